@@ -1,0 +1,1 @@
+"""Hydra configuration groups; a package so that an installed copy finds them."""

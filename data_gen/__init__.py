@@ -1,0 +1,1 @@
+"""Synthetic long-context retrieval tasks: text in, samples out. No torch."""

@@ -1,0 +1,1 @@
+"""Replay long-context benchmarks against compressed caches: one prefill, many methods."""
