@@ -1,0 +1,80 @@
+"""Write samples of a task to a file.
+
+    python -m data_gen --task niah_multivalue --length 4096 --count 100 --tokenizer reference --out samples.jsonl
+
+--out FILE.jsonl writes one sample a line; any other name writes a `datasets.Dataset` folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from data_gen.sample import Sample
+from data_gen.tasks import TASKS, task
+from data_gen.tokens import TokenCounter
+
+
+def rows(args: argparse.Namespace, tokenizer: Any) -> Iterator[Sample]:
+    """Samples of the task, a document after the other."""
+    counter = TokenCounter(tokenizer)
+    for index in range(args.start, args.start + args.count):
+        yield from (
+            task(args.task)
+            .build(
+                args.task, args.length, counter, args.seed, index,
+                args.questions, not args.ruler_fit, args.essays, args.split,
+            )
+            .samples()
+        )  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(
+        prog="python -m data_gen", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--task", required=True, choices=sorted(TASKS), metavar="TASK", help=", ".join(TASKS))
+    parser.add_argument("--length", type=int, default=4096, help="tokens of prompt and answer (default 4096)")
+    parser.add_argument("--count", type=int, default=100, help="documents (default 100)")
+    parser.add_argument("--questions", type=int, default=1, help="questions a document (default 1)")
+    parser.add_argument("--start", type=int, default=0, help="index of the first document (default 0)")
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--tokenizer", default="reference", help="'reference', or any Hugging Face name or folder")
+    parser.add_argument("--essays", help="text of essay haystacks: .txt, .txt.gz, RULER .json or a folder")
+    parser.add_argument(
+        "--split", default="all", choices=["train", "test", "all"], help="part of the text (default all)"
+    )
+    parser.add_argument("--ruler-fit", action="store_true", help="whole units below length, as RULER sizes its samples")
+    parser.add_argument("--out", required=True, type=Path)
+    args = parser.parse_args(argv)
+
+    from transformers import AutoTokenizer
+
+    name = str(files("leank_train") / "assets" / "reference") if args.tokenizer == "reference" else args.tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    try:
+        if args.out.suffix == ".jsonl":
+            partial = args.out.with_name(args.out.name + ".partial")
+            with partial.open("w", encoding="utf-8") as out:
+                for sample in rows(args, tokenizer):
+                    out.write(json.dumps(dataclasses.asdict(sample), ensure_ascii=False) + "\n")
+            os.replace(partial, args.out)
+        else:
+            from datasets import Dataset
+
+            Dataset.from_list([dataclasses.asdict(s) for s in rows(args, tokenizer)]).save_to_disk(str(args.out))
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(f"data_gen: {error}")
+    print(f"wrote {args.count} documents of {args.task} at {args.length} tokens to {args.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""The tasks by name, and mixtures of them addressed by index.
+
+A sample depends on (task, seed, index) alone: any number of workers, ranks or restarts gives the same samples.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from data_gen.niah import Niah
+from data_gen.passkey import Passkey
+from data_gen.sample import Document
+from data_gen.tokens import TokenCounter
+from data_gen.vt import VariableTracking
+from data_gen.word_counts import CommonWords, FrequentWords
+
+
+class Task(Protocol):
+    """What a task module offers: `build` makes document number `index` of a seed."""
+
+    max_new_tokens: int
+
+    def build(
+        self,
+        name: str,
+        length: int,
+        counter: TokenCounter,
+        seed: int,
+        index: int,
+        questions: int = 1,
+        exact: bool = True,
+        essays: str | None = None,
+        split: str = "all",
+    ) -> Document: ...
+
+
+RULER_NIAH: dict[str, Task] = {
+    "niah_single_1": Niah("noise"),
+    "niah_single_2": Niah("essay"),
+    "niah_single_3": Niah("essay", value_type="uuids"),
+    "niah_multikey_1": Niah("essay", num_keys=4),
+    "niah_multikey_2": Niah("needle"),
+    "niah_multikey_3": Niah("needle", "uuids", "uuids"),
+    "niah_multivalue": Niah("essay", num_values=4),
+    "niah_multiquery": Niah("essay", num_keys=4, num_queries=4),
+}
+TASKS: dict[str, Task] = {
+    **RULER_NIAH,
+    "vt": VariableTracking(),
+    "cwe": CommonWords(),
+    "fwe": FrequentWords(),
+    # training tasks: LeanK section 3.1 (kv, multivalue), its multi-key and multi-query kin, Appendix K (passkey)
+    "kv": Niah("needle", "uuids", "uuids"),
+    "multivalue": Niah("essay", num_keys=4, num_values=4),
+    "multikey": Niah("needle"),
+    "multiquery": Niah("essay", num_keys=8, num_queries=4),
+    "passkey": Passkey(),
+}
+
+
+def task(name: str) -> Task:
+    """The task called `name`. Raises ValueError with the known names."""
+    if name not in TASKS:
+        raise ValueError(f"task={name!r} is unknown; choose one of {', '.join(TASKS)}")
+    return TASKS[name]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """An endless list of documents: `mixture[i]` draws task, length and contents from (seed, i) alone.
+
+    weights: task name -> share. min_length, max_length: total tokens, drawn uniformly (both included).
+    group: this many neighbouring indices share one length, so that the ranks of a step wait for no longest one.
+    questions: questions a document (tasks with fewer give fewer). essays, split: the natural text, see `haystack`.
+    """
+
+    weights: Mapping[str, float]
+    tokenizer: Any
+    min_length: int
+    max_length: int
+    seed: int = 0
+    questions: int = 1
+    group: int = 1
+    essays: str | None = None
+    split: str = "all"
+
+    def __post_init__(self) -> None:
+        for name in self.weights:
+            task(name)
+        if not self.weights or min(self.weights.values()) < 0 or sum(self.weights.values()) <= 0:
+            raise ValueError(f"tasks={dict(self.weights)!r} has no task of positive weight; give at least one")
+        if not 0 < self.min_length <= self.max_length:
+            raise ValueError(
+                f"min_length={self.min_length}, max_length={self.max_length} is no range; "
+                "give 0 < min_length <= max_length"
+            )
+        if self.questions < 1 or self.group < 1:
+            raise ValueError(f"questions={self.questions}, group={self.group} must both be at least 1")
+        object.__setattr__(self, "_counter", TokenCounter(self.tokenizer))
+
+    def length_of(self, index: int) -> int:
+        """Length in tokens of document `index`."""
+        rng = random.Random(f"length/{self.seed}/{index // self.group}")
+        return rng.randint(self.min_length, self.max_length)
+
+    def __getitem__(self, index: int) -> Document:
+        """Document number `index`. Raises ValueError where its length is too short for its task."""
+        rng = random.Random(f"mixture/{self.seed}/{index}")
+        name = rng.choices(list(self.weights), weights=list(self.weights.values()))[0]
+        counter: TokenCounter = self._counter  # type: ignore[attr-defined]
+        return task(name).build(
+            name, self.length_of(index), counter, self.seed, index, self.questions, essays=self.essays, split=self.split
+        )

@@ -1,0 +1,1 @@
+"""Programs around the library: pretraining of the reference model, benchmarks, Slurm, dashboards."""

@@ -1,0 +1,191 @@
+"""Training rows of the reference model: a document, then questions and answers; loss on the answers alone.
+
+What makes retrieval emerge early (found by experiment, see the model card): a share of needles with the value right
+behind the key, a share of prompts that repeat the needle's own words, and rows of plain induction (random tokens with
+repeated spans). All of it fades as the rows grow longer.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from data_gen.niah import Niah
+from data_gen.passkey import Passkey
+from data_gen.sample import Document
+from data_gen.tasks import RULER_NIAH, TASKS, Task
+from data_gen.tokens import TokenCounter
+from data_gen.vt import VariableTracking
+
+LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
+# the share of training after which rows of LENGTHS[i + 1] tokens come in
+STAGES = (0.10, 0.16, 0.24, 0.36, 0.52)
+WEIGHTS = {
+    "niah_single_1": 6, "niah_single_2": 7, "niah_single_3": 9, "niah_multikey_1": 8, "niah_multikey_2": 9,
+    "niah_multikey_3": 14, "niah_multivalue": 14, "niah_multiquery": 11, "vt": 9, "cwe": 5, "fwe": 3, "passkey": 4,
+}  # fmt: skip
+# the shortest row that a task fits into, and the tokens that one more question of it takes
+ROOM = {
+    "niah_single_3": (256, 85), "niah_multikey_3": (512, 150), "niah_multivalue": (256, 75),
+    "niah_multiquery": (512, 110), "vt": (1024, 75), "cwe": (1024, 0), "fwe": (512, 0), "passkey": (1024, 80),
+}  # fmt: skip
+_HAYSTACKS = ("noise", "essay", "needle")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Token ids [n] and the positions whose next token is supervised."""
+
+    ids: list[int]
+    supervised: list[int]
+
+
+class RowMaker:
+    """Makes one row from a random generator; `early` (1 to 0) is how much of the easy material it mixes in."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.counter = TokenCounter(tokenizer)
+        self.bos, self.eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+        self.plain = [i for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids]
+        vocabulary = tokenizer.get_vocab()
+        self.hexadecimal = [vocabulary[c] for c in "0123456789abcdef-"]
+
+    def make(self, length: int, early: float, rng: random.Random) -> Row:
+        """A row of at most `length` + 1 ids."""
+        if rng.random() < 0.04 + 0.2 * early:
+            return self._induction(length, rng)
+        names = [n for n in WEIGHTS if ROOM.get(n, (0, 0))[0] <= length]
+        name = rng.choices(names, weights=[WEIGHTS[n] for n in names])[0]
+        return self.row(self._document(name, length, early, rng), length)
+
+    def row(self, document: Document, length: int) -> Row:
+        """The document and as many of its questions as fit, one after the other."""
+        encode = self.tokenizer.backend_tokenizer.encode
+        ids = [self.bos, *encode(document.context, add_special_tokens=False).ids]
+        supervised: list[int] = []
+        for q in document.questions:
+            prompt = encode(q.question + q.answer_prefix, add_special_tokens=False).ids
+            target = encode(q.target, add_special_tokens=False).ids
+            if len(ids) + len(prompt) + len(target) > length:
+                break
+            ids += prompt
+            supervised += range(len(ids) - 1, len(ids) + len(target))
+            ids += [*target, self.eos]
+        return Row(ids, supervised)
+
+    def _document(self, name: str, length: int, early: float, rng: random.Random) -> Document:
+        _, cost = ROOM.get(name, (0, 45))
+        most = 1 if not cost else max(1, length // (2 * cost))
+        questions = min(most, rng.choice((1, 2, 4, 8, 16, 32)))
+        spec = self._vary(TASKS[name], early, rng)
+        if isinstance(spec, VariableTracking):
+            questions = 1 if rng.random() < 0.6 else min(questions, 4)
+        if isinstance(spec, Passkey):
+            questions = min(questions, spec.num_passkeys)
+        room = length - (questions - 1) * cost - 1
+        seed = rng.getrandbits(32)
+        for asked in dict.fromkeys((questions, 1)):  # many long keys may not fit a short row: then one question
+            try:
+                return spec.build(name, room, self.counter, seed, 0, asked, split="train")
+            except ValueError:
+                room = length - 1
+        return Niah("noise").build("niah_single_1", length - 1, self.counter, seed, 0)
+
+    @staticmethod
+    def _vary(spec: Task, early: float, rng: random.Random) -> Task:
+        """The official task, or an easier or broader relative of it."""
+        if isinstance(spec, Passkey):
+            return replace(spec, num_passkeys=rng.randint(3, 10), num_words=rng.choice((8, 16, 32)))
+        if not isinstance(spec, Niah):
+            return spec
+        if rng.random() < 0.25:
+            spec = replace(spec, haystack=rng.choice(_HAYSTACKS))
+        if spec.num_values > 1:
+            spec = replace(spec, num_values=rng.choice((2, 3, 4, 4)))
+        if spec.num_queries > 1:
+            spec = replace(spec, num_queries=rng.choice((2, 3, 4, 4)))
+        if spec.num_values * spec.num_queries > 1:
+            return spec
+        form = rng.random()
+        if form < 0.04 + 0.25 * early:  # the value right behind the key: one-token induction already pays
+            return replace(spec, needle="{key} {value}.", header="", question="\n{key}", prefix="")
+        if form < 0.08 + 0.45 * early:  # the prompt repeats the needle's own words
+            return replace(spec, prefix=f" One of the special magic {spec.value_type} for {{key}} is:")
+        return spec
+
+    def _induction(self, length: int, rng: random.Random) -> Row:
+        alphabet, known = rng.choice(
+            ((self.plain, 2), (rng.sample(self.plain, 200), 3), (self.hexadecimal, 6), (self.hexadecimal[:10], 6))
+        )
+        ids = [self.bos, *rng.choices(alphabet, k=min(64, length // 4))]
+        supervised: list[int] = []
+        while len(ids) < length - 100:
+            span = rng.randint(known + 4, 48)
+            start = rng.randint(1, max(1, len(ids) - span))
+            copied = ids[start : start + span]
+            supervised += range(len(ids) + known - 1, len(ids) + len(copied) - 1)
+            ids += copied
+            ids += rng.choices(alphabet, k=rng.randint(4, 48))
+        return Row(ids, supervised)
+
+
+class Batches(torch.utils.data.Dataset):
+    """Batch number `step` of one rank, a function of (seed, step, rank) alone: exact resume is a slice.
+
+    Yields (ids [rows, length] int64, positions [n] int64, labels [n] int64): `positions` index the flattened
+    [rows * length] hidden states whose next token is the label.
+    """
+
+    def __init__(self, tokenizer: Any, tokens: int, steps: int, seed: int, rank: int, start: int, longest: int) -> None:
+        self.maker = RowMaker(tokenizer)
+        self.tokens, self.steps, self.seed, self.rank, self.start = tokens, steps, seed, rank, start
+        self.lengths = [n for n in LENGTHS if n <= longest]
+
+    def __len__(self) -> int:
+        return self.steps - self.start
+
+    def length_of(self, step: int) -> int:
+        """Row length of a step, the same on every rank: mostly the longest so far, else a shorter one."""
+        reached = sum(step >= share * self.steps for share in STAGES[: len(self.lengths) - 1])
+        rng = random.Random(f"length/{self.seed}/{step}")
+        return self.lengths[reached if rng.random() < 0.65 or not reached else rng.randrange(reached)]
+
+    def __getitem__(self, item: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        step = self.start + item
+        length = self.length_of(step)
+        early = max(0.0, 1 - step / (STAGES[2] * self.steps))
+        rng = random.Random(f"rows/{self.seed}/{step}/{self.rank}")
+        rows = [self.maker.make(length, early, rng) for _ in range(max(1, self.tokens // length))]
+        return collate(rows, length)
+
+
+def collate(rows: list[Row], length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Right-padded ids [rows, length], flat supervised positions [n], labels [n]."""
+    ids = np.zeros((len(rows), length), dtype=np.int64)
+    positions, labels = [], []
+    for r, row in enumerate(rows):
+        kept = row.ids[:length]
+        ids[r, : len(kept)] = kept
+        inside = [p for p in row.supervised if p < length and p + 1 < len(row.ids)]
+        positions += [r * length + p for p in inside]
+        labels += [row.ids[p + 1] for p in inside]
+    return torch.from_numpy(ids), torch.tensor(positions), torch.tensor(labels)
+
+
+def evaluation_rows(tokenizer: Any, length: int, count: int, seed: int) -> dict[str, list[Row]]:
+    """Unseen samples of the RULER tasks, one question a document, on text that training never shows."""
+    maker = RowMaker(tokenizer)
+    found: dict[str, list[Row]] = {}
+    for name in [*RULER_NIAH, "vt", "cwe", "fwe"]:
+        if ROOM.get(name, (0, 0))[0] > length:
+            continue
+        documents = (
+            TASKS[name].build(name, length, maker.counter, seed, i, exact=False, split="test") for i in range(count)
+        )
+        found[name] = [maker.row(d, length) for d in documents]
+    return found
