@@ -18,15 +18,18 @@ PREFIX = (
     " Answer: According to the chain(s) of variable assignment in the text above, "
     "{count} variables are assigned the value {value}, they are: "
 )
-_EXAMPLE_LINES = 10  # noise lines of the worked example
 
 
 @dataclass(frozen=True)
 class VariableTracking:
-    """num_chains chains of num_hops + 1 variables each; a question asks for one chain."""
+    """num_chains chains of num_hops + 1 variables each; a question asks for one chain.
+
+    example_lines: noise lines of the worked example.
+    """
 
     num_chains: int = 1
     num_hops: int = 4
+    example_lines: int = 10
     max_new_tokens: int = 30
 
     def build(
@@ -44,7 +47,7 @@ class VariableTracking:
         """One document; `questions` above `num_chains` adds chains. Raises ValueError where `length` is too short."""
         rng = random.Random(f"{name}/{seed}/{index}")
         example_chain, example_value = _chain(self.num_hops, 3, rng)
-        example = _scatter([haystack.NOISE_LINE] * _EXAMPLE_LINES, [_lines(example_chain, example_value)], rng)
+        example = _scatter([haystack.NOISE_LINE] * self.example_lines, [_lines(example_chain, example_value)], rng)
         shot = (
             HEADER
             + "\n".join(example)

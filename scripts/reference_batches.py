@@ -23,15 +23,15 @@ from data_gen.vt import VariableTracking
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 # the share of training after which rows of LENGTHS[i + 1] tokens come in
-STAGES = (0.10, 0.16, 0.24, 0.36, 0.52)
+STAGES = (0.06, 0.12, 0.20, 0.32, 0.48)
 WEIGHTS = {
-    "niah_single_1": 6, "niah_single_2": 7, "niah_single_3": 9, "niah_multikey_1": 8, "niah_multikey_2": 9,
-    "niah_multikey_3": 14, "niah_multivalue": 14, "niah_multiquery": 11, "vt": 9, "cwe": 5, "fwe": 3, "passkey": 4,
+    "niah_single_1": 5, "niah_single_2": 5, "niah_single_3": 7, "niah_multikey_1": 6, "niah_multikey_2": 9,
+    "niah_multikey_3": 14, "niah_multivalue": 20, "niah_multiquery": 16, "vt": 12, "cwe": 4, "fwe": 4, "passkey": 3,
 }  # fmt: skip
 # the shortest row that a task fits into, and the tokens that one more question of it takes
 ROOM = {
     "niah_single_3": (256, 85), "niah_multikey_3": (512, 150), "niah_multivalue": (256, 75),
-    "niah_multiquery": (512, 110), "vt": (1024, 75), "cwe": (1024, 0), "fwe": (512, 0), "passkey": (1024, 80),
+    "niah_multiquery": (256, 110), "vt": (512, 75), "cwe": (1024, 0), "fwe": (512, 0), "passkey": (1024, 80),
 }  # fmt: skip
 _HAYSTACKS = ("noise", "essay", "needle")
 
@@ -84,7 +84,9 @@ class RowMaker:
         questions = min(most, rng.choice((1, 2, 4, 8, 16, 32)))
         spec = self._vary(TASKS[name], early, rng)
         if isinstance(spec, VariableTracking):
-            questions = 1 if rng.random() < 0.6 else min(questions, 4)
+            questions = 1 if rng.random() < 0.5 else min(questions, 4)
+            if length < 1024 or rng.random() < early:
+                spec = replace(spec, num_hops=rng.randint(1, 4), example_lines=rng.randint(1, 4))
         if isinstance(spec, Passkey):
             questions = min(questions, spec.num_passkeys)
         room = length - (questions - 1) * cost - 1
@@ -105,16 +107,15 @@ class RowMaker:
             return spec
         if rng.random() < 0.25:
             spec = replace(spec, haystack=rng.choice(_HAYSTACKS))
+        few = (2, 2, 3, 4) if rng.random() < early else (2, 3, 4, 4)
         if spec.num_values > 1:
-            spec = replace(spec, num_values=rng.choice((2, 3, 4, 4)))
+            spec = replace(spec, num_values=rng.choice(few))
         if spec.num_queries > 1:
-            spec = replace(spec, num_queries=rng.choice((2, 3, 4, 4)))
-        if spec.num_values * spec.num_queries > 1:
-            return spec
+            spec = replace(spec, num_queries=rng.choice(few))
         form = rng.random()
-        if form < 0.04 + 0.25 * early:  # the value right behind the key: one-token induction already pays
+        if form < 0.04 + 0.3 * early:  # the value right behind the key: one-token induction already pays
             return replace(spec, needle="{key} {value}.", header="", question="\n{key}", prefix="")
-        if form < 0.08 + 0.45 * early:  # the prompt repeats the needle's own words
+        if form < 0.08 + 0.5 * early and spec.num_values * spec.num_queries == 1:  # the needle's own words again
             return replace(spec, prefix=f" One of the special magic {spec.value_type} for {{key}} is:")
         return spec
 
