@@ -14,6 +14,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+torch.set_num_threads(1)  # threads cost more than they give on models this small
+
 ARCHITECTURES = {
     "llama": (LlamaForCausalLM, LlamaConfig),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config),
