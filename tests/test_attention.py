@@ -105,6 +105,28 @@ def test_statistics_are_kept_in_float32(dtype):
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("zone", ["causal", "dense", "middle"])
+def test_on_a_gpu(dtype, error, zone):
+    """Two documents, three branches each, four query heads on two KV heads; errors relative to float64."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(6, 4, 9, 64, generator=generator).cuda().to(dtype)
+    k, v = torch.randn(2, 2, 2, 700, 64, generator=generator).cuda().to(dtype)
+    k_positions = torch.arange(700, device="cuda").expand(2, 700).clone()
+    k_positions[1, 500:] = -1
+    q_positions = torch.tensor([700] * 3 + [500] * 3, device="cuda")[:, None] - 5 + torch.arange(9, device="cuda")
+    sees = visibility(q_positions, k_positions, zone, 16, 100)
+    results = []
+    for function, cast in ((partial_attention, dtype), (partial_attention_reference, torch.float64)):
+        leaves = [x.to(cast).detach().requires_grad_() for x in (q, k, v)]
+        out, lse = function(*leaves, 0.125, sees, 128)
+        loss = (out * torch.arange(out.numel(), device="cuda").view(out.shape).cos()).sum() + lse.sin().sum()
+        results.append((out, lse, *torch.autograd.grad(loss, leaves)))
+    for fast, slow in zip(*results, strict=True):
+        assert (fast.double() - slow).norm() <= error * slow.norm()
+
+
 def eq1(q, k, v, alpha, empty_heads, sink, window):
     """Eq. 1 for one sequence by dense matrices; q [1, Hq, T, D], all rows scaled."""
     T, G = q.shape[2], q.shape[1] // k.shape[1]

@@ -90,6 +90,32 @@ def test_alpha_per_branch_and_questions_run_apart(model):
         torch.testing.assert_close(hidden[r, : ANSWERS[r]], plain_forward(model, whole, n, alpha[r], **zones)[n:])
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "error"),
+    [
+        ("cpu", torch.float32, 1e-5),
+        ("cpu", torch.bfloat16, 0.1),
+        pytest.param("cuda", torch.float32, 1e-4, marks=pytest.mark.gpu),
+        pytest.param("cuda", torch.bfloat16, 0.1, marks=pytest.mark.gpu),
+    ],
+)
+def test_gradient_in_lower_precision(device, dtype, error):
+    documents, questions, answers = batch()
+    grads = []
+    for kind, place in ((torch.float64, "cpu"), (dtype, device)):
+        model = tiny_model("llama", initializer_range=0.15).to(place, kind)
+        prefix = prefill(model, pad(documents).to(place), DOCUMENTS)
+        question = branch(model, prefix, pad(questions).to(place), QUESTIONS)
+        alpha = scores(model).detach().to(place, torch.float32).requires_grad_()
+        zones = {"sink": 2, "window": 4, "empty_heads": "drop"}
+        hidden = student(model, prefix, question, pad(answers).to(place), ANSWERS, alpha, **zones)
+        assert hidden.dtype == kind
+        weights = torch.arange(hidden.numel(), device=place).view(hidden.shape).cos()
+        grads.append(torch.autograd.grad((hidden.double() * weights).sum(), alpha)[0].double().cpu())
+        decode(model, prefix, question, alpha > 0.5, max_new_tokens=3, eos_id=-1, sink=2, window=4)
+    assert (grads[0] - grads[1]).norm() <= error * grads[0].norm()
+
+
 def test_full_attention_is_the_models_own(model):
     documents, questions, _ = batch()
     prefix = prefill(model, pad(documents), DOCUMENTS)
