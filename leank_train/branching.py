@@ -1,0 +1,134 @@
+"""Prefill once: a document's K and V are computed once, and every question and answer is a branch from its end.
+
+Eq. 1 changes answer rows only, so the context does not depend on alpha and needs neither a second pass nor a gradient:
+
+    prefix  = prefill(model, documents, lengths)                       # K, V of B documents
+    teacher = branch(model, prefix, questions_and_answers, lengths)    # R = B * M branches, full attention
+    hidden  = student(model, prefix, teacher.cut(question_lengths), answers, lengths, alpha, sink=4, window=64, ...)
+    tokens  = decode(model, prefix, branch(model, prefix, questions, lengths), mask.keep, max_new_tokens=32, ...)
+
+Branch r continues document r // M. Token ids are padded on the right with any valid id; lengths say what counts.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from leank_train.hook import check_decoder, run_decoder
+from leank_train.passes import DecodePass, FullPass, PrefillPass, ScaledPass
+from leank_train.prefix import Branch, Prefix, checked_lengths
+
+
+@torch.no_grad()
+def prefill(
+    model: PreTrainedModel, document_ids: Tensor, lengths: Sequence[int] | Tensor, obs_queries: int = 0
+) -> Prefix:
+    """Full causal attention over document_ids [B, P], right-padded, lengths [B] (at least 1).
+
+    obs_queries: how many of each document's last queries to keep, for branches shorter than the window that a method
+    observes. Raises ValueError for a model without RoPE, bad lengths, or documents longer than the model's positions.
+    """
+    check_decoder(model)
+    lengths = checked_lengths(lengths, document_ids)
+    positions = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
+    state = PrefillPass(int(lengths.max()), lengths, obs_queries)
+    run_decoder(model, document_ids, positions, state)
+    # Causal rows never see later tokens, so right padding needs no mask: branches must not see its keys.
+    k_positions = positions.masked_fill(positions >= lengths[:, None], -1)
+    return Prefix(state.keys, state.values, k_positions, lengths, state.queries if obs_queries else None)
+
+
+@torch.no_grad()
+def branch(
+    model: PreTrainedModel, prefix: Prefix, ids: Tensor, lengths: Sequence[int] | Tensor, obs_queries: int = 0
+) -> Branch:
+    """Continue the documents by ids [R, T], right-padded, lengths [R] (at least 1), with full attention.
+
+    obs_queries: keep the last n queries of every branch; where a branch is shorter, its document's are used too (then
+    prefill needs the same obs_queries). Raises ValueError if R is no multiple of B, for bad lengths, or if fewer than
+    obs_queries queries are at hand.
+    """
+    lengths, starts = checked_lengths(lengths, ids), _starts(prefix, ids)
+    positions, k_positions = _positions(starts, lengths, ids)
+    state = FullPass(prefix, positions, k_positions, lengths, obs_queries)
+    hidden = run_decoder(model, ids, positions, state)
+    queries = state.queries if obs_queries else None
+    return Branch(state.keys, state.values, k_positions, lengths, starts, hidden, queries)
+
+
+def student(
+    model: PreTrainedModel,
+    prefix: Prefix,
+    question: Branch,
+    answer_ids: Tensor,
+    lengths: Sequence[int] | Tensor,
+    alpha: Tensor,
+    *,
+    sink: int,
+    window: int,
+    empty_heads: str,
+) -> Tensor:
+    """Hidden states [R, N, hidden] after the final norm at the answer tokens, with Eq. 1's scaled attention.
+
+    answer_ids [R, N], right-padded, lengths [R]; question: the branch up to the answer; alpha [L, H, D] or
+    [R, L, H, D]. The gradient reaches alpha. Rows past a length are to be left out of the loss.
+    """
+    lengths, starts = checked_lengths(lengths, answer_ids), question.starts + question.lengths
+    positions, k_positions = _positions(starts, lengths, answer_ids)
+    state = ScaledPass(prefix, question, positions, k_positions, alpha, sink, window, empty_heads)
+    hidden = run_decoder(model, answer_ids, positions, state)
+    if alpha.requires_grad and not hidden.requires_grad:  # no row had a middle: the gradient is zero, not an error
+        hidden = hidden + 0.0 * alpha.sum()
+    return hidden
+
+
+@torch.no_grad()
+def decode(
+    model: PreTrainedModel,
+    prefix: Prefix,
+    question: Branch,
+    alpha: Tensor,
+    *,
+    max_new_tokens: int,
+    eos_id: int | Sequence[int],
+    sink: int,
+    window: int,
+) -> list[list[int]]:
+    """Greedy answers of all R branches at once, as deployed: empty heads drop the middle (section 3.3).
+
+    alpha [L, H, D] or [R, L, H, D], bool masks or scores. The first token comes from the dense pass over the question,
+    whatever the mask. Returns R lists of at most max_new_tokens ids, cut before the first of eos_id.
+    """
+    stops = torch.tensor([eos_id] if isinstance(eos_id, int) else list(eos_id), device=question.hidden.device)
+    rows = torch.arange(len(question.lengths), device=question.hidden.device)
+    state = DecodePass(prefix, question, max_new_tokens, alpha, sink, window)
+    hidden, tokens = question.hidden[rows, question.lengths - 1], []
+    done = torch.zeros_like(rows, dtype=torch.bool)
+    for step in range(max_new_tokens):
+        tokens.append(model.get_output_embeddings()(hidden).argmax(-1))  # [R]
+        done |= torch.isin(tokens[-1], stops)
+        if done.all() or step + 1 == max_new_tokens:
+            break
+        positions = (question.starts + question.lengths + step)[:, None]  # [R, 1]
+        state.advance(positions)
+        hidden = run_decoder(model, tokens[-1][:, None], positions, state)[:, 0]
+    ends = set(stops.tolist())
+    answers = torch.stack(tokens, 1).tolist() if tokens else [[] for _ in rows]
+    return [row[: next((i for i, token in enumerate(row) if token in ends), len(row))] for row in answers]
+
+
+def _starts(prefix: Prefix, ids: Tensor) -> Tensor:
+    """Where each branch begins: its document's length, [R]."""
+    branches, left_over = divmod(ids.shape[0], len(prefix.lengths))
+    if left_over or not branches:
+        raise ValueError(f"{ids.shape[0]} branches do not divide evenly among {len(prefix.lengths)} documents")
+    return prefix.lengths.repeat_interleave(branches)
+
+
+def _positions(starts: Tensor, lengths: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions [R, T] of rows (padding simply goes on) and of keys (padding is -1, seen by nobody)."""
+    steps = torch.arange(ids.shape[1], device=ids.device)
+    positions = starts[:, None] + steps
+    return positions, positions.masked_fill(steps >= lengths[:, None], -1)

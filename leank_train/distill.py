@@ -1,0 +1,71 @@
+"""The training objective of both stages: distance of hidden states, L1 on alpha, straight-through masks, learning rate.
+
+Stage 1 minimises l2_loss + lambda * l1_penalty(alpha); stage 2 minimises l2_loss with straight_through(alpha, beta) in
+place of alpha. Where the paper and its published code differ, both forms are here by name.
+"""
+
+import torch
+from torch import Tensor
+
+
+def answer_rows(hidden: Tensor, question_lengths: Tensor, answer_tokens: int) -> Tensor:
+    """The teacher's rows of the answer, [R, N, hidden], out of those of question and answer, hidden [R, T, hidden].
+
+    question_lengths [R]; N = answer_tokens of the longest answer. Rows past an answer's end repeat the last row.
+    """
+    index = question_lengths[:, None] + torch.arange(answer_tokens, device=hidden.device)  # [R, N]
+    index = index.clamp(max=hidden.shape[1] - 1)
+    return hidden.gather(1, index[:, :, None].expand(-1, -1, hidden.shape[2]))
+
+
+def l2_loss(full: Tensor, scaled: Tensor, lengths: Tensor, reduction: str) -> Tensor:
+    """L2 distillation between hidden states [R, N, hidden] of teacher and student at the answer tokens, lengths [R].
+
+    reduction: "official" means over hidden units and over all answer tokens of the batch; "paper" sums over both,
+    ||H_full - H_scaled||_2^2, and means over the R sequences. Computed in float32 (float64 stays).
+    Raises ValueError for an unknown reduction, an answer without tokens, or a loss that is not finite.
+    """
+    if reduction not in ("official", "paper"):
+        raise ValueError(f"reduction={reduction!r} is unknown; use official or paper")
+    if lengths.min() < 1 or lengths.max() > full.shape[1]:
+        raise ValueError(f"answer lengths {lengths.tolist()} must be from 1 to {full.shape[1]}: nothing to distil")
+    dtype = torch.promote_types(full.dtype, torch.float32)
+    counts = torch.arange(full.shape[1], device=full.device) < lengths[:, None].to(full.device)  # [R, N]
+    # Padding is replaced, not multiplied by 0, so that nothing in it, were it NaN, reaches the loss or the gradient.
+    squares = torch.where(counts[..., None], full.to(dtype) - scaled.to(dtype), 0.0).square()
+    loss = squares.mean(-1).sum() / counts.sum() if reduction == "official" else squares.sum() / len(lengths)
+    if not torch.isfinite(loss):
+        raise ValueError(f"the distillation loss is {loss.item()}; lower the learning rate, or set dtype=float32")
+    return loss
+
+
+def l1_penalty(alpha: Tensor, form: str) -> Tensor:
+    """||alpha||_1 as the paper writes it ("sum"), or over the number of channels as its code has it ("mean")."""
+    if form not in ("mean", "sum"):
+        raise ValueError(f"l1={form!r} is unknown; use mean (published code) or sum (paper)")
+    return alpha.abs().mean() if form == "mean" else alpha.abs().sum()
+
+
+def lr_factor(step: int, steps: int, schedule: str) -> float:
+    """Factor of the learning rate at `step` (from 0) of `steps`.
+
+    "official" rises over the first fifth, falls over the last fifth, and is never below 0.1; "constant" is 1.
+    """
+    if schedule not in ("official", "constant"):
+        raise ValueError(f"lr_schedule={schedule!r} is unknown; use official or constant")
+    if schedule == "constant":
+        return 1.0
+    fifth = steps / 5
+    return min(1.0, max((step + 1) / fifth, 0.1), max((steps - step) / fifth, 0.1))
+
+
+def straight_through(alpha: Tensor, beta: Tensor, variant: str) -> Tensor:
+    """The mask in the forward pass, the identity in the backward pass: alpha [L, H, D], beta bool [L, H, D].
+
+    variant: "binary" has the value beta (the paper), "alpha_beta" the value alpha * beta (its published code). Either
+    way alpha receives the whole gradient, pruned channels included.
+    """
+    if variant not in ("binary", "alpha_beta"):
+        raise ValueError(f"straight_through={variant!r} is unknown; use binary (paper) or alpha_beta (published code)")
+    value = beta.to(alpha.dtype) if variant == "binary" else (alpha * beta).detach()
+    return value + (alpha - alpha.detach())

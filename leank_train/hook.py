@@ -1,0 +1,86 @@
+"""Run a frozen transformers decoder with an attention of ours, through its public interfaces: no class is patched.
+
+`run_decoder(model, ids, positions, state)` calls `state.attend(layer, q, k, v, scale)` in every layer. The two
+registrations below are global to the process; a model's own choice of attention is put back after each pass.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+NAME = "leank_branching"
+
+
+class State(Protocol):
+    """What one pass over the decoder does in its attention layers."""
+
+    longest: int  # tokens of the longest sequence that the pass reaches, documents included
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """q [R, Hq, n, D], k and v [R, H, n, D] after RoPE -> attention output [R, Hq, n, D]."""
+
+
+def run_decoder(model: PreTrainedModel, ids: Tensor, positions: Tensor, state: State) -> Tensor:
+    """Hidden states [R, n, hidden] after the final norm for ids [R, n] at positions [R, n]; no logits are computed.
+
+    Raises ValueError if the sequences are longer than the model's positions or than its own sliding window.
+    """
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is not None and state.longest > limit:
+        raise ValueError(
+            f"a sequence of {state.longest} tokens is longer than the model's max_position_embeddings={limit}; "
+            "lower the context length or extend the model's RoPE"
+        )
+    with _attention(model):
+        return model.base_model(
+            input_ids=ids, position_ids=positions, use_cache=False, leank_state=state
+        ).last_hidden_state
+
+
+def check_decoder(model: PreTrainedModel) -> None:
+    """Raise ValueError for a model without rotary positions, or one that cannot take another attention function."""
+    config = model.config
+    if getattr(config, "rope_parameters", None) is None and getattr(config, "rope_theta", None) is None:
+        raise ValueError(
+            f"model={config.model_type} has no rotary positions (RoPE); choose a RoPE decoder such as Llama"
+        )
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ValueError(f"model={config.model_type} takes no registered attention function; choose another model")
+
+
+@contextmanager
+def _attention(model: PreTrainedModel) -> Iterator[None]:
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _attend(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    state: State = kwargs["leank_state"]
+    window = kwargs.get("sliding_window")
+    if window is not None and state.longest > window:
+        raise ValueError(
+            f"layer {module.layer_idx} of the model has sliding_window={window}, but a sequence has {state.longest} "
+            "tokens; such a layer has no middle to prune: use shorter contexts or a model without sliding_window"
+        )
+    if kwargs.get("softcap") is not None:
+        raise ValueError(f"the model's attention has softcap={kwargs['softcap']}, which is not supported")
+    out = state.attend(module.layer_idx, query, key, value, kwargs["scaling"])  # type: ignore[arg-type]
+    return out.transpose(1, 2).contiguous(), None  # [R, n, Hq, D]
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """Positions say what is visible; without this registration the library would build dense masks or none at will."""
+
+
+AttentionInterface.register(NAME, _attend)
+AttentionMaskInterface.register(NAME, _no_mask)

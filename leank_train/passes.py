@@ -1,0 +1,140 @@
+"""What the attention layers do in each kind of pass: prefill, branch (full), student (Eq. 1), one step of decoding.
+
+Shapes: B documents, R branches, Hq query heads, H KV heads, T or n tokens, D head_dim. `hook.State` is the interface.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from leank_train.attention import Keys, merge, partial_attention, scaled_attention, visibility
+from leank_train.prefix import Branch, Prefix
+
+
+class PrefillPass:
+    """Causal attention by the library's fastest kernel; keeps K and V, and the last queries on request."""
+
+    def __init__(self, longest: int, lengths: Tensor, obs_queries: int):
+        self.longest, self.lengths = longest, lengths
+        self.obs_queries = min(obs_queries, int(lengths.min()))
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.queries: list[Tensor] = []
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        self.keys.append(k.contiguous())
+        self.values.append(v.contiguous())
+        if self.obs_queries:
+            self.queries.append(_last(q, self.lengths, self.obs_queries))
+        k, v, group = self.keys[-1], self.values[-1], q.shape[1] // k.shape[1]
+        if q.is_cuda and q.dtype == torch.float32:  # no fused float32 kernel shares keys among a group's queries
+            k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=group > 1)
+
+
+class FullPass:
+    """A branch's full attention on its document and on itself; keeps K and V, and the last queries on request."""
+
+    def __init__(self, prefix: Prefix, positions: Tensor, k_positions: Tensor, lengths: Tensor, obs_queries: int):
+        self.prefix, self.lengths, self.obs_queries = prefix, lengths, obs_queries
+        self.longest = int(k_positions.max()) + 1
+        self.document = visibility(positions, prefix.k_positions, "causal")
+        self.own = visibility(positions, k_positions, "causal")
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.queries: list[Tensor] = []
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        self.keys.append(k.contiguous())
+        self.values.append(v.contiguous())
+        if self.obs_queries:
+            self.queries.append(self._observed(layer, q))
+        document = partial_attention(q, self.prefix.keys[layer], self.prefix.values[layer], scale, self.document)
+        own = partial_attention(q, self.keys[-1], self.values[-1], scale, self.own)
+        return merge(*document, *own)[0].to(q.dtype)
+
+    def _observed(self, layer: int, q: Tensor) -> Tensor:
+        earlier = q[:, :, :0] if self.prefix.queries is None else self.prefix.queries[layer]
+        earlier = earlier.repeat_interleave(q.shape[0] // earlier.shape[0], 0)
+        shortest = earlier.shape[2] + int(self.lengths.min())
+        if shortest < self.obs_queries:
+            raise ValueError(
+                f"obs_queries={self.obs_queries}, but only {shortest} queries are at hand for the shortest branch; "
+                "prefill with the same obs_queries, or use longer documents"
+            )
+        return _last(torch.cat([earlier, q], 2), self.lengths + earlier.shape[2], self.obs_queries)
+
+
+class ScaledPass:
+    """Eq. 1 for answer rows over the document, the question and the answer's own K and V."""
+
+    def __init__(
+        self,
+        prefix: Prefix,
+        question: Branch,
+        positions: Tensor,
+        k_positions: Tensor,
+        alpha: Tensor,
+        sink: int,
+        window: int,
+        empty_heads: str,
+    ):
+        self.prefix, self.question, self.empty_heads = prefix, question, empty_heads
+        self.alpha = _per_layer(alpha, prefix, question)
+        self.longest = int(k_positions.max()) + 1
+        tail = torch.cat([question.k_positions, k_positions], 1)
+        self.document = [visibility(positions, prefix.k_positions, zone, sink, window) for zone in ("dense", "middle")]
+        self.tail = [visibility(positions, tail, zone, sink, window) for zone in ("dense", "middle")]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        document = Keys(self.prefix.keys[layer], self.prefix.values[layer], *self.document)
+        k, v = torch.cat([self.question.keys[layer], k], 2), torch.cat([self.question.values[layer], v], 2)
+        return scaled_attention(q, [document, Keys(k, v, *self.tail)], self.alpha[layer], scale, self.empty_heads)
+
+
+class DecodePass:
+    """Eq. 1 for one new token per branch; the tail (question and new tokens) lives in buffers allocated once."""
+
+    def __init__(self, prefix: Prefix, question: Branch, room: int, alpha: Tensor, sink: int, window: int):
+        self.prefix, self.sink, self.window = prefix, sink, window
+        self.alpha = _per_layer(alpha, prefix, question)
+        self.keys, self.values = (
+            [torch.cat([x, x.new_zeros(*x.shape[:2], room, x.shape[3])], 2) for x in xs]
+            for xs in (question.keys, question.values)
+        )
+        unused = question.k_positions.new_full((len(question.lengths), room), -1)
+        self.k_positions = torch.cat([question.k_positions, unused], 1)
+        self.slot = question.k_positions.shape[1] - 1
+
+    def advance(self, positions: Tensor) -> None:
+        """Make room for the token at positions [R, 1]."""
+        self.slot += 1
+        self.k_positions[:, self.slot] = positions[:, 0]
+        self.longest = int(positions.max()) + 1
+        zones = ("dense", "middle")
+        self.document = [visibility(positions, self.prefix.k_positions, z, self.sink, self.window) for z in zones]
+        self.tail = [visibility(positions, self.k_positions, z, self.sink, self.window) for z in zones]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        self.keys[layer][:, :, self.slot], self.values[layer][:, :, self.slot] = k[:, :, 0], v[:, :, 0]
+        document = Keys(self.prefix.keys[layer], self.prefix.values[layer], *self.document)
+        tail = Keys(self.keys[layer], self.values[layer], *self.tail)
+        return scaled_attention(q, [document, tail], self.alpha[layer], scale, "drop")
+
+
+def _per_layer(alpha: Tensor, prefix: Prefix, question: Branch) -> tuple[Tensor, ...]:
+    """alpha [L, H, D] or [R, L, H, D] -> L times [H, D] or [R, H, D], beside the keys."""
+    wanted = [len(prefix.keys), prefix.keys[0].shape[1], prefix.keys[0].shape[3]]
+    branches = len(question.lengths)
+    if list(alpha.shape) not in (wanted, [branches, *wanted]):
+        raise ValueError(
+            f"alpha has the shape {list(alpha.shape)}; this model needs [layers, kv_heads, head_dim] = {wanted}, "
+            f"or one such mask for each of the {branches} branches"
+        )
+    return alpha.to(prefix.keys[0].device).unbind(-3)
+
+
+def _last(q: Tensor, lengths: Tensor, n: int) -> Tensor:
+    """The n rows of q [R, Hq, T, D] before each length [R] -> [R, Hq, n, D]."""
+    index = lengths[:, None] - n + torch.arange(n, device=q.device)  # [R, n]
+    return q.gather(2, index[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))

@@ -1,0 +1,50 @@
+"""Tiny random models of every supported architecture."""
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+torch.set_num_threads(1)  # threads cost more than they give on models this small
+
+ARCHITECTURES = {
+    "llama": (LlamaForCausalLM, LlamaConfig),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config),
+    "mistral": (MistralForCausalLM, MistralConfig),
+}
+
+
+def tiny_model(architecture: str, seed: int = 0, **settings) -> PreTrainedModel:
+    """Two layers, four query heads on two KV heads, head_dim 8, float64; weights large enough for sharp attention."""
+    model_class, config_class = ARCHITECTURES[architecture]
+    if architecture == "mistral":
+        settings.setdefault("sliding_window", None)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 50,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.3,
+    }
+    torch.manual_seed(seed)
+    model = model_class(config_class(**{**sizes, **settings}))
+    return model.double().eval().requires_grad_(False)
+
+
+@pytest.fixture(params=sorted(ARCHITECTURES))
+def model(request) -> PreTrainedModel:
+    return tiny_model(request.param)
