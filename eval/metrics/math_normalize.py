@@ -1,5 +1,6 @@
 """The two normal forms in which MATH-500 answers are compared (see eval.metrics.math500)."""
 
+import logging
 import re
 
 _TEXT = re.compile(r"^\\text\{(?P<text>.+?)\}$")
@@ -102,8 +103,8 @@ def grader_normalize(text: str) -> str:
     enclosed = _TEXT.search(text)
     if enclosed:
         text = enclosed["text"]
-    text = text.replace("\\%", "").replace("%", "").replace("\\$", "").replace("$", "")
-    text = text.replace(" or ", " , ").replace(" and ", " , ")
+    for old, new in (("\\%", "%"), ("\\$", "$"), ("$", ""), ("%", ""), (" or ", " , "), (" and ", " , ")):
+        text = text.replace(old, new)
     for name, power in (("million", 6), ("billion", 9), ("trillion", 12)):
         text = text.replace(name, f"*10^{power}")
     for pattern in _UNIT_PATTERNS:
@@ -148,6 +149,7 @@ def _latex_to_text(text: str) -> str:
         from pylatexenc.latex2text import LatexNodes2Text
     except ImportError as error:
         raise ImportError("MATH-500 reads LaTeX answers with pylatexenc: pip install 'pylatexenc>=2.10,<3'") from error
+    logging.getLogger("pylatexenc.latex2text").setLevel(logging.ERROR)  # replies are often malformed; that is no news
     spaced = text.replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac").replace("\\frac", " \\frac")
     try:
         plain = LatexNodes2Text().latex_to_text(spaced)
