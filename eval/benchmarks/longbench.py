@@ -72,7 +72,7 @@ def truncate_middle(text: str, max_length: int, tokenizer: Tokenizer) -> str:
     Both halves are decoded on their own without special tokens, so re-encoding may differ by a token at the seam.
     """
     if max_length < 2:
-        raise ValueError(f"max_length={max_length} leaves nothing of the prompt; use the model's context less the reply")
+        raise ValueError(f"max_length={max_length} leaves no prompt; use the model's context less the reply")
     ids = tokenizer.encode(text)
     if len(ids) <= max_length:
         return text

@@ -1,8 +1,8 @@
 """MMLU prompts.
 
 Source: hendrycks/test, evaluate.py (MIT). Officially the reply is the likeliest of " A", " B", " C", " D" as next
-token. That token comes from the prefill, so it says nothing about a decoding method; generate reasoning and read it with
-`extract_letter` for that.
+token. That token comes from the prefill, so it says nothing about a decoding method; for one, generate reasoning and
+read it with `extract_letter`.
 """
 
 import re

@@ -38,8 +38,8 @@ def grade(reply: str, answer: int, at_end: Literal["wrong", "number"] = "wrong")
 
     The reply is lower-cased; the first rule that yields an integer decides, so of two "answer: " the first counts, of
     two "is " the last, and "Answer: 12 animals." is wrong. Integers are what int() takes: "+12", " 12 ", "１２", "1_2".
-    at_end: the official digit rule (``\\text{Answer: } 12``) raises IndexError when the reply ends inside the number and
-    its run then reports nothing; "wrong" gives no credit, "number" reads the number up to the end of the reply.
+    at_end: the official digit rule (``\\text{Answer: } 12``) raises IndexError, which ends its whole run, when nothing
+    follows the number; "wrong" gives such a reply no credit, "number" reads the number up to the end of the reply.
     """
     return grade_all([reply], answer, at_end)[0]
 

@@ -58,7 +58,7 @@ def code_run(prediction: str, labels: list[Any]) -> bool:
 
 
 def code_debug(prediction: str, labels: list[Any]) -> bool:
-    """The reply opens with "C." or "C:", or the right letter or function name follows "answer is:", "is:", "answer:"."""
+    """The reply opens with the letter and "." or ":", or letter or function name follow "answer is:", "is:", "answer:"."""
     name, letter = _pair("code_debug", labels)
     reply = prediction.strip()
     if reply[:2] in (f"{letter}.", f"{letter}:"):
@@ -70,7 +70,7 @@ def code_debug(prediction: str, labels: list[Any]) -> bool:
 
 
 def choice(prediction: str, labels: list[Any]) -> bool:
-    """longbook_choice_eng, in this order: first letter in ABCD, whole reply, text after an answer phrase, first of ABCD.
+    """longbook_choice_eng, in this order: opening A-D, whole reply, text after an answer phrase, first word in ABCD.
 
     Any reply that opens with one of A-D is judged by it ("Because" is B); a word "AB" ends the search as wrong.
     """

@@ -57,7 +57,7 @@ def score_all(
     all_classes: Sequence[str] | None = None,
     code_backend: CodeBackend = "difflib",
 ) -> float:
-    """Mean `score` of a task's replies, 0-100, two decimals. Raises ValueError without replies or on unequal lengths."""
+    """Mean `score` of a task's replies, 0-100, two decimals. Raises ValueError for no replies or unequal lengths."""
     scores = _scores(task, predictions, answers, all_classes, code_backend)
     return round(100 * sum(scores) / len(scores), 2)
 

@@ -5,7 +5,10 @@ import re
 
 _TEXT = re.compile(r"^\\text\{(?P<text>.+?)\}$")
 _THOUSANDS = re.compile(r"(\d)(,)(\d\d\d)($|\D)")
-_UNITS = "degree cm centimeter meter mile second minute hour day week month year foot feet inch yard".split()
+_UNITS = (
+    *("degree", "cm", "centimeter", "meter", "mile", "second", "minute", "hour"),
+    *("day", "week", "month", "year", "foot", "feet", "inch", "yard"),
+)
 _UNIT_PATTERNS = [re.compile(rf"{unit}(es)?(s)? *(\^[0-9]+)?") for unit in _UNITS]
 
 
@@ -16,7 +19,7 @@ class _Malformed(Exception):
 def mathd_normalize(answer: str | None) -> str | None:
     """LaTeX spelled one way: Hendrycks' normal form, after removing an enclosing ``\\text{}``.
 
-    One ``\\frac`` and one ``\\sqrt`` spelling, no spaces, degrees, percent and dollar signs, trailing ``\\text{ unit}`` or
+    One spelling of ``\\frac`` and ``\\sqrt``; no spaces, degrees, percent or dollar signs, trailing ``\\text{ unit}`` or
     short "x=" prefix. LaTeX that cannot be rewritten comes back stripped but otherwise as it was.
     """
     if answer is None:

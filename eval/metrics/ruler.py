@@ -28,7 +28,7 @@ def string_match_all(predictions: Sequence[str], references: Sequence[Sequence[s
 
 
 def string_match_part(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-    """Share of samples whose reply holds at least one reference, 0-100, two decimals. Arguments as `string_match_all`."""
+    """Share of samples whose reply holds at least one reference, 0-100, two decimals; else as `string_match_all`."""
     _check(predictions, references)
     hits = [max(_found(p, r) for r in refs) for p, refs in zip(predictions, references, strict=True)]
     return round(sum(hits) / len(predictions) * 100, 2)
