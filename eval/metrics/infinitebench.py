@@ -58,7 +58,7 @@ def code_run(prediction: str, labels: list[Any]) -> bool:
 
 
 def code_debug(prediction: str, labels: list[Any]) -> bool:
-    """The reply opens with the letter and "." or ":", or letter or function name follow "answer is:", "is:", "answer:"."""
+    """The reply opens with the letter and "." or ":", or letter or name follow "answer is:", "is:" or "answer:"."""
     name, letter = _pair("code_debug", labels)
     reply = prediction.strip()
     if reply[:2] in (f"{letter}.", f"{letter}:"):

@@ -19,8 +19,8 @@ class _Malformed(Exception):
 def mathd_normalize(answer: str | None) -> str | None:
     """LaTeX spelled one way: Hendrycks' normal form, after removing an enclosing ``\\text{}``.
 
-    One spelling of ``\\frac`` and ``\\sqrt``; no spaces, degrees, percent or dollar signs, trailing ``\\text{ unit}`` or
-    short "x=" prefix. LaTeX that cannot be rewritten comes back stripped but otherwise as it was.
+    One spelling of ``\\frac`` and ``\\sqrt``; no spaces, degrees, percent or dollar signs; no trailing
+    ``\\text{ unit}``, no short "x=" prefix. LaTeX that cannot be rewritten comes back stripped but otherwise as it was.
     """
     if answer is None:
         return None
