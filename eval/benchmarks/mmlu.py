@@ -1,0 +1,74 @@
+"""MMLU prompts.
+
+Source: hendrycks/test, evaluate.py (MIT). Officially the reply is the likeliest of " A", " B", " C", " D" as next
+token. That token comes from the prefill, so it says nothing about a decoding method; for one, generate reasoning and
+read it with `extract_letter`.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from eval.benchmarks.row import Row
+
+LETTERS = "ABCD"
+ANSWER_TOKENS = tuple(f" {letter}" for letter in LETTERS)
+
+Question = Mapping[str, Any] | Sequence[Any]
+
+
+def format_prompt(subject: str, dev_rows: Sequence[Question], row: Question) -> str:
+    """The official few-shot prompt, ending in "Answer:".
+
+    subject: with underscores, as in the file names (the double blank before it is official). dev_rows: the examples,
+    5 officially. A row is a mapping with "question", "choices", "answer" (letter or 0-3; not needed in `row`), or a
+    line of the official CSV [question, A, B, C, D, letter].
+    """
+    about = "".join(f" {word}" for word in subject.split("_"))
+    header = f"The following are multiple choice questions (with answers) about {about}.\n\n"
+    examples = "".join(f"{_ask(example)} {letter(example)}\n\n" for example in dev_rows)
+    return header + examples + _ask(row)
+
+
+def letter(row: Question) -> str:
+    """The right letter of a row. Raises ValueError if the row names none."""
+    answer = row["answer"] if isinstance(row, Mapping) else row[-1]
+    if isinstance(answer, int) and 0 <= answer < len(LETTERS):
+        return LETTERS[answer]
+    if isinstance(answer, str) and answer in LETTERS and len(answer) == 1:
+        return answer
+    raise ValueError(f"MMLU answer {answer!r}: expected a letter A-D or 0-3")
+
+
+def row_for(subject: str, dev_rows: Sequence[Question], row: Question, id: str, max_new_tokens: int = 1) -> Row:
+    """One question as a `Row`; with the default of one token the reply is the letter alone."""
+    prompt = format_prompt(subject, dev_rows, row)
+    question = _ask(row)
+    return Row(
+        task=subject,
+        id=id,
+        context=prompt.removesuffix(question),
+        question=question,
+        answers=[letter(row)],
+        max_new_tokens=max_new_tokens,
+        metric="mmlu",
+        chat=False,
+    )
+
+
+def extract_letter(reply: str) -> str | None:
+    """The letter of a generated answer: the last "answer is (X)" or "Answer: X", else a leading letter. Ours."""
+    stated = re.findall(r"(?i:answer)\s*(?i:is)?\s*:?\s*\**\(?([A-D])\b", reply)
+    if stated:
+        return str(stated[-1])
+    leading = re.match(r"\s*\(?([A-D])\b", reply)
+    return leading[1] if leading else None
+
+
+def _ask(row: Question) -> str:
+    if isinstance(row, Mapping):
+        question, choices = row["question"], row["choices"]
+    else:
+        question, choices = row[0], row[1:-1]
+    options = "".join(f"\n{mark}. {choice}" for mark, choice in zip(LETTERS, choices, strict=False))
+    return f"{question}{options}\nAnswer:"

@@ -1,0 +1,47 @@
+"""The row that every benchmark yields. `eval.benchmarks.scoring` scores it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A prompt with its answers.
+
+    The model reads ``messages()`` through its chat template, or ``prompt`` as it is where `chat` is False; then
+    `answer_prefix`, which stands after the assistant header. `context` ends where the question begins, so that a
+    method may compress before or after the question.
+
+    answers: what `metric` compares with (strings; for GSM-Infinite the integer; for InfiniteBench its label).
+    stop: the reply ends at the first of these strings. min_new_tokens: end-of-text is not allowed earlier.
+    preamble: messages before the user's turn. all_classes: class names of a classification task. length: the data
+    set's own length, in its own unit. meta: whatever else the tables group by (op, template, depth, ...).
+    """
+
+    task: str
+    id: str
+    context: str
+    question: str
+    answers: Sequence[Any]
+    max_new_tokens: int
+    metric: str
+    answer_prefix: str = ""
+    stop: tuple[str, ...] = ()
+    min_new_tokens: int = 0
+    chat: bool = True
+    preamble: tuple[Message, ...] = ()
+    all_classes: Sequence[str] | None = None
+    length: int | None = None
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def prompt(self) -> str:
+        """The user's turn: context and question."""
+        return self.context + self.question
+
+    def messages(self) -> list[Message]:
+        """The conversation up to the reply, without `answer_prefix`."""
+        return [*self.preamble, {"role": "user", "content": self.prompt}]

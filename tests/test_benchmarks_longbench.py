@@ -1,0 +1,128 @@
+import gzip
+import json
+import zipfile
+
+import pytest
+
+from eval.benchmarks import longbench, scoring
+
+DATA = {
+    "input": "Who?",
+    "context": "A {brace} text.",
+    "answers": ["Ada", "Ada L."],
+    "length": 3,
+    "dataset": "hotpotqa",
+    "language": "en",
+    "all_classes": None,
+    "_id": "x1",
+}
+
+
+class Words:
+    """Tokens are words; 0 is a special token in front."""
+
+    def encode(self, text):
+        self.words = ["<s>", *text.split(" ")]
+        return list(range(len(self.words)))
+
+    def decode(self, token_ids, *, skip_special_tokens):
+        return " ".join(self.words[i] for i in token_ids if i or not skip_special_tokens)
+
+
+@pytest.mark.parametrize("task", longbench.prompts())
+def test_row_is_the_official_prompt(task):
+    row = longbench.build_row(task, DATA)
+    assert row.prompt == longbench.prompts()[task].format(**DATA)
+    assert row.context.endswith(DATA["context"])
+    assert row.max_new_tokens == longbench.max_new_tokens()[task]
+    assert (row.answers, row.id, row.metric) == (["Ada", "Ada L."], "x1", "longbench")
+
+
+def test_facts_of_the_tasks():
+    assert len(longbench.tasks("think")) == len(longbench.tasks("iap")) == 16
+    assert len(longbench.tasks("leank")) == 14
+    assert set(longbench.tasks("think")) - set(longbench.tasks("leank")) == {"narrativeqa", "musique"}
+    assert len(longbench.tasks("longbench_e")) == 13
+    assert "asconcisely" in longbench.prompts()["narrativeqa"]
+    wanted = {"narrativeqa": 128, "triviaqa": 32, "samsum": 128, "trec": 64, "lcc": 64, "qmsum": 512}
+    assert {task: longbench.max_new_tokens()[task] for task in wanted} == wanted
+    no_chat = {task for task in longbench.prompts() if not longbench.build_row(task, DATA).chat}
+    assert no_chat == {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"}
+    stops = {task: longbench.build_row(task, DATA) for task in longbench.prompts()}
+    assert [task for task, row in stops.items() if row.stop or row.min_new_tokens] == ["samsum"]
+
+
+def test_truncation_keeps_both_ends():
+    text = "a b c d e f g"  # 8 tokens with the special one
+    assert longbench.truncate_middle(text, 8, Words()) == text
+    assert longbench.truncate_middle(text, 7, Words()) == "a be f g"  # 3 + 3; the special token counts, then goes
+    with pytest.raises(ValueError, match="max_length=1 leaves no prompt"):
+        longbench.truncate_middle(text, 1, Words())
+
+
+def test_truncated_row_keeps_its_question_where_it_can():
+    data = {**DATA, "context": "word " * 200}
+    row = longbench.build_row("qasper", data, Words(), max_length=220)
+    assert len(row.prompt.split()) < 221
+    assert row.question.endswith("Question: Who?\n\nAnswer:")
+    cut = longbench.build_row("qasper", data, Words(), max_length=20)
+    assert (cut.question, cut.context) == ("", cut.prompt)
+    with pytest.raises(ValueError, match="needs the model's tokenizer"):
+        longbench.build_row("qasper", data, max_length=20)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "zip", "folder"])
+def test_reading(tmp_path, kind):
+    lines = "".join(json.dumps({**DATA, "_id": str(i)}) + "\n" for i in range(3))
+    path = tmp_path / "hotpotqa.jsonl"
+    path.write_text(lines, encoding="utf-8")
+    if kind == "jsonl.gz":
+        path = tmp_path / "hotpotqa.jsonl.gz"
+        path.write_bytes(gzip.compress(lines.encode()))
+    elif kind == "zip":
+        path = tmp_path / "data.zip"
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("data/hotpotqa.jsonl", lines)
+    elif kind == "folder":
+        path = tmp_path
+    assert [row.id for row in longbench.rows("hotpotqa", path, limit=2)] == ["0", "1"]
+    assert len(list(longbench.rows("hotpotqa", path))) == 3
+
+
+def test_reading_from_the_hub(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+        archive.writestr("data/qasper_e.jsonl", json.dumps(DATA))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: str(tmp_path / "data.zip"))
+    (row,) = longbench.rows("qasper_e")
+    assert row.task == "qasper_e"
+    assert scoring.score_row(row, "Ada") == 1.0
+
+
+def test_missing_data_says_what_to_do(tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError, match=r"none of qasper\.jsonl, qasper\.jsonl\.gz, data\.zip in"):
+        list(longbench.rows("qasper", tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"no\.jsonl does not exist"):
+        list(longbench.rows("qasper", tmp_path / "no.jsonl"))
+    import huggingface_hub
+
+    def offline(*_, **__):
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
+    with pytest.raises(FileNotFoundError, match=r"no network.*Download https://huggingface.co.*pass path="):
+        list(longbench.rows("qasper"))
+    with zipfile.ZipFile(tmp_path / "data.zip", "w"):
+        pass
+    with pytest.raises(FileNotFoundError, match=r"no qasper\.jsonl in"):
+        list(longbench.rows("qasper", tmp_path))
+    with pytest.raises(ValueError, match="task='squad' is not in LongBench"):
+        longbench.build_row("squad", DATA)
+    with pytest.raises(ValueError, match="preset='all'"):
+        longbench.tasks("all")
+
+
+def test_samsum_reply_ends_at_the_newline():
+    row = longbench.build_row("samsum", {**DATA, "answers": ["Ada bakes."]})
+    assert scoring.score_row(row, "Ada bakes.\nDialogue: x") == 0.999999995
