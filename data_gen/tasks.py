@@ -110,7 +110,11 @@ class Mixture:
         """Document number `index`. Raises ValueError where its length is too short for its task."""
         rng = random.Random(f"mixture/{self.seed}/{index}")
         name = rng.choices(list(self.weights), weights=list(self.weights.values()))[0]
+        return self.build(name, self.length_of(index), index)
+
+    def build(self, name: str, length: int, index: int) -> Document:
+        """Document number `index` of one task at one length."""
         counter: TokenCounter = self._counter  # type: ignore[attr-defined]
         return task(name).build(
-            name, self.length_of(index), counter, self.seed, index, self.questions, essays=self.essays, split=self.split
+            name, length, counter, self.seed, index, self.questions, essays=self.essays, split=self.split
         )

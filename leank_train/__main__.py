@@ -1,0 +1,35 @@
+"""Train a mask: python -m leank_train +experiment=reference_70pct"""
+
+from __future__ import annotations
+
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+CONF = str(files("conf"))
+
+
+@hydra.main(version_base="1.3", config_path=CONF, config_name="train")
+def main(config: DictConfig) -> float:
+    """Entry point; the run directory is Hydra's. Returns the score that a sweep maximises."""
+    from leank_train.train import run  # after --help and config errors: torch takes seconds to import
+
+    out = Path(HydraConfig.get().runtime.output_dir)
+    try:
+        metrics = run(config, out)
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(f"leank_train: {error}")
+    recall = metrics.get("validation", {}).get("recall", {})
+    print(f"mask      {out / 'mask.safetensors'}  ({100 * metrics['pruning_ratio']:.1f}% of K channels pruned)")
+    print(f"results   {out}  (metrics.json, plots/, validation.md)")
+    if (out / "wandb").exists():
+        print(f"curves    wandb leet {out / 'wandb'}  (or: wandb sync {out / 'wandb'}/offline-run-*)")
+    return recall.get("leank", {}).get("average", float("nan"))
+
+
+if __name__ == "__main__":
+    main()

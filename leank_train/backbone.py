@@ -1,0 +1,124 @@
+"""The frozen decoder that a mask is learned for: the shipped reference model, a folder, or a Hugging Face name."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from leank_train.hook import check_decoder
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """A frozen model, its tokenizer, and the text a chat model wants around a prompt (empty for a base model)."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    name: str
+    before: str = ""
+    after: str = ""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """[layers, KV heads, head_dim]: the shape of alpha and of a mask."""
+        return kv_shape(self.model.config)
+
+    def encode_context(self, text: str) -> list[int]:
+        """Ids of a document, with what stands before it in a prompt."""
+        ids = self.tokenizer(self.before + text, add_special_tokens=not self.before)["input_ids"]
+        eos = self.tokenizer.eos_token_id
+        return ids[:-1] if not self.before and ids and ids[-1] == eos else ids  # some tokenizers end every text
+
+    def encode_question(self, question: str, answer_prefix: str) -> list[int]:
+        """Ids that follow the document: the question, the assistant's header, the start of the reply."""
+        return self.encode(question + self.after + answer_prefix)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a piece in the middle of a prompt."""
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def eos_ids(self) -> list[int]:
+        """Ids that end a reply."""
+        found = self.model.generation_config.eos_token_id if self.model.generation_config else None
+        found = self.tokenizer.eos_token_id if found is None else found
+        return [found] if isinstance(found, int) else list(found or [])
+
+
+def kv_shape(config: Any) -> tuple[int, int, int]:
+    """[layers, KV heads, head_dim] of a decoder's config."""
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_hidden_layers, config.num_key_value_heads, dim
+
+
+def resolve(name: str) -> str:
+    """The folder or hub name behind `name`; "reference" is the model shipped with this package."""
+    return str(files("leank_train") / "assets" / "reference") if name == "reference" else name
+
+
+def load_config(name: str, overrides: dict[str, Any] | None = None) -> Any:
+    """The model's config with overrides (such as YaRN's rope_parameters). Raises FileNotFoundError with what to do."""
+    try:
+        config = AutoConfig.from_pretrained(resolve(name))
+    except OSError as error:
+        raise FileNotFoundError(_missing(name, error)) from error
+    for key, value in (overrides or {}).items():
+        if key == "rope_parameters":
+            value = {**(getattr(config, "rope_parameters", None) or {}), **value}
+        setattr(config, key, value)
+    return config
+
+
+def load(
+    name: str,
+    dtype: str = "auto",
+    device: str | torch.device = "cpu",
+    chat: bool | None = None,
+    overrides: dict[str, Any] | None = None,
+    attention: str = "sdpa",
+) -> Backbone:
+    """Load and freeze a decoder.
+
+    name: "reference", a folder, or a hub name. dtype: "float32", "bfloat16", "float16", "float64", or "auto" for
+    bfloat16 on a GPU and float32 on a CPU. chat: wrap prompts in the chat template; None where the tokenizer has one.
+    Raises FileNotFoundError where weights or tokenizer cannot be had, ValueError for a model that cannot be pruned.
+    """
+    device = torch.device(device)
+    kind = getattr(torch, ("bfloat16" if device.type == "cuda" else "float32") if dtype == "auto" else dtype, None)
+    if not isinstance(kind, torch.dtype):
+        raise ValueError(f"model.dtype={dtype!r} is unknown; choose auto, float32, bfloat16, float16 or float64")
+    config = load_config(name, overrides)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(resolve(name))
+        model = AutoModelForCausalLM.from_pretrained(
+            resolve(name), config=config, dtype=kind, attn_implementation=attention
+        )
+    except OSError as error:
+        raise FileNotFoundError(_missing(name, error)) from error
+    check_decoder(model)
+    model.to(device).eval().requires_grad_(False)
+    wrap = tokenizer.chat_template is not None if chat is None else chat
+    before, after = _chat(tokenizer, name) if wrap else ("", "")
+    return Backbone(model, tokenizer, name, before, after)
+
+
+def _chat(tokenizer: Any, name: str) -> tuple[str, str]:
+    if tokenizer.chat_template is None:
+        raise ValueError(f"model.chat=true, but the tokenizer of {name} has no chat template; set model.chat=false")
+    turn = [{"role": "user", "content": "\x00"}]
+    before, after = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True).split("\x00")
+    return before, after
+
+
+def _missing(name: str, error: Exception) -> str:
+    where = "the folder does not hold a complete model" if os.path.isdir(name) else "no such folder, and no hub copy"
+    short = str(error).splitlines()[0][:200]
+    return (
+        f"model.name={name!r} cannot be loaded ({where}: {short}). Put config.json, *.safetensors and the tokenizer "
+        f"files in a folder and set model.name=/path/to/{Path(name).name}, or log in to the hub for gated weights"
+    )

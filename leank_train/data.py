@@ -1,0 +1,123 @@
+"""Training batches: documents, their questions and answers as token ids; a batch depends on (seed, step) alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from data_gen.sample import Document
+from data_gen.tasks import Mixture
+from leank_train.backbone import Backbone
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B documents with M questions each, R = B * M branches; ids right-padded with 0, lengths say what counts.
+
+    documents [B, P], document_lengths [B]; prompts [R, T] = question + answer_prefix + answer, prompt_lengths [R];
+    question_lengths [R] = tokens before the answer; answers [R, N], answer_lengths [R].
+    """
+
+    documents: Tensor
+    document_lengths: Tensor
+    prompts: Tensor
+    prompt_lengths: Tensor
+    question_lengths: Tensor
+    answers: Tensor
+    answer_lengths: Tensor
+
+    def to(self, device: torch.device | str, **kwargs: Any) -> Batch:
+        """A copy on another device."""
+        return Batch(*(getattr(self, f.name).to(device, **kwargs) for f in fields(self)))
+
+    def pin_memory(self) -> Batch:
+        """A copy in page-locked memory."""
+        return Batch(*(getattr(self, f.name).pin_memory() for f in fields(self)))
+
+
+def collate(backbone: Backbone, documents: Sequence[Document]) -> Batch:
+    """Tokenise documents that have the same number of questions. Raises ValueError for an answer without tokens."""
+    counts = {len(d.questions) for d in documents}
+    if len(counts) != 1:
+        raise ValueError(f"documents of one batch have {sorted(counts)} questions; mix tasks with the same number")
+    contexts = [backbone.encode_context(d.context) for d in documents]
+    asked = [q for d in documents for q in d.questions]
+    questions = [backbone.encode_question(q.question, q.answer_prefix) for q in asked]
+    answers = [backbone.encode(q.target) for q in asked]
+    for q, a in zip(asked, answers, strict=True):
+        if not a:
+            raise ValueError(f"the answer {q.target!r} to {q.question!r} has no tokens: nothing to distil")
+    prompts = [q + a for q, a in zip(questions, answers, strict=True)]
+    return Batch(
+        pad(contexts), _lengths(contexts), pad(prompts), _lengths(prompts), _lengths(questions),
+        pad(answers), _lengths(answers),
+    )  # fmt: skip
+
+
+def pad(rows: Sequence[Sequence[int]]) -> Tensor:
+    """Token ids [n, longest], padded on the right with 0."""
+    out = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = torch.tensor(row)
+    return out
+
+
+def _lengths(rows: Sequence[Sequence[int]]) -> Tensor:
+    return torch.tensor([len(r) for r in rows])
+
+
+class Steps(torch.utils.data.Dataset):
+    """Batch number `start + i` of one rank; documents are numbered step by step, rank by rank."""
+
+    def __init__(self, backbone: Backbone, mixture: Mixture, documents: int, start: int, rank: int, world: int) -> None:
+        self.backbone, self.mixture, self.documents = backbone, mixture, documents
+        self.start, self.rank, self.world = start, rank, world
+
+    def __len__(self) -> int:
+        return 2**31  # Trainer(max_steps) ends the run
+
+    def __getitem__(self, item: int) -> Batch:
+        first = ((self.start + item) * self.world + self.rank) * self.documents
+        return collate(self.backbone, [self.mixture[first + i] for i in range(self.documents)])
+
+
+class RetrievalData(L.LightningDataModule):
+    """Documents of a task mixture, `documents` a step and rank; goes on at the step where a checkpoint was made.
+
+    The ranks of a step take neighbouring documents, so W ranks with one document see what one rank with W sees.
+    """
+
+    def __init__(self, backbone: Backbone, mixture: Mixture, documents: int = 1, workers: int = 0) -> None:
+        super().__init__()
+        self.backbone, self.mixture, self.documents, self.workers = backbone, mixture, documents, workers
+        self.start = 0
+
+    def train_dataloader(self) -> torch.utils.data.DataLoader:
+        """Batches in order, from the step to go on with."""
+        rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        return torch.utils.data.DataLoader(
+            Steps(self.backbone, self.mixture, self.documents, self.start, rank, world),
+            batch_size=None,
+            sampler=_Forever(),
+            num_workers=self.workers,
+            prefetch_factor=4 if self.workers else None,
+            pin_memory=torch.cuda.is_available(),
+        )
+
+    def state_dict(self) -> dict[str, int]:
+        """The step that comes next."""
+        return {"start": self.trainer.global_step if self.trainer else self.start}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where the checkpoint was made."""
+        self.start = state["start"]
+
+
+class _Forever(torch.utils.data.Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(2**31))

@@ -1,0 +1,135 @@
+"""The two training stages (section 3) as Lightning modules over one frozen decoder.
+
+stage 1   minimise  ||H_full - H_scaled||^2 + lambda ||alpha||_1   over alpha [L, H, D], from all ones
+stage 2   minimise  ||H_full - H_scaled||^2                        with beta = Top_{s%, r}(alpha), straight-through
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from leank_train import distill
+from leank_train.backbone import Backbone
+from leank_train.branching import branch, prefill, student
+from leank_train.data import Batch
+from leank_train.mask import ChannelMask
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """Settings of one stage; `conf/stage1`, `conf/stage2` hold the paper's values and name the official code's.
+
+    steps; lr; schedule: official | constant; reduction: official | paper; clamp: keep alpha in [0, 1];
+    empty_heads: drop | zero (what Eq. 1 does for a head without channels).
+    lam, l1: stage 1's lambda, and mean | sum of |alpha|. straight_through: binary | alpha_beta, stage 2.
+    """
+
+    steps: int
+    lr: float
+    schedule: str = "official"
+    reduction: str = "official"
+    clamp: bool = True
+    empty_heads: str = "zero"
+    lam: float = 0.0
+    l1: str = "mean"
+    straight_through: str = "binary"
+
+
+class Stage(L.LightningModule):
+    """What both stages share: the frozen decoder, alpha, Adam, and the distillation loss of Eq. 1."""
+
+    def __init__(self, backbone: Backbone, config: StageConfig, sink: int, window: int, alpha: Tensor | None = None):
+        """alpha: scores to start from, [L, H, D]; ones by default."""
+        super().__init__()
+        # kept out of the module's children: a frozen decoder belongs in no checkpoint and in no optimizer
+        self.__dict__["backbone"] = backbone
+        self.config, self.sink, self.window = config, sink, window
+        self.alpha = torch.nn.Parameter(torch.ones(backbone.shape) if alpha is None else alpha.detach().clone())
+
+    def scores(self) -> Tensor:
+        """What takes alpha's place in Eq. 1."""
+        return self.alpha
+
+    def penalty(self) -> Tensor:
+        """The regulariser of the loss."""
+        return self.alpha.new_zeros(())
+
+    def distillation(self, batch: Batch) -> Tensor:
+        """The distance of the student's hidden states from the teacher's at the answer tokens."""
+        model = self.backbone.model
+        with torch.no_grad():
+            prefix = prefill(model, batch.documents, batch.document_lengths)
+            teacher = branch(model, prefix, batch.prompts, batch.prompt_lengths)
+        full = distill.answer_rows(teacher.hidden, batch.question_lengths, batch.answers.shape[1])
+        question = teacher.cut(batch.question_lengths)
+        scaled = student(
+            model, prefix, question, batch.answers, batch.answer_lengths, self.scores(),
+            sink=self.sink, window=self.window, empty_heads=self.config.empty_heads,
+        )  # fmt: skip
+        return distill.l2_loss(full, scaled, batch.answer_lengths, self.config.reduction)
+
+    def training_step(self, batch: Batch, index: int) -> dict[str, Tensor]:
+        """Loss of one batch. Raises ValueError where it is not finite."""
+        distillation, penalty = self.distillation(batch), self.penalty()
+        values = {"distillation": distillation.detach(), "penalty": penalty.detach()}
+        values |= {"alpha_mean": self.alpha.detach().mean(), "tokens": batch.document_lengths.sum().float()}
+        self.log_dict({f"{type(self).__name__.lower()}/{k}": v for k, v in values.items()})
+        self.log("loss", distillation.detach(), prog_bar=True, logger=False)
+        self.log("alpha", values["alpha_mean"], prog_bar=True, logger=False)
+        return {"loss": distillation + penalty, **values}
+
+    def configure_optimizers(self) -> Any:
+        """Adam (the paper's choice) with the schedule stepped every step."""
+        optimizer = torch.optim.Adam([self.alpha], lr=self.config.lr)
+        factor = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: distill.lr_factor(step, self.config.steps, self.config.schedule)
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": factor, "interval": "step"}}
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """A step, then alpha back into [0, 1] where the config says so."""
+        super().optimizer_step(*args, **kwargs)
+        if self.config.clamp:
+            with torch.no_grad():
+                self.alpha.clamp_(0.0, 1.0)
+
+
+class Stage1(Stage):
+    """Learn alpha: distillation with the continuous scores, plus lambda * L1 (section 3.1)."""
+
+    def penalty(self) -> Tensor:
+        """lambda ||alpha||_1."""
+        return self.config.lam * distill.l1_penalty(self.alpha, self.config.l1)
+
+
+class Stage2(Stage):
+    """Learn under the binary mask of the asked ratio and alignment (section 3.2)."""
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        config: StageConfig,
+        sink: int,
+        window: int,
+        alpha: Tensor | None = None,
+        *,
+        ratio: float,
+        align: int,
+        rounding: str,
+    ):
+        super().__init__(backbone, config, sink, window, alpha)
+        self.ratio, self.align, self.rounding = ratio, align, rounding
+
+    def mask(self) -> ChannelMask:
+        """beta = Top_{s%, r}(alpha)."""
+        return ChannelMask.from_scores(self.alpha, self.ratio, self.align, self.rounding)
+
+    def scores(self) -> Tensor:
+        """beta in the forward pass, alpha's gradient in the backward pass."""
+        beta = self.mask().keep.to(self.alpha.device)
+        return distill.straight_through(self.alpha, beta, self.config.straight_through)
