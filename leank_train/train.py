@@ -22,7 +22,7 @@ from leank_train import plots, validation
 from leank_train.backbone import Backbone
 from leank_train.baselines import StaticNorm, lowest_frequencies, random_mask
 from leank_train.branching import branch, prefill
-from leank_train.data import RetrievalData, collate, pad
+from leank_train.data import RetrievalData, collate
 from leank_train.mask import ROUNDINGS, ChannelMask
 from leank_train.recorder import AtomicCheckpointIO, Recorder, config_hash, write_json, write_text
 from leank_train.stages import Stage, Stage1, Stage2, StageConfig
@@ -111,10 +111,11 @@ def run(config: DictConfig, out: Path) -> dict[str, Any]:
     trained = time.time() - started
     alpha = second.alpha.detach().float().cpu()
     mask = ChannelMask.from_scores(alpha, **sizes, metadata=metadata)
-    stage1_only = ChannelMask.from_scores(scores1, **sizes, metadata=metadata)
     if second.trainer.is_global_zero:
         mask.save(out / "mask.safetensors")
-        stage1_only.save(out / "stage1" / "mask.safetensors")
+        for align in {1, config.mask.align}:  # what stage 2 is worth (appendix E): the same scores without it
+            alone = ChannelMask.from_scores(scores1, **{**sizes, "align": align}, metadata=metadata)
+            alone.save(out / "stage1" / f"mask_align{align}.safetensors")
         save_file({"alpha": alpha.contiguous(), "stage1": scores1.float().cpu()}, out / "alpha.safetensors.partial")
         (out / "alpha.safetensors.partial").replace(out / "alpha.safetensors")
     metrics: dict[str, Any] = {
@@ -212,7 +213,9 @@ def validate(config: DictConfig, backbone: Backbone, mask: ChannelMask, out: Pat
         "dense": None,
         "leank": mask,
         "think": validation.think(ratio),
-        "static_norm": static_norm(config, backbone, settings.calibration),
+        "static_norm": static_norm_mask(backbone, config.data.max_length, settings.calibration, config.seed).mask(
+            ratio
+        ),
         "lowest_frequencies": lowest_frequencies(backbone.model.config, ratio),
         "random": random_mask(backbone.shape, ratio, config.seed),
     }
@@ -247,19 +250,17 @@ def validate(config: DictConfig, backbone: Backbone, mask: ChannelMask, out: Pat
     print("\n" + text, flush=True)
 
 
-def static_norm(config: DictConfig, backbone: Backbone, samples: int) -> ChannelMask:
-    """The static norm mask, calibrated on multi-key samples (LeanK appendix L) of the training text."""
+def static_norm_mask(backbone: Backbone, length: int, samples: int, seed: int) -> StaticNorm:
+    """Channel norms over multi-key samples of the training text (LeanK section 2.2, appendix L)."""
     found, counter, device = StaticNorm(), TokenCounter(backbone.tokenizer), backbone.model.device
     for i in range(samples):
-        document = task("niah_multikey_3").build(
-            "niah_multikey_3", config.data.max_length, counter, config.seed, i, split="train"
-        )
-        batch = collate(backbone, [document])
-        prefix = prefill(backbone.model, batch.documents.to(device), batch.document_lengths, validation.OBSERVED)
-        q = document.questions[0]
-        asked = pad([backbone.encode_question(q.question, q.answer_prefix)]).to(device)
-        found.add(prefix, branch(backbone.model, prefix, asked, [asked.shape[1]], validation.OBSERVED))
-    return found.mask(config.mask.ratio)
+        document = task("niah_multikey_3").build("niah_multikey_3", length, counter, seed, i, split="train")
+        batch = collate(backbone, [document]).to(device)
+        prefix = prefill(backbone.model, batch.documents, batch.document_lengths, validation.OBSERVED)
+        question = batch.prompts[:, : int(batch.question_lengths[0])]
+        asked = branch(backbone.model, prefix, question, batch.question_lengths, validation.OBSERVED)
+        found.add(prefix, asked)
+    return found
 
 
 class Progress(TQDMProgressBar):
