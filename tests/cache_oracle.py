@@ -1,4 +1,5 @@
-"""An independent oracle for compressed caches: everything stays dense; masked channels of middle keys are zeroed when they are read.
+"""An independent oracle for compressed caches: everything stays dense; masked channels of middle keys are zeroed when
+they are read.
 
 Shares no code with eval.cache. Tiny random models of four families to run it on.
 """

@@ -51,7 +51,11 @@ def test_second_turn(family, first, second, sizes, seed):
     more_ids, more_mask = left_padded(second, seed + 1)
     results = []
     for attention in ("oracle", ATTENTION):
-        cache = oracle_cache(keep, *sizes) if attention == "oracle" else compressed_cache(model, keep, *sizes, backend="reference")
+        cache = (
+            oracle_cache(keep, *sizes)
+            if attention == "oracle"
+            else compressed_cache(model, keep, *sizes, backend="reference")
+        )
         turn = run(model, cache, ids, mask, 6, attention)[0]
         answer = torch.ones(len(first), 6, dtype=mask.dtype)
         full, full_mask = torch.cat([turn, more_ids], 1), torch.cat([mask, answer, more_mask], 1)
@@ -107,7 +111,10 @@ def test_float32_logits_stay_within_1e_5_of_the_oracle():
     """Teacher-forced: the same tokens go into both, step by step."""
     model, keep, sizes = tiny_model("llama", torch.float32), random_keep(8), (4, 8, 4)
     ids, _ = left_padded([60], 8)
-    caches = {"oracle": oracle_cache(keep, *sizes), ATTENTION: compressed_cache(model, keep, *sizes, backend="reference")}
+    caches = {
+        "oracle": oracle_cache(keep, *sizes),
+        ATTENTION: compressed_cache(model, keep, *sizes, backend="reference"),
+    }
     for piece in ids[:, :30], *ids[:, 30:].split(1, 1):
         logits = []
         for attention, cache in caches.items():

@@ -1,7 +1,7 @@
 """Compressed caches for generate(): sink | middle | window, ragged per KV head.
 
-    cache = compressed_cache(model, ChannelMask.load("mask.safetensors"))
-    model.generate(**inputs, past_key_values=cache)
+cache = compressed_cache(model, ChannelMask.load("mask.safetensors"))
+model.generate(**inputs, past_key_values=cache)
 """
 
 from eval.cache.cache import CompressedCache, compressed_cache

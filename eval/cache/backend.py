@@ -1,4 +1,5 @@
-"""Which attention runs over a sealed layer: the Triton kernel where it can, else the reference, with one warning that says why."""
+"""Which attention runs over a sealed layer: the Triton kernel where it can, else the reference, with one warning that
+says why."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scaling: float | None) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, scaling: float | None = None, real: Tensor | None = None) -> Tensor:
     """Causal attention of the last Q of T columns.
 
-    q [B, Hq, Q, D]; k, v [B, H, T, D]; real [B, T] bool, False = padding, None = all real. Returns [B, Q, Hq, D], zero where the query is
-    padding. Rows of equal padding are computed together, without their padding.
+    q [B, Hq, Q, D]; k, v [B, H, T, D]; real [B, T] bool, False = padding, None = all real. Returns [B, Q, Hq, D],
+    zero where the query is padding. Rows of equal padding are computed together, without their padding.
     """
     if real is None or bool(real.all()):
         return _causal(q, k, v, scaling).transpose(1, 2)

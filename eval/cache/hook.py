@@ -1,7 +1,7 @@
 """The two registrations that let a transformers model run on a compressed cache; no model class is patched.
 
-`ATTENTION` names an attention implementation that is correct with any cache: a CompressedLayer computes its own attention, plain key
-tensors go through SDPA.
+`ATTENTION` names an attention implementation that is correct with any cache: a CompressedLayer computes its own
+attention, plain key tensors go through SDPA.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of query [B, Hq, Q, D]; key is a CompressedLayer or a tensor [B, H, T, D]. Returns ([B, Q, Hq, D], None)."""
+    """Attention of query [B, Hq, Q, D]; key is a CompressedLayer or a tensor [B, H, T, D]. Returns ([B, Q, Hq, D],
+    None)."""
     if isinstance(key, CompressedLayer):
         return key.attend(query, attention_mask, scaling), None
     if dropout or (attention_mask is not None and attention_mask.ndim == 4) or not getattr(module, "is_causal", True):
@@ -48,7 +49,8 @@ def mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The 2-D padding mask [B, T] as it is, where attention is plainly causal; else SDPA's dense mask (sliding windows)."""
+    """The 2-D padding mask [B, T] as it is, where attention is plainly causal; else SDPA's dense mask (sliding
+    windows)."""
     plain = mask_function is causal_mask_function and isinstance(q_offset, int) and kv_length == q_offset + q_length
     if plain and kv_offset == 0:
         return None if attention_mask is None else attention_mask[:, :kv_length]

@@ -1,7 +1,8 @@
 """A transformers cache layer whose middle is compressed, and that computes its own attention.
 
-`update()` only appends and returns the layer itself in place of the keys; the attention function registered in eval.cache.hook then
-calls `attend()`. The first call is the whole prompt (or the chunks that `expect` announced): it is attended densely, then sealed.
+`update()` only appends and returns the layer itself in place of the keys; the attention function registered in
+eval.cache.hook then calls `attend()`. The first call is the whole prompt (or the chunks that `expect` announced): it
+is attended densely, then sealed.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ Attend = Callable[[Store, Tensor, Tensor, float], Tensor]
 class CompressedLayer(DynamicLayer):
     """sink | middle | window of one attention layer (LeanK, section 3.3).
 
-    channels: which channels of the middle keys stay; sizes: sink, window and flush in tokens; backend: attention over the sealed
-    parts, `reference.attend` or the kernel's.
+    channels: which channels of the middle keys stay; sizes: sink, window and flush in tokens; backend: attention over
+    the sealed parts, `reference.attend` or the kernel's.
     """
 
-    is_croppable = True  # as for transformers' sliding layers: any length while past is being recorded, else back to a flush
+    is_croppable = (
+        True  # as for transformers' sliding layers: any length while past is being recorded, else back to a flush
+    )
 
     def __init__(self, channels: MaskChannels, sizes: Sizes, backend: Attend):
         super().__init__()
@@ -50,7 +53,9 @@ class CompressedLayer(DynamicLayer):
         Raises RuntimeError once a prompt has begun.
         """
         if self._columns:
-            raise RuntimeError(f"expect({tokens}) must come before the prompt; this cache already holds {self._columns} tokens")
+            raise RuntimeError(
+                f"expect({tokens}) must come before the prompt; this cache already holds {self._columns} tokens"
+            )
         self._expected = tokens
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -128,7 +133,8 @@ class CompressedLayer(DynamicLayer):
         self._clear()
 
     def activate_past_recording(self) -> None:
-        """Let tokens wait in the window until crop() is called, so that any of them can be taken back (assisted decoding)."""
+        """Let tokens wait in the window until crop() is called, so that any of them can be taken back (assisted
+        decoding)."""
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:

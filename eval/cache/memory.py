@@ -17,8 +17,8 @@ from eval.cache.store import Sizes, Store
 
 @dataclass
 class Memory:
-    """Bytes. Tokens held in sink, window and middle; tables (indices, lengths, work tables); slack (room not yet filled); other
-    (layers that are not compressed, and prompts not yet sealed)."""
+    """Bytes. Tokens held in sink, window and middle; tables (indices, lengths, work tables); slack (room not yet
+    filled); other (layers that are not compressed, and prompts not yet sealed)."""
 
     sink: int = 0
     window: int = 0
@@ -70,8 +70,8 @@ def measure(layers: list[Any]) -> Memory:
 
 
 def bytes_per_row(mask: Any, context: int, dtype: torch.dtype = torch.bfloat16, sizes: Sizes | None = None) -> int:
-    """Bytes that one sequence of `context` prompt tokens takes in a sealed cache, padding of pages and slack of the window included,
-    tables not. mask as in compressed_cache."""
+    """Bytes that one sequence of `context` prompt tokens takes in a sealed cache, padding of pages and slack of the
+    window included, tables not. mask as in compressed_cache."""
     keep, sizes = layer_masks(mask), sizes or Sizes()
     layers, heads, dim = keep.shape
     middle = round_up(max(0, context - sizes.sink - sizes.window), PAGE)
@@ -80,6 +80,9 @@ def bytes_per_row(mask: Any, context: int, dtype: torch.dtype = torch.bfloat16, 
     return (ends + middle * int(count.sum()) + middle * dim * int((count > 0).sum())) * dtype.itemsize
 
 
-def max_batch(mask: Any, context: int, free_bytes: int, dtype: torch.dtype = torch.bfloat16, sizes: Sizes | None = None) -> int:
-    """The largest batch of `context` tokens each whose caches fit into `free_bytes` (GPU memory less weights and work space)."""
+def max_batch(
+    mask: Any, context: int, free_bytes: int, dtype: torch.dtype = torch.bfloat16, sizes: Sizes | None = None
+) -> int:
+    """The largest batch of `context` tokens each whose caches fit into `free_bytes` (GPU memory less weights and work
+    space)."""
     return free_bytes // bytes_per_row(mask, context, dtype, sizes)

@@ -1,8 +1,8 @@
 """Ragged storage of middle tokens: per row and KV head its own number of tokens and of K channels.
 
-K lies channel-major in pages of 64 tokens, [page, channel, 64], so that any number of channels gives aligned, contiguous reads; V lies
-token-major, [token, D]. Rows, then heads, follow each other in one flat K and one flat V tensor. A head that keeps no
-channels has no region in either.
+K lies channel-major in pages of 64 tokens, [page, channel, 64], so that any number of channels gives aligned,
+contiguous reads; V lies token-major, [token, D]. Rows, then heads, follow each other in one flat K and one flat V
+tensor. A head that keeps no channels has no region in either.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def _spread(starts: np.ndarray, sizes: np.ndarray, device: torch.device) -> Tens
 class Segment:
     """Room for `capacity` [B, H] middle tokens (multiples of 64, 0 for heads that keep no channels).
 
-    Attributes: k, v flat; k_start, v_start [B, H] first element of each region; length [B, H] tokens held (host), `length_dev` the
-    same on the device.
+    Attributes: k, v flat; k_start, v_start [B, H] first element of each region; length [B, H] tokens held (host),
+    `length_dev` the same on the device.
     """
 
     def __init__(self, channels: KeptChannels, capacity: np.ndarray, head_dim: int, dtype: torch.dtype):

@@ -1,4 +1,5 @@
-"""Attention over a sealed layer in plain PyTorch: slow, obvious, any device and dtype. The kernel is held equal to it."""
+"""Attention over a sealed layer in plain PyTorch: slow, obvious, any device and dtype. The kernel is held equal to
+it."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from eval.cache.store import Store
 def attend(store: Store, q: Tensor, position: Tensor, scaling: float) -> Tensor:
     """softmax(q K_sink, q_kept K_middle, q K_window) V (LeanK, section 3.3), one row and KV head at a time.
 
-    q [B, Hq, Q, D]; position [B, Q] the real index of each query, -1 = padding (its output is zero). A query sees sink and window
-    tokens up to its own index and all of the middle. Returns [B, Q, Hq, D] in q's dtype; computed in at least fp32.
+    q [B, Hq, Q, D]; position [B, Q] the real index of each query, -1 = padding (its output is zero). A query sees
+    sink and window tokens up to its own index and all of the middle. Returns [B, Q, Hq, D] in q's dtype; computed in
+    at least fp32.
     """
     batch, q_heads, new, dim = q.shape
     heads = store.ring_k.shape[1]

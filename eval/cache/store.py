@@ -1,19 +1,21 @@
 """What a sealed layer holds: sink | middle | window, per row and in real tokens (LeanK, section 3.3).
 
-A row's real tokens are numbered 0, 1, ... whatever its padding. Tokens below `sink` stay in the sink, the last ones in the window, a
-ring in which token i has slot i mod capacity; those between are in the middle. The window holds `window` tokens after the prompt and
-up to `window + flush` while decoding; whenever it is that full its oldest `flush` tokens move to the middle.
+A row's real tokens are numbered 0, 1, ... whatever its padding. Tokens below `sink` stay in the sink, the last ones
+in the window, a ring in which token i has slot i mod capacity; those between are in the middle. The window holds
+`window` tokens after the prompt and up to `window + flush` while decoding; whenever it is that full its oldest
+`flush` tokens move to the middle.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from eval.cache.channels import KeptChannels, MaskChannels
+from eval.cache.channels import MaskChannels
 from eval.cache.pages import PAGE, Segment, round_up
 
 GROWTH = 128  # smallest slack, in tokens, that a growing middle takes at once; 1/16 of its length if that is more
@@ -49,7 +51,8 @@ class Store:
         """Seal a prompt: k, v [B, H, T, D]; real [B, T] bool, False = padding, None = all real."""
         batch, heads, length, dim = k.shape
         self.sizes, self.channels = sizes, chooser.choose(k)
-        self.version = 0  # grows when addresses or capacities change, so that work tables can follow
+        self.version = 0  # grows when addresses or capacities change, so that a kernel's plan can follow
+        self.plan: Any = None
         count = torch.full((batch,), length) if real is None else real.sum(-1).cpu()
         self.seen = count.numpy().astype(np.int64)
         self.start = np.maximum(sizes.sink, self.seen - sizes.window)
@@ -104,7 +107,8 @@ class Store:
             values[row, :, to[row, column]] = v[row, :, column]
 
     def append(self, k: Tensor, v: Tensor, real: Tensor | None = None) -> Tensor:
-        """Take in new tokens k, v [B, H, n, D] (real [B, n], None = all): returns their real indices [B, n], -1 = padding."""
+        """Take in new tokens k, v [B, H, n, D] (real [B, n], None = all): returns their real indices [B, n], -1 =
+        padding."""
         new = k.shape[2]
         self._fit(new)
         position = self._number(self.seen_dev, new, real)
@@ -210,4 +214,5 @@ class Store:
         names = ("sink_k", "sink_v", "ring_k", "ring_v", "seen_dev", "start_dev")
         parts = {"prompt": self.prompt, "tail": self.tail}
         middle = {f"{p}.{n}": t for p, s in parts.items() if s is not None for n, t in s.tensors().items()}
-        return {**{n: getattr(self, n) for n in names}, "channels": self.channels.index, **middle}
+        plan = {} if self.plan is None else {"plan": self.plan.table}
+        return {**{n: getattr(self, n) for n in names}, "channels": self.channels.index, **middle, **plan}
