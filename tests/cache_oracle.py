@@ -70,7 +70,7 @@ class OracleLayer(DynamicLayer):
         self.left = None if self.left is None else [self.left[i] for i in beam_idx.tolist()]
 
     def attend(self, q, mask, scaling):
-        batch, _, new, dim = q.shape
+        batch, _, new, _ = q.shape
         length = self.keys.shape[2]
         real = torch.ones(batch, length, dtype=torch.bool) if mask is None else mask[:, :length].bool()
         out = torch.zeros_like(q)

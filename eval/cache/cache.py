@@ -10,13 +10,17 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from eval.cache.backend import choose_backend
 from eval.cache.channels import MaskChannels, layer_masks
 from eval.cache.hook import ATTENTION
-from eval.cache.layer import CompressedLayer
+from eval.cache.layer import Backend, CompressedLayer
 from eval.cache.memory import Memory, measure
 from eval.cache.store import Sizes
 
 
 class CompressedCache(Cache):
     """A transformers Cache of CompressedLayers; layers with a sliding window of their own stay transformers' own."""
+
+    def __init__(self, layers: list[Any], backend: Backend):
+        super().__init__(layers=layers)
+        self.backend = backend
 
     @property
     def compressed(self) -> list[CompressedLayer]:
@@ -31,9 +35,19 @@ class CompressedCache(Cache):
         for layer in self.compressed:
             layer.expect(tokens)
 
+    def advance(self, tokens: int = 1) -> None:
+        """After replaying a captured decoding step: account for its tokens, and move what is due out of the window.
+
+        Capture with past recording on (`activate_past_recording()`), so that nothing moves inside the graph.
+        """
+        for layer in self.layers:
+            if not isinstance(layer, CompressedLayer):
+                raise RuntimeError(f"{type(layer).__name__} cannot run in a captured graph")
+            layer.advance(tokens)
+
     def memory(self) -> Memory:
         """Bytes held now, by part."""
-        return measure(self.layers)
+        return measure(self.layers, self.backend.tensors())
 
 
 def compressed_cache(
@@ -55,11 +69,11 @@ def compressed_cache(
     expected = (config.num_hidden_layers, config.num_key_value_heads, head_dim)
     if tuple(keep.shape) != expected:
         raise ValueError(f"mask has shape {tuple(keep.shape)}, the model needs {expected} (layers, KV heads, head_dim)")
-    sizes, attend = Sizes(sink, window, flush), choose_backend(backend)
+    sizes, runs = Sizes(sink, window, flush), choose_backend(backend)
     layers: list[Any] = []
     for index, layer in enumerate(DynamicCache(config=config).layers):
         if type(layer) is DynamicLayer:
-            layers.append(CompressedLayer(MaskChannels(keep[index]), sizes, attend))
+            layers.append(CompressedLayer(MaskChannels(keep[index]), sizes, runs))
         elif type(layer) is DynamicSlidingWindowLayer:
             layers.append(layer)
         else:
@@ -68,4 +82,4 @@ def compressed_cache(
             )
     if config._attn_implementation != ATTENTION:
         model.set_attn_implementation(ATTENTION)
-    return CompressedCache(layers=layers)
+    return CompressedCache(layers, runs)

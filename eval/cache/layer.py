@@ -8,8 +8,7 @@ is attended densely, then sealed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,21 +18,31 @@ from eval.cache import dense
 from eval.cache.channels import MaskChannels
 from eval.cache.store import Sizes, Store
 
-Attend = Callable[[Store, Tensor, Tensor, float], Tensor]
+
+class Backend(Protocol):
+    """What runs over a sealed layer: see `reference.attend` and `Store.write`."""
+
+    def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float) -> Tensor: ...
+
+    def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor: ...
+
+    def prepare(self, store: Store) -> Any:
+        """Bring what depends on addresses and capacities up to date."""
+
+    def tensors(self) -> dict[str, Tensor]: ...
 
 
 class CompressedLayer(DynamicLayer):
     """sink | middle | window of one attention layer (LeanK, section 3.3).
 
-    channels: which channels of the middle keys stay; sizes: sink, window and flush in tokens; backend: attention over
-    the sealed parts, `reference.attend` or the kernel's.
+    channels: which channels of the middle keys stay; sizes: sink, window and flush in tokens; backend: what runs over
+    the sealed parts.
     """
 
-    is_croppable = (
-        True  # as for transformers' sliding layers: any length while past is being recorded, else back to a flush
-    )
+    # As for transformers' sliding layers: any length while past is being recorded, else back to the last move.
+    is_croppable = True
 
-    def __init__(self, channels: MaskChannels, sizes: Sizes, backend: Attend):
+    def __init__(self, channels: MaskChannels, sizes: Sizes, backend: Backend):
         super().__init__()
         self.channels, self.sizes, self.backend = channels, sizes, backend
         self.record_past = False
@@ -46,6 +55,7 @@ class CompressedLayer(DynamicLayer):
         self._columns = 0  # logical length, padding included
         self._expected = 0  # columns of a prompt that comes in chunks
         self._real: Tensor | None = None  # [B, columns] of an unsealed prompt
+        self._room: tuple[Tensor, Tensor] | None = None  # where an announced prompt is collected
 
     def expect(self, tokens: int) -> None:
         """Announce a prompt of `tokens` columns in several calls; it is sealed after the last of them.
@@ -80,7 +90,7 @@ class CompressedLayer(DynamicLayer):
 
     def _collect(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The announced prompt so far, in a buffer that is made once."""
-        if self._columns == 0:
+        if self._room is None:
             shape = (*k.shape[:2], self._expected, k.shape[3])
             self._room = (k.new_empty(shape), v.new_empty(shape))
         end = self._columns + k.shape[2]
@@ -105,9 +115,9 @@ class CompressedLayer(DynamicLayer):
         new = q.shape[2]
         real = None if real is None or new == 1 or bool(real[:, -new:].all()) else real[:, -new:]
         self._prefetch_for(q)
-        position = self.store.append(self.keys, self.values, real)  # type: ignore[arg-type]
+        position = self.store.append(self.keys, self.values, real, self.backend.write)  # type: ignore[arg-type]
         self.keys = self.values = None
-        out = self.backend(self.store, q, position, 1 / math.sqrt(q.shape[-1]) if scaling is None else scaling)
+        out = self.backend.attend(self.store, q, position, 1 / math.sqrt(q.shape[-1]) if scaling is None else scaling)
         if not self.record_past:
             self._settle()
         return out
@@ -120,7 +130,7 @@ class CompressedLayer(DynamicLayer):
             real = None if self._real is None or bool(self._real.all()) else self._real
             self.store = Store(self.keys, self.values, real, self.channels, self.sizes)  # type: ignore[arg-type]
             self.keys = self.values = self._real = None
-            self._room = ()
+            self._room = None
 
     def get_seq_length(self) -> int:
         """Columns seen, padding included: the logical length, not what is held."""
@@ -157,6 +167,18 @@ class CompressedLayer(DynamicLayer):
         if self.record_past:
             self._settle()
 
+    def advance(self, tokens: int) -> None:
+        """Account for `tokens` that a captured CUDA graph appended and attended, then move what is due.
+
+        Raises RuntimeError before the prompt is sealed.
+        """
+        if self.store is None:
+            raise RuntimeError("advance() follows a captured decoding step; the prompt must come first")
+        self._columns += tokens
+        self.store.seen += tokens
+        self.store.flush()
+        self.backend.prepare(self.store)
+
     def _select(self, rows: Tensor) -> None:
         if self.store is not None:
             self.store.select(rows)
@@ -169,7 +191,7 @@ class CompressedLayer(DynamicLayer):
         held = self.keys if self.store is None else self.store.ring_k
         return torch.arange(0 if held is None else len(held))
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:  # type: ignore[override]
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         if not torch.equal(beam_idx.cpu(), self._rows()):
             self._select(beam_idx)
 

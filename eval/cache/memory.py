@@ -49,8 +49,8 @@ def measure_store(store: Store) -> Memory:
     size = store.ring_k.element_size()
     sink = int(np.minimum(store.seen, store.sizes.sink).sum()) * token
     window = int(np.maximum(0, store.seen - store.start).sum()) * token
-    middle_k = sum(int((s.length * s.channels.count).sum()) for s in store.segments) * size
-    middle_v = sum(int(s.length.sum()) * s.head_dim for s in store.segments) * size
+    middle_k = sum(int((s.length * s.channels.count).sum()) for s in (store.prompt, store.tail)) * size
+    middle_v = sum(int(s.length.sum()) * s.head_dim for s in (store.prompt, store.tail)) * size
     tensors = store.tensors()
     data = ("sink_k", "sink_v", "ring_k", "ring_v", "prompt.k", "prompt.v", "tail.k", "tail.v")
     room = sum(_storage(t)[1] for n, t in tensors.items() if n in data)
@@ -58,9 +58,9 @@ def measure_store(store: Store) -> Memory:
     return Memory(sink, window, middle_k, middle_v, sum(tables.values()), room - sink - window - middle_k - middle_v)
 
 
-def measure(layers: list[Any]) -> Memory:
-    """Bytes of all layers of a cache."""
-    total = Memory()
+def measure(layers: list[Any], scratch: dict[str, Tensor]) -> Memory:
+    """Bytes of all layers of a cache and of the scratch memory they share."""
+    total = Memory(tables=sum(dict(map(_storage, scratch.values())).values()))
     for layer in layers:
         if isinstance(layer, CompressedLayer) and layer.store is not None:
             total += measure_store(layer.store)

@@ -36,6 +36,11 @@ def _spread(starts: np.ndarray, sizes: np.ndarray, device: torch.device) -> Tens
     return torch.repeat_interleave(start - first, size, output_size=total) + torch.arange(total, device=device)
 
 
+def _lines(flat: Tensor, width: int) -> Tensor:
+    """A flat tensor, possibly empty, as lines of `width` elements."""
+    return flat.view(flat.numel() // width, width)
+
+
 class Segment:
     """Room for `capacity` [B, H] middle tokens (multiples of 64, 0 for heads that keep no channels).
 
@@ -95,7 +100,7 @@ class Segment:
             to = base[:, None] + token // PAGE * page[:, None] + token % PAGE
             self.k[to] = k[:, :, first:last][from_row, head, :, channel]
             to = v_base[:, None] + v_at + torch.arange(first, last, device=device)
-            self.v.view(-1, self.head_dim)[to] = v[from_v_row, v_head, first:last]
+            _lines(self.v, self.head_dim)[to] = v[from_v_row, v_head, first:last]
         held = (self.capacity[rows] > 0) * n
         self.length[rows] += held
         if len(rows) < len(self.capacity):
@@ -115,9 +120,9 @@ class Segment:
         """A copy with room for `capacity` [B, H] >= the present one."""
         new = Segment(self.channels, capacity, self.head_dim, self.k.dtype)
         pages = self.capacity * self.channels.count // PAGE
-        new.k.view(-1, PAGE)[_spread(new.k_start // PAGE, pages, self.k.device)] = self.k.view(-1, PAGE)
+        _lines(new.k, PAGE)[_spread(new.k_start // PAGE, pages, self.k.device)] = _lines(self.k, PAGE)
         lines = _spread(new.v_start // self.head_dim, self.capacity, self.k.device)
-        new.v.view(-1, self.head_dim)[lines] = self.v.view(-1, self.head_dim)
+        _lines(new.v, self.head_dim)[lines] = _lines(self.v, self.head_dim)
         new.length, new.length_dev = self.length, self.length_dev
         return new
 
@@ -126,9 +131,9 @@ class Segment:
         at, dim, device = rows.cpu().numpy(), self.head_dim, self.k.device
         new = Segment(channels, self.capacity[at], dim, self.k.dtype)
         pages = _spread(self.k_start[at] // PAGE, new.capacity * channels.count // PAGE, device)
-        torch.index_select(self.k.view(-1, PAGE), 0, pages, out=new.k.view(-1, PAGE))
+        torch.index_select(_lines(self.k, PAGE), 0, pages, out=_lines(new.k, PAGE))
         lines = _spread(self.v_start[at] // dim, new.capacity, device)
-        torch.index_select(self.v.view(-1, dim), 0, lines, out=new.v.view(-1, dim))
+        torch.index_select(_lines(self.v, dim), 0, lines, out=_lines(new.v, dim))
         new.length, new.length_dev = self.length[at], self.length_dev[rows.to(device)]
         return new
 

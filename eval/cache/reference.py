@@ -36,7 +36,7 @@ def attend(store: Store, q: Tensor, position: Tensor, scaling: float) -> Tensor:
             count = int(store.channels.count[row, head])
             if count:
                 kept = q_head[..., store.channels.index[row, head, :count].long()]
-                for segment in store.segments:
+                for segment in (store.prompt, store.tail):
                     k, v = segment.read(row, head)
                     logits.append(kept @ k.to(dtype).T)
                     values.append(v)

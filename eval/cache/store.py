@@ -8,6 +8,7 @@ in the window, a ring in which token i has slot i mod capacity; those between ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from eval.cache.channels import MaskChannels
 from eval.cache.pages import PAGE, Segment, round_up
 
+Write = Callable[["Store", Tensor, Tensor], Tensor]
 GROWTH = 128  # smallest slack, in tokens, that a growing middle takes at once; 1/16 of its length if that is more
 
 
@@ -44,7 +46,7 @@ class Store:
 
     Host: seen [B] real tokens, start [B] the first one in the window, floor [B] the length that `crop` cannot go below.
     Device: sink_k, sink_v [B, H, sink, D]; ring_k, ring_v [B, H, slots, D]; seen_dev, start_dev [B] int64.
-    segments: the middle: first the prompt's share, exactly as long as it is, then what decoding adds.
+    prompt, tail: the middle: the prompt's share, exactly as long as it is, then what decoding adds.
     """
 
     def __init__(self, k: Tensor, v: Tensor, real: Tensor | None, chooser: MaskChannels, sizes: Sizes):
@@ -62,16 +64,15 @@ class Store:
         self.ring_k, self.ring_v = (k.new_zeros(batch, heads, sizes.ring, dim) for _ in range(2))
         position = self._number(torch.zeros_like(self.seen_dev), length, real)
         self._write(k, v, position)
-        self.prompt: Segment | None = None
-        self.tail: Segment | None = None
-        if (self.start > sizes.sink).any():
-            self.prompt = Segment(self.channels, (self.start - sizes.sink)[:, None].repeat(heads, 1), dim, k.dtype)
+        moved = (self.start - sizes.sink)[:, None].repeat(heads, 1)
+        self.prompt = Segment(self.channels, moved, dim, k.dtype)
+        self.tail = Segment(self.channels, np.zeros_like(moved), dim, k.dtype)
+        if moved.any():
             in_middle = (position >= sizes.sink) & (position < self.start_dev[:, None])
             self._seal(k, v, in_middle[:1] if real is None else in_middle)
 
     def _seal(self, k: Tensor, v: Tensor, in_middle: Tensor) -> None:
         """Store the prompt's middle, rows of equal padding together; in_middle [B, T], or [1, T] for all rows."""
-        assert self.prompt is not None
         patterns, which = np.unique(in_middle.cpu().numpy(), axis=0, return_inverse=True)
         which = np.broadcast_to(which.reshape(-1), (len(k),))
         for i, pattern in enumerate(patterns):
@@ -82,11 +83,6 @@ class Store:
             at = slice(first, last) if last - first == len(columns) else torch.from_numpy(columns).to(k.device)
             some = slice(None) if len(rows) == len(k) else torch.from_numpy(rows).to(k.device)
             self.prompt.append(rows, k[some][:, :, at], v[some][:, :, at])
-
-    @property
-    def segments(self) -> list[Segment]:
-        """The parts of the middle, oldest first."""
-        return [s for s in (self.prompt, self.tail) if s is not None]
 
     @staticmethod
     def _number(seen: Tensor, new: int, real: Tensor | None) -> Tensor:
@@ -106,26 +102,33 @@ class Store:
             keys[row, :, to[row, column]] = k[row, :, column]
             values[row, :, to[row, column]] = v[row, :, column]
 
-    def append(self, k: Tensor, v: Tensor, real: Tensor | None = None) -> Tensor:
-        """Take in new tokens k, v [B, H, n, D] (real [B, n], None = all): returns their real indices [B, n], -1 =
-        padding."""
+    def append(self, k: Tensor, v: Tensor, real: Tensor | None = None, write: Write | None = None) -> Tensor:
+        """Take in new tokens k, v [B, H, n, D] (real [B, n], None = all real).
+
+        write: puts tokens that all belong into the ring and counts them on the device; None = `write` below. Returns
+        their real indices [B, n], -1 = padding.
+        """
         new = k.shape[2]
         self._fit(new)
-        position = self._number(self.seen_dev, new, real)
-        if real is None:
-            if (self.seen < self.sizes.sink).any():
-                self._write(k, v, position)
-            else:  # the path of every decoding step: no host waits for the device
-                row, slot = torch.arange(len(k), device=k.device)[:, None], position % self.ring_k.shape[2]
-                self.ring_k[row, :, slot] = k.transpose(1, 2)
-                self.ring_v[row, :, slot] = v.transpose(1, 2)
+        if real is None and (self.seen >= self.sizes.sink).all():  # every decoding step: no host waits for the device
+            position = (write or Store.write)(self, k, v)
             self.seen += new
-            self.seen_dev += new
-        else:
-            self._write(k, v, position)
-            self.seen += real.sum(-1).cpu().numpy()
-            self.seen_dev.copy_(torch.from_numpy(self.seen))
+            return position
+        position = self._number(self.seen_dev, new, real)
+        self._write(k, v, position)
+        self.seen += new if real is None else real.sum(-1).cpu().numpy()
+        self.seen_dev.copy_(torch.from_numpy(self.seen))
+        if real is not None:
             self.floor = self.seen.copy()
+        return position
+
+    def write(self, k: Tensor, v: Tensor) -> Tensor:
+        """Put new tokens k, v [B, H, n, D] into the ring and count them on the device: returns their indices [B, n]."""
+        position = self._number(self.seen_dev, k.shape[2], None)
+        row, slot = torch.arange(len(k), device=k.device)[:, None], position % self.ring_k.shape[2]
+        self.ring_k[row, :, slot] = k.transpose(1, 2)
+        self.ring_v[row, :, slot] = v.transpose(1, 2)
+        self.seen_dev += k.shape[2]
         return position
 
     def flush(self) -> None:
@@ -148,14 +151,9 @@ class Store:
 
     def _room(self, rows: np.ndarray, new: int) -> Segment:
         """The tail, with room for `new` more tokens in each of `rows`."""
-        need = new if self.tail is None else int(self.tail.length[rows].max()) + new
-        if self.tail is None or need > int(self.tail.capacity.max()):
-            capacity = np.full(self.channels.count.shape, need + max(GROWTH, need // 16) - self.sizes.flush)
-            self.tail = (
-                Segment(self.channels, capacity, self.ring_k.shape[-1], self.ring_k.dtype)
-                if self.tail is None
-                else self.tail.grown(capacity)
-            )
+        need = int(self.tail.length[rows].max()) + new
+        if need > int(self.tail.capacity.max()) and self.channels.count.any():
+            self.tail = self.tail.grown(np.full(self.channels.count.shape, need + max(GROWTH, need // 16)))
             self.version += 1
         return self.tail
 
@@ -196,8 +194,7 @@ class Store:
         self.channels = self.channels.select(rows)
         for name in ("sink_k", "sink_v", "ring_k", "ring_v"):
             setattr(self, name, getattr(self, name)[dev])
-        self.prompt = self.prompt and self.prompt.select(rows, self.channels)
-        self.tail = self.tail and self.tail.select(rows, self.channels)
+        self.prompt, self.tail = (part.select(rows, self.channels) for part in (self.prompt, self.tail))
         self.version += 1
 
     def to(self, device: torch.device) -> None:
@@ -205,14 +202,13 @@ class Store:
         for name in ("sink_k", "sink_v", "ring_k", "ring_v", "seen_dev", "start_dev"):
             setattr(self, name, getattr(self, name).to(device))
         self.channels.index = self.channels.index.to(device)
-        for segment in self.segments:
+        for segment in (self.prompt, self.tail):
             segment.to(device)
         self.version += 1
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor held, by name."""
         names = ("sink_k", "sink_v", "ring_k", "ring_v", "seen_dev", "start_dev")
-        parts = {"prompt": self.prompt, "tail": self.tail}
-        middle = {f"{p}.{n}": t for p, s in parts.items() if s is not None for n, t in s.tensors().items()}
+        middle = {f"{p}.{n}": t for p in ("prompt", "tail") for n, t in getattr(self, p).tensors().items()}
         plan = {} if self.plan is None else {"plan": self.plan.table}
         return {**{n: getattr(self, n) for n in names}, "channels": self.channels.index, **middle, **plan}
