@@ -36,9 +36,10 @@ class CompressedCache(Cache):
             layer.expect(tokens)
 
     def advance(self, tokens: int = 1) -> None:
-        """After replaying a captured decoding step: account for its tokens, and move what is due out of the window.
+        """After each replay of a captured decoding step: account for its tokens, move what is due out of the window.
 
-        Capture with past recording on (`activate_past_recording()`), so that nothing moves inside the graph.
+        Capturing itself appends nothing and moves nothing. Capture once every row is longer than the sink, without an
+        attention mask (rows remember their padding), and after a first step has compiled the kernels.
         """
         for layer in self.layers:
             if not isinstance(layer, CompressedLayer):

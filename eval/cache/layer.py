@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 
 from eval.cache import dense
 from eval.cache.channels import MaskChannels
-from eval.cache.store import Sizes, Store
+from eval.cache.store import Sizes, Store, capturing
 
 
 class Backend(Protocol):
@@ -85,7 +85,7 @@ class CompressedLayer(DynamicLayer):
             key_states = torch.cat([self.keys, key_states], 2)
             value_states = torch.cat([self.values, value_states], 2)  # type: ignore[list-item]
         self.keys, self.values = key_states, value_states
-        self._columns += new
+        self._columns += 0 if capturing(key_states) else new
         return self, value_states
 
     def _collect(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +118,7 @@ class CompressedLayer(DynamicLayer):
         position = self.store.append(self.keys, self.values, real, self.backend.write)  # type: ignore[arg-type]
         self.keys = self.values = None
         out = self.backend.attend(self.store, q, position, 1 / math.sqrt(q.shape[-1]) if scaling is None else scaling)
-        if not self.record_past:
+        if not (self.record_past or capturing(q)):
             self._settle()
         return out
 
@@ -168,7 +168,7 @@ class CompressedLayer(DynamicLayer):
             self._settle()
 
     def advance(self, tokens: int) -> None:
-        """Account for `tokens` that a captured CUDA graph appended and attended, then move what is due.
+        """Account for `tokens` that replaying a CUDA graph appended and attended, then move what is due.
 
         Raises RuntimeError before the prompt is sealed.
         """

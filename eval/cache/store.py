@@ -23,6 +23,11 @@ Write = Callable[["Store", Tensor, Tensor], Tensor]
 GROWTH = 128  # smallest slack, in tokens, that a growing middle takes at once; 1/16 of its length if that is more
 
 
+def capturing(x: Tensor) -> bool:
+    """Whether operations on x are being recorded into a CUDA graph, so that nothing is appended yet."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Tokens kept whole at both ends, and how many leave the window at a time."""
@@ -112,7 +117,7 @@ class Store:
         self._fit(new)
         if real is None and (self.seen >= self.sizes.sink).all():  # every decoding step: no host waits for the device
             position = (write or Store.write)(self, k, v)
-            self.seen += new
+            self.seen += 0 if capturing(k) else new
             return position
         position = self._number(self.seen_dev, new, real)
         self._write(k, v, position)

@@ -16,8 +16,8 @@ from eval.cache.store import Store
 SINK, WINDOW, PROMPT, TAIL = range(4)
 PARTS = 4
 # One line of the table, int64: part; row; KV head; first and last token of the piece (slots of the part, last
-# excluded); first element of K and of V, counted from the ring's; channels; 1 = first piece of a partial result; how many partial
-# results this (row, head) has if this piece ends one, else 0; number of the partial result; number of the
+# excluded); first element of K and of V, counted from the ring's; channels; 1 = first piece of a partial result; how
+# many partial results this (row, head) has if this piece ends one, else 0; number of the partial result; number of the
 # (row, head)'s first one; next line, -1 = none
 FIELDS = 13
 PIECE_BYTES = 16384  # what starting a piece costs, as bytes that could have been read meanwhile
