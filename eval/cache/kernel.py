@@ -157,7 +157,7 @@ def _store(
     tl.store(out + to, tl.where(real[:, None], result, 0.0).to(out.dtype.element_ty), mask=ok[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["partials", "places"])
 def decode(
     base, q, out, index, table, seen_ptr, start_ptr, tail_ptr, position_ptr, part, stat, done,
     scale, q_b, q_h, q_t, index_b, queries, partials, places, slots,
