@@ -139,6 +139,20 @@ def test_interpreted_on_random_shapes(counts, group, lengths, sizes, queries, pr
     check_decoding(counts, 64, group, lengths, Sizes(*sizes), torch.float16, queries, 2, Config(64), programs, seed)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_padding_among_the_queries():
+    """A second turn whose rows have 5, 2 and no new tokens: padding gets zeros and is not stored."""
+    dtype = torch.bfloat16 if ON_GPU else torch.float16
+    store, kernel = make_store([40, 0], 64, [200, 90, 150], Sizes(10, 70, 8), dtype), Kernel(programs=4)
+    real = (torch.arange(5) >= torch.tensor([0, 3, 5])[:, None]).to(DEVICE)
+    k, v = torch.randn(2, 3, 2, 5, 64).to(DEVICE, dtype)
+    q = torch.randn(3, 6, 5, 64).to(DEVICE, dtype)
+    position = store.append(k, v, real, kernel.write)
+    assert position.tolist() == [[200, 201, 202, 203, 204], [-1, -1, -1, 90, 91], [-1] * 5]
+    assert error(kernel, store, q, position) < 5e-3
+    assert not kernel.attend(store, q, position, 0.2)[~real].any()
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     st.lists(

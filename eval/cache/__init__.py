@@ -1,7 +1,11 @@
-"""Compressed caches for generate(): sink | middle | window, ragged per KV head.
+"""Compressed caches for generate(): sink | middle | window, ragged per KV head (LeanK, sections 3.3 and 4.3).
 
-cache = compressed_cache(model, ChannelMask.load("mask.safetensors"))
-model.generate(**inputs, past_key_values=cache)
+    cache = compressed_cache(model, ChannelMask.load("mask.safetensors"))
+    model.generate(**inputs, past_key_values=cache)
+
+Reads top down: cache (a model's), layer (transformers' side), store (what is held), pages (the ragged middle), channels
+(which channels stay), dense and reference (attention in PyTorch), backend, launch, work, kernel (attention in Triton),
+hook (the two registrations), memory (bytes).
 """
 
 from eval.cache.cache import CompressedCache, compressed_cache

@@ -109,9 +109,11 @@ def _ends(
     q = tl.load(q_row[:, None] + d[None, :], mask=ok[:, None], other=0.0)
     offset = tile[:, None] * D + d[None, :]
     newest = seen - 1
+    turn = tl.where(ring, newest - newest % slots, 0)  # token of the ring's slot 0, this time round
+    ahead = tl.where(ring, newest % slots, last)  # slots after this one are from the time before
     for at in range(first, last, TILE):
         slot = at + tile
-        token = tl.where(ring, newest - (newest + slots - slot) % slots, slot)
+        token = turn + slot - tl.where(slot > ahead, slots, 0)
         there = (slot < last) & (token >= start)
         keys = tl.load(k + at * D + offset, mask=there[:, None], other=0.0)
         s = tl.dot(q, tl.trans(keys)) * scale

@@ -154,7 +154,7 @@ class CompressedLayer(DynamicLayer):
         """
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
-        remove = -tokens_to_remove
+        remove = -int(tokens_to_remove)  # some callers hand over a tensor
         if remove > self._columns:
             raise ValueError(f"cannot crop {remove} tokens: the cache holds {self._columns}")
         if self.store is not None:
