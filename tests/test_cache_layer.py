@@ -217,6 +217,13 @@ def test_falling_back_says_why_once():
         run(model, compressed_cache(model, keep, *SIZES, backend="triton"), ids, mask, 3, ATTENTION)
 
 
+def test_a_mask_file_is_enough(tmp_path):
+    masks = pytest.importorskip("leank_train.mask", reason="masks have no file format yet")
+    masks.ChannelMask(random_keep(15)).save(tmp_path / "mask.safetensors")
+    cache = compressed_cache(tiny_model("llama"), tmp_path / "mask.safetensors")
+    assert torch.equal(torch.stack([layer.channels.keep for layer in cache.compressed]), random_keep(15))
+
+
 def test_a_mask_object_and_a_tensor_are_the_same():
     class Mask:
         keep = random_keep(14)

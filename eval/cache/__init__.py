@@ -1,6 +1,6 @@
 """Compressed caches for generate(): sink | middle | window, ragged per KV head (LeanK, sections 3.3 and 4.3).
 
-    cache = compressed_cache(model, ChannelMask.load("mask.safetensors"))
+    cache = compressed_cache(model, "mask.safetensors")
     model.generate(**inputs, past_key_values=cache)
 
 Reads top down: cache (a model's), layer (transformers' side), store (what is held), pages (the ragged middle), channels

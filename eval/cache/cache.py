@@ -54,13 +54,12 @@ class CompressedCache(Cache):
 def compressed_cache(
     model: PreTrainedModel, mask: Any, sink: int = 128, window: int = 1024, flush: int = 32, backend: str = "auto"
 ) -> CompressedCache:
-    """A cache for `model.generate(past_key_values=...)` whose middle keys keep the channels of `mask` (LeanK, section
-    3.3).
+    """A cache for `model.generate(past_key_values=...)` that keeps the mask's channels in the middle (LeanK 3.3).
 
-    mask: ChannelMask, or bool [layers, kv_heads, head_dim], True = kept. sink, window: tokens kept whole at both
-    ends; flush: tokens that move to the middle at a time. backend: "auto" (the Triton kernel where it can run),
-    "reference" or "triton". Switches the model to the attention implementation "leank", which is SDPA for every other
-    cache. One cache serves one batch; `reset()` makes it new.
+    mask: ChannelMask, the path of its file, or bool [layers, kv_heads, head_dim], True = kept. sink, window: tokens
+    kept whole at both ends; flush: tokens that move to the middle at a time. backend: "auto" (the Triton kernel where
+    it can run), "reference" or "triton". Switches the model to the attention implementation "leank", which is SDPA for
+    every other cache. One cache serves one batch; `reset()` makes it new.
 
     Raises ValueError if the mask does not fit the model or a layer's attention is neither full nor sliding.
     """

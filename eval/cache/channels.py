@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,10 +59,14 @@ class MaskChannels:
 
 
 def layer_masks(mask: Any) -> Tensor:
-    """The bool tensor [L, H, D] (True = kept) in a ChannelMask-like object (`.keep`) or tensor.
+    """The bool tensor [L, H, D] (True = kept) of a ChannelMask, its file's path, or a tensor.
 
     Raises ValueError if it has another number of axes.
     """
+    if isinstance(mask, str | os.PathLike):
+        from leank_train.mask import ChannelMask
+
+        mask = ChannelMask.load(mask)
     keep = torch.as_tensor(getattr(mask, "keep", mask)).bool()
     if keep.ndim != 3:
         raise ValueError(f"a mask has shape [layers, kv_heads, head_dim], got {tuple(keep.shape)}")
