@@ -112,7 +112,7 @@ def check_decoding(counts, dim, group, lengths, sizes, dtype, queries, steps, co
         ([17, 64], 64, 4, 3, 64),
         ([77, 96, 0], 128, 4, 1, 128),
         ([128, 2], 128, 7, 1, 64),
-        ([33, 127], 128, 8, 9, 64),  # two chunks of query tokens
+        ([33, 127], 128, 8, 18, 64),  # five chunks of query tokens, in two launches
     ],
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

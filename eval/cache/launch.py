@@ -13,7 +13,8 @@ from eval.cache import kernel, work
 from eval.cache.pages import PAGE
 from eval.cache.store import Store
 
-MAX_ROWS = 64  # query tokens x heads of a group that one tile holds; more query tokens take several passes
+MAX_ROWS = 32  # query tokens x heads of a group in one tile; more query tokens take several passes, "chunks"
+MAX_CHUNKS = 4  # in one launch, which bounds the scratch memory
 
 
 @functools.cache
@@ -78,6 +79,10 @@ class Kernel:
             q = q.contiguous()
         tile_rows = min(MAX_ROWS, max(16, triton.next_power_of_2(group * queries)))
         per_chunk = tile_rows // group
+        if queries > MAX_CHUNKS * per_chunk:
+            pieces = zip(q.split(MAX_CHUNKS * per_chunk, 2), position.split(MAX_CHUNKS * per_chunk, 1), strict=True)
+            return torch.cat([self.attend(store, *piece, scaling) for piece in pieces], 1)
+        config = self.config if tile_rows == 16 else Config(warps=8)
         chunks = -(-queries // per_chunk)
         rows = min(tile_rows, triton.next_power_of_2(group * min(queries, per_chunk)))
         most = batch * heads + plan.programs  # partial results there can be, whatever the table
@@ -91,17 +96,17 @@ class Kernel:
             H=heads,
             GROUP=group,
             D=dim,
-            TILE=self.config.tile,
+            TILE=config.tile,
             M=tile_rows,
             ROWS=rows,
             PARTS=max(1, 64 // rows),
             EVEN=plan.even,
             PAGE=PAGE,
             FIELDS=work.FIELDS,
-            PREFETCH=self.config.prefetch,
-            num_warps=self.config.warps,
-            num_stages=self.config.stages,
-            maxnreg=self.config.registers or None,
+            PREFETCH=config.prefetch,
+            num_warps=config.warps,
+            num_stages=config.stages,
+            maxnreg=config.registers or None,
         )
         return out
 
