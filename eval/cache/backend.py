@@ -1,0 +1,102 @@
+"""What runs over a sealed layer: the Triton kernel where it can, else plain PyTorch, with one warning that says why."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eval.cache import reference
+from eval.cache.layer import Backend
+from eval.cache.store import Store
+
+
+class Plain:
+    """The backend in plain PyTorch: any device and dtype."""
+
+    def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float) -> Tensor:
+        return reference.attend(store, q, position, scaling)
+
+    def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor:
+        return store.write(k, v)
+
+    def prepare(self, store: Store) -> None:
+        return None
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+
+def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, group: int) -> str | None:
+    """Why the kernel cannot run on such a layer, or None if it can. group: query heads per KV head."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    dtypes = (torch.float16, torch.float32) if interpreted else (torch.float16, torch.bfloat16)
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if device.type != "cuda" and not interpreted:
+        return f"the cache is on {device.type}, the kernel needs CUDA"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"the kernel needs compute capability 8.0, {torch.cuda.get_device_name(device)} has less"
+    if dtype not in dtypes:
+        return f"the kernel computes in {' or '.join(map(str, dtypes))}, the cache is {dtype}"
+    if head_dim not in (64, 128):
+        return f"the kernel has head_dim 64 and 128, the model {head_dim}"
+    if group > 16:
+        return f"the kernel has at most 16 query heads per KV head, the model {group}"
+    return None
+
+
+@functools.cache
+def _warn(reason: str) -> None:
+    warnings.warn(f"attention over the compressed cache runs in plain PyTorch: {reason}", RuntimeWarning, stacklevel=2)
+
+
+class Auto:
+    """The kernel, or plain PyTorch where the kernel cannot run; decided by the first query."""
+
+    def __init__(self, insist: bool = False, **kernel_options: Any):
+        """insist: raise RuntimeError instead of falling back."""
+        self.insist, self.options = insist, kernel_options
+        self.chosen: Backend | None = None
+
+    def _choose(self, store: Store, q: Tensor) -> Backend:
+        reason = why_not(q.device, q.dtype, q.shape[-1], q.shape[1] // store.ring_k.shape[1])
+        if reason is None:
+            from eval.cache.launch import Kernel
+
+            return Kernel(**self.options)
+        if self.insist:
+            raise RuntimeError(f'backend="triton" cannot run: {reason}')
+        _warn(reason)
+        return Plain()
+
+    def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float) -> Tensor:
+        if self.chosen is None:
+            self.chosen = self._choose(store, q)
+        return self.chosen.attend(store, q, position, scaling)
+
+    def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor:
+        return self.chosen.write(store, k, v) if self.chosen else store.write(k, v)
+
+    def prepare(self, store: Store) -> Any:
+        return self.chosen.prepare(store) if self.chosen else None
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.chosen.tensors() if self.chosen else {}
+
+
+def choose_backend(name: str, **kernel_options: Any) -> Backend:
+    """The backend "auto" (kernel where possible), "reference" (plain PyTorch) or "triton" (kernel or RuntimeError).
+
+    kernel_options: as for launch.Kernel. Raises ValueError for another name.
+    """
+    if name == "reference":
+        return Plain()
+    if name in ("auto", "triton"):
+        return Auto(insist=name == "triton", **kernel_options)
+    raise ValueError(f'backend must be "auto", "reference" or "triton", got {name!r}')

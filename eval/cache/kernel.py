@@ -1,0 +1,257 @@
+"""Decode attention over a sealed layer in one Triton launch: the fast path beside `reference.attend`.
+
+Every program walks its span of the work table (eval.cache.work), keeping an online softmax per (row, KV head); query
+channels are gathered here, so the model's weights stay as they are. The last program to finish a (row, head) merges the
+partial results by log-sum-exp, so there is no second launch. Lengths are read from device tensors, so that a captured
+CUDA graph can be replayed.
+
+Names: a tile has M rows (query token, head of the group) and T tokens; m, z and acc are the running maximum,
+denominator and numerator of the softmax, base 2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# fmt: off
+
+
+@triton.jit
+def _step(acc, m, z, s, v):
+    """One tile: s [M, T] logits, v [T, D]; z [M, T] is summed over T only at the end."""
+    m_new = tl.maximum(m, tl.max(s, 1))
+    safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = tl.exp2(m - safe)
+    p = tl.exp2(s - safe[:, None])
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+    return acc, m_new, z * alpha[:, None] + p
+
+
+@triton.jit
+def _prefetch(address, lines):
+    """Ask L2 for the 128-byte lines (64 elements) 0 .. lines - 1 (at most 256) while the queries are being gathered."""
+    line = tl.minimum(tl.arange(0, 256), lines - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address + line * 64], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _gather(q_row, ok, index, channel, count, EVEN: tl.constexpr):
+    """Query channels [M, C] that a head keeps."""
+    if EVEN:
+        return tl.load(q_row[:, None] + tl.load(index + channel)[None, :], mask=ok[:, None], other=0.0)
+    chosen = channel < count
+    picked = tl.load(index + channel, mask=chosen, other=0)
+    return tl.load(q_row[:, None] + picked[None, :], mask=ok[:, None] & chosen[None, :], other=0.0)
+
+
+@triton.jit
+def _keys(k, channel, count, token, tokens, EVEN: tl.constexpr, PAGE: tl.constexpr):
+    """K tile [C, T] of a page-wise stored head; pages at or past `tokens` are not read."""
+    at = channel[:, None] * PAGE + ((token // PAGE) * (count * PAGE) + token % PAGE)[None, :]
+    one_page: tl.constexpr = token.shape[0] == PAGE
+    if one_page:
+        if EVEN:
+            return tl.load(k + at)
+        return tl.load(k + at, mask=(channel < count)[:, None], other=0.0)
+    there = (token // PAGE * PAGE < tokens)[None, :]
+    if EVEN:
+        return tl.load(k + at, mask=there, other=0.0)
+    return tl.load(k + at, mask=there & (channel < count)[:, None], other=0.0)
+
+
+@triton.jit
+def _middle(
+    acc, m, z, q_row, ok, index, k, v, first, last, count, scale,
+    C0: tl.constexpr, C1: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
+    EVEN: tl.constexpr, PAGE: tl.constexpr, PREFETCH: tl.constexpr,
+):
+    """Tokens [first, last) of a middle part with up to C0 + C1 channels; whole tiles without masks, then the rest."""
+    token, d = tl.arange(0, TILE), tl.arange(0, D)
+    if PREFETCH:
+        tokens = tl.minimum(last - first, 2 * TILE)
+        _prefetch(k + (first // PAGE) * (count * PAGE), tl.maximum(tokens // PAGE, 1) * count)
+        _prefetch(v + first * D, tl.maximum(tokens * D // 64, 1))
+    c0 = tl.arange(0, C0)
+    q0 = _gather(q_row, ok, index, c0, count, EVEN)
+    if C1 > 0:
+        c1 = C0 + tl.arange(0, C1)
+        q1 = _gather(q_row, ok, index, c1, count, EVEN)
+    v_at = token[:, None] * D + d[None, :]
+    whole = first + (last - first) // TILE * TILE
+    for at in range(first, whole, TILE):
+        page = k + tl.multiple_of((at // PAGE) * (count * PAGE), PAGE)
+        s = tl.dot(q0, _keys(page, c0, count, token, TILE, EVEN, PAGE))
+        if C1 > 0:
+            s = tl.dot(q1, _keys(page, c1, count, token, TILE, EVEN, PAGE), s)
+        acc, m, z = _step(acc, m, z, s * scale, tl.load(v + tl.multiple_of(at * D, PAGE) + v_at))
+    if whole < last:
+        there = token < last - whole
+        page = k + tl.multiple_of((whole // PAGE) * (count * PAGE), PAGE)
+        s = tl.dot(q0, _keys(page, c0, count, token, last - whole, EVEN, PAGE))
+        if C1 > 0:
+            s = tl.dot(q1, _keys(page, c1, count, token, last - whole, EVEN, PAGE), s)
+        s = tl.where(there[None, :], s * scale, float("-inf"))
+        rest = tl.load(v + tl.multiple_of(whole * D, PAGE) + v_at, mask=there[:, None], other=0.0)
+        acc, m, z = _step(acc, m, z, s, rest)
+    return acc, m, z
+
+
+@triton.jit
+def _ends(
+    acc, m, z, q_row, ok, position, k, v, first, last, seen, start, slots, ring, scale,
+    TILE: tl.constexpr, D: tl.constexpr,
+):
+    """Slots [first, last) of the sink (slot = token) or the window's ring (slot = token mod slots), all channels."""
+    tile, d = tl.arange(0, TILE), tl.arange(0, D)
+    q = tl.load(q_row[:, None] + d[None, :], mask=ok[:, None], other=0.0)
+    offset = tile[:, None] * D + d[None, :]
+    newest = seen - 1
+    turn = tl.where(ring, newest - newest % slots, 0)  # token of the ring's slot 0, this time round
+    ahead = tl.where(ring, newest % slots, last)  # slots after this one are from the time before
+    for at in range(first, last, TILE):
+        slot = at + tile
+        token = turn + slot - tl.where(slot > ahead, slots, 0)
+        there = (slot < last) & (token >= start)
+        keys = tl.load(k + at * D + offset, mask=there[:, None], other=0.0)
+        s = tl.dot(q, tl.trans(keys)) * scale
+        s = tl.where(there[None, :] & (token[None, :] <= position[:, None]), s, float("-inf"))
+        acc, m, z = _step(acc, m, z, s, tl.load(v + at * D + offset, mask=there[:, None], other=0.0))
+    return acc, m, z
+
+
+@triton.jit
+def _merge(part, stat, first, parts, ROWS: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr):
+    """Combine partial results first .. first + parts - 1 by log-sum-exp: [ROWS, D], zero where nothing was seen."""
+    r, p, d = tl.arange(0, ROWS), tl.arange(0, PARTS), tl.arange(0, D)
+    acc = tl.zeros([ROWS, D], tl.float32)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    z = tl.zeros([ROWS], tl.float32)
+    for at in range(0, parts, PARTS):
+        line = ((first + at + p) * ROWS)[None, :] + r[:, None]  # [ROWS, PARTS]
+        there = (at + p < parts)[None, :] & (r[:, None] >= 0)
+        m_part = tl.load(stat + 2 * line, mask=there, other=float("-inf"), cache_modifier=".cg")
+        z_part = tl.load(stat + 2 * line + 1, mask=there, other=0.0, cache_modifier=".cg")
+        at_part = line[:, :, None] * D + d[None, None, :]
+        acc_part = tl.load(part + at_part, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
+        m_new = tl.maximum(m, tl.max(m_part, 1))
+        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha, weight = tl.exp2(m - safe), tl.exp2(m_part - safe[:, None])
+        acc = acc * alpha[:, None] + tl.sum(acc_part * weight[:, :, None], 1)
+        z = z * alpha + tl.sum(z_part * weight, 1)
+        m = m_new
+    return acc / tl.where(z == 0.0, 1.0, z)[:, None]
+
+
+@triton.jit
+def _store(
+    out, result, row, head, position_ptr, queries, chunk,
+    R: tl.constexpr, M: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+):
+    """Write the first R tile rows of result [R, D] to out [B, Q, Hq, D]; queries that are padding get zeros."""
+    r = tl.arange(0, R)
+    token = chunk * (M // GROUP) + r // GROUP
+    ok = (r // GROUP < M // GROUP) & (token < queries)
+    real = tl.load(position_ptr + row * queries + token, mask=ok, other=-1) >= 0
+    to = ((row * queries + token) * (H * GROUP) + head * GROUP + r % GROUP)[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(out + to, tl.where(real[:, None], result, 0.0).to(out.dtype.element_ty), mask=ok[:, None])
+
+
+@triton.jit(do_not_specialize=["partials", "places"])
+def decode(
+    base, q, out, index, table, seen_ptr, start_ptr, tail_ptr, position_ptr, part, stat, done,
+    scale, q_b, q_h, q_t, index_b, queries, partials, places, slots,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr, EVEN: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr, PREFETCH: tl.constexpr,
+):
+    """Program (p, c): span p of the work table for the query tokens of chunk c.
+
+    base: first element of the ring's keys; table [lines, FIELDS]; q [B, Hq, Q, D] by strides; out [B, Q, Hq, D];
+    part [chunks, partials, ROWS, D] and stat [chunks, partials, ROWS, 2] fp32 partial results; done [chunks, places]
+    int32 zeros, zeros again afterwards; places = B * H.
+    """
+    chunk = tl.program_id(1)
+    PER: tl.constexpr = M // GROUP  # query tokens of a chunk
+    r, d = tl.arange(0, M), tl.arange(0, D)
+    t = chunk * PER + r // GROUP
+    ok = (r // GROUP < PER) & (t < queries)
+    part += chunk.to(tl.int64) * partials * ROWS * D
+    stat += chunk.to(tl.int64) * partials * ROWS * 2
+    acc = tl.zeros([M, D], tl.float32)
+    m = tl.full([M], float("-inf"), tl.float32)
+    z = tl.zeros([M, TILE], tl.float32)
+    line = tl.program_id(0).to(tl.int64)
+    while line >= 0:
+        entry = table + line * FIELDS
+        kind, row, head = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+        first, last = tl.multiple_of(tl.load(entry + 3).to(tl.int32), PAGE), tl.load(entry + 4).to(tl.int32)
+        k = base + tl.multiple_of(tl.load(entry + 5), PAGE)
+        v = base + tl.multiple_of(tl.load(entry + 6), PAGE)
+        count, fresh, parts = tl.load(entry + 7).to(tl.int32), tl.load(entry + 8), tl.load(entry + 9)
+        number, first_number = tl.load(entry + 10), tl.load(entry + 11)
+        line = tl.load(entry + 12)
+
+        q_row = q + row * q_b + (head * GROUP + r % GROUP) * q_h + t * q_t
+        m = tl.where(fresh != 0, float("-inf"), m)
+        z = tl.where(fresh != 0, 0.0, z)
+        acc = tl.where(fresh != 0, 0.0, acc)
+        if kind <= 1:
+            position = tl.load(position_ptr + row * queries + t, mask=ok, other=-1).to(tl.int32)
+            seen = tl.load(seen_ptr + row).to(tl.int32)
+            start = tl.where(kind == 1, tl.load(start_ptr + row).to(tl.int32), 0)
+            end = tl.minimum(last, seen)
+            acc, m, z = _ends(
+                acc, m, z, q_row, ok, position, k, v, first, end, seen, start, slots, kind == 1, scale, TILE, D)
+        else:
+            if kind == 3:
+                last = tl.minimum(last, tl.load(tail_ptr + row * H + head).to(tl.int32))
+            kept = index + row * index_b + head * D
+            if count <= 32:
+                acc, m, z = _middle(acc, m, z, q_row, ok, kept, k, v, first, last, count, scale,
+                                    32, 0, TILE, D, EVEN, PAGE, PREFETCH)
+            elif count <= 64:
+                acc, m, z = _middle(acc, m, z, q_row, ok, kept, k, v, first, last, count, scale,
+                                    64, 0, TILE, D, EVEN, PAGE, PREFETCH)
+            elif D > 64:
+                if count <= 96:
+                    acc, m, z = _middle(acc, m, z, q_row, ok, kept, k, v, first, last, count, scale,
+                                        64, 32, TILE, D, EVEN, PAGE, PREFETCH)
+                else:
+                    acc, m, z = _middle(acc, m, z, q_row, ok, kept, k, v, first, last, count, scale,
+                                        128, 0, TILE, D, EVEN, PAGE, PREFETCH)
+
+        if parts == 1:
+            total = tl.sum(z, 1)
+            result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+            _store(out, result, row, head, position_ptr, queries, chunk, M, M, GROUP, H, D)
+        elif parts > 1:
+            at = number * ROWS + r
+            tl.store(part + at[:, None] * D + d[None, :], acc, mask=ok[:, None])
+            tl.store(stat + 2 * at, m, mask=ok)
+            tl.store(stat + 2 * at + 1, tl.sum(z, 1), mask=ok)
+            tl.debug_barrier()  # all of it is written before the ticket says so
+            ticket = done + chunk * places + row * H + head
+            if tl.atomic_add(ticket, 1, sem="acq_rel") == parts - 1:
+                merged = _merge(part, stat, first_number, parts, ROWS, PARTS, D)
+                _store(out, merged, row, head, position_ptr, queries, chunk, ROWS, M, GROUP, H, D)
+                tl.store(ticket, 0)
+
+
+@triton.jit
+def write(
+    k, v, ring_k, ring_v, seen_ptr, position, k_b, k_h, k_t, v_b, v_h, v_t, new, slots,
+    H: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr,
+):
+    """Program b: put row b's `new` tokens, k and v [B, H, new, D] by strides, into the ring; count them in seen."""
+    b = tl.program_id(0).to(tl.int64)
+    h, d = tl.arange(0, PADDED)[:, None], tl.arange(0, D)[None, :]
+    seen = tl.load(seen_ptr + b)
+    tl.debug_barrier()  # every thread has read it before one of them changes it
+    for t in range(new):
+        to = ((b * H + h) * slots + (seen + t) % slots) * D + d
+        tl.store(ring_k + to, tl.load(k + b * k_b + h * k_h + t * k_t + d, mask=h < H), mask=h < H)
+        tl.store(ring_v + to, tl.load(v + b * v_b + h * v_h + t * v_t + d, mask=h < H), mask=h < H)
+        tl.store(position + b * new + t, seen + t)
+    tl.store(seen_ptr + b, seen + new)
