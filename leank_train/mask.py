@@ -7,7 +7,6 @@ ChannelMask.load("mask.safetensors").check_model(model.config)
 
 import json
 import os
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialise
 from torch import Tensor
+
+from leank_train.files import write_bytes
 
 ROUNDINGS = ("nearest", "floor", "exact", "official")
 FORMAT = "leank-channel-mask-1"
@@ -95,17 +96,7 @@ class ChannelMask:
     def save(self, path: str | os.PathLike) -> None:
         """Write a safetensors file with the metadata in its header; the file appears whole or not at all."""
         header = {"format": FORMAT, "metadata": json.dumps(self.metadata, sort_keys=True)}
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(serialise({"keep": self.keep}, metadata=header))
-            os.chmod(temporary, 0o644)  # mkstemp makes it private; results are to be shared
-            os.replace(temporary, target)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_bytes(path, serialise({"keep": self.keep}, metadata=header))
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "ChannelMask":

@@ -1,31 +1,29 @@
-"""What training leaves behind: the course of the run, checkpoints that are never half-written, W&B's whereabouts."""
+"""What a stage keeps while it runs: its course, checkpoints that are never half-written, a bar with the time left."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import netrc
-import os
-import tempfile
-from pathlib import Path
+import io
+import sys
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from leank_train.files import write_bytes
 
 BINS = 50
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Checkpoints that appear whole or not at all: a run may be killed at any moment."""
+    """Checkpoints that appear whole or not at all."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write beside the target, then rename."""
-        partial = Path(f"{path}.partial")
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(checkpoint, partial)
-        os.replace(partial, path)
+        """A checkpoint is small (alpha and two moments): made in memory, written at once."""
+        buffer = io.BytesIO()
+        torch.save(checkpoint, buffer)
+        write_bytes(path, buffer.getvalue())
 
 
 class Recorder(L.Callback):
@@ -54,44 +52,19 @@ class Recorder(L.Callback):
         self.steps, self.histograms = list(state["steps"]), [tuple(h) for h in state["histograms"]]
 
 
-def config_hash(config: dict[str, Any]) -> str:
-    """Twelve hexadecimal digits that change with anything that changes the mask."""
-    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:12]
+class Progress(TQDMProgressBar):
+    """A bar over the steps of a stage, with the time that is left."""
 
+    def __init__(self, name: str) -> None:
+        super().__init__(refresh_rate=10 if not sys.stderr.isatty() else 1)
+        self.name = name
 
-def write_json(path: Path, value: Any) -> None:
-    """JSON that appears whole or not at all."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
+    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+        """Count the steps, not the endless epoch."""
+        super().on_train_start(trainer)
+        self.train_progress_bar.reset(trainer.max_steps)
+        self.train_progress_bar.initial = trainer.global_step
+        self.train_progress_bar.set_description(self.name)
 
-
-def write_text(path: Path, text: str) -> None:
-    """Text that appears whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.chmod(partial, 0o644)
-    os.replace(partial, path)
-
-
-def wandb_logger(mode: str, **settings: Any) -> Any:
-    """Lightning's W&B logger; without a key it writes offline and says how to look at it."""
-    from lightning.pytorch.loggers import WandbLogger
-
-    if mode == "auto":
-        mode = os.environ.get("WANDB_MODE") or (
-            "online" if os.environ.get("WANDB_API_KEY") or _in_netrc() else "offline"
-        )
-    if mode == "offline":
-        where = settings["save_dir"]
-        print(f"W&B is offline: look with `wandb leet {where}/wandb`, or `wandb sync` that folder later", flush=True)
-    return WandbLogger(offline=mode == "offline", **settings)
-
-
-def _in_netrc() -> bool:
-    """Whether `wandb login` has left a key in ~/.netrc."""
-    try:
-        hosts = netrc.netrc().hosts
-    except (OSError, netrc.NetrcParseError):
-        return False
-    return any("wandb" in host for host in hosts)
+    def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        """Keep the bar of on_train_start: a stage is one epoch."""

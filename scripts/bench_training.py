@@ -28,8 +28,8 @@ from leank_train import backbone as backbones
 from leank_train import distill
 from leank_train.attention import Keys, scaled_attention, visibility
 from leank_train.branching import branch, prefill, student
+from leank_train.files import write_json
 from leank_train.hook import NAME, run_decoder
-from leank_train.recorder import write_json
 
 QUESTION, ANSWER = 48, 32  # tokens, about what the retrieval tasks have
 

@@ -23,9 +23,9 @@ from data_gen.tokens import TokenCounter
 from leank_train import backbone as backbones
 from leank_train import validation
 from leank_train.baselines import lowest_frequencies, random_mask
+from leank_train.compare import static_norm_mask
+from leank_train.files import write_json, write_text
 from leank_train.mask import ChannelMask
-from leank_train.recorder import write_json, write_text
-from leank_train.train import static_norm_mask
 
 
 def methods(args: argparse.Namespace, backbone: backbones.Backbone) -> dict[str, Any]:

@@ -1,0 +1,79 @@
+"""Validation inside a run: the learned mask beside dense, ThinK and the masks that need no training."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+from tqdm import tqdm
+
+from data_gen.tasks import RULER_NIAH, task
+from data_gen.tokens import TokenCounter
+from leank_train import validation
+from leank_train.backbone import Backbone
+from leank_train.baselines import StaticNorm, lowest_frequencies, random_mask
+from leank_train.branching import branch, prefill
+from leank_train.data import collate
+from leank_train.files import write_text
+from leank_train.mask import ChannelMask
+
+
+def validate(config: DictConfig, backbone: Backbone, mask: ChannelMask, out: Path, metrics: dict[str, Any]) -> None:
+    """Score the mask beside dense, ThinK and the masks that need no training; adds to `metrics`."""
+    started, ratio, settings = time.time(), config.mask.ratio, config.validation
+    counter = TokenCounter(backbone.tokenizer)
+    methods: dict[str, Any] = {
+        "dense": None,
+        "leank": mask,
+        "think": validation.think(ratio),
+        "static_norm": static_norm_mask(backbone, config.data.max_length, settings.calibration, config.seed).mask(
+            ratio
+        ),
+        "lowest_frequencies": lowest_frequencies(backbone.model.config, ratio),
+        "random": random_mask(backbone.shape, ratio, config.seed),
+    }
+    tasks = list(settings.tasks or RULER_NIAH)
+    batches = [
+        [
+            task(name).build(name, length, counter, config.seed + 1_000_003, i, exact=False, split="test")
+            for i in range(at, min(at + settings.batch, settings.samples))
+        ]
+        for name in tasks
+        for length in settings.lengths
+        for at in range(0, settings.samples, settings.batch)
+    ]
+    bar = tqdm(total=len(batches), desc="validation", mininterval=0.5 if sys.stderr.isatty() else 10)
+    results = validation.evaluate(
+        backbone, methods, batches, config.mask.sink, config.mask.window, lambda n: bar.update(1) and None
+    )
+    bar.close()
+    scores = validation.table(results)
+    differences = {m: validation.paired_difference(results, "leank", m) for m in methods if m != "leank"}
+    metrics["validation"] = {
+        "recall": scores,
+        "exact_match": validation.table(results, "exact"),
+        "leank_minus": {m: {"mean": d[0], "low": d[1], "high": d[2]} for m, d in differences.items()},
+        "samples": {"per_task_and_length": settings.samples, "lengths": list(settings.lengths)},
+    }
+    metrics["seconds"]["validation"] = round(time.time() - started, 1)
+    text = validation.markdown(scores)
+    write_text(
+        out / "validation.md", f"# RULER recall (%), {100 * mask.pruning_ratio:.1f}% of K channels pruned\n\n{text}\n"
+    )
+    print("\n" + text, flush=True)
+
+
+def static_norm_mask(backbone: Backbone, length: int, samples: int, seed: int) -> StaticNorm:
+    """Channel norms over multi-key samples of the training text (LeanK section 2.2, appendix L)."""
+    found, counter, device = StaticNorm(), TokenCounter(backbone.tokenizer), backbone.model.device
+    for i in range(samples):
+        document = task("niah_multikey_3").build("niah_multikey_3", length, counter, seed, i, split="train")
+        batch = collate(backbone, [document]).to(device)
+        prefix = prefill(backbone.model, batch.documents, batch.document_lengths, validation.OBSERVED)
+        question = batch.prompts[:, : int(batch.question_lengths[0])]
+        asked = branch(backbone.model, prefix, question, batch.question_lengths, validation.OBSERVED)
+        found.add(prefix, asked)
+    return found
