@@ -87,10 +87,19 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", required=True, type=Path)
     args = parser.parse_args(argv)
 
+    if args.count < 1 or args.start < 0:
+        sys.exit(f"data_gen: count={args.count}, start={args.start}: give at least 1 and 0")
+
     from transformers import AutoTokenizer
 
     name = str(files("leank_train") / "assets" / "reference") if args.tokenizer == "reference" else args.tokenizer
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        sys.exit(
+            f"data_gen: tokenizer={args.tokenizer!r} cannot be loaded ({str(error).splitlines()[0]}); "
+            "give 'reference', a folder, or a Hugging Face name"
+        )
     try:
         count = write(rows(args, tokenizer), args.out)
     except (ValueError, OSError) as error:

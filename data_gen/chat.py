@@ -5,7 +5,6 @@ The user's turn is context + question; the answer prefix stands after the assist
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, Protocol
 
 _MARK = "\x02user turn\x03"
@@ -22,7 +21,6 @@ class Asks(Protocol):
     def answer_prefix(self) -> str: ...
 
 
-@lru_cache(maxsize=16)
 def template(tokenizer: Any) -> tuple[str, str]:
     """What the tokenizer's chat template puts before a user's turn, and behind it up to the reply.
 

@@ -51,10 +51,15 @@ def sentences(path: str | None, split: str) -> tuple[str, ...]:
     """
     if split not in SPLITS:
         raise ValueError(f"split={split!r} is unknown; choose one of {', '.join(SPLITS)}")
-    paragraphs = [p for p in _read(path).splitlines() if p.strip()]
-    if split != "all":
-        paragraphs = [p for i, p in enumerate(paragraphs) if (i % _TEST_SHARE == _TEST_SHARE - 1) == (split == "test")]
-    found = [s for p in paragraphs for s in split_sentences(" ".join(p.split()))]
+    paragraphs = [split_sentences(" ".join(p.split())) for p in _read(path).splitlines() if p.strip()]
+    test = [s for p in paragraphs[_TEST_SHARE - 1 :: _TEST_SHARE] for s in p]
+    if split == "test":
+        found = test
+    elif split == "train":  # a sentence may stand in two paragraphs: then it is the test's
+        unseen = set(test)
+        found = [s for i, p in enumerate(paragraphs, 1) if i % _TEST_SHARE for s in p if s not in unseen]
+    else:
+        found = [s for p in paragraphs for s in p]
     if not found:
         raise ValueError(f"essays={path!r} (split={split!r}) holds no sentences; give a longer text or split='all'")
     return tuple(found)
@@ -106,16 +111,17 @@ def take_noise(budget: int, counter: TokenCounter) -> Units:
 
 
 def filler(budget: int, counter: TokenCounter) -> Units:
-    """One line of noise sentences of about `budget` tokens (to within half a sentence), or none."""
+    """One line of noise sentences of at most `budget` tokens, the last cut at a word; no line where none fits."""
     out: list[str] = []
-    tokens = 0
-    while True:
+    left = budget
+    while left > 0:
         sentence = NOISE_SENTENCES[len(out) % len(NOISE_SENTENCES)]
-        cost = counter.pieces([sentence], " ")[0]
-        if budget - tokens < cost / 2:
-            return [" ".join(out)] if out else [], tokens
-        out.append(sentence)
-        tokens += cost
+        text, cost = cut(sentence, left, counter)
+        out += [text] if text else []
+        left -= cost
+        if text != sentence:
+            break
+    return [" ".join(out)] if out else [], budget - left
 
 
 def take_essay(budget: int, counter: TokenCounter, rng: random.Random, path: str | None, split: str) -> Units:
@@ -126,7 +132,10 @@ def take_essay(budget: int, counter: TokenCounter, rng: random.Random, path: str
     left = budget
     while left > 0:
         block = [text[(at + i) % len(text)] for i in range(64)]
-        for sentence, cost in zip(block, counter.pieces(block, " "), strict=True):
+        costs = counter.pieces(block, " ")
+        if not out:  # the first one follows a line end, not a blank
+            costs[0] = max(costs[0], counter.count("\n" + block[0]) - counter.count("\n"))
+        for sentence, cost in zip(block, costs, strict=True):
             if cost > left:
                 start, tokens = cut(sentence, left, counter)
                 return [*out, start] if start else out, budget - left + tokens

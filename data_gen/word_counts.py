@@ -244,8 +244,8 @@ class FrequentWords(Task):
 
 @lru_cache
 def zeta(alpha: float) -> float:
-    """Riemann's zeta function for alpha > 1 (Euler-Maclaurin from the 20th term)."""
-    n = 20
+    """Riemann's zeta function for alpha > 1 (Euler-Maclaurin from the 1000th term)."""
+    n = 1000
     head = sum(k**-alpha for k in range(1, n))
     return head + n ** (1 - alpha) / (alpha - 1) + n**-alpha / 2 + alpha * n ** (-alpha - 1) / 12
 
