@@ -11,13 +11,16 @@ import argparse
 import dataclasses
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from data_gen.chat import template_tokens
 from data_gen.sample import Sample
+from data_gen.task import Request
 from data_gen.tasks import TASKS, task
 from data_gen.tokens import TokenCounter
 
@@ -25,15 +28,41 @@ from data_gen.tokens import TokenCounter
 def rows(args: argparse.Namespace, tokenizer: Any) -> Iterator[Sample]:
     """Samples of the task, a document after the other."""
     counter = TokenCounter(tokenizer)
+    reserve = template_tokens(tokenizer) if args.chat else 0
     for index in range(args.start, args.start + args.count):
-        yield from (
-            task(args.task)
-            .build(
-                args.task, args.length, counter, args.seed, index,
-                args.questions, not args.ruler_fit, args.essays, args.split,
-            )
-            .samples()
+        request = Request(
+            args.task, args.length, counter, args.seed, index, args.questions,
+            exact=not args.ruler_fit, essays=args.essays, split=args.split, data=args.data, reserve=reserve,
         )  # fmt: skip
+        yield from task(args.task).build(request).samples()
+
+
+def write(samples: Iterator[Sample], out: Path) -> int:
+    """Write samples to a JSONL file, or to a `datasets.Dataset` folder where `out` is no .jsonl; how many there were.
+
+    Everything is written under another name first: `out` is whole, or as it was before.
+    """
+    partial = out.with_name(out.name + ".partial")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.suffix == ".jsonl":
+        count = 0
+        with partial.open("w", encoding="utf-8") as lines:
+            for sample in samples:
+                lines.write(json.dumps(dataclasses.asdict(sample), ensure_ascii=False) + "\n")
+                count += 1
+        os.replace(partial, out)
+        return count
+
+    from datasets import Dataset
+
+    if out.exists() and not (out / "dataset_info.json").is_file():
+        raise FileExistsError(f"out={str(out)!r} exists and is no datasets.Dataset folder; choose another name")
+    found = Dataset.from_list([dataclasses.asdict(s) for s in samples])
+    shutil.rmtree(partial, ignore_errors=True)
+    found.save_to_disk(str(partial))
+    shutil.rmtree(out, ignore_errors=True)
+    os.replace(partial, out)
+    return len(found)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -53,27 +82,29 @@ def main(argv: list[str] | None = None) -> None:
         "--split", default="all", choices=["train", "test", "all"], help="part of the text (default all)"
     )
     parser.add_argument("--ruler-fit", action="store_true", help="whole units below length, as RULER sizes its samples")
+    parser.add_argument("--data", help="file of the task's own data: SQuAD (qa_1), HotpotQA (qa_2), words (cwe)")
+    parser.add_argument("--chat", action="store_true", help="leave room for the tokenizer's chat template")
     parser.add_argument("--out", required=True, type=Path)
     args = parser.parse_args(argv)
+
+    if args.count < 1 or args.start < 0:
+        sys.exit(f"data_gen: count={args.count}, start={args.start}: give at least 1 and 0")
 
     from transformers import AutoTokenizer
 
     name = str(files("leank_train") / "assets" / "reference") if args.tokenizer == "reference" else args.tokenizer
-    tokenizer = AutoTokenizer.from_pretrained(name)
     try:
-        if args.out.suffix == ".jsonl":
-            partial = args.out.with_name(args.out.name + ".partial")
-            with partial.open("w", encoding="utf-8") as out:
-                for sample in rows(args, tokenizer):
-                    out.write(json.dumps(dataclasses.asdict(sample), ensure_ascii=False) + "\n")
-            os.replace(partial, args.out)
-        else:
-            from datasets import Dataset
-
-            Dataset.from_list([dataclasses.asdict(s) for s in rows(args, tokenizer)]).save_to_disk(str(args.out))
-    except (ValueError, FileNotFoundError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        sys.exit(
+            f"data_gen: tokenizer={args.tokenizer!r} cannot be loaded ({str(error).splitlines()[0]}); "
+            "give 'reference', a folder, or a Hugging Face name"
+        )
+    try:
+        count = write(rows(args, tokenizer), args.out)
+    except (ValueError, OSError) as error:
         sys.exit(f"data_gen: {error}")
-    print(f"wrote {args.count} documents of {args.task} at {args.length} tokens to {args.out}")
+    print(f"wrote {count} samples of {args.task} at {args.length} tokens to {args.out}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Haystacks: the text around the needles, taken in units whose token counts are known.
+"""Haystacks: the text around the needles, in units whose token counts are known.
 
 noise    one line of five short sentences, repeated (RULER)
 needle   lines of needles nobody asks for (RULER); the caller makes the lines
@@ -11,7 +11,7 @@ import gzip
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
@@ -28,6 +28,9 @@ NOISE_SENTENCES = (
 NOISE_LINE = " ".join(NOISE_SENTENCES)
 SPLITS = ("train", "test", "all")
 _TEST_SHARE = 10  # every tenth paragraph is kept for evaluation
+_SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"')\]”’]))\s+")
+
+Units = tuple[list[str], int]  # units of text, and the tokens they take with their separators
 
 
 @lru_cache
@@ -48,13 +51,28 @@ def sentences(path: str | None, split: str) -> tuple[str, ...]:
     """
     if split not in SPLITS:
         raise ValueError(f"split={split!r} is unknown; choose one of {', '.join(SPLITS)}")
-    paragraphs = [p for p in _read(path).splitlines() if p.strip()]
-    if split != "all":
-        paragraphs = [p for i, p in enumerate(paragraphs) if (i % _TEST_SHARE == _TEST_SHARE - 1) == (split == "test")]
-    found = [s for p in paragraphs for s in re.split(r"(?<=[.!?])\s+", p.strip()) if s]
+    paragraphs = [split_sentences(" ".join(p.split())) for p in _read(path).splitlines() if p.strip()]
+    test = [s for p in paragraphs[_TEST_SHARE - 1 :: _TEST_SHARE] for s in p]
+    if split == "test":
+        found = test
+    elif split == "train":  # a sentence may stand in two paragraphs: then it is the test's
+        unseen = set(test)
+        found = [s for i, p in enumerate(paragraphs, 1) if i % _TEST_SHARE for s in p if s not in unseen]
+    else:
+        found = [s for p in paragraphs for s in p]
     if not found:
         raise ValueError(f"essays={path!r} (split={split!r}) holds no sentences; give a longer text or split='all'")
     return tuple(found)
+
+
+def split_sentences(text: str) -> list[str]:
+    """Sentences of a text: they end with . ! or ?, a closing quote or bracket included, before white space."""
+    return [s for s in _SENTENCE_END.split(text) if s]
+
+
+@lru_cache(maxsize=8)
+def _text_words(path: str | None, split: str) -> tuple[str, ...]:
+    return tuple(" ".join(sentences(path, split)).split(" "))
 
 
 def _read(path: str | None) -> str:
@@ -66,80 +84,112 @@ def _read(path: str | None) -> str:
         return "\n".join(f.read_text(encoding="utf-8") for f in sorted(source.glob("*.txt")))
     if not source.exists():
         raise FileNotFoundError(
-            f"essays={path!r} does not exist; give a .txt, .txt.gz or RULER .json file, "
-            "or leave it null for the shipped text"
+            f"essays={path!r} does not exist; give a .txt, .txt.gz or RULER .json file, a folder of .txt files, "
+            "or leave it out for the shipped text"
         )
-    text = gzip.decompress(source.read_bytes()).decode("utf-8") if source.suffix == ".gz" else source.read_text("utf-8")
-    return json.loads(text)["text"] if ".json" in source.suffixes else text
+    text = read_text(source)
+    if ".json" not in source.suffixes:
+        return text
+    try:
+        return json.loads(text)["text"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        raise ValueError(f'essays={path!r} is not RULER\'s form of essays; give JSON {{"text": "..."}}') from None
 
 
-def take_noise(budget: int, counter: TokenCounter, exact: bool) -> list[str]:
-    """Noise lines of at most `budget` tokens; `exact` fills the rest with single sentences."""
-    line = counter.count(NOISE_LINE + "\n")
+def read_text(source: Path) -> str:
+    """Text of a file in UTF-8, plain or .gz."""
+    raw = source.read_bytes()
+    return (gzip.decompress(raw) if source.suffix == ".gz" else raw).decode("utf-8")
+
+
+def take_noise(budget: int, counter: TokenCounter) -> Units:
+    """Noise lines of `budget` tokens; single sentences fill the last line."""
+    line = counter.pieces([NOISE_LINE], "\n")[0]
     lines = [NOISE_LINE] * max(0, budget // line)
-    if exact:
-        rest = filler(budget - line * len(lines), counter)
-        lines += [rest] if rest else []
-    return lines
+    rest, tokens = filler(budget - line * len(lines), counter)
+    return [*lines, *rest], line * len(lines) + tokens
 
 
-def filler(budget: int, counter: TokenCounter) -> str:
-    """Noise sentences of about `budget` tokens (to within half a sentence), for what whole units leave over."""
+def filler(budget: int, counter: TokenCounter) -> Units:
+    """One line of noise sentences of at most `budget` tokens, the last cut at a word; no line where none fits."""
     out: list[str] = []
     left = budget
-    while True:
+    while left > 0:
         sentence = NOISE_SENTENCES[len(out) % len(NOISE_SENTENCES)]
-        cost = counter.count(" " + sentence)
-        if left < cost / 2:
-            return " ".join(out)
-        out.append(sentence)
+        text, cost = cut(sentence, left, counter)
+        out += [text] if text else []
         left -= cost
+        if text != sentence:
+            break
+    return [" ".join(out)] if out else [], budget - left
 
 
-def take_essay(
-    budget: int, counter: TokenCounter, rng: random.Random, path: str | None, split: str, exact: bool
-) -> list[str]:
-    """Consecutive sentences from a random place (wrapping round) of at most `budget` tokens.
-
-    `exact` cuts the last sentence between two words so that the budget is met.
-    """
+def take_essay(budget: int, counter: TokenCounter, rng: random.Random, path: str | None, split: str) -> Units:
+    """Consecutive sentences of `budget` tokens from a random place, wrapping round; the last is cut at a word."""
     text = sentences(path, split)
     at = rng.randrange(len(text))
     out: list[str] = []
     left = budget
     while left > 0:
         block = [text[(at + i) % len(text)] for i in range(64)]
-        for sentence, cost in zip(block, counter.counts([" " + s for s in block]), strict=True):
+        costs = counter.pieces(block, " ")
+        if not out:  # the first one follows a line end, not a blank
+            costs[0] = max(costs[0], counter.count("\n" + block[0]) - counter.count("\n"))
+        for sentence, cost in zip(block, costs, strict=True):
             if cost > left:
-                cut = _cut(sentence, left, counter) if exact else ""
-                return [*out, cut] if cut else out
+                start, tokens = cut(sentence, left, counter)
+                return [*out, start] if start else out, budget - left + tokens
             out.append(sentence)
             left -= cost
         at += len(block)
-    return out
+    return out, budget - left
 
 
-def _cut(sentence: str, budget: int, counter: TokenCounter) -> str:
-    pieces = sentence.split(" ")
+def cut(text: str, budget: int, counter: TokenCounter) -> tuple[str, int]:
+    """The first words of a text that take at most `budget` tokens, and the tokens they take."""
+    pieces = text.split(" ")
     total = 0
-    for n, cost in enumerate(counter.counts([" " + p for p in pieces])):
+    for n, cost in enumerate(counter.pieces(pieces, " ")):
+        if total + cost > budget:
+            return " ".join(pieces[:n]), total
         total += cost
-        if total > budget:
-            return " ".join(pieces[:n])
-    return sentence
+    return text, total
 
 
-def take_lines(budget: int, counter: TokenCounter, make_line: Callable[[], str], exact: bool) -> list[str]:
-    """Lines from `make_line` of at most `budget` tokens; `exact` ends with noise sentences for the rest."""
+def take_lines(budget: int, counter: TokenCounter, make_line: Callable[[], str]) -> Units:
+    """Lines from `make_line` of `budget` tokens; noise sentences fill what is less than a line."""
     out: list[str] = []
     left = budget
     size = 40  # first guess of tokens a line; replaced by what the lines measure
     while True:
         block = [make_line() for _ in range(max(1, left // size))]
-        for line, cost in zip(block, counter.counts([s + "\n" for s in block], remember=False), strict=True):
+        for line, cost in zip(block, counter.pieces(block, "\n", remember=False), strict=True):
             if cost > left:
-                rest = filler(left, counter) if exact else ""
-                return [*out, rest] if rest else out
+                rest, tokens = filler(left, counter)
+                return [*out, *rest], budget - left + tokens
             out.append(line)
             left -= cost
-            size = cost
+            size = max(1, cost)
+
+
+def first_words(n: int, path: str | None, split: str) -> list[str]:
+    """The first `n` words of a text as sentences, over again where the text is shorter (RULER's essay haystack)."""
+    text = _text_words(path, split)
+    repeated = text * (n // len(text)) + text[: n % len(text)]
+    return split_sentences(" ".join(repeated))
+
+
+def insert(units: Sequence[str], placed: Sequence[tuple[int, str]]) -> list[str]:
+    """The units with each text put before the unit of its place; texts of one place keep their order."""
+    out: list[str] = []
+    start = 0
+    for place, text in sorted(placed, key=lambda item: item[0]):
+        out += units[start:place]
+        out.append(text)
+        start = place
+    return [*out, *units[start:]]
+
+
+def random_places(units: int, n: int, rng: random.Random) -> list[int]:
+    """`n` places among the units in order: distinct, before the last unit, where there are enough (as in RULER)."""
+    return sorted(rng.sample(range(units), n) if n <= units else [rng.randint(0, units) for _ in range(n)])

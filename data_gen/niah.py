@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import random
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 from data_gen import haystack
-from data_gen.sample import Document, Question
-from data_gen.tokens import TokenCounter
+from data_gen.sample import Question
+from data_gen.task import Draft, Request, Task
 
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 HEADER = (
@@ -28,17 +28,30 @@ QUESTION = "\nWhat are all the special magic {kind} for {key} mentioned in the p
 QUESTION_ONE = "\nWhat is the special magic {kind} for {key} mentioned in the provided text?"
 PREFIX = " The special magic {kind} for {key} mentioned in the provided text are"
 PREFIX_ONE = " The special magic {kind} for {key} mentioned in the provided text is"
-DEPTHS = tuple(100 * i / 39 for i in range(40))  # RULER: 40 depths in per cent, evenly spaced
+DEPTHS = tuple(round(100 * i / 39) for i in range(40))  # RULER: 40 depths in per cent
+_SHORT = 4096  # below this length RULER's step is five lines
 
 
 @dataclass(frozen=True)
-class Niah:
+class _Contents:
+    """What a document holds besides its haystack. needles: in the order in which a reader meets them."""
+
+    header: str
+    needles: list[str]
+    keys: frozenset[str]
+    questions: tuple[Question, ...]
+
+
+@dataclass(frozen=True)
+class Niah(Task):
     """One member of the family.
 
     haystack: "noise", "essay" or "needle". key_type, value_type: "words", "numbers" or "uuids".
     num_keys: needles with different keys (the queried ones included). num_values: values a key.
     num_queries: keys a question asks for. max_new_tokens: room for the reply.
-    needle, prefix: the wording; RULER's by default.
+    needle, header, question, prefix: the wording; RULER's by default.
+
+    Raises ValueError for an unknown haystack or type.
     """
 
     haystack: str = "noise"
@@ -56,74 +69,78 @@ class Niah:
     def __post_init__(self) -> None:
         if self.haystack not in ("noise", "essay", "needle"):
             raise ValueError(f"haystack={self.haystack!r} is unknown; choose noise, essay or needle")
-        for kind in (self.key_type, self.value_type):
+        for setting, kind in (("key_type", self.key_type), ("value_type", self.value_type)):
             if kind not in _MAKERS:
-                raise ValueError(f"key_type/value_type={kind!r} is unknown; choose {', '.join(_MAKERS)}")
+                raise ValueError(f"{setting}={kind!r} is unknown; choose one of {', '.join(_MAKERS)}")
+        if min(self.num_keys, self.num_values, self.num_queries) < 1:
+            raise ValueError(
+                f"num_keys={self.num_keys}, num_values={self.num_values}, num_queries={self.num_queries} "
+                "must all be at least 1"
+            )
 
-    def build(
-        self,
-        name: str,
-        length: int,
-        counter: TokenCounter,
-        seed: int,
-        index: int,
-        questions: int = 1,
-        exact: bool = True,
-        essays: str | None = None,
-        split: str = "all",
-    ) -> Document:
-        """One document of `length` tokens with `questions` questions about different keys.
+    def fill(self, request: Request) -> Draft:
+        """See `Task.fill`. Sentences of an essay start at a random place."""
+        rng = request.rng()
+        contents = self._contents(request, rng)
+        counter = request.counter
+        fixed = counter.count(contents.header) + request.tail(contents.questions)
+        fixed += sum(counter.pieces(contents.needles, self._separator, remember=False))
+        budget = request.left(fixed, "needles, question and answer", f"questions={request.questions}")
+        if self.haystack == "noise":
+            units, tokens = haystack.take_noise(budget, counter)
+        elif self.haystack == "essay":
+            units, tokens = haystack.take_essay(budget, counter, rng, request.essays, request.split)
+        else:
+            units, tokens = haystack.take_lines(budget, counter, lambda: self._distractor(contents.keys, rng))
+        return Draft(self._hide(contents, units, rng), contents.questions, fixed + tokens)
 
-        exact: fill up to `length`, answer included; otherwise whole units only, and prompt + max_new_tokens stay
-            within `length` (how RULER sizes its samples).
+    def draw(self, request: Request, units: int) -> Draft:
+        """See `Task.draw`. A unit is a line, or a word of the essays, which start at their beginning."""
+        rng = request.rng()
+        contents = self._contents(request, rng)
+        if self.haystack == "noise":
+            text = [haystack.NOISE_LINE] * units
+        elif self.haystack == "essay":
+            text = haystack.first_words(units, request.essays, request.split)
+        else:
+            text = [self._distractor(contents.keys, rng) for _ in range(units)]
+        return Draft(self._hide(contents, text, rng), contents.questions)
 
-        Raises ValueError where the needles alone are longer than `length`.
-        """
-        rng = random.Random(f"{name}/{seed}/{index}")
-        asked_keys = _distinct(self.key_type, max(self.num_keys, self.num_queries * questions), rng)
-        values = {key: _distinct(self.value_type, self.num_values, rng) for key in asked_keys}
+    def step(self, request: Request) -> int:
+        """500 words, or 25 lines (5 below 4,096 tokens)."""
+        if self.haystack == "essay":
+            return 500
+        return 25 if request.length >= _SHORT else 5
+
+    @property
+    def _separator(self) -> str:
+        return " " if self.haystack == "essay" else "\n"
+
+    def _contents(self, request: Request, rng: random.Random) -> _Contents:
+        keys = _distinct(self.key_type, max(self.num_keys, self.num_queries * request.questions), rng)
+        values = _distinct(self.value_type, len(keys) * self.num_values, rng)
+        pairs = [(key, value) for i, value in enumerate(values) for key in [keys[i // self.num_values]]]
+        rng.shuffle(pairs)  # the order in which a reader meets them
         one = self.num_queries * self.num_values == 1
         kind = self.value_type[:-1] if one else self.value_type
-        needles = [(key, self._needle(key, value)) for key in asked_keys for value in values[key]]
-        rng.shuffle(needles)
-
         header = self.header if self.header is not None else (HEADER_ONE if one else HEADER)
-        header = header.format(kind=kind)
-        queried = [asked_keys[i * self.num_queries : (i + 1) * self.num_queries] for i in range(questions)]
-        order = {needle: place for place, (_, needle) in enumerate(needles)}
         asked = []
-        for keys in queried:
-            answers = [
-                value
-                for key in keys  # values of one key in the order in which a reader meets them
-                for value in sorted(values[key], key=lambda v, k=key: order[self._needle(k, v)])  # type: ignore[misc]
-            ]
-            asked.append(self._ask(keys, answers, one, kind))
-
-        separator = " " if self.haystack == "essay" else "\n"
-        tail = max(counter.counts([q.question + q.answer_prefix + q.target for q in asked], remember=False))
-        if not exact:
-            prompts = counter.counts([q.question + q.answer_prefix for q in asked], remember=False)
-            tail = max(prompts) + self.max_new_tokens
-        separated = "{1}{0}" if separator == " " else "{0}{1}"  # a space belongs to the word that follows it
-        needle_tokens = sum(counter.counts([separated.format(n, separator) for _, n in needles], remember=False))
-        fixed = counter.count(header) + needle_tokens + tail + _bos(counter)
-        if fixed > length:
-            raise ValueError(
-                f"length={length} is too short for task {name!r}: its needles, question and answer alone take "
-                f"{fixed} tokens; raise length or lower questions={questions}"
-            )
-        units = self._units(length - fixed, counter, rng, exact, essays, split)
-        body = separator.join(_insert(units, [n for _, n in needles], rng, by_depth=self.haystack == "essay"))
-        total = (
-            length
-            if exact
-            else fixed + sum(counter.counts([separated.format(u, separator) for u in units], remember=False))
-        )
-        return Document(name, seed, index, header + body, tuple(asked), self.max_new_tokens, total)
+        for i in range(request.questions):
+            queried = keys[i * self.num_queries : (i + 1) * self.num_queries]
+            answers = [value for key in queried for k, value in pairs if k == key]
+            asked.append(self._ask(queried, answers, one, kind))
+        needles = [self._needle(key, value) for key, value in pairs]
+        return _Contents(header.format(kind=kind), needles, frozenset(keys), tuple(asked))
 
     def _needle(self, key: str, value: str) -> str:
         return self.needle.format(kind=self.value_type, key=key, value=value)
+
+    def _distractor(self, taken: Container[str], rng: random.Random) -> str:
+        """A needle for a key that nobody asks for."""
+        key = _MAKERS[self.key_type](rng)
+        while key in taken:
+            key = _MAKERS[self.key_type](rng)
+        return self._needle(key, _MAKERS[self.value_type](rng))
 
     def _ask(self, keys: list[str], answers: list[str], one: bool, kind: str) -> Question:
         question = self.question if self.question is not None else (QUESTION_ONE if one else QUESTION)
@@ -136,40 +153,20 @@ class Niah:
             target=f" {join(answers)}.",
         )
 
-    def _units(
-        self, budget: int, counter: TokenCounter, rng: random.Random, exact: bool, essays: str | None, split: str
-    ) -> list[str]:
-        if self.haystack == "noise":
-            return haystack.take_noise(budget, counter, exact)
-        if self.haystack == "essay":
-            return haystack.take_essay(budget, counter, rng, essays, split, exact)
-        make_key, make_value = _MAKERS[self.key_type], _MAKERS[self.value_type]
-        return haystack.take_lines(budget, counter, lambda: self._needle(make_key(rng), make_value(rng)), exact)
+    def _hide(self, contents: _Contents, units: list[str], rng: random.Random) -> str:
+        """Header and haystack with the needles in it: at distinct RULER depths (essay) or between random lines."""
+        n = len(contents.needles)
+        if self.haystack == "essay" and n <= len(DEPTHS):
+            places = [len(units) * depth // 100 for depth in sorted(rng.sample(DEPTHS, n))]
+        else:
+            places = haystack.random_places(len(units), n, rng)
+        placed = list(zip(places, contents.needles, strict=True))
+        return contents.header + self._separator.join(haystack.insert(units, placed))
 
 
 def join(items: list[str]) -> str:
     """RULER's list form: "a", "a, and b", "a, b, and c"."""
     return items[0] if len(items) == 1 else ", ".join(items[:-1]) + ", and " + items[-1]
-
-
-def _insert(units: list[str], needles: list[str], rng: random.Random, by_depth: bool) -> list[str]:
-    """Needles among the units: at distinct RULER depths (essay) or at random lines (noise, needle)."""
-    if by_depth:
-        depths = rng.sample(DEPTHS, len(needles)) if len(needles) <= len(DEPTHS) else None
-        places = (
-            [int(len(units) * d / 100) for d in sorted(depths)]
-            if depths is not None
-            else sorted(rng.randint(0, len(units)) for _ in needles)
-        )
-    else:
-        places = sorted(rng.randint(0, len(units)) for _ in needles)
-    out: list[str] = []
-    start = 0
-    for place, needle in zip(places, needles, strict=True):
-        out += units[start:place]
-        out.append(needle)
-        start = place
-    return out + units[start:]
 
 
 def _word(rng: random.Random) -> str:
@@ -192,8 +189,3 @@ def _distinct(kind: str, n: int, rng: random.Random) -> list[str]:
     while len(found) < n:
         found[_MAKERS[kind](rng)] = None
     return list(found)
-
-
-def _bos(counter: TokenCounter) -> int:
-    """Special tokens that the tokenizer puts around a prompt."""
-    return counter.tokenizer.num_special_tokens_to_add(pair=False)

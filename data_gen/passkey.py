@@ -6,9 +6,8 @@ import random
 from dataclasses import dataclass
 
 from data_gen import haystack
-from data_gen.niah import _bos
-from data_gen.sample import Document, Question
-from data_gen.tokens import TokenCounter
+from data_gen.sample import Question
+from data_gen.task import Draft, Request, Task
 
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 HEADER = "Several vault passkeys are hidden within the following text. Memorize every one of them.\n"
@@ -18,8 +17,8 @@ PREFIX = " The {ordinal} passkey to the vault is:"
 
 
 @dataclass(frozen=True)
-class Passkey:
-    """num_passkeys sequences of num_words words each, at depths between 5% and 95%."""
+class Passkey(Task):
+    """num_passkeys sequences of num_words words each, at depths between 5% and 95%. At most num_passkeys questions."""
 
     haystack: str = "essay"
     num_passkeys: int = 10
@@ -29,48 +28,54 @@ class Passkey:
     def __post_init__(self) -> None:
         if not 1 <= self.num_passkeys <= len(ORDINALS):
             raise ValueError(f"num_passkeys={self.num_passkeys} is out of range; choose 1 to {len(ORDINALS)}")
+        if self.num_words < 1:
+            raise ValueError(f"num_words={self.num_words} must be at least 1")
         if self.haystack not in ("noise", "essay"):
             raise ValueError(f"haystack={self.haystack!r} is unknown to the passkey task; choose noise or essay")
 
-    def build(
-        self,
-        name: str,
-        length: int,
-        counter: TokenCounter,
-        seed: int,
-        index: int,
-        questions: int = 1,
-        exact: bool = True,
-        essays: str | None = None,
-        split: str = "all",
-    ) -> Document:
-        """One document; `questions` is capped by num_passkeys. Raises ValueError where `length` is too short."""
-        rng = random.Random(f"{name}/{seed}/{index}")
-        keys = [" ".join(rng.choices(haystack.words("nouns"), k=self.num_words)) for _ in range(self.num_passkeys)]
-        needles = [NEEDLE.format(ordinal=o, words=k) for o, k in zip(ORDINALS, keys, strict=False)]
-        asked = [
-            Question(QUESTION.format(ordinal=o), PREFIX.format(ordinal=o), (k,), f" {k}.")
-            for o, k in rng.sample(list(zip(ORDINALS, keys, strict=False)), min(questions, self.num_passkeys))
-        ]
-        tails = counter.counts(
-            [q.question + q.answer_prefix + (q.target if exact else "") for q in asked], remember=False
-        )
-        separator = " " if self.haystack == "essay" else "\n"
-        fixed = counter.count(HEADER) + max(tails) + (0 if exact else self.max_new_tokens) + _bos(counter)
-        fixed += sum(counter.counts([separator + n for n in needles], remember=False))
-        if fixed > length:
-            raise ValueError(
-                f"length={length} is too short for task {name!r}: its {self.num_passkeys} passkeys of {self.num_words} "
-                f"words take {fixed} tokens with question and answer; raise length or lower num_passkeys, num_words"
-            )
+    def fill(self, request: Request) -> Draft:
+        """See `Task.fill`."""
+        rng = request.rng()
+        needles, asked = self._contents(request, rng)
+        counter = request.counter
+        fixed = counter.count(HEADER) + request.tail(asked)
+        fixed += sum(counter.pieces(needles, self._separator, remember=False))
+        holds = f"{self.num_passkeys} passkeys of {self.num_words} words, question and answer"
+        budget = request.left(fixed, holds, "num_passkeys, num_words")
         if self.haystack == "noise":
-            units = haystack.take_noise(length - fixed, counter, exact)
+            units, tokens = haystack.take_noise(budget, counter)
         else:
-            units = haystack.take_essay(length - fixed, counter, rng, essays, split, exact)
+            units, tokens = haystack.take_essay(budget, counter, rng, request.essays, request.split)
+        return Draft(self._hide(needles, units, rng), asked, fixed + tokens)
+
+    def draw(self, request: Request, units: int) -> Draft:
+        """See `Task.draw`. A unit is a noise line, or a word of the essays, which start at their beginning."""
+        rng = request.rng()
+        needles, asked = self._contents(request, rng)
+        if self.haystack == "noise":
+            text = [haystack.NOISE_LINE] * units
+        else:
+            text = haystack.first_words(units, request.essays, request.split)
+        return Draft(self._hide(needles, text, rng), asked)
+
+    def step(self, request: Request) -> int:
+        """The task is not RULER's; it takes one unit at a time."""
+        return 1
+
+    @property
+    def _separator(self) -> str:
+        return " " if self.haystack == "essay" else "\n"
+
+    def _contents(self, request: Request, rng: random.Random) -> tuple[list[str], tuple[Question, ...]]:
+        keys = [" ".join(rng.choices(haystack.words("nouns"), k=self.num_words)) for _ in range(self.num_passkeys)]
+        numbered = list(zip(ORDINALS, keys, strict=False))
+        asked = tuple(
+            Question(QUESTION.format(ordinal=o), PREFIX.format(ordinal=o), (k,), f" {k}.")
+            for o, k in rng.sample(numbered, min(request.questions, self.num_passkeys))
+        )
+        return [NEEDLE.format(ordinal=o, words=k) for o, k in numbered], asked
+
+    def _hide(self, needles: list[str], units: list[str], rng: random.Random) -> str:
         low, high = int(0.05 * len(units)), int(0.95 * len(units))
-        places = sorted((rng.randint(low, high), i) for i in range(len(needles)))
-        for shift, (place, i) in enumerate(places):
-            units.insert(place + shift, needles[i])
-        context = HEADER + separator.join(units)
-        total = length if exact else counter.count(context) + max(tails) + self.max_new_tokens + _bos(counter)
-        return Document(name, seed, index, context, tuple(asked), self.max_new_tokens, total)
+        placed = [(rng.randint(low, high), needle) for needle in needles]
+        return HEADER + self._separator.join(haystack.insert(units, placed))

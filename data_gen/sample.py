@@ -39,7 +39,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Document:
-    """A document with its questions. `length` counts the tokens of the document, its longest question and answer."""
+    """A document with its questions.
+
+    length: tokens of the document with its longest question and, where it was filled exactly, that one's answer;
+    sized as RULER does, prompt and answer prefix (special tokens, chat template) with max_new_tokens.
+    """
 
     task: str
     seed: int

@@ -7,35 +7,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 from data_gen.niah import Niah
 from data_gen.passkey import Passkey
+from data_gen.qa import QuestionAnswering
 from data_gen.sample import Document
+from data_gen.task import Request, Task
 from data_gen.tokens import TokenCounter
 from data_gen.vt import VariableTracking
 from data_gen.word_counts import CommonWords, FrequentWords
-
-
-class Task(Protocol):
-    """What a task module offers: `build` makes document number `index` of a seed."""
-
-    max_new_tokens: int
-
-    def build(
-        self,
-        name: str,
-        length: int,
-        counter: TokenCounter,
-        seed: int,
-        index: int,
-        questions: int = 1,
-        exact: bool = True,
-        essays: str | None = None,
-        split: str = "all",
-    ) -> Document: ...
-
 
 RULER_NIAH: dict[str, Task] = {
     "niah_single_1": Niah("noise"),
@@ -47,11 +29,16 @@ RULER_NIAH: dict[str, Task] = {
     "niah_multivalue": Niah("essay", num_values=4),
     "niah_multiquery": Niah("essay", num_keys=4, num_queries=4),
 }
-TASKS: dict[str, Task] = {
+RULER: dict[str, Task] = {
     **RULER_NIAH,
     "vt": VariableTracking(),
     "cwe": CommonWords(),
     "fwe": FrequentWords(),
+    "qa_1": QuestionAnswering("squad"),
+    "qa_2": QuestionAnswering("hotpotqa"),
+}
+TASKS: dict[str, Task] = {
+    **RULER,
     # training tasks: LeanK section 3.1 (kv, multivalue), its multi-key and multi-query kin, Appendix K (passkey)
     "kv": Niah("needle", "uuids", "uuids"),
     "multivalue": Niah("essay", num_keys=4, num_values=4),
@@ -86,6 +73,7 @@ class Mixture:
     group: int = 1
     essays: str | None = None
     split: str = "all"
+    _counter: TokenCounter = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in self.weights:
@@ -107,14 +95,16 @@ class Mixture:
         return rng.randint(self.min_length, self.max_length)
 
     def __getitem__(self, index: int) -> Document:
-        """Document number `index`. Raises ValueError where its length is too short for its task."""
+        """Document number `index`. Raises ValueError where its length is too short for its task, IndexError below 0."""
+        if index < 0:
+            raise IndexError(f"index={index}: documents are numbered from 0")
         rng = random.Random(f"mixture/{self.seed}/{index}")
         name = rng.choices(list(self.weights), weights=list(self.weights.values()))[0]
         return self.build(name, self.length_of(index), index)
 
     def build(self, name: str, length: int, index: int) -> Document:
         """Document number `index` of one task at one length."""
-        counter: TokenCounter = self._counter  # type: ignore[attr-defined]
-        return task(name).build(
-            name, length, counter, self.seed, index, self.questions, essays=self.essays, split=self.split
+        request = Request(
+            name, length, self._counter, self.seed, index, self.questions, essays=self.essays, split=self.split
         )
+        return task(name).build(request)

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from data_gen import haystack
-from data_gen.niah import _bos
-from data_gen.sample import Document, Question
-from data_gen.tokens import TokenCounter
+from data_gen.sample import Question
+from data_gen.task import Draft, Request, Task
 
 HEADER = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
 QUESTION = "\nQuestion: Find all variables that are assigned the value {value} in the text above."
@@ -18,91 +17,111 @@ PREFIX = (
     " Answer: According to the chain(s) of variable assignment in the text above, "
     "{count} variables are assigned the value {value}, they are: "
 )
+EXAMPLE_TOKENS = 500  # RULER sizes the worked example like a sample of this length
+_SHORT = 4096  # below this length RULER's step is five lines
 
 
 @dataclass(frozen=True)
-class VariableTracking:
-    """num_chains chains of num_hops + 1 variables each; a question asks for one chain.
+class _Chain:
+    """Variables that pass a value on: the first is given it, each other one the variable before."""
 
-    example_lines: noise lines of the worked example.
+    names: tuple[str, ...]
+    value: str
+
+    def lines(self) -> list[str]:
+        return [f"VAR {self.names[0]} = {self.value}"] + [f"VAR {b} = VAR {a} " for a, b in pairwise(self.names)]
+
+    def ask(self) -> Question:
+        return Question(
+            QUESTION.format(value=self.value),
+            PREFIX.format(count=len(self.names), value=self.value),
+            self.names,
+            " ".join(self.names),
+        )
+
+
+@dataclass(frozen=True)
+class VariableTracking(Task):
+    """num_chains chains of num_hops + 1 variables each; a question asks for one chain; more questions, more chains.
+
+    example_lines: noise lines of the worked example; None for as many as `EXAMPLE_TOKENS` hold, as in RULER.
     """
 
     num_chains: int = 1
     num_hops: int = 4
-    example_lines: int = 10
+    example_lines: int | None = None
     max_new_tokens: int = 30
 
-    def build(
-        self,
-        name: str,
-        length: int,
-        counter: TokenCounter,
-        seed: int,
-        index: int,
-        questions: int = 1,
-        exact: bool = True,
-        essays: str | None = None,
-        split: str = "all",
-    ) -> Document:
-        """One document; `questions` above `num_chains` adds chains. Raises ValueError where `length` is too short."""
-        rng = random.Random(f"{name}/{seed}/{index}")
-        example_chain, example_value = _chain(self.num_hops, 3, rng)
-        example = _scatter([haystack.NOISE_LINE] * self.example_lines, [_lines(example_chain, example_value)], rng)
+    def __post_init__(self) -> None:
+        if self.num_chains < 1 or self.num_hops < 0:
+            raise ValueError(f"num_chains={self.num_chains}, num_hops={self.num_hops}: give at least 1 and 0")
+
+    def fill(self, request: Request) -> Draft:
+        """See `Task.fill`."""
+        rng = request.rng()
+        shot, chains, asked = self._contents(request, rng)
+        counter = request.counter
+        fixed = counter.count(shot + HEADER, remember=False) + request.tail(asked)
+        lines = [line for chain in chains for line in chain.lines()]
+        fixed += sum(counter.pieces(lines, "\n", remember=False))
+        budget = request.left(fixed, "example, chains and question", f"questions={request.questions}, num_hops")
+        units, tokens = haystack.take_noise(budget, counter)
+        return Draft(shot + HEADER + _scatter(units, chains, rng), asked, fixed + tokens)
+
+    def draw(self, request: Request, units: int) -> Draft:
+        """See `Task.draw`. A unit is a line of noise."""
+        rng = request.rng()
+        shot, chains, asked = self._contents(request, rng)
+        return Draft(shot + HEADER + _scatter([haystack.NOISE_LINE] * units, chains, rng), asked)
+
+    def step(self, request: Request) -> int:
+        """Ten lines (5 below 4,096 tokens)."""
+        return 10 if request.length >= _SHORT else 5
+
+    def _contents(self, request: Request, rng: random.Random) -> tuple[str, list[_Chain], tuple[Question, ...]]:
+        """The worked example, the chains, and the questions."""
+        count = max(self.num_chains, request.questions)
+        values = [str(v) for v in rng.sample(range(10_000, 99_999), count + 1)]
+        example = _Chain(_names(self.num_hops + 1, 3, rng), values[0])
+        names = _names(count * (self.num_hops + 1), 5, rng)
+        size = self.num_hops + 1
+        chains = [_Chain(names[i * size : (i + 1) * size], values[i + 1]) for i in range(count)]
+        lines = self.example_lines if self.example_lines is not None else self._example_lines(request)
+        ask = example.ask()
         shot = (
             HEADER
-            + "\n".join(example)
-            + QUESTION.format(value=example_value)
-            + PREFIX.format(count=len(example_chain), value=example_value)
-            + f" {' '.join(example_chain)}\n\n"
+            + _scatter([haystack.NOISE_LINE] * lines, [example], rng)
+            + ask.question
+            + ask.answer_prefix
+            + f" {ask.target}\n\n"
         )
-        chains = [_chain(self.num_hops, 5, rng) for _ in range(max(self.num_chains, questions))]
-        asked = [
-            Question(
-                QUESTION.format(value=value),
-                PREFIX.format(count=len(chain), value=value),
-                tuple(chain),
-                " ".join(chain),
-            )
-            for chain, value in chains[:questions]
-        ]
-        lines = [_lines(chain, value) for chain, value in chains]
-        tail = max(
-            counter.counts([q.question + q.answer_prefix + (q.target if exact else "") for q in asked], remember=False)
-        )
-        fixed = counter.count(shot + HEADER) + tail + (0 if exact else self.max_new_tokens) + _bos(counter)
-        fixed += sum(counter.counts([line + "\n" for chain_lines in lines for line in chain_lines], remember=False))
-        if fixed > length:
-            raise ValueError(
-                f"length={length} is too short for task {name!r}: its example, chains and question alone take "
-                f"{fixed} tokens; raise length or lower questions={questions}"
-            )
-        units = haystack.take_noise(length - fixed, counter, exact)
-        context = shot + HEADER + "\n".join(_scatter(units, lines, rng))
-        total = length if exact else fixed + sum(counter.counts([u + "\n" for u in units]))
-        return Document(name, seed, index, context, tuple(asked), self.max_new_tokens, total)
+        return shot, chains, tuple(chain.ask() for chain in chains[: request.questions])
+
+    def _example_lines(self, request: Request) -> int:
+        """Found once a seed, with an example of its own: all samples show an example of the same size."""
+        counter = request.counter
+        key = (self, "example", request.seed)
+        if key not in counter.fits:
+            rng = random.Random(f"{request.name}/{request.seed}/example")
+            example = _Chain(_names(self.num_hops + 1, 3, rng), str(rng.randint(10_000, 99_999)))
+            ask = example.ask()
+            text = HEADER + "\n".join(example.lines()) + ask.question + ask.answer_prefix
+            free = EXAMPLE_TOKENS - self.max_new_tokens - counter.count(text, remember=False)
+            counter.fits[key] = max(1, free // counter.pieces([haystack.NOISE_LINE], "\n")[0])
+        return counter.fits[key]
 
 
-def _chain(num_hops: int, name_length: int, rng: random.Random) -> tuple[list[str], str]:
+def _names(n: int, length: int, rng: random.Random) -> tuple[str, ...]:
     names: dict[str, None] = {}
-    while len(names) < num_hops + 1:
-        names["".join(rng.choices(string.ascii_uppercase, k=name_length))] = None
-    return list(names), str(rng.randint(10_000, 99_999))
+    while len(names) < n:
+        names["".join(rng.choices(string.ascii_uppercase, k=length))] = None
+    return tuple(names)
 
 
-def _lines(chain: list[str], value: str) -> list[str]:
-    return [f"VAR {chain[0]} = {value}"] + [f"VAR {b} = VAR {a} " for a, b in pairwise(chain)]
-
-
-def _scatter(units: list[str], chains: list[list[str]], rng: random.Random) -> list[str]:
+def _scatter(units: list[str], chains: list[_Chain], rng: random.Random) -> str:
     """Every chain's lines at random places among the units, each chain in its own order."""
-    placed: list[tuple[int, int, str]] = []
+    placed: list[tuple[int, str]] = []
     for chain in chains:
-        places = sorted(rng.randint(0, len(units)) for _ in chain)
-        placed += [(place, len(placed) + i, line) for i, (place, line) in enumerate(zip(places, chain, strict=True))]
-    out: list[str] = []
-    start = 0
-    for place, _, line in sorted(placed):
-        out += units[start:place]
-        out.append(line)
-        start = place
-    return out + units[start:]
+        lines = chain.lines()
+        placed += zip(haystack.random_places(len(units), len(lines), rng), lines, strict=True)
+    return "\n".join(haystack.insert(units, placed))

@@ -6,12 +6,13 @@ import bisect
 import random
 import string
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
+from pathlib import Path
 
 from data_gen import haystack
-from data_gen.niah import _bos
-from data_gen.sample import Document, Question
-from data_gen.tokens import TokenCounter
+from data_gen.sample import Question
+from data_gen.task import Draft, Request, Task
 
 CWE_HEADER = (
     "Below is a numbered list of words. In these words, some appear more often than others. "
@@ -28,111 +29,227 @@ FWE_QUESTION = (
     "What are the three most frequently appeared words in the above coded text?"
 )
 FWE_PREFIX = " Answer: According to the coded text above, the three most frequently appeared words are:"
+_COMMON = 10
+_DOTS = "..."
 
 
 @dataclass(frozen=True)
-class CommonWords:
-    """Ten words appear `common` times, the others `uncommon` times; name the ten.
+class CommonWords(Task):
+    """Ten words appear 30 times, the others 3 times; name the ten. One question.
 
-    The example has 40 words (10 and 3 times). Below 4,096 tokens RULER shrinks both: 6 and 1 times,
-    and an example of 20 words (3 and 1 times).
+    The example has 40 words (10 and 3 times). Below `small_below` tokens RULER shrinks both: 6 times and once, and
+    an example of 20 words (3 times and once).
+    fixed_order: shuffle the lists by the seed alone, as the official code does, so that in all samples of a length
+        the common words have the same numbers.
     """
 
+    small_below: int = 4096
+    fixed_order: bool = False
     max_new_tokens: int = 120
 
-    def build(
-        self,
-        name: str,
-        length: int,
-        counter: TokenCounter,
-        seed: int,
-        index: int,
-        questions: int = 1,
-        exact: bool = True,
-        essays: str | None = None,
-        split: str = "all",
-    ) -> Document:
-        """One document with one question (the task has no second). Raises ValueError where `length` is too short."""
-        rng = random.Random(f"{name}/{seed}/{index}")
-        small = length < 4096
-        common, uncommon = (6, 1) if small else (30, 3)
-        vocabulary = list(dict.fromkeys(w for k in ("nouns", "adjectives", "verbs") for w in haystack.words(k)))
-        rng.shuffle(vocabulary)
-        example, shown = _word_list(vocabulary[: 20 if small else 40], *((3, 1) if small else (10, 3)), rng)
-        pool = vocabulary[40:]
-        shot = CWE_HEADER + example + CWE_QUESTION + CWE_PREFIX + " " + _numbered(shown) + "\n"
-        fixed = counter.count(shot + CWE_HEADER + CWE_QUESTION + CWE_PREFIX) + _bos(counter)
-        target_cost = counter.count(" " + _numbered(pool[:10]))
-        budget = length - fixed - (target_cost if exact else self.max_new_tokens)
-        costs = [c + 4 for c in counter.counts([" " + w for w in pool])]  # "123." takes up to four tokens more
-        totals = list(accumulate(c * (common if i < 10 else uncommon) for i, c in enumerate(costs)))
-        n = bisect.bisect_right(totals, budget)
-        if n < 10:
-            raise ValueError(f"length={length} is too short for task {name!r}: ten words do not fit; raise length")
-        text, answers = _word_list(pool[:n], common, uncommon, rng)
-        while n > 10 and counter.count(text) > budget:  # the estimate errs on the safe side; this is rare
-            n -= max(1, n // 50)
-            text, answers = _word_list(pool[:n], common, uncommon, rng)
-        question = Question(CWE_QUESTION, CWE_PREFIX, tuple(answers), " " + _numbered(answers))
-        context = shot + CWE_HEADER + text
-        total = counter.count(context) + counter.count(CWE_QUESTION + CWE_PREFIX) + _bos(counter)
-        return Document(name, seed, index, context, (question,), self.max_new_tokens, total)
+    def fill(self, request: Request) -> Draft:
+        """See `Task.fill`."""
+        rng = request.rng()
+        words = self._words(request, rng)
+        shot = self._shot(request, words, rng)
+        counter = request.counter
+        answer = counter.count(" " + numbered(words[:_COMMON]), remember=False)
+        fixed = counter.count(shot + CWE_HEADER, remember=False) + counter.count(CWE_QUESTION + CWE_PREFIX) + answer
+        budget = request.left(fixed, "example, question and answer", "small_below")
+        common, uncommon, *_ = self._frequencies(request)
+        costs = counter.pieces(words, " ")
+        totals = [*accumulate((c * (common if i < _COMMON else uncommon) for i, c in enumerate(costs)), initial=0)]
+        numbers = _number_costs(request, common * _COMMON + uncommon * (len(words) - _COMMON))
+        sizes = [totals[n] + numbers[_entries(n, common, uncommon)] for n in range(_COMMON, len(words) + 1)]
+        n = _COMMON - 1 + bisect.bisect_right(sizes, budget)
+        if n < _COMMON:
+            request.left(fixed + sizes[0], "ten words", "small_below")
+        if n == len(words) and sizes[-1] < 0.98 * budget:
+            raise _too_few_words(request, len(words))
+        context = shot + CWE_HEADER + self._list(request, words[:n], common, uncommon, rng)
+        return Draft(context, (_ask_common(words),), fixed + sizes[n - _COMMON])
+
+    def draw(self, request: Request, units: int) -> Draft:
+        """See `Task.draw`. A unit is a distinct word."""
+        rng = request.rng()
+        words = self._words(request, rng)
+        if units > len(words) and request.index >= 0:
+            raise _too_few_words(request, len(words))
+        shot = self._shot(request, words, rng)
+        common, uncommon, *_ = self._frequencies(request)
+        context = shot + CWE_HEADER + self._list(request, words[:units], common, uncommon, rng)
+        return Draft(context, (_ask_common(words),))
+
+    def step(self, request: Request) -> int:
+        """Ten words."""
+        return 10
+
+    def fewest(self, request: Request) -> int:
+        """The ten common words."""
+        return _COMMON
+
+    def _frequencies(self, request: Request) -> tuple[int, int, int, int, int]:
+        """Times of a common and an uncommon word; words of the example, and their times."""
+        return (6, 1, 20, 3, 1) if request.length < self.small_below else (30, 3, 40, 10, 3)
+
+    @staticmethod
+    def _words(request: Request, rng: random.Random) -> list[str]:
+        """All words in the document's own order; the first ten are the common ones."""
+        words = list(vocabulary(request.data))
+        rng.shuffle(words)
+        return words
+
+    def _shot(self, request: Request, words: list[str], rng: random.Random) -> str:
+        _, _, n, common, uncommon = self._frequencies(request)
+        example = words[-n:]  # the far end: words that the list itself needs last
+        text = self._list(request, example, common, uncommon, rng)
+        return CWE_HEADER + text + CWE_QUESTION + CWE_PREFIX + " " + numbered(example[:_COMMON]) + "\n"
+
+    def _list(self, request: Request, words: list[str], common: int, uncommon: int, rng: random.Random) -> str:
+        entries = words[:_COMMON] * common + words[_COMMON:] * uncommon
+        (random.Random(request.seed) if self.fixed_order else rng).shuffle(entries)
+        return numbered(entries)
+
+
+@lru_cache(maxsize=4)
+def vocabulary(path: str | None) -> tuple[str, ...]:
+    """The distinct words of cwe: the shipped lists (8,169 words), then those of a file with one word a line."""
+    found = dict.fromkeys(w for kind in ("nouns", "adjectives", "verbs") for w in haystack.words(kind))
+    if path is not None:
+        source = Path(path)
+        if not source.is_file():
+            raise FileNotFoundError(
+                f"data={path!r} does not exist; give a word list (.txt or .txt.gz, one word a line), "
+                "or leave it out for the 8,169 shipped words"
+            )
+        found |= dict.fromkeys(w.strip() for w in haystack.read_text(source).splitlines() if w.strip())
+    return tuple(found)
+
+
+def numbered(words: list[str]) -> str:
+    """ "1. a 2. b" and so on."""
+    return " ".join(f"{i}. {w}" for i, w in enumerate(words, 1))
+
+
+def _entries(words: int, common: int, uncommon: int) -> int:
+    return common * _COMMON + uncommon * (words - _COMMON)
+
+
+def _number_costs(request: Request, n: int) -> list[int]:
+    """Tokens of the first 0, 1, .. n numbers of a list."""
+    return [*accumulate(request.counter.pieces([f"{i}." for i in range(1, n + 1)], " "), initial=0)]
+
+
+def _ask_common(words: list[str]) -> Question:
+    answers = words[:_COMMON]
+    return Question(CWE_QUESTION, CWE_PREFIX, tuple(answers), " " + numbered(answers))
+
+
+def _too_few_words(request: Request, n: int) -> ValueError:
+    return ValueError(
+        f"length={request.length} needs more than the {n:,} distinct words there are (data={request.data!r}); "
+        "give data= a longer word list, one word a line, or lower length"
+    )
 
 
 @dataclass(frozen=True)
-class FrequentWords:
-    """Coded words drawn from a zeta distribution; the most frequent is written "..."; name the next three."""
+class FrequentWords(Task):
+    """Coded words whose counts follow a zeta distribution; the most frequent is "..."; name the next three.
+
+    alpha: exponent of the distribution, above 1. word_length: letters of a coded word. One question.
+    fixed_order: shuffle the text by the seed alone, as the official code does, so that in all samples of a length
+        the words of a rank stand at the same places.
+    """
 
     alpha: float = 2.0
     word_length: int = 6
+    fixed_order: bool = False
     max_new_tokens: int = 50
 
-    def build(
-        self,
-        name: str,
-        length: int,
-        counter: TokenCounter,
-        seed: int,
-        index: int,
-        questions: int = 1,
-        exact: bool = True,
-        essays: str | None = None,
-        split: str = "all",
-    ) -> Document:
-        """One document with one question (the task has no second). Raises ValueError where `length` is too short."""
-        rng = random.Random(f"{name}/{seed}/{index}")
-        size = (length - self.max_new_tokens) // 50
-        fixed = counter.count(FWE_HEADER + FWE_QUESTION + FWE_PREFIX) + self.max_new_tokens + _bos(counter)
-        if size < 5 or fixed >= length:
+    def __post_init__(self) -> None:
+        if self.alpha <= 1:
+            raise ValueError(f"alpha={self.alpha} must be above 1; RULER takes 2.0")
+
+    def fill(self, request: Request) -> Draft:
+        """See `Task.fill`. Dots fill what the distribution leaves over."""
+        rng = request.rng()
+        words = self._vocabulary(request, rng)
+        counter = request.counter
+        fixed = counter.count(FWE_HEADER.rstrip()) + request.tail([_ask_frequent(words)])
+        budget = request.left(fixed, "question and answer", "word_length")
+        costs = counter.pieces(words, " ", remember=False)
+
+        def size(total: int) -> int:
+            return sum(n * c for n, c in zip(self._counts(total, len(words)), costs, strict=True))
+
+        total = bisect.bisect_right(range(2 * budget + 1), budget, key=size) - 1
+        counts = self._counts(total, len(words))
+        if len(counts) < 4 or counts[2] == counts[3] or not counts[3]:
             raise ValueError(
-                f"length={length} is too short for task {name!r}: its vocabulary has {size} words; raise length"
+                f"length={request.length} is too short for task {request.name!r}: the words of the first ranks do not "
+                "differ in their counts; raise length"
             )
-        names: dict[str, None] = {"...": None}
+        dots = (budget - size(total)) // costs[0]
+        counts[0] += dots
+        context = self._text(request, words, counts, rng)
+        return Draft(context, (_ask_frequent(words),), fixed + size(total) + dots * costs[0])
+
+    def draw(self, request: Request, units: int) -> Draft:
+        """See `Task.draw`. Unit 0 is RULER's first guess of the number of words, each other one a step of it."""
+        rng = request.rng()
+        words = self._vocabulary(request, rng)
+        return Draft(
+            self._text(request, words, self._counts(self._total(request, units), len(words)), rng),
+            (_ask_frequent(words),),
+        )
+
+    def step(self, request: Request) -> int:
+        """One unit: 1/32 of the length in words."""
+        return 1
+
+    def fewest(self, request: Request) -> int:
+        """Fewer words than the first guess, as long as the first four ranks differ in their counts."""
+        units = 0
+        while True:
+            counts = self._counts(self._total(request, units - 1), 4)
+            if not counts[3] or counts[2] == counts[3]:
+                return units
+            units -= 1
+
+    def _total(self, request: Request, units: int) -> int:
+        free = request.length - self.max_new_tokens
+        return max(0, free // self.word_length + units * max(1, free // 32))
+
+    def _vocabulary(self, request: Request, rng: random.Random) -> list[str]:
+        size = (request.length - self.max_new_tokens) // 50
+        if size < 5:
+            raise ValueError(
+                f"length={request.length} is too short for task {request.name!r}: its vocabulary would have {size} "
+                f"words; raise length to {5 * 50 + self.max_new_tokens} or more"
+            )
+        names: dict[str, None] = {_DOTS: None}
         while len(names) < size:
             names["".join(rng.choices(string.ascii_lowercase, k=self.word_length))] = None
-        vocabulary = list(names)
-        weights = [1 / (rank**self.alpha) for rank in range(1, size + 1)]
-        costs = counter.counts([" " + w for w in vocabulary])
-        expected = sum(w * c for w, c in zip(weights, costs, strict=True)) / sum(weights)
-        drawn = rng.choices(range(size), weights=weights, k=int(1.2 * (length - fixed) / expected) + 8)
-        totals = list(accumulate(costs[i] for i in drawn))
-        drawn = drawn[: bisect.bisect_right(totals, length - fixed)]
-        seen: dict[int, int] = {}
-        for i in drawn:
-            seen[i] = seen.get(i, 0) + 1
-        top = sorted((i for i in seen if i), key=lambda i: (-seen[i], i))[:3]
-        answers = [vocabulary[i] for i in top]
-        question = Question(FWE_QUESTION, FWE_PREFIX, tuple(answers), " " + ", ".join(answers))
-        context = FWE_HEADER + " ".join(vocabulary[i] for i in drawn)
-        return Document(name, seed, index, context, (question,), self.max_new_tokens, fixed + totals[len(drawn) - 1])
+        return list(names)
+
+    def _counts(self, total: int, words: int) -> list[int]:
+        """How often each rank appears among `total` words, rounded down."""
+        return [int(total * rank**-self.alpha / zeta(self.alpha)) for rank in range(1, words + 1)]
+
+    def _text(self, request: Request, words: list[str], counts: list[int], rng: random.Random) -> str:
+        text = [word for word, n in zip(words, counts, strict=True) for _ in range(n)]
+        (random.Random(request.seed) if self.fixed_order else rng).shuffle(text)
+        return FWE_HEADER + " ".join(text)
 
 
-def _word_list(words: list[str], common: int, uncommon: int, rng: random.Random) -> tuple[str, list[str]]:
-    """A shuffled numbered list in which the first ten words recur `common` times; and those ten."""
-    drawn = words[:10] * common + words[10:] * uncommon
-    rng.shuffle(drawn)
-    return _numbered(drawn), words[:10]
+@lru_cache
+def zeta(alpha: float) -> float:
+    """Riemann's zeta function for alpha > 1 (Euler-Maclaurin from the 1000th term)."""
+    n = 1000
+    head = sum(k**-alpha for k in range(1, n))
+    return head + n ** (1 - alpha) / (alpha - 1) + n**-alpha / 2 + alpha * n ** (-alpha - 1) / 12
 
 
-def _numbered(words: list[str]) -> str:
-    return " ".join(f"{i}. {w}" for i, w in enumerate(words, 1))
+def _ask_frequent(words: list[str]) -> Question:
+    answers = words[1:4]
+    return Question(FWE_QUESTION, FWE_PREFIX, tuple(answers), " " + ", ".join(answers))

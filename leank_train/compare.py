@@ -10,6 +10,8 @@ from typing import Any
 from omegaconf import DictConfig
 from tqdm import tqdm
 
+from data_gen.sample import Document
+from data_gen.task import Request
 from data_gen.tasks import RULER_NIAH, task
 from data_gen.tokens import TokenCounter
 from leank_train import validation
@@ -38,7 +40,7 @@ def validate(config: DictConfig, backbone: Backbone, mask: ChannelMask, out: Pat
     tasks = list(settings.tasks or RULER_NIAH)
     batches = [
         [
-            task(name).build(name, length, counter, config.seed + 1_000_003, i, exact=False, split="test")
+            unseen(name, length, counter, config.seed + 1_000_003, i)
             for i in range(at, min(at + settings.batch, settings.samples))
         ]
         for name in tasks
@@ -66,11 +68,16 @@ def validate(config: DictConfig, backbone: Backbone, mask: ChannelMask, out: Pat
     print("\n" + text, flush=True)
 
 
+def unseen(name: str, length: int, counter: TokenCounter, seed: int, index: int) -> Document:
+    """A sample sized as RULER sizes it, on text that no training document shows."""
+    return task(name).build(Request(name, length, counter, seed, index, exact=False, split="test"))
+
+
 def static_norm_mask(backbone: Backbone, length: int, samples: int, seed: int) -> StaticNorm:
     """Channel norms over multi-key samples of the training text (LeanK section 2.2, appendix L)."""
     found, counter, device = StaticNorm(), TokenCounter(backbone.tokenizer), backbone.model.device
     for i in range(samples):
-        document = task("niah_multikey_3").build("niah_multikey_3", length, counter, seed, i, split="train")
+        document = task("niah_multikey_3").build(Request("niah_multikey_3", length, counter, seed, i, split="train"))
         batch = collate(backbone, [document]).to(device)
         prefix = prefill(backbone.model, batch.documents, batch.document_lengths, validation.OBSERVED)
         question = batch.prompts[:, : int(batch.question_lengths[0])]

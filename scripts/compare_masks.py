@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from data_gen.tasks import RULER_NIAH, task
+from data_gen.tasks import RULER_NIAH
 from data_gen.tokens import TokenCounter
 from leank_train import backbone as backbones
 from leank_train import validation
 from leank_train.baselines import lowest_frequencies, random_mask
-from leank_train.compare import static_norm_mask
+from leank_train.compare import static_norm_mask, unseen
 from leank_train.files import write_json, write_text
 from leank_train.mask import ChannelMask
 
@@ -52,10 +52,7 @@ def work(rank: int, args: argparse.Namespace, units: list[tuple[str, int, int]])
     with (args.out / f"rows.{rank}.jsonl").open("a") as out:
         for name, length, first in units[rank :: args.workers]:
             last = min(first + args.batch, args.samples)
-            batch = [
-                task(name).build(name, length, counter, args.seed, i, exact=False, split="test")
-                for i in range(first, last)
-            ]
+            batch = [unseen(name, length, counter, args.seed, i) for i in range(first, last)]
             rows = validation.evaluate(backbone, chosen, [batch], args.sink, args.window)
             rows = [dataclasses.replace(r, length=length) for r in rows]
             out.write("".join(json.dumps(dataclasses.asdict(r)) + "\n" for r in rows))

@@ -32,6 +32,7 @@ def make_tokenizer(folder: Path, vocabulary: int = 4096) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     from data_gen import haystack
+    from data_gen.task import Request
     from data_gen.tasks import TASKS
     from data_gen.tokens import TokenCounter
 
@@ -48,7 +49,9 @@ def make_tokenizer(folder: Path, vocabulary: int = 4096) -> None:
     tokenizer.train_from_iterator(texts, trainer)
     # a second pass that has seen the tasks' own wording
     first = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    documents = [t.build(n, 2048, TokenCounter(first), 1, i) for n, t in TASKS.items() for i in range(4)]
+    counter = TokenCounter(first)
+    tasks = [(n, t) for n, t in TASKS.items() if not n.startswith("qa")]
+    documents = [t.build(Request(n, 2048, counter, 1, i)) for n, t in tasks for i in range(4)]
     wording = [d.context[:400] + q.question + q.answer_prefix for d in documents for q in d.questions]
     tokenizer.train_from_iterator(texts + wording * 4, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(

@@ -1,0 +1,123 @@
+"""GSM-Infinite's form: every problem has one answer, which follows from its text alone."""
+
+import dataclasses
+import re
+from collections import Counter
+
+import pytest
+
+from data_gen.gsm_infinite import MODES, TEMPLATES, benchmark, realistic
+from data_gen.gsm_symbolic import symbolic
+from data_gen.tokens import TokenCounter
+from eval.benchmarks.gsm_infinite import realistic_row, symbolic_row
+from tests.gsm_solver import read, solve
+from tests.text_tokenizers import tokenizer
+
+
+@pytest.mark.parametrize("d", [2, 3])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_every_problem_is_solvable_from_its_text(template, mode, d):
+    for op in range(2, 31):
+        for index in range(4):
+            made = realistic(op, d, template, mode, seed=1, index=index)
+            answers, edges = solve(made.problem, made.question)
+            assert answers == [made.answer], made
+            assert edges == op, made
+            assert 0 < made.answer < 10_000
+            assert made.solution.endswith(f"Answer: {made.answer}.")
+
+
+@pytest.mark.parametrize("length", [8000, 16_000, 32_000])
+@pytest.mark.parametrize("mode", MODES)
+def test_filler_never_feeds_the_problem(mode, length):
+    counter = TokenCounter(tokenizer("gpt4"))
+    for index in range(3):
+        made = realistic(6, 3, TEMPLATES[index], mode, 0, index, length, counter)
+        assert solve(made.problem, made.question) == ([made.answer], 6)
+        tokens = counter.count(made.problem, remember=False)
+        assert 0.2 * length < tokens < length
+        text, _ = read(made.problem, made.question)
+        assert len(text.defined) > length / 250
+
+
+def test_hard_problems_have_averages_and_medium_ones_have_not():
+    medium, hard = ([realistic(10, d, TEMPLATES[0], MODES[0], 0, i).problem for i in range(20)] for d in (2, 3))
+    assert not any("average" in p for p in medium)
+    assert all("average" in p for p in hard)
+
+
+def test_statements_come_in_no_order():
+    """The first statement is as often a definition as a distractor; answers and questions vary."""
+    made = [realistic(8, 3, TEMPLATES[0], MODES[0], 0, i) for i in range(60)]
+    assert len({m.answer for m in made}) > 15
+    asked = Counter(
+        re.search(r"What is the (\w+) number", m.question.replace("the number", "the plain number"))[1] for m in made
+    )
+    assert set(asked) == {"total", "average", "plain"}
+
+
+def test_the_mix_of_templates_and_modes():
+    made = list(benchmark(2, 0, [2, 4], 40))
+    assert len(made) == 80
+    share = Counter((m.template, m.mode) for m in made)
+    for mode in MODES:
+        assert [share[t, mode] for t in ("crazy_zootopia", "teachers_in_school", "movie_festival_awards")] == [32, 4, 4]
+    assert len({m.problem for m in made}) == 80
+
+
+def test_the_same_arguments_give_the_same_problem():
+    make = [lambda: realistic(9, 3, TEMPLATES[1], MODES[1], 5, 7), lambda: symbolic(9, 5, 7, 8000)]
+    for m in make:
+        assert m() == m()
+
+
+@pytest.mark.parametrize("length", [0, 8000, 32_000])
+@pytest.mark.parametrize("op", [1, 2, 8, 30])
+def test_symbolic_answers_follow_from_the_text(op, length):
+    for index in range(3):
+        made = symbolic(op, 0, index, length)
+        assert made.n == op + int(length * 828 / 9668)
+        statements = made.problem.rstrip(".").split(". ")
+        defined = {}
+        for s in statements:
+            name, parent, step, number = re.fullmatch(r"assign (V\d{6}) = (?:(V\d{6})(?: ([+-]) 1)?|(\d+))", s).groups()
+            assert name not in defined
+            defined[name] = (parent, {None: 0, "+": 1, "-": -1}[step], number)
+        derived = {name: int(number) for name, (_, _, number) in defined.items() if number}
+        assert len(derived) == 1
+        for _ in range(op):
+            for name, (parent, step, _) in defined.items():
+                if parent in derived:
+                    derived[name] = derived[parent] + step
+        assert len(derived) == op
+        assert min(derived.values()) >= 0
+        names = set(defined) | {parent for parent, _, _ in defined.values() if parent}
+        assert len(names) == made.n
+        value = int(re.search(r"equal to (\d+)\?", made.question)[1])
+        assert sorted(made.answer_list) == sorted(name for name, v in derived.items() if v == value) != []
+
+
+def test_eval_reads_both():
+    row = realistic_row(dataclasses.asdict(realistic(4, 2, TEMPLATES[2], MODES[1], 0, 0)))
+    assert row.context.startswith("Problem: ")
+    assert row.meta["op"] == 4
+    row = symbolic_row(dataclasses.asdict(symbolic(4, 0, 0)))
+    assert row.answers
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((4, 2, "zoo", MODES[0], 0, 0), r"template='zoo'.*choose one of crazy_zootopia"),
+        ((4, 2, TEMPLATES[0], "back", 0, 0), r"mode='back'.*choose one of normalforward"),
+        ((1, 2, TEMPLATES[0], MODES[0], 0, 0), r"op=1.*op of at least 2"),
+        ((4, 4, TEMPLATES[0], MODES[0], 0, 0), r"d=4.*d 2 or 3"),
+        ((4, 2, TEMPLATES[0], MODES[0], 0, 0, 8000), r"length=8000 needs a counter"),
+    ],
+)
+def test_messages(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        realistic(*arguments)
+    with pytest.raises(ValueError, match=r"op=0.*at least 1"):
+        symbolic(0, 0, 0)
