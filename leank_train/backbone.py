@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from data_gen.chat import template as chat_template
 from leank_train.hook import check_decoder
 
 
@@ -101,18 +102,11 @@ def load(
     except OSError as error:
         raise FileNotFoundError(_missing(name, error)) from error
     check_decoder(model)
-    model.to(device).eval().requires_grad_(False)
+    model.to(device)  # type: ignore[arg-type]  # transformers wraps Module.to without its types
+    model.eval().requires_grad_(False)
     wrap = tokenizer.chat_template is not None if chat is None else chat
-    before, after = _chat(tokenizer, name) if wrap else ("", "")
+    before, after = chat_template(tokenizer) if wrap else ("", "")
     return Backbone(model, tokenizer, name, before, after)
-
-
-def _chat(tokenizer: Any, name: str) -> tuple[str, str]:
-    if tokenizer.chat_template is None:
-        raise ValueError(f"model.chat=true, but the tokenizer of {name} has no chat template; set model.chat=false")
-    turn = [{"role": "user", "content": "\x00"}]
-    before, after = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True).split("\x00")
-    return before, after
 
 
 def _missing(name: str, error: Exception) -> str:

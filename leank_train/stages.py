@@ -43,6 +43,8 @@ class StageConfig:
 class Stage(L.LightningModule):
     """What both stages share: the frozen decoder, alpha, Adam, and the distillation loss of Eq. 1."""
 
+    backbone: Backbone
+
     def __init__(self, backbone: Backbone, config: StageConfig, sink: int, window: int, alpha: Tensor | None = None):
         """alpha: scores to start from, [L, H, D]; ones by default."""
         super().__init__()
