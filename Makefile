@@ -1,0 +1,31 @@
+# make demo   learn a 70% mask for the reference model on a CPU and compare it, in minutes
+# make test   the default test suite
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+OUT ?= outputs/demo
+
+.PHONY: demo test lint gpu-test clean
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,slurm]'
+	touch $@
+
+demo: $(VENV)/installed
+	$(BIN)/python -m leank_train +experiment=reference_70pct hydra.run.dir=$(OUT)
+	@echo
+	@echo "pictures: $(OUT)/plots/  table: $(OUT)/validation.md  mask: $(OUT)/mask.safetensors"
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest -q
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+gpu-test: $(VENV)/installed
+	$(BIN)/python -m pytest -q -m gpu
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
