@@ -1,0 +1,194 @@
+"""A transformers cache layer whose middle is compressed, and that computes its own attention.
+
+`update()` only appends and returns the layer itself in place of the keys; the attention function registered in
+eval.cache.hook then calls `attend()`. The first call is the whole prompt (or the chunks that `expect` announced): it
+is attended densely, then sealed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+from eval.cache import dense
+from eval.cache.channels import MaskChannels
+from eval.cache.store import Sizes, Store
+
+Attend = Callable[[Store, Tensor, Tensor, float], Tensor]
+
+
+class CompressedLayer(DynamicLayer):
+    """sink | middle | window of one attention layer (LeanK, section 3.3).
+
+    channels: which channels of the middle keys stay; sizes: sink, window and flush in tokens; backend: attention over
+    the sealed parts, `reference.attend` or the kernel's.
+    """
+
+    is_croppable = (
+        True  # as for transformers' sliding layers: any length while past is being recorded, else back to a flush
+    )
+
+    def __init__(self, channels: MaskChannels, sizes: Sizes, backend: Attend):
+        super().__init__()
+        self.channels, self.sizes, self.backend = channels, sizes, backend
+        self.record_past = False
+        self._clear()
+
+    def _clear(self) -> None:
+        self.is_initialized = False
+        self.keys = self.values = None  # the prompt until it is sealed, then the tokens that await attend()
+        self.store: Store | None = None
+        self._columns = 0  # logical length, padding included
+        self._expected = 0  # columns of a prompt that comes in chunks
+        self._real: Tensor | None = None  # [B, columns] of an unsealed prompt
+
+    def expect(self, tokens: int) -> None:
+        """Announce a prompt of `tokens` columns in several calls; it is sealed after the last of them.
+
+        Raises RuntimeError once a prompt has begun.
+        """
+        if self._columns:
+            raise RuntimeError(
+                f"expect({tokens}) must come before the prompt; this cache already holds {self._columns} tokens"
+            )
+        self._expected = tokens
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
+        """Append new tokens k, v [B, H, n, D]; returns (the layer, v) for the attention function."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        new = key_states.shape[2]
+        if self.store is None and self._columns + new > self._expected > 0:
+            raise ValueError(f"expect({self._expected}) announced fewer tokens than came: {self._columns + new}")
+        if self.store is None and new < self._expected:
+            key_states, value_states = self._collect(key_states, value_states)
+        elif self.keys is not None:
+            key_states = torch.cat([self.keys, key_states], 2)
+            value_states = torch.cat([self.values, value_states], 2)  # type: ignore[list-item]
+        self.keys, self.values = key_states, value_states
+        self._columns += new
+        return self, value_states
+
+    def _collect(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The announced prompt so far, in a buffer that is made once."""
+        if self._columns == 0:
+            shape = (*k.shape[:2], self._expected, k.shape[3])
+            self._room = (k.new_empty(shape), v.new_empty(shape))
+        end = self._columns + k.shape[2]
+        for room, new in zip(self._room, (k, v), strict=True):
+            room[:, :, self._columns : end] = new
+        return self._room[0][:, :, :end], self._room[1][:, :, :end]
+
+    def attend(self, q: Tensor, padding_mask: Tensor | None = None, scaling: float | None = None) -> Tensor:
+        """Attention of the last queries q [B, Hq, Q, D] over everything held, then what is due moves on.
+
+        padding_mask [B, >= columns] bool or 0/1, False = padding; None = no padding. Returns [B, Q, Hq, D].
+        """
+        if padding_mask is not None and padding_mask.ndim != 2:
+            raise ValueError(f"a compressed cache takes a 2-D padding mask, got shape {tuple(padding_mask.shape)}")
+        real = None if padding_mask is None else padding_mask[:, : self._columns].bool()
+        if self.store is None:
+            out = dense.attend(q, self.keys, self.values, scaling, real)  # type: ignore[arg-type]
+            self._real = real
+            if not self.record_past:
+                self._settle()
+            return out
+        new = q.shape[2]
+        real = None if real is None or new == 1 or bool(real[:, -new:].all()) else real[:, -new:]
+        self._prefetch_for(q)
+        position = self.store.append(self.keys, self.values, real)  # type: ignore[arg-type]
+        self.keys = self.values = None
+        out = self.backend(self.store, q, position, 1 / math.sqrt(q.shape[-1]) if scaling is None else scaling)
+        if not self.record_past:
+            self._settle()
+        return out
+
+    def _settle(self) -> None:
+        """Seal a finished prompt, or move what is due out of the window."""
+        if self.store is not None:
+            self.store.flush()
+        elif self.keys is not None and self._columns >= self._expected:
+            real = None if self._real is None or bool(self._real.all()) else self._real
+            self.store = Store(self.keys, self.values, real, self.channels, self.sizes)  # type: ignore[arg-type]
+            self.keys = self.values = self._real = None
+            self._room = ()
+
+    def get_seq_length(self) -> int:
+        """Columns seen, padding included: the logical length, not what is held."""
+        return self._columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._columns + query_length, 0
+
+    def reset(self) -> None:
+        self._clear()
+
+    def activate_past_recording(self) -> None:
+        """Let tokens wait in the window until crop() is called, so that any of them can be taken back (assisted
+        decoding)."""
+        self.record_past = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last -tokens_to_remove tokens, then move what is due.
+
+        Raises ValueError for a positive number, and where tokens would be needed that have been compressed.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
+        remove = -tokens_to_remove
+        if remove > self._columns:
+            raise ValueError(f"cannot crop {remove} tokens: the cache holds {self._columns}")
+        if self.store is not None:
+            self.store.crop(remove)
+        elif self.keys is not None and self.values is not None:
+            end = self._columns - remove
+            self.keys, self.values = self.keys[:, :, :end], self.values[:, :, :end]
+            self._real = None if self._real is None else self._real[:, :end]
+        self._columns -= remove
+        if self.record_past:
+            self._settle()
+
+    def _select(self, rows: Tensor) -> None:
+        if self.store is not None:
+            self.store.select(rows)
+        elif self.keys is not None and self.values is not None:
+            at = rows.to(self.keys.device)
+            self.keys, self.values = self.keys[at], self.values[at]
+            self._real = None if self._real is None else self._real[at]
+
+    def _rows(self) -> Tensor:
+        held = self.keys if self.store is None else self.store.ring_k
+        return torch.arange(0 if held is None else len(held))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:  # type: ignore[override]
+        if not torch.equal(beam_idx.cpu(), self._rows()):
+            self._select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._select(self._rows().repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        rows = self._rows()
+        self._select(rows[indices.to(rows.device)])
+
+    def offload(self) -> None:
+        """Move what is held to the CPU; attend() fetches it back."""
+        if self.store is not None:
+            self.store.to(torch.device("cpu"))
+
+    def prefetch(self) -> None:
+        if self.store is not None:
+            self.store.to(self.device)
+
+    def _prefetch_for(self, q: Tensor) -> None:
+        if self.store is not None and self.store.ring_k.device != q.device:
+            self.store.to(q.device)

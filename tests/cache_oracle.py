@@ -1,0 +1,146 @@
+"""An independent oracle for compressed caches: everything stays dense; masked channels of middle keys are zeroed when
+they are read.
+
+Shares no code with eval.cache. Tiny random models of four families to run it on.
+"""
+
+import functools
+
+import torch
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    Cache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.cache_utils import DynamicLayer
+
+LAYERS, HEADS, DIM, VOCAB = 2, 2, 8, 89
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": DIM}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+}
+
+
+@functools.cache
+def tiny_model(family: str, dtype=torch.float64, **changes):
+    """A random model whose attention is peaked enough that pruning changes its tokens."""
+    config_class, model_class, extra = FAMILIES[family]
+    torch.manual_seed(sorted(FAMILIES).index(family))
+    config = config_class(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=40,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=HEADS,
+        initializer_range=0.4,
+        max_position_embeddings=8192,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+        **{**extra, **changes},
+    )
+    return model_class(config).to(dtype).eval()
+
+
+class OracleLayer(DynamicLayer):
+    """Dense keys and values, and per row how many real tokens have left the window."""
+
+    def __init__(self, keep, sink, window, flush):
+        super().__init__()
+        self.keep, self.sink, self.window, self.flush = keep, sink, window, flush
+        self.left, self.expected = None, 0
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        super().update(key_states, value_states)
+        return self, value_states
+
+    def reorder_cache(self, beam_idx):
+        super().reorder_cache(beam_idx)
+        self.left = None if self.left is None else [self.left[i] for i in beam_idx.tolist()]
+
+    def attend(self, q, mask, scaling):
+        batch, _, new, dim = q.shape
+        length = self.keys.shape[2]
+        real = torch.ones(batch, length, dtype=torch.bool) if mask is None else mask[:, :length].bool()
+        out = torch.zeros_like(q)
+        group = q.shape[1] // self.keep.shape[0]
+        for b in range(batch):
+            columns = real[b].nonzero()[:, 0]
+            index = torch.arange(len(columns))
+            queries = [(t, int((columns < length - new + t).sum())) for t in range(new) if real[b, length - new + t]]
+            left = self.sink if self.left is None else self.left[b]
+            middle = (index >= self.sink) & (index < left)
+            for h in range(q.shape[1]):
+                keep = self.keep[h // group]
+                k = self.keys[b, h // group, columns].clone()
+                k[middle] *= keep
+                for t, i in queries:
+                    sees = (index <= i) & ~(middle & (not keep.any()))
+                    weight = torch.softmax((k[sees] @ q[b, h, t]) * scaling, 0)
+                    out[b, h, t] = weight @ self.values[b, h // group, columns][sees]
+        counts = real.sum(1).tolist()
+        if self.left is None:
+            if length >= self.expected:
+                self.left = [max(self.sink, n - self.window) for n in counts]
+        else:
+            for b, n in enumerate(counts):
+                while n - self.left[b] >= self.window + self.flush:
+                    self.left[b] += self.flush
+        return out.transpose(1, 2)
+
+
+def oracle_cache(keep, sink, window, flush, expected=0):
+    layers = [OracleLayer(k, sink, window, flush) for k in keep]
+    for layer in layers:
+        layer.expected = expected
+    return Cache(layers=layers)
+
+
+def _attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    return key.attend(query, attention_mask, scaling), None
+
+
+def _mask(attention_mask=None, **kwargs):
+    return attention_mask
+
+
+AttentionInterface.register("oracle", _attention)
+AttentionMaskInterface.register("oracle", _mask)
+
+
+def run(model, cache, ids, mask, new_tokens, attention, **options):
+    """generate() with the cache under the named attention: (tokens, logits of each step or None)."""
+    model.set_attn_implementation(attention)
+    options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, **options}
+    out = model.generate(
+        ids, attention_mask=mask, max_new_tokens=new_tokens, min_new_tokens=new_tokens, past_key_values=cache, **options
+    )
+    return out.sequences, torch.stack(out.logits) if out.logits else None
+
+
+def left_padded(lengths, seed):
+    """Random prompts of the given lengths, left-padded: (ids, mask)."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(lengths)
+    ids = torch.randint(2, VOCAB, (len(lengths), width), generator=generator)
+    mask = (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).long()
+    return ids * mask, mask
+
+
+def random_keep(seed, empty=0.3):
+    """[L, H, D] bool: random ratios per head, some heads empty, some full."""
+    generator = torch.Generator().manual_seed(seed)
+    ratio = torch.rand(LAYERS, HEADS, 1, generator=generator) * 1.2
+    keep = torch.rand(LAYERS, HEADS, DIM, generator=generator) < ratio
+    return keep & (torch.rand(LAYERS, HEADS, 1, generator=generator) >= empty)
