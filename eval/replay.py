@@ -1,0 +1,291 @@
+"""The replay: each sample is prefilled once; every method builds its cache from that pass, decodes, and is scored.
+
+N methods cost one prefill and N short decodes. The first answer token always comes from the dense pass (with
+compress=before_question, where the question is read through the compressed cache, from that).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from eval.benchmarks.base import Benchmark, Cell
+from eval.benchmarks.row import Row
+from eval.benchmarks.scoring import cut_at_stop, score_row
+from eval.cache import CompressedCache
+from eval.decode import eos_ids, greedy
+from eval.methods import Method
+from eval.models import ModelConfig
+from eval.prefill import Prefill, extend, pad_left, prefill
+from eval.prompts import Prompt, encode, overhead
+from eval.results import Key, Results
+
+COMPRESS = ("after_question", "before_question")
+FORMAT = 1  # of what a row means; part of its key
+log = logging.getLogger("eval")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """compress: whether a method compresses after the whole prompt or before the question. batch_size: samples of one
+    task and length at a time; prefill_chunk: prompt tokens at a time, None = all. max_new_tokens, min_new_tokens:
+    instead of the benchmark's."""
+
+    compress: str = "after_question"
+    batch_size: int = 1
+    prefill_chunk: int | None = None
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.compress not in COMPRESS:
+            raise ValueError(f"compress={self.compress!r} is unknown; choose {' or '.join(COMPRESS)}")
+        for name in ("batch_size", "prefill_chunk", "max_new_tokens"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r} must be an integer of at least 1")
+        if self.min_new_tokens and self.max_new_tokens and self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}")
+
+
+@dataclass
+class Answer:
+    """One method's answer to one sample. Seconds are those of the whole batch; bytes are this sample's share."""
+
+    tokens: list[int]
+    text: str
+    seconds: dict[str, float]
+    steps: int
+    batch: int
+    bytes: dict[str, int] = field(default_factory=dict)
+
+
+def versions() -> dict[str, str]:
+    """What ran."""
+    return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def cache_bytes(cache: Cache, prompt: Prefill) -> dict[str, int]:
+    """Bytes held after the prompt, by part; of a dense cache the room for new tokens is not counted."""
+    if isinstance(cache, CompressedCache):
+        memory = cache.memory()
+        return {**asdict(memory), "total": memory.total}
+    return {"dense": prompt.bytes(), "total": prompt.bytes()}
+
+
+class Replay:
+    """Methods on one model: `answers(prompts, rows, methods)`."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, settings: Settings, pad: int | None = None):
+        self.model, self.tokenizer, self.settings = model, tokenizer, settings
+        self.eos = eos_ids(model, tokenizer)
+        self.pad = pad if pad is not None else (getattr(tokenizer, "pad_token_id", None) or 0)
+
+    def calibrate(self, methods: Sequence[Method], chat: bool | str = "auto") -> None:
+        """Let methods that want to see samples see them."""
+
+        def observe(sample: Any, queries: int) -> Prefill:
+            row = Row(sample.task, str(sample.index), sample.context, sample.question, sample.answers,
+                      sample.max_new_tokens, "ruler_all", answer_prefix=sample.answer_prefix)  # fmt: skip
+            ids, _ = pad_left([encode(self.tokenizer, row, chat).ids], self.pad, self.model.device)
+            return prefill(self.model, ids, None, 0, queries, self.settings.prefill_chunk)
+
+        for method in methods:
+            if method.channels is not None:
+                method.channels.calibrate(observe, self.tokenizer, self.model.config.get_text_config(decoder=True))
+
+    @torch.no_grad()
+    def answers(
+        self, prompts: Sequence[Prompt], rows: Sequence[Row], methods: Sequence[Method]
+    ) -> Iterator[tuple[Method, list[Answer]]]:
+        """One dense pass over the prompts, then each method's answers, in turn."""
+        before = self.settings.compress == "before_question"
+        room = [self.settings.max_new_tokens or row.max_new_tokens for row in rows]
+        least = [min(n, self.settings.min_new_tokens or row.min_new_tokens) for n, row in zip(room, rows, strict=True)]
+        first = [p.ids[: p.question] if before else p.ids for p in prompts]
+        then = [p.ids[p.question :] if before else [] for p in prompts]
+        if before and min(map(len, first)) == 0:
+            empty = rows[min(range(len(rows)), key=lambda i: len(first[i]))]
+            raise ValueError(
+                f"sample {empty.id} of {empty.task} has no context before its question; use compress=after_question"
+            )
+        device = self.model.device
+        ids, real = pad_left(first, self.pad, device)
+        obs = max((m.obs_queries for m in methods), default=0)
+        start = self._now()
+        dense = prefill(self.model, ids, real, max(room) + max(map(len, then)), obs, self.settings.prefill_chunk)
+        prefilled = self._now() - start
+        for method in methods:
+            start = self._now()
+            cache = method.cache(self.model, dense)
+            sealed = self._now() - start
+            held = cache_bytes(cache, dense)
+            logits, mask, lengths, asked, start = dense.logits, dense.real, dense.lengths, 0.0, self._now()
+            if before:
+                question, there = pad_left(then, self.pad, device)
+                mask = _joined(mask, there, ids, question)
+                logits = extend(self.model, cache, question, mask)
+                lengths = lengths + torch.tensor([len(t) for t in then], device=device)
+                asked = self._now() - start
+            start = self._now()
+            tokens, steps = greedy(self.model, cache, logits, mask, lengths, self.eos, room, least, self._stops(rows))
+            decoded = self._now() - start
+            del cache
+            seconds = {"prefill": prefilled, "seal": sealed, "question": asked, "decode": decoded}
+            yield method, [
+                Answer(t, self.tokenizer.decode(t, skip_special_tokens=True), seconds, steps, len(rows),
+                       {name: value // len(rows) for name, value in held.items()})
+                for t in tokens
+            ]  # fmt: skip
+
+    def _stops(self, rows: Sequence[Row]) -> Any:
+        if not any(row.stop for row in rows):
+            return None
+
+        def stopped(row: int, tokens: list[int]) -> bool:
+            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+            return bool(rows[row].stop) and cut_at_stop(text, rows[row].stop) != text
+
+        return stopped
+
+    def _now(self) -> float:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        return time.perf_counter()
+
+
+def _joined(first: Tensor | None, then: Tensor | None, first_ids: Tensor, then_ids: Tensor) -> Tensor | None:
+    """Real columns of two pieces in a row; None = all."""
+    if first is None and then is None:
+        return None
+    pieces = ((first, first_ids), (then, then_ids))
+    return torch.cat([torch.ones_like(ids, dtype=torch.bool) if real is None else real for real, ids in pieces], 1)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one run consists of: a model, methods and a benchmark; knows which rows there are to be."""
+
+    model: ModelConfig
+    methods: Sequence[Method]
+    benchmark: Benchmark
+    settings: Settings
+
+    def config(self, method: Method) -> dict[str, Any]:
+        """Everything that a method's answers depend on, beside the sample's task, length, id and seed."""
+        decode = asdict(self.settings)
+        return {
+            "format": FORMAT,
+            "method": method.config(),
+            "model": self.model.identity(),
+            "benchmark": self.benchmark.identity(),
+            "decode": {name: decode[name] for name in ("max_new_tokens", "min_new_tokens", "batch_size")},
+        }
+
+    def digest(self, method: Method) -> str:
+        """Ten hex digits of `config`."""
+        return hashlib.sha256(json.dumps(self.config(method), sort_keys=True).encode()).hexdigest()[:10]
+
+    def key(self, method: Method, cell: Cell, sample: str) -> Key:
+        """The key of one row."""
+        return Key(
+            self.model.name, method.label, self.digest(method), self.benchmark.name,
+            cell.task, cell.length, sample, self.benchmark.seed, self.settings.compress,
+        )  # fmt: skip
+
+    def missing(self, done: set[Key]) -> list[tuple[Cell, tuple[str, ...], list[Method]]]:
+        """Batches that still lack rows, with the methods that lack them.
+
+        A batch's samples depend on the plan alone, never on what is done, so a run that was killed gives the same rows.
+        """
+        size, work = self.settings.batch_size, []
+        for cell in self.benchmark.cells():
+            for start in range(0, len(cell.samples), size):
+                samples = cell.samples[start : start + size]
+                lacking = [m for m in self.methods if any(self.key(m, cell, s) not in done for s in samples)]
+                if lacking:
+                    work.append((cell, samples, lacking))
+        return work
+
+    def run(self, results: Results, model: PreTrainedModel, tokenizer: Any) -> int:
+        """Do what is missing; returns the number of new rows."""
+        work = self.missing(results.keys)
+        wanted = [m for m in self.methods if any(m in methods for _, _, methods in work)]
+        replay = Replay(model, tokenizer, self.settings)
+        replay.calibrate(wanted, self.model.chat)
+        extra, new, began = overhead(tokenizer, self.model.chat), 0, time.perf_counter()
+        size = self.settings.batch_size
+        for number, (cell, samples, methods) in enumerate(work, 1):
+            rows = [self.benchmark.row(cell, sample, tokenizer, extra) for sample in samples]
+            prompts = [encode(tokenizer, row, self.model.chat) for row in rows]
+            size = min(size, len(rows)) if size < self.settings.batch_size else self.settings.batch_size
+            while True:
+                try:
+                    new += self._batches(results, replay, cell, rows, prompts, methods, size)
+                    break
+                except torch.cuda.OutOfMemoryError:
+                    if size == 1:
+                        raise
+                size = math.ceil(min(size, len(rows)) / 2)
+                torch.cuda.empty_cache()
+                log.warning(
+                    "out of GPU memory at %s, %s tokens: going on with batch_size=%d", cell.task, cell.length, size
+                )
+            left = (time.perf_counter() - began) / number * (len(work) - number)
+            where = f"{cell.task}, {cell.length} tokens"
+            log.info("%d of %d batches (%s), %d rows, %.0f s left", number, len(work), where, new, left)
+        return new
+
+    def _batches(
+        self, results: Results, replay: Replay, cell: Cell, rows: list[Row], prompts: list[Prompt],
+        methods: list[Method], size: int,
+    ) -> int:  # fmt: skip
+        new = 0
+        for start in range(0, len(rows), size):
+            some, texts = rows[start : start + size], prompts[start : start + size]
+            lacking = [m for m in methods if any(self.key(m, cell, row.id) not in results.keys for row in some)]
+            if not lacking:
+                continue
+            for method, answers in replay.answers(texts, some, lacking):
+                for row, prompt, answer in zip(some, texts, answers, strict=True):
+                    key = self.key(method, cell, row.id)
+                    if key not in results.keys:
+                        results.append(self.result(key, method, row, prompt, answer))
+                        new += 1
+        return new
+
+    def result(self, key: Key, method: Method, row: Row, prompt: Prompt, answer: Answer) -> dict[str, Any]:
+        """The row that is stored."""
+        seconds = answer.seconds
+        return {
+            **key._asdict(),
+            "score": score_row(row, answer.text),
+            "prediction": answer.text,
+            "answers": list(row.answers),
+            "metric": row.metric,
+            "meta": dict(row.meta),
+            "prompt_tokens": len(prompt.ids),
+            "new_tokens": len(answer.tokens),
+            "cache_bytes": answer.bytes,
+            "batch": answer.batch,
+            "settings": self.config(method),
+            "versions": versions(),
+            "seconds": {
+                **seconds,
+                "first_token": seconds["prefill"]
+                + (seconds["seal"] + seconds["question"] if seconds["question"] else 0),
+                "per_token": seconds["decode"] / answer.steps if answer.steps else None,
+            },
+        }
