@@ -44,7 +44,7 @@ def main(config: DictConfig) -> None:
     plain = OmegaConf.to_container(config, resolve=True)
     try:
         run(plain, directory)  # type: ignore[arg-type]
-    except (ValueError, FileNotFoundError, BlockingIOError) as error:
+    except (ValueError, FileNotFoundError, BlockingIOError, MemoryError) as error:
         sys.exit(f"eval: {error}")
 
 

@@ -49,12 +49,11 @@ def build_job(config: Mapping[str, Any]) -> tuple[Job, Any]:
     benchmark = build_benchmark(config.get("benchmark") or {})
     model_config, tokenizer = load_config(model)
     text_config = model_config.get_text_config(decoder=True)
-    benchmark.check(text_config)
+    benchmark.check(text_config, tokenizer, overhead(tokenizer, model.chat))
     for one in methods:
         if one.channels is not None:
             try:
-                one.channels.check(text_config)
+                one.channels.check(text_config, tokenizer)
             except ValueError as error:
                 raise ValueError(f"method.{one.label}: {error}") from error
-    overhead(tokenizer, model.chat)
     return Job(model, methods, benchmark, settings), tokenizer

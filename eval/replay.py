@@ -78,7 +78,7 @@ def versions() -> dict[str, str]:
 
 
 def cache_bytes(cache: Cache, prompt: Prefill) -> dict[str, int]:
-    """Bytes held after the prompt, by part; of a dense cache the room for new tokens is not counted."""
+    """Bytes held after the prompt, by part, from the tensors; of a dense cache room for new tokens is not counted."""
     if isinstance(cache, CompressedCache):
         memory = cache.memory()
         return {**asdict(memory), "total": memory.total}
@@ -124,14 +124,16 @@ class Replay:
         device = self.model.device
         ids, real = pad_left(first, self.pad, device)
         obs = max((m.obs_queries for m in methods), default=0)
-        start = self._now()
+        start, allocated = self._now(), self._allocated()
         dense = prefill(self.model, ids, real, max(room) + max(map(len, then)), obs, self.settings.prefill_chunk)
-        prefilled = self._now() - start
+        prefilled, of_dense = self._now() - start, self._allocated() - allocated
         for method in methods:
-            start = self._now()
+            start, allocated = self._now(), self._allocated()
             cache = method.cache(self.model, dense)
             sealed = self._now() - start
             held = cache_bytes(cache, dense)
+            if device.type == "cuda":
+                held["allocated"] = of_dense if "dense" in held else self._allocated() - allocated
             logits, mask, lengths, asked, start = dense.logits, dense.real, dense.lengths, 0.0, self._now()
             if before:
                 question, there = pad_left(then, self.pad, device)
@@ -159,6 +161,10 @@ class Replay:
             return bool(rows[row].stop) and cut_at_stop(text, rows[row].stop) != text
 
         return stopped
+
+    def _allocated(self) -> int:
+        device = self.model.device
+        return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
     def _now(self) -> float:
         if self.model.device.type == "cuda":
@@ -191,7 +197,7 @@ class Job:
             "method": method.config(),
             "model": self.model.identity(),
             "benchmark": self.benchmark.identity(),
-            "decode": {name: decode[name] for name in ("max_new_tokens", "min_new_tokens", "batch_size")},
+            "decode": {name: decode[name] for name in ("max_new_tokens", "min_new_tokens")},
         }
 
     def digest(self, method: Method) -> str:
@@ -230,14 +236,16 @@ class Job:
         for number, (cell, samples, methods) in enumerate(work, 1):
             rows = [self.benchmark.row(cell, sample, tokenizer, extra) for sample in samples]
             prompts = [encode(tokenizer, row, self.model.chat) for row in rows]
-            size = min(size, len(rows)) if size < self.settings.batch_size else self.settings.batch_size
             while True:
                 try:
                     new += self._batches(results, replay, cell, rows, prompts, methods, size)
                     break
-                except torch.cuda.OutOfMemoryError:
-                    if size == 1:
-                        raise
+                except torch.OutOfMemoryError as error:
+                    if min(size, len(rows)) == 1:
+                        raise MemoryError(
+                            f"out of GPU memory with one sample of {cell.task} at {cell.length} tokens; lower "
+                            "prefill_chunk (such as 8192), leave out that length, or use a larger GPU"
+                        ) from error
                 size = math.ceil(min(size, len(rows)) / 2)
                 torch.cuda.empty_cache()
                 log.warning(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,11 +120,3 @@ def read(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
                     f"{file}, line {number} is no result row ({error!r}); take that line out and run again to redo it"
                 ) from error
             yield row
-
-
-def latest(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Rows without those of superseded settings: of one model, method, benchmark and compress switch, only the rows
-    whose `config` the last row has."""
-    rows = list(rows)
-    newest = {(r["model"], r["method"], r["benchmark"], r["compress"]): r["config"] for r in rows}
-    return [r for r in rows if newest[r["model"], r["method"], r["benchmark"], r["compress"]] == r["config"]]

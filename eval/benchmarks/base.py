@@ -24,7 +24,7 @@ class Benchmark(Protocol):
     name: str
     seed: int
 
-    def check(self, config: Any) -> None:
+    def check(self, config: Any, tokenizer: Any, overhead: int) -> None:
         """Raise ValueError or FileNotFoundError before any weights are loaded; config is the model's."""
 
     def identity(self) -> dict[str, Any]:

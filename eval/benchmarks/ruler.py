@@ -35,7 +35,7 @@ class Ruler:
     name: str = "ruler"
     _counters: dict[int, TokenCounter] = field(default_factory=dict, repr=False)
 
-    def check(self, config: Any) -> None:
+    def check(self, config: Any, tokenizer: Any, overhead: int) -> None:
         known = [name for name in OFFICIAL if name in TASKS]
         for name in self.tasks:
             if name not in known:
@@ -53,6 +53,8 @@ class Ruler:
                 )
         if not isinstance(self.samples, int) or self.samples < 1:
             raise ValueError(f"benchmark.samples={self.samples!r} must be an integer of at least 1")
+        for name in self.tasks:  # too short a length and missing essays are found here, not hours later
+            self.row(Cell(name, min(self.lengths), ("0",)), "0", tokenizer, overhead)
 
     def identity(self) -> dict[str, Any]:
         return {"essays": self.essays, "split": self.split}

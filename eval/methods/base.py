@@ -33,8 +33,8 @@ class Channels:
 
     obs_queries = 0
 
-    def check(self, config: Any) -> None:
-        """Raise ValueError or FileNotFoundError if this cannot run on a model of that config; before weights load."""
+    def check(self, config: Any, tokenizer: Any) -> None:
+        """Raise ValueError or FileNotFoundError if this cannot run on such a model; no weights are loaded yet."""
 
     def calibrate(self, observe: Observe, tokenizer: Any, config: Any) -> None:
         """Look at samples once, before the first batch."""

@@ -36,7 +36,7 @@ class LeanK(Channels):
             return ChannelMask.from_official(self.mask)
         return ChannelMask.load(self.mask)
 
-    def check(self, config: Any) -> None:
+    def check(self, config: Any, tokenizer: Any) -> None:
         try:
             self.loaded.check_model(config)
         except ValueError as error:

@@ -18,7 +18,7 @@ class LowestFrequencies(Channels):
 
     ratio: float = 0.7
 
-    def check(self, config: Any) -> None:
+    def check(self, config: Any, tokenizer: Any) -> None:
         lowest_frequencies(config, self.ratio)
 
     def keep(self, prefill: Prefill, config: Any) -> Tensor:

@@ -20,7 +20,7 @@ class Random(Channels):
     ratio: float = 0.7
     seed: int = 0
 
-    def check(self, config: Any) -> None:
+    def check(self, config: Any, tokenizer: Any) -> None:
         random_mask(shape_of(config), self.ratio, self.seed)
 
     def keep(self, prefill: Prefill, config: Any) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from data_gen.sample import Sample
 from data_gen.tasks import task
 from data_gen.tokens import TokenCounter
 from eval.methods.base import Channels, Observe
@@ -28,11 +29,12 @@ class StaticNorm(Channels):
     queries: int = 32
     _found: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
-    def check(self, config: Any) -> None:
+    def check(self, config: Any, tokenizer: Any) -> None:
         check_observed(self.ratio, self.queries)
         task(self.task)
         if self.samples < 1:
             raise ValueError(f"samples={self.samples} must be at least 1 to calibrate static_norm")
+        self._sample(TokenCounter(tokenizer), 0)
 
     def identity(self) -> dict[str, Any]:
         names = ("ratio", "task", "length", "samples", "seed", "queries")
@@ -43,9 +45,11 @@ class StaticNorm(Channels):
             return
         norms, counter = Norms(), TokenCounter(tokenizer)
         for index in range(self.samples):
-            document = task(self.task).build(self.task, self.length, counter, self.seed, index, exact=False)
-            norms.add(*observed(observe(document.samples()[0], self.queries), self.queries))
+            norms.add(*observed(observe(self._sample(counter, index), self.queries), self.queries))
         self._found["keep"] = norms.mask(self.ratio).keep
+
+    def _sample(self, counter: TokenCounter, index: int) -> Sample:
+        return task(self.task).build(self.task, self.length, counter, self.seed, index, exact=False).samples()[0]
 
     def keep(self, prefill: Prefill, config: Any) -> Tensor:
         if not self._found:

@@ -25,7 +25,7 @@ class ThinK(Channels):
     def obs_queries(self) -> int:  # type: ignore[override]
         return self.queries
 
-    def check(self, config: Any) -> None:
+    def check(self, config: Any, tokenizer: Any) -> None:
         check_observed(self.ratio, self.queries)
 
     def keep(self, prefill: Prefill, config: Any) -> Tensor:
