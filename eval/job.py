@@ -42,6 +42,7 @@ def build_job(config: Mapping[str, Any]) -> tuple[Job, Any]:
     the setting at fault."""
     settings = typed(Settings, {k: v for k, v in config.items() if k not in GROUPS}, "")
     model = typed(ModelConfig, config.get("model") or {}, "model.")
+    _ = model.torch_dtype  # raises for an unknown one
     labels = config.get("method") or {}
     if not labels:
         raise ValueError("method is empty; give method=[dense,leank] or other names of conf/method")

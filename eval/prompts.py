@@ -34,7 +34,7 @@ def encode(tokenizer: Any, row: Row, chat: bool | str = "auto") -> Prompt:
         text = tokenizer.apply_chat_template(row.messages(), tokenize=False, add_generation_prompt=True)
         inside = text.rfind(row.prompt)
         if inside < 0:  # templates may strip the turn
-            inside = max(text.rfind(row.prompt.strip()), 0)
+            inside = max(0, text.rfind(row.prompt.strip())) - (len(row.prompt) - len(row.prompt.lstrip()))
     else:
         text, inside = row.prompt, 0
     encoded = tokenizer(text + row.answer_prefix, add_special_tokens=not chatting, return_offsets_mapping=True)

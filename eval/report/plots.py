@@ -98,7 +98,7 @@ def _against_bytes(axes: Axes, run: dict[str, Any]) -> bool:
         x = [c["cache_bytes"] / 2**20 for c in cells]
         axes.errorbar(x, score, errors, label=method, capsize=2, markersize=5, elinewidth=0.8, linewidth=0.6,
                       linestyle=":" if several else "", **style)  # fmt: skip
-    axes.set_xscale("log")
+    axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda x, _: f"{x:g}"))
     axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
     axes.set_xlabel("MiB of cache a sample, after the prompt" + ("; a point a length" if several else ""))
