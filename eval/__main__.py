@@ -26,7 +26,8 @@ def run(config: dict[str, Any], directory: Path) -> int:
     from eval.results import Results
 
     job, tokenizer = build_job(config)
-    with Results(directory) as results:
+    shard, shards = job.settings.place
+    with Results(directory, f"-{shard}-of-{shards}" if shards > 1 else "") as results:
         work = job.missing(results.keys)
         log.info("%d rows are there, %d batches to do, in %s", len(results.keys), len(work), directory)
         new = 0

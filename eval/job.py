@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
 from eval.benchmarks.base import Benchmark
 from eval.methods import method
+from eval.methods.leank import LeanK
 from eval.models import ModelConfig, load_config
 from eval.prompts import overhead
 from eval.replay import Job, Settings
@@ -17,6 +19,7 @@ from eval.replay import Job, Settings
 BENCHMARKS = {"ruler": "eval.benchmarks.ruler:Ruler"}
 GROUPS = ("model", "benchmark", "method", "cache", "mask", "name")
 T = TypeVar("T")
+log = logging.getLogger("eval")
 
 
 def typed(target: type[T], given: Mapping[str, Any], where: str) -> T:
@@ -47,6 +50,12 @@ def build_job(config: Mapping[str, Any]) -> tuple[Job, Any]:
     if not labels:
         raise ValueError("method is empty; give method=[dense,leank] or other names of conf/method")
     methods = [method(label, given, config.get("cache")) for label, given in labels.items()]
+    for one in methods:
+        if isinstance(one.channels, LeanK):
+            trained = one.channels.loaded.metadata
+            for key in ("sink", "window"):
+                if trained.get(key) not in (None, getattr(one, key)):
+                    log.warning("mask was trained with %s=%s; cache.%s=%s", key, trained[key], key, getattr(one, key))
     benchmark = build_benchmark(config.get("benchmark") or {})
     model_config, tokenizer = load_config(model)
     text_config = model_config.get_text_config(decoder=True)

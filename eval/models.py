@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,22 +16,24 @@ from leank_train.hook import check_decoder
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """name: what tables call it. path: folder or hub id; None = the name itself ("reference" is shipped with the
-    package). dtype, device: "auto" = bfloat16 on a GPU, float32 on a CPU. chat: whether prompts go through the chat
-    template, "auto" = if there is one. revision: of a hub id."""
+    """name: "reference" (shipped with the package), a folder, or a hub name. dtype, device: "auto" = bfloat16 on a GPU,
+    float32 on a CPU. chat: whether prompts go through the chat template, None = if there is one. overrides: of the
+    model's config, such as YaRN's rope_parameters."""
 
     name: str = "reference"
-    path: str | None = None
     dtype: str = "auto"
+    chat: bool | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
     device: str = "auto"
-    chat: bool | str = "auto"
-    revision: str | None = None
+
+    @property
+    def label(self) -> str:
+        """What tables call it: the name, or the last part of a folder's."""
+        return Path(self.name).name if Path(self.name).is_dir() else self.name
 
     @property
     def location(self) -> str:
-        """Folder or hub id."""
-        if self.path:
-            return self.path
+        """Folder or hub name."""
         return str(files("leank_train") / "assets" / "reference") if self.name == "reference" else self.name
 
     @property
@@ -50,28 +54,31 @@ class ModelConfig:
 
     def identity(self) -> dict[str, Any]:
         """What the answers depend on, as JSON."""
-        return {"name": self.name, "path": self.path, "dtype": str(self.torch_dtype).removeprefix("torch."),
-                "chat": self.chat, "revision": self.revision}  # fmt: skip
+        dtype = str(self.torch_dtype).removeprefix("torch.")
+        return {"name": self.label, "dtype": dtype, "chat": self.chat, "overrides": dict(self.overrides)}
 
 
 def load_config(settings: ModelConfig) -> tuple[Any, Any]:
     """(config, tokenizer), without weights. Raises ValueError if there is no such model."""
     try:
-        config = AutoConfig.from_pretrained(settings.location, revision=settings.revision)
-        tokenizer = AutoTokenizer.from_pretrained(settings.location, revision=settings.revision)
+        config = AutoConfig.from_pretrained(settings.location)
+        tokenizer = AutoTokenizer.from_pretrained(settings.location)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"model={settings.location} cannot be read ({str(error).splitlines()[0]}); give model.path=FOLDER with "
-            "config.json, tokenizer and weights, or a hub id that this machine can reach"
+            f"model.name={settings.name} cannot be read ({str(error).splitlines()[0]}); give reference, a folder with "
+            "config.json, tokenizer and weights, or a hub name that this machine can reach"
         ) from error
+    for key, value in settings.overrides.items():
+        if key == "rope_parameters":
+            value = {**(getattr(config, key, None) or {}), **value}
+        setattr(config, key, value)
     return config, tokenizer
 
 
 def load_model(settings: ModelConfig) -> PreTrainedModel:
     """The model, frozen, on its device. Raises ValueError for a model without RoPE."""
-    model = AutoModelForCausalLM.from_pretrained(
-        settings.location, revision=settings.revision, dtype=settings.torch_dtype
-    )
+    config, _ = load_config(settings)
+    model = AutoModelForCausalLM.from_pretrained(settings.location, config=config, dtype=settings.torch_dtype)
     check_decoder(model)
     model.to(settings.torch_device)  # type: ignore[arg-type]
     return model.eval().requires_grad_(False)

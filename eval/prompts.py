@@ -16,15 +16,15 @@ class Prompt:
     question: int
 
 
-def uses_chat(tokenizer: Any, row: Row, chat: bool | str) -> bool:
+def uses_chat(tokenizer: Any, row: Row, chat: bool | None) -> bool:
     """Whether a row goes through the chat template. Raises ValueError if it must and the tokenizer has none."""
     there = getattr(tokenizer, "chat_template", None) is not None
     if chat is True and not there:
-        raise ValueError("model.chat=true, but the tokenizer has no chat template; use model.chat=auto or false")
+        raise ValueError("model.chat=true, but the tokenizer has no chat template; use model.chat=null or false")
     return row.chat and there and chat is not False
 
 
-def encode(tokenizer: Any, row: Row, chat: bool | str = "auto") -> Prompt:
+def encode(tokenizer: Any, row: Row, chat: bool | None = None) -> Prompt:
     """Token ids of a row: chat template around `messages()` or the bare prompt, then `answer_prefix`.
 
     The text is encoded as a whole; the question begins with the first token that starts at or after the context's end.
@@ -44,7 +44,7 @@ def encode(tokenizer: Any, row: Row, chat: bool | str = "auto") -> Prompt:
     return Prompt(ids, starts[0] if starts else len(ids) - 1)
 
 
-def overhead(tokenizer: Any, chat: bool | str = "auto") -> int:
+def overhead(tokenizer: Any, chat: bool | None = None) -> int:
     """Tokens that the chat template adds to a prompt."""
     empty = Row("", "", "", "x", (), 1, "")
     if not uses_chat(tokenizer, empty, chat):

@@ -39,7 +39,8 @@ log = logging.getLogger("eval")
 
 @dataclass(frozen=True)
 class Settings:
-    """compress: whether a method compresses after the whole prompt or before the question. batch_size: samples of one
+    """shard: "i/n" does every n-th batch, from number i (0 is the first), for several GPUs or a Slurm array.
+    compress: whether a method compresses after the whole prompt or before the question. batch_size: samples of one
     task and length at a time; prefill_chunk: prompt tokens at a time, None = all. max_new_tokens, min_new_tokens:
     instead of the benchmark's."""
 
@@ -48,8 +49,18 @@ class Settings:
     prefill_chunk: int | None = None
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
+    shard: str = "0/1"
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Number of this shard, number of shards. Raises ValueError if there is no such shard."""
+        number, _, count = self.shard.partition("/")
+        if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+            raise ValueError(f"shard={self.shard!r} is no shard; the first of four is shard=0/4, the last shard=3/4")
+        return int(number), int(count)
 
     def __post_init__(self) -> None:
+        _ = self.place
         if self.compress not in COMPRESS:
             raise ValueError(f"compress={self.compress!r} is unknown; choose {' or '.join(COMPRESS)}")
         for name in ("batch_size", "prefill_chunk", "max_new_tokens"):
@@ -93,7 +104,7 @@ class Replay:
         self.eos = eos_ids(model, tokenizer)
         self.pad = pad if pad is not None else (getattr(tokenizer, "pad_token_id", None) or 0)
 
-    def calibrate(self, methods: Sequence[Method], chat: bool | str = "auto") -> None:
+    def calibrate(self, methods: Sequence[Method], chat: bool | None = None) -> None:
         """Let methods that want to see samples see them."""
 
         def observe(sample: Any, queries: int) -> Prefill:
@@ -207,7 +218,7 @@ class Job:
     def key(self, method: Method, cell: Cell, sample: str) -> Key:
         """The key of one row."""
         return Key(
-            self.model.name, method.label, self.digest(method), self.benchmark.name,
+            self.model.label, method.label, self.digest(method), self.benchmark.name,
             cell.task, cell.length, sample, self.benchmark.seed, self.settings.compress,
         )  # fmt: skip
 
@@ -216,9 +227,13 @@ class Job:
 
         A batch's samples depend on the plan alone, never on what is done, so a run that was killed gives the same rows.
         """
-        size, work = self.settings.batch_size, []
+        size, work, batch = self.settings.batch_size, [], -1
+        shard, shards = self.settings.place
         for cell in self.benchmark.cells():
             for start in range(0, len(cell.samples), size):
+                batch += 1
+                if batch % shards != shard:
+                    continue
                 samples = cell.samples[start : start + size]
                 lacking = [m for m in self.methods if any(self.key(m, cell, s) not in done for s in samples)]
                 if lacking:

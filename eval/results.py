@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 NAME = "results.jsonl"
+GLOB = "results*.jsonl"
 
 
 class Key(NamedTuple):
@@ -38,12 +39,12 @@ def key_of(row: Mapping[str, Any]) -> Key:
 class Results:
     """The open file: which rows it has, and `append`. A context manager; one writer at a time."""
 
-    def __init__(self, directory: str | os.PathLike):
-        """Open or create, cut off a torn last line, read the keys.
+    def __init__(self, directory: str | os.PathLike, part: str = ""):
+        """Open or create, cut off a torn last line, read the keys of all parts. part: "-0-of-4" for a shard's own file.
 
         Raises BlockingIOError if another run is writing here, ValueError for a damaged line in the middle.
         """
-        self.path = Path(directory) / NAME
+        self.path = Path(directory) / NAME.replace(".", f"{part}.")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         new = not self.path.exists()
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -55,7 +56,7 @@ class Results:
                     f"{self.path} is being written by another run; wait for it or choose another hydra.run.dir"
                 ) from error
             self._cut_torn_line()
-            self.keys = {key_of(row) for row in read(self.path)}
+            self.keys = {key_of(row) for row in read(directory)}
             if new:
                 folder = os.open(self.path.parent, os.O_RDONLY)
                 os.fsync(folder)
@@ -101,13 +102,24 @@ class Results:
 
 
 def read(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
-    """Rows of a results file or of the run directory it is in; a torn last line is left out.
+    """Rows of a results file, or of all (shards write one each) in a run directory; a torn last line is left out.
 
     Raises FileNotFoundError, or ValueError naming the line that is damaged or no row.
     """
+    if Path(path).is_dir() and (parts := sorted(Path(path).glob(GLOB))):
+        seen: set[Key] = set()
+        for row in (row for part in parts for row in _read(part)):
+            if key_of(row) not in seen:  # two shards may have done the same row
+                seen.add(key_of(row))
+                yield row
+        return
     file = Path(path) / NAME if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"{file} does not exist; give the directory of a run of python -m eval")
+    yield from _read(file)
+
+
+def _read(file: Path) -> Iterator[dict[str, Any]]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.endswith(b"\n"):

@@ -39,7 +39,7 @@ def job(*overrides):
 def test_reference_ruler(masks):
     made, tokenizer = job("+experiment=reference_ruler", f"mask={masks / 'fits.safetensors'}")
     assert [m.label for m in made.methods] == ["dense", "leank", "lowest_frequencies"]
-    assert {(m.sink, m.window, m.flush) for m in made.methods if m.channels} == {(16, 128, 32)}
+    assert {(m.sink, m.window, m.flush) for m in made.methods if m.channels} == {(16, 144, 32)}
     assert {c.length for c in made.benchmark.cells()} == {1024, 2048, 4096}
     row = made.benchmark.row(Cell("vt", 1024, ("0",)), "0", tokenizer, 0)
     prompt = encode(tokenizer, row)
@@ -82,9 +82,9 @@ def test_every_experiment_composes(name):
         (["method=[dense]", "benchmark.name=ruller"], "benchmark.name='ruller' is unknown; choose one of"),
         (["method=[dense]", "compress=never"], "compress='never' is unknown"),
         (["method=[dense]", "+batchsize=3"], "batchsize is no setting"),
-        (["method=[dense]", "+model.dtype=int8"], "model.dtype='int8' is unknown"),
-        (["method=[dense]", "+model.path=no/such/folder"], "model=no/such/folder cannot be read"),
-        (["method=[dense]", "+model.chat=true"], "no chat template"),
+        (["method=[dense]", "model.dtype=int8"], "model.dtype='int8' is unknown"),
+        (["method=[dense]", "model.name=no/such/folder"], "model.name=no/such/folder cannot be read"),
+        (["method=[dense]", "model.chat=true"], "no chat template"),
         (["method=[]"], "method is empty"),
         (["method=[think]", "method.think.channels.ratio=1.5"], "method.think: ratio=1.5 is not in"),
         (["method=[think]", "method.think.channels.ratio=lots"], "method.think.channels.ratio='lots' must be a number"),

@@ -95,6 +95,19 @@ def test_only_what_is_new_is_run(tmp_path, model, tokenizer):
     assert run(tmp_path, job(samples=3), model, tokenizer) == 0
 
 
+def test_shards_together_are_the_whole(tmp_path, model, tokenizer):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(whole, job(), model, tokenizer)
+    for number in (2, 0, 1):
+        with Results(parts, f"-{number}-of-3") as results:
+            assert job(shard=f"{number}/3").run(results, model, tokenizer)
+    assert len(list(parts.iterdir())) == 3
+    assert without_times(parts) == without_times(whole)
+    assert run(parts, job(), model, tokenizer) == 0
+    with pytest.raises(ValueError, match="shard='3/3' is no shard"):
+        job(shard="3/3")
+
+
 def test_out_of_memory_goes_on_with_a_smaller_batch(tmp_path, model, tokenizer, monkeypatch, caplog):
     from eval.replay import Replay
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from data_gen.sample import Sample
 from data_gen.tasks import TASKS, task
 from data_gen.tokens import TokenCounter
 from eval.benchmarks.base import Cell
@@ -17,6 +18,13 @@ OFFICIAL = (
     "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2",
 )  # fmt: skip
 PART = ("qa_1", "qa_2")  # any reference counts
+
+
+def draw(
+    name: str, length: int, counter: TokenCounter, seed: int, index: int, essays: str | None = None, split: str = "all"
+) -> Sample:
+    """One sample of a task of data_gen, sized as RULER's: prompt and reply keep to `length` tokens."""
+    return task(name).build(name, length, counter, seed, index, exact=False, essays=essays, split=split).samples()[0]
 
 
 @dataclass
@@ -66,11 +74,7 @@ class Ruler:
     def row(self, cell: Cell, sample: str, tokenizer: Any, overhead: int) -> Row:
         counter = self._counters.setdefault(id(tokenizer), TokenCounter(tokenizer))
         assert cell.length is not None
-        document = task(cell.task).build(
-            cell.task, cell.length - overhead, counter, self.seed, int(sample),
-            exact=False, essays=self.essays, split=self.split,
-        )  # fmt: skip
-        made = document.samples()[0]
+        made = draw(cell.task, cell.length - overhead, counter, self.seed, int(sample), self.essays, self.split)
         return Row(
             task=cell.task,
             id=sample,

@@ -10,6 +10,7 @@ from torch import Tensor
 from data_gen.sample import Sample
 from data_gen.tasks import task
 from data_gen.tokens import TokenCounter
+from eval.benchmarks.ruler import draw
 from eval.methods.base import Channels, Observe
 from eval.methods.think import check_observed, observed
 from eval.prefill import Prefill
@@ -49,7 +50,7 @@ class StaticNorm(Channels):
         self._found["keep"] = norms.mask(self.ratio).keep
 
     def _sample(self, counter: TokenCounter, index: int) -> Sample:
-        return task(self.task).build(self.task, self.length, counter, self.seed, index, exact=False).samples()[0]
+        return draw(self.task, self.length, counter, self.seed, index)
 
     def keep(self, prefill: Prefill, config: Any) -> Tensor:
         if not self._found:
