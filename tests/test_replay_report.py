@@ -91,6 +91,15 @@ def test_differences_are_paired_only_where_both_have_the_sample():
     assert found["against_dense"]["difference"] == 50
 
 
+def test_two_seeds_are_other_samples():
+    rows = [
+        row(m, 0, score, seed=seed) for seed in (1, 2) for m, score in (("dense", seed - 1.0), ("leank", seed - 1.0))
+    ]
+    (run,) = summarise(rows)["runs"]
+    assert run["overall"][1]["n"] == 2
+    assert run["overall"][1]["against_dense"]["interval"] == (0, 0)
+
+
 def test_a_method_run_with_two_settings_stands_twice():
     configs = [{"channels": {"name": "think", "ratio": ratio}, "sink": 1} for ratio in (0.6, 0.7)]
     rows = [row("dense", 0, 1.0), *(row("think", 0, 0.5, config=c) for c in configs)]

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from eval.report.summary import labels
+from eval.report.summary import labels, which
 from eval.report.tables import Table, tables
 
 SHOWN = 40  # replies that differ from dense, of each method
@@ -60,10 +60,10 @@ def _table(table: Table) -> str:
 def differing(rows: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> dict[str, list[tuple[Mapping, Mapping]]]:
     """Of each method, the (row, dense row) pairs whose replies differ; largest loss of score first."""
     named = labels(rows)
-    place = {(r["task"], r["length"], r["sample"], r["seed"]): r for r in rows if named[r["config"]] == run["dense"]}
+    place = {(r["task"], r["length"], *which(r)): r for r in rows if named[r["config"]] == run["dense"]}
     out: dict[str, list[tuple[Mapping, Mapping]]] = {}
     for row in rows:
-        dense = place.get((row["task"], row["length"], row["sample"], row["seed"]))
+        dense = place.get((row["task"], row["length"], *which(row)))
         if dense is not None and row["prediction"] != dense["prediction"]:
             out.setdefault(named[row["config"]], []).append((row, dense))
     for pairs in out.values():

@@ -64,13 +64,18 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
+def which(row: Row) -> tuple[str, int]:
+    """Which sample of its task and length a row is of."""
+    return row["sample"], row["seed"]
+
+
 def _mean(values: Iterable[float | None]) -> float | None:
     there = [v for v in values if v is not None]
     return float(np.mean(there)) if there else None
 
 
-def _cell(tasks: Mapping[str, Sequence[Row]], dense: Mapping[str, Mapping[str, Row]] | None) -> dict[str, Any]:
-    """Figures of one method over some tasks (each counts alike); dense: task -> sample -> row, to compare with."""
+def _cell(tasks: Mapping[str, Sequence[Row]], dense: Mapping[str, Mapping[tuple, Row]] | None) -> dict[str, Any]:
+    """Figures of one method over some tasks (each counts alike); dense: task -> `which` -> row, to compare with."""
     groups = [np.array([100 * r["score"] for r in rows]) for rows in tasks.values()]
     rows = [r for rows in tasks.values() for r in rows]
     out: dict[str, Any] = {
@@ -87,7 +92,7 @@ def _cell(tasks: Mapping[str, Sequence[Row]], dense: Mapping[str, Mapping[str, R
     }
     if dense is not None:
         both = [
-            [(r, dense[task][r["sample"]]) for r in rows if r["sample"] in dense.get(task, {})]
+            [(r, dense[task][which(r)]) for r in rows if which(r) in dense.get(task, {})]
             for task, rows in tasks.items()
         ]
         pairs = [pair for group in both for pair in group]
@@ -123,13 +128,13 @@ def _run(rows: list[Row]) -> dict[str, Any]:
     }
     for method in methods:
         everything: dict[str, list[Row]] = {}
-        all_dense: dict[str, dict[str, Row]] = {}
+        all_dense: dict[str, dict[tuple, Row]] = {}
         compare = dense_name is not None and method != dense_name
         for length in lengths:
             mine = {t: table[method, length, t] for t in tasks if (method, length, t) in table}
             if not mine:
                 continue
-            dense = {t: {r["sample"]: r for r in table.get((dense_name, length, t), [])} for t in mine}
+            dense = {t: {which(r): r for r in table.get((dense_name, length, t), [])} for t in mine}
             where = {"method": method, "length": length}
             for task, of_task in mine.items():
                 cell = _cell({task: of_task}, dense if compare else None)
