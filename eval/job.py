@@ -16,7 +16,11 @@ from eval.prompts import overhead
 from eval.replay import Job, Settings
 
 # name -> "module:class"; imported when first used
-BENCHMARKS = {"ruler": "eval.benchmarks.ruler:Ruler"}
+BENCHMARKS = {
+    "gsm_infinite": "eval.benchmarks.files:GsmInfinite",
+    "longbench": "eval.benchmarks.files:LongBench",
+    "ruler": "eval.benchmarks.ruler:Ruler",
+}
 GROUPS = ("model", "benchmark", "method", "cache", "mask", "name")
 T = TypeVar("T")
 log = logging.getLogger("eval")

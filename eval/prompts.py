@@ -25,7 +25,7 @@ def uses_chat(tokenizer: Any, row: Row, chat: bool | None) -> bool:
 
 
 def encode(tokenizer: Any, row: Row, chat: bool | None = None) -> Prompt:
-    """Token ids of a row: chat template around `messages()` or the bare prompt, then `answer_prefix`.
+    """Token ids of a row: chat template around `messages()`, or their bare text, then `answer_prefix`.
 
     The text is encoded as a whole; the question begins with the first token that starts at or after the context's end.
     """
@@ -36,7 +36,8 @@ def encode(tokenizer: Any, row: Row, chat: bool | None = None) -> Prompt:
         if inside < 0:  # templates may strip the turn
             inside = max(0, text.rfind(row.prompt.strip())) - (len(row.prompt) - len(row.prompt.lstrip()))
     else:
-        text, inside = row.prompt, 0
+        before = "".join(message["content"] + "\n\n" for message in row.preamble)
+        text, inside = before + row.prompt, len(before)
     encoded = tokenizer(text + row.answer_prefix, add_special_tokens=not chatting, return_offsets_mapping=True)
     end = inside + len(row.context)
     ids = list(encoded["input_ids"])

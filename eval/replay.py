@@ -247,10 +247,17 @@ class Job:
         replay = Replay(model, tokenizer, self.settings)
         replay.calibrate(wanted, self.model.chat)
         extra, new, began = overhead(tokenizer, self.model.chat), 0, time.perf_counter()
-        size = self.settings.batch_size
+        size, limit = self.settings.batch_size, getattr(model.config, "max_position_embeddings", None)
         for number, (cell, samples, methods) in enumerate(work, 1):
             rows = [self.benchmark.row(cell, sample, tokenizer, extra) for sample in samples]
             prompts = [encode(tokenizer, row, self.model.chat) for row in rows]
+            for row, prompt in zip(rows, prompts, strict=True):
+                total = len(prompt.ids) + (self.settings.max_new_tokens or row.max_new_tokens)
+                if limit is not None and total > limit:
+                    raise ValueError(
+                        f"sample {row.id} of {cell.task} takes {total} tokens with its reply, more than the model's "
+                        f"max_position_embeddings={limit}; lower max_new_tokens or use shorter samples"
+                    )
             while True:
                 try:
                     new += self._batches(results, replay, cell, rows, prompts, methods, size)

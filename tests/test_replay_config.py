@@ -1,5 +1,6 @@
 """The command line's configuration: every experiment builds, and bad input is named before any weights are loaded."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,47 @@ def test_bad_input_is_named(overrides, message, masks):
     lengths = [] if any("lengths" in o for o in filled) else ["benchmark.lengths=[1024]"]
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         job(*lengths, *filled)
+
+
+def problems(folder, count=3):
+    """A file of tiny GSM-Infinite problems, and a LongBench file beside it."""
+    lines = [
+        {"problem": "A is 3. ", "question": "What is A?", "answer": 3, "op": op, "d": 2, "length": "8k",
+         "template": "crazy_zootopia", "mode": "normalforward"}
+        for op in (2, 4, 5) for _ in range(count)
+    ]  # fmt: skip
+    (folder / "gsm.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = " ".join(f"Sentence {i}." for i in range(4000))
+    line = {"context": text, "input": "", "answers": ["x"], "_id": "a", "length": 8000}
+    (folder / "multi_news.jsonl").write_text((json.dumps(line) + "\n") * count)
+
+
+def test_gsm_infinite_from_a_file(tmp_path):
+    problems(tmp_path)
+    made, tokenizer = job("method=[dense]", "benchmark=gsm_infinite", f"benchmark.path={tmp_path}/gsm.jsonl",
+                          "benchmark.samples=2")  # fmt: skip
+    (cell,) = made.benchmark.cells()
+    assert (cell.task, cell.samples) == ("medium 8k", ("1", "2", "4", "5"))
+    assert made.benchmark.row(cell, "4", tokenizer, 0).answers == [3]
+    with pytest.raises(FileNotFoundError, match=r"benchmark\.path=None does not exist"):
+        job("method=[dense]", "benchmark=gsm_infinite")
+    (tmp_path / "gsm.jsonl").write_text('{"problem": 1}\n')
+    with pytest.raises(ValueError, match="line 1 is no problem"):
+        job("method=[dense]", "benchmark=gsm_infinite", f"benchmark.path={tmp_path}/gsm.jsonl")
+
+
+def test_longbench_from_a_file_is_cut_to_the_model(tmp_path):
+    problems(tmp_path)
+    given = ("method=[dense]", "benchmark=longbench", f"benchmark.path={tmp_path}")
+    made, tokenizer = job(*given, "benchmark.tasks=[multi_news]", "benchmark.samples=2")
+    (cell,) = made.benchmark.cells()
+    assert cell.samples == ("0", "1")
+    row = made.benchmark.row(cell, "1", tokenizer, 0)
+    assert 8192 - 32 < len(encode(tokenizer, row).ids) + row.max_new_tokens <= 8192
+    with pytest.raises(FileNotFoundError, match="put one there"):
+        job(*given)
+    with pytest.raises(ValueError, match="'multinews' is not in LongBench"):
+        job(*given, "benchmark.tasks=[multinews]")
 
 
 def test_a_mask_is_known_by_its_contents(masks, tmp_path):
