@@ -20,7 +20,7 @@ log = logging.getLogger("eval")
 
 def run(config: dict[str, Any], directory: Path) -> int:
     """Check everything, replay what is missing in `directory`, write the report. Returns the number of new rows."""
-    from eval.job import build_job
+    from eval.build import build_job
     from eval.models import load_model
     from eval.report import write_report
     from eval.results import Results

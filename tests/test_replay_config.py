@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from eval.benchmarks.base import Cell
 from eval.benchmarks.row import Row
-from eval.job import build_job
+from eval.build import build_job
 from eval.methods import CHANNELS, method, name_of
 from eval.prompts import encode, overhead
 from leank_train.mask import ChannelMask

@@ -11,9 +11,10 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from eval.benchmarks.ruler import Ruler
+from eval.job import Job
 from eval.methods import Method, method
 from eval.models import ModelConfig
-from eval.replay import Job, Settings
+from eval.replay import Settings
 from eval.results import NAME, Key, Results, key_of, read
 
 ROW = {**Key("m", "dense", "c0", "ruler", "vt", 64, "0", 42, "after_question")._asdict(), "score": 1.0}

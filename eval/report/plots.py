@@ -46,6 +46,12 @@ def _difference(cell: dict[str, Any]) -> tuple[float, tuple[float, float]]:
     return cell["against_dense"]["difference"], cell["against_dense"]["interval"]
 
 
+def _reach(run: dict[str, Any]) -> tuple[float, float]:
+    """Ends of a score axis: up to 100, and down to the lowest interval, 20 points at least."""
+    lowest = min(cell["interval"][0] for cell in run["by_length"])
+    return max(-3, min(lowest - 3, 80)), 103
+
+
 def _by_length(axes: Axes, run: dict[str, Any]) -> bool:
     lengths = [n for n in run["lengths"] if n is not None]
     if len(lengths) < 2:
@@ -58,7 +64,7 @@ def _by_length(axes: Axes, run: dict[str, Any]) -> bool:
     axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
     axes.set_xlabel("tokens of prompt and reply")
     axes.set_ylabel("score")
-    axes.set_ylim(-3, 103)
+    axes.set_ylim(*_reach(run))
     return True
 
 
@@ -99,11 +105,12 @@ def _against_bytes(axes: Axes, run: dict[str, Any]) -> bool:
         axes.errorbar(x, score, errors, label=method, capsize=2, markersize=5, elinewidth=0.8, linewidth=0.6,
                       linestyle=":" if several else "", **style)  # fmt: skip
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(matplotlib.ticker.LogLocator(base=2, subs=(1, 1.5)))
     axes.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda x, _: f"{x:g}"))
     axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
     axes.set_xlabel("MiB of cache a sample, after the prompt" + ("; a point a length" if several else ""))
     axes.set_ylabel("score")
-    axes.set_ylim(-3, 103)
+    axes.set_ylim(*_reach(run))
     return True
 
 
