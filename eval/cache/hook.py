@@ -14,7 +14,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from eval.cache import dense
-from eval.cache.layer import CompressedLayer
 
 ATTENTION = "leank"
 
@@ -29,9 +28,9 @@ def attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of query [B, Hq, Q, D]; key is a CompressedLayer or a tensor [B, H, T, D]. Returns ([B, Q, Hq, D],
-    None)."""
-    if isinstance(key, CompressedLayer):
+    """Attention of query [B, Hq, Q, D]; key is a layer that attends by itself, such as a CompressedLayer, or a tensor
+    [B, H, T, D]. Returns ([B, Q, Hq, D], None)."""
+    if not isinstance(key, Tensor):
         return key.attend(query, attention_mask, scaling), None
     if dropout or (attention_mask is not None and attention_mask.ndim == 4) or not getattr(module, "is_causal", True):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)

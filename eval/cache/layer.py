@@ -122,6 +122,17 @@ class CompressedLayer(DynamicLayer):
             self._settle()
         return out
 
+    def seal(self, k: Tensor, v: Tensor, real: Tensor | None = None) -> None:
+        """Take a whole prompt that was attended elsewhere: k, v [B, H, T, D]; real [B, T] bool, None = no padding.
+
+        Raises RuntimeError if the layer already holds tokens.
+        """
+        if self._columns:
+            raise RuntimeError(f"seal() takes the place of the prompt; this layer already holds {self._columns} tokens")
+        self.update(k, v)
+        self._real = real
+        self._settle()
+
     def _settle(self) -> None:
         """Seal a finished prompt, or move what is due out of the window."""
         if self.store is not None:

@@ -1,0 +1,63 @@
+"""Replay a benchmark for several methods, or compute a finished run's report anew.
+
+python -m eval +experiment=reference_ruler mask=outputs/train/mask.safetensors
+python -m eval report outputs/eval/reference_ruler
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+log = logging.getLogger("eval")
+
+
+def run(config: dict[str, Any], directory: Path) -> int:
+    """Check everything, replay what is missing in `directory`, write the report. Returns the number of new rows."""
+    from eval.build import build_job
+    from eval.models import load_model
+    from eval.report import write_report
+    from eval.results import Results
+
+    job, tokenizer = build_job(config)
+    shard, shards = job.settings.place
+    with Results(directory, f"-{shard}-of-{shards}" if shards > 1 else "") as results:
+        work = job.missing(results.keys)
+        log.info("%d rows are there, %d batches to do, in %s", len(results.keys), len(work), directory)
+        new = 0
+        if work:
+            new = job.run(results, load_model(job.model), tokenizer)
+    write_report(directory)
+    log.info("%d new rows; report: %s", new, directory / "report.html")
+    return new
+
+
+@hydra.main(version_base="1.3", config_path="pkg://conf", config_name="eval")
+def main(config: DictConfig) -> None:
+    """Command line; see the module's docstring."""
+    directory = Path(HydraConfig.get().runtime.output_dir)
+    plain = OmegaConf.to_container(config, resolve=True)
+    try:
+        run(plain, directory)  # type: ignore[arg-type]
+    except (ValueError, FileNotFoundError, BlockingIOError, MemoryError) as error:
+        sys.exit(f"eval: {error}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["report"]:
+        from eval.report import write_report
+
+        try:
+            if len(sys.argv) != 3:
+                raise ValueError("usage: python -m eval report DIR")
+            write_report(Path(sys.argv[2]))
+        except (ValueError, FileNotFoundError) as error:
+            sys.exit(f"eval: {error}")
+    else:
+        main()

@@ -1,0 +1,74 @@
+"""From the resolved configuration to a checked Job; no weights are loaded here."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from eval.benchmarks.base import Benchmark
+from eval.job import Job
+from eval.methods import method
+from eval.methods.leank import LeanK
+from eval.models import ModelConfig, load_config
+from eval.prompts import overhead
+from eval.replay import Settings
+
+# name -> "module:class"; imported when first used
+BENCHMARKS = {
+    "gsm_infinite": "eval.benchmarks.files:GsmInfinite",
+    "longbench": "eval.benchmarks.files:LongBench",
+    "ruler": "eval.benchmarks.ruler:Ruler",
+}
+GROUPS = ("model", "benchmark", "method", "cache", "mask", "name")
+T = TypeVar("T")
+log = logging.getLogger("eval")
+
+
+def typed(target: type[T], given: Mapping[str, Any], where: str) -> T:
+    """An object of a settings class. Raises ValueError for a setting that it does not have."""
+    known = [f.name for f in fields(target) if not f.name.startswith("_")]  # type: ignore[arg-type]
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise ValueError(f"{where}{unknown[0]} is no setting; there are {', '.join(known)}")
+    return target(**given)
+
+
+def build_benchmark(config: Mapping[str, Any]) -> Benchmark:
+    """The benchmark that `config.name` names. Raises ValueError for an unknown one."""
+    name = config.get("name")
+    if name not in BENCHMARKS:
+        raise ValueError(f"benchmark.name={name!r} is unknown; choose one of {', '.join(BENCHMARKS)}")
+    module, attribute = BENCHMARKS[name].split(":")
+    return typed(getattr(importlib.import_module(module), attribute), config, "benchmark.")
+
+
+def build_job(config: Mapping[str, Any]) -> tuple[Job, Any]:
+    """(job, tokenizer) of a resolved configuration, conf/eval.yaml's. Raises ValueError or FileNotFoundError, naming
+    the setting at fault."""
+    settings = typed(Settings, {k: v for k, v in config.items() if k not in GROUPS}, "")
+    model = typed(ModelConfig, config.get("model") or {}, "model.")
+    _ = model.torch_dtype  # raises for an unknown one
+    labels = config.get("method") or {}
+    if not labels:
+        raise ValueError("method is empty; give method=[dense,leank] or other names of conf/method")
+    methods = [method(label, given, config.get("cache")) for label, given in labels.items()]
+    for one in methods:
+        if isinstance(one.channels, LeanK):
+            trained = one.channels.loaded.metadata
+            for key in ("sink", "window"):
+                if trained.get(key) not in (None, getattr(one, key)):
+                    log.warning("mask was trained with %s=%s; cache.%s=%s", key, trained[key], key, getattr(one, key))
+    benchmark = build_benchmark(config.get("benchmark") or {})
+    model_config, tokenizer = load_config(model)
+    text_config = model_config.get_text_config(decoder=True)
+    benchmark.check(text_config, tokenizer, overhead(tokenizer, model.chat))
+    for one in methods:
+        if one.channels is not None:
+            try:
+                one.channels.check(text_config, tokenizer)
+            except ValueError as error:
+                raise ValueError(f"method.{one.label}: {error}") from error
+    return Job(model, methods, benchmark, settings), tokenizer

@@ -1,0 +1,25 @@
+"""The RoPE pairs of the lowest frequencies, as many in every head; needs neither training nor data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from eval.methods.base import Channels
+from eval.prefill import Prefill
+from leank_train.baselines import lowest_frequencies
+
+
+@dataclass(frozen=True)
+class LowestFrequencies(Channels):
+    """ratio: share of K channels pruned."""
+
+    ratio: float = 0.7
+
+    def check(self, config: Any, tokenizer: Any) -> None:
+        lowest_frequencies(config, self.ratio)
+
+    def keep(self, prefill: Prefill, config: Any) -> Tensor:
+        return lowest_frequencies(config, self.ratio).keep

@@ -1,0 +1,27 @@
+"""Random channels, as many in every head: the floor of every table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from eval.methods.base import Channels
+from eval.models import shape_of
+from eval.prefill import Prefill
+from leank_train.baselines import random_mask
+
+
+@dataclass(frozen=True)
+class Random(Channels):
+    """ratio: share of K channels pruned. seed: of the draw."""
+
+    ratio: float = 0.7
+    seed: int = 0
+
+    def check(self, config: Any, tokenizer: Any) -> None:
+        random_mask(shape_of(config), self.ratio, self.seed)
+
+    def keep(self, prefill: Prefill, config: Any) -> Tensor:
+        return random_mask(shape_of(config), self.ratio, self.seed).keep

@@ -1,0 +1,175 @@
+"""The replay: each sample is prefilled once; every method builds its cache from that pass, decodes, and is scored.
+
+N methods cost one prefill and N short decodes. The first answer token always comes from the dense pass (with
+compress=before_question, where the question is read through the compressed cache, from that).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from eval.benchmarks.row import Row
+from eval.benchmarks.scoring import cut_at_stop
+from eval.cache import CompressedCache
+from eval.decode import eos_ids, greedy
+from eval.methods import Method
+from eval.prefill import Prefill, extend, pad_left, prefill
+from eval.prompts import Prompt, encode
+
+COMPRESS = ("after_question", "before_question")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """shard: "i/n" does every n-th batch, from number i (0 is the first), for several GPUs or a Slurm array.
+    compress: whether a method compresses after the whole prompt or before the question. batch_size: samples of one
+    task and length at a time; prefill_chunk: prompt tokens at a time, None = all. max_new_tokens, min_new_tokens:
+    instead of the benchmark's."""
+
+    compress: str = "after_question"
+    batch_size: int = 1
+    prefill_chunk: int | None = None
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    shard: str = "0/1"
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Number of this shard, number of shards. Raises ValueError if there is no such shard."""
+        number, _, count = self.shard.partition("/")
+        if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+            raise ValueError(f"shard={self.shard!r} is no shard; the first of four is shard=0/4, the last shard=3/4")
+        return int(number), int(count)
+
+    def __post_init__(self) -> None:
+        _ = self.place
+        if self.compress not in COMPRESS:
+            raise ValueError(f"compress={self.compress!r} is unknown; choose {' or '.join(COMPRESS)}")
+        for name in ("batch_size", "prefill_chunk", "max_new_tokens"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r} must be an integer of at least 1")
+        if self.min_new_tokens and self.max_new_tokens and self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}")
+
+
+@dataclass
+class Answer:
+    """One method's answer to one sample. Seconds are those of the whole batch; bytes are this sample's share."""
+
+    tokens: list[int]
+    text: str
+    seconds: dict[str, float]
+    steps: int
+    batch: int
+    bytes: dict[str, int] = field(default_factory=dict)
+
+
+def cache_bytes(cache: Cache, prompt: Prefill) -> dict[str, int]:
+    """Bytes held after the prompt, by part, from the tensors; of a dense cache room for new tokens is not counted."""
+    if isinstance(cache, CompressedCache):
+        memory = cache.memory()
+        return {**asdict(memory), "total": memory.total}
+    return {"dense": prompt.bytes(), "total": prompt.bytes()}
+
+
+class Replay:
+    """Methods on one model: `answers(prompts, rows, methods)`."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, settings: Settings, pad: int | None = None):
+        self.model, self.tokenizer, self.settings = model, tokenizer, settings
+        self.eos = eos_ids(model, tokenizer)
+        self.pad = pad if pad is not None else (getattr(tokenizer, "pad_token_id", None) or 0)
+
+    def calibrate(self, methods: Sequence[Method], chat: bool | None = None) -> None:
+        """Let methods that want to see samples see them."""
+
+        def observe(sample: Any, queries: int) -> Prefill:
+            row = Row(sample.task, str(sample.index), sample.context, sample.question, sample.answers,
+                      sample.max_new_tokens, "ruler_all", answer_prefix=sample.answer_prefix)  # fmt: skip
+            ids, _ = pad_left([encode(self.tokenizer, row, chat).ids], self.pad, self.model.device)
+            return prefill(self.model, ids, None, 0, queries, self.settings.prefill_chunk)
+
+        for method in methods:
+            if method.channels is not None:
+                method.channels.calibrate(observe, self.tokenizer, self.model.config.get_text_config(decoder=True))
+
+    @torch.no_grad()
+    def answers(
+        self, prompts: Sequence[Prompt], rows: Sequence[Row], methods: Sequence[Method]
+    ) -> Iterator[tuple[Method, list[Answer]]]:
+        """One dense pass over the prompts, then each method's answers, in turn."""
+        before = self.settings.compress == "before_question"
+        room = [self.settings.max_new_tokens or row.max_new_tokens for row in rows]
+        least = [min(n, self.settings.min_new_tokens or row.min_new_tokens) for n, row in zip(room, rows, strict=True)]
+        first = [p.ids[: p.question] if before else p.ids for p in prompts]
+        then = [p.ids[p.question :] if before else [] for p in prompts]
+        if before and min(map(len, first)) == 0:
+            empty = rows[min(range(len(rows)), key=lambda i: len(first[i]))]
+            raise ValueError(
+                f"sample {empty.id} of {empty.task} has no context before its question; use compress=after_question"
+            )
+        device = self.model.device
+        ids, real = pad_left(first, self.pad, device)
+        obs = max((m.obs_queries for m in methods), default=0)
+        start, allocated = self._now(), self._allocated()
+        dense = prefill(self.model, ids, real, max(room) + max(map(len, then)), obs, self.settings.prefill_chunk)
+        prefilled, of_dense = self._now() - start, self._allocated() - allocated
+        for method in methods:
+            start, allocated = self._now(), self._allocated()
+            cache = method.cache(self.model, dense)
+            sealed = self._now() - start
+            held = cache_bytes(cache, dense)
+            if device.type == "cuda":
+                held["allocated"] = of_dense if "dense" in held else self._allocated() - allocated
+            logits, mask, lengths, asked, start = dense.logits, dense.real, dense.lengths, 0.0, self._now()
+            if before:
+                question, there = pad_left(then, self.pad, device)
+                mask = _joined(mask, there, ids, question)
+                logits = extend(self.model, cache, question, mask)
+                lengths = lengths + torch.tensor([len(t) for t in then], device=device)
+                asked = self._now() - start
+            start = self._now()
+            tokens, steps = greedy(self.model, cache, logits, mask, lengths, self.eos, room, least, self._stops(rows))
+            decoded = self._now() - start
+            del cache
+            seconds = {"prefill": prefilled, "seal": sealed, "question": asked, "decode": decoded}
+            yield method, [
+                Answer(t, self.tokenizer.decode(t, skip_special_tokens=True), seconds, steps, len(rows),
+                       {name: value // len(rows) for name, value in held.items()})
+                for t in tokens
+            ]  # fmt: skip
+
+    def _stops(self, rows: Sequence[Row]) -> Any:
+        if not any(row.stop for row in rows):
+            return None
+
+        def stopped(row: int, tokens: list[int]) -> bool:
+            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+            return bool(rows[row].stop) and cut_at_stop(text, rows[row].stop) != text
+
+        return stopped
+
+    def _allocated(self) -> int:
+        device = self.model.device
+        return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+    def _now(self) -> float:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        return time.perf_counter()
+
+
+def _joined(first: Tensor | None, then: Tensor | None, first_ids: Tensor, then_ids: Tensor) -> Tensor | None:
+    """Real columns of two pieces in a row; None = all."""
+    if first is None and then is None:
+        return None
+    pieces = ((first, first_ids), (then, then_ids))
+    return torch.cat([torch.ones_like(ids, dtype=torch.bool) if real is None else real for real, ids in pieces], 1)

@@ -1,0 +1,117 @@
+"""report.html: one file that needs no other, light or dark as the reader's system is."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from eval.report.summary import labels, which
+from eval.report.tables import Table, tables
+
+SHOWN = 40  # replies that differ from dense, of each method
+
+STYLE = """
+:root { color-scheme: light dark; --page: #fff; --text: #1b1e23; --soft: #5d6570; --line: #d9dde3; --band: #f4f6f8;
+  --worse: 214 60 50; --better: 20 140 90; }
+@media (prefers-color-scheme: dark) { :root { --page: #14171b; --text: #e6e8eb; --soft: #9aa3ae; --line: #343a42;
+  --band: #1d2126; --worse: 240 100 90; --better: 70 190 130; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 1.5rem 1.25rem 4rem; max-width: 76rem; background: var(--page); color: var(--text);
+  font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; margin: 2rem 0 .25rem; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
+p, figcaption { color: var(--soft); margin: .25rem 0 .75rem; max-width: 60rem; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .86rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
+th { font-weight: 600; color: var(--soft); }
+th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: var(--page); }
+tr.published td { color: var(--soft); font-style: italic; }
+figure { margin: 1rem 0; max-width: 52rem; } figure svg { width: 100%; height: auto; color: var(--text); }
+details { border-top: 1px solid var(--line); padding: .4rem 0; } summary { cursor: pointer; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem .8rem; font-size: .86rem;
+  padding: .5rem .7rem; background: var(--band); }
+dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; white-space: pre-wrap; }
+pre { background: var(--band); padding: .7rem; overflow-x: auto; font-size: .8rem; }
+"""
+
+
+def _td(text: str, shade: float | None) -> str:
+    if not shade:
+        return f"<td>{html.escape(text)}</td>"
+    kind, strength = ("better" if shade > 0 else "worse"), min(0.55, abs(shade) / 60)
+    return f'<td style="background:rgb(var(--{kind}) / {strength:.2f})">{html.escape(text)}</td>'
+
+
+def _table(table: Table) -> str:
+    head = "".join(f'<th scope="col">{html.escape(text)}</th>' for text in table.head)
+    body = ""
+    for line in table.lines:
+        shades = [*line.shade, *[None] * (len(line.cells) - len(line.shade))]
+        cells = "".join(_td(text, shade) for text, shade in zip(line.cells, shades, strict=True))
+        body += f"<tr{' class=published' if line.published else ''}>{cells}</tr>"
+    note = f"<p>{html.escape(table.note)}</p>" if table.note else ""
+    return (
+        f"<h2>{html.escape(table.title)}</h2><div class=wide><table><thead><tr>{head}</tr></thead>"
+        f"<tbody>{body}</tbody></table></div>{note}"
+    )
+
+
+def differing(rows: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> dict[str, list[tuple[Mapping, Mapping]]]:
+    """Of each method, the (row, dense row) pairs whose replies differ; largest loss of score first."""
+    named = labels(rows)
+    place = {(r["task"], r["length"], *which(r)): r for r in rows if named[r["config"]] == run["dense"]}
+    out: dict[str, list[tuple[Mapping, Mapping]]] = {}
+    for row in rows:
+        dense = place.get((row["task"], row["length"], *which(row)))
+        if dense is not None and row["prediction"] != dense["prediction"]:
+            out.setdefault(named[row["config"]], []).append((row, dense))
+    for pairs in out.values():
+        pairs.sort(key=lambda pair: pair[0]["score"] - pair[1]["score"])
+    return out
+
+
+def _replies(rows: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> str:
+    parts = []
+    for method, pairs in differing(rows, run).items():
+        more = f" ({SHOWN} shown, largest loss first)" if len(pairs) > SHOWN else ""
+        parts.append(f"<h2>{html.escape(method)}: {len(pairs)} replies that differ from dense{more}</h2>")
+        for row, dense in pairs[:SHOWN]:
+            title = f"{row['task']}, {row['length']} tokens, sample {row['sample']}"
+            scores = f"{100 * dense['score']:.0f} &rarr; {100 * row['score']:.0f}"
+            fields = {"answers": ", ".join(map(str, row["answers"])), "dense": dense["prediction"],
+                      method: row["prediction"]}  # fmt: skip
+            listing = "".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in fields.items())
+            parts.append(f"<details><summary>{html.escape(title)}: {scores}</summary><dl>{listing}</dl></details>")
+    return "".join(parts)
+
+
+def title(run: Mapping[str, Any]) -> str:
+    """A run in words."""
+    return f"{run['benchmark']} on {run['model']}, compressed {run['compress'].replace('_', ' the ')}"
+
+
+def to_html(
+    summary: Mapping[str, Any],
+    groups: Iterable[Sequence[Mapping[str, Any]]],
+    figures: Sequence[Sequence[tuple[str, str]]],
+) -> str:
+    """The page. groups: the rows of each run; figures: (caption, SVG) of each run."""
+    parts = []
+    for run, rows, drawn in zip(summary["runs"], groups, figures, strict=True):
+        few = min((c["n"] for c in run["cells"]), default=0)
+        warn = f" The smallest cell has {few} samples: its interval says little." if few < 10 else ""
+        parts.append(f"<h1>{html.escape(title(run))}</h1><p>{run['rows']} rows; tasks count alike.{warn}</p>")
+        made = [_table(t) for t in tables(dict(run))]
+        parts.append(made[0])
+        parts += [f"<figure>{svg}<figcaption>{html.escape(caption)}</figcaption></figure>" for caption, svg in drawn]
+        parts += made[1:]
+        parts.append(_replies(rows, run))
+        about = {"settings": run["settings"], "methods": run["methods"], "versions": run["versions"]}
+        parts.append(f"<h2>Settings</h2><pre>{html.escape(json.dumps(about, indent=1))}</pre>")
+    name = html.escape(title(summary["runs"][0]))
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>'
+        f"<body>{''.join(parts)}</body></html>\n"
+    )

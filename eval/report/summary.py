@@ -1,0 +1,162 @@
+"""Numbers of a report: means with bootstrap intervals, paired differences against dense, bytes and times."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+RESAMPLES, LEVEL = 2000, 0.95
+Row = Mapping[str, Any]
+
+
+def interval(groups: Sequence[np.ndarray], seed: int = 0) -> tuple[float, float]:
+    """95% percentile bootstrap interval of the mean of the groups' means; samples are redrawn within their group."""
+    rng = np.random.default_rng(seed)
+    means = np.zeros(RESAMPLES)
+    for values in groups:
+        means += values[rng.integers(0, len(values), (RESAMPLES, len(values)))].mean(1)
+    low, high = np.quantile(means / len(groups), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)
+
+
+def summarise(rows: Iterable[Row]) -> dict[str, Any]:
+    """Everything that a report shows, as JSON; scores are 0-100.
+
+    One run for all rows of a model, benchmark and compress switch that differ in method alone (other settings make a
+    run of their own). In it `cells` are of one method, task and length, `by_length` of one method and length over its
+    tasks, `overall` of one method. `dense` names the method that differences are taken from.
+    """
+    return {"resamples": RESAMPLES, "level": LEVEL, "runs": [_run(rows) for rows in group(rows)]}
+
+
+def group(rows: Iterable[Row]) -> list[list[Row]]:
+    """The rows of each run, in order of appearance."""
+    groups: dict[tuple[str, ...], list[Row]] = defaultdict(list)
+    for row in rows:
+        common = {name: value for name, value in row["settings"].items() if name != "method"}
+        groups[row["model"], row["benchmark"], row["compress"], json.dumps(common, sort_keys=True)].append(row)
+    return list(groups.values())
+
+
+def labels(rows: Sequence[Row]) -> dict[str, str]:
+    """A name for every `config` digest: the method's label, and where it was run with several settings, those."""
+    found: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+    for row in rows:
+        found[row["method"]].setdefault(row["config"], _flat(row["settings"]["method"]))
+    names = {}
+    for label, variants in found.items():
+        every = list(variants.values())
+        differing = [k for k in dict.fromkeys(k for v in every for k in v) if len({repr(v.get(k)) for v in every}) > 1]
+        for config, flat in variants.items():
+            said = ", ".join(f"{name.rsplit('.', 1)[-1]}={flat[name]}" for name in differing if name in flat)
+            names[config] = f"{label} ({said})" if differing else label
+    return names
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, value in tree.items():
+        out |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return out
+
+
+def which(row: Row) -> tuple[str, int]:
+    """Which sample of its task and length a row is of."""
+    return row["sample"], row["seed"]
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    there = [v for v in values if v is not None]
+    return float(np.mean(there)) if there else None
+
+
+def _cell(tasks: Mapping[str, Sequence[Row]], dense: Mapping[str, Mapping[tuple, Row]] | None) -> dict[str, Any]:
+    """Figures of one method over some tasks (each counts alike); dense: task -> `which` -> row, to compare with."""
+    groups = [np.array([100 * r["score"] for r in rows]) for rows in tasks.values()]
+    rows = [r for rows in tasks.values() for r in rows]
+    out: dict[str, Any] = {
+        "n": len(rows),
+        "score": float(np.mean([g.mean() for g in groups])),
+        "interval": interval(groups),
+        "cache_bytes": _mean(r["cache_bytes"]["total"] for r in rows),
+        "allocated_bytes": _mean(r["cache_bytes"].get("allocated") for r in rows),
+        "prompt_tokens": _mean(r["prompt_tokens"] for r in rows),
+        "seconds": {
+            name: _mean(r["seconds"].get(name) for r in rows)
+            for name in ("prefill", "seal", "first_token", "per_token")
+        },
+    }
+    if dense is not None:
+        both = [
+            [(r, dense[task][which(r)]) for r in rows if which(r) in dense.get(task, {})]
+            for task, rows in tasks.items()
+        ]
+        pairs = [pair for group in both for pair in group]
+        if pairs:
+            differences = [np.array([100 * (r["score"] - d["score"]) for r, d in group]) for group in both if group]
+            bytes_mine, bytes_dense = (sum(pair[i]["cache_bytes"]["total"] for pair in pairs) for i in (0, 1))
+            out["against_dense"] = {
+                "n": len(pairs),
+                "difference": float(np.mean([d.mean() for d in differences])),
+                "interval": interval(differences),
+                "same_reply": float(np.mean([r["prediction"] == d["prediction"] for r, d in pairs])),
+                "bytes": bytes_mine / bytes_dense,
+            }
+    return out
+
+
+def _run(rows: list[Row]) -> dict[str, Any]:
+    named, configs = labels(rows), {r["config"]: r["settings"]["method"] for r in rows}
+    table: dict[tuple, list[Row]] = defaultdict(list)
+    for row in rows:
+        table[named[row["config"]], row["length"], row["task"]].append(row)
+    lengths, tasks = (list(dict.fromkeys(key[i] for key in table)) for i in (1, 2))
+    lengths.sort(key=lambda n: (n is None, n))
+    methods = {name: configs[config] for config, name in named.items()}
+    dense_name = next((name for name, config in methods.items() if not config), None)
+    first = rows[0]
+    out: dict[str, Any] = {
+        **{name: first[name] for name in ("model", "benchmark", "compress")},
+        "settings": {name: value for name, value in first["settings"].items() if name != "method"},
+        "versions": sorted({json.dumps(r["versions"], sort_keys=True) for r in rows}),
+        **{"dense": dense_name, "methods": methods, "lengths": lengths, "tasks": tasks, "rows": len(rows)},
+        **{"cells": [], "by_length": [], "overall": [], "by_op": _by_op(rows, named)},
+    }
+    for method in methods:
+        everything: dict[str, list[Row]] = {}
+        all_dense: dict[str, dict[tuple, Row]] = {}
+        compare = dense_name is not None and method != dense_name
+        for length in lengths:
+            mine = {t: table[method, length, t] for t in tasks if (method, length, t) in table}
+            if not mine:
+                continue
+            dense = {t: {which(r): r for r in table.get((dense_name, length, t), [])} for t in mine}
+            where = {"method": method, "length": length}
+            for task, of_task in mine.items():
+                cell = _cell({task: of_task}, dense if compare else None)
+                out["cells"].append({**where, "task": task, **cell})
+            out["by_length"].append({**where, **_cell(mine, dense if compare else None)})
+            everything |= {f"{t}@{length}": r for t, r in mine.items()}
+            all_dense |= {f"{t}@{length}": d for t, d in dense.items()}
+        out["overall"].append({"method": method, **_cell(everything, all_dense if compare else None)})
+    return out
+
+
+def _by_op(rows: Sequence[Row], named: Mapping[str, str]) -> list[dict[str, Any]]:
+    """GSM-Infinite: accuracy (0-1) of each method by op, one group a subset and length."""
+    scores: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for row in rows:
+        if row["metric"] != "gsm_infinite" or "op" not in row["meta"]:
+            continue
+        subset = {2: "medium", 3: "hard"}.get(row["meta"].get("d"), "realistic")
+        length = str(row["meta"].get("length", "")).upper()
+        group = scores.setdefault(f"{subset} {length}".strip(), {}).setdefault(named[row["config"]], {})
+        group.setdefault(str(row["meta"]["op"]), []).append(row["score"])
+    return [
+        {"name": name, "methods": {m: {op: float(np.mean(s)) for op, s in ops.items()} for m, ops in found.items()}}
+        for name, found in scores.items()
+    ]

@@ -1,0 +1,198 @@
+"""The tables of a report, laid out as LeanK's: by length (table 3), by task (2, 13, 18), GSM-Infinite (4, 14)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from eval import published
+from eval.metrics.gsm_infinite import auc
+
+PAPER_LENGTHS = {"4K": 4096, "8K": 8192, "16K": 16384, "32K": 32768, "64K": 65536, "128K": 131072}
+
+
+@dataclass
+class Line:
+    """One line: texts of its columns. shade: difference from dense of each cell, in points, None = unknown."""
+
+    cells: list[str]
+    shade: list[float | None] = field(default_factory=list)
+    published: bool = False
+
+
+@dataclass
+class Table:
+    """A table with its heading; `note` stands below it."""
+
+    title: str
+    head: list[str]
+    lines: list[Line]
+    note: str = ""
+
+
+def size(count: float | None) -> str:
+    """Bytes for people."""
+    if count is None:
+        return "-"
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} GiB"
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    """A figure, or a dash."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def ms(seconds: float | None) -> str:
+    """Seconds as milliseconds."""
+    return "-" if seconds is None else f"{1000 * seconds:.1f}"
+
+
+def mean(cell: dict[str, Any]) -> str:
+    """A mean with its interval."""
+    return f"{cell['score']:.1f} [{cell['interval'][0]:.1f}, {cell['interval'][1]:.1f}]"
+
+
+def difference(cell: dict[str, Any]) -> str:
+    """A paired difference from dense with its interval, or nothing."""
+    if "against_dense" not in cell:
+        return ""
+    found = cell["against_dense"]
+    return f"{found['difference']:+.1f} [{found['interval'][0]:+.1f}, {found['interval'][1]:+.1f}]"
+
+
+def _shade(cell: dict[str, Any] | None) -> float | None:
+    return cell["against_dense"]["difference"] if cell and "against_dense" in cell else None
+
+
+def overall(run: dict[str, Any]) -> Table:
+    """One line a method: score, difference, bytes, times."""
+    lines = []
+    for cell in run["overall"]:
+        against, seconds = cell.get("against_dense"), cell["seconds"]
+        lines.append(
+            Line(
+                [
+                    *(cell["method"], str(cell["n"]), mean(cell), difference(cell)),
+                    f"{100 * against['same_reply']:.0f}%" if against else "",
+                    size(cell["cache_bytes"]),
+                    f"{100 * against['bytes']:.0f}%" if against else "",
+                    *(ms(seconds["first_token"]), ms(seconds["per_token"])),
+                ],
+                [None, None, _shade(cell)],
+            )
+        )
+    head = ["method", "n", "score", "difference", "same reply", "cache", "of dense", "first token, ms", "a token, ms"]
+    note = "Cache: mean bytes after the prompt. Score and difference from dense (paired): 95% bootstrap intervals."
+    return Table("Overall", head, lines, note)
+
+
+def by_length(run: dict[str, Any]) -> Table | None:
+    """Methods by lengths, as in LeanK's table 3."""
+    lengths = [n for n in run["lengths"] if n is not None]
+    if not lengths:
+        return None
+    cells = {(c["method"], c["length"]): c for c in run["by_length"]}
+    lines = [
+        Line(
+            [
+                c["method"],
+                *(mean(cells[c["method"], n]) if (c["method"], n) in cells else "" for n in lengths),
+                mean(c),
+            ],
+            [None, *(_shade(cells.get((c["method"], n))) for n in lengths), _shade(c)],
+        )
+        for c in run["overall"]
+    ]
+    note = ""
+    found = published.rows("3", run["model"]) if run["benchmark"] == "ruler" else []
+    for row in found:
+        given = {
+            PAPER_LENGTHS[name]: s for name, s in zip(published.tables()["3"]["columns"], row["scores"], strict=True)
+        }
+        texts = [number(given.get(n)) for n in lengths]
+        lines.append(Line([f"{row['method']} (LeanK, table 3)", *texts, number(row["average"])], published=True))
+    if found:
+        note = " ".join(published.tables()["3"]["errata"])
+    return Table("By length", ["method", *map(str, lengths), "average"], lines, note)
+
+
+def by_task(run: dict[str, Any], length: int | None) -> Table:
+    """Methods by tasks at one length, as in LeanK's tables 2, 13 and 18."""
+    cells = {(c["method"], c["task"]): c for c in run["cells"] if c["length"] == length}
+    means = {c["method"]: c for c in run["by_length"] if c["length"] == length}
+    tasks = [t for t in run["tasks"] if any((m, t) in cells for m in means)]
+    lines = [
+        Line(
+            [m, *(number(cells[m, t]["score"]) if (m, t) in cells else "" for t in tasks), mean(c)],
+            [None, *(_shade(cells.get((m, t))) for t in tasks), _shade(c)],
+        )
+        for m, c in means.items()
+    ]
+    notes = []
+    wanted = {"ruler": ("13", "18"), "longbench": ("2",)}.get(run["benchmark"], ())
+    for name in wanted:
+        where = {} if name == "2" else {"length": length}
+        found = published.rows(name, run["model"], **where)
+        columns = published.tables()[name]["columns"]
+        for row in found:
+            given = dict(zip(columns, row["scores"], strict=True))
+            texts = [number(given.get(t)) for t in tasks]
+            label = f"{row['method']} (LeanK, table {name})"
+            lines.append(Line([label, *texts, number(row["average"])], published=True))
+        if found:
+            notes += published.tables()[name]["errata"]
+    if run["benchmark"] == "ruler" and length is not None and length < 4096:
+        notes.append(
+            "Below 4096 tokens RULER changes its tasks; these are its 4096-token forms at this length, so ours."
+        )
+    title = "All tasks" if length is None else f"{length} tokens"
+    return Table(title, ["method", *tasks, "average"], lines, " ".join(notes))
+
+
+def gsm(run: dict[str, Any]) -> list[Table]:
+    """GSM-Infinite by op (table 14; fractions) with the area under the curve, and the areas together (table 4)."""
+    out, areas = [], {m: {} for m in run["methods"]}  # type: ignore[var-annotated]
+    for group in run["by_op"]:
+        ops = sorted({int(op) for scores in group["methods"].values() for op in scores})
+        lines = []
+        for method, scores in group["methods"].items():
+            area = auc({int(op): s for op, s in scores.items()}) if len(scores) > 1 else None
+            areas[method][group["name"]] = area
+            lines.append(Line([method, *(number(scores.get(str(op)), 4) for op in ops), number(area, 4)]))
+        subset, _, length = group["name"].partition(" ")
+        for row in published.rows("14", run["model"], subset=subset, length=length):
+            given = dict(zip(published.tables()["14"]["columns"], row["scores"], strict=True))
+            texts = [number(given.get(str(op)), 4) for op in ops]
+            lines.append(Line([f"{row['method']} (LeanK, table 14)", *texts, number(row["auc"], 4)], published=True))
+        out.append(Table(f"GSM-Infinite {group['name']}", ["method", *(f"op={op}" for op in ops), "AUC"], lines))
+    if out:
+        names = [group["name"] for group in run["by_op"]]
+        lines = [Line([m, *(number(a.get(n), 2) for n in names)]) for m, a in areas.items()]
+        for row in published.rows("4", run["model"]):
+            given = dict(zip(published.tables()["4"]["columns"], row["scores"], strict=True))
+            lines.append(
+                Line([f"{row['method']} (LeanK, table 4)", *(number(given.get(n), 2) for n in names)], published=True)
+            )
+        out.insert(
+            0, Table("GSM-Infinite, AUC", ["method", *names], lines, " ".join(published.tables()["4"]["errata"]))
+        )
+    return out
+
+
+def tables(run: dict[str, Any]) -> list[Table]:
+    """All tables of one run of a summary."""
+    middle = by_length(run)
+    return [overall(run), *([middle] if middle else []), *gsm(run), *(by_task(run, n) for n in run["lengths"])]
+
+
+def markdown(table: Table) -> str:
+    """A table in Markdown; the first column is text, the others are numbers."""
+    rule = ["---"] + ["---:"] * (len(table.head) - 1)
+    texts: Sequence[Sequence[str]] = [table.head, rule, *(line.cells for line in table.lines)]
+    body = "\n".join("| " + " | ".join(text.replace("|", "\\|") for text in line) + " |" for line in texts)
+    return f"## {table.title}\n\n{body}" + (f"\n\n{table.note}" if table.note else "")

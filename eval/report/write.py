@@ -1,0 +1,72 @@
+"""Writes a run's report beside its rows: summary.json, summary.md, cells.csv, plots, report.html."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from eval.report import plots
+from eval.report.html import title, to_html
+from eval.report.summary import group, summarise
+from eval.report.tables import markdown, tables
+from eval.results import read
+
+
+def _write(path: Path, data: str | bytes) -> None:
+    """The file appears whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(data.encode() if isinstance(data, str) else data)
+    os.replace(partial, path)
+
+
+def to_markdown(summary: dict[str, Any]) -> str:
+    """summary.md."""
+    parts = []
+    for run in summary["runs"]:
+        parts += [f"# {title(run)}", f"{run['rows']} rows; tasks count alike.", *map(markdown, tables(run))]
+    return "\n\n".join(parts) + "\n"
+
+
+def to_csv(summary: dict[str, Any]) -> str:
+    """cells.csv: one line a method, task and length."""
+    out = io.StringIO()
+    names = ("model", "benchmark", "compress", "method", "task", "length", "n", "score", "low", "high", "difference",
+             "difference_low", "difference_high", "cache_bytes", "first_token", "per_token")  # fmt: skip
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(names)
+    for run in summary["runs"]:
+        for cell in run["cells"]:
+            against = cell.get("against_dense", {})
+            writer.writerow([
+                *(run["model"], run["benchmark"], run["compress"], cell["method"], cell["task"], cell["length"]),
+                *(cell["n"], cell["score"], *cell["interval"]),
+                *(against.get("difference"), *against.get("interval", (None, None)), cell["cache_bytes"]),
+                *(cell["seconds"]["first_token"], cell["seconds"]["per_token"]),
+            ])  # fmt: skip
+    return out.getvalue()
+
+
+def write_report(directory: Path) -> None:
+    """Compute the report of the rows in `directory`. Raises FileNotFoundError or ValueError if there are none."""
+    rows = list(read(directory))
+    if not rows:
+        raise ValueError(f"{directory} holds no rows yet; run python -m eval first")
+    summary = summarise(rows)
+    _write(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
+    _write(directory / "summary.md", to_markdown(summary))
+    _write(directory / "cells.csv", to_csv(summary))
+    figures: list[list[tuple[str, str]]] = []
+    for number, run in enumerate(summary["runs"]):
+        drawn = []
+        for name, (caption, _) in plots.FIGURES.items():
+            figure = plots.draw(name, run)
+            if figure is not None:
+                ending = "" if number == 0 else f"_{number + 1}"
+                _write(directory / f"{name}{ending}.png", plots.png(figure))
+                drawn.append((caption, plots.svg(figure, f"{name}-{number}")))
+        figures.append(drawn)
+    _write(directory / "report.html", to_html(summary, group(rows), figures))

@@ -1,0 +1,222 @@
+"""Reports come from rows alone, and their numbers are those of the rows."""
+
+import json
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from eval import published
+from eval.report import summarise, write_report
+from eval.report.summary import interval
+from eval.report.tables import by_length, by_task, gsm, overall
+from eval.results import Results
+
+
+def row(method, sample, score, task="vt", length=4096, config=None, **more):
+    settings = {"format": 1, "model": {"name": "m"}, "method": config or ({} if method == "dense" else {"sink": 1})}
+    return {
+        "model": "meta-llama/Llama-3.1-8B-Instruct", "method": method, "config": f"{method}{json.dumps(config)}",
+        "benchmark": "ruler", "task": task, "length": length, "sample": str(sample), "seed": 1,
+        "compress": "after_question", "score": score, "prediction": f"<b>{method}</b> {score}", "answers": ["a & b"],
+        "metric": "ruler_all", "meta": {}, "prompt_tokens": (length or 50) - 30, "new_tokens": 4,
+        "cache_bytes": {"total": 1000 if method == "dense" else 250}, "batch": 1, "settings": settings,
+        "versions": {"torch": "x"},
+        "seconds": {"prefill": 1.0, "seal": 0.1, "decode": 1.0, "first_token": 1.0, "per_token": 0.02},
+        **more,
+    }  # fmt: skip
+
+
+def grid():
+    draw = np.random.default_rng(0)
+    return [
+        row(method, sample, float(draw.integers(0, 5)) / 4, task, length)
+        for length in (4096, 8192)
+        for task in ("vt", "niah_single_1")
+        for method in ("dense", "leank", "think")
+        for sample in range(12)
+    ]
+
+
+@pytest.fixture
+def written(tmp_path):
+    with Results(tmp_path) as results:
+        for r in grid():
+            results.append(r)
+    write_report(tmp_path)
+    return tmp_path
+
+
+def test_means_differences_and_bytes():
+    rows = grid()
+    (run,) = summarise(rows)["runs"]
+
+    def scores(method, task, length):
+        mine = [r for r in rows if (r["method"], r["task"], r["length"]) == (method, task, length)]
+        return np.array([100 * r["score"] for r in sorted(mine, key=lambda r: int(r["sample"]))])
+
+    for cell in run["cells"]:
+        mine = scores(cell["method"], cell["task"], cell["length"])
+        assert cell["score"] == pytest.approx(mine.mean())
+        assert cell["n"] == 12
+        if cell["method"] == "dense":
+            assert "against_dense" not in cell
+        else:
+            base = scores("dense", cell["task"], cell["length"])
+            assert cell["against_dense"]["difference"] == pytest.approx((mine - base).mean())
+            assert cell["against_dense"]["bytes"] == 0.25
+    for cell in run["overall"]:
+        every = [scores(cell["method"], t, n).mean() for t in ("vt", "niah_single_1") for n in (4096, 8192)]
+        assert cell["score"] == pytest.approx(np.mean(every))
+        assert cell["interval"][0] < cell["score"] < cell["interval"][1]
+
+
+def test_the_interval_is_about_that_of_a_normal_mean():
+    values = np.random.default_rng(1).normal(50, 10, 400)
+    low, high = interval([values])
+    error = 1.96 * values.std() / 20
+    assert (low, high) == (pytest.approx(values.mean() - error, abs=0.2), pytest.approx(values.mean() + error, abs=0.2))
+    both = interval([values, values + 7])
+    assert both[1] - both[0] == pytest.approx((high - low) / np.sqrt(2), rel=0.1)
+
+
+def test_differences_are_paired_only_where_both_have_the_sample():
+    rows = [row("dense", 0, 1.0), row("dense", 1, 0.0), row("leank", 1, 0.5), row("leank", 2, 1.0)]
+    (run,) = summarise(rows)["runs"]
+    found = run["overall"][1]
+    assert found["n"] == 2
+    assert found["against_dense"]["n"] == 1
+    assert found["against_dense"]["difference"] == 50
+
+
+def test_two_seeds_are_other_samples():
+    rows = [
+        row(m, 0, score, seed=seed) for seed in (1, 2) for m, score in (("dense", seed - 1.0), ("leank", seed - 1.0))
+    ]
+    (run,) = summarise(rows)["runs"]
+    assert run["overall"][1]["n"] == 2
+    assert run["overall"][1]["against_dense"]["interval"] == (0, 0)
+
+
+def test_a_method_run_with_two_settings_stands_twice():
+    configs = [{"channels": {"name": "think", "ratio": ratio}, "sink": 1} for ratio in (0.6, 0.7)]
+    rows = [row("dense", 0, 1.0), *(row("think", 0, 0.5, config=c) for c in configs)]
+    (run,) = summarise(rows)["runs"]
+    assert list(run["methods"]) == ["dense", "think (ratio=0.6)", "think (ratio=0.7)"]
+
+
+def test_other_settings_make_a_run_of_their_own():
+    other = row("dense", 0, 1.0)
+    other["settings"]["model"] = {"name": "m", "dtype": "bfloat16"}
+    assert len(summarise([row("dense", 0, 1.0), other])["runs"]) == 2
+
+
+def test_published_figures_stand_beside_ours():
+    (run,) = summarise(grid())["runs"]
+    table = by_length(run)
+    lines = {line.cells[0]: line.cells for line in table.lines}
+    assert lines["LeanK 70% (LeanK, table 3)"] == ["LeanK 70% (LeanK, table 3)", "95.3", "93.4", "86.8"]
+    assert "not the printed 62.8" in table.note
+    lines = {line.cells[0]: line.cells for line in by_task(run, 4096).lines}
+    assert lines["ThinK 70% (LeanK, table 13)"][1:3] == ["23.6", "31.0"]
+    assert overall(run).lines[1].cells[6] == "25%"
+
+
+def test_gsm_infinite_by_op_and_area():
+    accuracy = {2: 0.1429, 4: 0.1389, 6: 0.1508, 8: 0.1349, 10: 0.0516, 12: 0.0278}
+    rows = [
+        row("dense", f"{op}", value, "gsm_infinite", None, benchmark="gsm_infinite", metric="gsm_infinite",
+            meta={"op": op, "d": 2, "length": "8k"}, prompt_tokens=9)
+        for op, value in accuracy.items()
+    ]  # fmt: skip
+    (run,) = summarise(rows)["runs"]
+    area, by_op = gsm(run)
+    assert by_op.title == "GSM-Infinite medium 8K"
+    assert by_op.lines[0].cells == ["dense", "0.1429", "0.1389", "0.1508", "0.1349", "0.0516", "0.0278", "0.5615"]
+    assert by_op.lines[1].cells[1:] == ["0.1429", "0.1389", "0.1508", "0.1349", "0.0516", "0.0278", "0.5615"]
+    assert [line.cells for line in area.lines][:2] == [["dense", "0.56"], ["dense (LeanK, table 4)", "0.56"]]
+
+
+def test_published_averages_are_the_means_of_their_rows_but_for_the_errata():
+    off = []
+    for name in ("2", "3", "4", "13", "18"):
+        table = published.tables()[name]
+        for entry in table["rows"]:
+            assert len(entry["scores"]) == len(table["columns"])
+            if None not in entry["scores"]:
+                tolerance = 0.0061 if name == "4" else 0.061
+                if abs(np.mean(entry["scores"]) - entry["average"]) > tolerance:
+                    off.append((name, entry["model"][:4], entry["method"], entry.get("length")))
+                    assert table["errata"]
+    assert off == [
+        ("2", "Qwen", "LeanK 70%", None),
+        ("3", "Qwen", "ThinK 70%", None),
+        ("13", "Llam", "ThinK 70%", 16384),
+        ("13", "Qwen", "LeanK 70%", 8192),
+        ("13", "Qwen", "dense", 131072),
+    ]
+    for entry in published.tables()["14"]["rows"]:
+        assert np.trapezoid(entry["scores"]) == pytest.approx(entry["auc"], abs=6e-4)
+
+
+class Checker(HTMLParser):
+    """Every tag closed in order; what the page would load."""
+
+    VOID = ("meta",)
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.loads, self.ids = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in self.VOID:
+            self.open.append(tag)
+        self.loads += [v for k, v in attrs if k in ("src", "href", "xlink:href") and not v.startswith("#")]
+        self.ids += [v for k, v in attrs if k == "id"]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+
+def test_the_page_is_whole_and_needs_nothing_else(written):
+    page = (written / "report.html").read_text()
+    checker = Checker()
+    checker.feed(page)
+    assert checker.open == []
+    assert checker.loads == []
+    assert len(checker.ids) == len(set(checker.ids))
+    assert "<b>leank" not in page  # replies are text, never markup
+    assert "&lt;b&gt;leank" in page
+    assert "prefers-color-scheme: dark" in page
+    drawings = re.findall(r"<svg.*?</svg>", page, re.S)
+    assert len(drawings) == 3
+    for drawing in drawings:
+        ElementTree.fromstring(drawing)
+        assert "currentColor" in drawing
+        assert "#010203" not in drawing
+        assert set(re.findall(r'(?:url\(|href=")#([^")]+)', drawing)) <= set(re.findall(r'id="([^"]+)"', drawing))
+
+
+def test_files_and_that_a_report_can_be_made_again(written):
+    names = {"summary.json", "summary.md", "cells.csv", "report.html", "results.jsonl", "accuracy_by_length.png",
+             "difference_from_dense.png", "accuracy_against_bytes.png"}  # fmt: skip
+    assert {p.name for p in written.iterdir()} == names
+    before = {p.name: p.read_bytes() for p in written.iterdir()}
+    for name in names - {"results.jsonl"}:
+        (written / name).unlink()
+    write_report(written)
+    assert {p.name: p.read_bytes() for p in written.iterdir()} == before
+
+
+def test_no_rows_no_report(tmp_path):
+    with pytest.raises(FileNotFoundError, match="python -m eval"):
+        write_report(tmp_path)
+    (tmp_path / "results.jsonl").touch()
+    with pytest.raises(ValueError, match="holds no rows yet"):
+        write_report(tmp_path)
