@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from data_gen.sample import Sample
+from data_gen.task import Request
 from data_gen.tasks import TASKS, task
 from data_gen.tokens import TokenCounter
 from eval.benchmarks.base import Cell
@@ -24,7 +25,8 @@ def draw(
     name: str, length: int, counter: TokenCounter, seed: int, index: int, essays: str | None = None, split: str = "all"
 ) -> Sample:
     """One sample of a task of data_gen, sized as RULER's: prompt and reply keep to `length` tokens."""
-    return task(name).build(name, length, counter, seed, index, exact=False, essays=essays, split=split).samples()[0]
+    wanted = Request(name, length, counter, seed, index, exact=False, essays=essays, split=split)
+    return task(name).build(wanted).samples()[0]
 
 
 @dataclass
