@@ -14,7 +14,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 demo: $(VENV)/installed
-	$(BIN)/python -m leank_train +experiment=reference_70pct hydra.run.dir=$(OUT)
+	$(BIN)/python -m leank_train +experiment=reference_demo hydra.run.dir=$(OUT)
 	@echo
 	@echo "pictures: $(OUT)/plots/  table: $(OUT)/validation.md  mask: $(OUT)/mask.safetensors"
 

@@ -58,6 +58,34 @@ def branch(
     return Branch(state.keys, state.values, k_positions, lengths, starts, hidden, queries)
 
 
+@torch.no_grad()
+def prefill_and_branch(
+    model: PreTrainedModel,
+    document_ids: Tensor,
+    document_lengths: Sequence[int] | Tensor,
+    ids: Tensor,
+    lengths: Sequence[int] | Tensor,
+) -> tuple[Prefix, Branch]:
+    """`prefill` and `branch` in one pass, for one branch a document: document_ids [B, P], ids [B, T], right-padded."""
+    check_decoder(model)
+    starts, lengths = checked_lengths(document_lengths, document_ids), checked_lengths(lengths, ids)
+    P, T = document_ids.shape[1], ids.shape[1]
+    at = starts[:, None] + torch.arange(T, device=ids.device)  # [B, T]: where the branch lies in its row
+    whole = torch.cat([document_ids, ids.new_zeros(ids.shape)], 1).scatter(1, at, ids)
+    positions = torch.arange(P + T, device=ids.device).expand_as(whole)
+    state = PrefillPass(int((starts + lengths).max()), starts + lengths, 0)
+    hidden = run_decoder(model, whole, positions, state)
+
+    def tail(x: Tensor) -> Tensor:  # [B, H, P + T, D] -> [B, H, T, D]
+        return x.gather(2, at[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+    k_positions = positions[:, :P].masked_fill(positions[:, :P] >= starts[:, None], -1)
+    prefix = Prefix([k[:, :, :P] for k in state.keys], [v[:, :, :P] for v in state.values], k_positions, starts)
+    own = _positions(starts, lengths, ids)[1]
+    rows = hidden.gather(1, at[:, :, None].expand(-1, -1, hidden.shape[2]))
+    return prefix, Branch([tail(k) for k in state.keys], [tail(v) for v in state.values], own, lengths, starts, rows)
+
+
 def student(
     model: PreTrainedModel,
     prefix: Prefix,

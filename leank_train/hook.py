@@ -54,12 +54,14 @@ def check_decoder(model: PreTrainedModel) -> None:
 
 @contextmanager
 def _attention(model: PreTrainedModel) -> Iterator[None]:
-    before = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
+    # The config alone: model.set_attn_implementation walks every module, for milliseconds in each of a step's passes.
+    config = model.config
+    before = config._attn_implementation
+    config._attn_implementation = NAME
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        config._attn_implementation = before
 
 
 def _attend(

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leank_train.attention import Keys, merge, partial_attention, scaled_attention, visibility
+from leank_train.attention import visibility
+from leank_train.fused import document_pieces, fused_attention, own_pieces, side_by_side
 from leank_train.prefix import Branch, Prefix
 
 
@@ -38,8 +39,9 @@ class FullPass:
     def __init__(self, prefix: Prefix, positions: Tensor, k_positions: Tensor, lengths: Tensor, obs_queries: int):
         self.prefix, self.lengths, self.obs_queries = prefix, lengths, obs_queries
         self.longest = int(k_positions.max()) + 1
-        self.document = visibility(positions, prefix.k_positions, "causal")
-        self.own = visibility(positions, k_positions, "causal")
+        causal = visibility(positions, prefix.k_positions, "causal")
+        self.pieces = document_pieces(positions, prefix.k_positions, [causal])
+        self.pieces += own_pieces(positions, k_positions, len(prefix.lengths), [causal])
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.queries: list[Tensor] = []
@@ -49,9 +51,9 @@ class FullPass:
         self.values.append(v.contiguous())
         if self.obs_queries:
             self.queries.append(self._observed(layer, q))
-        document = partial_attention(q, self.prefix.keys[layer], self.prefix.values[layer], scale, self.document)
-        own = partial_attention(q, self.keys[-1], self.values[-1], scale, self.own)
-        return merge(*document, *own)[0].to(q.dtype)
+        own = (side_by_side(x, len(self.prefix.lengths)) for x in (k, v))
+        keys, values = zip((self.prefix.keys[layer], self.prefix.values[layer]), own, strict=True)
+        return fused_attention(q, keys, values, self.pieces, scale)
 
     def _observed(self, layer: int, q: Tensor) -> Tensor:
         earlier = q[:, :, :0] if self.prefix.queries is None else self.prefix.queries[layer]
@@ -83,43 +85,50 @@ class ScaledPass:
         self.alpha = _per_layer(alpha, prefix, question)
         self.longest = int(k_positions.max()) + 1
         tail = torch.cat([question.k_positions, k_positions], 1)
-        self.document = [visibility(positions, prefix.k_positions, zone, sink, window) for zone in ("dense", "middle")]
-        self.tail = [visibility(positions, tail, zone, sink, window) for zone in ("dense", "middle")]
+        zones = [visibility(positions, prefix.k_positions, zone, sink, window) for zone in ("dense", "middle")]
+        self.pieces = document_pieces(positions, prefix.k_positions, zones)
+        self.pieces += own_pieces(positions, tail, len(prefix.lengths), zones)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        document = Keys(self.prefix.keys[layer], self.prefix.values[layer], *self.document)
-        k, v = torch.cat([self.question.keys[layer], k], 2), torch.cat([self.question.values[layer], v], 2)
-        return scaled_attention(q, [document, Keys(k, v, *self.tail)], self.alpha[layer], scale, self.empty_heads)
+        own = zip((self.question.keys[layer], self.question.values[layer]), (k, v), strict=True)
+        k, v = (side_by_side(torch.cat(both, 2), len(self.prefix.lengths)) for both in own)
+        keys, values = [self.prefix.keys[layer], k], [self.prefix.values[layer], v]
+        return fused_attention(q, keys, values, self.pieces, scale, self.alpha[layer], self.empty_heads)
 
 
 class DecodePass:
     """Eq. 1 for one new token per branch; the tail (question and new tokens) lives in buffers allocated once."""
 
     def __init__(self, prefix: Prefix, question: Branch, room: int, alpha: Tensor, sink: int, window: int):
-        self.prefix, self.sink, self.window = prefix, sink, window
-        self.alpha = _per_layer(alpha, prefix, question)
+        self.prefix, self.alpha = prefix, _per_layer(alpha, prefix, question)
+        B, M = len(prefix.lengths), len(question.lengths) // len(prefix.lengths)
+        # buffers [B, H, M, T + room, D], so that a view of them lies side by side
         self.keys, self.values = (
-            [torch.cat([x, x.new_zeros(*x.shape[:2], room, x.shape[3])], 2) for x in xs]
+            [torch.cat([x, x.new_zeros(*x.shape[:2], room, x.shape[3])], 2).unflatten(0, (B, M)) for x in xs]
             for xs in (question.keys, question.values)
         )
+        self.keys, self.values = ([x.transpose(1, 2).contiguous() for x in xs] for xs in (self.keys, self.values))
         unused = question.k_positions.new_full((len(question.lengths), room), -1)
         self.k_positions = torch.cat([question.k_positions, unused], 1)
         self.slot = question.k_positions.shape[1] - 1
+        first = question.starts + question.lengths
+        reach = torch.stack([first, first + room], 1)  # what holds for these rows holds for every step between
+        self.longest = int(reach.max())
+        self.zones = [visibility(reach, prefix.k_positions, zone, sink, window) for zone in ("dense", "middle")]
 
     def advance(self, positions: Tensor) -> None:
         """Make room for the token at positions [R, 1]."""
         self.slot += 1
         self.k_positions[:, self.slot] = positions[:, 0]
-        self.longest = int(positions.max()) + 1
-        zones = ("dense", "middle")
-        self.document = [visibility(positions, self.prefix.k_positions, z, self.sink, self.window) for z in zones]
-        self.tail = [visibility(positions, self.k_positions, z, self.sink, self.window) for z in zones]
+        self.pieces = document_pieces(positions, self.prefix.k_positions, self.zones)
+        self.pieces += own_pieces(positions, self.k_positions, len(self.prefix.lengths), self.zones)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        self.keys[layer][:, :, self.slot], self.values[layer][:, :, self.slot] = k[:, :, 0], v[:, :, 0]
-        document = Keys(self.prefix.keys[layer], self.prefix.values[layer], *self.document)
-        tail = Keys(self.keys[layer], self.values[layer], *self.tail)
-        return scaled_attention(q, [document, tail], self.alpha[layer], scale, "drop")
+        for buffer, new in ((self.keys[layer], k), (self.values[layer], v)):
+            buffer[:, :, :, self.slot] = new[:, :, 0].unflatten(0, (buffer.shape[0], -1)).transpose(1, 2)
+        keys = [self.prefix.keys[layer], self.keys[layer].flatten(2, 3)]
+        values = [self.prefix.values[layer], self.values[layer].flatten(2, 3)]
+        return fused_attention(q, keys, values, self.pieces, scale, self.alpha[layer], "drop")
 
 
 def _per_layer(alpha: Tensor, prefix: Prefix, question: Branch) -> tuple[Tensor, ...]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from leank_train import distill
 from leank_train.backbone import Backbone
-from leank_train.branching import branch, prefill, student
+from leank_train.branching import branch, prefill, prefill_and_branch, student
 from leank_train.data import Batch
 from leank_train.mask import ChannelMask
 
@@ -64,7 +64,11 @@ class Stage(L.LightningModule):
     def distillation(self, batch: Batch) -> Tensor:
         """The distance of the student's hidden states from the teacher's at the answer tokens."""
         model = self.backbone.model
-        with torch.no_grad():
+        if len(batch.prompts) == len(batch.documents):
+            prefix, teacher = prefill_and_branch(
+                model, batch.documents, batch.document_lengths, batch.prompts, batch.prompt_lengths
+            )
+        else:
             prefix = prefill(model, batch.documents, batch.document_lengths)
             teacher = branch(model, prefix, batch.prompts, batch.prompt_lengths)
         full = distill.answer_rows(teacher.hidden, batch.question_lengths, batch.answers.shape[1])

@@ -56,12 +56,13 @@ def evaluate(
     sink: int,
     window: int,
     progress: Callable[[int], None] | None = None,
+    max_new_tokens: int | None = None,
 ) -> list[Result]:
     """Replies of every method to every question.
 
     methods: name -> mask, rule that makes masks for a batch, or None for the dense model. documents: batches of
     documents of one task and about one length, with the same number of questions each. progress is called with the
-    number of documents of each batch that is done.
+    number of documents of each batch that is done. max_new_tokens: None for the task's own.
     """
     results: list[Result] = []
     for batch in documents:
@@ -74,7 +75,8 @@ def evaluate(
         masks = torch.stack([_mask(m, backbone, prefix, asked) for m in methods.values()], 1)  # [R, methods, L, H, D]
         replies = decode(
             backbone.model, prefix, replace(asked, queries=None).repeat(len(methods)), masks.flatten(0, 1),
-            max_new_tokens=batch[0].max_new_tokens, eos_id=backbone.eos_ids(), sink=sink, window=window,
+            max_new_tokens=max_new_tokens or batch[0].max_new_tokens, eos_id=backbone.eos_ids(),
+            sink=sink, window=window,
         )  # fmt: skip
         texts = backbone.tokenizer.batch_decode(replies, skip_special_tokens=True)
         for i, text in enumerate(texts):

@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from leank_train import backbone as backbones
 from leank_train import distill
 from leank_train.attention import Keys, scaled_attention, visibility
-from leank_train.branching import branch, prefill, student
+from leank_train.branching import branch, prefill, prefill_and_branch, student
 from leank_train.files import write_json
 from leank_train.hook import NAME, run_decoder
 
@@ -77,8 +77,11 @@ def prefill_once(model: Any, ids: Tensor, alpha: Tensor, questions: int, sink: i
     """Loss of the branching form: the same tokens, `questions` branches (all alike here) off one document."""
     document, prompt = ids[:, : -QUESTION - ANSWER], ids[:, -QUESTION - ANSWER :].repeat(questions, 1)
     lengths = torch.full((questions,), QUESTION + ANSWER, device=ids.device)
-    prefix = prefill(model, document, [document.shape[1]])
-    teacher = branch(model, prefix, prompt, lengths)
+    if questions == 1:
+        prefix, teacher = prefill_and_branch(model, document, [document.shape[1]], prompt, lengths)
+    else:
+        prefix = prefill(model, document, [document.shape[1]])
+        teacher = branch(model, prefix, prompt, lengths)
     question = torch.full_like(lengths, QUESTION)
     answer = torch.full_like(lengths, ANSWER)
     scaled = student(

@@ -35,12 +35,13 @@ def methods(args: argparse.Namespace, backbone: backbones.Backbone) -> dict[str,
         name, path = item.split("=", 1)
         found[name] = ChannelMask.load(path)
         found[name].check_model(backbone.model.config)
-    for ratio in args.ratio:
-        at = f"@{100 * ratio:.0f}%"
-        found[f"think{at}"] = validation.think(ratio)
-        found[f"static_norm{at}"] = ChannelMask.load(args.out / f"static_norm{at}.safetensors")
-        found[f"lowest_frequencies{at}"] = lowest_frequencies(backbone.model.config, ratio)
-        found[f"random{at}"] = random_mask(backbone.shape, ratio, 0)
+    makers = {
+        "think": validation.think,
+        "static_norm": lambda ratio: ChannelMask.load(args.out / f"static_norm@{100 * ratio:.0f}%.safetensors"),
+        "lowest_frequencies": lambda ratio: lowest_frequencies(backbone.model.config, ratio),
+        "random": lambda ratio: random_mask(backbone.shape, ratio, 0),
+    }
+    found |= {f"{name}@{100 * r:.0f}%": makers[name](r) for r in args.ratio for name in args.baselines}
     return found
 
 
@@ -53,7 +54,9 @@ def work(rank: int, args: argparse.Namespace, units: list[tuple[str, int, int]])
         for name, length, first in units[rank :: args.workers]:
             last = min(first + args.batch, args.samples)
             batch = [unseen(name, length, counter, args.seed, i) for i in range(first, last)]
-            rows = validation.evaluate(backbone, chosen, [batch], args.sink, args.window)
+            rows = validation.evaluate(
+                backbone, chosen, [batch], args.sink, args.window, max_new_tokens=args.max_new_tokens
+            )
             rows = [dataclasses.replace(r, length=length) for r in rows]
             out.write("".join(json.dumps(dataclasses.asdict(r)) + "\n" for r in rows))
             out.flush()
@@ -65,6 +68,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--masks", nargs="*", default=[], metavar="NAME=PATH")
     parser.add_argument("--ratio", type=float, nargs="*", default=[0.7], help="ratios of the baselines")
+    parser.add_argument("--baselines", nargs="*", default=["think", "static_norm", "lowest_frequencies", "random"])
+    parser.add_argument("--max-new-tokens", type=int, help="default: each task's own (128 for NIAH)")
     parser.add_argument("--model", default="reference")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--tasks", nargs="*", default=list(RULER_NIAH))
@@ -79,7 +84,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     missing = [r for r in args.ratio if not (args.out / f"static_norm@{100 * r:.0f}%.safetensors").exists()]
-    if missing:
+    if missing and "static_norm" in args.baselines:
         backbone = backbones.load(args.model, args.dtype, "cuda" if torch.cuda.is_available() else "cpu")
         norms = static_norm_mask(backbone, max(args.lengths), args.calibration, seed=0)
         for ratio in missing:

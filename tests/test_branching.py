@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from leank_train.branching import branch, decode, prefill, student
+from leank_train.branching import branch, decode, prefill, prefill_and_branch, student
 from leank_train.reference import plain_forward
 from tests.conftest import tiny_model
 
@@ -221,3 +221,19 @@ def test_models_and_inputs_that_do_not_fit_are_named():
     question = branch(llama, prefix, ids, [9, 9])
     with pytest.raises(ValueError, match=r"alpha has the shape \[2, 2, 4\].*\[2, 2, 8\]"):
         student(llama, prefix, question, ids, [9, 9], torch.ones(2, 2, 4), sink=0, window=1, empty_heads="zero")
+
+
+def test_one_pass_equals_prefill_then_branch(model):
+    """Uneven documents and branches, one branch each."""
+    documents, ids = torch.randint(3, 30, (2, 30)), torch.randint(3, 30, (2, 9))
+    sizes, lengths = [30, 21], [5, 9]
+    prefix, found = prefill_and_branch(model, documents, sizes, ids, lengths)
+    wanted_prefix = prefill(model, documents, sizes)
+    wanted = branch(model, wanted_prefix, ids, lengths)
+    assert torch.equal(prefix.k_positions, wanted_prefix.k_positions)
+    assert torch.equal(found.k_positions, wanted.k_positions)
+    for r, (size, n) in enumerate(zip(sizes, lengths, strict=True)):
+        torch.testing.assert_close(found.hidden[r, :n], wanted.hidden[r, :n])
+        for layer in range(len(found.keys)):
+            torch.testing.assert_close(prefix.values[layer][r, :, :size], wanted_prefix.values[layer][r, :, :size])
+            torch.testing.assert_close(found.keys[layer][r, :, :n], wanted.keys[layer][r, :, :n])
