@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from data_gen.chat import template as chat_template
+from data_gen.chat import template_tokens
 from leank_train.hook import check_decoder
 
 
@@ -43,6 +44,11 @@ class Backbone:
     def encode(self, text: str) -> list[int]:
         """Ids of a piece in the middle of a prompt."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    @property
+    def reserve(self) -> int:
+        """Tokens of a document's length to leave for the chat template, and for seams where pieces meet it."""
+        return template_tokens(self.tokenizer) + 2 if self.before or self.after else 0
 
     def eos_ids(self) -> list[int]:
         """Ids that end a reply."""
@@ -101,7 +107,10 @@ def load(
         )
     except OSError as error:
         raise FileNotFoundError(_missing(name, error)) from error
-    check_decoder(model)
+    try:
+        check_decoder(model)
+    except ValueError as error:
+        raise ValueError(f"model.name={name!r} cannot be used: {error}") from None
     model.to(device)  # type: ignore[arg-type]  # transformers wraps Module.to without its types
     model.eval().requires_grad_(False)
     wrap = tokenizer.chat_template is not None if chat is None else chat
