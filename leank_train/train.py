@@ -52,6 +52,8 @@ def run(config: DictConfig, out: Path) -> dict[str, Any]:
         collate(backbone, together)
     check_lengths(config, backbone)
     logger = instantiate(config.logger, save_dir=str(out)) if config.logger else None
+    if logger:
+        logger.log_hyperparams(OmegaConf.to_container(config, resolve=True))
 
     span = dict(sink=config.mask.sink, window=config.mask.window)
     size = dict(ratio=config.mask.ratio, align=config.mask.align, rounding=config.mask.rounding)
