@@ -15,6 +15,8 @@ from data_gen.chat import template as chat_template
 from data_gen.chat import template_tokens
 from leank_train.hook import check_decoder
 
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+
 
 @dataclass(frozen=True)
 class Backbone:
@@ -96,9 +98,9 @@ def load(
     Raises FileNotFoundError where weights or tokenizer cannot be had, ValueError for a model that cannot be pruned.
     """
     device = torch.device(device)
-    kind = getattr(torch, ("bfloat16" if device.type == "cuda" else "float32") if dtype == "auto" else dtype, None)
-    if not isinstance(kind, torch.dtype):
-        raise ValueError(f"model.dtype={dtype!r} is unknown; choose auto, float32, bfloat16, float16 or float64")
+    if dtype not in DTYPES:
+        raise ValueError(f"model.dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+    kind = getattr(torch, ("bfloat16" if device.type == "cuda" else "float32") if dtype == "auto" else dtype)
     config = load_config(name, overrides)
     try:
         tokenizer = AutoTokenizer.from_pretrained(resolve(name))

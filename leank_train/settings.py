@@ -60,6 +60,10 @@ def check(config: DictConfig) -> None:
         f"mask.ratio={mask.ratio} is not in [0, 1): it is the share of channels to prune, e.g. 0.7",
     )
     need(mask.rounding in ROUNDINGS, f"mask.rounding={mask.rounding!r} is unknown; use one of {', '.join(ROUNDINGS)}")
+    need(
+        config.model.dtype in backbones.DTYPES,
+        f"model.dtype={config.model.dtype!r} is unknown; use one of {', '.join(backbones.DTYPES)}",
+    )
     for name in ("stage1", "stage2"):
         stage_config(config, name)
     need(
@@ -155,13 +159,14 @@ def overrides(config: DictConfig) -> dict[str, Any]:
 
 def check_folder(out: Path, fingerprint: str, resume: bool) -> None:
     """Raise BadConfig for a run directory whose checkpoints are not to be used, or are another config's."""
-    before = out / "config.hash"
-    if not (out / "checkpoints").exists() or not before.exists():
+    if not (out / "checkpoints").exists():
         return
+    file = out / "config.hash"
+    before = file.read_text().strip() if file.exists() else "unknown"
     need(resume, f"resume=false, and {out} holds a run already; set hydra.run.dir to a new folder, or resume=true")
     need(
-        before.read_text().strip() == fingerprint,
-        f"{out} holds checkpoints of another config ({before.read_text().strip()}, this one is {fingerprint}; "
+        before == fingerprint,
+        f"{out} holds checkpoints of another config ({before}, this one is {fingerprint}; "
         f"compare {out}/config.yaml): set hydra.run.dir to a new folder, or remove that one",
     )
 

@@ -7,21 +7,20 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 from PIL import Image
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from leank_train.mask import ChannelMask
 from leank_train.recorder import Recorder
 from leank_train.stages import Stage
 from leank_train.train import run
-from tests.tiny_run import VALIDATION, alpha, command, killed, save_model, settings
+from tests.tiny_run import ROOT, VALIDATION, alpha, command, killed, save_model, settings
 
-ROOT = Path(__file__).parents[1]
 PLOTS = {"losses", "alpha_histogram", "channels_per_head", "kept_per_frequency"}
 METHODS = ["dense", "leank", "think", "static_norm", "lowest_frequencies", "random"]
 STEPS = 6 + 4  # of both stages
@@ -120,6 +119,20 @@ def test_the_seed_decides(finished, model, tmp_path):
 def test_workers_change_nothing(finished, model, tmp_path):
     run(settings(model, "workers=1"), tmp_path)
     assert torch.equal(alpha(tmp_path), alpha(finished))
+
+
+def test_a_chat_template_fits_into_the_positions(tmp_path):
+    """Documents as long as the model has positions leave room for the template."""
+    folder = save_model(tmp_path / "model", max_position_embeddings=400)
+    words = AutoTokenizer.from_pretrained(folder)
+    words.chat_template = (
+        "{{ bos_token }}system: You are asked about a text.\n"
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    words.save_pretrained(folder)
+    longest = ["data.min_length=400", "validation.lengths=[400]", "stage1.steps=4", "stage2.steps=0"]
+    metrics = run(settings(folder, *VALIDATION, *longest), tmp_path / "run")
+    assert set(metrics["validation"]["recall"]) == set(METHODS)
 
 
 def at_step(steps):
