@@ -48,7 +48,7 @@ class Recorder(L.Callback):
         now = time.time()
         self.seconds, self._last = self.seconds + now - self._last, now
         step = trainer.global_step
-        values = {k: float(v.detach()) for k, v in outputs.items()}
+        values = {k: float(v.detach()) for k, v in outputs.items() if k != "loss"}  # of this process alone
         self.steps.append({"step": step, **values, "lr": trainer.optimizers[0].param_groups[0]["lr"]})
         if step % self.every == 0 or step == trainer.max_steps:
             alpha = module.alpha.detach().float().cpu()

@@ -32,7 +32,10 @@ from leank_train.wandb_log import log_results
 
 
 def run(config: DictConfig, out: Path) -> dict[str, Any]:
-    """Train a mask into the folder `out`, or go on with what is there. Returns the metrics written to metrics.json."""
+    """Train a mask into the folder `out`, or go on with what is there.
+
+    Returns the metrics written to metrics.json; of several processes, in the first alone.
+    """
     started = time.time()
     check(config)
     identity = fingerprint(config)
@@ -61,6 +64,8 @@ def run(config: DictConfig, out: Path) -> dict[str, Any]:
     record1 = fit(config, stage1, "stage1", out, logger)
     stage2 = Stage2(backbone, stage_config(config, "stage2"), **span, alpha=stage1.alpha, **size)
     record2 = fit(config, stage2, "stage2", out, logger)
+    if not stage2.trainer.is_global_zero:
+        return {}
 
     scores1, alpha = (stage.alpha.detach().float().cpu().contiguous() for stage in (stage1, stage2))
     metadata = {
@@ -80,8 +85,6 @@ def run(config: DictConfig, out: Path) -> dict[str, Any]:
         "seconds": {"training": round(record1.seconds + record2.seconds, 1)},  # those before a stop included
         "config": identity,
     }
-    if not stage2.trainer.is_global_zero:
-        return metrics
     mask.save(out / "mask.safetensors")
     write_bytes(out / "alpha.safetensors", save({"alpha": alpha, "stage1": scores1}))
     for align in {1, config.mask.align}:  # what stage 2 is worth (appendix E): the same scores without it

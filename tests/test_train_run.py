@@ -127,7 +127,8 @@ def test_a_chat_template_fits_into_the_positions(tmp_path):
     words = AutoTokenizer.from_pretrained(folder)
     words.chat_template = (
         "{{ bos_token }}system: You are asked about a text.\n"
-        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
     )
     words.save_pretrained(folder)
     longest = ["data.min_length=400", "validation.lengths=[400]", "stage1.steps=4", "stage2.steps=0"]
