@@ -67,6 +67,7 @@ BEFORE_TRAINING = {
         ["model.name=/nowhere/Llama-8B"],
         [r"model\.name='/nowhere/Llama-8B'", "no such folder", r"\*\.safetensors", r"set model\.name=/path/to/Llama"],
     ),
+    "no network": (["model.name=org/Llama-8B"], [r"model\.name='org/Llama-8B'", "no hub copy", "or log in to the hub"]),
     "missing essays": (["data.essays=/nowhere.txt"], [r"essays='/nowhere\.txt' does not exist", "give a .txt"]),
     # names of variants
     **{
