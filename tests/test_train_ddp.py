@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -26,16 +27,22 @@ def record(out, stage):
     return torch.load(out / f"checkpoints/{stage}/done.ckpt", weights_only=True)["record"]["steps"]
 
 
+def two_ranks(model, cwd, out, *extra):
+    """`python -m leank_train` as two processes on the CPU."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    line = [sys.executable, "-m", "leank_train", *command(model), *extra, f"hydra.run.dir={out}"]
+    line += ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
+    return subprocess.Popen(line, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
 @pytest.mark.parametrize("reduction", ["official", pytest.param("paper", marks=pytest.mark.slow)])
 def test_two_ranks_are_one_batch(model, tmp_path, reduction):
     variants = [*SETTINGS, *(f"stage{i}.reduction={reduction}" for i in (1, 2))]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    line = [sys.executable, "-m", "leank_train", *command(model), *variants]
-    line += ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "hydra.run.dir=ranks"]
-    found = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
-    assert found.returncode == 0, found.stdout + found.stderr
+    process = two_ranks(model, tmp_path, "ranks", *variants)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
     assert {p.name for p in tmp_path.iterdir()} == {"ranks"}  # the second rank has written nowhere else
-    assert found.stdout.count("mask      ") == 1
+    assert output.count("mask      ") == 1
 
     config = settings(model, *variants, "data.documents=2")
     run(config, tmp_path / "one")
@@ -61,3 +68,19 @@ def test_ranks_share_the_documents_of_one_process(model, start):
             rows = [row[:n] for part in parts for row, n in zip(part.documents, part.document_lengths, strict=True)]
             assert all(torch.equal(row, whole[i, : len(row)]) for i, row in enumerate(rows))
             assert len(rows) == 4
+
+
+@pytest.mark.slow
+def test_two_ranks_killed_and_started_again(model, tmp_path):
+    """The first process is killed, the second one follows; both go on from the same checkpoint."""
+    process = two_ranks(model, tmp_path, "killed", *SETTINGS, "stage1.steps=40")
+    while process.poll() is None and not (tmp_path / "killed/checkpoints/stage1/last.ckpt").exists():
+        time.sleep(0.005)
+    process.kill()
+    process.communicate(timeout=60)  # ends when the second process has closed its output, too
+    assert not (tmp_path / "killed/mask.safetensors").exists()
+    for out in ("killed", "whole"):
+        process = two_ranks(model, tmp_path, out, *SETTINGS, "stage1.steps=40")
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, output
+    assert torch.equal(alpha(tmp_path / "killed"), alpha(tmp_path / "whole"))
