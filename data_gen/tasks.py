@@ -62,6 +62,7 @@ class Mixture:
     weights: task name -> share. min_length, max_length: total tokens, drawn uniformly (both included).
     group: this many neighbouring indices share one length, so that the ranks of a step wait for no longest one.
     questions: questions a document (tasks with fewer give fewer). essays, split: the natural text, see `haystack`.
+    reserve: tokens of every length to leave for a chat template, see `data_gen.chat`.
     """
 
     weights: Mapping[str, float]
@@ -73,6 +74,7 @@ class Mixture:
     group: int = 1
     essays: str | None = None
     split: str = "all"
+    reserve: int = 0
     _counter: TokenCounter = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -105,6 +107,7 @@ class Mixture:
     def build(self, name: str, length: int, index: int) -> Document:
         """Document number `index` of one task at one length."""
         request = Request(
-            name, length, self._counter, self.seed, index, self.questions, essays=self.essays, split=self.split
-        )
+            name, length, self._counter, self.seed, index, self.questions,
+            essays=self.essays, split=self.split, reserve=self.reserve,
+        )  # fmt: skip
         return task(name).build(request)

@@ -23,6 +23,8 @@ def main(config: DictConfig) -> float:
         metrics = run(config, out)
     except (ValueError, FileNotFoundError) as error:
         sys.exit(f"leank_train: {error}")
+    if not metrics:  # a further process of the same run
+        return float("nan")
     recall = metrics.get("validation", {}).get("recall", {})
     print(f"mask      {out / 'mask.safetensors'}  ({100 * metrics['pruning_ratio']:.1f}% of K channels pruned)")
     print(f"results   {out}  (metrics.json, plots/, validation.md)")

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 ZONES = ("causal", "dense", "middle")
+EMPTY_HEADS = ("drop", "zero")
 SCORES_AT_ONCE = {"cpu": 2**20, "cuda": 2**27}  # attention scores held at a time, which sets the size of a key block
 
 
@@ -209,7 +210,7 @@ def scaled_attention(
     heads still get a gradient to alpha: the one that "zero" gives to alpha, for the same gradient of the output.
     Raises ValueError for another empty_heads.
     """
-    if empty_heads not in ("drop", "zero"):
+    if empty_heads not in EMPTY_HEADS:
         raise ValueError(f"empty_heads={empty_heads!r} is unknown; use drop (as deployed) or zero (Eq. 1 as written)")
     group = q.shape[1] // parts[0].k.shape[1]
     dense = _attend(q, [(part.k, part.v, part.dense) for part in parts], scale, block)

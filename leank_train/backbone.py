@@ -12,7 +12,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from data_gen.chat import template as chat_template
+from data_gen.chat import template_tokens
 from leank_train.hook import check_decoder
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,11 @@ class Backbone:
     def encode(self, text: str) -> list[int]:
         """Ids of a piece in the middle of a prompt."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    @property
+    def reserve(self) -> int:
+        """Tokens of a document's length to leave for the chat template, and for seams where pieces meet it."""
+        return template_tokens(self.tokenizer) + 2 if self.before or self.after else 0
 
     def eos_ids(self) -> list[int]:
         """Ids that end a reply."""
@@ -90,9 +98,9 @@ def load(
     Raises FileNotFoundError where weights or tokenizer cannot be had, ValueError for a model that cannot be pruned.
     """
     device = torch.device(device)
-    kind = getattr(torch, ("bfloat16" if device.type == "cuda" else "float32") if dtype == "auto" else dtype, None)
-    if not isinstance(kind, torch.dtype):
-        raise ValueError(f"model.dtype={dtype!r} is unknown; choose auto, float32, bfloat16, float16 or float64")
+    if dtype not in DTYPES:
+        raise ValueError(f"model.dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+    kind = getattr(torch, ("bfloat16" if device.type == "cuda" else "float32") if dtype == "auto" else dtype)
     config = load_config(name, overrides)
     try:
         tokenizer = AutoTokenizer.from_pretrained(resolve(name))
@@ -101,7 +109,10 @@ def load(
         )
     except OSError as error:
         raise FileNotFoundError(_missing(name, error)) from error
-    check_decoder(model)
+    try:
+        check_decoder(model)
+    except ValueError as error:
+        raise ValueError(f"model.name={name!r} cannot be used: {error}") from None
     model.to(device)  # type: ignore[arg-type]  # transformers wraps Module.to without its types
     model.eval().requires_grad_(False)
     wrap = tokenizer.chat_template is not None if chat is None else chat

@@ -7,6 +7,11 @@ place of alpha. Where the paper and its published code differ, both forms are he
 import torch
 from torch import Tensor
 
+REDUCTIONS = ("official", "paper")
+L1_FORMS = ("mean", "sum")
+SCHEDULES = ("official", "constant")
+STRAIGHT_THROUGH = ("binary", "alpha_beta")
+
 
 def answer_rows(hidden: Tensor, question_lengths: Tensor, answer_tokens: int) -> Tensor:
     """The teacher's rows of the answer, [R, N, hidden], out of those of question and answer, hidden [R, T, hidden].
@@ -25,7 +30,7 @@ def l2_loss(full: Tensor, scaled: Tensor, lengths: Tensor, reduction: str) -> Te
     ||H_full - H_scaled||_2^2, and means over the R sequences. Computed in float32 (float64 stays).
     Raises ValueError for an unknown reduction, an answer without tokens, or a loss that is not finite.
     """
-    if reduction not in ("official", "paper"):
+    if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r} is unknown; use official or paper")
     if lengths.min() < 1 or lengths.max() > full.shape[1]:
         raise ValueError(f"answer lengths {lengths.tolist()} must be from 1 to {full.shape[1]}: nothing to distil")
@@ -35,13 +40,16 @@ def l2_loss(full: Tensor, scaled: Tensor, lengths: Tensor, reduction: str) -> Te
     squares = torch.where(counts[..., None], full.to(dtype) - scaled.to(dtype), 0.0).square()
     loss = squares.mean(-1).sum() / counts.sum() if reduction == "official" else squares.sum() / len(lengths)
     if not torch.isfinite(loss):
-        raise ValueError(f"the distillation loss is {loss.item()}; lower the learning rate, or set dtype=float32")
+        raise ValueError(
+            f"the distillation loss is {loss.item()}; lower the learning rate (stage1.lr, stage2.lr), "
+            "or set model.dtype=float32"
+        )
     return loss
 
 
 def l1_penalty(alpha: Tensor, form: str) -> Tensor:
     """||alpha||_1 as the paper writes it ("sum"), or over the number of channels as its code has it ("mean")."""
-    if form not in ("mean", "sum"):
+    if form not in L1_FORMS:
         raise ValueError(f"l1={form!r} is unknown; use mean (published code) or sum (paper)")
     return alpha.abs().mean() if form == "mean" else alpha.abs().sum()
 
@@ -51,7 +59,7 @@ def lr_factor(step: int, steps: int, schedule: str) -> float:
 
     "official" rises over the first fifth, falls over the last fifth, and is never below 0.1; "constant" is 1.
     """
-    if schedule not in ("official", "constant"):
+    if schedule not in SCHEDULES:
         raise ValueError(f"lr_schedule={schedule!r} is unknown; use official or constant")
     if schedule == "constant":
         return 1.0
@@ -65,7 +73,7 @@ def straight_through(alpha: Tensor, beta: Tensor, variant: str) -> Tensor:
     variant: "binary" has the value beta (the paper), "alpha_beta" the value alpha * beta (its published code). Either
     way alpha receives the whole gradient, pruned channels included.
     """
-    if variant not in ("binary", "alpha_beta"):
+    if variant not in STRAIGHT_THROUGH:
         raise ValueError(f"straight_through={variant!r} is unknown; use binary (paper) or alpha_beta (published code)")
     value = beta.to(alpha.dtype) if variant == "binary" else (alpha * beta).detach()
     return value + (alpha - alpha.detach())

@@ -44,12 +44,17 @@ def run_decoder(model: PreTrainedModel, ids: Tensor, positions: Tensor, state: S
 def check_decoder(model: PreTrainedModel) -> None:
     """Raise ValueError for a model without rotary positions, or one that cannot take another attention function."""
     config = model.config
-    if getattr(config, "rope_parameters", None) is None and getattr(config, "rope_theta", None) is None:
+    if not has_rope(config):
         raise ValueError(
             f"model={config.model_type} has no rotary positions (RoPE); choose a RoPE decoder such as Llama"
         )
     if not getattr(model, "_supports_attention_backend", False):
         raise ValueError(f"model={config.model_type} takes no registered attention function; choose another model")
+
+
+def has_rope(config: Any) -> bool:
+    """Whether a model of this config has rotary positions."""
+    return getattr(config, "rope_parameters", None) is not None or getattr(config, "rope_theta", None) is not None
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from leank_train.files import write_bytes
 from leank_train.mask import ChannelMask
 
 if TYPE_CHECKING:
@@ -27,12 +29,13 @@ def training_plots(stage1: Recorder, stage2: Recorder, alpha: Tensor, mask: Chan
         "channels_per_head": channels_per_head(mask),
         "kept_per_frequency": kept_per_frequency(mask, alpha),
     }
-    out.mkdir(parents=True, exist_ok=True)
     found = {}
     for name, figure in figures.items():
         found[name] = out / f"{name}.png"
-        figure.savefig(found[name], dpi=130, bbox_inches="tight")
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=130, bbox_inches="tight")
         plt.close(figure)
+        write_bytes(found[name], buffer.getvalue())
     return found
 
 

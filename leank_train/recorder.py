@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import time
 from typing import Any
 
 import lightning as L
@@ -27,17 +28,27 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class Recorder(L.Callback):
-    """Losses and learning rate of every step and a histogram of alpha every `every` steps; kept in checkpoints."""
+    """Losses and learning rate of every step, a histogram of alpha every `every` steps, and the seconds that all took.
+
+    Kept in checkpoints: a run that was stopped and went on has them whole.
+    """
 
     def __init__(self, every: int) -> None:
         self.every = max(1, every)
         self.steps: list[dict[str, float]] = []
         self.histograms: list[tuple[int, list[int]]] = []
+        self.seconds = 0.0
+
+    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+        """Start the clock."""
+        self._last = time.time()
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
         """Keep the step's values."""
+        now = time.time()
+        self.seconds, self._last = self.seconds + now - self._last, now
         step = trainer.global_step
-        values = {k: float(v.detach()) for k, v in outputs.items()}
+        values = {k: float(v.detach()) for k, v in outputs.items() if k != "loss"}  # of this process alone
         self.steps.append({"step": step, **values, "lr": trainer.optimizers[0].param_groups[0]["lr"]})
         if step % self.every == 0 or step == trainer.max_steps:
             alpha = module.alpha.detach().float().cpu()
@@ -45,11 +56,12 @@ class Recorder(L.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The record so far."""
-        return {"steps": self.steps, "histograms": self.histograms}
+        return {"steps": self.steps, "histograms": self.histograms, "seconds": self.seconds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with an earlier record."""
         self.steps, self.histograms = list(state["steps"]), [tuple(h) for h in state["histograms"]]
+        self.seconds = state["seconds"]
 
 
 class Progress(TQDMProgressBar):

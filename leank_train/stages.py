@@ -82,12 +82,30 @@ class Stage(L.LightningModule):
     def training_step(self, batch: Batch, index: int) -> dict[str, Tensor]:
         """Loss of one batch. Raises ValueError where it is not finite."""
         distillation, penalty = self.distillation(batch), self.penalty()
-        values = {"distillation": distillation.detach(), "penalty": penalty.detach()}
-        values |= {"alpha_mean": self.alpha.detach().mean(), "tokens": batch.document_lengths.sum().float()}
+        distillation, mean, tokens = self._over_ranks(batch, distillation)
+        values = {"distillation": mean, "penalty": penalty.detach()}
+        values |= {"alpha_mean": self.alpha.detach().mean(), "tokens": tokens}
         self.log_dict({f"{type(self).__name__.lower()}/{k}": v for k, v in values.items()})
-        self.log("loss", distillation.detach(), prog_bar=True, logger=False)
+        self.log("loss", mean, prog_bar=True, logger=False)
         self.log("alpha", values["alpha_mean"], prog_bar=True, logger=False)
         return {"loss": distillation + penalty, **values}
+
+    def _over_ranks(self, batch: Batch, loss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's loss weighed so that the mean over ranks is the loss of all their documents in one batch.
+
+        DDP gives every rank the same say; the loss is a mean over answer tokens (or sequences), of which ranks have
+        different numbers. Returns the weighed loss, its mean over ranks, and the document tokens of all ranks.
+        """
+        tokens = batch.document_lengths.sum().float()
+        if self.trainer.world_size == 1:
+            return loss, loss.detach(), tokens
+        lengths = batch.answer_lengths
+        counted = lengths.sum() if self.config.reduction == "official" else torch.ones_like(lengths).sum()
+        gathered = self.all_gather(torch.stack([counted.to(loss), loss.detach(), tokens.to(loss)]))  # [ranks, 3]
+        assert isinstance(gathered, Tensor)
+        counts, losses, all_tokens = gathered.unbind(1)
+        share = counts / counts.sum()
+        return loss * share[self.trainer.global_rank] * len(share), (losses * share).sum(), all_tokens.sum()
 
     def configure_optimizers(self) -> Any:
         """Adam (the paper's choice) with the schedule stepped every step."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +21,21 @@ from data_gen.tasks import Mixture
 from leank_train import backbone as backbones
 from leank_train import plots
 from leank_train.backbone import Backbone
-from leank_train.compare import validate
-from leank_train.data import RetrievalData
+from leank_train.compare import check_lengths, validate
+from leank_train.data import RetrievalData, collate
 from leank_train.files import write_bytes, write_json, write_text
 from leank_train.mask import ChannelMask
 from leank_train.recorder import AtomicCheckpointIO, Progress, Recorder
-from leank_train.settings import BadConfig, check, check_folder, fingerprint, overrides
-from leank_train.stages import Stage, Stage1, Stage2, StageConfig
+from leank_train.settings import BadConfig, check, check_folder, fingerprint, overrides, stage_config
+from leank_train.stages import Stage, Stage1, Stage2
 from leank_train.wandb_log import log_results
 
 
 def run(config: DictConfig, out: Path) -> dict[str, Any]:
-    """Train a mask into the folder `out`, or go on with what is there. Returns the metrics written to metrics.json."""
+    """Train a mask into the folder `out`, or go on with what is there.
+
+    Returns the metrics written to metrics.json; of several processes, in the first alone.
+    """
     started = time.time()
     check(config)
     identity = fingerprint(config)
@@ -41,18 +46,26 @@ def run(config: DictConfig, out: Path) -> dict[str, Any]:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its notes on hardware and products
     L.seed_everything(config.seed, workers=True, verbose=False)
     device = "cuda" if torch.cuda.is_available() and config.trainer.accelerator != "cpu" else "cpu"
-    backbone = backbones.load(config.model.name, config.model.dtype, device, config.model.chat, overrides(config))
-    for name, share in config.data.tasks.items():
-        if share:  # a context too short for a task is an error now, not in the middle of the night
-            mixture(config, backbone, "stage1", 1).build(name, config.data.min_length, 0)
+    with memory("while loading the model", f"the precision, model.dtype={config.model.dtype}"):
+        backbone = backbones.load(config.model.name, config.model.dtype, device, config.model.chat, overrides(config))
+    # a context too short for a task, or an answer without tokens, is an error now, not in the middle of the night
+    first = mixture(config, backbone, "stage1", 1)
+    documents = [first.build(name, config.data.min_length, 0) for name, share in config.data.tasks.items() if share]
+    for together in [documents] if config.data.documents > 1 else [[d] for d in documents]:
+        collate(backbone, together)
+    check_lengths(config, backbone)
     logger = instantiate(config.logger, save_dir=str(out)) if config.logger else None
+    if logger:
+        logger.log_hyperparams(OmegaConf.to_container(config, resolve=True))
 
     span = dict(sink=config.mask.sink, window=config.mask.window)
     size = dict(ratio=config.mask.ratio, align=config.mask.align, rounding=config.mask.rounding)
-    stage1 = Stage1(backbone, StageConfig(**config.stage1), **span)
+    stage1 = Stage1(backbone, stage_config(config, "stage1"), **span)
     record1 = fit(config, stage1, "stage1", out, logger)
-    stage2 = Stage2(backbone, StageConfig(**config.stage2), **span, alpha=stage1.alpha, **size)
+    stage2 = Stage2(backbone, stage_config(config, "stage2"), **span, alpha=stage1.alpha, **size)
     record2 = fit(config, stage2, "stage2", out, logger)
+    if not stage2.trainer.is_global_zero:
+        return {}
 
     scores1, alpha = (stage.alpha.detach().float().cpu().contiguous() for stage in (stage1, stage2))
     metadata = {
@@ -69,23 +82,32 @@ def run(config: DictConfig, out: Path) -> dict[str, Any]:
         "distillation": {
             name: r.steps[-1]["distillation"] for name, r in (("stage1", record1), ("stage2", record2)) if r.steps
         },
-        "seconds": {"training": round(time.time() - started, 1)},
+        "seconds": {"training": round(record1.seconds + record2.seconds, 1)},  # those before a stop included
         "config": identity,
     }
-    if not stage2.trainer.is_global_zero:
-        return metrics
     mask.save(out / "mask.safetensors")
     write_bytes(out / "alpha.safetensors", save({"alpha": alpha, "stage1": scores1}))
     for align in {1, config.mask.align}:  # what stage 2 is worth (appendix E): the same scores without it
         alone = ChannelMask.from_scores(scores1, **{**size, "align": align}, metadata=metadata)
         alone.save(out / "stage1" / f"mask_align{align}.safetensors")
     if config.validation.samples:
-        validate(config, backbone, mask, out, metrics)
+        lengths = f"validation.batch={config.validation.batch}, validation.lengths={list(config.validation.lengths)}"
+        with memory("in validation; the mask is saved", lengths):
+            validate(config, backbone, mask, out, metrics)
     figures = plots.training_plots(record1, record2, alpha, mask, out / "plots")
     metrics["seconds"]["all"] = round(time.time() - started, 1)
     write_json(out / "metrics.json", metrics)
     log_results(logger, metrics, figures, out)
     return metrics
+
+
+@contextmanager
+def memory(when: str, settings: str) -> Iterator[None]:
+    """Say which settings take less, where the GPU's memory runs out."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise BadConfig(f"out of GPU memory {when}; lower {settings}, or take a larger GPU") from error
 
 
 def mixture(config: DictConfig, backbone: Backbone, stage: str, world: int) -> Mixture:
@@ -94,7 +116,7 @@ def mixture(config: DictConfig, backbone: Backbone, stage: str, world: int) -> M
     return Mixture(
         dict(data.tasks), backbone.tokenizer, data.min_length, data.max_length,
         seed=config.seed * 2 + (stage == "stage2"), questions=data.questions, group=data.documents * world,
-        essays=data.essays, split="train",
+        essays=data.essays, split="train", reserve=backbone.reserve,
     )  # fmt: skip
 
 
@@ -133,13 +155,9 @@ def fit(config: DictConfig, stage: Stage, name: str, out: Path, logger: Any) -> 
         module = RetrievalData(
             stage.backbone, mixture(config, stage.backbone, name, trainer.world_size), data.documents, config.workers
         )
-        try:
+        sizes = f"data.max_length={data.max_length}, data.questions={data.questions}, data.documents={data.documents}"
+        with memory(f"in {name}", sizes):
             trainer.fit(stage, module, ckpt_path=str(last) if last.exists() else None, weights_only=True)
-        except torch.OutOfMemoryError as error:
-            raise BadConfig(
-                f"out of GPU memory in {name} at data.max_length={data.max_length}; lower data.max_length, "
-                f"data.questions={data.questions} or data.documents={data.documents}"
-            ) from error
         if trainer.global_step < stage.config.steps:
             raise KeyboardInterrupt(f"{name} stopped at step {trainer.global_step}; run the same command to go on")
     if trainer.is_global_zero:

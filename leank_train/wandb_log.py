@@ -11,6 +11,7 @@ from typing import Any
 def wandb_logger(mode: str, **settings: Any) -> Any:
     """Lightning's W&B logger; without a key it writes offline and says how to look at it."""
     from lightning.pytorch.loggers import WandbLogger
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
     if mode == "auto":
         mode = os.environ.get("WANDB_MODE") or (
@@ -18,7 +19,9 @@ def wandb_logger(mode: str, **settings: Any) -> Any:
         )
     if mode == "offline":
         where = settings["save_dir"]
-        print(f"W&B is offline: look with `wandb leet {where}/wandb`, or `wandb sync` that folder later", flush=True)
+        rank_zero_only(print)(
+            f"W&B is offline: look with `wandb leet {where}/wandb`, or `wandb sync` that folder later", flush=True
+        )
     return WandbLogger(offline=mode == "offline", **settings)
 
 
