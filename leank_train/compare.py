@@ -31,14 +31,16 @@ def validate(config: DictConfig, backbone: Backbone, mask: ChannelMask, out: Pat
         "dense": None,
         "leank": mask,
         "think": validation.think(ratio),
-        "static_norm": static_norm_mask(config, backbone).mask(ratio),
+        "static_norm": static_norm_mask(backbone, config.data.max_length, settings.calibration, config.seed).mask(
+            ratio
+        ),
         "lowest_frequencies": lowest_frequencies(backbone.model.config, ratio),
         "random": random_mask(backbone.shape, ratio, config.seed),
     }
     tasks = list(settings.tasks or RULER_NIAH)
     batches = [
         [
-            unseen(config, backbone, counter, name, length, i)
+            unseen(backbone, counter, name, length, config.seed + 1_000_003, i)
             for i in range(at, min(at + settings.batch, settings.samples))
         ]
         for name in tasks
@@ -66,36 +68,32 @@ def validate(config: DictConfig, backbone: Backbone, mask: ChannelMask, out: Pat
     print("\n" + text, flush=True)
 
 
-def unseen(
-    config: DictConfig, backbone: Backbone, counter: TokenCounter, name: str, length: int, index: int
-) -> Document:
+def unseen(backbone: Backbone, counter: TokenCounter, name: str, length: int, seed: int, index: int) -> Document:
     """A sample sized as RULER sizes it, on text that no training document shows."""
-    seed = config.seed + 1_000_003
-    return task(name).build(
-        Request(name, length, counter, seed, index, exact=False, split="test", reserve=backbone.reserve)
-    )
+    wanted = Request(name, length, counter, seed, index, exact=False, split="test", reserve=backbone.reserve)
+    return task(name).build(wanted)
 
 
-def calibration(config: DictConfig, backbone: Backbone, counter: TokenCounter, index: int) -> Document:
+def calibration(backbone: Backbone, counter: TokenCounter, length: int, seed: int, index: int) -> Document:
     """A multi-key sample of the training text (LeanK section 2.2, appendix L)."""
-    name, length = "niah_multikey_3", config.data.max_length
-    return task(name).build(Request(name, length, counter, config.seed, index, split="train", reserve=backbone.reserve))
+    name = "niah_multikey_3"
+    return task(name).build(Request(name, length, counter, seed, index, split="train", reserve=backbone.reserve))
 
 
 def check_lengths(config: DictConfig, backbone: Backbone) -> None:
     """Raise ValueError where a length is too short for its validation task: before training, not after it."""
     if config.validation.samples:
         counter = TokenCounter(backbone.tokenizer)
-        calibration(config, backbone, counter, 0)
+        calibration(backbone, counter, config.data.max_length, config.seed, 0)
         for name in config.validation.tasks or RULER_NIAH:
-            unseen(config, backbone, counter, name, min(config.validation.lengths), 0)
+            unseen(backbone, counter, name, min(config.validation.lengths), config.seed, 0)
 
 
-def static_norm_mask(config: DictConfig, backbone: Backbone) -> StaticNorm:
-    """Channel norms over the calibration samples."""
+def static_norm_mask(backbone: Backbone, length: int, samples: int, seed: int) -> StaticNorm:
+    """Channel norms over calibration samples of `length` tokens."""
     found, counter, device = StaticNorm(), TokenCounter(backbone.tokenizer), backbone.model.device
-    for i in range(config.validation.calibration):
-        batch = collate(backbone, [calibration(config, backbone, counter, i)]).to(device)
+    for i in range(samples):
+        batch = collate(backbone, [calibration(backbone, counter, length, seed, i)]).to(device)
         prefix = prefill(backbone.model, batch.documents, batch.document_lengths, validation.OBSERVED)
         question = batch.prompts[:, : int(batch.question_lengths[0])]
         asked = branch(backbone.model, prefix, question, batch.question_lengths, validation.OBSERVED)

@@ -53,7 +53,7 @@ def work(rank: int, args: argparse.Namespace, units: list[tuple[str, int, int]])
     with (args.out / f"rows.{rank}.jsonl").open("a") as out:
         for name, length, first in units[rank :: args.workers]:
             last = min(first + args.batch, args.samples)
-            batch = [unseen(name, length, counter, args.seed, i) for i in range(first, last)]
+            batch = [unseen(backbone, counter, name, length, args.seed, i) for i in range(first, last)]
             rows = validation.evaluate(
                 backbone, chosen, [batch], args.sink, args.window, max_new_tokens=args.max_new_tokens
             )
@@ -131,9 +131,31 @@ def report(rows: list[validation.Result], learned: list[str], out: Path) -> None
                 mean, low, high = validation.paired_difference(rows, name, other)
                 summary["paired"][name][other] = {"mean": mean, "low": low, "high": high}
                 text += f"  {other:28s} {mean:+7.2f}  [{low:+.2f}, {high:+.2f}]\n"
+    plot(everything, lengths, out)
     write_json(out / "summary.json", summary)
     write_text(out / "table.md", text)
     print(text)
+
+
+def plot(scores: dict[str, dict[str, float]], lengths: list[int], out: Path) -> None:
+    """recall.png: mean recall of every method, dense as the line to reach."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = [m for m in scores if m != "dense"]
+    figure, axis = plt.subplots(figsize=(8, 0.9 + 0.3 * len(names)))
+    colours = ["C3" if "@" in m else "C0" for m in names]
+    bars = axis.barh(names[::-1], [scores[m]["average"] for m in names[::-1]], color=colours[::-1])
+    axis.bar_label(bars, fmt="%.1f", padding=3)
+    axis.axvline(
+        scores["dense"]["average"], color="black", lw=1, ls="--", label=f"dense {scores['dense']['average']:.1f}"
+    )
+    axis.set(xlim=(0, 112), xlabel=f"RULER NIAH recall (%), mean over {lengths} tokens")
+    axis.legend(frameon=False, loc="lower right")
+    figure.savefig(out / "recall.png", dpi=130, bbox_inches="tight")
+    plt.close(figure)
 
 
 if __name__ == "__main__":

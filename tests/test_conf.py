@@ -126,7 +126,7 @@ def test_help_is_quick_and_names_the_groups(tmp_path):
     )  # fmt: skip
     assert found.returncode == 0
     assert time.time() - started < 10  # a second on an idle machine
-    for group in ("experiment", "model", "mask", "stage1", "validation"):
+    for group in ("experiment", "model", "pruning", "stage1", "validation"):
         assert f"{group}: " in found.stdout
     assert all(name in found.stdout for name in EXPERIMENTS)
     modules = {line.rsplit("|", 1)[1].strip() for line in found.stderr.splitlines() if line.startswith("import time:")}
