@@ -49,7 +49,13 @@ def validate(config: DictConfig, backbone: Backbone, mask: ChannelMask, out: Pat
     ]
     bar = tqdm(total=len(batches), desc="validation", mininterval=0.5 if sys.stderr.isatty() else 10)
     results = validation.evaluate(
-        backbone, methods, batches, config.mask.sink, config.mask.window, lambda n: bar.update(1) and None
+        backbone,
+        methods,
+        batches,
+        config.mask.sink,
+        config.mask.window,
+        lambda n: bar.update(1) and None,
+        settings.max_new_tokens,
     )
     bar.close()
     scores = validation.table(results)
