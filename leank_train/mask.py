@@ -94,9 +94,12 @@ class ChannelMask:
         return cls(values.bool(), {"source": Path(path).name})
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write a safetensors file with the metadata in its header; the file appears whole or not at all."""
+        """Write safetensors, the metadata in the header: whole or not at all, the same bytes for the same mask."""
         header = {"format": FORMAT, "metadata": json.dumps(self.metadata, sort_keys=True)}
-        write_bytes(path, serialise({"keep": self.keep}, metadata=header))
+        content = serialise({"keep": self.keep}, metadata=header)
+        end = 8 + int.from_bytes(content[:8], "little")  # safetensors writes the keys of its header in random order
+        ordered = json.dumps(json.loads(content[8:end]), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        write_bytes(path, content[:8] + ordered.encode().ljust(end - 8) + content[end:])
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "ChannelMask":

@@ -125,6 +125,14 @@ def test_saved_and_loaded(tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["mask.safetensors"]
 
 
+def test_the_same_mask_gives_the_same_bytes(tmp_path):
+    mask = ChannelMask.from_scores(torch.rand(3, 2, 16), 0.7, 4, "exact", metadata={"model": "café/x", "b": 1})
+    for copy in range(20):
+        mask.save(tmp_path / f"{copy}")
+    assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
+    assert ChannelMask.load(tmp_path / "0").metadata == mask.metadata
+
+
 def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "mask.safetensors"
     ChannelMask(torch.ones(1, 1, 2, dtype=torch.bool)).save(path)
