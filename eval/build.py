@@ -66,9 +66,9 @@ def build_job(config: Mapping[str, Any]) -> tuple[Job, Any]:
     text_config = model_config.get_text_config(decoder=True)
     benchmark.check(text_config, tokenizer, overhead(tokenizer, model.chat))
     for one in methods:
-        if one.channels is not None:
+        for choice in one.axes.values():
             try:
-                one.channels.check(text_config, tokenizer)
+                choice.check(text_config, tokenizer)
             except ValueError as error:
                 raise ValueError(f"method.{one.label}: {error}") from error
     return Job(model, methods, benchmark, settings), tokenizer

@@ -98,8 +98,8 @@ class Replay:
             return prefill(self.model, ids, None, 0, queries, self.settings.prefill_chunk)
 
         for method in methods:
-            if method.channels is not None:
-                method.channels.calibrate(observe, self.tokenizer, self.model.config.get_text_config(decoder=True))
+            for choice in method.axes.values():
+                choice.calibrate(observe, self.tokenizer, self.model.config.get_text_config(decoder=True))
 
     @torch.no_grad()
     def answers(

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from eval.benchmarks.base import Cell
 from eval.benchmarks.row import Row
 from eval.build import build_job
-from eval.methods import CHANNELS, method, name_of
+from eval.methods import AXES, REGISTRY, method, name_of
 from eval.prompts import encode, overhead
 from leank_train.mask import ChannelMask
 
@@ -40,7 +40,7 @@ def job(*overrides):
 def test_reference_ruler(masks):
     made, tokenizer = job("+experiment=reference_ruler", f"mask={masks / 'fits.safetensors'}")
     assert [m.label for m in made.methods] == ["dense", "leank", "lowest_frequencies"]
-    assert {(m.sink, m.window, m.flush) for m in made.methods if m.channels} == {(16, 144, 32)}
+    assert {(m.sink, m.window, m.flush) for m in made.methods if m.axes} == {(16, 144, 32)}
     assert {c.length for c in made.benchmark.cells()} == {1024, 2048, 4096}
     row = made.benchmark.row(Cell("vt", 1024, ("0",)), "0", tokenizer, 0)
     prompt = encode(tokenizer, row)
@@ -53,9 +53,15 @@ def test_every_method_builds_and_goes_by_its_name(name, masks):
     given = config(f"method=[{name}]", f"mask={masks / 'fits.safetensors'}")["method"]
     assert list(given) == [name]
     made = method(name, given[name], {"sink": 3})
-    assert made.sink == 3 or made.channels is None
-    assert (name_of(made.channels) if made.channels else "dense") == name
-    assert set(CHANNELS) | {"dense"} == {p.stem for p in (CONF / "method").glob("*.yaml")}
+    assert made.sink == given[name].get("sink", 3)
+    assert {axis: name_of(choice) for axis, choice in made.axes.items()} == {
+        axis: given[name][axis]["name"] for axis in AXES if axis in given[name]
+    }
+
+
+def test_every_choice_has_a_configuration_of_its_own():
+    alone = {p.stem for p in (CONF / "method").glob("*.yaml")}
+    assert {choice for names in REGISTRY.values() for choice in names} | {"dense"} <= alone
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in (CONF / "experiment").glob("*.yaml") if "eval" in p.read_text()

@@ -10,62 +10,73 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from eval.methods.base import Channels, Method
+from eval.methods.axes import Axis, Channels
+from eval.methods.base import AXES, Method
 
-# name -> "module:class"; imported when first used
-CHANNELS = {
-    "leank": "eval.methods.leank:LeanK",
-    "lowest_frequencies": "eval.methods.lowest_frequencies:LowestFrequencies",
-    "random": "eval.methods.random:Random",
-    "static_norm": "eval.methods.static_norm:StaticNorm",
-    "think": "eval.methods.think:ThinK",
+# axis -> name -> "module:class"; imported when first used
+REGISTRY: dict[str, dict[str, str]] = {
+    "channels": {
+        "leank": "eval.methods.leank:LeanK",
+        "lowest_frequencies": "eval.methods.lowest_frequencies:LowestFrequencies",
+        "random": "eval.methods.random:Random",
+        "static_norm": "eval.methods.static_norm:StaticNorm",
+        "think": "eval.methods.think:ThinK",
+    },
+    "tokens": {},
+    "bits": {},
+    "reads": {},
+    "prefill": {},
 }
+SIZES = {"sink": 0, "window": 1, "flush": 1}  # and their least values
 
-__all__ = ["CHANNELS", "Channels", "Method", "method", "name_of"]
+__all__ = ["AXES", "REGISTRY", "Axis", "Channels", "Method", "method", "name_of"]
 
 
 def method(label: str, config: Mapping[str, Any] | None = None, shared: Mapping[str, Any] | None = None) -> Method:
     """The method called `label`.
 
-    config: `channels` ({"name": ..., its settings}) and what it sets apart from `shared` (sink, window, flush,
-    backend); empty = the dense cache. Raises ValueError naming the setting at fault.
+    config: of each axis {"name": ..., its settings}, and what it sets apart from `shared` (sink, window, flush,
+    backend); no axis = the dense cache. Raises ValueError naming the setting at fault.
     """
     config = dict(config or {})
     where = f"method.{label}"
-    known = ("sink", "window", "flush", "backend")
-    _only(config, ("channels", *known), where)
+    known = (*SIZES, "backend")
+    _only(config, (*AXES, *known), where)
     _only(shared or {}, known, "cache")
     settings = {**(shared or {}), **{key: config[key] for key in known if key in config}}
-    channels = config.get("channels")
-    if channels is None:
-        return Method(label, None, **settings)
-    channels = dict(channels)
-    name = channels.pop("name", None)
-    if name not in CHANNELS:
-        raise ValueError(f"{where}.channels.name={name!r} is unknown; choose one of {', '.join(CHANNELS)}")
-    for key, least in (("sink", 0), ("window", 1), ("flush", 1)):
+    for key, least in SIZES.items():
         if key in settings and (not isinstance(settings[key], int) or settings[key] < least):
             raise ValueError(f"{where}: {key}={settings[key]!r} must be an integer of at least {least}")
-    chosen = _class(name)
-    _only(channels, tuple(f.name for f in fields(chosen) if not f.name.startswith("_")), f"{where}.channels")  # type: ignore[arg-type]
+    chosen = {axis: _choice(axis, config[axis], f"{where}.{axis}") for axis in AXES if config.get(axis) is not None}
+    return Method(label, **chosen, **settings)
+
+
+def _choice(axis: str, config: Mapping[str, Any], where: str) -> Any:
+    """The choice on one axis that `config` describes."""
+    given = dict(config)
+    name = given.pop("name", None)
+    if name not in REGISTRY[axis]:
+        raise ValueError(f"{where}.name={name!r} is unknown; choose one of {', '.join(REGISTRY[axis])}")
+    chosen = _class(REGISTRY[axis][name])
+    _only(given, tuple(f.name for f in fields(chosen) if not f.name.startswith("_")), where)  # type: ignore[arg-type]
     for entry in fields(chosen):  # type: ignore[arg-type]
-        value = channels.get(entry.name)
+        value = given.get(entry.name)
         wanted = type(entry.default)
         if value is not None and entry.default is not MISSING and wanted in (int, float):
             fits = isinstance(value, int | float) if wanted is float else isinstance(value, int)
             if not fits or isinstance(value, bool):
-                raise ValueError(f"{where}.channels.{entry.name}={value!r} must be a number ({wanted.__name__})")
-    return Method(label, chosen(**channels), **settings)
+                raise ValueError(f"{where}.{entry.name}={value!r} must be a number ({wanted.__name__})")
+    return chosen(**given)
 
 
-def name_of(channels: Channels) -> str:
+def name_of(choice: Axis) -> str:
     """The registered name of a choice, or its class's."""
-    target = f"{type(channels).__module__}:{type(channels).__name__}"
-    return next((name for name, known in CHANNELS.items() if known == target), target)
+    target = f"{type(choice).__module__}:{type(choice).__name__}"
+    return next((name for names in REGISTRY.values() for name, known in names.items() if known == target), target)
 
 
-def _class(name: str) -> type[Channels]:
-    module, attribute = CHANNELS[name].split(":")
+def _class(target: str) -> type[Axis]:
+    module, attribute = target.split(":")
     return getattr(importlib.import_module(module), attribute)
 
 

@@ -1,16 +1,11 @@
-"""What a method of the tables is: a choice on the axes of how a compressed cache keeps its middle.
-
-Today's axis is *channels*; every choice on it is a file of its own with a small frozen dataclass, whose fields are its
-configuration. A combination is a `Method`, never a new class.
-"""
+"""What a method of the tables is: a choice on each axis of how a compressed cache keeps its middle."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,32 +15,10 @@ from transformers import Cache, PreTrainedModel
 
 from eval.cache import CompressedLayer, compressed_cache
 from eval.cache.channels import KeptChannels
+from eval.methods.axes import Axis, Channels
 from eval.prefill import Prefill, PromptLayer
 
-Observe = Callable[[Any, int], Prefill]  # (data_gen Sample, obs_queries) -> its dense pass
-
-
-class Channels:
-    """A choice on the channels axis. Subclasses are frozen dataclasses.
-
-    obs_queries: how many of the prompt's last queries `keep` wants to see.
-    """
-
-    obs_queries = 0
-
-    def check(self, config: Any, tokenizer: Any) -> None:
-        """Raise ValueError or FileNotFoundError if this cannot run on such a model; no weights are loaded yet."""
-
-    def calibrate(self, observe: Observe, tokenizer: Any, config: Any) -> None:
-        """Look at samples once, before the first batch."""
-
-    def identity(self) -> dict[str, Any]:
-        """What the answers depend on, as JSON; by default every field."""
-        return asdict(self)  # type: ignore[call-overload]
-
-    def keep(self, prefill: Prefill, config: Any) -> Tensor:
-        """Kept channels, bool [L, H, D] for all rows or [B, L, H, D]."""
-        raise NotImplementedError
+AXES = ("channels", "tokens", "bits", "reads", "prefill")
 
 
 class _Rows:
@@ -66,30 +39,40 @@ class _Rows:
 class Method:
     """One row of the tables.
 
-    label: its name there; channels: None keeps all. sink, window: tokens kept whole at both ends; flush: tokens that
-    move at a time; backend: see eval.cache.compressed_cache. With no choice on any axis it is the dense cache itself.
+    label: its name there; channels, tokens, bits, reads, prefill: a choice on that axis, None = all of it. sink,
+    window: tokens kept whole at both ends; flush: tokens that move at a time; backend: see
+    eval.cache.compressed_cache. With no choice on any axis it is the dense cache itself.
     """
 
     label: str
     channels: Channels | None = None
+    tokens: Axis | None = None
+    bits: Axis | None = None
+    reads: Axis | None = None
+    prefill: Axis | None = None
     sink: int = 128
     window: int = 1024
     flush: int = 32
     backend: str = "auto"
 
     @property
+    def axes(self) -> dict[str, Axis]:
+        """The choices made, by axis."""
+        return {name: choice for name in AXES if (choice := getattr(self, name)) is not None}
+
+    @property
     def obs_queries(self) -> int:
         """How many of the prompt's last queries this method wants to see."""
-        return self.channels.obs_queries if self.channels else 0
+        return max((choice.obs_queries for choice in self.axes.values()), default=0)
 
     def config(self) -> dict[str, Any]:
         """The whole configuration, as JSON."""
-        if self.channels is None:
+        if not self.axes:
             return {}
         from eval.methods import name_of
 
-        axis = {"name": name_of(self.channels), **self.channels.identity()}
-        return {"channels": axis, "sink": self.sink, "window": self.window, "flush": self.flush}
+        chosen = {name: {"name": name_of(choice), **choice.identity()} for name, choice in self.axes.items()}
+        return {**chosen, "sink": self.sink, "window": self.window, "flush": self.flush}
 
     def digest(self) -> str:
         """Ten hex digits of what the answers depend on."""

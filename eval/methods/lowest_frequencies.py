@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from eval.methods.base import Channels
+from eval.methods.axes import Channels
 from eval.prefill import Prefill
 from leank_train.baselines import lowest_frequencies
 

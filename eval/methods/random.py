@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from eval.methods.base import Channels
+from eval.methods.axes import Channels
 from eval.models import shape_of
 from eval.prefill import Prefill
 from leank_train.baselines import random_mask

@@ -11,7 +11,7 @@ from data_gen.sample import Sample
 from data_gen.tasks import task
 from data_gen.tokens import TokenCounter
 from eval.benchmarks.ruler import draw
-from eval.methods.base import Channels, Observe
+from eval.methods.axes import Channels, Observe
 from eval.methods.think import check_observed, observed
 from eval.prefill import Prefill
 from leank_train.baselines import StaticNorm as Norms

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.methods.base import Channels
+from eval.methods.axes import Channels
 from eval.prefill import Prefill, PromptLayer
 from leank_train.baselines import think_mask
 from leank_train.prefix import Branch, Prefix
