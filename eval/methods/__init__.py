@@ -25,7 +25,12 @@ REGISTRY: dict[str, dict[str, str]] = {
     "tokens": {},
     "bits": {},
     "reads": {},
-    "prefill": {},
+    "prefill": {
+        "asl": "eval.methods.asl:ASL",
+        "fastkv": "eval.methods.fastkv:FastKV",
+        "gemfilter": "eval.methods.gemfilter:GemFilter",
+        "pyramid_infer": "eval.methods.pyramid_infer:PyramidInfer",
+    },
 }
 SIZES = {"sink": 0, "window": 1, "flush": 1}  # and their least values
 
