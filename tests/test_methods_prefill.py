@@ -12,16 +12,20 @@ from hypothesis import strategies as st
 from transformers import AttentionInterface, DynamicCache
 
 from eval.decode import greedy
-from eval.methods import slicing as slicing_file
+from eval.methods import Method
 from eval.methods.asl import ASL, rank_variance, ranks
 from eval.methods.fastkv import FastKV
 from eval.methods.gemfilter import GemFilter
+from eval.methods.leank import LeanK
 from eval.methods.pyramid_infer import PyramidInfer
-from eval.methods.slicing import received, slicing
+from eval.methods.slicing import slicing
+from eval.methods.snapkv import SnapKV
+from eval.methods.think import ThinK
 from eval.prefill import pad_left, prefill
+from leank_train.mask import ChannelMask
 from tests.cache_oracle import VOCAB
 from tests.conftest import ARCHITECTURES, tiny_model
-from tests.replay_tools import prompts
+from tests.replay_tools import SIZES, prompts
 
 LAYERS, LENGTH, NEW = 6, 60, 5
 SEEN = []  # (queries, keys, attention) of the layers run by hand
@@ -160,12 +164,18 @@ def run(method, model, ids, real=None, room=NEW, obs=0):
     return method.run(model, ids, real, room, obs, None)
 
 
-def decoded(model, found, steps=NEW):
+def decoded(model, found):
     """Greedy tokens of each row from a pass."""
-    rows = len(found.logits)
-    return greedy(
-        model, found.fork(), found.logits, found.real, found.lengths, [], [steps] * rows, [steps] * rows
-    )[0]  # fmt: skip
+    steps = [NEW] * len(found.logits)
+    return greedy(model, found.fork(), found.logits, found.real, found.lengths, [], steps, steps)[0]
+
+
+def answers(model, method, ids, real=None):
+    """Greedy tokens of each row from the method's cache."""
+    found = method.prefill.run(model, ids, real, NEW, method.obs_queries, None)
+    steps = [NEW] * len(ids)
+    cache = method.cache(model, found)
+    return greedy(model, cache, found.logits, found.real, found.lengths, [], steps, steps)[0]
 
 
 @pytest.mark.parametrize("family", sorted(ARCHITECTURES))
@@ -326,21 +336,20 @@ def test_rank_variance(data):
     assert float(rank_variance(found, k)) == pytest.approx(direct, abs=1e-9)
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.integers(1, 30), st.integers(1, 30), st.integers(1, 3), st.sampled_from([1, 200, 2**20]), st.integers(0, 99))
-def test_received_is_the_softmax_matrix_summed(length, count, group, at_once, seed):
-    count = min(count, length)
-    generator = torch.Generator().manual_seed(seed)
-    queries = torch.randn(1, 2 * group, length, 4, generator=generator, dtype=torch.float64)
-    keys = torch.randn(1, 2, length, 4, generator=generator, dtype=torch.float64)
-    weights = torch.rand(count, generator=generator, dtype=torch.float64)
-    logits = queries @ keys.repeat_interleave(group, 1).mT / 2
-    matrix = logits.masked_fill(~torch.ones(length, length, dtype=torch.bool).tril(), -math.inf).softmax(-1)
-    expected = (weights[:, None] * matrix[:, :, -count:]).sum(2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slicing_file, "SCORES_AT_ONCE", {"cpu": at_once})
-        torch.testing.assert_close(received(queries[:, :, length // 2 :] if count <= length // 2 else queries, keys,
-                                            weights), expected)  # fmt: skip
+@pytest.mark.parametrize("prefills", METHODS, ids=repr)
+@torch.no_grad()
+def test_other_axes_choose_among_the_tokens_held(prefills):
+    """A cache that keeps all answers as the pass does; with SnapKV and ThinK a padded row as it does alone."""
+    model, rows = model_of("qwen3"), prompts((60, 41, 12), seed=5)
+    ids, real = pad_left(rows, 0, "cpu")
+    everything = LeanK(ChannelMask(torch.ones(LAYERS, 2, 8, dtype=torch.bool)))
+    whole = Method("all", everything, prefill=prefills, **SIZES)
+    assert answers(model, whole, ids, real) == decoded(model, run(prefills, model, ids, real))
+    less = Method("less", ThinK(0.5, 4), SnapKV(11, 4, 3), prefill=prefills, **SIZES)
+    assert answers(model, less, ids, real) == [answers(model, less, torch.tensor([p]))[0] for p in rows]
+    for layer in less.cache(model, run(prefills, model, ids, real, obs=4)).layers:
+        ends = np.minimum(layer.store.seen, SIZES["sink"] + SIZES["window"])  # of each row
+        assert (layer.store.prompt.length + ends[:, None] <= 11).all()
 
 
 @pytest.mark.parametrize(

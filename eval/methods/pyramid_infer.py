@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eval.methods.slicing import RowPass, received, slicing, window_and_best
+from eval.methods.slicing import RowPass, slicing, window_and_best
+from eval.observe import received
 from eval.prefill import Prefill, PromptLayer, prefill
 
 SCHEDULES = ("cosine", "linear")
@@ -70,7 +71,7 @@ class PyramidInfer(RowPass):
             keep = int(before * self.share(index / layers))
             if index % self.every or not self.least < keep < before:
                 return None
-            scores = received(queries, layer.keys, weights)[0, :, :before].mean(0)
+            scores = received(queries, layer.keys, weights, scaling=layer.scaling)[0, :, :before].mean(0)
             scores[: self.sink] = torch.inf
             return window_and_best(scores, keep, recent)
 

@@ -17,8 +17,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from eval.methods.axes import PrefillPass
+from eval.observe import received
 from eval.prefill import Prefill, PromptLayer
-from leank_train.attention import SCORES_AT_ONCE
 
 Choose = Callable[[int, PromptLayer], Tensor | None]
 
@@ -108,6 +108,7 @@ def _stack_layer(layers: Sequence[PromptLayer], columns: int, lengths: Sequence[
         for parts in ([layer.keys for layer in layers], [layer.values for layer in layers])
     )
     together.update(keys, values)
+    together.scaling = layers[0].scaling
     queries = [layer.queries for layer in layers if layer.queries is not None]
     if queries:
         seen = min(q.shape[2] for q in queries)
@@ -115,32 +116,11 @@ def _stack_layer(layers: Sequence[PromptLayer], columns: int, lengths: Sequence[
     return together
 
 
-def received(queries: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
-    """Attention that each key gets from the last n queries: sum over t of weights[t] softmax(q_t K^T / sqrt(D)).
-
-    queries [B, Hq, >= n, D]; keys [B, H, T, D], the last query's own last; weights [n]. Causal, softmax in float32 or
-    wider, a block of queries at a time. Returns [B, Hq, T].
-    """
-    count, length, heads = len(weights), keys.shape[2], queries.shape[1]
-    grouped = queries[:, :, -count:].unflatten(1, (keys.shape[1], -1))  # [B, H, G, n, D]
-    wide = torch.promote_types(queries.dtype, torch.float32)
-    total = queries.new_zeros(*grouped.shape[:3], length, dtype=wide)
-    column = torch.arange(length, device=keys.device)
-    block = max(1, SCORES_AT_ONCE["cuda" if keys.is_cuda else "cpu"] // (len(keys) * heads * length))
-    for start in range(0, count, block):
-        some = grouped[:, :, :, start : start + block]
-        logits = (some @ keys[:, :, None].transpose(-1, -2)).to(wide) * keys.shape[-1] ** -0.5
-        position = column[length - count + start :][: some.shape[3]]
-        attention = logits.masked_fill(column > position[:, None], -torch.inf).softmax(-1)
-        total += weights[start : start + block].to(total) @ attention
-    return total.flatten(1, 2)
-
-
 def window_scores(layer: PromptLayer, window: int, kernel: int) -> Tensor:
     """Pooled attention of the last `window` queries to what precedes them, summed over all heads: [T' - window]."""
     assert layer.queries is not None
-    weights = layer.queries.new_ones(window)
-    scores = received(layer.queries, layer.keys, weights)[..., :-window].sum(1)
+    attention = received(layer.queries[:, :, -window:], layer.keys, scaling=layer.scaling)
+    scores = attention[..., :-window].sum(1)
     return avg_pool1d(scores, kernel, 1, kernel // 2)[0]
 
 
