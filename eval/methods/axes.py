@@ -44,6 +44,10 @@ class Channels(Axis):
         """Kept channels, bool [L, H, D] for all rows or [B, L, H, D]."""
         raise NotImplementedError
 
+    def keep_values(self, prefill: Prefill, config: Any) -> Tensor | None:
+        """Kept channels of the middle's values, as `keep`; None = all."""
+        return None
+
 
 class Tokens(Axis):
     """Which tokens of the middle stay."""
