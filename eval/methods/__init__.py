@@ -16,10 +16,10 @@ from eval.methods.base import AXES, Method
 # axis -> name -> "module:class"; imported when first used
 REGISTRY: dict[str, dict[str, str]] = {
     "channels": {
+        "leank": "eval.methods.leank:LeanK",
         "by_length": "eval.methods.by_length:ByLength",
         "double_sparsity_channels": "eval.methods.double_sparsity_channels:DoubleSparsityChannels",
         "iap": "eval.methods.iap:IAP",
-        "leank": "eval.methods.leank:LeanK",
         "leank_budget": "eval.methods.leank_budget:LeanKBudget",
         "lowest_frequencies": "eval.methods.lowest_frequencies:LowestFrequencies",
         "magnitude": "eval.methods.magnitude:Magnitude",
