@@ -254,6 +254,10 @@ def test_with_room_for_all_or_nothing_settled_it_is_the_dense_pass(method):
         (GemFilter(16), [[LENGTH] * 3 + [1] * 3, [16] * 6]),
         # 13 recent; the 47 before them times shares of 1, .973, .9, .8, .7 give 47, 45, 40, 32, 22
         (PyramidInfer(0.2, 0.6, least=8), [[60, 60, 58, 53, 45, 35]]),
+        # 1, .933, .867, .8, .733: 47, 43, 37, 29, 21
+        (PyramidInfer(0.2, 0.6, "linear", least=8), [[60, 60, 56, 50, 42, 34]]),
+        # 1, .9, .7, in every other layer: 47, 42, 29
+        (PyramidInfer(0.2, 0.6, least=8, every=2), [[60, 60, 60, 55, 55, 42]]),
     ],
     ids=repr,
 )

@@ -20,12 +20,15 @@ class ASL(RowPass):
     last queries that score the tokens before them, and pooling. observed: layers whose ranks are compared, L_obs.
     first: the layer whose variance counts as 1, L_min; None = a third of the model's layers.
 
+    At every layer the tokens are ranked by the attention of the last queries, summed over all heads and pooled; the
+    first from L_min on at which var(ranks over L_obs layers) / var at L_min < tau selects (section 4, Algorithms 1, 2).
     One pass: the layers up to the selection hold the whole prompt (the paper has SnapKV with the same budget cut those
     for decoding: a choice on the tokens axis), those above only what was selected, at its positions in the prompt.
     two_pass: as GemFilter, all layers read what was selected once more, from position 0. Where the ranks never settle
     or the prompt has no more tokens than the budget, nothing is dropped.
 
-    Where fewer than L_obs layers lie below L_min, the first comparisons are among those that there are.
+    The paper starts at a third of 32 or 28 layers, so L_obs = 8 layers are always there; where fewer are, the
+    comparison is among those.
     """
 
     budget: int = 2048
