@@ -156,7 +156,7 @@ def slow_pyramid(method, length):
 CASES = {
     "fastkv": (FastKV(20, 2, 4, 3), lambda m: slow_fastkv(m, 2)),
     "asl": (ASL(24, 0.95, 4, 3, 2), lambda m: slow_asl(m, LAYERS)),
-    "pyramid": (PyramidInfer(0.2, 0.6, least=8, sink=2), lambda m: slow_pyramid(m, LENGTH)),
+    "pyramid": (PyramidInfer(0.2, 0.6, least=8, sink=2, newest=9.0), lambda m: slow_pyramid(m, LENGTH)),
 }
 
 
