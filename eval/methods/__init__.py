@@ -36,7 +36,10 @@ REGISTRY: dict[str, dict[str, str]] = {
         "streaming_llm": "eval.methods.streaming_llm:StreamingLLM",
     },
     "bits": {},
-    "reads": {},
+    "reads": {
+        "double_sparsity": "eval.methods.double_sparsity:DoubleSparsity",
+        "quest": "eval.methods.quest:Quest",
+    },
     "prefill": {},
 }
 SIZES = {"sink": 0, "window": 1, "flush": 1}  # and their least values
