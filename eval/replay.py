@@ -123,8 +123,9 @@ class Replay:
         after, chunk = max(room) + max(map(len, then)), self.settings.prefill_chunk
         sharing = [method for method in methods if method.prefill is None]
         obs = max((method.obs_queries for method in sharing), default=0)
+        sums = any(method.column_sums for method in sharing)
         start, allocated = self._now(), self._allocated()
-        dense = prefill(self.model, ids, real, after, obs, chunk) if sharing else None
+        dense = prefill(self.model, ids, real, after, obs, chunk, sums) if sharing else None
         of_dense = self._now() - start, self._allocated() - allocated
         for method in methods:
             start, allocated = self._now(), self._allocated()

@@ -41,9 +41,9 @@ class ReadState(Protocol):
     def moved(self, store: Any) -> None:
         """The middle has other tokens than before, or the batch other rows."""
 
-    def visible(self, store: Any, row: int, head: int, q: Tensor) -> Tensor:
-        """What queries q [G, Q, D] of one KV head read of its middle, the prompt's then the tail's: bool, expandable to
-        [G, Q, tokens]."""
+    def visible(self, row: int, head: int, q: Tensor, k: Tensor, channels: Tensor) -> Tensor:
+        """What queries q [G, Q, c] of one KV head read of its middle k [tokens, c], the prompt's then the tail's: bool,
+        expandable to [G, Q, tokens]. channels [c]: which channels are kept, the same in both."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor held, by name."""

@@ -30,11 +30,12 @@ def attend(store: Store, q: Tensor, position: Tensor, scaling: float) -> Tensor:
         for head in range(heads):
             q_head = q[row, head * group : (head + 1) * group].to(dtype)  # [G, Q, D]
             ring_k, ring_v = (x[row, head, window % slots] for x in (store.ring_k, store.ring_v))
-            kept = q_head[..., store.channels.index[row, head, : int(store.channels.count[row, head])].long()]
-            parts = [segment.read(row, head) for segment in (store.prompt, store.tail)]
+            index = store.channels.index[row, head, : int(store.channels.count[row, head])].long()
+            kept, parts = q_head[..., index], [segment.read(row, head) for segment in (store.prompt, store.tail)]
             middle = torch.cat([kept @ k.to(dtype).T for k, _ in parts], -1)
             if store.reads is not None:
-                middle = middle.masked_fill(~store.reads.visible(store, row, head, q_head), -torch.inf)
+                k = torch.cat([k for k, _ in parts]).to(dtype)
+                middle = middle.masked_fill(~store.reads.visible(row, head, kept, k, index), -torch.inf)
             first = (q_head @ store.sink_k[row, head, : len(sink)].to(dtype).T).masked_fill(sink > at, -torch.inf)
             last = (q_head @ ring_k.to(dtype).T).masked_fill(window > at, -torch.inf)
             weight = torch.softmax(torch.cat([first, middle, last], -1) * scaling, -1).masked_fill(at < 0, 0)

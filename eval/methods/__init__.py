@@ -30,12 +30,16 @@ REGISTRY: dict[str, dict[str, str]] = {
     "tokens": {
         "duo_attention": "eval.methods.duo_attention:DuoAttention",
         "h2o": "eval.methods.h2o:H2O",
+        "lethe": "eval.methods.lethe:Lethe",
         "pyramidkv": "eval.methods.pyramidkv:PyramidKV",
         "snapkv": "eval.methods.snapkv:SnapKV",
         "streaming_llm": "eval.methods.streaming_llm:StreamingLLM",
     },
     "bits": {},
-    "reads": {},
+    "reads": {
+        "double_sparsity": "eval.methods.double_sparsity:DoubleSparsity",
+        "quest": "eval.methods.quest:Quest",
+    },
     "prefill": {
         "asl": "eval.methods.asl:ASL",
         "fastkv": "eval.methods.fastkv:FastKV",

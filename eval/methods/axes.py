@@ -33,6 +33,9 @@ class Axis:
     def check(self, config: Any, tokenizer: Any) -> None:
         """Raise ValueError or FileNotFoundError if this cannot run on such a model; no weights are loaded yet."""
 
+    def check_sizes(self, sizes: Sizes) -> None:
+        """Raise ValueError if this makes no sense beside such a sink and window."""
+
     def calibrate(self, observe: Observe, tokenizer: Any, config: Any) -> None:
         """Look at samples once, before the first batch."""
 
@@ -58,9 +61,6 @@ class Channels(Axis):
 
 class Tokens(Axis):
     """Which tokens of the middle stay."""
-
-    def check_sizes(self, sizes: Sizes) -> None:
-        """Raise ValueError if this makes no sense beside such a sink and window."""
 
     def keep(self, prefill: Prefill, config: Any, sizes: Sizes) -> list[Tensor | None]:
         """Of every layer, the prompt's tokens that stay, bool [B, H, T] over its columns; None = all of the layer.

@@ -47,9 +47,9 @@ class Method:
                 f"method.{self.label}: its choice of tokens needs the attention of all queries to every token, which a "
                 "prefill that drops tokens does not give; leave out prefill, or choose tokens by snapkv"
             )
-        if self.tokens is not None:
+        for choice in self.axes.values():
             try:
-                self.tokens.check_sizes(Sizes(self.sink, self.window, self.flush))
+                choice.check_sizes(Sizes(self.sink, self.window, self.flush))
             except ValueError as error:
                 raise ValueError(f"method.{self.label}: {error}") from error
 

@@ -51,9 +51,9 @@ def pyramid(mean: int, available: int, layers: int, beta: int) -> list[int]:
 
     With fewer available than `mean` no layer's share is less than what there is.
     """
+    if layers < 2:
+        return [mean] * layers
     most = min(2 * mean - mean // beta, available)
-    if layers == 1:
-        return [mean]
     steps, fall = layers - 1, 2 * (most - mean)  # the highest layer gets 2 mean - most
     shares, parts = zip(*(divmod(most * steps - index * fall, steps) for index in range(layers)), strict=True)
     raised = sorted(range(layers), key=lambda index: -parts[index])[: mean * layers - sum(shares)]
