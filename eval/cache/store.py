@@ -122,6 +122,7 @@ class Store:
             scores = k.new_zeros(batch, heads, length, dtype=torch.float32) if scores is None else scores.float()
             pairs = zip(scores, held.expand_as(scores), strict=True)
             self.eviction = middle.eviction.begin([[s[h] for s, h in zip(*row, strict=True)] for row in pairs])
+            self._evict(self.eviction)
         self.reads = None if middle.reads is None else middle.reads.start(self)
 
     def _segment(self, capacity: np.ndarray, k: Tensor) -> Segment:
@@ -212,8 +213,7 @@ class Store:
         """Drop the tokens of the middle that the policy gives up."""
         sink, window = np.minimum(self.seen, self.sizes.sink), np.maximum(0, self.seen - self.start)
         held = self.prompt.length + self.tail.length
-        rows = range(len(held))
-        stays = [policy.stay(row, int(sink[row]), held[row], int(window[row])) for row in rows]
+        stays = [policy.stay(row, *of_row) for row, of_row in enumerate(zip(sink, held, window, strict=True))]
         if all(stay is None for stay in stays):
             return
         device = self.seen_dev.device

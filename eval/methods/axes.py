@@ -23,10 +23,12 @@ Observe = Callable[[Any, int], Prefill]  # (data_gen Sample, obs_queries) -> its
 class Axis:
     """A choice on one axis.
 
-    obs_queries: how many of the prompt's last queries it wants to see (`PromptLayer.queries`).
+    obs_queries: how many of the prompt's last queries it wants to see (`PromptLayer.queries`); column_sums: whether it
+    wants what each key receives from all of them (`PromptLayer.column_sums`).
     """
 
     obs_queries = 0
+    column_sums = False
 
     def check(self, config: Any, tokenizer: Any) -> None:
         """Raise ValueError or FileNotFoundError if this cannot run on such a model; no weights are loaded yet."""
@@ -56,6 +58,9 @@ class Channels(Axis):
 
 class Tokens(Axis):
     """Which tokens of the middle stay."""
+
+    def check_sizes(self, sizes: Sizes) -> None:
+        """Raise ValueError if this makes no sense beside such a sink and window."""
 
     def keep(self, prefill: Prefill, config: Any, sizes: Sizes) -> list[Tensor | None]:
         """Of every layer, the prompt's tokens that stay, bool [B, H, T] over its columns; None = all of the layer.
