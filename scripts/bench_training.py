@@ -66,7 +66,7 @@ def full_sequence(model: Any, ids: Tensor, alpha: Tensor, sink: int, window: int
     state = FullSequencePass(ids.shape[1], ANSWER, alpha, sink, window, ids.device)
     scaled = run_decoder(model, ids, at, state)[:, -ANSWER:]
     loss = distill.l2_loss(full, scaled, torch.tensor([ANSWER], device=ids.device), "official")
-    loss.backward()
+    distill.backward(loss)
     model.gradient_checkpointing_disable()
     model.set_attn_implementation(before)
     model.eval()
@@ -89,7 +89,7 @@ def prefill_once(model: Any, ids: Tensor, alpha: Tensor, questions: int, sink: i
         sink=sink, window=window, empty_heads="zero",
     )  # fmt: skip
     loss = distill.l2_loss(distill.answer_rows(teacher.hidden, question, ANSWER), scaled, answer, "official")
-    loss.backward()
+    distill.backward(loss)
     return loss.detach()
 
 
