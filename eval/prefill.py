@@ -20,6 +20,8 @@ class PromptLayer(DynamicLayer):
     """All K and V of one layer, in a buffer made once; attends by itself, exactly.
 
     capacity: columns that the buffer has room for. obs_queries: how many of the last queries to keep, [B, Hq, n, D].
+    kept: prompt columns [B, T'] that the layer holds, ascending, -1 = padding (left), None = all of them: what is said
+    of this layer's columns (keys, values, queries) is said of those. get_seq_length() counts the dropped ones, too.
     """
 
     is_croppable = False
@@ -30,8 +32,29 @@ class PromptLayer(DynamicLayer):
         super().__init__()
         self.capacity, self.obs_queries = capacity, obs_queries
         self.queries: Tensor | None = None
+        self.kept: Tensor | None = None
+        self._dropped, self._padded = 0, False
         self._buffer: tuple[Tensor, Tensor] | None = None
         self._columns = 0
+
+    def hold(self, kept: Tensor, columns: int) -> None:
+        """Announce that of a prompt of `columns` columns this layer gets only kept [B, T'], before they come."""
+        self.kept, self._dropped, self._padded = kept, columns - kept.shape[1], bool((kept < 0).any())
+        self.capacity -= self._dropped
+
+    def real(self, mask: Tensor | None) -> Tensor | None:
+        """Which of the columns held are real, bool [B, columns held], None = all.
+
+        mask [B, >= get_seq_length()] bool or 0/1 of all columns, the dropped ones included; None = no padding.
+        """
+        if self.kept is None:
+            return None if mask is None else mask[:, : self._columns].bool()
+        if mask is None and not self._padded:
+            return None
+        end, new = self.get_seq_length(), self._columns - self.kept.shape[1]
+        there = self.kept >= 0
+        after = there.new_ones(len(there), new) if mask is None else mask[:, end - new : end].bool()
+        return torch.cat([there, after], 1)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
         """Append k, v [B, H, n, D]; returns (the layer, v) for the attention function."""
@@ -53,7 +76,7 @@ class PromptLayer(DynamicLayer):
         if self.obs_queries:
             queries = q if self.queries is None else torch.cat([self.queries, q], 2)
             self.queries = queries[:, :, -self.obs_queries :].clone()
-        real = None if padding_mask is None else padding_mask[:, : self._columns].bool()
+        real = self.real(padding_mask)
         if q.shape[2] > 1:
             return dense.attend(q, self.keys, self.values, scaling, real)
         grouped = q[:, :, 0].unflatten(1, (self.keys.shape[1], -1))  # [B, H, G, D]
@@ -62,7 +85,7 @@ class PromptLayer(DynamicLayer):
         return out.flatten(1, 2)[:, None]
 
     def get_seq_length(self) -> int:
-        return self._columns
+        return self._columns + self._dropped
 
     def fork(self) -> PromptLayer:
         """A layer that continues this one in the same buffer. Forks overwrite each other's new tokens: use one."""
