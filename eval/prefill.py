@@ -99,13 +99,15 @@ class Prefill:
     """What a dense pass over B left-padded prompts of T columns leaves for the methods.
 
     layers: a PromptLayer, or transformers' own where the model's attention slides; real [B, T] bool, False = padding,
-    None = no padding; logits [B, vocabulary] of the next token.
+    None = no padding; logits [B, vocabulary] of the next token. selected: of each layer the tokens that the method at
+    hand keeps, sink and window included, bool [B, H, columns of the layer], None = all.
     """
 
     layers: list[Any]
     real: Tensor | None
     logits: Tensor
     columns: int
+    selected: list[Tensor | None] | None = None
 
     @property
     def lengths(self) -> Tensor:

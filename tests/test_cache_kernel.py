@@ -15,8 +15,8 @@ if not ON_GPU:
 pytest.importorskip("triton", reason="triton is not installed: the kernel is not tested")
 
 from eval.cache import reference, work  # noqa: E402
-from eval.cache.channels import MaskChannels  # noqa: E402
 from eval.cache.launch import Config, Kernel  # noqa: E402
+from eval.cache.middle import Middle  # noqa: E402
 from eval.cache.pages import PAGE  # noqa: E402
 from eval.cache.store import Sizes, Store  # noqa: E402
 
@@ -48,7 +48,7 @@ def make_store(counts, dim, lengths, sizes, dtype, seed=0):
     shape = (2, len(lengths), len(counts), max(lengths), dim)
     k, v = torch.randn(shape, generator=generator).to(DEVICE, dtype)
     real = torch.arange(shape[3]) >= shape[3] - torch.tensor(lengths)[:, None]
-    return Store(k, v, None if real.all() else real.to(DEVICE), MaskChannels(keep), sizes)
+    return Store(k, v, None if real.all() else real.to(DEVICE), Middle(keep), sizes)
 
 
 def poison(store):
@@ -225,7 +225,7 @@ def test_a_captured_step_can_be_replayed_past_moves_out_of_the_window():
 
     keep = torch.zeros(4, 128, dtype=torch.bool)
     keep[1, :32] = keep[2, :64] = keep[3, :96] = True
-    layers = [CompressedLayer(MaskChannels(keep), Sizes(16, 128, 32), choose_backend("triton")) for _ in range(2)]
+    layers = [CompressedLayer(Middle(keep), Sizes(16, 128, 32), choose_backend("triton")) for _ in range(2)]
     k, v = torch.randn(2, 2, 4, 700, 128, device="cuda", dtype=torch.bfloat16)
     new = torch.randn(3, 400, 2, 16, 1, 128, device="cuda", dtype=torch.bfloat16)
 
