@@ -23,7 +23,9 @@ REGISTRY: dict[str, dict[str, str]] = {
         "think": "eval.methods.think:ThinK",
     },
     "tokens": {},
-    "bits": {},
+    "bits": {
+        "kivi": "eval.methods.kivi:KIVI",
+    },
     "reads": {},
     "prefill": {},
 }

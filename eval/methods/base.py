@@ -41,6 +41,13 @@ class Method:
     flush: int = 32
     backend: str = "auto"
 
+    def __post_init__(self) -> None:
+        if self.bits is not None and self.flush % self.bits.granule:
+            raise ValueError(
+                f"method.{self.label}: flush={self.flush} must be a multiple of {self.bits.granule}, the tokens that "
+                "are stored together; set method." + self.label + f".flush={self.bits.granule} or a smaller group"
+            )
+
     @property
     def axes(self) -> dict[str, Axis]:
         """The choices made, by axis."""
