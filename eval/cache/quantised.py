@@ -52,6 +52,11 @@ class Packing:
         if head_dim % self.group:
             raise ValueError(f"group={self.group} does not divide head_dim={head_dim}; choose a smaller group")
 
+    @property
+    def plain(self) -> str | None:
+        """Why only plain PyTorch can read it, or None."""
+        return None if self.group >= 16 else f"the kernel reads groups of 16, 32 or 64 numbers, not {self.group}"
+
     def cell(self, dtype: torch.dtype) -> int:
         """Bytes of a cell: group * bits / 8 of codes, then scale and zero point."""
         return self.group * self.bits // 8 + 2 * dtype.itemsize
@@ -72,12 +77,8 @@ class Packing:
     def unpack(self, cells: Tensor, dtype: torch.dtype) -> Tensor:
         """x̂ [..., group] = code * scale + zero of cells [..., bytes], rounded once, to dtype."""
         codes, ends = cells.split([self.group * self.bits // 8, 2 * dtype.itemsize], -1)
-        scale, zero = (
-            ends.clone(memory_format=torch.contiguous_format)
-            .view(dtype)
-            .to(torch.promote_types(dtype, torch.float32))
-            .split(1, -1)
-        )
+        ends = ends.clone(memory_format=torch.contiguous_format).view(dtype)  # a copy begins at a whole number
+        scale, zero = ends.to(torch.promote_types(dtype, torch.float32)).split(1, -1)
         shift = torch.arange(0, 8, self.bits, dtype=torch.uint8, device=cells.device)
         code = ((codes[..., None] >> shift) & (2**self.bits - 1)).flatten(-2)
         return (code * scale + zero).to(dtype)
@@ -103,7 +104,9 @@ class QuantisedSegment(Segment):
 
         Raises ValueError if a head that takes tokens does not hold whole groups.
         """
-        plain = Segment(self.channels, self._room(rows, k.shape[2]), self.head_dim, k.dtype)
+        room = np.zeros_like(self.capacity)
+        room[rows] = k.shape[2] if count is None else count
+        plain = Segment(self.channels, np.where(self.capacity > 0, room, 0), self.head_dim, k.dtype)
         plain.append(rows, k, v, count)
         new, group = plain.length, self.packing.group
         if (self.length % group)[new > 0].any():
@@ -112,12 +115,6 @@ class QuantisedSegment(Segment):
         self._pack_values(plain)
         self.length += new
         self.length_dev.copy_(torch.from_numpy(self.length))
-
-    def _room(self, rows: np.ndarray, tokens: int) -> np.ndarray:
-        """[B, H] `tokens` in heads of `rows` that have room, else 0."""
-        room = np.zeros_like(self.capacity)
-        room[rows] = tokens
-        return np.where(self.capacity > 0, room, 0)
 
     def _pack_keys(self, plain: Segment) -> None:
         """Quantise plain's keys and put them behind those held: per head group by group, channel by channel."""
