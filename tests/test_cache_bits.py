@@ -8,11 +8,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import Cache
 
-from eval.cache import compressed_cache
+from eval.cache import Sizes, bytes_per_row, compressed_cache
 from eval.cache.channels import KeptChannels
 from eval.cache.hook import ATTENTION
+from eval.cache.memory import measure_store
 from eval.cache.middle import Middle
 from eval.cache.quantised import Packing
+from eval.cache.store import Store
 from eval.methods import method
 from eval.methods.base import Method
 from eval.methods.kivi import KIVI
@@ -246,11 +248,34 @@ def test_as_a_method_alone_and_over_channels(channels):
     assert memory.middle_v == 2 * held * int(keep.any(-1).sum()) * DIM // 8 * cell
     tensors = [t.untyped_storage() for layer in cache.compressed for t in layer.store.tensors().values()]
     assert memory.total == sum({t.data_ptr(): t.nbytes() for t in tensors}.values())
+    projected = bytes_per_row(keep, 300, torch.float32, Sizes(**sizes), Packing(4, 8))
+    assert memory.total - memory.tables == 2 * projected
     whole = torch.cat([ids, torch.randint(2, 80, (2, 1))], 1)
     other = quantised(model, keep, tuple(sizes.values()), 4, 8)
     with torch.no_grad():
         model(whole[:, :-1], past_key_values=other)
         torch.testing.assert_close(*(model(whole[:, -1:], past_key_values=c).logits for c in (cache, other)))
+
+
+@pytest.mark.parametrize(("group", "at_32k", "limit"), [(32, 7.28, 9.45), (64, 8.32, 11.34)])
+def test_bytes_held_with_a_mask_of_the_shape_that_was_published(group, at_32k, limit):
+    """LeanK's Llama mask keeps 0, 32, 64 and 96 channels in 47, 120, 67 and 22 of 256 heads. With 2 bits, sink and
+    window in 16, a dense bf16 cache of 32K tokens is 7.28 times as large; without them 9.45 times."""
+    counts = torch.tensor([0] * 47 + [32] * 120 + [64] * 67 + [96] * 22)
+    counts = counts[torch.randperm(256, generator=torch.Generator().manual_seed(0))].view(32, 8)
+    keep, packing, sizes = torch.arange(128) < counts[..., None], Packing(2, group), Sizes(128, 1024, 64)
+    numbers = int(keep.sum()) + 128 * int(keep.any(-1).sum())  # of K and V, a token
+    dense = 2 * 2 * 32 * 8 * 128
+    assert dense / (numbers * (2 + 32 / group) / 8) == pytest.approx(limit, abs=0.01)
+    formula = 1152 * dense + (32768 - 1152) * numbers * (2 + 32 / group) / 8
+    assert 32768 * dense / formula == pytest.approx(at_32k, abs=0.01)
+    assert bytes_per_row(keep, 32768, sizes=sizes, bits=packing) == pytest.approx(formula, rel=0.02)
+
+    k, v = torch.randn(2, 1, 8, 4096, 128, dtype=torch.bfloat16)  # the projection itself is what one layer holds
+    store = Store(k, v, None, Middle(keep[0], bits=packing), sizes)
+    memory = measure_store(store)
+    assert memory.total - memory.tables == bytes_per_row(keep[:1], 4096, sizes=sizes, bits=packing)
+    assert memory.tables < 0.02 * memory.total
 
 
 def test_bad_input_is_named():
