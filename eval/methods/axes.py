@@ -81,6 +81,11 @@ class Tokens(Axis):
 class Bits(Axis):
     """How the numbers of the middle are stored."""
 
+    @property
+    def granule(self) -> int:
+        """Tokens that are stored together: what leaves the window at a time is a multiple."""
+        return 1
+
     def of_layer(self, index: int, config: Any) -> middle.Bits | None:
         """The choice for one layer; None = as they come."""
         raise NotImplementedError
