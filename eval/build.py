@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from eval.benchmarks.base import Benchmark
 from eval.job import Job
+from eval.matched import matched
 from eval.methods import method
 from eval.methods.leank import LeanK
 from eval.models import ModelConfig, load_config
@@ -71,4 +72,5 @@ def build_job(config: Mapping[str, Any]) -> tuple[Job, Any]:
                 choice.check(text_config, tokenizer)
             except ValueError as error:
                 raise ValueError(f"method.{one.label}: {error}") from error
-    return Job(model, methods, benchmark, settings), tokenizer
+    job = Job(model, methods, benchmark, settings)
+    return job if settings.match is None else matched(job, text_config, tokenizer), tokenizer

@@ -8,8 +8,8 @@ import logging
 import math
 import platform
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -36,12 +36,16 @@ def versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Job:
-    """What one run consists of: a model, methods and a benchmark; knows which rows there are to be."""
+    """What one run consists of: a model, methods and a benchmark; knows which rows there are to be.
+
+    by_cell: the methods of a cell with settings of their own there (eval.matched), else `methods`.
+    """
 
     model: ModelConfig
     methods: Sequence[Method]
     benchmark: Benchmark
     settings: Settings
+    by_cell: Mapping[Cell, Sequence[Method]] = field(default_factory=dict)
 
     def config(self, method: Method) -> dict[str, Any]:
         """Everything that a method's answers depend on, beside the sample's task, length, id and seed."""
@@ -78,7 +82,8 @@ class Job:
                 if batch % shards != shard:
                     continue
                 samples = cell.samples[start : start + size]
-                lacking = [m for m in self.methods if any(self.key(m, cell, s) not in done for s in samples)]
+                methods = self.by_cell.get(cell, self.methods)
+                lacking = [m for m in methods if any(self.key(m, cell, s) not in done for s in samples)]
                 if lacking:
                     work.append((cell, samples, lacking))
         return work
@@ -86,9 +91,9 @@ class Job:
     def run(self, results: Results, model: PreTrainedModel, tokenizer: Any) -> int:
         """Do what is missing; returns the number of new rows."""
         work = self.missing(results.keys)
-        wanted = [m for m in self.methods if any(m in methods for _, _, methods in work)]
+        wanted = {id(method): method for _, _, methods in work for method in methods}
         replay = Replay(model, tokenizer, self.settings)
-        replay.calibrate(wanted, self.model.chat)
+        replay.calibrate(list(wanted.values()), self.model.chat)
         extra, new, began = overhead(tokenizer, self.model.chat), 0, time.perf_counter()
         size, limit = self.settings.batch_size, getattr(model.config, "max_position_embeddings", None)
         for number, (cell, samples, methods) in enumerate(work, 1):

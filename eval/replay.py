@@ -31,7 +31,7 @@ COMPRESS = ("after_question", "before_question")
 class Settings:
     """shard: "i/n" does every n-th batch, from number i (0 is the first), for several GPUs or a Slurm array.
     compress: whether a method compresses after the whole prompt or before the question. batch_size: samples of one
-    task and length at a time; prefill_chunk: prompt tokens at a time, None = all. max_new_tokens, min_new_tokens:
+    task and length at a time; match: bytes that every method is brought to, see eval.matched; prefill_chunk: prompt tokens at a time, None = all. max_new_tokens, min_new_tokens:
     instead of the benchmark's."""
 
     compress: str = "after_question"
@@ -39,6 +39,7 @@ class Settings:
     prefill_chunk: int | None = None
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
+    match: float | str | None = None
     shard: str = "0/1"
 
     @property

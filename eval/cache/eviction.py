@@ -12,6 +12,8 @@ from torch.nn.functional import pad
 
 from eval.cache.pages import Segment
 
+SCORE = 4  # bytes of a token's score in one KV head
+
 
 class Eviction:
     """A layer's policy; a subclass says which tokens `stay`.

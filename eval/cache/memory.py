@@ -18,13 +18,15 @@ from eval.cache.store import Sizes, Store
 
 @dataclass
 class Memory:
-    """Bytes. Tokens held in sink, window and middle; tables (indices, lengths, work tables); slack (room not yet
-    filled); other (layers that are not compressed, and prompts not yet sealed)."""
+    """Bytes. Tokens held in sink, window and middle; beside (what reads and eviction hold of them: bounds, scores);
+    tables (indices, lengths, work tables); slack (room not yet filled); other (layers that are not compressed, and
+    prompts not yet sealed)."""
 
     sink: int = 0
     window: int = 0
     middle_k: int = 0
     middle_v: int = 0
+    beside: int = 0
     tables: int = 0
     slack: int = 0
     other: int = 0
@@ -53,9 +55,14 @@ def measure_store(store: Store) -> Memory:
     tensors = store.tensors()
     parts = {"prompt": store.prompt.DATA, "tail": store.tail.DATA}
     data = {"sink_k", "sink_v", "ring_k", "ring_v", *(f"{part}.{n}" for part, names in parts.items() for n in names)}
+    chosen = {n for n in tensors if n.startswith(("reads.", "eviction."))}
     room = sum(_storage(t)[1] for n, t in tensors.items() if n in data)
-    tables = dict(_storage(t) for n, t in tensors.items() if n not in data)
-    return Memory(sink, window, middle_k, middle_v, sum(tables.values()), room - sink - window - middle_k - middle_v)
+    beside, tables = (
+        sum(dict(_storage(t) for n, t in tensors.items() if n in names).values())
+        for names in (chosen, tensors.keys() - data - chosen)
+    )
+    slack = room - sink - window - middle_k - middle_v
+    return Memory(sink, window, middle_k, middle_v, beside, tables, slack)
 
 
 def measure(layers: list[Any], scratch: dict[str, Tensor]) -> Memory:

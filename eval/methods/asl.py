@@ -31,6 +31,7 @@ class ASL(RowPass):
     comparison is among those.
     """
 
+    free = "budget"
     budget: int = 2048
     threshold: float = 0.3
     window: int = 32
@@ -48,6 +49,11 @@ class ASL(RowPass):
             raise ValueError(f"observed={self.observed} must be at least 2: one layer's ranks have no variance")
         if not 1 <= self._first(config) < config.num_hidden_layers:
             raise ValueError(f"first={self.first} must be from 1 to {config.num_hidden_layers - 1}, the model's layers")
+
+    def kept(self, config: Any, length: int) -> tuple[list[int], list[int]]:
+        """Whether and where the ranks settle, the prompt decides."""
+        layers, whole = config.num_hidden_layers, 0 if self.two_pass else self._first(config) + 1
+        return [length] * whole + [min(length, self.budget)] * (layers - whole), [length] * layers
 
     def _first(self, config: Any) -> int:
         return max(1, config.num_hidden_layers // 3) if self.first is None else self.first

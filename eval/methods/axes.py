@@ -9,13 +9,17 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from eval.cache import middle
 from eval.cache.eviction import Eviction
 from eval.cache.store import Sizes
+from eval.methods.memory import Held
+from eval.models import shape_of
 from eval.prefill import Prefill, PromptLayer
+from leank_train.baselines import pruned
 
 Observe = Callable[[Any, int], Prefill]  # (data_gen Sample, obs_queries) -> its dense pass
 
@@ -24,11 +28,13 @@ class Axis:
     """A choice on one axis.
 
     obs_queries: how many of the prompt's last queries it wants to see (`PromptLayer.queries`); column_sums: whether it
-    wants what each key receives from all of them (`PromptLayer.column_sums`).
+    wants what each key receives from all of them (`PromptLayer.column_sums`). free: the setting that says how much is
+    kept, of the choice or of the cache (`window`); `match` moves it.
     """
 
     obs_queries = 0
     column_sums = False
+    free: str | None = None
 
     def check(self, config: Any, tokenizer: Any) -> None:
         """Raise ValueError or FileNotFoundError if this cannot run on such a model; no weights are loaded yet."""
@@ -42,6 +48,10 @@ class Axis:
     def identity(self) -> dict[str, Any]:
         """What the answers depend on, as JSON; by default every field."""
         return asdict(self)  # type: ignore[call-overload]
+
+    def beside(self, held: Held) -> float:
+        """Bytes that this holds of a prompt beside K and V."""
+        return 0
 
 
 class Channels(Axis):
@@ -57,6 +67,21 @@ class Channels(Axis):
     def keep_values(self, prefill: Prefill, config: Any) -> Tensor | None:
         """Kept channels of V, as `keep`; None = all."""
         return None
+
+    def kept(self, config: Any, length: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """How many channels of K and of V each head keeps of a prompt of `length` tokens [L, H]; None = who knows."""
+        return None
+
+
+class Uniform(Channels):
+    """As many in every head: all of V and, of K, what is left when floor(ratio * D) channels are pruned."""
+
+    ratio: float
+    free = "ratio"
+
+    def kept(self, config: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
+        layers, heads, dim = shape_of(config)
+        return np.full((layers, heads), dim - pruned(dim, self.ratio)), np.full((layers, heads), dim)
 
 
 class Tokens(Axis):
@@ -77,6 +102,18 @@ class Tokens(Axis):
         """Which tokens leave the middle of one layer while decoding; None = none."""
         return None
 
+    def kept(self, config: Any, columns: list[int], sizes: Sizes) -> np.ndarray | None:
+        """How many tokens of a prompt's middle each head keeps [L, H], all if there are fewer; None = who knows.
+
+        columns: tokens that each layer gets of the prompt. Where `settled` is false these are means over the heads.
+        """
+        return None
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is known which heads keep how much."""
+        return True
+
 
 class Bits(Axis):
     """How the numbers of the middle are stored."""
@@ -88,6 +125,10 @@ class Bits(Axis):
 
     def of_layer(self, index: int, config: Any) -> middle.Bits | None:
         """The choice for one layer; None = as they come."""
+        raise NotImplementedError
+
+    def packed(self, held: Held) -> float:
+        """Bytes of the middle's K and V."""
         raise NotImplementedError
 
 
@@ -107,3 +148,7 @@ class PrefillPass(Axis):
     ) -> Prefill:
         """As eval.prefill.prefill, which it takes the place of."""
         raise NotImplementedError
+
+    def kept(self, config: Any, length: int) -> tuple[list[int], list[int]] | None:
+        """How many of a prompt's `length` tokens each layer gets, at least and at most; None = who knows."""
+        return None

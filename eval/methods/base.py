@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +28,8 @@ class Method:
 
     label: its name there; channels, tokens, bits, reads, prefill: a choice on that axis, None = all of it. sink,
     window: tokens kept whole at both ends; flush: tokens that move at a time; backend: see
-    eval.cache.compressed_cache. With no choice on any axis it is the dense cache itself.
+    eval.cache.compressed_cache. matched: which settings eval.matched moved, and to what bytes. With no choice on any
+    axis it is the dense cache itself.
     """
 
     label: str
@@ -40,6 +42,7 @@ class Method:
     window: int = 1024
     flush: int = 32
     backend: str = "auto"
+    matched: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.column_sums and self.prefill is not None:
@@ -80,7 +83,8 @@ class Method:
         from eval.methods import name_of
 
         chosen = {name: {"name": name_of(choice), **choice.identity()} for name, choice in self.axes.items()}
-        return {**chosen, "sink": self.sink, "window": self.window, "flush": self.flush}
+        matched = {} if self.matched is None else {"matched": dict(self.matched)}
+        return {**chosen, "sink": self.sink, "window": self.window, "flush": self.flush, **matched}
 
     def digest(self) -> str:
         """Ten hex digits of what the answers depend on."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,6 +68,9 @@ class ByLength(Channels):
             return None
         everything = torch.ones(shape_of(config), dtype=torch.bool, device=prefill.logits.device)
         return self._by_row(prefill, {side: everything if keep is None else keep for side, keep in found.items()})
+
+    def kept(self, config: Any, length: int) -> tuple[np.ndarray, np.ndarray] | None:
+        return self.choices["below" if length <= self.at else "above"].kept(config, length)
 
     def _by_row(self, prefill: Prefill, keep: dict[str, Tensor]) -> Tensor:
         """Bool [B, L, H, D] of two of [L, H, D] or [B, L, H, D]."""

@@ -12,14 +12,14 @@ from data_gen.sample import Sample
 from data_gen.tasks import task
 from data_gen.tokens import TokenCounter
 from eval.benchmarks.ruler import draw
-from eval.methods.axes import Channels, Observe
+from eval.methods.axes import Observe, Uniform
 from eval.methods.observed import check_observed
 from eval.prefill import Prefill
 from leank_train.baselines import best
 
 
 @dataclass(frozen=True)
-class Calibrated(Channels):
+class Calibrated(Uniform):
     """ratio: share of K channels pruned, floor(ratio * D) of every head. task, length, samples, seed: what to calibrate
     on."""
 

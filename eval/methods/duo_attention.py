@@ -36,6 +36,7 @@ class DuoAttention(Tokens):
     authors' code draws lots); int(ratio * heads + 0.5) heads do.
     """
 
+    free = "ratio"
     pattern: str | None = None
     ratio: float = 0.5
     task: str = "vt"
@@ -107,6 +108,18 @@ class DuoAttention(Tokens):
             real = torch.ones_like(layer.keys[:, 0, :, 0], dtype=torch.bool) if real is None else real
             kept.append(real[:, None] & ~streams.to(real.device)[:, None])
         return kept
+
+    @property
+    def settled(self) -> bool:
+        return self.pattern is not None or bool(self._found)
+
+    def kept(self, config: Any, columns: list[int], sizes: Sizes) -> np.ndarray:
+        if self.settled:
+            retrieval = ~self.streaming().numpy()
+        else:
+            layers, heads, _ = shape_of(config)
+            retrieval = np.full((layers, heads), 1 - int(self.ratio * layers * heads + 0.5) / (layers * heads))
+        return np.array(columns)[:, None] * retrieval
 
     def joins(self, config: Any) -> Tensor:
         return ~self.streaming()

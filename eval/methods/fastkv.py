@@ -33,6 +33,11 @@ class FastKV(RowPass):
         check_window(self.budget, self.window, self.kernel)
         layer_at(self.layer, 15, config)
 
+    def kept(self, config: Any, length: int) -> tuple[list[int], list[int]]:
+        whole = layer_at(self.layer, 15, config) + 1
+        columns = [length] * whole + [min(length, self.budget)] * (config.num_hidden_layers - whole)
+        return columns, columns
+
     def row(self, model: PreTrainedModel, ids: Tensor, room: int, obs_queries: int) -> Prefill:
         if ids.shape[1] <= self.budget:
             return prefill(model, ids, None, room, obs_queries)

@@ -23,6 +23,7 @@ class GemFilter(RowPass):
     more than k tokens are read whole.
     """
 
+    free = "budget"
     budget: int = 1024
     layer: int | None = None
     kernel: int = 5
@@ -33,6 +34,10 @@ class GemFilter(RowPass):
         layer_at(self.layer, 13, config)
         if self.budget < 1:
             raise ValueError(f"budget={self.budget} must be at least 1; the paper picks 1024 tokens")
+
+    def kept(self, config: Any, length: int) -> tuple[list[int], list[int]]:
+        picked = [min(length, self.budget)] * config.num_hidden_layers
+        return picked, picked
 
     def row(self, model: PreTrainedModel, ids: Tensor, room: int, obs_queries: int) -> Prefill:
         if ids.shape[1] > self.budget:

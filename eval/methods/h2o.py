@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
-from eval.cache.eviction import HeavyHitters
+from eval.cache.eviction import SCORE, HeavyHitters
 from eval.cache.store import Sizes
 from eval.methods.axes import Tokens
-from eval.methods.selection import keep_best, spare
+from eval.methods.memory import Held
+from eval.methods.selection import budgeted, keep_best, spare
 from eval.prefill import Prefill, PromptLayer
 
 
@@ -26,7 +28,7 @@ class H2O(Tokens):
     is lost to the prompt's own beginning, and then whenever `flush` tokens have left the window.
     """
 
-    column_sums = True
+    column_sums, free = True, "budget"
     budget: int = 1024
     evict: bool = True
 
@@ -38,6 +40,12 @@ class H2O(Tokens):
 
     def eviction(self, layer: PromptLayer, config: Any, sizes: Sizes) -> HeavyHitters | None:
         return HeavyHitters(spare(self.budget, sizes)) if self.evict else None
+
+    def kept(self, config: Any, columns: list[int], sizes: Sizes) -> np.ndarray:
+        return budgeted(self.budget, config, sizes)
+
+    def beside(self, held: Held) -> float:
+        return SCORE * float((held.ends + held.middle).sum()) if self.evict else 0
 
     @staticmethod
     def scores(layer: PromptLayer, real: Tensor | None) -> Tensor:

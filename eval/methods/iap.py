@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.methods.axes import Channels
+from eval.methods.axes import Uniform
 from eval.methods.observed import check_observed, seen
 from eval.models import shape_of
 from eval.prefill import Prefill
@@ -19,7 +19,7 @@ from leank_train.baselines import pruned, top
 
 
 @dataclass(frozen=True)
-class IAP(Channels):
+class IAP(Uniform):
     """Prune the set B of channels that greedily keeps the error of the observed logits small.
 
       E(B)    = ||Q K^T - Q S K^T||_F^2 = sum of M_ij over i, j in B,   M_ij = (k_i . k_j) (q_i . q_j)        (Eq. 3)

@@ -7,6 +7,7 @@ from typing import Any
 
 from eval.cache.quantised import Packing
 from eval.methods.axes import Bits
+from eval.methods.memory import Held
 from eval.models import shape_of
 
 
@@ -29,6 +30,12 @@ class KIVI(Bits):
 
     def check(self, config: Any, tokenizer: Any) -> None:
         self.of_layer(0, config).check(shape_of(config)[-1])
+
+    def packed(self, held: Held) -> float:
+        """Per group of tokens and channel of K, and per token and group of channels of V (section 3), `bits` a number,
+        a scale and a zero point."""
+        cells = -(-held.middle // self.group) * held.k + held.middle * held.v / self.group
+        return float(cells.sum()) * (self.group * self.bits / 8 + 2 * held.itemsize)
 
     def of_layer(self, index: int, config: Any) -> Packing:
         return Packing(self.bits, self.group)

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from eval.methods.axes import Channels
@@ -50,3 +51,7 @@ class LeanK(Channels):
 
     def keep(self, prefill: Prefill, config: Any) -> Tensor:
         return self.loaded.keep
+
+    def kept(self, config: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
+        count = self.loaded.channels_per_head.numpy()
+        return count, np.full_like(count, self.loaded.keep.shape[-1])

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.cache.eviction import Eviction, top
+from eval.cache.eviction import SCORE, Eviction, top
 from eval.cache.store import Sizes
 from eval.methods.axes import Tokens
+from eval.methods.memory import Held
 from eval.prefill import Prefill, PromptLayer
 
 READINGS = ("text", "printed")
@@ -77,6 +78,9 @@ class Lethe(Tokens):
     def keep(self, prefill: Prefill, config: Any, sizes: Sizes) -> list[Tensor | None]:
         """All of the prompt: its first round is as any other, once it is in the cache."""
         return [None] * len(prefill.layers)
+
+    def beside(self, held: Held) -> float:
+        return SCORE * float((held.ends + held.middle).sum())
 
     def eviction(self, layer: PromptLayer, config: Any, sizes: Sizes) -> Rounds:
         return Rounds(self)

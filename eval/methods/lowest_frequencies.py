@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
-from eval.methods.axes import Channels
+from eval.methods.axes import Uniform
+from eval.models import shape_of
 from eval.prefill import Prefill
 from leank_train.baselines import lowest_frequencies
 
 
 @dataclass(frozen=True)
-class LowestFrequencies(Channels):
+class LowestFrequencies(Uniform):
     """ratio: share of K channels pruned."""
 
     ratio: float = 0.7
@@ -23,3 +25,7 @@ class LowestFrequencies(Channels):
 
     def keep(self, prefill: Prefill, config: Any) -> Tensor:
         return lowest_frequencies(config, self.ratio).keep
+
+    def kept(self, config: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
+        count = lowest_frequencies(config, self.ratio).channels_per_head.numpy()
+        return count, np.full_like(count, shape_of(config)[2])

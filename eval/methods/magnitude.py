@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.methods.axes import Channels
+from eval.methods.axes import Uniform
 from eval.methods.observed import seen
 from eval.prefill import Prefill
 from leank_train.baselines import best, pruned
 
 
 @dataclass(frozen=True)
-class Magnitude(Channels):
+class Magnitude(Uniform):
     """M[d] = ||K[:, d]||_p over the prompt's keys that stay (ThinK, Eq. 1 and table 1).
 
     ratio: share of K channels pruned, floor(ratio * D) of every head. norm: p, 1 or 2.

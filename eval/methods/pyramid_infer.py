@@ -32,6 +32,7 @@ class PyramidInfer(RowPass):
     during decoding, where the authors drop some in groups of 16.
     """
 
+    free = "decay"
     recent: float = 0.2
     decay: float = 0.9
     schedule: str = "cosine"
@@ -58,9 +59,24 @@ class PyramidInfer(RowPass):
         fall = (1 + math.cos(math.pi * depth)) / 2 if self.schedule == "cosine" else 1 - depth
         return self.decay + (1 - self.decay) * fall
 
+    def kept(self, config: Any, length: int) -> tuple[list[int], list[int]]:
+        layers, columns = config.num_hidden_layers, [length]
+        recent = self._recent(length)
+        for index in range(layers - 1):
+            columns.append(recent + self._passed(columns[-1] - recent, index, layers))
+        return columns, columns
+
+    def _recent(self, columns: int) -> int:
+        return min(columns, 1 + int(columns * self.recent))
+
+    def _passed(self, before: int, index: int, layers: int) -> int:
+        """Of `before` tokens that precede the recent ones, how many go on from a layer."""
+        keep = int(before * self.share(index / layers))
+        return before if index % self.every or not self.least < keep < before else keep
+
     def row(self, model: PreTrainedModel, ids: Tensor, room: int, obs_queries: int) -> Prefill:
         columns, layers = ids.shape[1], model.config.get_text_config(decoder=True).num_hidden_layers
-        recent = min(columns, 1 + int(columns * self.recent))
+        recent = self._recent(columns)
         weights = torch.linspace(1, self.newest, recent, device=ids.device) / recent
 
         def choose(index: int, layer: PromptLayer) -> Tensor | None:
@@ -68,8 +84,8 @@ class PyramidInfer(RowPass):
             queries = layer.queries
             layer.queries = queries[:, :, -obs_queries:].clone() if obs_queries else None  # the rest is large
             before = layer.keys.shape[2] - recent
-            keep = int(before * self.share(index / layers))
-            if index % self.every or not self.least < keep < before:
+            keep = self._passed(before, index, layers)
+            if keep == before:
                 return None
             scores = received(queries, layer.keys, weights, scaling=layer.scaling)[0, :, :before].mean(0)
             scores[: self.sink] = torch.inf

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from eval.cache.store import Sizes
 from eval.methods.selection import spare
 from eval.methods.snapkv import SnapKV
+from eval.models import shape_of
 from eval.prefill import Prefill, PromptLayer
 
 
@@ -44,6 +46,13 @@ class PyramidKV(SnapKV):
         for place, index in enumerate(full):
             counts[index] = rows[:, place]
         return counts
+
+    def kept(self, config: Any, columns: list[int], sizes: Sizes) -> np.ndarray:
+        layers, heads, _ = shape_of(config)
+        protected = self._protected(sizes)
+        middle = max(0, max(columns) - protected.sink - protected.window)
+        counts = pyramid(spare(self.budget, protected), middle, layers, self.beta)
+        return np.tile(np.array(counts)[:, None] + protected.window - sizes.window, heads)
 
 
 def pyramid(mean: int, available: int, layers: int, beta: int) -> list[int]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from eval.cache.store import Sizes, Store
 from eval.methods.axes import Reads
+from eval.methods.memory import Held
 from eval.methods.selection import spare
 
 Bounds = tuple[Tensor, Tensor]  # smallest and largest key of every page, [pages, channels]
@@ -41,6 +42,10 @@ class Quest(Reads):
 
     def of_layer(self, index: int, config: Any) -> Quest | None:
         return None if index < self.dense_layers else self
+
+    def beside(self, held: Held) -> float:
+        bounds = 2 * -(-held.middle // self.page) * held.k
+        return held.itemsize * float(bounds[self.dense_layers :].sum())
 
     def start(self, store: Store) -> Pages:
         """The bounds of one sealed layer."""

@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from eval.methods.axes import Channels
+from eval.methods.axes import Uniform
 from eval.models import shape_of
 from eval.prefill import Prefill
 from leank_train.baselines import random_mask
 
 
 @dataclass(frozen=True)
-class Random(Channels):
+class Random(Uniform):
     """ratio: share of K channels pruned. seed: of the draw."""
 
     ratio: float = 0.7

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from eval.cache.store import Sizes, middle_columns, number
+from eval.models import shape_of
 from eval.prefill import Prefill, PromptLayer
 
 Scores = Callable[[PromptLayer, Tensor | None], Tensor]  # (layer, its real columns [B, T]) -> scores [B, H, T]
@@ -22,6 +25,11 @@ def spare(budget: int, sizes: Sizes) -> int:
             f"raise it to at least {budget - left}, or lower sink or window"
         )
     return left
+
+
+def budgeted(budget: int, config: Any, sizes: Sizes) -> np.ndarray:
+    """The same budget in every head, as Tokens.kept."""
+    return np.full(shape_of(config)[:2], spare(budget, sizes))
 
 
 def keep_best(prefill: Prefill, sizes: Sizes, counts: Sequence[int | Tensor], scores: Scores) -> list[Tensor | None]:

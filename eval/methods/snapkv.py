@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from eval.cache.store import Sizes
 from eval.methods.axes import Tokens
-from eval.methods.selection import keep_best, spare
+from eval.methods.selection import budgeted, keep_best, spare
 from eval.methods.slicing import check_kernel
 from eval.observe import received
 from eval.prefill import Prefill, PromptLayer
@@ -32,6 +33,7 @@ class SnapKV(Tokens):
     and count as part of the budget; sink 0 and a window of `queries` tokens are the paper's.
     """
 
+    free = "budget"
     budget: int = 1024
     queries: int = 32
     kernel: int = 7
@@ -56,6 +58,9 @@ class SnapKV(Tokens):
     def keep(self, prefill: Prefill, config: Any, sizes: Sizes) -> list[Tensor | None]:
         sizes = self._protected(sizes)
         return keep_best(prefill, sizes, self.counts(prefill, sizes), self.scores)
+
+    def kept(self, config: Any, columns: list[int], sizes: Sizes) -> np.ndarray:
+        return budgeted(self.budget, config, sizes)
 
     def counts(self, prefill: Prefill, sizes: Sizes) -> list[int | Tensor]:
         """Of every layer how many tokens stay between sink and window, in all rows or [B]."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,11 +24,16 @@ class StreamingLLM(Tokens):
     matters only beyond the lengths that a model was trained on.
     """
 
+    free = "window"
+
     def keep(self, prefill: Prefill, config: Any, sizes: Sizes) -> list[Tensor | None]:
         return [
             torch.zeros_like(layer.keys[..., 0], dtype=torch.bool) if isinstance(layer, PromptLayer) else None
             for layer in prefill.layers
         ]
+
+    def kept(self, config: Any, columns: list[int], sizes: Sizes) -> np.ndarray:
+        return np.zeros(shape_of(config)[:2])
 
     def joins(self, config: Any) -> Tensor:
         layers, heads, _ = shape_of(config)

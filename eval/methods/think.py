@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from eval.methods.axes import Channels
+from eval.methods.axes import Uniform
 from eval.methods.observed import Seen, check_observed, seen
+from eval.models import shape_of
 from eval.prefill import Prefill
 from leank_train.baselines import best, pruned, query_key_scores, wide
 
 
 @dataclass(frozen=True)
-class ThinK(Channels):
+class ThinK(Uniform):
     """ThinK (section 3.2) and, with `values`, ThinKV (its appendix D).
 
     ratio: share of K channels pruned, floor(ratio * D) of every head. queries: S_obs, the prompt's last queries that
@@ -58,6 +60,10 @@ class ThinK(Channels):
             return None
         scores = [value_scores(layer, self.queries, self.group) for layer in seen(prefill, self.queries)]
         return best(torch.stack(scores, 1), self.values)
+
+    def kept(self, config: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
+        k, v = super().kept(config, length)
+        return k, v - pruned(shape_of(config)[2], self.values)
 
 
 def think_scores(prefill: Prefill, queries: int, group: str) -> Tensor:

@@ -43,10 +43,13 @@ def group(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def labels(rows: Sequence[Row]) -> dict[str, str]:
-    """A name for every `config` digest: the method's label, and where it was run with several settings, those."""
+    """A name for every `config` digest: the method's label, and where it was run with several settings, those; but
+    not those that were set to match bytes (eval.matched), which differ from cell to cell."""
     found: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
     for row in rows:
-        found[row["method"]].setdefault(row["config"], _flat(row["settings"]["method"]))
+        flat = _flat(row["settings"]["method"])
+        own = {name: value for name, value in flat.items() if name not in flat.get("matched.settings", ())}
+        found[row["method"]].setdefault(row["config"], own)
     names = {}
     for label, variants in found.items():
         every = list(variants.values())

@@ -1,0 +1,78 @@
+"""Bytes that a method holds of a prompt, as its paper's formula says: tokens times channels times bytes of a number.
+
+Each choice says what it keeps (`kept` in eval.methods.axes); the sum is here. What a cache's tensors really take is
+eval.cache.memory, which adds tables and slack.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from eval.cache.sizes import Sizes
+from eval.models import shape_of
+
+if TYPE_CHECKING:
+    from eval.methods.base import Method
+
+
+@dataclass(frozen=True)
+class Held:
+    """Of one prompt and every KV head [L, H]: tokens in sink and window (`ends`, whole) and in the middle, channels of
+    the middle's K and V. dim: head_dim; itemsize: bytes of a number that is not packed."""
+
+    ends: np.ndarray
+    middle: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    dim: int
+    itemsize: int
+
+
+def held_bytes(method: Method, held: Held) -> float:
+    """Bytes of sink, window and middle, and of what choices hold beside K and V (bounds of pages, scores of tokens)."""
+    ends = 2 * held.dim * held.itemsize * held.ends.sum()
+    numbers = held.itemsize * (held.middle * (held.k + held.v)).sum()
+    middle = numbers if method.bits is None else method.bits.packed(held)
+    return float(ends + middle + sum(choice.beside(held) for choice in method.axes.values()))
+
+
+def method_bytes(method: Method, config: Any, length: int, itemsize: int) -> float | None:
+    """Bytes held of a prompt of `length` tokens, where settings alone determine them; None where the prompt does too.
+
+    config: the model's. Raises ValueError for settings that make no sense.
+    """
+    layers, heads, dim = shape_of(config)
+    all_of_it, everywhere = [length] * layers, np.full((layers, heads), dim)
+    passes = (all_of_it, all_of_it) if method.prefill is None else method.prefill.kept(config, length)
+    widths = (everywhere, everywhere) if method.channels is None else method.channels.kept(config, length)
+    if passes is None or widths is None:
+        return None
+    found = set()
+    for columns in passes:
+        held = _held(method, config, np.array(columns)[:, None], widths, itemsize)
+        found.add(None if held is None else held_bytes(method, held))
+    return found.pop() if len(found) == 1 else None
+
+
+def _held(
+    method: Method, config: Any, columns: np.ndarray, widths: tuple[np.ndarray, np.ndarray], itemsize: int
+) -> Held | None:
+    """What is held of a prompt of which the layers get columns [L, 1]."""
+    k, v = widths
+    ends = np.minimum(columns, method.sink + method.window)
+    middle = np.broadcast_to(columns - ends, k.shape)
+    if method.tokens is not None:
+        kept = method.tokens.kept(config, columns[:, 0].tolist(), Sizes(method.sink, method.window, method.flush))
+        if kept is None or (k.min() < k.max() and not method.tokens.settled):
+            return None
+        middle = np.minimum(middle, kept)
+    return Held(np.broadcast_to(ends, k.shape), np.where(k > 0, middle, 0), k, v, shape_of(config)[2], itemsize)
+
+
+def dense_bytes(config: Any, length: int, itemsize: int) -> int:
+    """Bytes of a prompt's whole K and V."""
+    layers, heads, dim = shape_of(config)
+    return 2 * layers * heads * dim * length * itemsize
