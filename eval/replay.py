@@ -30,9 +30,9 @@ COMPRESS = ("after_question", "before_question")
 @dataclass(frozen=True)
 class Settings:
     """shard: "i/n" does every n-th batch, from number i (0 is the first), for several GPUs or a Slurm array.
-    compress: whether a method compresses after the whole prompt or before the question. batch_size: samples of one
-    task and length at a time; match: bytes that every method is brought to, see eval.matched; prefill_chunk: prompt tokens at a time, None = all. max_new_tokens, min_new_tokens:
-    instead of the benchmark's."""
+    compress: whether a method compresses after the whole prompt or before the question. match: bytes that every method
+    is brought to, see eval.matched. batch_size: samples of one task and length at a time; prefill_chunk: prompt tokens
+    at a time, None = all. max_new_tokens, min_new_tokens: instead of the benchmark's."""
 
     compress: str = "after_question"
     batch_size: int = 1

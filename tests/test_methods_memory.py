@@ -123,7 +123,7 @@ def scanned(one, config, lengths):
     return found
 
 
-@pytest.mark.parametrize("share", [0.65, 0.8, "leank"])
+@pytest.mark.parametrize("share", [0.65, "leank"])
 def test_matched_methods_hold_equal_bytes(share, made, model, prompt):
     """From the tensors, within 3% of what was asked for, in every method that can get there."""
     config, whole = model.config, dense_bytes(model.config, LENGTH, ITEM)
