@@ -26,7 +26,7 @@ def matched(job: Job, config: Any, tokenizer: Any) -> Job:
     to, itemsize = job.settings.match, job.model.torch_dtype.itemsize
     other = next((method for method in job.methods if method.label == to), None)
     by_cell: dict[Cell, Sequence[Method]] = {}
-    said: set[tuple[str, str]] = set()
+    said: set[tuple[str, int | None]] = set()
     for cell in job.benchmark.cells():
         where, lengths = f"{cell.task}, {cell.length} tokens", _lengths(job, cell, tokenizer)
         try:

@@ -74,12 +74,20 @@ def method(label: str, config: Mapping[str, Any] | None = None, shared: Mapping[
 
 
 def choice(axis: str, config: Mapping[str, Any], where: str) -> Any:
-    """The choice on one axis that `config` describes, {"name": ..., its settings}; errors begin with `where`."""
+    """The choice on one axis that `config` describes, {"name": ..., its settings}; errors begin with `where`.
+
+    name: one of REGISTRY, or "module:class" of a choice that is not there.
+    """
     given = dict(config)
     name = given.pop("name", None)
-    if name not in REGISTRY[axis]:
-        raise ValueError(f"{where}.name={name!r} is unknown; choose one of {', '.join(REGISTRY[axis])}")
-    chosen = _class(REGISTRY[axis][name])
+    if name not in REGISTRY[axis] and ":" not in str(name):
+        raise ValueError(
+            f"{where}.name={name!r} is unknown; choose one of {', '.join(REGISTRY[axis])}, or module:class"
+        )
+    try:
+        chosen = _class(REGISTRY[axis].get(name, name))
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{where}.name={name!r} cannot be imported: {error}; give module:class") from error
     _only(given, tuple(f.name for f in fields(chosen) if not f.name.startswith("_")), where)  # type: ignore[arg-type]
     for entry in fields(chosen):  # type: ignore[arg-type]
         value = given.get(entry.name)
