@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from importlib.resources import files
 from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 CONF = str(files("conf"))
@@ -30,6 +32,10 @@ def main(config: DictConfig) -> float:
             metrics = run(config, out, signals)
     except (ValueError, FileNotFoundError) as error:
         sys.exit(f"leank_train: {error}")
+    except Exception:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            traceback.print_exc()  # the launcher of a sweep keeps it from the job's log
+        raise
     if not metrics:  # a further process of the same run
         return float("nan")
     recall = metrics.get("validation", {}).get("recall", {})

@@ -114,17 +114,18 @@ def status(sweep: Path) -> int:
 
 def command(sweep: Path, overrides: tuple[str, ...]) -> list[str]:
     """The command line of one member alone: the sweep's own launcher and settings, into the member's own folder."""
-    hydra, sweep = record(sweep).hydra, sweep.resolve()
+    written, sweep = record(sweep), sweep.resolve()
+    hydra, plain = written.hydra, OmegaConf.to_container(written, resolve=False)
+    assert isinstance(plain, dict)
     own = ("hydra.sweep.", "hydra.sweeper.", "hydra.mode=")
     searched = [s.path for s in hydra.runtime.config_sources if s.provider == "command-line"]
-    pattern = OmegaConf.to_container(hydra.sweep, resolve=False)["subdir"]
     return [
         *(sys.executable, "-m", "leank_train", "--multirun"),
         *(f"--config-dir={path}" for path in searched),
         *(override for override in hydra.overrides.hydra if not override.startswith(own)),
         *overrides,
         f"hydra.sweep.dir='{sweep / AGAIN}'",  # its own record, beside the sweep's
-        f"hydra.sweep.subdir='{sweep}/{pattern}'",
+        f"hydra.sweep.subdir='{sweep}/{plain['hydra']['sweep']['subdir']}'",
     ]
 
 
