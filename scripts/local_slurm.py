@@ -75,14 +75,11 @@ done | awk '{
 
 def missing() -> str | None:
     """Why Slurm cannot be started here; None where it can."""
-    lacking = [name for name in PROGRAMS if _which(name) is None]
+    path = f"{os.environ.get('PATH', '')}:{SYSTEM}"
+    lacking = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
     if lacking:
         return f"no {', '.join(lacking)} here: apt-get install slurmctld slurmd slurm-client munge"
     return None if os.geteuid() == 0 else "Slurm's daemons want root"
-
-
-def _which(name: str) -> str | None:
-    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:{SYSTEM}")
 
 
 class LocalSlurm:
@@ -138,9 +135,9 @@ class LocalSlurm:
 
     def call(self, *command: str) -> str:
         """Output of a command of this Slurm. Raises RuntimeError with what it said where it fails."""
-        program = _which(command[0])
+        program = shutil.which(command[0], path=self.env["PATH"])
         if program is None:
-            raise RuntimeError(missing())
+            raise RuntimeError(f"there is no {command[0]} here: {missing()}")
         env = {**os.environ, **self.env}
         found = subprocess.run([program, *command[1:]], env=env, capture_output=True, text=True, timeout=60)
         if found.returncode:
