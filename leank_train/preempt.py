@@ -26,7 +26,8 @@ class Signals:
 
     def __init__(self, requeues: int = 0) -> None:
         self.requeues, self.received, self.agreed = requeues, 0, False
-        self._at_once, self._before = False, {}  # type: bool, dict[signal.Signals, Any]
+        self._at_once = False
+        self._before: dict[signal.Signals, Any] = {}  # the handlers that ours stand in for
 
     def listen(self) -> None:
         """Take the signals back from who took them since; does nothing outside of the context."""

@@ -180,7 +180,7 @@ def _end(pid: int) -> None:
     """SIGTERM, and wait until the process is gone."""
     try:
         os.kill(pid, signal.SIGTERM)
-        for _ in range(100):
+        for _ in range(600):
             os.kill(pid, 0)
             time.sleep(0.05)
     except ProcessLookupError:

@@ -67,6 +67,14 @@ def test_every_sweep_file_makes_members_that_differ(tmp_path, file):
     assert len({fingerprint(composed(p)) for p in planned}) == len(planned) >= 4
 
 
+def test_a_job_asks_for_what_the_trainer_uses():
+    given = ["trainer=ddp", "trainer.devices=8", "trainer.num_nodes=2"]
+    for launcher, gpus in (("slurm", 8), ("slurm_cpu", None)):
+        found = composed([*given, f"hydra/launcher={launcher}"], return_hydra_config=True).hydra.launcher
+        assert (found.nodes, found.tasks_per_node, found.gpus_per_node) == (2, 8, gpus)
+        assert found.additional_parameters == {"signal": "USR1@120", "requeue": True}
+
+
 def test_status_judges_by_result_files_and_rerun_repeats_the_member(tmp_path, capsys):
     root = tmp_path / "a sweep, of $ratios"
     begin(root, "+experiment=reference_demo", "mask.ratio=0.5,0.6", "seed=1,2", "hydra/launcher=basic")
