@@ -37,6 +37,11 @@ def run(config: dict[str, Any], directory: Path) -> int:
             new = job.run(results, load_model(job.model), tokenizer)
     write_report(directory)
     log.info("%d new rows; report: %s", new, directory / "report.html")
+    if config.get("logger") and shards == 1:  # of shards, the same command without shard= logs all of them
+        from eval.wandb_log import log_report
+
+        logger = hydra.utils.instantiate(config["logger"], save_dir=str(directory), job_type="eval")
+        log_report(logger, config, job.methods, directory)
     return new
 
 

@@ -22,7 +22,7 @@ BENCHMARKS = {
     "longbench": "eval.benchmarks.files:LongBench",
     "ruler": "eval.benchmarks.ruler:Ruler",
 }
-GROUPS = ("model", "benchmark", "method", "cache", "mask", "name")
+GROUPS = ("model", "benchmark", "method", "cache", "mask", "name", "logger")
 T = TypeVar("T")
 log = logging.getLogger("eval")
 
