@@ -109,12 +109,14 @@ def differences(run: Run) -> Figure | None:
             label = method if task == next(iter(tasks)) else None
             axes.errorbar(mean, y, xerr=error[:, None], capsize=0 if crowded else 2, markersize=3 if crowded else 5,
                           elinewidth=0.8, linestyle="", label=label, **style)  # fmt: skip
+    if not shown:
+        return None
     axes.axvline(0, color=INK, linewidth=0.8)
     axes.set_yticks(range(len(run["tasks"])), run["tasks"])
     axes.invert_yaxis()
     axes.set_xlabel("points from dense, paired by sample; mean over lengths")
     figure.legend(loc="outside upper left", ncols=3)
-    return figure if shown else None
+    return figure
 
 
 def against_bytes(run: Run) -> Figure | None:
