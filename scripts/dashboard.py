@@ -62,26 +62,31 @@ def curves(runs: Sequence[Training]) -> Figure:
             label = run.name if panel is panels[0] else None
             panel.plot([s["step"] for s in steps], [s[key] for s in steps], color=colour, linewidth=1.2, label=label)
         plain(panel).set(title=f"{stage}/{key}", xlabel="step")
-        if key == "distillation":
+        losses = [s[key] for run in runs for s in run.steps[stage]]
+        if key == "distillation" and losses:
             panel.set_yscale("log")
+            panel.set_ylim(bottom=1e-4 * max(losses))  # the first step, all of alpha at 1, has next to none
     drawn.legend(loc="outside upper left", ncols=4)
     return drawn
 
 
 def masks(runs: Sequence[Training]) -> Figure:
     """Kept channels of every KV head, a map a run."""
-    shown = runs[:MAPS]
+    shown, most = runs[:MAPS], max(run.mask.keep.shape[2] for run in runs[:MAPS])
     columns = min(4, len(shown))
     lines = -(-len(shown) // columns)
     drawn = sheet(0.4 + 2.2 * lines, 10)
     panels = drawn.subplots(lines, columns, squeeze=False)
     for panel, run in zip(panels.flat, shown, strict=False):
-        image = panel.pcolormesh(run.mask.channels_per_head.numpy(), vmin=0, vmax=run.mask.keep.shape[2], cmap="Blues")
+        image = panel.pcolormesh(run.mask.channels_per_head.numpy(), vmin=0, vmax=most, cmap="Blues")
         panel.set(title=run.name, xlabel="KV head", ylabel="layer")
         panel.invert_yaxis()
-        drawn.colorbar(image, ax=panel)
+        for axis, count in ((panel.xaxis, run.mask.keep.shape[1]), (panel.yaxis, run.mask.keep.shape[0])):
+            every = -(-count // 8)
+            axis.set_ticks(np.arange(count)[::every] + 0.5, [str(n) for n in range(count)[::every]])
     for panel in panels.flat[len(shown) :]:
         panel.set_axis_off()
+    drawn.colorbar(image, ax=panels, label="channels")
     return drawn
 
 

@@ -215,7 +215,8 @@ class Checker(HTMLParser):
     def handle_starttag(self, tag, attrs):
         if tag not in self.VOID:
             self.open.append(tag)
-        self.loads += [v for k, v in attrs if k in ("src", "href", "xlink:href") and not v.startswith("#")]
+        links = [v for k, v in attrs if k in ("src", "href", "xlink:href")]
+        self.loads += [v for v in links if not v.startswith(("#", "data:"))]
         self.ids += [v for k, v in attrs if k == "id"]
 
     def handle_endtag(self, tag):

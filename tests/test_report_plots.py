@@ -19,7 +19,7 @@ COORDINATE = st.integers(0, 8).map(float)
 
 def needle(method, length, depth, score, sample=0):
     return row(method, f"{length}-{depth}-{sample}", score, "niah", length, benchmark="niah", metric="niah_recall",
-               meta={"depth": depth})  # fmt: skip
+               meta={"depth_percent": depth})  # fmt: skip
 
 
 def test_needle_grid_holds_the_mean_of_every_place():
@@ -37,7 +37,9 @@ def test_needle_grid_holds_the_mean_of_every_place():
         for line, depth in enumerate(found["depths"]):
             for column, length in enumerate(found["lengths"]):
                 place = (found["method"], length, depth)
-                mine = [100 * r["score"] for r in rows if (r["method"], r["length"], r["meta"]["depth"]) == place]
+                mine = [
+                    100 * r["score"] for r in rows if (r["method"], r["length"], r["meta"]["depth_percent"]) == place
+                ]
                 shown = found["scores"][line][column]
                 assert shown == (pytest.approx(np.mean(mine)) if mine else None)
     figure = draw("needle_by_depth", run)

@@ -181,8 +181,9 @@ def _by_depth(rows: Sequence[Row], named: Mapping[str, str]) -> list[dict[str, A
     """Needle in a haystack: mean score of each method by depth (lines) and length (columns)."""
     found: dict[tuple[str, str], dict[tuple[float, int], list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        if row["length"] is not None and "depth" in row["meta"]:
-            found[named[row["config"]], row["task"]][row["meta"]["depth"], row["length"]].append(100 * row["score"])
+        if row["length"] is not None and "depth_percent" in row["meta"]:
+            place = row["meta"]["depth_percent"], row["length"]
+            found[named[row["config"]], row["task"]][place].append(100 * row["score"])
     maps = []
     for (method, task), cells in found.items():
         depths, lengths = sorted({depth for depth, _ in cells}), sorted({length for _, length in cells})
