@@ -73,7 +73,9 @@ def diff(directory: str, first: str, second: str) -> None:
 
 COMMANDS: dict[str, tuple[Callable[..., None], str]] = {"report": (report, "DIR"), "diff": (diff, "DIR METHOD METHOD")}
 
-if __name__ == "__main__":
+
+def command_line() -> None:
+    """One of COMMANDS where the first argument names it, else Hydra's."""
     if sys.argv[1:2] and sys.argv[1] in COMMANDS:
         command, arguments = COMMANDS[sys.argv[1]]
         try:
@@ -84,3 +86,7 @@ if __name__ == "__main__":
             sys.exit(f"eval: {error}")
     else:
         main()
+
+
+if __name__ == "__main__":
+    command_line()

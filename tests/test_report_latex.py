@@ -5,7 +5,7 @@ import shutil
 import subprocess
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval.report.latex import document, escape, latex
@@ -14,6 +14,7 @@ from eval.report.tables import Line, Table
 NASTY = ["[1] a", "* b", "a_b & c", "50% #1 $x$", "{y} \\end{tabular}", "~^<>|\"'`", "λ=0.06 – é 日本 \x07", ""]
 
 
+@settings(max_examples=50)
 @given(st.text())
 def test_what_is_special_to_latex_never_stands_bare(text):
     out = escape(text)
@@ -22,6 +23,7 @@ def test_what_is_special_to_latex_never_stands_bare(text):
     assert not set(known) & set("\\&%$#_{}~^<>|[]*")
 
 
+@settings(max_examples=30)
 @given(st.text(alphabet=st.characters(codec="ascii", categories=["L", "N"])))
 def test_letters_and_digits_stay(text):
     assert escape(text) == text

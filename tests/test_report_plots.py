@@ -11,7 +11,7 @@ from matplotlib.text import Text
 
 from eval.report import summarise
 from eval.report.plots import FIGURES, axes_of, draw, front
-from eval.report.style import png, svg
+from eval.report.style import svg
 from tests.test_replay_report import grid, row
 
 COORDINATE = st.integers(0, 8).map(float)
@@ -98,6 +98,5 @@ def test_names_do_not_cover_each_other():
 def test_the_same_rows_give_the_same_files(name):
     (run,) = summarise(grid())["runs"]
     twice = [draw(name, run) for _ in range(2)]
-    if twice[0] is not None:
-        assert png(twice[0]) == png(twice[1])
+    if twice[0] is not None:  # PNG: test_replay_report makes a whole report twice
         assert svg(twice[0], "a") == svg(twice[1], "a")
