@@ -90,7 +90,7 @@ def test_every_experiment_composes(name):
         (["method=[dense]", "compress=never"], "compress='never' is unknown"),
         (["method=[dense]", "+batchsize=3"], "batchsize is no setting"),
         (["method=[dense]", "model.dtype=int8"], "model.dtype='int8' is unknown"),
-        (["method=[dense]", "model.name=no/such/folder"], "model.name=no/such/folder cannot be read"),
+        (["method=[dense]", "model.name=no/such/folder"], "model.name=.no/such/folder. cannot be loaded"),
         (["method=[dense]", "model.chat=true"], "no chat template"),
         (["method=[]"], "method is empty"),
         (["method=[think]", "method.think.channels.ratio=1.5"], "method.think: ratio=1.5 is not in"),
