@@ -285,14 +285,18 @@ def realistic(
     )  # fmt: skip
 
 
+def nth(d: int, length: int, op: int, index: int, seed: int = 42, counter: TokenCounter | None = None) -> Problem:
+    """Problem number `index` of an op, in the benchmark's mix of templates and modes (40, 5 and 5 per cent a mode)."""
+    return realistic(op, d, _MIX[index // 2 % len(_MIX)], MODES[index % 2], seed, index, length, counter)
+
+
 def benchmark(
     d: int, length: int, ops: Sequence[int], count: int, seed: int = 42, counter: TokenCounter | None = None
 ) -> Iterator[Problem]:
-    """`count` problems for each op, in the benchmark's mix of templates and modes (40, 5 and 5 per cent a mode)."""
+    """The first `count` problems of each op, see `nth`."""
     for op in ops:
         for index in range(count):
-            template, mode = _MIX[index // 2 % len(_MIX)], MODES[index % 2]
-            yield realistic(op, d, template, mode, seed, index, length, counter)
+            yield nth(d, length, op, index, seed, counter)
 
 
 def _core(op: int, d: int, words: _Template, mode: str, rng: random.Random) -> tuple[_Graph, _Quantity]:

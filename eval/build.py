@@ -18,8 +18,12 @@ from eval.replay import Settings
 
 # name -> "module:class"; imported when first used
 BENCHMARKS = {
-    "gsm_infinite": "eval.benchmarks.files:GsmInfinite",
+    "gsm_infinite": "eval.benchmarks.problems:GsmInfinite",
+    "infinitebench": "eval.benchmarks.files:InfiniteBench",
     "longbench": "eval.benchmarks.files:LongBench",
+    "math500": "eval.benchmarks.files:Math500",
+    "mmlu": "eval.benchmarks.files:Mmlu",
+    "niah": "eval.benchmarks.niah:Niah",
     "ruler": "eval.benchmarks.ruler:Ruler",
 }
 GROUPS = ("model", "benchmark", "method", "cache", "mask", "name")
@@ -64,7 +68,7 @@ def build_job(config: Mapping[str, Any]) -> tuple[Job, Any]:
     benchmark = build_benchmark(config.get("benchmark") or {})
     model_config, tokenizer = load_config(model)
     text_config = model_config.get_text_config(decoder=True)
-    benchmark.check(text_config, tokenizer, overhead(tokenizer, model.chat))
+    benchmark.check(text_config, tokenizer, overhead(tokenizer, model.chat), settings.max_new_tokens)
     for one in methods:
         for choice in one.axes.values():
             try:
