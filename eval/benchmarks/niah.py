@@ -77,10 +77,10 @@ def fitted(haystack: str, length: int, encode: Encode, decode: Decode) -> str:
     """`haystack`, repeated and cut to `length` tokens. Raises ValueError for an empty one."""
     if not haystack:
         raise ValueError("the haystack is empty; give a text file")
-    text = haystack
-    while len(tokens := encode(text)) < length:
-        text += haystack
-    return decode(tokens[:length]) if len(tokens) > length else text
+    size = 8 * length + 8  # characters; a long haystack need not be encoded to its end
+    while len(tokens := encode((haystack * (size // len(haystack) + 1))[:size])) <= length:
+        size *= 2
+    return decode(tokens[:length])
 
 
 def grid(shortest: int, longest: int, count: int = 35) -> list[int]:
