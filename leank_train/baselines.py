@@ -1,7 +1,8 @@
 """Channel masks that need no training: the baselines a learned mask has to beat.
 
 Static ones are a ChannelMask; ThinK's is made anew for each sample, [R, L, H, D]. What they observe comes from
-`branch(..., obs_queries=32)`: the last queries of the context, after RoPE.
+`branch(..., obs_queries=32)`: the last queries of the context, after RoPE. At one ratio all of them prune as many
+channels: `pruned`, rounded down, in every head.
 """
 
 from typing import Any
@@ -12,28 +13,27 @@ from torch import Tensor
 from leank_train.mask import ChannelMask
 from leank_train.prefix import Branch, Prefix
 
+GROUPS = ("squares", "norms")
+
 
 def lowest_frequencies(config: Any, ratio: float) -> ChannelMask:
-    """Keep the RoPE pairs of the lowest frequencies, as many in every head.
+    """Keep the RoPE pairs of the lowest frequencies, as many in every head; an odd number to prune takes a pair more.
 
     A pair p of D / 2 has the frequency theta^(-2p / D) and rotates the channels p and p + D / 2.
     """
-    _check_ratio(ratio)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("lowest_frequencies needs a model that rotates all channels (partial_rotary_factor=1)")
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    pair = torch.arange(dim) % (dim // 2)
-    keep = pair >= dim // 2 - _kept(dim // 2, ratio)
+    keep = torch.arange(dim) % (dim // 2) >= (pruned(dim, ratio) + 1) // 2
     shape = (config.num_hidden_layers, config.num_key_value_heads, dim)
     return ChannelMask(keep.expand(shape), {"method": "lowest_frequencies", "ratio": ratio})
 
 
 def random_mask(shape: tuple[int, int, int], ratio: float, seed: int) -> ChannelMask:
     """Random channels, as many in every head; shape [L, H, D]."""
-    _check_ratio(ratio)
     scores = torch.rand(shape, generator=torch.Generator().manual_seed(seed))
-    return ChannelMask(_top(scores, _kept(shape[2], ratio)), {"method": "random", "ratio": ratio, "seed": seed})
+    return ChannelMask(best(scores, ratio), {"method": "random", "ratio": ratio, "seed": seed})
 
 
 class StaticNorm:
@@ -48,12 +48,7 @@ class StaticNorm:
 
     def add(self, prefix: Prefix, question: Branch) -> None:
         """Count R samples; `question` needs queries (see branch's obs_queries)."""
-        layers = []
-        for layer, queries in enumerate(_queries(question)):
-            norms = queries.to(_wide(queries)).norm(dim=2)  # [R, Hq, D]
-            squares, _ = _key_squares(prefix, question, layer)  # [R, H, D]
-            layers.append((norms.unflatten(1, (squares.shape[1], -1)).mean(2) * squares.sqrt()).sum(0))
-        total = torch.stack(layers).double().cpu()
+        total = _scores(prefix, question, "norms").sum(0).double().cpu()
         self.total = total if self.total is None else self.total + total
         self.samples += len(question.lengths)
 
@@ -66,55 +61,65 @@ class StaticNorm:
 
     def mask(self, ratio: float) -> ChannelMask:
         """Keep the channels of the largest norm, as many in every head."""
-        _check_ratio(ratio)
-        keep = _top(self.scores, _kept(self.scores.shape[2], ratio))
-        return ChannelMask(keep, {"method": "static_norm", "ratio": ratio, "samples": self.samples})
+        return ChannelMask(best(self.scores, ratio), {"method": "static_norm", "ratio": ratio, "samples": self.samples})
 
 
 def think_mask(prefix: Prefix, question: Branch, ratio: float) -> Tensor:
-    """ThinK: of each sample, drop in every head the int(ratio * D) channels of the lowest score; bool [R, L, H, D].
+    """ThinK: of each sample, drop in every head the channels of the lowest score; bool [R, L, H, D]."""
+    return best(_scores(prefix, question, "squares"), ratio)
 
-    score = mean of q^2 over the observed queries * mean of k^2 over the keys of the context, averaged over the group.
+
+def query_key_scores(queries: Tensor, key_squares: Tensor, group: str) -> Tensor:
+    """ThinK's score ||q_k|| ||K_k|| of every channel k (its section 3.2), or its square, [R, H, D].
+
+    queries [R, Hq, n, D] observed; key_squares [R, H, D] the sum of k^2 over tokens. group, what is averaged over the
+    query heads of a KV head: "squares" (as the public code does, and ranks like the norm of all their queries) or
+    "norms". A sum in place of the mean would rank alike.
     """
-    _check_ratio(ratio)
-    layers = []
-    for layer, queries in enumerate(_queries(question)):
-        squares, count = _key_squares(prefix, question, layer)  # [R, H, D], [R]
-        energy = queries.to(_wide(queries)).square().mean(2).unflatten(1, (squares.shape[1], -1)).mean(2)  # [R, H, D]
-        dim = squares.shape[2]
-        layers.append(_top(energy * squares / count[:, None, None], dim - int(ratio * dim)))
-    return torch.stack(layers, 1)
+    energy = queries.to(wide(queries)).square().sum(2).unflatten(1, (key_squares.shape[1], -1))  # [R, H, G, D]
+    if group == "squares":
+        return energy.mean(2) * key_squares
+    return energy.sqrt().mean(2) * key_squares.sqrt()
 
 
-def _queries(question: Branch) -> list[Tensor]:
-    if question.queries is None:
-        raise ValueError("the branch has kept no queries; call branch with obs_queries=32")
-    return question.queries
+def pruned(channels: int, ratio: float) -> int:
+    """How many of a head's channels go: floor(ratio * channels), 44 of 64 and 89 of 128 at 0.7.
+
+    As in ThinK's code and IAP's Algorithm 1. Raises ValueError for a ratio outside [0, 1).
+    """
+    if not 0 <= ratio < 1:
+        raise ValueError(f"ratio={ratio} is not in [0, 1); it is the share of K channels to prune, such as 0.7")
+    return int(ratio * channels)
 
 
-def _key_squares(prefix: Prefix, question: Branch, layer: int) -> tuple[Tensor, Tensor]:
-    """Sum of k^2 over the context of each branch [R, H, D] and its number of keys [R]; padding left out."""
-    sums = []
-    for keys, positions in ((prefix.keys[layer], prefix.k_positions), (question.keys[layer], question.k_positions)):
-        real = (positions >= 0)[:, None, :, None]
-        sums.append((keys.to(_wide(keys)).square() * real).sum(2))
-    branches = len(question.lengths) // len(prefix.lengths)
-    return sums[0].repeat_interleave(branches, 0) + sums[1], question.starts + question.lengths
+def best(scores: Tensor, ratio: float) -> Tensor:
+    """Bool like scores [..., D]: what stays if the lowest go, `pruned` in each row."""
+    return top(scores, scores.shape[-1] - pruned(scores.shape[-1], ratio))
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _kept(channels: int, ratio: float) -> int:
-    return int(channels * (1 - ratio) + 0.5)
-
-
-def _top(scores: Tensor, count: int) -> Tensor:
-    """Bool like scores [..., D]: the `count` largest of each row; equal scores go to the lower index."""
+def top(scores: Tensor, count: int | Tensor) -> Tensor:
+    """Bool like scores [..., D]: the `count` (or [..., 1]) largest of each row; equal scores go to the lower index."""
     return scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1) < count
 
 
-def _check_ratio(ratio: float) -> None:
-    if not 0 <= ratio < 1:
-        raise ValueError(f"ratio={ratio} is not in [0, 1); it is the share of K channels to prune, such as 0.7")
+def wide(x: Tensor) -> torch.dtype:
+    """The type to sum x in: its own, float32 at least."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _scores(prefix: Prefix, question: Branch, group: str) -> Tensor:
+    """Scores of all layers [R, L, H, D] over each branch's whole context."""
+    if question.queries is None:
+        raise ValueError("the branch has kept no queries; call branch with obs_queries=32")
+    layers = []
+    for layer, queries in enumerate(question.queries):
+        squares = _key_squares(prefix.keys[layer], prefix.k_positions)
+        squares = squares.repeat_interleave(len(question.lengths) // len(prefix.lengths), 0)
+        squares = squares + _key_squares(question.keys[layer], question.k_positions)
+        layers.append(query_key_scores(queries, squares, group))
+    return torch.stack(layers, 1)
+
+
+def _key_squares(keys: Tensor, positions: Tensor) -> Tensor:
+    """Sum of k^2 over tokens [R, H, D]; keys [R, H, T, D], positions [R, T] with -1 = padding."""
+    return (keys.to(wide(keys)).square() * (positions >= 0)[:, None, :, None]).sum(2)

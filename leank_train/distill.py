@@ -77,3 +77,9 @@ def straight_through(alpha: Tensor, beta: Tensor, variant: str) -> Tensor:
         raise ValueError(f"straight_through={variant!r} is unknown; use binary (paper) or alpha_beta (published code)")
     value = beta.to(alpha.dtype) if variant == "binary" else (alpha * beta).detach()
     return value + (alpha - alpha.detach())
+
+
+def backward(loss: Tensor) -> None:
+    """loss.backward() in the calling thread: autograd's own would hold a second cuBLAS workspace (32 MiB on Hopper)."""
+    with torch.autograd.set_multithreading_enabled(False):
+        loss.backward()

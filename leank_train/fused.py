@@ -42,10 +42,21 @@ def document_pieces(q_positions: Tensor, k_positions: Tensor, zones: Sequence[Vi
     rows = q_positions.reshape(len(k_positions), -1)[:, :, None]  # [B, M * n, 1]
     pieces = []
     for scaled, zone in enumerate(zones):
-        for start, stop, masked in zone.spans:
+        for start, stop, masked in zone.spans if scaled else _joined(zone.spans):
             seen = _sees(rows, k_positions[:, None, start:stop], zone) if masked else None
             pieces.append(Piece(0, start, stop, bool(scaled), None if seen is None else ~seen[:, None, None]))
     return tuple(pieces)
+
+
+def _joined(spans: Sequence[tuple[int, int, bool]]) -> list[tuple[int, int, bool]]:
+    """Neighbours as one masked span: sink and window are short, and a launch costs more than a mask."""
+    joined: list[tuple[int, int, bool]] = []
+    for start, stop, masked in spans:
+        if joined and joined[-1][1] == start:
+            start, masked = joined[-1][0], True
+            joined.pop()
+        joined.append((start, stop, masked))
+    return joined
 
 
 def own_pieces(q_positions: Tensor, k_positions: Tensor, documents: int, zones: Sequence[Visibility]) -> Plan:
@@ -158,20 +169,23 @@ class _Fused(torch.autograd.Function):
             for x, need in zip(kv, ctx.needs_input_grad[7:], strict=True)
         ]
         d_queries: list[Tensor | None] = [None, None]
+        d_rows = _operand(d_out, dense)
         delta = (d_out * out).sum(-1, keepdim=True)
         delta_both = delta if both is None else (d_out * both).sum(-1, keepdim=True)
         for group in ctx.groups:
             logits = _logits(dense, scaled, keys, group, ctx.scale, ctx.folded)
-            d_weights = torch.cat([_product(d_out, values[p.part][:, :, p.start : p.stop].mT) for p in group], -1)
+            d_weights = torch.cat([_product(d_rows, values[p.part][:, :, p.start : p.stop].mT) for p in group], -1)
             if empty is None:
                 weights = logits.sub_(lse).exp_()
-                d_logits = d_scaled_logits = (d_weights.sub_(delta)).mul_(weights).mul_(ctx.scale)
+                d_logits = d_weights.sub_(delta).mul_(weights).mul_(ctx.scale)
             else:
                 hidden = empty & _middle(group, logits)
                 d_scaled_logits = (d_weights - delta_both) * (logits - lse_both).exp() * ctx.scale
                 weights = logits.masked_fill_(hidden, -torch.inf).sub_(lse).exp_()
                 d_logits = d_weights.sub_(delta).mul_(weights).mul_(ctx.scale)
-                d_scaled_logits = torch.where(hidden, d_scaled_logits, d_logits)
+                d_scaled_logits = _operand(torch.where(hidden, d_scaled_logits, d_logits), dense)
+            d_logits, weights = _operand(d_logits, dense), _operand(weights, dense)
+            d_scaled_logits = d_logits if empty is None else d_scaled_logits
             at = 0
             for p in group:
                 columns = slice(at, at := at + p.stop - p.start)
@@ -184,8 +198,7 @@ class _Fused(torch.autograd.Function):
                     query = scaled if p.scaled else dense
                     d_k[:, :, p.start : p.stop] += _product(d_logits[..., columns].mT, query)
                 if d_v is not None:
-                    value = values[p.part]
-                    d_v[:, :, p.start : p.stop] += _product(weights[..., columns].mT, d_out.to(value.dtype))
+                    d_v[:, :, p.start : p.stop] += _product(weights[..., columns].mT, d_rows)
         d_dense, d_scaled = (None if d is None else d.to(dense.dtype) for d in d_queries)
         grads = [None if d is None else d.to(x.dtype) for d, x in zip(d_kv, kv, strict=True)]
         return d_dense, d_scaled, None, None, None, None, None, *grads
@@ -205,6 +218,11 @@ def _logits(
     return (torch.cat(found, -1) if len(found) > 1 else found[0]).mul_(scale)
 
 
+def _operand(x: Tensor, model: Tensor) -> Tensor:
+    """x in the type in which `_product` multiplies it with the model's tensors: cast once, not once a piece."""
+    return x.to(model.dtype) if model.is_cuda and model.dtype in (torch.bfloat16, torch.float16) else x
+
+
 def _middle(group: list[Piece], like: Tensor) -> Tensor:
     """Bool [keys of the group]: read with scaled queries."""
     flags = [torch.full((p.stop - p.start,), p.scaled, device=like.device) for p in group]
@@ -220,6 +238,7 @@ def _accumulate(
     safe = top.masked_fill(top == -torch.inf, 0.0)  # -inf - -inf would be NaN
     weights = (logits - safe).exp_()
     total, out, at = weights.sum(-1, keepdim=True), None, 0
+    weights = _operand(weights, values[0])
     for p in group:
         piece = _product(weights[..., at : (at := at + p.stop - p.start)], values[p.part][:, :, p.start : p.stop])
         out = piece if out is None else out.add_(piece)

@@ -12,19 +12,28 @@ from leank_train.fused import document_pieces, fused_attention, own_pieces, side
 from leank_train.prefix import Branch, Prefix
 
 
-class PrefillPass:
-    """Causal attention by the library's fastest kernel; keeps K and V, and the last queries on request."""
+class _Keeps:
+    """K and V of every layer that a pass went through, and its last queries on request."""
 
     def __init__(self, longest: int, lengths: Tensor, obs_queries: int):
-        self.longest, self.lengths = longest, lengths
-        self.obs_queries = min(obs_queries, int(lengths.min()))
+        self.longest, self.lengths, self.obs_queries = longest, lengths, obs_queries
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.queries: list[Tensor] = []
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def keep(self, k: Tensor, v: Tensor) -> None:
         self.keys.append(k.contiguous())
         self.values.append(v.contiguous())
+
+
+class PrefillPass(_Keeps):
+    """Causal attention by the library's fastest kernel; keeps K and V, and the last queries on request."""
+
+    def __init__(self, longest: int, lengths: Tensor, obs_queries: int):
+        super().__init__(longest, lengths, min(obs_queries, int(lengths.min())))
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        self.keep(k, v)
         if self.obs_queries:
             self.queries.append(_last(q, self.lengths, self.obs_queries))
         k, v, group = self.keys[-1], self.values[-1], q.shape[1] // k.shape[1]
@@ -33,22 +42,18 @@ class PrefillPass:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=group > 1)
 
 
-class FullPass:
+class FullPass(_Keeps):
     """A branch's full attention on its document and on itself; keeps K and V, and the last queries on request."""
 
     def __init__(self, prefix: Prefix, positions: Tensor, k_positions: Tensor, lengths: Tensor, obs_queries: int):
-        self.prefix, self.lengths, self.obs_queries = prefix, lengths, obs_queries
-        self.longest = int(k_positions.max()) + 1
+        super().__init__(int(k_positions.max()) + 1, lengths, obs_queries)
+        self.prefix = prefix
         causal = visibility(positions, prefix.k_positions, "causal")
         self.pieces = document_pieces(positions, prefix.k_positions, [causal])
         self.pieces += own_pieces(positions, k_positions, len(prefix.lengths), [causal])
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        self.queries: list[Tensor] = []
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        self.keys.append(k.contiguous())
-        self.values.append(v.contiguous())
+        self.keep(k, v)
         if self.obs_queries:
             self.queries.append(self._observed(layer, q))
         own = (side_by_side(x, len(self.prefix.lengths)) for x in (k, v))

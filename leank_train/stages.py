@@ -90,6 +90,9 @@ class Stage(L.LightningModule):
         self.log("alpha", values["alpha_mean"], prog_bar=True, logger=False)
         return {"loss": distillation + penalty, **values}
 
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        distill.backward(loss)
+
     def _over_ranks(self, batch: Batch, loss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's loss weighed so that the mean over ranks is the loss of all their documents in one batch.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eval.cache import reference
-from eval.cache.channels import MaskChannels
+from eval.cache.middle import Middle
 from eval.cache.store import Sizes, Store
 
 MASKS = Path(__file__).resolve().parents[1] / "tests" / "data" / "masks"
@@ -53,7 +53,7 @@ def make_store(keep: Tensor, batch: int, context: int) -> Store:
     """A sealed layer of one random row, repeated `batch` times, with one decoded token in the window."""
     heads = keep.shape[0]
     k, v = torch.randn(2, 1, heads, context, DIM, device="cuda", dtype=DTYPE)
-    store = Store(k[:, :, :-1], v[:, :, :-1], None, MaskChannels(keep), SIZES)
+    store = Store(k[:, :, :-1], v[:, :, :-1], None, Middle(keep), SIZES)
     if batch > 1:
         store.select(torch.zeros(batch, dtype=torch.long))
     store.append(*(x[:, :, -1:].expand(batch, -1, -1, -1) for x in (k, v)))
@@ -106,7 +106,7 @@ def check_case(keep: Tensor, group: int, queries: int, config) -> None:
     heads, dim = keep.shape
     k, v = torch.randn(2, 3, heads, 3333, dim, device="cuda", dtype=DTYPE)
     real = torch.arange(3333, device="cuda") >= torch.tensor([0, 700, 2500], device="cuda")[:, None]
-    store, kernel, worst = Store(k, v, real, MaskChannels(keep), SIZES), Kernel(config), 0.0
+    store, kernel, worst = Store(k, v, real, Middle(keep), SIZES), Kernel(config), 0.0
     for _ in range(5):
         k, v = torch.randn(2, 3, heads, 11 if queries == 1 else queries, dim, device="cuda", dtype=DTYPE)
         position = store.append(k, v, write=kernel.write)[:, -queries:]

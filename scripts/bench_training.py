@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from leank_train import backbone as backbones
 from leank_train import distill
@@ -30,6 +29,7 @@ from leank_train.attention import Keys, scaled_attention, visibility
 from leank_train.branching import branch, prefill, prefill_and_branch, student
 from leank_train.files import write_json
 from leank_train.hook import NAME, run_decoder
+from scripts.shapes import llama8b
 
 QUESTION, ANSWER = 48, 32  # tokens, about what the retrieval tasks have
 
@@ -66,7 +66,7 @@ def full_sequence(model: Any, ids: Tensor, alpha: Tensor, sink: int, window: int
     state = FullSequencePass(ids.shape[1], ANSWER, alpha, sink, window, ids.device)
     scaled = run_decoder(model, ids, at, state)[:, -ANSWER:]
     loss = distill.l2_loss(full, scaled, torch.tensor([ANSWER], device=ids.device), "official")
-    loss.backward()
+    distill.backward(loss)
     model.gradient_checkpointing_disable()
     model.set_attn_implementation(before)
     model.eval()
@@ -89,7 +89,7 @@ def prefill_once(model: Any, ids: Tensor, alpha: Tensor, questions: int, sink: i
         sink=sink, window=window, empty_heads="zero",
     )  # fmt: skip
     loss = distill.l2_loss(distill.answer_rows(teacher.hidden, question, ANSWER), scaled, answer, "official")
-    loss.backward()
+    distill.backward(loss)
     return loss.detach()
 
 
@@ -121,15 +121,7 @@ def build(shape: str, device: torch.device, dtype: torch.dtype) -> Any:
     """The reference model, or a decoder of Llama-3.1-8B's shape with random weights."""
     if shape == "reference":
         return backbones.load("reference", str(dtype).removeprefix("torch."), device).model
-    config = LlamaConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=131072, rope_theta=500000.0,
-    )  # fmt: skip
-    torch.set_default_dtype(dtype)
-    with device:
-        model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
-    torch.set_default_dtype(torch.float32)
-    return model.eval().requires_grad_(False)
+    return llama8b(device, dtype)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache
 
 from eval.benchmarks.row import Row
 from eval.cache import compressed_cache
@@ -24,6 +24,7 @@ from eval.models import ModelConfig, load_config, load_model
 from eval.prefill import prefill
 from eval.prompts import Prompt
 from eval.replay import Replay, Settings
+from scripts.shapes import llama8b
 
 
 def methods(sink: int, window: int) -> list[Method]:
@@ -44,15 +45,7 @@ def model_of(shape: str) -> tuple[Any, Any]:
     if shape == "reference":
         settings = ModelConfig()
         return load_model(settings), load_config(settings)[1]
-    config = LlamaConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=131072 + 1024, rope_theta=500000.0,
-    )  # fmt: skip
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = LlamaForCausalLM(config)
-    torch.set_default_dtype(torch.float32)
-    return model.eval().requires_grad_(False), None
+    return llama8b("cuda"), None
 
 
 class _Numbers:

@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from eval.cache import CompressedLayer, Sizes, backend, bytes_per_row, compressed_cache, max_batch
-from eval.cache.channels import MaskChannels
+from eval.cache.channels import KeptChannels
 from eval.cache.hook import ATTENTION
 from tests.cache_oracle import DIM, HEADS, LAYERS, left_padded, oracle_cache, random_keep, run, tiny_model
 
@@ -192,7 +192,7 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match='"auto", "reference" or "triton"'):
         compressed_cache(model, keep, backend="cuda")
     with pytest.raises(ValueError, match="mask is for 2 KV heads"):
-        MaskChannels(keep[0]).choose(torch.zeros(1, 3, 5, DIM))
+        KeptChannels.of(keep[0], torch.zeros(1, 3, 5, DIM))
     cache = prefilled(model, keep, left_padded([9], 12)[0])
     with pytest.raises(RuntimeError, match="must come before the prompt"):
         cache.expect(5)
@@ -221,7 +221,7 @@ def test_a_mask_file_is_enough(tmp_path):
     masks = pytest.importorskip("leank_train.mask", reason="masks have no file format yet")
     masks.ChannelMask(random_keep(15)).save(tmp_path / "mask.safetensors")
     cache = compressed_cache(tiny_model("llama"), tmp_path / "mask.safetensors")
-    assert torch.equal(torch.stack([layer.channels.keep for layer in cache.compressed]), random_keep(15))
+    assert torch.equal(torch.stack([layer.middle.channels for layer in cache.compressed]), random_keep(15))
 
 
 def test_a_mask_object_and_a_tensor_are_the_same():

@@ -57,37 +57,39 @@ def _warn(reason: str) -> None:
 
 
 class Auto:
-    """The kernel, or plain PyTorch where the kernel cannot run; decided by the first query."""
+    """The kernel, or plain PyTorch where the kernel cannot run; decided of each layer by its first query."""
 
     def __init__(self, insist: bool = False, **kernel_options: Any):
         """insist: raise RuntimeError instead of falling back."""
         self.insist, self.options = insist, kernel_options
-        self.chosen: Backend | None = None
+        self.kernel: Backend | None = None
 
     def _choose(self, store: Store, q: Tensor) -> Backend:
-        reason = why_not(q.device, q.dtype, q.shape[-1], q.shape[1] // store.ring_k.shape[1])
+        group = q.shape[1] // store.ring_k.shape[1]
+        reason = why_not(q.device, q.dtype, q.shape[-1], group) or store.middle.plain
         if reason is None:
             from eval.cache.launch import Kernel
 
-            return Kernel(**self.options)
+            self.kernel = self.kernel or Kernel(**self.options)
+            return self.kernel
         if self.insist:
             raise RuntimeError(f'backend="triton" cannot run: {reason}')
         _warn(reason)
         return Plain()
 
     def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float) -> Tensor:
-        if self.chosen is None:
-            self.chosen = self._choose(store, q)
-        return self.chosen.attend(store, q, position, scaling)
+        if store.backend is None:
+            store.backend = self._choose(store, q)
+        return store.backend.attend(store, q, position, scaling)
 
     def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor:
-        return self.chosen.write(store, k, v) if self.chosen else store.write(k, v)
+        return store.backend.write(store, k, v) if store.backend else store.write(k, v)
 
     def prepare(self, store: Store) -> Any:
-        return self.chosen.prepare(store) if self.chosen else None
+        return store.backend.prepare(store) if store.backend else None
 
     def tensors(self) -> dict[str, Tensor]:
-        return self.chosen.tensors() if self.chosen else {}
+        return self.kernel.tensors() if self.kernel else {}
 
 
 def choose_backend(name: str, **kernel_options: Any) -> Backend:

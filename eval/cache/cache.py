@@ -8,10 +8,11 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from eval.cache.backend import choose_backend
-from eval.cache.channels import MaskChannels, layer_masks
+from eval.cache.channels import layer_masks
 from eval.cache.hook import ATTENTION
 from eval.cache.layer import Backend, CompressedLayer
 from eval.cache.memory import Memory, measure
+from eval.cache.middle import Middle
 from eval.cache.store import Sizes
 
 
@@ -56,24 +57,26 @@ def compressed_cache(
 ) -> CompressedCache:
     """A cache for `model.generate(past_key_values=...)` that keeps the mask's channels in the middle (LeanK 3.3).
 
-    mask: ChannelMask, the path of its file, or bool [layers, kv_heads, head_dim], True = kept. sink, window: tokens
-    kept whole at both ends; flush: tokens that move to the middle at a time. backend: "auto" (the Triton kernel where
-    it can run), "reference" or "triton". Switches the model to the attention implementation "leank", which is SDPA for
-    every other cache. One cache serves one batch; `reset()` makes it new.
+    mask: ChannelMask, the path of its file, or bool [layers, kv_heads, head_dim], True = kept; or a list of one Middle
+    a layer, for what else a middle can be. sink, window: tokens kept whole at both ends; flush: tokens that move to the
+    middle at a time. backend: "auto" (the Triton kernel where it can run), "reference" or "triton". Switches the model
+    to the attention implementation "leank", which is SDPA for every other cache. One cache serves one batch; `reset()`
+    makes it new.
 
     Raises ValueError if the mask does not fit the model or a layer's attention is neither full nor sliding.
     """
-    keep = layer_masks(mask)
+    middles = mask if isinstance(mask, list) else [Middle(keep) for keep in layer_masks(mask)]
     config = model.config.get_text_config(decoder=True)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     expected = (config.num_hidden_layers, config.num_key_value_heads, head_dim)
-    if tuple(keep.shape) != expected:
-        raise ValueError(f"mask has shape {tuple(keep.shape)}, the model needs {expected} (layers, KV heads, head_dim)")
+    for shape in ((len(middles), *m.channels.shape[-2:]) for m in middles if m.channels is not None):
+        if shape != expected:
+            raise ValueError(f"mask has shape {shape}, the model needs {expected} (layers, KV heads, head_dim)")
     sizes, runs = Sizes(sink, window, flush), choose_backend(backend)
     layers: list[Any] = []
     for index, layer in enumerate(DynamicCache(config=config).layers):
         if type(layer) is DynamicLayer:
-            layers.append(CompressedLayer(MaskChannels(keep[index]), sizes, runs))
+            layers.append(CompressedLayer(middles[index], sizes, runs))
         elif type(layer) is DynamicSlidingWindowLayer:
             layers.append(layer)
         else:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from eval.cache import dense
-from eval.cache.channels import MaskChannels
+from eval.cache.middle import Middle
 from eval.cache.store import Sizes, Store, capturing
 
 
@@ -35,16 +35,15 @@ class Backend(Protocol):
 class CompressedLayer(DynamicLayer):
     """sink | middle | window of one attention layer (LeanK, section 3.3).
 
-    channels: which channels of the middle keys stay; sizes: sink, window and flush in tokens; backend: what runs over
-    the sealed parts.
+    middle: how its middle is kept; sizes: sink, window and flush in tokens; backend: what runs over the sealed parts.
     """
 
     # As for transformers' sliding layers: any length while past is being recorded, else back to the last move.
     is_croppable = True
 
-    def __init__(self, channels: MaskChannels, sizes: Sizes, backend: Backend):
+    def __init__(self, middle: Middle, sizes: Sizes, backend: Backend):
         super().__init__()
-        self.channels, self.sizes, self.backend = channels, sizes, backend
+        self.middle, self.sizes, self.backend = middle, sizes, backend
         self.record_past = False
         self._clear()
 
@@ -122,24 +121,36 @@ class CompressedLayer(DynamicLayer):
             self._settle()
         return out
 
-    def seal(self, k: Tensor, v: Tensor, real: Tensor | None = None) -> None:
+    def seal(
+        self,
+        k: Tensor,
+        v: Tensor,
+        real: Tensor | None = None,
+        tokens: Tensor | None = None,
+        scores: Tensor | None = None,
+        columns: int | None = None,
+    ) -> None:
         """Take a whole prompt that was attended elsewhere: k, v [B, H, T, D]; real [B, T] bool, None = no padding.
 
-        Raises RuntimeError if the layer already holds tokens.
+        tokens, scores: see Store. columns: length of the prompt where the layer is given fewer of its tokens, padding
+        included; None = T. Raises RuntimeError if the layer already holds tokens.
         """
         if self._columns:
             raise RuntimeError(f"seal() takes the place of the prompt; this layer already holds {self._columns} tokens")
-        self.update(k, v)
-        self._real = real
-        self._settle()
+        self.lazy_initialization(k, v)
+        self._columns = k.shape[2] if columns is None else columns
+        self._begin(k, v, real, tokens, scores)
+
+    def _begin(self, k: Tensor, v: Tensor, real: Tensor | None, *of_prompt: Tensor | None) -> None:
+        real = None if real is None or bool(real.all()) else real
+        self.store = Store(k, v, real, self.middle, self.sizes, *of_prompt)
 
     def _settle(self) -> None:
         """Seal a finished prompt, or move what is due out of the window."""
         if self.store is not None:
             self.store.flush()
         elif self.keys is not None and self._columns >= self._expected:
-            real = None if self._real is None or bool(self._real.all()) else self._real
-            self.store = Store(self.keys, self.values, real, self.channels, self.sizes)  # type: ignore[arg-type]
+            self._begin(self.keys, self.values, self._real)  # type: ignore[arg-type]
             self.keys = self.values = self._real = None
             self._room = None
 

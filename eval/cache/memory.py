@@ -46,13 +46,12 @@ def _storage(tensor: Tensor) -> tuple[int, int]:
 def measure_store(store: Store) -> Memory:
     """Bytes of one sealed layer."""
     token = store.ring_k.shape[1] * store.ring_k.shape[3] * store.ring_k.element_size() * 2  # K and V of one row
-    size = store.ring_k.element_size()
     sink = int(np.minimum(store.seen, store.sizes.sink).sum()) * token
     window = int(np.maximum(0, store.seen - store.start).sum()) * token
-    middle_k = sum(int((s.length * s.channels.count).sum()) for s in (store.prompt, store.tail)) * size
-    middle_v = sum(int(s.length.sum()) * s.head_dim for s in (store.prompt, store.tail)) * size
+    middle_k, middle_v = (sum(held) for held in zip(store.prompt.held(), store.tail.held(), strict=True))
     tensors = store.tensors()
-    data = ("sink_k", "sink_v", "ring_k", "ring_v", "prompt.k", "prompt.v", "tail.k", "tail.v")
+    parts = {"prompt": store.prompt.DATA, "tail": store.tail.DATA}
+    data = {"sink_k", "sink_v", "ring_k", "ring_v", *(f"{part}.{n}" for part, names in parts.items() for n in names)}
     room = sum(_storage(t)[1] for n, t in tensors.items() if n in data)
     tables = dict(_storage(t) for n, t in tensors.items() if n not in data)
     return Memory(sink, window, middle_k, middle_v, sum(tables.values()), room - sink - window - middle_k - middle_v)

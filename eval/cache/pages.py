@@ -1,8 +1,8 @@
 """Ragged storage of middle tokens: per row and KV head its own number of tokens and of K channels.
 
 K lies channel-major in pages of 64 tokens, [page, channel, 64], so that any number of channels gives aligned,
-contiguous reads; V lies token-major, [token, D]. Rows, then heads, follow each other in one flat K and one flat V
-tensor. A head that keeps no channels has no region in either.
+contiguous reads; V lies token-major, [token, D], or [token, kept channels] where V is pruned. Rows, then heads, follow
+each other in one flat K and one flat V tensor. A head that keeps no channels of K has no region in either.
 """
 
 from __future__ import annotations
@@ -41,100 +41,172 @@ def _lines(flat: Tensor, width: int) -> Tensor:
     return flat.view(flat.numel() // width, width)
 
 
+def _put(flat: Tensor, to: Tensor, new: Tensor, some: Tensor | None) -> None:
+    """flat[to] = new, where `some` is true (None = everywhere)."""
+    if some is None:
+        flat[to] = new
+    else:
+        flat[to[some]] = new[some]
+
+
 class Segment:
     """Room for `capacity` [B, H] middle tokens (multiples of 64, 0 for heads that keep no channels).
 
-    Attributes: k, v flat; k_start, v_start [B, H] first element of each region; length [B, H] tokens held (host),
-    `length_dev` the same on the device.
+    values: kept channels of V, None = all. Attributes: k, v flat; k_start, v_start [B, H] first element of each region;
+    width [B, H] kept channels of V; length [B, H] tokens held (host), `length_dev` the same on the device.
     """
 
-    def __init__(self, channels: KeptChannels, capacity: np.ndarray, head_dim: int, dtype: torch.dtype):
+    DATA: tuple[str, ...] = ("k", "v")  # the tensors that hold tokens; all others are tables
+
+    def __init__(
+        self,
+        channels: KeptChannels,
+        capacity: np.ndarray,
+        head_dim: int,
+        dtype: torch.dtype,
+        values: KeptChannels | None = None,
+    ):
         device = channels.index.device
-        self.channels, self.head_dim = channels, head_dim
+        self.channels, self.values, self.head_dim = channels, values, head_dim
         self.capacity = np.where(channels.count > 0, round_up(capacity, PAGE), 0).astype(np.int64)
-        k_size = self.capacity * channels.count
-        self.k_start, self.v_start = _exclusive(k_size), _exclusive(self.capacity) * head_dim
+        self.width = np.full_like(self.capacity, head_dim) if values is None else values.count
+        k_size, v_size = self.capacity * channels.count, self.capacity * self.width
+        self.k_start, self.v_start = _exclusive(k_size), _exclusive(v_size)
         self.k = torch.empty(int(k_size.sum()), dtype=dtype, device=device)
-        self.v = torch.empty(int(self.capacity.sum()) * head_dim, dtype=dtype, device=device)
+        self.v = torch.empty(int(v_size.sum()), dtype=dtype, device=device)
         self.length = np.zeros_like(self.capacity)
         self.length_dev = torch.zeros(self.capacity.shape, dtype=torch.int64, device=device)
         self._lanes: tuple[Tensor, ...] | None = None
 
-    def _build_lanes(self) -> tuple[Tensor, ...]:
-        """One lane per (row, head, kept channel): row, head, channel, first element, elements per page."""
-        device = self.k.device
-        count = np.where(self.capacity > 0, self.channels.count, 0)
+    def fresh(self, channels: KeptChannels, capacity: np.ndarray, values: KeptChannels | None) -> Segment:
+        """An empty segment that stores as this one does."""
+        return Segment(channels, capacity, self.head_dim, self.k.dtype, values)
+
+    def _channel_lanes(self, table: KeptChannels) -> tuple[np.ndarray, ...]:
+        """One lane per (row, head, kept channel) of heads with room: row, head, rank of the channel."""
+        count = np.where(self.capacity > 0, table.count, 0)
         where = np.nonzero(count.reshape(-1))[0]
         lane = np.repeat(where, count.reshape(-1)[where])
         rank = _spread(np.zeros_like(count), count, torch.device("cpu")).numpy()
-        row, head = np.divmod(lane, count.shape[1])
-        base = self.k_start[row, head] + rank * PAGE
-        page = count[row, head] * PAGE
-        row_t, head_t, rank_t, base_t, page_t = (torch.from_numpy(x).to(device) for x in (row, head, rank, base, page))
-        v_row, v_head = np.divmod(where, count.shape[1])
-        v_base = self.v_start[v_row, v_head] // self.head_dim
-        v_lanes = tuple(torch.from_numpy(x).to(device) for x in (v_row, v_head, v_base))
-        return row_t, head_t, self.channels.index[row_t, head_t, rank_t].long(), base_t, page_t, *v_lanes
+        return (*np.divmod(lane, count.shape[1]), rank)
 
-    def append(self, rows: np.ndarray, k: Tensor, v: Tensor) -> None:
-        """Add n tokens to every head of the batch rows [R]: k, v [R, H, n, D], dense; kept channels are picked here."""
+    def _build_lanes(self) -> tuple[Tensor, ...]:
+        """Of K: row, head, channel, first element, elements per page. Of V: row, head, and first line of D elements;
+        where it is pruned row, head, channel, first element, elements per token."""
+        row, head, rank = self._channel_lanes(self.channels)
+        k = (row, head, rank, self.k_start[row, head] + rank * PAGE, self.channels.count[row, head] * PAGE)
+        if self.values is None:
+            row, head = np.nonzero(self.capacity)
+            v: tuple[np.ndarray, ...] = (row, head, self.v_start[row, head] // self.head_dim)
+        else:
+            row, head, rank = self._channel_lanes(self.values)
+            v = (row, head, rank, self.v_start[row, head] + rank, self.width[row, head])
+        lanes = [torch.from_numpy(np.ascontiguousarray(x)).to(self.k.device) for x in (*k, *v)]
+        lanes[2] = self.channels.index[lanes[0], lanes[1], lanes[2]].long()
+        if self.values is not None:
+            lanes[7] = self.values.index[lanes[5], lanes[6], lanes[7]].long()
+        return tuple(lanes)
+
+    def append(self, rows: np.ndarray, k: Tensor, v: Tensor, count: np.ndarray | None = None) -> None:
+        """Add n tokens to the heads of the batch rows [R] that have room: k, v [R, H, n, D], dense; kept channels are
+        picked here.
+
+        count [R, H]: how many of the n tokens each head takes, the first ones; None = all.
+        """
         if self._lanes is None:
             self._lanes = self._build_lanes()
-        row, head, channel, base, page, v_row, v_head, v_base = self._lanes
         n, device = k.shape[2], self.k.device
+        taken = np.where(self.capacity[rows] > 0, n if count is None else count, 0)
+        source = torch.full((len(self.capacity),), -1)
+        source[torch.from_numpy(rows)] = torch.arange(len(rows))
+        source = source.to(device)
+        limit = None if count is None else torch.from_numpy(taken).to(device)
+        k_lanes, v_lanes = self._lanes[:5], self._lanes[5:]
         if len(rows) < len(self.capacity):
-            source = torch.full((len(self.capacity),), -1)
-            source[torch.from_numpy(rows)] = torch.arange(len(rows))
-            source = source.to(device)
-            use, v_use = source[row] >= 0, source[v_row] >= 0
-            row, head, channel, base, page = (x[use] for x in (row, head, channel, base, page))
-            v_row, v_head, v_base = (x[v_use] for x in (v_row, v_head, v_base))
-            from_row, from_v_row = source[row], source[v_row]
-        else:
-            from_row, from_v_row = row, v_row
-        k_at, v_at = self.length_dev[row, head][:, None], self.length_dev[v_row, v_head][:, None]
-        step = max(1, _CHUNK // max(1, len(row)))
-        for first in range(0, n, step) if len(row) else ():
-            last = min(first + step, n)
-            token = k_at + torch.arange(first, last, device=device)
+            k_lanes, v_lanes = (tuple(x[source[lanes[0]] >= 0] for x in lanes) for lanes in (k_lanes, v_lanes))
+        step = max(1, _CHUNK // max(1, len(k_lanes[0])))
+        for first in range(0, n, step) if len(k_lanes[0]) else ():
+            new = torch.arange(first, min(first + step, n), device=device)
+            row, head, channel, base, page = k_lanes
+            token = self.length_dev[row, head][:, None] + new
             to = base[:, None] + token // PAGE * page[:, None] + token % PAGE
-            self.k[to] = k[:, :, first:last][from_row, head, :, channel]
-            to = v_base[:, None] + v_at + torch.arange(first, last, device=device)
-            _lines(self.v, self.head_dim)[to] = v[from_v_row, v_head, first:last]
-        held = (self.capacity[rows] > 0) * n
-        self.length[rows] += held
+            some = None if limit is None else new < limit[source[row], head][:, None]
+            _put(self.k, to, k[:, :, first : first + step][source[row], head, :, channel], some)
+            row, head = v_lanes[:2]
+            token = self.length_dev[row, head][:, None] + new
+            some = None if limit is None else new < limit[source[row], head][:, None]
+            if self.values is None:
+                to = v_lanes[2][:, None] + token
+                _put(_lines(self.v, self.head_dim), to, v[source[row], head, first : first + step], some)
+            else:
+                channel, base, width = v_lanes[2:]
+                to = base[:, None] + token * width[:, None]
+                _put(self.v, to, v[:, :, first : first + step][source[row], head, :, channel], some)
+        self.length[rows] += taken
         if len(rows) < len(self.capacity):
             self.length_dev.copy_(torch.from_numpy(self.length))
         else:
-            self.length_dev += torch.from_numpy(held).to(device)
+            self.length_dev += torch.from_numpy(taken).to(device)
 
-    def read(self, row: int, head: int) -> tuple[Tensor, Tensor]:
-        """(K [n, channels], V [n, D]) of one head."""
-        n, cap, count = (int(a[row, head]) for a in (self.length, self.capacity, self.channels.count))
+    def _regions(self, row: int, head: int) -> tuple[Tensor, Tensor]:
+        """Views of one head's room: K [pages, channels, 64], V [capacity, kept channels]."""
+        cap, count, width = (int(a[row, head]) for a in (self.capacity, self.channels.count, self.width))
         k_start, v_start = int(self.k_start[row, head]), int(self.v_start[row, head])
         k = self.k[k_start : k_start + cap * count].view(cap // PAGE, count, PAGE)
-        v = self.v[v_start : v_start + cap * self.head_dim].view(cap, self.head_dim)
-        return k.transpose(1, 2).reshape(cap, count)[:n], v[:n]
+        return k, self.v[v_start : v_start + cap * width].view(cap, width)
+
+    def read(self, row: int, head: int) -> tuple[Tensor, Tensor]:
+        """(K [n, channels], V [n, D]) of one head; zero in pruned channels of V."""
+        n, (k, v) = int(self.length[row, head]), self._regions(row, head)
+        keys, v = k.transpose(1, 2).flatten(0, 1)[:n], v[:n]
+        if self.values is None:
+            return keys, v
+        whole = v.new_zeros(n, self.head_dim)
+        whole[:, self.values.index[row, head, : v.shape[1]].long()] = v
+        return keys, whole
+
+    def held(self) -> tuple[int, int]:
+        """Bytes of K and of V that the tokens held take, room not counted."""
+        k, v = (int((self.length * channels).sum()) for channels in (self.channels.count, self.width))
+        return k * self.k.element_size(), v * self.v.element_size()
+
+    def _parts(self) -> tuple[tuple[Tensor, np.ndarray, np.ndarray, int], ...]:
+        """Of K and of V: flat tensor, first element and size of each region, elements per line, which divides all."""
+        v_line = self.head_dim if self.values is None else PAGE
+        k_size, v_size = self.capacity * self.channels.count, self.capacity * self.width
+        return (self.k, self.k_start, k_size, PAGE), (self.v, self.v_start, v_size, v_line)
 
     def grown(self, capacity: np.ndarray) -> Segment:
         """A copy with room for `capacity` [B, H] >= the present one."""
-        new = Segment(self.channels, capacity, self.head_dim, self.k.dtype)
-        pages = self.capacity * self.channels.count // PAGE
-        _lines(new.k, PAGE)[_spread(new.k_start // PAGE, pages, self.k.device)] = _lines(self.k, PAGE)
-        lines = _spread(new.v_start // self.head_dim, self.capacity, self.k.device)
-        _lines(new.v, self.head_dim)[lines] = _lines(self.v, self.head_dim)
+        new = self.fresh(self.channels, capacity, self.values)
+        for (old, start, size, line), (flat, to, _, _) in zip(self._parts(), new._parts(), strict=True):
+            target, source = (_spread(s // line, size // line, flat.device) for s in (to, start))
+            _lines(flat, line)[target] = _lines(old, line)[source]
         new.length, new.length_dev = self.length, self.length_dev
         return new
 
-    def select(self, rows: Tensor, channels: KeptChannels) -> Segment:
-        """The segment of the batch `rows` [R], in that order; `channels` is their table."""
-        at, dim, device = rows.cpu().numpy(), self.head_dim, self.k.device
-        new = Segment(channels, self.capacity[at], dim, self.k.dtype)
-        pages = _spread(self.k_start[at] // PAGE, new.capacity * channels.count // PAGE, device)
-        torch.index_select(_lines(self.k, PAGE), 0, pages, out=_lines(new.k, PAGE))
-        lines = _spread(self.v_start[at] // dim, new.capacity, device)
-        torch.index_select(_lines(self.v, dim), 0, lines, out=_lines(new.v, dim))
-        new.length, new.length_dev = self.length[at], self.length_dev[rows.to(device)]
+    def select(self, rows: Tensor, channels: KeptChannels, values: KeptChannels | None) -> Segment:
+        """The segment of the batch `rows` [R], in that order; `channels` and `values` are their tables."""
+        at = rows.cpu().numpy()
+        new = self.fresh(channels, self.capacity[at], values)
+        for (old, start, _, line), (flat, _, size, _) in zip(self._parts(), new._parts(), strict=True):
+            source = _spread(start[at] // line, size // line, flat.device)
+            torch.index_select(_lines(old, line), 0, source, out=_lines(flat, line))
+        new.length, new.length_dev = self.length[at], self.length_dev[rows.to(self.k.device)]
+        return new
+
+    def compacted(self, stay: list[list[Tensor]]) -> Segment:
+        """A copy of only the tokens that stay, with no more room than they need; stay[row][head] [length] bool."""
+        index = [[s.nonzero()[:, 0] for s in heads] for heads in stay]
+        length = np.array([[len(i) for i in heads] for heads in index], dtype=np.int64)
+        new = self.fresh(self.channels, length, self.values)
+        for row, head in np.ndindex(*length.shape):
+            old, to = index[row][head], torch.arange(int(length[row, head]), device=self.k.device)
+            (old_k, old_v), (k, v) = self._regions(row, head), new._regions(row, head)
+            k[to // PAGE, :, to % PAGE] = old_k[old // PAGE, :, old % PAGE]
+            v[to] = old_v[old]
+        new.length = length
+        new.length_dev.copy_(torch.from_numpy(length))
         return new
 
     def to(self, device: torch.device) -> None:
@@ -143,6 +215,6 @@ class Segment:
         self._lanes = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor held, by name (the channel table is the store's)."""
+        """Every tensor held, by name (the channel tables are the store's)."""
         lanes = {f"lane{i}": t for i, t in enumerate(self._lanes or ())}
         return {"k": self.k, "v": self.v, "length": self.length_dev, **lanes}

@@ -13,8 +13,8 @@ def attend(store: Store, q: Tensor, position: Tensor, scaling: float) -> Tensor:
     """softmax(q K_sink, q_kept K_middle, q K_window) V (LeanK, section 3.3), one row and KV head at a time.
 
     q [B, Hq, Q, D]; position [B, Q] the real index of each query, -1 = padding (its output is zero). A query sees
-    sink and window tokens up to its own index and all of the middle. Returns [B, Q, Hq, D] in q's dtype; computed in
-    at least fp32.
+    sink and window tokens up to its own index and of the middle all that its choice of reads shows. Returns
+    [B, Q, Hq, D] in q's dtype; computed in at least fp32. Hands the weights to the layer's eviction policy.
     """
     batch, q_heads, new, dim = q.shape
     heads = store.ring_k.shape[1]
@@ -30,17 +30,18 @@ def attend(store: Store, q: Tensor, position: Tensor, scaling: float) -> Tensor:
         for head in range(heads):
             q_head = q[row, head * group : (head + 1) * group].to(dtype)  # [G, Q, D]
             ring_k, ring_v = (x[row, head, window % slots] for x in (store.ring_k, store.ring_v))
-            logits = [q_head @ store.sink_k[row, head, : len(sink)].to(dtype).T, q_head @ ring_k.to(dtype).T]
-            logits = [x.masked_fill(index > at, -torch.inf) for x, index in zip(logits, (sink, window), strict=True)]
-            values = [store.sink_v[row, head, : len(sink)], ring_v]
-            count = int(store.channels.count[row, head])
-            if count:
-                kept = q_head[..., store.channels.index[row, head, :count].long()]
-                for segment in (store.prompt, store.tail):
-                    k, v = segment.read(row, head)
-                    logits.append(kept @ k.to(dtype).T)
-                    values.append(v)
-            weight = torch.softmax(torch.cat(logits, -1) * scaling, -1)
-            head_out = (weight @ torch.cat(values).to(dtype)).masked_fill(at < 0, 0)  # [G, Q, D]
+            index = store.channels.index[row, head, : int(store.channels.count[row, head])].long()
+            kept, parts = q_head[..., index], [segment.read(row, head) for segment in (store.prompt, store.tail)]
+            middle = torch.cat([kept @ k.to(dtype).T for k, _ in parts], -1)
+            if store.reads is not None:
+                k = torch.cat([k for k, _ in parts]).to(dtype)
+                middle = middle.masked_fill(~store.reads.visible(row, head, kept, k, index), -torch.inf)
+            first = (q_head @ store.sink_k[row, head, : len(sink)].to(dtype).T).masked_fill(sink > at, -torch.inf)
+            last = (q_head @ ring_k.to(dtype).T).masked_fill(window > at, -torch.inf)
+            weight = torch.softmax(torch.cat([first, middle, last], -1) * scaling, -1).masked_fill(at < 0, 0)
+            values = torch.cat([store.sink_v[row, head, : len(sink)], *(v for _, v in parts), ring_v])
+            head_out = weight @ values.to(dtype)  # [G, Q, D]
             out[row, :, head * group : (head + 1) * group] = head_out.transpose(0, 1).to(q.dtype)
+            if store.eviction is not None:
+                store.eviction.see(row, head, weight.sum((0, 1)))
     return out

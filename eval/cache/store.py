@@ -9,15 +9,17 @@ in the window, a ring in which token i has slot i mod capacity; those between ar
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from eval.cache.channels import MaskChannels
+from eval.cache.channels import KeptChannels
+from eval.cache.eviction import Eviction
+from eval.cache.middle import Middle
 from eval.cache.pages import PAGE, Segment, round_up
+from eval.cache.sizes import Sizes, middle_columns, number
 
 Write = Callable[["Store", Tensor, Tensor], Tensor]
 GROWTH = 128  # smallest slack, in tokens, that a growing middle takes at once; 1/16 of its length if that is more
@@ -28,38 +30,37 @@ def capturing(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Tokens kept whole at both ends, and how many leave the window at a time."""
-
-    sink: int = 128
-    window: int = 1024
-    flush: int = 32
-
-    def __post_init__(self):
-        if self.sink < 0 or self.window < 1 or self.flush < 1:
-            raise ValueError(f"need sink >= 0, window >= 1, flush >= 1, got {self.sink}, {self.window}, {self.flush}")
-
-    @property
-    def ring(self) -> int:
-        """Slots of the window's ring."""
-        return round_up(self.window + self.flush, PAGE)
-
-
 class Store:
     """The three parts of one layer for a batch of B rows.
 
     Host: seen [B] real tokens, start [B] the first one in the window, floor [B] the length that `crop` cannot go below.
     Device: sink_k, sink_v [B, H, sink, D]; ring_k, ring_v [B, H, slots, D]; seen_dev, start_dev [B] int64.
-    prompt, tail: the middle: the prompt's share, exactly as long as it is, then what decoding adds.
+    prompt, tail: the middle: the prompt's share, exactly as long as it is, then what decoding adds. channels, values:
+    its kept channels of K and V (values None = all).
     """
 
-    def __init__(self, k: Tensor, v: Tensor, real: Tensor | None, chooser: MaskChannels, sizes: Sizes):
-        """Seal a prompt: k, v [B, H, T, D]; real [B, T] bool, False = padding, None = all real."""
+    def __init__(
+        self,
+        k: Tensor,
+        v: Tensor,
+        real: Tensor | None,
+        middle: Middle,
+        sizes: Sizes,
+        tokens: Tensor | None = None,
+        scores: Tensor | None = None,
+    ):
+        """Seal a prompt: k, v [B, H, T, D]; real [B, T] bool, False = padding, None = all real.
+
+        tokens: bool [B, H, T], those of the middle that stay, None = all; sink and window stay whatever it says.
+        scores: [B, H, T] attention that each token has received, where the middle evicts; None = zeros.
+        """
         batch, heads, length, dim = k.shape
-        self.sizes, self.channels = sizes, chooser.choose(k)
+        self.sizes, self.middle = sizes, middle
+        self.channels = KeptChannels.of(middle.channels, k)
+        self.values = None if middle.values is None else KeptChannels.of(middle.values, v)
         self.version = 0  # grows when addresses or capacities change, so that a kernel's plan can follow
         self.plan: Any = None
+        self.backend: Any = None  # what runs over it, once chosen
         count = torch.full((batch,), length) if real is None else real.sum(-1).cpu()
         self.seen = count.numpy().astype(np.int64)
         self.start = np.maximum(sizes.sink, self.seen - sizes.window)
@@ -67,14 +68,30 @@ class Store:
         self.seen_dev, self.start_dev = (torch.tensor(a, device=k.device) for a in (self.seen, self.start))
         self.sink_k, self.sink_v = (k.new_zeros(batch, heads, sizes.sink, dim) for _ in range(2))
         self.ring_k, self.ring_v = (k.new_zeros(batch, heads, sizes.ring, dim) for _ in range(2))
-        position = self._number(torch.zeros_like(self.seen_dev), length, real)
+        position = number(torch.zeros_like(self.seen_dev), length, real)
         self._write(k, v, position)
-        moved = (self.start - sizes.sink)[:, None].repeat(heads, 1)
-        self.prompt = Segment(self.channels, moved, dim, k.dtype)
-        self.tail = Segment(self.channels, np.zeros_like(moved), dim, k.dtype)
-        if moved.any():
-            in_middle = (position >= sizes.sink) & (position < self.start_dev[:, None])
+        in_middle = middle_columns(position, sizes)
+        chosen = None if tokens is None else in_middle[:, None] & tokens.to(k.device)  # [B, H, T]
+        moved = (self.start - sizes.sink)[:, None].repeat(heads, 1) if chosen is None else chosen.sum(-1).cpu().numpy()
+        self.prompt = self._segment(moved, k)
+        self.tail = self._segment(np.zeros_like(moved), k)
+        if chosen is not None:
+            self._seal_chosen(k, v, chosen, moved)
+        elif moved.any():
             self._seal(k, v, in_middle[:1] if real is None else in_middle)
+        self.eviction = None
+        if middle.eviction is not None:
+            ends = (position >= 0) & ~in_middle
+            has_middle = torch.from_numpy(self.channels.count > 0).to(k.device)[..., None]
+            held = ends[:, None] | (has_middle & (in_middle[:, None] if chosen is None else chosen))
+            scores = k.new_zeros(batch, heads, length, dtype=torch.float32) if scores is None else scores.float()
+            pairs = zip(scores, held.expand_as(scores), strict=True)
+            self.eviction = middle.eviction.begin([[s[h] for s, h in zip(*row, strict=True)] for row in pairs])
+            self._evict(self.eviction)
+        self.reads = None if middle.reads is None else middle.reads.start(self)
+
+    def _segment(self, capacity: np.ndarray, k: Tensor) -> Segment:
+        return self.middle.segment(self.channels, capacity, k.shape[-1], k.dtype, self.values)
 
     def _seal(self, k: Tensor, v: Tensor, in_middle: Tensor) -> None:
         """Store the prompt's middle, rows of equal padding together; in_middle [B, T], or [1, T] for all rows."""
@@ -89,13 +106,12 @@ class Store:
             some = slice(None) if len(rows) == len(k) else torch.from_numpy(rows).to(k.device)
             self.prompt.append(rows, k[some][:, :, at], v[some][:, :, at])
 
-    @staticmethod
-    def _number(seen: Tensor, new: int, real: Tensor | None) -> Tensor:
-        """[B, new] the real index of each new column of rows that hold `seen` [B] tokens; -1 for padding."""
-        if real is None:
-            return seen[:, None] + torch.arange(new, device=seen.device)
-        real = real.to(seen.device)
-        return torch.where(real, seen[:, None] + torch.cumsum(real, -1) - 1, -1)
+    def _seal_chosen(self, k: Tensor, v: Tensor, chosen: Tensor, count: np.ndarray) -> None:
+        """Store of the prompt's middle the tokens chosen [B, H, T], count [B, H] of them."""
+        most = int(count.max())
+        columns = torch.argsort((~chosen).to(torch.uint8), dim=-1, stable=True)[..., :most, None]
+        columns = columns.expand(-1, -1, -1, k.shape[-1])
+        self.prompt.append(np.arange(len(k)), k.gather(2, columns), v.gather(2, columns), count)
 
     def _write(self, k: Tensor, v: Tensor, position: Tensor) -> None:
         """Put columns of real index [start, ...) into the ring and [0, sink) into the sink."""
@@ -119,7 +135,7 @@ class Store:
             position = (write or Store.write)(self, k, v)
             self.seen += 0 if capturing(k) else new
             return position
-        position = self._number(self.seen_dev, new, real)
+        position = number(self.seen_dev, new, real)
         self._write(k, v, position)
         self.seen += new if real is None else real.sum(-1).cpu().numpy()
         self.seen_dev.copy_(torch.from_numpy(self.seen))
@@ -129,7 +145,7 @@ class Store:
 
     def write(self, k: Tensor, v: Tensor) -> Tensor:
         """Put new tokens k, v [B, H, n, D] into the ring and count them on the device: returns their indices [B, n]."""
-        position = self._number(self.seen_dev, k.shape[2], None)
+        position = number(self.seen_dev, k.shape[2], None)
         row, slot = torch.arange(len(k), device=k.device)[:, None], position % self.ring_k.shape[2]
         self.ring_k[row, :, slot] = k.transpose(1, 2)
         self.ring_v[row, :, slot] = v.transpose(1, 2)
@@ -148,19 +164,40 @@ class Store:
                 index = self.start_dev[rows_dev, None] + torch.arange(int(amount), device=self.seen_dev.device)
                 slot = index % self.ring_k.shape[2]
                 k, v = (x[rows_dev[:, None], :, slot].transpose(1, 2) for x in (self.ring_k, self.ring_v))
-                self._room(rows, int(amount)).append(rows, k, v)
+                self._join(rows, k, v)
             self.start = self.start + due
             self.start_dev.copy_(torch.from_numpy(self.start))
             self.floor = np.where(due > 0, self.seen, self.floor)
+            if self.reads is not None:
+                self.reads.moved(self)
+        if self.eviction is not None:
+            self._evict(self.eviction)
         self._fit(0)
 
-    def _room(self, rows: np.ndarray, new: int) -> Segment:
-        """The tail, with room for `new` more tokens in each of `rows`."""
-        need = int(self.tail.length[rows].max()) + new
-        if need > int(self.tail.capacity.max()) and self.channels.count.any():
-            self.tail = self.tail.grown(np.full(self.channels.count.shape, need + max(GROWTH, need // 16)))
+    def _evict(self, policy: Eviction) -> None:
+        """Drop the tokens of the middle that the policy gives up."""
+        sink, window = np.minimum(self.seen, self.sizes.sink), np.maximum(0, self.seen - self.start)
+        pruned = policy.prune(self.prompt, self.tail, sink, window)
+        if pruned is not None:
+            self.prompt, self.tail = pruned
             self.version += 1
-        return self.tail
+
+    def _join(self, rows: np.ndarray, k: Tensor, v: Tensor) -> None:
+        """Add tokens k, v [R, H, n, D] that have left the window of `rows` to the heads that take them."""
+        new, joins = k.shape[2], self.channels.count > 0
+        if self.middle.joins is not None:
+            joins = joins & self.middle.joins.cpu().numpy()
+        need = self.tail.length + new * joins
+        if (need[rows] > self.tail.capacity[rows]).any():
+            slack = np.maximum(GROWTH, need // 16)
+            self.tail = self.tail.grown(np.maximum(self.tail.capacity, np.where(need > 0, need + slack, 0)))
+            self.version += 1
+        self.tail.append(rows, k, v)
+        if self.eviction is not None:
+            end = np.minimum(self.seen, self.sizes.sink)[:, None] + self.prompt.length + self.tail.length
+            for row, head in ((r, h) for r in rows.tolist() for h in np.nonzero(~joins[r])[0].tolist()):
+                gone = torch.zeros(new, dtype=torch.bool, device=k.device)
+                self.eviction.forget(row, head, int(end[row, head]), gone)
 
     def _fit(self, new: int) -> None:
         """Give the ring room for `new` more tokens in every row, or its usual size back."""
@@ -188,6 +225,11 @@ class Store:
                 f"cannot crop {remove} tokens: at most {can} came after the last move to the compressed middle. "
                 "Call cache.activate_past_recording() first; tokens then wait in the window until crop() is called"
             )
+        if remove and self.eviction is not None:
+            raise ValueError(
+                f"cannot crop {remove} tokens: they have been counted in the attention by which this layer evicts; "
+                "use a method without eviction while decoding"
+            )
         self.seen -= remove
         self.seen_dev -= remove
 
@@ -197,23 +239,38 @@ class Store:
         self.seen, self.start, self.floor = self.seen[at], self.start[at], self.floor[at]
         self.seen_dev, self.start_dev = self.seen_dev[dev], self.start_dev[dev]
         self.channels = self.channels.select(rows)
+        self.values = None if self.values is None else self.values.select(rows)
         for name in ("sink_k", "sink_v", "ring_k", "ring_v"):
             setattr(self, name, getattr(self, name)[dev])
-        self.prompt, self.tail = (part.select(rows, self.channels) for part in (self.prompt, self.tail))
+        self.prompt, self.tail = (part.select(rows, self.channels, self.values) for part in (self.prompt, self.tail))
+        if self.eviction is not None:
+            self.eviction.select(rows)
+        if self.reads is not None:
+            self.reads.moved(self)
         self.version += 1
 
     def to(self, device: torch.device) -> None:
         """Move everything held to `device`."""
         for name in ("sink_k", "sink_v", "ring_k", "ring_v", "seen_dev", "start_dev"):
             setattr(self, name, getattr(self, name).to(device))
-        self.channels.index = self.channels.index.to(device)
+        for table in (self.channels, self.values):
+            if table is not None:
+                table.index = table.index.to(device)
         for segment in (self.prompt, self.tail):
             segment.to(device)
+        if self.eviction is not None:
+            self.eviction.to(device)
+        if self.reads is not None:
+            self.reads.moved(self)
         self.version += 1
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor held, by name."""
         names = ("sink_k", "sink_v", "ring_k", "ring_v", "seen_dev", "start_dev")
         middle = {f"{p}.{n}": t for p in ("prompt", "tail") for n, t in getattr(self, p).tensors().items()}
-        plan = {} if self.plan is None else {"plan": self.plan.table}
-        return {**{n: getattr(self, n) for n in names}, "channels": self.channels.index, **middle, **plan}
+        more = {} if self.plan is None else {"plan": self.plan.table}
+        if self.values is not None:
+            more["values"] = self.values.index
+        for name, part in (("eviction", self.eviction), ("reads", self.reads)):
+            more |= {} if part is None else {f"{name}.{n}": t for n, t in part.tensors().items()}
+        return {**{n: getattr(self, n) for n in names}, "channels": self.channels.index, **middle, **more}

@@ -17,19 +17,39 @@ from eval.methods.base import AXES, Method
 REGISTRY: dict[str, dict[str, str]] = {
     "channels": {
         "leank": "eval.methods.leank:LeanK",
+        "by_length": "eval.methods.by_length:ByLength",
+        "double_sparsity_channels": "eval.methods.double_sparsity_channels:DoubleSparsityChannels",
+        "iap": "eval.methods.iap:IAP",
+        "leank_budget": "eval.methods.leank_budget:LeanKBudget",
         "lowest_frequencies": "eval.methods.lowest_frequencies:LowestFrequencies",
+        "magnitude": "eval.methods.magnitude:Magnitude",
         "random": "eval.methods.random:Random",
         "static_norm": "eval.methods.static_norm:StaticNorm",
         "think": "eval.methods.think:ThinK",
     },
-    "tokens": {},
+    "tokens": {
+        "duo_attention": "eval.methods.duo_attention:DuoAttention",
+        "h2o": "eval.methods.h2o:H2O",
+        "lethe": "eval.methods.lethe:Lethe",
+        "pyramidkv": "eval.methods.pyramidkv:PyramidKV",
+        "snapkv": "eval.methods.snapkv:SnapKV",
+        "streaming_llm": "eval.methods.streaming_llm:StreamingLLM",
+    },
     "bits": {},
-    "reads": {},
-    "prefill": {},
+    "reads": {
+        "double_sparsity": "eval.methods.double_sparsity:DoubleSparsity",
+        "quest": "eval.methods.quest:Quest",
+    },
+    "prefill": {
+        "asl": "eval.methods.asl:ASL",
+        "fastkv": "eval.methods.fastkv:FastKV",
+        "gemfilter": "eval.methods.gemfilter:GemFilter",
+        "pyramid_infer": "eval.methods.pyramid_infer:PyramidInfer",
+    },
 }
 SIZES = {"sink": 0, "window": 1, "flush": 1}  # and their least values
 
-__all__ = ["AXES", "REGISTRY", "Axis", "Channels", "Method", "method", "name_of"]
+__all__ = ["AXES", "REGISTRY", "Axis", "Channels", "Method", "choice", "method", "name_of"]
 
 
 def method(label: str, config: Mapping[str, Any] | None = None, shared: Mapping[str, Any] | None = None) -> Method:
@@ -47,12 +67,12 @@ def method(label: str, config: Mapping[str, Any] | None = None, shared: Mapping[
     for key, least in SIZES.items():
         if key in settings and (not isinstance(settings[key], int) or settings[key] < least):
             raise ValueError(f"{where}: {key}={settings[key]!r} must be an integer of at least {least}")
-    chosen = {axis: _choice(axis, config[axis], f"{where}.{axis}") for axis in AXES if config.get(axis) is not None}
+    chosen = {axis: choice(axis, config[axis], f"{where}.{axis}") for axis in AXES if config.get(axis) is not None}
     return Method(label, **chosen, **settings)
 
 
-def _choice(axis: str, config: Mapping[str, Any], where: str) -> Any:
-    """The choice on one axis that `config` describes."""
+def choice(axis: str, config: Mapping[str, Any], where: str) -> Any:
+    """The choice on one axis that `config` describes, {"name": ..., its settings}; errors begin with `where`."""
     given = dict(config)
     name = given.pop("name", None)
     if name not in REGISTRY[axis]:

@@ -12,8 +12,10 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from eval.cache import middle
+from eval.cache.eviction import Eviction
 from eval.cache.store import Sizes
-from eval.prefill import Prefill
+from eval.prefill import Prefill, PromptLayer
 
 Observe = Callable[[Any, int], Prefill]  # (data_gen Sample, obs_queries) -> its dense pass
 
@@ -21,13 +23,18 @@ Observe = Callable[[Any, int], Prefill]  # (data_gen Sample, obs_queries) -> its
 class Axis:
     """A choice on one axis.
 
-    obs_queries: how many of the prompt's last queries it wants to see (`PromptLayer.queries`).
+    obs_queries: how many of the prompt's last queries it wants to see (`PromptLayer.queries`); column_sums: whether it
+    wants what each key receives from all of them (`PromptLayer.column_sums`).
     """
 
     obs_queries = 0
+    column_sums = False
 
     def check(self, config: Any, tokenizer: Any) -> None:
         """Raise ValueError or FileNotFoundError if this cannot run on such a model; no weights are loaded yet."""
+
+    def check_sizes(self, sizes: Sizes) -> None:
+        """Raise ValueError if this makes no sense beside such a sink and window."""
 
     def calibrate(self, observe: Observe, tokenizer: Any, config: Any) -> None:
         """Look at samples once, before the first batch."""
@@ -41,8 +48,15 @@ class Channels(Axis):
     """Which channels of the middle's keys stay."""
 
     def keep(self, prefill: Prefill, config: Any) -> Tensor:
-        """Kept channels, bool [L, H, D] for all rows or [B, L, H, D]."""
+        """Kept channels of K, bool [L, H, D] for all rows or [B, L, H, D].
+
+        `prefill.selected` says which tokens the method keeps, where it does not keep all.
+        """
         raise NotImplementedError
+
+    def keep_values(self, prefill: Prefill, config: Any) -> Tensor | None:
+        """Kept channels of V, as `keep`; None = all."""
+        return None
 
 
 class Tokens(Axis):
@@ -58,6 +72,26 @@ class Tokens(Axis):
     def joins(self, config: Any) -> Tensor | None:
         """Bool [L, H]: whether tokens that leave the window while decoding join the middle; None = all do."""
         return None
+
+    def eviction(self, layer: PromptLayer, config: Any, sizes: Sizes) -> Eviction | None:
+        """Which tokens leave the middle of one layer while decoding; None = none."""
+        return None
+
+
+class Bits(Axis):
+    """How the numbers of the middle are stored."""
+
+    def of_layer(self, index: int, config: Any) -> middle.Bits | None:
+        """The choice for one layer; None = as they come."""
+        raise NotImplementedError
+
+
+class Reads(Axis):
+    """Which tokens of the middle a decoding step reads."""
+
+    def of_layer(self, index: int, config: Any) -> middle.Reads | None:
+        """The choice for one layer; None = all of them."""
+        raise NotImplementedError
 
 
 class PrefillPass(Axis):

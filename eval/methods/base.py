@@ -5,34 +5,20 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from eval.cache import CompressedLayer, compressed_cache
-from eval.cache.channels import KeptChannels
-from eval.methods.axes import Axis, Channels
+from eval.cache import CompressedLayer, Sizes, compressed_cache
+from eval.cache.middle import Middle
+from eval.cache.store import middle_columns, number
+from eval.methods.axes import Axis, Bits, Channels, PrefillPass, Reads, Tokens
 from eval.prefill import Prefill, PromptLayer
 
 AXES = ("channels", "tokens", "bits", "reads", "prefill")
-
-
-class _Rows:
-    """Kept channels of one layer that differ from row to row, [B, H, D]; see eval.cache.channels.MaskChannels."""
-
-    def __init__(self, keep: Tensor):
-        self.keep = keep
-
-    def choose(self, k: Tensor) -> KeptChannels:
-        keep = self.keep.to(k.device)
-        count = keep.sum(-1)
-        order = torch.argsort(~keep, dim=-1, stable=True)
-        index = torch.where(torch.arange(keep.shape[-1], device=k.device) < count[..., None], order, 0)
-        return KeptChannels(count.cpu().numpy().astype(np.int64), index.to(torch.int32))
 
 
 @dataclass(frozen=True)
@@ -46,14 +32,26 @@ class Method:
 
     label: str
     channels: Channels | None = None
-    tokens: Axis | None = None
-    bits: Axis | None = None
-    reads: Axis | None = None
-    prefill: Axis | None = None
+    tokens: Tokens | None = None
+    bits: Bits | None = None
+    reads: Reads | None = None
+    prefill: PrefillPass | None = None
     sink: int = 128
     window: int = 1024
     flush: int = 32
     backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.column_sums and self.prefill is not None:
+            raise ValueError(
+                f"method.{self.label}: its choice of tokens needs the attention of all queries to every token, which a "
+                "prefill that drops tokens does not give; leave out prefill, or choose tokens by snapkv"
+            )
+        for choice in self.axes.values():
+            try:
+                choice.check_sizes(Sizes(self.sink, self.window, self.flush))
+            except ValueError as error:
+                raise ValueError(f"method.{self.label}: {error}") from error
 
     @property
     def axes(self) -> dict[str, Axis]:
@@ -64,6 +62,11 @@ class Method:
     def obs_queries(self) -> int:
         """How many of the prompt's last queries this method wants to see."""
         return max((choice.obs_queries for choice in self.axes.values()), default=0)
+
+    @property
+    def column_sums(self) -> bool:
+        """Whether this method wants what each key receives from all queries of the prompt."""
+        return any(choice.column_sums for choice in self.axes.values())
 
     def config(self) -> dict[str, Any]:
         """The whole configuration, as JSON."""
@@ -80,20 +83,51 @@ class Method:
 
     def cache(self, model: PreTrainedModel, prefill: Prefill) -> Cache:
         """The cache with the prompts in it, ready to decode."""
-        if self.channels is None or not any(isinstance(layer, PromptLayer) for layer in prefill.layers):
+        compresses = self.axes.keys() - {"prefill"}
+        if not compresses or not any(isinstance(layer, PromptLayer) for layer in prefill.layers):
             return prefill.fork()
-        config = model.config.get_text_config(decoder=True)
-        keep = self.channels.keep(prefill, config)
+        config, sizes = model.config.get_text_config(decoder=True), Sizes(self.sink, self.window, self.flush)
+        if self.tokens is not None:
+            prefill = replace(prefill, selected=_selected(self.tokens.keep(prefill, config, sizes), prefill, sizes))
+        middles = self._middles(prefill, config, sizes)
         backend = "reference" if prefill.logits.device.type == "cpu" else self.backend
-        cache = compressed_cache(
-            model, keep if keep.ndim == 3 else keep[0], self.sink, self.window, self.flush, backend
-        )
-        for index, layer in enumerate(cache.layers):
-            dense = prefill.layers[index]
-            if not isinstance(layer, CompressedLayer):
+        cache = compressed_cache(model, middles, self.sink, self.window, self.flush, backend)
+        tokens = prefill.selected or [None] * len(middles)
+        for index, (layer, dense) in enumerate(zip(cache.layers, prefill.layers, strict=True)):
+            if isinstance(layer, CompressedLayer):
+                real, columns = dense.real(prefill.real), dense.get_seq_length()
+                layer.seal(dense.keys, dense.values, real, tokens[index], dense.column_sums, columns)
+            else:
                 cache.layers[index] = copy.copy(dense)
-                continue
-            if keep.ndim == 4:
-                layer.channels = _Rows(keep[:, index])  # type: ignore[assignment]
-            layer.seal(dense.keys, dense.values, prefill.real)
         return cache
+
+    def _middles(self, prefill: Prefill, config: Any, sizes: Sizes) -> list[Middle]:
+        """What the axes choose for the middle of each layer."""
+        channels = None if self.channels is None else self.channels.keep(prefill, config)
+        values = None if self.channels is None else self.channels.keep_values(prefill, config)
+        joins = None if self.tokens is None else self.tokens.joins(config)
+        return [
+            Middle(
+                channels=None if channels is None else channels[..., index, :, :],
+                values=None if values is None else values[..., index, :, :],
+                joins=None if joins is None else joins[index],
+                bits=None if self.bits is None else self.bits.of_layer(index, config),
+                reads=None if self.reads is None else self.reads.of_layer(index, config),
+                eviction=self.tokens.eviction(layer, config, sizes)
+                if self.tokens is not None and isinstance(layer, PromptLayer)
+                else None,
+            )
+            for index, layer in enumerate(prefill.layers)
+        ]
+
+
+def _selected(tokens: list[Tensor | None], prefill: Prefill, sizes: Sizes) -> list[Tensor | None]:
+    """With sink and window, without padding."""
+    selected: list[Tensor | None] = []
+    for layer, keep in zip(prefill.layers, tokens, strict=True):
+        if keep is not None:
+            none_seen = torch.zeros(len(keep), dtype=torch.long, device=keep.device)
+            position = number(none_seen, keep.shape[-1], layer.real(prefill.real))
+            keep = (position >= 0)[:, None] & (keep | ~middle_columns(position, sizes)[:, None])
+        selected.append(keep)
+    return selected

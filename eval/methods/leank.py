@@ -37,8 +37,9 @@ class LeanK(Channels):
         return ChannelMask.load(self.mask)
 
     def check(self, config: Any, tokenizer: Any) -> None:
+        mask = self.loaded
         try:
-            self.loaded.check_model(config)
+            mask.check_model(config)
         except ValueError as error:
             raise ValueError(f"mask={self.mask if isinstance(self.mask, str) else 'given'}: {error}") from error
 

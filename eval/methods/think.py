@@ -1,4 +1,4 @@
-"""ThinK (arXiv 2407.21018): of each sample, keep in every head the channels with the largest |Q_obs| |K|."""
+"""ThinK (arXiv 2407.21018): of each sample, keep in every head the channels with the largest ||q|| ||k||."""
 
 from __future__ import annotations
 
@@ -9,57 +9,71 @@ import torch
 from torch import Tensor
 
 from eval.methods.axes import Channels
-from eval.prefill import Prefill, PromptLayer
-from leank_train.baselines import think_mask
-from leank_train.prefix import Branch, Prefix
+from eval.methods.observed import Seen, check_observed, seen
+from eval.prefill import Prefill
+from leank_train.baselines import best, pruned, query_key_scores, wide
 
 
 @dataclass(frozen=True)
 class ThinK(Channels):
-    """ratio: share of K channels pruned. queries: how many of the prompt's last queries are observed."""
+    """ThinK (section 3.2) and, with `values`, ThinKV (its appendix D).
+
+    ratio: share of K channels pruned, floor(ratio * D) of every head. queries: S_obs, the prompt's last queries that
+    are observed. group: what is averaged over the query heads of a KV head, "squares" or "norms" (mean and sum choose
+    alike). values: share of V channels pruned.
+
+      Score[j]   = ||Q[-S_obs:, j] K[:, j]^T||_F = ||q_j|| ||k_j||
+      Score_v[j] = ||softmax(Q[-S_obs:] K^T / sqrt(D)) V[:, j]||_F                                      (Eq. 3)
+
+    K and V are those that the tokens axis kept, the most recent included; how many of these stay whole is the cache's
+    window (32 in the paper, sink 0). Deviations: the paper keeps floor((1 - ratio) * D) channels, its code drops
+    floor(ratio * D), and so do we. Under GQA the paper's code works on repeated KV heads, each with channels of its
+    own; here a KV head is held once. Generated keys are pruned when they leave the window, not kept whole for ever.
+    Eq. 3 has no causal mask; here the observed queries do not see past themselves.
+    """
 
     ratio: float = 0.7
     queries: int = 32
+    group: str = "squares"
+    values: float = 0.0
 
     @property
     def obs_queries(self) -> int:  # type: ignore[override]
         return self.queries
 
     def check(self, config: Any, tokenizer: Any) -> None:
-        check_observed(self.ratio, self.queries)
+        check_observed(self.ratio, self.queries, self.group)
+        try:
+            pruned(1, self.values)
+        except ValueError as error:
+            raise ValueError(
+                f"values={self.values} is not in [0, 1); it is the share of V channels to prune"
+            ) from error
 
     def keep(self, prefill: Prefill, config: Any) -> Tensor:
-        return think_mask(*observed(prefill, self.queries), self.ratio)
+        return best(think_scores(prefill, self.queries, self.group), self.ratio)
+
+    def keep_values(self, prefill: Prefill, config: Any) -> Tensor | None:
+        if not self.values:
+            return None
+        scores = [value_scores(layer, self.queries, self.group) for layer in seen(prefill, self.queries)]
+        return best(torch.stack(scores, 1), self.values)
 
 
-def check_observed(ratio: float, queries: int) -> None:
-    """Raise ValueError for a ratio or a number of queries that makes no sense."""
-    if not 0 <= ratio < 1:
-        raise ValueError(f"ratio={ratio} is not in [0, 1); it is the share of K channels to prune, such as 0.7")
-    if queries < 1:
-        raise ValueError(f"queries={queries} must be at least 1; ThinK observes 32")
+def think_scores(prefill: Prefill, queries: int, group: str) -> Tensor:
+    """Score[j] of every K channel, up to what the channels of a head share; [B, L, H, D]."""
+    layers = seen(prefill, queries)
+    return torch.stack([query_key_scores(s.queries(queries), s.keys.square().sum(2), group) for s in layers], 1)
 
 
-def observed(prefill: Prefill, queries: int) -> tuple[Prefix, Branch]:
-    """The whole prompt as a branch of an empty document, in the form in which leank_train.baselines scores it.
-
-    Layers whose attention slides stay dense whatever is chosen for them, so they count as zero. Raises ValueError if a
-    prompt has fewer tokens than `queries`.
-    """
-    shortest = int(prefill.lengths.min())
-    if shortest < queries:
-        raise ValueError(f"a prompt of {shortest} tokens has no {queries} queries to observe; lower queries")
-    full = next((layer for layer in prefill.layers if isinstance(layer, PromptLayer)), None)
-    if full is None:
-        raise ValueError("every layer of the model has a sliding window: there is no middle, and nothing to observe")
-    batch, columns = len(prefill.logits), prefill.columns
-    real = full.keys.new_ones(batch, columns, dtype=torch.bool) if prefill.real is None else prefill.real
-    positions = torch.where(real, real.long().cumsum(-1) - 1, -1)
-    zero = torch.zeros(batch, dtype=torch.long, device=real.device)
-    dense = [layer if isinstance(layer, PromptLayer) else full for layer in prefill.layers]
-    seen = [layer.queries[:, :, -queries:] for layer in dense if layer.queries is not None]
-    prefix = Prefix([d.keys[:, :, :0] for d in dense], [d.values[:, :, :0] for d in dense], positions[:, :0], zero)
-    branch = Branch(
-        [d.keys for d in dense], [d.values for d in dense], positions, prefill.lengths, zero, prefill.logits, seen
-    )
-    return prefix, branch
+def value_scores(layer: Seen, queries: int, group: str) -> Tensor:
+    """Score_v[j] of every V channel of a layer (Eq. 3), [B, H, D], over the group as `query_key_scores` does."""
+    k, v = layer.keys, layer.layer.values
+    q = layer.queries(queries).unflatten(1, (k.shape[1], -1))  # [B, H, G, n, D]
+    members, observed = q.shape[2:4]
+    place = torch.arange(k.shape[2], device=k.device)
+    visible = layer.stays[:, :, None] & (place <= place[-observed:, None])  # [B, 1 or H, n, T]
+    logits = (q.flatten(2, 3) @ k.mT) * q.shape[-1] ** -0.5  # [B, H, G * n, T]
+    weights = logits.masked_fill(~visible.repeat(1, 1, members, 1), -torch.inf).softmax(-1)
+    energy = (weights @ v.to(wide(v))).unflatten(2, (members, observed)).square().sum(3)  # [B, H, G, D]
+    return energy.mean(2) if group == "squares" else energy.sqrt().mean(2)

@@ -1,0 +1,66 @@
+"""Static masks from calibration: mean channel scores over samples, one mask for all inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data_gen.sample import Sample
+from data_gen.tasks import task
+from data_gen.tokens import TokenCounter
+from eval.benchmarks.ruler import draw
+from eval.methods.axes import Channels, Observe
+from eval.methods.observed import check_observed
+from eval.prefill import Prefill
+from leank_train.baselines import best
+
+
+@dataclass(frozen=True)
+class Calibrated(Channels):
+    """ratio: share of K channels pruned, floor(ratio * D) of every head. task, length, samples, seed: what to calibrate
+    on."""
+
+    ratio: float = 0.7
+    task: str = "niah_multikey_3"
+    length: int = 2048
+    samples: int = 8
+    seed: int = 7
+    _found: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def observed(self) -> int:
+        """How many of a sample's last queries to look at."""
+        raise NotImplementedError
+
+    def check(self, config: Any, tokenizer: Any) -> None:
+        check_observed(self.ratio, self.observed)
+        task(self.task)
+        if self.samples < 1:
+            raise ValueError(f"samples={self.samples} must be at least 1 to calibrate the mask")
+        self._sample(TokenCounter(tokenizer), 0)
+
+    def identity(self) -> dict[str, Any]:
+        return {entry.name: getattr(self, entry.name) for entry in fields(self) if not entry.name.startswith("_")}
+
+    def calibrate(self, observe: Observe, tokenizer: Any, config: Any) -> None:
+        if self._found:
+            return
+        counter = TokenCounter(tokenizer)
+        for index in range(self.samples):
+            scores = self.scores(observe(self._sample(counter, index), self.observed)).sum(0).double().cpu()
+            self._found["total"] = scores + self._found.get("total", torch.zeros_like(scores))
+
+    def _sample(self, counter: TokenCounter, index: int) -> Sample:
+        return draw(self.task, self.length, counter, self.seed, index)
+
+    def keep(self, prefill: Prefill, config: Any) -> Tensor:
+        if not self._found:
+            raise RuntimeError("a static mask must be calibrated before it is used")
+        return best(self._found["total"], self.ratio)
+
+    def scores(self, prefill: Prefill) -> Tensor:
+        """How much each channel matters to the samples of one pass [B, L, H, D]; only ranks within a head count."""
+        raise NotImplementedError

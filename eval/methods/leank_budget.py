@@ -1,0 +1,38 @@
+"""A LeanK mask's budget of each head, filled anew for each sample by ThinK's rule (LeanK, tables 9 and 23)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from eval.methods.leank import LeanK
+from eval.methods.observed import check_observed
+from eval.methods.think import think_scores
+from eval.prefill import Prefill
+from leank_train.baselines import top
+
+
+@dataclass(frozen=True)
+class LeanKBudget(LeanK):
+    """mask: how many channels each head keeps is its number there; which ones, ThinK says (see eval.methods.think for
+    queries and group)."""
+
+    queries: int = 32
+    group: str = "squares"
+
+    @property
+    def obs_queries(self) -> int:  # type: ignore[override]
+        return self.queries
+
+    def check(self, config: Any, tokenizer: Any) -> None:
+        super().check(config, tokenizer)
+        check_observed(0.0, self.queries, self.group)
+
+    def identity(self) -> dict[str, Any]:
+        return {**super().identity(), "queries": self.queries, "group": self.group}
+
+    def keep(self, prefill: Prefill, config: Any) -> Tensor:
+        scores = think_scores(prefill, self.queries, self.group)
+        return top(scores, self.loaded.channels_per_head[..., None].to(scores.device))

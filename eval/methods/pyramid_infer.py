@@ -1,0 +1,79 @@
+"""PyramidInfer (arXiv 2405.12532): layer by layer, fewer of the tokens go on that recent tokens attend to."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from eval.methods.slicing import RowPass, slicing, window_and_best
+from eval.observe import received
+from eval.prefill import Prefill, PromptLayer, prefill
+
+SCHEDULES = ("cosine", "linear")
+
+
+@dataclass(frozen=True)
+class PyramidInfer(RowPass):
+    """Pivotal contexts, in the pass over the prompt. recent: share of the prompt's last tokens that always stay, the
+    last one besides, and whose attention to what precedes them, mean over heads, chooses; the newest of them count
+    `newest` times as much as the oldest. decay: share of what precedes them that the last layer would pass on, from 1
+    at the first along a cosine or a line (schedule). least: what precedes them never gets fewer than this. every:
+    layers from one choice to the next. sink: first tokens that always stay.
+
+    The paper gives top-p by recent attention and a p that decays with depth; the schedules and all defaults are those
+    of the authors' code for Llama 3 8B, which multiplies the shares up from layer to layer (its "linear" is never
+    reached there: it runs at a constant share). There is no budget: the shares say what is kept. Apart from the
+    authors': attention runs a block of queries at a time, not as one T x T matrix; K and V of new tokens all stay
+    during decoding, where the authors drop some in groups of 16.
+    """
+
+    recent: float = 0.2
+    decay: float = 0.9
+    schedule: str = "cosine"
+    least: int = 64
+    every: int = 1
+    sink: int = 4
+    newest: float = 1.2
+
+    def check(self, config: Any, tokenizer: Any) -> None:
+        super().check(config, tokenizer)
+        for name in ("recent", "decay"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be a share above 0, of at most 1")
+        for name, lowest in (("least", 0), ("every", 1), ("sink", 0)):
+            if getattr(self, name) < lowest:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {lowest}")
+        if self.newest <= 0:
+            raise ValueError(f"newest={self.newest} must be above 0; 1 weighs all recent tokens alike")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule={self.schedule!r} is unknown; choose {' or '.join(SCHEDULES)}")
+
+    def share(self, depth: float) -> float:
+        """Share of what precedes the recent tokens that goes on from a layer at depth layer / layers."""
+        fall = (1 + math.cos(math.pi * depth)) / 2 if self.schedule == "cosine" else 1 - depth
+        return self.decay + (1 - self.decay) * fall
+
+    def row(self, model: PreTrainedModel, ids: Tensor, room: int, obs_queries: int) -> Prefill:
+        columns, layers = ids.shape[1], model.config.get_text_config(decoder=True).num_hidden_layers
+        recent = min(columns, 1 + int(columns * self.recent))
+        weights = torch.linspace(1, self.newest, recent, device=ids.device) / recent
+
+        def choose(index: int, layer: PromptLayer) -> Tensor | None:
+            assert layer.queries is not None
+            queries = layer.queries
+            layer.queries = queries[:, :, -obs_queries:].clone() if obs_queries else None  # the rest is large
+            before = layer.keys.shape[2] - recent
+            keep = int(before * self.share(index / layers))
+            if index % self.every or not self.least < keep < before:
+                return None
+            scores = received(queries, layer.keys, weights, scaling=layer.scaling)[0, :, :before].mean(0)
+            scores[: self.sink] = torch.inf
+            return window_and_best(scores, keep, recent)
+
+        with slicing(model, choose):
+            return prefill(model, ids, None, room, max(recent, obs_queries))
