@@ -143,12 +143,14 @@ class CompressedLM(TemplateLM):
     def _score(self, context: list[int], continuations: Sequence[list[int]]) -> Iterator[Scored]:
         head, last = (context[:-1], context[-1]) if len(context) > 1 else (context, None)
         room, device = 1 + max(map(len, continuations)), self.model.device
-        dense = prefill(
-            self.model, torch.tensor([head], device=device), None, room, self.method.obs_queries,
-            self.settings.prefill_chunk,
-        )  # fmt: skip
+        method, chunk = self.method, self.settings.prefill_chunk
+        ids = torch.tensor([head], device=device)
+        if method.prefill is None:
+            prompt = prefill(self.model, ids, None, room, method.obs_queries, chunk, method.column_sums)
+        else:
+            prompt = method.prefill.run(self.model, ids, None, room, method.obs_queries, chunk)
         for continuation in continuations:
-            cache, logits = self.method.cache(self.model, dense), dense.logits
+            cache, logits = method.cache(self.model, prompt), prompt.logits
             total, greedy = 0.0, True
             for token, wanted in zip([last, *continuation[:-1]], continuation, strict=True):
                 if token is not None:

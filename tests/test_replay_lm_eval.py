@@ -72,6 +72,16 @@ def test_compressed_scores_are_those_of_decoding_with_the_cache(models, mask):
     assert found != models["dense"].loglikelihood([request(TEXT, choice) for choice in CHOICES])
 
 
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "asl"])
+def test_choices_that_share_a_prefill_score_as_if_alone(name):
+    """Methods that want column sums, or the last queries, or that change the prefill."""
+    lm = CompressedLM(name, **SIZES, **{"model.dtype": "float32"})
+    together = lm.loglikelihood([request(TEXT * 3, choice) for choice in CHOICES])
+    alone = [lm.loglikelihood([request(TEXT * 3, choice)])[0] for choice in CHOICES]
+    assert [score for score, _ in together] == pytest.approx([score for score, _ in alone], rel=1e-5)
+    assert [greedy for _, greedy in together] == [greedy for _, greedy in alone]
+
+
 def test_rolling_scores_read_the_whole_text(models):
     lm = models["dense"]
     (found,) = lm.loglikelihood_rolling([request(TEXT)])
