@@ -14,12 +14,15 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from eval.cache import dense
 from eval.cache.hook import ATTENTION
+from eval.observe import received
 
 
 class PromptLayer(DynamicLayer):
     """All K and V of one layer, in a buffer made once; attends by itself, exactly.
 
     capacity: columns that the buffer has room for. obs_queries: how many of the last queries to keep, [B, Hq, n, D].
+    column_sums: whether to add up what each key receives from all queries of the prompt, summed over the query heads of
+    its group: column_sums [B, H, T], float32 or wider.
     kept: prompt columns [B, T'] that the layer holds, ascending, -1 = padding (left), None = all of them: what is said
     of this layer's columns (keys, values, queries) is said of those. get_seq_length() counts the dropped ones, too.
     """
@@ -28,10 +31,12 @@ class PromptLayer(DynamicLayer):
     keys: Tensor
     values: Tensor
 
-    def __init__(self, capacity: int, obs_queries: int = 0):
+    def __init__(self, capacity: int, obs_queries: int = 0, column_sums: bool = False):
         super().__init__()
-        self.capacity, self.obs_queries = capacity, obs_queries
+        self.capacity, self.obs_queries, self._sums = capacity, obs_queries, column_sums
         self.queries: Tensor | None = None
+        self.column_sums: Tensor | None = None
+        self.scaling: float | None = None  # of q k^T, None = 1 / sqrt(D); known once a query has attended
         self.kept: Tensor | None = None
         self._dropped, self._padded = 0, False
         self._buffer: tuple[Tensor, Tensor] | None = None
@@ -76,7 +81,12 @@ class PromptLayer(DynamicLayer):
         if self.obs_queries:
             queries = q if self.queries is None else torch.cat([self.queries, q], 2)
             self.queries = queries[:, :, -self.obs_queries :].clone()
-        real = self.real(padding_mask)
+        real, self.scaling = self.real(padding_mask), scaling
+        if self._sums:
+            sums = received(q, self.keys, real=real, scaling=scaling).unflatten(1, (self.keys.shape[1], -1)).sum(2)
+            if self.column_sums is not None:
+                sums[:, :, : self.column_sums.shape[2]] += self.column_sums
+            self.column_sums = sums
         if q.shape[2] > 1:
             return dense.attend(q, self.keys, self.values, scaling, real)
         grouped = q[:, :, 0].unflatten(1, (self.keys.shape[1], -1))  # [B, H, G, D]
@@ -90,7 +100,8 @@ class PromptLayer(DynamicLayer):
     def fork(self) -> PromptLayer:
         """A layer that continues this one in the same buffer. Forks overwrite each other's new tokens: use one."""
         layer = copy.copy(self)
-        layer.obs_queries, layer.queries = 0, None
+        layer.obs_queries, layer._sums = 0, False
+        layer.queries = layer.column_sums = None
         return layer
 
 
@@ -129,11 +140,18 @@ class Prefill:
 
 @torch.no_grad()
 def prefill(
-    model: PreTrainedModel, ids: Tensor, real: Tensor | None, room: int, obs_queries: int = 0, chunk: int | None = None
+    model: PreTrainedModel,
+    ids: Tensor,
+    real: Tensor | None,
+    room: int,
+    obs_queries: int = 0,
+    chunk: int | None = None,
+    column_sums: bool = False,
 ) -> Prefill:
     """Full attention over ids [B, T], left-padded; real [B, T] bool, False = padding, None = no padding.
 
     room: columns to leave for what follows the prompt. chunk: columns computed at a time, None = all at once.
+    obs_queries, column_sums: see PromptLayer.
     Switches the model to the attention implementation "leank", which is SDPA for every other cache.
     """
     config = model.config.get_text_config(decoder=True)
@@ -143,7 +161,7 @@ def prefill(
     layers: list[Any] = []
     for index, layer in enumerate(DynamicCache(config=config).layers):
         if type(layer) is DynamicLayer:
-            layers.append(PromptLayer(columns + room, obs_queries))
+            layers.append(PromptLayer(columns + room, obs_queries, column_sums))
         elif type(layer) is DynamicSlidingWindowLayer:
             layers.append(layer)
         else:

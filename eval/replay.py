@@ -1,14 +1,15 @@
 """The replay: each sample is prefilled once; every method builds its cache from that pass, decodes, and is scored.
 
 N methods cost one prefill and N short decodes. The first answer token always comes from the dense pass (with
-compress=before_question, where the question is read through the compressed cache, from that).
+compress=before_question, where the question is read through the compressed cache, from that). Methods that choose a
+prefill of their own run it, and their first token comes from it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -73,7 +74,8 @@ class Answer:
 
 
 def cache_bytes(cache: Cache, prompt: Prefill) -> dict[str, int]:
-    """Bytes held after the prompt, by part, from the tensors; of a dense cache room for new tokens is not counted."""
+    """Bytes held after the prompt, by part, from the tensors; where nothing is compressed, room for new tokens is not
+    counted."""
     if isinstance(cache, CompressedCache):
         memory = cache.memory()
         return {**asdict(memory), "total": memory.total}
@@ -105,7 +107,7 @@ class Replay:
     def answers(
         self, prompts: Sequence[Prompt], rows: Sequence[Row], methods: Sequence[Method]
     ) -> Iterator[tuple[Method, list[Answer]]]:
-        """One dense pass over the prompts, then each method's answers, in turn."""
+        """One dense pass over the prompts for all methods that share it, then each method's answers, in turn."""
         before = self.settings.compress == "before_question"
         room = [self.settings.max_new_tokens or row.max_new_tokens for row in rows]
         least = [min(n, self.settings.min_new_tokens or row.min_new_tokens) for n, row in zip(room, rows, strict=True)]
@@ -118,21 +120,33 @@ class Replay:
             )
         device = self.model.device
         ids, real = pad_left(first, self.pad, device)
-        obs = max((m.obs_queries for m in methods), default=0)
+        after, chunk = max(room) + max(map(len, then)), self.settings.prefill_chunk
+        sharing = [method for method in methods if method.prefill is None]
+        obs = max((method.obs_queries for method in sharing), default=0)
+        sums = any(method.column_sums for method in sharing)
         start, allocated = self._now(), self._allocated()
-        dense = prefill(self.model, ids, real, max(room) + max(map(len, then)), obs, self.settings.prefill_chunk)
-        prefilled, of_dense = self._now() - start, self._allocated() - allocated
+        dense = prefill(self.model, ids, real, after, obs, chunk, sums) if sharing else None
+        of_dense = self._now() - start, self._allocated() - allocated
         for method in methods:
             start, allocated = self._now(), self._allocated()
-            cache = method.cache(self.model, dense)
+            if method.prefill is None:
+                assert dense is not None
+                prompt, (prefilled, taken) = dense, of_dense
+            else:
+                prompt = method.prefill.run(self.model, ids, real, after, method.obs_queries, chunk)
+                prefilled, taken = self._now() - start, self._allocated() - allocated
+            start = self._now()
+            cache = method.cache(self.model, prompt)
             sealed = self._now() - start
-            held = cache_bytes(cache, dense)
+            held = cache_bytes(cache, prompt)
+            if method.prefill is not None:
+                prompt = replace(prompt, layers=[])  # the cache has what it needs of them
             if device.type == "cuda":
-                held["allocated"] = of_dense if "dense" in held else self._allocated() - allocated
-            logits, mask, lengths, asked, start = dense.logits, dense.real, dense.lengths, 0.0, self._now()
+                held["allocated"] = taken if "dense" in held else self._allocated() - allocated
+            logits, mask, lengths, asked, start = prompt.logits, prompt.real, prompt.lengths, 0.0, self._now()
             if before:
                 question, there = pad_left(then, self.pad, device)
-                mask = _joined(mask, there, ids, question)
+                mask = _joined(mask, there, prompt.columns, question)
                 logits = extend(self.model, cache, question, mask)
                 lengths = lengths + torch.tensor([len(t) for t in then], device=device)
                 asked = self._now() - start
@@ -167,9 +181,10 @@ class Replay:
         return time.perf_counter()
 
 
-def _joined(first: Tensor | None, then: Tensor | None, first_ids: Tensor, then_ids: Tensor) -> Tensor | None:
-    """Real columns of two pieces in a row; None = all."""
+def _joined(first: Tensor | None, then: Tensor | None, columns: int, then_ids: Tensor) -> Tensor | None:
+    """Real columns of two pieces in a row, the first of `columns`; None = all."""
     if first is None and then is None:
         return None
-    pieces = ((first, first_ids), (then, then_ids))
-    return torch.cat([torch.ones_like(ids, dtype=torch.bool) if real is None else real for real, ids in pieces], 1)
+    ones = torch.ones_like(then_ids[:, :1], dtype=torch.bool)
+    pieces = ((first, columns), (then, then_ids.shape[1]))
+    return torch.cat([ones.expand(-1, width) if real is None else real for real, width in pieces], 1)

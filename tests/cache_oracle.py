@@ -1,5 +1,5 @@
-"""An independent oracle for compressed caches: everything stays dense; masked channels of middle keys are zeroed when
-they are read.
+"""An independent oracle for compressed caches: everything stays dense; masked channels of the middle are zeroed when
+it is read, tokens that are not kept are not seen.
 
 Shares no code with eval.cache. Tiny random models of four families to run it on.
 """
@@ -56,12 +56,17 @@ def tiny_model(family: str, dtype=torch.float64, **changes):
 
 
 class OracleLayer(DynamicLayer):
-    """Dense keys and values, and per row how many real tokens have left the window."""
+    """Dense keys and values, and per row how many real tokens have left the window.
 
-    def __init__(self, keep, sink, window, flush):
+    tokens: bool [B, H, T], the prompt's columns that stay in the middle; joins: bool [H], heads whose middle takes
+    tokens that leave the window; values: bool [H, D], kept channels of V; None = all.
+    """
+
+    def __init__(self, keep, sink, window, flush, tokens=None, joins=None, values=None):
         super().__init__()
         self.keep, self.sink, self.window, self.flush = keep, sink, window, flush
-        self.left, self.expected = None, 0
+        self.tokens, self.joins, self.values_kept = tokens, joins, values
+        self.left, self.sealed, self.expected = None, None, 0
 
     def update(self, key_states, value_states, *args, **kwargs):
         super().update(key_states, value_states)
@@ -70,6 +75,20 @@ class OracleLayer(DynamicLayer):
     def reorder_cache(self, beam_idx):
         super().reorder_cache(beam_idx)
         self.left = None if self.left is None else [self.left[i] for i in beam_idx.tolist()]
+        self.sealed = None if self.sealed is None else [self.sealed[i] for i in beam_idx.tolist()]
+        self.tokens = None if self.tokens is None else self.tokens[beam_idx]
+
+    def stays(self, b, kv_head, columns):
+        """Which of a row's real columns its middle would hold: those past the prompt's middle come from the window."""
+        stay = torch.ones(len(columns), dtype=torch.bool)
+        if self.sealed is not None:
+            end = self.sealed[b]
+            if self.tokens is not None:
+                of_prompt = columns[:end][columns[:end] < self.tokens.shape[2]]
+                stay[: len(of_prompt)] = self.tokens[b, kv_head, of_prompt]
+            if self.joins is not None:
+                stay[end:] = self.joins[kv_head]
+        return stay
 
     def attend(self, q, mask, scaling):
         batch, _, new, _ = q.shape
@@ -85,16 +104,20 @@ class OracleLayer(DynamicLayer):
             middle = (index >= self.sink) & (index < left)
             for h in range(q.shape[1]):
                 keep = self.keep[h // group]
-                k = self.keys[b, h // group, columns].clone()
+                k, v = (x[b, h // group, columns].clone() for x in (self.keys, self.values))
                 k[middle] *= keep
+                if self.values_kept is not None:
+                    v[middle] *= self.values_kept[h // group]
+                gone = middle & (~self.stays(b, h // group, columns) | (not keep.any()))
                 for t, i in queries:
-                    sees = (index <= i) & ~(middle & (not keep.any()))
+                    sees = (index <= i) & ~gone
                     weight = torch.softmax((k[sees] @ q[b, h, t]) * scaling, 0)
-                    out[b, h, t] = weight @ self.values[b, h // group, columns][sees]
+                    out[b, h, t] = weight @ v[sees]
         counts = real.sum(1).tolist()
         if self.left is None:
             if length >= self.expected:
                 self.left = [max(self.sink, n - self.window) for n in counts]
+                self.sealed = list(self.left)
         else:
             for b, n in enumerate(counts):
                 while n - self.left[b] >= self.window + self.flush:
@@ -102,8 +125,12 @@ class OracleLayer(DynamicLayer):
         return out.transpose(1, 2)
 
 
-def oracle_cache(keep, sink, window, flush, expected=0):
-    layers = [OracleLayer(k, sink, window, flush) for k in keep]
+def oracle_cache(keep, sink, window, flush, expected=0, **by_layer):
+    """by_layer: of each layer tokens, joins, values; see OracleLayer."""
+    layers = [
+        OracleLayer(k, sink, window, flush, **{name: each[i] for name, each in by_layer.items()})
+        for i, k in enumerate(keep)
+    ]
     for layer in layers:
         layer.expected = expected
     return Cache(layers=layers)

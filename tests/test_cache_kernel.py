@@ -194,6 +194,27 @@ def test_spans_cover_every_token_once_and_are_even(parts, programs, tile, per_he
     assert max(cost) <= sum(cost) / programs + 2 * largest_step + work.PIECE_BYTES * len(unit)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_heads_with_tokens_of_their_own():
+    """Rows and heads that keep all, some and none of the prompt's tokens, and a head that takes no new ones."""
+    dtype, generator = torch.bfloat16 if ON_GPU else torch.float16, torch.Generator().manual_seed(3)
+    k, v = torch.randn(2, 2, 4, 300, 64, generator=generator).to(DEVICE, dtype)
+    share = torch.tensor([[1.0, 0.3, 0.0, 0.6], [0.1, 1.0, 0.5, 0.0]])
+    tokens = torch.rand(2, 4, 300, generator=generator) < share[..., None]
+    keep = torch.arange(64) < torch.tensor([64, 17, 32, 0])[:, None]
+    middle = Middle(keep, joins=torch.tensor([True, False, True, True]))
+    store, kernel = Store(k, v, None, middle, Sizes(10, 70, 8), tokens), Kernel(programs=5)
+    for _ in range(10):
+        k, v = torch.randn(2, 2, 4, 1, 64, generator=generator).to(DEVICE, dtype)
+        position = store.append(k, v, write=kernel.write)
+        store.flush()
+    poison(store)
+    q = torch.randn(2, 8, 1, 64, generator=generator).to(DEVICE, dtype)
+    assert store.prompt.length[0].tolist()[2:] == [0, 0]
+    assert store.tail.length.tolist() == [[8, 0, 8, 0]] * 2
+    assert error(kernel, store, q, position) < 5e-3
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(

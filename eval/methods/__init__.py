@@ -22,7 +22,14 @@ REGISTRY: dict[str, dict[str, str]] = {
         "static_norm": "eval.methods.static_norm:StaticNorm",
         "think": "eval.methods.think:ThinK",
     },
-    "tokens": {},
+    "tokens": {
+        "duo_attention": "eval.methods.duo_attention:DuoAttention",
+        "h2o": "eval.methods.h2o:H2O",
+        "lethe": "eval.methods.lethe:Lethe",
+        "pyramidkv": "eval.methods.pyramidkv:PyramidKV",
+        "snapkv": "eval.methods.snapkv:SnapKV",
+        "streaming_llm": "eval.methods.streaming_llm:StreamingLLM",
+    },
     "bits": {
         "kivi": "eval.methods.kivi:KIVI",
     },

@@ -23,13 +23,18 @@ Observe = Callable[[Any, int], Prefill]  # (data_gen Sample, obs_queries) -> its
 class Axis:
     """A choice on one axis.
 
-    obs_queries: how many of the prompt's last queries it wants to see (`PromptLayer.queries`).
+    obs_queries: how many of the prompt's last queries it wants to see (`PromptLayer.queries`); column_sums: whether it
+    wants what each key receives from all of them (`PromptLayer.column_sums`).
     """
 
     obs_queries = 0
+    column_sums = False
 
     def check(self, config: Any, tokenizer: Any) -> None:
         """Raise ValueError or FileNotFoundError if this cannot run on such a model; no weights are loaded yet."""
+
+    def check_sizes(self, sizes: Sizes) -> None:
+        """Raise ValueError if this makes no sense beside such a sink, window and flush."""
 
     def calibrate(self, observe: Observe, tokenizer: Any, config: Any) -> None:
         """Look at samples once, before the first batch."""
@@ -75,11 +80,6 @@ class Tokens(Axis):
 
 class Bits(Axis):
     """How the numbers of the middle are stored."""
-
-    @property
-    def granule(self) -> int:
-        """Tokens that are stored together: what leaves the window at a time is a multiple."""
-        return 1
 
     def of_layer(self, index: int, config: Any) -> middle.Bits | None:
         """The choice for one layer; None = as they come."""

@@ -42,11 +42,16 @@ class Method:
     backend: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.bits is not None and self.flush % self.bits.granule:
+        if self.column_sums and self.prefill is not None:
             raise ValueError(
-                f"method.{self.label}: flush={self.flush} must be a multiple of {self.bits.granule}, the tokens that "
-                "are stored together; set method." + self.label + f".flush={self.bits.granule} or a smaller group"
+                f"method.{self.label}: its choice of tokens needs the attention of all queries to every token, which a "
+                "prefill that drops tokens does not give; leave out prefill, or choose tokens by snapkv"
             )
+        for choice in self.axes.values():
+            try:
+                choice.check_sizes(Sizes(self.sink, self.window, self.flush))
+            except ValueError as error:
+                raise ValueError(f"method.{self.label}: {error}") from error
 
     @property
     def axes(self) -> dict[str, Axis]:
@@ -57,6 +62,11 @@ class Method:
     def obs_queries(self) -> int:
         """How many of the prompt's last queries this method wants to see."""
         return max((choice.obs_queries for choice in self.axes.values()), default=0)
+
+    @property
+    def column_sums(self) -> bool:
+        """Whether this method wants what each key receives from all queries of the prompt."""
+        return any(choice.column_sums for choice in self.axes.values())
 
     def config(self) -> dict[str, Any]:
         """The whole configuration, as JSON."""
@@ -86,7 +96,7 @@ class Method:
         for index, (layer, dense) in enumerate(zip(cache.layers, prefill.layers, strict=True)):
             if isinstance(layer, CompressedLayer):
                 real, columns = dense.real(prefill.real), dense.get_seq_length()
-                layer.seal(dense.keys, dense.values, real, tokens[index], columns=columns)
+                layer.seal(dense.keys, dense.values, real, tokens[index], dense.column_sums, columns)
             else:
                 cache.layers[index] = copy.copy(dense)
         return cache

@@ -1,0 +1,124 @@
+"""DuoAttention (arXiv 2410.10819): streaming heads keep sink and window alone, retrieval heads everything."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data_gen.sample import Sample
+from data_gen.tasks import task
+from data_gen.tokens import TokenCounter
+from eval.benchmarks.ruler import draw
+from eval.cache.store import Sizes
+from eval.methods.axes import Observe, Tokens
+from eval.models import shape_of
+from eval.prefill import Prefill, PromptLayer
+from leank_train.baselines import lowest_frequencies
+
+CALIBRATION = ("task", "length", "seed", "queries")
+
+
+@dataclass(frozen=True)
+class DuoAttention(Tokens):
+    """ratio: share of the KV heads that stream. pattern: a full_attention_heads.tsv of its authors, gates [L, H]; the
+    heads of the lowest gates stream. None = no training: those of the highest w_hf (LeanK, section 5.2) stream.
+
+    task, length, seed: the one sample on which w_hf is measured (the paper: RULER's vt at 64K); queries: its last ones,
+    q. w_hf = ||q_high K_high^T|| / ||q K^T||, high = the half of the channels that RoPE turns fastest;
+    Frobenius norms over the queries of a KV head's group. Of equal gates the lower layer's head streams first (the
+    authors' code draws lots); int(ratio * heads + 0.5) heads do.
+    """
+
+    pattern: str | None = None
+    ratio: float = 0.5
+    task: str = "vt"
+    length: int = 2048
+    seed: int = 7
+    queries: int = 32
+    _found: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def gates(self) -> Tensor:
+        """The pattern [L, H]. Raises FileNotFoundError or ValueError, naming the setting."""
+        assert self.pattern is not None
+        if not Path(self.pattern).is_file():
+            raise FileNotFoundError(f"pattern={self.pattern} does not exist; give a full_attention_heads.tsv, or null")
+        try:
+            found = np.loadtxt(self.pattern, ndmin=2)
+        except ValueError as error:
+            raise ValueError(f"pattern={self.pattern} is no table of numbers, layers by KV heads: {error}") from error
+        if not np.isfinite(found).all():
+            raise ValueError(f"pattern={self.pattern} has gates that are not finite; give a full_attention_heads.tsv")
+        return torch.from_numpy(found).clamp(0, 1)
+
+    def check(self, config: Any, tokenizer: Any) -> None:
+        if not 0 <= self.ratio <= 1:
+            raise ValueError(f"ratio={self.ratio} is not in [0, 1]; it is the share of heads that stream, such as 0.5")
+        if self.pattern is not None:
+            found, wanted = tuple(self.gates.shape), shape_of(config)[:2]
+            if found != wanted:
+                raise ValueError(
+                    f"pattern={self.pattern} is of {found[0]} layers x {found[1]} KV heads, the model of {wanted[0]} x "
+                    f"{wanted[1]}; give this model's"
+                )
+            return
+        if self.queries < 1:
+            raise ValueError(f"queries={self.queries} must be at least 1 to calibrate duo_attention")
+        task(self.task)
+        lowest_frequencies(config, 0.5)
+        self._sample(tokenizer)
+
+    def identity(self) -> dict[str, Any]:
+        """A pattern by its contents, not its place."""
+        if self.pattern is None:
+            return {name: getattr(self, name) for name in ("ratio", *CALIBRATION)}
+        return {"ratio": self.ratio, "pattern": hashlib.sha256(self.gates.numpy().tobytes()).hexdigest()[:16]}
+
+    def calibrate(self, observe: Observe, tokenizer: Any, config: Any) -> None:
+        if self.pattern is None and not self._found:
+            high, prefill = ~lowest_frequencies(config, 0.5).keep, observe(self._sample(tokenizer), self.queries)
+            self._found["ratio"] = high_frequency_ratio(prefill, high, self.queries)
+
+    def _sample(self, tokenizer: Any) -> Sample:
+        return draw(self.task, self.length, TokenCounter(tokenizer), self.seed, 0)
+
+    def streaming(self) -> Tensor:
+        """Heads that stream, bool [L, H]; never those of layers whose own attention slides."""
+        if self.pattern is None and not self._found:
+            raise RuntimeError("duo_attention must be calibrated before it is used")
+        full = -self._found["ratio"] if self.pattern is None else self.gates
+        count = int(self.ratio * int(full.isfinite().sum()) + 0.5)
+        return (full.flatten().argsort(stable=True).argsort() < count).view_as(full)
+
+    def keep(self, prefill: Prefill, config: Any, sizes: Sizes) -> list[Tensor | None]:
+        kept: list[Tensor | None] = []
+        for layer, streams in zip(prefill.layers, self.streaming(), strict=True):
+            if not isinstance(layer, PromptLayer) or not streams.any():
+                kept.append(None)
+                continue
+            real = layer.real(prefill.real)
+            real = torch.ones_like(layer.keys[:, 0, :, 0], dtype=torch.bool) if real is None else real
+            kept.append(real[:, None] & ~streams.to(real.device)[:, None])
+        return kept
+
+    def joins(self, config: Any) -> Tensor:
+        return ~self.streaming()
+
+
+def high_frequency_ratio(prefill: Prefill, high: Tensor, queries: int) -> Tensor:
+    """w_hf [L, H] of one prompt; high [L, H, D] bool; -inf in layers whose own attention slides."""
+    ratio = torch.full(high.shape[:2], -torch.inf)
+    for index, layer in enumerate(prefill.layers):
+        if isinstance(layer, PromptLayer) and layer.queries is not None:
+            q = layer.queries[0, :, -queries:].unflatten(0, (high.shape[1], -1)).flatten(1, 2).float()  # [H, G n, D]
+            k, part = layer.keys[0].float(), high[index, :, None].to(q.device)
+            some, all_ = (torch.linalg.matrix_norm(x @ k.transpose(-1, -2)) for x in (q * part, q))
+            ratio[index] = (some / all_).cpu()
+    return ratio

@@ -1,0 +1,75 @@
+"""SnapKV (arXiv 2404.14469): in every head the tokens stay that the prompt's last queries attend to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from eval.cache.store import Sizes
+from eval.methods.axes import Tokens
+from eval.methods.selection import keep_best, spare
+from eval.observe import received
+from eval.prefill import Prefill, PromptLayer
+
+POOLING = {"avg": torch.avg_pool1d, "max": torch.max_pool1d}
+GROUP = ("mean", "max")
+
+
+@dataclass(frozen=True)
+class SnapKV(Tokens):
+    """budget: tokens of the prompt that a KV head keeps in all. queries: last ones that are observed, and always stay.
+    kernel, pooling: over how many neighbours a score is pooled, and how (avg or max). group: how the scores of a KV
+    head's query heads become one (mean or max).
+
+    score_j = pool_j(sum over the observed queries t of softmax(q_t K^T / sqrt(D))_j), section 4; the observed tokens
+    are not scored. The authors' code keeps its own tokens for every query head, repeating K and V; here a KV head has
+    one set, by the mean of its group as in kvpress (a sum chooses the same). Sink and window of the cache stay besides
+    and count as part of the budget; sink 0 and a window of `queries` tokens are the paper's.
+    """
+
+    budget: int = 1024
+    queries: int = 32
+    kernel: int = 7
+    pooling: str = "avg"
+    group: str = "mean"
+
+    @property
+    def obs_queries(self) -> int:  # type: ignore[override]
+        return self.queries
+
+    def check(self, config: Any, tokenizer: Any) -> None:
+        if self.queries < 1:
+            raise ValueError(f"queries={self.queries} must be at least 1; SnapKV observes 32")
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise ValueError(f"kernel={self.kernel} must be odd and at least 1; SnapKV pools over 5 or 7 tokens")
+        for name, known in (("pooling", (*POOLING,)), ("group", GROUP)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose {' or '.join(known)}")
+
+    def check_sizes(self, sizes: Sizes) -> None:
+        spare(self.budget, self._protected(sizes))
+
+    def keep(self, prefill: Prefill, config: Any, sizes: Sizes) -> list[Tensor | None]:
+        sizes = self._protected(sizes)
+        return keep_best(prefill, sizes, self.counts(prefill, sizes), self.scores)
+
+    def counts(self, prefill: Prefill, sizes: Sizes) -> list[int | Tensor]:
+        """Of every layer how many tokens stay between sink and window, in all rows or [B]."""
+        return [spare(self.budget, sizes)] * len(prefill.layers)
+
+    def scores(self, layer: PromptLayer, real: Tensor | None) -> Tensor:
+        """Pooled attention that each token receives from the observed queries, [B, H, T]; theirs is 0."""
+        assert layer.queries is not None
+        queries = layer.queries[:, :, -self.queries :]
+        attention = received(queries, layer.keys, real=real, scaling=layer.scaling)[..., : -queries.shape[2]]
+        pooled = POOLING[self.pooling](attention, self.kernel, 1, self.kernel // 2)
+        grouped = pooled.unflatten(1, (layer.keys.shape[1], -1))
+        return pad(grouped.mean(2) if self.group == "mean" else grouped.amax(2), (0, queries.shape[2]))
+
+    def _protected(self, sizes: Sizes) -> Sizes:
+        """The window with all tokens that are observed."""
+        return replace(sizes, window=max(sizes.window, self.queries))

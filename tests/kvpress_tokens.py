@@ -1,0 +1,65 @@
+"""Which tokens kvpress 0.5.5's presses keep of a small random model's prompt, for tests/test_methods_tokens.py.
+
+kvpress needs transformers < 5.3, so it runs in an environment of its own:
+python -m tests.kvpress_tokens > tests/data/kvpress_tokens.json
+"""
+
+import json
+import sys
+from contextlib import nullcontext
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+LAYERS, LENGTH, WINDOW = 4, 128, 8
+CASES = {  # press, kernel, share of the tokens dropped, beta
+    "snapkv": ("SnapKVPress", 5, 0.75, None),
+    "snapkv_wide": ("SnapKVPress", 7, 0.5, None),
+    "pyramidkv": ("PyramidKVPress", 5, 0.75, 2),
+    "streaming_llm": ("StreamingLLMPress", None, 0.75, None),
+}
+
+
+def random_model():
+    """Six query heads on two KV heads, head_dim 16, float64; weights that no version draws differently."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=48, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).double().eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    for _, weight in sorted(model.named_parameters()):
+        weight.copy_(torch.randn(weight.shape, generator=generator, dtype=torch.float64) * 0.3)
+    return model
+
+
+def prompt():
+    """Token ids [1, LENGTH]."""
+    return torch.randint(1, 64, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def keys(model, hooks=None):
+    """Every layer's keys [H, T, D] after the prompt, which a press may have cut."""
+    cache = DynamicCache()
+    with hooks(model) if hooks else nullcontext():
+        model.model(prompt(), past_key_values=cache)
+    return [layer.keys[0] for layer in cache.layers]
+
+
+def recorded():
+    """{case: kept tokens of each layer and KV head}: the kept keys, found again among all of them."""
+    import kvpress
+
+    model, found = random_model(), {}
+    whole = keys(model)
+    for case, (press, kernel, ratio, beta) in CASES.items():
+        given = {"window_size": WINDOW, "kernel_size": kernel, "beta": beta}
+        chosen = getattr(kvpress, press)(ratio, **{k: v for k, v in given.items() if kernel and v is not None})
+        cut = keys(model, chosen)
+        same = [(some[:, :, None] == every[:, None]).all(-1) for some, every in zip(cut, whole, strict=True)]
+        found[case] = [[sorted(head.nonzero()[:, 1].tolist()) for head in layer] for layer in same]
+    return found
+
+
+if __name__ == "__main__":
+    json.dump(recorded(), sys.stdout)
