@@ -5,6 +5,7 @@ import zipfile
 import pytest
 
 from eval.benchmarks import longbench, scoring
+from eval.benchmarks.prompting import truncate_middle
 
 DATA = {
     "input": "Who?",
@@ -54,10 +55,10 @@ def test_facts_of_the_tasks():
 
 def test_truncation_keeps_both_ends():
     text = "a b c d e f g"  # 8 tokens with the special one
-    assert longbench.truncate_middle(text, 8, Words()) == text
-    assert longbench.truncate_middle(text, 7, Words()) == "a be f g"  # 3 + 3; the special token counts, then goes
+    assert truncate_middle(text, 8, Words()) == text
+    assert truncate_middle(text, 7, Words()) == "a be f g"  # 3 + 3; the special token counts, then goes
     with pytest.raises(ValueError, match="max_length=1 leaves no prompt"):
-        longbench.truncate_middle(text, 1, Words())
+        truncate_middle(text, 1, Words())
 
 
 def test_truncated_row_keeps_its_question_where_it_can():
@@ -113,8 +114,7 @@ def test_missing_data_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
     with pytest.raises(FileNotFoundError, match=r"no network.*Download https://huggingface.co.*pass path="):
         list(longbench.rows("qasper"))
-    with zipfile.ZipFile(tmp_path / "data.zip", "w"):
-        pass
+    zipfile.ZipFile(tmp_path / "data.zip", "w").close()
     with pytest.raises(FileNotFoundError, match=r"no qasper\.jsonl in"):
         list(longbench.rows("qasper", tmp_path))
     with pytest.raises(ValueError, match="task='squad' is not in LongBench"):

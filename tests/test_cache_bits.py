@@ -287,5 +287,5 @@ def test_bad_input_is_named():
         Packing(2, 2)
     with pytest.raises(ValueError, match="group=32 does not divide head_dim=8"):
         KIVI().check(tiny_model("llama").config, None)
-    with pytest.raises(ValueError, match=r"method.kivi: flush=32 must be a multiple of 64.* set method.kivi.flush=64"):
+    with pytest.raises(ValueError, match=r"method.kivi: flush=32 must be a multiple of group=64.* set flush to 64"):
         method("kivi", {"bits": {"name": "kivi", "group": 64}})

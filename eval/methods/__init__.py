@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from typing import Any
 
 from eval.methods.axes import Axis, Channels
@@ -78,23 +78,23 @@ def choice(axis: str, config: Mapping[str, Any], where: str) -> Any:
 
     name: one of REGISTRY, or "module:class" of a choice that is not there.
     """
+    if not isinstance(config, Mapping):
+        raise ValueError(f"{where}={config!r} is no choice; give {{name: {config}}}, with its settings if any")
     given = dict(config)
     name = given.pop("name", None)
-    if name not in REGISTRY[axis] and ":" not in str(name):
-        raise ValueError(
-            f"{where}.name={name!r} is unknown; choose one of {', '.join(REGISTRY[axis])}, or module:class"
-        )
+    if not isinstance(name, str) or (name not in REGISTRY[axis] and ":" not in name):
+        known = ", ".join(REGISTRY[axis])
+        raise ValueError(f"{where}.name={name!r} is unknown; choose one of {known}, or module:class")
     try:
         chosen = _class(REGISTRY[axis].get(name, name))
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{where}.name={name!r} cannot be imported: {error}; give module:class") from error
     _only(given, tuple(f.name for f in fields(chosen) if not f.name.startswith("_")), where)  # type: ignore[arg-type]
     for entry in fields(chosen):  # type: ignore[arg-type]
-        value = given.get(entry.name)
         wanted = type(entry.default)
-        if value is not None and entry.default is not MISSING and wanted in (int, float):
-            fits = isinstance(value, int | float) if wanted is float else isinstance(value, int)
-            if not fits or isinstance(value, bool):
+        if entry.name in given and wanted in (int, float):
+            value = given[entry.name]
+            if isinstance(value, bool) or not isinstance(value, int if wanted is int else int | float):
                 raise ValueError(f"{where}.{entry.name}={value!r} must be a number ({wanted.__name__})")
     return chosen(**given)
 

@@ -40,7 +40,7 @@ class Axis:
         """Raise ValueError or FileNotFoundError if this cannot run on such a model; no weights are loaded yet."""
 
     def check_sizes(self, sizes: Sizes) -> None:
-        """Raise ValueError if this makes no sense beside such a sink and window."""
+        """Raise ValueError if this makes no sense beside such a sink, window and flush."""
 
     def calibrate(self, observe: Observe, tokenizer: Any, config: Any) -> None:
         """Look at samples once, before the first batch."""
@@ -117,11 +117,6 @@ class Tokens(Axis):
 
 class Bits(Axis):
     """How the numbers of the middle are stored."""
-
-    @property
-    def granule(self) -> int:
-        """Tokens that are stored together: what leaves the window at a time is a multiple."""
-        return 1
 
     def of_layer(self, index: int, config: Any) -> middle.Bits | None:
         """The choice for one layer; None = as they come."""

@@ -55,11 +55,6 @@ class Method:
                 choice.check_sizes(Sizes(self.sink, self.window, self.flush))
             except ValueError as error:
                 raise ValueError(f"method.{self.label}: {error}") from error
-        if self.bits is not None and self.flush % self.bits.granule:
-            raise ValueError(
-                f"method.{self.label}: flush={self.flush} must be a multiple of {self.bits.granule}, the tokens that "
-                "are stored together; set method." + self.label + f".flush={self.bits.granule} or a smaller group"
-            )
 
     @property
     def axes(self) -> dict[str, Axis]:

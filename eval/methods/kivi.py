@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from eval.cache.pages import round_up
 from eval.cache.quantised import Packing
+from eval.cache.sizes import Sizes
 from eval.methods.axes import Bits
 from eval.methods.memory import Held
 from eval.models import shape_of
@@ -24,9 +26,12 @@ class KIVI(Bits):
     bits: int = 2
     group: int = 32
 
-    @property
-    def granule(self) -> int:
-        return self.group
+    def check_sizes(self, sizes: Sizes) -> None:
+        if sizes.flush % self.group:
+            raise ValueError(
+                f"flush={sizes.flush} must be a multiple of group={self.group}, tokens stored together; set flush to "
+                f"{round_up(sizes.flush, self.group)} or choose a smaller group"
+            )
 
     def check(self, config: Any, tokenizer: Any) -> None:
         self.of_layer(0, config).check(shape_of(config)[-1])
