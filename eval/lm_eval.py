@@ -55,6 +55,11 @@ class CompressedLM(TemplateLM):
         with initialize_config_module("conf", version_base="1.3"):
             config: Any = OmegaConf.to_container(compose("eval", overrides), resolve=True)
         model, self.settings, model_config, self.tokenizer = build_model(config)
+        if self.settings.match is not None:
+            raise ValueError(
+                f"match={self.settings.match} needs all prompts beforehand, which lm_eval does not give; set what the"
+                " method keeps by its own setting"
+            )
         (self.method,) = build_methods(config, model_config, self.tokenizer)
         self.model = load_model(model)
         self.replay = Replay(self.model, self.tokenizer, self.settings)

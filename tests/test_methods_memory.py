@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from eval.cache import CompressedCache
 from eval.methods import method
+from eval.methods.duo_attention import DuoAttention
 from eval.methods.match import free_settings, match, share_of_dense
 from eval.methods.memory import Held, dense_bytes, held_bytes, method_bytes
 from eval.models import ModelConfig, load_config, shape_of
@@ -178,6 +179,14 @@ def test_a_share_is_of_all_prompts_together_or_refused(lengths, share, name):
     else:
         wanted = share * sum(dense_bytes(config, length, ITEM) for length in lengths)
         assert sum(method_bytes(found, config, n, ITEM) for n in lengths) == pytest.approx(wanted, rel=0.03)
+
+
+def test_streaming_heads_count_alike_before_it_is_known_which_they_are(made, model):
+    """But not where heads differ: how much a mask leaves of the others is not known then."""
+    config, one = model.config, replace(made["duo_attention"], sink=4, window=32)
+    new = replace(one, tokens=DuoAttention(ratio=one.tokens.ratio))
+    assert method_bytes(new, config, LENGTH, ITEM) == pytest.approx(method_bytes(one, config, LENGTH, ITEM))
+    assert method_bytes(replace(made["duo_leank"], tokens=new.tokens), config, LENGTH, ITEM) is None
 
 
 def test_a_method_without_a_free_setting_is_refused():

@@ -119,7 +119,7 @@ class DuoAttention(Tokens):
         else:
             layers, heads, _ = shape_of(config)
             retrieval = np.full((layers, heads), 1 - int(self.ratio * layers * heads + 0.5) / (layers * heads))
-        return np.array(columns)[:, None] * retrieval
+        return np.maximum(0, np.array(columns) - sizes.sink - sizes.window)[:, None] * retrieval
 
     def joins(self, config: Any) -> Tensor:
         return ~self.streaming()
