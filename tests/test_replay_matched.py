@@ -1,6 +1,7 @@
 """match in a run: every cell its own settings, rows and report; what cannot be matched is said."""
 
 import logging
+from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_module
@@ -8,6 +9,7 @@ from omegaconf import OmegaConf
 
 from eval.__main__ import run
 from eval.build import build_job
+from eval.methods import AXES
 from eval.methods.match import share_of_dense
 from eval.models import ModelConfig, load_config
 from eval.prompts import encode
@@ -20,6 +22,7 @@ def config(*overrides):
         return OmegaConf.to_container(compose("eval", list(overrides)), resolve=True)
 
 
+ROOT = Path(__file__).parents[1]
 MODEL, _ = load_config(ModelConfig())
 SMALL = ("+experiment=reference_methods", "benchmark.samples=3", "benchmark.tasks=[niah_single_2,vt]")
 
@@ -65,6 +68,16 @@ def test_rows_carry_the_settings_and_the_report_shows_one_method(tmp_path):
         held = row["cache_bytes"]["total"] - row["cache_bytes"].get("tables", 0) - row["cache_bytes"].get("slack", 0)
         dense = 2 * 7 * 4 * 64 * 4 * row["prompt_tokens"]
         assert held / dense == pytest.approx(1 if row["method"] == "dense" else 0.7, rel=0.03)
+
+
+def test_the_reference_model_s_settings_are_those_of_the_methods():
+    """One label, one axis, the same choices."""
+    for path in (ROOT / "conf" / "method" / "reference").glob("*.yaml"):
+        usual, own = (config(f"method=[{name}]")["method"] for name in (path.stem, f"reference/{path.stem}"))
+        assert list(usual) == list(own) == [path.stem]
+        names = [{axis: one["name"] for axis, one in x[path.stem].items() if axis in AXES} for x in (usual, own)]
+        assert names[0] == names[1]
+        assert usual != own
 
 
 @pytest.mark.parametrize("to", ["lethe", "nobody", 0, 1.5, True])

@@ -70,6 +70,10 @@ def method(label: str, config: Mapping[str, Any] | None = None, shared: Mapping[
         if key in settings and (not isinstance(settings[key], int) or settings[key] < least):
             raise ValueError(f"{where}: {key}={settings[key]!r} must be an integer of at least {least}")
     chosen = {axis: choice(axis, config[axis], f"{where}.{axis}") for axis in AXES if config.get(axis) is not None}
+    if not chosen and any(key in config for key in known):
+        raise ValueError(
+            f"{where} has no choice on any axis ({', '.join(AXES)}), only {', '.join(config)}; leave it out"
+        )
     return Method(label, **chosen, **settings)
 
 
