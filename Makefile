@@ -15,8 +15,10 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 demo: $(VENV)/installed
 	$(BIN)/python -m leank_train +experiment=reference_demo hydra.run.dir=$(OUT)
-	@echo
-	@echo "pictures: $(OUT)/plots/  table: $(OUT)/validation.md  mask: $(OUT)/mask.safetensors"
+	$(BIN)/python -m eval +experiment=reference_ruler mask=$(OUT)/mask.safetensors hydra.run.dir=$(OUT)/eval \
+		benchmark.lengths=[1024]
+	@sed -n '/^## By length/,/^## 1024/p' $(OUT)/eval/summary.md | sed '$$d'
+	@echo "mask: $(OUT)/mask.safetensors  pictures: $(OUT)/plots/  tables: $(OUT)/validation.md $(OUT)/eval/report.html"
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -q
