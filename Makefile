@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 OUT ?= outputs/demo
 
-.PHONY: demo test lint gpu-test clean
+.PHONY: demo test lint gpu-test slurm-test clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -26,6 +26,9 @@ lint: $(VENV)/installed
 
 gpu-test: $(VENV)/installed
 	$(BIN)/python -m pytest -q -m gpu
+
+slurm-test: $(VENV)/installed
+	$(BIN)/python -m pytest -q -m slurm tests/test_slurm.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from importlib.resources import files
 from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 CONF = str(files("conf"))
@@ -16,13 +18,24 @@ CONF = str(files("conf"))
 @hydra.main(version_base="1.3", config_path=CONF, config_name="train")
 def main(config: DictConfig) -> float:
     """Entry point; the run directory is Hydra's. Returns the score that a sweep maximises."""
-    from leank_train.train import run  # after --help and config errors: torch takes seconds to import
+    from lightning.pytorch.utilities.rank_zero import (
+        rank_zero_only,
+    )  # after --help and config errors: seconds to import
+
+    from leank_train.preempt import Signals
+    from leank_train.train import run
 
     out = Path(HydraConfig.get().runtime.output_dir)
     try:
-        metrics = run(config, out)
+        with Signals(config.requeues) as signals:
+            rank_zero_only(print)(f"outputs   {out}", flush=True)
+            metrics = run(config, out, signals)
     except (ValueError, FileNotFoundError) as error:
         sys.exit(f"leank_train: {error}")
+    except Exception:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            traceback.print_exc()  # the launcher of a sweep keeps it from the job's log
+        raise
     if not metrics:  # a further process of the same run
         return float("nan")
     recall = metrics.get("validation", {}).get("recall", {})

@@ -20,11 +20,11 @@ from leank_train.hook import has_rope
 from leank_train.mask import ROUNDINGS
 from leank_train.stages import StageConfig
 
-NOT_IN_HASH = ("trainer", "logger", "validation", "resume", "workers", "name", "checkpoint_every")
+NOT_IN_HASH = ("trainer", "logger", "validation", "resume", "workers", "name", "checkpoint_every", "requeues")
 LEAST = {  # whole numbers, and the smallest that works
     "mask.align": 1, "mask.sink": 0, "mask.window": 1,
     "data.min_length": 1, "data.max_length": 1, "data.questions": 1, "data.documents": 1,
-    "stage1.steps": 0, "stage2.steps": 0, "seed": 0, "workers": 0, "checkpoint_every": 1,
+    "stage1.steps": 0, "stage2.steps": 0, "seed": 0, "workers": 0, "checkpoint_every": 1, "requeues": 0,
     "validation.samples": 0, "validation.batch": 1, "validation.calibration": 1,
 }  # fmt: skip
 CHOICES = {

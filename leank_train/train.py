@@ -25,18 +25,20 @@ from leank_train.compare import check_lengths, validate
 from leank_train.data import RetrievalData, collate
 from leank_train.files import write_bytes, write_json, write_text
 from leank_train.mask import ChannelMask
+from leank_train.preempt import SaveOnSignal, Signals, environments
 from leank_train.recorder import AtomicCheckpointIO, Progress, Recorder
 from leank_train.settings import BadConfig, check, check_folder, fingerprint, overrides, stage_config
 from leank_train.stages import Stage, Stage1, Stage2
 from leank_train.wandb_log import log_results
 
 
-def run(config: DictConfig, out: Path) -> dict[str, Any]:
+def run(config: DictConfig, out: Path, signals: Signals | None = None) -> dict[str, Any]:
     """Train a mask into the folder `out`, or go on with what is there.
 
-    Returns the metrics written to metrics.json; of several processes, in the first alone.
+    Returns the metrics written to metrics.json; of several processes, in the first alone. Where `signals` listens, a
+    signal ends the run at the next step with a checkpoint (SystemExit).
     """
-    started = time.time()
+    started, signals = time.time(), signals or Signals()
     check(config)
     identity = fingerprint(config)
     check_folder(out, identity, config.resume)
@@ -61,11 +63,12 @@ def run(config: DictConfig, out: Path) -> dict[str, Any]:
     span = dict(sink=config.mask.sink, window=config.mask.window)
     size = dict(ratio=config.mask.ratio, align=config.mask.align, rounding=config.mask.rounding)
     stage1 = Stage1(backbone, stage_config(config, "stage1"), **span)
-    record1 = fit(config, stage1, "stage1", out, logger)
+    record1 = fit(config, stage1, "stage1", out, logger, signals)
     stage2 = Stage2(backbone, stage_config(config, "stage2"), **span, alpha=stage1.alpha, **size)
-    record2 = fit(config, stage2, "stage2", out, logger)
+    record2 = fit(config, stage2, "stage2", out, logger, signals)
     if not stage2.trainer.is_global_zero:
         return {}
+    signals.leave_at_once()
 
     scores1, alpha = (stage.alpha.detach().float().cpu().contiguous() for stage in (stage1, stage2))
     metadata = {
@@ -97,7 +100,8 @@ def run(config: DictConfig, out: Path) -> dict[str, Any]:
     figures = plots.training_plots(record1, record2, alpha, mask, out / "plots")
     metrics["seconds"]["all"] = round(time.time() - started, 1)
     write_json(out / "metrics.json", metrics)
-    log_results(logger, metrics, figures, out)
+    resolved = OmegaConf.to_container(config, resolve=True)
+    log_results(logger, metrics, figures, resolved, mask, out)  # type: ignore[arg-type]
     return metrics
 
 
@@ -120,19 +124,21 @@ def mixture(config: DictConfig, backbone: Backbone, stage: str, world: int) -> M
     )  # fmt: skip
 
 
-def fit(config: DictConfig, stage: Stage, name: str, out: Path, logger: Any) -> Recorder:
+def fit(config: DictConfig, stage: Stage, name: str, out: Path, logger: Any, signals: Signals) -> Recorder:
     """Run one stage, go on from its checkpoint, or read what it left when it was done."""
     folder, recorder = out / "checkpoints" / name, Recorder(stage.config.steps // 20)
+    done, last = folder / "done.ckpt", folder / "last.ckpt"
     trainer = L.Trainer(
         **OmegaConf.to_container(config.trainer, resolve=True),  # type: ignore[arg-type]
         max_steps=stage.config.steps,
         max_epochs=-1,
         logger=logger or False,
         default_root_dir=str(out),
-        plugins=[AtomicCheckpointIO()],
+        plugins=[AtomicCheckpointIO(), *environments()],
         callbacks=[
             recorder,
             Progress(name),
+            SaveOnSignal(signals, last),
             ModelCheckpoint(
                 folder, filename="last", every_n_train_steps=config.checkpoint_every,
                 save_on_train_epoch_end=False, enable_version_counter=False,
@@ -144,7 +150,6 @@ def fit(config: DictConfig, stage: Stage, name: str, out: Path, logger: Any) -> 
         use_distributed_sampler=False,
     )  # fmt: skip
     stage.trainer = trainer
-    done, last = folder / "done.ckpt", folder / "last.ckpt"
     if done.exists():
         state = torch.load(done, map_location="cpu", weights_only=True)
         stage.alpha.data.copy_(state["alpha"])
@@ -158,6 +163,8 @@ def fit(config: DictConfig, stage: Stage, name: str, out: Path, logger: Any) -> 
         sizes = f"data.max_length={data.max_length}, data.questions={data.questions}, data.documents={data.documents}"
         with memory(f"in {name}", sizes):
             trainer.fit(stage, module, ckpt_path=str(last) if last.exists() else None, weights_only=True)
+        if signals.agreed:
+            signals.leave(first=trainer.is_global_zero)
         if trainer.global_step < stage.config.steps:
             raise KeyboardInterrupt(f"{name} stopped at step {trainer.global_step}; run the same command to go on")
     if trainer.is_global_zero:

@@ -7,11 +7,15 @@ import time
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from data_gen.tasks import Mixture
 from leank_train import backbone as backbones
+from leank_train import data
 from leank_train.data import Steps, collate
-from leank_train.train import run
+from leank_train.mask import ChannelMask
+from leank_train.train import mixture, run
 from tests.tiny_run import ROOT, alpha, command, save_model, settings
 
 # answers of 1 and of 4 values, so that the ranks of a step count different answer tokens; float64 for exactness
@@ -46,28 +50,62 @@ def test_two_ranks_are_one_batch(model, tmp_path, reduction):
 
     config = settings(model, *variants, "data.documents=2")
     run(config, tmp_path / "one")
-    mixture = Mixture(dict(config.data.tasks), backbones.load(str(model)).tokenizer, 300, 400, seed=6, group=2)
-    assert len({mixture[i].task for i in range(10)}) == 2
-    assert any(mixture[i].task != mixture[i + 1].task for i in range(0, 10, 2))  # ranks that differ in one step
+    mixed = Mixture(dict(config.data.tasks), backbones.load(str(model)).tokenizer, 300, 400, seed=6, group=2)
+    assert len({mixed[i].task for i in range(10)}) == 2
+    assert any(mixed[i].task != mixed[i + 1].task for i in range(0, 10, 2))  # ranks that differ in one step
     for stage in ("stage1", "stage2"):
         for ours, theirs in zip(record(tmp_path / "ranks", stage), record(tmp_path / "one", stage), strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-12)
     torch.testing.assert_close(alpha(tmp_path / "ranks"), alpha(tmp_path / "one"), rtol=1e-5, atol=1e-6)
+    ranks, one = (ChannelMask.load(tmp_path / name / "mask.safetensors") for name in ("ranks", "one"))
+    assert torch.equal(ranks.keep, one.keep)
 
 
 @pytest.mark.parametrize("start", [0, 3])
 def test_ranks_share_the_documents_of_one_process(model, start):
     backbone = backbones.load(str(model))
-    mixture = Mixture({"multikey": 1, "kv": 1}, backbone.tokenizer, 300, 400, group=4)
+    mixed = Mixture({"multikey": 1, "kv": 1}, backbone.tokenizer, 300, 400, group=4)
     for item in range(2):
         first = (start + item) * 4
-        whole = Steps(backbone, mixture, 4, start, 0, 1)[item].documents
-        assert torch.equal(whole, collate(backbone, [mixture[first + i] for i in range(4)]).documents)
+        whole = Steps(backbone, mixed, 4, start, 0, 1)[item].documents
+        assert torch.equal(whole, collate(backbone, [mixed[first + i] for i in range(4)]).documents)
         for ranks, each in ((2, 2), (4, 1)):
-            parts = [Steps(backbone, mixture, each, start, rank, ranks)[item] for rank in range(ranks)]
+            parts = [Steps(backbone, mixed, each, start, rank, ranks)[item] for rank in range(ranks)]
             rows = [row[:n] for part in parts for row, n in zip(part.documents, part.document_lengths, strict=True)]
             assert all(torch.equal(row, whole[i, : len(row)]) for i, row in enumerate(rows))
             assert len(rows) == 4
+
+
+class Numbers:
+    """A mixture whose document number i is i."""
+
+    def __getitem__(self, index):
+        return index
+
+
+@given(st.integers(1, 5), st.integers(0, 50), st.integers(1, 4))
+def test_any_number_of_ranks_sees_the_same_documents(quarter, start, steps):
+    """At the same documents a step: the same in every step, each once, none left out between steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "collate", lambda backbone, documents: documents)
+        for world in (1, 2, 4):
+            ranks = [Steps(None, Numbers(), 4 * quarter // world, start, rank, world) for rank in range(world)]
+            for item in range(steps):
+                seen = [number for rank in ranks for number in rank[item]]
+                assert seen == [*range((start + item) * 4 * quarter, (start + item + 1) * 4 * quarter)]
+
+
+def test_documents_do_not_depend_on_the_number_of_ranks(model):
+    """What number i is, its length included: the same at the same documents a step."""
+    backbone = backbones.load(str(model))
+    made = [
+        mixture(settings(model, "++data.tasks.kv=1", f"data.documents={4 // world}"), backbone, "stage1", world)
+        for world in (1, 2, 4)
+    ]
+    for index in range(8):
+        assert made[0][index] == made[1][index] == made[2][index]
+    for mixed in made:
+        assert len({mixed.length_of(i) for i in range(4)}) == 1  # so that no rank waits for a longer document
 
 
 @pytest.mark.slow

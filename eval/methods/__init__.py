@@ -35,7 +35,9 @@ REGISTRY: dict[str, dict[str, str]] = {
         "snapkv": "eval.methods.snapkv:SnapKV",
         "streaming_llm": "eval.methods.streaming_llm:StreamingLLM",
     },
-    "bits": {},
+    "bits": {
+        "kivi": "eval.methods.kivi:KIVI",
+    },
     "reads": {
         "double_sparsity": "eval.methods.double_sparsity:DoubleSparsity",
         "quest": "eval.methods.quest:Quest",
