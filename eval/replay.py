@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -128,26 +128,13 @@ class Replay:
         device = self.model.device
         ids, real = pad_left(first, self.pad, device)
         after, chunk = max(room) + max(map(len, then)), self.settings.prefill_chunk
-        sharing = [method for method in methods if method.prefill is None]
-        obs = max((method.obs_queries for method in sharing), default=0)
-        sums = any(method.column_sums for method in sharing)
-        start, allocated = self._now(), self._allocated()
-        dense = prefill(self.model, ids, real, after, obs, chunk, sums) if sharing else None
-        of_dense = self._now() - start, self._allocated() - allocated
-        for method in methods:
+        for method, prompt, (prefilled, taken) in self._prefills(methods, ids, real, after, chunk):
             start, allocated = self._now(), self._allocated()
-            if method.prefill is None:
-                assert dense is not None
-                prompt, (prefilled, taken) = dense, of_dense
-            else:
-                prompt = method.prefill.run(self.model, ids, real, after, method.obs_queries, chunk)
-                prefilled, taken = self._now() - start, self._allocated() - allocated
-            start = self._now()
             cache = method.cache(self.model, prompt)
             sealed = self._now() - start
             held = cache_bytes(cache, prompt)
             if method.prefill is not None:
-                prompt = replace(prompt, layers=[])  # the cache has what it needs of them
+                prompt.layers.clear()  # the cache has what it needs of them
             if device.type == "cuda":
                 held["allocated"] = taken if "dense" in held else self._allocated() - allocated
             logits, mask, lengths, asked, start = prompt.logits, prompt.real, prompt.lengths, 0.0, self._now()
@@ -160,13 +147,35 @@ class Replay:
             start = self._now()
             tokens, steps = greedy(self.model, cache, logits, mask, lengths, self.eos, room, least, self._stops(rows))
             decoded = self._now() - start
-            del cache
+            del cache, prompt  # before the next pass
             seconds = {"prefill": prefilled, "seal": sealed, "question": asked, "decode": decoded}
             yield method, [
                 Answer(t, self.tokenizer.decode(t, skip_special_tokens=True), seconds, steps, len(rows),
                        {name: value // len(rows) for name, value in held.items()})
                 for t in tokens
             ]  # fmt: skip
+
+    def _prefills(
+        self, methods: Sequence[Method], ids: Tensor, real: Tensor | None, room: int, chunk: int | None
+    ) -> Iterator[tuple[Method, Prefill, tuple[float, int]]]:
+        """Each method with its pass over the prompts, and that pass's seconds and bytes.
+
+        Two dense passes are shared: one by the methods that want column sums, so that none pays for what it does not
+        ask, and one by the others. A method's own pass is its alone.
+        """
+        groups = [[m for m in methods if m.prefill is None and m.column_sums == sums] for sums in (False, True)]
+        groups += [[m] for m in methods if m.prefill is not None]
+        for group in filter(None, groups):
+            start, allocated = self._now(), self._allocated()
+            obs, one = max(method.obs_queries for method in group), group[0]
+            if one.prefill is None:
+                prompt = prefill(self.model, ids, real, room, obs, chunk, one.column_sums)
+            else:
+                prompt = one.prefill.run(self.model, ids, real, room, obs, chunk)
+            spent = self._now() - start, self._allocated() - allocated
+            for method in group:
+                yield method, prompt, spent
+            del prompt
 
     def _stops(self, rows: Sequence[Row]) -> Any:
         if not any(row.stop for row in rows):

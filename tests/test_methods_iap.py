@@ -186,3 +186,11 @@ def test_bad_settings_are_named(given_settings, message):
     made = method("iap", {"channels": {"name": "iap", **given_settings}})
     with pytest.raises(ValueError, match=message):
         made.channels.check(tiny_model("llama").config, None)
+
+
+def test_a_prompt_of_recent_tokens_alone_is_scored_on_them():
+    """Else nothing is scored, and the channels of the lowest numbers go."""
+    model, ids = tiny_model("llama"), torch.arange(2, 14)[None]
+    seen = prefill(model, ids, None, 0, 4)
+    found = IAP(0.5, queries=4, recent=12).keep(seen, model.config)
+    assert torch.equal(found, IAP(0.5, queries=4, recent=0).keep(seen, model.config))

@@ -30,10 +30,11 @@ class DuoAttention(Tokens):
     """ratio: share of the KV heads that stream. pattern: a full_attention_heads.tsv of its authors, gates [L, H]; the
     heads of the lowest gates stream. None = no training: those of the highest w_hf (LeanK, section 5.2) stream.
 
-    task, length, seed: the one sample on which w_hf is measured (the paper: RULER's vt at 64K); queries: its last ones,
-    q. w_hf = ||q_high K_high^T|| / ||q K^T||, high = the half of the channels that RoPE turns fastest;
-    Frobenius norms over the queries of a KV head's group. Of equal gates the lower layer's head streams first (the
-    authors' code draws lots); int(ratio * heads + 0.5) heads do.
+    task, length, seed: the one sample on which w_hf is measured (the paper, at 64K: RULER's vt in appendix D, a niah
+    task in section 5.2); queries: its last ones, q. w_hf = ||q_high K_high^T|| / ||q K^T||, high = the
+    half of the channels that RoPE turns fastest; Frobenius norms over the queries of a KV head's group.
+    Of equal gates the lower layer's head streams first (the authors' code draws lots);
+    int(ratio * heads + 0.5) heads do.
     """
 
     free = "ratio"
@@ -91,7 +92,7 @@ class DuoAttention(Tokens):
         return draw(self.task, self.length, TokenCounter(tokenizer), self.seed, 0)
 
     def streaming(self) -> Tensor:
-        """Heads that stream, bool [L, H]; never those of layers whose own attention slides."""
+        """Heads that stream, bool [L, H]; by w_hf never those of layers whose own attention slides."""
         if self.pattern is None and not self._found:
             raise RuntimeError("duo_attention must be calibrated before it is used")
         full = -self._found["ratio"] if self.pattern is None else self.gates

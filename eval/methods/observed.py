@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from eval.prefill import Prefill, PromptLayer
@@ -31,7 +32,8 @@ class Seen(NamedTuple):
 
 
 def seen(prefill: Prefill, queries: int = 0, recent: int = 0) -> Iterator[Seen]:
-    """Every layer of B prompts, its keys without padding, what the tokens axis dropped, and the last `recent` tokens.
+    """Every layer of B prompts, its keys without padding, what the tokens axis dropped, and the last `recent` tokens;
+    a head that has no others keeps those.
 
     A layer whose attention slides stays dense whatever is chosen for it: the first that does not stands for it. Raises
     ValueError if a prompt has fewer tokens than `queries`.
@@ -48,9 +50,10 @@ def seen(prefill: Prefill, queries: int = 0, recent: int = 0) -> Iterator[Seen]:
         real = layer.real(prefill.real)
         if real is None:
             real = layer.keys.new_ones(layer.keys.shape[0], layer.keys.shape[2]).bool()
-        stays = real[:, None].clone() if chosen is None else chosen & real[:, None]
-        stays[..., max(0, stays.shape[-1] - recent) :] = False
-        yield Seen(layer, stays)
+        stays = real[:, None] if chosen is None else chosen & real[:, None]
+        earlier = stays.clone()
+        earlier[..., max(0, stays.shape[-1] - recent) :] = False
+        yield Seen(layer, torch.where(earlier.any(-1, keepdim=True), earlier, stays))
 
 
 def check_observed(ratio: float, queries: int, group: str = GROUPS[0]) -> None:

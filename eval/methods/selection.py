@@ -12,6 +12,7 @@ from torch import Tensor
 from eval.cache.store import Sizes, middle_columns, number
 from eval.models import shape_of
 from eval.prefill import Prefill, PromptLayer
+from leank_train.baselines import top
 
 Scores = Callable[[PromptLayer, Tensor | None], Tensor]  # (layer, its real columns [B, T]) -> scores [B, H, T]
 
@@ -57,6 +58,4 @@ def keep_best(prefill: Prefill, sizes: Sizes, counts: Sequence[int | Tensor], sc
 
 def best(scores: Tensor, among: Tensor, count: Tensor) -> Tensor:
     """The `count` [B] highest scores [B, H, T] of the columns `among` [B, T] in every head, bool [B, H, T]."""
-    order = scores.masked_fill(~among[:, None], -torch.inf).argsort(dim=-1, descending=True, stable=True)
-    first = torch.arange(order.shape[-1], device=order.device) < count[:, None, None]
-    return torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order, first.expand_as(order)) & among[:, None]
+    return top(scores.masked_fill(~among[:, None], -torch.inf), count[:, None, None]) & among[:, None]
