@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, which importing a model does
@@ -20,6 +21,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+# a busy machine is no reason to fail
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 torch.set_num_threads(1)  # threads cost more than they give on models this small
 
 ARCHITECTURES = {

@@ -6,6 +6,7 @@ Every line becomes a row and is scored once, with an empty reply, before any wei
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from eval.benchmarks.scoring import score_row
 
 
 @dataclass
-class FromFiles:
+class FromFiles(ABC):
     """path: where the data is; None asks the hub. samples: the first so many of each task, None = all."""
 
     path: str | None = None
@@ -35,13 +36,13 @@ class FromFiles:
         """The tasks. Raises ValueError for an unknown one."""
         return [self.name]
 
+    @abstractmethod
     def read(self, task: str) -> Iterable[Any]:
         """The task's lines."""
-        raise NotImplementedError
 
+    @abstractmethod
     def build(self, task: str, line: Any, tokenizer: Any = None, max_length: int | None = None) -> Row:
         """One line as a row."""
-        raise NotImplementedError
 
     def check(self, config: Any, tokenizer: Any, overhead: int, max_new_tokens: int | None = None) -> None:
         """See `Benchmark.check`; reads all lines."""

@@ -11,11 +11,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Token ids, with the special tokens that the model's prompts carry."""
-        ...
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         """Text of the ids."""
-        ...
 
 
 def truncate_middle(text: str, max_length: int, tokenizer: Tokenizer) -> str:

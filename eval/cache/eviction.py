@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from typing import Self
 
 import numpy as np
@@ -15,7 +16,7 @@ from eval.cache.pages import Segment
 SCORE = 4  # bytes of a token's score in one KV head
 
 
-class Eviction:
+class Eviction(ABC):
     """A layer's policy; a subclass says which tokens `stay`.
 
     scores[row][head] [n] float32: attention that each token held (sink, middle, window, in order) has received from
@@ -37,9 +38,9 @@ class Eviction:
         old = self.scores[row][head]
         self.scores[row][head] = pad(self.decay * old, (0, len(weights) - len(old))) + weights.float()
 
+    @abstractmethod
     def stay(self, row: int, sink: int, middle: np.ndarray, window: int) -> list[Tensor] | None:
         """Of every head of a row, which of its middle [H] tokens stay, bool; None = all. sink, window: tokens held."""
-        raise NotImplementedError
 
     def forget(self, row: int, head: int, first: int, stay: Tensor) -> None:
         """Drop the scores of tokens that have left; stay [n] bool says it of the n tokens held from `first` on."""

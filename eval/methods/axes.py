@@ -5,6 +5,7 @@ The fields of such a class are its configuration. A combination is a Method (eva
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -54,15 +55,15 @@ class Axis:
         return 0
 
 
-class Channels(Axis):
+class Channels(Axis, ABC):
     """Which channels of the middle's keys stay."""
 
+    @abstractmethod
     def keep(self, prefill: Prefill, config: Any) -> Tensor:
         """Kept channels of K, bool [L, H, D] for all rows or [B, L, H, D].
 
         `prefill.selected` says which tokens the method keeps, where it does not keep all.
         """
-        raise NotImplementedError
 
     def keep_values(self, prefill: Prefill, config: Any) -> Tensor | None:
         """Kept channels of V, as `keep`; None = all."""
@@ -84,15 +85,15 @@ class Uniform(Channels):
         return np.full((layers, heads), dim - pruned(dim, self.ratio)), np.full((layers, heads), dim)
 
 
-class Tokens(Axis):
+class Tokens(Axis, ABC):
     """Which tokens of the middle stay."""
 
+    @abstractmethod
     def keep(self, prefill: Prefill, config: Any, sizes: Sizes) -> list[Tensor | None]:
         """Of every layer, the prompt's tokens that stay, bool [B, H, T] over its columns; None = all of the layer.
 
         Sink and window stay whatever this says. Layers whose own attention slides are None.
         """
-        raise NotImplementedError
 
     def joins(self, config: Any) -> Tensor | None:
         """Bool [L, H]: whether tokens that leave the window while decoding join the middle; None = all do."""
@@ -115,34 +116,34 @@ class Tokens(Axis):
         return True
 
 
-class Bits(Axis):
+class Bits(Axis, ABC):
     """How the numbers of the middle are stored."""
 
+    @abstractmethod
     def of_layer(self, index: int, config: Any) -> middle.Bits | None:
         """The choice for one layer; None = as they come."""
-        raise NotImplementedError
 
+    @abstractmethod
     def packed(self, held: Held) -> float:
         """Bytes of the middle's K and V."""
-        raise NotImplementedError
 
 
-class Reads(Axis):
+class Reads(Axis, ABC):
     """Which tokens of the middle a decoding step reads."""
 
+    @abstractmethod
     def of_layer(self, index: int, config: Any) -> middle.Reads | None:
         """The choice for one layer; None = all of them."""
-        raise NotImplementedError
 
 
-class PrefillPass(Axis):
+class PrefillPass(Axis, ABC):
     """A pass over the prompt that is not the dense one: it drops tokens on its way up."""
 
+    @abstractmethod
     def run(
         self, model: PreTrainedModel, ids: Tensor, real: Tensor | None, room: int, obs_queries: int, chunk: int | None
     ) -> Prefill:
         """As eval.prefill.prefill, which it takes the place of."""
-        raise NotImplementedError
 
     def kept(self, config: Any, length: int) -> tuple[list[int], list[int]] | None:
         """How many of a prompt's `length` tokens each layer gets, at least and at most; None = who knows."""

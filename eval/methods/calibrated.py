@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -31,9 +32,9 @@ class Calibrated(Uniform):
     _found: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
+    @abstractmethod
     def observed(self) -> int:
         """How many of a sample's last queries to look at."""
-        raise NotImplementedError
 
     def check(self, config: Any, tokenizer: Any) -> None:
         check_observed(self.ratio, self.observed)
@@ -61,6 +62,6 @@ class Calibrated(Uniform):
             raise RuntimeError("a static mask must be calibrated before it is used")
         return best(self._found["total"], self.ratio)
 
+    @abstractmethod
     def scores(self, prefill: Prefill) -> Tensor:
         """How much each channel matters to the samples of one pass [B, L, H, D]; only ranks within a head count."""
-        raise NotImplementedError

@@ -5,6 +5,7 @@ Rows run one by one without padding, for each may drop other tokens at another l
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -68,9 +69,9 @@ class RowPass(PrefillPass):
                     " needs full attention in every layer: leave out `prefill` for this model"
                 )
 
+    @abstractmethod
     def row(self, model: PreTrainedModel, ids: Tensor, room: int, obs_queries: int) -> Prefill:
         """The pass over one prompt ids [1, T]."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def run(
