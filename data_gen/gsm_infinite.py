@@ -23,6 +23,9 @@ from data_gen.tokens import TokenCounter
 
 MODES = ("normalforward", "forwardreverse")
 LARGE = 60  # a quantity above this is not multiplied any more
+LARGEST = 1000  # a problem on whose path a quantity is larger is drawn anew
+# fewest and most statements that the answer does not need, without filler; counted in the official problems
+_DISTRACTORS = {"medium": (1, 5), "medium, op of at least 10": (0, 1), "hard": (4, 16)}
 # 40, 5 and 5 per cent of the problems in each of the two modes
 _MIX = ("crazy_zootopia",) * 8 + ("teachers_in_school", "movie_festival_awards")
 
@@ -37,11 +40,17 @@ class _Template:
     total: str
     grand: str
 
+    def names(self) -> tuple[list[str], list[str]]:
+        """All kinds and all places."""
+        kinds = [f"{a} {b}" for a, b in product(self.kinds[0].split(","), self.kinds[1].split(","))]
+        return kinds, [a + b for a, b in product(self.places[0].split(","), self.places[1].split(","))]
+
 
 _TEMPLATES = {
     "crazy_zootopia": _Template(
-        ("adult spotted,adult striped,adult grey,adult golden,adult horned,adult shaggy,adult dwarf,adult giant,"
-         "adult crested,adult ringed", "lynx,badger,otter,ibis,gecko,marten,heron,tortoise,lemur,beaver"),
+        ("adult", "lynx,badger,otter,ibis,gecko,heron,tortoise,lemur,beaver,moose,hare,seal,whale,swan,goose,duck,frog,"
+         "toad,newt,snake,lizard,camel,goat,sheep,horse,pony,mouse,bat,mole,hedgehog,shark,trout,salmon,crab,spider,"
+         "beetle,ant,moth,falcon,stork"),
         ("Amber,Birch,Cobalt,Dawn,Ember,Fern,Garnet,Hazel,Indigo,Juniper,Kestrel,Lark",
          " Hollow, Ridge, Marsh, Grove, Bay, Meadow, Canyon, Reserve"),
         "the average number of newborn children per {kind} in {place}", "the total number of adult animals in {place}",
@@ -136,12 +145,12 @@ class _Graph:
         self._evaluate()
         return asked
 
-    def distract(self) -> tuple[_Quantity, _Definition]:
-        """A quantity that nothing depends on, defined by quantities there are."""
+    def distract(self, refs: int) -> tuple[_Quantity, _Definition]:
+        """A quantity that nothing depends on, defined by so many quantities there are, or by a number."""
         known = list(self.definitions)  # not other distractors: they would grow without end
         new = self._new(self._simple())
-        made = _Definition(self.rng.sample(known, min(len(known), self.rng.randint(1, 3))))
-        if self.rng.random() < 0.3:
+        made = _Definition(self.rng.sample(known, min(len(known), refs)))
+        if not made.refs or self.rng.random() < 0.3:
             made.constant = self.rng.randint(2, 4)
         self._join(new, made)
         return new, made
@@ -152,18 +161,24 @@ class _Graph:
     def _new(self, what: str) -> _Quantity:
         """A quantity of that kind which nothing has named yet; the place of a total is its own from now on."""
         if what in ("total", "grand"):
-            used = {q.place for q in self.taken}
-            place = self.rng.choice([p for p in self.places if p not in used])
+            place = self.rng.choice(self._unused())
             self.closed.add(place)
             found = _Quantity(what, place)
         else:
             places = [p for p in self.places if p not in self.closed]
-            while True:
+            for _ in range(10_000):
                 found = _Quantity(what, self.rng.choice(places), self.rng.choice(self.kinds))
                 if found not in self.taken:
                     break
+            else:
+                raise ValueError(f"all names are taken after {len(self.taken)} quantities; lower length")
         self.taken.add(found)
         return found
+
+    def _unused(self) -> list[str]:
+        """Places of which nothing has been named yet."""
+        used = {q.place for q in self.taken}
+        return [p for p in self.places if p not in used]
 
     def _define(self, q: _Quantity, left: int) -> int:
         """Define `q` with at most `left` edges, leaving enough for the open ones; the edges it took."""
@@ -180,12 +195,13 @@ class _Graph:
         if spare == 1 or (self.open and self.rng.random() < 0.25):
             self.definitions[q] = _Definition([], constant=self.rng.randint(1, 4))
             return 1
+        reuse, totals = ((0, 0, 1, 1, 2), 0.2) if self.d == 3 else ((0, 1, 2, 2), 0.4)  # medium: fewer, denser
         constant = spare > 2 and self.rng.random() < 0.5
         room = spare - constant
-        refs = self.rng.sample(self.open, min(len(self.open), self.rng.choice((0, 0, 1, 1, 2)), room - 2))
+        refs = self.rng.sample(self.open, min(len(self.open), self.rng.choice(reuse), room - 2))
         room -= len(refs)
         for _ in range(self.rng.randint(1, 2)):
-            what = "total" if room >= 3 and self.rng.random() < 0.2 else self._simple()
+            what = "total" if room >= 3 and self.rng.random() < totals and self._unused() else self._simple()
             if room >= 2:
                 new = self._new(what)
                 room -= 1 + new.needs
@@ -226,10 +242,10 @@ def realistic(
     """One problem, the same for the same arguments.
 
     op: edges on the solution path, at least 2. d: 2 (medium) or 3 (hard). length: 0, or the nominal tokens. As in the
-    benchmark the filler takes length - 1000 - 7 times the problem (tokens by `counter`), so that samples are shorter
-    than their name says.
+    benchmark the filler is a statement for every 40 tokens of length - 1000 - 7 times the problem (tokens by
+    `counter`); statements take about 30, so that samples are shorter than their name says.
 
-    Raises ValueError for a setting out of range.
+    Raises ValueError for a setting out of range, or where the length asks for more statements than there are names.
     """
     if template not in _TEMPLATES:
         raise ValueError(f"template={template!r} is unknown; choose one of {', '.join(TEMPLATES)}")
@@ -244,19 +260,19 @@ def realistic(
     while True:
         graph, asked = _core(op, d, words, mode, rng)
         unknown = _solve_for(graph, asked, rng) if mode == "forwardreverse" else None
-        if mode == "normalforward" or unknown is not None:
+        if max(graph.values.values()) <= LARGEST and (mode == "normalforward" or unknown is not None):
             break
     core = dict(graph.definitions)
     lines = [_sentence(words, q, made) for q, made in core.items() if q.what in ("number", "average") and q != unknown]
     if unknown is not None:
         lines.append(f"{_capital(_name(words, unknown))} is not given, but it is greater than 0.")
         lines.append(f"{_capital(_name(words, asked))} equals {graph.values[asked]}.")
-    lines += [_sentence(words, *graph.distract()) for _ in range(rng.randint(4, 6 + op))]
+    few, many = _DISTRACTORS["hard" if d == 3 else "medium" if op < 10 else "medium, op of at least 10"]
+    lines += [_sentence(words, *graph.distract(rng.randint(0, 2))) for _ in range(rng.randint(few, many))]
     if length and counter is not None:
-        left = length - 1000 - 7 * counter.count(" ".join(lines), remember=False)
-        while left > 0:
-            lines.append(_sentence(words, *graph.distract()))
-            left -= counter.pieces(lines[-1:], " ", remember=False)[0]
+        graph.kinds, graph.places = words.names()
+        spare = length - 1000 - 7 * counter.count(" ".join(lines), remember=False)
+        lines += [_sentence(words, *graph.distract(rng.choice((1, 1, 1, 2)))) for _ in range(spare // 40)]
     rng.shuffle(lines)
     answer = unknown if unknown is not None else asked
     steps = [f"{_capital(_name(words, q))} is {graph.values[q]}." for q in reversed(core)]
@@ -269,26 +285,29 @@ def realistic(
     )  # fmt: skip
 
 
+def nth(d: int, length: int, op: int, index: int, seed: int = 42, counter: TokenCounter | None = None) -> Problem:
+    """Problem number `index` of an op, in the benchmark's mix of templates and modes (40, 5 and 5 per cent a mode)."""
+    return realistic(op, d, _MIX[index // 2 % len(_MIX)], MODES[index % 2], seed, index, length, counter)
+
+
 def benchmark(
     d: int, length: int, ops: Sequence[int], count: int, seed: int = 42, counter: TokenCounter | None = None
 ) -> Iterator[Problem]:
-    """`count` problems for each op, in the benchmark's mix of templates and modes (40, 5 and 5 per cent a mode)."""
+    """The first `count` problems of each op, see `nth`."""
     for op in ops:
         for index in range(count):
-            template, mode = _MIX[index // 2 % len(_MIX)], MODES[index % 2]
-            yield realistic(op, d, template, mode, seed, index, length, counter)
+            yield nth(d, length, op, index, seed, counter)
 
 
 def _core(op: int, d: int, words: _Template, mode: str, rng: random.Random) -> tuple[_Graph, _Quantity]:
-    kinds = [f"{a} {b}" for a, b in product(words.kinds[0].split(","), words.kinds[1].split(","))]
-    places = [a + b for a, b in product(words.places[0].split(","), words.places[1].split(","))]
-    few = max(4, op)  # the fewer there are, the more a problem's quantities look alike
-    graph = _Graph(d, rng.sample(kinds, min(few, 8)), rng.sample(places, min(3 + few, len(places))), rng)
+    kinds, places = words.names()
+    few = rng.sample(places, min(len(places), 7 + op // 3))
+    graph = _Graph(d, rng.sample(kinds, 4), few[2:], rng)
     targets = ["total"]
     if mode == "normalforward":
-        targets += ["number"] + ["average"] * (d == 3) + ["grand"] * (d == 3 and op >= 4)
+        targets += ["number", "average"] + ["grand"] * (op >= 4) if d == 3 else ["total", "total", "number"]
     asked = graph.grow(rng.choice(targets), op)
-    graph.kinds, graph.places = kinds, places  # distractors and filler may name anything
+    graph.places = few  # two that have no total, for distractors
     return graph, asked
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from eval.benchmarks.base import Benchmark
 from eval.job import Job
-from eval.methods import method
+from eval.methods import Method, method
 from eval.methods.leank import LeanK
 from eval.models import ModelConfig, load_config
 from eval.prompts import overhead
@@ -18,8 +18,12 @@ from eval.replay import Settings
 
 # name -> "module:class"; imported when first used
 BENCHMARKS = {
-    "gsm_infinite": "eval.benchmarks.files:GsmInfinite",
+    "gsm_infinite": "eval.benchmarks.problems:GsmInfinite",
+    "infinitebench": "eval.benchmarks.files:InfiniteBench",
     "longbench": "eval.benchmarks.files:LongBench",
+    "math500": "eval.benchmarks.files:Math500",
+    "mmlu": "eval.benchmarks.files:Mmlu",
+    "niah": "eval.benchmarks.niah:Niah",
     "ruler": "eval.benchmarks.ruler:Ruler",
 }
 GROUPS = ("model", "benchmark", "method", "cache", "mask", "name")
@@ -45,12 +49,9 @@ def build_benchmark(config: Mapping[str, Any]) -> Benchmark:
     return typed(getattr(importlib.import_module(module), attribute), config, "benchmark.")
 
 
-def build_job(config: Mapping[str, Any]) -> tuple[Job, Any]:
-    """(job, tokenizer) of a resolved configuration, conf/eval.yaml's. Raises ValueError or FileNotFoundError, naming
-    the setting at fault."""
-    settings = typed(Settings, {k: v for k, v in config.items() if k not in GROUPS}, "")
-    model = typed(ModelConfig, config.get("model") or {}, "model.")
-    _ = model.torch_dtype  # raises for an unknown one
+def build_methods(config: Mapping[str, Any], model_config: Any, tokenizer: Any) -> list[Method]:
+    """The methods of a resolved configuration, checked against a model's config. Raises ValueError or
+    FileNotFoundError, naming the setting at fault."""
     labels = config.get("method") or {}
     if not labels:
         raise ValueError("method is empty; give method=[dense,leank] or other names of conf/method")
@@ -61,14 +62,31 @@ def build_job(config: Mapping[str, Any]) -> tuple[Job, Any]:
             for key in ("sink", "window"):
                 if trained.get(key) not in (None, getattr(one, key)):
                     log.warning("mask was trained with %s=%s; cache.%s=%s", key, trained[key], key, getattr(one, key))
-    benchmark = build_benchmark(config.get("benchmark") or {})
-    model_config, tokenizer = load_config(model)
-    text_config = model_config.get_text_config(decoder=True)
-    benchmark.check(text_config, tokenizer, overhead(tokenizer, model.chat))
-    for one in methods:
         for choice in one.axes.values():
             try:
-                choice.check(text_config, tokenizer)
+                choice.check(model_config.get_text_config(decoder=True), tokenizer)
             except ValueError as error:
                 raise ValueError(f"method.{one.label}: {error}") from error
+    return methods
+
+
+def build_model(config: Mapping[str, Any]) -> tuple[ModelConfig, Settings, Any, Any]:
+    """(model, settings of the replay, the model's own config, tokenizer) of a resolved configuration; no weights.
+
+    Raises ValueError or FileNotFoundError, naming the setting at fault.
+    """
+    settings = typed(Settings, {k: v for k, v in config.items() if k not in GROUPS}, "")
+    model = typed(ModelConfig, config.get("model") or {}, "model.")
+    _ = model.torch_dtype  # raises for an unknown one
+    return model, settings, *load_config(model)
+
+
+def build_job(config: Mapping[str, Any]) -> tuple[Job, Any]:
+    """(job, tokenizer) of a resolved configuration, conf/eval.yaml's. Raises ValueError or FileNotFoundError, naming
+    the setting at fault."""
+    model, settings, model_config, tokenizer = build_model(config)
+    methods = build_methods(config, model_config, tokenizer)
+    benchmark = build_benchmark(config.get("benchmark") or {})
+    text_config = model_config.get_text_config(decoder=True)
+    benchmark.check(text_config, tokenizer, overhead(tokenizer, model.chat), settings.max_new_tokens)
     return Job(model, methods, benchmark, settings), tokenizer

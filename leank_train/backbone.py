@@ -74,13 +74,28 @@ def load_config(name: str, overrides: dict[str, Any] | None = None) -> Any:
     """The model's config with overrides (such as YaRN's rope_parameters). Raises FileNotFoundError with what to do."""
     try:
         config = AutoConfig.from_pretrained(resolve(name))
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise FileNotFoundError(_missing(name, error)) from error
     for key, value in (overrides or {}).items():
         if key == "rope_parameters":
             value = {**(getattr(config, "rope_parameters", None) or {}), **value}
         setattr(config, key, value)
     return config
+
+
+def load_tokenizer(name: str) -> Any:
+    """The model's tokenizer. Raises FileNotFoundError with what to do."""
+    try:
+        return AutoTokenizer.from_pretrained(resolve(name))
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(_missing(name, error)) from error
+
+
+def torch_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """The type of weights that a setting means on a device. Raises ValueError for an unknown one."""
+    if dtype not in DTYPES:
+        raise ValueError(f"model.dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+    return getattr(torch, ("bfloat16" if device.type == "cuda" else "float32") if dtype == "auto" else dtype)
 
 
 def load(
@@ -98,12 +113,10 @@ def load(
     Raises FileNotFoundError where weights or tokenizer cannot be had, ValueError for a model that cannot be pruned.
     """
     device = torch.device(device)
-    if dtype not in DTYPES:
-        raise ValueError(f"model.dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
-    kind = getattr(torch, ("bfloat16" if device.type == "cuda" else "float32") if dtype == "auto" else dtype)
+    kind = torch_dtype(dtype, device)
     config = load_config(name, overrides)
+    tokenizer = load_tokenizer(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(resolve(name))
         model = AutoModelForCausalLM.from_pretrained(
             resolve(name), config=config, dtype=kind, attn_implementation=attention
         )

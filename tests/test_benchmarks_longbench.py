@@ -5,6 +5,7 @@ import zipfile
 import pytest
 
 from eval.benchmarks import longbench, scoring
+from eval.benchmarks.prompting import truncate_middle
 
 DATA = {
     "input": "Who?",
@@ -54,10 +55,10 @@ def test_facts_of_the_tasks():
 
 def test_truncation_keeps_both_ends():
     text = "a b c d e f g"  # 8 tokens with the special one
-    assert longbench.truncate_middle(text, 8, Words()) == text
-    assert longbench.truncate_middle(text, 7, Words()) == "a be f g"  # 3 + 3; the special token counts, then goes
+    assert truncate_middle(text, 8, Words()) == text
+    assert truncate_middle(text, 7, Words()) == "a be f g"  # 3 + 3; the special token counts, then goes
     with pytest.raises(ValueError, match="max_length=1 leaves no prompt"):
-        longbench.truncate_middle(text, 1, Words())
+        truncate_middle(text, 1, Words())
 
 
 def test_truncated_row_keeps_its_question_where_it_can():

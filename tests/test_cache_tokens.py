@@ -87,18 +87,17 @@ class Case:
     def prompt(self):
         return self.tokens.shape[-1]
 
-    def method(self):
+    def method(self, tokens):
         names = dict(zip(("sink", "window", "flush"), self.sizes, strict=True))
-        return Method("m", GivenChannels(self.keep, self.pruned), GivenTokens(self.tokens, self.joins), **names)
+        return Method("m", GivenChannels(self.keep, self.pruned), GivenTokens(tokens, self.joins), **names)
 
     def cache(self, row=None):
         """The method's cache with the prompts, or with one row of them alone, without its padding, in it."""
-        ids, real, method = self.ids[:, : self.prompt], self.mask[:, : self.prompt].bool(), self.method()
+        ids, real, tokens = self.ids[:, : self.prompt], self.mask[:, : self.prompt].bool(), self.tokens
         if row is not None:
             ids, real = ids[row : row + 1, real[row]], None
-            tokens = self.tokens[:, row : row + 1, :, -ids.shape[1] :]
-            method = Method("m", method.channels, GivenTokens(tokens, self.joins), *[None] * 3, *self.sizes)
-        return method.cache(self.model, prefill(self.model, ids, real, 0))
+            tokens = tokens[:, row : row + 1, :, -ids.shape[1] :]
+        return self.method(tokens).cache(self.model, prefill(self.model, ids, real, 0))
 
     def oracle(self):
         by_layer = {"tokens": self.tokens, "joins": self.joins}

@@ -28,7 +28,11 @@ def test_every_problem_is_solvable_from_its_text(template, mode, d):
             assert made.solution.endswith(f"Answer: {made.answer}.")
 
 
-@pytest.mark.parametrize("length", [8000, 16_000, 32_000])
+# tokens that official samples of a nominal length have, least and most
+OFFICIAL_TOKENS = {8000: (900, 4900), 16_000: (6000, 10_000), 32_000: (20_000, 25_000)}
+
+
+@pytest.mark.parametrize("length", OFFICIAL_TOKENS)
 @pytest.mark.parametrize("mode", MODES)
 def test_filler_never_feeds_the_problem(mode, length):
     counter = TokenCounter(tokenizer("gpt4"))
@@ -36,9 +40,34 @@ def test_filler_never_feeds_the_problem(mode, length):
         made = realistic(6, 3, TEMPLATES[index], mode, 0, index, length, counter)
         assert solve(made.problem, made.question) == ([made.answer], 6)
         tokens = counter.count(made.problem, remember=False)
-        assert 0.2 * length < tokens < length
+        least, most = OFFICIAL_TOKENS[length]
+        assert 0.9 * least < tokens < 1.4 * most  # the test's tokenizer takes a fifth more than cl100k
         text, _ = read(made.problem, made.question)
-        assert len(text.defined) > length / 250
+        assert len(text.defined) > length / 400
+
+
+# mean statements a problem of 40 official ones (20 a mode) without filler, by (d, op): counted, not copied
+OFFICIAL_STATEMENTS = {
+    (2, 2): 3.9, (2, 4): 5.6, (2, 6): 9.0, (2, 8): 7.5, (2, 12): 5.4, (2, 16): 6.5, (2, 20): 8.7,
+    (3, 2): 16.8, (3, 4): 10.3, (3, 6): 14.5, (3, 8): 12.8, (3, 12): 17.1, (3, 16): 18.1, (3, 20): 21.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("d", [2, 3])
+def test_problems_are_about_as_long_as_the_official_ones(d):
+    means = {op: [] for of, op in OFFICIAL_STATEMENTS if of == d}
+    for op, found in means.items():
+        found += [p.problem.count(". ") + 1 for p in benchmark(d, 0, [op], 40)]
+        assert min(found) >= 2
+    ratio = {op: sum(found) / len(found) / OFFICIAL_STATEMENTS[d, op] for op, found in means.items()}
+    assert all(0.6 < r < 1.7 for r in ratio.values()), ratio
+    assert 0.85 < sum(ratio.values()) / len(ratio) < 1.2, ratio
+
+
+def test_names_run_out():
+    counter = TokenCounter(tokenizer("gpt4"))
+    with pytest.raises(ValueError, match=r"all names are taken after \d+ quantities; lower length"):
+        realistic(4, 2, TEMPLATES[0], MODES[0], 0, 0, 200_000, counter)
 
 
 def test_hard_problems_have_averages_and_medium_ones_have_not():

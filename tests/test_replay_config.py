@@ -90,7 +90,7 @@ def test_every_experiment_composes(name):
         (["method=[dense]", "compress=never"], "compress='never' is unknown"),
         (["method=[dense]", "+batchsize=3"], "batchsize is no setting"),
         (["method=[dense]", "model.dtype=int8"], "model.dtype='int8' is unknown"),
-        (["method=[dense]", "model.name=no/such/folder"], "model.name=no/such/folder cannot be read"),
+        (["method=[dense]", "model.name=no/such/folder"], "model.name=.no/such/folder. cannot be loaded"),
         (["method=[dense]", "model.chat=true"], "no chat template"),
         (["method=[]"], "method is empty"),
         (["method=[think]", "method.think.channels.ratio=1.5"], "method.think: ratio=1.5 is not in"),
@@ -125,12 +125,12 @@ def problems(folder, count=3):
 def test_gsm_infinite_from_a_file(tmp_path):
     problems(tmp_path)
     made, tokenizer = job("method=[dense]", "benchmark=gsm_infinite", f"benchmark.path={tmp_path}/gsm.jsonl",
-                          "benchmark.samples=2")  # fmt: skip
+                          "benchmark.samples=2", "max_new_tokens=16")  # fmt: skip
     (cell,) = made.benchmark.cells()
     assert (cell.task, cell.samples) == ("medium 8k", ("1", "2", "4", "5"))
     assert made.benchmark.row(cell, "4", tokenizer, 0).answers == [3]
-    with pytest.raises(FileNotFoundError, match=r"benchmark\.path=None does not exist"):
-        job("method=[dense]", "benchmark=gsm_infinite")
+    with pytest.raises(FileNotFoundError, match=r"benchmark\.path=no/such\.jsonl does not exist"):
+        job("method=[dense]", "benchmark=gsm_infinite", "benchmark.path=no/such.jsonl")
     (tmp_path / "gsm.jsonl").write_text('{"problem": 1}\n')
     with pytest.raises(ValueError, match="line 1 is no problem"):
         job("method=[dense]", "benchmark=gsm_infinite", f"benchmark.path={tmp_path}/gsm.jsonl")

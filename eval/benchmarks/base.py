@@ -24,8 +24,12 @@ class Benchmark(Protocol):
     name: str
     seed: int
 
-    def check(self, config: Any, tokenizer: Any, overhead: int) -> None:
-        """Raise ValueError or FileNotFoundError before any weights are loaded; config is the model's."""
+    def check(self, config: Any, tokenizer: Any, overhead: int, max_new_tokens: int | None = None) -> None:
+        """Raise ValueError or FileNotFoundError before any weights are loaded.
+
+        config: the model's. overhead: tokens that the chat template adds. max_new_tokens: instead of the rows' own,
+        None = those.
+        """
 
     def identity(self) -> dict[str, Any]:
         """What a sample depends on beside its task, length and id, as JSON."""
@@ -35,3 +39,18 @@ class Benchmark(Protocol):
 
     def row(self, cell: Cell, sample: str, tokenizer: Any, overhead: int) -> Row:
         """One sample; overhead: tokens that the chat template will add."""
+
+
+def check_fits(row: Row, tokenizer: Any, overhead: int, limit: int | None, max_new_tokens: int | None) -> None:
+    """Raise ValueError if a row's prompt and reply are longer than `limit`, the model's positions.
+
+    max_new_tokens: of the reply, instead of the row's own.
+    """
+    before = "".join(message["content"] + "\n\n" for message in row.preamble)
+    prompt = len(tokenizer(before + row.prompt + row.answer_prefix)["input_ids"]) + overhead
+    tokens = max_new_tokens or row.max_new_tokens
+    if limit is not None and prompt + tokens > limit:
+        raise ValueError(
+            f"{row.task} has a sample of {prompt} tokens and replies of {tokens}, together more than the model's "
+            f"max_position_embeddings={limit}; lower max_new_tokens, use shorter samples or extend the model's RoPE"
+        )

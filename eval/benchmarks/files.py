@@ -1,106 +1,204 @@
-"""LongBench and GSM-Infinite from files, cell by cell: what the replay asks of a benchmark (eval.benchmarks.base)."""
+"""Benchmarks whose samples are lines of files, cell by cell (eval.benchmarks.base).
+
+Every line becomes a row and is scored once, with an empty reply, before any weights are loaded.
+"""
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from eval.benchmarks import gsm_infinite, longbench
-from eval.benchmarks.base import Cell
+from eval.benchmarks import infinitebench, longbench, math500, mmlu
+from eval.benchmarks.base import Cell, check_fits
 from eval.benchmarks.row import Row
+from eval.benchmarks.scoring import score_row
 
 
 @dataclass
-class LongBench:
-    """tasks: official names; None takes those of `preset`. path: .jsonl, .jsonl.gz, data.zip or a folder; None asks the
-    hub. samples: the first so many of each task, None = all. max_length: prompt tokens before truncation, None = what
-    the model's positions leave."""
+class FromFiles:
+    """path: where the data is; None asks the hub. samples: the first so many of each task, None = all."""
+
+    path: str | None = None
+    samples: int | None = None
+    name: str = ""
+    seed: int = 0
+    _lines: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
+    _limit: int | None = field(default=None, repr=False)
+    _reply: int | None = field(default=None, repr=False)
+
+    cut = False  # whether prompts are cut to what the model's positions leave
+
+    def wanted(self) -> Sequence[str]:
+        """The tasks. Raises ValueError for an unknown one."""
+        return [self.name]
+
+    def read(self, task: str) -> Iterable[Any]:
+        """The task's lines."""
+        raise NotImplementedError
+
+    def build(self, task: str, line: Any, tokenizer: Any = None, max_length: int | None = None) -> Row:
+        """One line as a row."""
+        raise NotImplementedError
+
+    def check(self, config: Any, tokenizer: Any, overhead: int, max_new_tokens: int | None = None) -> None:
+        """See `Benchmark.check`; reads all lines."""
+        if self.samples is not None and (not isinstance(self.samples, int) or self.samples < 1):
+            raise ValueError(f"benchmark.samples={self.samples!r} must be an integer of at least 1, or null for all")
+        self._limit, self._reply = getattr(config, "max_position_embeddings", None), max_new_tokens
+        for task in self.wanted():
+            lines = {str(number): line for number, line in enumerate(self.read(task))}
+            if not lines:
+                raise ValueError(f"benchmark.path={self.path}: {task} has no lines")
+            rows = [self._checked(task, number, line) for number, line in lines.items()]
+            self._lines[task] = dict(list(lines.items())[: self.samples])
+            if self.cut:
+                self.row(Cell(task, None, ("0",)), "0", tokenizer, overhead)
+            else:
+                longest = max(rows[: self.samples], key=lambda row: len(row.prompt))
+                check_fits(longest, tokenizer, overhead, self._limit, max_new_tokens)
+
+    def _checked(self, task: str, number: str, line: Any) -> Row:
+        try:
+            row = self.build(task, line)
+            score_row(row, "")
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"benchmark.path={self.path}: line {int(number) + 1} of {task} is no sample of it ({error!r}); take it "
+                "out, or give the data set's own file"
+            ) from error
+        return row
+
+    def identity(self) -> dict[str, Any]:
+        """A single file counts by its contents; of a folder or the hub the data set is trusted to be itself."""
+        if self.path is None or not Path(self.path).is_file():
+            return {}
+        return {"file": hashlib.sha256(Path(self.path).read_bytes()).hexdigest()[:10]}
+
+    def cells(self) -> list[Cell]:
+        return [Cell(task, None, tuple(lines)) for task, lines in self._lines.items()]
+
+    def row(self, cell: Cell, sample: str, tokenizer: Any, overhead: int) -> Row:
+        line = self._lines[cell.task][sample]
+        row = self.build(cell.task, line)
+        if self.cut:
+            limit = getattr(self, "max_length", None)
+            if limit is None and self._limit is not None:
+                reply = self._reply or row.max_new_tokens
+                limit = self._limit - reply - overhead - 8  # the seam of a cut prompt may cost a token or two
+            row = self.build(cell.task, line, tokenizer, limit)
+        return replace(row, id=sample)
+
+
+@dataclass
+class LongBench(FromFiles):
+    """path: .jsonl, .jsonl.gz, data.zip or a folder. tasks: official names; None takes those of `preset`.
+    max_length: prompt tokens before truncation, None = what the model's positions leave."""
 
     tasks: Sequence[str] | None = None
     preset: str = "leank"
-    path: str | None = None
-    samples: int | None = None
     max_length: int | None = None
     name: str = "longbench"
-    seed: int = 0
-    _data: dict[str, list[dict[str, Any]]] = field(default_factory=dict, repr=False)
-    _limit: int | None = field(default=None, repr=False)
 
-    def check(self, config: Any, tokenizer: Any, overhead: int) -> None:
+    cut = True
+
+    def wanted(self) -> Sequence[str]:
         known = longbench.max_new_tokens()
-        names = list(self.tasks) if self.tasks else list(longbench.tasks(self.preset))
-        for task in names:
-            if task.removesuffix("_e") not in known:
-                raise ValueError(f"benchmark.tasks: {task!r} is not in LongBench; choose from {', '.join(known)}")
-        self._limit = getattr(config, "max_position_embeddings", None)
-        for task in names:
-            lines = list(longbench.read(task, self.path))
-            if not lines:
-                raise ValueError(f"benchmark.path={self.path}: {task} has no lines")
-            self._data[task] = lines[: self.samples]
-            self.row(Cell(task, None, ("0",)), "0", tokenizer, overhead)
+        return _known(self.tasks or longbench.tasks(self.preset), known, "LongBench", lambda t: t.removesuffix("_e"))
+
+    def read(self, task: str) -> Iterator[dict[str, Any]]:
+        return longbench.read(task, self.path)
+
+    def build(self, task: str, line: Any, tokenizer: Any = None, max_length: int | None = None) -> Row:
+        return longbench.build_row(task, line, tokenizer, max_length)
 
     def identity(self) -> dict[str, Any]:
-        return {"max_length": self.max_length}
-
-    def cells(self) -> list[Cell]:
-        return [Cell(task, None, tuple(map(str, range(len(lines))))) for task, lines in self._data.items()]
-
-    def row(self, cell: Cell, sample: str, tokenizer: Any, overhead: int) -> Row:
-        reply = longbench.max_new_tokens()[cell.task.removesuffix("_e")]
-        limit = self.max_length
-        if limit is None and self._limit is not None:
-            limit = self._limit - reply - overhead - 8  # the seam of a truncated prompt may cost a token or two
-        return longbench.build_row(cell.task, self._data[cell.task][int(sample)], tokenizer, limit)
+        return {"max_length": self.max_length, **super().identity()}
 
 
 @dataclass
-class GsmInfinite:
-    """path: .jsonl or .jsonl.gz of problems, see gsm_infinite.realistic_row. samples: the first so many of each subset,
-    length and op, None = all. ops: only these. merge_turns: one user turn, for templates that refuse two in a row."""
+class InfiniteBench(FromFiles):
+    """path: a folder of <task>.jsonl. tasks: official names, None = ASL's ten. style: "completion" or "chat", see
+    eval.benchmarks.infinitebench. max_length: prompt tokens before truncation, None = what the positions leave."""
 
-    path: str | None = None
-    samples: int | None = None
-    ops: Sequence[int] | None = None
-    merge_turns: bool = False
-    name: str = "gsm_infinite"
-    seed: int = 0
-    _data: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict, repr=False)
-    _digest: str = field(default="", repr=False)
+    tasks: Sequence[str] | None = None
+    style: str = "completion"
+    max_length: int | None = None
+    name: str = "infinitebench"
 
-    def check(self, config: Any, tokenizer: Any, overhead: int) -> None:
-        if not self.path or not Path(self.path).is_file():
-            raise FileNotFoundError(f"benchmark.path={self.path} does not exist; give a .jsonl of problems")
-        raw = Path(self.path).read_bytes()
-        self._digest = hashlib.sha256(raw).hexdigest()[:10]
-        counts: dict[tuple[str, int], int] = {}
-        lines = (gzip.decompress(raw) if self.path.endswith(".gz") else raw).decode().splitlines()
-        for number, line in enumerate(lines, 1):
-            try:
-                data = json.loads(line)
-                row, op = gsm_infinite.realistic_row(data, self.merge_turns), int(data["op"])
-            except (KeyError, ValueError, TypeError) as error:
-                raise ValueError(f"benchmark.path={self.path}, line {number} is no problem: {error!r}") from error
-            subset = {2: "medium", 3: "hard"}.get(row.meta.get("d", 0), "realistic")
-            task = f"{subset} {row.meta.get('length', '')}".strip()
-            if self.ops is not None and op not in self.ops:
-                continue
-            counts[task, op] = counts.get((task, op), 0) + 1
-            if self.samples is None or counts[task, op] <= self.samples:
-                self._data.setdefault(task, {})[str(number)] = data
-        if not self._data:
-            raise ValueError(f"benchmark.path={self.path} has no problem with op in {self.ops}")
+    cut = True
+
+    def wanted(self) -> Sequence[str]:
+        return _known(self.tasks or infinitebench.TASKS, infinitebench.assets()["max_new_tokens"], "InfiniteBench")
+
+    def read(self, task: str) -> Iterator[dict[str, Any]]:
+        return infinitebench.read(task, self.path)
+
+    def build(self, task: str, line: Any, tokenizer: Any = None, max_length: int | None = None) -> Row:
+        return infinitebench.build_row(task, line, tokenizer, max_length, self.style)
 
     def identity(self) -> dict[str, Any]:
-        return {"file": self._digest, "merge_turns": self.merge_turns}
+        return {"max_length": self.max_length, "style": self.style, **super().identity()}
 
-    def cells(self) -> list[Cell]:
-        return [Cell(task, None, tuple(problems)) for task, problems in self._data.items()]
 
-    def row(self, cell: Cell, sample: str, tokenizer: Any, overhead: int) -> Row:
-        return gsm_infinite.realistic_row(self._data[cell.task][sample], self.merge_turns)
+@dataclass
+class Math500(FromFiles):
+    """path: test.jsonl of prm800k's math_splits, or its folder."""
+
+    max_new_tokens: int = math500.MAX_NEW_TOKENS
+    name: str = "math500"
+
+    def read(self, task: str) -> Iterator[dict[str, Any]]:
+        return math500.read(self.path)
+
+    def build(self, task: str, line: Any, tokenizer: Any = None, max_length: int | None = None) -> Row:
+        return math500.build_row(line, self.max_new_tokens)
+
+    def identity(self) -> dict[str, Any]:
+        return {"max_new_tokens": self.max_new_tokens, **super().identity()}
+
+
+@dataclass
+class Mmlu(FromFiles):
+    """path: the folder of the official CSV files, or a .jsonl. tasks: subjects, None = Lethe's eight. shots: examples
+    before the question. reasoning: generate reasoning of at most max_new_tokens; else one token, the letter."""
+
+    tasks: Sequence[str] | None = None
+    shots: int = 5
+    reasoning: bool = True
+    max_new_tokens: int = mmlu.MAX_NEW_TOKENS
+    name: str = "mmlu"
+    _dev: dict[str, list[mmlu.Question]] = field(default_factory=dict, repr=False)
+
+    def wanted(self) -> Sequence[str]:
+        return list(self.tasks or mmlu.LETHE)
+
+    def read(self, task: str) -> Iterator[mmlu.Question]:
+        self._dev[task] = list(mmlu.read(task, "dev", self.path))[: self.shots]
+        if len(self._dev[task]) < self.shots:
+            raise ValueError(
+                f"benchmark.path={self.path}: {task} has {len(self._dev[task])} dev questions, benchmark.shots="
+                f"{self.shots} needs more; lower shots, check the subject's name, or give the whole data set"
+            )
+        return iter(mmlu.read(task, "test", self.path))
+
+    def build(self, task: str, line: Any, tokenizer: Any = None, max_length: int | None = None) -> Row:
+        if self.reasoning:
+            return mmlu.reasoning_row(task, self._dev[task], line, "", self.max_new_tokens)
+        return mmlu.row_for(task, self._dev[task], line, "")
+
+    def identity(self) -> dict[str, Any]:
+        reply = self.max_new_tokens if self.reasoning else 1
+        return {"shots": self.shots, "reasoning": self.reasoning, "max_new_tokens": reply, **super().identity()}
+
+
+def _known(
+    tasks: Iterable[str], known: Mapping[str, Any], where: str, plain: Any = lambda task: task
+) -> Sequence[str]:  # fmt: skip
+    """The tasks. Raises ValueError for one that is not known."""
+    for task in (found := list(tasks)):
+        if plain(task) not in known:
+            raise ValueError(f"benchmark.tasks: {task!r} is not in {where}; choose from {', '.join(known)}")
+    return found

@@ -3,15 +3,27 @@
 Source: hendrycks/test, evaluate.py (MIT). Officially the reply is the likeliest of " A", " B", " C", " D" as next
 token. That token comes from the prefill, so it says nothing about a decoding method; for one, generate reasoning and
 read it with `extract_letter`.
+Data: data.tar's folders dev and test of CSV files, a .jsonl, or cais/mmlu from the hub.
 """
 
+import csv
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from eval.benchmarks import source
 from eval.benchmarks.row import Row
 
 LETTERS = "ABCD"
+LETHE = (
+    *("abstract_algebra", "anatomy", "astronomy", "business_ethics", "clinical_knowledge"),
+    *("college_biology", "college_chemistry", "college_computer_science"),
+)
+INSTRUCTION = 'Reason step by step. End with a line "The answer is (X).", where X is A, B, C or D.'
+MAX_NEW_TOKENS = 32_768  # of reasoning; see eval.benchmarks.math500
+REPO = "cais/mmlu"
 ANSWER_TOKENS = tuple(f" {letter}" for letter in LETTERS)
 
 Question = Mapping[str, Any] | Sequence[Any]
@@ -54,6 +66,46 @@ def row_for(subject: str, dev_rows: Sequence[Question], row: Question, id: str, 
         metric="mmlu",
         chat=False,
     )
+
+
+def reasoning_row(
+    subject: str, dev_rows: Sequence[Question], row: Question, id: str, max_new_tokens: int = MAX_NEW_TOKENS
+) -> Row:
+    """The same prompt with a request to reason in place of the last "Answer:", through the chat template. Ours: Lethe
+    does not give its prompt."""
+    plain = row_for(subject, dev_rows, row, id, max_new_tokens)
+    question = plain.question.removesuffix("Answer:") + INSTRUCTION
+    return replace(plain, question=question, chat=True)
+
+
+def read(subject: str, split: str, path: str | Path | None = None) -> Iterator[Question]:
+    """The questions of a subject's split, "dev" or "test".
+
+    path: the folder that holds dev/ and test/ with the official CSV files, or a .jsonl (.gz) of lines with "split",
+    "subject", "question", "choices" and "answer"; None asks the hub. Raises FileNotFoundError if there is none.
+    """
+    if path is None:
+        yield from _from_hub(subject, split)
+        return
+    file = Path(path) / split / f"{subject}_{split}.csv"
+    if Path(path).is_dir() and file.is_file():
+        with file.open(newline="", encoding="utf-8") as table:
+            yield from csv.reader(table)
+        return
+    lines = source.read(f"MMLU {subject}", "mmlu", path, source.Hub(REPO, f"{split}/{subject}_{split}.csv"))
+    yield from (line for line in lines if (line.get("subject"), line.get("split")) == (subject, split))
+
+
+def _from_hub(subject: str, split: str) -> Iterator[Question]:
+    try:
+        from datasets import load_dataset
+
+        yield from load_dataset(REPO, subject, split=split)
+    except Exception as error:  # offline, blocked or moved: the way out is the same
+        raise FileNotFoundError(
+            f"MMLU {subject}: no path= given and {REPO} cannot be fetched from the hub ({str(error)[:200]}). Unpack "
+            "https://people.eecs.berkeley.edu/~hendrycks/data.tar and pass path=<its folder data>"
+        ) from error
 
 
 def extract_letter(reply: str) -> str | None:

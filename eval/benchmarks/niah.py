@@ -6,9 +6,13 @@ the official essays may not be redistributed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
+from data_gen.haystack import sentences
+from eval.benchmarks.base import Cell, check_fits
 from eval.benchmarks.row import Row
 
 NEEDLE = "\nThe best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day.\n"
@@ -65,14 +69,18 @@ def build_context(
     buffer: int = 200,
 ) -> str:
     """Repeat `haystack` until it has `context_length` tokens, cut it there, then `insert_needle`."""
+    text = fitted(haystack, context_length, encode, decode)
+    return insert_needle(text, needle, depth_percent, context_length, encode, decode, buffer)
+
+
+def fitted(haystack: str, length: int, encode: Encode, decode: Decode) -> str:
+    """`haystack`, repeated and cut to `length` tokens. Raises ValueError for an empty one."""
     if not haystack:
         raise ValueError("the haystack is empty; give a text file")
-    text = haystack
-    while len(tokens := encode(text)) < context_length:
-        text += haystack
-    if len(tokens) > context_length:
-        text = decode(tokens[:context_length])
-    return insert_needle(text, needle, depth_percent, context_length, encode, decode, buffer)
+    size = 8 * length + 8  # characters; a long haystack need not be encoded to its end
+    while len(tokens := encode((haystack * (size // len(haystack) + 1))[:size])) <= length:
+        size *= 2
+    return decode(tokens[:length])
 
 
 def grid(shortest: int, longest: int, count: int = 35) -> list[int]:
@@ -86,21 +94,79 @@ def rows(
     """One row per length and depth. Officially context and question are two user turns; here they are one."""
     for length in lengths:
         for depth in depths:
-            yield Row(
-                task="niah",
-                id=f"{length}-{depth}",
-                context=build_context(haystack, NEEDLE, depth, length, encode, decode),
-                question=f"\n{QUESTION}{_ONLY_DOCUMENT}",
-                answers=[EXPECTED],
-                max_new_tokens=300,
-                metric="niah_recall",
-                preamble=({"role": "system", "content": _SYSTEM},),
-                length=length,
-                meta={"depth_percent": depth},
-            )
+            yield _row(build_context(haystack, NEEDLE, depth, length, encode, decode), length, depth)
+
+
+def _row(context: str, length: int, depth: float) -> Row:
+    return Row(
+        task="niah",
+        id=f"{length}-{depth}",
+        context=context,
+        question=f"\n{QUESTION}{_ONLY_DOCUMENT}",
+        answers=[EXPECTED],
+        max_new_tokens=300,
+        metric="niah_recall",
+        preamble=({"role": "system", "content": _SYSTEM},),
+        length=length,
+        meta={"depth_percent": depth},
+    )
 
 
 def recall(reply: str, expected: str = EXPECTED) -> float:
     """Share of the distinct lower-case words of `expected` that occur in the reply, 0-1."""
     words = set(expected.lower().split())
     return len(words & set(reply.lower().split())) / len(words)
+
+
+@dataclass
+class Niah:
+    """The grid, cell by cell (eval.benchmarks.base): a cell is a length, a sample a depth.
+
+    lengths: tokens, None = `count` from shortest to longest, as officially; depths: per cent, None = `count` from 0 to
+    100. essays, split: the haystack, see data_gen.haystack; None is the text shipped with the package.
+    """
+
+    lengths: Sequence[int] | None = None
+    depths: Sequence[int] | None = None
+    shortest: int = 1000
+    longest: int = 16_000
+    count: int = 35
+    essays: str | None = None
+    split: str = "all"
+    name: str = "niah"
+    seed: int = 0
+    _texts: dict[int, str] = field(default_factory=dict, repr=False)
+
+    def check(self, config: Any, tokenizer: Any, overhead: int, max_new_tokens: int | None = None) -> None:
+        for name in ("shortest", "longest", "count"):
+            if not isinstance(value := getattr(self, name), int) or value < 1:
+                raise ValueError(f"benchmark.{name}={value!r} must be an integer of at least 1")
+        for length in (min(self._lengths), max(self._lengths)):
+            row = self.row(Cell("niah", length, ()), str(max(self._depths)), tokenizer, overhead)
+            check_fits(row, tokenizer, overhead, getattr(config, "max_position_embeddings", None), max_new_tokens)
+
+    @property
+    def _lengths(self) -> list[int]:
+        return list(self.lengths) if self.lengths is not None else grid(self.shortest, self.longest, self.count)
+
+    @property
+    def _depths(self) -> list[int]:
+        return list(self.depths) if self.depths is not None else grid(0, 100, self.count)
+
+    def identity(self) -> dict[str, Any]:
+        return {"essays": self.essays, "split": self.split}
+
+    def cells(self) -> list[Cell]:
+        return [Cell("niah", length, tuple(map(str, self._depths))) for length in self._lengths]
+
+    def row(self, cell: Cell, sample: str, tokenizer: Any, overhead: int) -> Row:
+        def encode(text: str) -> list[int]:
+            return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+        length, depth = cell.length, int(sample)
+        assert length is not None
+        if length not in self._texts:
+            haystack = " ".join(sentences(self.essays, self.split))
+            self._texts[length] = fitted(haystack, length, encode, tokenizer.decode)
+        context = insert_needle(self._texts[length], NEEDLE, depth, length, encode, tokenizer.decode)
+        return replace(_row(context, length, depth), id=sample)

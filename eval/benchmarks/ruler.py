@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from data_gen import qa
 from data_gen.sample import Sample
 from data_gen.task import Request
 from data_gen.tasks import TASKS, task
@@ -18,14 +19,15 @@ OFFICIAL = (
     "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
     "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2",
 )  # fmt: skip
-PART = ("qa_1", "qa_2")  # any reference counts
+QA = {"qa_1": "squad", "qa_2": "hotpotqa"}  # and the setting that names their data; any reference counts
 
 
 def draw(
-    name: str, length: int, counter: TokenCounter, seed: int, index: int, essays: str | None = None, split: str = "all"
-) -> Sample:
+    name: str, length: int, counter: TokenCounter, seed: int, index: int, essays: str | None = None, split: str = "all",
+    data: str | None = None,
+) -> Sample:  # fmt: skip
     """One sample of a task of data_gen, sized as RULER's: prompt and reply keep to `length` tokens."""
-    wanted = Request(name, length, counter, seed, index, exact=False, essays=essays, split=split)
+    wanted = Request(name, length, counter, seed, index, exact=False, essays=essays, split=split, data=data)
     return task(name).build(wanted).samples()[0]
 
 
@@ -33,7 +35,8 @@ def draw(
 class Ruler:
     """tasks: RULER's names; lengths: tokens of prompt and reply; samples: of each; seed: of the generators.
 
-    essays, split: the natural text of essay haystacks, see data_gen.haystack.
+    essays, split: the natural text of essay haystacks, see data_gen.haystack. squad, hotpotqa: the data of qa_1 and
+    qa_2, see data_gen.qa.
     """
 
     tasks: Sequence[str] = OFFICIAL
@@ -42,10 +45,12 @@ class Ruler:
     seed: int = 42
     essays: str | None = None
     split: str = "all"
+    squad: str | None = None
+    hotpotqa: str | None = None
     name: str = "ruler"
     _counters: dict[int, TokenCounter] = field(default_factory=dict, repr=False)
 
-    def check(self, config: Any, tokenizer: Any, overhead: int) -> None:
+    def check(self, config: Any, tokenizer: Any, overhead: int, max_new_tokens: int | None = None) -> None:
         known = [name for name in OFFICIAL if name in TASKS]
         for name in self.tasks:
             if name not in known:
@@ -63,7 +68,9 @@ class Ruler:
                 )
         if not isinstance(self.samples, int) or self.samples < 1:
             raise ValueError(f"benchmark.samples={self.samples!r} must be an integer of at least 1")
-        for name in self.tasks:  # too short a length and missing essays are found here, not hours later
+        for name in self.tasks:  # too short a length and missing essays or data are found here, not hours later
+            if name in QA:
+                _check_data(name, self._data(name), self.samples)
             self.row(Cell(name, min(self.lengths), ("0",)), "0", tokenizer, overhead)
 
     def identity(self) -> dict[str, Any]:
@@ -76,7 +83,9 @@ class Ruler:
     def row(self, cell: Cell, sample: str, tokenizer: Any, overhead: int) -> Row:
         counter = self._counters.setdefault(id(tokenizer), TokenCounter(tokenizer))
         assert cell.length is not None
-        made = draw(cell.task, cell.length - overhead, counter, self.seed, int(sample), self.essays, self.split)
+        length = cell.length - overhead
+        data = self._data(cell.task)
+        made = draw(cell.task, length, counter, self.seed, int(sample), self.essays, self.split, data)
         return Row(
             task=cell.task,
             id=sample,
@@ -84,7 +93,21 @@ class Ruler:
             question=made.question,
             answers=made.answers,
             max_new_tokens=made.max_new_tokens,
-            metric="ruler_part" if cell.task in PART else "ruler_all",
+            metric="ruler_part" if cell.task in QA else "ruler_all",
             answer_prefix=made.answer_prefix,
             length=cell.length,
         )
+
+    def _data(self, name: str) -> str | None:
+        return getattr(self, QA[name]) if name in QA else None
+
+
+def _check_data(name: str, path: str | None, samples: int) -> None:
+    """Raise FileNotFoundError without a task's file, ValueError for one of another form or with too few questions."""
+    where = f"benchmark.{QA[name]}={path}"
+    try:
+        questions, _ = qa.read(QA[name], path)
+    except (FileNotFoundError, ValueError) as error:
+        raise type(error)(f"{where} ({name}): {error}") from None
+    if len(questions) < samples:
+        raise ValueError(f"{where} has {len(questions)} questions, benchmark.samples={samples}; lower samples")

@@ -3,9 +3,9 @@
     cache = compressed_cache(model, "mask.safetensors")
     model.generate(**inputs, past_key_values=cache)
 
-Reads top down: cache (a model's), layer (transformers' side), store (what is held), pages (the ragged middle), channels
-(which channels stay), dense and reference (attention in PyTorch), backend, launch, work, kernel (attention in Triton),
-hook (the two registrations), memory (bytes).
+Reads top down: cache (a model's), layer (transformers' side), middle (a layer's choices), store (what is held), sizes,
+pages (the ragged middle), channels (which channels stay), eviction (which tokens leave), dense and reference (attention
+in PyTorch), backend, launch, work, kernel (attention in Triton), hook (the two registrations), memory (bytes).
 """
 
 from eval.cache.cache import CompressedCache, compressed_cache

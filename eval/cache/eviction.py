@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from eval.cache.pages import Segment
+
 
 class Eviction:
     """A layer's policy; a subclass says which tokens `stay`.
@@ -42,6 +44,25 @@ class Eviction:
         scores = self.scores[row][head]
         before, these, after = scores.split([first, len(stay), len(scores) - first - len(stay)])
         self.scores[row][head] = torch.cat([before, these[stay], after])
+
+    def prune(
+        self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray
+    ) -> tuple[Segment, Segment] | None:
+        """Both parts of the middle without the tokens that leave; None = all stay. sink, window: tokens held, [B]."""
+        held = prompt.length + tail.length
+        stays = [self.stay(row, *of_row) for row, of_row in enumerate(zip(sink, held, window, strict=True))]
+        if all(stay is None for stay in stays):
+            return None
+        device = prompt.k.device
+        of_prompt, of_tail = [], []
+        for row, stay in enumerate(stays):
+            stay = stay or [torch.ones(n, dtype=torch.bool, device=device) for n in held[row].tolist()]
+            for head, chosen in enumerate(stay):
+                self.forget(row, head, int(sink[row]), chosen)
+            halves = [s.split([n, len(s) - n]) for s, n in zip(stay, prompt.length[row].tolist(), strict=True)]
+            of_prompt.append([first for first, _ in halves])
+            of_tail.append([second for _, second in halves])
+        return prompt.compacted(of_prompt), tail.compacted(of_tail)
 
     def select(self, rows: Tensor) -> None:
         """Make the batch `rows` [R] of the present one."""

@@ -9,7 +9,6 @@ in the window, a ring in which token i has slot i mod capacity; those between ar
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from eval.cache.channels import KeptChannels
 from eval.cache.eviction import Eviction
 from eval.cache.middle import Middle
 from eval.cache.pages import PAGE, Segment, round_up
+from eval.cache.sizes import Sizes, middle_columns, number
 
 Write = Callable[["Store", Tensor, Tensor], Tensor]
 GROWTH = 128  # smallest slack, in tokens, that a growing middle takes at once; 1/16 of its length if that is more
@@ -28,41 +28,6 @@ GROWTH = 128  # smallest slack, in tokens, that a growing middle takes at once; 
 def capturing(x: Tensor) -> bool:
     """Whether operations on x are being recorded into a CUDA graph, so that nothing is appended yet."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Tokens kept whole at both ends, and how many leave the window at a time."""
-
-    sink: int = 128
-    window: int = 1024
-    flush: int = 32
-
-    def __post_init__(self):
-        if self.sink < 0 or self.window < 1 or self.flush < 1:
-            raise ValueError(f"need sink >= 0, window >= 1, flush >= 1, got {self.sink}, {self.window}, {self.flush}")
-
-    @property
-    def ring(self) -> int:
-        """Slots of the window's ring."""
-        return round_up(self.window + self.flush, PAGE)
-
-
-def number(seen: Tensor, new: int, real: Tensor | None) -> Tensor:
-    """[B, new] the real index of each new column of rows that hold `seen` [B] tokens; -1 for padding.
-
-    real [B, new] bool, False = padding, None = no padding.
-    """
-    if real is None:
-        return seen[:, None] + torch.arange(new, device=seen.device)
-    real = real.to(seen.device)
-    return torch.where(real, seen[:, None] + torch.cumsum(real, -1) - 1, -1)
-
-
-def middle_columns(position: Tensor, sizes: Sizes) -> Tensor:
-    """Which of a prompt's columns are neither sink nor window, bool [B, T]; position [B, T] as from `number`."""
-    start = (position.amax(-1, keepdim=True) + 1 - sizes.window).clamp(min=sizes.sink)
-    return (position >= sizes.sink) & (position < start)
 
 
 class Store:
@@ -212,20 +177,10 @@ class Store:
     def _evict(self, policy: Eviction) -> None:
         """Drop the tokens of the middle that the policy gives up."""
         sink, window = np.minimum(self.seen, self.sizes.sink), np.maximum(0, self.seen - self.start)
-        held = self.prompt.length + self.tail.length
-        stays = [policy.stay(row, *of_row) for row, of_row in enumerate(zip(sink, held, window, strict=True))]
-        if all(stay is None for stay in stays):
-            return
-        device = self.seen_dev.device
-        whole = [[torch.ones(n, dtype=torch.bool, device=device) for n in lengths] for lengths in held.tolist()]
-        kept = [all_stay if stay is None else stay for stay, all_stay in zip(stays, whole, strict=True)]
-        for row, head in np.ndindex(*held.shape):
-            policy.forget(row, head, int(sink[row]), kept[row][head])
-        split = self.prompt.length.tolist()
-        of_prompt = [[s[:n] for s, n in zip(*row, strict=True)] for row in zip(kept, split, strict=True)]
-        of_tail = [[s[n:] for s, n in zip(*row, strict=True)] for row in zip(kept, split, strict=True)]
-        self.prompt, self.tail = self.prompt.compacted(of_prompt), self.tail.compacted(of_tail)
-        self.version += 1
+        pruned = policy.prune(self.prompt, self.tail, sink, window)
+        if pruned is not None:
+            self.prompt, self.tail = pruned
+            self.version += 1
 
     def _join(self, rows: np.ndarray, k: Tensor, v: Tensor) -> None:
         """Add tokens k, v [R, H, n, D] that have left the window of `rows` to the heads that take them."""

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from eval.cache.store import Sizes
 from eval.methods.axes import Tokens
 from eval.methods.selection import keep_best, spare
+from eval.methods.slicing import check_kernel
 from eval.observe import received
 from eval.prefill import Prefill, PromptLayer
 
@@ -44,8 +45,7 @@ class SnapKV(Tokens):
     def check(self, config: Any, tokenizer: Any) -> None:
         if self.queries < 1:
             raise ValueError(f"queries={self.queries} must be at least 1; SnapKV observes 32")
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ValueError(f"kernel={self.kernel} must be odd and at least 1; SnapKV pools over 5 or 7 tokens")
+        check_kernel(self.kernel)
         for name, known in (("pooling", (*POOLING,)), ("group", GROUP)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose {' or '.join(known)}")

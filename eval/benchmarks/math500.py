@@ -1,0 +1,37 @@
+"""MATH-500: 500 problems of MATH (Lightman et al. 2023; openai/prm800k, MIT), answered in reasoning.
+
+The benchmark has no prompt of its own. The one here is usual for reasoning models: the problem as it is, then the
+request to reason and to box the answer, which eval.metrics.math500 grades.
+Data: test.jsonl of prm800k's math_splits, else HuggingFaceH4/MATH-500 from the hub (the same problems).
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from eval.benchmarks import source
+from eval.benchmarks.row import Row
+
+INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
+MAX_NEW_TOKENS = 32_768  # Lethe does not say; what DeepSeek-R1, whose distilled models it uses, is evaluated with
+
+
+def build_row(data: Mapping[str, Any], max_new_tokens: int = MAX_NEW_TOKENS) -> Row:
+    """One line ("problem", "answer"; "unique_id", "subject", "level" are kept) as a `Row`."""
+    if not isinstance(data["answer"], str):
+        raise TypeError(f"the answer must be a text, got {data['answer']!r}")
+    return Row(
+        task="math500",
+        id=str(data.get("unique_id", "")),
+        context=data["problem"],
+        question=f"\n{INSTRUCTION}",
+        answers=[data["answer"]],
+        max_new_tokens=max_new_tokens,
+        metric="math500",
+        meta={key: data[key] for key in ("subject", "level") if key in data},
+    )
+
+
+def read(path: str | Path | None = None) -> Iterator[dict[str, Any]]:
+    """The data set's lines; see `source.read`."""
+    return source.read("MATH-500", "test", path, source.Hub("HuggingFaceH4/MATH-500", "test.jsonl"))

@@ -1,0 +1,128 @@
+"""GSM-Infinite, cell by cell: problems from our generator, or from a file (eval.benchmarks.base)."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from data_gen.gsm_infinite import nth
+from data_gen.gsm_symbolic import symbolic
+from data_gen.tokens import TokenCounter
+from eval.benchmarks import gsm_infinite
+from eval.benchmarks.base import Cell, check_fits
+from eval.benchmarks.row import Row
+
+SUBSETS = {"medium": 2, "hard": 3, "symbolic": 0}  # and their d
+
+
+@dataclass
+class GsmInfinite:
+    """path: .jsonl or .jsonl.gz of problems, see gsm_infinite.realistic_row; None generates them.
+
+    subsets: "medium", "hard", "symbolic"; lengths: nominal tokens, 0 = no filler; seed: all three of the generator, a
+    file has its own. ops: only these. samples: the first so many of each subset, length and op, None = all of a file.
+    merge_turns: one user turn, for templates that refuse two in a row.
+    """
+
+    path: str | None = None
+    subsets: Sequence[str] = ("medium", "hard")
+    lengths: Sequence[int] = (8000, 16_000, 32_000)
+    ops: Sequence[int] | None = (2, 4, 6, 8, 10, 12)
+    samples: int | None = 256
+    merge_turns: bool = False
+    max_new_tokens: int = gsm_infinite.MAX_NEW_TOKENS
+    name: str = "gsm_infinite"
+    seed: int = 42
+    _made: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
+    _digest: str = field(default="", repr=False)
+    _counters: dict[int, TokenCounter] = field(default_factory=dict, repr=False)
+
+    def check(self, config: Any, tokenizer: Any, overhead: int, max_new_tokens: int | None = None) -> None:
+        if self.path is None:
+            self._plan()
+        else:
+            self._read(Path(self.path))
+        for cell in self.cells():
+            samples = cell.samples[-1:] if self.path is None else cell.samples
+            rows = [self.row(cell, sample, tokenizer, overhead) for sample in samples]
+            limit = getattr(config, "max_position_embeddings", None)
+            check_fits(max(rows, key=lambda row: len(row.prompt)), tokenizer, overhead, limit, max_new_tokens)
+
+    def identity(self) -> dict[str, Any]:
+        from_where = {"file": self._digest} if self.path is not None else {}
+        return {**from_where, "merge_turns": self.merge_turns, "max_new_tokens": self.max_new_tokens}
+
+    def cells(self) -> list[Cell]:
+        return [Cell(task, None, tuple(problems)) for task, problems in self._made.items()]
+
+    def row(self, cell: Cell, sample: str, tokenizer: Any, overhead: int) -> Row:
+        data = self._made[cell.task][sample]
+        if self.path is None:
+            data = self._generate(data, tokenizer)
+        return replace(self._build(data), id=sample, max_new_tokens=self.max_new_tokens)
+
+    def _build(self, data: Mapping[str, Any]) -> Row:
+        if "answer_list" in data:
+            return gsm_infinite.symbolic_row(data)
+        return gsm_infinite.realistic_row(data, self.merge_turns)
+
+    def _generate(self, planned: tuple[str, int, int, int], tokenizer: Any) -> dict[str, Any]:
+        subset, length, op, index = planned
+        if subset == "symbolic":
+            made: Any = symbolic(op, self.seed, index, length)
+        else:
+            counter = self._counters.setdefault(id(tokenizer), TokenCounter(tokenizer))
+            made = nth(SUBSETS[subset], length, op, index, self.seed, counter)
+        return {**asdict(made), "length": _nominal(length)}
+
+    def _plan(self) -> None:
+        """Which problems there are to be; each is made when it is asked for."""
+        unknown = [subset for subset in self.subsets if subset not in SUBSETS]
+        if unknown or not self.subsets:
+            raise ValueError(f"benchmark.subsets={list(self.subsets)!r}: choose from {', '.join(SUBSETS)}")
+        if not self.lengths or any(not isinstance(length, int) or length < 0 for length in self.lengths):
+            raise ValueError(f"benchmark.lengths={list(self.lengths)!r}: give nominal tokens, such as 0, 8000 or 32000")
+        if not self.ops or any(not isinstance(op, int) or op < 2 for op in self.ops):
+            raise ValueError(f"benchmark.ops={self.ops!r}: give numbers of operations of at least 2")
+        if not isinstance(self.samples, int) or self.samples < 1:
+            raise ValueError(f"benchmark.samples={self.samples!r} must be an integer of at least 1")
+        for subset in self.subsets:
+            for length in self.lengths:
+                self._made[f"{subset} {_nominal(length)}"] = {
+                    f"{op}-{index}": (subset, length, op, index) for op in self.ops for index in range(self.samples)
+                }
+
+    def _read(self, path: Path) -> None:
+        """The problems of a file."""
+        if not path.is_file():
+            raise FileNotFoundError(f"benchmark.path={self.path} does not exist; give a .jsonl of problems, or null")
+        raw = path.read_bytes()
+        self._digest = hashlib.sha256(raw).hexdigest()[:10]
+        counts: dict[tuple[str, int], int] = {}
+        lines = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode().splitlines()
+        for number, line in enumerate(lines, 1):
+            try:
+                data = json.loads(line)
+                row, op = self._build(data), int(data["op"])
+            except (KeyError, ValueError, TypeError) as error:
+                raise ValueError(f"benchmark.path={self.path}, line {number} is no problem: {error!r}") from error
+            subset = {2: "medium", 3: "hard"}.get(row.meta.get("d", 0), "realistic")
+            subset = "symbolic" if row.metric == "gsm_symbolic" else subset
+            task = f"{subset} {row.meta.get('length', '')}".strip()
+            if self.ops is not None and op not in self.ops:
+                continue
+            counts[task, op] = counts.get((task, op), 0) + 1
+            if self.samples is None or counts[task, op] <= self.samples:
+                self._made.setdefault(task, {})[str(number)] = data
+        if not self._made:
+            raise ValueError(f"benchmark.path={self.path} has no problem with op in {self.ops}")
+
+
+def _nominal(length: int) -> str:
+    """A length as tables call it: "zero", "8k"."""
+    return f"{length // 1000}k" if length else "zero"

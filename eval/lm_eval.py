@@ -1,0 +1,182 @@
+"""lm-evaluation-harness on a model with any of our caches; needs `pip install 'leank[lm_eval]'`.
+
+    python -m eval.lm_eval --tasks hellaswag --model_args method=leank,mask=PATH,model.name=/path/to/model
+
+This is lm_eval's own command line with the model "leank" registered and chosen: all of its options are there.
+--model_args are settings of conf/eval.yaml (model, model.name, cache.sink, prefill_chunk, ...); method is one name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_module
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from omegaconf import OmegaConf
+
+from eval.benchmarks.row import Row
+from eval.benchmarks.scoring import cut_at_stop
+from eval.build import build_methods, build_model
+from eval.models import load_model
+from eval.prefill import extend, prefill
+from eval.prompts import Prompt
+from eval.replay import Replay
+
+Scored = tuple[float, bool]
+
+
+@register_model("leank")
+class CompressedLM(TemplateLM):
+    """A model whose prompts are compressed by one method before it answers.
+
+    generate_until: greedy, as the replay decodes; the first token comes from the dense prefill. loglikelihood: the
+    context less its last token is prefilled and compressed, then that token and the continuation are read through the
+    cache, one at a time, so that even a continuation of one token depends on the method. A text without a context
+    (perplexity) is read that way from its first token on.
+    """
+
+    def __init__(
+        self, method: str = "dense", batch_size: int | str = 1, max_batch_size: int | None = None,
+        device: str | None = None, max_gen_toks: int = 256, **settings: Any,
+    ) -> None:  # fmt: skip
+        """settings: of conf/eval.yaml, by their dotted names. Raises ValueError or FileNotFoundError as python -m eval
+        does."""
+        super().__init__()
+        self.batch_size = int(batch_size) if str(batch_size).isdecimal() else 1  # "auto": one at a time
+        overrides = [f"method=[{method}]", *(f"{name}={value}" for name, value in settings.items())]
+        if device and (torch.cuda.is_available() or not device.startswith("cuda")):  # lm_eval asks for cuda:0 anywhere
+            overrides.append(f"++model.device={device}")
+        with initialize_config_module("conf", version_base="1.3"):
+            config: Any = OmegaConf.to_container(compose("eval", overrides), resolve=True)
+        model, self.settings, model_config, self.tokenizer = build_model(config)
+        (self.method,) = build_methods(config, model_config, self.tokenizer)
+        self.model = load_model(model)
+        self.replay = Replay(self.model, self.tokenizer, self.settings)
+        self.replay.calibrate([self.method], model.chat)
+        self._device = self.model.device
+        self.max_length = model_config.get_text_config(decoder=True).max_position_embeddings
+        self.max_gen_toks = max_gen_toks
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.tokenizer.name_or_path.replace("/", "__")
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        return self.tokenizer.get_chat_template() if chat_template else ""
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Ids; a text that begins with the BOS token (a chat template's) gets no second one."""
+        bos = self.tokenizer.bos_token
+        if add_special_tokens is None:
+            add_special_tokens = not (bos and string.startswith(bos))
+        return self.tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"]
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Replies; a prompt that is too long loses its start, as in lm_eval."""
+        asked = [self._request(number, *request.args) for number, request in enumerate(requests)]
+        order = sorted(range(len(asked)), key=lambda i: len(asked[i][0].ids), reverse=True)
+        replies = [""] * len(asked)
+        for start in range(0, len(order), self.batch_size):
+            some = order[start : start + self.batch_size]
+            prompts, rows = zip(*(asked[i] for i in some), strict=True)
+            ((_, answers),) = self.replay.answers(prompts, rows, [self.method])
+            for i, row, answer in zip(some, rows, answers, strict=True):
+                replies[i] = cut_at_stop(answer.text, row.stop)
+                self.cache_hook.add_partial("generate_until", requests[i].args, replies[i])
+        return replies
+
+    def _request(self, number: int, context: str, options: dict[str, Any]) -> tuple[Prompt, Row]:
+        if options.get("do_sample") and options.get("temperature", 1.0) > 0:
+            raise ValueError(f"generation_kwargs={options} asks for sampling; decoding here is greedy: do_sample=false")
+        until = options.get("until") or ()
+        stop = (until,) if isinstance(until, str) else tuple(until)
+        reply = int(options.get("max_gen_toks", self.max_gen_toks))
+        if reply >= self.max_length:
+            raise ValueError(
+                f"max_gen_toks={reply} leaves no prompt: the model has {self.max_length} positions; lower it"
+            )
+        ids = self.tok_encode(context)[-(self.max_length - reply) :]
+        return Prompt(ids, len(ids) - 1), Row("lm_eval", str(number), context, "", (), reply, "", stop=stop)
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
+    ) -> list[Scored]:  # fmt: skip
+        """(sum of log probabilities, whether greedy decoding would give them) of each continuation; continuations of
+        one context, neighbours in multiple choice, share its prefill."""
+        scored: list[Scored] = []
+        fitted = [(*self._fitted(context, continuation), pair) for pair, context, continuation in requests]
+        for context, group in groupby(fitted, key=lambda request: request[0]):
+            some = list(group)
+            for (_, _, pair), result in zip(some, self._score(context, [c for _, c, _ in some]), strict=True):
+                scored.append(result)
+                self.cache_hook.add_partial("loglikelihood", pair, result)
+        return scored
+
+    def _fitted(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
+        """Context and continuation without what is too long at the start; one token of context at least stays."""
+        return context[-max(1, self.max_length + 1 - len(continuation)) :], continuation[-self.max_length :]
+
+    @torch.no_grad()
+    def _score(self, context: list[int], continuations: Sequence[list[int]]) -> Iterator[Scored]:
+        head, last = (context[:-1], context[-1]) if len(context) > 1 else (context, None)
+        room, device = 1 + max(map(len, continuations)), self.model.device
+        method, chunk = self.method, self.settings.prefill_chunk
+        ids = torch.tensor([head], device=device)
+        if method.prefill is None:
+            prompt = prefill(self.model, ids, None, room, method.obs_queries, chunk, method.column_sums)
+        else:
+            prompt = method.prefill.run(self.model, ids, None, room, method.obs_queries, chunk)
+        for continuation in continuations:
+            cache, logits = method.cache(self.model, prompt), prompt.logits
+            total, greedy = 0.0, True
+            for token, wanted in zip([last, *continuation[:-1]], continuation, strict=True):
+                if token is not None:
+                    logits = extend(self.model, cache, torch.tensor([[token]], device=device), None)
+                total += float(logits[0].float().log_softmax(-1)[wanted])
+                greedy = greedy and int(logits[0].argmax()) == wanted
+            yield total, greedy
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log probability of each whole text, in windows of all of the model's positions."""
+        totals = []
+        for request in requests:
+            (text,) = request.args
+            windows = get_rolling_token_windows(
+                token_list=self.tok_encode(text, add_special_tokens=False), prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length, context_len=1,
+            )  # fmt: skip
+            pieces = [(("", ""), *make_disjoint_window(window)) for window in windows]
+            totals.append(sum(score for score, _ in self._loglikelihood_tokens(pieces)))
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, totals[-1])
+        return totals
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    if "--tasks" in sys.argv and "--model" not in sys.argv:
+        sys.argv += ["--model", "leank"]
+    cli_evaluate()
