@@ -58,7 +58,7 @@ class FullPass(_Keeps):
             self.queries.append(self._observed(layer, q))
         own = (side_by_side(x, len(self.prefix.lengths)) for x in (k, v))
         keys, values = zip((self.prefix.keys[layer], self.prefix.values[layer]), own, strict=True)
-        return fused_attention(q, keys, values, self.pieces, scale)
+        return fused_attention(q, keys, values, self.pieces, scale, ranks=self.prefix.ranks)
 
     def _observed(self, layer: int, q: Tensor) -> Tensor:
         earlier = q[:, :, :0] if self.prefix.queries is None else self.prefix.queries[layer]
@@ -98,7 +98,9 @@ class ScaledPass:
         own = zip((self.question.keys[layer], self.question.values[layer]), (k, v), strict=True)
         k, v = (side_by_side(torch.cat(both, 2), len(self.prefix.lengths)) for both in own)
         keys, values = [self.prefix.keys[layer], k], [self.prefix.values[layer], v]
-        return fused_attention(q, keys, values, self.pieces, scale, self.alpha[layer], self.empty_heads)
+        return fused_attention(
+            q, keys, values, self.pieces, scale, self.alpha[layer], self.empty_heads, ranks=self.prefix.ranks
+        )
 
 
 class DecodePass:
@@ -133,7 +135,7 @@ class DecodePass:
             buffer[:, :, :, self.slot] = new[:, :, 0].unflatten(0, (buffer.shape[0], -1)).transpose(1, 2)
         keys = [self.prefix.keys[layer], self.keys[layer].flatten(2, 3)]
         values = [self.prefix.values[layer], self.values[layer].flatten(2, 3)]
-        return fused_attention(q, keys, values, self.pieces, scale, self.alpha[layer], "drop")
+        return fused_attention(q, keys, values, self.pieces, scale, self.alpha[layer], "drop", ranks=self.prefix.ranks)
 
 
 def _per_layer(alpha: Tensor, prefix: Prefix, question: Branch) -> tuple[Tensor, ...]:
