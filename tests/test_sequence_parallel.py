@@ -19,7 +19,7 @@ from tests.test_branching import ANSWERS, DOCUMENTS, QUESTIONS, batch, pad, scor
 ZONES = [(3, 6), (0, 1), (8, 30), (1, 5)]  # (sink, window); in the third no token is in the middle
 
 
-def step(model, prefix, sink, window, empty_heads):
+def step(model, prefix, sink, window, empty_heads, replies=True):
     """What training takes from a prefix: the teacher's rows, the student's, the gradient; and greedy answers."""
     _, questions, answers = batch()
     both = [torch.cat(pair) for pair in zip(questions, answers, strict=True)]
@@ -30,8 +30,10 @@ def step(model, prefix, sink, window, empty_heads):
     seen = torch.arange(hidden.shape[1]) < torch.tensor(ANSWERS)[:, None]
     loss = (hidden[seen] * torch.arange(hidden[seen].numel()).view(hidden[seen].shape).cos()).sum()
     (gradient,) = torch.autograd.grad(loss, alpha)
-    replies = decode(model, prefix, question, alpha.detach(), max_new_tokens=4, eos_id=-1, **zones)
-    return teacher.hidden, hidden.detach(), gradient, replies
+    found = [teacher.hidden, hidden.detach(), gradient]
+    if replies:
+        found += decode(model, prefix, question, alpha.detach(), max_new_tokens=4, eos_id=-1, **zones)
+    return found
 
 
 def one_rank(rank, world, address):
