@@ -150,7 +150,13 @@ def check_model(config: DictConfig, longest: dict[str, int]) -> None:
             f"{key}={value} is beyond the sliding_window={window} of {kind}, and such layers have no middle to prune; "
             "lower it, or choose a model without sliding_window",
         )
-    partial = (getattr(model, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
+    rope = getattr(model, "rope_parameters", None) or {}
+    need(
+        config.trainer.sequence_parallel == 1 or rope.get("rope_type") not in ("dynamic", "longrope"),
+        f"trainer.sequence_parallel={config.trainer.sequence_parallel}: the RoPE of {kind} (rope_type="
+        f"{rope.get('rope_type')}) depends on the longest position that a process has; set it to 1",
+    )
+    partial = rope.get("partial_rotary_factor", 1.0)
     need(
         partial == 1.0 or not config.validation.samples,
         f"validation.samples={config.validation.samples}: {kind} rotates only part of a head "

@@ -62,6 +62,10 @@ def test_shares_learn_what_one_process_learns(model, tmp_path, trainer, devices,
         (["trainer.sequence_parallel=2"], "trainer.sequence_parallel=2 needs several processes"),
         (["trainer.shard_weights=true"], "trainer.shard_weights=True needs several processes"),
         (["trainer=fsdp", "validation.samples=1"], "validation.samples=1: validation runs in one process"),
+        (
+            ["trainer=sequence_parallel", "+model.overrides.rope_parameters={rope_type: dynamic, factor: 2.0}"],
+            "trainer.sequence_parallel=4: the RoPE of .*rope_type=dynamic",
+        ),
         (["trainer.prefill_kernel=fast"], "trainer.prefill_kernel='fast' is unknown; use one of auto"),
         (
             ["trainer.prefill_kernel=flash_attn"],
