@@ -112,7 +112,10 @@ def memory(when: str, settings: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise BadConfig(f"out of GPU memory {when}; lower {settings}, or take a larger GPU") from error
+        raise BadConfig(
+            f"out of GPU memory {when}; lower {settings}, or take a larger GPU, or several: "
+            "trainer=sequence_parallel for long contexts, trainer=fsdp for large weights"
+        ) from error
 
 
 def mixture(config: DictConfig, backbone: Backbone, stage: str, world: int) -> Mixture:

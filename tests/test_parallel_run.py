@@ -2,6 +2,7 @@
 
 import os
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +10,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn.attention import SDPBackend
 
+from data_gen.tasks import Mixture
+from leank_train import backbone as backbones
 from leank_train import passes
 from leank_train.branching import prefill
+from leank_train.data import RetrievalData
 from leank_train.parallel import shard
 from leank_train.settings import BadConfig, check
 from leank_train.train import run
@@ -53,6 +57,20 @@ def test_shares_learn_what_one_process_learns(model, tmp_path, trainer, devices,
         for ours, theirs in zip(record(tmp_path / "ranks", stage), record(tmp_path / "one", stage), strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-12)
     torch.testing.assert_close(alpha(tmp_path / "ranks"), alpha(tmp_path / "one"), rtol=1e-5, atol=1e-6)
+
+
+def test_ranks_of_a_context_see_the_same_documents(model):
+    backbone = backbones.load(str(model))
+    mixture = Mixture({"multikey": 1, "kv": 1}, backbone.tokenizer, 300, 400, group=2)
+
+    def first(rank, world, together):
+        data = RetrievalData(backbone, mixture, together=together)
+        data.trainer = SimpleNamespace(global_rank=rank, world_size=world)
+        return next(iter(data.train_dataloader())).documents
+
+    groups = [first(rank, 2, 1) for rank in range(2)]
+    assert not torch.equal(*groups)
+    assert all(torch.equal(first(rank, 4, 2), groups[rank // 2]) for rank in range(4))
 
 
 @pytest.mark.parametrize(
