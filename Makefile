@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 OUT ?= outputs/demo
 
-.PHONY: demo test lint gpu-test clean
+.PHONY: demo test lint gpu-test slurm-test clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -15,8 +15,10 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 demo: $(VENV)/installed
 	$(BIN)/python -m leank_train +experiment=reference_demo hydra.run.dir=$(OUT)
-	@echo
-	@echo "pictures: $(OUT)/plots/  table: $(OUT)/validation.md  mask: $(OUT)/mask.safetensors"
+	$(BIN)/python -m eval +experiment=reference_ruler mask=$(OUT)/mask.safetensors hydra.run.dir=$(OUT)/eval \
+		benchmark.lengths=[1024]
+	@sed -n '/^## By length/,/^## 1024/p' $(OUT)/eval/summary.md | sed '$$d'
+	@echo "mask: $(OUT)/mask.safetensors  pictures: $(OUT)/plots/  tables: $(OUT)/validation.md $(OUT)/eval/report.html"
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -q
@@ -26,6 +28,9 @@ lint: $(VENV)/installed
 
 gpu-test: $(VENV)/installed
 	$(BIN)/python -m pytest -q -m gpu
+
+slurm-test: $(VENV)/installed
+	$(BIN)/python -m pytest -q -m slurm tests/test_slurm.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

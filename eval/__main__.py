@@ -1,13 +1,15 @@
-"""Replay a benchmark for several methods, or compute a finished run's report anew.
+"""Replay a benchmark for several methods, compute a run's report anew, or compare two of its methods by sample.
 
 python -m eval +experiment=reference_ruler mask=outputs/train/mask.safetensors
 python -m eval report outputs/eval/reference_ruler
+python -m eval diff outputs/eval/reference_ruler dense leank
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,11 @@ def run(config: dict[str, Any], directory: Path) -> int:
             new = job.run(results, load_model(job.model), tokenizer)
     write_report(directory)
     log.info("%d new rows; report: %s", new, directory / "report.html")
+    if config.get("logger") and shards == 1:  # of shards, the same command without shard= logs all of them
+        from eval.wandb_log import log_report
+
+        logger = hydra.utils.instantiate(config["logger"], save_dir=str(directory), job_type="eval")
+        log_report(logger, config, job.methods, directory)
     return new
 
 
@@ -49,15 +56,37 @@ def main(config: DictConfig) -> None:
         sys.exit(f"eval: {error}")
 
 
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["report"]:
-        from eval.report import write_report
+def report(directory: str) -> None:
+    """The report anew, from the rows."""
+    from eval.report import write_report
 
+    write_report(Path(directory))
+
+
+def diff(directory: str, first: str, second: str) -> None:
+    """Two methods of a run, sample by sample."""
+    from eval.report import write_diff
+
+    path, text = write_diff(Path(directory), first, second)
+    print(f"{text}\n\nevery sample: {path}")
+
+
+COMMANDS: dict[str, tuple[Callable[..., None], str]] = {"report": (report, "DIR"), "diff": (diff, "DIR METHOD METHOD")}
+
+
+def command_line() -> None:
+    """One of COMMANDS where the first argument names it, else Hydra's."""
+    if sys.argv[1:2] and sys.argv[1] in COMMANDS:
+        command, arguments = COMMANDS[sys.argv[1]]
         try:
-            if len(sys.argv) != 3:
-                raise ValueError("usage: python -m eval report DIR")
-            write_report(Path(sys.argv[2]))
+            if len(sys.argv) - 2 != len(arguments.split()):
+                raise ValueError(f"usage: python -m eval {sys.argv[1]} {arguments}")
+            command(*sys.argv[2:])
         except (ValueError, FileNotFoundError) as error:
             sys.exit(f"eval: {error}")
     else:
         main()
+
+
+if __name__ == "__main__":
+    command_line()

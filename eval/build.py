@@ -26,7 +26,7 @@ BENCHMARKS = {
     "niah": "eval.benchmarks.niah:Niah",
     "ruler": "eval.benchmarks.ruler:Ruler",
 }
-GROUPS = ("model", "benchmark", "method", "cache", "mask", "name")
+GROUPS = ("model", "benchmark", "method", "cache", "mask", "name", "logger")
 T = TypeVar("T")
 log = logging.getLogger("eval")
 

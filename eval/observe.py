@@ -24,7 +24,7 @@ def received(
     count = queries.shape[2] if weights is None else len(weights)
     (batch, heads, length, dim), wide = keys.shape, torch.promote_types(keys.dtype, torch.float32)
     grouped = (queries[:, :, -count:].to(wide) * (dim**-0.5 if scaling is None else scaling)).unflatten(1, (heads, -1))
-    transposed = keys.to(wide)[:, :, None].transpose(-1, -2)  # [B, H, 1, D, T]
+    transposed = keys.to(wide).mT  # [B, H, D, T]
     weight = grouped.new_ones(count) if weights is None else weights.to(wide)
     weight = weight.expand(batch, count) if real is None else weight * real[:, length - count :]
     column, total = torch.arange(length, device=keys.device), grouped.new_zeros(*grouped.shape[:3], length)
@@ -36,6 +36,8 @@ def received(
         hidden = (column[:end] > position[:, None]).expand(batch, -1, -1)
         if real is not None:  # padding queries see all keys before them, so that no row is empty; their weight is 0
             hidden = hidden | (~real[:, None, :end] & real[:, position, None])
-        logits = (grouped[:, :, :, start:stop] @ transposed[..., :end]).masked_fill_(hidden[:, None, None], -torch.inf)
+        rows = grouped[:, :, :, start:stop].flatten(2, 3)  # folded, so that the keys of a group are not copied for each
+        logits = (rows @ transposed[..., :end]).unflatten(2, (-1, stop - start))
+        logits.masked_fill_(hidden[:, None, None], -torch.inf)
         total[..., :end] += (weight[:, None, None, None, start:stop] @ logits.softmax(-1)).squeeze(-2)
     return total.flatten(1, 2)

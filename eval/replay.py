@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from eval.benchmarks.row import Row
 from eval.benchmarks.scoring import cut_at_stop
@@ -89,6 +90,11 @@ class Replay:
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
         self.eos = eos_ids(model, tokenizer)
         self.pad = pad if pad is not None else (getattr(tokenizer, "pad_token_id", None) or 0)
+        if settings.compress == "before_question" and settings.batch_size > 1 and _slides(model):
+            raise ValueError(
+                f"batch_size={settings.batch_size} with compress=before_question pads questions after their contexts, "
+                "and the model's sliding windows would count padding as tokens; use batch_size=1"
+            )
 
     def calibrate(self, methods: Sequence[Method], chat: bool | None = None) -> None:
         """Let methods that want to see samples see them."""
@@ -179,6 +185,12 @@ class Replay:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
         return time.perf_counter()
+
+
+def _slides(model: PreTrainedModel) -> bool:
+    """Whether any layer's own attention has a sliding window."""
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    return any(isinstance(layer, DynamicSlidingWindowLayer) for layer in layers)
 
 
 def _joined(first: Tensor | None, then: Tensor | None, columns: int, then_ids: Tensor) -> Tensor | None:

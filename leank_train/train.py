@@ -102,7 +102,8 @@ def run(config: DictConfig, out: Path, signals: Signals | None = None) -> dict[s
     figures = plots.training_plots(record1, record2, alpha, mask, out / "plots")
     metrics["seconds"]["all"] = round(time.time() - started, 1)
     write_json(out / "metrics.json", metrics)
-    log_results(logger, metrics, figures, out)
+    resolved = OmegaConf.to_container(config, resolve=True)
+    log_results(logger, metrics, figures, resolved, mask, out)  # type: ignore[arg-type]
     return metrics
 
 

@@ -1,15 +1,28 @@
-"""Weights & Biases: curves while training, then results, pictures and the mask as an artifact."""
+"""Weights & Biases: curves while training, then results, pictures, and the mask with its lineage.
+
+model, config -> training run -> mask -> eval run: artifacts are named after what they hold, so that runs that never
+met are joined where they use the same one.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import netrc
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from leank_train.mask import ChannelMask
 
-def wandb_logger(mode: str, **settings: Any) -> Any:
-    """Lightning's W&B logger; without a key it writes offline and says how to look at it."""
+
+def wandb_logger(mode: str, save_dir: str, name: str | None = None, **settings: Any) -> Any:
+    """Lightning's W&B logger; without a key it writes offline and says how to look at it.
+
+    mode: auto, online or offline. name: of the run, by default its folder's, so that the members of a sweep, which
+    share a group, are told apart.
+    """
     from lightning.pytorch.loggers import WandbLogger
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
@@ -18,11 +31,11 @@ def wandb_logger(mode: str, **settings: Any) -> Any:
             "online" if os.environ.get("WANDB_API_KEY") or _in_netrc() else "offline"
         )
     if mode == "offline":
-        where = settings["save_dir"]
         rank_zero_only(print)(
-            f"W&B is offline: look with `wandb leet {where}/wandb`, or `wandb sync` that folder later", flush=True
+            f"W&B is offline: look with `wandb leet {save_dir}/wandb`, or `wandb sync` that folder later", flush=True
         )
-    return WandbLogger(offline=mode == "offline", **settings)
+    name = name or Path(save_dir).resolve().name
+    return WandbLogger(offline=mode == "offline", save_dir=save_dir, name=name, **settings)
 
 
 def _in_netrc() -> bool:
@@ -34,14 +47,55 @@ def _in_netrc() -> bool:
     return any("wandb" in host for host in hosts)
 
 
-def log_results(logger: Any, metrics: dict[str, Any], figures: dict[str, Path], out: Path) -> None:
-    """Summary, validation table, plots and the mask; does nothing for another logger."""
+def _artifact(kind: str, name: str, content: Mapping[str, Any]) -> Any:
+    """An artifact that holds `content` as JSON; the same content is the same version."""
+    import wandb
+
+    made = wandb.Artifact(f"{kind}-{name}", type=kind)
+    with made.new_file(f"{kind}.json", mode="w") as file:
+        json.dump(content, file, indent=1, sort_keys=True)
+    return made
+
+
+def model_artifact(name: str) -> Any:
+    """A model by its name (of a folder: the last part); the weights stay where they are."""
+    label = Path(name).name
+    return _artifact("model", label, {"name": label})
+
+
+def mask_artifact(path: Path, mask: ChannelMask) -> Any:
+    """A mask's file, named after the config that it was learned with (a published one: after its channels).
+
+    Training logs it and an evaluation uses it: the bytes are the same, so on the server it is one artifact.
+    """
+    import wandb
+
+    name = mask.metadata.get("config") or hashlib.sha256(mask.keep.numpy().tobytes()).hexdigest()[:12]
+    about = {"pruning_ratio": mask.pruning_ratio, **{k: mask.metadata.get(k) for k in ("ratio", "alignment", "seed")}}
+    made = wandb.Artifact(f"mask-{name}", type="mask", metadata=about)
+    made.add_file(str(path), name=f"mask{path.suffix}")
+    return made
+
+
+def use(run: Any, artifact: Any) -> None:
+    """Say that the run uses it: by name in its config, and as lineage unless it is offline, where W&B cannot."""
+    run.config.update({f"uses/{artifact.type}": artifact.name}, allow_val_change=True)
+    if not run.offline:
+        run.use_artifact(artifact)
+
+
+def log_results(
+    logger: Any, metrics: dict[str, Any], figures: dict[str, Path], config: dict[str, Any], mask: ChannelMask, out: Path
+) -> None:
+    """Summary, validation table, plots and artifacts; does nothing for another logger. config: the run's, resolved."""
     experiment = getattr(logger, "experiment", None)
     if experiment is None or not hasattr(experiment, "summary"):
         return
     import wandb
 
     flat = {k: v for k, v in metrics.items() if not isinstance(v, dict)}
+    flat |= {f"seconds/{k}": v for k, v in metrics["seconds"].items()}
+    flat |= {f"distillation/{stage}": v for stage, v in metrics["distillation"].items()}
     for method, row in metrics.get("validation", {}).get("recall", {}).items():
         flat[f"recall/{method}"] = row["average"]
     experiment.summary.update(flat)
@@ -52,7 +106,7 @@ def log_results(logger: Any, metrics: dict[str, Any], figures: dict[str, Path], 
         experiment.log(
             {"validation": wandb.Table(columns=["method", *tasks], data=[[m, *r.values()] for m, r in rows.items()])}
         )
-    artifact = wandb.Artifact("mask", type="mask", metadata={"config": metrics["config"]})
-    artifact.add_file(str(out / "mask.safetensors"))
-    experiment.log_artifact(artifact)
+    use(experiment, model_artifact(config["model"]["name"]))
+    use(experiment, _artifact("config", metrics["config"], config))
+    experiment.log_artifact(mask_artifact(out / "mask.safetensors", mask))
     experiment.finish()

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from eval.cache import CompressedLayer, Sizes, bytes_per_row, max_batch
 from eval.cache.backend import choose_backend
-from eval.cache.channels import MaskChannels
 from eval.cache.memory import Memory, measure
+from eval.cache.middle import Middle
 from leank_train.mask import ChannelMask
 from scripts.attention_cases import DIM, DTYPE, LLAMA, MASKS
 
@@ -33,7 +33,7 @@ def fill(keep: Tensor, rows: int, context: int, sizes: Sizes, device: torch.devi
     gc.collect()
     cuda = device.type == "cuda"
     before = torch.cuda.memory_allocated() if cuda else 0
-    layers = [CompressedLayer(MaskChannels(k), sizes, choose_backend("auto")) for k in keep]
+    layers = [CompressedLayer(Middle(k), sizes, choose_backend("auto")) for k in keep]
     for layer in layers:
         k, v = torch.randn(2, 1, keep.shape[1], context, DIM, device=device, dtype=DTYPE)
         layer.seal(*(x.expand(rows, -1, -1, -1) for x in (k, v)))

@@ -1,7 +1,13 @@
 """Tiny random models of every supported architecture."""
 
+import os
+
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, which importing a model does
+
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,

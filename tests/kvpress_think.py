@@ -14,11 +14,11 @@ FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwe
 RATIOS, WINDOW, LENGTH = (0.4, 0.7), 8, 40
 
 
-def random_model(family):
-    """Two layers, six query heads on two KV heads, head_dim 16, float64; weights that no version draws differently."""
+def random_model(family, layers=2):
+    """Six query heads on two KV heads, head_dim 16, float64; weights that no version draws differently."""
     config_class, model_class = FAMILIES[family]
     config = config_class(
-        vocab_size=64, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6,
+        vocab_size=64, hidden_size=48, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=6,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
     )  # fmt: skip
     model = model_class(config).double().eval().requires_grad_(False)
@@ -28,9 +28,9 @@ def random_model(family):
     return model
 
 
-def prompt():
-    """Token ids [1, LENGTH]."""
-    return torch.randint(1, 64, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+def prompt(length=LENGTH):
+    """Token ids [1, length]."""
+    return torch.randint(1, 64, (1, length), generator=torch.Generator().manual_seed(1))
 
 
 def recorded():

@@ -8,8 +8,9 @@ import json
 import sys
 from contextlib import nullcontext
 
-import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache
+
+from tests import kvpress_think
 
 LAYERS, LENGTH, WINDOW = 4, 128, 8
 CASES = {  # press, kernel, share of the tokens dropped, beta
@@ -21,21 +22,13 @@ CASES = {  # press, kernel, share of the tokens dropped, beta
 
 
 def random_model():
-    """Six query heads on two KV heads, head_dim 16, float64; weights that no version draws differently."""
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=48, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).double().eval().requires_grad_(False)
-    generator = torch.Generator().manual_seed(0)
-    for _, weight in sorted(model.named_parameters()):
-        weight.copy_(torch.randn(weight.shape, generator=generator, dtype=torch.float64) * 0.3)
-    return model
+    """The model whose keys are dropped."""
+    return kvpress_think.random_model("llama", LAYERS)
 
 
 def prompt():
     """Token ids [1, LENGTH]."""
-    return torch.randint(1, 64, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    return kvpress_think.prompt(LENGTH)
 
 
 def keys(model, hooks=None):

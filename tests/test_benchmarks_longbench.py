@@ -114,8 +114,7 @@ def test_missing_data_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
     with pytest.raises(FileNotFoundError, match=r"no network.*Download https://huggingface.co.*pass path="):
         list(longbench.rows("qasper"))
-    with zipfile.ZipFile(tmp_path / "data.zip", "w"):
-        pass
+    zipfile.ZipFile(tmp_path / "data.zip", "w").close()
     with pytest.raises(FileNotFoundError, match=r"no qasper\.jsonl in"):
         list(longbench.rows("qasper", tmp_path))
     with pytest.raises(ValueError, match="task='squad' is not in LongBench"):

@@ -1,7 +1,6 @@
 """The decode kernel against its float64 reference: in Triton's interpreter on a CPU, on the device with `-m gpu`."""
 
 import itertools
-import os
 
 import numpy as np
 import pytest
@@ -10,8 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are first imported, which is below
 pytest.importorskip("triton", reason="triton is not installed: the kernel is not tested")
 
 from eval.cache import reference, work  # noqa: E402

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import eval.observe
 from eval.observe import received
@@ -93,3 +94,26 @@ def test_only_when_asked():
     fork.attend(torch.randn(1, 4, 1, 8, dtype=torch.float64))
     assert fork.column_sums is None
     assert layer.column_sums.shape == (1, 2, 8)
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers in any tensor that an operation makes, views aside."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.numbers = max(self.numbers, out.untyped_storage().nbytes() // out.element_size())
+        return out
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_no_tensor_is_larger_than_the_keys_and_a_block_of_scores(monkeypatch, padded):
+    """Keys in particular are not repeated for the query heads of a group."""
+    monkeypatch.setitem(eval.observe.SCORES_AT_ONCE, "cpu", 2**14)
+    queries, keys = torch.randn(1, 16, 40, 64), torch.randn(1, 2, 500, 64)
+    real = torch.arange(500)[None] >= 30 if padded else None
+    with Largest() as seen:
+        received(queries, keys, real=real)
+    assert seen.numbers <= max(queries.numel(), keys.numel())

@@ -107,7 +107,7 @@ def test_reference_experiments(name):
 def test_overrides_win():
     config = composed("+experiment=llama_70pct", "model.name=/models/x", "mask.ratio=0.5", "stage2.lr=1", "seed=7")
     assert (config.model.name, config.mask.ratio, config.stage2.lr, config.seed) == ("/models/x", 0.5, 1, 7)
-    assert config.logger.name == "llama_70pct_seed7"
+    assert config.logger.group == "llama_70pct"
     one_task = composed("data=paper")
     assert {name for name, share in one_task.data.tasks.items() if share} == {"kv", "multivalue"}
     assert not composed("logger=none").logger

@@ -95,6 +95,12 @@ def test_every_experiment_composes(name):
         (["method=[]"], "method is empty"),
         (["method=[think]", "method.think.channels.ratio=1.5"], "method.think: ratio=1.5 is not in"),
         (["method=[think]", "method.think.channels.ratio=lots"], "method.think.channels.ratio='lots' must be a number"),
+        (["method=[think]", "method.think.channels.ratio=null"], "method.think.channels.ratio=None must be a number"),
+        (["method=[snapkv]", "method.snapkv.tokens=h2o"], "method.snapkv.tokens='h2o' is no choice; give {name: h2o}"),
+        (
+            ["method=[random]", "method.random.channels.name=[think]"],
+            r"name=\['think'\] is unknown; choose one of leank",
+        ),
         (["method=[think]", "+method.think.channels.rate=0.5"], "method.think.channels.rate is no setting"),
         (["method=[random]", "method.random.channels.name=rnd"], "name='rnd' is unknown; choose one of leank"),
         (["method=[random]", "cache.window=0"], "method.random: window=0 must be an integer of at least 1"),

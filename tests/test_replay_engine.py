@@ -127,6 +127,21 @@ def test_sliding_layers_stay_as_they_are():
         assert got["dense"][row] == alone(model, Method("dense"), prompt, NEW, None)
 
 
+def test_sliding_layers_refuse_padding_between_context_and_question():
+    """Questions of two lengths in a batch: the shorter one's padding would take its context's place in the window."""
+    model, made = tiny_model("mistral", sliding_window=9), [Prompt(ids, 30) for ids in prompts([33, 32])]
+
+    def tokens(made, batch_size):
+        engine = Replay(model, Letters(), Settings(compress="before_question", batch_size=batch_size))
+        return [
+            answer.tokens for _, answers in engine.answers(made, rows(len(made)), methods()[:1]) for answer in answers
+        ]
+
+    with pytest.raises(ValueError, match=r"batch_size=2 with compress=before_question .* use batch_size=1"):
+        tokens(made, 2)
+    assert tokens(made, 1)[1] != tokens(made[1:], 1)[0]  # what is refused: together they differ
+
+
 def test_observed_queries_are_the_last_ones_whatever_the_chunks():
     model, ids = tiny_model("llama"), torch.tensor(prompts([40]))
     whole, chunked = (prefill(model, ids, None, 0, 5, chunk) for chunk in (None, 3))

@@ -8,12 +8,12 @@ import time
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval.benchmarks.ruler import Ruler
 from eval.job import Job
 from eval.methods import Method, method
-from eval.models import ModelConfig
+from eval.models import ModelConfig, load_config
 from eval.replay import Settings
 from eval.results import NAME, Key, Results, key_of, read
 
@@ -47,7 +47,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(ModelConfig("reference").location)
+    return load_config(ModelConfig())[1]
 
 
 def run(directory, work, model, tokenizer):

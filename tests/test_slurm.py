@@ -100,13 +100,16 @@ def train(slurm, cwd, model, options, *extra):
 
 
 @slow
-def test_two_nodes_are_one_process(slurm, model, tmp_path):
-    number, log = train(slurm, tmp_path, model, ["--nodes=2"], "hydra.run.dir=nodes")
+@pytest.mark.parametrize("tasks", [1, 2])
+def test_two_nodes_are_one_process(slurm, model, tmp_path, tasks):
+    """Two ranks, and four: the scores of one process with as many documents a step, up to the order of additions."""
+    options = ["--nodes=2", f"--ntasks-per-node={tasks}", "--cpus-per-task=1"]
+    number, log = train(slurm, tmp_path, model, options, "hydra.run.dir=nodes")
     finish(slurm, number, log)
     text = log.read_text()
     assert text.count(f"outputs   {tmp_path / 'nodes'}") == 1
     assert f"job {number}, start 1, on node[0-1]" in text
-    run(settings(model, *SETTINGS, "data.documents=2"), tmp_path / "one")
+    run(settings(model, *SETTINGS, f"data.documents={2 * tasks}"), tmp_path / "one")
     torch.testing.assert_close(alpha(tmp_path / "nodes"), alpha(tmp_path / "one"), rtol=1e-5, atol=1e-6)
 
 

@@ -14,89 +14,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from eval.cache.kernel_middle import middle, step
+from eval.cache.quantised_kernel import packed_middle
+
 # fmt: off
-
-
-@triton.jit
-def _step(acc, m, z, s, v):
-    """One tile: s [M, T] logits, v [T, D]; z [M, T] is summed over T only at the end."""
-    m_new = tl.maximum(m, tl.max(s, 1))
-    safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha = tl.exp2(m - safe)
-    p = tl.exp2(s - safe[:, None])
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
-    return acc, m_new, z * alpha[:, None] + p
-
-
-@triton.jit
-def _prefetch(address, lines):
-    """Ask L2 for the 128-byte lines (64 elements) 0 .. lines - 1 (at most 256) while the queries are being gathered."""
-    line = tl.minimum(tl.arange(0, 256), lines - 1)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address + line * 64], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def _gather(q_row, ok, index, channel, count, EVEN: tl.constexpr):
-    """Query channels [M, C] that a head keeps."""
-    if EVEN:
-        return tl.load(q_row[:, None] + tl.load(index + channel)[None, :], mask=ok[:, None], other=0.0)
-    chosen = channel < count
-    picked = tl.load(index + channel, mask=chosen, other=0)
-    return tl.load(q_row[:, None] + picked[None, :], mask=ok[:, None] & chosen[None, :], other=0.0)
-
-
-@triton.jit
-def _keys(k, channel, count, token, tokens, EVEN: tl.constexpr, PAGE: tl.constexpr):
-    """K tile [C, T] of a page-wise stored head; pages at or past `tokens` are not read."""
-    at = channel[:, None] * PAGE + ((token // PAGE) * (count * PAGE) + token % PAGE)[None, :]
-    one_page: tl.constexpr = token.shape[0] == PAGE
-    if one_page:
-        if EVEN:
-            return tl.load(k + at)
-        return tl.load(k + at, mask=(channel < count)[:, None], other=0.0)
-    there = (token // PAGE * PAGE < tokens)[None, :]
-    if EVEN:
-        return tl.load(k + at, mask=there, other=0.0)
-    return tl.load(k + at, mask=there & (channel < count)[:, None], other=0.0)
-
-
-@triton.jit
-def _middle(
-    acc, m, z, q_row, ok, index, k, v, first, last, count, scale,
-    C0: tl.constexpr, C1: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
-    EVEN: tl.constexpr, PAGE: tl.constexpr, PREFETCH: tl.constexpr,
-):
-    """Tokens [first, last) of a middle part with up to C0 + C1 channels; whole tiles without masks, then the rest."""
-    token, d = tl.arange(0, TILE), tl.arange(0, D)
-    if PREFETCH:
-        tokens = tl.minimum(last - first, 2 * TILE)
-        _prefetch(k + (first // PAGE) * (count * PAGE), tl.maximum(tokens // PAGE, 1) * count)
-        _prefetch(v + first * D, tl.maximum(tokens * D // 64, 1))
-    c0 = tl.arange(0, C0)
-    q0 = _gather(q_row, ok, index, c0, count, EVEN)
-    if C1 > 0:
-        c1 = C0 + tl.arange(0, C1)
-        q1 = _gather(q_row, ok, index, c1, count, EVEN)
-    v_at = token[:, None] * D + d[None, :]
-    whole = first + (last - first) // TILE * TILE
-    for at in range(first, whole, TILE):
-        page = k + tl.multiple_of((at // PAGE) * (count * PAGE), PAGE)
-        s = tl.dot(q0, _keys(page, c0, count, token, TILE, EVEN, PAGE))
-        if C1 > 0:
-            s = tl.dot(q1, _keys(page, c1, count, token, TILE, EVEN, PAGE), s)
-        acc, m, z = _step(acc, m, z, s * scale, tl.load(v + tl.multiple_of(at * D, PAGE) + v_at))
-    if whole < last:
-        there = token < last - whole
-        page = k + tl.multiple_of((whole // PAGE) * (count * PAGE), PAGE)
-        s = tl.dot(q0, _keys(page, c0, count, token, last - whole, EVEN, PAGE))
-        if C1 > 0:
-            s = tl.dot(q1, _keys(page, c1, count, token, last - whole, EVEN, PAGE), s)
-        s = tl.where(there[None, :], s * scale, float("-inf"))
-        rest = tl.load(v + tl.multiple_of(whole * D, PAGE) + v_at, mask=there[:, None], other=0.0)
-        acc, m, z = _step(acc, m, z, s, rest)
-    return acc, m, z
 
 
 @triton.jit
@@ -118,7 +39,25 @@ def _ends(
         keys = tl.load(k + at * D + offset, mask=there[:, None], other=0.0)
         s = tl.dot(q, tl.trans(keys)) * scale
         s = tl.where(there[None, :] & (token[None, :] <= position[:, None]), s, float("-inf"))
-        acc, m, z = _step(acc, m, z, s, tl.load(v + at * D + offset, mask=there[:, None], other=0.0))
+        acc, m, z = step(acc, m, z, s, tl.load(v + at * D + offset, mask=there[:, None], other=0.0))
+    return acc, m, z
+
+
+@triton.jit
+def _read(
+    acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
+    C0: tl.constexpr, C1: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
+    EVEN: tl.constexpr, PAGE: tl.constexpr, PREFETCH: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr,
+):
+    """Tokens [first, last) of a middle part with up to C0 + C1 channels that begins at k_at, v_at: elements from base,
+    or, where it is packed, bytes."""
+    if BITS > 0:
+        acc, m, z = packed_middle(acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
+                                  C0, C1, TILE, D, EVEN, PAGE, BITS, CELL)
+    else:
+        k, v = base + tl.multiple_of(k_at, PAGE), base + tl.multiple_of(v_at, PAGE)
+        acc, m, z = middle(acc, m, z, q_row, ok, index, k, v, first, last, count, scale,
+                           C0, C1, TILE, D, EVEN, PAGE, PREFETCH)
     return acc, m, z
 
 
@@ -161,14 +100,16 @@ def _store(
 
 @triton.jit(do_not_specialize=["partials", "places"])
 def decode(
-    base, q, out, index, table, seen_ptr, start_ptr, tail_ptr, position_ptr, part, stat, done,
+    base, bytes_base, q, out, index, table, seen_ptr, start_ptr, tail_ptr, position_ptr, part, stat, done,
     scale, q_b, q_h, q_t, index_b, queries, partials, places, slots,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
     PARTS: tl.constexpr, EVEN: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr, PREFETCH: tl.constexpr,
+    BITS: tl.constexpr, CELL: tl.constexpr,
 ):
     """Program (p, c): span p of the work table for the query tokens of chunk c.
 
-    base: first element of the ring's keys; table [lines, FIELDS]; q [B, Hq, Q, D] by strides; out [B, Q, Hq, D];
+    base: first element of the ring's keys, bytes_base the same as bytes; BITS: of the middle's numbers, CELL of which
+    are a cell, 0 = not packed; table [lines, FIELDS]; q [B, Hq, Q, D] by strides; out [B, Q, Hq, D];
     part [chunks, partials, ROWS, D] and stat [chunks, partials, ROWS, 2] fp32 partial results; done [chunks, places]
     int32 zeros, zeros again afterwards; places = B * H.
     """
@@ -187,8 +128,7 @@ def decode(
         entry = table + line * FIELDS
         kind, row, head = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
         first, last = tl.multiple_of(tl.load(entry + 3).to(tl.int32), PAGE), tl.load(entry + 4).to(tl.int32)
-        k = base + tl.multiple_of(tl.load(entry + 5), PAGE)
-        v = base + tl.multiple_of(tl.load(entry + 6), PAGE)
+        k_at, v_at = tl.load(entry + 5), tl.load(entry + 6)
         count, fresh, parts = tl.load(entry + 7).to(tl.int32), tl.load(entry + 8), tl.load(entry + 9)
         number, first_number = tl.load(entry + 10), tl.load(entry + 11)
         line = tl.load(entry + 12)
@@ -198,6 +138,7 @@ def decode(
         z = tl.where(fresh != 0, 0.0, z)
         acc = tl.where(fresh != 0, 0.0, acc)
         if kind <= 1:
+            k, v = base + tl.multiple_of(k_at, PAGE), base + tl.multiple_of(v_at, PAGE)
             position = tl.load(position_ptr + row * queries + t, mask=ok, other=-1).to(tl.int32)
             seen = tl.load(seen_ptr + row).to(tl.int32)
             start = tl.where(kind == 1, tl.load(start_ptr + row).to(tl.int32), 0)
@@ -209,18 +150,18 @@ def decode(
                 last = tl.minimum(last, tl.load(tail_ptr + row * H + head).to(tl.int32))
             kept = index + row * index_b + head * D
             if count <= 32:
-                acc, m, z = _middle(acc, m, z, q_row, ok, kept, k, v, first, last, count, scale,
-                                    32, 0, TILE, D, EVEN, PAGE, PREFETCH)
+                acc, m, z = _read(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count, scale,
+                                32, 0, TILE, D, EVEN, PAGE, PREFETCH, BITS, CELL)
             elif count <= 64:
-                acc, m, z = _middle(acc, m, z, q_row, ok, kept, k, v, first, last, count, scale,
-                                    64, 0, TILE, D, EVEN, PAGE, PREFETCH)
+                acc, m, z = _read(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count, scale,
+                                64, 0, TILE, D, EVEN, PAGE, PREFETCH, BITS, CELL)
             elif D > 64:
                 if count <= 96:
-                    acc, m, z = _middle(acc, m, z, q_row, ok, kept, k, v, first, last, count, scale,
-                                        64, 32, TILE, D, EVEN, PAGE, PREFETCH)
+                    acc, m, z = _read(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count,
+                                        scale, 64, 32, TILE, D, EVEN, PAGE, PREFETCH, BITS, CELL)
                 else:
-                    acc, m, z = _middle(acc, m, z, q_row, ok, kept, k, v, first, last, count, scale,
-                                        128, 0, TILE, D, EVEN, PAGE, PREFETCH)
+                    acc, m, z = _read(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count,
+                                        scale, 128, 0, TILE, D, EVEN, PAGE, PREFETCH, BITS, CELL)
 
         if parts == 1:
             total = tl.sum(z, 1)

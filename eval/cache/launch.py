@@ -11,6 +11,7 @@ from torch import Tensor
 
 from eval.cache import kernel, work
 from eval.cache.pages import PAGE
+from eval.cache.quantised import Packing
 from eval.cache.store import Store
 
 MAX_ROWS = 32  # query tokens x heads of a group in one tile; more query tokens take several passes, "chunks"
@@ -43,6 +44,7 @@ class Plan:
     version: int
     programs: int
     even: bool  # every channel count is a multiple of 32: no masks in the main loop
+    packing: Packing | None
 
 
 class Kernel:
@@ -88,8 +90,10 @@ class Kernel:
         most = batch * heads + plan.programs  # partial results there can be, whatever the table
         partials, stats, done = self._scratch(chunks * most * rows, dim, chunks * batch * heads, q.device)
         out = torch.empty(batch, queries, q_heads, dim, dtype=q.dtype, device=q.device)
+        packing = plan.packing
         kernel.decode[(plan.programs, chunks)](
-            *(store.ring_k, q, out, store.channels.index, plan.table, store.seen_dev, store.start_dev),
+            *(store.ring_k, store.ring_k if packing is None else store.ring_k.view(torch.uint8), q, out),
+            *(store.channels.index, plan.table, store.seen_dev, store.start_dev),
             *(store.tail.length_dev, position.contiguous(), partials, stats, done),
             *(scaling * 1.4426950408889634, q.stride(0), q.stride(1), q.stride(2), store.channels.index.stride(0)),
             *(queries, most, batch * heads, slots),
@@ -104,6 +108,8 @@ class Kernel:
             PAGE=PAGE,
             FIELDS=work.FIELDS,
             PREFETCH=config.prefetch,
+            BITS=packing.bits if packing else 0,
+            CELL=packing.group if packing else 0,
             num_warps=config.warps,
             num_stages=config.stages,
             maxnreg=config.registers or None,
@@ -118,7 +124,10 @@ class Kernel:
         batch, heads, _, dim = store.ring_k.shape
         device = store.ring_k.device
         programs = self.programs or _multiprocessors(device) * self.config.per_sm
-        lines = torch.from_numpy(work.cut(work.units(store), programs, self.config.tile, dim))
+        bits, dtype = store.middle.bits, store.ring_k.dtype
+        packing = bits if isinstance(bits, Packing) else None
+        share = packing.cell(dtype) / (packing.group * dtype.itemsize) if packing else 1.0
+        lines = torch.from_numpy(work.cut(work.units(store), programs, self.config.tile, dim, share))
         most = programs + work.PARTS * batch * heads  # every cut and every unit begins at most one piece
         if old is not None and len(old.table) == most and old.table.device == device:
             table = old.table
@@ -126,7 +135,7 @@ class Kernel:
             table = torch.zeros(most, work.FIELDS, dtype=torch.int64, device=device)
         table[: len(lines)] = lines.to(device)
         even = bool((store.channels.count % 32 == 0).all())
-        store.plan = Plan(table, store.version, programs, even)
+        store.plan = Plan(table, store.version, programs, even, packing)
         return store.plan
 
     def _scratch(self, lines: int, dim: int, counters: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

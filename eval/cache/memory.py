@@ -12,6 +12,7 @@ from torch import Tensor
 from eval.cache.channels import layer_masks
 from eval.cache.layer import CompressedLayer
 from eval.cache.pages import PAGE, round_up
+from eval.cache.quantised import Packing
 from eval.cache.store import Sizes, Store
 
 
@@ -68,20 +69,33 @@ def measure(layers: list[Any], scratch: dict[str, Tensor]) -> Memory:
     return total
 
 
-def bytes_per_row(mask: Any, context: int, dtype: torch.dtype = torch.bfloat16, sizes: Sizes | None = None) -> int:
+def bytes_per_row(
+    mask: Any,
+    context: int,
+    dtype: torch.dtype = torch.bfloat16,
+    sizes: Sizes | None = None,
+    bits: Packing | None = None,
+) -> int:
     """Bytes that one sequence of `context` prompt tokens takes in a sealed cache, padding of pages and slack of the
-    window included, tables not. mask as in compressed_cache."""
+    window included, tables not. mask as in compressed_cache; bits: how the middle is packed, None = as it comes."""
     keep, sizes = layer_masks(mask), sizes or Sizes()
     layers, heads, dim = keep.shape
     middle = round_up(max(0, context - sizes.sink - sizes.window), PAGE)
     count = keep.sum(-1)
     ends = 2 * layers * heads * dim * (sizes.sink + sizes.ring)
-    return (ends + middle * int(count.sum()) + middle * dim * int((count > 0).sum())) * dtype.itemsize
+    numbers = middle * int(count.sum()) + middle * dim * int((count > 0).sum())
+    held = numbers * dtype.itemsize if bits is None else numbers // bits.group * bits.cell(dtype)
+    return ends * dtype.itemsize + held
 
 
 def max_batch(
-    mask: Any, context: int, free_bytes: int, dtype: torch.dtype = torch.bfloat16, sizes: Sizes | None = None
+    mask: Any,
+    context: int,
+    free_bytes: int,
+    dtype: torch.dtype = torch.bfloat16,
+    sizes: Sizes | None = None,
+    bits: Packing | None = None,
 ) -> int:
     """The largest batch of `context` tokens each whose caches fit into `free_bytes` (GPU memory less weights and work
     space)."""
-    return free_bytes // bytes_per_row(mask, context, dtype, sizes)
+    return free_bytes // bytes_per_row(mask, context, dtype, sizes, bits)

@@ -27,6 +27,10 @@ class Bits(Protocol):
     ) -> Segment:
         """As Segment(...), which it takes the place of."""
 
+    @property
+    def plain(self) -> str | None:
+        """Why only plain PyTorch can read it, or None."""
+
 
 class Reads(Protocol):
     """Which tokens of the middle a query reads."""
@@ -83,7 +87,7 @@ class Middle:
             return "the kernel gives no attention weights, this method evicts tokens by them while decoding"
         if self.reads is not None:
             return "the kernel reads every token, this method chooses"
-        return None if self.bits is None else "the kernel reads numbers as they are, this method packs them"
+        return None if self.bits is None else self.bits.plain
 
     def segment(
         self,

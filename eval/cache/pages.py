@@ -14,7 +14,7 @@ from torch import Tensor
 from eval.cache.channels import KeptChannels
 
 PAGE = 64
-_CHUNK = 1 << 22  # elements scattered at once: bounds the index tensors of a long prompt
+CHUNK = 1 << 22  # elements scattered at once: bounds the index tensors of a long prompt
 
 
 def round_up(n, multiple: int):
@@ -28,7 +28,7 @@ def _exclusive(sizes: np.ndarray) -> np.ndarray:
     return (np.cumsum(flat) - flat).reshape(sizes.shape)
 
 
-def _spread(starts: np.ndarray, sizes: np.ndarray, device: torch.device) -> Tensor:
+def spread(starts: np.ndarray, sizes: np.ndarray, device: torch.device) -> Tensor:
     """Concatenated ranges start, start+1, ..., start+size-1 of every region, int64 on `device`."""
     start, size = (torch.from_numpy(np.ascontiguousarray(a).reshape(-1)).to(device) for a in (starts, sizes))
     total = int(sizes.sum())
@@ -36,7 +36,7 @@ def _spread(starts: np.ndarray, sizes: np.ndarray, device: torch.device) -> Tens
     return torch.repeat_interleave(start - first, size, output_size=total) + torch.arange(total, device=device)
 
 
-def _lines(flat: Tensor, width: int) -> Tensor:
+def lines(flat: Tensor, width: int) -> Tensor:
     """A flat tensor, possibly empty, as lines of `width` elements."""
     return flat.view(flat.numel() // width, width)
 
@@ -67,27 +67,39 @@ class Segment:
         values: KeptChannels | None = None,
     ):
         device = channels.index.device
-        self.channels, self.values, self.head_dim = channels, values, head_dim
+        self.channels, self.values, self.head_dim, self.dtype = channels, values, head_dim, dtype
         self.capacity = np.where(channels.count > 0, round_up(capacity, PAGE), 0).astype(np.int64)
         self.width = np.full_like(self.capacity, head_dim) if values is None else values.count
-        k_size, v_size = self.capacity * channels.count, self.capacity * self.width
+        (k_size, _), (v_size, _) = self._sizes()
         self.k_start, self.v_start = _exclusive(k_size), _exclusive(v_size)
-        self.k = torch.empty(int(k_size.sum()), dtype=dtype, device=device)
-        self.v = torch.empty(int(v_size.sum()), dtype=dtype, device=device)
+        stored = self._form()[0]
+        self.k = torch.empty(int(k_size.sum()), dtype=stored, device=device)
+        self.v = torch.empty(int(v_size.sum()), dtype=stored, device=device)
         self.length = np.zeros_like(self.capacity)
         self.length_dev = torch.zeros(self.capacity.shape, dtype=torch.int64, device=device)
         self._lanes: tuple[Tensor, ...] | None = None
 
     def fresh(self, channels: KeptChannels, capacity: np.ndarray, values: KeptChannels | None) -> Segment:
         """An empty segment that stores as this one does."""
-        return Segment(channels, capacity, self.head_dim, self.k.dtype, values)
+        return Segment(channels, capacity, self.head_dim, self.dtype, values)
+
+    def _form(self) -> tuple[torch.dtype, int, int]:
+        """dtype of k and v, and how many of its elements hold how many numbers."""
+        return self.dtype, 1, 1
+
+    def _sizes(self) -> tuple[tuple[np.ndarray, int], ...]:
+        """Of K and of V: elements of each region [B, H], and of a line that divides all."""
+        _, elements, numbers = self._form()
+        v_line = self.head_dim if self.values is None else PAGE
+        parts = ((self.channels.count, PAGE), (self.width, v_line))
+        return tuple((self.capacity * n // numbers * elements, line // numbers * elements) for n, line in parts)
 
     def _channel_lanes(self, table: KeptChannels) -> tuple[np.ndarray, ...]:
         """One lane per (row, head, kept channel) of heads with room: row, head, rank of the channel."""
         count = np.where(self.capacity > 0, table.count, 0)
         where = np.nonzero(count.reshape(-1))[0]
         lane = np.repeat(where, count.reshape(-1)[where])
-        rank = _spread(np.zeros_like(count), count, torch.device("cpu")).numpy()
+        rank = spread(np.zeros_like(count), count, torch.device("cpu")).numpy()
         return (*np.divmod(lane, count.shape[1]), rank)
 
     def _build_lanes(self) -> tuple[Tensor, ...]:
@@ -124,7 +136,7 @@ class Segment:
         k_lanes, v_lanes = self._lanes[:5], self._lanes[5:]
         if len(rows) < len(self.capacity):
             k_lanes, v_lanes = (tuple(x[source[lanes[0]] >= 0] for x in lanes) for lanes in (k_lanes, v_lanes))
-        step = max(1, _CHUNK // max(1, len(k_lanes[0])))
+        step = max(1, CHUNK // max(1, len(k_lanes[0])))
         for first in range(0, n, step) if len(k_lanes[0]) else ():
             new = torch.arange(first, min(first + step, n), device=device)
             row, head, channel, base, page = k_lanes
@@ -137,7 +149,7 @@ class Segment:
             some = None if limit is None else new < limit[source[row], head][:, None]
             if self.values is None:
                 to = v_lanes[2][:, None] + token
-                _put(_lines(self.v, self.head_dim), to, v[source[row], head, first : first + step], some)
+                _put(lines(self.v, self.head_dim), to, v[source[row], head, first : first + step], some)
             else:
                 channel, base, width = v_lanes[2:]
                 to = base[:, None] + token * width[:, None]
@@ -172,16 +184,15 @@ class Segment:
 
     def _parts(self) -> tuple[tuple[Tensor, np.ndarray, np.ndarray, int], ...]:
         """Of K and of V: flat tensor, first element and size of each region, elements per line, which divides all."""
-        v_line = self.head_dim if self.values is None else PAGE
-        k_size, v_size = self.capacity * self.channels.count, self.capacity * self.width
-        return (self.k, self.k_start, k_size, PAGE), (self.v, self.v_start, v_size, v_line)
+        k, v = self._sizes()
+        return (self.k, self.k_start, *k), (self.v, self.v_start, *v)
 
     def grown(self, capacity: np.ndarray) -> Segment:
         """A copy with room for `capacity` [B, H] >= the present one."""
         new = self.fresh(self.channels, capacity, self.values)
         for (old, start, size, line), (flat, to, _, _) in zip(self._parts(), new._parts(), strict=True):
-            target, source = (_spread(s // line, size // line, flat.device) for s in (to, start))
-            _lines(flat, line)[target] = _lines(old, line)[source]
+            target, source = (spread(s // line, size // line, flat.device) for s in (to, start))
+            lines(flat, line)[target] = lines(old, line)[source]
         new.length, new.length_dev = self.length, self.length_dev
         return new
 
@@ -190,8 +201,8 @@ class Segment:
         at = rows.cpu().numpy()
         new = self.fresh(channels, self.capacity[at], values)
         for (old, start, _, line), (flat, _, size, _) in zip(self._parts(), new._parts(), strict=True):
-            source = _spread(start[at] // line, size // line, flat.device)
-            torch.index_select(_lines(old, line), 0, source, out=_lines(flat, line))
+            source = spread(start[at] // line, size // line, flat.device)
+            torch.index_select(lines(old, line), 0, source, out=lines(flat, line))
         new.length, new.length_dev = self.length[at], self.length_dev[rows.to(self.k.device)]
         return new
 

@@ -24,8 +24,8 @@ PIECE_BYTES = 16384  # what starting a piece costs, as bytes that could have bee
 
 
 def _elements_from(base: Tensor, tensor: Tensor) -> int:
-    """Where `tensor` begins, in elements counted from `base`: the kernel reads all parts through one pointer."""
-    return (tensor.data_ptr() - base.data_ptr()) // base.element_size()
+    """Where `tensor` begins, in its elements counted from `base`: the kernel reads all parts through one pointer."""
+    return (tensor.data_ptr() - base.data_ptr()) // tensor.element_size()
 
 
 def units(store: Store) -> np.ndarray:
@@ -55,14 +55,15 @@ def units(store: Store) -> np.ndarray:
     return table[np.argsort(table[:, 0], kind="stable"), 1:]
 
 
-def cut(unit: np.ndarray, programs: int, tile: int, head_dim: int) -> np.ndarray:
+def cut(unit: np.ndarray, programs: int, tile: int, head_dim: int, share: float = 1.0) -> np.ndarray:
     """Cut the units into equal spans: table [>= programs, FIELDS] int64.
 
-    Program p starts at line p; an idle program's line is an empty piece of the first row's sink.
+    Program p starts at line p; an idle program's line is an empty piece of the first row's sink. share: bytes that a
+    number of the middle takes, over those of one in sink and window.
     """
     part, row, head, tokens, k_start, v_start, channels = unit.T
     tiles = -(-tokens // tile)
-    weight = (channels + head_dim) * tile * 2
+    weight = (channels + head_dim) * tile * 2 * np.where(part < PROMPT, 1, share)
     cost = tiles * weight + PIECE_BYTES
     begin = np.cumsum(cost) - cost
     line = np.cumsum(tiles) - tiles  # first tile of each unit on the line of all tiles

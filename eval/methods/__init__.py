@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from typing import Any
 
 from eval.methods.axes import Axis, Channels
@@ -35,7 +35,9 @@ REGISTRY: dict[str, dict[str, str]] = {
         "snapkv": "eval.methods.snapkv:SnapKV",
         "streaming_llm": "eval.methods.streaming_llm:StreamingLLM",
     },
-    "bits": {},
+    "bits": {
+        "kivi": "eval.methods.kivi:KIVI",
+    },
     "reads": {
         "double_sparsity": "eval.methods.double_sparsity:DoubleSparsity",
         "quest": "eval.methods.quest:Quest",
@@ -73,18 +75,19 @@ def method(label: str, config: Mapping[str, Any] | None = None, shared: Mapping[
 
 def choice(axis: str, config: Mapping[str, Any], where: str) -> Any:
     """The choice on one axis that `config` describes, {"name": ..., its settings}; errors begin with `where`."""
+    if not isinstance(config, Mapping):
+        raise ValueError(f"{where}={config!r} is no choice; give {{name: {config}}}, with its settings if any")
     given = dict(config)
     name = given.pop("name", None)
-    if name not in REGISTRY[axis]:
+    if not isinstance(name, str) or name not in REGISTRY[axis]:
         raise ValueError(f"{where}.name={name!r} is unknown; choose one of {', '.join(REGISTRY[axis])}")
     chosen = _class(REGISTRY[axis][name])
     _only(given, tuple(f.name for f in fields(chosen) if not f.name.startswith("_")), where)  # type: ignore[arg-type]
     for entry in fields(chosen):  # type: ignore[arg-type]
-        value = given.get(entry.name)
         wanted = type(entry.default)
-        if value is not None and entry.default is not MISSING and wanted in (int, float):
-            fits = isinstance(value, int | float) if wanted is float else isinstance(value, int)
-            if not fits or isinstance(value, bool):
+        if entry.name in given and wanted in (int, float):
+            value = given[entry.name]
+            if isinstance(value, bool) or not isinstance(value, int if wanted is int else int | float):
                 raise ValueError(f"{where}.{entry.name}={value!r} must be a number ({wanted.__name__})")
     return chosen(**given)
 

@@ -34,7 +34,7 @@ class Axis:
         """Raise ValueError or FileNotFoundError if this cannot run on such a model; no weights are loaded yet."""
 
     def check_sizes(self, sizes: Sizes) -> None:
-        """Raise ValueError if this makes no sense beside such a sink and window."""
+        """Raise ValueError if this makes no sense beside such a sink, window and flush."""
 
     def calibrate(self, observe: Observe, tokenizer: Any, config: Any) -> None:
         """Look at samples once, before the first batch."""

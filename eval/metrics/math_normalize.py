@@ -2,6 +2,7 @@
 
 import logging
 import re
+from contextlib import suppress
 
 _TEXT = re.compile(r"^\\text\{(?P<text>.+?)\}$")
 _THOUSANDS = re.compile(r"(\d)(,)(\d\d\d)($|\D)")
@@ -89,11 +90,9 @@ def _braced_fractions(text: str) -> str:
 
 def _slash_to_fraction(text: str) -> str:
     parts = text.split("/")
-    try:
+    with suppress(ValueError):  # not two integers
         if len(parts) == 2 and text == f"{int(parts[0])}/{int(parts[1])}":
             return f"\\frac{{{parts[0]}}}{{{parts[1]}}}"
-    except ValueError:
-        pass
     return text
 
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from eval.report.summary import labels, which
+from eval.report.summary import changed
 from eval.report.tables import Table, tables
 
 SHOWN = 40  # replies that differ from dense, of each method
@@ -28,6 +28,8 @@ th { font-weight: 600; color: var(--soft); }
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: var(--page); }
 tr.published td { color: var(--soft); font-style: italic; }
 figure { margin: 1rem 0; max-width: 52rem; } figure svg { width: 100%; height: auto; color: var(--text); }
+@media (max-width: 40rem) { figure svg { min-width: 36rem; } }
+.inner { padding-left: 1.2rem; }
 details { border-top: 1px solid var(--line); padding: .4rem 0; } summary { cursor: pointer; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem .8rem; font-size: .86rem;
   padding: .5rem .7rem; background: var(--band); }
@@ -43,7 +45,8 @@ def _td(text: str, shade: float | None) -> str:
     return f'<td style="background:rgb(var(--{kind}) / {strength:.2f})">{html.escape(text)}</td>'
 
 
-def _table(table: Table) -> str:
+def to_table(table: Table) -> str:
+    """A table; wide ones scroll, the first column stays."""
     head = "".join(f'<th scope="col">{html.escape(text)}</th>' for text in table.head)
     body = ""
     for line in table.lines:
@@ -57,33 +60,30 @@ def _table(table: Table) -> str:
     )
 
 
-def differing(rows: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> dict[str, list[tuple[Mapping, Mapping]]]:
-    """Of each method, the (row, dense row) pairs whose replies differ; largest loss of score first."""
-    named = labels(rows)
-    place = {(r["task"], r["length"], *which(r)): r for r in rows if named[r["config"]] == run["dense"]}
-    out: dict[str, list[tuple[Mapping, Mapping]]] = {}
-    for row in rows:
-        dense = place.get((row["task"], row["length"], *which(row)))
-        if dense is not None and row["prediction"] != dense["prediction"]:
-            out.setdefault(named[row["config"]], []).append((row, dense))
-    for pairs in out.values():
-        pairs.sort(key=lambda pair: pair[0]["score"] - pair[1]["score"])
-    return out
+def listing(pairs: Sequence[tuple[Mapping, Mapping]], names: tuple[str, str]) -> str:
+    """Samples with both replies, folded; pairs: rows of the first and of the second method."""
+    parts = []
+    for first, second in pairs:
+        length = "" if first["length"] is None else f", {first['length']} tokens"
+        head = html.escape(f"{first['task']}{length}, sample {first['sample']}")
+        scores = f"{100 * first['score']:.0f} &rarr; {100 * second['score']:.0f}"
+        fields = [("answers", ", ".join(map(str, first["answers"]))), (names[0], first["prediction"]),
+                  (names[1], second["prediction"])]  # fmt: skip
+        terms = "".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(v) or '&nbsp;'}</dd>" for k, v in fields)
+        parts.append(f"<details><summary>{head}: {scores}</summary><dl>{terms}</dl></details>")
+    return "".join(parts)
 
 
 def _replies(rows: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> str:
     parts = []
-    for method, pairs in differing(rows, run).items():
-        more = f" ({SHOWN} shown, largest loss first)" if len(pairs) > SHOWN else ""
-        parts.append(f"<h2>{html.escape(method)}: {len(pairs)} replies that differ from dense{more}</h2>")
-        for row, dense in pairs[:SHOWN]:
-            title = f"{row['task']}, {row['length']} tokens, sample {row['sample']}"
-            scores = f"{100 * dense['score']:.0f} &rarr; {100 * row['score']:.0f}"
-            fields = {"answers": ", ".join(map(str, row["answers"])), "dense": dense["prediction"],
-                      method: row["prediction"]}  # fmt: skip
-            listing = "".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in fields.items())
-            parts.append(f"<details><summary>{html.escape(title)}: {scores}</summary><dl>{listing}</dl></details>")
-    return "".join(parts)
+    for method in run["methods"] if run["dense"] is not None else ():
+        pairs = changed(rows, run["dense"], method)
+        if pairs:
+            more = f" ({SHOWN} shown, largest loss first)" if len(pairs) > SHOWN else ""
+            head = f"{html.escape(method)}: {len(pairs)} replies that differ from {html.escape(run['dense'])}{more}"
+            inner = listing(pairs[:SHOWN], (run["dense"], method))
+            parts.append(f"<details><summary>{head}</summary><div class=inner>{inner}</div></details>")
+    return "<h2>Replies</h2>" + "".join(parts) if parts else ""
 
 
 def title(run: Mapping[str, Any]) -> str:
@@ -91,27 +91,34 @@ def title(run: Mapping[str, Any]) -> str:
     return f"{run['benchmark']} on {run['model']}, compressed {run['compress'].replace('_', ' the ')}"
 
 
+def page(name: str, body: str) -> str:
+    """A whole page that needs no other file."""
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(name)}</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>'
+        f"<body>{body}</body></html>\n"
+    )
+
+
+def figure(caption: str, drawing: str) -> str:
+    """An SVG with its caption."""
+    return f"<figure><div class=wide>{drawing}</div><figcaption>{html.escape(caption)}</figcaption></figure>"
+
+
 def to_html(
     summary: Mapping[str, Any],
     groups: Iterable[Sequence[Mapping[str, Any]]],
     figures: Sequence[Sequence[tuple[str, str]]],
 ) -> str:
-    """The page. groups: the rows of each run; figures: (caption, SVG) of each run."""
+    """The page of a report. groups: the rows of each run; figures: (caption, SVG) of each run."""
     parts = []
     for run, rows, drawn in zip(summary["runs"], groups, figures, strict=True):
         few = min((c["n"] for c in run["cells"]), default=0)
         warn = f" The smallest cell has {few} samples: its interval says little." if few < 10 else ""
         parts.append(f"<h1>{html.escape(title(run))}</h1><p>{run['rows']} rows; tasks count alike.{warn}</p>")
-        made = [_table(t) for t in tables(dict(run))]
-        parts.append(made[0])
-        parts += [f"<figure>{svg}<figcaption>{html.escape(caption)}</figcaption></figure>" for caption, svg in drawn]
-        parts += made[1:]
+        made = [to_table(t) for t in tables(dict(run))]
+        parts += [made[0], *(figure(caption, svg) for caption, svg in drawn), *made[1:]]
         parts.append(_replies(rows, run))
         about = {"settings": run["settings"], "methods": run["methods"], "versions": run["versions"]}
         parts.append(f"<h2>Settings</h2><pre>{html.escape(json.dumps(about, indent=1))}</pre>")
-    name = html.escape(title(summary["runs"][0]))
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>'
-        f"<body>{''.join(parts)}</body></html>\n"
-    )
+    return page(title(summary["runs"][0]), "".join(parts))

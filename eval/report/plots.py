@@ -1,11 +1,8 @@
-"""The figures of a report: accuracy by length, differences from dense, accuracy against bytes. PNG, and SVG that takes
-the colours of the page it stands in."""
+"""The figures of a report: accuracy by length, differences from dense, accuracy against the cache, needle heat maps."""
 
 from __future__ import annotations
 
-import io
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import matplotlib
@@ -13,19 +10,26 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-# readable on white and on near-black, and told apart by most colour-blind readers; dense is the text's own colour
-PALETTE = ("#0083c9", "#e8710a", "#1a9e77", "#c2549f", "#a97c10", "#6b6fd6", "#d13b3b", "#5f8f2f")
-MARKERS = "osD^vPX*"
-INK = "#010203"  # stands for the text's colour; the SVG has it replaced
+from eval.report.needle import by_depth
+from eval.report.style import INK, MARKERS, PALETTE, SETTINGS, plain, sheet
+
+Run = Mapping[str, Any]
+CROWD = 8  # methods, above which a figure says less of each
 
 
-def _styles(run: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def axes_of(config: Mapping[str, Any]) -> str:
+    """The axes on which a method chooses, in words: "channels + bits"."""
+    return " + ".join(axis for axis, choice in config.items() if isinstance(choice, Mapping)) or "dense"
+
+
+def _styles(run: Run) -> dict[str, dict[str, Any]]:
     styles, number = {}, 0
     for method in run["methods"]:
         if method == run["dense"]:
             styles[method] = {"color": INK, "marker": "o"}
         else:
-            styles[method] = {"color": PALETTE[number % len(PALETTE)], "marker": MARKERS[1 + number % 7]}
+            marker = MARKERS[(number + number // len(PALETTE)) % len(MARKERS)]  # another one when the colours repeat
+            styles[method] = {"color": PALETTE[number % len(PALETTE)], "marker": marker}
             number += 1
     return styles
 
@@ -46,30 +50,49 @@ def _difference(cell: dict[str, Any]) -> tuple[float, tuple[float, float]]:
     return cell["against_dense"]["difference"], cell["against_dense"]["interval"]
 
 
-def _reach(run: dict[str, Any]) -> tuple[float, float]:
+def _reach(cells: list[dict[str, Any]]) -> tuple[float, float]:
     """Ends of a score axis: up to 100, and down to the lowest interval, 20 points at least."""
-    lowest = min(cell["interval"][0] for cell in run["by_length"])
-    return max(-3, min(lowest - 3, 80)), 103
+    return max(-3, min(min(cell["interval"][0] for cell in cells) - 3, 80)), 103
 
 
-def _by_length(axes: Axes, run: dict[str, Any]) -> bool:
+def by_length(run: Run) -> Figure | None:
+    """Scores over lengths, a line a method."""
     lengths = [n for n in run["lengths"] if n is not None]
     if len(lengths) < 2:
-        return False
+        return None
+    figure = sheet(4.2)
+    axes = plain(figure.add_subplot())
+    crowded = len(run["methods"]) > CROWD
     for offset, (method, style) in enumerate(_styles(run).items()):
         cells = [c for c in run["by_length"] if c["method"] == method and c["length"] is not None]
         score, errors = _errors(cells, _score)
-        x = np.array([lengths.index(c["length"]) for c in cells]) + 0.03 * (offset - len(run["methods"]) / 2)
-        axes.errorbar(x, score, errors, label=method, capsize=2, linewidth=1.4, markersize=5, elinewidth=0.8, **style)
-    axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
-    axes.set_xlabel("tokens of prompt and reply")
-    axes.set_ylabel("score")
-    axes.set_ylim(*_reach(run))
-    return True
+        aside = 0 if crowded else 0.03 * (offset - len(run["methods"]) / 2)
+        x = np.array([lengths.index(c["length"]) for c in cells]) + aside
+        axes.errorbar(
+            x,
+            score,
+            None if crowded else errors,
+            label=method,
+            capsize=2,
+            linewidth=1.4,
+            markersize=5,
+            elinewidth=0.8,
+            **style,
+        )
+    axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], rotation=45 if len(lengths) > 8 else 0)
+    axes.set(xlabel="tokens of prompt and reply", ylabel="score", ylim=_reach(run["by_length"]))
+    figure.legend(loc="outside upper left", ncols=3)
+    return figure
 
 
-def _differences(axes: Axes, run: dict[str, Any]) -> bool:
+def differences(run: Run) -> Figure | None:
+    """Paired differences from dense, a row a task."""
     styles = {m: s for m, s in _styles(run).items() if m != run["dense"]}
+    if len(run["tasks"]) == 1:
+        return None  # the overall table says it
+    crowded = len(styles) > CROWD
+    figure = sheet(max(3.4, (0.1 + (0.05 if crowded else 0.08) * len(styles)) * len(run["tasks"]) + 1.5))
+    axes = plain(figure.add_subplot())
     shown = 0
     for offset, (method, style) in enumerate(styles.items()):
         tasks: dict[str, list[dict[str, Any]]] = {}
@@ -85,17 +108,23 @@ def _differences(axes: Axes, run: dict[str, Any]) -> bool:
             mean, error = middle.mean(), np.sqrt((errors**2).sum(1)) / len(cells)
             y = run["tasks"].index(task) + 0.7 * ((offset + 0.5) / len(styles) - 0.5)
             label = method if task == next(iter(tasks)) else None
-            axes.errorbar(mean, y, xerr=error[:, None], capsize=2, markersize=5, elinewidth=0.8, linestyle="",
-                          label=label, **style)  # fmt: skip
+            axes.errorbar(mean, y, xerr=error[:, None], capsize=0 if crowded else 2, markersize=3 if crowded else 5,
+                          elinewidth=0.8, linestyle="", label=label, **style)  # fmt: skip
+    if not shown:
+        return None
     axes.axvline(0, color=INK, linewidth=0.8)
     axes.set_yticks(range(len(run["tasks"])), run["tasks"])
     axes.invert_yaxis()
     axes.set_xlabel("points from dense, paired by sample; mean over lengths")
-    return shown > 0
+    figure.legend(loc="outside upper left", ncols=3)
+    return figure
 
 
-def _against_bytes(axes: Axes, run: dict[str, Any]) -> bool:
+def against_bytes(run: Run) -> Figure | None:
+    """Scores over MiB of cache, a point a length."""
     several = len(run["lengths"]) > 1
+    figure = sheet(4.2)
+    axes = plain(figure.add_subplot())
     for method, style in _styles(run).items():
         cells = [c for c in run["by_length"] if c["method"] == method and c["cache_bytes"]]
         if not cells:
@@ -109,49 +138,74 @@ def _against_bytes(axes: Axes, run: dict[str, Any]) -> bool:
     axes.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda x, _: f"{x:g}"))
     axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
     axes.set_xlabel("MiB of cache a sample, after the prompt" + ("; a point a length" if several else ""))
-    axes.set_ylabel("score")
-    axes.set_ylim(*_reach(run))
-    return True
+    axes.set(ylabel="score", ylim=_reach(run["by_length"]))
+    figure.legend(loc="outside upper left", ncols=3)
+    return figure
 
 
-FIGURES: dict[str, tuple[str, Callable[[Axes, dict[str, Any]], bool]]] = {
-    "accuracy_by_length": ("Accuracy by length", _by_length),
-    "difference_from_dense": ("Difference from dense, by task", _differences),
-    "accuracy_against_bytes": ("Accuracy against bytes of cache", _against_bytes),
+def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Of (cost, score) points those that no other beats: none is as cheap and better, or as good and cheaper."""
+    best: list[tuple[float, float]] = []
+    for point in sorted(points, key=lambda p: (p[0], -p[1])):
+        if not best or point[1] > best[-1][1]:
+            best.append(point)
+    return best
+
+
+def _name(axes: Axes, places: list[tuple[float, float, str]]) -> None:
+    """Write (x, y, text) beside its point, a line up or down where another text stands."""
+    size = 7.5  # points; a letter is about 0.6 of it wide, a line 1.3 of it high
+    width, height = (0.85 * 72 * inches for inches in axes.figure.get_size_inches())  # type: ignore[union-attr]
+    across, up = (end - start for start, end in (axes.get_xlim(), axes.get_ylim()))
+    marks = [(x / across * width, y / up * height) for x, y, _ in places]
+    taken = [(x - 3, x + 3, y) for x, y in marks]
+    for x, y, text in sorted(places, key=lambda p: -p[1]):
+        start, long = x / across * width + 6, 0.6 * size * len(text)
+        steps = sorted(range(-40, 41), key=abs)
+        lines = (y / up * height + 1.3 * size * step for step in steps)
+        at = next(
+            a for a in lines if all(abs(a - t) >= 1.29 * size or start > e or start + long < s for s, e, t in taken)
+        )
+        taken.append((start, start + long, at))
+        offset = (6, at - y / up * height)
+        line = {"arrowstyle": "-", "color": INK, "alpha": 0.3, "linewidth": 0.5} if abs(offset[1]) > size else None
+        axes.annotate(text, (x, y), offset, textcoords="offset points", va="center", fontsize=size, arrowprops=line)
+
+
+def by_axes(run: Run) -> Figure | None:
+    """Scores over the share of the dense cache that is held, all lengths together; colour: the axes chosen on."""
+    cells = [c for c in run["overall"] if "against_dense" in c or c["method"] == run["dense"]]
+    if run["dense"] is None or len(cells) < 3:
+        return None
+    figure = sheet(max(4.2, 0.22 * len(cells) + 1.5))
+    axes = plain(figure.add_subplot())
+    kinds = dict.fromkeys(axes_of(run["methods"][c["method"]]) for c in cells)
+    places = []
+    for kind, colour in zip(kinds, (INK, *PALETTE * len(kinds)), strict=False):
+        mine = [c for c in cells if axes_of(run["methods"][c["method"]]) == kind]
+        score, errors = _errors(mine, _score)
+        x = [100 * c["against_dense"]["bytes"] if "against_dense" in c else 100.0 for c in mine]
+        axes.errorbar(x, score, errors, label=kind, color=colour, marker="o", markersize=5, linestyle="", capsize=2,
+                      elinewidth=0.8)  # fmt: skip
+        places += [(x, y, cell["method"]) for x, y, cell in zip(x, score, mine, strict=True)]
+    axes.plot(*zip(*front([p[:2] for p in places]), strict=True), color=INK, alpha=0.5, linewidth=0.8, linestyle="--")
+    axes.set(xlabel="% of the dense cache's bytes, after the prompt", ylabel="score", ylim=_reach(cells))
+    axes.set_xlim(0, 1.3 * max(x for x, *_ in places))
+    _name(axes, places)
+    figure.legend(loc="outside upper left", ncols=3)
+    return figure
+
+
+FIGURES: dict[str, tuple[str, Callable[[Run], Figure | None]]] = {
+    "accuracy_by_length": ("Accuracy by length", by_length),
+    "accuracy_by_axes": ("Accuracy against share of the dense cache; dashed: methods that no other beats", by_axes),
+    "needle_by_depth": ("Needle in a haystack: score by length and depth", by_depth),
+    "difference_from_dense": ("Difference from dense, by task", differences),
+    "accuracy_against_bytes": ("Accuracy against bytes of cache", against_bytes),
 }
 
 
-def draw(name: str, run: dict[str, Any]) -> Figure | None:
+def draw(name: str, run: Run) -> Figure | None:
     """One of FIGURES for one run of a summary; None where there is nothing to show."""
-    settings: Any = {"text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK,
-                "ytick.color": INK, "font.size": 9, "font.family": "sans-serif"}  # fmt: skip
-    with matplotlib.rc_context(settings):
-        tall = 0.34 * len(run["tasks"]) + 1.2 if name == "difference_from_dense" else 0
-        figure = Figure(figsize=(7.2, max(3.4, tall)), layout="constrained")
-        axes = figure.add_subplot()
-        if not FIGURES[name][1](axes, run):
-            return None
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25, linewidth=0.5, color=INK)
-        axes.set_axisbelow(True)
-        figure.legend(loc="outside upper left", ncols=4, frameon=False)
-        return figure
-
-
-def png(figure: Figure) -> bytes:
-    """The figure on white."""
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=160, facecolor="white", metadata={"Software": None})
-    return out.getvalue()
-
-
-def svg(figure: Figure, salt: str) -> str:
-    """The figure for a page: transparent, texts and axes in the page's text colour. salt: unique in the page."""
-    out = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
-        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    text = out.getvalue()
-    text = text[text.index("<svg") :].replace(INK, "currentColor")
-    text = re.sub(r'id="([^"]+)"', rf'id="{salt}-\1"', text)
-    text = re.sub(r"(url\(|xlink:href=\")#", rf"\1#{salt}-", text)
-    return re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1).replace("<svg ", '<svg role="img" ', 1)
+    with matplotlib.rc_context(SETTINGS):
+        return FIGURES[name][1](run)

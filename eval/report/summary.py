@@ -69,6 +69,20 @@ def which(row: Row) -> tuple[str, int]:
     return row["sample"], row["seed"]
 
 
+def paired(rows: Sequence[Row], first: str, second: str) -> list[tuple[Row, Row]]:
+    """(row of `first`, row of `second`) of every sample that both labels have, as `labels` names them."""
+    named = labels(rows)
+    place = {(r["task"], r["length"], *which(r)): r for r in rows if named[r["config"]] == first}
+    mine = [(place.get((r["task"], r["length"], *which(r))), r) for r in rows if named[r["config"]] == second]
+    return [(a, b) for a, b in mine if a is not None]
+
+
+def changed(rows: Sequence[Row], first: str, second: str) -> list[tuple[Row, Row]]:
+    """Those of `paired` whose replies differ; what `second` loses most comes first."""
+    differing = [(a, b) for a, b in paired(rows, first, second) if a["prediction"] != b["prediction"]]
+    return sorted(differing, key=lambda pair: pair[1]["score"] - pair[0]["score"])
+
+
 def _mean(values: Iterable[float | None]) -> float | None:
     there = [v for v in values if v is not None]
     return float(np.mean(there)) if there else None
@@ -124,7 +138,8 @@ def _run(rows: list[Row]) -> dict[str, Any]:
         "settings": {name: value for name, value in first["settings"].items() if name != "method"},
         "versions": sorted({json.dumps(r["versions"], sort_keys=True) for r in rows}),
         **{"dense": dense_name, "methods": methods, "lengths": lengths, "tasks": tasks, "rows": len(rows)},
-        **{"cells": [], "by_length": [], "overall": [], "by_op": _by_op(rows, named)},
+        **{"cells": [], "by_length": [], "overall": []},
+        **{"by_op": _by_op(rows, named), "by_depth": _by_depth(rows, named)},
     }
     for method in methods:
         everything: dict[str, list[Row]] = {}
@@ -160,3 +175,18 @@ def _by_op(rows: Sequence[Row], named: Mapping[str, str]) -> list[dict[str, Any]
         {"name": name, "methods": {m: {op: float(np.mean(s)) for op, s in ops.items()} for m, ops in found.items()}}
         for name, found in scores.items()
     ]
+
+
+def _by_depth(rows: Sequence[Row], named: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Needle in a haystack: mean score of each method by depth (lines) and length (columns)."""
+    found: dict[tuple[str, str], dict[tuple[float, int], list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        if row["length"] is not None and "depth_percent" in row["meta"]:
+            place = row["meta"]["depth_percent"], row["length"]
+            found[named[row["config"]], row["task"]][place].append(100 * row["score"])
+    maps = []
+    for (method, task), cells in found.items():
+        depths, lengths = sorted({depth for depth, _ in cells}), sorted({length for _, length in cells})
+        scores = [[_mean(cells.get((depth, length), ())) for length in lengths] for depth in depths]
+        maps.append({"method": method, "task": task, "depths": depths, "lengths": lengths, "scores": scores})
+    return maps

@@ -9,7 +9,7 @@ from typing import Any
 from eval import published
 from eval.metrics.gsm_infinite import auc
 
-PAPER_LENGTHS = {"4K": 4096, "8K": 8192, "16K": 16384, "32K": 32768, "64K": 65536, "128K": 131072}
+PAPER_LENGTHS = {4096: "4K", 8192: "8K", 16384: "16K", 32768: "32K", 65536: "64K", 131072: "128K"}
 
 
 @dataclass
@@ -91,6 +91,20 @@ def overall(run: dict[str, Any]) -> Table:
     return Table("Overall", head, lines, note)
 
 
+def _published(
+    run: dict[str, Any], by: str, columns: Sequence[str], digits: int = 1, last: bool = True, **where: Any
+) -> tuple[list[Line], list[str]]:
+    """(lines of the papers' figures for these columns and, if `last`, their average; errata)."""
+    lines, errata = [], []
+    for found in published.beside(run["benchmark"], by, run["model"], **where):
+        if any(found.scores.get(c) is not None for c in columns) or by == "average":
+            texts = [number(found.scores.get(c), digits) for c in columns]
+            average = [number(found.average, digits)] if last else []
+            lines.append(Line([found.label, *texts, *average], published=True))
+            errata += [e for e in found.errata if e not in errata]
+    return lines, errata
+
+
 def by_length(run: dict[str, Any]) -> Table | None:
     """Methods by lengths, as in LeanK's table 3."""
     lengths = [n for n in run["lengths"] if n is not None]
@@ -108,17 +122,12 @@ def by_length(run: dict[str, Any]) -> Table | None:
         )
         for c in run["overall"]
     ]
-    note = ""
-    found = published.rows("3", run["model"]) if run["benchmark"] == "ruler" else []
-    for row in found:
-        given = {
-            PAPER_LENGTHS[name]: s for name, s in zip(published.tables()["3"]["columns"], row["scores"], strict=True)
-        }
-        texts = [number(given.get(n)) for n in lengths]
-        lines.append(Line([f"{row['method']} (LeanK, table 3)", *texts, number(row["average"])], published=True))
-    if found:
-        note = " ".join(published.tables()["3"]["errata"])
-    return Table("By length", ["method", *map(str, lengths), "average"], lines, note)
+    names = [PAPER_LENGTHS.get(n, "") for n in lengths]
+    notes: list[str] = []
+    for by in ("length", "average"):
+        printed, errata = _published(run, by, names)
+        lines, notes = lines + printed, notes + errata
+    return Table("By length", ["method", *map(str, lengths), "average"], lines, " ".join(notes))
 
 
 def by_task(run: dict[str, Any], length: int | None) -> Table:
@@ -133,25 +142,13 @@ def by_task(run: dict[str, Any], length: int | None) -> Table:
         )
         for m, c in means.items()
     ]
-    notes = []
-    wanted = {"ruler": ("13", "18"), "longbench": ("2",)}.get(run["benchmark"], ())
-    for name in wanted:
-        where = {} if name == "2" else {"length": length}
-        found = published.rows(name, run["model"], **where)
-        columns = published.tables()[name]["columns"]
-        for row in found:
-            given = dict(zip(columns, row["scores"], strict=True))
-            texts = [number(given.get(t)) for t in tasks]
-            label = f"{row['method']} (LeanK, table {name})"
-            lines.append(Line([label, *texts, number(row["average"])], published=True))
-        if found:
-            notes += published.tables()[name]["errata"]
+    printed, notes = _published(run, "task", tasks, length=length)
     if run["benchmark"] == "ruler" and length is not None and length < 4096:
         notes.append(
             "Below 4096 tokens RULER changes its tasks; these are its 4096-token forms at this length, so ours."
         )
     title = "All tasks" if length is None else f"{length} tokens"
-    return Table(title, ["method", *tasks, "average"], lines, " ".join(notes))
+    return Table(title, ["method", *tasks, "average"], lines + printed, " ".join(notes))
 
 
 def gsm(run: dict[str, Any]) -> list[Table]:
@@ -165,29 +162,22 @@ def gsm(run: dict[str, Any]) -> list[Table]:
             areas[method][group["name"]] = area
             lines.append(Line([method, *(number(scores.get(str(op)), 4) for op in ops), number(area, 4)]))
         subset, _, length = group["name"].partition(" ")
-        for row in published.rows("14", run["model"], subset=subset, length=length):
-            given = dict(zip(published.tables()["14"]["columns"], row["scores"], strict=True))
-            texts = [number(given.get(str(op)), 4) for op in ops]
-            lines.append(Line([f"{row['method']} (LeanK, table 14)", *texts, number(row["auc"], 4)], published=True))
+        lines += _published(run, "op", [str(op) for op in ops], 4, subset=subset, length=length)[0]
         out.append(Table(f"GSM-Infinite {group['name']}", ["method", *(f"op={op}" for op in ops), "AUC"], lines))
     if out:
         names = [group["name"] for group in run["by_op"]]
         lines = [Line([m, *(number(a.get(n), 2) for n in names)]) for m, a in areas.items()]
-        for row in published.rows("4", run["model"]):
-            given = dict(zip(published.tables()["4"]["columns"], row["scores"], strict=True))
-            lines.append(
-                Line([f"{row['method']} (LeanK, table 4)", *(number(given.get(n), 2) for n in names)], published=True)
-            )
-        out.insert(
-            0, Table("GSM-Infinite, AUC", ["method", *names], lines, " ".join(published.tables()["4"]["errata"]))
-        )
+        printed, errata = _published(run, "subset", names, 2, last=False)
+        out.insert(0, Table("GSM-Infinite, AUC", ["method", *names], lines + printed, " ".join(errata)))
     return out
 
 
 def tables(run: dict[str, Any]) -> list[Table]:
     """All tables of one run of a summary."""
-    middle = by_length(run)
-    return [overall(run), *([middle] if middle else []), *gsm(run), *(by_task(run, n) for n in run["lengths"])]
+    lengths = by_length(run)
+    alike = lengths is not None and len(run["tasks"]) == 1  # then a table of tasks at each length says it again
+    tasks = [] if alike else [by_task(run, n) for n in run["lengths"]]
+    return [overall(run), *([lengths] if lengths else []), *gsm(run), *tasks]
 
 
 def markdown(table: Table) -> str:

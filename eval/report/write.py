@@ -1,26 +1,20 @@
-"""Writes a run's report beside its rows: summary.json, summary.md, cells.csv, plots, report.html."""
+"""Writes a run's report beside its rows: summary.json, summary.md, tables.tex, cells.csv, plots, report.html."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-from eval.report import plots
+from eval.report import plots, style
 from eval.report.html import title, to_html
+from eval.report.latex import document
 from eval.report.summary import group, summarise
 from eval.report.tables import markdown, tables
 from eval.results import read
-
-
-def _write(path: Path, data: str | bytes) -> None:
-    """The file appears whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(data.encode() if isinstance(data, str) else data)
-    os.replace(partial, path)
+from leank_train.files import write_bytes, write_text
 
 
 def to_markdown(summary: dict[str, Any]) -> str:
@@ -56,9 +50,10 @@ def write_report(directory: Path) -> None:
     if not rows:
         raise ValueError(f"{directory} holds no rows yet; run python -m eval first")
     summary = summarise(rows)
-    _write(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
-    _write(directory / "summary.md", to_markdown(summary))
-    _write(directory / "cells.csv", to_csv(summary))
+    write_text(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
+    write_text(directory / "summary.md", to_markdown(summary))
+    write_text(directory / "tables.tex", document((title(run), t) for run in summary["runs"] for t in tables(run)))
+    write_text(directory / "cells.csv", to_csv(summary))
     figures: list[list[tuple[str, str]]] = []
     for number, run in enumerate(summary["runs"]):
         drawn = []
@@ -66,7 +61,7 @@ def write_report(directory: Path) -> None:
             figure = plots.draw(name, run)
             if figure is not None:
                 ending = "" if number == 0 else f"_{number + 1}"
-                _write(directory / f"{name}{ending}.png", plots.png(figure))
-                drawn.append((caption, plots.svg(figure, f"{name}-{number}")))
+                write_bytes(directory / f"{name}{ending}.png", style.png(figure))
+                drawn.append((caption, style.svg(figure, f"{name}-{number}")))
         figures.append(drawn)
-    _write(directory / "report.html", to_html(summary, group(rows), figures))
+    write_text(directory / "report.html", to_html(summary, group(rows), figures))

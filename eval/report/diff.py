@@ -1,0 +1,89 @@
+"""What two methods answered, sample by sample: python -m eval diff DIR dense leank"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from eval.report.html import listing, page, title, to_table
+from eval.report.summary import Row, changed, group, interval, labels, paired
+from eval.report.tables import Line, Table, markdown, number
+from eval.results import read
+from leank_train.files import write_text
+
+
+def table(pairs: Sequence[tuple[Row, Row]], first: str, second: str) -> Table:
+    """Scores of both by task and length, how many samples got worse or better, and the paired difference."""
+    groups: dict[tuple[str, int | None], list[tuple[Row, Row]]] = {}
+    for a, b in pairs:
+        groups.setdefault((a["task"], a["length"]), []).append((a, b))
+    lines = [_line(t if n is None else f"{t}, {n} tokens", some) for (t, n), some in groups.items()]
+    if len(lines) > 1:
+        lines.append(_line("all samples", pairs))
+    head = ["", "n", first, second, "difference", "worse", "better", "same reply"]
+    note = f"Difference: {second} minus {first}, paired by sample, 95% bootstrap interval; samples count alike."
+    return Table(f"{first} and {second}", head, lines, note)
+
+
+def _line(name: str, pairs: Sequence[tuple[Row, Row]]) -> Line:
+    scores = np.array([[100 * a["score"], 100 * b["score"]] for a, b in pairs])
+    gain = scores[:, 1] - scores[:, 0]
+    low, high = interval([gain])
+    same = sum(a["prediction"] == b["prediction"] for a, b in pairs)
+    return Line(
+        [
+            *(name, str(len(pairs)), number(scores[:, 0].mean()), number(scores[:, 1].mean())),
+            f"{gain.mean():+.1f} [{low:+.1f}, {high:+.1f}]",
+            *(str(int((gain < 0).sum())), str(int((gain > 0).sum())), str(same)),
+        ],
+        [None, None, None, None, float(gain.mean())],
+    )
+
+
+def to_markdown(pairs: Sequence[tuple[Row, Row]], names: tuple[str, str]) -> str:
+    """Every sample of `pairs` with both replies, in order."""
+    parts = []
+    for first, second in pairs:
+        length = "" if first["length"] is None else f", {first['length']} tokens"
+        parts.append(
+            f"### {first['task']}{length}, sample {first['sample']}: "
+            f"{100 * first['score']:.0f} → {100 * second['score']:.0f}\n"
+        )
+        replies = {"answers": ", ".join(map(str, first["answers"])), names[0]: first["prediction"],
+                   names[1]: second["prediction"]}  # fmt: skip
+        for name, text in replies.items():
+            fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+            parts.append(f"{name}\n{fence}text\n{text}\n{fence}\n")
+    return "\n".join(parts)
+
+
+def write_diff(directory: Path, first: str, second: str) -> tuple[Path, str]:
+    """diff_FIRST_SECOND.md and .html beside the rows. Returns the page's path and the table in Markdown.
+
+    Raises ValueError, naming the methods that there are, if no sample has both.
+    """
+    texts, pages, shown = [], [], []
+    known: dict[str, None] = {}
+    rows = list(read(directory))
+    for some in group(rows):
+        known |= dict.fromkeys(labels(some).values())
+        pairs = paired(some, first, second)
+        if not pairs:
+            continue
+        of, about = changed(some, first, second), title(some[0])
+        counts, heading = table(pairs, first, second), f"{len(of)} samples with other replies, largest loss first"
+        shown.append(f"{about}\n\n{markdown(counts)}")
+        texts.append(f"# {shown[-1]}\n\n## {heading}\n\n{to_markdown(of, (first, second))}")
+        pages.append(f"<h1>{html.escape(about)}</h1>{to_table(counts)}<h2>{heading}</h2>{listing(of, (first, second))}")
+    if not pages:
+        raise ValueError(
+            f"no sample in {directory} has both {first!r} and {second!r}; its methods are {', '.join(known)}"
+        )
+    stem = re.sub(r"[^\w.-]+", "-", f"diff_{first}_{second}").strip("-")
+    write_text(directory / f"{stem}.md", "\n".join(texts))
+    write_text(directory / f"{stem}.html", page(f"{first} and {second}", "".join(pages)))
+    return directory / f"{stem}.html", "\n\n".join(shown)

@@ -1,0 +1,52 @@
+"""How figures look, and their files: PNG on white, and SVG that takes the colours of the page it stands in."""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+# readable on white and on near-black, and told apart by most colour-blind readers; dense is the text's own colour
+PALETTE = ("#0083c9", "#e8710a", "#1a9e77", "#c2549f", "#a97c10", "#6b6fd6", "#d13b3b", "#5f8f2f")
+MARKERS = "osD^vPX*"
+INK = "#010203"  # stands for the text's colour; the SVG has it replaced
+SETTINGS: Any = {
+    "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "axes.titlecolor": INK, "xtick.color": INK,
+    "ytick.color": INK, "font.size": 9, "axes.titlesize": 9, "font.family": "sans-serif", "legend.frameon": False,
+}  # fmt: skip
+
+
+def sheet(height: float = 3.4, width: float = 7.2) -> Figure:
+    """An empty figure, inches."""
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def plain(axes: Axes) -> Axes:
+    """Axes without a box, on a faint grid."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25, linewidth=0.5, color=INK)
+    axes.set_axisbelow(True)
+    return axes
+
+
+def png(figure: Figure) -> bytes:
+    """The figure on white."""
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=160, facecolor="white", metadata={"Software": None})
+    return out.getvalue()
+
+
+def svg(figure: Figure, salt: str) -> str:
+    """The figure for a page: transparent, texts and axes in the page's text colour. salt: unique in the page."""
+    out = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = out.getvalue()
+    text = text[text.index("<svg") :].replace(INK, "currentColor")
+    text = re.sub(r'id="([^"]+)"', rf'id="{salt}-\1"', text)
+    text = re.sub(r"(url\(|xlink:href=\")#", rf"\1#{salt}-", text)
+    return re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1).replace("<svg ", '<svg role="img" ', 1)

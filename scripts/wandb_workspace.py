@@ -1,0 +1,49 @@
+"""The workspace that `python -m scripts.dashboard --wandb ENTITY/PROJECT` saves on Weights & Biases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# section -> panels (kind, title, keys); docs/dashboards.md lists the keys, a test holds them to what is logged
+PANELS: dict[str, list[tuple[str, str, list[str]]]] = {
+    "Training": [
+        ("line", "Distillation, stage 1", ["stage1/distillation"]),
+        ("line", "Distillation, stage 2", ["stage2/distillation"]),
+        ("line", "lambda * L1", ["stage1/penalty"]),
+        ("line", "Mean score", ["stage1/alpha_mean", "stage2/alpha_mean"]),
+        ("ratio", "Recall of the learned mask against ratio", ["recall/leank"]),
+        ("media", "Kept channels per head", ["plots/channels_per_head"]),
+        ("media", "Kept channels per RoPE pair", ["plots/kept_per_frequency"]),
+    ],
+    "Evaluation": [
+        ("bar", "Score", ["score/dense", "score/leank"]),
+        ("bar", "Points from dense", ["difference/leank"]),
+        ("bar", "Share of the dense cache", ["cache_share/leank"]),
+        ("media", "Accuracy against share of the dense cache", ["plots/accuracy_by_axes"]),
+        ("media", "Accuracy by length", ["plots/accuracy_by_length"]),
+    ],
+}
+
+
+def workspace(project: str) -> Any:
+    """PANELS as a W&B workspace of "ENTITY/PROJECT", not yet saved; runs are grouped by sweep."""
+    import wandb_workspaces.reports.v2 as reports
+    import wandb_workspaces.workspaces as workspaces
+
+    entity, _, name = project.partition("/")
+    if not entity or not name:
+        raise ValueError(f"--wandb {project}: give ENTITY/PROJECT, such as my-team/leank")
+    make = {
+        "line": lambda title, keys: reports.LinePlot(title=title, x="Step", y=keys),
+        "bar": lambda title, keys: reports.BarPlot(title=title, metrics=keys),
+        "ratio": lambda title, keys: reports.ScatterPlot(
+            title=title, x=reports.Config("mask.ratio"), y=reports.SummaryMetric(keys[0])
+        ),
+        "media": lambda title, keys: reports.MediaBrowser(title=title, media_keys=keys),
+    }
+    sections = [
+        workspaces.Section(name=section, is_open=True, panels=[make[kind](title, keys) for kind, title, keys in panels])
+        for section, panels in PANELS.items()
+    ]
+    groups = workspaces.RunsetSettings(groupby=[workspaces.Metric("Group")])
+    return workspaces.Workspace(entity=entity, project=name, name="LeanK", sections=sections, runset_settings=groups)
