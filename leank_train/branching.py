@@ -23,17 +23,22 @@ from leank_train.prefix import Branch, Prefix, checked_lengths
 
 @torch.no_grad()
 def prefill(
-    model: PreTrainedModel, document_ids: Tensor, lengths: Sequence[int] | Tensor, obs_queries: int = 0
+    model: PreTrainedModel,
+    document_ids: Tensor,
+    lengths: Sequence[int] | Tensor,
+    obs_queries: int = 0,
+    kernel: str = "auto",
 ) -> Prefix:
     """Full causal attention over document_ids [B, P], right-padded, lengths [B] (at least 1).
 
     obs_queries: how many of each document's last queries to keep, for branches shorter than the window that a method
-    observes. Raises ValueError for a model without RoPE, bad lengths, or documents longer than the model's positions.
+    observes. kernel: one of `passes.KERNELS`. Raises ValueError for a model without RoPE, bad lengths, or documents
+    longer than the model's positions.
     """
     check_decoder(model)
     lengths = checked_lengths(lengths, document_ids)
     positions = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
-    state = PrefillPass(int(lengths.max()), lengths, obs_queries)
+    state = PrefillPass(int(lengths.max()), lengths, obs_queries, kernel)
     run_decoder(model, document_ids, positions, state)
     # Causal rows never see later tokens, so right padding needs no mask: branches must not see its keys.
     k_positions = positions.masked_fill(positions >= lengths[:, None], -1)
@@ -65,6 +70,7 @@ def prefill_and_branch(
     document_lengths: Sequence[int] | Tensor,
     ids: Tensor,
     lengths: Sequence[int] | Tensor,
+    kernel: str = "auto",
 ) -> tuple[Prefix, Branch]:
     """`prefill` and `branch` in one pass, for one branch a document: document_ids [B, P], ids [B, T], right-padded."""
     check_decoder(model)
@@ -73,7 +79,7 @@ def prefill_and_branch(
     at = starts[:, None] + torch.arange(T, device=ids.device)  # [B, T]: where the branch lies in its row
     whole = torch.cat([document_ids, ids.new_zeros(ids.shape)], 1).scatter(1, at, ids)
     positions = torch.arange(P + T, device=ids.device).expand_as(whole)
-    state = PrefillPass(int((starts + lengths).max()), starts + lengths, 0)
+    state = PrefillPass(int((starts + lengths).max()), starts + lengths, 0, kernel)
     hidden = run_decoder(model, whole, positions, state)
 
     def tail(x: Tensor) -> Tensor:  # [B, H, P + T, D] -> [B, H, T, D]

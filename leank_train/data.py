@@ -92,16 +92,21 @@ class RetrievalData(L.LightningDataModule):
     The ranks of a step take neighbouring documents, so W ranks with one document see what one rank with W sees.
     """
 
-    def __init__(self, backbone: Backbone, mixture: Mixture, documents: int = 1, workers: int = 0) -> None:
+    def __init__(
+        self, backbone: Backbone, mixture: Mixture, documents: int = 1, workers: int = 0, together: int = 1
+    ) -> None:
+        """together: neighbouring ranks that share every context, and so see the same documents."""
         super().__init__()
         self.backbone, self.mixture, self.documents, self.workers = backbone, mixture, documents, workers
-        self.start = 0
+        self.start, self.together = 0, together
 
     def train_dataloader(self) -> torch.utils.data.DataLoader:
         """Batches in order, from the step to go on with."""
         rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         return torch.utils.data.DataLoader(
-            Steps(self.backbone, self.mixture, self.documents, self.start, rank, world),
+            Steps(
+                self.backbone, self.mixture, self.documents, self.start, rank // self.together, world // self.together
+            ),
             batch_size=None,
             sampler=_Forever(),
             num_workers=self.workers,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -91,11 +92,13 @@ def fused_attention(
     alpha: Tensor | None = None,
     empty_heads: str = "zero",
     limit: int | None = None,
+    ranks: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Softmax attention of q [R, Hq, n, D] over the pieces of keys and values [B, H, T, D]; returns [R, Hq, n, D].
 
     alpha [H, D] or [R, H, D] scales the queries of scaled pieces; empty_heads as in `scaled_attention`. limit: scores
-    held at a time (None: by device); longer pieces are read in blocks.
+    held at a time (None: by device); longer pieces are read in blocks. ranks: processes with the same rows and the same
+    part 1, each with a share of part 0: all get the attention over all shares, and the gradient that one process gets.
     """
     (R, Hq, n, D), (B, H) = q.shape, keys[0].shape[:2]
     M, G = R // B, Hq // H
@@ -104,7 +107,7 @@ def fused_attention(
         return x.reshape(B, M, H, G, n, D).permute(0, 2, 3, 1, 4, 5).reshape(B, H, G * M * n, D)
 
     dense, scaled, empty = rows(q), None, None
-    if alpha is not None and any(p.scaled for p in pieces):
+    if alpha is not None and (ranks or any(p.scaled for p in pieces)):  # ranks do alike, whatever their shares hold
         scaled = rows((q * alpha.repeat_interleave(G, -2).unsqueeze(-2)).to(q.dtype))
         if empty_heads == "drop":
             none = (alpha == 0).all(-1).expand(R, H)  # [R, H]: heads that drop the middle
@@ -112,11 +115,13 @@ def fused_attention(
             empty = empty.reshape(B, H, G * M * n, 1)
     limit = limit or SCORES_AT_ONCE["cuda" if q.is_cuda else "cpu"]
     block = max(64, limit // max(1, dense.shape[:3].numel()))
-    out = _Fused.apply(dense, scaled, empty, scale, _groups(pieces, block), M * n, len(keys), *keys, *values)
+    shares = _groups([p for p in pieces if p.part == 0], block) if ranks else []
+    groups = shares + _groups([p for p in pieces if p.part or not ranks], block)
+    out = _Fused.apply(dense, scaled, empty, scale, groups, ranks, len(shares), M * n, len(keys), *keys, *values)
     return out.reshape(B, H, G, M, n, D).permute(0, 3, 1, 2, 4, 5).reshape(R, Hq, n, D).to(q.dtype)
 
 
-def _groups(pieces: Plan, block: int) -> list[list[Piece]]:
+def _groups(pieces: Sequence[Piece], block: int) -> list[list[Piece]]:
     """The pieces cut to at most `block` keys and gathered into groups of about as many."""
     groups: list[list[Piece]] = []
     held = block
@@ -142,11 +147,14 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, dense: Tensor, scaled: Tensor | None, empty: Tensor | None, scale: float,
-        groups: list[list[Piece]], folded: int, parts: int, *kv: Tensor,
+        groups: list[list[Piece]], ranks: dist.ProcessGroup | None, shares: int, folded: int, parts: int, *kv: Tensor,
     ) -> Tensor:  # fmt: skip
         keys, values = kv[:parts], kv[parts:]
         state, full = None, None
-        for group in groups:
+        for number, group in enumerate(groups):  # the first `shares` of them are this rank's own
+            if ranks and number == shares:
+                state = _over_ranks(state, dense, values[0], ranks)
+                full = None if empty is None else _over_ranks(full, dense, values[0], ranks)
             logits = _logits(dense, scaled, keys, group, scale, folded)
             deployed = logits if empty is None else logits.masked_fill(empty & _middle(group, logits), -torch.inf)
             state = _accumulate(state, deployed, values, group)
@@ -157,6 +165,7 @@ class _Fused(torch.autograd.Function):
         both, lse_both = _finish(*full) if full is not None else (None, None)
         ctx.save_for_backward(dense, scaled, empty, out, lse, both, lse_both, *kv)
         ctx.scale, ctx.groups, ctx.folded, ctx.parts = scale, groups, folded, parts
+        ctx.ranks, ctx.shares = ranks, shares
         return out
 
     @staticmethod
@@ -166,13 +175,15 @@ class _Fused(torch.autograd.Function):
         keys, values = kv[: ctx.parts], kv[ctx.parts :]
         d_kv: list[Tensor | None] = [
             torch.zeros_like(x, dtype=out.dtype) if need else None
-            for x, need in zip(kv, ctx.needs_input_grad[7:], strict=True)
+            for x, need in zip(kv, ctx.needs_input_grad[9:], strict=True)
         ]
         d_queries: list[Tensor | None] = [None, None]
         d_rows = _operand(d_out, dense)
         delta = (d_out * out).sum(-1, keepdim=True)
         delta_both = delta if both is None else (d_out * both).sum(-1, keepdim=True)
-        for group in ctx.groups:
+        for number, group in enumerate(ctx.groups):
+            if ctx.ranks and number == ctx.shares:
+                d_queries = _summed(d_queries, dense, scaled, out.dtype, ctx.ranks)
             logits = _logits(dense, scaled, keys, group, ctx.scale, ctx.folded)
             d_weights = torch.cat([_product(d_rows, values[p.part][:, :, p.start : p.stop].mT) for p in group], -1)
             if empty is None:
@@ -201,7 +212,7 @@ class _Fused(torch.autograd.Function):
                     d_v[:, :, p.start : p.stop] += _product(weights[..., columns].mT, d_rows)
         d_dense, d_scaled = (None if d is None else d.to(dense.dtype) for d in d_queries)
         grads = [None if d is None else d.to(x.dtype) for d, x in zip(d_kv, kv, strict=True)]
-        return d_dense, d_scaled, None, None, None, None, None, *grads
+        return d_dense, d_scaled, *[None] * 7, *grads
 
 
 def _logits(
@@ -254,3 +265,29 @@ def _finish(out: Tensor, total: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
     none = total == 0
     total = total.masked_fill(none, 1.0)
     return out / total, torch.where(none, torch.inf, top + total.log())
+
+
+def _over_ranks(
+    state: tuple[Tensor, Tensor, Tensor] | None, rows: Tensor, values: Tensor, ranks: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The online softmax over the shares of all ranks, from that over this rank's; None where no row sees its share."""
+    if state is None:
+        dtype = torch.promote_types(rows.dtype, torch.float32)
+        out = rows.new_zeros(*rows.shape[:3], values.shape[-1], dtype=dtype)
+        state = out, out.new_zeros(*rows.shape[:3], 1), out.new_full((*rows.shape[:3], 1), -torch.inf)
+    out, total, top = state
+    highest = top.clone()
+    dist.all_reduce(highest, dist.ReduceOp.MAX, ranks)
+    sums = torch.cat([out, total], -1) * (top - highest.masked_fill(highest == -torch.inf, 0.0)).exp()
+    dist.all_reduce(sums, group=ranks)
+    return sums[..., :-1], sums[..., -1:], highest
+
+
+def _summed(
+    d_queries: list[Tensor | None], dense: Tensor, scaled: Tensor | None, dtype: torch.dtype, ranks: dist.ProcessGroup
+) -> list[Tensor | None]:
+    """Gradients of plain and scaled queries, summed over the ranks' shares in one message."""
+    found = [torch.zeros_like(dense, dtype=dtype) if d is None else d for d in d_queries[: 1 + (scaled is not None)]]
+    sums = torch.stack(found)
+    dist.all_reduce(sums, group=ranks)
+    return [*sums.unbind(0), None][:2]

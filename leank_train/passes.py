@@ -3,13 +3,33 @@
 Shapes: B documents, R branches, Hq query heads, H KV heads, T or n tokens, D head_dim. `hook.State` is the interface.
 """
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from leank_train.attention import visibility
 from leank_train.fused import document_pieces, fused_attention, own_pieces, side_by_side
 from leank_train.prefix import Branch, Prefix
+
+_BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+KERNELS = ("auto", "flash_attn", *_BACKENDS)  # of a prefill; flash_attn is the package of this name, the others SDPA's
+HOPPER = (9, 0)  # compute capability from which cuDNN's kernel is the fastest
+
+
+def kernel_order(kernel: str, q: Tensor) -> list[SDPBackend]:
+    """SDPA's backends, to be tried in this order: the named one and then the others; empty for the library's choice."""
+    if kernel == "auto":
+        newest = q.is_cuda and torch.cuda.get_device_capability(q.device) >= HOPPER
+        kernel = "cudnn" if newest else ""
+    return sorted(_BACKENDS.values(), key=lambda b: b != _BACKENDS[kernel]) if kernel else []
 
 
 class _Keeps:
@@ -29,8 +49,9 @@ class _Keeps:
 class PrefillPass(_Keeps):
     """Causal attention by the library's fastest kernel; keeps K and V, and the last queries on request."""
 
-    def __init__(self, longest: int, lengths: Tensor, obs_queries: int):
+    def __init__(self, longest: int, lengths: Tensor, obs_queries: int, kernel: str = "auto"):
         super().__init__(longest, lengths, min(obs_queries, int(lengths.min())))
+        self.kernel = kernel
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         self.keep(k, v)
@@ -39,7 +60,14 @@ class PrefillPass(_Keeps):
         k, v, group = self.keys[-1], self.values[-1], q.shape[1] // k.shape[1]
         if q.is_cuda and q.dtype == torch.float32:  # no fused float32 kernel shares keys among a group's queries
             k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=group > 1)
+        if self.kernel == "flash_attn":
+            from flash_attn import flash_attn_func  # an extra that few machines have
+
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            return flash_attn_func(q, k, v, softmax_scale=scale, causal=True).transpose(1, 2)
+        order = kernel_order(self.kernel, q)
+        with sdpa_kernel(order, set_priority=True) if order else nullcontext():
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=group > 1)
 
 
 class FullPass(_Keeps):
@@ -58,7 +86,7 @@ class FullPass(_Keeps):
             self.queries.append(self._observed(layer, q))
         own = (side_by_side(x, len(self.prefix.lengths)) for x in (k, v))
         keys, values = zip((self.prefix.keys[layer], self.prefix.values[layer]), own, strict=True)
-        return fused_attention(q, keys, values, self.pieces, scale)
+        return fused_attention(q, keys, values, self.pieces, scale, ranks=self.prefix.ranks)
 
     def _observed(self, layer: int, q: Tensor) -> Tensor:
         earlier = q[:, :, :0] if self.prefix.queries is None else self.prefix.queries[layer]
@@ -98,7 +126,9 @@ class ScaledPass:
         own = zip((self.question.keys[layer], self.question.values[layer]), (k, v), strict=True)
         k, v = (side_by_side(torch.cat(both, 2), len(self.prefix.lengths)) for both in own)
         keys, values = [self.prefix.keys[layer], k], [self.prefix.values[layer], v]
-        return fused_attention(q, keys, values, self.pieces, scale, self.alpha[layer], self.empty_heads)
+        return fused_attention(
+            q, keys, values, self.pieces, scale, self.alpha[layer], self.empty_heads, ranks=self.prefix.ranks
+        )
 
 
 class DecodePass:
@@ -133,7 +163,7 @@ class DecodePass:
             buffer[:, :, :, self.slot] = new[:, :, 0].unflatten(0, (buffer.shape[0], -1)).transpose(1, 2)
         keys = [self.prefix.keys[layer], self.keys[layer].flatten(2, 3)]
         values = [self.prefix.values[layer], self.values[layer].flatten(2, 3)]
-        return fused_attention(q, keys, values, self.pieces, scale, self.alpha[layer], "drop")
+        return fused_attention(q, keys, values, self.pieces, scale, self.alpha[layer], "drop", ranks=self.prefix.ranks)
 
 
 def _per_layer(alpha: Tensor, prefix: Prefix, question: Branch) -> tuple[Tensor, ...]:

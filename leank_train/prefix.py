@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -12,6 +13,7 @@ class Prefix:
     """Documents, prefilled. keys, values: per layer [B, H, P, D]; k_positions [B, P] with -1 = padding; lengths [B].
 
     queries: per layer the document's last queries [B, Hq, P', D] at q_positions [B, P'], if they were asked for.
+    ranks: the processes that hold a share of the P tokens each (None: this one holds all).
     """
 
     keys: list[Tensor]
@@ -19,6 +21,7 @@ class Prefix:
     k_positions: Tensor
     lengths: Tensor
     queries: list[Tensor] | None = None
+    ranks: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True)

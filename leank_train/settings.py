@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from leank_train import distill
 from leank_train.attention import EMPTY_HEADS
 from leank_train.hook import has_rope
 from leank_train.mask import ROUNDINGS
+from leank_train.passes import KERNELS
 from leank_train.stages import StageConfig
 
 NOT_IN_HASH = ("trainer", "logger", "validation", "resume", "workers", "name", "checkpoint_every", "requeues")
 LEAST = {  # whole numbers, and the smallest that works
     "mask.align": 1, "mask.sink": 0, "mask.window": 1,
+    "trainer.sequence_parallel": 1,
     "data.min_length": 1, "data.max_length": 1, "data.questions": 1, "data.documents": 1,
     "stage1.steps": 0, "stage2.steps": 0, "seed": 0, "workers": 0, "checkpoint_every": 1, "requeues": 0,
     "validation.samples": 0, "validation.batch": 1, "validation.calibration": 1,
@@ -54,6 +57,7 @@ def check(config: DictConfig) -> None:
             isinstance(value, int) and _is_number(value) and value >= least,
             f"{key}={value} cannot work: give a whole number from {least} on",
         )
+    check_trainer(config)
     mask, data, validation = config.mask, config.data, config.validation
     need(
         _is_number(mask.ratio) and 0 <= mask.ratio < 1,
@@ -92,6 +96,32 @@ def check(config: DictConfig) -> None:
     check_model(config, longest)
 
 
+def check_trainer(config: DictConfig) -> None:
+    """Look at the settings of several processes, and of the prefill's kernel."""
+    trainer = config.trainer
+    need(
+        isinstance(trainer.shard_weights, bool),
+        f"trainer.shard_weights={trainer.shard_weights} cannot work: give true or false",
+    )
+    for key, alone in (("shard_weights", False), ("sequence_parallel", 1)):
+        need(
+            trainer[key] == alone or str(trainer.strategy).startswith("ddp"),
+            f"trainer.{key}={trainer[key]} needs several processes, but trainer.strategy={trainer.strategy}; "
+            "set trainer.strategy=ddp and trainer.devices, or use trainer=fsdp or trainer=sequence_parallel",
+        )
+    need(
+        not (trainer.shard_weights and config.validation.samples),
+        f"validation.samples={config.validation.samples}: validation runs in one process, which has only its share of "
+        "the weights where trainer.shard_weights=true; set validation.samples=0, and use python -m eval on the mask",
+    )
+    kernel = trainer.prefill_kernel
+    need(kernel in KERNELS, f"trainer.prefill_kernel={kernel!r} is unknown; use one of {', '.join(KERNELS)}")
+    need(
+        kernel != "flash_attn" or find_spec("flash_attn") is not None,
+        "trainer.prefill_kernel='flash_attn', but the package is not installed: pip install flash-attn, or use auto",
+    )
+
+
 def check_model(config: DictConfig, longest: dict[str, int]) -> None:
     """Look at the model's own config: positions, shape. longest: setting -> tokens of its longest sequence."""
     name = config.model.name
@@ -120,7 +150,13 @@ def check_model(config: DictConfig, longest: dict[str, int]) -> None:
             f"{key}={value} is beyond the sliding_window={window} of {kind}, and such layers have no middle to prune; "
             "lower it, or choose a model without sliding_window",
         )
-    partial = (getattr(model, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
+    rope = getattr(model, "rope_parameters", None) or {}
+    need(
+        config.trainer.sequence_parallel == 1 or rope.get("rope_type") not in ("dynamic", "longrope"),
+        f"trainer.sequence_parallel={config.trainer.sequence_parallel}: the RoPE of {kind} (rope_type="
+        f"{rope.get('rope_type')}) depends on the longest position that a process has; set it to 1",
+    )
+    partial = rope.get("partial_rotary_factor", 1.0)
     need(
         partial == 1.0 or not config.validation.samples,
         f"validation.samples={config.validation.samples}: {kind} rotates only part of a head "

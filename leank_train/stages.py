@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from leank_train import distill
@@ -18,6 +19,8 @@ from leank_train.backbone import Backbone
 from leank_train.branching import branch, prefill, prefill_and_branch, student
 from leank_train.data import Batch
 from leank_train.mask import ChannelMask
+from leank_train.parallel import Parallel, shard
+from leank_train.sequence_parallel import prefill_in_shares
 
 
 @dataclass(frozen=True)
@@ -45,13 +48,28 @@ class Stage(L.LightningModule):
 
     backbone: Backbone
 
-    def __init__(self, backbone: Backbone, config: StageConfig, sink: int, window: int, alpha: Tensor | None = None):
-        """alpha: scores to start from, [L, H, D]; ones by default."""
+    def __init__(
+        self,
+        backbone: Backbone,
+        config: StageConfig,
+        sink: int,
+        window: int,
+        alpha: Tensor | None = None,
+        parallel: Parallel | None = None,
+    ):
+        """alpha: scores to start from, [L, H, D]; ones by default. parallel: by default, all in one process."""
         super().__init__()
         # kept out of the module's children: a frozen decoder belongs in no checkpoint and in no optimizer
         self.__dict__["backbone"] = backbone
-        self.config, self.sink, self.window = config, sink, window
+        self.config, self.sink, self.window, self.parallel = config, sink, window, parallel or Parallel()
+        self.ranks: dist.ProcessGroup | None = None
         self.alpha = torch.nn.Parameter(torch.ones(backbone.shape) if alpha is None else alpha.detach().clone())
+
+    def setup(self, stage: str) -> None:
+        """The processes know each other now: group those of a context, and share out the weights."""
+        self.ranks = self.parallel.context_ranks()
+        if self.parallel.shard_weights:
+            shard(self.backbone.model, self.trainer.strategy.root_device)
 
     def scores(self) -> Tensor:
         """What takes alpha's place in Eq. 1."""
@@ -63,13 +81,16 @@ class Stage(L.LightningModule):
 
     def distillation(self, batch: Batch) -> Tensor:
         """The distance of the student's hidden states from the teacher's at the answer tokens."""
-        model = self.backbone.model
-        if len(batch.prompts) == len(batch.documents):
+        model, kernel = self.backbone.model, self.parallel.prefill_kernel
+        if len(batch.prompts) == len(batch.documents) and not self.parallel.in_step:
             prefix, teacher = prefill_and_branch(
-                model, batch.documents, batch.document_lengths, batch.prompts, batch.prompt_lengths
+                model, batch.documents, batch.document_lengths, batch.prompts, batch.prompt_lengths, kernel
             )
         else:
-            prefix = prefill(model, batch.documents, batch.document_lengths)
+            if self.ranks:
+                prefix = prefill_in_shares(model, batch.documents, batch.document_lengths, self.ranks)
+            else:
+                prefix = prefill(model, batch.documents, batch.document_lengths, kernel=kernel)
             teacher = branch(model, prefix, batch.prompts, batch.prompt_lengths)
         full = distill.answer_rows(teacher.hidden, batch.question_lengths, batch.answers.shape[1])
         question = teacher.cut(batch.question_lengths)
@@ -108,7 +129,8 @@ class Stage(L.LightningModule):
         assert isinstance(gathered, Tensor)
         counts, losses, all_tokens = gathered.unbind(1)
         share = counts / counts.sum()
-        return loss * share[self.trainer.global_rank] * len(share), (losses * share).sum(), all_tokens.sum()
+        tokens = all_tokens.sum() / self.parallel.sequence_parallel  # the ranks of a context have the same ones
+        return loss * share[self.trainer.global_rank] * len(share), (losses * share).sum(), tokens
 
     def configure_optimizers(self) -> Any:
         """Adam (the paper's choice) with the schedule stepped every step."""
@@ -144,12 +166,13 @@ class Stage2(Stage):
         sink: int,
         window: int,
         alpha: Tensor | None = None,
+        parallel: Parallel | None = None,
         *,
         ratio: float,
         align: int,
         rounding: str,
     ):
-        super().__init__(backbone, config, sink, window, alpha)
+        super().__init__(backbone, config, sink, window, alpha, parallel)
         self.ratio, self.align, self.rounding = ratio, align, rounding
 
     def mask(self) -> ChannelMask:

@@ -19,13 +19,13 @@ from safetensors.torch import save
 
 from data_gen.tasks import Mixture
 from leank_train import backbone as backbones
-from leank_train import plots
+from leank_train import parallel, plots
 from leank_train.backbone import Backbone
 from leank_train.compare import check_lengths, validate
 from leank_train.data import RetrievalData, collate
 from leank_train.files import write_bytes, write_json, write_text
 from leank_train.mask import ChannelMask
-from leank_train.preempt import SaveOnSignal, Signals, environments
+from leank_train.preempt import SaveOnSignal, Signals
 from leank_train.recorder import AtomicCheckpointIO, Progress, Recorder
 from leank_train.settings import BadConfig, check, check_folder, fingerprint, overrides, stage_config
 from leank_train.stages import Stage, Stage1, Stage2
@@ -47,9 +47,11 @@ def run(config: DictConfig, out: Path, signals: Signals | None = None) -> dict[s
     torch.set_float32_matmul_precision("high")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its notes on hardware and products
     L.seed_everything(config.seed, workers=True, verbose=False)
-    device = "cuda" if torch.cuda.is_available() and config.trainer.accelerator != "cpu" else "cpu"
+    place, shared = parallel.device(config), parallel.settings(config)
+    kind = str(backbones.torch_dtype(config.model.dtype, place)).removeprefix("torch.")
+    loaded = torch.device("cpu") if shared.shard_weights else place  # shared out when the processes know each other
     with memory("while loading the model", f"the precision, model.dtype={config.model.dtype}"):
-        backbone = backbones.load(config.model.name, config.model.dtype, device, config.model.chat, overrides(config))
+        backbone = backbones.load(config.model.name, kind, loaded, config.model.chat, overrides(config))
     # a context too short for a task, or an answer without tokens, is an error now, not in the middle of the night
     first = mixture(config, backbone, "stage1", 1)
     documents = [first.build(name, config.data.min_length, 0) for name, share in config.data.tasks.items() if share]
@@ -62,9 +64,9 @@ def run(config: DictConfig, out: Path, signals: Signals | None = None) -> dict[s
 
     span = dict(sink=config.mask.sink, window=config.mask.window)
     size = dict(ratio=config.mask.ratio, align=config.mask.align, rounding=config.mask.rounding)
-    stage1 = Stage1(backbone, stage_config(config, "stage1"), **span)
+    stage1 = Stage1(backbone, stage_config(config, "stage1"), **span, parallel=shared)
     record1 = fit(config, stage1, "stage1", out, logger, signals)
-    stage2 = Stage2(backbone, stage_config(config, "stage2"), **span, alpha=stage1.alpha, **size)
+    stage2 = Stage2(backbone, stage_config(config, "stage2"), **span, alpha=stage1.alpha, parallel=shared, **size)
     record2 = fit(config, stage2, "stage2", out, logger, signals)
     if not stage2.trainer.is_global_zero:
         return {}
@@ -111,7 +113,10 @@ def memory(when: str, settings: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise BadConfig(f"out of GPU memory {when}; lower {settings}, or take a larger GPU") from error
+        raise BadConfig(
+            f"out of GPU memory {when}; lower {settings}, or take a larger GPU, or several: "
+            "trainer=sequence_parallel for long contexts, trainer=fsdp for large weights"
+        ) from error
 
 
 def mixture(config: DictConfig, backbone: Backbone, stage: str, world: int) -> Mixture:
@@ -128,13 +133,13 @@ def fit(config: DictConfig, stage: Stage, name: str, out: Path, logger: Any, sig
     """Run one stage, go on from its checkpoint, or read what it left when it was done."""
     folder, recorder = out / "checkpoints" / name, Recorder(stage.config.steps // 20)
     done, last = folder / "done.ckpt", folder / "last.ckpt"
-    trainer = L.Trainer(
-        **OmegaConf.to_container(config.trainer, resolve=True),  # type: ignore[arg-type]
+    trainer = parallel.trainer(
+        config,
         max_steps=stage.config.steps,
         max_epochs=-1,
         logger=logger or False,
         default_root_dir=str(out),
-        plugins=[AtomicCheckpointIO(), *environments()],
+        plugins=[AtomicCheckpointIO()],
         callbacks=[
             recorder,
             Progress(name),
@@ -157,9 +162,9 @@ def fit(config: DictConfig, stage: Stage, name: str, out: Path, logger: Any, sig
         return recorder
     data = config.data
     if stage.config.steps:
-        module = RetrievalData(
-            stage.backbone, mixture(config, stage.backbone, name, trainer.world_size), data.documents, config.workers
-        )
+        together = config.trainer.sequence_parallel  # ranks that see the same documents
+        contexts = mixture(config, stage.backbone, name, trainer.world_size // together)
+        module = RetrievalData(stage.backbone, contexts, data.documents, config.workers, together)
         sizes = f"data.max_length={data.max_length}, data.questions={data.questions}, data.documents={data.documents}"
         with memory(f"in {name}", sizes):
             trainer.fit(stage, module, ckpt_path=str(last) if last.exists() else None, weights_only=True)

@@ -31,11 +31,11 @@ def record(out, stage):
     return torch.load(out / f"checkpoints/{stage}/done.ckpt", weights_only=True)["record"]["steps"]
 
 
-def two_ranks(model, cwd, out, *extra):
-    """`python -m leank_train` as two processes on the CPU."""
+def two_ranks(model, cwd, out, *extra, trainer="ddp", devices=2):
+    """`python -m leank_train` as two processes (or more) on the CPU."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     line = [sys.executable, "-m", "leank_train", *command(model), *extra, f"hydra.run.dir={out}"]
-    line += ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
+    line += [f"trainer={trainer}", "trainer.accelerator=cpu", f"trainer.devices={devices}"]
     return subprocess.Popen(line, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
