@@ -1,7 +1,7 @@
 """ROUGE, exactly as two public packages compute it, without depending on them.
 
-- `rouge_l`: the PyPI package ``rouge`` 1.0.1 (used by LongBench): ROUGE-L over *sets* of words.
-- `rouge_lsum`, `rouge_1`: the PyPI package ``rouge-score`` 0.1.2 without stemming (used by InfiniteBench, NIAH).
+- `rouge_l`: the package ``rouge`` 1.0.1 (used by LongBench): ROUGE-L over *sets* of words.
+- `rouge_lsum`, `rouge_1`: the package ``rouge-score`` 0.1.2 without stemming (used by InfiniteBench, NIAH).
 Both read a longest common subsequence back from the same table, but break its ties differently.
 """
 
