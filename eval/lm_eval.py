@@ -15,9 +15,6 @@ from typing import Any
 
 import torch
 from hydra import compose, initialize_config_module
-from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import register_model
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from omegaconf import OmegaConf
 
 from eval.benchmarks.row import Row
@@ -27,6 +24,14 @@ from eval.models import load_model
 from eval.prefill import extend, prefill
 from eval.prompts import Prompt
 from eval.replay import Replay
+
+try:
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ModuleNotFoundError as error:
+    refusal = SystemExit if __name__ == "__main__" else ModuleNotFoundError
+    raise refusal(f"{error}; pip install 'leank[lm_eval]' for tasks of lm-evaluation-harness") from None
 
 Scored = tuple[float, bool]
 
