@@ -20,7 +20,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 SYSTEM = "/usr/local/sbin:/usr/sbin:/sbin"
@@ -155,17 +154,6 @@ class LocalSlurm:
             if file.exists():
                 _end(int(file.read_text()))
                 file.unlink(missing_ok=True)
-
-    def __enter__(self) -> LocalSlurm:
-        try:
-            self.start()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.stop()
 
 
 def _free_ports(count: int) -> list[int]:
