@@ -3,10 +3,12 @@
     python -m scripts.bench_generation OUT                       # Llama-3.1-8B shape, random weights, one GPU
     python -m scripts.bench_generation OUT --shape reference --prompt 600 --new 8 --batch 2      # a CPU, to look at it
 
-Every cache is filled with `prompt` random tokens; then `new` tokens are forced on every row, once in an eager loop and
-once as a captured CUDA graph where the cache allows that. Prefill is timed apart. At `--batch` rows, and at the most
-rows that fit each cache. Prints and writes OUT/generation.csv: tokens a second, and of one step the milliseconds in
-attention, in matrix products, in other kernels, and on the clock.
+Every cache is filled with `prompt` random tokens; then `new` tokens are forced on every row, as a captured CUDA graph
+where the cache allows that and in an eager loop (beside a graph only for the first of --new). Prefill is timed apart.
+At --batch rows, and, as a graph, at the most rows that fit each cache. Timed are whole periods of the cache's flush.
+Prints and writes OUT/generation.csv: tokens a second, and of one step the milliseconds on the clock and on the GPU, in
+attention, in matrix products and in other kernels. What fails is printed, noted in its row, and costs the others
+nothing.
 """
 
 from __future__ import annotations
@@ -15,16 +17,21 @@ import argparse
 import csv
 import gc
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from eval.cache import CompressedCache, Sizes, bytes_per_row, compressed_cache
 from eval.cache.hook import ATTENTION
+from eval.cache.store import GROWTH
+from eval.methods.leank import LeanK
 from eval.models import ModelConfig, load_model
 from leank_train import backbone
 from leank_train.mask import ChannelMask
@@ -32,6 +39,9 @@ from scripts.attention_cases import LLAMA, MASKS
 from scripts.shapes import llama8b
 
 ROOT = Path(__file__).resolve().parents[1]
+WARM_UP, PROFILED = 3, 4  # steps before those that are timed, and steps under the profiler after them
+WORK_SPACE = 4e9  # bytes left beside the caches where they fill the GPU: activations, tables, a part that is growing
+ROOM = 16  # tokens that a cache has room for beside prompt and timed steps
 ATTENTIONS = ("decode", "flash", "fmha", "sdpa", "attention", "softmax")  # in the names of kernels
 PRODUCTS = ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk")
 
@@ -56,12 +66,18 @@ def contenders(model: Any, mask: ChannelMask, sizes: Sizes) -> list[Contender]:
     def dense(tokens: int) -> int:
         return 2 * layers * heads * dim * tokens * model.dtype.itemsize
 
-    def ours(keep: Any) -> Callable[[int, int], Any]:
-        return lambda rows, room: compressed_cache(model, keep, sizes.sink, sizes.window, sizes.flush)
+    def ours(name: str, keep: Any) -> Contender:
+        return Contender(
+            name,
+            lambda rows, room: compressed_cache(model, keep, sizes.sink, sizes.window, sizes.flush),
+            lambda n: bytes_per_row(keep, n + GROWTH, model.dtype, sizes),  # what decoding adds grows ahead of need
+            ATTENTION,
+            True,
+        )
 
     return [
-        Contender("LeanK", ours(mask), lambda n: bytes_per_row(mask, n, model.dtype, sizes), ATTENTION, True),
-        Contender("own cache, nothing pruned", ours(everything), dense, ATTENTION, True),
+        ours("LeanK", mask),
+        ours("own cache, nothing pruned", everything),
         Contender("StaticCache", lambda rows, room: StaticCache(config, max_cache_len=room), dense, "sdpa", True),
         Contender("DynamicCache", lambda rows, room: DynamicCache(config=config), dense, "sdpa", False),
     ]
@@ -80,15 +96,13 @@ def fill(model: Any, cache: Any, rows: int, tokens: int) -> None:
 
 
 class Decoding:
-    """Greedy steps on one cache, eager or as a captured graph."""
+    """Greedy steps on a filled cache, eager or as a captured graph; position [rows, 1]: of the next token."""
 
-    def __init__(self, model: Any, contender: Contender, rows: int, prompt: int, new: int):
-        model.set_attn_implementation(contender.attention)
-        self.model, self.cache = model, contender.make(rows, prompt + new + 16)
-        fill(model, self.cache, rows, prompt)
-        self.token = torch.ones(rows, 1, dtype=torch.long, device=model.device)
-        self.position = torch.full((rows, 1), prompt, device=model.device)
+    def __init__(self, model: Any, cache: Any, position: Tensor):
+        self.model, self.cache, self.position = model, cache, position.clone()
+        self.token = torch.ones_like(position)
 
+    @torch.no_grad()
     def step(self) -> None:
         out = self.model(
             input_ids=self.token, position_ids=self.position, past_key_values=self.cache, use_cache=True
@@ -98,13 +112,16 @@ class Decoding:
 
     def graphed(self) -> Callable[[], None]:
         """One step as a graph, with what the cache does on the host after it."""
-        for _ in range(3):
+        compressed = isinstance(self.cache, CompressedCache)
+        for _ in range(WARM_UP):
             self.step()
+        if compressed:
+            self.cache.advance(0)  # a flush may have outdated a work table, which cannot be made while capturing
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
+        # the outer context: a capture that fails leaves its own stream the current one
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
             self.step()
-        if not isinstance(self.cache, CompressedCache):
+        if not compressed:
             return graph.replay
 
         def replay() -> None:
@@ -126,45 +143,87 @@ def seconds(step: Callable[[], None], steps: int, cuda: bool) -> float:
     return (time.perf_counter() - begin) / steps
 
 
-def where(step: Callable[[], None], steps: int = 4) -> dict[str, float]:
-    """Milliseconds of one step on the GPU, by kind of kernel."""
+@dataclass(frozen=True)
+class Launches:
+    """A kernel (or copy) by name: launches and milliseconds on the GPU of one step."""
+
+    name: str
+    count: float
+    ms: float
+
+    @property
+    def kind(self) -> str:
+        name = self.name.lower()
+        if any(part in name for part in ATTENTIONS):
+            return "attention_ms"
+        return "products_ms" if any(part in name for part in PRODUCTS) else "other_ms"
+
+
+def profiled(step: Callable[[], None], steps: int = PROFILED) -> list[Launches]:
+    """What one step runs on the GPU, the longest first."""
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
+    torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
-    total = {"attention_ms": 0.0, "products_ms": 0.0, "other_ms": 0.0}
-    for event in found.key_averages():
-        name = event.key.lower()
-        kind = "attention_ms" if any(n in name for n in ATTENTIONS) else None
-        kind = kind or ("products_ms" if any(n in name for n in PRODUCTS) else "other_ms")
-        total[kind] += event.self_device_time_total / 1e3 / steps
+    launches = [
+        Launches(event.key, event.count / steps, event.self_device_time_total / 1e3 / steps)
+        for event in found.key_averages()
+        if event.device_type != DeviceType.CPU
+    ]
+    return sorted(launches, key=lambda launch: -launch.ms)
+
+
+def where(found: Iterable[Launches]) -> dict[str, float]:
+    """Milliseconds of one step on the GPU, in all and by kind of kernel, and how many kernels it launches.
+
+    Attention in plain PyTorch has no kernel of its own: it is among the products and the others.
+    """
+    total = {"gpu_ms": 0.0, "attention_ms": 0.0, "products_ms": 0.0, "other_ms": 0.0, "kernels": 0.0}
+    for launches in found:
+        total[launches.kind] += launches.ms
+        total["gpu_ms"] += launches.ms
+        total["kernels"] += launches.count
     return total
 
 
+def timed(new: int, flush: int) -> int:
+    """Steps of `new` that are timed: whole periods of the flush, so that they bear their share of moving tokens."""
+    return max(0, new - WARM_UP - PROFILED) // flush * flush or new
+
+
 @torch.no_grad()
-def decode(model: Any, contender: Contender, rows: int, prompt: int, new: int, graph: bool) -> dict[str, Any]:
+def decode(
+    model: Any, contender: Contender, rows: int, prompt: int, new: int, flush: int, graph: bool
+) -> dict[str, Any]:
     """Tokens a second of one contender, and where a step's time goes."""
     cuda = model.device.type == "cuda"
-    decoding = Decoding(model, contender, rows, prompt, new)
+    model.set_attn_implementation(contender.attention)
+    cache = contender.make(rows, prompt + new + ROOM)
+    fill(model, cache, rows, prompt)
+    decoding = Decoding(model, cache, torch.full((rows, 1), prompt, device=model.device))
     step = decoding.graphed() if graph else decoding.step
-    for _ in range(0 if graph else 2):
+    for _ in range(0 if graph else WARM_UP):
         step()
-    spent = seconds(step, new - 8 if new > 16 else new, cuda)
-    row = {"cache": contender.name, "loop": "graph" if graph else "eager", "batch": rows, "prompt": prompt, "new": new,
-           "tokens_per_s": rows / spent, "step_ms": spent * 1e3}  # fmt: skip
-    return {**row, **(where(step) if cuda else {})}
+    spent = seconds(step, timed(new, flush), cuda)
+    row = {"batch": rows, "tokens_per_s": rows / spent, "step_ms": spent * 1e3}
+    return {**row, **(where(profiled(step)) if cuda else {})}
 
 
-def largest(model: Any, contender: Contender, prompt: int, new: int, graph: bool) -> dict[str, Any]:
-    """The same at the most rows that fit; begins at what the bytes allow and gives way by 3%."""
+def largest(model: Any, contender: Contender, prompt: int, new: int, flush: int) -> dict[str, Any]:
+    """The same, as a graph, at the most rows that fit; begins at what the bytes allow and gives way by 3%."""
     free, _ = torch.cuda.mem_get_info()
-    rows = int((free - 3e9) / contender.bytes(prompt + new + 16))
+    rows = int((free - WORK_SPACE) / contender.bytes(prompt + new + ROOM))
     while rows:
         try:
-            return decode(model, contender, rows, prompt, new, graph)
-        except torch.OutOfMemoryError:
+            return decode(model, contender, rows, prompt, new, flush, True)
+        except RuntimeError as error:  # of PyTorch, of a graph, of Triton: each has a class of its own
+            if "out of memory" not in str(error).lower():
+                raise
+            print(f"{contender.name}: {rows} rows do not fit", flush=True)
             rows = int(rows * 0.97)
         clear()
     raise MemoryError(f"not one row of {prompt} tokens fits")
@@ -177,16 +236,50 @@ def clear() -> None:
 
 
 @torch.no_grad()
-def prefill_seconds(model: Any, contender: Contender, rows: int, prompt: int) -> float:
-    """Seconds from prompt to first token, cache included."""
+def prefill_ms(model: Any, contender: Contender, rows: int, prompt: int) -> dict[str, Any]:
+    """Milliseconds from prompt to first token, cache included."""
     model.set_attn_implementation(contender.attention)
     ids = torch.ones(rows, prompt, dtype=torch.long, device=model.device)
 
     def run() -> None:
-        model(input_ids=ids, past_key_values=contender.make(rows, prompt + 16), use_cache=True, logits_to_keep=1)
+        model(input_ids=ids, past_key_values=contender.make(rows, prompt + ROOM), use_cache=True, logits_to_keep=1)
 
     run()
-    return seconds(run, 1, model.device.type == "cuda")
+    return {"batch": rows, "step_ms": seconds(run, 1, model.device.type == "cuda") * 1e3}
+
+
+def subject(shape: str) -> tuple[Any, Path, Sizes]:
+    """(model, LeanK's mask, sizes of the cache) of "llama8b", random weights on a GPU, or "reference", as shipped."""
+    if shape == "reference":
+        return load_model(ModelConfig()), ROOT / "leank_train/assets/reference/mask_70pct.safetensors", Sizes(16, 144)
+    if not torch.cuda.is_available():
+        raise SystemExit("--shape llama8b needs a GPU; --shape reference runs on a CPU")
+    return llama8b("cuda"), MASKS / LLAMA, Sizes()
+
+
+def attempt(row: dict[str, Any], work: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """The row that `work` fills; what goes wrong is printed and noted in it, and costs other rows nothing."""
+    try:
+        work(row)
+    except Exception as error:
+        traceback.print_exc()
+        row["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return row
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Rows as CSV, with the columns that any of them has."""
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(k for r in rows for k in r)))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def complain(rows: Iterable[dict[str, Any]], name: str) -> None:
+    """Raise SystemExit with the `name` of rows that failed, if any did."""
+    failed = [str(row[name]) for row in rows if row.get("error")]
+    if failed:
+        raise SystemExit(f"failed: {'; '.join(failed)}")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -199,40 +292,36 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--only", nargs="*", help="names of caches; default all")
     parser.add_argument("--prefill-rows", type=int, default=8, help="rows of the prefill that is timed; 0 = none")
+    parser.add_argument("--largest", action=argparse.BooleanOptionalAction, default=True,
+                        help="also at the most rows that fit (a GPU, caches with a graph)")  # fmt: skip
     args = parser.parse_args(argv)
-    cuda = torch.cuda.is_available()
-    if args.shape == "llama8b":
-        if not cuda:
-            raise SystemExit("--shape llama8b needs a GPU; --shape reference runs on a CPU")
-        model, mask, sizes = llama8b("cuda"), ChannelMask.from_official(MASKS / LLAMA), Sizes()
-    else:
-        model = load_model(ModelConfig())
-        mask = ChannelMask.load(ROOT / "leank_train/assets/reference/mask_70pct.safetensors")
-        sizes = Sizes(16, 144, 32)
+    model, mask, sizes = subject(args.shape)
+    cuda = model.device.type == "cuda"
     rows: list[dict[str, Any]] = []
     args.out.mkdir(parents=True, exist_ok=True)
 
-    def done(row: dict[str, Any]) -> None:
-        rows.append(row)
+    def do(work: Callable[[], dict[str, Any]], **row: Any) -> None:
+        rows.append(attempt(row, lambda found: found.update(work())))
         print("  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
-        with open(args.out / "generation.csv", "w", newline="") as file:
-            writer = csv.DictWriter(file, list(dict.fromkeys(k for r in rows for k in r)))
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(args.out / "generation.csv", rows)
         clear()
 
-    for contender in contenders(model, mask, sizes):
+    for contender in contenders(model, LeanK(str(mask)).loaded, sizes):
         if args.only and contender.name not in args.only:
             continue
+        named = {"cache": contender.name, "prompt": args.prompt}
         if args.prefill_rows:
-            spent = prefill_seconds(model, contender, args.prefill_rows, args.prompt)
-            done({"cache": contender.name, "loop": "prefill", "batch": args.prefill_rows, "prompt": args.prompt,
-                  "step_ms": spent * 1e3})  # fmt: skip
+            do(partial(prefill_ms, model, contender, args.prefill_rows, args.prompt), **named, loop="prefill")
         for new in args.new:
-            for graph in (False, True) if cuda and contender.graph else (False,):
-                done(decode(model, contender, args.batch, args.prompt, new, graph))
-                if cuda:
-                    done({**largest(model, contender, args.prompt, new, graph), "largest": True})
+            given, graphs = (model, contender, args.batch, args.prompt, new, sizes.flush), cuda and contender.graph
+            if new == args.new[0] or not graphs:
+                do(partial(decode, *given, False), **named, loop="eager", new=new)
+            if graphs:
+                do(partial(decode, *given, True), **named, loop="graph", new=new)
+                if args.largest:
+                    do(partial(largest, model, contender, args.prompt, new, sizes.flush), **named, loop="graph",
+                       new=new, largest=True)  # fmt: skip
+    complain(rows, "cache")
 
 
 if __name__ == "__main__":

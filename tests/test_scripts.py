@@ -1,10 +1,16 @@
 """The benchmarks' command lines on a CPU, small: that they run and that what they print is what the cache says."""
 
 import csv
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from scripts import bench_generation, bench_memory
+from eval.cache import Sizes, compressed_cache
+from eval.cache.backend import Plain
+from eval.models import ModelConfig, load_config, load_model
+from scripts import bench_generation, bench_memory, bench_methods
+from scripts.bench_generation import Decoding, Launches, fill, largest, timed, where
 
 
 def test_memory_saved_is_the_masks_ratio(tmp_path, capsys):
@@ -27,3 +33,105 @@ def test_generation_with_every_cache(tmp_path):
     caches = ["LeanK", "own cache, nothing pruned", "StaticCache", "DynamicCache"]
     assert [(r["cache"], r["loop"]) for r in rows] == [(c, loop) for c in caches for loop in ("prefill", "eager")]
     assert all(float(r["tokens_per_s"]) > 0 for r in rows if r["loop"] == "eager")
+    assert "error" not in rows[0]
+
+
+def test_timed_steps_are_whole_flushes():
+    assert [timed(new, 32) for new in (3, 32, 39, 128, 1024)] == [3, 32, 32, 96, 992]
+
+
+def test_kernels_by_kind():
+    names = {"decode": "attention_ms", "flash_fwd_splitkv_combine_kernel": "attention_ms",
+             "nvjet_tst_128x8_64x12_v_bz_splitK_TNT": "products_ms", "gemvx::kernel": "products_ms",
+             "Memcpy DtoD (Device -> Device)": "other_ms"}  # fmt: skip
+    assert {name: Launches(name, 1, 1).kind for name in names} == names
+    assert where([Launches("decode", 2, 1.5), Launches("nvjet", 7, 3), Launches("add", 1, 0.5)]) == {
+        "gpu_ms": 5, "attention_ms": 1.5, "products_ms": 3, "other_ms": 0.5, "kernels": 10}  # fmt: skip
+
+
+def test_the_largest_batch_gives_way_to_memory_alone(monkeypatch):
+    tried = []
+
+    def decode(model, contender, rows, *rest):
+        tried.append(rows)
+        if rows > 96:
+            raise RuntimeError("Triton Error [CUDA]: out of memory")
+        return {"batch": rows}
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(4e9) + 1000, 0))
+    monkeypatch.setattr(bench_generation, "decode", decode)
+    contender = SimpleNamespace(name="ten bytes", bytes=lambda tokens: 10)
+    assert largest(None, contender, 64, 32, 32) == {"batch": 94}
+    assert tried == [100, 97, 94]
+    monkeypatch.setattr(bench_generation, "decode", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        largest(None, contender, 64, 32, 32)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(ModelConfig())
+
+
+@pytest.mark.filterwarnings("ignore:attention over the compressed cache")
+def test_only_caches_that_the_kernel_reads_whole_become_graphs(model):
+    layers, heads, dim = 7, 4, 64
+    cache = compressed_cache(model, torch.ones(layers, heads, dim, dtype=torch.bool), 16, 144)
+    fill(model, cache, 1, 300)
+    Decoding(model, cache, torch.full((1, 1), 300)).step()
+    cache.advance(0)
+    assert cache.get_seq_length() == 301
+    assert isinstance(cache.layers[0].store.backend, Plain)
+    assert not bench_methods.reads_by_kernel(cache)
+    for layer in cache.layers[1:]:
+        layer.store.backend = object()
+    assert not bench_methods.reads_by_kernel(cache)
+    cache.layers[0].store.backend = object()
+    assert bench_methods.reads_by_kernel(cache)
+
+
+def test_every_cache_decodes_what_the_model_does(model):
+    """fill() and Decoding against a plain loop over the same keys and values."""
+    found = []
+    for contender in bench_generation.contenders(model, torch.ones(7, 4, 64, dtype=torch.bool), Sizes()):
+        model.set_attn_implementation(contender.attention)
+        cache = contender.make(2, 340)
+        torch.manual_seed(0)
+        fill(model, cache, 2, 300)
+        decoding = Decoding(model, cache, torch.full((2, 1), 300))
+        tokens = []
+        for _ in range(5):
+            decoding.step()
+            tokens.append(decoding.token.flatten().tolist())
+        assert decoding.position.tolist() == [[305], [305]]
+        found.append(tokens)
+    assert found[1:] == found[:1] * 3
+
+
+def test_methods_beside_dense(tmp_path, capsys):
+    """Every kind of pass and of cache; one that fails is named and costs the others nothing."""
+    names = ["dense", "leank", "nonesuch", "h2o", "gemfilter", "quest_leank"]
+    line = f"--shape reference --length 600 --new 2 --methods {' '.join(names)}"
+    with pytest.raises(SystemExit, match="failed: nonesuch"):
+        bench_methods.main([str(tmp_path), *line.split()])
+    rows = {r["method"]: r for r in csv.DictReader((tmp_path / "methods.csv").open())}
+    assert list(rows) == [names[0], "dense, own cache, nothing pruned", "dense, StaticCache", *names[1:]]
+    assert "nonesuch" in rows.pop("nonesuch")["error"]
+    assert all(float(r["eager_ms"]) > 0 and not r["error"] for r in rows.values())
+    for name in ("dense", "leank", "h2o", "gemfilter"):
+        parts = [float(rows[name][part]) for part in ("ttft_s", "prefill_s", "cache_s")]
+        assert parts[0] == pytest.approx(parts[1] + parts[2])
+    assert float(rows["leank"]["gb"]) < 0.7 * float(rows["dense"]["gb"])
+    assert "nonesuch" in capsys.readouterr().out
+
+
+def test_every_method_of_the_bench_is_configured(model):
+    tokenizer = load_config(ModelConfig())[1]
+    mask, sizes = (
+        bench_generation.ROOT / "leank_train/assets/reference/mask_70pct.safetensors",
+        Sizes(16, 144),
+    )
+    for name in bench_methods.METHODS:
+        found = bench_methods.configured(name, "reference", mask, sizes, model.config, tokenizer)
+        assert found.label == name
+        assert all(getattr(choice, "samples", 0) <= 8 for choice in found.axes.values())
