@@ -58,7 +58,11 @@ class Contender:
 
 
 def contenders(model: Any, mask: ChannelMask, sizes: Sizes) -> list[Contender]:
-    """LeanK, and three dense caches: transformers' two, and our own storage and kernel with nothing pruned."""
+    """LeanK, and three dense caches: transformers' two, and our own storage and kernel with nothing pruned.
+
+    A step on a StaticCache has a mask, for which transformers 5.17 copies a layer's K and V for every query head (5.23
+    does not): there our own dense cache is the one to compare graphs with.
+    """
     config = model.config
     layers, heads, dim = backbone.kv_shape(config)
     everything = torch.ones(layers, heads, dim, dtype=torch.bool)
