@@ -28,7 +28,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class Recorder(L.Callback):
-    """Losses and learning rate of every step, a histogram of alpha every `every` steps, and the seconds that all took.
+    """Losses, learning rate and seconds of every step, a histogram of alpha every `every` steps, the seconds of all.
 
     Kept in checkpoints: a run that was stopped and went on has them whole.
     """
@@ -37,6 +37,7 @@ class Recorder(L.Callback):
         self.every = max(1, every)
         self.steps: list[dict[str, float]] = []
         self.histograms: list[tuple[int, list[int]]] = []
+        self.times: list[float] = []  # seconds of every step, waiting for its data included; the first: set-up, too
         self.seconds = 0.0
 
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
@@ -45,10 +46,11 @@ class Recorder(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
         """Keep the step's values."""
-        now = time.time()
-        self.seconds, self._last = self.seconds + now - self._last, now
-        step = trainer.global_step
         values = {k: float(v.detach()) for k, v in outputs.items() if k != "loss"}  # of this process alone
+        now = time.time()  # reading the values has waited for the GPU
+        self.times.append(now - self._last)
+        self.seconds, self._last = self.seconds + self.times[-1], now
+        step = trainer.global_step
         self.steps.append({"step": step, **values, "lr": trainer.optimizers[0].param_groups[0]["lr"]})
         if step % self.every == 0 or step == trainer.max_steps:
             alpha = module.alpha.detach().float().cpu()
@@ -56,12 +58,12 @@ class Recorder(L.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The record so far."""
-        return {"steps": self.steps, "histograms": self.histograms, "seconds": self.seconds}
+        return {"steps": self.steps, "histograms": self.histograms, "times": self.times, "seconds": self.seconds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with an earlier record."""
         self.steps, self.histograms = list(state["steps"]), [tuple(h) for h in state["histograms"]]
-        self.seconds = state["seconds"]
+        self.times, self.seconds = list(state.get("times", [])), state["seconds"]  # older checkpoints have no times
 
 
 class Progress(TQDMProgressBar):

@@ -155,7 +155,9 @@ def fit(config: DictConfig, stage: Stage, name: str, out: Path, logger: Any, sig
         use_distributed_sampler=False,
     )  # fmt: skip
     stage.trainer = trainer
-    if done.exists():
+    finished = done.exists()
+    trainer.strategy.barrier()  # a stage of no steps is written at once, maybe before another rank has looked
+    if finished:
         state = torch.load(done, map_location="cpu", weights_only=True)
         stage.alpha.data.copy_(state["alpha"])
         recorder.load_state_dict(state["record"])
