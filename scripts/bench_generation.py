@@ -31,6 +31,7 @@ from transformers import DynamicCache, StaticCache
 from eval.cache import CompressedCache, Sizes, bytes_per_row, compressed_cache
 from eval.cache.hook import ATTENTION
 from eval.cache.store import GROWTH
+from eval.decode import Loop
 from eval.methods.leank import LeanK
 from eval.models import ModelConfig, load_model
 from leank_train import backbone
@@ -100,39 +101,20 @@ def fill(model: Any, cache: Any, rows: int, tokens: int) -> None:
 
 
 class Decoding:
-    """Greedy steps on a filled cache, eager or as a captured graph; position [rows, 1]: of the next token."""
+    """Greedy steps on a filled cache, in the replay's own loop; position [rows, 1]: of the next token."""
 
     def __init__(self, model: Any, cache: Any, position: Tensor):
-        self.model, self.cache, self.position = model, cache, position.clone()
-        self.token = torch.ones_like(position)
+        self.loop, self.token = Loop(model, cache, position), torch.ones_like(position)
 
-    @torch.no_grad()
     def step(self) -> None:
-        out = self.model(
-            input_ids=self.token, position_ids=self.position, past_key_values=self.cache, use_cache=True
-        )  # fmt: skip
-        self.token.copy_(out.logits[:, -1].argmax(-1, keepdim=True))
-        self.position.add_(1)
+        self.token.copy_(self.loop.step(self.token).argmax(-1, keepdim=True))
 
     def graphed(self) -> Callable[[], None]:
-        """One step as a graph, with what the cache does on the host after it."""
-        compressed = isinstance(self.cache, CompressedCache)
+        """The step as a captured graph."""
         for _ in range(WARM_UP):
             self.step()
-        if compressed:
-            self.cache.advance(0)  # a flush may have outdated a work table, which cannot be made while capturing
-        graph = torch.cuda.CUDAGraph()
-        # the outer context: a capture that fails leaves its own stream the current one
-        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
-            self.step()
-        if not compressed:
-            return graph.replay
-
-        def replay() -> None:
-            graph.replay()
-            self.cache.advance()
-
-        return replay
+        self.loop.capture()
+        return self.step
 
 
 def seconds(step: Callable[[], None], steps: int, cuda: bool) -> float:

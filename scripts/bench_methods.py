@@ -37,8 +37,8 @@ from torch import Tensor
 from transformers import Cache
 
 from eval.build import build_methods
-from eval.cache import CompressedCache, CompressedLayer, Sizes
-from eval.cache.backend import Plain
+from eval.cache import CompressedCache, Sizes
+from eval.decode import capturable
 from eval.methods import Method
 from eval.methods.leank import LeanK
 from eval.models import ModelConfig, load_config
@@ -155,16 +155,8 @@ class Bench:
         found = profiled(decoding.step)
         row.update(where(found))
         self.launches += [{"method": row["method"], **asdict(launches)} for launches in found[:LONGEST]]
-        if reads_by_kernel(cache) if graph is None else graph:
+        if capturable(cache) if graph is None else graph:
             row["graph_ms"] = seconds(decoding.graphed(), self.new, self.cuda) * 1e3
-
-
-def reads_by_kernel(cache: Cache) -> bool:
-    """Whether the Triton kernel has read every layer of a cache that has decoded."""
-    layers = cache.layers if isinstance(cache, CompressedCache) else [None]
-    stores = [layer.store for layer in layers if isinstance(layer, CompressedLayer)]
-    chosen = [store.backend for store in stores if store is not None]
-    return len(chosen) == len(layers) and not any(one is None or isinstance(one, Plain) for one in chosen)
 
 
 def line(row: dict[str, Any] | None = None) -> str:

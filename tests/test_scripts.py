@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eval.cache import Sizes, compressed_cache
-from eval.cache.backend import Plain
+from eval.cache import Sizes
 from eval.models import ModelConfig, load_config, load_model
 from scripts import bench_generation, bench_memory, bench_methods
 from scripts.bench_generation import Decoding, Launches, fill, largest, timed, where
@@ -73,23 +72,6 @@ def model():
     return load_model(ModelConfig())
 
 
-@pytest.mark.filterwarnings("ignore:attention over the compressed cache")
-def test_only_caches_that_the_kernel_reads_whole_become_graphs(model):
-    layers, heads, dim = 7, 4, 64
-    cache = compressed_cache(model, torch.ones(layers, heads, dim, dtype=torch.bool), 16, 144)
-    fill(model, cache, 1, 300)
-    Decoding(model, cache, torch.full((1, 1), 300)).step()
-    cache.advance(0)
-    assert cache.get_seq_length() == 301
-    assert isinstance(cache.layers[0].store.backend, Plain)
-    assert not bench_methods.reads_by_kernel(cache)
-    for layer in cache.layers[1:]:
-        layer.store.backend = object()
-    assert not bench_methods.reads_by_kernel(cache)
-    cache.layers[0].store.backend = object()
-    assert bench_methods.reads_by_kernel(cache)
-
-
 def test_every_cache_decodes_what_the_model_does(model):
     """fill() and Decoding against a plain loop over the same keys and values."""
     found = []
@@ -103,7 +85,7 @@ def test_every_cache_decodes_what_the_model_does(model):
         for _ in range(5):
             decoding.step()
             tokens.append(decoding.token.flatten().tolist())
-        assert decoding.position.tolist() == [[305], [305]]
+        assert decoding.loop.positions.tolist() == [[305], [305]]
         found.append(tokens)
     assert found[1:] == found[:1] * 3
 

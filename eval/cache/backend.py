@@ -19,6 +19,8 @@ from eval.cache.store import Store
 class Plain:
     """The backend in plain PyTorch: any device and dtype."""
 
+    captures = False
+
     def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float) -> Tensor:
         return reference.attend(store, q, position, scaling)
 
@@ -58,6 +60,8 @@ def _warn(reason: str) -> None:
 
 class Auto:
     """The kernel, or plain PyTorch where the kernel cannot run; decided of each layer by its first query."""
+
+    captures = False  # ask the layer's own backend, once it is chosen
 
     def __init__(self, insist: bool = False, **kernel_options: Any):
         """insist: raise RuntimeError instead of falling back."""

@@ -50,6 +50,8 @@ class Plan:
 class Kernel:
     """The backend that runs in Triton; shared by the layers of a cache, because they run one after the other."""
 
+    captures = True
+
     def __init__(self, config: Config | None = None, programs: int = 0):
         """programs: number of programs, 0 = `config.per_sm` per multiprocessor."""
         self.config, self.programs = config or Config(), programs

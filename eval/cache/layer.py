@@ -20,7 +20,12 @@ from eval.cache.store import Sizes, Store, capturing
 
 
 class Backend(Protocol):
-    """What runs over a sealed layer: see `reference.attend` and `Store.write`."""
+    """What runs over a sealed layer: see `reference.attend` and `Store.write`.
+
+    captures: whether a decoding step can be captured into a CUDA graph.
+    """
+
+    captures: bool
 
     def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float) -> Tensor: ...
 
