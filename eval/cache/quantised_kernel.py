@@ -15,6 +15,28 @@ from eval.cache.kernel_middle import gather, step
 
 
 @triton.jit
+def _ends(ends, cell, there, CODES: tl.constexpr, NUMBER: tl.constexpr):
+    """Scale and zero point [R, G, 1] of cells [R, G], float32.
+
+    Two halves of one word: loads of 4 bytes can be asked for tiles ahead, loads of 2 cannot.
+    """
+    if NUMBER == 2:
+        words = ends.to(tl.pointer_type(tl.int32), bitcast=True)
+        both = tl.load(words + cell * (CODES // 4 + 1) + CODES // 4, mask=there, other=0)
+        if ends.dtype.element_ty == tl.bfloat16:  # the upper half of a float32
+            scale = (both << 16).to(tl.float32, bitcast=True)
+            zero = ((both >> 16) << 16).to(tl.float32, bitcast=True)
+        else:
+            scale = both.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            zero = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        end = ends + cell * (CODES // NUMBER + 2) + CODES // NUMBER
+        scale = tl.load(end, mask=there, other=0.0)
+        zero = tl.load(end + 1, mask=there, other=0.0)
+    return scale[:, :, None], zero[:, :, None]
+
+
+@triton.jit
 def _numbers(codes, ends, cell, there, BITS: tl.constexpr, CELL: tl.constexpr):
     """Numbers [R, G * CELL] of the cells number `cell` [R, G], zero where not there [R, G]. codes: bytes of cell 0;
     ends: the same address as numbers of the model's dtype."""
@@ -22,9 +44,7 @@ def _numbers(codes, ends, cell, there, BITS: tl.constexpr, CELL: tl.constexpr):
     NUMBER: tl.constexpr = ends.dtype.element_ty.primitive_bitwidth // 8  # bytes
     at = cell[:, :, None] * (CODES + 2 * NUMBER) + tl.arange(0, CODES)[None, None, :]
     packed = tl.load(codes + at, mask=there[:, :, None], other=0)
-    end = ends + cell * (CODES // NUMBER + 2) + CODES // NUMBER
-    scale = tl.load(end, mask=there, other=0.0).to(tl.float32)[:, :, None]
-    zero = tl.load(end + 1, mask=there, other=0.0).to(tl.float32)[:, :, None]
+    scale, zero = _ends(ends, cell, there, CODES, NUMBER)
     if BITS == 4:
         x = tl.join((packed & 15).to(tl.float32) * scale + zero, (packed >> 4).to(tl.float32) * scale + zero)
     else:
@@ -56,7 +76,7 @@ def packed_middle(
 ):
     """As kernel_middle.middle. base, bytes_base: one address; the head's K and V begin k_at and v_at bytes after it."""
     NUMBER: tl.constexpr = base.dtype.element_ty.primitive_bitwidth // 8
-    k, v = bytes_base + tl.multiple_of(k_at, NUMBER), bytes_base + tl.multiple_of(v_at, NUMBER)
+    k, v = bytes_base + tl.multiple_of(k_at, 4), bytes_base + tl.multiple_of(v_at, 4)  # cells are whole words
     k_ends, v_ends = base + k_at // NUMBER, base + v_at // NUMBER
     token, g = tl.arange(0, TILE), tl.arange(0, D // CELL)
     c0 = tl.arange(0, C0)
