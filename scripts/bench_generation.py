@@ -234,6 +234,13 @@ def prefill_ms(model: Any, contender: Contender, rows: int, prompt: int) -> dict
     return {"batch": rows, "step_ms": seconds(run, 1, model.device.type == "cuda") * 1e3}
 
 
+def fuse(model: Any) -> None:
+    """Let torch.compile fuse what lies between products and attention, norms and activations: alike for every cache."""
+    for module in model.modules():
+        if type(module).__name__.endswith(("RMSNorm", "MLP")):
+            module.compile()
+
+
 def subject(shape: str) -> tuple[Any, Path, Sizes]:
     """(model, LeanK's mask, sizes of the cache) of "llama8b", random weights on a GPU, or "reference", as shipped."""
     if shape == "reference":
@@ -280,8 +287,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--prefill-rows", type=int, default=8, help="rows of the prefill that is timed; 0 = none")
     parser.add_argument("--largest", action=argparse.BooleanOptionalAction, default=True,
                         help="also at the most rows that fit (a GPU, caches with a graph)")  # fmt: skip
+    parser.add_argument("--fuse", action="store_true", help="norms and MLPs through torch.compile, for every cache")
     args = parser.parse_args(argv)
     model, mask, sizes = subject(args.shape)
+    if args.fuse:
+        fuse(model)
     cuda = model.device.type == "cuda"
     rows: list[dict[str, Any]] = []
     args.out.mkdir(parents=True, exist_ok=True)
