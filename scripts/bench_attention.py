@@ -46,25 +46,15 @@ def variants():
     """Kernel configurations worth trying, the default first."""
     from eval.cache.launch import Config
 
-    default = Config()
-    few = [
-        {"tile": 64, "warps": 4, "stages": 3, "registers": 0, "per_sm": (2, 4, 8)},
-        {"tile": 64, "warps": 4, "stages": 4, "registers": 0, "per_sm": (2,)},
-        {"tile": 64, "warps": 4, "stages": 3, "registers": 168, "per_sm": (3, 6, 9)},
-        {"tile": 64, "warps": 4, "stages": 2, "registers": 128, "per_sm": (4, 8)},
-        {"tile": 64, "warps": 8, "stages": 3, "registers": 128, "per_sm": (2,)},
-        {"tile": 128, "warps": 4, "stages": 2, "registers": 0, "per_sm": (2,)},
-        {"tile": 128, "warps": 4, "stages": 3, "registers": 0, "per_sm": (1,)},
-        {"tile": 128, "warps": 8, "stages": 2, "registers": 128, "per_sm": (2, 4)},
-        {"tile": 128, "warps": 8, "stages": 3, "registers": 0, "per_sm": (1,)},
+    return [
+        Config(),
+        Config(merge_stages=1),
+        Config(merge_stages=2),
+        Config(stages=4),
+        Config(per_sm=4),
+        Config(registers=168, per_sm=3, merge_stages=2),
+        Config(tile=128, warps=8, stages=2, registers=128),
     ]
-    found = [
-        Config(**{**few_one, "per_sm": n}, prefetch=prefetch)
-        for few_one in few
-        for n in few_one["per_sm"]
-        for prefetch in (True, False)
-    ]
-    return [default, *(c for c in found if c != default)]
 
 
 def dense_times(shape: Shape) -> dict[str, float]:

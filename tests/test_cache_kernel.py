@@ -218,7 +218,7 @@ def test_heads_with_tokens_of_their_own():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    "config", [Config(), Config(tile=128, stages=2), Config(prefetch=True, registers=168)], ids=str
+    "config", [Config(), Config(tile=128, stages=2), Config(merge_stages=1, registers=168)], ids=str
 )
 @pytest.mark.parametrize(
     ("counts", "dim", "group", "queries"),

@@ -26,14 +26,14 @@ def _multiprocessors(device: torch.device) -> int:
 @dataclass(frozen=True)
 class Config:
     """tile: tokens read at a time (64 or 128); warps, stages, registers (0 = no limit): of a program; per_sm:
-    programs per multiprocessor; prefetch: ask L2 for a piece's first tiles before its queries are gathered."""
+    programs per multiprocessor; merge_stages: rounds of partial results that a merge has in flight."""
 
     tile: int = 64
     warps: int = 4
     stages: int = 3
     registers: int = 0
     per_sm: int = 2
-    prefetch: bool = False
+    merge_stages: int = 4
 
 
 @dataclass
@@ -107,7 +107,7 @@ class Kernel:
             EVEN=plan.even,
             PAGE=PAGE,
             FIELDS=work.FIELDS,
-            PREFETCH=config.prefetch,
+            MERGE_STAGES=config.merge_stages,
             BITS=packing.bits if packing else 0,
             CELL=packing.group if packing else 0,
             num_warps=config.warps,
