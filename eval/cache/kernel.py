@@ -198,3 +198,51 @@ def write(
         tl.store(ring_v + to, tl.load(v + b * v_b + h * v_h + t * v_t + d, mask=h < H), mask=h < H)
         tl.store(position + b * new + t, seen + t)
     tl.store(seen_ptr + b, seen + new)
+
+
+@triton.jit
+def move(
+    ring_k, ring_v, k, v, index, places, seen_ptr, start_ptr, length_ptr, done,
+    index_b, slots, window, flush,
+    H: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
+):
+    """Program (b, h): put what is due of row b's window, a multiple of `flush`, behind the tokens that head h holds of
+    the middle; the row's last program moves its start.
+
+    places [B, H, 3]: where the head's K and V begin in k and v, and its channels, 0 = takes no tokens; done [>= B]
+    int32 zeros, zeros again afterwards.
+    """
+    b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start = tl.load(start_ptr + b)
+    due = tl.maximum(tl.load(seen_ptr + b) - start - window, 0) // flush * flush
+    if due > 0:
+        head = b * H + h
+        place = places + head * 3
+        k += tl.multiple_of(tl.load(place), PAGE)
+        v += tl.multiple_of(tl.load(place + 1), PAGE)
+        count = tl.load(place + 2).to(tl.int32)
+        d = tl.arange(0, D)
+        if count > 0:
+            length = tl.load(length_ptr + head)
+            kept = d < count
+            channel = tl.load(index + b * index_b + h * D + d, mask=kept, other=0)
+            ring_k += head * slots * D
+            ring_v += head * slots * D
+            oldest, amount, held = (start % slots).to(tl.int32), due.to(tl.int32), length.to(tl.int32)
+            for at in range(0, amount, TILE):
+                t = at + tl.arange(0, TILE)
+                ok = t < amount
+                source = (oldest + t) % slots * D
+                keys = tl.load(ring_k + (source[:, None] + channel[None, :]), mask=ok[:, None] & kept[None, :])
+                values = tl.load(ring_v + (source[:, None] + d[None, :]), mask=ok[:, None])
+                to = held + t
+                line = to // PAGE * (count * PAGE) + to % PAGE
+                # turned over first, so that neighbouring threads write neighbouring tokens of a channel
+                tl.store(k + (line[None, :] + d[:, None] * PAGE), tl.trans(keys), mask=kept[:, None] & ok[None, :])
+                tl.store(v + (to[:, None] * D + d[None, :]), values, mask=ok[:, None])
+            tl.debug_barrier()  # every thread has read the length before one of them changes it
+            tl.store(length_ptr + head, length + due)
+        tl.debug_barrier()  # and the start
+        if tl.atomic_add(done + b, 1, sem="acq_rel") == H - 1:
+            tl.store(start_ptr + b, start + due)
+            tl.store(done + b, 0)

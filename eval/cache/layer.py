@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
@@ -20,11 +21,13 @@ from eval.cache.store import Sizes, Store, capturing
 
 
 class Backend(Protocol):
-    """What runs over a sealed layer: see `reference.attend` and `Store.write`."""
+    """What runs over a sealed layer: see `reference.attend`, `Store.write` and `Store.move`."""
 
     def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float) -> Tensor: ...
 
     def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor: ...
+
+    def move(self, store: Store, due: np.ndarray) -> None: ...
 
     def prepare(self, store: Store) -> Any:
         """Bring what depends on addresses and capacities up to date."""
@@ -148,7 +151,7 @@ class CompressedLayer(DynamicLayer):
     def _settle(self) -> None:
         """Seal a finished prompt, or move what is due out of the window."""
         if self.store is not None:
-            self.store.flush()
+            self.store.flush(self.backend.move)
         elif self.keys is not None and self._columns >= self._expected:
             self._begin(self.keys, self.values, self._real)  # type: ignore[arg-type]
             self.keys = self.values = self._real = None
@@ -194,12 +197,15 @@ class CompressedLayer(DynamicLayer):
 
         Raises RuntimeError before the prompt is sealed.
         """
-        if self.store is None:
+        store = self.store
+        if store is None:
             raise RuntimeError("advance() follows a captured decoding step; the prompt must come first")
         self._columns += tokens
-        self.store.seen += tokens
-        self.store.flush()
-        self.backend.prepare(self.store)
+        store.seen += tokens
+        store.quiet -= tokens
+        if store.quiet <= 0:
+            store.flush(self.backend.move)
+        self.backend.prepare(store)
 
     def _select(self, rows: Tensor) -> None:
         if self.store is not None:

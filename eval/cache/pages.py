@@ -85,6 +85,7 @@ class Segment:
         self.v = torch.empty(int(v_size.sum()), dtype=stored, device=device)
         self.length = np.zeros_like(self.capacity)
         self.length_dev = torch.zeros(self.capacity.shape, dtype=torch.int64, device=device)
+        self._places: Tensor | None = None
 
     def fresh(self, channels: KeptChannels, capacity: np.ndarray, values: KeptChannels | None) -> Segment:
         """An empty segment that stores as this one does."""
@@ -173,12 +174,23 @@ class Segment:
         k, v = self._sizes()
         return (self.k, self.k_start, *k), (self.v, self.v_start, *v)
 
+    def places(self) -> Tensor:
+        """[B, H, 3] int64 on the device: first element of K and of V, kept channels, 0 where there is no room."""
+        if self._places is None:
+            count = np.where(self.capacity > 0, self.channels.count, 0)
+            self._places = upload(np.stack([self.k_start, self.v_start, count], -1), self.k.device)
+        return self._places
+
+    @torch.no_grad()  # a split's views cannot be written to otherwise
     def grown(self, capacity: np.ndarray) -> Segment:
         """A copy with room for `capacity` [B, H] >= the present one."""
         new = self.fresh(self.channels, capacity, self.values)
-        for (old, start, size, line), (flat, to, _, _) in zip(self._parts(), new._parts(), strict=True):
-            target, source = (spread(s // line, size // line, flat.device) for s in (to, start))
-            lines(flat, line)[target] = lines(old, line)[source]
+        filled = np.flatnonzero(self.capacity).tolist()
+        for (old, _, size, _), (flat, _, room, _) in zip(self._parts(), new._parts(), strict=True):
+            source = old.split(size.reshape(-1).tolist())
+            target = flat.split(np.stack([size, room - size], -1).reshape(-1).tolist())[::2]
+            if filled:
+                torch._foreach_copy_([target[i] for i in filled], [source[i] for i in filled])
         new.length, new.length_dev = self.length, self.length_dev
         return new
 
@@ -209,7 +221,9 @@ class Segment:
     def to(self, device: torch.device) -> None:
         """Move everything held to `device`."""
         self.k, self.v, self.length_dev = self.k.to(device), self.v.to(device), self.length_dev.to(device)
+        self._places = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor held, by name (the channel tables are the store's)."""
-        return {"k": self.k, "v": self.v, "length": self.length_dev}
+        places = {} if self._places is None else {"places": self._places}
+        return {"k": self.k, "v": self.v, "length": self.length_dev, **places}

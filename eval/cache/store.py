@@ -23,6 +23,7 @@ from eval.cache.sizes import Sizes, middle_columns, number
 from eval.cache.upload import update, upload
 
 Write = Callable[["Store", Tensor, Tensor], Tensor]
+Move = Callable[["Store", np.ndarray], None]
 GROWTH = 128  # smallest slack, in tokens, that a growing middle takes at once; 1/16 of its length if that is more
 
 
@@ -59,6 +60,7 @@ class Store:
         self.sizes, self.middle = sizes, middle
         self.channels = KeptChannels.of(middle.channels, k)
         self.values = None if middle.values is None else KeptChannels.of(middle.values, v)
+        self.quiet = 0  # tokens that may come before `flush` has anything to do, at least
         self.version = 0  # grows when addresses or capacities change, so that a kernel's plan can follow
         self.plan: Any = None
         self.backend: Any = None  # what runs over it, once chosen
@@ -150,7 +152,7 @@ class Store:
         write: puts tokens that all belong into the ring and counts them on the device; None = `write` below. Returns
         their real indices [B, n], -1 = padding.
         """
-        new = k.shape[2]
+        new, self.quiet = k.shape[2], 0
         self._fit(new)
         if real is None and (self.seen >= self.sizes.sink).all():  # every decoding step: no host waits for the device
             position = (write or Store.write)(self, k, v)
@@ -173,27 +175,61 @@ class Store:
         self.seen_dev += k.shape[2]
         return position
 
-    def flush(self) -> None:
-        """Move what is due from the window to the middle: `flush` tokens each time it holds `window + flush`."""
+    def flush(self, move: Move | None = None) -> None:
+        """Move what is due from the window to the middle: `flush` tokens each time it holds `window + flush`.
+
+        move: puts `due` [B] tokens of each row into a tail that has room, None = `move` below.
+        """
         size = self.sizes
         over = np.maximum(0, self.seen - self.start - size.window)
         due = over // size.flush * size.flush
         if due.any():
-            for amount in np.unique(due[due > 0]):
-                rows = np.nonzero(due == amount)[0]
-                rows_dev = upload(rows, self.seen_dev.device)
-                index = self.start_dev[rows_dev, None] + torch.arange(int(amount), device=self.seen_dev.device)
-                slot = index % self.ring_k.shape[2]
-                k, v = (x[rows_dev[:, None], :, slot].transpose(1, 2) for x in (self.ring_k, self.ring_v))
-                self._join(rows, k, v)
+            self._grow(due)
+            (move or Store.move)(self, due)
             self.start = self.start + due
-            update(self.start_dev, self.start)
             self.floor = np.where(due > 0, self.seen, self.floor)
             if self.reads is not None:
                 self.reads.moved(self)
         if self.eviction is not None:
             self._evict(self.eviction)
         self._fit(0)
+        self.quiet = size.window + size.flush - int((self.seen - self.start).max()) if self.eviction is None else 0
+
+    def move(self, due: np.ndarray) -> None:
+        """Put the oldest `due` [B] tokens of each row's window into the tail; count them, there and in start_dev."""
+        for amount in np.unique(due[due > 0]).tolist():
+            rows = np.nonzero(due == amount)[0]
+            rows_dev = upload(rows, self.seen_dev.device)
+            index = self.start_dev[rows_dev, None] + torch.arange(amount, device=self.seen_dev.device)
+            slot = index % self.ring_k.shape[2]
+            k, v = (x[rows_dev[:, None], :, slot].transpose(1, 2) for x in (self.ring_k, self.ring_v))
+            self.tail.append(rows, k, v)
+            if self.eviction is not None:
+                self._forget(self.eviction, rows, amount)
+        update(self.start_dev, self.start + due)
+
+    def _joins(self) -> np.ndarray:
+        """Which heads [B, H] take tokens that leave the window."""
+        joins = self.channels.count > 0
+        return joins if self.middle.joins is None else joins & self.middle.joins.cpu().numpy()
+
+    def _grow(self, due: np.ndarray) -> None:
+        """Give the tail room for `due` [B] more tokens, and some to spare, unless it has it."""
+        joins = self._joins()
+        if (self.tail.length + due[:, None] * joins <= self.tail.capacity).all():
+            return
+        need = self.tail.length + due.max() * joins
+        slack = np.maximum(GROWTH, need // 16)
+        self.tail = self.tail.grown(np.maximum(self.tail.capacity, np.where(need > 0, need + slack, 0)))
+        self.version += 1
+
+    def _forget(self, policy: Eviction, rows: np.ndarray, amount: int) -> None:
+        """Drop the scores of the `amount` tokens that left the window of `rows` in heads that do not take them."""
+        end = np.minimum(self.seen, self.sizes.sink)[:, None] + self.prompt.length + self.tail.length
+        for row, head in np.argwhere(~self._joins()).tolist():
+            if row in rows:
+                gone = torch.zeros(amount, dtype=torch.bool, device=self.ring_k.device)
+                policy.forget(row, head, int(end[row, head]), gone)
 
     def _evict(self, policy: Eviction) -> None:
         """Drop the tokens of the middle that the policy gives up."""
@@ -202,23 +238,6 @@ class Store:
         if pruned is not None:
             self.prompt, self.tail = pruned
             self.version += 1
-
-    def _join(self, rows: np.ndarray, k: Tensor, v: Tensor) -> None:
-        """Add tokens k, v [R, H, n, D] that have left the window of `rows` to the heads that take them."""
-        new, joins = k.shape[2], self.channels.count > 0
-        if self.middle.joins is not None:
-            joins = joins & self.middle.joins.cpu().numpy()
-        need = self.tail.length + new * joins
-        if (need[rows] > self.tail.capacity[rows]).any():
-            slack = np.maximum(GROWTH, need // 16)
-            self.tail = self.tail.grown(np.maximum(self.tail.capacity, np.where(need > 0, need + slack, 0)))
-            self.version += 1
-        self.tail.append(rows, k, v)
-        if self.eviction is not None:
-            end = np.minimum(self.seen, self.sizes.sink)[:, None] + self.prompt.length + self.tail.length
-            for row, head in ((r, h) for r in rows.tolist() for h in np.nonzero(~joins[r])[0].tolist()):
-                gone = torch.zeros(new, dtype=torch.bool, device=k.device)
-                self.eviction.forget(row, head, int(end[row, head]), gone)
 
     def _fit(self, new: int) -> None:
         """Give the ring room for `new` more tokens in every row, or its usual size back."""
