@@ -110,10 +110,9 @@ def test_a_step_that_brings_nothing_due_touches_no_store(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("per_row", [False, True])
 @pytest.mark.parametrize(("counts", "dim"), [([0, 32, 64, 96], 128), ([77, 128, 1], 128), ([0, 17, 64], 64)])
-def test_on_the_device(counts, dim, per_row, dtype):
-    sizes = Sizes(128, 256, 32)
-    moves, _ = check_moves(counts, dim, [3000, 1700, 700], sizes, dtype, [1] * 70 + [500, 33], 0, per_row=per_row)
-    assert moves > 3
+def test_on_the_device(counts, dim, per_row):
+    appends, dtype = [31, 1, 1, 40, 500, 33], torch.bfloat16
+    moves, _ = check_moves(counts, dim, [3000, 1700, 700], Sizes(128, 256, 32), dtype, appends, 0, per_row=per_row)
+    assert moves == 4

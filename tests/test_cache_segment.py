@@ -47,7 +47,7 @@ def test_tokens_are_where_they_were_put(per_row, prune_v, appends, seed):
         k, v = torch.randn(2, len(rows), HEADS, tokens, DIM, generator=generator)
         count = torch.randint(0, tokens + 1, (len(rows), HEADS), generator=generator).numpy() if ragged else None
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pages, "CHUNK", 1 << 10)  # several copies a head
+            patch.setattr(pages, "COPIED", 1 << 10)  # several copies a head
             segment.append(np.array(rows), k, v, count)
         for r, head in np.ndindex(len(rows), HEADS):
             n = tokens if count is None else count[r, head]

@@ -151,6 +151,7 @@ class CompressedLayer(DynamicLayer):
     def _settle(self) -> None:
         """Seal a finished prompt, or move what is due out of the window."""
         if self.store is not None:
+            self.prefetch()
             self.store.flush(self.backend.move)
         elif self.keys is not None and self._columns >= self._expected:
             self._begin(self.keys, self.values, self._real)  # type: ignore[arg-type]
@@ -236,7 +237,7 @@ class CompressedLayer(DynamicLayer):
             self.store.to(torch.device("cpu"))
 
     def prefetch(self) -> None:
-        if self.store is not None:
+        if self.store is not None and self.store.ring_k.device != self.device:
             self.store.to(self.device)
 
     def _prefetch_for(self, q: Tensor) -> None:

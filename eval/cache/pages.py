@@ -15,7 +15,7 @@ from eval.cache.channels import KeptChannels
 from eval.cache.upload import update, upload
 
 PAGE = 64
-CHUNK = 1 << 22  # elements packed or copied at once: bounds the temporaries of a long prompt
+COPIED = 1 << 24  # elements copied at once: bounds the temporaries of a long prompt
 
 
 def round_up(n, multiple: int):
@@ -120,7 +120,7 @@ class Segment:
         tables = [None if t is None else t.index.long() for t in (self.channels, self.values)]
         for piece in self._alike(rows, taken) if taken.any() else ():
             row, number = int(rows[piece.start]), piece.stop - piece.start
-            step = max(PAGE, CHUNK // (number * self.head_dim) // PAGE * PAGE)
+            step = max(PAGE, COPIED // (number * self.head_dim) // PAGE * PAGE)
             for head in np.flatnonzero(taken[piece.start]).tolist():
                 pages, values = self._room(row, number, head)
                 held, n = int(self.length[row, head]), int(taken[piece.start, head])

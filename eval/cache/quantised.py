@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from eval.cache.channels import KeptChannels
-from eval.cache.pages import CHUNK, PAGE, Segment, lines, round_up, spread
+from eval.cache.pages import PAGE, Segment, lines, round_up, spread
 from eval.cache.upload import update, upload
+
+CHUNK = 1 << 22  # numbers packed at once: bounds the index tensors of a long prompt
 
 
 @dataclass(frozen=True)
