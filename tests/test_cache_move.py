@@ -109,6 +109,30 @@ def test_a_step_that_brings_nothing_due_touches_no_store(monkeypatch):
     assert layer.get_seq_length() == 90
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_layer_decodes_with_the_kernel_what_it_does_without(monkeypatch):
+    """Through CompressedLayer, whose backend moves by the kernel once a first query has chosen it."""
+    from eval.cache.backend import choose_backend
+    from eval.cache.layer import CompressedLayer
+
+    dtype, launches, move = torch.bfloat16 if ON_GPU else torch.float16, [], Kernel.move
+    monkeypatch.setattr(Kernel, "move", lambda self, store, due: (launches.append(due.max()), move(self, store, due)))
+    keep = torch.rand(2, 64, generator=torch.Generator().manual_seed(0)) < 0.4
+    layers = [
+        CompressedLayer(Middle(keep), Sizes(4, 20, 8), backend)
+        for backend in (choose_backend("triton", programs=4), choose_backend("reference"))
+    ]
+    k, v = torch.randn(2, 2, 2, 90, 64).to(DEVICE, dtype)
+    for layer in layers:
+        layer.seal(k, v)
+    for _ in range(20):
+        k, v, q = torch.randn(3, 2, 4, 1, 64).to(DEVICE, dtype)
+        got, want = (layer.update(k[:, :2], v[:, :2]) and layer.attend(q) for layer in layers)
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+    assert launches == [8, 8]
+    assert layers[0].store.tail.length.tolist() == [[16, 16]] * 2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("per_row", [False, True])
 @pytest.mark.parametrize(("counts", "dim"), [([0, 32, 64, 96], 128), ([77, 128, 1], 128), ([0, 17, 64], 64)])
