@@ -6,7 +6,8 @@
 
 Prints, per shape, the speed-up over the fastest dense attention, GB/s, and the speed-up that the bytes left to read
 would allow (LeanK, figures 5 and 10, measure the same). Every call is captured in a CUDA graph that rotates over copies
-larger than the L2 cache; medians of replays.
+larger than the L2 cache; medians of replays. A least-squares line through a shape's layers, which differ in bytes, time
+= fixed + bytes / rate, tells what a launch costs whatever it reads from how fast it reads: fixed_us, line_gb_per_s.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import argparse
 import csv
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -46,25 +50,15 @@ def variants():
     """Kernel configurations worth trying, the default first."""
     from eval.cache.launch import Config
 
-    default = Config()
-    few = [
-        {"tile": 64, "warps": 4, "stages": 3, "registers": 0, "per_sm": (2, 4, 8)},
-        {"tile": 64, "warps": 4, "stages": 4, "registers": 0, "per_sm": (2,)},
-        {"tile": 64, "warps": 4, "stages": 3, "registers": 168, "per_sm": (3, 6, 9)},
-        {"tile": 64, "warps": 4, "stages": 2, "registers": 128, "per_sm": (4, 8)},
-        {"tile": 64, "warps": 8, "stages": 3, "registers": 128, "per_sm": (2,)},
-        {"tile": 128, "warps": 4, "stages": 2, "registers": 0, "per_sm": (2,)},
-        {"tile": 128, "warps": 4, "stages": 3, "registers": 0, "per_sm": (1,)},
-        {"tile": 128, "warps": 8, "stages": 2, "registers": 128, "per_sm": (2, 4)},
-        {"tile": 128, "warps": 8, "stages": 3, "registers": 0, "per_sm": (1,)},
+    return [
+        Config(),
+        Config(merge_stages=1),
+        Config(merge_stages=2),
+        Config(stages=4),
+        Config(per_sm=4),
+        Config(registers=168, per_sm=3, merge_stages=2),
+        Config(tile=128, warps=8, stages=2, registers=128),
     ]
-    found = [
-        Config(**{**few_one, "per_sm": n}, prefetch=prefetch)
-        for few_one in few
-        for n in few_one["per_sm"]
-        for prefetch in (True, False)
-    ]
-    return [default, *(c for c in found if c != default)]
 
 
 def dense_times(shape: Shape) -> dict[str, float]:
@@ -129,6 +123,18 @@ def tune(shape: Shape, dense: float) -> object:
     return ranked[0]
 
 
+def fitted(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """(microseconds that every launch takes, GB/s of what it reads beyond them): least squares over the layers `rows`.
+
+    Not a number where all layers have the same bytes.
+    """
+    size, us = (np.array([float(row[key]) for row in rows]) for key in ("bytes", "us"))
+    if len(set(size)) < 2:
+        return float("nan"), float("nan")
+    slope = ((size - size.mean()) * (us - us.mean())).sum() / ((size - size.mean()) ** 2).sum()
+    return float(us.mean() - slope * size.mean()), float(1e-3 / slope)
+
+
 def bench(shape: Shape, try_variants: bool) -> list[dict]:
     """Rows of the table for one shape: every dense method, then every layer of the published mask."""
     from eval.cache.launch import Config, Kernel
@@ -159,11 +165,17 @@ def bench(shape: Shape, try_variants: bool) -> list[dict]:
         f"the bytes allow {limit:.3f}x, so {gained / limit:.1%} of the limit; asked for {shape.target}x: "
         f"{'reached' if gained >= shape.target else 'MISSED'}  [{config}]"
     )
-    return [{**r, "gb_per_s": r["bytes"] / r["us"] / 1e3, "speedup": r["dense_us"] / r["us"]} for r in rows]
+    fixed, rate = fitted(pruned)
+    print(f"{shape.name}: {fixed:.1f} us a launch, then {rate:.0f} GB/s; {fixed / us:.1%} of the time is a launch's")
+    for row in rows:
+        row |= {"gb_per_s": row["bytes"] / row["us"] / 1e3, "speedup": row["dense_us"] / row["us"]}
+        line = (fixed, rate) if row["method"] == "LeanK" else ("", "")
+        row |= dict(zip(("fixed_us", "line_gb_per_s"), line, strict=True))
+    return rows
 
 
 def plot(folder: Path) -> None:
-    """Draw attention.png from attention.csv: speed-up and limit per shape, time per layer."""
+    """Draw attention.png from attention.csv: speed-up and limit per shape, time by layer and by bytes."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -172,7 +184,7 @@ def plot(folder: Path) -> None:
     with open(folder / "attention.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     shapes = list(dict.fromkeys(r["shape"] for r in rows))
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.5), layout="constrained")
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(18, 4.5), layout="constrained")
     for i, shape in enumerate(shapes):
         pruned = [r for r in rows if r["shape"] == shape and r["method"] == "LeanK"]
         dense, us, size = (sum(float(r[key]) for r in pruned) / len(pruned) for key in ("dense_us", "us", "bytes"))
@@ -180,14 +192,22 @@ def plot(folder: Path) -> None:
         left.bar(i, dense / us, color="tab:blue", label=None if i else "LeanK kernel")
         left.hlines(whole / size, i - 0.4, i + 0.4, color="k", label=None if i else "limit by bytes")
         left.hlines(float(pruned[0]["target"]), i - 0.4, i + 0.4, color="tab:red", label=None if i else "asked for")
-        right.plot([float(r["us"]) / float(r["dense_us"]) for r in pruned], marker=".", label=shape)
+        times = [float(r["us"]) / float(r["dense_us"]) for r in pruned]
+        middle.plot(times, marker=".", label=shape)
+        fixed, rate = fitted(pruned)
+        label = f"{shape}: {fixed:.1f} us + bytes / {rate:.0f} GB/s"
+        points = right.plot([float(r["bytes"]) / whole for r in pruned], times, ".", label=label)
+        line = [(fixed + share * whole / rate / 1e3) / float(pruned[0]["dense_us"]) for share in (0, 1)]
+        right.plot([0, 1], line, color=points[0].get_color(), linewidth=0.8)
     left.set_xticks(range(len(shapes)), [s.replace(" ", "\n", 1) for s in shapes], fontsize=8)
     left.set_ylabel("speed-up over the fastest dense attention")
     left.legend(loc="lower right", fontsize=8)
-    right.set_xlabel("layer")
-    right.set_ylabel("time / fastest dense time")
-    right.set_ylim(0, 1.1)
-    right.legend(fontsize=8)
+    middle.set_xlabel("layer")
+    right.set_xlabel("bytes to read / dense bytes")
+    for axes in (middle, right):
+        axes.set_ylabel("time / fastest dense time")
+        axes.set_ylim(0, 1.1)
+        axes.legend(fontsize=8)
     figure.savefig(folder / "attention.png", dpi=150)
 
 

@@ -119,6 +119,17 @@ def test_interpreted(counts, dim, group, queries, tile):
     )
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("merge_stages", [1, 4])
+def test_more_partial_results_than_a_merge_reads_in_a_round(merge_stages):
+    dtype, config, rows = torch.bfloat16 if ON_GPU else torch.float16, Config(merge_stages=merge_stages), 16
+    store, kernel = make_store([64], 64, [900], Sizes(10, 70, 8), dtype), Kernel(config, programs=14)
+    k, v = torch.randn(2, 1, 1, 2, 64).to(DEVICE, dtype)
+    position = store.append(k, v, write=kernel.write)
+    assert error(kernel, store, torch.randn(1, 8, 2, 64).to(DEVICE, dtype), position) < 5e-3
+    assert store.plan.table[:, 9].max() > 2 * (64 // rows)
+
+
 @pytest.mark.skipif(ON_GPU, reason="the same on the device below")
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(
@@ -218,7 +229,7 @@ def test_heads_with_tokens_of_their_own():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    "config", [Config(), Config(tile=128, stages=2), Config(prefetch=True, registers=168)], ids=str
+    "config", [Config(), Config(tile=128, stages=2), Config(merge_stages=1, registers=168)], ids=str
 )
 @pytest.mark.parametrize(
     ("counts", "dim", "group", "queries"),

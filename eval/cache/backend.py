@@ -8,6 +8,7 @@ import os
 import warnings
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,9 @@ class Plain:
 
     def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor:
         return store.write(k, v)
+
+    def move(self, store: Store, due: np.ndarray) -> None:
+        store.move(due)
 
     def prepare(self, store: Store) -> None:
         return None
@@ -88,6 +92,12 @@ class Auto:
 
     def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor:
         return store.backend.write(store, k, v) if store.backend else store.write(k, v)
+
+    def move(self, store: Store, due: np.ndarray) -> None:
+        if store.backend:
+            store.backend.move(store, due)
+        else:
+            store.move(due)
 
     def prepare(self, store: Store) -> Any:
         return store.backend.prepare(store) if store.backend else None

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eval.cache.upload import upload
+
 
 @dataclass
 class KeptChannels:
@@ -39,9 +41,10 @@ class KeptChannels:
         count = keep.sum(-1)
         order = torch.argsort(~keep, dim=-1, stable=True)
         index = torch.where(torch.arange(dim, device=keep.device) < count[..., None], order, 0).to(torch.int32)
+        on_device = index if index.device == k.device else upload(index.cpu().numpy(), k.device)
         return cls(
             np.broadcast_to(count.cpu().numpy().astype(np.int64), (batch, heads)),
-            index.to(k.device).expand(batch, heads, dim),
+            on_device.expand(batch, heads, dim),
         )
 
     def select(self, rows: Tensor) -> KeptChannels:

@@ -47,7 +47,7 @@ def _ends(
 def _read(
     acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
     C0: tl.constexpr, C1: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
-    EVEN: tl.constexpr, PAGE: tl.constexpr, PREFETCH: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr,
+    EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr,
 ):
     """Tokens [first, last) of a middle part with up to C0 + C1 channels that begins at k_at, v_at: elements from base,
     or, where it is packed, bytes."""
@@ -57,18 +57,20 @@ def _read(
     else:
         k, v = base + tl.multiple_of(k_at, PAGE), base + tl.multiple_of(v_at, PAGE)
         acc, m, z = middle(acc, m, z, q_row, ok, index, k, v, first, last, count, scale,
-                           C0, C1, TILE, D, EVEN, PAGE, PREFETCH)
+                           C0, C1, TILE, D, EVEN, PAGE)
     return acc, m, z
 
 
 @triton.jit
-def _merge(part, stat, first, parts, ROWS: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr):
+def _merge(
+    part, stat, first, parts, ROWS: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr,
+):
     """Combine partial results first .. first + parts - 1 by log-sum-exp: [ROWS, D], zero where nothing was seen."""
     r, p, d = tl.arange(0, ROWS), tl.arange(0, PARTS), tl.arange(0, D)
     acc = tl.zeros([ROWS, D], tl.float32)
     m = tl.full([ROWS], float("-inf"), tl.float32)
     z = tl.zeros([ROWS], tl.float32)
-    for at in range(0, parts, PARTS):
+    for at in tl.range(0, parts, PARTS, num_stages=STAGES):  # the rounds' loads overlap
         line = ((first + at + p) * ROWS)[None, :] + r[:, None]  # [ROWS, PARTS]
         there = (at + p < parts)[None, :] & (r[:, None] >= 0)
         m_part = tl.load(stat + 2 * line, mask=there, other=float("-inf"), cache_modifier=".cg")
@@ -103,7 +105,7 @@ def decode(
     base, bytes_base, q, out, index, table, seen_ptr, start_ptr, tail_ptr, position_ptr, part, stat, done,
     scale, q_b, q_h, q_t, index_b, queries, partials, places, slots,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
-    PARTS: tl.constexpr, EVEN: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr, PREFETCH: tl.constexpr,
+    PARTS: tl.constexpr, EVEN: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr, MERGE_STAGES: tl.constexpr,
     BITS: tl.constexpr, CELL: tl.constexpr,
 ):
     """Program (p, c): span p of the work table for the query tokens of chunk c.
@@ -129,7 +131,7 @@ def decode(
         kind, row, head = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
         first, last = tl.multiple_of(tl.load(entry + 3).to(tl.int32), PAGE), tl.load(entry + 4).to(tl.int32)
         k_at, v_at = tl.load(entry + 5), tl.load(entry + 6)
-        count, fresh, parts = tl.load(entry + 7).to(tl.int32), tl.load(entry + 8), tl.load(entry + 9)
+        count, fresh, parts = tl.load(entry + 7).to(tl.int32), tl.load(entry + 8), tl.load(entry + 9).to(tl.int32)
         number, first_number = tl.load(entry + 10), tl.load(entry + 11)
         line = tl.load(entry + 12)
 
@@ -151,17 +153,17 @@ def decode(
             kept = index + row * index_b + head * D
             if count <= 32:
                 acc, m, z = _read(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count, scale,
-                                32, 0, TILE, D, EVEN, PAGE, PREFETCH, BITS, CELL)
+                                32, 0, TILE, D, EVEN, PAGE, BITS, CELL)
             elif count <= 64:
                 acc, m, z = _read(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count, scale,
-                                64, 0, TILE, D, EVEN, PAGE, PREFETCH, BITS, CELL)
+                                64, 0, TILE, D, EVEN, PAGE, BITS, CELL)
             elif D > 64:
                 if count <= 96:
                     acc, m, z = _read(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count,
-                                        scale, 64, 32, TILE, D, EVEN, PAGE, PREFETCH, BITS, CELL)
+                                        scale, 64, 32, TILE, D, EVEN, PAGE, BITS, CELL)
                 else:
                     acc, m, z = _read(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count,
-                                        scale, 128, 0, TILE, D, EVEN, PAGE, PREFETCH, BITS, CELL)
+                                        scale, 128, 0, TILE, D, EVEN, PAGE, BITS, CELL)
 
         if parts == 1:
             total = tl.sum(z, 1)
@@ -175,7 +177,7 @@ def decode(
             tl.debug_barrier()  # all of it is written before the ticket says so
             ticket = done + chunk * places + row * H + head
             if tl.atomic_add(ticket, 1, sem="acq_rel") == parts - 1:
-                merged = _merge(part, stat, first_number, parts, ROWS, PARTS, D)
+                merged = _merge(part, stat, first_number, parts, ROWS, PARTS, D, MERGE_STAGES)
                 _store(out, merged, row, head, position_ptr, queries, chunk, ROWS, M, GROUP, H, D)
                 tl.store(ticket, 0)
 
@@ -196,3 +198,51 @@ def write(
         tl.store(ring_v + to, tl.load(v + b * v_b + h * v_h + t * v_t + d, mask=h < H), mask=h < H)
         tl.store(position + b * new + t, seen + t)
     tl.store(seen_ptr + b, seen + new)
+
+
+@triton.jit
+def move(
+    ring_k, ring_v, k, v, index, places, seen_ptr, start_ptr, length_ptr, done,
+    index_b, slots, window, flush,
+    H: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
+):
+    """Program (b, h): put what is due of row b's window, a multiple of `flush`, behind the tokens that head h holds of
+    the middle; the row's last program moves its start.
+
+    places [B, H, 3]: where the head's K and V begin in k and v, and its channels, 0 = takes no tokens; done [>= B]
+    int32 zeros, zeros again afterwards.
+    """
+    b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start = tl.load(start_ptr + b)
+    due = tl.maximum(tl.load(seen_ptr + b) - start - window, 0) // flush * flush
+    if due > 0:
+        head = b * H + h
+        place = places + head * 3
+        k += tl.multiple_of(tl.load(place), PAGE)
+        v += tl.multiple_of(tl.load(place + 1), PAGE)
+        count = tl.load(place + 2).to(tl.int32)
+        d = tl.arange(0, D)
+        if count > 0:
+            length = tl.load(length_ptr + head)
+            kept = d < count
+            channel = tl.load(index + b * index_b + h * D + d, mask=kept, other=0)
+            ring_k += head * slots * D
+            ring_v += head * slots * D
+            oldest, amount, held = (start % slots).to(tl.int32), due.to(tl.int32), length.to(tl.int32)
+            for at in range(0, amount, TILE):
+                t = at + tl.arange(0, TILE)
+                ok = t < amount
+                source = (oldest + t) % slots * D
+                keys = tl.load(ring_k + (source[:, None] + channel[None, :]), mask=ok[:, None] & kept[None, :])
+                values = tl.load(ring_v + (source[:, None] + d[None, :]), mask=ok[:, None])
+                to = held + t
+                line = to // PAGE * (count * PAGE) + to % PAGE
+                # turned over first, so that neighbouring threads write neighbouring tokens of a channel
+                tl.store(k + (line[None, :] + d[:, None] * PAGE), tl.trans(keys), mask=kept[:, None] & ok[None, :])
+                tl.store(v + (to[:, None] * D + d[None, :]), values, mask=ok[:, None])
+            tl.debug_barrier()  # every thread has read the length before one of them changes it
+            tl.store(length_ptr + head, length + due)
+        tl.debug_barrier()  # and the start
+        if tl.atomic_add(done + b, 1, sem="acq_rel") == H - 1:
+            tl.store(start_ptr + b, start + due)
+            tl.store(done + b, 0)

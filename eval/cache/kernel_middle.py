@@ -23,15 +23,6 @@ def step(acc, m, z, s, v):
 
 
 @triton.jit
-def _prefetch(address, lines):
-    """Ask L2 for the 128-byte lines (64 elements) 0 .. lines - 1 (at most 256) while the queries are being gathered."""
-    line = tl.minimum(tl.arange(0, 256), lines - 1)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address + line * 64], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def gather(q_row, ok, index, channel, count, EVEN: tl.constexpr):
     """Query channels [M, C] that a head keeps."""
     if EVEN:
@@ -60,14 +51,10 @@ def _keys(k, channel, count, token, tokens, EVEN: tl.constexpr, PAGE: tl.constex
 def middle(
     acc, m, z, q_row, ok, index, k, v, first, last, count, scale,
     C0: tl.constexpr, C1: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
-    EVEN: tl.constexpr, PAGE: tl.constexpr, PREFETCH: tl.constexpr,
+    EVEN: tl.constexpr, PAGE: tl.constexpr,
 ):
     """Tokens [first, last) of a middle part with up to C0 + C1 channels; whole tiles without masks, then the rest."""
     token, d = tl.arange(0, TILE), tl.arange(0, D)
-    if PREFETCH:
-        tokens = tl.minimum(last - first, 2 * TILE)
-        _prefetch(k + (first // PAGE) * (count * PAGE), tl.maximum(tokens // PAGE, 1) * count)
-        _prefetch(v + first * D, tl.maximum(tokens * D // 64, 1))
     c0 = tl.arange(0, C0)
     q0 = gather(q_row, ok, index, c0, count, EVEN)
     if C1 > 0:

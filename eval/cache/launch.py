@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -13,8 +14,10 @@ from eval.cache import kernel, work
 from eval.cache.pages import PAGE
 from eval.cache.quantised import Packing
 from eval.cache.store import Store
+from eval.cache.upload import update
 
 MAX_ROWS = 32  # query tokens x heads of a group in one tile; more query tokens take several passes, "chunks"
+MOVED = 32  # tokens that leave the window at a time, in registers
 MAX_CHUNKS = 4  # in one launch, which bounds the scratch memory
 
 
@@ -26,14 +29,14 @@ def _multiprocessors(device: torch.device) -> int:
 @dataclass(frozen=True)
 class Config:
     """tile: tokens read at a time (64 or 128); warps, stages, registers (0 = no limit): of a program; per_sm:
-    programs per multiprocessor; prefetch: ask L2 for a piece's first tiles before its queries are gathered."""
+    programs per multiprocessor; merge_stages: rounds of partial results that a merge has in flight."""
 
     tile: int = 64
     warps: int = 4
     stages: int = 3
     registers: int = 0
     per_sm: int = 2
-    prefetch: bool = False
+    merge_stages: int = 4
 
 
 @dataclass
@@ -73,6 +76,24 @@ class Kernel:
         )
         return position
 
+    def move(self, store: Store, due: np.ndarray) -> None:
+        """See `Store.move`; one launch, which reads on the device what is due."""
+        if store.middle.bits is not None:  # what is packed
+            store.move(due)
+            return
+        batch, heads, slots, dim = store.ring_k.shape
+        tail, index = store.tail, store.channels.index
+        done = self._scratch(0, dim, batch, tail.k.device)[2]
+        kernel.move[(batch, heads)](
+            *(store.ring_k, store.ring_v, tail.k, tail.v, index, tail.places(), store.seen_dev, store.start_dev),
+            *(tail.length_dev, done, index.stride(0), slots, store.sizes.window, store.sizes.flush),
+            H=heads,
+            D=dim,
+            TILE=MOVED,
+            PAGE=PAGE,
+        )
+        tail.length += np.where(tail.capacity > 0, due[:, None], 0)
+
     def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float) -> Tensor:
         """See `reference.attend`; one launch."""
         plan = self.prepare(store)
@@ -109,7 +130,7 @@ class Kernel:
             EVEN=plan.even,
             PAGE=PAGE,
             FIELDS=work.FIELDS,
-            PREFETCH=config.prefetch,
+            MERGE_STAGES=config.merge_stages,
             BITS=packing.bits if packing else 0,
             CELL=packing.group if packing else 0,
             num_warps=config.warps,
@@ -129,13 +150,13 @@ class Kernel:
         bits, dtype = store.middle.bits, store.ring_k.dtype
         packing = bits if isinstance(bits, Packing) else None
         share = packing.cell(dtype) / (packing.group * dtype.itemsize) if packing else 1.0
-        lines = torch.from_numpy(work.cut(work.units(store), programs, self.config.tile, dim, share))
+        lines = work.cut(work.units(store), programs, self.config.tile, dim, share)
         most = programs + work.PARTS * batch * heads  # every cut and every unit begins at most one piece
         if old is not None and len(old.table) == most and old.table.device == device:
             table = old.table
         else:
             table = torch.zeros(most, work.FIELDS, dtype=torch.int64, device=device)
-        table[: len(lines)] = lines.to(device)
+        update(table[: len(lines)], lines)
         even = bool((store.channels.count % 32 == 0).all())
         store.plan = Plan(table, store.version, programs, even, packing)
         return store.plan

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
@@ -20,7 +21,7 @@ from eval.cache.store import Sizes, Store, capturing
 
 
 class Backend(Protocol):
-    """What runs over a sealed layer: see `reference.attend` and `Store.write`.
+    """What runs over a sealed layer: see `reference.attend`, `Store.write` and `Store.move`.
 
     captures: whether a decoding step can be captured into a CUDA graph.
     """
@@ -30,6 +31,8 @@ class Backend(Protocol):
     def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float) -> Tensor: ...
 
     def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor: ...
+
+    def move(self, store: Store, due: np.ndarray) -> None: ...
 
     def prepare(self, store: Store) -> Any:
         """Bring what depends on addresses and capacities up to date."""
@@ -153,7 +156,8 @@ class CompressedLayer(DynamicLayer):
     def _settle(self) -> None:
         """Seal a finished prompt, or move what is due out of the window."""
         if self.store is not None:
-            self.store.flush()
+            self.prefetch()
+            self.store.flush(self.backend.move)
         elif self.keys is not None and self._columns >= self._expected:
             self._begin(self.keys, self.values, self._real)  # type: ignore[arg-type]
             self.keys = self.values = self._real = None
@@ -199,12 +203,15 @@ class CompressedLayer(DynamicLayer):
 
         Raises RuntimeError before the prompt is sealed.
         """
-        if self.store is None:
+        store = self.store
+        if store is None:
             raise RuntimeError("advance() follows a captured decoding step; the prompt must come first")
         self._columns += tokens
-        self.store.seen += tokens
-        self.store.flush()
-        self.backend.prepare(self.store)
+        store.seen += tokens
+        store.quiet -= tokens
+        if store.quiet <= 0:
+            store.flush(self.backend.move)
+        self.backend.prepare(store)
 
     def _select(self, rows: Tensor) -> None:
         if self.store is not None:
@@ -235,7 +242,7 @@ class CompressedLayer(DynamicLayer):
             self.store.to(torch.device("cpu"))
 
     def prefetch(self) -> None:
-        if self.store is not None:
+        if self.store is not None and self.store.ring_k.device != self.device:
             self.store.to(self.device)
 
     def _prefetch_for(self, q: Tensor) -> None:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from eval.cache.channels import KeptChannels
+from eval.cache.upload import update, upload
 
 PAGE = 64
-CHUNK = 1 << 22  # elements scattered at once: bounds the index tensors of a long prompt
+COPIED = 1 << 24  # elements copied at once: bounds the temporaries of a long prompt
 
 
 def round_up(n, multiple: int):
@@ -30,7 +31,7 @@ def _exclusive(sizes: np.ndarray) -> np.ndarray:
 
 def spread(starts: np.ndarray, sizes: np.ndarray, device: torch.device) -> Tensor:
     """Concatenated ranges start, start+1, ..., start+size-1 of every region, int64 on `device`."""
-    start, size = (torch.from_numpy(np.ascontiguousarray(a).reshape(-1)).to(device) for a in (starts, sizes))
+    start, size = (upload(a.reshape(-1), device) for a in (starts, sizes))
     total = int(sizes.sum())
     first = torch.cumsum(size, 0) - size
     return torch.repeat_interleave(start - first, size, output_size=total) + torch.arange(total, device=device)
@@ -41,12 +42,19 @@ def lines(flat: Tensor, width: int) -> Tensor:
     return flat.view(flat.numel() // width, width)
 
 
-def _put(flat: Tensor, to: Tensor, new: Tensor, some: Tensor | None) -> None:
-    """flat[to] = new, where `some` is true (None = everywhere)."""
-    if some is None:
-        flat[to] = new
-    else:
-        flat[to[some]] = new[some]
+def _put(pages: Tensor, at: int, x: Tensor) -> None:
+    """Write tokens x [R, n, channels] into pages [R, P, channels, 64], from token `at` on."""
+    n, first = x.shape[1], at // PAGE
+    ahead = min(n, -at % PAGE)  # what the page that `at` lies in still takes
+    whole = (n - ahead) // PAGE
+    rest = n - ahead - whole * PAGE
+    if ahead:
+        pages[:, first, :, at % PAGE : at % PAGE + ahead] = x[:, :ahead].transpose(1, 2)
+        first += 1
+    if whole:
+        pages[:, first : first + whole] = x[:, ahead : n - rest].unflatten(1, (whole, PAGE)).transpose(2, 3)
+    if rest:
+        pages[:, first + whole, :, :rest] = x[:, n - rest :].transpose(1, 2)
 
 
 class Segment:
@@ -77,7 +85,7 @@ class Segment:
         self.v = torch.empty(int(v_size.sum()), dtype=stored, device=device)
         self.length = np.zeros_like(self.capacity)
         self.length_dev = torch.zeros(self.capacity.shape, dtype=torch.int64, device=device)
-        self._lanes: tuple[Tensor, ...] | None = None
+        self._places: Tensor | None = None
 
     def fresh(self, channels: KeptChannels, capacity: np.ndarray, values: KeptChannels | None) -> Segment:
         """An empty segment that stores as this one does."""
@@ -94,30 +102,13 @@ class Segment:
         parts = ((self.channels.count, PAGE), (self.width, v_line))
         return tuple((self.capacity * n // numbers * elements, line // numbers * elements) for n, line in parts)
 
-    def _channel_lanes(self, table: KeptChannels) -> tuple[np.ndarray, ...]:
-        """One lane per (row, head, kept channel) of heads with room: row, head, rank of the channel."""
-        count = np.where(self.capacity > 0, table.count, 0)
-        where = np.nonzero(count.reshape(-1))[0]
-        lane = np.repeat(where, count.reshape(-1)[where])
-        rank = spread(np.zeros_like(count), count, torch.device("cpu")).numpy()
-        return (*np.divmod(lane, count.shape[1]), rank)
-
-    def _build_lanes(self) -> tuple[Tensor, ...]:
-        """Of K: row, head, channel, first element, elements per page. Of V: row, head, and first line of D elements;
-        where it is pruned row, head, channel, first element, elements per token."""
-        row, head, rank = self._channel_lanes(self.channels)
-        k = (row, head, rank, self.k_start[row, head] + rank * PAGE, self.channels.count[row, head] * PAGE)
-        if self.values is None:
-            row, head = np.nonzero(self.capacity)
-            v: tuple[np.ndarray, ...] = (row, head, self.v_start[row, head] // self.head_dim)
-        else:
-            row, head, rank = self._channel_lanes(self.values)
-            v = (row, head, rank, self.v_start[row, head] + rank, self.width[row, head])
-        lanes = [torch.from_numpy(np.ascontiguousarray(x)).to(self.k.device) for x in (*k, *v)]
-        lanes[2] = self.channels.index[lanes[0], lanes[1], lanes[2]].long()
-        if self.values is not None:
-            lanes[7] = self.values.index[lanes[5], lanes[6], lanes[7]].long()
-        return tuple(lanes)
+    def _alike(self, rows: np.ndarray, taken: np.ndarray) -> list[slice]:
+        """`rows` [R] in pieces that one copy can write: all of them where they follow each other, hold alike and take
+        the same [R, H] tokens, else one by one."""
+        same = [taken, *(a[rows] for a in (self.capacity, self.channels.count, self.width, self.length))]
+        if (np.diff(rows) == 1).all() and all((a == a[:1]).all() for a in same):
+            return [slice(0, len(rows))]
+        return [slice(i, i + 1) for i in range(len(rows))]
 
     def append(self, rows: np.ndarray, k: Tensor, v: Tensor, count: np.ndarray | None = None) -> None:
         """Add n tokens to the heads of the batch rows [R] that have room: k, v [R, H, n, D], dense; kept channels are
@@ -125,47 +116,43 @@ class Segment:
 
         count [R, H]: how many of the n tokens each head takes, the first ones; None = all.
         """
-        if self._lanes is None:
-            self._lanes = self._build_lanes()
-        n, device = k.shape[2], self.k.device
-        taken = np.where(self.capacity[rows] > 0, n if count is None else count, 0)
-        source = torch.full((len(self.capacity),), -1)
-        source[torch.from_numpy(rows)] = torch.arange(len(rows))
-        source = source.to(device)
-        limit = None if count is None else torch.from_numpy(taken).to(device)
-        k_lanes, v_lanes = self._lanes[:5], self._lanes[5:]
-        if len(rows) < len(self.capacity):
-            k_lanes, v_lanes = (tuple(x[source[lanes[0]] >= 0] for x in lanes) for lanes in (k_lanes, v_lanes))
-        step = max(1, CHUNK // max(1, len(k_lanes[0])))
-        for first in range(0, n, step) if len(k_lanes[0]) else ():
-            new = torch.arange(first, min(first + step, n), device=device)
-            row, head, channel, base, page = k_lanes
-            token = self.length_dev[row, head][:, None] + new
-            to = base[:, None] + token // PAGE * page[:, None] + token % PAGE
-            some = None if limit is None else new < limit[source[row], head][:, None]
-            _put(self.k, to, k[:, :, first : first + step][source[row], head, :, channel], some)
-            row, head = v_lanes[:2]
-            token = self.length_dev[row, head][:, None] + new
-            some = None if limit is None else new < limit[source[row], head][:, None]
-            if self.values is None:
-                to = v_lanes[2][:, None] + token
-                _put(lines(self.v, self.head_dim), to, v[source[row], head, first : first + step], some)
-            else:
-                channel, base, width = v_lanes[2:]
-                to = base[:, None] + token * width[:, None]
-                _put(self.v, to, v[:, :, first : first + step][source[row], head, :, channel], some)
+        taken = np.where(self.capacity[rows] > 0, k.shape[2] if count is None else count, 0)
+        tables = [None if t is None else t.index.long() for t in (self.channels, self.values)]
+        for piece in self._alike(rows, taken) if taken.any() else ():
+            row, number = int(rows[piece.start]), piece.stop - piece.start
+            step = max(PAGE, COPIED // (number * self.head_dim) // PAGE * PAGE)
+            for head in np.flatnonzero(taken[piece.start]).tolist():
+                pages, values = self._room(row, number, head)
+                held, n = int(self.length[row, head]), int(taken[piece.start, head])
+                index = [None if t is None else t[row : row + number, head, None] for t in tables]
+                for first in range(0, n, step):
+                    last = min(first + step, n)
+                    new = (x[piece, head, first:last] for x in (k, v))
+                    widths = (pages.shape[2], values.shape[2])
+                    picked_k, picked_v = (
+                        x if i is None or w == self.head_dim else x.gather(2, i[..., :w].expand(-1, last - first, -1))
+                        for x, i, w in zip(new, index, widths, strict=True)
+                    )
+                    _put(pages, held + first, picked_k)
+                    values[:, held + first : held + last] = picked_v
         self.length[rows] += taken
-        if len(rows) < len(self.capacity):
-            self.length_dev.copy_(torch.from_numpy(self.length))
-        else:
-            self.length_dev += torch.from_numpy(taken).to(device)
+        update(self.length_dev, self.length)
+
+    def _room(self, row: int, number: int, head: int) -> tuple[Tensor, Tensor]:
+        """Views of one head's room in `number` alike rows from `row` on: K [number, pages, channels, 64], V [number,
+        capacity, kept channels]."""
+        cap, count, width = (int(a[row, head]) for a in (self.capacity, self.channels.count, self.width))
+        k_row, v_row = (int(a[row + 1, head] - a[row, head]) if number > 1 else 0 for a in (self.k_start, self.v_start))
+        k_shape, k_steps = (number, cap // PAGE, count, PAGE), (k_row, count * PAGE, PAGE, 1)
+        return (
+            self.k.as_strided(k_shape, k_steps, int(self.k_start[row, head])),
+            self.v.as_strided((number, cap, width), (v_row, width, 1), int(self.v_start[row, head])),
+        )
 
     def _regions(self, row: int, head: int) -> tuple[Tensor, Tensor]:
-        """Views of one head's room: K [pages, channels, 64], V [capacity, kept channels]."""
-        cap, count, width = (int(a[row, head]) for a in (self.capacity, self.channels.count, self.width))
-        k_start, v_start = int(self.k_start[row, head]), int(self.v_start[row, head])
-        k = self.k[k_start : k_start + cap * count].view(cap // PAGE, count, PAGE)
-        return k, self.v[v_start : v_start + cap * width].view(cap, width)
+        """One head's room: K [pages, channels, 64], V [capacity, kept channels]."""
+        k, v = self._room(row, 1, head)
+        return k[0], v[0]
 
     def read(self, row: int, head: int) -> tuple[Tensor, Tensor]:
         """(K [n, channels], V [n, D]) of one head; zero in pruned channels of V."""
@@ -187,12 +174,23 @@ class Segment:
         k, v = self._sizes()
         return (self.k, self.k_start, *k), (self.v, self.v_start, *v)
 
+    def places(self) -> Tensor:
+        """[B, H, 3] int64 on the device: first element of K and of V, kept channels, 0 where there is no room."""
+        if self._places is None:
+            count = np.where(self.capacity > 0, self.channels.count, 0)
+            self._places = upload(np.stack([self.k_start, self.v_start, count], -1), self.k.device)
+        return self._places
+
+    @torch.no_grad()  # a split's views cannot be written to otherwise
     def grown(self, capacity: np.ndarray) -> Segment:
         """A copy with room for `capacity` [B, H] >= the present one."""
         new = self.fresh(self.channels, capacity, self.values)
-        for (old, start, size, line), (flat, to, _, _) in zip(self._parts(), new._parts(), strict=True):
-            target, source = (spread(s // line, size // line, flat.device) for s in (to, start))
-            lines(flat, line)[target] = lines(old, line)[source]
+        filled = np.flatnonzero(self.capacity).tolist()
+        for (old, _, size, _), (flat, _, room, _) in zip(self._parts(), new._parts(), strict=True):
+            source = old.split(size.reshape(-1).tolist())
+            target = flat.split(np.stack([size, room - size], -1).reshape(-1).tolist())[::2]
+            if filled:
+                torch._foreach_copy_([target[i] for i in filled], [source[i] for i in filled])
         new.length, new.length_dev = self.length, self.length_dev
         return new
 
@@ -217,15 +215,15 @@ class Segment:
             k[to // PAGE, :, to % PAGE] = old_k[old // PAGE, :, old % PAGE]
             v[to] = old_v[old]
         new.length = length
-        new.length_dev.copy_(torch.from_numpy(length))
+        update(new.length_dev, length)
         return new
 
     def to(self, device: torch.device) -> None:
         """Move everything held to `device`."""
         self.k, self.v, self.length_dev = self.k.to(device), self.v.to(device), self.length_dev.to(device)
-        self._lanes = None
+        self._places = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor held, by name (the channel tables are the store's)."""
-        lanes = {f"lane{i}": t for i, t in enumerate(self._lanes or ())}
-        return {"k": self.k, "v": self.v, "length": self.length_dev, **lanes}
+        places = {} if self._places is None else {"places": self._places}
+        return {"k": self.k, "v": self.v, "length": self.length_dev, **places}

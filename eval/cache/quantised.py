@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 
 from eval.cache.channels import KeptChannels
-from eval.cache.pages import CHUNK, PAGE, Segment, lines, round_up, spread
+from eval.cache.pages import PAGE, Segment, lines, round_up, spread
+from eval.cache.upload import update, upload
+
+CHUNK = 1 << 22  # numbers packed at once: bounds the index tensors of a long prompt
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ class QuantisedSegment(Segment):
         self._pack_keys(plain)
         self._pack_values(plain)
         self.length += new
-        self.length_dev.copy_(torch.from_numpy(self.length))
+        update(self.length_dev, self.length)
 
     def _pack_keys(self, plain: Segment) -> None:
         """Quantise plain's keys and put them behind those held: per head group by group, channel by channel."""
@@ -122,10 +125,10 @@ class QuantisedSegment(Segment):
         per_page = PAGE // group
         sizes = round_up(plain.length, group) // group * self.channels.count  # cells of each head
         rank = spread(np.zeros_like(sizes), sizes, device)
-        head = torch.repeat_interleave(torch.from_numpy(sizes.reshape(-1)).to(device), output_size=len(rank))
+        head = torch.repeat_interleave(upload(sizes.reshape(-1), device), output_size=len(rank))
 
         def each(of_head: np.ndarray) -> Tensor:
-            return torch.tensor(of_head.reshape(-1), device=device)[head]
+            return upload(of_head.reshape(-1), device)[head]
 
         channels = each(self.channels.count)
         number, channel = rank // channels, rank % channels

@@ -20,8 +20,10 @@ from eval.cache.eviction import Eviction
 from eval.cache.middle import Middle
 from eval.cache.pages import PAGE, Segment, round_up
 from eval.cache.sizes import Sizes, middle_columns, number
+from eval.cache.upload import update, upload
 
 Write = Callable[["Store", Tensor, Tensor], Tensor]
+Move = Callable[["Store", np.ndarray], None]
 GROWTH = 128  # smallest slack, in tokens, that a growing middle takes at once; 1/16 of its length if that is more
 
 
@@ -58,18 +60,21 @@ class Store:
         self.sizes, self.middle = sizes, middle
         self.channels = KeptChannels.of(middle.channels, k)
         self.values = None if middle.values is None else KeptChannels.of(middle.values, v)
+        self.quiet = 0  # tokens that may come before `flush` has anything to do, at least
         self.version = 0  # grows when addresses or capacities change, so that a kernel's plan can follow
         self.plan: Any = None
         self.backend: Any = None  # what runs over it, once chosen
-        count = torch.full((batch,), length) if real is None else real.sum(-1).cpu()
-        self.seen = count.numpy().astype(np.int64)
+        self.seen = np.full(batch, length) if real is None else real.sum(-1).cpu().numpy()
         self.start = np.maximum(sizes.sink, self.seen - sizes.window)
         self.floor = np.where(self.start > sizes.sink, self.seen, 0)
-        self.seen_dev, self.start_dev = (torch.tensor(a, device=k.device) for a in (self.seen, self.start))
+        self.seen_dev, self.start_dev = (upload(a, k.device) for a in (self.seen, self.start))
         self.sink_k, self.sink_v = (k.new_zeros(batch, heads, sizes.sink, dim) for _ in range(2))
         self.ring_k, self.ring_v = (k.new_zeros(batch, heads, sizes.ring, dim) for _ in range(2))
         position = number(torch.zeros_like(self.seen_dev), length, real)
-        self._write(k, v, position)
+        if real is None:
+            self._write_whole(k, v)
+        else:
+            self._write(k, v, position)
         in_middle = middle_columns(position, sizes)
         chosen = None if tokens is None else in_middle[:, None] & tokens.to(k.device)  # [B, H, T]
         moved = (self.start - sizes.sink)[:, None].repeat(heads, 1) if chosen is None else chosen.sum(-1).cpu().numpy()
@@ -78,7 +83,7 @@ class Store:
         if chosen is not None:
             self._seal_chosen(k, v, chosen, moved)
         elif moved.any():
-            self._seal(k, v, in_middle[:1] if real is None else in_middle)
+            self._seal(k, v, None if real is None else in_middle)
         self.eviction = None
         if middle.eviction is not None:
             ends = (position >= 0) & ~in_middle
@@ -93,18 +98,25 @@ class Store:
     def _segment(self, capacity: np.ndarray, k: Tensor) -> Segment:
         return self.middle.segment(self.channels, capacity, k.shape[-1], k.dtype, self.values)
 
-    def _seal(self, k: Tensor, v: Tensor, in_middle: Tensor) -> None:
-        """Store the prompt's middle, rows of equal padding together; in_middle [B, T], or [1, T] for all rows."""
-        patterns, which = np.unique(in_middle.cpu().numpy(), axis=0, return_inverse=True)
-        which = np.broadcast_to(which.reshape(-1), (len(k),))
-        for i, pattern in enumerate(patterns):
-            rows, columns = np.nonzero(which == i)[0], np.nonzero(pattern)[0]
-            if len(columns) == 0:
+    def _seal(self, k: Tensor, v: Tensor, in_middle: Tensor | None) -> None:
+        """Store the prompt's middle, rows of equal padding together; in_middle [B, T], None = no padding."""
+        if in_middle is None:
+            columns = slice(self.sizes.sink, int(self.start[0]))
+            self.prompt.append(np.arange(len(k)), k[:, :, columns], v[:, :, columns])
+            return
+        alike: dict[bytes, list[int]] = {}
+        patterns = in_middle.cpu().numpy()
+        for row, pattern in enumerate(patterns):
+            alike.setdefault(pattern.tobytes(), []).append(row)
+        for rows in alike.values():
+            found = np.flatnonzero(patterns[rows[0]])
+            if len(found) == 0:
                 continue
-            first, last = int(columns[0]), int(columns[-1]) + 1
-            at = slice(first, last) if last - first == len(columns) else torch.from_numpy(columns).to(k.device)
-            some = slice(None) if len(rows) == len(k) else torch.from_numpy(rows).to(k.device)
-            self.prompt.append(rows, k[some][:, :, at], v[some][:, :, at])
+            first, last = int(found[0]), int(found[-1]) + 1
+            at = slice(first, last) if last - first == len(found) else upload(found, k.device)
+            follow = rows[-1] - rows[0] == len(rows) - 1  # views need no copy
+            some = slice(rows[0], rows[-1] + 1) if follow else upload(np.array(rows), k.device)
+            self.prompt.append(np.array(rows), k[:, :, at][some], v[:, :, at][some])
 
     def _seal_chosen(self, k: Tensor, v: Tensor, chosen: Tensor, count: np.ndarray) -> None:
         """Store of the prompt's middle the tokens chosen [B, H, T], count [B, H] of them."""
@@ -112,6 +124,17 @@ class Store:
         columns = torch.argsort((~chosen).to(torch.uint8), dim=-1, stable=True)[..., :most, None]
         columns = columns.expand(-1, -1, -1, k.shape[-1])
         self.prompt.append(np.arange(len(k)), k.gather(2, columns), v.gather(2, columns), count)
+
+    def _write_whole(self, k: Tensor, v: Tensor) -> None:
+        """`_write` of a prompt without padding: slices, in every row the same."""
+        length, slots, start = k.shape[2], self.ring_k.shape[2], int(self.start[0])
+        turn = max(start, length // slots * slots)  # the token from which on slots begin at 0 again
+        for new, ring, sink in ((k, self.ring_k, self.sink_k), (v, self.ring_v, self.sink_v)):
+            ends = min(length, self.sizes.sink)
+            sink[:, :, :ends] = new[:, :, :ends]
+            for first, last in ((start, min(turn, length)), (turn, length)):
+                if first < last:
+                    ring[:, :, first % slots : first % slots + last - first] = new[:, :, first:last]
 
     def _write(self, k: Tensor, v: Tensor, position: Tensor) -> None:
         """Put columns of real index [start, ...) into the ring and [0, sink) into the sink."""
@@ -129,7 +152,7 @@ class Store:
         write: puts tokens that all belong into the ring and counts them on the device; None = `write` below. Returns
         their real indices [B, n], -1 = padding.
         """
-        new = k.shape[2]
+        new, self.quiet = k.shape[2], 0
         self._fit(new)
         if real is None and (self.seen >= self.sizes.sink).all():  # every decoding step: no host waits for the device
             position = (write or Store.write)(self, k, v)
@@ -138,7 +161,7 @@ class Store:
         position = number(self.seen_dev, new, real)
         self._write(k, v, position)
         self.seen += new if real is None else real.sum(-1).cpu().numpy()
-        self.seen_dev.copy_(torch.from_numpy(self.seen))
+        update(self.seen_dev, self.seen)
         if real is not None:
             self.floor = self.seen.copy()
         return position
@@ -152,27 +175,61 @@ class Store:
         self.seen_dev += k.shape[2]
         return position
 
-    def flush(self) -> None:
-        """Move what is due from the window to the middle: `flush` tokens each time it holds `window + flush`."""
+    def flush(self, move: Move | None = None) -> None:
+        """Move what is due from the window to the middle: `flush` tokens each time it holds `window + flush`.
+
+        move: puts `due` [B] tokens of each row into a tail that has room, None = `move` below.
+        """
         size = self.sizes
         over = np.maximum(0, self.seen - self.start - size.window)
         due = over // size.flush * size.flush
         if due.any():
-            for amount in np.unique(due[due > 0]):
-                rows = np.nonzero(due == amount)[0]
-                rows_dev = torch.from_numpy(rows).to(self.seen_dev.device)
-                index = self.start_dev[rows_dev, None] + torch.arange(int(amount), device=self.seen_dev.device)
-                slot = index % self.ring_k.shape[2]
-                k, v = (x[rows_dev[:, None], :, slot].transpose(1, 2) for x in (self.ring_k, self.ring_v))
-                self._join(rows, k, v)
+            self._grow(due)
+            (move or Store.move)(self, due)
             self.start = self.start + due
-            self.start_dev.copy_(torch.from_numpy(self.start))
             self.floor = np.where(due > 0, self.seen, self.floor)
             if self.reads is not None:
                 self.reads.moved(self)
         if self.eviction is not None:
             self._evict(self.eviction)
         self._fit(0)
+        self.quiet = size.window + size.flush - int((self.seen - self.start).max()) if self.eviction is None else 0
+
+    def move(self, due: np.ndarray) -> None:
+        """Put the oldest `due` [B] tokens of each row's window into the tail; count them, there and in start_dev."""
+        for amount in np.unique(due[due > 0]).tolist():
+            rows = np.nonzero(due == amount)[0]
+            rows_dev = upload(rows, self.seen_dev.device)
+            index = self.start_dev[rows_dev, None] + torch.arange(amount, device=self.seen_dev.device)
+            slot = index % self.ring_k.shape[2]
+            k, v = (x[rows_dev[:, None], :, slot].transpose(1, 2) for x in (self.ring_k, self.ring_v))
+            self.tail.append(rows, k, v)
+            if self.eviction is not None:
+                self._forget(self.eviction, rows, amount)
+        update(self.start_dev, self.start + due)
+
+    def _joins(self) -> np.ndarray:
+        """Which heads [B, H] take tokens that leave the window."""
+        joins = self.channels.count > 0
+        return joins if self.middle.joins is None else joins & self.middle.joins.cpu().numpy()
+
+    def _grow(self, due: np.ndarray) -> None:
+        """Give the tail room for `due` [B] more tokens, and some to spare, unless it has it."""
+        joins = self._joins()
+        if (self.tail.length + due[:, None] * joins <= self.tail.capacity).all():
+            return
+        need = self.tail.length + due.max() * joins
+        slack = np.maximum(GROWTH, need // 16)
+        self.tail = self.tail.grown(np.maximum(self.tail.capacity, np.where(need > 0, need + slack, 0)))
+        self.version += 1
+
+    def _forget(self, policy: Eviction, rows: np.ndarray, amount: int) -> None:
+        """Drop the scores of the `amount` tokens that left the window of `rows` in heads that do not take them."""
+        end = np.minimum(self.seen, self.sizes.sink)[:, None] + self.prompt.length + self.tail.length
+        for row, head in np.argwhere(~self._joins()).tolist():
+            if row in rows:
+                gone = torch.zeros(amount, dtype=torch.bool, device=self.ring_k.device)
+                policy.forget(row, head, int(end[row, head]), gone)
 
     def _evict(self, policy: Eviction) -> None:
         """Drop the tokens of the middle that the policy gives up."""
@@ -181,23 +238,6 @@ class Store:
         if pruned is not None:
             self.prompt, self.tail = pruned
             self.version += 1
-
-    def _join(self, rows: np.ndarray, k: Tensor, v: Tensor) -> None:
-        """Add tokens k, v [R, H, n, D] that have left the window of `rows` to the heads that take them."""
-        new, joins = k.shape[2], self.channels.count > 0
-        if self.middle.joins is not None:
-            joins = joins & self.middle.joins.cpu().numpy()
-        need = self.tail.length + new * joins
-        if (need[rows] > self.tail.capacity[rows]).any():
-            slack = np.maximum(GROWTH, need // 16)
-            self.tail = self.tail.grown(np.maximum(self.tail.capacity, np.where(need > 0, need + slack, 0)))
-            self.version += 1
-        self.tail.append(rows, k, v)
-        if self.eviction is not None:
-            end = np.minimum(self.seen, self.sizes.sink)[:, None] + self.prompt.length + self.tail.length
-            for row, head in ((r, h) for r in rows.tolist() for h in np.nonzero(~joins[r])[0].tolist()):
-                gone = torch.zeros(new, dtype=torch.bool, device=k.device)
-                self.eviction.forget(row, head, int(end[row, head]), gone)
 
     def _fit(self, new: int) -> None:
         """Give the ring room for `new` more tokens in every row, or its usual size back."""
