@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -89,10 +88,7 @@ class PromptLayer(DynamicLayer):
             self.column_sums = sums
         if q.shape[2] > 1:
             return dense.attend(q, self.keys, self.values, scaling, real)
-        grouped = q[:, :, 0].unflatten(1, (self.keys.shape[1], -1))  # [B, H, G, D]
-        visible = None if real is None else real[:, None, None]
-        out = scaled_dot_product_attention(grouped, self.keys, self.values, visible, scale=scaling)
-        return out.flatten(1, 2)[:, None]
+        return dense.latest(q, self.keys, self.values, scaling, real).transpose(1, 2)
 
     def get_seq_length(self) -> int:
         return self._columns + self._dropped

@@ -147,7 +147,7 @@ def compare(tokens, decide, gamma, lengths, new_tokens, seed, keep=None):
         for row, head in np.ndindex(len(ids), HEADS):
             live = sorted(dense_layer.live[row][head])
             want_scores = dense_layer.scores[row, head, live]
-            np.testing.assert_allclose(layer.store.eviction.scores[row][head], want_scores, rtol=1e-4, atol=1e-7)
+            np.testing.assert_allclose(layer.store.eviction.of(row, head), want_scores, rtol=1e-4, atol=1e-7)
             middle = [i for i in live if SINK <= i < dense_layer.left[row]]
             assert layer.store.prompt.length[row, head] + layer.store.tail.length[row, head] == len(middle)
     return cache, oracle
@@ -218,8 +218,7 @@ def test_whatever_the_attention_memory_is_bounded_and_both_ends_stay(reading, pe
         assert held(store).max() <= 50
         assert (store.seen - store.start >= WINDOW).all()
         assert (store.eviction.evict_at <= 50).all()
-        assert all(len(s) == n for row, ns in zip(store.eviction.scores, held(store), strict=True)
-                   for s, n in zip(row, ns, strict=True))  # fmt: skip
+        assert np.array_equal(store.eviction.held, held(store))
         memory, room = measure_store(store), 64 + 192 + SINK + 64  # slots of prompt, tail, sink and ring
         assert memory.total - memory.tables - memory.beside <= 2 * 2 * room * 2 * 8 * 4
 
@@ -284,13 +283,13 @@ def test_rows_take_their_scores_and_thresholds_along():
     options = Lethe(3.0, 0.1, 8, 0.9, evict_at=20)
     store = list(decoding(options.eviction(None, None, Sizes(*SIZES)), 9, True))[-1]
     store.eviction.evict_at[:] = [21, 22]
-    scores = [[s.clone() for s in row] for row in store.eviction.scores]
+    scores = store.eviction.scores.clone()
     store.select(torch.tensor([1, 1, 0]))
     assert store.eviction.evict_at.tolist() == [22, 22, 21]
-    assert all(torch.equal(a, b) for a, b in zip(store.eviction.scores[2], scores[0], strict=True))
+    assert torch.equal(store.eviction.scores[2], scores[0])
     store.append(*torch.randn(2, 3, 2, 1, 8))
     store.eviction.see(0, 0, torch.ones(int(held(store)[0, 0])))
-    assert torch.equal(store.eviction.scores[1][0], scores[1][0])  # rows that came from one go their own ways
+    assert torch.equal(store.eviction.of(1, 0), scores[1, 0])  # rows that came from one go their own ways
 
 
 def test_what_cannot_be_is_refused(monkeypatch):

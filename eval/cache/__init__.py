@@ -5,8 +5,8 @@
 
 Reads top down: cache (a model's), layer (transformers' side), middle (a layer's choices), store (what is held), sizes,
 pages (the ragged middle), quantised (the same in few bits), channels (which channels stay), eviction (which tokens
-leave), dense and reference (attention in PyTorch), backend, launch, work, kernel, kernel_middle, quantised_kernel
-(attention in Triton), hook (the two registrations), memory (bytes).
+leave), dense, batched and reference (attention in PyTorch), backend, launch, work, kernel, kernel_middle,
+quantised_kernel (attention in Triton), hook (the two registrations), memory (bytes).
 """
 
 from eval.cache.cache import CompressedCache, compressed_cache

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.cache import reference
+from eval.cache import batched
 from eval.cache.layer import Backend
 from eval.cache.store import Store
 
@@ -23,7 +23,7 @@ class Plain:
     captures = False
 
     def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float) -> Tensor:
-        return reference.attend(store, q, position, scaling)
+        return batched.attend(store, q, position, scaling)
 
     def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor:
         return store.write(k, v)

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
+from eval.cache.batched import compacted
 from eval.cache.pages import Segment
 
 SCORE = 4  # bytes of a token's score in one KV head
@@ -19,65 +21,93 @@ SCORE = 4  # bytes of a token's score in one KV head
 class Eviction(ABC):
     """A layer's policy; a subclass says which tokens `stay`.
 
-    scores[row][head] [n] float32: attention that each token held (sink, middle, window, in order) has received from
-    the KV head's query heads, s_t = decay s_{t-1} + sum over heads and queries of A_t (Lethe, Eq. 5; H2O: decay 1).
+    scores [B, H, n] float32: attention that each token held (sink, middle, window, in order, then zeros) has received
+    from the KV head's query heads, s_t = decay s_{t-1} + sum over heads and queries of A_t (Lethe, Eq. 5; H2O: decay
+    1). held [B, H]: how many tokens those are (host).
     """
 
     decay = 1.0
+    scores: Tensor
+    held: np.ndarray
 
     def begin(self, scores: list[list[Tensor]]) -> Self:
-        """A copy for one sealed layer, whose tokens have received `scores` from the prompt."""
+        """A copy for one sealed layer, whose tokens have received `scores` [row][head] from the prompt."""
         new = copy.copy(self)
-        new.scores = scores
+        new.held = np.array([[len(s) for s in heads] for heads in scores], dtype=np.int64)
+        flat = pad_sequence([s.float() for heads in scores for s in heads], batch_first=True)
+        new.scores = flat.view(*new.held.shape, flat.shape[1])
         return new
 
-    scores: list[list[Tensor]]
+    def of(self, row: int, head: int) -> Tensor:
+        """The scores of one head's tokens, [tokens]."""
+        return self.scores[row, head, : int(self.held[row, head])]
+
+    def add(self, weights: Tensor, held: np.ndarray) -> None:
+        """Take in one step's attention weights [B H, >= n] of all heads, each summed over its query heads and in the
+        order of `scores`, zero past `held` [B, H], the tokens that each now holds; new tokens are last."""
+        self.held, most = held, int(held.max())
+        weights = weights[:, :most].float().view(*held.shape, most)
+        self.scores = weights + pad(self.decay * self.scores, (0, most - self.scores.shape[-1]))
 
     def see(self, row: int, head: int, weights: Tensor) -> None:
-        """Take in one step's attention weights [n] of a head, summed over its query heads; new tokens are last."""
-        old = self.scores[row][head]
-        self.scores[row][head] = pad(self.decay * old, (0, len(weights) - len(old))) + weights.float()
+        """As `add`, of one head: weights [tokens]."""
+        more = max(0, len(weights) - self.scores.shape[-1])
+        self.scores = pad(self.scores, (0, more))
+        self.held[row, head] = len(weights)
+        scores = self.of(row, head)
+        scores.mul_(self.decay).add_(weights)
 
     @abstractmethod
-    def stay(self, row: int, sink: int, middle: np.ndarray, window: int) -> list[Tensor] | None:
-        """Of every head of a row, which of its middle [H] tokens stay, bool; None = all. sink, window: tokens held."""
+    def stay(self, sink: np.ndarray, middle: np.ndarray, window: np.ndarray) -> Tensor | None:
+        """Which tokens of the middle stay, bool [B, H, most of middle], whatever past a head's own; None = all. sink,
+        middle, window: tokens held, [B], [B, H] and [B]."""
 
     def forget(self, row: int, head: int, first: int, stay: Tensor) -> None:
-        """Drop the scores of tokens that have left; stay [n] bool says it of the n tokens held from `first` on."""
-        scores = self.scores[row][head]
+        """Drop the scores of one head's tokens that have left; stay [n] bool says it of the n tokens held from `first`
+        on."""
+        scores = self.of(row, head)
         before, these, after = scores.split([first, len(stay), len(scores) - first - len(stay)])
-        self.scores[row][head] = torch.cat([before, these[stay], after])
+        left = torch.cat([before, these[stay], after])
+        self.held[row, head] = len(left)
+        scores.copy_(pad(left, (0, len(scores) - len(left))))
 
     def prune(
         self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray
     ) -> tuple[Segment, Segment] | None:
         """Both parts of the middle without the tokens that leave; None = all stay. sink, window: tokens held, [B]."""
-        held = prompt.length + tail.length
-        stays = [self.stay(row, *of_row) for row, of_row in enumerate(zip(sink, held, window, strict=True))]
-        if all(stay is None for stay in stays):
+        middle = prompt.length + tail.length
+        stay = self.stay(sink, middle, window)
+        if stay is None:
             return None
-        device = prompt.k.device
-        of_prompt, of_tail = [], []
-        for row, stay in enumerate(stays):
-            stay = stay or [torch.ones(n, dtype=torch.bool, device=device) for n in held[row].tolist()]
-            for head, chosen in enumerate(stay):
-                self.forget(row, head, int(sink[row]), chosen)
-            halves = [s.split([n, len(s) - n]) for s, n in zip(stay, prompt.length[row].tolist(), strict=True)]
-            of_prompt.append([first for first, _ in halves])
-            of_tail.append([second for _, second in halves])
-        return prompt.compacted(of_prompt), tail.compacted(of_tail)
+        of_prompt, of_both = (torch.from_numpy(n).to(stay.device)[..., None] for n in (prompt.length, middle))
+        token = torch.arange(stay.shape[-1], device=stay.device)
+        self._keep(stay | (token >= of_both), int(sink.max()))
+        stay = stay & (token < of_both)
+        after = (of_prompt + token).clamp(max=len(token) - 1)  # of each token of the tail, its place in the middle
+        of_tail = stay.gather(-1, after) & (of_prompt + token < of_both)
+        return compacted(prompt, stay & (token < of_prompt)), compacted(tail, of_tail)
+
+    def _keep(self, stay: Tensor, sink: int) -> None:
+        """Drop the scores of tokens that leave: stay [B, H, n] bool says it of the n tokens behind the sink; those past
+        a head's own count as staying."""
+        keep = torch.ones_like(self.scores, dtype=torch.bool)
+        keep[..., sink : sink + stay.shape[-1]] = stay
+        self.held = self.held - (~keep).sum(-1).cpu().numpy()
+        first = torch.argsort((~keep).to(torch.uint8), dim=-1, stable=True)[..., : int(self.held.max())]
+        own = torch.arange(first.shape[-1], device=keep.device) < torch.from_numpy(self.held).to(keep.device)[..., None]
+        self.scores = self.scores.gather(-1, first) * own
 
     def select(self, rows: Tensor) -> None:
         """Make the batch `rows` [R] of the present one."""
-        self.scores = [list(self.scores[row]) for row in rows.tolist()]
+        self.scores, self.held = self.scores[rows.to(self.scores.device)], self.held[rows.cpu().numpy()]
 
     def to(self, device: torch.device) -> None:
         """Move everything held to `device`."""
-        self.scores = [[s.to(device) for s in heads] for heads in self.scores]
+        self.scores = self.scores.to(device)
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor held, by name."""
-        return {f"scores{r}.{h}": s for r, heads in enumerate(self.scores) for h, s in enumerate(heads)}
+        return {"scores": self.scores}
 
 
 class HeavyHitters(Eviction):
@@ -89,16 +119,15 @@ class HeavyHitters(Eviction):
     def __init__(self, heavy: int):
         self.heavy = heavy
 
-    def stay(self, row: int, sink: int, middle: np.ndarray, window: int) -> list[Tensor] | None:
+    def stay(self, sink: np.ndarray, middle: np.ndarray, window: np.ndarray) -> Tensor | None:
         if (middle <= self.heavy).all():
             return None
-        scores = [s[sink : sink + n] for s, n in zip(self.scores[row], middle.tolist(), strict=True)]
-        return [top(s, self.heavy) for s in scores]
+        first, most = int(sink.max()), int(middle.max())
+        own = torch.arange(most, device=self.scores.device) < torch.from_numpy(middle).to(self.scores.device)[..., None]
+        return top(self.scores[..., first : first + most].masked_fill(~own, -torch.inf), self.heavy)
 
 
 def top(scores: Tensor, count: int) -> Tensor:
-    """Bool [n]: the `count` largest of scores [n]; of equals the later tokens."""
-    last_first = torch.argsort(scores.flip(0), descending=True, stable=True)[:count]
-    chosen = torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
-    chosen[len(scores) - 1 - last_first] = True
-    return chosen
+    """Bool [..., n]: the `count` largest of each row of scores [..., n]; of equals the later tokens."""
+    last_first = torch.argsort(scores.flip(-1), dim=-1, descending=True, stable=True)[..., :count]
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.shape[-1] - 1 - last_first, True)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eval.cache.batched import Layout
 from eval.cache.channels import KeptChannels
 from eval.cache.eviction import Eviction
 from eval.cache.pages import Segment
@@ -48,6 +49,11 @@ class ReadState(Protocol):
     def visible(self, row: int, head: int, q: Tensor, k: Tensor, channels: Tensor) -> Tensor:
         """What queries q [G, Q, c] of one KV head read of its middle k [tokens, c], the prompt's then the tail's: bool,
         expandable to [G, Q, tokens]. channels [c]: which channels are kept, the same in both."""
+
+    def sees(self, q: Tensor, keys: list[Tensor], layout: Layout) -> Tensor:
+        """As `visible`, of all heads at once: what queries q [X, R, C] read of keys [X, C, N] of each part of the
+        layout, bool [X, R, N], the parts side by side, in hidden columns anything. In channels that a head lacks q is
+        zero."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor held, by name."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eval.cache.batched import Layout
 from eval.cache.store import Sizes, Store
 from eval.methods.axes import Observe, Reads
 from eval.methods.double_sparsity_channels import DoubleSparsityChannels
@@ -77,6 +78,13 @@ class Labels:
         label = self.channels.to(q.device)[head, channels]
         score = q[..., label] @ k[:, label].T  # [G, Q, tokens]
         chosen = score.topk(min(self.most, len(k))).indices
+        return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, chosen, True)
+
+    def sees(self, q: Tensor, keys: list[Tensor], layout: Layout) -> Tensor:
+        label = self.channels.to(q.device).repeat(len(q) // len(self.channels), 1)  # [X, D]
+        few = q * layout.kept(label[:, None].to(q.dtype))
+        score = torch.cat([torch.bmm(few, k) for k in keys], -1).masked_fill(layout.hidden, -torch.inf)
+        chosen = score.topk(min(self.most, score.shape[-1])).indices
         return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, chosen, True)
 
     def tensors(self) -> dict[str, Tensor]:

@@ -103,19 +103,28 @@ class Rounds(Eviction):
         super().select(rows)
         self.evict_at = self.evict_at[rows.cpu().numpy()]
 
-    def stay(self, row: int, sink: int, middle: np.ndarray, window: int) -> list[Tensor] | None:
-        has_middle = middle > 0
-        held = sink + int(middle.max()) + window
-        if held <= self.evict_at[row] or not has_middle.any():
+    def stay(self, sink: np.ndarray, middle: np.ndarray, window: np.ndarray) -> Tensor | None:
+        most = middle.max(1)
+        due = np.flatnonzero((sink + most + window > self.evict_at) & (most > 0))
+        if not len(due):
             return None
-        scores = torch.stack([s for s, there in zip(self.scores[row], has_middle, strict=True) if there]).sum(0)
+        stay = torch.ones(*middle.shape, int(most.max()), dtype=torch.bool, device=self.scores.device)
+        for row in due.tolist():
+            stay[row, :, : int(most[row])] = self._stay_in(row, int(sink[row]), middle[row], int(window[row]))
+        return stay
+
+    def _stay_in(self, row: int, sink: int, middle: np.ndarray, window: int) -> Tensor:
+        """Which tokens of a row's middle stay, the same in all heads: [most of middle [H]]."""
+        held = sink + int(middle.max()) + window
+        has_middle = torch.from_numpy(np.flatnonzero(middle)).to(self.scores.device)
+        scores = self.scores[row, has_middle, :held].sum(0)
         stay = self._round(row, scores, sink)
         limit = self.settings.limit
         if limit and int(stay.sum()) > limit:
             recent = max(int(self.settings.recent_ratio * limit), window)
             room = limit * (self.settings.segments - 1) // self.settings.segments - sink - recent
             stay[sink : held - recent] = top(scores[sink : held - recent], max(0, room))
-        return [stay[sink : held - window] if there else stay[:0] for there in has_middle]
+        return stay[sink : held - window]
 
     def _round(self, row: int, scores: Tensor, sink: int) -> Tensor:
         """Algorithm 1 on scores [K]: the tokens that stay, bool [K]."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from eval.cache.batched import Layout, layout_of
 from eval.cache.store import Sizes, Store
 from eval.methods.axes import Reads
 from eval.methods.memory import Held
 from eval.methods.selection import spare
-
-Bounds = tuple[Tensor, Tensor]  # smallest and largest key of every page, [pages, channels]
 
 
 @dataclass(frozen=True)
@@ -53,38 +53,61 @@ class Quest(Reads):
 
 
 class Pages:
-    """The bounds of one layer's middle, per row and KV head; `most` pages are read by a query head."""
+    """The bounds of one layer's middle, per row and KV head; `most` pages are read by a query head.
+
+    both [2, n]: smallest and largest key of every page, heads one after the other, each channel by channel. table
+    [3, X, 1, 1]: each head's first bound, pages and channels.
+    """
 
     def __init__(self, store: Store, page: int, most: int):
         self.page, self.most = page, most
         self.moved(store)
 
     def moved(self, store: Store) -> None:
-        """Bounds of the middle as it is now."""
-        self.bounds = [
-            [self._bounds(torch.cat([part.read(row, head)[0] for part in (store.prompt, store.tail)]))
-             for head in range(store.ring_k.shape[1])]
-            for row in range(len(store.seen))
-        ]  # fmt: skip
+        """Bounds of the middle as it is now; the last page may be partly filled."""
+        layout, middle = layout_of(store), store.prompt.length + store.tail.length
+        self.pages, self.channels = -(-middle // self.page), store.channels.count
+        size = (self.pages * self.channels).reshape(-1)
+        self.first = (np.cumsum(size) - size).reshape(middle.shape)
+        of_heads = np.stack([x.reshape(-1, 1, 1) for x in (self.first, self.pages, self.channels)])
+        self.table = torch.from_numpy(of_heads).to(store.seen_dev.device)
+        if not layout.parts:
+            self.both = store.ring_k.new_empty(2, 0)
+            return
+        keys = torch.cat([part.keys(store.ring_k.dtype) for part in layout.parts], -1)  # [X, C, N]
+        token = torch.arange(int(self.pages.max()) * self.page, device=keys.device)
+        filled = layout.column(torch.minimum(token, layout.middle - 1).clamp(min=0))  # past the end the last again,
+        filled = filled.clamp(max=keys.shape[-1] - 1)  # anything in heads without a middle
+        pages = keys.gather(-1, filled[:, None].expand(-1, keys.shape[1], -1)).unflatten(-1, (-1, self.page))
+        channel, page = (torch.arange(n, device=keys.device) for n in pages.shape[1:3])
+        there = (channel[:, None] < self.table[2]) & (page < self.table[1])
+        self.both = torch.stack([pages.amin(-1)[there], pages.amax(-1)[there]])
 
-    def _bounds(self, k: Tensor) -> Bounds:
-        """Of keys k [tokens, channels]; the last page may be partly filled."""
-        filled = torch.cat([k, k[-1:].expand(-len(k) % self.page, -1)])
-        pages = filled.view(len(filled) // self.page, self.page, k.shape[1])
-        return pages.amin(1), pages.amax(1)
+    def bounds(self, row: int, head: int) -> tuple[Tensor, Tensor]:
+        """Smallest and largest key of every page of one head, [pages, channels]."""
+        first, pages, channels = (int(n[row, head]) for n in (self.first, self.pages, self.channels))
+        low, high = (x[first : first + pages * channels].view(channels, pages).T for x in self.both)
+        return low, high
 
     def visible(self, row: int, head: int, q: Tensor, k: Tensor, channels: Tensor) -> Tensor:
-        low, high = (bound.to(q.dtype) for bound in self.bounds[row][head])
+        low, high = (bound.to(q.dtype) for bound in self.bounds(row, head))
         bound = torch.maximum(q[..., None, :] * low, q[..., None, :] * high).sum(-1)  # [G, Q, pages]
         chosen = bound.topk(min(self.most, bound.shape[-1])).indices
         pages = torch.zeros_like(bound, dtype=torch.bool).scatter_(-1, chosen, True)
         return pages.repeat_interleave(self.page, -1)[..., : len(k)]
 
+    def sees(self, q: Tensor, keys: list[Tensor], layout: Layout) -> Tensor:
+        first, pages, _ = self.table
+        channel, page = (torch.arange(n, device=q.device) for n in (q.shape[-1], int(self.pages.max())))
+        at = first + channel[:, None] * pages + page  # another head's where this one has none: hidden, or times zero
+        low, high = self.both[:, at.clamp(max=self.both.shape[1] - 1)].to(q.dtype)  # each [X, C, pages]
+        bound = torch.baddbmm(torch.bmm(q.clamp(min=0), high), q.clamp(max=0), low)  # what the larger products add to
+        bound = bound.masked_fill(page >= pages, -torch.inf)  # [X, R, pages]
+        chosen = bound.topk(min(self.most, len(page))).indices
+        read = torch.zeros_like(bound, dtype=torch.bool).scatter_(-1, chosen, True)
+        of_token = (layout.token() // self.page).clamp(max=len(page) - 1)
+        return read.gather(-1, of_token[:, None].expand(-1, q.shape[1], -1))
+
     def tensors(self) -> dict[str, Tensor]:
-        """Every bound held, by row, head and end."""
-        return {
-            f"{row}.{head}.{end}": bound
-            for row, heads in enumerate(self.bounds)
-            for head, both in enumerate(heads)
-            for end, bound in zip(("low", "high"), both, strict=True)
-        }
+        """All bounds, and where each head's are."""
+        return {"bounds": self.both, "table": self.table}
