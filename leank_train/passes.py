@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from leank_train.attention import visibility
-from leank_train.fused import document_pieces, fused_attention, own_pieces, side_by_side
+from leank_train.fused import Plan, document_pieces, fused_attention, own_pieces, side_by_side
 from leank_train.prefix import Branch, Prefix
 
 _BACKENDS = {
@@ -77,8 +77,9 @@ class FullPass(_Keeps):
         super().__init__(int(k_positions.max()) + 1, lengths, obs_queries)
         self.prefix = prefix
         causal = visibility(positions, prefix.k_positions, "causal")
-        self.pieces = document_pieces(positions, prefix.k_positions, [causal])
-        self.pieces += own_pieces(positions, k_positions, len(prefix.lengths), [causal])
+        pieces = document_pieces(positions, prefix.k_positions, [causal])
+        own = visibility(positions, k_positions, "causal")
+        self.plan = Plan(pieces + own_pieces(positions, k_positions, len(prefix.lengths), [own]))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         self.keep(k, v)
@@ -86,7 +87,7 @@ class FullPass(_Keeps):
             self.queries.append(self._observed(layer, q))
         own = (side_by_side(x, len(self.prefix.lengths)) for x in (k, v))
         keys, values = zip((self.prefix.keys[layer], self.prefix.values[layer]), own, strict=True)
-        return fused_attention(q, keys, values, self.pieces, scale, ranks=self.prefix.ranks)
+        return fused_attention(q, keys, values, self.plan, scale, ranks=self.prefix.ranks)
 
     def _observed(self, layer: int, q: Tensor) -> Tensor:
         earlier = q[:, :, :0] if self.prefix.queries is None else self.prefix.queries[layer]
@@ -117,17 +118,19 @@ class ScaledPass:
         self.prefix, self.question, self.empty_heads = prefix, question, empty_heads
         self.alpha = _per_layer(alpha, prefix, question)
         self.longest = int(k_positions.max()) + 1
-        tail = torch.cat([question.k_positions, k_positions], 1)
         zones = [visibility(positions, prefix.k_positions, zone, sink, window) for zone in ("dense", "middle")]
-        self.pieces = document_pieces(positions, prefix.k_positions, zones)
-        self.pieces += own_pieces(positions, tail, len(prefix.lengths), zones)
+        pieces = document_pieces(positions, prefix.k_positions, zones)
+        for part, at in ((1, question.k_positions), (2, k_positions)):
+            zones = [visibility(positions, at, zone, sink, window) for zone in ("dense", "middle")]
+            pieces += own_pieces(positions, at, len(prefix.lengths), zones, part)
+        self.plan = Plan(pieces)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        own = zip((self.question.keys[layer], self.question.values[layer]), (k, v), strict=True)
-        k, v = (side_by_side(torch.cat(both, 2), len(self.prefix.lengths)) for both in own)
-        keys, values = [self.prefix.keys[layer], k], [self.prefix.values[layer], v]
+        documents = len(self.prefix.lengths)
+        keys = [self.prefix.keys[layer], *(side_by_side(x, documents) for x in (self.question.keys[layer], k))]
+        values = [self.prefix.values[layer], *(side_by_side(x, documents) for x in (self.question.values[layer], v))]
         return fused_attention(
-            q, keys, values, self.pieces, scale, self.alpha[layer], self.empty_heads, ranks=self.prefix.ranks
+            q, keys, values, self.plan, scale, self.alpha[layer], self.empty_heads, ranks=self.prefix.ranks
         )
 
 
@@ -155,15 +158,16 @@ class DecodePass:
         """Make room for the token at positions [R, 1]."""
         self.slot += 1
         self.k_positions[:, self.slot] = positions[:, 0]
-        self.pieces = document_pieces(positions, self.prefix.k_positions, self.zones)
-        self.pieces += own_pieces(positions, self.k_positions, len(self.prefix.lengths), self.zones)
+        pieces = document_pieces(positions, self.prefix.k_positions, self.zones)
+        own = [visibility(positions, self.k_positions, z.zone, z.sink, z.window) for z in self.zones]
+        self.plan = Plan(pieces + own_pieces(positions, self.k_positions, len(self.prefix.lengths), own))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         for buffer, new in ((self.keys[layer], k), (self.values[layer], v)):
             buffer[:, :, :, self.slot] = new[:, :, 0].unflatten(0, (buffer.shape[0], -1)).transpose(1, 2)
         keys = [self.prefix.keys[layer], self.keys[layer].flatten(2, 3)]
         values = [self.prefix.values[layer], self.values[layer].flatten(2, 3)]
-        return fused_attention(q, keys, values, self.pieces, scale, self.alpha[layer], "drop", ranks=self.prefix.ranks)
+        return fused_attention(q, keys, values, self.plan, scale, self.alpha[layer], "drop", ranks=self.prefix.ranks)
 
 
 def _per_layer(alpha: Tensor, prefix: Prefix, question: Branch) -> tuple[Tensor, ...]:
