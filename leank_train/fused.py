@@ -29,6 +29,7 @@ from leank_train.attention import (
     flash_forward,
     flash_takes,
 )
+from leank_train.prefix import beside
 
 FLASH_FROM = 512  # keys of a range from which the flash kernel reads it; fewer cost least beside their neighbours
 JOINED = 4096  # keys of a range up to which it is copied beside its neighbours, for one product over all of them
@@ -129,17 +130,20 @@ class Plan:
         return Layout(_groups(own + documents, flash, block), 0)
 
 
-def document_pieces(q_positions: Tensor, k_positions: Tensor, zones: Sequence[Visibility]) -> tuple[Piece, ...]:
+def document_pieces(
+    q_positions: Tensor, k_positions: Tensor, zones: Sequence[Visibility], place: torch.device | None = None
+) -> tuple[Piece, ...]:
     """Part 0, the documents' keys: k_positions [B, P], read by rows at q_positions [R, n].
 
     zones: "causal" alone, or "dense" and "middle" (read with scaled queries); their spans may have been made for more
-    rows than these.
+    rows than these. place: of the masks, if not that of the positions.
     """
-    rows = q_positions.reshape(len(k_positions), -1)[:, :, None]  # [B, M * n, 1]
+    place = place or q_positions.device
+    rows = beside(q_positions.reshape(len(k_positions), -1)[:, :, None], place)  # [B, M * n, 1]
     pieces = []
     for scaled, zone in enumerate(zones):
         for start, stop, masked in zone.spans if scaled else _joined(zone.spans):
-            seen = _sees(rows, k_positions[:, None, start:stop], zone) if masked else None
+            seen = _sees(rows, beside(k_positions[:, None, start:stop], place), zone) if masked else None
             pieces.append(Piece(0, start, stop, bool(scaled), None if seen is None else ~seen[:, None, None]))
     return tuple(pieces)
 
@@ -156,19 +160,27 @@ def _joined(spans: Sequence[tuple[int, int, bool]]) -> list[tuple[int, int, bool
 
 
 def own_pieces(
-    q_positions: Tensor, k_positions: Tensor, documents: int, zones: Sequence[Visibility], part: int = 1
+    q_positions: Tensor,
+    k_positions: Tensor,
+    documents: int,
+    zones: Sequence[Visibility],
+    place: torch.device | None = None,
+    part: int = 1,
 ) -> tuple[Piece, ...]:
     """Keys of the branches' own laid side by side (`side_by_side`), as that part: a row sees those of its branch alone.
 
-    q_positions [R, n], k_positions [R, T]; zones: made for them. The window usually holds all: then nothing is scaled.
+    q_positions [R, n], k_positions [R, T]; zones: made for them, their spans maybe for more rows. place: as above. The
+    window usually holds all: then nothing is scaled.
     """
     n, T, M = q_positions.shape[1], k_positions.shape[1], len(q_positions) // documents
-    same = torch.eye(M, dtype=torch.bool, device=q_positions.device)[None, :, None, :, None]
+    place = place or q_positions.device
+    same = torch.eye(M, dtype=torch.bool, device=place)[None, :, None, :, None]
+    rows, columns = beside(q_positions[:, :, None], place), beside(k_positions[:, None], place)
     pieces = []
     for scaled, zone in enumerate(zones):
         if not zone.spans:
             continue
-        seen = _sees(q_positions[:, :, None], k_positions[:, None], zone)  # [R, n, T]
+        seen = _sees(rows, columns, zone)  # [R, n, T]
         hidden = ~(seen.view(documents, M, n, 1, T) & same).reshape(documents, 1, 1, M * n, M * T)
         pieces.append(Piece(part, 0, M * T, bool(scaled), hidden))
     return tuple(pieces)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from leank_train.attention import flash_forward, flash_takes, merge, partial_attention, visibility
 from leank_train.hook import check_decoder, run_decoder
-from leank_train.prefix import Prefix, checked_lengths
+from leank_train.prefix import Prefix, beside, checked_lengths
 
 
 @torch.no_grad()
@@ -30,12 +30,12 @@ def prefill_in_shares(
     """
     check_decoder(model)
     lengths = checked_lengths(lengths, document_ids)
-    columns = share(document_ids.shape[1], dist.get_rank(ranks), dist.get_world_size(ranks)).to(document_ids.device)
+    columns = share(document_ids.shape[1], dist.get_rank(ranks), dist.get_world_size(ranks))
     # columns past the end are padding, and repeat the last one
-    ids = document_ids[:, columns.clamp(max=document_ids.shape[1] - 1)]
-    positions = columns.expand_as(ids)
+    ids = document_ids[:, beside(columns.clamp(max=document_ids.shape[1] - 1), document_ids.device)]
+    positions = columns.expand(ids.shape)
     state = RingPass(int(lengths.max()), ranks)
-    run_decoder(model, ids, positions, state)
+    run_decoder(model, ids, beside(positions, ids.device), state)
     k_positions = positions.masked_fill(positions >= lengths[:, None], -1)
     return Prefix(state.keys, state.values, k_positions, lengths, ranks=ranks)
 
