@@ -197,9 +197,9 @@ def flash_forward(
     merged; for few rows it splits the keys among the GPU's processors by itself.
     """
     if not q.is_cuda:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, causal, scale=scale)
         return out, lse, ()
-    found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    found = torch.ops.aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, False, scale=scale)
     return found[0], found[1], tuple(found[2:8])  # lengths (None, None, n, T) and the state of an unused dropout
 
 
@@ -213,10 +213,10 @@ def flash_backward(
     well: they are dropped.
     """
     if not q.is_cuda:
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
         return kernel(d_out, q, k, v, out, lse, 0.0, False, scale=scale)[0]
     *lengths, seed, offset = rest
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
     return kernel(d_out, q, k, v, out, lse.contiguous(), *lengths, 0.0, False, seed, offset, scale=scale)[0]
 
 
