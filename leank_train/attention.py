@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 ZONES = ("causal", "dense", "middle")
 EMPTY_HEADS = ("drop", "zero")
+HALF = (torch.bfloat16, torch.float16)
 SCORES_AT_ONCE = {"cpu": 2**20, "cuda": 2**27}  # attention scores held at a time, which sets the size of a key block
 
 
@@ -172,11 +173,51 @@ def _logits(q: Tensor, k: Tensor, scale: float, sees: Visibility, start: int, st
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b over [B, H, ., .] in at least float32; on a GPU, operands of a half-precision model stay in its type."""
-    if b.is_cuda and b.dtype in (torch.bfloat16, torch.float16):
+    if b.is_cuda and b.dtype in HALF:
         product = torch.bmm(a.to(b.dtype).flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
         return product.unflatten(0, b.shape[:2])
     dtype = torch.promote_types(b.dtype, torch.float32)
     return a.to(dtype) @ b.to(dtype)
+
+
+def flash_takes(q: Tensor) -> bool:
+    """Whether the library's flash kernel takes queries like q [..., D]: half precision on a GPU of 8.0 or newer."""
+    if not q.is_cuda or q.dtype not in HALF or q.shape[-1] % 8 or q.shape[-1] > 256:
+        return False
+    return torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False
+) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    """Attention by the library's flash kernel: out [B, Hq, n, D] in q's type, lse [B, Hq, n], and what backward wants.
+
+    q [B, Hq, n, D]; k, v [B, H, T, D], strided as they like; on a CPU Hq = H. causal: n = T. Unlike
+    F.scaled_dot_product_attention it hands out the log-sum-exp (float32, float64 for float64), so that parts can be
+    merged; for few rows it splits the keys among the GPU's processors by itself.
+    """
+    if not q.is_cuda:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, causal, scale=scale)
+        return out, lse, ()
+    found = torch.ops.aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, False, scale=scale)
+    return found[0], found[1], tuple(found[2:8])  # lengths (None, None, n, T) and the state of an unused dropout
+
+
+def flash_backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, rest: tuple[Any, ...]
+) -> Tensor:
+    """Gradient of q through the keys k alone, given out and lse over all keys (inf: the row sees none).
+
+    Exact, part by part: d logits = P * (d_out V^T - rowsum(d_out * out)) with P = exp(logits - lse) asks for no more.
+    d_out and out as q; rest: of `flash_forward` for the same q, k, v. The kernel makes the gradients of k and v as
+    well: they are dropped.
+    """
+    if not q.is_cuda:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        return kernel(d_out, q, k, v, out, lse, 0.0, False, scale=scale)[0]
+    *lengths, seed, offset = rest
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+    return kernel(d_out, q, k, v, out, lse.contiguous(), *lengths, 0.0, False, seed, offset, scale=scale)[0]
 
 
 def merge(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:

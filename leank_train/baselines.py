@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from leank_train.mask import ChannelMask
-from leank_train.prefix import Branch, Prefix
+from leank_train.prefix import Branch, Prefix, beside
 
 GROUPS = ("squares", "norms")
 
@@ -122,4 +122,4 @@ def _scores(prefix: Prefix, question: Branch, group: str) -> Tensor:
 
 def _key_squares(keys: Tensor, positions: Tensor) -> Tensor:
     """Sum of k^2 over tokens [R, H, D]; keys [R, H, T, D], positions [R, T] with -1 = padding."""
-    return (keys.to(wide(keys)).square() * (positions >= 0)[:, None, :, None]).sum(2)
+    return (keys.to(wide(keys)).square() * beside(positions >= 0, keys.device)[:, None, :, None]).sum(2)

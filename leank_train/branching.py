@@ -7,7 +7,8 @@ Eq. 1 changes answer rows only, so the context does not depend on alpha and need
     hidden  = student(model, prefix, teacher.cut(question_lengths), answers, lengths, alpha, sink=4, window=64, ...)
     tokens  = decode(model, prefix, branch(model, prefix, questions, lengths), mask.keep, max_new_tokens=32, ...)
 
-Branch r continues document r // M. Token ids are padded on the right with any valid id; lengths say what counts.
+Branch r continues document r // M. Token ids are padded on the right with any valid id; lengths say what counts, and
+are best given on the host (see `prefix`).
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 
 from leank_train.hook import check_decoder, run_decoder
 from leank_train.passes import DecodePass, FullPass, PrefillPass, ScaledPass
-from leank_train.prefix import Branch, Prefix, checked_lengths
+from leank_train.prefix import Branch, Prefix, beside, checked_lengths
 
 
 @torch.no_grad()
@@ -38,10 +39,10 @@ def prefill(
     check_decoder(model)
     lengths = checked_lengths(lengths, document_ids)
     positions = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
-    state = PrefillPass(int(lengths.max()), lengths, obs_queries, kernel)
+    state = PrefillPass(int(lengths.max()), lengths, obs_queries, model.config.num_hidden_layers, kernel)
     run_decoder(model, document_ids, positions, state)
     # Causal rows never see later tokens, so right padding needs no mask: branches must not see its keys.
-    k_positions = positions.masked_fill(positions >= lengths[:, None], -1)
+    k_positions = _positions(torch.zeros_like(lengths), lengths, document_ids)[1]
     return Prefix(state.keys, state.values, k_positions, lengths, state.queries if obs_queries else None)
 
 
@@ -58,7 +59,7 @@ def branch(
     lengths, starts = checked_lengths(lengths, ids), _starts(prefix, ids)
     positions, k_positions = _positions(starts, lengths, ids)
     state = FullPass(prefix, positions, k_positions, lengths, obs_queries)
-    hidden = run_decoder(model, ids, positions, state)
+    hidden = run_decoder(model, ids, beside(positions, ids.device), state)
     queries = state.queries if obs_queries else None
     return Branch(state.keys, state.values, k_positions, lengths, starts, hidden, queries)
 
@@ -76,18 +77,18 @@ def prefill_and_branch(
     check_decoder(model)
     starts, lengths = checked_lengths(document_lengths, document_ids), checked_lengths(lengths, ids)
     P, T = document_ids.shape[1], ids.shape[1]
-    at = starts[:, None] + torch.arange(T, device=ids.device)  # [B, T]: where the branch lies in its row
+    own_at, own = _positions(starts, lengths, ids)
+    at = beside(own_at, ids.device)  # [B, T]: where the branch lies in its row
     whole = torch.cat([document_ids, ids.new_zeros(ids.shape)], 1).scatter(1, at, ids)
     positions = torch.arange(P + T, device=ids.device).expand_as(whole)
-    state = PrefillPass(int((starts + lengths).max()), starts + lengths, 0, kernel)
+    state = PrefillPass(int((starts + lengths).max()), starts + lengths, 0, model.config.num_hidden_layers, kernel)
     hidden = run_decoder(model, whole, positions, state)
 
     def tail(x: Tensor) -> Tensor:  # [B, H, P + T, D] -> [B, H, T, D]
         return x.gather(2, at[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
-    k_positions = positions[:, :P].masked_fill(positions[:, :P] >= starts[:, None], -1)
+    k_positions = _positions(torch.zeros_like(starts), starts, document_ids)[1]
     prefix = Prefix([k[:, :, :P] for k in state.keys], [v[:, :, :P] for v in state.values], k_positions, starts)
-    own = _positions(starts, lengths, ids)[1]
     rows = hidden.gather(1, at[:, :, None].expand(-1, -1, hidden.shape[2]))
     return prefix, Branch([tail(k) for k in state.keys], [tail(v) for v in state.values], own, lengths, starts, rows)
 
@@ -112,7 +113,7 @@ def student(
     lengths, starts = checked_lengths(lengths, answer_ids), question.starts + question.lengths
     positions, k_positions = _positions(starts, lengths, answer_ids)
     state = ScaledPass(prefix, question, positions, k_positions, alpha, sink, window, empty_heads)
-    hidden = run_decoder(model, answer_ids, positions, state)
+    hidden = run_decoder(model, answer_ids, beside(positions, answer_ids.device), state)
     if alpha.requires_grad and not hidden.requires_grad:  # no row had a middle: the gradient is zero, not an error
         hidden = hidden + 0.0 * alpha.sum()
     return hidden
@@ -135,10 +136,11 @@ def decode(
     alpha [L, H, D] or [R, L, H, D], bool masks or scores. The first token comes from the dense pass over the question,
     whatever the mask. Returns R lists of at most max_new_tokens ids, cut before the first of eos_id.
     """
-    stops = torch.tensor([eos_id] if isinstance(eos_id, int) else list(eos_id), device=question.hidden.device)
-    rows = torch.arange(len(question.lengths), device=question.hidden.device)
+    place = question.hidden.device
+    stops = torch.tensor([eos_id] if isinstance(eos_id, int) else list(eos_id), device=place)
+    rows = torch.arange(len(question.lengths), device=place)
     state = DecodePass(prefix, question, max_new_tokens, alpha, sink, window)
-    hidden, tokens = question.hidden[rows, question.lengths - 1], []
+    hidden, tokens = question.hidden[rows, beside(question.lengths - 1, place)], []
     done = torch.zeros_like(rows, dtype=torch.bool)
     for step in range(max_new_tokens):
         tokens.append(model.get_output_embeddings()(hidden).argmax(-1))  # [R]
@@ -147,7 +149,7 @@ def decode(
             break
         positions = (question.starts + question.lengths + step)[:, None]  # [R, 1]
         state.advance(positions)
-        hidden = run_decoder(model, tokens[-1][:, None], positions, state)[:, 0]
+        hidden = run_decoder(model, tokens[-1][:, None], beside(positions, place), state)[:, 0]
     ends = set(stops.tolist())
     answers = torch.stack(tokens, 1).tolist() if tokens else [[] for _ in rows]
     return [row[: next((i for i, token in enumerate(row) if token in ends), len(row))] for row in answers]
@@ -162,7 +164,7 @@ def _starts(prefix: Prefix, ids: Tensor) -> Tensor:
 
 
 def _positions(starts: Tensor, lengths: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions [R, T] of rows (padding simply goes on) and of keys (padding is -1, seen by nobody)."""
-    steps = torch.arange(ids.shape[1], device=ids.device)
+    """Positions [R, T] of rows (padding simply goes on) and of keys (padding is -1, seen by nobody), on the host."""
+    steps = torch.arange(ids.shape[1])
     positions = starts[:, None] + steps
     return positions, positions.masked_fill(steps >= lengths[:, None], -1)

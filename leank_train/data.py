@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import lightning as L
@@ -13,6 +13,8 @@ from torch import Tensor
 from data_gen.sample import Document
 from data_gen.tasks import Mixture
 from leank_train.backbone import Backbone
+
+IDS = ("documents", "prompts", "answers")  # of a Batch: what the GPU reads
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,8 @@ class Batch:
     answer_lengths: Tensor
 
     def to(self, device: torch.device | str, **kwargs: Any) -> Batch:
-        """A copy on another device."""
-        return Batch(*(getattr(self, f.name).to(device, **kwargs) for f in fields(self)))
+        """A copy with the ids on another device; lengths stay on the host, where passes are planned (`prefix`)."""
+        return replace(self, **{name: getattr(self, name).to(device, **kwargs) for name in IDS})
 
     def pin_memory(self) -> Batch:
         """A copy in page-locked memory."""

@@ -7,6 +7,8 @@ place of alpha. Where the paper and its published code differ, both forms are he
 import torch
 from torch import Tensor
 
+from leank_train.prefix import beside
+
 REDUCTIONS = ("official", "paper")
 L1_FORMS = ("mean", "sum")
 SCHEDULES = ("official", "constant")
@@ -18,8 +20,8 @@ def answer_rows(hidden: Tensor, question_lengths: Tensor, answer_tokens: int) ->
 
     question_lengths [R]; N = answer_tokens of the longest answer. Rows past an answer's end repeat the last row.
     """
-    index = question_lengths[:, None] + torch.arange(answer_tokens, device=hidden.device)  # [R, N]
-    index = index.clamp(max=hidden.shape[1] - 1)
+    index = question_lengths[:, None] + torch.arange(answer_tokens, device=question_lengths.device)  # [R, N]
+    index = beside(index.clamp(max=hidden.shape[1] - 1), hidden.device)
     return hidden.gather(1, index[:, :, None].expand(-1, -1, hidden.shape[2]))
 
 
@@ -28,23 +30,17 @@ def l2_loss(full: Tensor, scaled: Tensor, lengths: Tensor, reduction: str) -> Te
 
     reduction: "official" means over hidden units and over all answer tokens of the batch; "paper" sums over both,
     ||H_full - H_scaled||_2^2, and means over the R sequences. Computed in float32 (float64 stays).
-    Raises ValueError for an unknown reduction, an answer without tokens, or a loss that is not finite.
+    Raises ValueError for an unknown reduction, or an answer without tokens (lengths on a GPU are waited for).
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r} is unknown; use official or paper")
     if lengths.min() < 1 or lengths.max() > full.shape[1]:
         raise ValueError(f"answer lengths {lengths.tolist()} must be from 1 to {full.shape[1]}: nothing to distil")
     dtype = torch.promote_types(full.dtype, torch.float32)
-    counts = torch.arange(full.shape[1], device=full.device) < lengths[:, None].to(full.device)  # [R, N]
+    counts = torch.arange(full.shape[1], device=full.device) < beside(lengths[:, None], full.device)  # [R, N]
     # Padding is replaced, not multiplied by 0, so that nothing in it, were it NaN, reaches the loss or the gradient.
     squares = torch.where(counts[..., None], full.to(dtype) - scaled.to(dtype), 0.0).square()
-    loss = squares.mean(-1).sum() / counts.sum() if reduction == "official" else squares.sum() / len(lengths)
-    if not torch.isfinite(loss):
-        raise ValueError(
-            f"the distillation loss is {loss.item()}; lower the learning rate (stage1.lr, stage2.lr), "
-            "or set model.dtype=float32"
-        )
-    return loss
+    return squares.mean(-1).sum() / counts.sum() if reduction == "official" else squares.sum() / len(lengths)
 
 
 def l1_penalty(alpha: Tensor, form: str) -> Tensor:
@@ -80,6 +76,15 @@ def straight_through(alpha: Tensor, beta: Tensor, variant: str) -> Tensor:
 
 
 def backward(loss: Tensor) -> None:
-    """loss.backward() in the calling thread: autograd's own would hold a second cuBLAS workspace (32 MiB on Hopper)."""
+    """loss.backward() in the calling thread: autograd's own would hold a second cuBLAS workspace (32 MiB on Hopper).
+
+    Raises ValueError for a loss that is not finite, after the backward pass: asked before, the GPU would have to finish
+    the passes behind it with nothing to do next.
+    """
     with torch.autograd.set_multithreading_enabled(False):
         loss.backward()
+    if not torch.isfinite(loss):
+        raise ValueError(
+            f"the distillation loss is {loss.item()}; lower the learning rate (stage1.lr, stage2.lr), "
+            "or set model.dtype=float32"
+        )

@@ -2,14 +2,16 @@
 
 A pass over an 8B decoder has 32 layers of short answer rows: the time goes into launches, not into memory. So a plan,
 made once per pass and used by every layer, says which ranges of which keys the rows read, with plain or with scaled
-queries (Eq. 1), and a layer is a handful of products around one softmax. `attention.scaled_attention` is the slow
-reference with the same result; shapes are named there.
+queries (Eq. 1), and a layer is a handful of products around one softmax. Long ranges that every row sees whole are read
+by the library's flash kernel; one column, their log-sum-exp, then stands for them in that softmax.
+`attention.scaled_attention` is the slow reference with the same result; shapes are named there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,10 +19,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from leank_train.attention import SCORES_AT_ONCE, Visibility, _product, _sees
+from leank_train.attention import (
+    HALF,
+    SCORES_AT_ONCE,
+    Visibility,
+    _product,
+    _sees,
+    flash_backward,
+    flash_forward,
+    flash_takes,
+)
+from leank_train.prefix import beside
+
+FLASH_FROM = 512  # keys of a range from which the flash kernel reads it; fewer cost least beside their neighbours
+JOINED = 4096  # keys of a range up to which it is copied beside its neighbours, for one product over all of them
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Piece:
     """Keys start:stop of one part, read with scaled queries or not. hidden [B, 1, 1, M * n, keys]: True = unseen."""
 
@@ -30,21 +45,105 @@ class Piece:
     scaled: bool
     hidden: Tensor | None
 
+    @property
+    def width(self) -> int:
+        return self.stop - self.start
 
-Plan = tuple[Piece, ...]
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Pieces side by side, read by one product with plain or with scaled queries."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def width(self) -> int:
+        return sum(p.width for p in self.pieces)
+
+    @property
+    def scaled(self) -> bool:
+        return self.pieces[0].scaled
+
+    @cached_property
+    def hidden(self) -> Tensor | None:
+        """As of a piece, over the keys of all; None where no key is hidden."""
+        some = next((p.hidden for p in self.pieces if p.hidden is not None), None)
+        if some is None:
+            return None
+        masks = [some.new_zeros(*some.shape[:-1], p.width) if p.hidden is None else p.hidden for p in self.pieces]
+        return masks[0] if len(masks) == 1 else torch.cat(masks, -1)
 
 
-def document_pieces(q_positions: Tensor, k_positions: Tensor, zones: Sequence[Visibility]) -> Plan:
+@dataclass(frozen=True, eq=False)
+class Group:
+    """What one softmax reads: the keys of runs, and one column for each piece that the flash kernel reads."""
+
+    runs: tuple[Run, ...]
+    flash: tuple[Piece, ...]
+
+    @cached_property
+    def spreads(self) -> tuple[Run, ...]:
+        """The runs, short neighbours joined: a product with values does not ask which queries made the weights."""
+        return tuple(Run(pieces) for pieces in _side_by_side(p for run in self.runs for p in run.pieces))
+
+    def middle(self, like: Tensor) -> Tensor:
+        """Bool [columns], beside `like`: read with scaled queries."""
+        columns = [(run.width, run.scaled) for run in self.runs] + [(1, p.scaled) for p in self.flash]
+        return torch.cat([torch.full((width,), scaled, device=like.device) for width, scaled in columns])
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The groups of a plan; the first `shares` of them are a rank's own."""
+
+    groups: tuple[Group, ...]
+    shares: int
+
+    @property
+    def flashes(self) -> bool:
+        return any(group.flash for group in self.groups)
+
+
+class Plan:
+    """The pieces of a pass, and their layouts, made once and not in every layer."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        """pieces: of part 0, the documents' keys, and of the branches' own parts."""
+        self.pieces = tuple(pieces)
+        self.scales = any(p.scaled for p in pieces)
+        self._layouts: dict[tuple[int, int | None, bool], Layout] = {}
+
+    def layout(self, block: int, flash_from: int | None, shared: bool) -> Layout:
+        """Groups of about `block` keys, with the flash kernel from `flash_from` keys on; shared: part 0, over ranks."""
+        key = block, flash_from, shared
+        if key not in self._layouts:
+            self._layouts[key] = self._laid_out(*key)
+        return self._layouts[key]
+
+    def _laid_out(self, block: int, flash_from: int | None, shared: bool) -> Layout:
+        flash = [p for p in self.pieces if flash_from and not p.part and p.hidden is None and p.width >= flash_from]
+        documents = [p for p in self.pieces if not p.part and p not in flash]
+        own = [p for p in self.pieces if p.part]
+        if shared:
+            shares = _groups(documents, flash, block)
+            return Layout((*shares, *_groups(own, [], block)), len(shares))
+        return Layout(_groups(own + documents, flash, block), 0)
+
+
+def document_pieces(
+    q_positions: Tensor, k_positions: Tensor, zones: Sequence[Visibility], place: torch.device | None = None
+) -> tuple[Piece, ...]:
     """Part 0, the documents' keys: k_positions [B, P], read by rows at q_positions [R, n].
 
     zones: "causal" alone, or "dense" and "middle" (read with scaled queries); their spans may have been made for more
-    rows than these.
+    rows than these. place: of the masks, if not that of the positions.
     """
-    rows = q_positions.reshape(len(k_positions), -1)[:, :, None]  # [B, M * n, 1]
+    place = place or q_positions.device
+    rows = beside(q_positions.reshape(len(k_positions), -1)[:, :, None], place)  # [B, M * n, 1]
     pieces = []
     for scaled, zone in enumerate(zones):
         for start, stop, masked in zone.spans if scaled else _joined(zone.spans):
-            seen = _sees(rows, k_positions[:, None, start:stop], zone) if masked else None
+            seen = _sees(rows, beside(k_positions[:, None, start:stop], place), zone) if masked else None
             pieces.append(Piece(0, start, stop, bool(scaled), None if seen is None else ~seen[:, None, None]))
     return tuple(pieces)
 
@@ -60,20 +159,30 @@ def _joined(spans: Sequence[tuple[int, int, bool]]) -> list[tuple[int, int, bool
     return joined
 
 
-def own_pieces(q_positions: Tensor, k_positions: Tensor, documents: int, zones: Sequence[Visibility]) -> Plan:
-    """Part 1, the branches' own keys laid side by side (`side_by_side`): a row sees those of its branch alone.
+def own_pieces(
+    q_positions: Tensor,
+    k_positions: Tensor,
+    documents: int,
+    zones: Sequence[Visibility],
+    place: torch.device | None = None,
+    part: int = 1,
+) -> tuple[Piece, ...]:
+    """Keys of the branches' own laid side by side (`side_by_side`), as that part: a row sees those of its branch alone.
 
-    q_positions [R, n], k_positions [R, T]. The window usually holds all of them: then nothing is scaled.
+    q_positions [R, n], k_positions [R, T]; zones: made for them, their spans maybe for more rows. place: as above. The
+    window usually holds all: then nothing is scaled.
     """
     n, T, M = q_positions.shape[1], k_positions.shape[1], len(q_positions) // documents
-    same = torch.eye(M, dtype=torch.bool, device=q_positions.device)[None, :, None, :, None]
+    place = place or q_positions.device
+    same = torch.eye(M, dtype=torch.bool, device=place)[None, :, None, :, None]
+    rows, columns = beside(q_positions[:, :, None], place), beside(k_positions[:, None], place)
     pieces = []
     for scaled, zone in enumerate(zones):
-        seen = _sees(q_positions[:, :, None], k_positions[:, None], zone)  # [R, n, T]
-        if scaled and not seen.any():
+        if not zone.spans:
             continue
+        seen = _sees(rows, columns, zone)  # [R, n, T]
         hidden = ~(seen.view(documents, M, n, 1, T) & same).reshape(documents, 1, 1, M * n, M * T)
-        pieces.append(Piece(1, 0, M * T, bool(scaled), hidden))
+        pieces.append(Piece(part, 0, M * T, bool(scaled), hidden))
     return tuple(pieces)
 
 
@@ -87,44 +196,51 @@ def fused_attention(
     q: Tensor,
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
-    pieces: Plan,
+    plan: Plan,
     scale: float,
     alpha: Tensor | None = None,
     empty_heads: str = "zero",
     limit: int | None = None,
     ranks: dist.ProcessGroup | None = None,
+    flash_from: int | None = None,
 ) -> Tensor:
-    """Softmax attention of q [R, Hq, n, D] over the pieces of keys and values [B, H, T, D]; returns [R, Hq, n, D].
+    """Softmax attention of q [R, Hq, n, D] over the plan's pieces of keys and values [B, H, T, D]: [R, Hq, n, D].
 
     alpha [H, D] or [R, H, D] scales the queries of scaled pieces; empty_heads as in `scaled_attention`. limit: scores
     held at a time (None: by device); longer pieces are read in blocks. ranks: processes with the same rows and the same
-    part 1, each with a share of part 0: all get the attention over all shares, and the gradient that one process gets.
+    own parts, each with a share of part 0: all get the attention over all shares, and the gradient that one process
+    gets. flash_from: keys of a piece from which the flash kernel reads it (None: by device and type).
     """
     (R, Hq, n, D), (B, H) = q.shape, keys[0].shape[:2]
     M, G = R // B, Hq // H
-
-    def rows(x: Tensor) -> Tensor:  # [R, Hq, n, D] -> [B, H, G * M * n, D]
-        return x.reshape(B, M, H, G, n, D).permute(0, 2, 3, 1, 4, 5).reshape(B, H, G * M * n, D)
-
-    dense, scaled, empty = rows(q), None, None
-    if alpha is not None and (ranks or any(p.scaled for p in pieces)):  # ranks do alike, whatever their shares hold
-        scaled = rows((q * alpha.repeat_interleave(G, -2).unsqueeze(-2)).to(q.dtype))
+    dense = q.reshape(B, M, H, G, n, D).permute(0, 2, 3, 1, 4, 5).reshape(B, H, G * M * n, D)
+    factor, empty = None, None
+    if alpha is not None and (ranks or plan.scales):  # ranks do alike, whatever their shares hold
+        # what multiplies dense: [H, 1, D], or [B, H, G * M * n, D] where branches differ
+        factor = alpha[:, None] if alpha.dim() == 2 else _to_rows(alpha.view(B, M, H, 1, D).transpose(1, 2), G, n)
         if empty_heads == "drop":
             none = (alpha == 0).all(-1).expand(R, H)  # [R, H]: heads that drop the middle
-            empty = none.view(B, M, H).permute(0, 2, 1)[:, :, None, :, None].expand(B, H, G, M, n)
-            empty = empty.reshape(B, H, G * M * n, 1)
+            empty = _to_rows(none.view(B, M, H, 1, 1).transpose(1, 2), G, n)
+    if flash_from is None and flash_takes(q):
+        flash_from = FLASH_FROM
+    if keys[0].requires_grad or values[0].requires_grad:  # the flash kernel's part of the backward pass is for q alone
+        flash_from = None
     limit = limit or SCORES_AT_ONCE["cuda" if q.is_cuda else "cpu"]
-    block = max(64, limit // max(1, dense.shape[:3].numel()))
-    shares = _groups([p for p in pieces if p.part == 0], block) if ranks else []
-    groups = shares + _groups([p for p in pieces if p.part or not ranks], block)
-    out = _Fused.apply(dense, scaled, empty, scale, groups, ranks, len(shares), M * n, len(keys), *keys, *values)
-    return out.reshape(B, H, G, M, n, D).permute(0, 3, 1, 2, 4, 5).reshape(R, Hq, n, D).to(q.dtype)
+    layout = plan.layout(max(64, limit // max(1, dense.shape[:3].numel())), flash_from, ranks is not None)
+    out = _Fused.apply(dense, factor, empty, scale, layout, ranks, M * n, len(keys), *keys, *values)
+    return out.reshape(B, H, G, M, n, D).permute(0, 3, 1, 2, 4, 5).reshape(R, Hq, n, D)
 
 
-def _groups(pieces: Sequence[Piece], block: int) -> list[list[Piece]]:
-    """The pieces cut to at most `block` keys and gathered into groups of about as many."""
-    groups: list[list[Piece]] = []
-    held = block
+def _to_rows(x: Tensor, G: int, n: int) -> Tensor:
+    """x [B, H, M, 1, C], the same for all of a branch's rows -> [B, H, G * M * n, C]."""
+    B, H, M, _, C = x.shape
+    return x[:, :, None].expand(B, H, G, M, n, C).reshape(B, H, G * M * n, C)
+
+
+def _groups(pieces: Sequence[Piece], flash: Sequence[Piece], block: int) -> tuple[Group, ...]:
+    """The pieces cut to at most `block` keys and gathered into groups of about as many; the first has `flash`."""
+    groups: list[list[Piece]] = [[]] if flash else []
+    held = 0 if flash else block
     for p in pieces:
         for start in range(p.start, p.stop, block):
             stop = min(start + block, p.stop)
@@ -134,11 +250,37 @@ def _groups(pieces: Sequence[Piece], block: int) -> list[list[Piece]]:
                 held = 0
             groups[-1].append(Piece(p.part, start, stop, p.scaled, hidden))
             held += stop - start
-    return groups
+    made = []
+    for number, group in enumerate(groups):
+        group.sort(key=lambda p: (p.width > JOINED, p.scaled))
+        parts = ([p for p in group if p.scaled == scaled and (p.width > JOINED) == long]
+                 for long in (False, True) for scaled in (False, True))  # fmt: skip
+        runs = tuple(Run(side) for part in parts for side in _side_by_side(part))
+        made.append(Group(runs, tuple(flash) if not number else ()))
+    return tuple(made)
+
+
+def _side_by_side(pieces: Iterable[Piece]) -> list[tuple[Piece, ...]]:
+    """Short pieces together, long ones alone: no long range of keys is copied."""
+    joined: list[tuple[Piece, ...]] = []
+    short = False
+    for p in pieces:
+        if short and p.width <= JOINED:
+            joined[-1] = (*joined[-1], p)
+        else:
+            joined.append((p,))
+        short = p.width <= JOINED
+    return joined
+
+
+def _read(tensors: Sequence[Tensor], run: Run) -> Tensor:
+    """The keys or values of a run, [B, H, width, D]."""
+    found = [tensors[p.part][:, :, p.start : p.stop] for p in run.pieces]
+    return found[0] if len(found) == 1 else torch.cat(found, 2)
 
 
 class _Fused(torch.autograd.Function):
-    """Online softmax over groups of pieces; the backward pass computes each group's probabilities anew from lse.
+    """Online softmax over groups; the backward pass computes each group's probabilities anew from lse.
 
     A head that drops the middle (`empty`) has two softmaxes: the deployed one, without the middle, makes the output
     and every gradient but alpha's; the one with it, at logits of 0, makes alpha's straight-through gradient.
@@ -146,125 +288,153 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, dense: Tensor, scaled: Tensor | None, empty: Tensor | None, scale: float,
-        groups: list[list[Piece]], ranks: dist.ProcessGroup | None, shares: int, folded: int, parts: int, *kv: Tensor,
+        ctx: Any, dense: Tensor, factor: Tensor | None, empty: Tensor | None, scale: float,
+        layout: Layout, ranks: dist.ProcessGroup | None, folded: int, parts: int, *kv: Tensor,
     ) -> Tensor:  # fmt: skip
         keys, values = kv[:parts], kv[parts:]
-        state, full = None, None
-        for number, group in enumerate(groups):  # the first `shares` of them are this rank's own
-            if ranks and number == shares:
+        scaled = None if factor is None else (dense * factor).to(dense.dtype)
+        state, full, rests = None, None, []
+        for number, group in enumerate(layout.groups):
+            if ranks and number == layout.shares:
                 state = _over_ranks(state, dense, values[0], ranks)
                 full = None if empty is None else _over_ranks(full, dense, values[0], ranks)
-            logits = _logits(dense, scaled, keys, group, scale, folded)
-            deployed = logits if empty is None else logits.masked_fill(empty & _middle(group, logits), -torch.inf)
-            state = _accumulate(state, deployed, values, group)
+            found = []
+            for p in group.flash:
+                k, v = (x[p.part][:, :, p.start : p.stop] for x in (keys, values))
+                found.append(flash_forward(scaled if p.scaled else dense, k, v, scale))  # type: ignore[arg-type]
+            rests.append([rest for _, _, rest in found])
+            outs, lses = [out for out, _, _ in found], [lse[..., None] for _, lse, _ in found]
+            logits = _logits(dense, scaled, keys, group, scale, folded, lses)
+            deployed = logits if empty is None else logits.masked_fill(empty & group.middle(logits), -torch.inf)
+            state = _accumulate(state, deployed, values, group, outs)
             if empty is not None:
-                full = _accumulate(full, logits, values, group)
+                full = _accumulate(full, logits, values, group, outs)
         assert state is not None
         out, lse = _finish(*state)
         both, lse_both = _finish(*full) if full is not None else (None, None)
-        ctx.save_for_backward(dense, scaled, empty, out, lse, both, lse_both, *kv)
-        ctx.scale, ctx.groups, ctx.folded, ctx.parts = scale, groups, folded, parts
-        ctx.ranks, ctx.shares = ranks, shares
-        return out
+        ctx.save_for_backward(dense, scaled, factor, empty, out, lse, both, lse_both, *kv)
+        ctx.scale, ctx.layout, ctx.folded, ctx.parts = scale, layout, folded, parts
+        ctx.ranks, ctx.rests = ranks, rests
+        return out.to(dense.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> Any:
-        dense, scaled, empty, out, lse, both, lse_both, *kv = ctx.saved_tensors
-        keys, values = kv[: ctx.parts], kv[ctx.parts :]
-        d_kv: list[Tensor | None] = [
-            torch.zeros_like(x, dtype=out.dtype) if need else None
-            for x, need in zip(kv, ctx.needs_input_grad[9:], strict=True)
-        ]
-        d_queries: list[Tensor | None] = [None, None]
-        d_rows = _operand(d_out, dense)
+        dense, scaled, factor, empty, out, lse, both, lse_both, *kv = ctx.saved_tensors
+        needs, keys, values, scale = ctx.needs_input_grad, kv[: ctx.parts], kv[ctx.parts :], ctx.scale
+        d_kv: list[Tensor | None] = [None] * len(kv)
+        d_queries: list[Tensor | None] = [None, None]  # of plain and of scaled queries
         delta = (d_out * out).sum(-1, keepdim=True)
         delta_both = delta if both is None else (d_out * both).sum(-1, keepdim=True)
-        for number, group in enumerate(ctx.groups):
-            if ctx.ranks and number == ctx.shares:
+        # the flash kernel reads out and lse of the softmax that teaches: for scaled queries the one with the middle
+        wholes = [(out, lse), (out, lse) if both is None else (both, lse_both)]
+        if ctx.layout.flashes:
+            wholes = [(x.to(dense.dtype), y.squeeze(-1)) for x, y in wholes]
+        for number, (group, rests) in enumerate(zip(ctx.layout.groups, ctx.rests, strict=True)):
+            if ctx.ranks and number == ctx.layout.shares:
                 d_queries = _summed(d_queries, dense, scaled, out.dtype, ctx.ranks)
-            logits = _logits(dense, scaled, keys, group, ctx.scale, ctx.folded)
-            d_weights = torch.cat([_product(d_rows, values[p.part][:, :, p.start : p.stop].mT) for p in group], -1)
-            if empty is None:
-                weights = logits.sub_(lse).exp_()
-                d_logits = d_weights.sub_(delta).mul_(weights).mul_(ctx.scale)
-            else:
-                hidden = empty & _middle(group, logits)
-                d_scaled_logits = (d_weights - delta_both) * (logits - lse_both).exp() * ctx.scale
-                weights = logits.masked_fill_(hidden, -torch.inf).sub_(lse).exp_()
-                d_logits = d_weights.sub_(delta).mul_(weights).mul_(ctx.scale)
-                d_scaled_logits = _operand(torch.where(hidden, d_scaled_logits, d_logits), dense)
-            d_logits, weights = _operand(d_logits, dense), _operand(weights, dense)
-            d_scaled_logits = d_logits if empty is None else d_scaled_logits
-            at = 0
-            for p in group:
-                columns = slice(at, at := at + p.stop - p.start)
-                d_piece = (d_scaled_logits if p.scaled else d_logits)[..., columns]
-                d_q = _product(d_piece, keys[p.part][:, :, p.start : p.stop])
-                before = d_queries[p.scaled]
-                d_queries[p.scaled] = d_q if before is None else before.add_(d_q)
-                d_k, d_v = d_kv[p.part], d_kv[ctx.parts + p.part]
-                if d_k is not None:
-                    query = scaled if p.scaled else dense
-                    d_k[:, :, p.start : p.stop] += _product(d_logits[..., columns].mT, query)
-                if d_v is not None:
-                    d_v[:, :, p.start : p.stop] += _product(weights[..., columns].mT, d_rows)
-        d_dense, d_scaled = (None if d is None else d.to(dense.dtype) for d in d_queries)
+            if group.runs:
+                logits = _logits(dense, scaled, keys, group, scale, ctx.folded)
+                spreads = [_product(d_out, _read(values, run).mT) for run in group.spreads]
+                d_weights = torch.cat(spreads, -1) if len(spreads) > 1 else spreads[0]
+                if empty is None:
+                    weights = logits.sub_(lse).exp_()
+                    d_logits = d_weights.sub_(delta).mul_(weights).mul_(scale)
+                else:
+                    hidden = empty & group.middle(logits)[: logits.shape[-1]]
+                    d_taught = (d_weights - delta_both) * (logits - lse_both).exp() * scale
+                    weights = logits.masked_fill_(hidden, -torch.inf).sub_(lse).exp_()
+                    d_logits = d_weights.sub_(delta).mul_(weights).mul_(scale)
+                    d_taught = _operand(torch.where(hidden, d_taught, d_logits), dense)
+                d_logits = _operand(d_logits, dense)
+                d_taught = d_logits if empty is None else d_taught
+                at = 0
+                for run in group.runs:
+                    d_run = (d_taught if run.scaled else d_logits)[..., at : at + run.width]
+                    if run.scaled or needs[0]:
+                        _add(d_queries, run.scaled, _product(d_run, _read(keys, run)))
+                    for p in run.pieces:
+                        columns = slice(at, at := at + p.width)
+                        for row, left, right in (
+                            (p.part, d_logits, scaled if p.scaled else dense), (ctx.parts + p.part, weights, d_out)
+                        ):  # fmt: skip
+                            if needs[8 + row]:
+                                _add(d_kv, row, _product(left[..., columns].mT, right), p, kv[row].shape[2])
+            for p, rest in zip(group.flash, rests, strict=True):
+                if p.scaled or needs[0]:
+                    k, v = (x[p.part][:, :, p.start : p.stop] for x in (keys, values))
+                    query, (whole, total) = scaled if p.scaled else dense, wholes[p.scaled]
+                    d_q = flash_backward(d_out, query, k, v, whole, total, scale, rest)
+                    _add(d_queries, p.scaled, d_q.to(out.dtype))
+        d_dense, d_scaled = d_queries
+        d_factor = None
+        if d_scaled is not None:
+            d_factor = (d_scaled * dense).sum_to_size(factor.shape).to(factor.dtype) if needs[1] else None
+            if needs[0]:
+                d_dense = d_scaled * factor if d_dense is None else d_dense.addcmul_(d_scaled, factor)
+        d_dense = None if d_dense is None else d_dense.to(dense.dtype)
         grads = [None if d is None else d.to(x.dtype) for d, x in zip(d_kv, kv, strict=True)]
-        return d_dense, d_scaled, *[None] * 7, *grads
+        return d_dense, d_factor, *[None] * 6, *grads
+
+
+def _add(sums: list[Tensor | None], at: int, found: Tensor, piece: Piece | None = None, length: int = 0) -> None:
+    """Add to sums[at] what was found, of a piece of `length` keys or of all."""
+    before = sums[at]
+    if piece is None or piece.width == length:
+        sums[at] = found if before is None else before.add_(found)
+        return
+    if before is None:
+        before = sums[at] = found.new_zeros(*found.shape[:2], length, found.shape[3])
+    before[:, :, piece.start : piece.stop] += found
 
 
 def _logits(
-    dense: Tensor, scaled: Tensor | None, keys: Sequence[Tensor], group: list[Piece], scale: float, folded: int
-) -> Tensor:
-    """Scaled logits [B, H, G * M * n, keys of the group], -inf where a row does not see a key."""
+    dense: Tensor, scaled: Tensor | None, keys: Sequence[Tensor], group: Group, scale: float, folded: int,
+    lses: Sequence[Tensor] = (),
+) -> Tensor:  # fmt: skip
+    """Scaled logits [B, H, G * M * n, keys of the group's runs], -inf where a row does not see a key; then the lses."""
     found = []
-    for p in group:
-        query = scaled if p.scaled else dense
-        logits = _product(query, keys[p.part][:, :, p.start : p.stop].mT)  # type: ignore[arg-type]
-        if p.hidden is not None:
-            logits.unflatten(2, (-1, folded)).masked_fill_(p.hidden, -torch.inf)
+    for run in group.runs:
+        logits = _product(scaled if run.scaled else dense, _read(keys, run).mT)  # type: ignore[arg-type]
+        if run.hidden is not None:
+            logits.unflatten(2, (-1, folded)).masked_fill_(run.hidden, -torch.inf)
         found.append(logits)
+    found += [lse / scale for lse in lses]
     return (torch.cat(found, -1) if len(found) > 1 else found[0]).mul_(scale)
 
 
 def _operand(x: Tensor, model: Tensor) -> Tensor:
     """x in the type in which `_product` multiplies it with the model's tensors: cast once, not once a piece."""
-    return x.to(model.dtype) if model.is_cuda and model.dtype in (torch.bfloat16, torch.float16) else x
-
-
-def _middle(group: list[Piece], like: Tensor) -> Tensor:
-    """Bool [keys of the group]: read with scaled queries."""
-    flags = [torch.full((p.stop - p.start,), p.scaled, device=like.device) for p in group]
-    return torch.cat(flags)
+    return x.to(model.dtype) if model.is_cuda and model.dtype in HALF else x
 
 
 def _accumulate(
-    state: tuple[Tensor, Tensor, Tensor] | None, logits: Tensor, values: Sequence[Tensor], group: list[Piece]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Take a group into the online softmax (sum of weights * V, sum of weights, maximum)."""
-    top = logits.amax(-1, keepdim=True)
+    state: tuple[Tensor, Tensor, Tensor] | None, logits: Tensor, values: Sequence[Tensor], group: Group,
+    outs: Sequence[Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Take a group into the online softmax (sum of weights * V, sum of weights, maximum); outs: of its flash pieces."""
+    top = logits.amax(-1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min / 4)  # -inf - -inf would be NaN
     top = top if state is None else torch.maximum(top, state[2])
-    safe = top.masked_fill(top == -torch.inf, 0.0)  # -inf - -inf would be NaN
-    weights = (logits - safe).exp_()
+    weights = (logits - top).exp_()
     total, out, at = weights.sum(-1, keepdim=True), None, 0
-    weights = _operand(weights, values[0])
-    for p in group:
-        piece = _product(weights[..., at : (at := at + p.stop - p.start)], values[p.part][:, :, p.start : p.stop])
-        out = piece if out is None else out.add_(piece)
+    operand = _operand(weights, values[0])
+    for run in group.spreads:
+        found = _product(operand[..., at : (at := at + run.width)], _read(values, run))
+        out = found if out is None else out.add_(found)
+    for flash in outs:
+        weight = weights[..., at : (at := at + 1)]
+        out = weight * flash if out is None else out.addcmul_(weight, flash)
     assert out is not None
     if state is not None:
-        decay = (state[2] - safe).exp()
+        decay = (state[2] - top).exp()
         total, out = total + state[1] * decay, out + state[0] * decay
     return out, total, top
 
 
 def _finish(out: Tensor, total: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp; a row that sees nothing has the output 0, and lse = inf so that its weights are 0."""
-    none = total == 0
-    total = total.masked_fill(none, 1.0)
-    return out / total, torch.where(none, torch.inf, top + total.log())
+    """Output and log-sum-exp; a row that sees nothing has the output 0, and a finite lse, so that its weights are 0."""
+    total = total.clamp_(min=torch.finfo(total.dtype).tiny)
+    return out / total, total.log().add_(top)
 
 
 def _over_ranks(

@@ -1,7 +1,7 @@
 """Run a frozen transformers decoder with an attention of ours, through its public interfaces: no class is patched.
 
-`run_decoder(model, ids, positions, state)` calls `state.attend(layer, q, k, v, scale)` in every layer. The two
-registrations below are global to the process; a model's own choice of attention is put back after each pass.
+`run_decoder(model, ids, positions, state)` calls `state.attend(layer, q, k, v, scale)` in every layer. The
+registration below is global to the process; a model's own choice of attention is put back after each pass.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 NAME = "leank_branching"
 
@@ -85,9 +85,6 @@ def _attend(
     return out.transpose(1, 2).contiguous(), None  # [R, n, Hq, D]
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Positions say what is visible; without this registration the library would build dense masks or none at will."""
-
-
+# Positions say what is visible. With no mask function of this name the library makes no mask, and does not look for
+# packed sequences either, which would wait for the GPU in every pass.
 AttentionInterface.register(NAME, _attend)
-AttentionMaskInterface.register(NAME, _no_mask)

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from leank_train.attention import visibility
-from leank_train.fused import document_pieces, fused_attention, own_pieces, side_by_side
-from leank_train.prefix import Branch, Prefix
+from leank_train.fused import Plan, document_pieces, fused_attention, own_pieces, side_by_side
+from leank_train.prefix import Branch, Prefix, beside
 
 _BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -22,13 +22,21 @@ _BACKENDS = {
 }
 KERNELS = ("auto", "flash_attn", *_BACKENDS)  # of a prefill; flash_attn is the package of this name, the others SDPA's
 HOPPER = (9, 0)  # compute capability from which cuDNN's kernel is the fastest
+# cuDNN makes a plan for every new length, and nearly every step of training has one: 25 to 50 ms for all layers. On an
+# H200 it runs at about 600 TFLOP/s, flash at 350: so it gains 1.2 ms a TFLOP, and pays for the plan from here on.
+CUDNN_FROM = 42e12  # FLOPs of a prefill's attention; 13K tokens for Llama-3.1-8B
 
 
-def kernel_order(kernel: str, q: Tensor) -> list[SDPBackend]:
-    """SDPA's backends, to be tried in this order: the named one and then the others; empty for the library's choice."""
+def kernel_order(kernel: str, q: Tensor, layers: int) -> list[SDPBackend]:
+    """SDPA's backends, to be tried in this order: the named one and then the others; empty for the library's choice.
+
+    auto, for causal attention of q [B, Hq, T, D] in that many layers: on Hopper cuDNN from CUDNN_FROM on, else flash;
+    elsewhere the library's choice.
+    """
     if kernel == "auto":
         newest = q.is_cuda and torch.cuda.get_device_capability(q.device) >= HOPPER
-        kernel = "cudnn" if newest else ""
+        B, Hq, T, D = q.shape
+        kernel = ("cudnn" if 2 * layers * B * Hq * T * T * D >= CUDNN_FROM else "flash") if newest else ""
     return sorted(_BACKENDS.values(), key=lambda b: b != _BACKENDS[kernel]) if kernel else []
 
 
@@ -49,9 +57,9 @@ class _Keeps:
 class PrefillPass(_Keeps):
     """Causal attention by the library's fastest kernel; keeps K and V, and the last queries on request."""
 
-    def __init__(self, longest: int, lengths: Tensor, obs_queries: int, kernel: str = "auto"):
+    def __init__(self, longest: int, lengths: Tensor, obs_queries: int, layers: int, kernel: str = "auto"):
         super().__init__(longest, lengths, min(obs_queries, int(lengths.min())))
-        self.kernel = kernel
+        self.layers, self.kernel = layers, kernel
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         self.keep(k, v)
@@ -65,7 +73,7 @@ class PrefillPass(_Keeps):
 
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             return flash_attn_func(q, k, v, softmax_scale=scale, causal=True).transpose(1, 2)
-        order = kernel_order(self.kernel, q)
+        order = kernel_order(self.kernel, q, self.layers)
         with sdpa_kernel(order, set_priority=True) if order else nullcontext():
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=group > 1)
 
@@ -77,8 +85,9 @@ class FullPass(_Keeps):
         super().__init__(int(k_positions.max()) + 1, lengths, obs_queries)
         self.prefix = prefix
         causal = visibility(positions, prefix.k_positions, "causal")
-        self.pieces = document_pieces(positions, prefix.k_positions, [causal])
-        self.pieces += own_pieces(positions, k_positions, len(prefix.lengths), [causal])
+        pieces = document_pieces(positions, prefix.k_positions, [causal], prefix.place)
+        own = visibility(positions, k_positions, "causal")
+        self.plan = Plan(pieces + own_pieces(positions, k_positions, len(prefix.lengths), [own], prefix.place))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         self.keep(k, v)
@@ -86,7 +95,7 @@ class FullPass(_Keeps):
             self.queries.append(self._observed(layer, q))
         own = (side_by_side(x, len(self.prefix.lengths)) for x in (k, v))
         keys, values = zip((self.prefix.keys[layer], self.prefix.values[layer]), own, strict=True)
-        return fused_attention(q, keys, values, self.pieces, scale, ranks=self.prefix.ranks)
+        return fused_attention(q, keys, values, self.plan, scale, ranks=self.prefix.ranks)
 
     def _observed(self, layer: int, q: Tensor) -> Tensor:
         earlier = q[:, :, :0] if self.prefix.queries is None else self.prefix.queries[layer]
@@ -117,17 +126,19 @@ class ScaledPass:
         self.prefix, self.question, self.empty_heads = prefix, question, empty_heads
         self.alpha = _per_layer(alpha, prefix, question)
         self.longest = int(k_positions.max()) + 1
-        tail = torch.cat([question.k_positions, k_positions], 1)
         zones = [visibility(positions, prefix.k_positions, zone, sink, window) for zone in ("dense", "middle")]
-        self.pieces = document_pieces(positions, prefix.k_positions, zones)
-        self.pieces += own_pieces(positions, tail, len(prefix.lengths), zones)
+        pieces = document_pieces(positions, prefix.k_positions, zones, prefix.place)
+        for part, at in ((1, question.k_positions), (2, k_positions)):
+            zones = [visibility(positions, at, zone, sink, window) for zone in ("dense", "middle")]
+            pieces += own_pieces(positions, at, len(prefix.lengths), zones, prefix.place, part)
+        self.plan = Plan(pieces)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        own = zip((self.question.keys[layer], self.question.values[layer]), (k, v), strict=True)
-        k, v = (side_by_side(torch.cat(both, 2), len(self.prefix.lengths)) for both in own)
-        keys, values = [self.prefix.keys[layer], k], [self.prefix.values[layer], v]
+        documents = len(self.prefix.lengths)
+        keys = [self.prefix.keys[layer], *(side_by_side(x, documents) for x in (self.question.keys[layer], k))]
+        values = [self.prefix.values[layer], *(side_by_side(x, documents) for x in (self.question.values[layer], v))]
         return fused_attention(
-            q, keys, values, self.pieces, scale, self.alpha[layer], self.empty_heads, ranks=self.prefix.ranks
+            q, keys, values, self.plan, scale, self.alpha[layer], self.empty_heads, ranks=self.prefix.ranks
         )
 
 
@@ -155,15 +166,17 @@ class DecodePass:
         """Make room for the token at positions [R, 1]."""
         self.slot += 1
         self.k_positions[:, self.slot] = positions[:, 0]
-        self.pieces = document_pieces(positions, self.prefix.k_positions, self.zones)
-        self.pieces += own_pieces(positions, self.k_positions, len(self.prefix.lengths), self.zones)
+        pieces = document_pieces(positions, self.prefix.k_positions, self.zones, self.prefix.place)
+        own = [visibility(positions, self.k_positions, z.zone, z.sink, z.window) for z in self.zones]
+        documents = len(self.prefix.lengths)
+        self.plan = Plan(pieces + own_pieces(positions, self.k_positions, documents, own, self.prefix.place))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         for buffer, new in ((self.keys[layer], k), (self.values[layer], v)):
             buffer[:, :, :, self.slot] = new[:, :, 0].unflatten(0, (buffer.shape[0], -1)).transpose(1, 2)
         keys = [self.prefix.keys[layer], self.keys[layer].flatten(2, 3)]
         values = [self.prefix.values[layer], self.values[layer].flatten(2, 3)]
-        return fused_attention(q, keys, values, self.pieces, scale, self.alpha[layer], "drop", ranks=self.prefix.ranks)
+        return fused_attention(q, keys, values, self.plan, scale, self.alpha[layer], "drop", ranks=self.prefix.ranks)
 
 
 def _per_layer(alpha: Tensor, prefix: Prefix, question: Branch) -> tuple[Tensor, ...]:
@@ -180,5 +193,5 @@ def _per_layer(alpha: Tensor, prefix: Prefix, question: Branch) -> tuple[Tensor,
 
 def _last(q: Tensor, lengths: Tensor, n: int) -> Tensor:
     """The n rows of q [R, Hq, T, D] before each length [R] -> [R, Hq, n, D]."""
-    index = lengths[:, None] - n + torch.arange(n, device=q.device)  # [R, n]
+    index = beside(lengths[:, None] - n + torch.arange(n), q.device)  # [R, n]
     return q.gather(2, index[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))

@@ -1,4 +1,8 @@
-"""What a pass leaves behind for the next: documents prefilled, and branches that continue them."""
+"""What a pass leaves behind for the next: documents prefilled, and branches that continue them.
+
+Lengths and positions are on the host, where passes are planned: a plan read off the GPU would wait for it, and all
+passes of a step are launched while the first one, the prefill, still runs there.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +27,11 @@ class Prefix:
     queries: list[Tensor] | None = None
     ranks: dist.ProcessGroup | None = None
 
+    @property
+    def place(self) -> torch.device:
+        """Where keys and values are."""
+        return self.keys[0].device
+
 
 @dataclass(frozen=True)
 class Branch:
@@ -44,7 +53,7 @@ class Branch:
         """Only the first lengths [R] tokens of each branch: the question, of a pass over question and answer."""
         lengths = checked_lengths(lengths, self.k_positions)
         longest = int(lengths.max())
-        seen = torch.arange(longest, device=lengths.device) < lengths[:, None]
+        seen = torch.arange(longest) < lengths[:, None]
         return replace(
             self,
             keys=[k[:, :, :longest] for k in self.keys],
@@ -68,8 +77,15 @@ class Branch:
 
 
 def checked_lengths(lengths: Sequence[int] | Tensor, ids: Tensor) -> Tensor:
-    """Lengths [R] of ids [R, T] as a tensor beside them, checked."""
-    lengths = torch.as_tensor(lengths, device=ids.device)
+    """Lengths [R] of ids [R, T], checked, on the host; such as are on a GPU are waited for."""
+    lengths = torch.as_tensor(lengths).cpu()
     if lengths.shape != ids.shape[:1] or lengths.min() < 1 or lengths.max() > ids.shape[1]:
         raise ValueError(f"lengths={lengths.tolist()} must be {ids.shape[0]} numbers from 1 to {ids.shape[1]}")
     return lengths
+
+
+def beside(x: Tensor, place: torch.device) -> Tensor:
+    """x at `place`; from the host to a GPU without waiting for what runs there."""
+    if place.type == "cuda" and not x.is_cuda:
+        return x.contiguous().pin_memory().to(place, non_blocking=True)
+    return x.to(place)

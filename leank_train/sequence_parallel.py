@@ -12,12 +12,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from transformers import PreTrainedModel
 
-from leank_train.attention import merge, partial_attention, visibility
+from leank_train.attention import flash_forward, flash_takes, merge, partial_attention, visibility
 from leank_train.hook import check_decoder, run_decoder
-from leank_train.prefix import Prefix, checked_lengths
+from leank_train.prefix import Prefix, beside, checked_lengths
 
 
 @torch.no_grad()
@@ -31,12 +30,12 @@ def prefill_in_shares(
     """
     check_decoder(model)
     lengths = checked_lengths(lengths, document_ids)
-    columns = share(document_ids.shape[1], dist.get_rank(ranks), dist.get_world_size(ranks)).to(document_ids.device)
+    columns = share(document_ids.shape[1], dist.get_rank(ranks), dist.get_world_size(ranks))
     # columns past the end are padding, and repeat the last one
-    ids = document_ids[:, columns.clamp(max=document_ids.shape[1] - 1)]
-    positions = columns.expand_as(ids)
+    ids = document_ids[:, beside(columns.clamp(max=document_ids.shape[1] - 1), document_ids.device)]
+    positions = columns.expand(ids.shape)
     state = RingPass(int(lengths.max()), ranks)
-    run_decoder(model, ids, positions, state)
+    run_decoder(model, ids, beside(positions, ids.device), state)
     k_positions = positions.masked_fill(positions >= lengths[:, None], -1)
     return Prefix(state.keys, state.values, k_positions, lengths, ranks=ranks)
 
@@ -97,16 +96,10 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool 
 
     Both in at least float32. By the library's flash kernel in half precision on a GPU, else by `partial_attention`.
     """
-    (B, _, n, D), T = q.shape, k.shape[2]
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and D % 8 == 0 and D <= 256:
-        rows, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B * n, Hq, D]
-        ends = torch.arange(B + 1, device=q.device, dtype=torch.int32)
-        flat, flat_lse = varlen_attn(
-            rows, keys, values, ends * n, ends * T, n, T,
-            return_aux=AuxRequest(lse=True), scale=scale, window_size=(-1, 0) if causal else (-1, -1), enable_gqa=True,
-        )  # fmt: skip
-        out, lse = flat.unflatten(0, (B, n)).transpose(1, 2), flat_lse.unflatten(1, (B, n)).transpose(0, 1)
-        return out.float(), lse.contiguous()
+    (B, _, n, _), T = q.shape, k.shape[2]
+    if flash_takes(q):
+        out, lse, _ = flash_forward(q, k, v, scale, causal)
+        return out.float(), lse
     columns = torch.arange(T, device=q.device).expand(B, T)
     seen = visibility(columns if causal else torch.full((B, n), T, device=q.device), columns, "causal")
     return partial_attention(q, k, v, scale, seen)

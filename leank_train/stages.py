@@ -20,6 +20,7 @@ from leank_train.branching import branch, prefill, prefill_and_branch, student
 from leank_train.data import Batch
 from leank_train.mask import ChannelMask
 from leank_train.parallel import Parallel, shard
+from leank_train.prefix import beside
 from leank_train.sequence_parallel import prefill_in_shares
 
 
@@ -101,7 +102,7 @@ class Stage(L.LightningModule):
         return distill.l2_loss(full, scaled, batch.answer_lengths, self.config.reduction)
 
     def training_step(self, batch: Batch, index: int) -> dict[str, Tensor]:
-        """Loss of one batch. Raises ValueError where it is not finite."""
+        """Loss of one batch."""
         distillation, penalty = self.distillation(batch), self.penalty()
         distillation, mean, tokens = self._over_ranks(batch, distillation)
         values = {"distillation": mean, "penalty": penalty.detach()}
@@ -112,6 +113,7 @@ class Stage(L.LightningModule):
         return {"loss": distillation + penalty, **values}
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Raises ValueError where the loss is not finite."""
         distill.backward(loss)
 
     def _over_ranks(self, batch: Batch, loss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,12 +122,13 @@ class Stage(L.LightningModule):
         DDP gives every rank the same say; the loss is a mean over answer tokens (or sequences), of which ranks have
         different numbers. Returns the weighed loss, its mean over ranks, and the document tokens of all ranks.
         """
-        tokens = batch.document_lengths.sum().float()
+        tokens = beside(batch.document_lengths.sum().float(), loss.device)
         if self.trainer.world_size == 1:
             return loss, loss.detach(), tokens
         lengths = batch.answer_lengths
         counted = lengths.sum() if self.config.reduction == "official" else torch.ones_like(lengths).sum()
-        gathered = self.all_gather(torch.stack([counted.to(loss), loss.detach(), tokens.to(loss)]))  # [ranks, 3]
+        counted = beside(counted.to(loss.dtype), loss.device)
+        gathered = self.all_gather(torch.stack([counted, loss.detach(), tokens.to(loss)]))  # [ranks, 3]
         assert isinstance(gathered, Tensor)
         counts, losses, all_tokens = gathered.unbind(1)
         share = counts / counts.sum()

@@ -86,7 +86,7 @@ def full_sequence(model: Any, ids: Tensor, alpha: Tensor, sink: int, window: int
     model.train()
     state = FullSequencePass(ids.shape[1], ANSWER, alpha, sink, window, ids.device)
     scaled = run_decoder(model, ids, at, state)[:, -ANSWER:]
-    loss = distill.l2_loss(full, scaled, torch.tensor([ANSWER], device=ids.device), "official")
+    loss = distill.l2_loss(full, scaled, torch.tensor([ANSWER]), "official")
     distill.backward(loss)
     model.gradient_checkpointing_disable()
     model.set_attn_implementation(before)
@@ -97,7 +97,7 @@ def full_sequence(model: Any, ids: Tensor, alpha: Tensor, sink: int, window: int
 def prefill_once(model: Any, ids: Tensor, alpha: Tensor, questions: int, sink: int, window: int) -> Tensor:
     """Loss of the branching form: the same tokens, `questions` branches (all alike here) off one document."""
     document, prompt = ids[:, : -QUESTION - ANSWER], ids[:, -QUESTION - ANSWER :].repeat(questions, 1)
-    lengths = torch.full((questions,), QUESTION + ANSWER, device=ids.device)
+    lengths = torch.full((questions,), QUESTION + ANSWER)  # on the host, as the batches of training have them
     if questions == 1:
         prefix, teacher = prefill_and_branch(model, document, [document.shape[1]], prompt, lengths)
     else:
@@ -238,13 +238,17 @@ def main(argv: list[str] | None = None) -> None:
     model = build(args.shape, device, torch.bfloat16 if cuda else torch.float32)
     sink, window = (16, 144) if args.shape == "reference" else (128, 1024)
     alpha = torch.full(backbones.kv_shape(model.config), 0.9, device=device, requires_grad=True)
-    order = kernel_order("auto", alpha)
     where = torch.cuda.get_device_name() if cuda else "CPU"
     kernels: dict[int, dict[str, str]] = {}
     results: Results = {length: {} for length in lengths}
 
     def tokens(length: int) -> Tensor:
         return torch.randint(5, model.config.vocab_size, (1, length), device=device)
+
+    def order(length: int) -> list[SDPBackend]:
+        """In which our prefill tries the kernels."""
+        heads, layers = model.config.num_attention_heads, model.config.num_hidden_layers
+        return kernel_order("auto", alpha.new_empty(1).expand(1, heads, length, alpha.shape[2]), layers)
 
     def cheap(ids: Tensor, other: bool) -> dict[str, Callable[[], Any]]:
         """All runs but the full-sequence form; other: whether our prefill's kernel is not PyTorch's choice."""
@@ -259,7 +263,7 @@ def main(argv: list[str] | None = None) -> None:
 
         runs: dict[str, Callable[[], Any]] = {"prefill": partial(plain, [])}
         if other:
-            runs["prefill" + SAME] = partial(plain, order)
+            runs["prefill" + SAME] = partial(plain, order(ids.shape[1]))
         return runs | {f"ours, {m}": partial(ours, m) for m in args.questions}
 
     def whole(ids: Tensor, order: Sequence[SDPBackend]) -> None:
@@ -273,10 +277,10 @@ def main(argv: list[str] | None = None) -> None:
         content = {"device": where, "length": length, "kernels": kernels[length], **results[length]}
         write_json(args.out / f"bench_training_{args.shape}_{length}.json", content)
 
-    for run in cheap(tokens(min(WARM, lengths[0])), bool(order)).values():
+    for run in cheap(tokens(min(WARM, lengths[0])), cuda).values():
         run()
     for length in lengths:
-        kernels[length] = {n: chosen_kernel(model, length, o) for n, o in (("prefill", []), ("ours", order))}
+        kernels[length] = {n: chosen_kernel(model, length, o) for n, o in (("prefill", []), ("ours", order(length)))}
         names = ", ".join(f"{n} {kernel}" for n, kernel in kernels[length].items())
         print(f"{length} tokens, attention kernels of the prefill: {names}", flush=True)
         ids = tokens(length)
@@ -294,7 +298,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{length} tokens", flush=True)
         note(length, "full sequence", partial(whole, ids, []))
         if kernels[length]["prefill"] != kernels[length]["ours"]:
-            note(length, "full sequence" + SAME, partial(whole, ids, order))
+            note(length, "full sequence" + SAME, partial(whole, ids, order(length)))
         print(*cheaper(results[length]), sep="\n", flush=True)
 
 

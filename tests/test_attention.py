@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from leank_train.attention import (
     Keys,
+    flash_backward,
+    flash_forward,
     merge,
     partial_attention,
     partial_attention_reference,
@@ -189,3 +191,28 @@ def test_bad_settings_are_named():
         visibility(position, position, "dense", 1, 0)
     with pytest.raises(ValueError, match="empty_heads='keep'"):
         scaled_attention(torch.ones(1, 1, 1, D), [], torch.ones(1, D), 1.0, "keep")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_is_partial_attention_and_its_gradient_takes_any_lse(causal):
+    """The gradient through a part of the keys, with out and lse over all of them; a row with lse = inf has none."""
+    q, k, v, d_out = (torch.randn(2, 3, n, 8, dtype=torch.float64) for n in (7, 20, 20, 7))
+    k, v = (x[:, :, 4 : 11 if causal else 18] for x in (k, v))  # strided, as slices of a cache are
+    out, lse, rest = flash_forward(q, k, v, 0.4, causal)
+    at = torch.arange(k.shape[2])[None].expand(2, -1)
+    sees = visibility(at if causal else torch.full((2, 7), 99), at, "causal")
+    wanted = partial_attention_reference(q, k, v, 0.4, sees)
+    torch.testing.assert_close((out, lse), wanted, rtol=1e-9, atol=1e-12)
+    if causal:
+        return
+    leaf = q.clone().requires_grad_()
+    half = visibility(torch.full((2, 7), 6), at, "causal"), visibility(torch.full((2, 7), 99), at, "middle", 7, 1)
+    parts = [partial_attention(leaf, k, v, 0.4, sees) for sees in half]
+    (d_q,) = torch.autograd.grad((merge(*parts[0], *parts[1])[0] * d_out).sum(), leaf)
+    whole, total = (x.detach() for x in merge(*parts[0], *parts[1]))
+    found = sum(
+        flash_backward(d_out, q, k[:, :, a:b], v[:, :, a:b], whole, total, 0.4, rest) for a, b in ((0, 7), (7, 14))
+    )
+    torch.testing.assert_close(found, d_q, rtol=1e-9, atol=1e-12)
+    total[0, 1, 2] = torch.inf
+    assert (flash_backward(d_out, q, k, v, whole, total, 0.4, rest)[0, 1, 2] == 0).all()

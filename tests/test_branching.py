@@ -5,6 +5,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from leank_train.branching import branch, decode, prefill, prefill_and_branch, student
+from leank_train.distill import answer_rows, l2_loss
 from leank_train.reference import plain_forward
 from tests.conftest import tiny_model
 
@@ -114,6 +115,27 @@ def test_gradient_in_lower_precision(device, dtype, error):
         grads.append(torch.autograd.grad((hidden.double() * weights).sum(), alpha)[0].double().cpu())
         decode(model, prefix, question, alpha > 0.5, max_new_tokens=3, eos_id=-1, sink=2, window=4)
     assert (grads[0] - grads[1]).norm() <= error * grads[0].norm()
+
+
+@pytest.mark.gpu
+def test_a_step_never_waits_for_the_gpu():
+    """With lengths on the host, prefill, teacher, student and backward are all launched without a look at a result."""
+    model, (documents, questions, answers) = tiny_model("llama").to("cuda", torch.bfloat16), batch()
+    both = [torch.cat(pair) for pair in zip(questions, answers, strict=True)]
+    document_ids, ids, answer_ids = (pad(x).cuda() for x in (documents, both, answers))
+    alpha = scores(model).detach().float().cuda().requires_grad_()
+    for mode in ("default", "error"):  # the first round loads kernels
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            prefix = prefill(model, document_ids, DOCUMENTS)
+            teacher = branch(model, prefix, ids, [len(x) for x in both])
+            full = answer_rows(teacher.hidden, torch.tensor(QUESTIONS), answer_ids.shape[1])
+            zones = {"sink": 2, "window": 4, "empty_heads": "drop"}
+            hidden = student(model, prefix, teacher.cut(QUESTIONS), answer_ids, ANSWERS, alpha, **zones)
+            l2_loss(full, hidden, torch.tensor(ANSWERS), "official").backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert alpha.grad.isfinite().all()
 
 
 def test_full_attention_is_the_models_own(model):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from leank_train.distill import answer_rows, l1_penalty, l2_loss, lr_factor, straight_through
+from leank_train.distill import answer_rows, backward, l1_penalty, l2_loss, lr_factor, straight_through
 
 
 def test_losses_against_loops():
@@ -38,7 +38,7 @@ def test_bad_losses_are_named():
     with pytest.raises(ValueError, match=r"answer lengths \[0\]"):
         l2_loss(zeros, zeros, torch.tensor([0]), "official")
     with pytest.raises(ValueError, match="loss is nan"):
-        l2_loss(zeros, zeros * math.nan, torch.tensor([2]), "paper")
+        backward(l2_loss(zeros, zeros.clone().requires_grad_() * math.nan, torch.tensor([2]), "paper"))
     with pytest.raises(ValueError, match="reduction='mean'"):
         l2_loss(zeros, zeros, torch.tensor([1]), "mean")
     with pytest.raises(ValueError, match="l1='max'"):
