@@ -126,7 +126,7 @@ def check() -> None:
 
     llama, qwen = SHAPES[0].keep()[13], SHAPES[4].keep()[20]
     ragged = torch.rand(6, DIM).argsort(-1) < torch.tensor([0, 5, 77, 96, 33, 128])[:, None]
-    wide = Config(tile=128, stages=2, merge_stages=1)
+    wide = Config(tile=128, stages=2)
     for case in ((llama, 4, 1), (llama, 4, 5), (qwen, 7, 1), (ragged, 1, 1), (ragged, 8, 3), (ragged[:, :64], 8, 40)):
         check_case(*case, Config())
     check_case(ragged, 4, 1, wide)

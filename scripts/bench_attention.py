@@ -52,11 +52,11 @@ def variants():
 
     return [
         Config(),
-        Config(merge_stages=1),
-        Config(merge_stages=2),
+        Config(merge=16),
+        Config(merge=32),
+        Config(merge=128),
         Config(stages=4),
         Config(per_sm=4),
-        Config(registers=168, per_sm=3, merge_stages=2),
         Config(tile=128, warps=8, stages=2, registers=128),
     ]
 

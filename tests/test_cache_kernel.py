@@ -120,9 +120,9 @@ def test_interpreted(counts, dim, group, queries, tile):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("merge_stages", [1, 4])
-def test_more_partial_results_than_a_merge_reads_in_a_round(merge_stages):
-    dtype, config, rows = torch.bfloat16 if ON_GPU else torch.float16, Config(merge_stages=merge_stages), 16
+@pytest.mark.parametrize("merge", [16, 64])
+def test_more_partial_results_than_a_merge_reads_in_a_round(merge):
+    dtype, config, rows = torch.bfloat16 if ON_GPU else torch.float16, Config(merge=merge), 16
     store, kernel = make_store([64], 64, [900], Sizes(10, 70, 8), dtype), Kernel(config, programs=14)
     k, v = torch.randn(2, 1, 1, 2, 64).to(DEVICE, dtype)
     position = store.append(k, v, write=kernel.write)
@@ -228,9 +228,7 @@ def test_heads_with_tokens_of_their_own():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    "config", [Config(), Config(tile=128, stages=2), Config(merge_stages=1, registers=168)], ids=str
-)
+@pytest.mark.parametrize("config", [Config(), Config(tile=128, stages=2), Config(registers=168)], ids=str)
 @pytest.mark.parametrize(
     ("counts", "dim", "group", "queries"),
     [

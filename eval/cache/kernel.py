@@ -62,15 +62,13 @@ def _read(
 
 
 @triton.jit
-def _merge(
-    part, stat, first, parts, ROWS: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr,
-):
+def _merge(part, stat, first, parts, ROWS: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr):
     """Combine partial results first .. first + parts - 1 by log-sum-exp: [ROWS, D], zero where nothing was seen."""
     r, p, d = tl.arange(0, ROWS), tl.arange(0, PARTS), tl.arange(0, D)
     acc = tl.zeros([ROWS, D], tl.float32)
     m = tl.full([ROWS], float("-inf"), tl.float32)
     z = tl.zeros([ROWS], tl.float32)
-    for at in tl.range(0, parts, PARTS, num_stages=STAGES):  # the rounds' loads overlap
+    for at in range(0, parts, PARTS):
         line = ((first + at + p) * ROWS)[None, :] + r[:, None]  # [ROWS, PARTS]
         there = (at + p < parts)[None, :] & (r[:, None] >= 0)
         m_part = tl.load(stat + 2 * line, mask=there, other=float("-inf"), cache_modifier=".cg")
@@ -105,7 +103,7 @@ def decode(
     base, bytes_base, q, out, index, table, seen_ptr, start_ptr, tail_ptr, position_ptr, part, stat, done,
     scale, q_b, q_h, q_t, index_b, queries, partials, places, slots,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
-    PARTS: tl.constexpr, EVEN: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr, MERGE_STAGES: tl.constexpr,
+    PARTS: tl.constexpr, EVEN: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr,
     BITS: tl.constexpr, CELL: tl.constexpr,
 ):
     """Program (p, c): span p of the work table for the query tokens of chunk c.
@@ -177,7 +175,7 @@ def decode(
             tl.debug_barrier()  # all of it is written before the ticket says so
             ticket = done + chunk * places + row * H + head
             if tl.atomic_add(ticket, 1, sem="acq_rel") == parts - 1:
-                merged = _merge(part, stat, first_number, parts, ROWS, PARTS, D, MERGE_STAGES)
+                merged = _merge(part, stat, first_number, parts, ROWS, PARTS, D)
                 _store(out, merged, row, head, position_ptr, queries, chunk, ROWS, M, GROUP, H, D)
                 tl.store(ticket, 0)
 

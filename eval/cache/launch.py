@@ -29,14 +29,15 @@ def _multiprocessors(device: torch.device) -> int:
 @dataclass(frozen=True)
 class Config:
     """tile: tokens read at a time (64 or 128); warps, stages, registers (0 = no limit): of a program; per_sm:
-    programs per multiprocessor; merge_stages: rounds of partial results that a merge has in flight."""
+    programs per multiprocessor; merge: lines of partial results, one a query row, that a merge reads
+    at a time."""
 
     tile: int = 64
     warps: int = 4
     stages: int = 3
     registers: int = 0
     per_sm: int = 2
-    merge_stages: int = 4
+    merge: int = 64
 
 
 @dataclass
@@ -126,11 +127,10 @@ class Kernel:
             TILE=config.tile,
             M=tile_rows,
             ROWS=rows,
-            PARTS=max(1, 64 // rows),
+            PARTS=max(1, config.merge // rows),
             EVEN=plan.even,
             PAGE=PAGE,
             FIELDS=work.FIELDS,
-            MERGE_STAGES=config.merge_stages,
             BITS=packing.bits if packing else 0,
             CELL=packing.group if packing else 0,
             num_warps=config.warps,
