@@ -37,7 +37,7 @@ class Config:
     stages: int = 3
     registers: int = 0
     per_sm: int = 2
-    merge: int = 64
+    merge: int = 128
 
 
 @dataclass
