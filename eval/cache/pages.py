@@ -64,8 +64,6 @@ class Segment:
     width [B, H] kept channels of V; length [B, H] tokens held (host), `length_dev` the same on the device.
     """
 
-    DATA: tuple[str, ...] = ("k", "v")  # the tensors that hold tokens; all others are tables
-
     def __init__(
         self,
         channels: KeptChannels,
