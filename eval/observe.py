@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from leank_train.attention import SCORES_AT_ONCE
+from leank_train.attention import HALF, SCORES_AT_ONCE
 
 
 def received(
@@ -61,7 +61,7 @@ def scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
 @functools.cache
 def multiplies_half(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether products of `dtype` can come out in float32 there, with nothing rounded between: on CUDA, of halves."""
-    if dtype not in (torch.float16, torch.bfloat16):
+    if dtype not in HALF:
         return False
     x = torch.full((1, 1, 16, 16), 1.0625, dtype=dtype, device=device)
     try:

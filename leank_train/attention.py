@@ -35,9 +35,17 @@ class Visibility:
     window: int
     spans: tuple[tuple[int, int, bool], ...]
 
+    def sees(self, i: Tensor, j: Tensor) -> Tensor:
+        """Whether position i sees position j, broadcast; asks for zone, sink and window alone."""
+        causal = (j >= 0) & (j <= i)
+        if self.zone == "causal":
+            return causal
+        dense = (j < self.sink) | (i - j < self.window)
+        return causal & (dense if self.zone == "dense" else ~dense)
+
     def mask(self, start: int, stop: int) -> Tensor:
         """Bool [B, M * n, stop - start], True = seen."""
-        return _sees(self.q_positions[:, :, None], self.k_positions[:, None, start:stop], self)
+        return self.sees(self.q_positions[:, :, None], self.k_positions[:, None, start:stop])
 
     def blocks(self, block: int) -> Iterator[tuple[int, int, bool]]:
         """The spans, cut into pieces of at most `block` keys."""
@@ -60,7 +68,7 @@ def visibility(q_positions: Tensor, k_positions: Tensor, zone: str, sink: int = 
     plan = Visibility(folded, k_positions, zone, sink, window, ())
     low, high = folded.amin(1, keepdim=True), folded.amax(1, keepdim=True)  # [B, 1]
     # A key is seen by an interval of query positions, so the lowest and the highest row decide for those between.
-    at_low, at_high = _sees(low, k_positions, plan), _sees(high, k_positions, plan)  # [B, T]
+    at_low, at_high = plan.sees(low, k_positions), plan.sees(high, k_positions)  # [B, T]
     unseen = ~at_high
     if zone == "dense":  # a key can lie within the window of rows between the lowest and the highest only
         unseen &= (k_positions < 0) | (k_positions > high) | (low - k_positions >= window)
@@ -69,14 +77,6 @@ def visibility(q_positions: Tensor, k_positions: Tensor, zone: str, sink: int = 
     stops = torch.tensor(counts).cumsum(0).tolist()
     spans = tuple((b - c, b, k == 2) for k, c, b in zip(kinds, counts, stops, strict=True) if k)
     return Visibility(folded, k_positions, zone, sink, window, spans)
-
-
-def _sees(i: Tensor, j: Tensor, plan: Visibility) -> Tensor:
-    causal = (j >= 0) & (j <= i)
-    if plan.zone == "causal":
-        return causal
-    dense = (j < plan.sink) | (i - j < plan.window)
-    return causal & (dense if plan.zone == "dense" else ~dense)
 
 
 def partial_attention(
@@ -128,7 +128,7 @@ class _PartialAttention(torch.autograd.Function):
             safe = new.masked_fill(new == -torch.inf, 0.0)  # -inf - -inf would be NaN
             weights, decay = logits.sub_(safe[..., None]).exp_(), (top - safe).exp()
             total = total * decay + weights.sum(-1)
-            out = out * decay[..., None] + _product(weights, v[:, :, start:stop])
+            out = out * decay[..., None] + product(weights, v[:, :, start:stop])
             top = new
         out /= total.masked_fill(total == 0, 1.0)[..., None]
         lse = top + total.masked_fill(total == 0, 1.0).log()
@@ -150,32 +150,32 @@ class _PartialAttention(torch.autograd.Function):
         for start, stop, masked in ctx.sees.blocks(ctx.block):
             weights = _logits(q, k, ctx.scale, ctx.sees, start, stop, masked).sub_(lse[..., None]).exp_()
             if d_v is not None:
-                d_v[:, :, start:stop] += _product(weights.transpose(-1, -2), d_out.to(v.dtype))
+                d_v[:, :, start:stop] += product(weights.transpose(-1, -2), d_out.to(v.dtype))
             if d_q is None and d_k is None:
                 continue
-            d_logits = _product(d_out, v[:, :, start:stop].transpose(-1, -2)).add_(shift).mul_(weights).mul_(ctx.scale)
+            d_logits = product(d_out, v[:, :, start:stop].transpose(-1, -2)).add_(shift).mul_(weights).mul_(ctx.scale)
             if d_q is not None:
-                d_q += _product(d_logits, k[:, :, start:stop])
+                d_q += product(d_logits, k[:, :, start:stop])
             if d_k is not None:
-                d_k[:, :, start:stop] += _product(d_logits.transpose(-1, -2), q)
+                d_k[:, :, start:stop] += product(d_logits.transpose(-1, -2), q)
         d_q, d_k, d_v = (None if d is None else d.to(x.dtype) for d, x in ((d_q, q), (d_k, k), (d_v, v)))
         return d_q, d_k, d_v, None, None, None
 
 
 def _logits(q: Tensor, k: Tensor, scale: float, sees: Visibility, start: int, stop: int, masked: bool) -> Tensor:
     """Scaled logits [B, H, G * M * n, stop - start], -inf where a row does not see a key."""
-    logits = _product(q, k[:, :, start:stop].transpose(-1, -2)).mul_(scale)
+    logits = product(q, k[:, :, start:stop].transpose(-1, -2)).mul_(scale)
     if masked:
         seen = sees.mask(start, stop)  # [B, M * n, keys], the same for every head and every member of a group
         logits.unflatten(2, (-1, seen.shape[1])).masked_fill_(~seen[:, None, None], -torch.inf)
     return logits
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b over [B, H, ., .] in at least float32; on a GPU, operands of a half-precision model stay in its type."""
     if b.is_cuda and b.dtype in HALF:
-        product = torch.bmm(a.to(b.dtype).flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
-        return product.unflatten(0, b.shape[:2])
+        found = torch.bmm(a.to(b.dtype).flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
+        return found.unflatten(0, b.shape[:2])
     dtype = torch.promote_types(b.dtype, torch.float32)
     return a.to(dtype) @ b.to(dtype)
 

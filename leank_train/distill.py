@@ -75,16 +75,18 @@ def straight_through(alpha: Tensor, beta: Tensor, variant: str) -> Tensor:
     return value + (alpha - alpha.detach())
 
 
-def backward(loss: Tensor) -> None:
+def backward(loss: Tensor, of_all: Tensor | None = None) -> None:
     """loss.backward() in the calling thread: autograd's own would hold a second cuBLAS workspace (32 MiB on Hopper).
 
-    Raises ValueError for a loss that is not finite, after the backward pass: asked before, the GPU would have to finish
+    of_all: the loss of all ranks, None = `loss`. Raises ValueError where it is not finite, so on every rank: all have
+    got the gradient, and none may go on to a checkpoint. Asked before the backward pass, the GPU would have to finish
     the passes behind it with nothing to do next.
     """
     with torch.autograd.set_multithreading_enabled(False):
         loss.backward()
-    if not torch.isfinite(loss):
+    found = loss if of_all is None else of_all
+    if not torch.isfinite(found):
         raise ValueError(
-            f"the distillation loss is {loss.item()}; lower the learning rate (stage1.lr, stage2.lr), "
+            f"the distillation loss is {found.item()}; lower the learning rate (stage1.lr, stage2.lr), "
             "or set model.dtype=float32"
         )

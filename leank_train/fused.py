@@ -23,11 +23,10 @@ from leank_train.attention import (
     HALF,
     SCORES_AT_ONCE,
     Visibility,
-    _product,
-    _sees,
     flash_backward,
     flash_forward,
     flash_takes,
+    product,
 )
 from leank_train.prefix import beside
 
@@ -143,7 +142,7 @@ def document_pieces(
     pieces = []
     for scaled, zone in enumerate(zones):
         for start, stop, masked in zone.spans if scaled else _joined(zone.spans):
-            seen = _sees(rows, beside(k_positions[:, None, start:stop], place), zone) if masked else None
+            seen = zone.sees(rows, beside(k_positions[:, None, start:stop], place)) if masked else None
             pieces.append(Piece(0, start, stop, bool(scaled), None if seen is None else ~seen[:, None, None]))
     return tuple(pieces)
 
@@ -180,7 +179,7 @@ def own_pieces(
     for scaled, zone in enumerate(zones):
         if not zone.spans:
             continue
-        seen = _sees(rows, columns, zone)  # [R, n, T]
+        seen = zone.sees(rows, columns)  # [R, n, T]
         hidden = ~(seen.view(documents, M, n, 1, T) & same).reshape(documents, 1, 1, M * n, M * T)
         pieces.append(Piece(part, 0, M * T, bool(scaled), hidden))
     return tuple(pieces)
@@ -335,7 +334,7 @@ class _Fused(torch.autograd.Function):
                 d_queries = _summed(d_queries, dense, scaled, out.dtype, ctx.ranks)
             if group.runs:
                 logits = _logits(dense, scaled, keys, group, scale, ctx.folded)
-                spreads = [_product(d_out, _read(values, run).mT) for run in group.spreads]
+                spreads = [product(d_out, _read(values, run).mT) for run in group.spreads]
                 d_weights = torch.cat(spreads, -1) if len(spreads) > 1 else spreads[0]
                 if empty is None:
                     weights = logits.sub_(lse).exp_()
@@ -352,14 +351,14 @@ class _Fused(torch.autograd.Function):
                 for run in group.runs:
                     d_run = (d_taught if run.scaled else d_logits)[..., at : at + run.width]
                     if run.scaled or needs[0]:
-                        _add(d_queries, run.scaled, _product(d_run, _read(keys, run)))
+                        _add(d_queries, run.scaled, product(d_run, _read(keys, run)))
                     for p in run.pieces:
                         columns = slice(at, at := at + p.width)
                         for row, left, right in (
                             (p.part, d_logits, scaled if p.scaled else dense), (ctx.parts + p.part, weights, d_out)
                         ):  # fmt: skip
                             if needs[8 + row]:
-                                _add(d_kv, row, _product(left[..., columns].mT, right), p, kv[row].shape[2])
+                                _add(d_kv, row, product(left[..., columns].mT, right), p, kv[row].shape[2])
             for p, rest in zip(group.flash, rests, strict=True):
                 if p.scaled or needs[0]:
                     k, v = (x[p.part][:, :, p.start : p.stop] for x in (keys, values))
@@ -395,7 +394,7 @@ def _logits(
     """Scaled logits [B, H, G * M * n, keys of the group's runs], -inf where a row does not see a key; then the lses."""
     found = []
     for run in group.runs:
-        logits = _product(scaled if run.scaled else dense, _read(keys, run).mT)  # type: ignore[arg-type]
+        logits = product(scaled if run.scaled else dense, _read(keys, run).mT)  # type: ignore[arg-type]
         if run.hidden is not None:
             logits.unflatten(2, (-1, folded)).masked_fill_(run.hidden, -torch.inf)
         found.append(logits)
@@ -404,7 +403,7 @@ def _logits(
 
 
 def _operand(x: Tensor, model: Tensor) -> Tensor:
-    """x in the type in which `_product` multiplies it with the model's tensors: cast once, not once a piece."""
+    """x in the type in which `product` multiplies it with the model's tensors: cast once, not once a piece."""
     return x.to(model.dtype) if model.is_cuda and model.dtype in HALF else x
 
 
@@ -419,7 +418,7 @@ def _accumulate(
     total, out, at = weights.sum(-1, keepdim=True), None, 0
     operand = _operand(weights, values[0])
     for run in group.spreads:
-        found = _product(operand[..., at : (at := at + run.width)], _read(values, run))
+        found = product(operand[..., at : (at := at + run.width)], _read(values, run))
         out = found if out is None else out.add_(found)
     for flash in outs:
         weight = weights[..., at : (at := at + 1)]

@@ -3,7 +3,8 @@
 Shapes: B documents, R branches, Hq query heads, H KV heads, T or n tokens, D head_dim. `hook.State` is the interface.
 """
 
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,11 @@ def kernel_order(kernel: str, q: Tensor, layers: int) -> list[SDPBackend]:
     return sorted(_BACKENDS.values(), key=lambda b: b != _BACKENDS[kernel]) if kernel else []
 
 
+def tried_in(order: Sequence[SDPBackend]) -> AbstractContextManager:
+    """SDPA tries its kernels in this order; empty: in the library's."""
+    return sdpa_kernel(list(order), set_priority=True) if order else nullcontext()
+
+
 class _Keeps:
     """K and V of every layer that a pass went through, and its last queries on request."""
 
@@ -73,8 +79,7 @@ class PrefillPass(_Keeps):
 
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             return flash_attn_func(q, k, v, softmax_scale=scale, causal=True).transpose(1, 2)
-        order = kernel_order(self.kernel, q, self.layers)
-        with sdpa_kernel(order, set_priority=True) if order else nullcontext():
+        with tried_in(kernel_order(self.kernel, q, self.layers)):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=group > 1)
 
 

@@ -110,11 +110,12 @@ class Stage(L.LightningModule):
         self.log_dict({f"{type(self).__name__.lower()}/{k}": v for k, v in values.items()})
         self.log("loss", mean, prog_bar=True, logger=False)
         self.log("alpha", values["alpha_mean"], prog_bar=True, logger=False)
+        self._of_all = mean + penalty.detach()
         return {"loss": distillation + penalty, **values}
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Raises ValueError where the loss is not finite."""
-        distill.backward(loss)
+        """Raises ValueError where the loss of all ranks is not finite."""
+        distill.backward(loss, self._of_all)
 
     def _over_ranks(self, batch: Batch, loss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's loss weighed so that the mean over ranks is the loss of all their documents in one batch.

@@ -52,9 +52,7 @@ def variants():
 
     return [
         Config(),
-        Config(merge=16),
         Config(merge=32),
-        Config(merge=128),
         Config(stages=4),
         Config(per_sm=4),
         Config(tile=128, warps=8, stages=2, registers=128),

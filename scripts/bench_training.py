@@ -26,7 +26,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -37,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from hydra import compose, initialize_config_dir
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from leank_train import backbone as backbones
 from leank_train import distill
@@ -45,7 +44,7 @@ from leank_train.attention import Keys, scaled_attention, visibility
 from leank_train.branching import branch, prefill, prefill_and_branch, student
 from leank_train.files import write_json
 from leank_train.hook import NAME, run_decoder
-from leank_train.passes import kernel_order
+from leank_train.passes import kernel_order, tried_in
 from scripts.shapes import llama8b
 
 QUESTION, ANSWER = 48, 32  # tokens, about what the retrieval tasks have
@@ -118,11 +117,6 @@ def prefill_once(model: Any, ids: Tensor, alpha: Tensor, questions: int, sink: i
 def bare_prefill(model: Any, ids: Tensor) -> None:
     """transformers' own prefill: K and V in a DynamicCache, hidden states only."""
     model.base_model(ids, use_cache=True)
-
-
-def tried_in(order: Sequence[SDPBackend]) -> AbstractContextManager:
-    """SDPA tries its kernels in this order; empty: PyTorch's own."""
-    return sdpa_kernel(list(order), set_priority=True) if order else nullcontext()
 
 
 def chosen_kernel(model: Any, length: int, order: Sequence[SDPBackend]) -> str:

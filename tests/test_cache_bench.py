@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from scripts.bench_attention import fitted, plot
+from scripts.bench_attention import fitted, plot, variants
 
 
 def layer(size, us):
@@ -28,3 +28,9 @@ def test_a_picture_of_measurements_made_before(tmp_path):
         writer.writerows(rows)
     plot(tmp_path)
     assert (tmp_path / "attention.png").stat().st_size > 10_000
+
+
+def test_every_kernel_configuration_is_tried_once():
+    """Times are summed by configuration: one that is there twice would seem twice as slow."""
+    pytest.importorskip("triton")
+    assert len(set(variants())) == len(variants())

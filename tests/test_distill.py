@@ -39,6 +39,8 @@ def test_bad_losses_are_named():
         l2_loss(zeros, zeros, torch.tensor([0]), "official")
     with pytest.raises(ValueError, match="loss is nan"):
         backward(l2_loss(zeros, zeros.clone().requires_grad_() * math.nan, torch.tensor([2]), "paper"))
+    with pytest.raises(ValueError, match="loss is nan"):  # on a rank whose own is finite, too
+        backward(torch.ones((), requires_grad=True), of_all=torch.tensor(math.nan))
     with pytest.raises(ValueError, match="reduction='mean'"):
         l2_loss(zeros, zeros, torch.tensor([1]), "mean")
     with pytest.raises(ValueError, match="l1='max'"):

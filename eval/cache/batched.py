@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from eval.cache.channels import KeptChannels
 from eval.cache.pages import PAGE, Segment, lines, round_up
 from eval.cache.quantised import QuantisedSegment
+from eval.cache.upload import upload
 
 if TYPE_CHECKING:
     from eval.cache.store import Store
@@ -66,8 +67,7 @@ class Layout:
         sink = torch.arange(self.sink, device=device).expand(len(start), -1)
         self.ends = torch.cat([sink, start + (slot - start) % self.slots], 1)
         self.prompt, self.middle = (
-            torch.from_numpy(n.reshape(-1, 1)).to(device)
-            for n in (store.prompt.length, store.prompt.length + store.tail.length)
+            upload(n.reshape(-1, 1), device) for n in (store.prompt.length, store.prompt.length + store.tail.length)
         )
         self.longest = int((store.prompt.length + store.tail.length).max())
         self.prompt_columns = self.parts[0].columns if store.prompt.length.any() else 0
@@ -142,7 +142,7 @@ def _state(store: Store) -> tuple[Any, ...]:
 def _channels(table: KeptChannels) -> Tensor:
     """Kept channels of every head, then D: [X, C] int64."""
     dim = table.index.shape[-1]
-    count = torch.tensor(table.count.reshape(-1, 1), device=table.index.device)
+    count = upload(table.count.reshape(-1, 1), table.index.device)
     index = table.index.reshape(-1, dim)[:, : int(table.count.max())].long()
     return torch.where(torch.arange(index.shape[1], device=index.device) < count, index, dim)
 
@@ -162,7 +162,7 @@ class Padded:
         holds = segment.length > 0
         starts = (k_start // self._k_line, segment.channels.count, v_start // self._v_line, segment.width)
         of_heads = np.stack([np.where(holds, n, 0).reshape(-1) for n in (segment.length, *starts)])
-        length, first, count, v_first, width = torch.from_numpy(of_heads).to(device)[..., None]  # each [X, 1]
+        length, first, count, v_first, width = upload(of_heads, device)[..., None]  # each [X, 1]
         self.columns = round_up(int(segment.length.max()), PAGE)
         token, page, channel = (
             torch.arange(n, device=device)
@@ -222,7 +222,8 @@ class Padded:
 
 
 def compacted(segment: Segment, stay: Tensor) -> Segment:
-    """As Segment.compacted, with stay [B, H, n >= tokens held] bool, False beyond a head's tokens."""
+    """A copy of only the tokens that stay, with no more room than they need: stay [B, H, n] bool, n at least the tokens
+    that any head holds, False beyond a head's own."""
     count = stay.sum(-1).cpu().numpy()
     new = segment.fresh(segment.channels, count, segment.values)
     if count.any():

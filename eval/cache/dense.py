@@ -17,6 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from eval.cache.pages import round_up
+from eval.cache.upload import upload
 
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 WORTH_A_PLAN = 5e11  # operations of a call; one plan serves all layers, and cuDNN is then 1.7 times as fast as flash
@@ -93,8 +94,8 @@ def _by_pattern(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, real: np
     new, device = q.shape[2], q.device
     patterns, which = np.unique(real, axis=0, return_inverse=True)
     for i, pattern in enumerate(patterns):
-        rows = torch.from_numpy(np.nonzero(which.reshape(-1) == i)[0]).to(device)
-        columns, queries = (torch.from_numpy(np.nonzero(p)[0]).to(device) for p in (pattern, pattern[-new:]))
+        rows = upload(np.flatnonzero(which.reshape(-1) == i), device)
+        columns, queries = (upload(np.flatnonzero(p), device) for p in (pattern, pattern[-new:]))
         if len(queries):
             q_real = q[rows][:, :, queries]
             out_rows = torch.zeros_like(q[rows])

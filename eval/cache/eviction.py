@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from eval.cache.batched import compacted
 from eval.cache.pages import Segment
+from eval.cache.upload import upload
 
 SCORE = 4  # bytes of a token's score in one KV head
 
@@ -79,7 +80,7 @@ class Eviction(ABC):
         stay = self.stay(sink, middle, window)
         if stay is None:
             return None
-        of_prompt, of_both = (torch.from_numpy(n).to(stay.device)[..., None] for n in (prompt.length, middle))
+        of_prompt, of_both = (upload(n, stay.device)[..., None] for n in (prompt.length, middle))
         token = torch.arange(stay.shape[-1], device=stay.device)
         self._keep(stay | (token >= of_both), int(sink.max()))
         stay = stay & (token < of_both)
@@ -94,7 +95,7 @@ class Eviction(ABC):
         keep[..., sink : sink + stay.shape[-1]] = stay
         self.held = self.held - (~keep).sum(-1).cpu().numpy()
         first = torch.argsort((~keep).to(torch.uint8), dim=-1, stable=True)[..., : int(self.held.max())]
-        own = torch.arange(first.shape[-1], device=keep.device) < torch.from_numpy(self.held).to(keep.device)[..., None]
+        own = torch.arange(first.shape[-1], device=keep.device) < upload(self.held, keep.device)[..., None]
         self.scores = self.scores.gather(-1, first) * own
 
     def select(self, rows: Tensor) -> None:
@@ -123,7 +124,7 @@ class HeavyHitters(Eviction):
         if (middle <= self.heavy).all():
             return None
         first, most = int(sink.max()), int(middle.max())
-        own = torch.arange(most, device=self.scores.device) < torch.from_numpy(middle).to(self.scores.device)[..., None]
+        own = torch.arange(most, device=self.scores.device) < upload(middle, self.scores.device)[..., None]
         return top(self.scores[..., first : first + most].masked_fill(~own, -torch.inf), self.heavy)
 
 

@@ -28,9 +28,8 @@ def _multiprocessors(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Config:
-    """tile: tokens read at a time (64 or 128); warps, stages, registers (0 = no limit): of a program; per_sm:
-    programs per multiprocessor; merge: lines of partial results, one a query row, that a merge reads
-    at a time."""
+    """tile: tokens read at a time (64 or 128); warps, stages, registers (0 = no limit): of a program; per_sm: programs
+    per multiprocessor; merge: lines of partial results, one a query row, that a merge reads at a time."""
 
     tile: int = 64
     warps: int = 4
@@ -79,7 +78,7 @@ class Kernel:
 
     def move(self, store: Store, due: np.ndarray) -> None:
         """See `Store.move`; one launch, which reads on the device what is due."""
-        if store.middle.bits is not None:  # what is packed
+        if store.middle.bits is not None:  # the kernel does not pack
             store.move(due)
             return
         batch, heads, slots, dim = store.ring_k.shape

@@ -53,8 +53,7 @@ def measure_store(store: Store) -> Memory:
     window = int(np.maximum(0, store.seen - store.start).sum()) * token
     middle_k, middle_v = (sum(held) for held in zip(store.prompt.held(), store.tail.held(), strict=True))
     tensors = store.tensors()
-    parts = {"prompt": store.prompt.DATA, "tail": store.tail.DATA}
-    data = {"sink_k", "sink_v", "ring_k", "ring_v", *(f"{part}.{n}" for part, names in parts.items() for n in names)}
+    data = {"sink_k", "sink_v", "ring_k", "ring_v", "prompt.k", "prompt.v", "tail.k", "tail.v"}  # what holds tokens
     chosen = {n for n in tensors if n.startswith(("reads.", "eviction."))}
     room = sum(_storage(t)[1] for n, t in tensors.items() if n in data)
     beside, tables = (

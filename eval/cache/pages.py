@@ -64,8 +64,6 @@ class Segment:
     width [B, H] kept channels of V; length [B, H] tokens held (host), `length_dev` the same on the device.
     """
 
-    DATA: tuple[str, ...] = ("k", "v")  # the tensors that hold tokens; all others are tables
-
     def __init__(
         self,
         channels: KeptChannels,
@@ -202,20 +200,6 @@ class Segment:
             source = spread(start[at] // line, size // line, flat.device)
             torch.index_select(lines(old, line), 0, source, out=lines(flat, line))
         new.length, new.length_dev = self.length[at], self.length_dev[rows.to(self.k.device)]
-        return new
-
-    def compacted(self, stay: list[list[Tensor]]) -> Segment:
-        """A copy of only the tokens that stay, with no more room than they need; stay[row][head] [length] bool."""
-        index = [[s.nonzero()[:, 0] for s in heads] for heads in stay]
-        length = np.array([[len(i) for i in heads] for heads in index], dtype=np.int64)
-        new = self.fresh(self.channels, length, self.values)
-        for row, head in np.ndindex(*length.shape):
-            old, to = index[row][head], torch.arange(int(length[row, head]), device=self.k.device)
-            (old_k, old_v), (k, v) = self._regions(row, head), new._regions(row, head)
-            k[to // PAGE, :, to % PAGE] = old_k[old // PAGE, :, old % PAGE]
-            v[to] = old_v[old]
-        new.length = length
-        update(new.length_dev, length)
         return new
 
     def to(self, device: torch.device) -> None:

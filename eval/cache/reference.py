@@ -1,5 +1,5 @@
-"""Attention over a sealed layer in plain PyTorch: slow, obvious, any device and dtype. The kernel is held equal to
-it."""
+"""Attention over a sealed layer in plain PyTorch: slow, obvious, any device and dtype. The kernel and
+`batched.attend`, which runs where the kernel cannot, are held equal to it."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class Store:
         self.eviction = None
         if middle.eviction is not None:
             ends = (position >= 0) & ~in_middle
-            has_middle = torch.from_numpy(self.channels.count > 0).to(k.device)[..., None]
+            has_middle = upload(self.channels.count > 0, k.device)[..., None]
             held = ends[:, None] | (has_middle & (in_middle[:, None] if chosen is None else chosen))
             scores = k.new_zeros(batch, heads, length, dtype=torch.float32) if scores is None else scores.float()
             pairs = zip(scores, held.expand_as(scores), strict=True)
@@ -285,9 +285,9 @@ class Store:
         self.prompt, self.tail = (part.select(rows, self.channels, self.values) for part in (self.prompt, self.tail))
         if self.eviction is not None:
             self.eviction.select(rows)
+        self.version += 1  # first: what is read off the parts now is of the new version
         if self.reads is not None:
             self.reads.moved(self)
-        self.version += 1
 
     def to(self, device: torch.device) -> None:
         """Move everything held to `device`."""
@@ -300,9 +300,9 @@ class Store:
             segment.to(device)
         if self.eviction is not None:
             self.eviction.to(device)
+        self.version += 1
         if self.reads is not None:
             self.reads.moved(self)
-        self.version += 1
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor held, by name."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from eval.cache.eviction import SCORE, Eviction, top
 from eval.cache.store import Sizes
+from eval.cache.upload import upload
 from eval.methods.axes import Tokens
 from eval.methods.memory import Held
 from eval.prefill import Prefill, PromptLayer
@@ -89,6 +90,8 @@ class Lethe(Tokens):
 class Rounds(Eviction):
     """The rounds of one layer. evict_at [B]: how many tokens of each row it holds before the next."""
 
+    evict_at: np.ndarray
+
     def __init__(self, settings: Lethe):
         self.settings, self.decay = settings, settings.gamma
 
@@ -96,8 +99,6 @@ class Rounds(Eviction):
         new = super().begin(scores)
         new.evict_at = np.full(len(scores), self.settings.evict_at)
         return new
-
-    evict_at: np.ndarray
 
     def select(self, rows: Tensor) -> None:
         super().select(rows)
@@ -116,7 +117,7 @@ class Rounds(Eviction):
     def _stay_in(self, row: int, sink: int, middle: np.ndarray, window: int) -> Tensor:
         """Which tokens of a row's middle stay, the same in all heads: [most of middle [H]]."""
         held = sink + int(middle.max()) + window
-        has_middle = torch.from_numpy(np.flatnonzero(middle)).to(self.scores.device)
+        has_middle = upload(np.flatnonzero(middle), self.scores.device)
         scores = self.scores[row, has_middle, :held].sum(0)
         stay = self._round(row, scores, sink)
         limit = self.settings.limit

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from eval.cache.batched import Layout, layout_of
 from eval.cache.store import Sizes, Store
+from eval.cache.upload import upload
 from eval.methods.axes import Reads
 from eval.methods.memory import Held
 from eval.methods.selection import spare
@@ -70,7 +71,7 @@ class Pages:
         size = (self.pages * self.channels).reshape(-1)
         self.first = (np.cumsum(size) - size).reshape(middle.shape)
         of_heads = np.stack([x.reshape(-1, 1, 1) for x in (self.first, self.pages, self.channels)])
-        self.table = torch.from_numpy(of_heads).to(store.seen_dev.device)
+        self.table = upload(of_heads, store.seen_dev.device)
         if not layout.parts:
             self.both = store.ring_k.new_empty(2, 0)
             return
