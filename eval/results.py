@@ -9,7 +9,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,7 +110,7 @@ def read(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
     """
     if Path(path).is_dir() and (parts := sorted(Path(path).glob(GLOB))):
         seen: set[Key] = set()
-        for row in (row for part in parts for row in _read(part)):
+        for row in _in_turn(parts):
             if key_of(row) not in seen:  # two shards may have done the same row
                 seen.add(key_of(row))
                 yield row
@@ -117,6 +119,15 @@ def read(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
     if not file.is_file():
         raise FileNotFoundError(f"{file} does not exist; give the directory of a run of python -m eval")
     yield from _read(file)
+
+
+def _in_turn(parts: list[Path]) -> Iterator[dict[str, Any]]:
+    """Rows of shards, from each in turn what it did of one task and length: tables name tasks in the plan's order."""
+    numbered = sorted(parts, key=lambda part: [int(n) for n in re.findall(r"\d+", part.name)])
+    cells = ([list(rows) for _, rows in groupby(_read(p), lambda row: (row["task"], row["length"]))] for p in numbered)
+    for dealt in zip_longest(*cells, fillvalue=()):
+        for rows in dealt:
+            yield from rows
 
 
 def _read(file: Path) -> Iterator[dict[str, Any]]:

@@ -96,6 +96,21 @@ def test_only_what_is_new_is_run(tmp_path, model, tokenizer):
     assert run(tmp_path, job(samples=3), model, tokenizer) == 0
 
 
+def cells(path):
+    return list(dict.fromkeys((row["task"], row["length"]) for row in read(path)))
+
+
+def test_shards_of_many_tasks_are_read_in_the_plans_order(tmp_path):
+    """27 batches of 9 tasks, dealt to 12 shards, whose names do not sort by number."""
+    row = {"model": "m", "method": "dense", "config": "c", "benchmark": "b", "seed": 1, "compress": "after_question"}
+    batches = [{**row, "task": f"t{8 - n // 3}", "length": 1024, "sample": str(n)} for n in range(27)]
+    for batch, content in enumerate(batches):
+        with (tmp_path / f"results-{batch % 12}-of-12.jsonl").open("a") as file:
+            file.write(json.dumps(content) + "\n")
+    assert cells(tmp_path) == [(f"t{8 - n}", 1024) for n in range(9)]
+    assert sorted(int(row["sample"]) for row in read(tmp_path)) == list(range(27))
+
+
 def test_shards_together_are_the_whole(tmp_path, model, tokenizer):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(whole, job(), model, tokenizer)
@@ -104,6 +119,7 @@ def test_shards_together_are_the_whole(tmp_path, model, tokenizer):
             assert job(shard=f"{number}/3").run(results, model, tokenizer)
     assert len(list(parts.iterdir())) == 3
     assert without_times(parts) == without_times(whole)
+    assert cells(parts) == cells(whole)  # in the plan's order
     assert run(parts, job(), model, tokenizer) == 0
     with pytest.raises(ValueError, match="shard='3/3' is no shard"):
         job(shard="3/3")
