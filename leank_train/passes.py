@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from leank_train.attention import visibility
-from leank_train.fused import Plan, document_pieces, fused_attention, own_pieces, side_by_side
+from leank_train.fused import fused_attention, side_by_side
+from leank_train.plan import Plan, document_pieces, own_pieces
 from leank_train.prefix import Branch, Prefix, beside
 
 _BACKENDS = {

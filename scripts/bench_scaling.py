@@ -67,8 +67,9 @@ class Trace(Logger):
         """The end of a step."""
         self.taken += 1
         if self.taken == self.first - SETTLE:
-            with profile(activities=[self.activity]):  # its first start takes seconds
-                pass
+            warm_up = profile(activities=[self.activity])
+            warm_up.start()  # the first takes seconds
+            warm_up.stop()
         if self.taken == self.first:
             self.profile = profile(activities=[self.activity])
             _wait()

@@ -6,25 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.test_cache_kernel import DEVICE, ON_GPU, error, interpreter_takes_numpys_scalars  # noqa: F401
+from tests.test_cache_kernel import DEVICE, ON_GPU, error, interpreter_takes_numpys_scalars, make_store  # noqa: F401
 
 from eval.cache.launch import Config, Kernel  # isort: skip  (needs Triton, which the line above asks for)
-from eval.cache.middle import Middle
 from eval.cache.quantised import Packing
-from eval.cache.store import Sizes, Store
-
-
-def make_store(counts, dim, lengths, sizes, dtype, packing, seed):
-    """A sealed layer of random keys: counts[h] channels per head, rows of the given lengths, left-padded. Whatever no
-    token has been put into holds NaN scales."""
-    generator = torch.Generator().manual_seed(seed)
-    keep = torch.zeros(len(counts), dim, dtype=torch.bool)
-    for head, count in enumerate(counts):
-        keep[head, torch.randperm(dim, generator=generator)[:count]] = True
-    shape = (2, len(lengths), len(counts), max(lengths), dim)
-    k, v = torch.randn(shape, generator=generator).to(DEVICE, dtype)
-    real = torch.arange(shape[3]) >= shape[3] - torch.tensor(lengths)[:, None]
-    return Store(k, v, None if real.all() else real.to(DEVICE), Middle(keep, bits=packing), sizes)
+from eval.cache.store import Sizes
 
 
 @pytest.fixture
@@ -41,7 +27,7 @@ def poisoned_cells(monkeypatch):
 
 def check_decoding(counts, dim, group, lengths, sizes, dtype, packing, queries, steps, config, programs, seed=0):
     """Append and attend a few times, past moves out of the window, comparing every step."""
-    store, kernel = make_store(counts, dim, lengths, sizes, dtype, packing, seed), Kernel(config, programs)
+    store, kernel = make_store(counts, dim, lengths, sizes, dtype, seed, packing), Kernel(config, programs)
     generator = torch.Generator().manual_seed(seed + 1)
     for _ in range(steps):
         k, v = torch.randn(2, len(lengths), len(counts), queries, dim, generator=generator).to(DEVICE, dtype)
@@ -101,7 +87,7 @@ def test_interpreted_on_random_shapes(counts, group, lengths, ends, bits, cell, 
 def test_tokens_that_left_the_window_are_read_from_half_filled_pages():
     """Groups of 32 join one after the other: a page of 64 tokens is half full at times."""
     dtype = torch.bfloat16 if ON_GPU else torch.float16
-    store = make_store([40, 0], 64, [40, 90], Sizes(4, 16, 32), dtype, Packing(2, 32), 0)
+    store = make_store([40, 0], 64, [40, 90], Sizes(4, 16, 32), dtype, bits=Packing(2, 32))
     kernel, lengths = Kernel(programs=4), set()
     for _ in range(3):
         k, v = torch.randn(2, 2, 2, 32, 64).to(DEVICE, dtype)

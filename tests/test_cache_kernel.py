@@ -36,7 +36,7 @@ def interpreter_takes_numpys_scalars(monkeypatch):
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
-def make_store(counts, dim, lengths, sizes, dtype, seed=0):
+def make_store(counts, dim, lengths, sizes, dtype, seed=0, bits=None):
     """A sealed layer of random keys: counts[h] channels per head, rows of the given lengths, left-padded."""
     generator = torch.Generator().manual_seed(seed)
     keep = torch.zeros(len(counts), dim, dtype=torch.bool)
@@ -45,7 +45,7 @@ def make_store(counts, dim, lengths, sizes, dtype, seed=0):
     shape = (2, len(lengths), len(counts), max(lengths), dim)
     k, v = torch.randn(shape, generator=generator).to(DEVICE, dtype)
     real = torch.arange(shape[3]) >= shape[3] - torch.tensor(lengths)[:, None]
-    return Store(k, v, None if real.all() else real.to(DEVICE), Middle(keep), sizes)
+    return Store(k, v, None if real.all() else real.to(DEVICE), Middle(keep, bits=bits), sizes)
 
 
 def poison(store):

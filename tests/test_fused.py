@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leank_train.attention import Keys, scaled_attention, visibility
-from leank_train.fused import Plan, document_pieces, fused_attention, own_pieces, side_by_side
+from leank_train.fused import fused_attention, side_by_side
+from leank_train.plan import Plan, document_pieces, own_pieces
 
 
 @settings(max_examples=40, deadline=None)
