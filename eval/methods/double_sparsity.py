@@ -68,11 +68,11 @@ class Labels:
     most: int = 0
 
     def start(self, store: Store) -> Labels:
-        """Nothing is kept beside a layer."""
-        return replace(self, most=spare(self.budget, store.sizes))
+        """The labels where the layer is, so that no step waits for them; nothing else is kept beside it."""
+        return replace(self, channels=self.channels.to(store.ring_k.device), most=spare(self.budget, store.sizes))
 
     def moved(self, store: Store) -> None:
-        """Nothing is kept, so nothing to follow."""
+        """Labels do not depend on tokens or rows."""
 
     def visible(self, row: int, head: int, q: Tensor, k: Tensor, channels: Tensor) -> Tensor:
         label = self.channels.to(q.device)[head, channels]
@@ -88,5 +88,5 @@ class Labels:
         return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, chosen, True)
 
     def tensors(self) -> dict[str, Tensor]:
-        """None."""
-        return {}
+        """The labels."""
+        return {"labels": self.channels}
