@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from data_gen.chat import template_tokens
+from data_gen.request import Request
 from data_gen.sample import Sample
-from data_gen.task import Request
 from data_gen.tasks import TASKS, task
 from data_gen.tokens import TokenCounter
 

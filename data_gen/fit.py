@@ -10,15 +10,29 @@ Where a step is more than there is, the official code never ends; here the units
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from data_gen.task import Draft, Request, Task
+from data_gen.request import Draft, Request
 
 _SEARCH = -1  # the index of the draw that the search measures
 
 
-def whole_units(task: Task, request: Request) -> tuple[Draft, int]:
+class Drawn(Protocol):
+    """What is asked of a task here; see `data_gen.task.Task`."""
+
+    max_new_tokens: int
+
+    def draw(self, request: Request, units: int) -> Draft:
+        """A document with `units` whole units of filler."""
+
+    def step(self, request: Request) -> int:
+        """Units that RULER takes away at a time."""
+
+    def fewest(self, request: Request) -> int:
+        """The smallest number of units that `draw` can do with."""
+
+
+def whole_units(task: Drawn, request: Request) -> tuple[Draft, int]:
     """The document and its length: prompt, answer prefix and max_new_tokens, never above `request.length`.
 
     Raises ValueError where not even the fewest units fit.
@@ -40,7 +54,7 @@ def whole_units(task: Task, request: Request) -> tuple[Draft, int]:
         units = max(fewest, units - step if units - step > fewest else units - max(1, (units - fewest) // 4))
 
 
-def _search(task: Task, request: Request) -> int:
+def _search(task: Drawn, request: Request) -> int:
     low = task.fewest(request)
     high = low + max(1, task.step(request))
     draft, length = _measure(task, request, high)
@@ -59,7 +73,7 @@ def _search(task: Task, request: Request) -> int:
     return low
 
 
-def _measure(task: Task, request: Request, units: int) -> tuple[Draft, int]:
+def _measure(task: Drawn, request: Request, units: int) -> tuple[Draft, int]:
     draft = task.draw(request, units)
     ends = [q.question + q.answer_prefix for q in draft.questions]
     counter = request.counter

@@ -6,8 +6,9 @@ import random
 from dataclasses import dataclass
 
 from data_gen import haystack
+from data_gen.request import Draft, Request
 from data_gen.sample import Question
-from data_gen.task import Draft, Request, Task
+from data_gen.task import Task
 
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 HEADER = "Several vault passkeys are hidden within the following text. Memorize every one of them.\n"

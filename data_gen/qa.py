@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from data_gen import haystack
+from data_gen.request import Draft, Request
 from data_gen.sample import Question
-from data_gen.task import Draft, Request, Task
+from data_gen.task import Task
 
 _INSTRUCTION = (
     "Answer the question based on the given documents. Only give me the answer and do not output any other words."

@@ -6,81 +6,11 @@ A task offers two ways to fill a document. `fill` meets the asked length as clos
 
 from __future__ import annotations
 
-import random
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from data_gen.fit import whole_units
-from data_gen.haystack import SPLITS
-from data_gen.sample import Document, Question
-from data_gen.tokens import TokenCounter
-
-
-@dataclass(frozen=True)
-class Request:
-    """One document of a task.
-
-    name: the task's name. length: tokens of the whole prompt with its reply. seed, index: which document.
-    questions: questions about it (tasks with fewer give fewer).
-    exact: fill up to `length`, the longest question and its answer included. Otherwise whole units, and prompt +
-        max_new_tokens stay within `length`: the size that RULER gives its samples.
-    essays, split: the natural text, see `haystack.sentences`. data: a file of the task's own data (qa_1, qa_2, cwe).
-    reserve: tokens of `length` to leave for a chat template, see `data_gen.chat`.
-
-    Raises ValueError for a setting out of range.
-    """
-
-    name: str
-    length: int
-    counter: TokenCounter
-    seed: int
-    index: int
-    questions: int = 1
-    exact: bool = True
-    essays: str | None = None
-    split: str = "all"
-    data: str | None = None
-    reserve: int = 0
-
-    def __post_init__(self) -> None:
-        if self.length < 1:
-            raise ValueError(f"length={self.length} must be at least 1; give the tokens a sample should have")
-        if self.questions < 1:
-            raise ValueError(f"questions={self.questions} must be at least 1; give the questions a document")
-        if self.split not in SPLITS:
-            raise ValueError(f"split={self.split!r} is unknown; choose one of {', '.join(SPLITS)}")
-
-    @property
-    def room(self) -> int:
-        """Tokens of `length` that are left for text."""
-        return self.length - self.reserve - self.counter.special_tokens
-
-    def rng(self) -> random.Random:
-        """The document's own random generator."""
-        return random.Random(f"{self.name}/{self.seed}/{self.index}")
-
-    def left(self, fixed: int, holds: str, lower: str) -> int:
-        """Tokens left when `fixed` are taken by what the task `holds`. Raises ValueError where there are none."""
-        if fixed > self.room:
-            raise ValueError(
-                f"length={self.length} is too short for task {self.name!r}: its {holds} alone take "
-                f"{fixed + self.length - self.room} tokens; raise length or lower {lower}"
-            )
-        return self.room - fixed
-
-    def tail(self, questions: Sequence[Question]) -> int:
-        """Tokens of the longest question with its answer."""
-        return max(self.counter.counts([q.question + q.answer_prefix + q.target for q in questions], remember=False))
-
-
-@dataclass(frozen=True)
-class Draft:
-    """A document's text with its questions; `tokens` counts text, longest question and answer where it is known."""
-
-    context: str
-    questions: tuple[Question, ...]
-    tokens: int = 0
+from data_gen.request import Draft, Request
+from data_gen.sample import Document
 
 
 class Task(ABC):

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from data_gen import haystack
+from data_gen.request import Draft, Request
 from data_gen.sample import Question
-from data_gen.task import Draft, Request, Task
+from data_gen.task import Task
 
 HEADER = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
 QUESTION = "\nQuestion: Find all variables that are assigned the value {value} in the text above."

@@ -11,8 +11,9 @@ from itertools import accumulate
 from pathlib import Path
 
 from data_gen import haystack
+from data_gen.request import Draft, Request
 from data_gen.sample import Question
-from data_gen.task import Draft, Request, Task
+from data_gen.task import Task
 
 CWE_HEADER = (
     "Below is a numbered list of words. In these words, some appear more often than others. "

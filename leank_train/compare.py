@@ -10,8 +10,8 @@ from typing import Any
 from omegaconf import DictConfig
 from tqdm import tqdm
 
+from data_gen.request import Request
 from data_gen.sample import Document
-from data_gen.task import Request
 from data_gen.tasks import RULER_NIAH, task
 from data_gen.tokens import TokenCounter
 from leank_train import validation

@@ -32,7 +32,7 @@ def make_tokenizer(folder: Path, vocabulary: int = 4096) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     from data_gen import haystack
-    from data_gen.task import Request
+    from data_gen.request import Request
     from data_gen.tasks import TASKS
     from data_gen.tokens import TokenCounter
 

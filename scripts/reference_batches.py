@@ -16,8 +16,9 @@ import torch
 
 from data_gen.niah import Niah
 from data_gen.passkey import Passkey
+from data_gen.request import Request
 from data_gen.sample import Document
-from data_gen.task import Request, Task
+from data_gen.task import Task
 from data_gen.tasks import RULER_NIAH, TASKS
 from data_gen.tokens import TokenCounter
 from data_gen.vt import VariableTracking

@@ -3,7 +3,7 @@
 import pytest
 
 from data_gen.chat import prompt, template, template_tokens
-from data_gen.task import Request
+from data_gen.request import Request
 from data_gen.tasks import TASKS
 from data_gen.tokens import TokenCounter
 from tests.text_tokenizers import tokenizer

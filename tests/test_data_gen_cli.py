@@ -9,8 +9,8 @@ import pytest
 from datasets import load_from_disk
 
 from data_gen.__main__ import main, write
+from data_gen.request import Request
 from data_gen.sample import Sample
-from data_gen.task import Request
 from data_gen.tasks import TASKS
 from data_gen.tokens import TokenCounter
 from tests.text_tokenizers import tokenizer

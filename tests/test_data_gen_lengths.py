@@ -7,8 +7,8 @@ import pytest
 
 from data_gen.niah import Niah
 from data_gen.passkey import Passkey
+from data_gen.request import Request
 from data_gen.sample import Document
-from data_gen.task import Request
 from data_gen.tasks import TASKS
 from data_gen.tokens import TokenCounter
 from tests.text_tokenizers import KINDS, tokenizer

@@ -9,7 +9,7 @@ from data_gen import haystack
 from data_gen.niah import Niah
 from data_gen.passkey import Passkey
 from data_gen.qa import QuestionAnswering
-from data_gen.task import Request
+from data_gen.request import Request
 from data_gen.tasks import TASKS, Mixture, task
 from data_gen.vt import VariableTracking
 from data_gen.word_counts import FrequentWords

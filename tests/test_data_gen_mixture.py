@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from data_gen.task import Request
+from data_gen.request import Request
 from data_gen.tasks import TASKS, Mixture
 from data_gen.tokens import TokenCounter
 from tests.text_tokenizers import tokenizer

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from data_gen.qa import QuestionAnswering, read
-from data_gen.task import Request
+from data_gen.request import Request
 from data_gen.tasks import RULER
 from data_gen.tokens import TokenCounter
 from tests.text_tokenizers import tokenizer

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from data_gen import haystack
+from data_gen.request import Request
 from data_gen.sample import Document
-from data_gen.task import Request
 from data_gen.tasks import RULER, TASKS
 from data_gen.tokens import TokenCounter
 from data_gen.word_counts import zeta

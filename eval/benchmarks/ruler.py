@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from data_gen import qa
+from data_gen.request import Request
 from data_gen.sample import Sample
-from data_gen.task import Request
 from data_gen.tasks import TASKS, task
 from data_gen.tokens import TokenCounter
 from eval.benchmarks.base import Cell
