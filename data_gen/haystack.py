@@ -8,7 +8,6 @@ essay    consecutive sentences of natural text: the shipped Wikipedia paragraphs
 from __future__ import annotations
 
 import gzip
-import json
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 
+from data_gen.reading import digest, parse_json, read_text
 from data_gen.tokens import TokenCounter
 
 NOISE_SENTENCES = (
@@ -75,13 +75,21 @@ def _text_words(path: str | None, split: str) -> tuple[str, ...]:
     return tuple(" ".join(sentences(path, split)).split(" "))
 
 
+@lru_cache(maxsize=8)
+def known_by(path: str | None) -> str | None:
+    """What a text is known by: the digest of its contents, wherever it lies; None for the shipped paragraphs. Raises
+    FileNotFoundError or ValueError as `sentences` does."""
+    return None if path is None else digest(_read(path))
+
+
+@lru_cache(maxsize=8)
 def _read(path: str | None) -> str:
     if path is None:
         packed = (files("data_gen") / "assets" / "wikipedia_paragraphs.txt.gz").read_bytes()
         return gzip.decompress(packed).decode("utf-8")
     source = Path(path)
     if source.is_dir():
-        return "\n".join(f.read_text(encoding="utf-8") for f in sorted(source.glob("*.txt")))
+        return "\n".join(read_text(f) for f in sorted(source.glob("*.txt")))
     if not source.exists():
         raise FileNotFoundError(
             f"essays={path!r} does not exist; give a .txt, .txt.gz or RULER .json file, a folder of .txt files, "
@@ -91,15 +99,12 @@ def _read(path: str | None) -> str:
     if ".json" not in source.suffixes:
         return text
     try:
-        return json.loads(text)["text"]
-    except (json.JSONDecodeError, KeyError, TypeError):
-        raise ValueError(f'essays={path!r} is not RULER\'s form of essays; give JSON {{"text": "..."}}') from None
-
-
-def read_text(source: Path) -> str:
-    """Text of a file in UTF-8, plain or .gz."""
-    raw = source.read_bytes()
-    return (gzip.decompress(raw) if source.suffix == ".gz" else raw).decode("utf-8")
+        found = parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"essays={path!r} cannot be read: {error}; copy it again") from None
+    if not isinstance(found, dict) or not isinstance(found.get("text"), str):
+        raise ValueError(f'essays={path!r} is not RULER\'s form of essays; give JSON {{"text": "..."}}')
+    return found["text"]
 
 
 def take_noise(budget: int, counter: TokenCounter) -> Units:

@@ -7,7 +7,6 @@ The data is not shipped. Download the official file and give its path:
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from data_gen import haystack
+from data_gen.reading import digest, parse_json, read_text
 from data_gen.request import Draft, Request
 from data_gen.sample import Question
 from data_gen.task import Task
@@ -125,50 +125,115 @@ def _ask(asked: Asked) -> Question:
     return Question(QUESTION.format(question=asked.question), PREFIX, asked.answers, f" {asked.answers[0]}")
 
 
-@lru_cache(maxsize=4)
 def read(dataset: str, path: str | None) -> tuple[tuple[Asked, ...], tuple[str, ...]]:
     """Questions and distinct documents (sorted) of an official file, plain or .gz.
 
     Raises FileNotFoundError where there is none, ValueError where it is of another form.
     """
+    return _loaded(dataset, path)[:2]
+
+
+def known_by(dataset: str, path: str | None) -> str:
+    """What the file is known by: the digest of its contents, wherever it lies. Raises as `read` does."""
+    return _loaded(dataset, path)[2]
+
+
+@lru_cache(maxsize=4)
+def _loaded(dataset: str, path: str | None) -> tuple[tuple[Asked, ...], tuple[str, ...], str]:
     if path is None or not Path(path).is_file():
         raise FileNotFoundError(
             f"data={path!r}: no such file; download {FILES[dataset]} (data_gen/qa.py says where) "
             "and give its path as data="
         )
+    text = read_text(Path(path))
     try:
-        raw = json.loads(haystack.read_text(Path(path)))
-        questions, texts = (_squad if dataset == "squad" else _hotpotqa)(raw)
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"data={path!r} is not of the form of {FILES[dataset]}: {error!r}; give that file") from None
+        questions, texts = (_squad if dataset == "squad" else _hotpotqa)(parse_json(text))
+    except ValueError as error:
+        raise ValueError(f"data={path!r} is not of the form of {FILES[dataset]}: {error}; give that file") from None
     if not questions:
         raise ValueError(f"data={path!r} holds no question with an answer; give {FILES[dataset]}")
-    return tuple(questions), tuple(texts)
+    return tuple(questions), tuple(texts), digest(text)
 
 
 def _squad(raw: Any) -> tuple[list[Asked], list[str]]:
-    texts = sorted({p["context"] for article in raw["data"] for p in article["paragraphs"]})
+    articles = [
+        [
+            (_text(paragraph, "context", where), _list(paragraph, "qas", where), where)
+            for where, paragraph in _numbered(_list(article, "paragraphs", at), f"{at}.paragraphs")
+        ]
+        for at, article in _numbered(_list(raw, "data", "the file"), "data")
+    ]
+    texts = sorted({context for article in articles for context, _, _ in article})
     number = {text: i for i, text in enumerate(texts)}
-    questions = []
-    for article in raw["data"]:
-        siblings = [number[p["context"]] for p in article["paragraphs"]]
-        for paragraph in article["paragraphs"]:
-            gold = number[paragraph["context"]]
+    questions, seen = [], set[str]()
+    for article in articles:
+        siblings = [number[context] for context, _, _ in article]
+        for context, asked, at in article:
+            gold = number[context]
             related = tuple(dict.fromkeys(i for i in siblings if i != gold))
-            questions += [
-                Asked(qa["question"], tuple(a["text"] for a in qa["answers"]), (gold,), related)
-                for qa in paragraph["qas"]
-                if not qa["is_impossible"]
-            ]
+            for where, qa in _numbered(asked, f"{at}.qas"):
+                impossible = _field(qa, "is_impossible", bool, where, "true or false")
+                if not impossible:
+                    found = _numbered(_list(qa, "answers", where), f"{where}.answers")
+                    answers = tuple(_text(answer, "text", place) for place, answer in found)
+                    if not answers:
+                        raise ValueError(f"{where} has no answers, and is_impossible is false")
+                    _check_new(qa.get("id"), where, seen)
+                    questions.append(Asked(_text(qa, "question", where), answers, (gold,), related))
     return questions, texts
 
 
 def _hotpotqa(raw: Any) -> tuple[list[Asked], list[str]]:
-    documents = [[f"{title}\n{''.join(lines)}" for title, lines in row["context"]] for row in raw]
-    texts = sorted({text for group in documents for text in group})
+    if not isinstance(raw, list):
+        raise ValueError("the file must be a list of questions")
+    rows, seen = [], set[str]()
+    for where, row in _numbered(raw, "question "):
+        documents = []
+        for place, pair in _numbered(_list(row, "context", where), f"{where}.context"):
+            if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and _are_texts(pair[1])):
+                raise ValueError(f"{place} must be a title and a list of sentences")
+            documents.append(f"{pair[0]}\n{''.join(pair[1])}")
+        if not documents:
+            raise ValueError(f"{where}.context is empty")
+        _check_new(row.get("_id"), where, seen)
+        rows.append((_text(row, "question", where), _text(row, "answer", where), documents))
+    texts = sorted({text for _, _, documents in rows for text in documents})
     number = {text: i for i, text in enumerate(texts)}
     questions = [
-        Asked(row["question"], (row["answer"],), tuple(dict.fromkeys(number[t] for t in group)))
-        for row, group in zip(raw, documents, strict=True)
+        Asked(question, (answer,), tuple(dict.fromkeys(number[text] for text in documents)))
+        for question, answer, documents in rows
     ]
     return questions, texts
+
+
+def _numbered(items: list[Any], name: str) -> list[tuple[str, Any]]:
+    """Items with what messages call them."""
+    return [(f"{name}[{i}]", item) for i, item in enumerate(items)]
+
+
+def _field(holder: Any, name: str, kind: type, where: str, must: str) -> Any:
+    if not isinstance(holder, dict) or not isinstance(holder.get(name), kind):
+        raise ValueError(f'{where} has no "{name}" that is {must}')
+    return holder[name]
+
+
+def _list(holder: Any, name: str, where: str) -> list[Any]:
+    return _field(holder, name, list, where, "a list")
+
+
+def _text(holder: Any, name: str, where: str) -> str:
+    found = _field(holder, name, str, where, "a text")
+    if not found.strip():
+        raise ValueError(f'"{name}" of {where} is blank')
+    return found
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+def _check_new(name: Any, where: str, seen: set[str]) -> None:
+    """Raise ValueError for an id that another question has; that question would count twice."""
+    if name is not None and repr(name) in seen:
+        raise ValueError(f"{where} has the id {str(name)[:60]!r} of another question")
+    seen.add(repr(name))

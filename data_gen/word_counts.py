@@ -11,6 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from data_gen import haystack
+from data_gen.reading import read_text
 from data_gen.request import Draft, Request
 from data_gen.sample import Question
 from data_gen.task import Task
@@ -123,7 +124,7 @@ def vocabulary(path: str | None) -> tuple[str, ...]:
                 f"data={path!r} does not exist; give a word list (.txt or .txt.gz, one word a line), "
                 "or leave it out for the 8,169 shipped words"
             )
-        found |= dict.fromkeys(w.strip() for w in haystack.read_text(source).splitlines() if w.strip())
+        found |= dict.fromkeys(w.strip() for w in read_text(source).splitlines() if w.strip())
     return tuple(found)
 
 

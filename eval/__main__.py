@@ -32,6 +32,11 @@ def run(config: dict[str, Any], directory: Path) -> int:
     with Results(directory, f"-{shard}-of-{shards}" if shards > 1 else "") as results:
         work = job.missing(results.keys)
         log.info("%d rows are there, %d batches to do, in %s", len(results.keys), len(work), directory)
+        if others := job.others(results.keys):
+            log.info(
+                "%d of them are of other settings, data or weights: they stay, in tables of their own, and nothing of "
+                "them is used here", others,
+            )  # fmt: skip
         new = 0
         if work:
             new = job.run(results, load_model(job.model), tokenizer)

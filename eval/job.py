@@ -47,25 +47,26 @@ class Job:
     settings: Settings
     by_cell: Mapping[Cell, Sequence[Method]] = field(default_factory=dict)
 
-    def config(self, method: Method) -> dict[str, Any]:
-        """Everything that a method's answers depend on, beside the sample's task, length, id and seed."""
-        decode = asdict(self.settings)
+    def config(self, method: Method, task: str) -> dict[str, Any]:
+        """Everything that a method's answers to a task depend on, beside the sample's length, id and seed."""
+        decode, data = asdict(self.settings), self.benchmark.data(task)
         return {
             "format": FORMAT,
             "method": method.config(),
             "model": self.model.identity(),
             "benchmark": self.benchmark.identity(),
             "decode": {name: decode[name] for name in ("max_new_tokens", "min_new_tokens")},
+            **({} if data is None else {"data": data}),
         }
 
-    def digest(self, method: Method) -> str:
+    def digest(self, method: Method, task: str) -> str:
         """Ten hex digits of `config`."""
-        return hashlib.sha256(json.dumps(self.config(method), sort_keys=True).encode()).hexdigest()[:10]
+        return hashlib.sha256(json.dumps(self.config(method, task), sort_keys=True).encode()).hexdigest()[:10]
 
     def key(self, method: Method, cell: Cell, sample: str) -> Key:
         """The key of one row."""
         return Key(
-            self.model.label, method.label, self.digest(method), self.benchmark.name,
+            self.model.label, method.label, self.digest(method, cell.task), self.benchmark.name,
             cell.task, cell.length, sample, self.benchmark.seed, self.settings.compress,
         )  # fmt: skip
 
@@ -87,6 +88,17 @@ class Job:
                 if lacking:
                     work.append((cell, samples, lacking))
         return work
+
+    def others(self, done: set[Key]) -> int:
+        """How many rows are of this plan's models, methods and tasks, but of other settings, data or weights."""
+        known: dict[tuple[str, str, str, str], set[str]] = {}
+        for cell in self.benchmark.cells():
+            for method in self.by_cell.get(cell, self.methods):
+                name = (self.model.label, method.label, self.benchmark.name, cell.task)
+                known.setdefault(name, set()).add(self.digest(method, cell.task))
+        return sum(
+            row.config not in known.get((row.model, row.method, row.benchmark, row.task), {row.config}) for row in done
+        )
 
     def run(self, results: Results, model: PreTrainedModel, tokenizer: Any) -> int:
         """Do what is missing; returns the number of new rows."""
@@ -158,7 +170,7 @@ class Job:
             "new_tokens": len(answer.tokens),
             "cache_bytes": answer.bytes,
             "batch": answer.batch,
-            "settings": self.config(method),
+            "settings": self.config(method, key.task),
             "versions": versions(),
             "seconds": {
                 **seconds,

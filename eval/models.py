@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from eval.model_folder import check_folder, folder_digest
 from leank_train import backbone
 from leank_train.backbone import kv_shape as shape_of
 
@@ -44,14 +46,30 @@ class ModelConfig:
         """The type of weights and cache. Raises ValueError for an unknown one."""
         return backbone.torch_dtype(self.dtype, self.torch_device)
 
+    @property
+    def folder(self) -> Path | None:
+        """The folder that the name is, None for the shipped model and for the hub's."""
+        return Path(self.name) if self.name != "reference" and Path(self.name).is_dir() else None
+
+    @cached_property
+    def _contents(self) -> dict[str, str]:
+        return {} if self.folder is None else {"folder": folder_digest(self.folder)}
+
     def identity(self) -> dict[str, Any]:
-        """What the answers depend on, as JSON."""
+        """What the answers depend on, as JSON; a folder counts by what is in it, not by where it is."""
         dtype = str(self.torch_dtype).removeprefix("torch.")
-        return {"name": self.label, "dtype": dtype, "chat": self.chat, "overrides": dict(self.overrides)}
+        named = {"name": self.label, "dtype": dtype, "chat": self.chat, "overrides": dict(self.overrides)}
+        return {**named, **self._contents}
 
 
 def load_config(settings: ModelConfig) -> tuple[Any, Any]:
-    """(config, tokenizer), without weights. Raises FileNotFoundError if there is no such model."""
+    """(config, tokenizer), without weights. Raises FileNotFoundError if there is no such model, ValueError for a folder
+    with damaged files."""
+    if settings.folder is not None:
+        try:
+            check_folder(settings.folder)
+        except ValueError as error:
+            raise ValueError(f"model.name={settings.name!r}: {error}") from None
     return backbone.load_config(settings.name, dict(settings.overrides)), backbone.load_tokenizer(settings.name)
 
 

@@ -137,9 +137,9 @@ def _read(file: Path) -> Iterator[dict[str, Any]]:
                 return
             try:
                 row = json.loads(line)
-                key_of(row)
-            except (ValueError, KeyError, TypeError) as error:
+                hash(key_of(row))
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ValueError(
                     f"{file}, line {number} is no result row ({error!r}); take that line out and run again to redo it"
-                ) from error
+                ) from None
             yield row

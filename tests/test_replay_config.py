@@ -125,8 +125,9 @@ def problems(folder, count=3):
     ]  # fmt: skip
     (folder / "gsm.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = " ".join(f"Sentence {i}." for i in range(4000))
-    line = {"context": text, "input": "", "answers": ["x"], "_id": "a", "length": 8000}
-    (folder / "multi_news.jsonl").write_text((json.dumps(line) + "\n") * count)
+    line = {"context": text, "input": "", "answers": ["x"], "length": 8000}
+    articles = "".join(json.dumps({**line, "_id": f"a{i}"}) + "\n" for i in range(count))
+    (folder / "multi_news.jsonl").write_text(articles)
 
 
 def test_gsm_infinite_from_a_file(tmp_path):
@@ -139,7 +140,7 @@ def test_gsm_infinite_from_a_file(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"benchmark\.path=no/such\.jsonl does not exist"):
         job("method=[dense]", "benchmark=gsm_infinite", "benchmark.path=no/such.jsonl")
     (tmp_path / "gsm.jsonl").write_text('{"problem": 1}\n')
-    with pytest.raises(ValueError, match="line 1 is no problem"):
+    with pytest.raises(ValueError, match=r'gsm\.jsonl, line 1: "problem" is 1; it must be a text'):
         job("method=[dense]", "benchmark=gsm_infinite", f"benchmark.path={tmp_path}/gsm.jsonl")
 
 

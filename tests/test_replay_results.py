@@ -176,9 +176,10 @@ def test_a_damaged_line_is_named(tmp_path):
     (tmp_path / NAME).write_text(json.dumps(ROW) + "\nnot json\n" + json.dumps({**ROW, "sample": "1"}) + "\n")
     with pytest.raises(ValueError, match="line 2 is no result row"):
         Results(tmp_path)
-    (tmp_path / NAME).write_text('{"score": 1}\n')
-    with pytest.raises(ValueError, match="line 1 is no result row"):
-        list(read(tmp_path))
+    for damaged in ('{"score": 1}', "[" * 100_000, json.dumps({**ROW, "sample": ["0"]}), '"row"'):
+        (tmp_path / NAME).write_text(damaged + "\n")
+        with pytest.raises(ValueError, match="line 1 is no result row"):
+            list(read(tmp_path))
 
 
 def test_one_writer_and_no_row_twice(tmp_path):

@@ -32,7 +32,13 @@ class Benchmark(Protocol):
         """
 
     def identity(self) -> dict[str, Any]:
-        """What a sample depends on beside its task, length and id, as JSON."""
+        """What every sample depends on beside its task, length, id and data, as JSON."""
+
+    def data(self, task: str) -> str | None:
+        """What the files that a task's samples come from are known by, their contents; None for a task without files.
+
+        To be asked after `check`.
+        """
 
     def cells(self) -> Sequence[Cell]:
         """All cells, in the order in which they are run."""

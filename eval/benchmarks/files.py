@@ -1,21 +1,27 @@
 """Benchmarks whose samples are lines of files, cell by cell (eval.benchmarks.base).
 
-Every line becomes a row and is scored once, with an empty reply, before any weights are loaded.
+Every line is checked against its schema, becomes a row and is scored once, with an empty reply, before any weights are
+loaded.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from eval.benchmarks import infinitebench, longbench, math500, mmlu
+from data_gen.reading import digest
+from eval.benchmarks import infinitebench, longbench, math500, mmlu, schema
 from eval.benchmarks.base import Cell, check_fits
 from eval.benchmarks.row import Row
+from eval.benchmarks.schema import checked
 from eval.benchmarks.scoring import score_row
+from eval.benchmarks.source import Line
 
 
 @dataclass
@@ -27,6 +33,7 @@ class FromFiles(ABC):
     name: str = ""
     seed: int = 0
     _lines: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
+    _digests: dict[str, str] = field(default_factory=dict, repr=False)
     _limit: int | None = field(default=None, repr=False)
     _reply: int | None = field(default=None, repr=False)
 
@@ -37,8 +44,8 @@ class FromFiles(ABC):
         return [self.name]
 
     @abstractmethod
-    def read(self, task: str) -> Iterable[Any]:
-        """The task's lines."""
+    def read(self, task: str) -> Iterable[Line]:
+        """The task's lines, checked."""
 
     @abstractmethod
     def build(self, task: str, line: Any, tokenizer: Any = None, max_length: int | None = None) -> Row:
@@ -49,34 +56,55 @@ class FromFiles(ABC):
         if self.samples is not None and (not isinstance(self.samples, int) or self.samples < 1):
             raise ValueError(f"benchmark.samples={self.samples!r} must be an integer of at least 1, or null for all")
         self._limit, self._reply = getattr(config, "max_position_embeddings", None), max_new_tokens
+        self._check_source(self.wanted())
         for task in self.wanted():
-            lines = {str(number): line for number, line in enumerate(self.read(task))}
+            lines = list(self.read(task))
             if not lines:
                 raise ValueError(f"benchmark.path={self.path}: {task} has no lines")
-            rows = [self._checked(task, number, line) for number, line in lines.items()]
-            self._lines[task] = dict(list(lines.items())[: self.samples])
+            rows = [self._tried(task, line) for line in lines]
+            self._lines[task] = {str(number): line.data for number, line in enumerate(lines[: self.samples])}
+            self._digests[task] = self._known_by(task, lines)
             if self.cut:
                 self.row(Cell(task, None, ("0",)), "0", tokenizer, overhead)
             else:
                 longest = max(rows[: self.samples], key=lambda row: len(row.prompt))
                 check_fits(longest, tokenizer, overhead, self._limit, max_new_tokens)
 
-    def _checked(self, task: str, number: str, line: Any) -> Row:
-        try:
-            row = self.build(task, line)
-            score_row(row, "")
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    def _check_source(self, tasks: Sequence[str]) -> None:
+        """Raise ValueError where one task's file is given for several tasks."""
+        file = None if self.path is None else Path(self.path)
+        if len(tasks) > 1 and file is not None and file.is_file() and file.suffix != ".zip":
             raise ValueError(
-                f"benchmark.path={self.path}: line {int(number) + 1} of {task} is no sample of it ({error!r}); take it "
-                "out, or give the data set's own file"
-            ) from error
+                f"benchmark.path={self.path} is the file of one task, and {len(tasks)} are to be run; name its task in "
+                "benchmark.tasks, or give the folder of all files"
+            )
+
+    def _tried(self, task: str, line: Line) -> Row:
+        """The line as a row that its scorer can take."""
+        try:
+            row = self.build(task, line.data)
+            score_row(row, "")
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            said = " ".join(str(error).split())[:200]
+            raise line.error(f"it is no sample of {task} ({type(error).__name__}: {said})") from None
         return row
 
-    def identity(self) -> dict[str, Any]:
-        """A single file counts by its contents; of a folder or the hub the data set is trusted to be itself."""
+    def _known_by(self, task: str, lines: Sequence[Line]) -> str:
+        """The digest of what a task's lines hold, wherever they lie and however they are packed."""
+        return digest("\n".join(json.dumps(line.data, sort_keys=True) for line in lines))
+
+    @cached_property
+    def _file(self) -> dict[str, str]:
         if self.path is None or not Path(self.path).is_file():
             return {}
         return {"file": hashlib.sha256(Path(self.path).read_bytes()).hexdigest()[:10]}
+
+    def identity(self) -> dict[str, Any]:
+        """Of a single file its contents; those of a folder or the hub are told apart task by task, see `data`."""
+        return dict(self._file)
+
+    def data(self, task: str) -> str | None:
+        return None if self._file else self._digests[task]
 
     def cells(self) -> list[Cell]:
         return [Cell(task, None, tuple(lines)) for task, lines in self._lines.items()]
@@ -109,8 +137,8 @@ class LongBench(FromFiles):
         known = longbench.max_new_tokens()
         return _known(self.tasks or longbench.tasks(self.preset), known, "LongBench", lambda t: t.removesuffix("_e"))
 
-    def read(self, task: str) -> Iterator[dict[str, Any]]:
-        return longbench.read(task, self.path)
+    def read(self, task: str) -> Iterator[Line]:
+        return checked(longbench.read(task, self.path), schema.longbench_line(task))
 
     def build(self, task: str, line: Any, tokenizer: Any = None, max_length: int | None = None) -> Row:
         return longbench.build_row(task, line, tokenizer, max_length)
@@ -134,8 +162,8 @@ class InfiniteBench(FromFiles):
     def wanted(self) -> Sequence[str]:
         return _known(self.tasks or infinitebench.TASKS, infinitebench.assets()["max_new_tokens"], "InfiniteBench")
 
-    def read(self, task: str) -> Iterator[dict[str, Any]]:
-        return infinitebench.read(task, self.path)
+    def read(self, task: str) -> Iterator[Line]:
+        return checked(infinitebench.read(task, self.path), schema.infinitebench_line(task))
 
     def build(self, task: str, line: Any, tokenizer: Any = None, max_length: int | None = None) -> Row:
         return infinitebench.build_row(task, line, tokenizer, max_length, self.style)
@@ -151,8 +179,8 @@ class Math500(FromFiles):
     max_new_tokens: int = math500.MAX_NEW_TOKENS
     name: str = "math500"
 
-    def read(self, task: str) -> Iterator[dict[str, Any]]:
-        return math500.read(self.path)
+    def read(self, task: str) -> Iterator[Line]:
+        return checked(math500.read(self.path), schema.math500_line())
 
     def build(self, task: str, line: Any, tokenizer: Any = None, max_length: int | None = None) -> Row:
         return math500.build_row(line, self.max_new_tokens)
@@ -176,14 +204,22 @@ class Mmlu(FromFiles):
     def wanted(self) -> Sequence[str]:
         return list(self.tasks or mmlu.LETHE)
 
-    def read(self, task: str) -> Iterator[mmlu.Question]:
-        self._dev[task] = list(mmlu.read(task, "dev", self.path))[: self.shots]
+    def read(self, task: str) -> Iterator[Line]:
+        dev = checked(mmlu.read(task, "dev", self.path), schema.mmlu_line())
+        self._dev[task] = [line.data for line in dev][: self.shots]
         if len(self._dev[task]) < self.shots:
             raise ValueError(
                 f"benchmark.path={self.path}: {task} has {len(self._dev[task])} dev questions, benchmark.shots="
                 f"{self.shots} needs more; lower shots, check the subject's name, or give the whole data set"
             )
-        return iter(mmlu.read(task, "test", self.path))
+        return checked(mmlu.read(task, "test", self.path), schema.mmlu_line())
+
+    def _check_source(self, tasks: Sequence[str]) -> None:
+        """One .jsonl holds all subjects."""
+
+    def _known_by(self, task: str, lines: Sequence[Line]) -> str:
+        """The examples count too."""
+        return digest(json.dumps(self._dev[task], sort_keys=True) + super()._known_by(task, lines))
 
     def build(self, task: str, line: Any, tokenizer: Any = None, max_length: int | None = None) -> Row:
         if self.reasoning:

@@ -63,7 +63,7 @@ def build_row(
     )
 
 
-def read(task: str, path: str | Path | None = None) -> Iterator[dict[str, Any]]:
+def read(task: str, path: str | Path | None = None) -> Iterator[source.Line]:
     """The published lines of a task; see `source.read`."""
     return source.read(f"InfiniteBench {task}", task, path, source.Hub(REPO, f"{task}.jsonl"))
 
@@ -72,7 +72,7 @@ def label(task: str, data: Mapping[str, Any]) -> list[Any]:
     """What the task's scorer compares with: the answers, and of multiple choice the right option and its letter."""
     answer = data["answer"]
     answers = list(answer) if isinstance(answer, list) else [answer]
-    if task not in CHOICES or (len(answers) == 2 and answers[1] in LETTERS):
+    if task not in CHOICES or (len(answers) == 2 and answers[1] in tuple(LETTERS)):
         return answers
     if answers[0] not in data["options"]:
         raise ValueError(f"{task}: the answer {answers[0]!r} is none of the options {data['options']!r}")

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.resources import files
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -94,13 +95,11 @@ def rows(
     limit: int | None = None,
 ) -> Iterator[Row]:
     """Rows of a task in file order, at most `limit`. path: see `read`; tokenizer, max_length: see `build_row`."""
-    for count, data in enumerate(read(task, path)):
-        if limit is not None and count >= limit:
-            return
-        yield build_row(task, data, tokenizer, max_length)
+    for line in islice(read(task, path), limit):
+        yield build_row(task, line.data, tokenizer, max_length)
 
 
-def read(task: str, path: str | Path | None = None) -> Iterator[dict[str, Any]]:
+def read(task: str, path: str | Path | None = None) -> Iterator[source.Line]:
     """The data set's own lines; see `source.read`. path: also LongBench's data.zip."""
     return source.read(f"LongBench {task}", task, path, HUB)
 

@@ -32,6 +32,6 @@ def build_row(data: Mapping[str, Any], max_new_tokens: int = MAX_NEW_TOKENS) -> 
     )
 
 
-def read(path: str | Path | None = None) -> Iterator[dict[str, Any]]:
+def read(path: str | Path | None = None) -> Iterator[source.Line]:
     """The data set's lines; see `source.read`."""
     return source.read("MATH-500", "test", path, source.Hub("HuggingFaceH4/MATH-500", "test.jsonl"))

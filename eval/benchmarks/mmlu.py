@@ -7,12 +7,15 @@ Data: data.tar's folders dev and test of CSV files, a .jsonl, or cais/mmlu from 
 """
 
 import csv
+import io
 import re
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from data_gen.reading import read_text
 from eval.benchmarks import source
 from eval.benchmarks.row import Row
 
@@ -24,6 +27,7 @@ LETHE = (
 INSTRUCTION = 'Reason step by step. End with a line "The answer is (X).", where X is A, B, C or D.'
 MAX_NEW_TOKENS = 32_768  # of reasoning; see eval.benchmarks.math500
 REPO = "cais/mmlu"
+SPLITS = ("dev", "test", "val", "validation", "train", "auxiliary_train")
 ANSWER_TOKENS = tuple(f" {letter}" for letter in LETTERS)
 
 Question = Mapping[str, Any] | Sequence[Any]
@@ -45,7 +49,7 @@ def format_prompt(subject: str, dev_rows: Sequence[Question], row: Question) -> 
 def letter(row: Question) -> str:
     """The right letter of a row. Raises ValueError if the row names none."""
     answer = row["answer"] if isinstance(row, Mapping) else row[-1]
-    if isinstance(answer, int) and 0 <= answer < len(LETTERS):
+    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(LETTERS):
         return LETTERS[answer]
     if isinstance(answer, str) and answer in LETTERS and len(answer) == 1:
         return answer
@@ -78,7 +82,7 @@ def reasoning_row(
     return replace(plain, question=question, chat=True)
 
 
-def read(subject: str, split: str, path: str | Path | None = None) -> Iterator[Question]:
+def read(subject: str, split: str, path: str | Path | None = None) -> Iterator[source.Line]:
     """The questions of a subject's split, "dev" or "test".
 
     path: the folder that holds dev/ and test/ with the official CSV files, or a .jsonl (.gz) of lines with "split",
@@ -89,18 +93,40 @@ def read(subject: str, split: str, path: str | Path | None = None) -> Iterator[Q
         return
     file = Path(path) / split / f"{subject}_{split}.csv"
     if Path(path).is_dir() and file.is_file():
-        with file.open(newline="", encoding="utf-8") as table:
-            yield from csv.reader(table)
+        yield from _from_csv(file)
         return
     lines = source.read(f"MMLU {subject}", "mmlu", path, source.Hub(REPO, f"{split}/{subject}_{split}.csv"))
-    yield from (line for line in lines if (line.get("subject"), line.get("split")) == (subject, split))
+    for line in lines:
+        where = line.data.get("subject"), line.data.get("split")
+        if where[1] not in SPLITS:
+            raise line.error(f'"split" is {reprlib.repr(where[1])}; it must be one of {", ".join(SPLITS)}')
+        if not isinstance(where[0], str) or not where[0].strip():
+            raise line.error(f'"subject" is {reprlib.repr(where[0])}; it must be a text that is not blank')
+        if where == (subject, split):
+            yield line
 
 
-def _from_hub(subject: str, split: str) -> Iterator[Question]:
+def _from_csv(file: Path) -> Iterator[source.Line]:
+    """The lines of an official file, which has no header, as objects."""
+    table = csv.reader(io.StringIO(read_text(file), newline=""), strict=True)
+    try:
+        for fields in table:
+            line = source.Line(str(file), table.line_num, None)
+            if fields and len(fields) != 6:
+                raise line.error(f"it has {len(fields)} fields; a question, four choices and a letter are 6")
+            if fields:
+                question, *choices, answer = fields
+                yield replace(line, data={"question": question, "choices": choices, "answer": answer})
+    except csv.Error as error:
+        raise source.Line(str(file), table.line_num, None).error(f"it is no CSV ({error})") from None
+
+
+def _from_hub(subject: str, split: str) -> Iterator[source.Line]:
     try:
         from datasets import load_dataset
 
-        yield from load_dataset(REPO, subject, split=split)
+        found = load_dataset(REPO, subject, split=split)
+        yield from (source.Line(f"{REPO}/{subject}/{split}", n, dict(data)) for n, data in enumerate(found, 1))
     except Exception as error:  # offline, blocked or moved: the way out is the same
         raise FileNotFoundError(
             f"MMLU {subject}: no path= given and {REPO} cannot be fetched from the hub ({str(error)[:200]}). Unpack "

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -16,6 +14,8 @@ from data_gen.tokens import TokenCounter
 from eval.benchmarks import gsm_infinite
 from eval.benchmarks.base import Cell, check_fits
 from eval.benchmarks.row import Row
+from eval.benchmarks.schema import checked, gsm_infinite_line
+from eval.benchmarks.source import read_file
 
 SUBSETS = {"medium": 2, "hard": 3, "symbolic": 0}  # and their d
 
@@ -53,6 +53,9 @@ class GsmInfinite:
             limit = getattr(config, "max_position_embeddings", None)
             check_fits(max(rows, key=lambda row: len(row.prompt)), tokenizer, overhead, limit, max_new_tokens)
 
+    def data(self, task: str) -> None:
+        """A file counts in `identity`, the generator has none."""
+
     def identity(self) -> dict[str, Any]:
         from_where = {"file": self._digest} if self.path is not None else {}
         return {**from_where, "merge_turns": self.merge_turns, "max_new_tokens": self.max_new_tokens}
@@ -85,8 +88,15 @@ class GsmInfinite:
         unknown = [subset for subset in self.subsets if subset not in SUBSETS]
         if unknown or not self.subsets:
             raise ValueError(f"benchmark.subsets={list(self.subsets)!r}: choose from {', '.join(SUBSETS)}")
-        if not self.lengths or any(not isinstance(length, int) or length < 0 for length in self.lengths):
+        if not self.lengths or any(not _is_length(length) for length in self.lengths):
             raise ValueError(f"benchmark.lengths={list(self.lengths)!r}: give nominal tokens, such as 0, 8000 or 32000")
+        called: dict[str, int] = {}
+        for length in self.lengths:
+            if (other := called.setdefault(_nominal(length), length)) != length:
+                raise ValueError(
+                    f"benchmark.lengths={list(self.lengths)!r}: tables and rows call {other} and {length} both "
+                    f"{_nominal(length)}; leave one out, and run it in a folder of its own (hydra.run.dir)"
+                )
         if not self.ops or any(not isinstance(op, int) or op < 2 for op in self.ops):
             raise ValueError(f"benchmark.ops={self.ops!r}: give numbers of operations of at least 2")
         if not isinstance(self.samples, int) or self.samples < 1:
@@ -101,16 +111,9 @@ class GsmInfinite:
         """The problems of a file."""
         if not path.is_file():
             raise FileNotFoundError(f"benchmark.path={self.path} does not exist; give a .jsonl of problems, or null")
-        raw = path.read_bytes()
-        self._digest = hashlib.sha256(raw).hexdigest()[:10]
         counts: dict[tuple[str, int], int] = {}
-        lines = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode().splitlines()
-        for number, line in enumerate(lines, 1):
-            try:
-                data = json.loads(line)
-                row, op = self._build(data), int(data["op"])
-            except (KeyError, ValueError, TypeError) as error:
-                raise ValueError(f"benchmark.path={self.path}, line {number} is no problem: {error!r}") from error
+        for line in checked(read_file(path), gsm_infinite_line):
+            row, op = self._build(line.data), line.data["op"]
             subset = {2: "medium", 3: "hard"}.get(row.meta.get("d", 0), "realistic")
             subset = "symbolic" if row.metric == "gsm_symbolic" else subset
             task = f"{subset} {row.meta.get('length', '')}".strip()
@@ -118,11 +121,18 @@ class GsmInfinite:
                 continue
             counts[task, op] = counts.get((task, op), 0) + 1
             if self.samples is None or counts[task, op] <= self.samples:
-                self._made.setdefault(task, {})[str(number)] = data
+                self._made.setdefault(task, {})[str(line.number)] = line.data
+        self._digest = hashlib.sha256(path.read_bytes()).hexdigest()[:10]
         if not self._made:
             raise ValueError(f"benchmark.path={self.path} has no problem with op in {self.ops}")
 
 
+def _is_length(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 def _nominal(length: int) -> str:
-    """A length as tables call it: "zero", "8k"."""
-    return f"{length // 1000}k" if length else "zero"
+    """A length as tables call it: "zero", "8k" (8000 and 8192, as anyone says), else its tokens: "8500"."""
+    if length == 0:
+        return "zero"
+    return f"{length // 1000}k" if length % 1000 == 0 or length % 1024 == 0 else str(length)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from data_gen import qa
+from data_gen import haystack, qa
 from data_gen.request import Request
 from data_gen.sample import Sample
 from data_gen.tasks import TASKS, task
@@ -74,7 +74,10 @@ class Ruler:
             self.row(Cell(name, min(self.lengths), ("0",)), "0", tokenizer, overhead)
 
     def identity(self) -> dict[str, Any]:
-        return {"essays": self.essays, "split": self.split}
+        return {"essays": haystack.known_by(self.essays), "split": self.split}
+
+    def data(self, task: str) -> str | None:
+        return qa.known_by(QA[task], self._data(task)) if task in QA else None
 
     def cells(self) -> list[Cell]:
         ids = tuple(str(index) for index in range(self.samples))

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import gzip
-import io
-import json
 import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from data_gen.reading import UNREADABLE, parse_json, why
+
+OWN = "take the line out, or give the data set's own file"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a file: its number from 1, and what it holds (an object, or the fields of a CSV line)."""
+
+    file: str
+    number: int
+    data: Any
+
+    def error(self, what: str, cure: str = OWN) -> ValueError:
+        """The one line that a user reads: FILE, line N: what is wrong; what to do."""
+        return ValueError(f"{self.file}, line {self.number}: {what}; {cure}")
 
 
 @dataclass(frozen=True)
@@ -33,7 +48,7 @@ class Hub:
             ) from error
 
 
-def read(what: str, name: str, path: str | Path | None, hub: Hub) -> Iterator[dict[str, Any]]:
+def read(what: str, name: str, path: str | Path | None, hub: Hub) -> Iterator[Line]:
     """The lines of NAME.jsonl.
 
     what: for messages, such as "LongBench trec". path: the file itself (also .gz), a zip that holds it, or a folder
@@ -50,28 +65,55 @@ def read(what: str, name: str, path: str | Path | None, hub: Hub) -> Iterator[di
     if not source.is_file():
         raise FileNotFoundError(f"{what}: {source} does not exist; give a .jsonl file, {hub.file} or a folder")
     if source.suffix == ".zip":
+        yield from _zipped(what, name, source, hub)
+    else:
+        yield from read_file(source)
+
+
+def read_file(source: Path) -> Iterator[Line]:
+    """The lines of one .jsonl or .jsonl.gz file. Raises ValueError for a line that is no JSON object."""
+    with _opened(source) as lines:
+        yield from _parse(lines, str(source))
+
+
+def _opened(source: Path) -> IO[bytes]:
+    try:
+        return gzip.open(source) if source.suffix == ".gz" else source.open("rb")  # type: ignore[return-value]
+    except OSError as error:
+        raise ValueError(f"{source} cannot be read: {why(error)}; copy it again") from None
+
+
+def _zipped(what: str, name: str, source: Path, hub: Hub) -> Iterator[Line]:
+    try:
         with zipfile.ZipFile(source) as archive:
             member = next((file for file in archive.namelist() if Path(file).name == f"{name}.jsonl"), None)
             if member is None:
                 raise FileNotFoundError(f"{what}: no {name}.jsonl in {source}; is it the data set's own {hub.file}?")
-            with io.TextIOWrapper(archive.open(member), encoding="utf-8") as lines:
-                yield from _parse(lines, source)
-    else:
-        opener = gzip.open if source.suffix == ".gz" else open
-        with opener(source, "rt", encoding="utf-8") as lines:
-            yield from _parse(lines, source)
+            with archive.open(member) as lines:
+                yield from _parse(lines, f"{source}/{member}")
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:  # damaged, unknown packing, encrypted
+        raise ValueError(f"{source} cannot be read: {why(error)}; copy it again") from None
 
 
-def _parse(lines: Iterable[str], source: Path) -> Iterator[dict[str, Any]]:
+def _parse(lines: Iterable[bytes], file: str) -> Iterator[Line]:
+    """Lines end at \\n alone: JSON may hold any other line separator."""
     number = 0
     try:
-        for line in lines:
-            number += 1
-            data = json.loads(line) if line.strip() else None
-            if isinstance(data, dict):
-                yield data
-            elif line.strip():
-                raise ValueError("no JSON object")
-    except (ValueError, OSError, EOFError) as error:  # wrong UTF-8 and wrong JSON are ValueErrors
-        where = f"{source}, line {number}"
-        raise ValueError(f"{where} cannot be read ({error}); take it out, or give the data set's own file") from error
+        for number, raw in enumerate(lines, 1):  # told where the file breaks off
+            if raw.strip():
+                yield _line(file, number, raw)
+    except (*UNREADABLE, zipfile.BadZipFile) as error:
+        raise Line(file, number + 1, None).error(f"the file breaks off here ({why(error)})", "copy it again") from None
+
+
+def _line(file: str, number: int, raw: bytes) -> Line:
+    line = Line(file, number, None)
+    try:
+        data = parse_json(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
+    except UnicodeDecodeError as error:
+        raise line.error(why(error)) from None
+    except ValueError as error:
+        raise line.error(str(error)) from None
+    if not isinstance(data, dict):
+        raise line.error(f"it is a JSON {type(data).__name__}, no object")
+    return Line(file, number, data)

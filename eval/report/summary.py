@@ -34,11 +34,24 @@ def summarise(rows: Iterable[Row]) -> dict[str, Any]:
 
 
 def group(rows: Iterable[Row]) -> list[list[Row]]:
-    """The rows of each run, in order of appearance."""
-    groups: dict[tuple[str, ...], list[Row]] = defaultdict(list)
+    """The rows of each run, in order of appearance.
+
+    Where a task was run on several data (the digest in its settings), the last of them stands with the other tasks,
+    and each earlier one in a run of its own.
+    """
+    runs: dict[tuple[str, ...], list[Row]] = defaultdict(list)
     for row in rows:
-        common = {name: value for name, value in row["settings"].items() if name != "method"}
-        groups[row["model"], row["benchmark"], row["compress"], json.dumps(common, sort_keys=True)].append(row)
+        common = {name: value for name, value in row["settings"].items() if name not in ("method", "data")}
+        runs[row["model"], row["benchmark"], row["compress"], json.dumps(common, sort_keys=True)].append(row)
+    groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    for run, together in runs.items():
+        known: dict[str, list[str | None]] = defaultdict(list)
+        for row in together:
+            if (data := row["settings"].get("data")) not in known[row["task"]]:
+                known[row["task"]].append(data)
+        for row in together:
+            of_task = known[row["task"]]
+            groups[run, len(of_task) - of_task.index(row["settings"].get("data"))].append(row)
     return list(groups.values())
 
 
@@ -126,6 +139,13 @@ def _cell(tasks: Mapping[str, Sequence[Row]], dense: Mapping[str, Mapping[tuple,
     return out
 
 
+def _common(rows: Sequence[Row]) -> dict[str, Any]:
+    """The settings that all rows of a run share, and the digest of each task's data where there is one."""
+    shared = {name: value for name, value in rows[0]["settings"].items() if name not in ("method", "data")}
+    data = {row["task"]: row["settings"]["data"] for row in rows if "data" in row["settings"]}
+    return {**shared, "data": data} if data else shared
+
+
 def _run(rows: list[Row]) -> dict[str, Any]:
     named, configs = labels(rows), {r["config"]: r["settings"]["method"] for r in rows}
     table: dict[tuple, list[Row]] = defaultdict(list)
@@ -138,7 +158,7 @@ def _run(rows: list[Row]) -> dict[str, Any]:
     first = rows[0]
     out: dict[str, Any] = {
         **{name: first[name] for name in ("model", "benchmark", "compress")},
-        "settings": {name: value for name, value in first["settings"].items() if name != "method"},
+        "settings": _common(rows),
         "versions": sorted({json.dumps(r["versions"], sort_keys=True) for r in rows}),
         **{"dense": dense_name, "methods": methods, "lengths": lengths, "tasks": tasks, "rows": len(rows)},
         **{"cells": [], "by_length": [], "overall": []},

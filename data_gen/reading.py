@@ -1,0 +1,73 @@
+"""Files that a user gives: their text, their JSON, and what they are known by.
+
+Whatever is wrong with a file becomes a ValueError of one line that names it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+UNREADABLE = (OSError, EOFError, zlib.error)  # what a damaged .gz, a folder or a missing permission raises
+
+
+def read_text(source: Path) -> str:
+    """The text of a UTF-8 file, plain or .gz, without a byte order mark. Raises ValueError if it cannot be read."""
+    try:
+        raw = source.read_bytes()
+        return (gzip.decompress(raw) if source.suffix == ".gz" else raw).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is no text in UTF-8: {why(error)}; save it in UTF-8") from None
+    except UNREADABLE as error:
+        raise ValueError(f"{source} cannot be read: {why(error)}; copy it again") from None
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text.
+
+    Raises ValueError, saying in a few words what is wrong, also for what Python's own parser lets through: NaN, a name
+    that occurs twice in an object, half a surrogate pair, nesting without end.
+    """
+    try:
+        value = json.loads(text, parse_constant=_no_number, object_pairs_hook=_object)
+        if "\\u" in text:  # only an escape can hide half a character
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is no JSON ({error.msg} at character {error.pos + 1})") from None
+    except UnicodeEncodeError:
+        raise ValueError("it holds half a character (an unpaired \\ud800-\\udfff)") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return value
+
+
+def why(error: Exception) -> str:
+    """What an exception of reading says, in one short line."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start + 1} is not UTF-8"
+    if isinstance(error, EOFError):
+        return "it ends too early"
+    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(said.split())[:200] or type(error).__name__
+
+
+def digest(content: str | bytes) -> str:
+    """Sixteen hexadecimal digits of SHA-256: what a file is known by, wherever it lies."""
+    return hashlib.sha256(content.encode("utf-8") if isinstance(content, str) else content).hexdigest()[:16]
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the name {next(n for n in names if names.count(n) > 1)[:60]!r} occurs twice")
+    return found

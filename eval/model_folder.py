@@ -1,0 +1,82 @@
+"""A folder with a model: what it is known by, its contents, and whether its files are whole. No weights are loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from data_gen.reading import read_text
+
+# what changes answers: weights, the model's and the generation's config, tokenizer and chat template
+WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
+TEXTS = (
+    *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab*", "merges*", "*.model", "*.tiktoken", "*chat_template*", "additional_chat_templates/*"),
+)
+WHOLE = 64 << 20  # bytes up to which a file is read to its end
+BLOCKS, BLOCK = 256, 4096  # of a larger file: so many blocks of so many bytes, from its start to its end
+
+
+def folder_digest(folder: Path) -> str:
+    """Sixteen hexadecimal digits of SHA-256 over the files that answers depend on, by name, size and contents.
+
+    A file of more than 64 MiB, a shard of large weights, counts by its size, its safetensors header and 256 blocks of
+    4 KiB at even distances: every training changes some of those, and 140 GB are read in a second or two. What is not
+    seen is a change of a few numbers between the blocks.
+    """
+    whole = hashlib.sha256()
+    for name, file in _files(folder):
+        whole.update(f"{name}\0{file.stat().st_size}\0{_digest(file)}\n".encode())
+    return whole.hexdigest()[:16]
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ValueError, naming the file, for JSON that is cut or no object and for safetensors that are cut.
+
+    Transformers passes over a damaged generation_config.json without a word, and its end-of-text ids with it.
+    """
+    for _, file in _files(folder):
+        try:
+            if file.suffix == ".json" and not isinstance(json.loads(read_text(file)), dict):
+                raise ValueError("it must hold a JSON object")
+            if file.suffix == ".safetensors":
+                _check_safetensors(file)
+        except RecursionError:
+            raise ValueError(f"{file} is damaged (it is nested too deeply); copy it again") from None
+        except (ValueError, TypeError, KeyError, IndexError, OSError) as error:
+            raise ValueError(f"{file} is damaged ({' '.join(str(error).split())[:200]}); copy it again") from None
+
+
+def _files(folder: Path) -> list[tuple[str, Path]]:
+    """Name and path of every file that answers depend on, in order."""
+    found = {file for pattern in (*WEIGHTS, *TEXTS) for file in folder.glob(pattern) if file.is_file()}
+    return sorted((file.relative_to(folder).as_posix(), file) for file in found)
+
+
+def _check_safetensors(file: Path) -> None:
+    size = file.stat().st_size
+    with file.open("rb") as content:
+        length = int.from_bytes(content.read(8), "little")
+        if 8 + length > size:
+            raise ValueError(f"it has {size} bytes, and its header alone takes {8 + length}")
+        header = json.loads(content.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("its header is no JSON object")
+    ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+    if 8 + length + max(ends, default=0) != size:
+        raise ValueError(f"it has {size} bytes, and should have {8 + length + max(ends, default=0)}")
+
+
+def _digest(file: Path) -> str:
+    """Of all bytes of a small file, of some bytes of a large one."""
+    size, found = file.stat().st_size, hashlib.sha256()
+    with file.open("rb") as content:
+        if size <= WHOLE:
+            return hashlib.file_digest(content, "sha256").hexdigest()
+        if file.suffix == ".safetensors":
+            found.update(content.read(min(8 + int.from_bytes(content.read(8), "little"), WHOLE)))
+        for number in range(BLOCKS):
+            content.seek((size - BLOCK) * number // (BLOCKS - 1))
+            found.update(content.read(BLOCK))
+    return found.hexdigest()
