@@ -141,12 +141,12 @@ def code_similarity(prediction: str, reference: str, backend: CodeBackend = "dif
 
 
 def rouge_chinese(prediction: str, reference: str) -> float:
-    """`rouge_l` of the jieba words of both texts."""
+    """`rouge_l` of the jieba words of both texts, of each at most `MAX_CHINESE` characters."""
     return rouge_l(" ".join(_jieba(prediction)), " ".join(_jieba(reference)))
 
 
 def qa_f1_chinese(prediction: str, reference: str) -> float:
-    """F1 over normalised, non-empty jieba words, 0-1."""
+    """F1 over normalised, non-empty jieba words, 0-1; of each text at most `MAX_CHINESE` characters are read."""
     bags = [[w for w in map(normalize_chinese, _jieba(text)) if w] for text in (prediction, reference)]
     return token_f1(*bags)
 

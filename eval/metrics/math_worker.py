@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 
+from eval.metrics import math_equal
+
 WALL_SECONDS = 60.0  # for a process that hangs; one that computes is ended by its CPU limit long before
 START_SECONDS = 300.0
 
@@ -64,7 +66,7 @@ class Worker:
         # the same modules as here; equal hashes, so that sympy takes the same way every time
         paths = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "PYTHONHASHSEED": "0"}
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "eval.metrics.math_equal"],
+            [sys.executable, "-P", "-m", math_equal.__name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -81,7 +83,7 @@ class Worker:
                 f"MATH-500 is graded with sympy and pylatexenc: pip install sympy 'pylatexenc<3' ({answer})"
             )
         raise RuntimeError(
-            f"the process that grades MATH-500 did not start; try: {sys.executable} -m eval.metrics.math_equal"
+            f"the process that grades MATH-500 did not start; try: {sys.executable} -m {math_equal.__name__}"
         )
 
     def _line(self, line: str | None, seconds: float) -> tuple[object, bool]:
