@@ -165,18 +165,21 @@ CHINESE = ("longbench dureader", "longbench multifieldqa_zh")
 
 
 def measure(name: str) -> Iterator[tuple[str, float, float]]:
-    """(kind, CPU seconds, megabytes above what the process held before) of a grader's texts; the worker's included."""
+    """(kind, CPU seconds, MB above what was held before the first kind) of a grader's texts; with the worker's."""
     grader, worker = GRADERS[name], math_worker._worker(os.getpid())
     grader("x+2")  # loads libraries and dictionaries
     if name.startswith("math500"):
         math500.grade("x+y", "y+x")  # starts the worker
+    process = worker._process
+    pids = [os.getpid()] if process is None else [os.getpid(), process.pid]
+    before = sum(_peak(pid, fresh=True) for pid in pids)
     for kind, text in texts():
-        process = worker._process
-        pids = [os.getpid()] if process is None else [os.getpid(), process.pid]
-        before, start = sum(_peak(pid, fresh=True) for pid in pids), sum(map(_cpu, pids))
+        start = sum(map(_cpu, pids))
         grader(text)
         assert worker._process is process, f"{name}, {kind}: the worker reached its limits"
         yield kind, sum(map(_cpu, pids)) - start, sum(map(_peak, pids)) - before
+        for pid in pids:
+            _peak(pid, fresh=True)
 
 
 def _cpu(pid: int) -> float:
