@@ -24,6 +24,10 @@ def test_parity(row):
         ("code_run", "it returns 2.5", 5, 1),  # "." is a blank
         ("code_run", "it returns five", 5, 0),
         ("code_run", "", 5, 0),
+        ("code_run", "9" * 5000, 5, 0),  # more digits than int() takes
+        ("math_find", "9" * 5000, 9, 0),
+        ("math_find", "9" * 5000, 9.5, 0),
+        ("math_calc", "7 " + "9" * 5000, [7, 9], 0.5),
         ("code_debug", " B. f", ["f", "B"], 1),
         ("code_debug", "The answer is: **Option B**", ["f", "B"], 1),
         ("code_debug", "The answer is:B", ["f", "B"], 0),  # one character after the phrase is skipped

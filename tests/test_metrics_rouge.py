@@ -32,6 +32,41 @@ def test_table_equals_the_recursive_definition(x, y):
     assert all(table[i, j] == slow_lcs(x[:i], y[:j]) for i in range(len(x) + 1) for j in range(len(y) + 1))
 
 
+@given(st.lists(st.sampled_from("abc"), max_size=9), st.lists(st.sampled_from("abc"), max_size=9))
+def test_the_bits_are_the_increments_of_the_table(x, y):
+    table = rouge.lcs_table(x, y)
+    for row, bits in zip(table, rouge.lcs_increments(x, y), strict=True):
+        assert [int(right - left) for left, right in itertools.pairwise(row)] == [
+            1 - (bits >> j & 1) for j in range(len(y))
+        ]
+
+
+def slow_read_back(x, y, ties):
+    """Positions (i, j) of the matches of one LCS, read back from the table, and the steps it takes."""
+    table = rouge.lcs_table(x, y)
+    i, j, steps, matches = len(x), len(y), 0, set()
+    while i and j:
+        steps += 1
+        up, left = table[i - 1, j], table[i, j - 1]
+        if x[i - 1] == y[j - 1]:
+            i, j = i - 1, j - 1
+            matches.add((i, j))
+        elif up > left or (up == left and ties == "up"):
+            i -= 1
+        else:
+            j -= 1
+    return matches, steps
+
+
+@given(st.lists(st.sampled_from("abcd"), max_size=9), st.lists(st.sampled_from("abce"), max_size=9))
+def test_reading_back_equals_the_slow_way(x, y):
+    matches, steps = slow_read_back(x, y, "left")
+    words = {x[i] for i, _ in matches}
+    assert rouge._read_back(x, y, None) == rouge._read_back(x, y, steps) == words
+    assert rouge._read_back(x, y, steps - 1) is None
+    assert rouge._matched_positions(x, y) == {i for i, _ in slow_read_back(x, y, "up")[0]}
+
+
 @settings(max_examples=200, deadline=None)
 @given(texts, texts)
 def test_rouge_l_equals_the_rouge_package(prediction, reference):

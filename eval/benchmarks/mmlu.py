@@ -136,7 +136,8 @@ def _from_hub(subject: str, split: str) -> Iterator[source.Line]:
 
 def extract_letter(reply: str) -> str | None:
     """The letter of a generated answer: the last "answer is (X)" or "Answer: X", else a leading letter. Ours."""
-    stated = re.findall(r"(?i:answer)\s*(?i:is)?\s*:?\s*\**\(?([A-D])\b", reply)
+    # possessive quantifiers give nothing back, so that a long run of blanks is read once
+    stated = re.findall(r"(?i:answer)\s*+(?i:is)?+\s*+:?+\s*+\**+\(?+([A-D])\b", reply)
     if stated:
         return str(stated[-1])
     leading = re.match(r"\s*\(?([A-D])\b", reply)

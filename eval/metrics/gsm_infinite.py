@@ -58,10 +58,10 @@ def grade_all(replies: Sequence[str], answer: int, at_end: Literal["wrong", "num
 
 def gold_answer(solution: str) -> int:
     """The integer between "Answer: " and the next "." of a problem's solution. Raises ValueError if there is none."""
-    found = re.search(r"Answer: ([^.]*)\.", solution)
-    if found is None:
+    number, dot, _ = solution.partition("Answer: ")[2].partition(".")
+    if not dot:
         raise ValueError(f"no 'Answer: <integer>.' in the solution {solution[-80:]!r}")
-    return int(found[1])
+    return int(number)
 
 
 def grade_symbolic(reply: str, answers: Sequence[str]) -> bool:

@@ -98,19 +98,27 @@ def math_find(prediction: str, labels: list[Any]) -> bool:
     found = re.search(r"\d+\.\d+|\d+", prediction)
     if found is None or (isinstance(label, int) and "." in found[0]):
         return False
-    return (int(found[0]) if isinstance(label, int) else float(found[0])) == label
+    return (_integer(found[0]) if isinstance(label, int) else float(found[0])) == label
 
 
 def math_calc(prediction: str, labels: list[Any], drop_first_number: bool = False) -> float:
     """Share of the expected values that the reply's unsigned integers match before the first mistake, 0-1."""
     expected = labels[0] if isinstance(labels[0], list) else labels
-    numbers = [int(run) for run in re.findall("[0-9]+", prediction)][int(drop_first_number) :]
+    numbers = [_integer(run) for run in re.findall("[0-9]+", prediction)][int(drop_first_number) :]
     right = 0
     for want, got in zip(expected, numbers, strict=False):
         if want != got:
             break
         right += 1
     return right / len(expected)
+
+
+def _integer(digits: str) -> int | None:
+    """int(), or None for a number of more digits than Python converts (4,300; officially an uncaught ValueError)."""
+    try:
+        return int(digits)
+    except ValueError:
+        return None
 
 
 def _best(metric: Callable[[str, str], float]) -> Callable[[str, list[Any]], float]:

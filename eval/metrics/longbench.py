@@ -11,10 +11,14 @@ from typing import Literal
 
 import numpy as np
 
-from eval.metrics.rouge import lcs_table, rouge_l
+from eval.metrics.rouge import lcs_increments, rouge_l
 from eval.metrics.text import normalize_chinese, qa_f1, token_f1
 
 CodeBackend = Literal["difflib", "levenshtein"]
+# Characters that are read at most; officially all. Code has replies of 64 tokens, some 300 characters; Chinese has 512
+# tokens, some 1,000.
+MAX_CODE_LINE = 2000
+MAX_CHINESE = 8000
 FIRST_LINE_TASKS = frozenset({"trec", "triviaqa", "samsum", "lsht"})
 BUCKETS = ("0-4k", "4-8k", "8k+")
 
@@ -115,10 +119,12 @@ def code_similarity(prediction: str, reference: str, backend: CodeBackend = "dif
     """Similarity of the reply's first code line and the reference, 0-1 in steps of 0.01.
 
     The first code line has none of ` # // (so a line with a trailing comment is skipped); without one it is "".
+    Of that line and of the reference `MAX_CODE_LINE` characters are compared.
     backend: "difflib" is fuzzywuzzy as LongBench installs it, "levenshtein" is fuzzywuzzy with python-Levenshtein.
     """
     lines = prediction.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
+    line, reference = line[:MAX_CODE_LINE], reference[:MAX_CODE_LINE]
     if line == reference:
         return 1.0
     if not line or not reference:
@@ -127,19 +133,20 @@ def code_similarity(prediction: str, reference: str, backend: CodeBackend = "dif
         ratio = difflib.SequenceMatcher(None, line, reference).ratio()
     elif backend == "levenshtein":
         total = len(line) + len(reference)
-        ratio = 1.0 - (total - 2 * int(lcs_table(line, reference)[-1, -1])) / total
+        lcs = len(reference) - lcs_increments(line, reference)[-1].bit_count()
+        ratio = 1.0 - (total - 2 * lcs) / total
     else:
         raise ValueError(f"code_backend={backend!r}: choose 'difflib' (official default) or 'levenshtein'")
     return round(100 * ratio) / 100
 
 
 def rouge_chinese(prediction: str, reference: str) -> float:
-    """`rouge_l` of the jieba words of both texts."""
+    """`rouge_l` of the jieba words of both texts, of each at most `MAX_CHINESE` characters."""
     return rouge_l(" ".join(_jieba(prediction)), " ".join(_jieba(reference)))
 
 
 def qa_f1_chinese(prediction: str, reference: str) -> float:
-    """F1 over normalised, non-empty jieba words, 0-1."""
+    """F1 over normalised, non-empty jieba words, 0-1; of each text at most `MAX_CHINESE` characters are read."""
     bags = [[w for w in map(normalize_chinese, _jieba(text)) if w] for text in (prediction, reference)]
     return token_f1(*bags)
 
@@ -150,11 +157,12 @@ def retrieval_chinese(prediction: str, reference: str) -> float:
 
 
 def _jieba(text: str) -> list[str]:
+    """The words of the first `MAX_CHINESE` characters."""
     try:
         import jieba
     except ImportError as error:
         raise ImportError("LongBench's Chinese tasks are scored on jieba words: pip install jieba") from error
-    return list(jieba.cut(text, cut_all=False))
+    return list(jieba.cut(text[:MAX_CHINESE], cut_all=False))
 
 
 def _scores(

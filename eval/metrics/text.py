@@ -5,6 +5,11 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
+# Characters that a scorer reads where its cost grows faster than the text. The longest reply that such a benchmark
+# allows, 1,200 tokens of InfiniteBench's summaries, has some 6,000 characters; 512 tokens of LongBench have 2,500.
+MAX_REPLY = 20_000
+MAX_REFERENCE = 100_000
+
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _ASCII_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _CHINESE_PUNCTUATION = str.maketrans(
