@@ -6,7 +6,6 @@ line at most; it is cut off when the file is opened again, and its sample is don
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -14,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from leank_train.files import Lock
 
 NAME = "results.jsonl"
 GLOB = "results*.jsonl"
@@ -49,14 +50,10 @@ class Results:
         self.path = Path(directory) / NAME.replace(".", f"{part}.")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         new = not self.path.exists()
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        busy = f"{self.path} is being written by another run; wait for it or choose another hydra.run.dir"
+        self._lock = Lock(self.path, busy)
+        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND)
         try:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise BlockingIOError(
-                    f"{self.path} is being written by another run; wait for it or choose another hydra.run.dir"
-                ) from error
             self._cut_torn_line()
             self.keys = {key_of(row) for row in read(directory)}
             if new:
@@ -64,7 +61,7 @@ class Results:
                 os.fsync(folder)
                 os.close(folder)
         except BaseException:
-            os.close(self._file)
+            self.close()
             raise
 
     def _cut_torn_line(self) -> None:
@@ -95,6 +92,7 @@ class Results:
 
     def close(self) -> None:
         os.close(self._file)
+        self._lock.close()
 
     def __enter__(self) -> Results:
         return self

@@ -30,7 +30,7 @@ def main(config: DictConfig) -> float:
         with Signals(config.requeues) as signals:
             rank_zero_only(print)(f"outputs   {out}", flush=True)
             metrics = run(config, out, signals)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, BlockingIOError) as error:
         sys.exit(f"leank_train: {error}")
     except Exception:
         if HydraConfig.get().mode == RunMode.MULTIRUN:

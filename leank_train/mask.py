@@ -5,27 +5,30 @@ mask.save("mask.safetensors")
 ChannelMask.load("mask.safetensors").check_model(model.config)
 """
 
+import io
 import json
+import math
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as serialise
 from torch import Tensor
 
-from leank_train.files import write_bytes
+from leank_train.tensor_files import DamagedFile, damage, read_tensors, write_tensors
 
 ROUNDINGS = ("nearest", "floor", "exact", "official")
 FORMAT = "leank-channel-mask-1"
+OFF = 0.02  # a mask may miss its ratio by this share of all channels before it is said
 
 
 class ChannelMask:
     """Kept K channels of every KV head.
 
     keep: bool [L, H, D] (layers, KV heads, head_dim); True = kept. It applies to keys and queries after RoPE.
+    The mask owns its tensor: neither the caller's tensor nor the file that it came from can change it later.
     metadata: what JSON can hold: model, config hash, ratio, alignment, rounding, sink, window, lengths, seed, versions.
     """
 
@@ -35,7 +38,7 @@ class ChannelMask:
             raise ValueError(
                 f"keep is {keep.dtype} {list(keep.shape)}; give a bool tensor [layers, kv_heads, head_dim]"
             )
-        self.keep = keep.detach().cpu().contiguous()
+        self.keep = keep.detach().cpu().clone(memory_format=torch.contiguous_format)
         self.metadata = dict(metadata or {})
 
     @property
@@ -62,9 +65,11 @@ class ChannelMask:
                     the ratio is met to within half a block
           official  n counts the channels >= the `ratio` quantile, halves up (the published code): tied scores all
                     pass, so with a quantile of 0 everything is kept
-        Equal scores go to the lower index, except in `official`. Raises ValueError, naming the setting at fault.
+        Equal scores go to the lower index, except in `official`. Raises ValueError, naming the setting at fault; a
+        ratio that no scores can meet is one (`check_ratio`).
         """
-        _check_scores(alpha, ratio, align, rounding)
+        _check_scores(alpha)
+        check_ratio(alpha.shape, ratio, align, rounding)
         scores = alpha.detach().double().cpu()
         heads, dim = scores.flatten(0, 1), scores.shape[-1]  # [L*H, D]
         if rounding == "exact":
@@ -82,41 +87,62 @@ class ChannelMask:
 
     @classmethod
     def from_official(cls, path: str | os.PathLike) -> "ChannelMask":
-        """Read a mask published with LeanK: a .pth tensor [L, H, D] of zeros and ones. Raises ValueError otherwise."""
+        """Read a mask published with LeanK: a .pth tensor [L, H, D] of zeros and ones. Raises ValueError otherwise.
+
+        Such a file has no sha256; the CRC-32 sums of its zip archive are compared.
+        """
+        content = Path(path).read_bytes()
+        if content.startswith(b"PK") and (reason := damage(content)):
+            raise DamagedFile(f"mask={path}", reason, "copy it again")
         try:
-            values = torch.load(path, map_location="cpu", weights_only=True)
-        except FileNotFoundError:
-            raise
-        except Exception as error:  # torch raises many kinds for a file that is no tensor
-            raise ValueError(f"mask={path} is not a tensor saved by torch.save: {error}") from error
+            values = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        except Exception as error:  # torch raises many kinds, some with pages of advice, for a file that is no tensor
+            kind = type(error).__name__
+            raise ValueError(f"mask={path} is not a tensor saved by torch.save ({kind}); give another file") from error
         if not isinstance(values, Tensor) or values.dim() != 3 or not ((values == 0) | (values == 1)).all():
             raise ValueError(f"mask={path} must hold one tensor [layers, kv_heads, head_dim] of zeros and ones")
-        return cls(values.bool(), {"source": Path(path).name})
+        return cls(values.bool(), {"source": Path(path).name})._doubted(path)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write safetensors, the metadata in the header: whole or not at all, the same bytes for the same mask."""
+        """Write safetensors, the metadata and a sha256 in the header: the same bytes for the same mask."""
         header = {"format": FORMAT, "metadata": json.dumps(self.metadata, sort_keys=True)}
-        content = serialise({"keep": self.keep}, metadata=header)
-        end = 8 + int.from_bytes(content[:8], "little")  # safetensors writes the keys of its header in random order
-        ordered = json.dumps(json.loads(content[8:end]), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-        write_bytes(path, content[:8] + ordered.encode().ljust(end - 8) + content[end:])
+        write_tensors(path, {"keep": self.keep}, header)
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "ChannelMask":
-        """Read what `save` wrote; nothing is unpickled. Raises FileNotFoundError, or ValueError for any other file."""
+        """Read what `save` wrote; nothing is unpickled.
+
+        Raises FileNotFoundError, or ValueError for a damaged file and any other. Warns of a mask from before masks had
+        a sha256, and of `doubts`.
+        """
         if not Path(path).is_file():
             raise FileNotFoundError(f"mask={path} does not exist; give the mask.safetensors of a training run")
         try:
-            with safe_open(path, framework="pt") as file:
-                header = file.metadata() or {}
-                if header.get("format") != FORMAT:
-                    raise ValueError(f"mask={path} is a safetensors file, but not one that ChannelMask.save wrote")
-                return cls(file.get_tensor("keep"), json.loads(header["metadata"]))
-        except SafetensorError as error:
-            raise ValueError(
-                f"mask={path} is damaged or no safetensors file ({error}); train again, copy it again, "
-                "or read a published .pth mask with ChannelMask.from_official"
-            ) from error
+            keep, metadata = _read(path)
+        except DamagedFile as error:
+            raise ValueError(f"mask={error}") from error
+        return cls(keep, metadata)._doubted(path)
+
+    def doubts(self) -> list[str]:
+        """What makes the mask hardly the one that somebody wants, one line each.
+
+        Not refused, because a mask does what it says: with all heads empty it is the sink and the window alone
+        (StreamingLLM), and one that misses its ratio prunes the share that `pruning_ratio` tells.
+        """
+        said, ratio = [], self.metadata.get("ratio")
+        if not self.keep.any():
+            said.append("all heads are empty, so that every middle token is dropped; train with a lower ratio or align")
+        if isinstance(ratio, int | float) and 0 <= ratio <= 1 and abs(self.pruning_ratio - ratio) > OFF:
+            said.append(
+                f"it prunes {100 * self.pruning_ratio:.1f}% of the channels, not ratio={ratio}; train with a lower "
+                "align, or with rounding=exact"
+            )
+        return said
+
+    def _doubted(self, path: str | os.PathLike) -> "ChannelMask":
+        for doubt in self.doubts():
+            warnings.warn(f"mask={path}: {doubt}", stacklevel=3)
+        return self
 
     def check_model(self, config: Any) -> None:
         """Raise ValueError if the mask does not fit a model's config; warn if the model has another name."""
@@ -143,14 +169,52 @@ def _count_best(scores: Tensor, budget: int) -> Tensor:
     return torch.bincount(chosen // scores.shape[1], minlength=scores.shape[0])
 
 
-def _check_scores(alpha: Tensor, ratio: float, align: int, rounding: str) -> None:
+def check_ratio(shape: Sequence[int], ratio: float, align: int, rounding: str) -> None:
+    """Raise ValueError, naming the setting, for what no scores of this shape [L, H, D] can meet.
+
+    That is a ratio with which every head would end empty, or every head whole though channels are to be pruned: a
+    result under that ratio would be one of something else. Ratios between are met as well as blocks of `align`
+    channels allow (`doubts`). With rounding=official the scores decide.
+    """
+    total, dim = math.prod(shape), shape[-1]
+    if not 0 <= ratio < 1:
+        raise ValueError(f"ratio={ratio} is not in [0, 1); it is the share of K channels to prune, such as 0.7")
+    if align < 1 or dim % align:
+        raise ValueError(f"align={align} does not divide head_dim={dim}; use 1 or a divisor such as 16")
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"rounding={rounding!r} is unknown; use one of {', '.join(ROUNDINGS)}")
+    if rounding == "official" or ratio == 0:
+        return
+    if rounding == "exact":
+        kept = _nearest_integer(total * (1 - ratio) / align) * align
+        empty, whole = kept == 0, kept == total
+    else:
+        kept, up = _nearest_integer(total * (1 - ratio)), 0 if rounding == "floor" else align // 2
+        empty, whole = kept + up < align, total - kept <= up
+    if empty or whole:
+        raise ValueError(
+            f"ratio={ratio} with align={align} would {'empty every head' if empty else 'prune nothing'}: {list(shape)} "
+            f"channels are {total // align} blocks of {align}; {'lower' if empty else 'raise'} ratio, or lower align"
+        )
+
+
+def _read(path: str | os.PathLike) -> tuple[Tensor, dict[str, Any]]:
+    """(keep, metadata) of a file that ChannelMask.save wrote."""
+    cure = "copy it again, train again, or read a published .pth mask with ChannelMask.from_official"
+    tensors, header = read_tensors(path, {"keep"}, cure, {"format", "metadata"})
+    if header.get("format") != FORMAT:
+        raise ValueError(f"mask={path} is a safetensors file, but not one that ChannelMask.save wrote")
+    try:
+        metadata = json.loads(header["metadata"])
+    except (ValueError, RecursionError):
+        metadata = None
+    if not isinstance(metadata, dict):
+        raise DamagedFile(path, "its header is not what was written", cure)
+    return tensors["keep"], metadata
+
+
+def _check_scores(alpha: Tensor) -> None:
     if alpha.dim() != 3 or alpha.numel() == 0:
         raise ValueError(f"alpha has the shape {list(alpha.shape)}; give scores [layers, kv_heads, head_dim]")
     if not torch.isfinite(alpha).all():
         raise ValueError("alpha holds NaN or infinite scores; training diverged: lower the learning rate")
-    if not 0 <= ratio < 1:
-        raise ValueError(f"ratio={ratio} is not in [0, 1); it is the share of K channels to prune, such as 0.7")
-    if align < 1 or alpha.shape[-1] % align:
-        raise ValueError(f"align={align} does not divide head_dim={alpha.shape[-1]}; use 1 or a divisor such as 16")
-    if rounding not in ROUNDINGS:
-        raise ValueError(f"rounding={rounding!r} is unknown; use one of {', '.join(ROUNDINGS)}")

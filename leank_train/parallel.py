@@ -62,6 +62,11 @@ def device(config: DictConfig) -> torch.device:
     return trainer(config, logger=False).strategy.root_device
 
 
+def is_first(config: DictConfig) -> bool:
+    """Whether this process is the first of the run's; before they have met."""
+    return trainer(config, logger=False).is_global_zero
+
+
 def shard(model: PreTrainedModel, place: torch.device) -> None:
     """Leave each rank a share of every layer's weights at `place`; a layer is whole while it runs. Does so once.
 

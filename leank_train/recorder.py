@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -13,18 +13,28 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from leank_train.files import write_bytes
+from leank_train.tensor_files import read_checkpoint, write_checkpoint
 
 BINS = 50
+PREVIOUS = "previous.ckpt"
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Checkpoints that appear whole or not at all."""
+    """Checkpoints that appear whole or not at all and are checked when read; the one before is kept beside the last."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """A checkpoint is small (alpha and two moments): made in memory, written at once."""
-        buffer = io.BytesIO()
-        torch.save(checkpoint, buffer)
-        write_bytes(path, buffer.getvalue())
+        last = Path(path)
+        if last.exists():
+            write_bytes(last.with_name(PREVIOUS), last.read_bytes())
+        write_checkpoint(last, checkpoint)
+
+    def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
+        """Raises DamagedFile, which says how to go on; nothing is unpickled, whatever `weights_only` says."""
+        cure = "remove it to start the stage anew"
+        if (previous := Path(path).with_name(PREVIOUS)).exists():
+            cure = f"copy {previous} over it to go on from the checkpoint before, or {cure}"
+        return read_checkpoint(path, cure, map_location)
 
 
 class Recorder(L.Callback):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import logging
+import os
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,6 @@ import torch
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig, OmegaConf
-from safetensors.torch import save
 
 from data_gen.tasks import Mixture
 from leank_train import backbone as backbones
@@ -23,13 +23,16 @@ from leank_train import parallel, plots
 from leank_train.backbone import Backbone
 from leank_train.compare import check_lengths, validate
 from leank_train.data import RetrievalData, collate
-from leank_train.files import write_bytes, write_json, write_text
-from leank_train.mask import ChannelMask
+from leank_train.files import Lock, write_json, write_text
+from leank_train.mask import ChannelMask, check_ratio
 from leank_train.preempt import SaveOnSignal, Signals
 from leank_train.recorder import AtomicCheckpointIO, Progress, Recorder
-from leank_train.settings import BadConfig, check, check_folder, fingerprint, overrides, stage_config
+from leank_train.settings import BadConfig, check, check_folder, fingerprint, need, overrides, stage_config
 from leank_train.stages import Stage, Stage1, Stage2
+from leank_train.tensor_files import read_checkpoint, write_checkpoint, write_tensors
 from leank_train.wandb_log import log_results
+
+REQUEUED = 120.0  # seconds that a requeued job waits for the lock of its predecessor
 
 
 def run(config: DictConfig, out: Path, signals: Signals | None = None) -> dict[str, Any]:
@@ -37,13 +40,43 @@ def run(config: DictConfig, out: Path, signals: Signals | None = None) -> dict[s
 
     Returns the metrics written to metrics.json; of several processes, in the first alone. Where `signals` listens, a
     signal ends the run at the next step with a checkpoint (SystemExit).
+
+    Raises BadConfig where no stage has a step: such a mask would keep the first channels of the first heads, which
+    nobody has chosen. Raises BlockingIOError where another run is writing into `out`.
     """
-    started, signals = time.time(), signals or Signals()
     check(config)
+    need(
+        config.stage1.steps + config.stage2.steps > 0,
+        "stage1.steps=0 and stage2.steps=0: nothing would be learned; give one of them steps above 0",
+    )
+    with claimed(config, out) as identity:
+        return train(config, identity, out, signals or Signals())
+
+
+@contextmanager
+def claimed(config: DictConfig, out: Path) -> Iterator[str]:
+    """The folder `out`, for this run alone; yields the fingerprint of its config, which it holds from now on.
+
+    The first process holds the lock, for all of the run. A job that Slurm requeued waits for the one before, whose lock
+    a file server may keep for a while after its end.
+    """
     identity = fingerprint(config)
-    check_folder(out, identity, config.resume)
-    write_text(out / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
-    write_text(out / "config.hash", identity + "\n")
+    if not parallel.is_first(config):
+        check_folder(out, identity, config.resume)
+        yield identity
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    busy = f"{out} is being written by another training; wait for it, or set hydra.run.dir to a new folder"
+    with Lock(out / "run.lock", busy, patience=REQUEUED if "SLURM_RESTART_COUNT" in os.environ else 0):
+        check_folder(out, identity, config.resume)
+        write_text(out / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
+        write_text(out / "config.hash", identity + "\n")
+        yield identity
+
+
+def train(config: DictConfig, identity: str, out: Path, signals: Signals) -> dict[str, Any]:
+    """What `run` does in a folder that is claimed."""
+    started = time.time()
     torch.set_float32_matmul_precision("high")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its notes on hardware and products
     L.seed_everything(config.seed, workers=True, verbose=False)
@@ -58,6 +91,7 @@ def run(config: DictConfig, out: Path, signals: Signals | None = None) -> dict[s
     for together in [documents] if config.data.documents > 1 else [[d] for d in documents]:
         collate(backbone, together)
     check_lengths(config, backbone)
+    check_ratio(backbone.shape, config.mask.ratio, config.mask.align, config.mask.rounding)
     logger = instantiate(config.logger, save_dir=str(out)) if config.logger else None
     if logger:
         logger.log_hyperparams(OmegaConf.to_container(config, resolve=True))
@@ -90,8 +124,10 @@ def run(config: DictConfig, out: Path, signals: Signals | None = None) -> dict[s
         "seconds": {"training": round(record1.seconds + record2.seconds, 1)},  # those before a stop included
         "config": identity,
     }
+    for doubt in mask.doubts():
+        warnings.warn(f"{out / 'mask.safetensors'}: {doubt}", stacklevel=1)
     mask.save(out / "mask.safetensors")
-    write_bytes(out / "alpha.safetensors", save({"alpha": alpha, "stage1": scores1}))
+    write_tensors(out / "alpha.safetensors", {"alpha": alpha, "stage1": scores1})
     for align in {1, config.mask.align}:  # what stage 2 is worth (appendix E): the same scores without it
         alone = ChannelMask.from_scores(scores1, **{**size, "align": align}, metadata=metadata)
         alone.save(out / "stage1" / f"mask_align{align}.safetensors")
@@ -158,7 +194,7 @@ def fit(config: DictConfig, stage: Stage, name: str, out: Path, logger: Any, sig
     finished = done.exists()
     trainer.strategy.barrier()  # a stage of no steps is written at once, maybe before another rank has looked
     if finished:
-        state = torch.load(done, map_location="cpu", weights_only=True)
+        state = read_checkpoint(done, f"remove it, and the stage goes on from {last.name}")
         stage.alpha.data.copy_(state["alpha"])
         recorder.load_state_dict(state["record"])
         return recorder
@@ -175,8 +211,6 @@ def fit(config: DictConfig, stage: Stage, name: str, out: Path, logger: Any, sig
         if trainer.global_step < stage.config.steps:
             raise KeyboardInterrupt(f"{name} stopped at step {trainer.global_step}; run the same command to go on")
     if trainer.is_global_zero:
-        buffer = io.BytesIO()
-        torch.save({"alpha": stage.alpha.detach().cpu(), "record": recorder.state_dict()}, buffer)
-        write_bytes(done, buffer.getvalue())
+        write_checkpoint(done, {"alpha": stage.alpha.detach().cpu(), "record": recorder.state_dict()})
     trainer.strategy.barrier()
     return recorder

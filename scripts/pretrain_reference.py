@@ -22,6 +22,7 @@ from lightning.fabric.strategies import DDPStrategy
 from torch import nn
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from leank_train.tensor_files import read_checkpoint, write_checkpoint
 from scripts.reference_batches import Batches, Row, collate, evaluation_rows
 
 SPECIAL = ("<pad>", "<s>", "</s>")
@@ -137,7 +138,7 @@ def train(args: argparse.Namespace) -> None:
     model, optimizer = fabric.setup(plain, optimizer)
     state_file, done, seconds = args.out / "state.pt", 0, 0.0
     if state_file.exists():
-        state = torch.load(state_file, map_location="cpu", weights_only=True)
+        state = read_checkpoint(state_file, "remove it to start anew")
         lm.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         done, seconds = state["step"], state["seconds"]
@@ -192,10 +193,8 @@ def save(
 ) -> None:
     """state.pt for an exact resume, model/ in bf16 for use. Both are replaced at once, never half-written."""
     if fabric.is_global_zero:
-        partial = out / "state.pt.partial"
         state = {"model": lm.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "seconds": seconds}
-        torch.save(state, partial)
-        os.replace(partial, out / "state.pt")
+        write_checkpoint(out / "state.pt", state)
         small = LlamaForCausalLM(lm.config).to(torch.bfloat16)
         small.load_state_dict(lm.state_dict())
         small.save_pretrained(out / "model")

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 
 from eval.report.summary import summarise
 from eval.results import GLOB, read
 from leank_train.mask import ChannelMask
+from leank_train.tensor_files import read_checkpoint
 
 STAGES = ("stage1", "stage2")
 
@@ -56,7 +56,7 @@ def trainings(roots: Sequence[Path]) -> list[Training]:
 def _steps(checkpoint: Path) -> list[dict[str, float]]:
     if not checkpoint.is_file():
         return []
-    return torch.load(checkpoint, map_location="cpu", weights_only=True)["record"]["steps"]
+    return read_checkpoint(checkpoint, "run its training again")["record"]["steps"]
 
 
 def evaluations(roots: Sequence[Path]) -> list[tuple[Path, dict[str, Any]]]:

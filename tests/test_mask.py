@@ -1,6 +1,8 @@
 """ChannelMask: top-s% with alignment, files, and the two masks published with the paper."""
 
 import math
+import warnings
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leank_train.mask import ROUNDINGS, ChannelMask
+from eval.cache.channels import layer_masks
+from leank_train.mask import ROUNDINGS, ChannelMask, check_ratio
 
 DATA = Path(__file__).parent / "data" / "masks"
 scores = st.builds(
@@ -20,6 +23,14 @@ scores = st.builds(
     st.tuples(st.integers(1, 3), st.integers(1, 4), st.sampled_from([8, 16])),
     st.sampled_from([1, 2, 1000]),  # 1 level = all zero; 2 = many ties
 )
+
+
+@contextmanager
+def unchecked():
+    """Ratios that `from_scores` refuses, too: its arithmetic holds for them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("leank_train.mask.check_ratio", lambda *settings: None)
+        yield
 
 
 @pytest.mark.parametrize(
@@ -39,7 +50,8 @@ def test_published_masks(name, shape, ratio, heads):
 @settings(deadline=None, max_examples=60)
 @given(scores, st.floats(0, 0.99), st.sampled_from([1, 2, 4, 8]), st.sampled_from(["nearest", "floor", "exact"]))
 def test_from_scores_meets_its_budget(alpha, ratio, align, rounding):
-    mask = ChannelMask.from_scores(alpha, ratio, align, rounding)
+    with unchecked():
+        mask = ChannelMask.from_scores(alpha, ratio, align, rounding)
     assert (mask.channels_per_head % align == 0).all()
     for head_alpha, head_keep in zip(alpha.flatten(0, 1), mask.keep.flatten(0, 1), strict=True):
         if head_keep.any() and not head_keep.all():  # within a head nothing pruned beats anything kept
@@ -60,7 +72,8 @@ def test_nearest_and_floor_against_the_obvious_loop(alpha, ratio, align):
     best = set(order[: math.floor(alpha.numel() * (1 - ratio) + 0.5)])
     dim = alpha.shape[-1]
     for rounding, up in (("nearest", align // 2), ("floor", 0)):
-        keep = ChannelMask.from_scores(alpha, ratio, align, rounding).keep.flatten(0, 1)
+        with unchecked():
+            keep = ChannelMask.from_scores(alpha, ratio, align, rounding).keep.flatten(0, 1)
         for head in range(keep.shape[0]):
             channels = range(head * dim, head * dim + dim)
             n = (sum(c in best for c in channels) + up) // align * align
@@ -88,6 +101,61 @@ def test_official_rounding_passes_all_ties():
     assert ChannelMask.from_scores(alpha, 0.7, 4, "exact").channels_per_head.tolist() == [[4, 0]]
     spread = torch.linspace(0, 1, 16).view(1, 2, 8)
     assert ChannelMask.from_scores(spread, 0.5, 4, "official").channels_per_head.tolist() == [[0, 8]]
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "floor", "exact"])
+@pytest.mark.parametrize("align", [1, 2, 4])
+@pytest.mark.parametrize("heads", [1, 2, 3])
+def test_a_ratio_is_refused_where_no_scores_can_meet_it(heads, align, rounding):
+    """Refused: whatever the scores, all heads end empty, or all whole. Else some scores end between."""
+    orders = [torch.arange(4 * heads, 0, -1), *(torch.randperm(4 * heads) for _ in range(8))]
+    for ratio in [n / 25 for n in range(1, 25)]:
+        with unchecked():
+            masks = [ChannelMask.from_scores(o.view(1, heads, 4), ratio, align, rounding) for o in orders]
+        between = [0 < mask.pruning_ratio < 1 for mask in masks]
+        if any(between):
+            check_ratio((1, heads, 4), ratio, align, rounding)
+        else:
+            (end,) = {mask.pruning_ratio for mask in masks}
+            words = "empty every head" if end else "prune nothing"
+            with pytest.raises(ValueError, match=f"ratio={ratio} with align={align} would {words}"):
+                check_ratio((1, heads, 4), ratio, align, rounding)
+
+
+def test_ratios_that_no_block_can_meet():
+    with pytest.raises(
+        ValueError, match=r"ratio=0.3 with align=8 would prune nothing: \[1, 1, 8\] .*; raise ratio, or lo"
+    ):
+        ChannelMask.from_scores(torch.rand(1, 1, 8), 0.3, 8, "exact")
+    with pytest.raises(
+        ValueError, match=r"ratio=0.99 with align=8 would empty every head: .*; lower ratio, or lower al"
+    ):
+        ChannelMask.from_scores(torch.rand(2, 2, 8), 0.99, 8, "exact")
+
+
+def test_masks_that_hardly_anybody_wants_are_named(tmp_path):
+    empty = ChannelMask(torch.zeros(1, 2, 8, dtype=torch.bool))
+    coarse = ChannelMask.from_scores(torch.rand(1, 2, 8), 0.3, 8, "exact")  # one of two heads: 50%
+    fine = ChannelMask.from_scores(torch.rand(4, 4, 8), 0.3, 1, "exact")
+    for mask, said in ((empty, "all heads are empty"), (coarse, r"prunes 50\.0% of the channels, not ratio=0\.3")):
+        mask.save(path := tmp_path / "mask.safetensors")
+        with pytest.warns(UserWarning, match=rf"mask={path}: (it )?{said}"):
+            assert torch.equal(ChannelMask.load(path).keep, mask.keep)
+    torch.save(empty.keep.float(), tmp_path / "mask.pth")
+    with pytest.warns(UserWarning, match=r"mask\.pth: all heads are empty"):
+        ChannelMask.from_official(tmp_path / "mask.pth")
+    fine.save(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ChannelMask.load(path)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.int64])
+def test_a_mask_is_made_of_booleans_alone(kind):
+    with pytest.raises(ValueError, match=r"keep is torch\..* \[1, 1, 4\]; give a bool tensor"):
+        ChannelMask(torch.tensor([[[0.01, 0.0, 1.0, 1.0]]]).to(kind))
+    with pytest.raises(ValueError, match="give a bool tensor"):
+        layer_masks(torch.ones(1, 1, 4, dtype=kind))
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)

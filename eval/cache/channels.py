@@ -55,13 +55,10 @@ class KeptChannels:
 def layer_masks(mask: Any) -> Tensor:
     """The bool tensor [L, H, D] (True = kept) of a ChannelMask, its file's path, or a tensor.
 
-    Raises ValueError if it has another number of axes.
+    Raises ValueError if it has another number of axes, or holds anything but booleans (of .01, true would be made).
     """
-    if isinstance(mask, str | os.PathLike):
-        from leank_train.mask import ChannelMask
+    from leank_train.mask import ChannelMask
 
-        mask = ChannelMask.load(mask)
-    keep = torch.as_tensor(getattr(mask, "keep", mask)).bool()
-    if keep.ndim != 3:
-        raise ValueError(f"a mask has shape [layers, kv_heads, head_dim], got {tuple(keep.shape)}")
-    return keep
+    if isinstance(mask, str | os.PathLike):
+        return ChannelMask.load(mask).keep
+    return ChannelMask(torch.as_tensor(getattr(mask, "keep", mask))).keep
