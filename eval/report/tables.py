@@ -8,6 +8,8 @@ from typing import Any
 
 from eval import published
 from eval.metrics.gsm_infinite import auc
+from leank_train.escape import markdown as escaped
+from leank_train.escape import markdown_table
 
 PAPER_LENGTHS = {4096: "4K", 8192: "8K", 16384: "16K", 32768: "32K", 65536: "64K", 131072: "128K"}
 
@@ -181,8 +183,6 @@ def tables(run: dict[str, Any]) -> list[Table]:
 
 
 def markdown(table: Table) -> str:
-    """A table in Markdown; the first column is text, the others are numbers."""
-    rule = ["---"] + ["---:"] * (len(table.head) - 1)
-    texts: Sequence[Sequence[str]] = [table.head, rule, *(line.cells for line in table.lines)]
-    body = "\n".join("| " + " | ".join(text.replace("|", "\\|") for text in line) + " |" for line in texts)
-    return f"## {table.title}\n\n{body}" + (f"\n\n{table.note}" if table.note else "")
+    """A table in Markdown, with its heading and note."""
+    body = markdown_table(table.head, [line.cells for line in table.lines])
+    return f"## {escaped(table.title)}\n\n{body}" + (f"\n\n{escaped(table.note)}" if table.note else "")
