@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from eval.benchmarks.base import Benchmark, Cell
 from eval.benchmarks.row import Row
 from eval.benchmarks.scoring import score_row
+from eval.compression import Watch
 from eval.methods import Method
 from eval.models import ModelConfig
 from eval.prompts import Prompt, encode, overhead
@@ -95,6 +96,7 @@ class Job:
         replay = Replay(model, tokenizer, self.settings)
         replay.calibrate(list(wanted.values()), self.model.chat)
         extra, new, began = overhead(tokenizer, self.model.chat), 0, time.perf_counter()
+        watch = Watch()
         size, limit = self.settings.batch_size, getattr(model.config, "max_position_embeddings", None)
         for number, (cell, samples, methods) in enumerate(work, 1):
             rows = [self.benchmark.row(cell, sample, tokenizer, extra) for sample in samples]
@@ -108,7 +110,7 @@ class Job:
                     )
             while True:
                 try:
-                    new += self._batches(results, replay, cell, rows, prompts, methods, size)
+                    new += self._batches(results, replay, cell, rows, prompts, methods, size, watch)
                     break
                 except torch.OutOfMemoryError as error:
                     if min(size, len(rows)) == 1:
@@ -124,11 +126,13 @@ class Job:
             left = (time.perf_counter() - began) / number * (len(work) - number)
             where = f"{cell.task}, {cell.length} tokens"
             log.info("%d of %d batches (%s), %d rows, %.0f s left", number, len(work), where, new, left)
+            if number == len(work) or work[number][0] is not cell:
+                watch.stop_if_broken(self.model.name, self.model.dtype)
         return new
 
     def _batches(
         self, results: Results, replay: Replay, cell: Cell, rows: list[Row], prompts: list[Prompt],
-        methods: list[Method], size: int,
+        methods: list[Method], size: int, watch: Watch,
     ) -> int:  # fmt: skip
         new = 0
         for start in range(0, len(rows), size):
@@ -140,6 +144,10 @@ class Job:
                 for row, prompt, answer in zip(some, texts, answers, strict=True):
                     key = self.key(method, cell, row.id)
                     if key not in results.keys:
+                        watch.see(
+                            method, f"{cell.task}, {cell.length} tokens", len(prompt.ids), answer.compressed,
+                            answer.dense_only, answer.non_finite,
+                        )  # fmt: skip
                         results.append(self.result(key, method, row, prompt, answer))
                         new += 1
         return new
@@ -149,7 +157,7 @@ class Job:
         seconds = answer.seconds
         return {
             **key._asdict(),
-            "score": score_row(row, answer.text),
+            "score": score_row(row, answer.text) if answer.non_finite is None else 0.0,
             "prediction": answer.text,
             "answers": list(row.answers),
             "metric": row.metric,
@@ -157,6 +165,7 @@ class Job:
             "prompt_tokens": len(prompt.ids),
             "new_tokens": len(answer.tokens),
             "cache_bytes": answer.bytes,
+            **{name: getattr(answer, name) for name in ("middle_tokens", "compressed", "dense_only", "non_finite")},
             "batch": answer.batch,
             "settings": self.config(method),
             "versions": versions(),

@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from eval.benchmarks.row import Row
 from eval.benchmarks.scoring import cut_at_stop
 from eval.cache import CompressedCache
+from eval.compression import Compression
 from eval.decode import eos_ids, greedy
 from eval.methods import Method
 from eval.prefill import Prefill, extend, pad_left, prefill
@@ -65,7 +66,12 @@ class Settings:
 
 @dataclass
 class Answer:
-    """One method's answer to one sample. Seconds are those of the whole batch; bytes are this sample's share."""
+    """One method's answer to one sample. Seconds are those of the whole batch; bytes are this sample's share.
+
+    middle_tokens: between sink and window at the end of the reply; compressed: whether less than all of what dense has
+    is held or read; None = the dense method. dense_only: whether the reply is decided by the dense pass's logits alone.
+    non_finite: the step (0: the first token) at which logits were NaN or infinite and the reply ended, None = at none.
+    """
 
     tokens: list[int]
     text: str
@@ -73,6 +79,10 @@ class Answer:
     steps: int
     batch: int
     bytes: dict[str, int] = field(default_factory=dict)
+    middle_tokens: int | None = None
+    compressed: bool | None = None
+    dense_only: bool = False
+    non_finite: int | None = None
 
 
 def cache_bytes(cache: Cache, prompt: Prefill) -> dict[str, int]:
@@ -132,7 +142,7 @@ class Replay:
             start, allocated = self._now(), self._allocated()
             cache = method.cache(self.model, prompt)
             sealed = self._now() - start
-            held = cache_bytes(cache, prompt)
+            held, compression = cache_bytes(cache, prompt), Compression(method, cache, prompt)
             if method.prefill is not None:
                 prompt.layers.clear()  # the cache has what it needs of them
             if device.type == "cuda":
@@ -145,15 +155,22 @@ class Replay:
                 lengths = lengths + torch.tensor([len(t) for t in then], device=device)
                 asked = self._now() - start
             start = self._now()
-            tokens, steps = greedy(self.model, cache, logits, mask, lengths, self.eos, room, least, self._stops(rows))
+            stopped = self._stops(rows)
+            tokens, steps, broken = greedy(self.model, cache, logits, mask, lengths, self.eos, room, least, stopped)
             decoded = self._now() - start
-            del cache, prompt  # before the next pass
+            found = compression.found([len(q) + min(steps, len(t)) for q, t in zip(then, tokens, strict=True)])
+            del cache, prompt, compression  # before the next pass
             seconds = {"prefill": prefilled, "seal": sealed, "question": asked, "decode": decoded}
-            yield method, [
-                Answer(t, self.tokenizer.decode(t, skip_special_tokens=True), seconds, steps, len(rows),
-                       {name: value // len(rows) for name, value in held.items()})
-                for t in tokens
-            ]  # fmt: skip
+            share = {name: value // len(rows) for name, value in held.items()}
+            answers = []
+            for row, t in enumerate(tokens):
+                text = self.tokenizer.decode(t, skip_special_tokens=True)
+                middle, compressed = found[row] if method.axes else (None, None)
+                one = len(t) == 0 or room[row] == 1 or (len(t) == 1 and stopped is not None and stopped(row, t))
+                dense = one and broken[row] is None and not before and method.prefill is None
+                marks = (middle, compressed, dense, broken[row])
+                answers.append(Answer(t, text, seconds, steps, len(rows), share, *marks))
+            yield method, answers
 
     def _prefills(
         self, methods: Sequence[Method], ids: Tensor, real: Tensor | None, room: int, chunk: int | None

@@ -10,7 +10,7 @@ from typing import Any
 from eval.report import plots, style
 from eval.report.html import title, to_html
 from eval.report.latex import document
-from eval.report.summary import group, summarise
+from eval.report.summary import MARKED, group, summarise
 from eval.report.tables import markdown, tables
 from eval.results import read
 from leank_train.escape import csv_text
@@ -29,7 +29,7 @@ def to_markdown(summary: dict[str, Any]) -> str:
 def to_csv(summary: dict[str, Any]) -> str:
     """cells.csv: one line a method, task and length."""
     names = ("model", "benchmark", "compress", "method", "task", "length", "n", "score", "low", "high", "difference",
-             "difference_low", "difference_high", "cache_bytes", "first_token", "per_token")  # fmt: skip
+             "difference_low", "difference_high", "cache_bytes", "first_token", "per_token", *MARKED)  # fmt: skip
     lines: list[Sequence[Any]] = [names]
     for run in summary["runs"]:
         for cell in run["cells"]:
@@ -39,6 +39,7 @@ def to_csv(summary: dict[str, Any]) -> str:
                 *(cell["n"], cell["score"], *cell["interval"]),
                 *(against.get("difference"), *against.get("interval", (None, None)), cell["cache_bytes"]),
                 *(cell["seconds"]["first_token"], cell["seconds"]["per_token"]),
+                *(cell[name] for name in MARKED),
             ])  # fmt: skip
     return csv_text(lines)
 
