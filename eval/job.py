@@ -48,8 +48,11 @@ class Job:
     settings: Settings
     by_cell: Mapping[Cell, Sequence[Method]] = field(default_factory=dict)
 
-    def config(self, method: Method) -> dict[str, Any]:
-        """Everything that a method's answers depend on, beside the sample's task, length, id and seed."""
+    def config(self, method: Method, specials: str | None = None) -> dict[str, Any]:
+        """Everything that a method's answers depend on, beside the sample's task, length, id and seed.
+
+        specials: of the sample's Prompt. Rows whose text spells none do not depend on the setting.
+        """
         decode = asdict(self.settings)
         return {
             "format": FORMAT,
@@ -57,16 +60,17 @@ class Job:
             "model": self.model.identity(),
             "benchmark": self.benchmark.identity(),
             "decode": {name: decode[name] for name in ("max_new_tokens", "min_new_tokens")},
+            **({} if specials is None else {"specials": specials}),
         }
 
-    def digest(self, method: Method) -> str:
+    def digest(self, method: Method, specials: str | None = None) -> str:
         """Ten hex digits of `config`."""
-        return hashlib.sha256(json.dumps(self.config(method), sort_keys=True).encode()).hexdigest()[:10]
+        return hashlib.sha256(json.dumps(self.config(method, specials), sort_keys=True).encode()).hexdigest()[:10]
 
-    def key(self, method: Method, cell: Cell, sample: str) -> Key:
+    def key(self, method: Method, cell: Cell, sample: str, specials: str | None = None) -> Key:
         """The key of one row."""
         return Key(
-            self.model.label, method.label, self.digest(method), self.benchmark.name,
+            self.model.label, method.label, self.digest(method, specials), self.benchmark.name,
             cell.task, cell.length, sample, self.benchmark.seed, self.settings.compress,
         )  # fmt: skip
 
@@ -84,7 +88,10 @@ class Job:
                     continue
                 samples = cell.samples[start : start + size]
                 methods = self.by_cell.get(cell, self.methods)
-                lacking = [m for m in methods if any(self.key(m, cell, s) not in done for s in samples)]
+                either = (None, self.settings.specials)  # a sample's text is not known before it is built
+                lacking = [
+                    m for m in methods if any(not {self.key(m, cell, s, how) for how in either} & done for s in samples)
+                ]
                 if lacking:
                     work.append((cell, samples, lacking))
         return work
@@ -100,7 +107,7 @@ class Job:
         size, limit = self.settings.batch_size, getattr(model.config, "max_position_embeddings", None)
         for number, (cell, samples, methods) in enumerate(work, 1):
             rows = [self.benchmark.row(cell, sample, tokenizer, extra) for sample in samples]
-            prompts = [encode(tokenizer, row, self.model.chat) for row in rows]
+            prompts = [encode(tokenizer, row, self.model.chat, self.settings.specials) for row in rows]
             for row, prompt in zip(rows, prompts, strict=True):
                 total = len(prompt.ids) + (self.settings.max_new_tokens or row.max_new_tokens)
                 if limit is not None and total > limit:
@@ -137,12 +144,19 @@ class Job:
         new = 0
         for start in range(0, len(rows), size):
             some, texts = rows[start : start + size], prompts[start : start + size]
-            lacking = [m for m in methods if any(self.key(m, cell, row.id) not in results.keys for row in some)]
+            lacking = [
+                m
+                for m in methods
+                if any(
+                    self.key(m, cell, row.id, text.specials) not in results.keys
+                    for row, text in zip(some, texts, strict=True)
+                )
+            ]
             if not lacking:
                 continue
             for method, answers in replay.answers(texts, some, lacking):
                 for row, prompt, answer in zip(some, texts, answers, strict=True):
-                    key = self.key(method, cell, row.id)
+                    key = self.key(method, cell, row.id, prompt.specials)
                     if key not in results.keys:
                         watch.see(
                             method, f"{cell.task}, {cell.length} tokens", len(prompt.ids), answer.compressed,
@@ -167,7 +181,7 @@ class Job:
             "cache_bytes": answer.bytes,
             **{name: getattr(answer, name) for name in ("middle_tokens", "compressed", "dense_only", "non_finite")},
             "batch": answer.batch,
-            "settings": self.config(method),
+            "settings": self.config(method, prompt.specials),
             "versions": versions(),
             "seconds": {
                 **seconds,

@@ -24,7 +24,7 @@ from eval.compression import Compression
 from eval.decode import eos_ids, greedy
 from eval.methods import Method
 from eval.prefill import Prefill, extend, pad_left, prefill
-from eval.prompts import Prompt, encode
+from eval.prompts import SPECIALS, Prompt, encode
 
 COMPRESS = ("after_question", "before_question")
 
@@ -34,7 +34,8 @@ class Settings:
     """shard: "i/n" does every n-th batch, from number i (0 is the first), for several GPUs or a Slurm array.
     compress: whether a method compresses after the whole prompt or before the question. match: bytes that every method
     is brought to, see eval.matched. batch_size: samples of one task and length at a time; prefill_chunk: prompt tokens
-    at a time, None = all. max_new_tokens, min_new_tokens: instead of the benchmark's."""
+    at a time, None = all. max_new_tokens, min_new_tokens: instead of the benchmark's. specials: see
+    eval.prompts.encode."""
 
     compress: str = "after_question"
     batch_size: int = 1
@@ -43,6 +44,7 @@ class Settings:
     min_new_tokens: int | None = None
     match: float | str | None = None
     shard: str = "0/1"
+    specials: str = "text"
 
     @property
     def place(self) -> tuple[int, int]:
@@ -56,6 +58,8 @@ class Settings:
         _ = self.place
         if self.compress not in COMPRESS:
             raise ValueError(f"compress={self.compress!r} is unknown; choose {' or '.join(COMPRESS)}")
+        if self.specials not in SPECIALS:
+            raise ValueError(f"specials={self.specials!r} is unknown; choose {' or '.join(SPECIALS)}")
         for name in ("batch_size", "prefill_chunk", "max_new_tokens"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
@@ -113,7 +117,9 @@ class Replay:
         def observe(sample: Any, queries: int) -> Prefill:
             row = Row(sample.task, str(sample.index), sample.context, sample.question, sample.answers,
                       sample.max_new_tokens, "ruler_all", answer_prefix=sample.answer_prefix)  # fmt: skip
-            ids, _ = pad_left([encode(self.tokenizer, row, chat).ids], self.pad, self.model.device)
+            ids, _ = pad_left(
+                [encode(self.tokenizer, row, chat, self.settings.specials).ids], self.pad, self.model.device
+            )
             return prefill(self.model, ids, None, 0, queries, self.settings.prefill_chunk)
 
         for method in methods:

@@ -40,12 +40,24 @@ def summarise(rows: Iterable[Row]) -> dict[str, Any]:
 
 
 def group(rows: Iterable[Row]) -> list[list[Row]]:
-    """The rows of each run, in order of appearance."""
-    groups: dict[tuple[str, ...], list[Row]] = defaultdict(list)
+    """The rows of each run, in order of appearance.
+
+    Samples whose text spells special tokens have those in their settings and belong to the run of the others; of one
+    that is there in several ways, as text counts first.
+    """
+    groups: dict[tuple[str, ...], dict[tuple, Row]] = defaultdict(dict)
     for row in rows:
-        common = {name: value for name, value in row["settings"].items() if name != "method"}
-        groups[row["model"], row["benchmark"], row["compress"], json.dumps(common, sort_keys=True)].append(row)
-    return list(groups.values())
+        common = {name: value for name, value in row["settings"].items() if name not in ("method", "specials")}
+        run = groups[row["model"], row["benchmark"], row["compress"], json.dumps(common, sort_keys=True)]
+        method = row["method"], json.dumps(row["settings"]["method"], sort_keys=True)
+        sample = (*method, row["task"], row["length"], *which(row))
+        if sample not in run or _rank(row) > _rank(run[sample]):
+            run[sample] = row
+    return [list(run.values()) for run in groups.values()]
+
+
+def _rank(row: Row) -> int:
+    return (None, "as_is", "text").index(row["settings"].get("specials"))
 
 
 def labels(rows: Sequence[Row]) -> dict[str, str]:
