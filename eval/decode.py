@@ -110,12 +110,13 @@ def greedy(
     max_new_tokens: Sequence[int],
     min_new_tokens: Sequence[int],
     stopped: Stopped | None = None,
-) -> tuple[list[list[int]], int]:
+) -> tuple[list[list[int]], int, list[int | None]]:
     """Answers of B rows, as model.generate(do_sample=False) gives them, without the end-of-text token.
 
     logits [B, vocabulary] of the first token; real [B, T] bool of the prompt, None = no padding; lengths [B] real
     tokens of each prompt; max_new_tokens, min_new_tokens: of each row; stopped(row, tokens): whether it is complete.
-    Returns the tokens and the number of decoding steps.
+    Returns the tokens, the number of decoding steps, and of each row the step (0: the first token) at which no token
+    was best because logits were NaN or infinite, None = at none; its answer ends there.
     """
     rows, device = len(logits), logits.device
     ends = torch.tensor(list(eos), dtype=torch.long, device=device)
@@ -126,6 +127,7 @@ def greedy(
     columns = cache.get_seq_length()
     loop = Loop(model, cache, lengths[:, None])
     done = limit <= 0
+    broken = torch.full((rows,), longest, device=device)
     tokens: list[Tensor] = []
     steps = 0
     for step in range(longest):
@@ -133,7 +135,9 @@ def greedy(
             forbid = (least > step)[:, None] & torch.zeros_like(logits, dtype=torch.bool).index_fill(1, ends, True)
             logits = logits.masked_fill(forbid, -torch.inf)
         tokens.append(logits.argmax(-1))
-        done = done | torch.isin(tokens[-1], ends) | (limit <= step + 1)
+        bad = ~done & ~logits.amax(-1).isfinite()  # of -inf alone, which forbids a token, none is the largest
+        broken = broken.masked_fill(bad, step)
+        done = done | bad | torch.isin(tokens[-1], ends) | (limit <= step + 1)
         if stopped is not None:
             done = done | torch.tensor(
                 [stopped(row, [int(t[row]) for t in tokens]) for row in range(rows)], device=device
@@ -144,9 +148,10 @@ def greedy(
             loop.capture()
         logits = loop.step(tokens[-1][:, None], None if mask is None else mask[:, : columns + step + 1])
         steps += 1
+    failed = broken.tolist()
     answers = torch.stack(tokens, 1).tolist() if tokens else [[] for _ in range(rows)]
     cut = []
-    for answer, most in zip(answers, max_new_tokens, strict=True):
-        answer = answer[:most]
+    for answer, most, end in zip(answers, max_new_tokens, failed, strict=True):
+        answer = answer[: min(most, end)]
         cut.append(answer[: next((i for i, token in enumerate(answer) if token in set(eos)), len(answer))])
-    return cut, steps
+    return cut, steps, [None if end == longest else end for end in failed]

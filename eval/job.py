@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from eval.benchmarks.base import Benchmark, Cell
 from eval.benchmarks.row import Row
 from eval.benchmarks.scoring import score_row
+from eval.compression import Watch
 from eval.methods import Method
 from eval.models import ModelConfig
 from eval.prompts import Prompt, encode, overhead
@@ -47,8 +48,11 @@ class Job:
     settings: Settings
     by_cell: Mapping[Cell, Sequence[Method]] = field(default_factory=dict)
 
-    def config(self, method: Method, task: str) -> dict[str, Any]:
-        """Everything that a method's answers to a task depend on, beside the sample's length, id and seed."""
+    def config(self, method: Method, task: str, specials: str | None = None) -> dict[str, Any]:
+        """Everything that a method's answers to a task depend on, beside the sample's length, id and seed.
+
+        specials: of the sample's Prompt. Rows whose text spells none do not depend on the setting.
+        """
         decode, data = asdict(self.settings), self.benchmark.data(task)
         return {
             "format": FORMAT,
@@ -57,16 +61,17 @@ class Job:
             "benchmark": self.benchmark.identity(),
             "decode": {name: decode[name] for name in ("max_new_tokens", "min_new_tokens")},
             **({} if data is None else {"data": data}),
+            **({} if specials is None else {"specials": specials}),
         }
 
-    def digest(self, method: Method, task: str) -> str:
+    def digest(self, method: Method, task: str, specials: str | None = None) -> str:
         """Ten hex digits of `config`."""
-        return hashlib.sha256(json.dumps(self.config(method, task), sort_keys=True).encode()).hexdigest()[:10]
+        return hashlib.sha256(json.dumps(self.config(method, task, specials), sort_keys=True).encode()).hexdigest()[:10]
 
-    def key(self, method: Method, cell: Cell, sample: str) -> Key:
+    def key(self, method: Method, cell: Cell, sample: str, specials: str | None = None) -> Key:
         """The key of one row."""
         return Key(
-            self.model.label, method.label, self.digest(method, cell.task), self.benchmark.name,
+            self.model.label, method.label, self.digest(method, cell.task, specials), self.benchmark.name,
             cell.task, cell.length, sample, self.benchmark.seed, self.settings.compress,
         )  # fmt: skip
 
@@ -84,7 +89,10 @@ class Job:
                     continue
                 samples = cell.samples[start : start + size]
                 methods = self.by_cell.get(cell, self.methods)
-                lacking = [m for m in methods if any(self.key(m, cell, s) not in done for s in samples)]
+                either = (None, self.settings.specials)  # a sample's text is not known before it is built
+                lacking = [
+                    m for m in methods if any(not {self.key(m, cell, s, how) for how in either} & done for s in samples)
+                ]
                 if lacking:
                     work.append((cell, samples, lacking))
         return work
@@ -95,7 +103,8 @@ class Job:
         for cell in self.benchmark.cells():
             for method in self.by_cell.get(cell, self.methods):
                 name = (self.model.label, method.label, self.benchmark.name, cell.task)
-                known.setdefault(name, set()).add(self.digest(method, cell.task))
+                digests = (self.digest(method, cell.task, how) for how in (None, self.settings.specials))
+                known.setdefault(name, set()).update(digests)
         return sum(
             row.config not in known.get((row.model, row.method, row.benchmark, row.task), {row.config}) for row in done
         )
@@ -107,10 +116,11 @@ class Job:
         replay = Replay(model, tokenizer, self.settings)
         replay.calibrate(list(wanted.values()), self.model.chat)
         extra, new, began = overhead(tokenizer, self.model.chat), 0, time.perf_counter()
+        watch = Watch()
         size, limit = self.settings.batch_size, getattr(model.config, "max_position_embeddings", None)
         for number, (cell, samples, methods) in enumerate(work, 1):
             rows = [self.benchmark.row(cell, sample, tokenizer, extra) for sample in samples]
-            prompts = [encode(tokenizer, row, self.model.chat) for row in rows]
+            prompts = [encode(tokenizer, row, self.model.chat, self.settings.specials) for row in rows]
             for row, prompt in zip(rows, prompts, strict=True):
                 total = len(prompt.ids) + (self.settings.max_new_tokens or row.max_new_tokens)
                 if limit is not None and total > limit:
@@ -120,7 +130,7 @@ class Job:
                     )
             while True:
                 try:
-                    new += self._batches(results, replay, cell, rows, prompts, methods, size)
+                    new += self._batches(results, replay, cell, rows, prompts, methods, size, watch)
                     break
                 except torch.OutOfMemoryError as error:
                     if min(size, len(rows)) == 1:
@@ -136,22 +146,35 @@ class Job:
             left = (time.perf_counter() - began) / number * (len(work) - number)
             where = f"{cell.task}, {cell.length} tokens"
             log.info("%d of %d batches (%s), %d rows, %.0f s left", number, len(work), where, new, left)
+            if number == len(work) or work[number][0] is not cell:
+                watch.stop_if_broken(self.model.name, self.model.dtype)
         return new
 
     def _batches(
         self, results: Results, replay: Replay, cell: Cell, rows: list[Row], prompts: list[Prompt],
-        methods: list[Method], size: int,
+        methods: list[Method], size: int, watch: Watch,
     ) -> int:  # fmt: skip
         new = 0
         for start in range(0, len(rows), size):
             some, texts = rows[start : start + size], prompts[start : start + size]
-            lacking = [m for m in methods if any(self.key(m, cell, row.id) not in results.keys for row in some)]
+            lacking = [
+                m
+                for m in methods
+                if any(
+                    self.key(m, cell, row.id, text.specials) not in results.keys
+                    for row, text in zip(some, texts, strict=True)
+                )
+            ]
             if not lacking:
                 continue
             for method, answers in replay.answers(texts, some, lacking):
                 for row, prompt, answer in zip(some, texts, answers, strict=True):
-                    key = self.key(method, cell, row.id)
+                    key = self.key(method, cell, row.id, prompt.specials)
                     if key not in results.keys:
+                        watch.see(
+                            method, f"{cell.task}, {cell.length} tokens", len(prompt.ids), answer.compressed,
+                            answer.dense_only, answer.non_finite,
+                        )  # fmt: skip
                         results.append(self.result(key, method, row, prompt, answer))
                         new += 1
         return new
@@ -161,7 +184,7 @@ class Job:
         seconds = answer.seconds
         return {
             **key._asdict(),
-            "score": score_row(row, answer.text),
+            "score": score_row(row, answer.text) if answer.non_finite is None else 0.0,
             "prediction": answer.text,
             "answers": list(row.answers),
             "metric": row.metric,
@@ -169,8 +192,9 @@ class Job:
             "prompt_tokens": len(prompt.ids),
             "new_tokens": len(answer.tokens),
             "cache_bytes": answer.bytes,
+            **{name: getattr(answer, name) for name in ("middle_tokens", "compressed", "dense_only", "non_finite")},
             "batch": answer.batch,
-            "settings": self.config(method, key.task),
+            "settings": self.config(method, key.task, prompt.specials),
             "versions": versions(),
             "seconds": {
                 **seconds,

@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from eval.benchmarks.row import Row
 from eval.benchmarks.scoring import cut_at_stop
 from eval.build import build_methods, build_model
+from eval.compression import Compression, Watch
 from eval.models import load_model
 from eval.prefill import extend, prefill
 from eval.prompts import Prompt
@@ -69,6 +70,7 @@ class CompressedLM(TemplateLM):
         self.model = load_model(model)
         self.replay = Replay(self.model, self.tokenizer, self.settings)
         self.replay.calibrate([self.method], model.chat)
+        self.watch = Watch()
         self._device = self.model.device
         self.max_length = model_config.get_text_config(decoder=True).max_position_embeddings
         self.max_gen_toks = max_gen_toks
@@ -114,9 +116,13 @@ class CompressedLM(TemplateLM):
             prompts, rows = zip(*(asked[i] for i in some), strict=True)
             ((_, answers),) = self.replay.answers(prompts, rows, [self.method])
             for i, row, answer in zip(some, rows, answers, strict=True):
+                self._note(len(asked[i][0].ids), answer.compressed, answer.dense_only, answer.non_finite)
                 replies[i] = cut_at_stop(answer.text, row.stop)
                 self.cache_hook.add_partial("generate_until", requests[i].args, replies[i])
         return replies
+
+    def _note(self, tokens: int, compressed: bool | None, dense_only: bool, non_finite: int | None) -> None:
+        self.watch.see(self.method, "lm_eval", tokens, compressed, dense_only, non_finite)
 
     def _request(self, number: int, context: str, options: dict[str, Any]) -> tuple[Prompt, Row]:
         if options.get("do_sample") and options.get("temperature", 1.0) > 0:
@@ -161,12 +167,17 @@ class CompressedLM(TemplateLM):
             prompt = method.prefill.run(self.model, ids, None, room, method.obs_queries, chunk)
         for continuation in continuations:
             cache, logits = method.cache(self.model, prompt), prompt.logits
-            total, greedy = 0.0, True
-            for token, wanted in zip([last, *continuation[:-1]], continuation, strict=True):
+            compression = Compression(method, cache, prompt)
+            total, greedy, broken = 0.0, True, None
+            for step, (token, wanted) in enumerate(zip([last, *continuation[:-1]], continuation, strict=True)):
                 if token is not None:
                     logits = extend(self.model, cache, torch.tensor([[token]], device=device), None)
                 total += float(logits[0].float().log_softmax(-1)[wanted])
                 greedy = greedy and int(logits[0].argmax()) == wanted
+                if broken is None and not bool(logits[0].amax().isfinite()):
+                    broken = step
+            ((_, compressed),) = compression.found([len(continuation) - (last is None)])
+            self._note(len(context), compressed if method.axes else None, False, broken)
             yield total, greedy
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:

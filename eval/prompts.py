@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+import re
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from eval.benchmarks.row import Row
 
+SPECIALS = ("text", "as_is")
+Span = tuple[int, int]
+log = logging.getLogger("eval")
+
 
 @dataclass(frozen=True)
 class Prompt:
-    """ids: every token up to the reply; question: index of the first one that belongs to the question."""
+    """ids: every token up to the reply; question: index of the first one that belongs to the question. specials: how
+    special tokens were read that the sample's own text spells, "text" or "as_is"; None = it spells none."""
 
     ids: list[int]
     question: int
+    specials: str | None = None
 
 
 def uses_chat(tokenizer: Any, row: Row, chat: bool | None) -> bool:
@@ -24,10 +33,12 @@ def uses_chat(tokenizer: Any, row: Row, chat: bool | None) -> bool:
     return row.chat and there and chat is not False
 
 
-def encode(tokenizer: Any, row: Row, chat: bool | None = None) -> Prompt:
+def encode(tokenizer: Any, row: Row, chat: bool | None = None, specials: str = "text") -> Prompt:
     """Token ids of a row: chat template around `messages()`, or their bare text, then `answer_prefix`.
 
     The text is encoded as a whole; the question begins with the first token that starts at or after the context's end.
+    specials: what the name of a special token (such as </s>) in the sample's own text becomes: "text", its letters, or
+    "as_is", the special token. Those of the chat template are special tokens always.
     """
     chatting = uses_chat(tokenizer, row, chat)
     if chatting:
@@ -39,10 +50,113 @@ def encode(tokenizer: Any, row: Row, chat: bool | None = None) -> Prompt:
         before = "".join(message["content"] + "\n\n" for message in row.preamble)
         text, inside = before + row.prompt, len(before)
     encoded = tokenizer(text + row.answer_prefix, add_special_tokens=not chatting, return_offsets_mapping=True)
+    pairs, how = list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)), None
+    if _spells(tokenizer, row):
+        read = _as_text(tokenizer, row, text + row.answer_prefix, pairs, chatting) if specials == "text" else pairs
+        if read is None:
+            _warn(tokenizer)
+        how = "text" if specials == "text" and read is not None else "as_is"
+        pairs = pairs if read is None else read
     end = inside + len(row.context)
-    ids = list(encoded["input_ids"])
-    starts = [i for i, (first, last) in enumerate(encoded["offset_mapping"]) if last > first and first >= end]
-    return Prompt(ids, starts[0] if starts else len(ids) - 1)
+    starts = [i for i, (_, (first, last)) in enumerate(pairs) if last > first and first >= end]
+    return Prompt([token for token, _ in pairs], starts[0] if starts else len(pairs) - 1, how)
+
+
+def _names(tokenizer: Any) -> list[str]:
+    return [str(name) for name in getattr(tokenizer, "all_special_tokens", ())]
+
+
+def _spells(tokenizer: Any, row: Row) -> bool:
+    """Whether the sample's text has the name of a special token anywhere."""
+    texts = (*(message["content"] for message in row.preamble), row.prompt + row.answer_prefix)
+    return any(name in text for name in _names(tokenizer) if name for text in texts)
+
+
+def _as_text(
+    tokenizer: Any, row: Row, text: str, as_is: list[tuple[int, Span]], chatting: bool
+) -> list[tuple[int, Span]] | None:
+    """(id, place in `text`) of every token with special tokens in the sample's own text as text, None = this tokenizer
+    cannot. The text between two special tokens of the template is encoded as a whole."""
+    spans = _own(tokenizer, row, text) if chatting else [(0, len(text))]
+    if spans is None:
+        return None
+    names = set(_names(tokenizer))
+    found, kept = [], []
+    for token, (first, last) in as_is:
+        name = text[first:last].strip()
+        start = text.find(name, first)
+        if name in names and all(start + len(name) <= a or b <= start for a, b in spans):
+            kept.append((token, (first, last)))
+    if not chatting:
+        return _piece(tokenizer, text, names, True)
+    for (_, (_, start)), (token, (end, last)) in pairwise([(0, (0, 0)), *kept, (0, (len(text), len(text)))]):
+        piece = _piece(tokenizer, text[start:end], names, False) if end > start else []
+        if piece is None:
+            return None
+        found += [(t, (a + start, b + start)) for t, (a, b) in piece]
+        found += [(token, (end, last))] if last > end else []
+    return found
+
+
+def _piece(tokenizer: Any, text: str, names: set[str], add: bool) -> list[tuple[int, Span]] | None:
+    """Tokens of a text in which nothing is special; add: the tokenizer's own around it. None = it cannot."""
+    try:
+        encoded = tokenizer(text, add_special_tokens=add, return_offsets_mapping=True, split_special_tokens=True)
+    except (TypeError, ValueError, NotImplementedError):
+        return None
+    pairs = list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
+    special = set(getattr(tokenizer, "all_special_ids", ()))
+    wrong = any(token in special and text[first:last].strip() in names for token, (first, last) in pairs)
+    return None if wrong else pairs
+
+
+def _own(tokenizer: Any, row: Row, text: str) -> list[Span] | None:
+    """Where in the template's text the sample's own is, and whether encoding piece by piece is encoding the whole;
+    None if the template changes the messages or the tokenizer the pieces."""
+    contents = [message["content"] for message in row.messages()]
+    marks = [f"message {n} of {len(contents)} here" for n in range(len(contents))]
+    asked = [{**message, "content": mark} for message, mark in zip(row.messages(), marks, strict=True)]
+    drawn = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    around = re.split("|".join(map(re.escape, marks)), drawn)
+    if len(around) != len(contents) + 1:
+        return None
+    for shown in (contents, [content.strip() for content in contents]):
+        spans, at = [], 0
+        for before, content in zip(around, shown, strict=False):
+            spans.append((at + len(before), at + len(before) + len(content)))
+            at = spans[-1][1]
+        whole = "".join(part for pair in zip(around, [*shown, row.answer_prefix], strict=True) for part in pair)
+        if whole == text:
+            neutral = replace(row, context="one", question=" two", answer_prefix="", preamble=())
+            return [*spans, (at + len(around[-1]), len(text))] if _splits(tokenizer, neutral) else None
+    return None
+
+
+def _splits(tokenizer: Any, row: Row) -> bool:
+    """Whether a template's text is the tokens of its pieces between special tokens, one after the other."""
+    text = tokenizer.apply_chat_template(row.messages(), tokenize=False, add_generation_prompt=True)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    names, ids, at = set(_names(tokenizer)), [], 0
+    for token, (first, last) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        if text[first:last].strip() in names:
+            ids += [t for t, _ in _piece(tokenizer, text[at:first], names, False) or ()] if first > at else []
+            ids.append(token)
+            at = last
+    ids += [t for t, _ in _piece(tokenizer, text[at:], names, False) or ()] if at < len(text) else []
+    return ids == list(encoded["input_ids"])
+
+
+_warned: set[str] = set()
+
+
+def _warn(tokenizer: Any) -> None:
+    name = str(getattr(tokenizer, "name_or_path", tokenizer))
+    if name not in _warned:
+        _warned.add(name)
+        log.warning(
+            "specials=text: the tokenizer of %s cannot read special tokens in a sample's text as text; they stay "
+            "special tokens there, as with specials=as_is", name,
+        )  # fmt: skip
 
 
 def overhead(tokenizer: Any, chat: bool | None = None) -> int:

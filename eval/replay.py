@@ -20,10 +20,11 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from eval.benchmarks.row import Row
 from eval.benchmarks.scoring import cut_at_stop
 from eval.cache import CompressedCache
+from eval.compression import Compression
 from eval.decode import eos_ids, greedy
 from eval.methods import Method
 from eval.prefill import Prefill, extend, pad_left, prefill
-from eval.prompts import Prompt, encode
+from eval.prompts import SPECIALS, Prompt, encode
 
 COMPRESS = ("after_question", "before_question")
 
@@ -33,7 +34,8 @@ class Settings:
     """shard: "i/n" does every n-th batch, from number i (0 is the first), for several GPUs or a Slurm array.
     compress: whether a method compresses after the whole prompt or before the question. match: bytes that every method
     is brought to, see eval.matched. batch_size: samples of one task and length at a time; prefill_chunk: prompt tokens
-    at a time, None = all. max_new_tokens, min_new_tokens: instead of the benchmark's."""
+    at a time, None = all. max_new_tokens, min_new_tokens: instead of the benchmark's. specials: see
+    eval.prompts.encode."""
 
     compress: str = "after_question"
     batch_size: int = 1
@@ -42,6 +44,7 @@ class Settings:
     min_new_tokens: int | None = None
     match: float | str | None = None
     shard: str = "0/1"
+    specials: str = "text"
 
     @property
     def place(self) -> tuple[int, int]:
@@ -55,6 +58,8 @@ class Settings:
         _ = self.place
         if self.compress not in COMPRESS:
             raise ValueError(f"compress={self.compress!r} is unknown; choose {' or '.join(COMPRESS)}")
+        if self.specials not in SPECIALS:
+            raise ValueError(f"specials={self.specials!r} is unknown; choose {' or '.join(SPECIALS)}")
         for name in ("batch_size", "prefill_chunk", "max_new_tokens"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
@@ -65,7 +70,12 @@ class Settings:
 
 @dataclass
 class Answer:
-    """One method's answer to one sample. Seconds are those of the whole batch; bytes are this sample's share."""
+    """One method's answer to one sample. Seconds are those of the whole batch; bytes are this sample's share.
+
+    middle_tokens: between sink and window at the end of the reply; compressed: whether less than all of what dense has
+    is held or read; None = the dense method. dense_only: whether the reply is decided by the dense pass's logits alone.
+    non_finite: the step (0: the first token) at which logits were NaN or infinite and the reply ended, None = at none.
+    """
 
     tokens: list[int]
     text: str
@@ -73,6 +83,10 @@ class Answer:
     steps: int
     batch: int
     bytes: dict[str, int] = field(default_factory=dict)
+    middle_tokens: int | None = None
+    compressed: bool | None = None
+    dense_only: bool = False
+    non_finite: int | None = None
 
 
 def cache_bytes(cache: Cache, prompt: Prefill) -> dict[str, int]:
@@ -103,7 +117,9 @@ class Replay:
         def observe(sample: Any, queries: int) -> Prefill:
             row = Row(sample.task, str(sample.index), sample.context, sample.question, sample.answers,
                       sample.max_new_tokens, "ruler_all", answer_prefix=sample.answer_prefix)  # fmt: skip
-            ids, _ = pad_left([encode(self.tokenizer, row, chat).ids], self.pad, self.model.device)
+            ids, _ = pad_left(
+                [encode(self.tokenizer, row, chat, self.settings.specials).ids], self.pad, self.model.device
+            )
             return prefill(self.model, ids, None, 0, queries, self.settings.prefill_chunk)
 
         for method in methods:
@@ -132,7 +148,7 @@ class Replay:
             start, allocated = self._now(), self._allocated()
             cache = method.cache(self.model, prompt)
             sealed = self._now() - start
-            held = cache_bytes(cache, prompt)
+            held, compression = cache_bytes(cache, prompt), Compression(method, cache, prompt)
             if method.prefill is not None:
                 prompt.layers.clear()  # the cache has what it needs of them
             if device.type == "cuda":
@@ -145,15 +161,22 @@ class Replay:
                 lengths = lengths + torch.tensor([len(t) for t in then], device=device)
                 asked = self._now() - start
             start = self._now()
-            tokens, steps = greedy(self.model, cache, logits, mask, lengths, self.eos, room, least, self._stops(rows))
+            stopped = self._stops(rows)
+            tokens, steps, broken = greedy(self.model, cache, logits, mask, lengths, self.eos, room, least, stopped)
             decoded = self._now() - start
-            del cache, prompt  # before the next pass
+            found = compression.found([len(q) + min(steps, len(t)) for q, t in zip(then, tokens, strict=True)])
+            del cache, prompt, compression  # before the next pass
             seconds = {"prefill": prefilled, "seal": sealed, "question": asked, "decode": decoded}
-            yield method, [
-                Answer(t, self.tokenizer.decode(t, skip_special_tokens=True), seconds, steps, len(rows),
-                       {name: value // len(rows) for name, value in held.items()})
-                for t in tokens
-            ]  # fmt: skip
+            share = {name: value // len(rows) for name, value in held.items()}
+            answers = []
+            for row, t in enumerate(tokens):
+                text = self.tokenizer.decode(t, skip_special_tokens=True)
+                middle, compressed = found[row] if method.axes else (None, None)
+                one = len(t) == 0 or room[row] == 1 or (len(t) == 1 and stopped is not None and stopped(row, t))
+                dense = one and broken[row] is None and not before and method.prefill is None
+                marks = (middle, compressed, dense, broken[row])
+                answers.append(Answer(t, text, seconds, steps, len(rows), share, *marks))
+            yield method, answers
 
     def _prefills(
         self, methods: Sequence[Method], ids: Tensor, real: Tensor | None, room: int, chunk: int | None

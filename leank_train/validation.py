@@ -18,6 +18,7 @@ from leank_train.backbone import Backbone
 from leank_train.baselines import think_mask
 from leank_train.branching import Branch, Prefix, branch, decode, prefill
 from leank_train.data import pad
+from leank_train.escape import markdown_table
 from leank_train.mask import ChannelMask
 
 OBSERVED = 32  # queries that ThinK and the static norm look at
@@ -137,6 +138,4 @@ def paired_difference(
 def markdown(scores: Mapping[str, Mapping[str, float]]) -> str:
     """A Markdown table of `table`'s result, methods down, tasks across."""
     tasks = list(next(iter(scores.values())))
-    lines = ["| method | " + " | ".join(tasks) + " |", "|---" * (len(tasks) + 1) + "|"]
-    lines += [f"| {m} | " + " | ".join(f"{row[t]:.1f}" for t in tasks) + " |" for m, row in scores.items()]
-    return "\n".join(lines)
+    return markdown_table(["method", *tasks], [[m, *(f"{row[t]:.1f}" for t in tasks)] for m, row in scores.items()])

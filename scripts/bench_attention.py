@@ -31,6 +31,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from eval.cache.store import Store
+from leank_train.escape import csv_rows
+from leank_train.files import write_text
 from scripts.attention_cases import (
     DIM,
     DTYPE,
@@ -237,10 +239,7 @@ def main() -> None:
         for shape in [SHAPES[i] for i in options.shapes] if options.shapes else SHAPES:
             rows += bench(shape, options.variants)
             torch.cuda.empty_cache()
-            with open(options.folder / "attention.csv", "w", newline="") as file:
-                writer = csv.DictWriter(file, list(rows[0]))
-                writer.writeheader()
-                writer.writerows(rows)
+            write_text(options.folder / "attention.csv", csv_rows(rows))
         print(f"{time.time() - begin:.0f} s in all; {options.folder / 'attention.csv'}")
     try:
         plot(options.folder)

@@ -14,7 +14,6 @@ nothing.
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
 import time
 import traceback
@@ -35,6 +34,8 @@ from eval.decode import Loop
 from eval.methods.leank import LeanK
 from eval.models import ModelConfig, load_model
 from leank_train import backbone
+from leank_train.escape import csv_rows
+from leank_train.files import write_text
 from leank_train.mask import ChannelMask
 from scripts.attention_cases import LLAMA, MASKS
 from scripts.shapes import llama8b
@@ -262,10 +263,7 @@ def attempt(row: dict[str, Any], work: Callable[[dict[str, Any]], None]) -> dict
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Rows as CSV, with the columns that any of them has."""
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(k for r in rows for k in r)))
-        writer.writeheader()
-        writer.writerows(rows)
+    write_text(path, csv_rows(rows))
 
 
 def complain(rows: Iterable[dict[str, Any]], name: str) -> None:

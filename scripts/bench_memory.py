@@ -11,7 +11,6 @@ fits the GPU beside 16 GB of weights.
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
 from pathlib import Path
 
@@ -22,6 +21,8 @@ from eval.cache import CompressedLayer, Sizes, bytes_per_row, max_batch
 from eval.cache.backend import choose_backend
 from eval.cache.memory import Memory, measure
 from eval.cache.middle import Middle
+from leank_train.escape import csv_rows
+from leank_train.files import write_text
 from leank_train.mask import ChannelMask
 from scripts.attention_cases import DIM, DTYPE, LLAMA, MASKS
 
@@ -97,10 +98,7 @@ def main(argv: list[str] | None = None) -> None:
                      "formula_gb": formula / 1e9, "slack_gb": memory.slack / 1e9, "smaller": dense / held})  # fmt: skip
         print("  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in rows[-1].items()))
     args.out.mkdir(parents=True, exist_ok=True)
-    with open(args.out / "memory.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    write_text(args.out / "memory.csv", csv_rows(rows))
     plot(rows, args.out / "memory.png")
     if device.type == "cuda" and args.layers is None:
         free = int(torch.cuda.mem_get_info()[1] - WEIGHTS - 3e9)

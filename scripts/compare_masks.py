@@ -24,6 +24,8 @@ from leank_train import backbone as backbones
 from leank_train import validation
 from leank_train.baselines import lowest_frequencies, random_mask
 from leank_train.compare import static_norm_mask, unseen
+from leank_train.escape import markdown as escaped
+from leank_train.escape import markdown_table
 from leank_train.files import write_json, write_text
 from leank_train.mask import ChannelMask
 
@@ -120,17 +122,17 @@ def report(rows: list[validation.Result], learned: list[str], out: Path) -> None
     by_length = {n: validation.table([r for r in rows if r.length == n]) for n in lengths}
     summary: dict[str, Any] = {"recall": everything, "by_length": by_length, "rows": len(rows), "paired": {}}
     text = f"All lengths {lengths}\n\n{validation.markdown(everything)}\n\n"
-    text += "| method | " + " | ".join(map(str, lengths)) + " |\n" + "|---" * (len(lengths) + 1) + "|\n"
-    for m in everything:
-        text += f"| {m} | " + " | ".join(f"{by_length[n][m]['average']:.1f}" for n in lengths) + " |\n"
+    lines = [[m, *(f"{by_length[n][m]['average']:.1f}" for n in lengths)] for m in everything]
+    text += markdown_table(["method", *map(str, lengths)], lines) + "\n"
     for name in learned:
         summary["paired"][name] = {}
-        text += f"\n{name}: {100 * everything[name]['average'] / everything['dense']['average']:.2f}% of dense; minus\n"
+        share = everything[name]["average"] / everything["dense"]["average"]
+        text += f"\n{escaped(name)}: {100 * share:.2f}% of dense; minus\n"
         for other in everything:
             if other != name:
                 mean, low, high = validation.paired_difference(rows, name, other)
                 summary["paired"][name][other] = {"mean": mean, "low": low, "high": high}
-                text += f"  {other:28s} {mean:+7.2f}  [{low:+.2f}, {high:+.2f}]\n"
+                text += f"  {escaped(other):28s} {mean:+7.2f}  [{low:+.2f}, {high:+.2f}]\n"
     plot(everything, lengths, out)
     write_json(out / "summary.json", summary)
     write_text(out / "table.md", text)

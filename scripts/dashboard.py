@@ -14,10 +14,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 
 from eval.report.html import figure, page, title, to_table
 from eval.report.plots import draw
@@ -65,6 +67,7 @@ def curves(runs: Sequence[Training]) -> Figure:
         losses = [s[key] for run in runs for s in run.steps[stage]]
         if key == "distillation" and losses:
             panel.set_yscale("log")
+            panel.yaxis.set_major_formatter(LogFormatter())  # the usual one writes mathematics
             panel.set_ylim(bottom=1e-4 * max(losses))  # the first step, all of alpha at 1, has next to none
     drawn.legend(loc="outside upper left", ncols=4)
     return drawn
@@ -147,7 +150,7 @@ def to_page(roots: Sequence[Path], out: Path) -> str:
             for run in summary["runs"]:
                 parts.append(f"<h1>{html.escape(title(run))}</h1><p>{html.escape(str(folder))}</p>")
                 if report.is_file() and report.resolve().is_relative_to(out.resolve().parent):
-                    where = html.escape(report.resolve().relative_to(out.resolve().parent).as_posix())
+                    where = html.escape(quote(report.resolve().relative_to(out.resolve().parent).as_posix()))
                     parts.append(f'<p><a href="{where}">whole report</a></p>')
                 parts.append(to_table(overall(run)))
                 add("Accuracy against share of the dense cache", draw("accuracy_by_axes", run))

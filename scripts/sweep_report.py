@@ -6,10 +6,10 @@ where there are several. Dense stands once: no setting of a mask changes it.
 
 from __future__ import annotations
 
-import csv
 import io
 import itertools
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,8 @@ from omegaconf import OmegaConf
 
 from eval.report.summary import summarise
 from eval.results import GLOB, read
+from leank_train.escape import csv_text, markdown_table
+from leank_train.escape import markdown as escaped
 from leank_train.files import write_bytes, write_text
 from leank_train.settings import NOT_IN_HASH
 
@@ -128,14 +130,14 @@ def rows(scores: Sequence[Score], tasks: Sequence[str]) -> list[Row]:
 def markdown(table: Sequence[Row], title: str, tasks: Sequence[str]) -> str:
     """Rows as a Markdown table, a column a varied setting and a task."""
     head = ["method", *(name for name, _ in table[0].settings), "seeds", *tasks, AVERAGE]
-    lines = [f"## {title}", "", "| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    lines = []
     for row in table:
         cells = []
         for mean, deviation in (row.cells.get(t, (None, None)) for t in (*tasks, AVERAGE)):
             cells.append("" if mean is None else f"{mean:.1f}" + ("" if deviation is None else f" ± {deviation:.1f}"))
         values = ["" if value is None else str(value) for _, value in row.settings]
-        lines.append("| " + " | ".join([row.method, *values, str(row.seeds), *cells]) + " |")
-    return "\n".join(lines) + "\n"
+        lines.append([row.method, *values, str(row.seeds), *cells])
+    return f"## {escaped(title)}\n\n{markdown_table(head, lines)}\n"
 
 
 def figure4(table: Sequence[Row], source: str) -> Figure:
@@ -165,21 +167,19 @@ def write_report(sweep: Path) -> list[Path]:
     """Write DIR/report; returns its files. One section and figure for each source of scores."""
     scores, out, files, text = collect(sweep), sweep / "report", [], []
     varied = [name for name, _ in scores[0].settings]
-    table = io.StringIO()
-    writer = csv.writer(table, lineterminator="\n")
-    writer.writerow([*varied, "seed", "source", "method", "task", "score"])
-    writer.writerows([*(v for _, v in s.settings), s.seed, s.source, s.method, s.task, s.score] for s in scores)
+    head = [*varied, "seed", "source", "method", "task", "score"]
+    table = [[*(v for _, v in s.settings), s.seed, s.source, s.method, s.task, s.score] for s in scores]
     files.append(out / "scores.csv")
-    write_text(files[-1], table.getvalue())
+    write_text(files[-1], csv_text([head, *table]))
     for source in dict.fromkeys(s.source for s in scores):
         own = [s for s in scores if s.source == source]
         tasks = list(dict.fromkeys(s.task for s in own))
         found = rows(own, tasks)
-        text.append(f"# {source}: accuracy in %, mean ± standard deviation over seeds\n")
+        text.append(f"# {escaped(source)}: accuracy in %, mean ± standard deviation over seeds\n")
         if "mask.ratio" in varied:
             picture = io.BytesIO()
             figure4(found, source).savefig(picture, format="png", dpi=130, metadata={"Software": None})
-            files.append(out / f"figure4_{source}.png")
+            files.append(out / "figure4_{}.png".format(re.sub(r"[^\w.-]+", "-", source)))
             write_bytes(files[-1], picture.getvalue())
             text.append(f"## Figure 4: accuracy against pruning ratio\n\n![figure 4]({files[-1].name})\n")
         learned = [row for row in found if row.method in (DENSE, "leank")]

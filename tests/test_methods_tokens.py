@@ -293,7 +293,7 @@ def test_answers_are_those_of_a_dense_cache_that_does_not_see_the_others(name, t
     ids, mask = left_padded(lengths, 5)
     found = prefill(model, ids, mask.bool(), new, chosen.obs_queries, column_sums=chosen.column_sums)
     cache = chosen.cache(model, found)
-    tokens, _ = greedy(model, cache, found.logits, found.real, found.lengths, [], [new] * 3, [new] * 3, None)
+    tokens, _, _ = greedy(model, cache, found.logits, found.real, found.lengths, [], [new] * 3, [new] * 3, None)
     dense, joins = 0, chosen.tokens.joins(model.config)
     for row, length in enumerate(lengths):
         one = prefill(model, ids[row : row + 1, -length:], None, new, 8, column_sums=True)

@@ -79,7 +79,7 @@ def test_rows_of_a_batch_have_their_own_limits():
     model, ids = tiny_model("llama"), prompts([40, 22])
     padded, real = pad_left(ids, 0, "cpu")
     dense = prefill(model, padded, real, NEW)
-    tokens, _ = greedy(model, dense.fork(), dense.logits, real, dense.lengths, [], [4, NEW], [0, 0])
+    tokens, _, _ = greedy(model, dense.fork(), dense.logits, real, dense.lengths, [], [4, NEW], [0, 0])
     assert [len(t) for t in tokens] == [4, NEW]
     assert tokens[0] == alone(model, Method("dense"), ids[0], 4, None)
 

@@ -1,15 +1,18 @@
 """Reports come from rows alone, and their numbers are those of the rows."""
 
+import csv
 import json
+import math
 import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from markdown_it import MarkdownIt
 
 from eval import published
-from eval.report import summarise, write_report
+from eval.report import summarise, write_diff, write_report
 from eval.report.summary import interval
 from eval.report.tables import by_length, by_task, gsm, overall
 from eval.results import Results
@@ -256,6 +259,42 @@ def test_files_and_that_a_report_can_be_made_again(written):
         (written / name).unlink()
     write_report(written)
     assert {p.name: p.read_bytes() for p in written.iterdir()} == before
+
+
+def assert_tags(page):
+    known = "h1 h2 h3 p table thead tbody tr th td pre code strong"
+    assert set(re.findall(r"<(\w+)", page)) <= set(known.split(" "))
+
+
+HOSTILE = ["=1+1", "a|b `c`\n# d", "<b>x</b> [y](javascript:z)", "$\\bad{$", "-", "@x"]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_names_from_data_are_text_in_every_file(tmp_path, name):
+    with Results(tmp_path) as results:
+        for r in grid():
+            names = {
+                "task": {"vt": name}.get(r["task"], r["task"]),
+                "method": {"leank": name}.get(r["method"], r["method"]),
+            }
+            results.append({**r, **names, "benchmark": name})
+    write_report(tmp_path)
+    write_diff(tmp_path, "dense", name)
+    with (tmp_path / "cells.csv").open(newline="") as file:
+        head, *lines = csv.reader(file)
+    assert {len(line) for line in lines} == {len(head)}
+    for cell in (cell for line in lines for cell in line):
+        assert cell[:1] not in tuple("=+-@\t\r") or math.isfinite(float(cell))
+    for file in tmp_path.glob("*.md"):
+        page = MarkdownIt("gfm-like", {"linkify": False}).render(file.read_text())
+        assert_tags(page)
+        for table in re.findall("<table>.*?</table>", page, re.S):
+            assert len({len(re.findall("<t[hd]", line)) for line in re.findall("<tr>.*?</tr>", table, re.S)}) == 1
+    for file in tmp_path.glob("*.html"):
+        checker = Checker()
+        checker.feed(file.read_text())
+        assert (checker.open, checker.loads) == ([], [])
+        assert "<b>x" not in file.read_text()
 
 
 def test_no_rows_no_report(tmp_path):

@@ -69,7 +69,8 @@ class Store:
         self.floor = np.where(self.start > sizes.sink, self.seen, 0)
         self.seen_dev, self.start_dev = (upload(a, k.device) for a in (self.seen, self.start))
         self.sink_k, self.sink_v = (k.new_zeros(batch, heads, sizes.sink, dim) for _ in range(2))
-        self.ring_k, self.ring_v = (k.new_zeros(batch, heads, sizes.ring, dim) for _ in range(2))
+        slots = self._slots(int(np.maximum(0, self.seen - self.start).max()))
+        self.ring_k, self.ring_v = (k.new_zeros(batch, heads, slots, dim) for _ in range(2))
         position = number(torch.zeros_like(self.seen_dev), length, real)
         if real is None:
             self._write_whole(k, v)
@@ -239,10 +240,17 @@ class Store:
             self.prompt, self.tail = pruned
             self.version += 1
 
+    def _slots(self, held: int) -> int:
+        """Slots that a ring of `held` tokens needs: its usual size once there is a middle, before it no spare page."""
+        needed = round_up(max(1, held), PAGE)
+        return needed if (self.start <= self.sizes.sink).all() else max(self.sizes.ring, needed)
+
     def _fit(self, new: int) -> None:
         """Give the ring room for `new` more tokens in every row, or its usual size back."""
         held = int(np.maximum(0, self.seen - self.start).max()) + new
-        old, slots = self.ring_k.shape[2], max(self.sizes.ring, round_up(held, PAGE))
+        old = self.ring_k.shape[2]
+        # on a GPU a captured step may follow, which cannot grow the ring: decoding begins with all of it
+        slots = max(self.sizes.ring, round_up(held, PAGE)) if self.ring_k.is_cuda else self._slots(held)
         if slots == old or (slots < old and new):
             return
         index = self.start_dev[:, None] + torch.arange(min(held, old), device=self.start_dev.device)

@@ -13,6 +13,7 @@ from eval.report.html import listing, page, title, to_table
 from eval.report.summary import Row, changed, group, interval, labels, paired
 from eval.report.tables import Line, Table, markdown, number
 from eval.results import read
+from leank_train.escape import markdown as escaped
 from leank_train.files import write_text
 
 
@@ -49,15 +50,13 @@ def to_markdown(pairs: Sequence[tuple[Row, Row]], names: tuple[str, str]) -> str
     parts = []
     for first, second in pairs:
         length = "" if first["length"] is None else f", {first['length']} tokens"
-        parts.append(
-            f"### {first['task']}{length}, sample {first['sample']}: "
-            f"{100 * first['score']:.0f} → {100 * second['score']:.0f}\n"
-        )
+        name = escaped(f"{first['task']}{length}, sample {first['sample']}")
+        parts.append(f"### {name}: {100 * first['score']:.0f} → {100 * second['score']:.0f}\n")
         replies = {"answers": ", ".join(map(str, first["answers"])), names[0]: first["prediction"],
                    names[1]: second["prediction"]}  # fmt: skip
         for name, text in replies.items():
             fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
-            parts.append(f"{name}\n{fence}text\n{text}\n{fence}\n")
+            parts.append(f"**{escaped(name)}**\n\n{fence}text\n{text}\n{fence}\n")
     return "\n".join(parts)
 
 
@@ -76,7 +75,7 @@ def write_diff(directory: Path, first: str, second: str) -> tuple[Path, str]:
             continue
         of, about = changed(some, first, second), title(some[0])
         counts, heading = table(pairs, first, second), f"{len(of)} samples with other replies, largest loss first"
-        shown.append(f"{about}\n\n{markdown(counts)}")
+        shown.append(f"{escaped(about)}\n\n{markdown(counts)}")
         texts.append(f"# {shown[-1]}\n\n## {heading}\n\n{to_markdown(of, (first, second))}")
         pages.append(f"<h1>{html.escape(about)}</h1>{to_table(counts)}<h2>{heading}</h2>{listing(of, (first, second))}")
     if not pages:

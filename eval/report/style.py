@@ -17,6 +17,7 @@ INK = "#010203"  # stands for the text's colour; the SVG has it replaced
 SETTINGS: Any = {
     "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "axes.titlecolor": INK, "xtick.color": INK,
     "ytick.color": INK, "font.size": 9, "axes.titlesize": 9, "font.family": "sans-serif", "legend.frameon": False,
+    "text.parse_math": False,  # a "$" in a label is a letter
 }  # fmt: skip
 
 

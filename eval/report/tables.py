@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from eval import published
 from eval.metrics.gsm_infinite import auc
+from leank_train.escape import markdown as escaped
+from leank_train.escape import markdown_table
 
+# what a cell counts -> its mark, and the sentence below the table
+MARKS = {
+    "not_compressed": ("†", "Nothing was compressed, as sink and window or the budget hold the whole prompt: such a "
+                       "score says nothing about the method"),
+    "dense_only": ("‡", "The first token alone decided the reply, and the dense pass chose it: such a score says "
+                   "nothing about the method"),
+    "non_finite": ("§", "Logits were NaN or infinite; such a sample scores 0"),
+}  # fmt: skip
 PAPER_LENGTHS = {4096: "4K", 8192: "8K", 16384: "16K", 32768: "32K", 65536: "64K", 131072: "128K"}
 
 
@@ -52,9 +62,34 @@ def ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1000 * seconds:.1f}"
 
 
+def marks(cell: dict[str, Any]) -> str:
+    """The marks that stand behind a cell's score."""
+    return "".join(mark for name, (mark, _) in MARKS.items() if cell.get(name))
+
+
+def remarks(cells: Iterable[dict[str, Any]]) -> list[str]:
+    """A sentence for every mark that these cells have, with the samples of each method that it is of."""
+    out, cells = [], list(cells)
+    for name, (mark, sentence) in MARKS.items():
+        counts: dict[str, tuple[int, int]] = {}
+        for cell in cells:
+            if cell.get(name):
+                found, of = counts.get(cell["method"], (0, 0))
+                counts[cell["method"]] = found + cell[name], of + cell["n"]
+        if counts:
+            whose = ", ".join(f"{method} {found} of {of}" for method, (found, of) in counts.items())
+            out.append(f"{mark} {sentence} ({whose} samples of the marked cells).")
+    return out
+
+
+def scored(cell: dict[str, Any]) -> str:
+    """A mean with its marks."""
+    return number(cell["score"]) + marks(cell)
+
+
 def mean(cell: dict[str, Any]) -> str:
-    """A mean with its interval."""
-    return f"{cell['score']:.1f} [{cell['interval'][0]:.1f}, {cell['interval'][1]:.1f}]"
+    """A mean with its marks and interval."""
+    return f"{scored(cell)} [{cell['interval'][0]:.1f}, {cell['interval'][1]:.1f}]"
 
 
 def difference(cell: dict[str, Any]) -> str:
@@ -88,7 +123,7 @@ def overall(run: dict[str, Any]) -> Table:
         )
     head = ["method", "n", "score", "difference", "same reply", "cache", "of dense", "first token, ms", "a token, ms"]
     note = "Cache: mean bytes after the prompt. Score and difference from dense (paired): 95% bootstrap intervals."
-    return Table("Overall", head, lines, note)
+    return Table("Overall", head, lines, " ".join([note, *remarks(run["overall"])]))
 
 
 def _published(
@@ -127,6 +162,7 @@ def by_length(run: dict[str, Any]) -> Table | None:
     for by in ("length", "average"):
         printed, errata = _published(run, by, names)
         lines, notes = lines + printed, notes + errata
+    notes += remarks(c for c in run["by_length"] if c["length"] is not None)
     return Table("By length", ["method", *map(str, lengths), "average"], lines, " ".join(notes))
 
 
@@ -137,7 +173,7 @@ def by_task(run: dict[str, Any], length: int | None) -> Table:
     tasks = [t for t in run["tasks"] if any((m, t) in cells for m in means)]
     lines = [
         Line(
-            [m, *(number(cells[m, t]["score"]) if (m, t) in cells else "" for t in tasks), mean(c)],
+            [m, *(scored(cells[m, t]) if (m, t) in cells else "" for t in tasks), mean(c)],
             [None, *(_shade(cells.get((m, t))) for t in tasks), _shade(c)],
         )
         for m, c in means.items()
@@ -147,6 +183,7 @@ def by_task(run: dict[str, Any], length: int | None) -> Table:
         notes.append(
             "Below 4096 tokens RULER changes its tasks; these are its 4096-token forms at this length, so ours."
         )
+    notes += remarks(cells.values())
     title = "All tasks" if length is None else f"{length} tokens"
     return Table(title, ["method", *tasks, "average"], lines + printed, " ".join(notes))
 
@@ -181,8 +218,6 @@ def tables(run: dict[str, Any]) -> list[Table]:
 
 
 def markdown(table: Table) -> str:
-    """A table in Markdown; the first column is text, the others are numbers."""
-    rule = ["---"] + ["---:"] * (len(table.head) - 1)
-    texts: Sequence[Sequence[str]] = [table.head, rule, *(line.cells for line in table.lines)]
-    body = "\n".join("| " + " | ".join(text.replace("|", "\\|") for text in line) + " |" for line in texts)
-    return f"## {table.title}\n\n{body}" + (f"\n\n{table.note}" if table.note else "")
+    """A table in Markdown, with its heading and note."""
+    body = markdown_table(table.head, [line.cells for line in table.lines])
+    return f"## {escaped(table.title)}\n\n{body}" + (f"\n\n{escaped(table.note)}" if table.note else "")

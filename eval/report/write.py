@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from eval.report import plots, style
 from eval.report.html import title, to_html
 from eval.report.latex import document
-from eval.report.summary import group, summarise
+from eval.report.summary import MARKED, group, summarise
 from eval.report.tables import markdown, tables
 from eval.results import read
+from leank_train.escape import csv_text
+from leank_train.escape import markdown as escaped
 from leank_train.files import write_bytes, write_text
 
 
@@ -21,27 +22,26 @@ def to_markdown(summary: dict[str, Any]) -> str:
     """summary.md."""
     parts = []
     for run in summary["runs"]:
-        parts += [f"# {title(run)}", f"{run['rows']} rows; tasks count alike.", *map(markdown, tables(run))]
+        parts += [f"# {escaped(title(run))}", f"{run['rows']} rows; tasks count alike.", *map(markdown, tables(run))]
     return "\n\n".join(parts) + "\n"
 
 
 def to_csv(summary: dict[str, Any]) -> str:
     """cells.csv: one line a method, task and length."""
-    out = io.StringIO()
     names = ("model", "benchmark", "compress", "method", "task", "length", "n", "score", "low", "high", "difference",
-             "difference_low", "difference_high", "cache_bytes", "first_token", "per_token")  # fmt: skip
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(names)
+             "difference_low", "difference_high", "cache_bytes", "first_token", "per_token", *MARKED)  # fmt: skip
+    lines: list[Sequence[Any]] = [names]
     for run in summary["runs"]:
         for cell in run["cells"]:
             against = cell.get("against_dense", {})
-            writer.writerow([
+            lines.append([
                 *(run["model"], run["benchmark"], run["compress"], cell["method"], cell["task"], cell["length"]),
                 *(cell["n"], cell["score"], *cell["interval"]),
                 *(against.get("difference"), *against.get("interval", (None, None)), cell["cache_bytes"]),
                 *(cell["seconds"]["first_token"], cell["seconds"]["per_token"]),
+                *(cell[name] for name in MARKED),
             ])  # fmt: skip
-    return out.getvalue()
+    return csv_text(lines)
 
 
 def write_report(directory: Path) -> None:
