@@ -7,7 +7,6 @@ the steps after the first are replays of one captured CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +16,6 @@ from eval.cache import CompressedCache, CompressedLayer
 
 Stopped = Callable[[int, list[int]], bool]
 CAPTURE_FOR = 16  # steps still to come at which capturing, which costs two or three, has paid
-
-
-def eos_ids(model: PreTrainedModel, tokenizer: Any = None) -> list[int]:
-    """End-of-text tokens, as generate() takes them: the generation config's, else the tokenizer's."""
-    eos = model.generation_config.eos_token_id if model.generation_config is not None else None
-    if eos is None:
-        eos = getattr(tokenizer, "eos_token_id", None)
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 
 def capturable(cache: Cache) -> bool:

@@ -21,10 +21,11 @@ from eval.benchmarks.row import Row
 from eval.benchmarks.scoring import cut_at_stop
 from eval.cache import CompressedCache
 from eval.compression import Compression
-from eval.decode import eos_ids, greedy
+from eval.decode import greedy
 from eval.methods import Method
 from eval.prefill import Prefill, extend, pad_left, prefill
 from eval.prompts import SPECIALS, Prompt, encode
+from leank_train.backbone import eos_ids
 
 COMPRESS = ("after_question", "before_question")
 

@@ -6,12 +6,14 @@ R = B * M branches without being copied: branch r reads document r // M.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from leank_train.prefix import beside
 
 ZONES = ("causal", "dense", "middle")
 EMPTY_HEADS = ("drop", "zero")
@@ -24,8 +26,10 @@ class Visibility:
     """Which keys each query sees: q_positions [B, M * n], k_positions [B, T] (-1 = padding), and the zone.
 
     Position i sees position j <= i: all of them ("causal"), those with j < sink or i - j < window ("dense"), or the
-    others ("middle"). `spans` are (start, stop, masked) ranges of key indices: keys in no span are seen by nobody, and
-    only masked spans differ from row to row. Build it with `visibility`, once per pass; every layer uses it.
+    others ("middle"). The window slides with every position, unless start [B, M * n] says where each query's window
+    begins: then those with j < sink or j >= start are "dense". `spans` are (start, stop, masked) ranges of key indices:
+    keys in no span are seen by nobody, and only masked spans differ from row to row. Build it with `visibility`, once
+    per pass; every layer uses it.
     """
 
     q_positions: Tensor
@@ -34,13 +38,15 @@ class Visibility:
     sink: int
     window: int
     spans: tuple[tuple[int, int, bool], ...]
+    start: Tensor | None = None
 
     def sees(self, i: Tensor, j: Tensor) -> Tensor:
         """Whether position i sees position j, broadcast; asks for zone, sink and window alone."""
         causal = (j >= 0) & (j <= i)
         if self.zone == "causal":
             return causal
-        dense = (j < self.sink) | (i - j < self.window)
+        recent = i - j < self.window if self.start is None else j >= beside(self.start, i.device).view(i.shape)
+        dense = (j < self.sink) | recent
         return causal & (dense if self.zone == "dense" else ~dense)
 
     def mask(self, start: int, stop: int) -> Tensor:
@@ -54,8 +60,12 @@ class Visibility:
                 yield first, min(first + block, stop), masked
 
 
-def visibility(q_positions: Tensor, k_positions: Tensor, zone: str, sink: int = 0, window: int = 1) -> Visibility:
+def visibility(
+    q_positions: Tensor, k_positions: Tensor, zone: str, sink: int = 0, window: int = 1, start: Tensor | None = None
+) -> Visibility:
     """Plan one zone for queries at q_positions [R, n] and keys at k_positions [B, T] (-1 = padding); B divides R.
+
+    start: first position of each query's window [R, n], None = the window slides and `window` says how long it is.
 
     The zones "dense" and "middle" of the same sink (>= 0) and window (>= 1) are disjoint and together are "causal".
     Raises ValueError for an unknown zone, or a sink or window out of range.
@@ -65,18 +75,25 @@ def visibility(q_positions: Tensor, k_positions: Tensor, zone: str, sink: int = 
     if sink < 0 or window < 1:
         raise ValueError(f"sink={sink}, window={window}: the sink must be at least 0, the window (self included) 1")
     folded = q_positions.reshape(k_positions.shape[0], -1)  # [B, M * n]
-    plan = Visibility(folded, k_positions, zone, sink, window, ())
+    plan = Visibility(folded, k_positions, zone, sink, window, (), None if start is None else start.view(folded.shape))
+    if start is not None:
+        seen = plan.sees(folded[:, :, None], k_positions[:, None])  # [B, M * n, T]
+        return replace(plan, spans=_spans(~seen.any(1), seen.all(1)))
     low, high = folded.amin(1, keepdim=True), folded.amax(1, keepdim=True)  # [B, 1]
     # A key is seen by an interval of query positions, so the lowest and the highest row decide for those between.
     at_low, at_high = plan.sees(low, k_positions), plan.sees(high, k_positions)  # [B, T]
     unseen = ~at_high
     if zone == "dense":  # a key can lie within the window of rows between the lowest and the highest only
         unseen &= (k_positions < 0) | (k_positions > high) | (low - k_positions >= window)
-    kind = torch.where(unseen.all(0), 0, torch.where((at_low & at_high).all(0), 1, 2))
+    return replace(plan, spans=_spans(unseen, at_low & at_high))
+
+
+def _spans(unseen: Tensor, seen: Tensor) -> tuple[tuple[int, int, bool], ...]:
+    """(start, stop, masked) of the keys that any query sees; unseen, seen [B, T]: by no query, by all of them."""
+    kind = torch.where(unseen.all(0), 0, torch.where(seen.all(0), 1, 2))
     kinds, counts = (x.tolist() for x in torch.unique_consecutive(kind, return_counts=True))
     stops = torch.tensor(counts).cumsum(0).tolist()
-    spans = tuple((b - c, b, k == 2) for k, c, b in zip(kinds, counts, stops, strict=True) if k)
-    return Visibility(folded, k_positions, zone, sink, window, spans)
+    return tuple((b - c, b, k == 2) for k, c, b in zip(kinds, counts, stops, strict=True) if k)
 
 
 def partial_attention(

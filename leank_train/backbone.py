@@ -54,9 +54,15 @@ class Backbone:
 
     def eos_ids(self) -> list[int]:
         """Ids that end a reply."""
-        found = self.model.generation_config.eos_token_id if self.model.generation_config else None
-        found = self.tokenizer.eos_token_id if found is None else found
-        return [found] if isinstance(found, int) else list(found or [])
+        return eos_ids(self.model, self.tokenizer)
+
+
+def eos_ids(model: PreTrainedModel, tokenizer: Any = None) -> list[int]:
+    """End-of-text tokens, as generate() takes them: the generation config's, else the tokenizer's."""
+    eos = model.generation_config.eos_token_id if model.generation_config is not None else None
+    if eos is None:
+        eos = getattr(tokenizer, "eos_token_id", None)
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 
 def kv_shape(config: Any) -> tuple[int, int, int]:

@@ -130,16 +130,19 @@ def decode(
     eos_id: int | Sequence[int],
     sink: int,
     window: int,
+    flush: int,
 ) -> list[list[int]]:
     """Greedy answers of all R branches at once, as deployed: empty heads drop the middle (section 3.3).
 
-    alpha [L, H, D] or [R, L, H, D], bool masks or scores. The first token comes from the dense pass over the question,
-    whatever the mask. Returns R lists of at most max_new_tokens ids, cut before the first of eos_id.
+    alpha [L, H, D] or [R, L, H, D], bool masks or scores. sink, window, flush: tokens kept whole at both ends of the
+    context, and how many leave the window at a time while decoding, as in `eval.cache.compressed_cache`. The first
+    token comes from the dense pass over the question, whatever the mask. Returns R lists of at most max_new_tokens
+    ids, cut before the first of eos_id.
     """
     place = question.hidden.device
     stops = torch.tensor([eos_id] if isinstance(eos_id, int) else list(eos_id), device=place)
     rows = torch.arange(len(question.lengths), device=place)
-    state = DecodePass(prefix, question, max_new_tokens, alpha, sink, window)
+    state = DecodePass(prefix, question, max_new_tokens, alpha, sink, window, flush)
     hidden, tokens = question.hidden[rows, beside(question.lengths - 1, place)], []
     done = torch.zeros_like(rows, dtype=torch.bool)
     for step in range(max_new_tokens):

@@ -16,8 +16,9 @@ from data_gen.tasks import RULER_NIAH, task
 from data_gen.tokens import TokenCounter
 from leank_train import validation
 from leank_train.backbone import Backbone
-from leank_train.baselines import StaticNorm, lowest_frequencies, random_mask
+from leank_train.baselines import context_scores
 from leank_train.branching import branch, prefill
+from leank_train.channel_scores import MeanScores, lowest_frequencies, random_mask
 from leank_train.data import collate
 from leank_train.files import write_text
 from leank_train.mask import ChannelMask
@@ -31,9 +32,7 @@ def validate(config: DictConfig, backbone: Backbone, mask: ChannelMask, out: Pat
         "dense": None,
         "leank": mask,
         "think": validation.think(ratio),
-        "static_norm": static_norm_mask(backbone, config.data.max_length, settings.calibration, config.seed).mask(
-            ratio
-        ),
+        "static_norm": static_norm_mask(backbone, config.data.max_length, settings.calibration, config.seed, ratio),
         "lowest_frequencies": lowest_frequencies(backbone.model.config, ratio),
         "random": random_mask(backbone.shape, ratio, config.seed),
     }
@@ -81,9 +80,10 @@ def unseen(backbone: Backbone, counter: TokenCounter, name: str, length: int, se
 
 
 def calibration(backbone: Backbone, counter: TokenCounter, length: int, seed: int, index: int) -> Document:
-    """A multi-key sample of the training text (LeanK section 2.2, appendix L)."""
-    name = "niah_multikey_3"
-    return task(name).build(Request(name, length, counter, seed, index, split="train", reserve=backbone.reserve))
+    """A multi-key sample (LeanK section 2.2, appendix L), the one that `eval.methods.static_norm` looks at."""
+    name = "niah_multikey_3"  # its haystack is made of needles: no text of the evaluation is in it
+    wanted = Request(name, length, counter, seed, index, exact=False, split="train", reserve=backbone.reserve)
+    return task(name).build(wanted)
 
 
 def check_lengths(config: DictConfig, backbone: Backbone) -> None:
@@ -95,13 +95,13 @@ def check_lengths(config: DictConfig, backbone: Backbone) -> None:
             unseen(backbone, counter, name, min(config.validation.lengths), config.seed, 0)
 
 
-def static_norm_mask(backbone: Backbone, length: int, samples: int, seed: int) -> StaticNorm:
-    """Channel norms over calibration samples of `length` tokens."""
-    found, counter, device = StaticNorm(), TokenCounter(backbone.tokenizer), backbone.model.device
+def static_norm_mask(backbone: Backbone, length: int, samples: int, seed: int, ratio: float) -> ChannelMask:
+    """LeanK's static norm (`MeanScores`) over calibration samples of at most `length` tokens."""
+    found, counter, device = MeanScores(), TokenCounter(backbone.tokenizer), backbone.model.device
     for i in range(samples):
         batch = collate(backbone, [calibration(backbone, counter, length, seed, i)]).to(device)
         prefix = prefill(backbone.model, batch.documents, batch.document_lengths, validation.OBSERVED)
         question = batch.prompts[:, : int(batch.question_lengths[0])]
         asked = branch(backbone.model, prefix, question, batch.question_lengths, validation.OBSERVED)
-        found.add(prefix, asked)
-    return found
+        found.add(context_scores(prefix, asked, "norms"))
+    return ChannelMask(found.mask(ratio), {"method": "static_norm", "ratio": ratio, "samples": samples})

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from leank_train.attention import visibility
+from leank_train.attention import Visibility, visibility
 from leank_train.fused import fused_attention, side_by_side
-from leank_train.plan import Plan, document_pieces, own_pieces
+from leank_train.plan import Piece, Plan, document_pieces, own_pieces
 from leank_train.prefix import Branch, Prefix, beside
 
 _BACKENDS = {
@@ -149,10 +149,21 @@ class ScaledPass:
 
 
 class DecodePass:
-    """Eq. 1 for one new token per branch; the tail (question and new tokens) lives in buffers allocated once."""
+    """One new token per branch over a cache as deployed; the tail (question, new tokens) lies in buffers made once.
 
-    def __init__(self, prefix: Prefix, question: Branch, room: int, alpha: Tensor, sink: int, window: int):
+    The middle is that of `eval.cache`: after the context it holds what is neither among the first `sink` tokens nor
+    among the last `window`, and the window then grows until it holds `window + flush` tokens, of which the oldest
+    `flush` move to the middle. flush=1 is the window of Eq. 1 that slides with every token, one token longer, since
+    this window does not count the token that reads it.
+    """
+
+    def __init__(
+        self, prefix: Prefix, question: Branch, room: int, alpha: Tensor, sink: int, window: int, flush: int
+    ) -> None:
+        if sink < 0 or window < 1 or flush < 1:
+            raise ValueError(f"sink={sink}, window={window}, flush={flush}: need sink >= 0, window >= 1, flush >= 1")
         self.prefix, self.alpha = prefix, _per_layer(alpha, prefix, question)
+        self.sink, self.window, self.flush = sink, window, flush
         B, M = len(prefix.lengths), len(question.lengths) // len(prefix.lengths)
         # buffers [B, H, M, T + room, D], so that a view of them lies side by side
         self.keys, self.values = (
@@ -163,19 +174,32 @@ class DecodePass:
         unused = question.k_positions.new_full((len(question.lengths), room), -1)
         self.k_positions = torch.cat([question.k_positions, unused], 1)
         self.slot = question.k_positions.shape[1] - 1
-        first = question.starts + question.lengths
-        reach = torch.stack([first, first + room], 1)  # what holds for these rows holds for every step between
-        self.longest = int(reach.max())
-        self.zones = [visibility(reach, prefix.k_positions, zone, sink, window) for zone in ("dense", "middle")]
+        self.context = (question.starts + question.lengths)[:, None]  # [R, 1] tokens of document and question
+        self.longest = int(self.context.max()) + room
+        self.start: Tensor | None = None  # [R, 1] first position of the window
+        self.document: tuple[Piece, ...] = ()
 
     def advance(self, positions: Tensor) -> None:
         """Make room for the token at positions [R, 1]."""
         self.slot += 1
         self.k_positions[:, self.slot] = positions[:, 0]
-        pieces = document_pieces(positions, self.prefix.k_positions, self.zones, self.prefix.place)
-        own = [visibility(positions, self.k_positions, z.zone, z.sink, z.window) for z in self.zones]
+        start = self._window_start(positions)
+        if self.start is None or not torch.equal(start, self.start):  # between moves a document is read alike
+            self.start = start
+            self.document = document_pieces(
+                positions, self.prefix.k_positions, self._zones(positions, self.prefix.k_positions), self.prefix.place
+            )
+        own = self._zones(positions, self.k_positions)
         documents = len(self.prefix.lengths)
-        self.plan = Plan(pieces + own_pieces(positions, self.k_positions, documents, own, self.prefix.place))
+        self.plan = Plan(self.document + own_pieces(positions, self.k_positions, documents, own, self.prefix.place))
+
+    def _window_start(self, positions: Tensor) -> Tensor:
+        """First position of the window that the token at positions [R, 1] reads."""
+        sealed = (self.context - self.window).clamp(min=self.sink)
+        return sealed + (positions - sealed - self.window).clamp(min=0) // self.flush * self.flush
+
+    def _zones(self, positions: Tensor, k_positions: Tensor) -> list[Visibility]:
+        return [visibility(positions, k_positions, zone, self.sink, start=self.start) for zone in ("dense", "middle")]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         for buffer, new in ((self.keys[layer], k), (self.values[layer], v)):

@@ -1,11 +1,14 @@
 """Exact match of pruned models on unseen samples: one prefill a document, all masks decoded side by side.
 
-Decoding is as deployed: sink and window keep all channels, empty heads drop the middle, and the first answer token
-comes from the dense prefill. Every mask sees the same samples, so differences are paired.
+This is a fast check inside a training run; figures come from the replay, `python -m eval`. Decoding is the replay's:
+sink and window keep all channels, `FLUSH` tokens leave the window at a time, empty heads drop the middle, and the first
+answer token comes from the dense prefill. A test holds both to the same tokens and scores, sample by sample. Every mask
+sees the same samples, so differences are paired.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,6 +17,7 @@ import torch
 from torch import Tensor
 
 from data_gen.sample import Document
+from leank_train import bootstrap
 from leank_train.backbone import Backbone
 from leank_train.baselines import think_mask
 from leank_train.branching import Branch, Prefix, branch, decode, prefill
@@ -22,6 +26,7 @@ from leank_train.escape import markdown_table
 from leank_train.mask import ChannelMask
 
 OBSERVED = 32  # queries that ThinK and the static norm look at
+FLUSH = 32  # tokens that leave the window at a time, the replay's cache.flush
 
 PerSample = Callable[[Prefix, Branch], Tensor]
 """Makes masks [R, L, H, D] for the R branches of a batch."""
@@ -77,7 +82,7 @@ def evaluate(
         replies = decode(
             backbone.model, prefix, replace(asked, queries=None).repeat(len(methods)), masks.flatten(0, 1),
             max_new_tokens=max_new_tokens or batch[0].max_new_tokens, eos_id=backbone.eos_ids(),
-            sink=sink, window=window,
+            sink=sink, window=window, flush=FLUSH,
         )  # fmt: skip
         texts = backbone.tokenizer.batch_decode(replies, skip_special_tokens=True)
         for i, text in enumerate(texts):
@@ -111,28 +116,18 @@ def table(results: Sequence[Result], metric: str = "recall") -> dict[str, dict[s
     return found
 
 
-def paired_difference(
-    results: Sequence[Result], a: str, b: str, draws: int = 10_000, seed: int = 0
-) -> tuple[float, float, float]:
-    """Mean recall of method a minus method b in points, with its 95% interval.
-
-    Paired bootstrap over samples, stratified by (task, length): every stratum is redrawn at its own size.
-    """
-    pairs: dict[tuple[str, int, int], dict[str, list[float]]] = {}
+def paired_difference(results: Sequence[Result], a: str, b: str) -> tuple[float, float, float]:
+    """Mean recall of method a minus method b in points over the samples of both, and its 95% interval (`bootstrap`)."""
+    recall: dict[str, dict[tuple[str, int, int], list[float]]] = {a: defaultdict(list), b: defaultdict(list)}
     for r in results:
-        if r.method in (a, b):
-            pairs.setdefault((r.task, r.length, r.index), {}).setdefault(r.method, []).append(r.recall)
-    strata: dict[tuple[str, int], list[float]] = {}
-    for (name, length, _), scores in pairs.items():
-        strata.setdefault((name, length), []).extend(100 * (np.array(scores[a]) - np.array(scores[b])))
-    rng = np.random.default_rng(seed)
-    means = np.zeros(draws)
-    for values in strata.values():
-        x = np.asarray(values)
-        counts = rng.multinomial(len(x), np.full(len(x), 1 / len(x)), size=draws)
-        means += counts @ x / len(x) / len(strata)
-    low, high = np.percentile(means, [2.5, 97.5])
-    return float(np.mean([np.mean(v) for v in strata.values()])), float(low), float(high)
+        if r.method in recall:
+            recall[r.method][r.task, r.length, r.index].append(100 * r.recall)
+    strata: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for (task, length, index), scores in recall[a].items():
+        if others := recall[b].get((task, length, index)):
+            strata[task, length] += [x - y for x, y in zip(scores, others, strict=True)]
+    differences = list(strata.values())
+    return bootstrap.mean(differences), *bootstrap.interval(differences)
 
 
 def markdown(scores: Mapping[str, Mapping[str, float]]) -> str:

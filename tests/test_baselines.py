@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from leank_train.baselines import StaticNorm, lowest_frequencies, random_mask, think_mask
+from leank_train.baselines import context_scores, think_mask
 from leank_train.branching import branch, prefill
+from leank_train.channel_scores import MeanScores, lowest_frequencies, random_mask
 from tests.conftest import tiny_model
 
 
@@ -41,9 +42,9 @@ def test_think_mask(observed):
 
 def test_static_norm(observed):
     prefix, question, alone = observed
-    norm = StaticNorm()
-    norm.add(prefix, question)
-    norm.add(prefix, question)
+    norm = MeanScores()
+    for _ in range(2):
+        norm.add(context_scores(prefix, question, "norms"))
     expected = torch.zeros(2, 2, 8, dtype=torch.float64)
     for sample in alone:
         for layer, (q, k) in enumerate(sample):
@@ -53,10 +54,10 @@ def test_static_norm(observed):
                         product = torch.outer(q[member, :, c], k[head, :, c])
                         expected[layer, head, c] += torch.linalg.matrix_norm(product) / 2 / 4
     torch.testing.assert_close(norm.scores, expected)
-    mask = norm.mask(0.5)
-    assert (mask.channels_per_head == 4).all()
-    assert expected[mask.keep].view(4, 4).amin(1).ge(expected[~mask.keep].view(4, 4).amax(1)).all()
-    assert mask.metadata["samples"] == 8
+    keep = norm.mask(0.5)
+    assert (keep.sum(-1) == 4).all()
+    assert expected[keep].view(4, 4).amin(1).ge(expected[~keep].view(4, 4).amax(1)).all()
+    assert norm.samples == 8
 
 
 def test_lowest_frequencies_keeps_whole_rotary_pairs():
@@ -83,4 +84,4 @@ def test_bad_settings_are_named(observed):
     with pytest.raises(ValueError, match="no queries"):
         think_mask(prefix, question.cut([1, 1, 1, 1]), 0.5)
     with pytest.raises(ValueError, match="no sample"):
-        StaticNorm().mask(0.5)
+        MeanScores().mask(0.5)

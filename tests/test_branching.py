@@ -113,7 +113,7 @@ def test_gradient_in_lower_precision(device, dtype, error):
         assert hidden.dtype == kind
         weights = torch.arange(hidden.numel(), device=place).view(hidden.shape).cos()
         grads.append(torch.autograd.grad((hidden.double() * weights).sum(), alpha)[0].double().cpu())
-        decode(model, prefix, question, alpha > 0.5, max_new_tokens=3, eos_id=-1, sink=2, window=4)
+        decode(model, prefix, question, alpha > 0.5, max_new_tokens=3, eos_id=-1, sink=2, window=4, flush=1)
     assert (grads[0] - grads[1]).norm() <= error * grads[0].norm()
 
 
@@ -153,8 +153,8 @@ def test_decoding_equals_greedy_plain_decoding(model):
     prefix = prefill(model, pad(documents), DOCUMENTS)
     question = branch(model, prefix, pad(questions), QUESTIONS)
     masks = scores(model, per_branch=True) > 0.4  # [R, L, H, D]
-    eos, room, zones = 3, 12, {"sink": 2, "window": 4}
-    answers = decode(model, prefix, question, masks, max_new_tokens=room, eos_id=eos, **zones)
+    eos, room, zones = 3, 12, {"sink": 2, "window": 5}  # Eq. 1 counts the token that reads its window, a cache does not
+    answers = decode(model, prefix, question, masks, max_new_tokens=room, eos_id=eos, sink=2, window=4, flush=1)
     for r in range(4):
         context = torch.cat([documents[r // 2], questions[r]])
         ids, wanted = context, []
@@ -174,7 +174,7 @@ def test_decoding_stops_at_eos_and_repeats_branches():
     prefix = prefill(model, pad(documents), DOCUMENTS)
     question = branch(model, prefix, pad(questions), QUESTIONS)
     ones, few = torch.ones(2, 2, 8, dtype=torch.bool), torch.rand(2, 2, 8) > 0.8
-    settings = {"eos_id": -1, "sink": 1, "window": 2, "max_new_tokens": 6}
+    settings = {"eos_id": -1, "sink": 1, "window": 2, "flush": 3, "max_new_tokens": 6}
     dense, sparse = (decode(model, prefix, question, mask, **settings) for mask in (ones, few))
     assert [len(row) for row in dense] == [6] * 4
     assert [row[0] for row in dense] == [row[0] for row in sparse]

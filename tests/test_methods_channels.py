@@ -22,7 +22,7 @@ from eval.models import ModelConfig, load_config
 from eval.prefill import pad_left, prefill
 from eval.prompts import Prompt
 from eval.replay import Replay, Settings
-from leank_train.baselines import best, lowest_frequencies, pruned
+from leank_train.channel_scores import best, lowest_frequencies, pruned
 from leank_train.mask import ChannelMask
 from tests import kvpress_think
 from tests.cache_oracle import random_keep, tiny_model

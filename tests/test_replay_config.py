@@ -8,6 +8,7 @@ import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
+from data_gen.tasks import RULER_NIAH
 from eval.benchmarks.base import Cell
 from eval.benchmarks.row import Row
 from eval.build import build_job
@@ -17,6 +18,7 @@ from leank_train.mask import ChannelMask
 
 CONF = Path(__file__).parents[1] / "conf"
 REFERENCE = (7, 4, 64)
+MASK = "leank_train/assets/reference/mask_70pct.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +48,24 @@ def test_reference_ruler(masks):
     prompt = encode(tokenizer, row)
     assert len(prompt.ids) + row.max_new_tokens <= 1024
     assert tokenizer.decode(prompt.ids[prompt.question :]).strip().startswith("Question")
+
+
+def test_reference_masks_makes_the_headline_table(monkeypatch):
+    monkeypatch.chdir(CONF.parent)  # its masks are in the repository
+    made, _ = job("+experiment=reference_masks", "+method.mine.channels={name:leank,mask:" + MASK + "}")
+    learned = [f"leank_{ratio}pct_seed{seed}" for ratio in (70, 80) for seed in (1, 2)]
+    untrained = [f"{m}_{r}pct" for m in ("lowest_frequencies", "think", "static_norm") for r in (70, 80)]
+    assert {m.label for m in made.methods} == {"dense", "mine", *learned, *untrained}
+    for one in made.methods:
+        if one.label in learned:
+            assert one.channels.loaded.metadata["ratio"] == int(one.label[6:8]) / 100
+            assert one.channels.loaded.metadata["seed"] == int(one.label[-1])
+        elif one.label in untrained:
+            assert one.channels.ratio == int(one.label[-5:-3]) / 100
+    assert {(m.sink, m.window, m.flush) for m in made.methods if m.axes} == {(16, 144, 32)}
+    assert sorted({c.task for c in made.benchmark.cells()}) == sorted(RULER_NIAH)
+    assert {(c.length, len(c.samples)) for c in made.benchmark.cells()} == {(1024, 100), (2048, 100), (4096, 100)}
+    assert made.benchmark.split == "test"
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in (CONF / "method").glob("*.yaml")))

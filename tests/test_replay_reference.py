@@ -12,7 +12,7 @@ from eval.methods import method
 from eval.models import ModelConfig, load_config, load_model, shape_of
 from eval.prompts import encode
 from eval.replay import Replay, Settings
-from leank_train.baselines import lowest_frequencies
+from leank_train.channel_scores import lowest_frequencies
 from leank_train.mask import ChannelMask
 
 SIZES = {"sink": 16, "window": 128, "flush": 32, "backend": "reference"}

@@ -13,9 +13,9 @@ from markdown_it import MarkdownIt
 
 from eval import published
 from eval.report import summarise, write_diff, write_report
-from eval.report.summary import interval
-from eval.report.tables import by_length, by_task, gsm, overall
+from eval.report.tables import by_length, by_task, differences, gsm, overall
 from eval.results import Results
+from leank_train import bootstrap
 
 
 def row(method, sample, score, task="vt", length=4096, config=None, **more):
@@ -76,13 +76,37 @@ def test_means_differences_and_bytes():
         assert cell["interval"][0] < cell["score"] < cell["interval"][1]
 
 
-def test_the_interval_is_about_that_of_a_normal_mean():
-    values = np.random.default_rng(1).normal(50, 10, 400)
-    low, high = interval([values])
-    error = 1.96 * values.std() / 20
-    assert (low, high) == (pytest.approx(values.mean() - error, abs=0.2), pytest.approx(values.mean() + error, abs=0.2))
-    both = interval([values, values + 7])
-    assert both[1] - both[0] == pytest.approx((high - low) / np.sqrt(2), rel=0.1)
+def test_learned_masks_are_compared_with_every_other_method():
+    mask = {"channels": {"name": "leank", "mask": "x"}, "sink": 1}
+    rows = [{**r, "settings": {**r["settings"], "method": mask}} if r["method"] == "leank" else r for r in grid()]
+    rows = [r for r in rows if not (r["method"] == "think" and r["sample"] == "3")]
+    (run,) = summarise(rows)["runs"]
+    assert [(d["method"], d["minus"], d["n"]) for d in run["differences"]] == [
+        ("leank", "dense", 48), ("leank", "think", 44),
+    ]  # fmt: skip
+    strata = []
+    for task in ("vt", "niah_single_1"):
+        for length in (4096, 8192):
+            leank, think = (
+                {r["sample"]: r["score"] for r in rows if (r["method"], r["task"], r["length"]) == (m, task, length)}
+                for m in ("leank", "think")
+            )
+            strata.append([100 * (leank[s] - think[s]) for s in think])
+    found = run["differences"][1]
+    assert found["difference"] == pytest.approx(np.mean([np.mean(s) for s in strata]))
+    assert found["interval"] == pytest.approx(bootstrap.interval(strata), abs=0.5)
+    overall_difference = next(c for c in run["overall"] if c["method"] == "leank")["against_dense"]
+    assert run["differences"][0]["difference"] == pytest.approx(overall_difference["difference"])
+    table = differences(run)
+    assert table.head == ["minus", "leank"]
+    assert [line.cells[0] for line in table.lines] == ["dense", "think"]
+    assert table.lines[1].cells[1].startswith(f"{found['difference']:+.1f} [")
+
+
+def test_a_run_without_a_learned_mask_has_no_such_table():
+    (run,) = summarise(grid())["runs"]
+    assert run["differences"] == []
+    assert differences(run) is None
 
 
 def test_differences_are_paired_only_where_both_have_the_sample():

@@ -33,7 +33,7 @@ def step(model, prefix, sink, window, empty_heads, replies=True):
     (gradient,) = torch.autograd.grad(loss, alpha)
     found = [teacher.hidden, hidden.detach(), gradient]
     if replies:
-        found += decode(model, prefix, question, alpha.detach(), max_new_tokens=4, eos_id=-1, **zones)
+        found += decode(model, prefix, question, alpha.detach(), max_new_tokens=4, eos_id=-1, **zones, flush=2)
     return found
 
 

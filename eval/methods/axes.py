@@ -20,7 +20,7 @@ from eval.cache.store import Sizes
 from eval.methods.memory import Held
 from eval.models import shape_of
 from eval.prefill import Prefill, PromptLayer
-from leank_train.baselines import pruned
+from leank_train.channel_scores import pruned
 
 Observe = Callable[[Any, int], Prefill]  # (data_gen Sample, obs_queries) -> its dense pass
 

@@ -6,7 +6,6 @@ from abc import abstractmethod
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from data_gen.sample import Sample
@@ -16,7 +15,7 @@ from eval.benchmarks.ruler import draw
 from eval.methods.axes import Observe, Uniform
 from eval.methods.observed import check_observed
 from eval.prefill import Prefill
-from leank_train.baselines import best
+from leank_train.channel_scores import MeanScores
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Calibrated(Uniform):
     length: int = 2048
     samples: int = 8
     seed: int = 7
-    _found: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    _seen: MeanScores = field(default_factory=MeanScores, repr=False, compare=False)
 
     @property
     @abstractmethod
@@ -47,20 +46,17 @@ class Calibrated(Uniform):
         return {entry.name: getattr(self, entry.name) for entry in fields(self) if not entry.name.startswith("_")}
 
     def calibrate(self, observe: Observe, tokenizer: Any, config: Any) -> None:
-        if self._found:
+        if self._seen.samples:
             return
         counter = TokenCounter(tokenizer)
         for index in range(self.samples):
-            scores = self.scores(observe(self._sample(counter, index), self.observed)).sum(0).double().cpu()
-            self._found["total"] = scores + self._found.get("total", torch.zeros_like(scores))
+            self._seen.add(self.scores(observe(self._sample(counter, index), self.observed)))
 
     def _sample(self, counter: TokenCounter, index: int) -> Sample:
         return draw(self.task, self.length, counter, self.seed, index)
 
     def keep(self, prefill: Prefill, config: Any) -> Tensor:
-        if not self._found:
-            raise RuntimeError("a static mask must be calibrated before it is used")
-        return best(self._found["total"], self.ratio)
+        return self._seen.mask(self.ratio)
 
     @abstractmethod
     def scores(self, prefill: Prefill) -> Tensor:

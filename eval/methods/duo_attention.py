@@ -20,7 +20,7 @@ from eval.cache.store import Sizes
 from eval.methods.axes import Observe, Tokens
 from eval.models import shape_of
 from eval.prefill import Prefill, PromptLayer
-from leank_train.baselines import lowest_frequencies
+from leank_train.channel_scores import lowest_frequencies
 
 CALIBRATION = ("task", "length", "seed", "queries")
 

@@ -15,7 +15,7 @@ from eval.methods.axes import Uniform
 from eval.methods.observed import check_observed, seen
 from eval.models import shape_of
 from eval.prefill import Prefill
-from leank_train.baselines import pruned, top
+from leank_train.channel_scores import pruned, top
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from eval.methods.leank import LeanK
 from eval.methods.observed import check_observed
 from eval.methods.think import think_scores
 from eval.prefill import Prefill
-from leank_train.baselines import top
+from leank_train.channel_scores import top
 
 
 @dataclass(frozen=True)

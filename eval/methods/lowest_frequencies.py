@@ -11,7 +11,7 @@ from torch import Tensor
 from eval.methods.axes import Uniform
 from eval.models import shape_of
 from eval.prefill import Prefill
-from leank_train.baselines import lowest_frequencies
+from leank_train.channel_scores import lowest_frequencies
 
 
 @dataclass(frozen=True)

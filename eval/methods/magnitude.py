@@ -11,7 +11,7 @@ from torch import Tensor
 from eval.methods.axes import Uniform
 from eval.methods.observed import seen
 from eval.prefill import Prefill
-from leank_train.baselines import best, pruned
+from leank_train.channel_scores import best, pruned
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eval.prefill import Prefill, PromptLayer
-from leank_train.baselines import GROUPS, pruned, wide
+from leank_train.channel_scores import GROUPS, pruned, wide
 
 
 class Seen(NamedTuple):

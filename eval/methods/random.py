@@ -10,7 +10,7 @@ from torch import Tensor
 from eval.methods.axes import Uniform
 from eval.models import shape_of
 from eval.prefill import Prefill
-from leank_train.baselines import random_mask
+from leank_train.channel_scores import random_mask
 
 
 @dataclass(frozen=True)

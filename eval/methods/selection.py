@@ -12,7 +12,7 @@ from torch import Tensor
 from eval.cache.store import Sizes, middle_columns, number
 from eval.models import shape_of
 from eval.prefill import Prefill, PromptLayer
-from leank_train.baselines import top
+from leank_train.channel_scores import top
 
 Scores = Callable[[PromptLayer, Tensor | None], Tensor]  # (layer, its real columns [B, T]) -> scores [B, H, T]
 
@@ -52,10 +52,10 @@ def keep_best(prefill: Prefill, sizes: Sizes, counts: Sequence[int | Tensor], sc
             kept.append(None)
             continue
         others = (position >= 0) & ~middle
-        kept.append(best(scores(layer, real), middle, count) | others[:, None])
+        kept.append(highest(scores(layer, real), middle, count) | others[:, None])
     return kept
 
 
-def best(scores: Tensor, among: Tensor, count: Tensor) -> Tensor:
+def highest(scores: Tensor, among: Tensor, count: Tensor) -> Tensor:
     """The `count` [B] highest scores [B, H, T] of the columns `among` [B, T] in every head, bool [B, H, T]."""
     return top(scores.masked_fill(~among[:, None], -torch.inf), count[:, None, None]) & among[:, None]

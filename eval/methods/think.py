@@ -13,7 +13,7 @@ from eval.methods.axes import Uniform
 from eval.methods.observed import Seen, check_observed, seen
 from eval.models import shape_of
 from eval.prefill import Prefill
-from leank_train.baselines import best, pruned, query_key_scores, wide
+from leank_train.channel_scores import best, pruned, query_key_scores, wide
 
 
 @dataclass(frozen=True)

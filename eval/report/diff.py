@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from eval.report.html import listing, page, title, to_table
-from eval.report.summary import Row, changed, group, interval, labels, paired
+from eval.report.summary import Row, changed, group, labels, paired
 from eval.report.tables import Line, Table, markdown, number
 from eval.results import read
+from leank_train.bootstrap import interval, mean
 from leank_train.escape import markdown as escaped
 from leank_train.files import write_text
 
@@ -22,26 +23,28 @@ def table(pairs: Sequence[tuple[Row, Row]], first: str, second: str) -> Table:
     groups: dict[tuple[str, int | None], list[tuple[Row, Row]]] = {}
     for a, b in pairs:
         groups.setdefault((a["task"], a["length"]), []).append((a, b))
-    lines = [_line(t if n is None else f"{t}, {n} tokens", some) for (t, n), some in groups.items()]
+    lines = [_line(t if n is None else f"{t}, {n} tokens", [some]) for (t, n), some in groups.items()]
     if len(lines) > 1:
-        lines.append(_line("all samples", pairs))
+        lines.append(_line("all samples", list(groups.values())))
     head = ["", "n", first, second, "difference", "worse", "better", "same reply"]
-    note = f"Difference: {second} minus {first}, paired by sample, 95% bootstrap interval; samples count alike."
+    note = (
+        f"Difference: {second} minus {first}, paired by sample, 95% bootstrap interval. Tasks and lengths count alike."
+    )
     return Table(f"{first} and {second}", head, lines, note)
 
 
-def _line(name: str, pairs: Sequence[tuple[Row, Row]]) -> Line:
-    scores = np.array([[100 * a["score"], 100 * b["score"]] for a, b in pairs])
-    gain = scores[:, 1] - scores[:, 0]
-    low, high = interval([gain])
-    same = sum(a["prediction"] == b["prediction"] for a, b in pairs)
+def _line(name: str, strata: Sequence[Sequence[tuple[Row, Row]]]) -> Line:
+    scores = [np.array([[100 * a["score"], 100 * b["score"]] for a, b in pairs]) for pairs in strata]
+    gains = [of[:, 1] - of[:, 0] for of in scores]
+    gain, (low, high), every = mean(gains), interval(gains), np.concatenate(gains)
+    same = sum(a["prediction"] == b["prediction"] for pairs in strata for a, b in pairs)
     return Line(
         [
-            *(name, str(len(pairs)), number(scores[:, 0].mean()), number(scores[:, 1].mean())),
-            f"{gain.mean():+.1f} [{low:+.1f}, {high:+.1f}]",
-            *(str(int((gain < 0).sum())), str(int((gain > 0).sum())), str(same)),
+            *(name, str(len(every)), *(number(mean([of[:, i] for of in scores])) for i in (0, 1))),
+            f"{gain:+.1f} [{low:+.1f}, {high:+.1f}]",
+            *(str(int((every < 0).sum())), str(int((every > 0).sum())), str(same)),
         ],
-        [None, None, None, None, float(gain.mean())],
+        [None, None, None, None, gain],
     )
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-RESAMPLES, LEVEL = 2000, 0.95
+from leank_train.bootstrap import DRAWS, LEVEL, interval, mean
+
 Row = Mapping[str, Any]
 # samples of a cell whose score says less than it seems to; rows of earlier versions lack the fields and count as none
 MARKED: dict[str, Callable[[Row], bool]] = {
@@ -19,24 +20,15 @@ MARKED: dict[str, Callable[[Row], bool]] = {
 }
 
 
-def interval(groups: Sequence[np.ndarray], seed: int = 0) -> tuple[float, float]:
-    """95% percentile bootstrap interval of the mean of the groups' means; samples are redrawn within their group."""
-    rng = np.random.default_rng(seed)
-    means = np.zeros(RESAMPLES)
-    for values in groups:
-        means += values[rng.integers(0, len(values), (RESAMPLES, len(values)))].mean(1)
-    low, high = np.quantile(means / len(groups), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(low), float(high)
-
-
 def summarise(rows: Iterable[Row]) -> dict[str, Any]:
     """Everything that a report shows, as JSON; scores are 0-100.
 
     One run for all rows of a model, benchmark and compress switch that differ in method alone (other settings make a
     run of their own). In it `cells` are of one method, task and length, `by_length` of one method and length over its
-    tasks, `overall` of one method. `dense` names the method that differences are taken from.
+    tasks, `overall` of one method. `dense` names the method that differences are taken from. `differences` are those of
+    every method with a learned mask, minus every other, over all tasks and lengths.
     """
-    return {"resamples": RESAMPLES, "level": LEVEL, "runs": [_run(rows) for rows in group(rows)]}
+    return {"resamples": DRAWS, "level": LEVEL, "runs": [_run(rows) for rows in group(rows)]}
 
 
 def group(rows: Iterable[Row]) -> list[list[Row]]:
@@ -119,13 +111,28 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return float(np.mean(there)) if there else None
 
 
+def _difference(tasks: Mapping[str, Sequence[Row]], other: Mapping[str, Mapping[tuple, Row]]) -> dict[str, Any] | None:
+    """Mean paired difference in points over the samples that both have; None if there are none.
+
+    tasks: task -> rows of one method. other: task -> `which` -> row of the method to subtract.
+    """
+    strata = [
+        [100 * (r["score"] - other[task][which(r)]["score"]) for r in rows if which(r) in other.get(task, {})]
+        for task, rows in tasks.items()
+    ]
+    strata = [stratum for stratum in strata if stratum]
+    if not strata:
+        return None
+    return {"n": sum(map(len, strata)), "difference": mean(strata), "interval": interval(strata)}
+
+
 def _cell(tasks: Mapping[str, Sequence[Row]], dense: Mapping[str, Mapping[tuple, Row]] | None) -> dict[str, Any]:
     """Figures of one method over some tasks (each counts alike); dense: task -> `which` -> row, to compare with."""
-    groups = [np.array([100 * r["score"] for r in rows]) for rows in tasks.values()]
+    groups = [[100 * r["score"] for r in rows] for rows in tasks.values()]
     rows = [r for rows in tasks.values() for r in rows]
     out: dict[str, Any] = {
         "n": len(rows),
-        "score": float(np.mean([g.mean() for g in groups])),
+        "score": mean(groups),
         "interval": interval(groups),
         "cache_bytes": _mean(r["cache_bytes"]["total"] for r in rows),
         "allocated_bytes": _mean(r["cache_bytes"].get("allocated") for r in rows),
@@ -136,22 +143,17 @@ def _cell(tasks: Mapping[str, Sequence[Row]], dense: Mapping[str, Mapping[tuple,
             for name in ("prefill", "seal", "first_token", "per_token")
         },
     }
-    if dense is not None:
-        both = [
-            [(r, dense[task][which(r)]) for r in rows if which(r) in dense.get(task, {})]
-            for task, rows in tasks.items()
+    found = None if dense is None else _difference(tasks, dense)
+    if dense is not None and found is not None:
+        pairs = [
+            (r, dense[t][which(r)]) for t, of_task in tasks.items() for r in of_task if which(r) in dense.get(t, ())
         ]
-        pairs = [pair for group in both for pair in group]
-        if pairs:
-            differences = [np.array([100 * (r["score"] - d["score"]) for r, d in group]) for group in both if group]
-            bytes_mine, bytes_dense = (sum(pair[i]["cache_bytes"]["total"] for pair in pairs) for i in (0, 1))
-            out["against_dense"] = {
-                "n": len(pairs),
-                "difference": float(np.mean([d.mean() for d in differences])),
-                "interval": interval(differences),
-                "same_reply": float(np.mean([r["prediction"] == d["prediction"] for r, d in pairs])),
-                "bytes": bytes_mine / bytes_dense,
-            }
+        bytes_mine, bytes_dense = (sum(pair[i]["cache_bytes"]["total"] for pair in pairs) for i in (0, 1))
+        out["against_dense"] = {
+            **found,
+            "same_reply": float(np.mean([r["prediction"] == d["prediction"] for r, d in pairs])),
+            "bytes": bytes_mine / bytes_dense,
+        }
     return out
 
 
@@ -178,6 +180,7 @@ def _run(rows: list[Row]) -> dict[str, Any]:
         "versions": sorted({json.dumps(r["versions"], sort_keys=True) for r in rows}),
         **{"dense": dense_name, "methods": methods, "lengths": lengths, "tasks": tasks, "rows": len(rows)},
         **{"cells": [], "by_length": [], "overall": []},
+        **{"differences": _differences(rows, named, methods)},
         **{"by_op": _by_op(rows, named), "by_depth": _by_depth(rows, named)},
     }
     for method in methods:
@@ -198,6 +201,24 @@ def _run(rows: list[Row]) -> dict[str, Any]:
             all_dense |= {f"{t}@{length}": d for t, d in dense.items()}
         out["overall"].append({"method": method, **_cell(everything, all_dense if compare else None)})
     return out
+
+
+def _differences(
+    rows: Sequence[Row], named: Mapping[str, str], methods: Mapping[str, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Every method with a learned mask minus every other method, over all samples that both have."""
+    table: dict[str, dict[str, dict[tuple, Row]]] = {name: defaultdict(dict) for name in methods}
+    for row in rows:
+        table[named[row["config"]]][f"{row['task']}@{row['length']}"][which(row)] = row
+    learned = [name for name, config in methods.items() if config.get("channels", {}).get("name") == "leank"]
+    found = []
+    for method in learned:
+        mine = {task: list(of_task.values()) for task, of_task in table[method].items()}
+        for other in methods:
+            difference = None if other == method else _difference(mine, table[other])
+            if difference is not None:
+                found.append({"method": method, "minus": other, **difference})
+    return found
 
 
 def _by_op(rows: Sequence[Row], named: Mapping[str, str]) -> list[dict[str, Any]]:

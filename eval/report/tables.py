@@ -92,11 +92,10 @@ def mean(cell: dict[str, Any]) -> str:
     return f"{scored(cell)} [{cell['interval'][0]:.1f}, {cell['interval'][1]:.1f}]"
 
 
-def difference(cell: dict[str, Any]) -> str:
-    """A paired difference from dense with its interval, or nothing."""
-    if "against_dense" not in cell:
+def difference(found: dict[str, Any] | None) -> str:
+    """A paired difference with its interval, or nothing."""
+    if found is None:
         return ""
-    found = cell["against_dense"]
     return f"{found['difference']:+.1f} [{found['interval'][0]:+.1f}, {found['interval'][1]:+.1f}]"
 
 
@@ -112,7 +111,7 @@ def overall(run: dict[str, Any]) -> Table:
         lines.append(
             Line(
                 [
-                    *(cell["method"], str(cell["n"]), mean(cell), difference(cell)),
+                    *(cell["method"], str(cell["n"]), mean(cell), difference(against)),
                     f"{100 * against['same_reply']:.0f}%" if against else "",
                     size(cell["cache_bytes"]),
                     f"{100 * against['bytes']:.0f}%" if against else "",
@@ -124,6 +123,24 @@ def overall(run: dict[str, Any]) -> Table:
     head = ["method", "n", "score", "difference", "same reply", "cache", "of dense", "first token, ms", "a token, ms"]
     note = "Cache: mean bytes after the prompt. Score and difference from dense (paired): 95% bootstrap intervals."
     return Table("Overall", head, lines, " ".join([note, *remarks(run["overall"])]))
+
+
+def differences(run: dict[str, Any]) -> Table | None:
+    """Every learned mask (columns) minus every other method (lines); None where dense alone is there to subtract."""
+    found = {(d["method"], d["minus"]): d for d in run["differences"]}
+    learned, others = (list(dict.fromkeys(pair[i] for pair in found)) for i in (0, 1))
+    others = [name for name in run["methods"] if name in others]
+    if set(others) <= {run["dense"]}:
+        return None
+    cells = {other: [found.get((name, other)) for name in learned] for other in others}
+    lines = [
+        Line([other, *map(difference, row)], [None, *(None if d is None else d["difference"] for d in row)])
+        for other, row in cells.items()
+    ]
+    note = (
+        "Points by which a column's mask is better than a line's method on the samples of both: 95% paired bootstrap."
+    )
+    return Table("Learned masks minus other methods", ["minus", *learned], lines, note)
 
 
 def _published(
@@ -214,7 +231,8 @@ def tables(run: dict[str, Any]) -> list[Table]:
     lengths = by_length(run)
     alike = lengths is not None and len(run["tasks"]) == 1  # then a table of tasks at each length says it again
     tasks = [] if alike else [by_task(run, n) for n in run["lengths"]]
-    return [overall(run), *([lengths] if lengths else []), *gsm(run), *tasks]
+    minus = differences(run)
+    return [overall(run), *([minus] if minus else []), *([lengths] if lengths else []), *gsm(run), *tasks]
 
 
 def markdown(table: Table) -> str:
