@@ -3,17 +3,18 @@ the oracle; or one line says why the model is refused."""
 
 import functools
 from collections.abc import Mapping
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 import transformers
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache, StaticCache
 
 from eval.cache import CompressedLayer, compressed_cache
 from eval.cache.hook import ATTENTION
-from leank_train.hook import kv_shape
+from leank_train.hook import check_decoder, kv_shape, run_decoder
 from tests.cache_oracle import oracle_cache
 
 SIZES = (4, 12, 4)  # sink, window, flush
@@ -242,3 +243,62 @@ def test_what_cannot_be_right_is_refused(name):
         compressed_cache(model, mask, *SIZES)
     assert "\n" not in str(error.value)
     assert model.config._attn_implementation == before
+
+
+class Causal:
+    """What a training pass does in its layers when nothing is scaled."""
+
+    longest = 20
+
+    def attend(self, layer, q, k, v, scale):
+        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+
+
+def hidden_in_training(model, ids):
+    check_decoder(model)
+    with torch.no_grad():
+        return run_decoder(model, ids, torch.arange(ids.shape[1])[None], Causal())
+
+
+UNTRAINED = {
+    "gpt_oss": r"model=gpt_oss: its attention has attention sinks \(s_aux\)",
+    "granite_swa": r"model=granite_swa: its attention has attention sinks \(s_aux\)",
+    "gemma2": r"model=gemma2: its attention has soft-capped logits \(softcap\)",
+    "llama4": r"model=llama4_text has layers of chunked_attention \(layer_types\)",
+    "nemotron": "model=nemotron does not hand keyword arguments down to its attention",
+    "stablelm": "model=stablelm takes no registered attention function",
+    "deepseek_v3": "model=deepseek_v3 has keys of 24 channels and values of 16",
+    "mimo": "model=mimo_v2_flash has keys of 24 channels and values of 16",
+    "falcon": "model=falcon takes no registered attention function",
+    "gpt_neox": "model=gpt_neox has no num_key_value_heads",
+    "gpt2": "model=gpt2 has no rotary positions",
+    "opt": "model=opt has no rotary positions",
+    "bloom": "model=bloom has no rotary positions",
+    "jamba": "model=jamba has no rotary positions",
+    "mamba": "model=mamba has no rotary positions",
+    "qwen3_next": "model=qwen3_next",
+}
+
+
+@pytest.mark.parametrize("name", UNTRAINED)
+def test_training_refuses_what_it_does_not_know(name):
+    with pytest.raises(ValueError, match=UNTRAINED[name]) as error:
+        hidden_in_training(build(name), prompts(1)[0][:, :20])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", sorted(RIGHT.keys() - UNTRAINED.keys()))
+def test_training_sees_the_model(name):
+    """Shorter than its sliding windows every other family has the hidden states of eager attention."""
+    model, ids = build(name), prompts(1)[0][:, :20]
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        want = model.base_model(ids).last_hidden_state
+    close(hidden_in_training(model, ids), want)
+
+
+@pytest.mark.parametrize(("config", "text"), [("LlavaConfig", "llama"), ("Qwen2_5_VLConfig", "qwen2_5_vl_text")])
+def test_training_wants_the_language_model_alone(config, text):
+    model = SimpleNamespace(config=getattr(transformers, config)())
+    with pytest.raises(ValueError, match=rf"takes more than text; load its language model \({text}\) alone"):
+        check_decoder(model)

@@ -1,4 +1,4 @@
-"""What runs over a sealed layer: the Triton kernel where it can, else plain PyTorch. On a GPU machine one warning tells why."""
+"""What runs over a sealed layer: the Triton kernel where it can, else plain PyTorch; with a GPU a warning says why."""
 
 from __future__ import annotations
 

@@ -100,7 +100,8 @@ def written_out(
             logits = logits.masked_fill(~mask[..., start:stop, :length], -torch.inf)
         else:
             logits = logits + mask[..., start:stop, :length]
-        weight = softmax.weights(logits).masked_fill(logits.amax(-1, keepdim=True) == -torch.inf, 0)
+        empty = logits.amax(-1, keepdim=True) == -torch.inf  # no NaN may come of it, in the gradient neither
+        weight = softmax.weights(logits.masked_fill(empty, 0)).masked_fill(empty, 0)
         weight = torch.dropout(weight, dropout, train=True).unflatten(1, (heads, -1))
         out.append((weight @ values[..., :end, :]).flatten(1, 2))
     return torch.cat(out, 2).to(q.dtype)
