@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
+from eval.cache.softmax import PLAIN, Softmax
 from leank_train.attention import HALF, SCORES_AT_ONCE
 
 
@@ -16,12 +17,13 @@ def received(
     weights: Tensor | None = None,
     real: Tensor | None = None,
     scaling: float | None = None,
+    softmax: Softmax = PLAIN,
 ) -> Tensor:
     """What each key gets from the last n queries: sum over t of weights[t] softmax(scaling q_t K^T), causal.
 
     queries [B, Hq, >= n, D], of which the last is at the last key; keys [B, H, T, D]; weights [n], None = 1 for each
     query given; real [B, T] bool, False = padding, which neither gives nor receives, None = no padding; scaling: None =
-    1 / sqrt(D). In float32 or wider. Returns [B, Hq, T].
+    1 / sqrt(D); softmax: the model's, where it is not plain. In float32 or wider. Returns [B, Hq, T].
     """
     count = queries.shape[2] if weights is None else len(weights)
     (batch, heads, length, dim), wide = keys.shape, torch.promote_types(keys.dtype, torch.float32)
@@ -41,12 +43,13 @@ def received(
         rows = grouped[:, :, :, start:stop].flatten(2, 3)  # folded, so that the keys of a group are not copied for each
         seen = keys[:, :, :end].mT
         logits = scaled_product(rows, seen, scale) if half else rows @ seen
-        logits = logits.unflatten(2, (-1, new))  # [B, H, G, new, end]
+        logits = softmax.cap(logits.unflatten(2, (-1, new)))  # [B, H, G, new, end]
         logits[..., end - new :].masked_fill_(column[:new] > column[:new, None], -torch.inf)
         if padded:  # padding queries see all keys before them, so that no row is empty; their weight is 0
             hidden = ~real[:, None, : min(padded, end)] & real[:, end - new : end, None]  # type: ignore[index]
             logits[..., : hidden.shape[-1]].masked_fill_(hidden[:, None, None], -torch.inf)
-        total[..., :end] += (weight[:, None, None, None, start:stop] @ logits.softmax(-1)).squeeze(-2)
+        weights_of_keys = softmax.weights(logits.flatten(1, 2)).view_as(logits)
+        total[..., :end] += (weight[:, None, None, None, start:stop] @ weights_of_keys).squeeze(-2)
     return total.flatten(1, 2)
 
 

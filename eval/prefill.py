@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from eval.cache import dense
 from eval.cache.hook import ATTENTION
+from eval.cache.softmax import PLAIN, Softmax
 from eval.observe import received
 
 
@@ -36,6 +37,7 @@ class PromptLayer(DynamicLayer):
         self.queries: Tensor | None = None
         self.column_sums: Tensor | None = None
         self.scaling: float | None = None  # of q k^T, None = 1 / sqrt(D); known once a query has attended
+        self.softmax = PLAIN  # the model's; known once a query has attended
         self.kept: Tensor | None = None
         self._dropped, self._padded = 0, False
         self._buffer: tuple[Tensor, Tensor] | None = None
@@ -75,19 +77,26 @@ class PromptLayer(DynamicLayer):
         self._columns = end
         return self, value_states
 
-    def attend(self, q: Tensor, padding_mask: Tensor | None = None, scaling: float | None = None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        padding_mask: Tensor | None = None,
+        scaling: float | None = None,
+        softmax: Softmax = PLAIN,
+    ) -> Tensor:
         """Causal attention of the last queries q [B, Hq, Q, D] over all that is held. Returns [B, Q, Hq, D]."""
         if self.obs_queries:
             queries = q if self.queries is None else torch.cat([self.queries, q], 2)
             self.queries = queries[:, :, -self.obs_queries :].clone()
-        real, self.scaling = self.real(padding_mask), scaling
+        real, self.scaling, self.softmax = self.real(padding_mask), scaling, softmax
         if self._sums:
-            sums = received(q, self.keys, real=real, scaling=scaling).unflatten(1, (self.keys.shape[1], -1)).sum(2)
+            each = received(q, self.keys, real=real, scaling=scaling, softmax=softmax)
+            sums = each.unflatten(1, (self.keys.shape[1], -1)).sum(2)
             if self.column_sums is not None:
                 sums[:, :, : self.column_sums.shape[2]] += self.column_sums
             self.column_sums = sums
-        if q.shape[2] > 1:
-            return dense.attend(q, self.keys, self.values, scaling, real)
+        if q.shape[2] > 1 or not softmax.plain:
+            return dense.attend(q, self.keys, self.values, scaling, real, softmax)
         return dense.latest(q, self.keys, self.values, scaling, real).transpose(1, 2)
 
     def get_seq_length(self) -> int:

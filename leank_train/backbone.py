@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from data_gen.chat import template as chat_template
 from data_gen.chat import template_tokens
-from leank_train.hook import check_decoder
+from leank_train.hook import check_decoder, kv_shape
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
@@ -63,12 +63,6 @@ def eos_ids(model: PreTrainedModel, tokenizer: Any = None) -> list[int]:
     if eos is None:
         eos = getattr(tokenizer, "eos_token_id", None)
     return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-
-
-def kv_shape(config: Any) -> tuple[int, int, int]:
-    """[layers, KV heads, head_dim] of a decoder's config."""
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return config.num_hidden_layers, config.num_key_value_heads, dim
 
 
 def resolve(name: str) -> str:

@@ -13,6 +13,14 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 NAME = "leank_branching"
+BEYOND_EQ_1 = {  # what a model's attention can have beside q, k, v and a scale
+    "softcap": "soft-capped logits",
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "position_bias": "a bias of positions",
+    "indices": "tokens chosen by an indexer",
+    "block_indices": "blocks chosen by an indexer",
+}
 
 
 class State(Protocol):
@@ -41,15 +49,49 @@ def run_decoder(model: PreTrainedModel, ids: Tensor, positions: Tensor, state: S
         ).last_hidden_state
 
 
+def kv_shape(config: Any) -> tuple[int, int, int]:
+    """[layers, KV heads, head_dim] of a decoder's config: the shape of alpha and of a mask.
+
+    Raises ValueError for a decoder that has no such shape, because its config does not name its KV heads or its keys
+    and values differ in width.
+    """
+    kind, heads = config.model_type, getattr(config, "num_key_value_heads", None)
+    if heads is None:
+        raise ValueError(f"model={kind} has no num_key_value_heads in its config; choose a decoder such as Llama")
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    keys = getattr(config, "qk_head_dim", None) or dim  # latent attention (MLA): head_dim is its rotary part alone
+    values = getattr(config, "v_head_dim", None) or keys
+    if keys != values:
+        raise ValueError(
+            f"model={kind} has keys of {keys} channels and values of {values} (v_head_dim); a mask needs the same "
+            "number of both: choose another model"
+        )
+    return config.num_hidden_layers, heads, keys
+
+
 def check_decoder(model: PreTrainedModel) -> None:
-    """Raise ValueError for a model without rotary positions, or one that cannot take another attention function."""
+    """Raise ValueError, naming the reason, for a model whose mask cannot be learned."""
     config = model.config
+    text = config.get_text_config(decoder=True)
+    if text is not config:
+        raise ValueError(
+            f"model={config.model_type} takes more than text; load its language model ({text.model_type}) alone"
+        )
     if not has_rope(config):
         raise ValueError(
             f"model={config.model_type} has no rotary positions (RoPE); choose a RoPE decoder such as Llama"
         )
     if not getattr(model, "_supports_attention_backend", False):
         raise ValueError(f"model={config.model_type} takes no registered attention function; choose another model")
+    other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if other:
+        raise ValueError(
+            f"model={config.model_type} has layers of {', '.join(sorted(other))} (layer_types); training knows full "
+            "attention: choose another model"
+        )
+    if model.base_model is model:
+        raise ValueError(f"model={config.model_type} names no base model without a head; choose another model")
+    kv_shape(config)
 
 
 def has_rope(config: Any) -> bool:
@@ -72,6 +114,9 @@ def _attention(model: PreTrainedModel) -> Iterator[None]:
 def _attend(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **kwargs: Any
 ) -> tuple[Tensor, None]:
+    kind = module.config.model_type  # type: ignore[union-attr]
+    if "leank_state" not in kwargs:
+        raise ValueError(f"model={kind} does not hand keyword arguments down to its attention; choose another model")
     state: State = kwargs["leank_state"]
     window = kwargs.get("sliding_window")
     if window is not None and state.longest > window:
@@ -79,8 +124,9 @@ def _attend(
             f"layer {module.layer_idx} of the model has sliding_window={window}, but a sequence has {state.longest} "
             "tokens; such a layer has no middle to prune: use shorter contexts or a model without sliding_window"
         )
-    if kwargs.get("softcap") is not None:
-        raise ValueError(f"the model's attention has softcap={kwargs['softcap']}, which is not supported")
+    for name, meaning in BEYOND_EQ_1.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(f"model={kind}: its attention has {meaning} ({name}), which training does not know")
     out = state.attend(module.layer_idx, query, key, value, kwargs["scaling"])  # type: ignore[arg-type]
     return out.transpose(1, 2).contiguous(), None  # [R, n, Hq, D]
 

@@ -21,6 +21,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 from transformers.cache_utils import DynamicLayer
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
@@ -38,20 +39,20 @@ def tiny_model(family: str, dtype=torch.float64, **changes):
     """A random model whose attention is peaked enough that pruning changes its tokens."""
     config_class, model_class, extra = FAMILIES[family]
     torch.manual_seed(sorted(FAMILIES).index(family))
-    config = config_class(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=40,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=HEADS,
-        initializer_range=0.4,
-        max_position_embeddings=8192,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-        **{**extra, **changes},
-    )
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": HEADS,
+        "initializer_range": 0.4,
+        "max_position_embeddings": 8192,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+    }
+    config = config_class(**{**settings, **extra, **changes})
     return model_class(config).to(dtype).eval()
 
 
@@ -90,7 +91,7 @@ class OracleLayer(DynamicLayer):
                 stay[end:] = self.joins[kv_head]
         return stay
 
-    def attend(self, q, mask, scaling):
+    def attend(self, q, mask, scaling, softcap=None, s_aux=None):
         batch, _, new, _ = q.shape
         length = self.keys.shape[2]
         real = torch.ones(batch, length, dtype=torch.bool) if mask is None else mask[:, :length].bool()
@@ -111,7 +112,7 @@ class OracleLayer(DynamicLayer):
                 gone = middle & (~self.stays(b, h // group, columns) | (not keep.any()))
                 for t, i in queries:
                     sees = (index <= i) & ~gone
-                    weight = torch.softmax((k[sees] @ q[b, h, t]) * scaling, 0)
+                    weight = softmax((k[sees] @ q[b, h, t]) * scaling, softcap, None if s_aux is None else s_aux[h])
                     out[b, h, t] = weight @ v[sees]
         counts = real.sum(1).tolist()
         if self.left is None:
@@ -136,12 +137,39 @@ def oracle_cache(keep, sink, window, flush, expected=0, **by_layer):
     return Cache(layers=layers)
 
 
-def _attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    return key.attend(query, attention_mask, scaling), None
+def softmax(logits, softcap=None, sink=None):
+    """Weights of one query and head over logits [T]; the sink is one more logit, whose weight goes nowhere."""
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if sink is None:
+        return torch.softmax(logits, 0)
+    return torch.softmax(torch.cat([logits, sink[None]]), 0)[:-1]
 
 
-def _mask(attention_mask=None, **kwargs):
-    return attention_mask
+def _attention(module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **kwargs):
+    if isinstance(key, torch.Tensor):
+        return _sliding(query, key, value, attention_mask, scaling, softcap, s_aux), None
+    beyond = {name: x for name, x in (("softcap", softcap), ("s_aux", s_aux)) if x is not None}
+    return key.attend(query, attention_mask, scaling, **beyond), None
+
+
+def _sliding(query, key, value, seen, scaling, softcap, s_aux):
+    """A layer that is not compressed, a query and head at a time; seen [B, 1, Q, T] bool."""
+    out, group = torch.zeros_like(query), query.shape[1] // key.shape[1]
+    for b, h, t in torch.cartesian_prod(*map(torch.arange, query.shape[:3])).tolist():
+        sees = seen[b, 0, t]
+        if sees.any():
+            logits = (key[b, h // group, sees] @ query[b, h, t]) * scaling
+            weight = softmax(logits, softcap, None if s_aux is None else s_aux[h])
+            out[b, h, t] = weight @ value[b, h // group, sees]
+    return out.transpose(1, 2)
+
+
+def _mask(*args, attention_mask=None, mask_function=causal_mask_function, **kwargs):
+    if mask_function is causal_mask_function:
+        return attention_mask
+    kwargs["allow_is_causal_skip"] = False
+    return sdpa_mask(*args, attention_mask=attention_mask, mask_function=mask_function, **kwargs)
 
 
 AttentionInterface.register("oracle", _attention)

@@ -11,6 +11,7 @@ from eval.cache import Sizes, batched, reference
 from eval.cache.eviction import HeavyHitters
 from eval.cache.middle import Middle
 from eval.cache.quantised import Packing
+from eval.cache.softmax import PLAIN, Softmax
 from eval.cache.store import Store
 from eval.methods.double_sparsity import Labels
 from eval.methods.lethe import Lethe, Rounds
@@ -48,15 +49,15 @@ def both(make):
     return make(), make()
 
 
-def check(stores, generator, new, real):
+def check(stores, generator, new, real, softmax=PLAIN):
     """One call with `new` query tokens over each store, by each implementation."""
     one, other = stores
     batch = len(one.seen)
     k, v = (random_like(generator, batch, HEADS, new, DIM) for _ in range(2))
     q = random_like(generator, batch, HEADS * GROUP, new, DIM) * 2
     position, _ = (store.append(k, v, real) for store in stores)
-    out = batched.attend(one, q, position, 0.5)
-    torch.testing.assert_close(out, reference.attend(other, q, position, 0.5))
+    out = batched.attend(one, q, position, 0.5, softmax)
+    torch.testing.assert_close(out, reference.attend(other, q, position, 0.5, softmax))
     if one.eviction is not None:
         assert np.array_equal(one.eviction.held, other.eviction.held)
         for row, head in np.ndindex(batch, HEADS):
@@ -77,10 +78,12 @@ def check(stores, generator, new, real):
     values=st.booleans(),
     chosen=st.booleans(),
     joins=st.booleans(),
+    softcap=st.sampled_from([None, 2.0]),
+    sinks=st.booleans(),
     steps=st.lists(st.integers(1, 4), min_size=1, max_size=9),
     seed=st.integers(0, 9999),
 )
-def test_it_is_the_reference(choice, lengths, channels, values, chosen, joins, steps, seed):
+def test_it_is_the_reference(choice, lengths, channels, values, chosen, joins, softcap, sinks, steps, seed):
     """Ragged in tokens, in channels of K and V; padding in the prompt and among new tokens; flushes, evictions and
     another order of the rows in between."""
     generator, batch, width = torch.Generator().manual_seed(seed), len(lengths), max(lengths)
@@ -110,10 +113,11 @@ def test_it_is_the_reference(choice, lengths, channels, values, chosen, joins, s
     tokens = some(batch, HEADS, width, share=0.7) if chosen else None
     scores = torch.rand(batch, HEADS, width, generator=generator)
     stores = both(lambda: Store(k, v, real, middle, sizes, tokens, scores))
+    softmax = Softmax(softcap, random_like(generator, HEADS * GROUP) if sinks else None)
     for number, new in enumerate(steps):
         padding = torch.randint(0, new + 1, (batch,), generator=generator)
         padded = torch.arange(new) >= padding[:, None] if number % 3 == 2 else None
-        check(stores, generator, new, padded)
+        check(stores, generator, new, padded, softmax)
         if number == 4:
             for store in stores:
                 store.select(torch.tensor([batch - 1, *range(batch)]))

@@ -385,6 +385,7 @@ def test_bytes_are_what_the_formula_says(pruned_values):
 
 def test_the_kernel_says_what_it_cannot(monkeypatch):
     monkeypatch.setattr("eval.cache.backend.why_not", lambda *args: None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     store = random_store(0, Middle(values=torch.ones(3, 16, dtype=torch.bool)))[0]
     q, position = torch.randn(2, 3, 1, 16), torch.tensor([[60], [200]])
     with pytest.warns(RuntimeWarning, match="plain PyTorch: the kernel reads every channel of V"):

@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import eval.observe
+from eval.cache.softmax import PLAIN, Softmax
 from eval.observe import received
 from eval.prefill import prefill
 from tests.cache_oracle import left_padded, tiny_model
 
 
-def matrix(queries, keys, real=None, scaling=None):
+def matrix(queries, keys, real=None, scaling=None, softmax=PLAIN):
     """The whole softmax matrix [B, Hq, S, T] of the last S queries, a row at a time; padding is zero."""
     (batch, heads, count, dim), (length, group) = queries.shape, (keys.shape[2], queries.shape[1] // keys.shape[1])
     out = queries.new_zeros(batch, heads, count, length)
@@ -23,7 +24,10 @@ def matrix(queries, keys, real=None, scaling=None):
                 sees = [j for j in range(at + 1) if real is None or real[b, j]]
                 if real is None or real[b, at]:
                     logits = keys[b, h // group, sees] @ queries[b, h, t] * (dim**-0.5 if scaling is None else scaling)
-                    out[b, h, t, sees] = logits.softmax(0)
+                    if softmax.softcap is not None:
+                        logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
+                    sink = 0 if softmax.sink_logits is None else torch.exp(softmax.sink_logits[h])
+                    out[b, h, t, sees] = torch.exp(logits) / (torch.exp(logits).sum() + sink)
     return out
 
 
@@ -148,3 +152,11 @@ def test_no_tensor_is_larger_than_the_keys_and_a_block_of_scores(monkeypatch, pa
     with Largest() as seen:
         received(queries, keys, real=real)
     assert seen.numbers <= max(queries.numel(), keys.numel())
+
+
+@pytest.mark.parametrize("softmax", [Softmax(1.5), Softmax(None, torch.randn(6).double())])
+def test_soft_capped_logits_and_attention_sinks(softmax):
+    queries, keys = (torch.randn(2, heads, 9, 4, dtype=torch.float64) * 2 for heads in (6, 2))
+    real = torch.arange(9) >= torch.tensor([0, 3])[:, None]
+    found = received(queries, keys, None, real, 0.7, softmax)
+    close(found, matrix(queries, keys, real, 0.7, softmax).sum(2))

@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval.cache import dense
+from eval.cache.softmax import PLAIN, Softmax, written_out
 
 
-def by_rows(q, k, v, scaling, real):
+def by_rows(q, k, v, scaling, real, softmax=PLAIN):
     """[B, Q, Hq, D] by one softmax for each query and head; zero where the query is padding."""
     (batch, heads, new, _), (length, group) = q.shape, (k.shape[2], q.shape[1] // k.shape[1])
     out = torch.zeros_like(q)
@@ -18,8 +19,13 @@ def by_rows(q, k, v, scaling, real):
                 at = length - new + t
                 sees = [j for j in range(at + 1) if real[b, j]]
                 if real[b, at]:
-                    weight = (k[b, h // group, sees] @ q[b, h, t] * scaling).softmax(0)
-                    out[b, h, t] = weight @ v[b, h // group, sees]
+                    logits = k[b, h // group, sees] @ q[b, h, t] * scaling
+                    if softmax.softcap is not None:
+                        logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
+                    total = torch.exp(logits).sum()
+                    if softmax.sink_logits is not None:
+                        total = total + torch.exp(softmax.sink_logits[h])
+                    out[b, h, t] = torch.exp(logits) / total @ v[b, h // group, sees]
     return out.transpose(1, 2)
 
 
@@ -28,10 +34,13 @@ def by_rows(q, k, v, scaling, real):
     starts=st.lists(st.integers(0, 12), min_size=1, max_size=4),
     holes=st.booleans(),
     group=st.integers(1, 3),
+    softcap=st.sampled_from([None, 0.5, 3.0]),
+    sinks=st.booleans(),
+    block=st.integers(1, 200),
     seed=st.integers(0, 999),
     data=st.data(),
 )
-def test_padded_rows_are_those_of_the_whole_matrix(starts, holes, group, seed, data):
+def test_padded_rows_are_those_of_the_whole_matrix(starts, holes, group, softcap, sinks, block, seed, data):
     length = 12
     new = data.draw(st.integers(1, length))
     generator = torch.Generator().manual_seed(seed)
@@ -41,8 +50,48 @@ def test_padded_rows_are_those_of_the_whole_matrix(starts, holes, group, seed, d
     if holes:
         real &= torch.rand(real.shape, generator=generator) < 0.7
     k[~real[:, None].expand(-1, 2, -1)] = torch.nan  # never read
-    want = by_rows(q, k, v, 0.4, real)
-    torch.testing.assert_close(dense.attend(q, k, v, 0.4, real), want)
+    softmax = Softmax(softcap, torch.randn(2 * group, generator=generator, dtype=torch.float64) if sinks else None)
+    want = by_rows(q, k, v, 0.4, real, softmax)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eval.cache.softmax.SCORES_AT_ONCE", {"cpu": block})
+        torch.testing.assert_close(dense.attend(q, k, v, 0.4, real, softmax), want)
+
+
+@pytest.mark.parametrize("softmax", [PLAIN, Softmax(2.0), Softmax(None, torch.randn(4).double())])
+@pytest.mark.parametrize("added", [False, True])
+def test_a_mask_of_any_shape(softmax, added):
+    """bool, or numbers that are added; a query that sees nothing gives zero, and a gradient that is finite."""
+    q, k, v = (torch.randn(2, heads, 5, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    seen = torch.rand(2, 1, 5, 5, generator=torch.Generator().manual_seed(3)) < 0.5
+    seen[1, 0, 2] = False
+    mask = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -torch.inf) if added else seen
+    out = written_out(q, k, v, 0.4, softmax, mask)
+    for b, h, t in torch.cartesian_prod(torch.arange(2), torch.arange(4), torch.arange(5)).tolist():
+        j = seen[b, 0, t]
+        one = None if softmax.sink_logits is None else softmax.sink_logits[h : h + 1]
+        key, value = (x[b, h // 2, j][None, None] for x in (k, v))
+        last = q[b, h, t][None, None, None]
+        want = by_rows(last, key, value, 0.4, torch.ones(1, j.sum()), Softmax(softmax.softcap, one)) if j.any() else 0
+        torch.testing.assert_close(out[b, h, t], want[0, 0, 0] if j.any() else torch.zeros_like(out[b, h, t]))
+    out.sum().backward()
+    assert all(x.grad.isfinite().all() for x in (q, k, v))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("new", "length"), [(300, 300), (40, 300), (1, 300)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_sinks_beside_the_flash_kernel(new, length, padded, monkeypatch):
+    monkeypatch.setattr(dense, "written_out", None)  # the flash kernel's log-sum-exp is enough
+    q, k, v = (
+        torch.randn(2, h, n, 64, dtype=torch.bfloat16, device="cuda") for h, n in ((8, new), (2, length), (2, length))
+    )
+    real = torch.arange(length, device="cuda") >= torch.tensor([0, 90 if padded else 0], device="cuda")[:, None]
+    softmax = Softmax(None, torch.randn(8, device="cuda"))
+    out = dense.attend(q, k, v, None, real, softmax)
+    mask = torch.ones(new, length, dtype=torch.bool, device="cuda").tril(length - new) & real[:, None, None]
+    want = written_out(*(x.double() for x in (q, k, v)), None, softmax, mask).transpose(1, 2)
+    want[~real[:, length - new :]] = 0
+    torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("length", [1, 5, 8, 17])
@@ -91,7 +140,7 @@ def test_left_padded_rows_are_not_gathered(monkeypatch):
     """Neighbours of equal padding share a call, on views of K and V."""
     seen = []
     inner = dense._causal
-    monkeypatch.setattr(dense, "_causal", lambda q, k, v, s: seen.append((q, k, v)) or inner(q, k, v, s))
+    monkeypatch.setattr(dense, "_causal", lambda q, k, v, *rest: seen.append((q, k, v)) or inner(q, k, v, *rest))
     q, (k, v) = torch.randn(4, 4, 6, 8), torch.randn(2, 4, 2, 6, 8)
     real = torch.arange(6) >= torch.tensor([0, 2, 2, 6])[:, None]
     out = dense.attend(q, k, v, None, real)

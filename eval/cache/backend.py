@@ -1,4 +1,4 @@
-"""What runs over a sealed layer: the Triton kernel where it can, else plain PyTorch, with one warning that says why."""
+"""What runs over a sealed layer: the Triton kernel where it can, else plain PyTorch; with a GPU a warning says why."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from eval.cache import batched
 from eval.cache.layer import Backend
+from eval.cache.softmax import PLAIN, Softmax
 from eval.cache.store import Store
 
 
@@ -22,8 +23,8 @@ class Plain:
 
     captures = False
 
-    def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float) -> Tensor:
-        return batched.attend(store, q, position, scaling)
+    def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
+        return batched.attend(store, q, position, scaling, softmax)
 
     def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor:
         return store.write(k, v)
@@ -72,9 +73,9 @@ class Auto:
         self.insist, self.options = insist, kernel_options
         self.kernel: Backend | None = None
 
-    def _choose(self, store: Store, q: Tensor) -> Backend:
+    def _choose(self, store: Store, q: Tensor, softmax: Softmax) -> Backend:
         group = q.shape[1] // store.ring_k.shape[1]
-        reason = why_not(q.device, q.dtype, q.shape[-1], group) or store.middle.plain
+        reason = why_not(q.device, q.dtype, q.shape[-1], group) or softmax.why_not_kernel or store.middle.plain
         if reason is None:
             from eval.cache.launch import Kernel
 
@@ -82,13 +83,14 @@ class Auto:
             return self.kernel
         if self.insist:
             raise RuntimeError(f'backend="triton" cannot run: {reason}')
-        _warn(reason)
+        if torch.cuda.is_available():  # elsewhere nobody expects the kernel
+            _warn(reason)
         return Plain()
 
-    def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float) -> Tensor:
+    def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
         if store.backend is None:
-            store.backend = self._choose(store, q)
-        return store.backend.attend(store, q, position, scaling)
+            store.backend = self._choose(store, q, softmax)
+        return store.backend.attend(store, q, position, scaling, softmax)
 
     def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor:
         return store.backend.write(store, k, v) if store.backend else store.write(k, v)

@@ -17,13 +17,14 @@ from torch.nn.functional import pad
 from eval.cache.channels import KeptChannels
 from eval.cache.pages import PAGE, Segment, lines, round_up
 from eval.cache.quantised import QuantisedSegment
+from eval.cache.softmax import PLAIN, Softmax
 from eval.cache.upload import upload
 
 if TYPE_CHECKING:
     from eval.cache.store import Store
 
 
-def attend(store: Store, q: Tensor, position: Tensor, scaling: float) -> Tensor:
+def attend(store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
     """As `reference.attend`."""
     layout, (batch, q_heads, new, dim) = layout_of(store), q.shape
     heads, wide = store.ring_k.shape[1], torch.promote_types(q.dtype, torch.float32)
@@ -34,14 +35,16 @@ def attend(store: Store, q: Tensor, position: Tensor, scaling: float) -> Tensor:
         for both in ((store.sink_k, store.ring_k), (store.sink_v, store.ring_v))
     )
     unseen = (layout.ends[:, None] > at[:, :, None])[:, None]  # [B, 1, R, sink and slots]
-    logits = [torch.bmm(rows, ends_k.mT).unflatten(0, (batch, heads)).masked_fill(unseen, -torch.inf).flatten(0, 1)]
+    of_ends = softmax.cap(torch.bmm(rows, ends_k.mT) * scaling).unflatten(0, (batch, heads))
+    logits = [of_ends.masked_fill(unseen, -torch.inf).flatten(0, 1)]
     if layout.parts:
         keys, hidden = [part.keys(wide) for part in layout.parts], layout.hidden
         if store.reads is not None:
             hidden = ~store.reads.sees(kept, keys, layout) | hidden
-        logits.append(torch.cat([torch.bmm(kept, k) for k in keys], -1).masked_fill(hidden, -torch.inf))
-    weight = torch.softmax(torch.cat(logits, -1) * scaling, -1).unflatten(0, (batch, heads))
-    weight = weight.masked_fill((at < 0)[:, None, :, None], 0).flatten(0, 1)
+        of_middle = softmax.cap(torch.cat([torch.bmm(kept, k) for k in keys], -1) * scaling)
+        logits.append(of_middle.masked_fill(hidden, -torch.inf))
+    by_head = torch.cat(logits, -1).view(batch, q_heads, new, -1)
+    weight = softmax.weights(by_head).masked_fill((position < 0)[:, None, :, None], 0).view(*rows.shape[:2], -1)
     of_ends, *of_parts = weight.split([ends_v.shape[1], *(part.columns for part in layout.parts)], -1)
     out = torch.bmm(of_ends, ends_v)
     for part, of_part in zip(layout.parts, of_parts, strict=True):

@@ -1,19 +1,21 @@
 """The two registrations that let a transformers model run on a compressed cache; no model class is patched.
 
 `ATTENTION` names an attention implementation that is correct with any cache: a CompressedLayer computes its own
-attention, plain key tensors go through SDPA.
+attention, plain key tensors go through SDPA, or through plain PyTorch where the model's softmax is not plain.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from eval.cache import dense
+from eval.cache.softmax import Softmax, written_out
 
 ATTENTION = "leank"
 
@@ -29,13 +31,31 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of query [B, Hq, Q, D]; key is a layer that attends by itself, such as a CompressedLayer, or a tensor
-    [B, H, T, D]. Returns ([B, Q, Hq, D], None)."""
+    [B, H, T, D]. Returns ([B, Q, Hq, D], None).
+
+    Raises ValueError where the model's attention is of a kind that is not implemented.
+    """
+    softmax = Softmax.of(getattr(module, "layer_idx", "?"), kwargs)
     if not isinstance(key, Tensor):
-        return key.attend(query, attention_mask, scaling), None
-    if dropout or (attention_mask is not None and attention_mask.ndim == 4) or not getattr(module, "is_causal", True):
+        return key.attend(query, attention_mask, scaling, softmax), None
+    causal = getattr(module, "is_causal", True)
+    if causal and not dropout and (attention_mask is None or attention_mask.ndim == 2):
+        real = None if attention_mask is None else attention_mask[:, : key.shape[2]].bool()
+        return dense.attend(query, key, value, scaling, real, softmax), None
+    if attention_mask is None or attention_mask.ndim == 2:
+        attention_mask = _spelled_out(attention_mask, query, key) if causal or attention_mask is not None else None
+    if softmax.plain:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    real = None if attention_mask is None else attention_mask[:, : key.shape[2]].bool()
-    return dense.attend(query, key, value, scaling, real), None
+    if attention_mask is None:
+        raise ValueError("attention that is not causal has no soft-capped logits and no attention sinks here")
+    return written_out(query, key, value, scaling, softmax, attention_mask, dropout).transpose(1, 2), None
+
+
+def _spelled_out(real: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
+    """The causal mask [1 or B, 1, Q, T], True = seen, of a padding mask real [B, >= T], None = no padding."""
+    new, length = query.shape[2], key.shape[2]
+    causal = torch.ones(new, length, dtype=torch.bool, device=key.device).tril(length - new)
+    return causal[None, None] if real is None else causal & real[:, None, None, :length].bool()
 
 
 def mask(
@@ -48,11 +68,16 @@ def mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The 2-D padding mask [B, T] as it is, where attention is plainly causal; else SDPA's dense mask (sliding
-    windows)."""
-    plain = mask_function is causal_mask_function and isinstance(q_offset, int) and kv_length == q_offset + q_length
-    if plain and kv_offset == 0:
+    """The 2-D padding mask [B, T] as it is, where attention is plainly causal; else SDPA's dense mask (sliding windows,
+    static caches).
+
+    SDPA may leave its mask out only where the last query is that of the last key, which is what `attention` takes no
+    mask to mean. A static cache has free slots behind its last token.
+    """
+    aligned = isinstance(q_offset, int) and kv_offset + kv_length == q_offset + q_length
+    if aligned and mask_function is causal_mask_function and kv_offset == 0:
         return None if attention_mask is None else attention_mask[:, :kv_length]
+    kwargs["allow_is_causal_skip"] = aligned and kwargs.get("allow_is_causal_skip", True)
     return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from eval.cache import kernel, work
 from eval.cache.pages import PAGE
 from eval.cache.quantised import Packing
+from eval.cache.softmax import PLAIN, Softmax
 from eval.cache.store import Store
 from eval.cache.upload import update
 
@@ -94,8 +95,10 @@ class Kernel:
         )
         tail.length += np.where(tail.capacity > 0, due[:, None], 0)
 
-    def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float) -> Tensor:
-        """See `reference.attend`; one launch."""
+    def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
+        """See `reference.attend`; one launch. Raises ValueError for a softmax that is not plain."""
+        if not softmax.plain:
+            raise ValueError(f'{softmax.why_not_kernel}; use backend="auto" or "reference"')
         plan = self.prepare(store)
         batch, q_heads, queries, dim = q.shape
         heads, slots = store.ring_k.shape[1:3]

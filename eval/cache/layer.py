@@ -8,7 +8,8 @@ is attended densely, then sealed.
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from transformers.cache_utils import DynamicLayer
 
 from eval.cache import dense
 from eval.cache.middle import Middle
+from eval.cache.softmax import PLAIN, Softmax
 from eval.cache.store import Sizes, Store, capturing
 
 
@@ -28,7 +30,7 @@ class Backend(Protocol):
 
     captures: bool
 
-    def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float) -> Tensor: ...
+    def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor: ...
 
     def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor: ...
 
@@ -63,12 +65,26 @@ class CompressedLayer(DynamicLayer):
         self._expected = 0  # columns of a prompt that comes in chunks
         self._real: Tensor | None = None  # [B, columns] of an unsealed prompt
         self._room: tuple[Tensor, Tensor] | None = None  # where an announced prompt is collected
+        self.ended_at = -1  # columns of a prompt that came unannounced, once it is sealed
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:  # called for what a layer lacks
+            if not name.startswith("_") and hasattr(Tensor, name):
+                raise AttributeError(
+                    f"the keys of a compressed cache are no tensor, and the model asks for their {name!r}: its "
+                    'attention must be "leank"; call model.set_attn_implementation("leank"), or compressed_cache() '
+                    "for this model if the cache was made for another"
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def expect(self, tokens: int) -> None:
         """Announce a prompt of `tokens` columns in several calls; it is sealed after the last of them.
 
-        Raises RuntimeError once a prompt has begun.
+        Raises ValueError for what is no number of tokens, RuntimeError once a prompt has begun.
         """
+        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+            raise ValueError(f"expect({tokens!r}): give the number of tokens in the whole prompt, at least 1")
         if self._columns:
             raise RuntimeError(
                 f"expect({tokens}) must come before the prompt; this cache already holds {self._columns} tokens"
@@ -76,17 +92,34 @@ class CompressedLayer(DynamicLayer):
         self._expected = tokens
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
+        if key_states.shape[-1] != value_states.shape[-1]:
+            raise ValueError(
+                f"the model's keys have {key_states.shape[-1]} channels and its values {value_states.shape[-1]}; a "
+                "compressed cache needs the same number: use another model"
+            )
+        # Under autocast K can be wider than V. SDPA would compute in the narrower type, so nothing more is held.
+        self.dtype = min(key_states.dtype, value_states.dtype, key=lambda dtype: dtype.itemsize)
+        self.device = key_states.device
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
-        """Append new tokens k, v [B, H, n, D]; returns (the layer, v) for the attention function."""
+        """Append new tokens k, v [B, H, n, D]; returns (the layer, v) for the attention function.
+
+        Raises ValueError for another number of rows than the layer holds, or more tokens than were announced.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        new = key_states.shape[2]
-        if self.store is None and self._columns + new > self._expected > 0:
+        key_states, value_states = key_states.to(self.dtype), value_states.to(self.dtype)
+        new, rows = key_states.shape[2], self._count()
+        if rows and rows != len(key_states):
+            raise ValueError(
+                f"this cache holds a batch of {rows}, and a batch of {len(key_states)} came: call cache.reset() before "
+                "another batch"
+            )
+        coming = self.store is None and self._columns < self._expected  # an announced prompt is not complete yet
+        if coming and self._columns + new > self._expected:
             raise ValueError(f"expect({self._expected}) announced fewer tokens than came: {self._columns + new}")
-        if self.store is None and new < self._expected:
+        if coming and new < self._expected:
             key_states, value_states = self._collect(key_states, value_states)
         elif self.keys is not None:
             key_states = torch.cat([self.keys, key_states], 2)
@@ -100,31 +133,48 @@ class CompressedLayer(DynamicLayer):
         if self._room is None:
             shape = (*k.shape[:2], self._expected, k.shape[3])
             self._room = (k.new_empty(shape), v.new_empty(shape))
+            if self.keys is not None and self.values is not None:  # the prompt came whole, and crop() took some of it
+                self._room[0][:, :, : self._columns] = self.keys
+                self._room[1][:, :, : self._columns] = self.values
         end = self._columns + k.shape[2]
         for room, new in zip(self._room, (k, v), strict=True):
             room[:, :, self._columns : end] = new
         return self._room[0][:, :, :end], self._room[1][:, :, :end]
 
-    def attend(self, q: Tensor, padding_mask: Tensor | None = None, scaling: float | None = None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        padding_mask: Tensor | None = None,
+        scaling: float | None = None,
+        softmax: Softmax = PLAIN,
+    ) -> Tensor:
         """Attention of the last queries q [B, Hq, Q, D] over everything held, then what is due moves on.
 
-        padding_mask [B, >= columns] bool or 0/1, False = padding; None = no padding. Returns [B, Q, Hq, D].
+        padding_mask [B, >= columns] bool or 0/1, False = padding; None = no padding. softmax: the model's, where it is
+        not plain. Returns [B, Q, Hq, D].
         """
         if padding_mask is not None and padding_mask.ndim != 2:
             raise ValueError(f"a compressed cache takes a 2-D padding mask, got shape {tuple(padding_mask.shape)}")
         real = None if padding_mask is None else padding_mask[:, : self._columns].bool()
+        kind = q.device.type
+        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+            return self._attend(q.to(self.dtype), real, scaling, softmax)
+
+    def _attend(self, q: Tensor, real: Tensor | None, scaling: float | None, softmax: Softmax) -> Tensor:
         if self.store is None:
-            out = dense.attend(q, self.keys, self.values, scaling, real)  # type: ignore[arg-type]
+            out = dense.attend(q, self.keys, self.values, scaling, real, softmax)  # type: ignore[arg-type]
             self._real = real
             if not self.record_past:
                 self._settle()
+                self.ended_at = self._columns if self.store is not None and not self._expected else -1
             return out
         new = q.shape[2]
         real = None if real is None or new == 1 or bool(real[:, -new:].all()) else real[:, -new:]
         self._prefetch_for(q)
         position = self.store.append(self.keys, self.values, real, self.backend.write)  # type: ignore[arg-type]
         self.keys = self.values = None
-        out = self.backend.attend(self.store, q, position, 1 / math.sqrt(q.shape[-1]) if scaling is None else scaling)
+        scale = 1 / math.sqrt(q.shape[-1]) if scaling is None else scaling
+        out = self.backend.attend(self.store, q, position, scale, softmax)
         if not (self.record_past or capturing(q)):
             self._settle()
         return out
@@ -147,7 +197,7 @@ class CompressedLayer(DynamicLayer):
             raise RuntimeError(f"seal() takes the place of the prompt; this layer already holds {self._columns} tokens")
         self.lazy_initialization(k, v)
         self._columns = k.shape[2] if columns is None else columns
-        self._begin(k, v, real, tokens, scores)
+        self._begin(k.to(self.dtype), v.to(self.dtype), real, tokens, scores)
 
     def _begin(self, k: Tensor, v: Tensor, real: Tensor | None, *of_prompt: Tensor | None) -> None:
         real = None if real is None or bool(real.all()) else real
@@ -171,11 +221,12 @@ class CompressedLayer(DynamicLayer):
         return self._columns + query_length, 0
 
     def reset(self) -> None:
+        self.record_past = False
         self._clear()
 
     def activate_past_recording(self) -> None:
         """Let tokens wait in the window until crop() is called, so that any of them can be taken back (assisted
-        decoding)."""
+        decoding). reset() ends it, and so does CompressedCache after the last crop()."""
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -221,9 +272,13 @@ class CompressedLayer(DynamicLayer):
             self.keys, self.values = self.keys[at], self.values[at]
             self._real = None if self._real is None else self._real[at]
 
-    def _rows(self) -> Tensor:
+    def _count(self) -> int:
+        """Rows held, 0 before the first token."""
         held = self.keys if self.store is None else self.store.ring_k
-        return torch.arange(0 if held is None else len(held))
+        return 0 if held is None else len(held)
+
+    def _rows(self) -> Tensor:
+        return torch.arange(self._count())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if not torch.equal(beam_idx.cpu(), self._rows()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -18,7 +19,11 @@ class Sizes:
     window: int = 1024
     flush: int = 32
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        for name in ("sink", "window", "flush"):
+            value = getattr(self, name)
+            if not isinstance(value, Integral) or isinstance(value, bool):
+                raise ValueError(f"{name}={value!r} must be a whole number of tokens")
         if self.sink < 0 or self.window < 1 or self.flush < 1:
             raise ValueError(f"need sink >= 0, window >= 1, flush >= 1, got {self.sink}, {self.window}, {self.flush}")
 

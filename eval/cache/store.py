@@ -32,6 +32,13 @@ def capturing(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+def _padded_left_only(real: Tensor | None, batch: int) -> np.ndarray:
+    """Of which rows [B] every column taken off the end is a real token until none is left; real [B, T], None = all."""
+    if real is None:
+        return np.ones(batch, dtype=bool)
+    return (real[:, 1:] >= real[:, :-1]).all(-1).cpu().numpy()
+
+
 class Store:
     """The three parts of one layer for a batch of B rows.
 
@@ -66,7 +73,8 @@ class Store:
         self.backend: Any = None  # what runs over it, once chosen
         self.seen = np.full(batch, length) if real is None else real.sum(-1).cpu().numpy()
         self.start = np.maximum(sizes.sink, self.seen - sizes.window)
-        self.floor = np.where(self.start > sizes.sink, self.seen, 0)
+        whole = self.start <= sizes.sink  # rows of which nothing goes to the middle
+        self.floor = np.where(whole & _padded_left_only(real, batch), 0, self.seen)
         self.seen_dev, self.start_dev = (upload(a, k.device) for a in (self.seen, self.start))
         self.sink_k, self.sink_v = (k.new_zeros(batch, heads, sizes.sink, dim) for _ in range(2))
         slots = self._slots(int(np.maximum(0, self.seen - self.start).max()))
@@ -270,7 +278,8 @@ class Store:
         if (self.seen - remove < self.floor).any():
             can = int((self.seen - self.floor).min())
             raise ValueError(
-                f"cannot crop {remove} tokens: at most {can} came after the last move to the compressed middle. "
+                f"cannot crop {remove} tokens: at most {can} came after the last move to the compressed middle, and "
+                "after the last padding behind a token. "
                 "Call cache.activate_past_recording() first; tokens then wait in the window until crop() is called"
             )
         if remove and self.eviction is not None:

@@ -87,7 +87,8 @@ class PyramidInfer(RowPass):
             keep = self._passed(before, index, layers)
             if keep == before:
                 return None
-            scores = received(queries, layer.keys, weights, scaling=layer.scaling)[0, :, :before].mean(0)
+            each = received(queries, layer.keys, weights, scaling=layer.scaling, softmax=layer.softmax)
+            scores = each[0, :, :before].mean(0)
             scores[: self.sink] = torch.inf
             return window_and_best(scores, keep, recent)
 

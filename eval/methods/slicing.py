@@ -109,7 +109,7 @@ def _stack_layer(layers: Sequence[PromptLayer], columns: int, lengths: Sequence[
         for parts in ([layer.keys for layer in layers], [layer.values for layer in layers])
     )
     together.update(keys, values)
-    together.scaling = layers[0].scaling
+    together.scaling, together.softmax = layers[0].scaling, layers[0].softmax
     queries = [layer.queries for layer in layers if layer.queries is not None]
     if queries:
         seen = min(q.shape[2] for q in queries)
@@ -120,7 +120,7 @@ def _stack_layer(layers: Sequence[PromptLayer], columns: int, lengths: Sequence[
 def window_scores(layer: PromptLayer, window: int, kernel: int) -> Tensor:
     """Pooled attention of the last `window` queries to what precedes them, summed over all heads: [T' - window]."""
     assert layer.queries is not None
-    attention = received(layer.queries[:, :, -window:], layer.keys, scaling=layer.scaling)
+    attention = received(layer.queries[:, :, -window:], layer.keys, scaling=layer.scaling, softmax=layer.softmax)
     scores = attention[..., :-window].sum(1)
     return avg_pool1d(scores, kernel, 1, kernel // 2)[0]
 

@@ -70,7 +70,8 @@ class SnapKV(Tokens):
         """Pooled attention that each token receives from the observed queries, [B, H, T]; theirs is 0."""
         assert layer.queries is not None
         queries = layer.queries[:, :, -self.queries :]
-        attention = received(queries, layer.keys, real=real, scaling=layer.scaling)[..., : -queries.shape[2]]
+        attention = received(queries, layer.keys, real=real, scaling=layer.scaling, softmax=layer.softmax)
+        attention = attention[..., : -queries.shape[2]]
         pooled = POOLING[self.pooling](attention, self.kernel, 1, self.kernel // 2)
         grouped = pooled.unflatten(1, (layer.keys.shape[1], -1))
         return pad(grouped.mean(2) if self.group == "mean" else grouped.amax(2), (0, queries.shape[2]))
