@@ -26,7 +26,10 @@ def run(config: dict[str, Any], directory: Path) -> int:
     from eval.models import load_model
     from eval.report import write_report
     from eval.results import Results
+    from leank_train.typed import typed
+    from leank_train.wandb_log import LoggerConfig, make_logger
 
+    logging_to = typed(LoggerConfig, config.get("logger") or {}, "logger.")
     job, tokenizer = build_job(config)
     shard, shards = job.settings.place
     with Results(directory, f"-{shard}-of-{shards}" if shards > 1 else "") as results:
@@ -37,10 +40,10 @@ def run(config: dict[str, Any], directory: Path) -> int:
             new = job.run(results, load_model(job.model), tokenizer)
     write_report(directory)
     log.info("%d new rows; report: %s", new, directory / "report.html")
-    if config.get("logger") and shards == 1:  # of shards, the same command without shard= logs all of them
+    if logging_to.kind != "none" and shards == 1:  # of shards, the same command without shard= logs all of them
         from eval.wandb_log import log_report
 
-        logger = hydra.utils.instantiate(config["logger"], save_dir=str(directory), job_type="eval")
+        logger = make_logger(logging_to, directory, job_type="eval")
         log_report(logger, config, job.methods, directory)
     return new
 

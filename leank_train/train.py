@@ -12,7 +12,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from hydra.utils import instantiate
 from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import save
@@ -27,46 +26,47 @@ from leank_train.files import write_bytes, write_json, write_text
 from leank_train.mask import ChannelMask
 from leank_train.preempt import SaveOnSignal, Signals
 from leank_train.recorder import AtomicCheckpointIO, Progress, Recorder
-from leank_train.settings import BadConfig, check, check_folder, fingerprint, overrides, stage_config
+from leank_train.settings import BadConfig, RunConfig, check, check_folder, fingerprint, plain
 from leank_train.stages import Stage, Stage1, Stage2
-from leank_train.wandb_log import log_results
+from leank_train.wandb_log import log_results, make_logger
 
 
-def run(config: DictConfig, out: Path, signals: Signals | None = None) -> dict[str, Any]:
+def run(given: DictConfig, out: Path, signals: Signals | None = None) -> dict[str, Any]:
     """Train a mask into the folder `out`, or go on with what is there.
 
     Returns the metrics written to metrics.json; of several processes, in the first alone. Where `signals` listens, a
     signal ends the run at the next step with a checkpoint (SystemExit).
     """
     started, signals = time.time(), signals or Signals()
-    check(config)
-    identity = fingerprint(config)
+    resolved = plain(given)
+    config, identity = check(resolved), fingerprint(resolved)
     check_folder(out, identity, config.resume)
-    write_text(out / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
+    write_text(out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)))
     write_text(out / "config.hash", identity + "\n")
     torch.set_float32_matmul_precision("high")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its notes on hardware and products
     L.seed_everything(config.seed, workers=True, verbose=False)
-    place, shared = parallel.device(config), parallel.settings(config)
+    place, shared = parallel.device(config.trainer), parallel.settings(config.trainer)
     kind = str(backbones.torch_dtype(config.model.dtype, place)).removeprefix("torch.")
     loaded = torch.device("cpu") if shared.shard_weights else place  # shared out when the processes know each other
     with memory("while loading the model", f"the precision, model.dtype={config.model.dtype}"):
-        backbone = backbones.load(config.model.name, kind, loaded, config.model.chat, overrides(config))
+        backbone = backbones.load(config.model.name, kind, loaded, config.model.chat, dict(config.model.overrides))
     # a context too short for a task, or an answer without tokens, is an error now, not in the middle of the night
     first = mixture(config, backbone, "stage1", 1)
     documents = [first.build(name, config.data.min_length, 0) for name, share in config.data.tasks.items() if share]
     for together in [documents] if config.data.documents > 1 else [[d] for d in documents]:
         collate(backbone, together)
     check_lengths(config, backbone)
-    logger = instantiate(config.logger, save_dir=str(out)) if config.logger else None
+    logger = make_logger(config.logger, out)
     if logger:
-        logger.log_hyperparams(OmegaConf.to_container(config, resolve=True))
+        logger.log_hyperparams(resolved)
 
-    span = dict(sink=config.mask.sink, window=config.mask.window)
-    size = dict(ratio=config.mask.ratio, align=config.mask.align, rounding=config.mask.rounding)
-    stage1 = Stage1(backbone, stage_config(config, "stage1"), **span, parallel=shared)
+    pruning = config.pruning
+    span: dict[str, Any] = dict(sink=pruning.sink, window=pruning.window)
+    size: dict[str, Any] = dict(ratio=pruning.ratio, align=pruning.align, rounding=pruning.rounding)
+    stage1 = Stage1(backbone, config.stage1, **span, parallel=shared)
     record1 = fit(config, stage1, "stage1", out, logger, signals)
-    stage2 = Stage2(backbone, stage_config(config, "stage2"), **span, alpha=stage1.alpha, parallel=shared, **size)
+    stage2 = Stage2(backbone, config.stage2, **span, alpha=stage1.alpha, parallel=shared, **size)
     record2 = fit(config, stage2, "stage2", out, logger, signals)
     if not stage2.trainer.is_global_zero:
         return {}
@@ -92,7 +92,7 @@ def run(config: DictConfig, out: Path, signals: Signals | None = None) -> dict[s
     }
     mask.save(out / "mask.safetensors")
     write_bytes(out / "alpha.safetensors", save({"alpha": alpha, "stage1": scores1}))
-    for align in {1, config.mask.align}:  # what stage 2 is worth (appendix E): the same scores without it
+    for align in {1, pruning.align}:  # what stage 2 is worth (appendix E): the same scores without it
         alone = ChannelMask.from_scores(scores1, **{**size, "align": align}, metadata=metadata)
         alone.save(out / "stage1" / f"mask_align{align}.safetensors")
     if config.validation.samples:
@@ -102,8 +102,7 @@ def run(config: DictConfig, out: Path, signals: Signals | None = None) -> dict[s
     figures = plots.training_plots(record1, record2, alpha, mask, out / "plots")
     metrics["seconds"]["all"] = round(time.time() - started, 1)
     write_json(out / "metrics.json", metrics)
-    resolved = OmegaConf.to_container(config, resolve=True)
-    log_results(logger, metrics, figures, resolved, mask, out)  # type: ignore[arg-type]
+    log_results(logger, metrics, figures, resolved, mask, out)
     return metrics
 
 
@@ -119,7 +118,7 @@ def memory(when: str, settings: str) -> Iterator[None]:
         ) from error
 
 
-def mixture(config: DictConfig, backbone: Backbone, stage: str, world: int) -> Mixture:
+def mixture(config: RunConfig, backbone: Backbone, stage: str, world: int) -> Mixture:
     """The training documents of a stage; the documents of one step share a length."""
     data = config.data
     return Mixture(
@@ -129,12 +128,12 @@ def mixture(config: DictConfig, backbone: Backbone, stage: str, world: int) -> M
     )  # fmt: skip
 
 
-def fit(config: DictConfig, stage: Stage, name: str, out: Path, logger: Any, signals: Signals) -> Recorder:
+def fit(config: RunConfig, stage: Stage, name: str, out: Path, logger: Any, signals: Signals) -> Recorder:
     """Run one stage, go on from its checkpoint, or read what it left when it was done."""
     folder, recorder = out / "checkpoints" / name, Recorder(stage.config.steps // 20)
     done, last = folder / "done.ckpt", folder / "last.ckpt"
     trainer = parallel.trainer(
-        config,
+        config.trainer,
         max_steps=stage.config.steps,
         max_epochs=-1,
         logger=logger or False,
