@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+
+from conf import of_other_command
 
 log = logging.getLogger("eval")
 
@@ -48,12 +50,27 @@ def run(config: dict[str, Any], directory: Path) -> int:
     return new
 
 
-@hydra.main(version_base="1.3", config_path="pkg://conf", config_name="eval")
+def refuse_repeated(overrides: Sequence[str]) -> None:
+    """Raise ValueError where method=[...] on the command line names a method twice, which Hydra would make one of.
+
+    overrides: as they were typed; reference/h2o and h2o have the same label.
+    """
+    for override in overrides:
+        key, _, chosen = override.partition("=")
+        if key == "method" and chosen.startswith("["):
+            labels = [name.strip().rpartition("/")[2] for name in chosen.strip("[]").split(",")]
+            for label in labels:
+                if labels.count(label) > 1:
+                    raise ValueError(f"{override}: {label} is there twice; leave one out, or give it another label")
+
+
+@hydra.main(version_base="1.3", config_path="pkg://conf.eval", config_name="eval")
 def main(config: DictConfig) -> None:
     """Command line; see the module's docstring."""
     directory = Path(HydraConfig.get().runtime.output_dir)
     plain = OmegaConf.to_container(config, resolve=True)
     try:
+        refuse_repeated(HydraConfig.get().overrides.task)
         run(plain, directory)  # type: ignore[arg-type]
     except (ValueError, FileNotFoundError, BlockingIOError, MemoryError) as error:
         sys.exit(f"eval: {error}")
@@ -88,6 +105,8 @@ def command_line() -> None:
         except (ValueError, FileNotFoundError) as error:
             sys.exit(f"eval: {error}")
     else:
+        if other := of_other_command(sys.argv[1:], "eval"):
+            sys.exit(f"eval: {other}")
         main()
 
 

@@ -46,7 +46,7 @@ def build_methods(config: Mapping[str, Any], model_config: Any, tokenizer: Any) 
     FileNotFoundError, naming the setting at fault."""
     labels = config.get("method") or {}
     if not labels:
-        raise ValueError("method is empty; give method=[dense,leank] or other names of conf/method")
+        raise ValueError("method is empty; give method=[dense,leank] or other names of conf/eval/method")
     methods = [method(label, given, config.get("cache")) for label, given in labels.items()]
     for one in methods:
         if isinstance(one.channels, LeanK):
@@ -74,8 +74,10 @@ def build_model(config: Mapping[str, Any]) -> tuple[ModelConfig, Settings, Any, 
 
 
 def build_job(config: Mapping[str, Any]) -> tuple[Job, Any]:
-    """(job, tokenizer) of a resolved configuration, conf/eval.yaml's. Raises ValueError or FileNotFoundError, naming
-    the setting at fault."""
+    """(job, tokenizer) of a resolved configuration, conf/eval/eval.yaml's.
+
+    Raises ValueError or FileNotFoundError, naming the setting at fault.
+    """
     model, settings, model_config, tokenizer = build_model(config)
     methods = build_methods(config, model_config, tokenizer)
     benchmark = build_benchmark(config.get("benchmark") or {})

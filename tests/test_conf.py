@@ -13,12 +13,15 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from transformers import LlamaConfig, Qwen2Config
 
+from conf import of_other_command
+from eval.__main__ import refuse_repeated
 from leank_train import backbone, settings, typed
 from leank_train.stages import StageConfig
 from tests.tiny_run import ROOT
 
-CONF = Path(str(files("conf")))
-EXPERIMENTS = sorted(p.stem for p in CONF.glob("experiment/*.yaml") if "benchmark" not in OmegaConf.load(p))
+CONF = Path(str(files("conf.train")))
+EXPERIMENTS = sorted(p.stem for p in CONF.glob("experiment/*.yaml"))
+OF_EVAL = sorted(p.stem for p in CONF.parent.glob("eval/experiment/*.yaml"))
 PAPER = {  # section 4.1: learning rates of the stages, range of the training lengths
     "llama_70pct": ((0.02, 0.01), (16 * 1024, 96 * 1024)),
     "qwen_70pct": ((0.04, 0.02), (4 * 1024, 32 * 1024)),
@@ -39,6 +42,10 @@ MODELS = {  # the published configs, as far as the checks look
         rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
     ),
 }  # fmt: skip
+
+
+GROUPS = {"train": {"data", "pruning", "stage1", "trainer", "validation"}, "eval": {"benchmark", "method"}}
+COMMANDS = {"train": "leank_train", "eval": "eval"}
 
 
 def composed(*overrides):
@@ -119,17 +126,50 @@ def test_a_stage_takes_every_key(stage):
     assert typed.typed(StageConfig, OmegaConf.to_container(config[stage])) == StageConfig(**keys)
 
 
-def test_help_is_quick_and_names_the_groups(tmp_path):
-    started = time.time()
+def command(root, tmp_path, *arguments):
+    """A command's (return code, stdout, stderr)."""
     found = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "leank_train", "--help"],
+        [sys.executable, "-X", "importtime", "-m", COMMANDS[root], *arguments],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
     )  # fmt: skip
-    assert found.returncode == 0
+    return found.returncode, found.stdout, found.stderr
+
+
+@pytest.mark.parametrize("root", COMMANDS)
+def test_help_is_quick_and_shows_what_the_command_takes(root, tmp_path):
+    started = time.time()
+    code, said, imported = command(root, tmp_path, "--help")
+    assert code == 0
     assert time.time() - started < 10  # a second on an idle machine
-    for group in ("experiment", "model", "pruning", "stage1", "validation"):
-        assert f"{group}: " in found.stdout
-    assert all(name in found.stdout for name in EXPERIMENTS)
-    modules = {line.rsplit("|", 1)[1].strip() for line in found.stderr.splitlines() if line.startswith("import time:")}
+    head, groups = said.split("== Configuration groups ==")
+    assert head.count(f"python -m {COMMANDS[root]} ") >= 3  # examples
+    listed = dict(line.split(": ", 1) for line in groups.split("== Config ==")[0].splitlines() if ": " in line)
+    (other,) = COMMANDS.keys() - {root}
+    assert GROUPS[root] <= listed.keys()
+    assert not GROUPS[other] & listed.keys()
+    assert listed["experiment"].split(", ") == (EXPERIMENTS if root == "train" else OF_EVAL)
+    for shared in ("model", "logger"):
+        names = ", ".join(sorted(p.stem for p in CONF.parent.glob(f"shared/{shared}/*.yaml")))
+        assert f"\n{shared}: {names}\n" in head
+    modules = {line.rsplit("|", 1)[1].strip() for line in imported.splitlines() if line.startswith("import time:")}
     assert not modules & {"torch", "transformers", "lightning", "matplotlib"}
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("root", COMMANDS)
+def test_an_experiment_of_the_other_command_says_whose_it_is(root):
+    (other,) = COMMANDS.keys() - {root}
+    mine, others = (EXPERIMENTS, OF_EVAL) if root == "train" else (OF_EVAL, EXPERIMENTS)
+    for name in others:
+        for argument in (f"+experiment={name}", f"experiment={name}", f"+experiment=[{mine[0]},{name}]"):
+            assert of_other_command(["seed=1", argument], root) == (
+                f"experiment={name} belongs to another command: python -m {COMMANDS[other]} +experiment={name}"
+            )
+    assert not any(of_other_command([f"+experiment={name}"], root) for name in (*mine, "no_such"))
+
+
+def test_a_method_named_twice_is_refused():
+    refuse_repeated(["method=[dense,h2o,reference/think]", "method.h2o.window=3", "method=dense"])
+    for again in ("h2o", "reference/h2o"):
+        with pytest.raises(ValueError, match="h2o is there twice; leave one out"):
+            refuse_repeated(["seed=1", f"method=[dense, h2o, {again}]"])

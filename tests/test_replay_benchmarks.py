@@ -84,7 +84,7 @@ SETTINGS = {
 def job(data, benchmark, *overrides, reply=4):
     given = [f"benchmark={benchmark}", *overrides, "cache.sink=8", "cache.window=32"]
     given += ["method=[dense,lowest_frequencies]"] + [f"max_new_tokens={reply}"] * bool(reply)
-    with initialize_config_module("conf", version_base="1.3"):
+    with initialize_config_module("conf.eval", version_base="1.3"):
         config = compose("eval", [g.replace("{data}", str(data)) for g in given])
     return build_job(OmegaConf.to_container(config, resolve=True))
 
@@ -143,7 +143,7 @@ def test_niah_grid_hides_one_needle_at_each_depth(data):
 
 
 def test_niah_s_official_grid():
-    with initialize_config_module("conf", version_base="1.3"):
+    with initialize_config_module("conf.eval", version_base="1.3"):
         config = OmegaConf.to_container(compose("eval", ["benchmark=niah"]).benchmark)
     cells = niah.Niah(**config).cells()
     assert (len(cells), len(cells[0].samples)) == (35, 35)

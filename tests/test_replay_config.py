@@ -15,7 +15,7 @@ from eval.methods import AXES, REGISTRY, method, name_of
 from eval.prompts import encode, overhead
 from leank_train.mask import ChannelMask
 
-CONF = Path(__file__).parents[1] / "conf"
+CONF = Path(__file__).parents[1] / "conf" / "eval"
 REFERENCE = (7, 4, 64)
 
 
@@ -29,7 +29,7 @@ def masks(tmp_path_factory):
 
 
 def config(*overrides):
-    with initialize_config_module("conf", version_base="1.3"):
+    with initialize_config_module("conf.eval", version_base="1.3"):
         return OmegaConf.to_container(compose("eval", list(overrides)), resolve=True)
 
 

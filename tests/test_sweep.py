@@ -19,7 +19,7 @@ from leank_train.settings import fingerprint
 from scripts import sweep, sweep_report
 from tests.test_replay_report import row as eval_row
 
-CONF = str(files("conf"))
+CONF = str(files("conf.train"))
 
 
 def composed(overrides, **kwargs):
