@@ -306,6 +306,5 @@ def test_all_baselines_prune_as_many_channels():
     ],
 )
 def test_bad_settings_are_named(settings, message):
-    made = method("m", {"channels": settings})
     with pytest.raises(ValueError, match=message):
-        made.channels.check(tiny_model("llama").config, load_config(ModelConfig())[1])
+        method("m", {"channels": settings}).channels.check(tiny_model("llama").config, load_config(ModelConfig())[1])
