@@ -1,1 +1,21 @@
-"""Hydra configuration groups; a package so that an installed copy finds them."""
+"""Hydra configurations: train and eval hold what one command has, shared what both have.
+
+A package, so that an installed copy finds them.
+"""
+
+import re
+from importlib.resources import files
+
+COMMANDS = {"train": "leank_train", "eval": "eval"}
+
+
+def of_other_command(arguments: list[str], own: str) -> str | None:
+    """Say so where an argument names an experiment of the other command; own: "train" or "eval"."""
+    for argument in arguments:
+        found = re.fullmatch(r"\+{0,2}experiment=\[?([\w,/]+)\]?", argument)
+        for name in found.group(1).split(",") if found else []:
+            homes = [root for root in COMMANDS if files("conf").joinpath(root, "experiment", f"{name}.yaml").is_file()]
+            if homes and own not in homes:
+                command = COMMANDS[homes[0]]
+                return f"experiment={name} belongs to another command: python -m {command} +experiment={name}"
+    return None

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+
+from conf import of_other_command
 
 log = logging.getLogger("eval")
 
@@ -26,7 +28,10 @@ def run(config: dict[str, Any], directory: Path) -> int:
     from eval.models import load_model
     from eval.report import write_report
     from eval.results import Results
+    from leank_train.typed import typed
+    from leank_train.wandb_log import LoggerConfig, make_logger
 
+    logging_to = typed(LoggerConfig, config.get("logger") or {}, "logger.")
     job, tokenizer = build_job(config)
     shard, shards = job.settings.place
     with Results(directory, f"-{shard}-of-{shards}" if shards > 1 else "") as results:
@@ -42,20 +47,35 @@ def run(config: dict[str, Any], directory: Path) -> int:
             new = job.run(results, load_model(job.model), tokenizer)
     write_report(directory)
     log.info("%d new rows; report: %s", new, directory / "report.html")
-    if config.get("logger") and shards == 1:  # of shards, the same command without shard= logs all of them
+    if logging_to.kind != "none" and shards == 1:  # of shards, the same command without shard= logs all of them
         from eval.wandb_log import log_report
 
-        logger = hydra.utils.instantiate(config["logger"], save_dir=str(directory), job_type="eval")
+        logger = make_logger(logging_to, directory, job_type="eval")
         log_report(logger, config, job.methods, directory)
     return new
 
 
-@hydra.main(version_base="1.3", config_path="pkg://conf", config_name="eval")
+def refuse_repeated(overrides: Sequence[str]) -> None:
+    """Raise ValueError where method=[...] on the command line names a method twice, which Hydra would make one of.
+
+    overrides: as they were typed; reference/h2o and h2o have the same label.
+    """
+    for override in overrides:
+        key, _, chosen = override.partition("=")
+        if key == "method" and chosen.startswith("["):
+            labels = [name.strip().rpartition("/")[2] for name in chosen.strip("[]").split(",")]
+            for label in labels:
+                if labels.count(label) > 1:
+                    raise ValueError(f"{override}: {label} is there twice; leave one out, or give it another label")
+
+
+@hydra.main(version_base="1.3", config_path="pkg://conf.eval", config_name="eval")
 def main(config: DictConfig) -> None:
     """Command line; see the module's docstring."""
     directory = Path(HydraConfig.get().runtime.output_dir)
     plain = OmegaConf.to_container(config, resolve=True)
     try:
+        refuse_repeated(HydraConfig.get().overrides.task)
         run(plain, directory)  # type: ignore[arg-type]
     except (ValueError, FileNotFoundError, BlockingIOError, MemoryError) as error:
         sys.exit(f"eval: {error}")
@@ -90,6 +110,8 @@ def command_line() -> None:
         except (ValueError, FileNotFoundError) as error:
             sys.exit(f"eval: {error}")
     else:
+        if other := of_other_command(sys.argv[1:], "eval"):
+            sys.exit(f"eval: {other}")
         main()
 
 

@@ -6,7 +6,7 @@ import importlib
 import logging
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any
 
 from eval.benchmarks.base import Benchmark
 from eval.job import Job
@@ -16,6 +16,7 @@ from eval.methods.leank import LeanK
 from eval.models import ModelConfig, load_config
 from eval.prompts import overhead
 from eval.replay import Settings
+from leank_train.typed import refuse_unknown, typed
 
 # name -> "module:class"; imported when first used
 BENCHMARKS = {
@@ -28,17 +29,7 @@ BENCHMARKS = {
     "ruler": "eval.benchmarks.ruler:Ruler",
 }
 GROUPS = ("model", "benchmark", "method", "cache", "mask", "name", "logger")
-T = TypeVar("T")
 log = logging.getLogger("eval")
-
-
-def typed(target: type[T], given: Mapping[str, Any], where: str) -> T:
-    """An object of a settings class. Raises ValueError for a setting that it does not have."""
-    known = [f.name for f in fields(target) if not f.name.startswith("_")]  # type: ignore[arg-type]
-    unknown = sorted(set(given) - set(known))
-    if unknown:
-        raise ValueError(f"{where}{unknown[0]} is no setting; there are {', '.join(known)}")
-    return target(**given)
 
 
 def build_benchmark(config: Mapping[str, Any]) -> Benchmark:
@@ -55,7 +46,7 @@ def build_methods(config: Mapping[str, Any], model_config: Any, tokenizer: Any) 
     FileNotFoundError, naming the setting at fault."""
     labels = config.get("method") or {}
     if not labels:
-        raise ValueError("method is empty; give method=[dense,leank] or other names of conf/method")
+        raise ValueError("method is empty; give method=[dense,leank] or other names of conf/eval/method")
     methods = [method(label, given, config.get("cache")) for label, given in labels.items()]
     for one in methods:
         if isinstance(one.channels, LeanK):
@@ -76,15 +67,17 @@ def build_model(config: Mapping[str, Any]) -> tuple[ModelConfig, Settings, Any, 
 
     Raises ValueError or FileNotFoundError, naming the setting at fault.
     """
-    settings = typed(Settings, {k: v for k, v in config.items() if k not in GROUPS}, "")
+    refuse_unknown(config, [*GROUPS, *(f.name for f in fields(Settings))], "")
+    settings = typed(Settings, {k: v for k, v in config.items() if k not in GROUPS})
     model = typed(ModelConfig, config.get("model") or {}, "model.")
-    _ = model.torch_dtype  # raises for an unknown one
     return model, settings, *load_config(model)
 
 
 def build_job(config: Mapping[str, Any]) -> tuple[Job, Any]:
-    """(job, tokenizer) of a resolved configuration, conf/eval.yaml's. Raises ValueError or FileNotFoundError, naming
-    the setting at fault."""
+    """(job, tokenizer) of a resolved configuration, conf/eval/eval.yaml's.
+
+    Raises ValueError or FileNotFoundError, naming the setting at fault.
+    """
     model, settings, model_config, tokenizer = build_model(config)
     methods = build_methods(config, model_config, tokenizer)
     benchmark = build_benchmark(config.get("benchmark") or {})

@@ -3,7 +3,8 @@
     python -m eval.lm_eval --tasks hellaswag --model_args method=leank,mask=PATH,model.name=/path/to/model
 
 This is lm_eval's own command line with the model "leank" registered and chosen: all of its options are there.
---model_args are settings of conf/eval.yaml (model, model.name, cache.sink, prefill_chunk, ...); method is one name.
+--model_args are settings of conf/eval/eval.yaml (model, model.name, cache.sink, prefill_chunk, ...); method is one
+name.
 """
 
 from __future__ import annotations
@@ -51,14 +52,16 @@ class CompressedLM(TemplateLM):
         self, method: str = "dense", batch_size: int | str = 1, max_batch_size: int | None = None,
         device: str | None = None, max_gen_toks: int = 256, **settings: Any,
     ) -> None:  # fmt: skip
-        """settings: of conf/eval.yaml, by their dotted names. Raises ValueError or FileNotFoundError as python -m eval
-        does."""
+        """settings: of conf/eval/eval.yaml, by their dotted names.
+
+        Raises ValueError or FileNotFoundError as python -m eval does.
+        """
         super().__init__()
         self.batch_size = int(batch_size) if str(batch_size).isdecimal() else 1  # "auto": one at a time
         overrides = [f"method=[{method}]", *(f"{name}={value}" for name, value in settings.items())]
         if device and (torch.cuda.is_available() or not device.startswith("cuda")):  # lm_eval asks for cuda:0 anywhere
             overrides.append(f"++model.device={device}")
-        with initialize_config_module("conf", version_base="1.3"):
+        with initialize_config_module("conf.eval", version_base="1.3"):
             config: Any = OmegaConf.to_container(compose("eval", overrides), resolve=True)
         model, self.settings, model_config, self.tokenizer = build_model(config)
         if self.settings.match is not None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,12 @@ __all__ = ["ModelConfig", "load_config", "load_model", "shape_of"]
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """name: "reference" (shipped with the package), a folder, or a hub name. dtype, device: "auto" = bfloat16 on a GPU,
-    float32 on a CPU. chat: whether prompts go through the chat template, None = if there is one. overrides: of the
-    model's config, such as YaRN's rope_parameters."""
+class ModelConfig(backbone.ModelConfig):
+    """Settings of the model, those of training and where it runs.
 
-    name: str = "reference"
-    dtype: str = "auto"
-    chat: bool | None = None
-    overrides: Mapping[str, Any] = field(default_factory=dict)
+    device: as torch names it; "auto" is a GPU where there is one.
+    """
+
     device: str = "auto"
 
     @property

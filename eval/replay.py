@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -26,26 +26,27 @@ from eval.methods import Method
 from eval.prefill import Prefill, extend, pad_left, prefill
 from eval.prompts import SPECIALS, Prompt, encode
 from leank_train.backbone import eos_ids
+from leank_train.typed import BadConfig, Checked, Count, OneOf, Positive
 
 COMPRESS = ("after_question", "before_question")
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Checked):
     """shard: "i/n" does every n-th batch, from number i (0 is the first), for several GPUs or a Slurm array.
     compress: whether a method compresses after the whole prompt or before the question. match: bytes that every method
     is brought to, see eval.matched. batch_size: samples of one task and length at a time; prefill_chunk: prompt tokens
     at a time, None = all. max_new_tokens, min_new_tokens: instead of the benchmark's. specials: see
     eval.prompts.encode."""
 
-    compress: str = "after_question"
-    batch_size: int = 1
-    prefill_chunk: int | None = None
-    max_new_tokens: int | None = None
-    min_new_tokens: int | None = None
+    compress: Annotated[str, OneOf(*COMPRESS)] = "after_question"
+    batch_size: Positive = 1
+    prefill_chunk: Positive | None = None
+    max_new_tokens: Positive | None = None
+    min_new_tokens: Count | None = None
     match: float | str | None = None
     shard: str = "0/1"
-    specials: str = "text"
+    specials: Annotated[str, OneOf(*SPECIALS)] = "text"
 
     @property
     def place(self) -> tuple[int, int]:
@@ -56,17 +57,10 @@ class Settings:
         return int(number), int(count)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _ = self.place
-        if self.compress not in COMPRESS:
-            raise ValueError(f"compress={self.compress!r} is unknown; choose {' or '.join(COMPRESS)}")
-        if self.specials not in SPECIALS:
-            raise ValueError(f"specials={self.specials!r} is unknown; choose {' or '.join(SPECIALS)}")
-        for name in ("batch_size", "prefill_chunk", "max_new_tokens"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r} must be an integer of at least 1")
         if self.min_new_tokens and self.max_new_tokens and self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}")
+            raise BadConfig(f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}")
 
 
 @dataclass

@@ -12,7 +12,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-CONF = str(files("conf"))
+from conf import of_other_command
+
+CONF = str(files("conf.train"))
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="train")
@@ -46,5 +48,12 @@ def main(config: DictConfig) -> float:
     return recall.get("leank", {}).get("average", float("nan"))
 
 
-if __name__ == "__main__":
+def command_line() -> None:
+    """Hydra's command line, unless an experiment is one of evaluation."""
+    if other := of_other_command(sys.argv[1:], "train"):
+        sys.exit(f"leank_train: {other}")
     main()
+
+
+if __name__ == "__main__":
+    command_line()

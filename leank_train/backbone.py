@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.modeling_rope_utils import RopeParameters
 
 from data_gen.chat import template as chat_template
 from data_gen.chat import template_tokens
 from leank_train.hook import check_decoder, kv_shape
+from leank_train.typed import BadConfig, Checked, OneOf, refuse_unknown
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+
+
+@dataclass(frozen=True)
+class ModelConfig(Checked):
+    """Settings of the model, conf/shared/model.
+
+    name: "reference" (shipped with the package), a folder, or a hub name.
+    dtype: of the weights; "auto" is bfloat16 on a GPU and float32 on a CPU.
+    chat: whether prompts go through the chat template; None where the tokenizer has one.
+    overrides: values to change in the model's own config, such as YaRN's rope_parameters.
+    """
+
+    name: str = "reference"
+    dtype: Annotated[str, OneOf(*DTYPES)] = "auto"
+    chat: bool | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -70,17 +89,34 @@ def resolve(name: str) -> str:
     return str(files("leank_train") / "assets" / "reference") if name == "reference" else name
 
 
-def load_config(name: str, overrides: dict[str, Any] | None = None) -> Any:
-    """The model's config with overrides (such as YaRN's rope_parameters). Raises FileNotFoundError with what to do."""
+def load_config(name: str, overrides: Mapping[str, Any] | None = None) -> Any:
+    """The model's config with overrides (such as YaRN's rope_parameters).
+
+    Raises FileNotFoundError with what to do, BadConfig for an override that the model's config does not have.
+    """
     try:
         config = AutoConfig.from_pretrained(resolve(name))
     except (OSError, ValueError) as error:
         raise FileNotFoundError(_missing(name, error)) from error
+    known = [*config.to_dict(), *config.attribute_map]
+    refuse_unknown(overrides or {}, known, "model.overrides.")
     for key, value in (overrides or {}).items():
         if key == "rope_parameters":
-            value = {**(getattr(config, "rope_parameters", None) or {}), **value}
+            before = getattr(config, key, None) or {}
+            refuse_unknown(value, [*RopeParameters.__annotations__, *before], "model.overrides.rope_parameters.")
+            value = {**before, **value}
+        elif not _same_kind(getattr(config, key), value):
+            raise BadConfig(
+                f"model.overrides.{key}={value!r} is of another type than the model's own {getattr(config, key)!r}"
+            )
         setattr(config, key, value)
     return config
+
+
+def _same_kind(before: Any, value: Any) -> bool:
+    """Whether a value may take the place of another in a model's config; None may be replaced by anything."""
+    number = isinstance(before, float) and isinstance(value, int) and not isinstance(value, bool)
+    return before is None or value is None or number or type(before) is type(value)
 
 
 def load_tokenizer(name: str) -> Any:

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
 from tqdm import tqdm
 
 from data_gen.request import Request
@@ -22,11 +21,12 @@ from leank_train.channel_scores import MeanScores, lowest_frequencies, random_ma
 from leank_train.data import collate
 from leank_train.files import write_text
 from leank_train.mask import ChannelMask
+from leank_train.settings import RunConfig
 
 
-def validate(config: DictConfig, backbone: Backbone, mask: ChannelMask, out: Path, metrics: dict[str, Any]) -> None:
+def validate(config: RunConfig, backbone: Backbone, mask: ChannelMask, out: Path, metrics: dict[str, Any]) -> None:
     """Score the mask beside dense, ThinK and the masks that need no training; adds to `metrics`."""
-    started, ratio, settings = time.time(), config.mask.ratio, config.validation
+    started, ratio, settings = time.time(), config.pruning.ratio, config.validation
     counter = TokenCounter(backbone.tokenizer)
     methods: dict[str, Any] = {
         "dense": None,
@@ -51,8 +51,8 @@ def validate(config: DictConfig, backbone: Backbone, mask: ChannelMask, out: Pat
         backbone,
         methods,
         batches,
-        config.mask.sink,
-        config.mask.window,
+        config.pruning.sink,
+        config.pruning.window,
         lambda n: bar.update(1) and None,
         settings.max_new_tokens,
     )
@@ -86,7 +86,7 @@ def calibration(backbone: Backbone, counter: TokenCounter, length: int, seed: in
     return task(name).build(wanted)
 
 
-def check_lengths(config: DictConfig, backbone: Backbone) -> None:
+def check_lengths(config: RunConfig, backbone: Backbone) -> None:
     """Raise ValueError where a length is too short for its validation task: before training, not after it."""
     if config.validation.samples:
         counter = TokenCounter(backbone.tokenizer)

@@ -1,43 +1,36 @@
-"""Settings looked at before any weights are loaded, and the identity of a run."""
+"""Settings of a training run, looked at before any weights are loaded, and the identity of a run.
+
+Each group of the configuration is a class that holds its own checks; `check` adds what depends on several groups, on
+the model and on files. The classes of stages, processes, model and logger stand where they are used.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
-from dataclasses import fields
-from importlib.util import find_spec
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Ge, MinLen
 from omegaconf import DictConfig, OmegaConf
 
 from data_gen import haystack
 from data_gen.tasks import task
 from leank_train import backbone as backbones
-from leank_train import distill
-from leank_train.attention import EMPTY_HEADS
+from leank_train.backbone import ModelConfig
 from leank_train.hook import has_rope
 from leank_train.mask import ROUNDINGS
-from leank_train.passes import KERNELS
+from leank_train.parallel import TrainerConfig
 from leank_train.stages import StageConfig
+from leank_train.typed import BadConfig, Checked, Count, OneOf, Positive, Seed, Share, typed
+from leank_train.wandb_log import LoggerConfig
 
 NOT_IN_HASH = ("trainer", "logger", "validation", "resume", "workers", "name", "checkpoint_every", "requeues")
-LEAST = {  # whole numbers, and the smallest that works
-    "mask.align": 1, "mask.sink": 0, "mask.window": 1,
-    "trainer.sequence_parallel": 1,
-    "data.min_length": 1, "data.max_length": 1, "data.questions": 1, "data.documents": 1,
-    "stage1.steps": 0, "stage2.steps": 0, "seed": 0, "workers": 0, "checkpoint_every": 1, "requeues": 0,
-    "validation.samples": 0, "validation.batch": 1, "validation.calibration": 1,
-}  # fmt: skip
-CHOICES = {
-    "schedule": distill.SCHEDULES, "reduction": distill.REDUCTIONS, "l1": distill.L1_FORMS,
-    "straight_through": distill.STRAIGHT_THROUGH, "empty_heads": EMPTY_HEADS,
-}  # fmt: skip
-
-
-class BadConfig(ValueError):
-    """A setting that cannot work; the message names it, its value, and what to do."""
+OLD_NAME = "mask"  # of the group `pruning`: in configurations and folders written before, and in fingerprints
+log = logging.getLogger("leank_train")
 
 
 def need(fine: bool, message: str) -> None:
@@ -46,94 +39,166 @@ def need(fine: bool, message: str) -> None:
         raise BadConfig(message)
 
 
-def check(config: DictConfig) -> None:
-    """Look at every setting before weights are loaded.
+@dataclass(frozen=True)
+class DataConfig(Checked):
+    """Training documents.
+
+    tasks: share of each task, by name (data_gen.tasks).
+    min_length, max_length: tokens of document, question and answer; lengths are drawn uniformly.
+    questions: per document; they share its prefill. documents: per step and rank.
+    essays: text of the haystacks, see data_gen.haystack; None is the text shipped with the package.
+    """
+
+    tasks: Mapping[str, Annotated[float, Ge(0)]]
+    min_length: Positive
+    max_length: Positive
+    questions: Positive = 4
+    documents: Positive = 1
+    essays: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        need(
+            self.min_length <= self.max_length,
+            f"min_length={self.min_length} is above data.max_length={self.max_length}; exchange them",
+        )
+        need(
+            any(share > 0 for share in self.tasks.values()),
+            f"tasks={dict(self.tasks)} has no task to draw: give shares from 0 on, at least one above 0",
+        )
+
+
+@dataclass(frozen=True)
+class PruningConfig(Checked):
+    """The mask to learn.
+
+    ratio: share of K channels pruned. align: a head keeps a multiple of so many channels.
+    rounding: see `ChannelMask.from_scores`. sink, window: first and last tokens that keep all channels.
+    """
+
+    ratio: Annotated[Share, "it is the share of channels to prune, e.g. 0.7"]
+    align: Positive = 32
+    rounding: Annotated[str, OneOf(*ROUNDINGS)] = "exact"
+    sink: Count = 128
+    window: Positive = 1024
+
+
+@dataclass(frozen=True)
+class ValidationConfig(Checked):
+    """Validation at the end of a run.
+
+    samples: per task and length; 0 for none. lengths: tokens. tasks: by name; None is RULER's eight NIAH tasks.
+    batch: documents prefilled and decoded together. max_new_tokens: None is the task's own.
+    calibration: samples behind the static norm mask.
+    """
+
+    samples: Count = 8
+    lengths: Sequence[Positive] = ()
+    tasks: Annotated[Sequence[str], MinLen(1)] | None = None
+    batch: Positive = 1
+    max_new_tokens: Positive | None = None
+    calibration: Positive = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        need(not self.samples or bool(self.lengths), "lengths is empty: give lengths, or set validation.samples=0")
+
+
+@dataclass(frozen=True)
+class RunConfig(Checked):
+    """A whole training run, conf/train/train.yaml.
+
+    name: of the run directory and the W&B group. resume: go on with what the run directory holds.
+    checkpoint_every: steps. workers: processes that make data.
+    requeues: times that a Slurm job may put itself back into the queue.
+    """
+
+    model: ModelConfig
+    data: DataConfig
+    pruning: PruningConfig
+    stage1: StageConfig
+    stage2: StageConfig
+    trainer: TrainerConfig
+    validation: ValidationConfig
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    name: str = "leank"
+    seed: Seed = 1
+    resume: bool = True
+    checkpoint_every: Positive = 50
+    workers: Count = 1
+    requeues: Count = 50
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        pruning, data, validation = self.pruning, self.data, self.validation
+        need(
+            self.stage1.steps + self.stage2.steps > 0,
+            "stage1.steps=0 and stage2.steps=0: nothing would be learned; give one of them steps above 0",
+        )
+        shortest = {"data.min_length": data.min_length}
+        if validation.samples:
+            shortest["validation.lengths"] = min(validation.lengths)
+        for key, value in shortest.items():
+            need(
+                pruning.sink + pruning.window < value,
+                f"pruning.sink + pruning.window = {pruning.sink + pruning.window} tokens leave no middle in contexts "
+                f"of {key}={value}; lower pruning.window={pruning.window} or raise {key}",
+            )
+        need(
+            not (self.trainer.shard_weights and validation.samples),
+            f"validation.samples={validation.samples}: validation runs in one process, which has only its share of "
+            "the weights where trainer.shard_weights=true; set validation.samples=0, and use python -m eval on the "
+            "mask",
+        )
+
+
+def plain(given: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration resolved, in built-in types and today's names; the old name of `pruning` is said in a warning."""
+    found = OmegaConf.to_container(given, resolve=True) if isinstance(given, DictConfig) else dict(given)
+    assert isinstance(found, dict)
+    config = {str(key): value for key, value in found.items()}
+    old, pruning = config.pop(OLD_NAME, None) or {}, config.get("pruning") or {}
+    need(
+        isinstance(old, dict) and isinstance(pruning, dict),
+        f"{OLD_NAME}={old}, pruning={pruning}: give settings of the mask to learn, such as pruning.ratio=0.7",
+    )
+    changed = {key: value for key, value in old.items() if key not in pruning or pruning[key] != value}
+    if changed and pruning:
+        told = ", ".join(f"{key}={value}" for key, value in changed.items())
+        log.warning("%s is called pruning now; %s is taken from its old name", OLD_NAME, told)
+    return {**config, "pruning": {**pruning, **changed}}
+
+
+def check(given: DictConfig | Mapping[str, Any]) -> RunConfig:
+    """The typed settings of a configuration, each looked at before weights are loaded.
 
     Raises BadConfig, ValueError for an unknown task, FileNotFoundError where the model or the essays are missing.
     """
-    for key, least in LEAST.items():
-        value = OmegaConf.select(config, key)
-        need(
-            isinstance(value, int) and _is_number(value) and value >= least,
-            f"{key}={value} cannot work: give a whole number from {least} on",
-        )
-    check_trainer(config)
-    mask, data, validation = config.mask, config.data, config.validation
-    need(
-        _is_number(mask.ratio) and 0 <= mask.ratio < 1,
-        f"mask.ratio={mask.ratio} is not in [0, 1): it is the share of channels to prune, e.g. 0.7",
-    )
-    need(mask.rounding in ROUNDINGS, f"mask.rounding={mask.rounding!r} is unknown; use one of {', '.join(ROUNDINGS)}")
-    need(
-        config.model.dtype in backbones.DTYPES,
-        f"model.dtype={config.model.dtype!r} is unknown; use one of {', '.join(backbones.DTYPES)}",
-    )
-    for name in ("stage1", "stage2"):
-        stage_config(config, name)
-    need(
-        data.min_length <= data.max_length,
-        f"data.min_length={data.min_length} is above data.max_length={data.max_length}; exchange them",
-    )
-    need(
-        any(share > 0 for share in data.tasks.values()) and all(share >= 0 for share in data.tasks.values()),
-        f"data.tasks={dict(data.tasks)} has no task to draw: give shares from 0 on, at least one above 0",
-    )
+    resolved = plain(given)
+    config = typed(RunConfig, {**resolved, "logger": resolved.get("logger") or {}})
+    data, validation = config.data, config.validation
     for name in [*data.tasks, *((validation.tasks or []) if validation.samples else [])]:
         task(name)
     if data.essays is not None:
         haystack.sentences(data.essays, "train")
-    shortest = {"data.min_length": data.min_length}
     longest = {"data.max_length": data.max_length}
     if validation.samples:
-        need(bool(validation.lengths), "validation.lengths is empty: give lengths, or set validation.samples=0")
-        shortest["validation.lengths"], longest["validation.lengths"] = min(validation.lengths), max(validation.lengths)
-    for key, value in shortest.items():
-        need(
-            mask.sink + mask.window < value,
-            f"mask.sink + mask.window = {mask.sink + mask.window} tokens leave no middle in contexts of "
-            f"{key}={value}; lower mask.window={mask.window} or raise {key}",
-        )
+        longest["validation.lengths"] = max(validation.lengths)
     check_model(config, longest)
+    return config
 
 
-def check_trainer(config: DictConfig) -> None:
-    """Look at the settings of several processes, and of the prefill's kernel."""
-    trainer = config.trainer
-    need(
-        isinstance(trainer.shard_weights, bool),
-        f"trainer.shard_weights={trainer.shard_weights} cannot work: give true or false",
-    )
-    for key, alone in (("shard_weights", False), ("sequence_parallel", 1)):
-        need(
-            trainer[key] == alone or str(trainer.strategy).startswith("ddp"),
-            f"trainer.{key}={trainer[key]} needs several processes, but trainer.strategy={trainer.strategy}; "
-            "set trainer.strategy=ddp and trainer.devices, or use trainer=fsdp or trainer=sequence_parallel",
-        )
-    need(
-        not (trainer.shard_weights and config.validation.samples),
-        f"validation.samples={config.validation.samples}: validation runs in one process, which has only its share of "
-        "the weights where trainer.shard_weights=true; set validation.samples=0, and use python -m eval on the mask",
-    )
-    kernel = trainer.prefill_kernel
-    need(kernel in KERNELS, f"trainer.prefill_kernel={kernel!r} is unknown; use one of {', '.join(KERNELS)}")
-    need(
-        kernel != "flash_attn" or find_spec("flash_attn") is not None,
-        "trainer.prefill_kernel='flash_attn', but the package is not installed: pip install flash-attn, or use auto",
-    )
-
-
-def check_model(config: DictConfig, longest: dict[str, int]) -> None:
+def check_model(config: RunConfig, longest: dict[str, int]) -> None:
     """Look at the model's own config: positions, shape. longest: setting -> tokens of its longest sequence."""
     name = config.model.name
-    model = backbones.load_config(name, overrides(config))
+    model = backbones.load_config(name, config.model.overrides)
     kind = f"model.name={name} ({model.model_type})"
     need(has_rope(model), f"{kind} has no rotary positions (RoPE); choose a RoPE decoder such as Llama")
     missing = [k for k in ("num_hidden_layers", "num_key_value_heads", "hidden_size") if not hasattr(model, k)]
     need(not missing, f"{kind} is no plain decoder: its config has no {', '.join(missing)}; choose a text model")
-    dim = backbones.kv_shape(model)[2]
+    dim, align = backbones.kv_shape(model)[2], config.pruning.align
     need(
-        dim % config.mask.align == 0, f"mask.align={config.mask.align} does not divide head_dim={dim} of {kind}; "
-        "use a divisor such as 16",
+        dim % align == 0, f"pruning.align={align} does not divide head_dim={dim} of {kind}; use a divisor such as 16",
     )  # fmt: skip
     limit = getattr(model, "max_position_embeddings", None)
     window = getattr(model, "sliding_window", None)
@@ -143,7 +208,7 @@ def check_model(config: DictConfig, longest: dict[str, int]) -> None:
         need(
             limit is None or value <= limit,
             f"{key}={value} is beyond the {limit} positions of {kind}; lower it, or extend the model with "
-            "model.overrides (see conf/experiment/qwen_70pct_yarn.yaml)",
+            "model.overrides (see conf/train/experiment/qwen_70pct_yarn.yaml)",
         )
         need(
             window is None or value <= window,
@@ -165,34 +230,6 @@ def check_model(config: DictConfig, longest: dict[str, int]) -> None:
     )
 
 
-def stage_config(config: DictConfig, name: str) -> StageConfig:
-    """The settings of "stage1" or "stage2". Raises BadConfig for an unknown key, name or number."""
-    found = OmegaConf.to_container(config[name], resolve=True)
-    assert isinstance(found, dict)
-    given = {str(k): v for k, v in found.items()}
-    known = [f.name for f in fields(StageConfig)]
-    for key, value in given.items():
-        need(key in known, f"{name}.{key}={value} is no setting of a stage; choose among {', '.join(known)}")
-    stage = StageConfig(**given)
-    for key, choices in CHOICES.items():
-        value = getattr(stage, key)
-        need(value in choices, f"{name}.{key}={value!r} is unknown; use one of {', '.join(choices)}")
-    need(_is_number(stage.lr) and stage.lr > 0, f"{name}.lr={stage.lr} must be a number above 0; the paper has 0.02")
-    need(_is_number(stage.lam) and stage.lam >= 0, f"{name}.lam={stage.lam} must be a number from 0 on; e.g. 0.06")
-    return stage
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def overrides(config: DictConfig) -> dict[str, Any]:
-    """Values to change in the model's own config."""
-    found = OmegaConf.to_container(config.model.get("overrides") or OmegaConf.create({}), resolve=True)
-    assert isinstance(found, dict)
-    return {str(k): v for k, v in found.items()}
-
-
 def check_folder(out: Path, fingerprint: str, resume: bool) -> None:
     """Raise BadConfig for a run directory whose checkpoints are not to be used, or are another config's."""
     if not (out / "checkpoints").exists():
@@ -207,9 +244,11 @@ def check_folder(out: Path, fingerprint: str, resume: bool) -> None:
     )
 
 
-def fingerprint(config: DictConfig) -> str:
-    """Twelve hexadecimal digits that change with anything that changes the mask."""
-    resolved = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(resolved, dict)
-    kept = {str(k): v for k, v in resolved.items() if k not in NOT_IN_HASH}
+def fingerprint(given: DictConfig | Mapping[str, Any]) -> str:
+    """Twelve hexadecimal digits that change with anything that changes the mask.
+
+    The group `pruning` enters under its old name, so that folders written before keep their fingerprint.
+    """
+    kept = {key: value for key, value in plain(given).items() if key not in NOT_IN_HASH}
+    kept[OLD_NAME] = kept.pop("pruning")
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]

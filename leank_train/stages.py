@@ -7,14 +7,16 @@ stage 2   minimise  ||H_full - H_scaled||^2                        with beta = T
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import lightning as L
 import torch
 import torch.distributed as dist
+from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
 from leank_train import distill
+from leank_train.attention import EMPTY_HEADS
 from leank_train.backbone import Backbone
 from leank_train.branching import branch, prefill, prefill_and_branch, student
 from leank_train.data import Batch
@@ -22,26 +24,27 @@ from leank_train.mask import ChannelMask
 from leank_train.parallel import Parallel, shard
 from leank_train.prefix import beside
 from leank_train.sequence_parallel import prefill_in_shares
+from leank_train.typed import Checked, Count, OneOf
 
 
 @dataclass(frozen=True)
-class StageConfig:
-    """Settings of one stage; `conf/stage1`, `conf/stage2` hold the paper's values and name the official code's.
+class StageConfig(Checked):
+    """Settings of one stage; `stage1` and `stage2` of conf hold the paper's values and name the official code's.
 
     steps; lr; schedule: official | constant; reduction: official | paper; clamp: keep alpha in [0, 1];
     empty_heads: drop | zero (what Eq. 1 does for a head without channels).
     lam, l1: stage 1's lambda, and mean | sum of |alpha|. straight_through: binary | alpha_beta, stage 2.
     """
 
-    steps: int
-    lr: float
-    schedule: str = "official"
-    reduction: str = "official"
+    steps: Count
+    lr: Annotated[float, Gt(0), Le(1), "scores lie in [0, 1], and the paper has 0.02"]
+    schedule: Annotated[str, OneOf(*distill.SCHEDULES)] = "official"
+    reduction: Annotated[str, OneOf(*distill.REDUCTIONS)] = "official"
     clamp: bool = True
-    empty_heads: str = "zero"
-    lam: float = 0.0
-    l1: str = "mean"
-    straight_through: str = "binary"
+    empty_heads: Annotated[str, OneOf(*EMPTY_HEADS)] = "zero"
+    lam: Annotated[float, Ge(0), Le(1000), "the paper has 0.06"] = 0.0
+    l1: Annotated[str, OneOf(*distill.L1_FORMS)] = "mean"
+    straight_through: Annotated[str, OneOf(*distill.STRAIGHT_THROUGH)] = "binary"
 
 
 class Stage(L.LightningModule):

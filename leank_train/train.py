@@ -13,7 +13,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from hydra.utils import instantiate
 from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig, OmegaConf
 
@@ -27,15 +26,15 @@ from leank_train.files import Lock, write_json, write_text
 from leank_train.mask import ChannelMask, check_ratio
 from leank_train.preempt import SaveOnSignal, Signals
 from leank_train.recorder import AtomicCheckpointIO, Progress, Recorder
-from leank_train.settings import BadConfig, check, check_folder, fingerprint, need, overrides, stage_config
+from leank_train.settings import BadConfig, RunConfig, check, check_folder, fingerprint, plain
 from leank_train.stages import Stage, Stage1, Stage2
 from leank_train.tensor_files import read_checkpoint, write_checkpoint, write_tensors
-from leank_train.wandb_log import log_results
+from leank_train.wandb_log import log_results, make_logger
 
 REQUEUED = 120.0  # seconds that a requeued job waits for the lock of its predecessor
 
 
-def run(config: DictConfig, out: Path, signals: Signals | None = None) -> dict[str, Any]:
+def run(given: DictConfig, out: Path, signals: Signals | None = None) -> dict[str, Any]:
     """Train a mask into the folder `out`, or go on with what is there.
 
     Returns the metrics written to metrics.json; of several processes, in the first alone. Where `signals` listens, a
@@ -44,24 +43,21 @@ def run(config: DictConfig, out: Path, signals: Signals | None = None) -> dict[s
     Raises BadConfig where no stage has a step: such a mask would keep the first channels of the first heads, which
     nobody has chosen. Raises BlockingIOError where another run is writing into `out`.
     """
-    check(config)
-    need(
-        config.stage1.steps + config.stage2.steps > 0,
-        "stage1.steps=0 and stage2.steps=0: nothing would be learned; give one of them steps above 0",
-    )
-    with claimed(config, out) as identity:
-        return train(config, identity, out, signals or Signals())
+    resolved = plain(given)
+    config = check(resolved)
+    with claimed(config, resolved, out) as identity:
+        return train(config, resolved, identity, out, signals or Signals())
 
 
 @contextmanager
-def claimed(config: DictConfig, out: Path) -> Iterator[str]:
+def claimed(config: RunConfig, resolved: dict[str, Any], out: Path) -> Iterator[str]:
     """The folder `out`, for this run alone; yields the fingerprint of its config, which it holds from now on.
 
     The first process holds the lock, for all of the run. A job that Slurm requeued waits for the one before, whose lock
     a file server may keep for a while after its end.
     """
-    identity = fingerprint(config)
-    if not parallel.is_first(config):
+    identity = fingerprint(resolved)
+    if not parallel.is_first(config.trainer):
         check_folder(out, identity, config.resume)
         yield identity
         return
@@ -69,38 +65,39 @@ def claimed(config: DictConfig, out: Path) -> Iterator[str]:
     busy = f"{out} is being written by another training; wait for it, or set hydra.run.dir to a new folder"
     with Lock(out / "run.lock", busy, patience=REQUEUED if "SLURM_RESTART_COUNT" in os.environ else 0):
         check_folder(out, identity, config.resume)
-        write_text(out / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
+        write_text(out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)))
         write_text(out / "config.hash", identity + "\n")
         yield identity
 
 
-def train(config: DictConfig, identity: str, out: Path, signals: Signals) -> dict[str, Any]:
+def train(config: RunConfig, resolved: dict[str, Any], identity: str, out: Path, signals: Signals) -> dict[str, Any]:
     """What `run` does in a folder that is claimed."""
     started = time.time()
     torch.set_float32_matmul_precision("high")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its notes on hardware and products
     L.seed_everything(config.seed, workers=True, verbose=False)
-    place, shared = parallel.device(config), parallel.settings(config)
+    place, shared = parallel.device(config.trainer), parallel.settings(config.trainer)
     kind = str(backbones.torch_dtype(config.model.dtype, place)).removeprefix("torch.")
     loaded = torch.device("cpu") if shared.shard_weights else place  # shared out when the processes know each other
     with memory("while loading the model", f"the precision, model.dtype={config.model.dtype}"):
-        backbone = backbones.load(config.model.name, kind, loaded, config.model.chat, overrides(config))
+        backbone = backbones.load(config.model.name, kind, loaded, config.model.chat, dict(config.model.overrides))
     # a context too short for a task, or an answer without tokens, is an error now, not in the middle of the night
     first = mixture(config, backbone, "stage1", 1)
     documents = [first.build(name, config.data.min_length, 0) for name, share in config.data.tasks.items() if share]
     for together in [documents] if config.data.documents > 1 else [[d] for d in documents]:
         collate(backbone, together)
     check_lengths(config, backbone)
-    check_ratio(backbone.shape, config.mask.ratio, config.mask.align, config.mask.rounding)
-    logger = instantiate(config.logger, save_dir=str(out)) if config.logger else None
+    check_ratio(backbone.shape, config.pruning.ratio, config.pruning.align, config.pruning.rounding)
+    logger = make_logger(config.logger, out)
     if logger:
-        logger.log_hyperparams(OmegaConf.to_container(config, resolve=True))
+        logger.log_hyperparams(resolved)
 
-    span = dict(sink=config.mask.sink, window=config.mask.window)
-    size = dict(ratio=config.mask.ratio, align=config.mask.align, rounding=config.mask.rounding)
-    stage1 = Stage1(backbone, stage_config(config, "stage1"), **span, parallel=shared)
+    pruning = config.pruning
+    span: dict[str, Any] = dict(sink=pruning.sink, window=pruning.window)
+    size: dict[str, Any] = dict(ratio=pruning.ratio, align=pruning.align, rounding=pruning.rounding)
+    stage1 = Stage1(backbone, config.stage1, **span, parallel=shared)
     record1 = fit(config, stage1, "stage1", out, logger, signals)
-    stage2 = Stage2(backbone, stage_config(config, "stage2"), **span, alpha=stage1.alpha, parallel=shared, **size)
+    stage2 = Stage2(backbone, config.stage2, **span, alpha=stage1.alpha, parallel=shared, **size)
     record2 = fit(config, stage2, "stage2", out, logger, signals)
     if not stage2.trainer.is_global_zero:
         return {}
@@ -128,7 +125,7 @@ def train(config: DictConfig, identity: str, out: Path, signals: Signals) -> dic
         warnings.warn(f"{out / 'mask.safetensors'}: {doubt}", stacklevel=1)
     mask.save(out / "mask.safetensors")
     write_tensors(out / "alpha.safetensors", {"alpha": alpha, "stage1": scores1})
-    for align in {1, config.mask.align}:  # what stage 2 is worth (appendix E): the same scores without it
+    for align in {1, pruning.align}:  # what stage 2 is worth (appendix E): the same scores without it
         alone = ChannelMask.from_scores(scores1, **{**size, "align": align}, metadata=metadata)
         alone.save(out / "stage1" / f"mask_align{align}.safetensors")
     if config.validation.samples:
@@ -138,8 +135,7 @@ def train(config: DictConfig, identity: str, out: Path, signals: Signals) -> dic
     figures = plots.training_plots(record1, record2, alpha, mask, out / "plots")
     metrics["seconds"]["all"] = round(time.time() - started, 1)
     write_json(out / "metrics.json", metrics)
-    resolved = OmegaConf.to_container(config, resolve=True)
-    log_results(logger, metrics, figures, resolved, mask, out)  # type: ignore[arg-type]
+    log_results(logger, metrics, figures, resolved, mask, out)
     return metrics
 
 
@@ -155,7 +151,7 @@ def memory(when: str, settings: str) -> Iterator[None]:
         ) from error
 
 
-def mixture(config: DictConfig, backbone: Backbone, stage: str, world: int) -> Mixture:
+def mixture(config: RunConfig, backbone: Backbone, stage: str, world: int) -> Mixture:
     """The training documents of a stage; the documents of one step share a length."""
     data = config.data
     return Mixture(
@@ -165,12 +161,12 @@ def mixture(config: DictConfig, backbone: Backbone, stage: str, world: int) -> M
     )  # fmt: skip
 
 
-def fit(config: DictConfig, stage: Stage, name: str, out: Path, logger: Any, signals: Signals) -> Recorder:
+def fit(config: RunConfig, stage: Stage, name: str, out: Path, logger: Any, signals: Signals) -> Recorder:
     """Run one stage, go on from its checkpoint, or read what it left when it was done."""
     folder, recorder = out / "checkpoints" / name, Recorder(stage.config.steps // 20)
     done, last = folder / "done.ckpt", folder / "last.ckpt"
     trainer = parallel.trainer(
-        config,
+        config.trainer,
         max_steps=stage.config.steps,
         max_epochs=-1,
         logger=logger or False,

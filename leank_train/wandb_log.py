@@ -10,11 +10,40 @@ import hashlib
 import json
 import netrc
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from leank_train.mask import ChannelMask
+from leank_train.typed import Checked, OneOf
+
+
+@dataclass(frozen=True)
+class LoggerConfig(Checked):
+    """Where curves and results go, conf/shared/logger; files in the run directory are written in any case.
+
+    kind: "none", or "wandb" for Weights & Biases. A configuration names a kind and no class, so it cannot choose code.
+    project, group, name, entity, tags, notes: of the W&B run; name None is the run directory's.
+    mode: online, offline, or auto: online where W&B has a key.
+    """
+
+    kind: Annotated[str, OneOf("none", "wandb")] = "none"
+    project: str = "leank"
+    group: str | None = None
+    name: str | None = None
+    mode: Annotated[str, OneOf("auto", "online", "offline")] = "auto"
+    entity: str | None = None
+    tags: Sequence[str] | None = None
+    notes: str | None = None
+
+
+def make_logger(config: LoggerConfig, folder: Path, **more: Any) -> Any:
+    """The logger of a run in `folder`, None for kind "none"; more: further arguments of `wandb.init`."""
+    if config.kind == "none":
+        return None
+    given = {key: value for key, value in asdict(config).items() if key != "kind" and value is not None}
+    return wandb_logger(**given, save_dir=str(folder), **more)
 
 
 def wandb_logger(mode: str, save_dir: str, name: str | None = None, **settings: Any) -> Any:

@@ -3,8 +3,8 @@
     python -m scripts.bench_methods OUT --length 32768           # Llama-3.1-8B shape, random weights, one GPU
     python -m scripts.bench_methods OUT --shape reference --length 600 --new 4      # a CPU, to look at it
 
-Each method of conf/method runs its own pass over the same random prompt (its kind warmed up once), builds its cache
-(twice, the second counts) and decodes `new` forced tokens, one row. Prints and writes OUT/methods.csv:
+Each method of conf/eval/method runs its own pass over the same random prompt (its kind warmed up once), builds its
+cache (twice, the second counts) and decodes `new` forced tokens, one row. Prints and writes OUT/methods.csv:
 
     ttft_s        = prefill_s (to the first token's logits) + cache_s (choosing and storing)
     gb            held after the prompt
@@ -74,9 +74,9 @@ SAMPLES, LONGEST = 4, 8  # most samples to calibrate on; kernels of each method 
 
 
 def configured(name: str, shape: str, mask: Path, sizes: Sizes, model_config: Any, tokenizer: Any) -> Method:
-    """The method `name` of conf/method, with the settings for the reference model where it has some."""
-    small = shape == "reference" and (files("conf") / "method" / "reference" / f"{name}.yaml").is_file()
-    with initialize_config_module("conf", version_base="1.3"):
+    """The method `name` of conf/eval/method, with the settings for the reference model where it has some."""
+    small = shape == "reference" and (files("conf.eval") / "method" / "reference" / f"{name}.yaml").is_file()
+    with initialize_config_module("conf.eval", version_base="1.3"):
         given = compose("eval", [f"method=[{'reference/' if small else ''}{name}]"])
     given.mask, given.cache = str(mask), asdict(sizes)
     config: Any = OmegaConf.to_container(given, resolve=True)
@@ -174,7 +174,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--shape", choices=["llama8b", "reference"], default="llama8b")
     parser.add_argument("--length", type=int, default=32768, help="prompt tokens")
     parser.add_argument("--new", type=int, default=32, help="tokens that are timed; 32 = one flush of the window")
-    parser.add_argument("--methods", nargs="+", default=METHODS, help="of conf/method")
+    parser.add_argument("--methods", nargs="+", default=METHODS, help="of conf/eval/method")
     args = parser.parse_args(argv)
     model, mask, sizes = subject(args.shape)
     tokenizer = load_config(ModelConfig())[1]  # of the shipped model: calibration's ids are in any vocabulary

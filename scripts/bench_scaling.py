@@ -50,14 +50,14 @@ WORK_CPU = ("cpu_op",)
 class Trace(Logger):
     """Traces `steps` training steps into save_dir/trace.json.gz, after `first` others, and seconds into trace.json.
 
-    A logger, for Lightning calls it at the end of every step, and conf/logger can name it.
+    A logger, for Lightning calls it at the end of every step; `traced_training` puts it in the place of the run's own.
     """
 
     name, version = "trace", None
 
-    def __init__(self, save_dir: str, first: int, steps: int) -> None:
+    def __init__(self, save_dir: Path, first: int, steps: int) -> None:
         super().__init__()
-        self.out, self.first, self.steps, self.taken = Path(save_dir), first, steps, 0
+        self.out, self.first, self.steps, self.taken = save_dir, first, steps, 0
         self.activity = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
@@ -81,6 +81,15 @@ class Trace(Logger):
             self.profile.stop()
             self.profile.export_chrome_trace(str(self.out / "trace.json.gz"))
             write_json(self.out / "trace.json", {"steps": self.steps, "seconds": seconds})
+
+
+def traced_training(first: int, steps: int) -> None:
+    """`python -m leank_train` with the arguments of this process, traced."""
+    from leank_train import train as training
+    from leank_train.__main__ import main as command
+
+    training.make_logger = lambda config, folder: Trace(folder, first, steps)  # type: ignore[assignment]
+    command()
 
 
 def _wait() -> None:
@@ -128,9 +137,15 @@ def make_weights(folder: Path) -> None:
     torch.cuda.empty_cache()
 
 
-def train(out: Path, gpus: int, log: Path, settings: Sequence[str]) -> float:
-    """One run of the program into the folder `out`; returns its seconds from start to end."""
-    line = [sys.executable, "-m", "leank_train", *settings, f"hydra.run.dir={out}", f"trainer.devices={gpus}"]
+def train(out: Path, gpus: int, log: Path, settings: Sequence[str], trace: tuple[int, int] | None = None) -> float:
+    """One run of the program into the folder `out`; returns its seconds from start to end.
+
+    trace: steps before the traced ones, and how many of those; None traces nothing.
+    """
+    program = ["-m", "leank_train"]
+    if trace is not None:
+        program = ["-c", f"from scripts.bench_scaling import traced_training; traced_training{trace}"]
+    line = [sys.executable, *program, *settings, f"hydra.run.dir={out}", f"trainer.devices={gpus}"]
     line += [f"trainer={'ddp' if gpus > 1 else 'auto'}"]
     environment = {"NCCL_DEBUG": "VERSION", **os.environ}  # says in the log that NCCL is used
     begin = time.perf_counter()
@@ -198,14 +213,11 @@ def main(argv: list[str] | None = None) -> None:
             f"data.min_length={length[0]}", f"data.max_length={length[-1]}", "stage2.steps=0",
         ]  # fmt: skip
         for gpus in args.gpus:
-            traced = [] if gpus > 1 or not args.trace else [
-                "+logger._target_=scripts.bench_scaling.Trace", f"+logger.first={timed + SETTLE}",
-                f"+logger.steps={args.trace}",
-            ]  # fmt: skip
+            traced = None if gpus > 1 or not args.trace else (timed + SETTLE, args.trace)
             steps = timed + (SETTLE + args.trace if traced else 0)
             run = Path(scratch) / f"gpus_{gpus}"
             log = out / f"gpus_{gpus}.log"
-            seconds = train(run, gpus, log, [*settings, f"stage1.steps={steps}", *traced])
+            seconds = train(run, gpus, log, [*settings, f"stage1.steps={steps}"], traced)
             training = json.loads((run / "metrics.json").read_text())["seconds"]["training"]
             row = {**speed(run, gpus, args.warm_up, args.steps), "other_seconds": seconds - training}
             rows = [r for r in result["runs"] if r["gpus"] != gpus] + [row]

@@ -179,7 +179,7 @@ def hours(results: Results, experiment: str) -> dict[str, Any] | None:
 
     None where fewer than three lengths are measured, or not the shortest and longest: nothing is extrapolated.
     """
-    with initialize_config_dir(str(files("conf")), version_base="1.3"):
+    with initialize_config_dir(str(files("conf.train")), version_base="1.3"):
         config = compose("train", [f"+experiment={experiment}"])
     measured, low, high = sorted(results), config.data.min_length, config.data.max_length
     if len(measured) < 3 or measured[0] > low or measured[-1] < high:

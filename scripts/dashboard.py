@@ -40,7 +40,7 @@ def training_table(runs: Sequence[Training]) -> Table:
     for run in runs:
         found, base = run.metrics, run.recall.get("dense")
         seconds = number(found["seconds"]["training"])
-        cells = [run.name, Path(run.config.model.name).name, f"{run.config.mask.ratio:g}",
+        cells = [run.name, Path(run.config.model.name).name, f"{run.config.pruning.ratio:g}",
                  f"{100 * found['pruning_ratio']:.1f}%", f"{found['empty_heads']} of {found['heads']}",
                  number(found["alpha_mean"], 3), seconds]  # fmt: skip
         recall = [run.recall.get(method) for method in methods]

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from eval.report.summary import summarise
 from eval.results import GLOB, read
 from leank_train.mask import ChannelMask
+from leank_train.settings import plain
 from leank_train.tensor_files import read_checkpoint
 
 STAGES = ("stage1", "stage2")
@@ -44,8 +45,9 @@ def trainings(roots: Sequence[Path]) -> list[Training]:
             folder = file.parent
             if not (folder / "mask.safetensors").is_file() or not (folder / "config.yaml").is_file():
                 continue
-            config = OmegaConf.load(folder / "config.yaml")
-            assert isinstance(config, DictConfig)
+            written = OmegaConf.load(folder / "config.yaml")
+            assert isinstance(written, DictConfig)
+            config = OmegaConf.create(plain(written))
             name = folder.name if folder == root else str(folder.relative_to(root))
             mask = ChannelMask.load(folder / "mask.safetensors")
             steps = {stage: _steps(folder / "checkpoints" / stage / "done.ckpt") for stage in STAGES}
@@ -74,7 +76,7 @@ def training_points(runs: Sequence[Training]) -> Points:
     points: Points = defaultdict(lambda: defaultdict(list))
     for run in runs:
         for method, score in run.recall.items():
-            points[method][float(run.config.mask.ratio)].append(score)
+            points[method][float(run.config.pruning.ratio)].append(score)
     return points
 
 

@@ -53,7 +53,7 @@ def record(sweep: Path) -> DictConfig:
     assert isinstance(found, DictConfig)
     name = found.hydra.job.config_name
     if name != "train":
-        raise ValueError(f"{file} is of conf/{name}.yaml; only sweeps of python -m leank_train are understood")
+        raise ValueError(f"{file} is of {name}.yaml; only sweeps of python -m leank_train are understood")
     return found
 
 

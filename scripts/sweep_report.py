@@ -24,7 +24,7 @@ from eval.results import GLOB, read
 from leank_train.escape import csv_text, markdown_table
 from leank_train.escape import markdown as escaped
 from leank_train.files import write_bytes, write_text
-from leank_train.settings import NOT_IN_HASH
+from leank_train.settings import NOT_IN_HASH, plain
 
 RESULT, OWN, AVERAGE, DENSE = "metrics.json", "validation", "average", "dense"
 WHOLE = ("data.tasks",)  # settings that are one value
@@ -78,9 +78,8 @@ def collect(sweep: Path) -> list[Score]:
     """Every score of every member that is done. Raises ValueError where there is none, or two have equal settings."""
     found, configs = {}, {}
     for folder in sorted(file.parent for file in sweep.rglob(RESULT)):
-        config = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"), resolve=True)
-        assert isinstance(config, dict)
-        kept = {str(k): v for k, v in config.items() if k == OWN or k not in NOT_IN_HASH}
+        config = plain(OmegaConf.load(folder / "config.yaml"))  # type: ignore[arg-type]
+        kept = {k: v for k, v in config.items() if k == OWN or k not in NOT_IN_HASH}
         configs[folder], found[folder] = flat(kept), list(member_scores(folder))
     if not any(found.values()):
         raise ValueError(f"{sweep} has no member with scores: see `status`, and validation.samples of its runs")
@@ -148,7 +147,7 @@ def figure4(table: Sequence[Row], source: str) -> Figure:
     for row in (row for row in table if AVERAGE in row.cells):
         mean, deviation = row.cells[AVERAGE]
         settings = {name: value for name, value in row.settings if value is not None}
-        ratio = settings.pop("mask.ratio", None)
+        ratio = settings.pop("pruning.ratio", None)
         label = ", ".join([row.method, *(f"{k.rsplit('.', 1)[-1]}={v}" for k, v in settings.items())])
         if row.method == DENSE:
             axis.axhline(mean, color="black", lw=1, ls="--", label=f"{label} {mean:.1f}")
@@ -176,7 +175,7 @@ def write_report(sweep: Path) -> list[Path]:
         tasks = list(dict.fromkeys(s.task for s in own))
         found = rows(own, tasks)
         text.append(f"# {escaped(source)}: accuracy in %, mean ± standard deviation over seeds\n")
-        if "mask.ratio" in varied:
+        if "pruning.ratio" in varied:
             picture = io.BytesIO()
             figure4(found, source).savefig(picture, format="png", dpi=130, metadata={"Software": None})
             files.append(out / "figure4_{}.png".format(re.sub(r"[^\w.-]+", "-", source)))

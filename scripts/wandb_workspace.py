@@ -37,7 +37,7 @@ def workspace(project: str) -> Any:
         "line": lambda title, keys: reports.LinePlot(title=title, x="Step", y=keys),
         "bar": lambda title, keys: reports.BarPlot(title=title, metrics=keys),
         "ratio": lambda title, keys: reports.ScatterPlot(
-            title=title, x=reports.Config("mask.ratio"), y=reports.SummaryMetric(keys[0])
+            title=title, x=reports.Config("pruning.ratio"), y=reports.SummaryMetric(keys[0])
         ),
         "media": lambda title, keys: reports.MediaBrowser(title=title, media_keys=keys),
     }

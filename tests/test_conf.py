@@ -13,12 +13,15 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from transformers import LlamaConfig, Qwen2Config
 
-from leank_train import backbone, settings
+from conf import of_other_command
+from eval.__main__ import refuse_repeated
+from leank_train import backbone, settings, typed
 from leank_train.stages import StageConfig
 from tests.tiny_run import ROOT
 
-CONF = Path(str(files("conf")))
-EXPERIMENTS = sorted(p.stem for p in CONF.glob("experiment/*.yaml") if "benchmark" not in OmegaConf.load(p))
+CONF = Path(str(files("conf.train")))
+EXPERIMENTS = sorted(p.stem for p in CONF.glob("experiment/*.yaml"))
+OF_EVAL = sorted(p.stem for p in CONF.parent.glob("eval/experiment/*.yaml"))
 PAPER = {  # section 4.1: learning rates of the stages, range of the training lengths
     "llama_70pct": ((0.02, 0.01), (16 * 1024, 96 * 1024)),
     "qwen_70pct": ((0.04, 0.02), (4 * 1024, 32 * 1024)),
@@ -39,6 +42,10 @@ MODELS = {  # the published configs, as far as the checks look
         rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
     ),
 }  # fmt: skip
+
+
+GROUPS = {"train": {"data", "pruning", "stage1", "trainer", "validation"}, "eval": {"benchmark", "method"}}
+COMMANDS = {"train": "leank_train", "eval": "eval"}
 
 
 def composed(*overrides):
@@ -62,10 +69,7 @@ def published(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_passes_the_checks(name, published):
     config = composed(f"+experiment={name}")
-    settings.check(config)
-    assert config.name == name
-    for stage in ("stage1", "stage2"):
-        settings.stage_config(config, stage)
+    assert settings.check(config).name == name
     assert len(settings.fingerprint(config)) == 12
 
 
@@ -81,12 +85,12 @@ def test_the_paper_s_numbers(name):
     assert (config.stage1.steps, config.stage2.steps) == (2000, 200)
     assert config.stage1.lam == 0.06
     assert (config.data.min_length, config.data.max_length) == (low, high)
-    assert (config.mask.sink, config.mask.window, config.mask.ratio) == (128, 1024, 0.7)
+    assert (config.pruning.sink, config.pruning.window, config.pruning.ratio) == (128, 1024, 0.7)
 
 
 def test_yarn_extends_qwen_fourfold(published):
     config = composed("+experiment=qwen_70pct_yarn")
-    model = backbone.load_config(config.model.name, settings.overrides(config))
+    model = backbone.load_config(config.model.name, config.model.overrides)
     assert model.rope_parameters["rope_type"] == "yarn"
     assert model.rope_parameters["factor"] == 4.0
     assert model.rope_parameters["original_max_position_embeddings"] == 32768
@@ -98,19 +102,19 @@ def test_yarn_extends_qwen_fourfold(published):
 def test_reference_experiments(name):
     config = composed(f"+experiment={name}")
     assert config.model.name == "reference"
-    assert config.mask.sink == 16
-    assert config.mask.window <= 256
-    assert config.mask.ratio == int(name[10:12]) / 100
-    assert config.mask.align == 16
+    assert config.pruning.sink == 16
+    assert config.pruning.window <= 256
+    assert config.pruning.ratio == int(name[10:12]) / 100
+    assert config.pruning.align == 16
 
 
 def test_overrides_win():
-    config = composed("+experiment=llama_70pct", "model.name=/models/x", "mask.ratio=0.5", "stage2.lr=1", "seed=7")
-    assert (config.model.name, config.mask.ratio, config.stage2.lr, config.seed) == ("/models/x", 0.5, 1, 7)
+    config = composed("+experiment=llama_70pct", "model.name=/models/x", "pruning.ratio=0.5", "stage2.lr=1", "seed=7")
+    assert (config.model.name, config.pruning.ratio, config.stage2.lr, config.seed) == ("/models/x", 0.5, 1, 7)
     assert config.logger.group == "llama_70pct"
     one_task = composed("data=paper")
     assert {name for name, share in one_task.data.tasks.items() if share} == {"kv", "multivalue"}
-    assert not composed("logger=none").logger
+    assert not composed("logger=none").get("logger")
     assert composed("trainer=ddp").trainer.strategy == "ddp"
 
 
@@ -119,20 +123,53 @@ def test_a_stage_takes_every_key(stage):
     keys = {f.name: f.default for f in fields(StageConfig)} | {"steps": 3, "lr": 0.5}
     assert {*composed()[stage]} <= {*keys}
     config = composed(*(f"++{stage}.{key}={value}" for key, value in keys.items()))
-    assert settings.stage_config(config, stage) == StageConfig(**keys)
+    assert typed.typed(StageConfig, OmegaConf.to_container(config[stage])) == StageConfig(**keys)
 
 
-def test_help_is_quick_and_names_the_groups(tmp_path):
-    started = time.time()
+def command(root, tmp_path, *arguments):
+    """A command's (return code, stdout, stderr)."""
     found = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "leank_train", "--help"],
+        [sys.executable, "-X", "importtime", "-m", COMMANDS[root], *arguments],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
     )  # fmt: skip
-    assert found.returncode == 0
+    return found.returncode, found.stdout, found.stderr
+
+
+@pytest.mark.parametrize("root", COMMANDS)
+def test_help_is_quick_and_shows_what_the_command_takes(root, tmp_path):
+    started = time.time()
+    code, said, imported = command(root, tmp_path, "--help")
+    assert code == 0
     assert time.time() - started < 10  # a second on an idle machine
-    for group in ("experiment", "model", "pruning", "stage1", "validation"):
-        assert f"{group}: " in found.stdout
-    assert all(name in found.stdout for name in EXPERIMENTS)
-    modules = {line.rsplit("|", 1)[1].strip() for line in found.stderr.splitlines() if line.startswith("import time:")}
+    head, groups = said.split("== Configuration groups ==")
+    assert head.count(f"python -m {COMMANDS[root]} ") >= 3  # examples
+    listed = dict(line.split(": ", 1) for line in groups.split("== Config ==")[0].splitlines() if ": " in line)
+    (other,) = COMMANDS.keys() - {root}
+    assert GROUPS[root] <= listed.keys()
+    assert not GROUPS[other] & listed.keys()
+    assert listed["experiment"].split(", ") == (EXPERIMENTS if root == "train" else OF_EVAL)
+    for shared in ("model", "logger"):
+        names = ", ".join(sorted(p.stem for p in CONF.parent.glob(f"shared/{shared}/*.yaml")))
+        assert f"\n{shared}: {names}\n" in head
+    modules = {line.rsplit("|", 1)[1].strip() for line in imported.splitlines() if line.startswith("import time:")}
     assert not modules & {"torch", "transformers", "lightning", "matplotlib"}
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("root", COMMANDS)
+def test_an_experiment_of_the_other_command_says_whose_it_is(root):
+    (other,) = COMMANDS.keys() - {root}
+    mine, others = (EXPERIMENTS, OF_EVAL) if root == "train" else (OF_EVAL, EXPERIMENTS)
+    for name in others:
+        for argument in (f"+experiment={name}", f"experiment={name}", f"+experiment=[{mine[0]},{name}]"):
+            assert of_other_command(["seed=1", argument], root) == (
+                f"experiment={name} belongs to another command: python -m {COMMANDS[other]} +experiment={name}"
+            )
+    assert not any(of_other_command([f"+experiment={name}"], root) for name in (*mine, "no_such"))
+
+
+def test_a_method_named_twice_is_refused():
+    refuse_repeated(["method=[dense,h2o,reference/think]", "method.h2o.window=3", "method=dense"])
+    for again in ("h2o", "reference/h2o"):
+        with pytest.raises(ValueError, match="h2o is there twice; leave one out"):
+            refuse_repeated(["seed=1", f"method=[dense, h2o, {again}]"])

@@ -26,7 +26,7 @@ def largest_key(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (given,) = re.findall(r"```yaml\n(.*?)```", DOCS, re.DOTALL)
     (label,) = loaded = yaml.safe_load(given)
-    assert f"conf/method/{label}.yaml" in DOCS
+    assert f"conf/eval/method/{label}.yaml" in DOCS
     return method(label, loaded[label], SIZES)
 
 
@@ -50,7 +50,7 @@ def test_the_example_of_a_new_method(largest_key):
 def test_every_method_is_in_a_table():
     rows = [line.split("|")[1] for line in DOCS.splitlines() if line.startswith("| `")]
     named = {name for cell in rows for name in re.findall(r"`(\w+)`", cell)}
-    configured = {p.stem for p in (ROOT / "conf" / "method").glob("*.yaml")} - {"dense"}
+    configured = {p.stem for p in (ROOT / "conf" / "eval" / "method").glob("*.yaml")} - {"dense"}
     mentioned = {name for name in configured if f"`{name}`" in DOCS}
     assert mentioned == configured
     assert named <= configured

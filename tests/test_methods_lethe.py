@@ -302,10 +302,10 @@ def test_what_cannot_be_is_refused(monkeypatch):
     with pytest.raises(RuntimeError, match="the kernel gives no attention weights"):
         Auto(insist=True).attend(store, torch.randn(2, 4, 1, 8), torch.zeros(2, 1), 1.0)
     for change, message in (
-        ({"reading": "mine"}, "reading='mine' must be text or printed"),
-        ({"sparse_ratio": 1}, "sparse_ratio=1 must be more than 1"),
-        ({"recent_ratio": 1.5}, r"recent_ratio=1.5 must be in \[0, 1\)"),
-        ({"segments": 1}, "segments=1 must be at least 2"),
+        ({"reading": "mine"}, "reading='mine' must be one of text, printed"),
+        ({"sparse_ratio": 1}, "sparse_ratio=1 must be a number above 1"),
+        ({"recent_ratio": 1.5}, r"recent_ratio=1.5 must be a number in \[0, 1\)"),
+        ({"segments": 1}, "segments=1 must be an integer of at least 2"),
     ):
         with pytest.raises(ValueError, match=message):
             Lethe(**change).check(None, None)

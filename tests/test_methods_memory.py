@@ -23,7 +23,7 @@ from leank_train.mask import ChannelMask
 from tests.conftest import tiny_model
 
 LENGTH, ITEM = 2500, 4
-NAMES = sorted(p.stem for p in (Path(__file__).parents[1] / "conf" / "method").glob("*.yaml"))
+NAMES = sorted(p.stem for p in (Path(__file__).parents[1] / "conf" / "eval" / "method").glob("*.yaml"))
 BY_PROMPT = {"asl_two_pass", "lethe", "lethe_printed"}  # when they drop tokens, the prompt decides
 
 
@@ -49,7 +49,7 @@ def masks(tmp_path_factory, model):
 @pytest.fixture(scope="module")
 def made(model, masks):
     """Every shipped method, calibrated on as little as possible."""
-    with initialize_config_module("conf", version_base="1.3"):
+    with initialize_config_module("conf.eval", version_base="1.3"):
         config = compose("eval", [f"method=[{','.join(NAMES)}]", f"mask={masks}"])
     given = OmegaConf.to_container(config.method, resolve=True)
     given["by_length"]["channels"]["above"] = {"name": "random", "ratio": 0.5}

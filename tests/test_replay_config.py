@@ -16,7 +16,7 @@ from eval.methods import AXES, REGISTRY, method, name_of
 from eval.prompts import encode, overhead
 from leank_train.mask import ChannelMask
 
-CONF = Path(__file__).parents[1] / "conf"
+CONF = Path(__file__).parents[1] / "conf" / "eval"
 REFERENCE = (7, 4, 64)
 MASK = "leank_train/assets/reference/mask_70pct.safetensors"
 
@@ -31,7 +31,7 @@ def masks(tmp_path_factory):
 
 
 def config(*overrides):
-    with initialize_config_module("conf", version_base="1.3"):
+    with initialize_config_module("conf.eval", version_base="1.3"):
         return OmegaConf.to_container(compose("eval", list(overrides)), resolve=True)
 
 
@@ -107,13 +107,16 @@ def test_every_experiment_composes(name):
         (["method=[dense]", "benchmark.essays=no/such.txt"], "no/such.txt"),
         (["method=[dense]", "+benchmark.depth=3"], "benchmark.depth is no setting; there are tasks"),
         (["method=[dense]", "benchmark.name=ruller"], "benchmark.name='ruller' is unknown; choose one of"),
-        (["method=[dense]", "compress=never"], "compress='never' is unknown"),
+        (["method=[dense]", "compress=never"], "compress='never' must be one of after_question, before_question"),
         (["method=[dense]", "+batchsize=3"], "batchsize is no setting"),
-        (["method=[dense]", "model.dtype=int8"], "model.dtype='int8' is unknown"),
+        (["method=[dense]", "model.dtype=int8"], "model.dtype='int8' must be one of auto, float32"),
         (["method=[dense]", "model.name=no/such/folder"], "model.name=.no/such/folder. cannot be loaded"),
         (["method=[dense]", "model.chat=true"], "no chat template"),
         (["method=[]"], "method is empty"),
-        (["method=[think]", "method.think.channels.ratio=1.5"], "method.think: ratio=1.5 is not in"),
+        (
+            ["method=[think]", "method.think.channels.ratio=1.5"],
+            "method.think.channels.ratio=1.5 must be a number in \\[0, 1\\)",
+        ),
         (["method=[think]", "method.think.channels.ratio=lots"], "method.think.channels.ratio='lots' must be a number"),
         (["method=[think]", "method.think.channels.ratio=null"], "method.think.channels.ratio=None must be a number"),
         (["method=[snapkv]", "method.snapkv.tokens=h2o"], "method.snapkv.tokens='h2o' is no choice; give {name: h2o}"),
@@ -124,7 +127,7 @@ def test_every_experiment_composes(name):
         (["method=[think]", "+method.think.channels.rate=0.5"], "method.think.channels.rate is no setting"),
         (["method=[random]", "method.random.channels.name=rnd"], "name='rnd' is unknown; choose one of leank"),
         (["method=[dense]", "+method.h2o.window=9"], "method.h2o has no choice on any axis .*only window"),
-        (["method=[random]", "cache.window=0"], "method.random: window=0 must be an integer of at least 1"),
+        (["method=[random]", "cache.window=0"], "method.random.window=0 must be an integer of at least 1"),
         (["method=[random]", "+cache.size=0"], "cache.size is no setting"),
         (["method=[static_norm]", "+method.static_norm.channels.length=100"], "length=100 is too short"),
     ],

@@ -156,7 +156,7 @@ def tool(slurm, cwd, *arguments):
 @slow
 def test_sweep_with_a_member_requeued_and_one_killed(slurm, model, tmp_path):
     """Four ratios x two seeds from one command; USR1 to one member, SIGKILL to another, which is then run again."""
-    experiment = tmp_path / "conf/experiment/tiny.yaml"
+    experiment = tmp_path / "conf/train/experiment/tiny.yaml"
     experiment.parent.mkdir(parents=True)
     tiny = settings(model, "stage1.steps=60", "checkpoint_every=1", "name=tiny")
     tree = OmegaConf.masked_copy(tiny, [key for key in tiny if key != "logger"])

@@ -19,7 +19,7 @@ from leank_train.settings import fingerprint
 from scripts import sweep, sweep_report
 from tests.test_replay_report import row as eval_row
 
-CONF = str(files("conf"))
+CONF = str(files("conf.train"))
 
 
 def composed(overrides, **kwargs):
@@ -56,7 +56,7 @@ def test_members_are_the_product_of_command_line_and_sweep_file(tmp_path):
     begin(tmp_path, "+experiment=reference_demo", "+sweep=ratio", "seed=3,4,5")
     planned = sweep.plan(sweep.record(tmp_path))
     assert len(set(planned)) == len(planned) == 4 * 3
-    seen = {(config.mask.ratio, config.seed, config.name) for config in map(composed, planned)}
+    seen = {(config.pruning.ratio, config.seed, config.name) for config in map(composed, planned)}
     assert seen == set(product((0.5, 0.6, 0.7, 0.8), (3, 4, 5), ["reference_demo"]))
 
 
@@ -77,7 +77,7 @@ def test_a_job_asks_for_what_the_trainer_uses():
 
 def test_status_judges_by_result_files_and_rerun_repeats_the_member(tmp_path, capsys):
     root = tmp_path / "a sweep, of $ratios"
-    begin(root, "+experiment=reference_demo", "mask.ratio=0.5,0.6", "seed=1,2", "hydra/launcher=basic")
+    begin(root, "+experiment=reference_demo", "pruning.ratio=0.5,0.6", "seed=1,2", "hydra/launcher=basic")
     planned = sweep.plan(sweep.record(root))
     done = member(root, planned[0], "0", {"dense": {"a": 1.0}})
     failed = member(root, planned[2], "2")
@@ -132,7 +132,7 @@ def test_rows_are_means_over_seeds(data):
     number = st.floats(0, 100)
     table = {key: data.draw(number) for key in product(ratios, seeds, tasks)}
     scores = [
-        sweep_report.Score((("mask.ratio", r),), s, "validation", "leank", t, x) for (r, s, t), x in table.items()
+        sweep_report.Score((("pruning.ratio", r),), s, "validation", "leank", t, x) for (r, s, t), x in table.items()
     ]
     found = sweep_report.rows(data.draw(st.permutations(scores)), tasks)
     assert {(row.method, row.settings[0][1], row.seeds) for row in found} == {("leank", r, 3) for r in ratios}
@@ -157,9 +157,9 @@ def test_report_of_a_sweep_over_ratios_and_lambda(tmp_path):
         leank = {"x": 90 - 40 * (ratio == 0.8) - 10 * seed, "y": 100 * lam, "average": -1}  # ours is computed anew
         dense = {"x": 95 + seed, "y": 100.0, "average": -1}
         scores[ratio, lam, seed] = leank
-        overrides = ["+experiment=reference_demo", f"mask.ratio={ratio}", f"stage1.lam={lam}", f"seed={seed}"]
+        overrides = ["+experiment=reference_demo", f"pruning.ratio={ratio}", f"stage1.lam={lam}", f"seed={seed}"]
         out = member(tmp_path, overrides, f"7_{i}", {"dense": dense, "leank": leank})
-    member(tmp_path, ["+experiment=reference_demo", "mask.ratio=0.9"])  # failed: counts nowhere
+    member(tmp_path, ["+experiment=reference_demo", "pruning.ratio=0.9"])  # failed: counts nowhere
     row = eval_row("leank", "0", 0.25, "vt", 1024)
     (out / "eval").mkdir()
     (out / "eval/results.jsonl").write_text(json.dumps(row) + "\n")
@@ -169,7 +169,7 @@ def test_report_of_a_sweep_over_ratios_and_lambda(tmp_path):
     with written["scores.csv"].open() as file:
         kept = [r for r in csv.DictReader(file) if r["method"] == "leank" and r["source"] == "validation"]
     assert {
-        (float(r["mask.ratio"]), float(r["stage1.lam"]), int(r["seed"]), r["task"]): float(r["score"]) for r in kept
+        (float(r["pruning.ratio"]), float(r["stage1.lam"]), int(r["seed"]), r["task"]): float(r["score"]) for r in kept
     } == {(*key, task): float(values[task]) for key, values in scores.items() for task in ("x", "y")}
     with Image.open(written["figure4_validation.png"]) as image:
         assert len(image.convert("RGB").getcolors(2**20)) > 4

@@ -44,18 +44,18 @@ def no_step(monkeypatch):
 
 BEFORE_TRAINING = {
     # the design's list
-    "ratio of all": (["mask.ratio=1.0"], [r"mask\.ratio=1\.0 is not in \[0, 1\)", "share of channels"]),
-    "negative ratio": (["mask.ratio=-0.1"], [r"mask\.ratio=-0\.1 is not in \[0, 1\)"]),
-    "ratio is no number": (["mask.ratio=most"], [r"mask\.ratio=most is not in \[0, 1\)"]),
-    "alignment": (["mask.align=5"], [r"mask\.align=5 does not divide head_dim=16", "use a divisor"]),
-    "no alignment": (["mask.align=0"], [r"mask\.align=0 cannot work: give a whole number from 1 on"]),
+    "ratio of all": (["pruning.ratio=1.0"], [r"pruning\.ratio=1\.0 must be a number in \[0, 1\)", "share of channels"]),
+    "negative ratio": (["pruning.ratio=-0.1"], [r"pruning\.ratio=-0\.1 must be a number in \[0, 1\)"]),
+    "ratio is no number": (["pruning.ratio=most"], [r"pruning\.ratio='most' must be a number in \[0, 1\)"]),
+    "alignment": (["pruning.align=5"], [r"pruning\.align=5 does not divide head_dim=16", "use a divisor"]),
+    "no alignment": (["pruning.align=0"], [r"pruning\.align=0 must be an integer of at least 1"]),
     "window and sink": (
-        ["mask.sink=100", "mask.window=200"],
-        [r"mask\.sink \+ mask\.window = 300 tokens", r"data\.min_length=300; lower mask\.window=200 or raise data"],
+        ["pruning.sink=100", "pruning.window=200"],
+        [r"sink \+ pruning\.window = 300 tokens", r"data\.min_length=300; lower pruning\.window=200 or raise data"],
     ),
     "window and sink of the validation": (
-        [*VALIDATION, "mask.window=200", "validation.lengths=[150]"],
-        [r"validation\.lengths=150; lower mask\.window=200"],
+        [*VALIDATION, "pruning.window=200", "validation.lengths=[150]"],
+        [r"validation\.lengths=150; lower pruning\.window=200"],
     ),
     "positions": (
         ["data.max_length=513"], [r"data\.max_length=513 is beyond the 512 positions", "lower it, or extend the model"],
@@ -71,24 +71,24 @@ BEFORE_TRAINING = {
     "missing essays": (["data.essays=/nowhere.txt"], [r"essays='/nowhere\.txt' does not exist", "give a .txt"]),
     # names of variants
     **{
-        f"{stage}.{key}": ([f"++{stage}.{key}=other"], [rf"{stage}\.{key}='other' is unknown; use one of {choices}"])
+        f"{stage}.{key}": ([f"++{stage}.{key}=other"], [rf"{stage}\.{key}='other' must be one of {choices}"])
         for stage in ("stage1", "stage2")
         for key, choices in (
             ("schedule", "official, constant"), ("reduction", "official, paper"), ("l1", "mean, sum"),
             ("straight_through", "binary, alpha_beta"), ("empty_heads", "drop, zero"),
         )
     },
-    "rounding": (["mask.rounding=up"], [r"mask\.rounding='up' is unknown; use one of nearest, floor, exact"]),
-    "type of the weights": (["model.dtype=int4"], [r"model\.dtype='int4' is unknown; use one of auto, float32"]),
-    "key of a stage": (["+stage2.lamda=1"], [r"stage2\.lamda=1 is no setting of a stage; choose among steps, lr"]),
+    "rounding": (["pruning.rounding=up"], [r"pruning\.rounding='up' must be one of nearest, floor, exact"]),
+    "type of the weights": (["model.dtype=int4"], [r"model\.dtype='int4' must be one of auto, float32"]),
+    "key of a stage": (["+stage2.lamda=1"], [r"stage2\.lamda is no setting; did you mean lam\? There are steps, lr"]),
     # numbers
-    "learning rate": (["stage2.lr=0"], [r"stage2\.lr=0 must be a number above 0"]),
-    "lambda": (["stage1.lam=-1"], [r"stage1\.lam=-1 must be a number from 0 on"]),
-    "steps": (["stage2.steps=-1"], [r"stage2\.steps=-1 cannot work: give a whole number from 0 on"]),
-    "half a document": (["data.documents=0.5"], [r"data\.documents=0\.5 cannot work"]),
-    "questions": (["data.questions=0"], [r"data\.questions=0 cannot work: give a whole number from 1 on"]),
+    "learning rate": (["stage2.lr=0"], [r"stage2\.lr=0 must be a number in \(0, 1\]"]),
+    "lambda": (["stage1.lam=-1"], [r"stage1\.lam=-1 must be a number in \[0, 1000\]"]),
+    "steps": (["stage2.steps=-1"], [r"stage2\.steps=-1 must be an integer of at least 0"]),
+    "half a document": (["data.documents=0.5"], [r"data\.documents=0\.5 must be an integer of at least 1"]),
+    "questions": (["data.questions=0"], [r"data\.questions=0 must be an integer of at least 1"]),
     "lengths": (["data.min_length=500"], [r"data\.min_length=500 is above data\.max_length=400"]),
-    "batch": ([*VALIDATION, "validation.batch=0"], [r"validation\.batch=0 cannot work"]),
+    "batch": ([*VALIDATION, "validation.batch=0"], [r"validation\.batch=0 must be an integer of at least 1"]),
     # tasks
     "unknown task": (["++data.tasks.vtt=1"], ["task='vtt' is unknown; choose one of .*multikey"]),
     "unknown task of the validation": (
@@ -252,9 +252,9 @@ def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
 
 
 def test_the_command_line_shows_the_message_alone(tmp_path):
-    line = [sys.executable, "-m", "leank_train", *command("reference"), "mask.ratio=1.5", "hydra.run.dir=here"]
+    line = [sys.executable, "-m", "leank_train", *command("reference"), "pruning.ratio=1.5", "hydra.run.dir=here"]
     env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": ""}
     found = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert found.returncode == 1
-    assert found.stderr.startswith("leank_train: mask.ratio=1.5 is not in [0, 1)")
+    assert found.stderr.startswith("leank_train: pruning.ratio=1.5 must be a number in [0, 1)")
     assert "Traceback" not in found.stderr

@@ -34,7 +34,7 @@ def folders(tmp_path_factory):
         patch.setenv("WANDB_MODE", "offline")
         patch.setenv("WANDB_SILENT", "true")
         train(settings(model, *VALIDATION, "logger=wandb", "stage1.steps=2", "stage2.steps=1"), top / "train")
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        with initialize_config_dir(str(ROOT / "conf/eval"), version_base="1.3"):
             config = compose("eval", overrides=[
                 f"model.name={model}", f"mask={top / 'train/mask.safetensors'}", "method=[dense,leank,random]",
                 "benchmark.tasks=[niah_multikey_2,niah_single_1]", "benchmark.lengths=[320,384]", "benchmark.samples=1",

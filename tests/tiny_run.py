@@ -22,7 +22,7 @@ SIZES = {
 OVERRIDES = (
     "data.tasks={kv: 0, multivalue: 0, multikey: 1, multiquery: 0}",
     "data.min_length=300", "data.max_length=400", "data.questions=2",
-    "mask.align=4", "mask.sink=4", "mask.window=32", "stage1.steps=6", "stage2.steps=4", "stage1.lr=0.1",
+    "pruning.align=4", "pruning.sink=4", "pruning.window=32", "stage1.steps=6", "stage2.steps=4", "stage1.lr=0.1",
     "validation.samples=0", "checkpoint_every=2", "workers=0", "logger=none", "trainer.accelerator=cpu",
 )  # fmt: skip
 VALIDATION = (
@@ -48,7 +48,7 @@ def save_model(
 
 def settings(model: Path | str, *overrides: str) -> DictConfig:
     """The configuration of a small run, changed by Hydra overrides."""
-    with initialize_config_dir(str(files("conf")), version_base="1.3"):
+    with initialize_config_dir(str(files("conf.train")), version_base="1.3"):
         return compose("train", overrides=[*command(model), *overrides])
 
 

@@ -13,7 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import MinLen
 
 from data_gen.reading import digest
 from eval.benchmarks import infinitebench, longbench, math500, mmlu, schema
@@ -22,16 +24,19 @@ from eval.benchmarks.row import Row
 from eval.benchmarks.schema import checked
 from eval.benchmarks.scoring import score_row
 from eval.benchmarks.source import Line
+from leank_train.typed import Checked, Count, OneOf, Positive, Seed
+
+Tasks = Annotated[Sequence[str], MinLen(1)]
 
 
 @dataclass
-class FromFiles(ABC):
+class FromFiles(Checked, ABC):
     """path: where the data is; None asks the hub. samples: the first so many of each task, None = all."""
 
     path: str | None = None
-    samples: int | None = None
+    samples: Positive | None = None
     name: str = ""
-    seed: int = 0
+    seed: Seed = 0
     _lines: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
     _digests: dict[str, str] = field(default_factory=dict, repr=False)
     _limit: int | None = field(default=None, repr=False)
@@ -53,8 +58,6 @@ class FromFiles(ABC):
 
     def check(self, config: Any, tokenizer: Any, overhead: int, max_new_tokens: int | None = None) -> None:
         """See `Benchmark.check`; reads all lines."""
-        if self.samples is not None and (not isinstance(self.samples, int) or self.samples < 1):
-            raise ValueError(f"benchmark.samples={self.samples!r} must be an integer of at least 1, or null for all")
         self._limit, self._reply = getattr(config, "max_position_embeddings", None), max_new_tokens
         self._check_source(self.wanted())
         for task in self.wanted():
@@ -126,9 +129,9 @@ class LongBench(FromFiles):
     """path: .jsonl, .jsonl.gz, data.zip or a folder. tasks: official names; None takes those of `preset`.
     max_length: prompt tokens before truncation, None = what the model's positions leave."""
 
-    tasks: Sequence[str] | None = None
-    preset: str = "leank"
-    max_length: int | None = None
+    tasks: Tasks | None = None
+    preset: Annotated[str, OneOf(*longbench.PRESETS)] = "leank"
+    max_length: Positive | None = None
     name: str = "longbench"
 
     cut = True
@@ -152,9 +155,9 @@ class InfiniteBench(FromFiles):
     """path: a folder of <task>.jsonl. tasks: official names, None = ASL's ten. style: "completion" or "chat", see
     eval.benchmarks.infinitebench. max_length: prompt tokens before truncation, None = what the positions leave."""
 
-    tasks: Sequence[str] | None = None
-    style: str = "completion"
-    max_length: int | None = None
+    tasks: Tasks | None = None
+    style: Annotated[str, OneOf(*infinitebench.STYLES)] = "completion"
+    max_length: Positive | None = None
     name: str = "infinitebench"
 
     cut = True
@@ -176,7 +179,7 @@ class InfiniteBench(FromFiles):
 class Math500(FromFiles):
     """path: test.jsonl of prm800k's math_splits, or its folder."""
 
-    max_new_tokens: int = math500.MAX_NEW_TOKENS
+    max_new_tokens: Positive = math500.MAX_NEW_TOKENS
     name: str = "math500"
 
     def read(self, task: str) -> Iterator[Line]:
@@ -194,10 +197,10 @@ class Mmlu(FromFiles):
     """path: the folder of the official CSV files, or a .jsonl. tasks: subjects, None = Lethe's eight. shots: examples
     before the question. reasoning: generate reasoning of at most max_new_tokens; else one token, the letter."""
 
-    tasks: Sequence[str] | None = None
-    shots: int = 5
+    tasks: Tasks | None = None
+    shots: Count = 5
     reasoning: bool = True
-    max_new_tokens: int = mmlu.MAX_NEW_TOKENS
+    max_new_tokens: Positive = mmlu.MAX_NEW_TOKENS
     name: str = "mmlu"
     _dev: dict[str, list[mmlu.Question]] = field(default_factory=dict, repr=False)
 

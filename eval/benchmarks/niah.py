@@ -7,13 +7,15 @@ the official essays may not be redistributed.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Ge, Le, MinLen
 
-from data_gen.haystack import known_by, sentences
+from data_gen.haystack import SPLITS, known_by, sentences
 from eval.benchmarks.base import Cell, check_fits
 from eval.benchmarks.row import Row
+from leank_train.typed import Checked, OneOf, Positive, Seed
 
 NEEDLE = "\nThe best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day.\n"
 QUESTION = "What is the best thing to do in San Francisco?"
@@ -119,28 +121,25 @@ def recall(reply: str, expected: str = EXPECTED) -> float:
 
 
 @dataclass
-class Niah:
+class Niah(Checked):
     """The grid, cell by cell (eval.benchmarks.base): a cell is a length, a sample a depth.
 
     lengths: tokens, None = `count` from shortest to longest, as officially; depths: per cent, None = `count` from 0 to
     100. essays, split: the haystack, see data_gen.haystack; None is the text shipped with the package.
     """
 
-    lengths: Sequence[int] | None = None
-    depths: Sequence[int] | None = None
-    shortest: int = 1000
-    longest: int = 16_000
-    count: int = 35
+    lengths: Annotated[Sequence[Positive], MinLen(1)] | None = None
+    depths: Annotated[Sequence[Annotated[int, Ge(0), Le(100)]], MinLen(1)] | None = None
+    shortest: Positive = 1000
+    longest: Positive = 16_000
+    count: Positive = 35
     essays: str | None = None
-    split: str = "all"
+    split: Annotated[str, OneOf(*SPLITS)] = "all"
     name: str = "niah"
-    seed: int = 0
+    seed: Seed = 0
     _texts: dict[int, str] = field(default_factory=dict, repr=False)
 
     def check(self, config: Any, tokenizer: Any, overhead: int, max_new_tokens: int | None = None) -> None:
-        for name in ("shortest", "longest", "count"):
-            if not isinstance(value := getattr(self, name), int) or value < 1:
-                raise ValueError(f"benchmark.{name}={value!r} must be an integer of at least 1")
         for length in (min(self._lengths), max(self._lengths)):
             row = self.row(Cell("niah", length, ()), str(max(self._depths)), tokenizer, overhead)
             check_fits(row, tokenizer, overhead, getattr(config, "max_position_embeddings", None), max_new_tokens)

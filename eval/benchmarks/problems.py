@@ -6,7 +6,9 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge, MinLen
 
 from data_gen.gsm_infinite import nth
 from data_gen.gsm_symbolic import symbolic
@@ -16,12 +18,13 @@ from eval.benchmarks.base import Cell, check_fits
 from eval.benchmarks.row import Row
 from eval.benchmarks.schema import checked, gsm_infinite_line
 from eval.benchmarks.source import read_file
+from leank_train.typed import Checked, Count, OneOf, Positive, Seed
 
 SUBSETS = {"medium": 2, "hard": 3, "symbolic": 0}  # and their d
 
 
 @dataclass
-class GsmInfinite:
+class GsmInfinite(Checked):
     """path: .jsonl or .jsonl.gz of problems, see gsm_infinite.realistic_row; None generates them.
 
     subsets: "medium", "hard", "symbolic"; lengths: nominal tokens, 0 = no filler; seed: all three of the generator, a
@@ -30,14 +33,14 @@ class GsmInfinite:
     """
 
     path: str | None = None
-    subsets: Sequence[str] = ("medium", "hard")
-    lengths: Sequence[int] = (8000, 16_000, 32_000)
-    ops: Sequence[int] | None = (2, 4, 6, 8, 10, 12)
-    samples: int | None = 256
+    subsets: Annotated[Sequence[Annotated[str, OneOf(*SUBSETS)]], MinLen(1)] = ("medium", "hard")
+    lengths: Annotated[Sequence[Count], MinLen(1)] = (8000, 16_000, 32_000)
+    ops: Annotated[Sequence[Annotated[int, Ge(2)]], MinLen(1)] | None = (2, 4, 6, 8, 10, 12)
+    samples: Positive | None = 256
     merge_turns: bool = False
-    max_new_tokens: int = gsm_infinite.MAX_NEW_TOKENS
+    max_new_tokens: Positive = gsm_infinite.MAX_NEW_TOKENS
     name: str = "gsm_infinite"
-    seed: int = 42
+    seed: Seed = 42
     _made: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
     _digest: str = field(default="", repr=False)
     _counters: dict[int, TokenCounter] = field(default_factory=dict, repr=False)
@@ -85,11 +88,11 @@ class GsmInfinite:
 
     def _plan(self) -> None:
         """Which problems there are to be; each is made when it is asked for."""
-        unknown = [subset for subset in self.subsets if subset not in SUBSETS]
-        if unknown or not self.subsets:
-            raise ValueError(f"benchmark.subsets={list(self.subsets)!r}: choose from {', '.join(SUBSETS)}")
-        if not self.lengths or any(not _is_length(length) for length in self.lengths):
-            raise ValueError(f"benchmark.lengths={list(self.lengths)!r}: give nominal tokens, such as 0, 8000 or 32000")
+        if self.ops is None or self.samples is None:
+            raise ValueError(
+                f"benchmark.ops={self.ops}, benchmark.samples={self.samples}: null means all of a file; without "
+                "benchmark.path, give both"
+            )
         called: dict[str, int] = {}
         for length in self.lengths:
             if (other := called.setdefault(_nominal(length), length)) != length:
@@ -97,10 +100,6 @@ class GsmInfinite:
                     f"benchmark.lengths={list(self.lengths)!r}: tables and rows call {other} and {length} both "
                     f"{_nominal(length)}; leave one out, and run it in a folder of its own (hydra.run.dir)"
                 )
-        if not self.ops or any(not isinstance(op, int) or op < 2 for op in self.ops):
-            raise ValueError(f"benchmark.ops={self.ops!r}: give numbers of operations of at least 2")
-        if not isinstance(self.samples, int) or self.samples < 1:
-            raise ValueError(f"benchmark.samples={self.samples!r} must be an integer of at least 1")
         for subset in self.subsets:
             for length in self.lengths:
                 self._made[f"{subset} {_nominal(length)}"] = {

@@ -5,15 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import MinLen
 
 from data_gen import haystack, qa
+from data_gen.haystack import SPLITS
 from data_gen.request import Request
 from data_gen.sample import Sample
 from data_gen.tasks import TASKS, task
 from data_gen.tokens import TokenCounter
 from eval.benchmarks.base import Cell
 from eval.benchmarks.row import Row
+from leank_train.typed import Checked, OneOf, Positive, Seed
 
 OFFICIAL = (
     "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
@@ -32,19 +36,19 @@ def draw(
 
 
 @dataclass
-class Ruler:
+class Ruler(Checked):
     """tasks: RULER's names; lengths: tokens of prompt and reply; samples: of each; seed: of the generators.
 
     essays, split: the natural text of essay haystacks, see data_gen.haystack. squad, hotpotqa: the data of qa_1 and
     qa_2, see data_gen.qa.
     """
 
-    tasks: Sequence[str] = OFFICIAL
-    lengths: Sequence[int] = (4096, 8192, 16384, 32768, 65536, 131072)
-    samples: int = 200
-    seed: int = 42
+    tasks: Annotated[Sequence[str], MinLen(1)] = OFFICIAL
+    lengths: Annotated[Sequence[Positive], MinLen(1)] = (4096, 8192, 16384, 32768, 65536, 131072)
+    samples: Positive = 200
+    seed: Seed = 42
     essays: str | None = None
-    split: str = "all"
+    split: Annotated[str, OneOf(*SPLITS)] = "all"
     squad: str | None = None
     hotpotqa: str | None = None
     name: str = "ruler"
@@ -55,19 +59,13 @@ class Ruler:
         for name in self.tasks:
             if name not in known:
                 raise ValueError(f"benchmark.tasks: {name!r} is unknown; choose from {', '.join(known)}")
-        if not self.tasks or not self.lengths:
-            raise ValueError("benchmark.tasks and benchmark.lengths must not be empty")
         limit = getattr(config, "max_position_embeddings", None)
         for length in self.lengths:
-            if not isinstance(length, int) or length < 1:
-                raise ValueError(f"benchmark.lengths: {length!r} is no number of tokens")
             if limit is not None and length > limit:
                 raise ValueError(
                     f"benchmark.lengths: {length} is more than the model's max_position_embeddings={limit}; "
                     "drop that length or extend the model's RoPE"
                 )
-        if not isinstance(self.samples, int) or self.samples < 1:
-            raise ValueError(f"benchmark.samples={self.samples!r} must be an integer of at least 1")
         for name in self.tasks:  # too short a length and missing essays or data are found here, not hours later
             if name in QA:
                 _check_data(name, self._data(name), self.samples)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import is_dataclass
 from typing import Any
 
-from eval.methods.axes import Axis, Channels
+from eval.methods.axes import Axis, Bits, Channels, PrefillPass, Reads, Tokens
 from eval.methods.base import AXES, Method
+from leank_train.typed import refuse_unknown, typed
 
 # axis -> name -> "module:class"; imported when first used
 REGISTRY: dict[str, dict[str, str]] = {
@@ -49,7 +50,10 @@ REGISTRY: dict[str, dict[str, str]] = {
         "pyramid_infer": "eval.methods.pyramid_infer:PyramidInfer",
     },
 }
-SIZES = {"sink": 0, "window": 1, "flush": 1}  # and their least values
+CLASSES: dict[str, type[Axis]] = {
+    "channels": Channels, "tokens": Tokens, "bits": Bits, "reads": Reads, "prefill": PrefillPass,
+}  # fmt: skip
+OF_CACHE = ("sink", "window", "flush", "backend")
 
 __all__ = ["AXES", "REGISTRY", "Axis", "Channels", "Method", "choice", "method", "name_of"]
 
@@ -62,25 +66,22 @@ def method(label: str, config: Mapping[str, Any] | None = None, shared: Mapping[
     """
     config = dict(config or {})
     where = f"method.{label}"
-    known = (*SIZES, "backend")
-    _only(config, (*AXES, *known), where)
-    _only(shared or {}, known, "cache")
-    settings = {**(shared or {}), **{key: config[key] for key in known if key in config}}
-    for key, least in SIZES.items():
-        if key in settings and (not isinstance(settings[key], int) or settings[key] < least):
-            raise ValueError(f"{where}: {key}={settings[key]!r} must be an integer of at least {least}")
+    refuse_unknown(config, (*AXES, *OF_CACHE), f"{where}.")
+    refuse_unknown(shared or {}, OF_CACHE, "cache.")
+    settings = {**(shared or {}), **{key: config[key] for key in OF_CACHE if key in config}}
     chosen = {axis: choice(axis, config[axis], f"{where}.{axis}") for axis in AXES if config.get(axis) is not None}
-    if not chosen and any(key in config for key in known):
+    if not chosen and any(key in config for key in OF_CACHE):
         raise ValueError(
             f"{where} has no choice on any axis ({', '.join(AXES)}), only {', '.join(config)}; leave it out"
         )
-    return Method(label, **chosen, **settings)
+    return typed(Method, {"label": label, **chosen, **settings}, f"{where}.")
 
 
 def choice(axis: str, config: Mapping[str, Any], where: str) -> Any:
     """The choice on one axis that `config` describes, {"name": ..., its settings}; errors begin with `where`.
 
-    name: one of REGISTRY, or "module:class" of a choice that is not there.
+    name: one of REGISTRY, or "module:class" of a choice that is not there. Its module is imported, so that a
+    configuration with such a name is trusted as code is.
     """
     if not isinstance(config, Mapping):
         raise ValueError(f"{where}={config!r} is no choice; give {{name: {config}}}, with its settings if any")
@@ -93,14 +94,12 @@ def choice(axis: str, config: Mapping[str, Any], where: str) -> Any:
         chosen = _class(REGISTRY[axis].get(name, name))
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{where}.name={name!r} cannot be imported: {error}; give module:class") from error
-    _only(given, tuple(f.name for f in fields(chosen) if not f.name.startswith("_")), where)  # type: ignore[arg-type]
-    for entry in fields(chosen):  # type: ignore[arg-type]
-        wanted = type(entry.default)
-        if entry.name in given and wanted in (int, float):
-            value = given[entry.name]
-            if isinstance(value, bool) or not isinstance(value, int if wanted is int else int | float):
-                raise ValueError(f"{where}.{entry.name}={value!r} must be a number ({wanted.__name__})")
-    return chosen(**given)
+    if not (isinstance(chosen, type) and issubclass(chosen, CLASSES[axis]) and is_dataclass(chosen)):
+        raise ValueError(
+            f"{where}.name={name!r} is no choice of {axis}; give a dataclass that subclasses {CLASSES[axis].__name__} "
+            "of eval/methods/axes.py"
+        )
+    return typed(chosen, given, f"{where}.")
 
 
 def name_of(choice: Axis) -> str:
@@ -112,9 +111,3 @@ def name_of(choice: Axis) -> str:
 def _class(target: str) -> type[Axis]:
     module, attribute = target.split(":")
     return getattr(importlib.import_module(module), attribute)
-
-
-def _only(given: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
-    unknown = sorted(set(given) - set(known))
-    if unknown:
-        raise ValueError(f"{where}.{unknown[0]} is no setting; there are {', '.join(known)}")

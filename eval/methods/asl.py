@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from eval.methods.slicing import RowPass, check_window, slicing, window_and_best, window_scores
 from eval.prefill import Prefill, PromptLayer, prefill
+from leank_train.typed import Positive
 
 
 @dataclass(frozen=True)
@@ -32,21 +34,17 @@ class ASL(RowPass):
     """
 
     free = "budget"
-    budget: int = 2048
-    threshold: float = 0.3
-    window: int = 32
-    kernel: int = 7
-    observed: int = 8
-    first: int | None = None
+    budget: Positive = 2048
+    threshold: Annotated[float, Gt(0), Lt(1), "the paper uses 0.3"] = 0.3
+    window: Positive = 32
+    kernel: Positive = 7
+    observed: Annotated[int, Ge(2)] = 8
+    first: Positive | None = None
     two_pass: bool = False
 
     def check(self, config: Any, tokenizer: Any) -> None:
         super().check(config, tokenizer)
         check_window(self.budget, self.window, self.kernel)
-        if self.threshold <= 0:
-            raise ValueError(f"threshold={self.threshold} must be above 0; the paper uses 0.3")
-        if self.observed < 2:
-            raise ValueError(f"observed={self.observed} must be at least 2: one layer's ranks have no variance")
         if not 1 <= self._first(config) < config.num_hidden_layers:
             raise ValueError(f"first={self.first} must be from 1 to {config.num_hidden_layers - 1}, the model's layers")
 

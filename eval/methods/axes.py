@@ -21,16 +21,18 @@ from eval.methods.memory import Held
 from eval.models import shape_of
 from eval.prefill import Prefill, PromptLayer
 from leank_train.channel_scores import pruned
+from leank_train.typed import Checked
 
 Observe = Callable[[Any, int], Prefill]  # (data_gen Sample, obs_queries) -> its dense pass
 
 
-class Axis:
+class Axis(Checked):
     """A choice on one axis.
 
     obs_queries: how many of the prompt's last queries it wants to see (`PromptLayer.queries`); column_sums: whether it
     wants what each key receives from all of them (`PromptLayer.column_sums`). free: the setting that says how much is
-    kept, of the choice or of the cache (`window`); `match` moves it.
+    kept, of the choice or of the cache (`window`); `match` moves it. Its fields hold what their annotations say
+    (`leank_train.typed`); `check` adds what depends on the model.
     """
 
     obs_queries = 0

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -18,12 +18,14 @@ from eval.cache.middle import Middle
 from eval.cache.store import middle_columns, number
 from eval.methods.axes import Axis, Bits, Channels, PrefillPass, Reads, Tokens
 from eval.prefill import Prefill, PromptLayer
+from leank_train.typed import Checked, Count, OneOf, Positive
 
 AXES = ("channels", "tokens", "bits", "reads", "prefill")
+BACKENDS = ("auto", "reference", "triton")
 
 
 @dataclass(frozen=True)
-class Method:
+class Method(Checked):
     """One row of the tables.
 
     label: its name there; channels, tokens, bits, reads, prefill: a choice on that axis, None = all of it. sink,
@@ -38,13 +40,14 @@ class Method:
     bits: Bits | None = None
     reads: Reads | None = None
     prefill: PrefillPass | None = None
-    sink: int = 128
-    window: int = 1024
-    flush: int = 32
-    backend: str = "auto"
+    sink: Count = 128
+    window: Positive = 1024
+    flush: Positive = 32
+    backend: Annotated[str, OneOf(*BACKENDS)] = "auto"
     matched: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.column_sums and self.prefill is not None:
             raise ValueError(
                 f"method.{self.label}: its choice of tokens needs the attention of all queries to every token, which a "

@@ -14,6 +14,7 @@ from torch import Tensor
 from eval.methods.axes import Channels, Observe
 from eval.models import shape_of
 from eval.prefill import Prefill
+from leank_train.typed import Positive
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class ByLength(Channels):
 
     below: Mapping[str, Any] | None = None
     above: Mapping[str, Any] | None = None
-    at: int = 32768
+    at: Positive = 32768
 
     @cached_property
     def choices(self) -> dict[str, Channels]:
@@ -42,8 +43,6 @@ class ByLength(Channels):
         return max(one.obs_queries for one in self.choices.values())
 
     def check(self, config: Any, tokenizer: Any) -> None:
-        if self.at < 1:
-            raise ValueError(f"at={self.at} must be at least 1; it is the longest prompt, in tokens, that `below` gets")
         for side, one in self.choices.items():
             try:
                 one.check(config, tokenizer)

@@ -13,9 +13,9 @@ from data_gen.tasks import task
 from data_gen.tokens import TokenCounter
 from eval.benchmarks.ruler import draw
 from eval.methods.axes import Observe, Uniform
-from eval.methods.observed import check_observed
 from eval.prefill import Prefill
 from leank_train.channel_scores import MeanScores
+from leank_train.typed import Positive, Seed, Share
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Calibrated(Uniform):
     """ratio: share of K channels pruned, floor(ratio * D) of every head. task, length, samples, seed: what to calibrate
     on."""
 
-    ratio: float = 0.7
+    ratio: Share = 0.7
     task: str = "niah_multikey_3"
-    length: int = 2048
-    samples: int = 8
-    seed: int = 7
+    length: Positive = 2048
+    samples: Positive = 8
+    seed: Seed = 7
     _seen: MeanScores = field(default_factory=MeanScores, repr=False, compare=False)
 
     @property
@@ -36,10 +36,7 @@ class Calibrated(Uniform):
         """How many of a sample's last queries to look at."""
 
     def check(self, config: Any, tokenizer: Any) -> None:
-        check_observed(self.ratio, self.observed)
         task(self.task)
-        if self.samples < 1:
-            raise ValueError(f"samples={self.samples} must be at least 1 to calibrate the mask")
         self._sample(TokenCounter(tokenizer), 0)
 
     def identity(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from eval.cache.store import Sizes, Store
 from eval.methods.axes import Observe, Reads
 from eval.methods.double_sparsity_channels import DoubleSparsityChannels
 from eval.methods.selection import spare
+from leank_train.typed import Positive, Seed, Share
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,12 @@ class DoubleSparsity(Reads):
     PyTorch reads the other tokens too and masks them: answers are the method's, time is not.
     """
 
-    budget: int = 1024
-    ratio: float = 0.875
+    budget: Positive = 1024
+    ratio: Share = 0.875
     task: str = "niah_single_2"
-    length: int = 512
-    samples: int = 256
-    seed: int = 7
+    length: Positive = 512
+    samples: Positive = 256
+    seed: Seed = 7
     _labels: list[DoubleSparsityChannels] = field(default_factory=list, repr=False, compare=False)
 
     @property
@@ -45,8 +46,6 @@ class DoubleSparsity(Reads):
         return {entry.name: getattr(self, entry.name) for entry in fields(self) if not entry.name.startswith("_")}
 
     def check(self, config: Any, tokenizer: Any) -> None:
-        if self.budget < 1:
-            raise ValueError(f"budget={self.budget} must be at least 1")
         self.labels.check(config, tokenizer)
 
     def check_sizes(self, sizes: Sizes) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from eval.methods.calibrated import Calibrated
 from eval.methods.observed import seen
 from eval.prefill import Prefill
+from leank_train.typed import Positive
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,8 @@ class DoubleSparsityChannels(Calibrated):
     """
 
     task: str = "niah_single_2"
-    length: int = 512
-    samples: int = 256
+    length: Positive = 512
+    samples: Positive = 256
 
     @property
     def observed(self) -> int:

@@ -6,10 +6,11 @@ import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 
 from data_gen.sample import Sample
@@ -21,6 +22,7 @@ from eval.methods.axes import Observe, Tokens
 from eval.models import shape_of
 from eval.prefill import Prefill, PromptLayer
 from leank_train.channel_scores import lowest_frequencies
+from leank_train.typed import Positive, Seed
 
 CALIBRATION = ("task", "length", "seed", "queries")
 
@@ -39,11 +41,11 @@ class DuoAttention(Tokens):
 
     free = "ratio"
     pattern: str | None = None
-    ratio: float = 0.5
+    ratio: Annotated[float, Ge(0), Le(1)] = 0.5
     task: str = "vt"
-    length: int = 2048
-    seed: int = 7
-    queries: int = 32
+    length: Positive = 2048
+    seed: Seed = 7
+    queries: Positive = 32
     _found: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -61,8 +63,6 @@ class DuoAttention(Tokens):
         return torch.from_numpy(found).clamp(0, 1)
 
     def check(self, config: Any, tokenizer: Any) -> None:
-        if not 0 <= self.ratio <= 1:
-            raise ValueError(f"ratio={self.ratio} is not in [0, 1]; it is the share of heads that stream, such as 0.5")
         if self.pattern is not None:
             found, wanted = tuple(self.gates.shape), shape_of(config)[:2]
             if found != wanted:
@@ -71,8 +71,6 @@ class DuoAttention(Tokens):
                     f"{wanted[1]}; give this model's"
                 )
             return
-        if self.queries < 1:
-            raise ValueError(f"queries={self.queries} must be at least 1 to calibrate duo_attention")
         task(self.task)
         lowest_frequencies(config, 0.5)
         self._sample(tokenizer)

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from eval.methods.slicing import RowPass, check_window, layer_at, slicing, window_and_best, window_scores
 from eval.prefill import Prefill, PromptLayer, prefill
+from leank_train.typed import Count, Positive
 
 
 @dataclass(frozen=True)
@@ -23,10 +24,10 @@ class FastKV(RowPass):
     read whole.
     """
 
-    budget: int = 2048
-    layer: int | None = None
-    window: int = 8
-    kernel: int = 7
+    budget: Positive = 2048
+    layer: Count | None = None
+    window: Positive = 8
+    kernel: Positive = 7
 
     def check(self, config: Any, tokenizer: Any) -> None:
         super().check(config, tokenizer)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from eval.methods.slicing import RowPass, check_kernel, layer_at, slicing
 from eval.prefill import Prefill, PromptLayer, prefill
+from leank_train.typed import Count, Positive
 
 
 @dataclass(frozen=True)
@@ -24,16 +25,14 @@ class GemFilter(RowPass):
     """
 
     free = "budget"
-    budget: int = 1024
-    layer: int | None = None
-    kernel: int = 5
+    budget: Positive = 1024
+    layer: Count | None = None
+    kernel: Positive = 5
 
     def check(self, config: Any, tokenizer: Any) -> None:
         super().check(config, tokenizer)
         check_kernel(self.kernel)
         layer_at(self.layer, 13, config)
-        if self.budget < 1:
-            raise ValueError(f"budget={self.budget} must be at least 1; the paper picks 1024 tokens")
 
     def kept(self, config: Any, length: int) -> tuple[list[int], list[int]]:
         picked = [min(length, self.budget)] * config.num_hidden_layers

@@ -14,6 +14,7 @@ from eval.methods.axes import Tokens
 from eval.methods.memory import Held
 from eval.methods.selection import budgeted, keep_best, spare
 from eval.prefill import Prefill, PromptLayer
+from leank_train.typed import Positive
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class H2O(Tokens):
     """
 
     column_sums, free = True, "budget"
-    budget: int = 1024
+    budget: Positive = 1024
     evict: bool = True
 
     def check_sizes(self, sizes: Sizes) -> None:

@@ -6,16 +6,18 @@ There is no public code; this follows the paper's Algorithm 1 and section 3.3, f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
 from eval.methods.axes import Uniform
-from eval.methods.observed import check_observed, seen
+from eval.methods.observed import seen
 from eval.models import shape_of
 from eval.prefill import Prefill
 from leank_train.channel_scores import pruned, top
+from leank_train.typed import Count, Positive, Share
 
 
 @dataclass(frozen=True)
@@ -42,19 +44,18 @@ class IAP(Uniform):
     one batched operation for all rows, layers and heads. Held meanwhile: M, D^2 numbers a head.
     """
 
-    ratio: float = 0.7
-    queries: int = 32
-    recent: int = 32
-    salient_min: float = 0.03
-    salient_max: float = 0.07
-    interaction: float = 2.0
+    ratio: Share = 0.7
+    queries: Positive = 32
+    recent: Count = 32
+    salient_min: Share = 0.03
+    salient_max: Share = 0.07
+    interaction: Annotated[float, Ge(0)] = 2.0
 
     @property
     def obs_queries(self) -> int:  # type: ignore[override]
         return self.queries
 
     def check(self, config: Any, tokenizer: Any) -> None:
-        check_observed(self.ratio, self.queries)
         dim = shape_of(config)[2]
         kept, low, high = dim - pruned(dim, self.ratio), self.salient_min, self.salient_max
         if not 0 <= low <= high < 1:
@@ -65,8 +66,6 @@ class IAP(Uniform):
             raise ValueError(
                 f"salient_max={high} protects more than the {kept} of {dim} channels that ratio={self.ratio} keeps"
             )
-        if self.recent < 0:
-            raise ValueError(f"recent={self.recent} must be at least 0; it is the number of last tokens not scored")
 
     def keep(self, prefill: Prefill, config: Any) -> Tensor:
         found = [interactions(s.queries(self.queries), s.keys) for s in seen(prefill, self.queries, self.recent)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from eval.cache.pages import round_up
 from eval.cache.quantised import Packing
@@ -11,6 +11,7 @@ from eval.cache.sizes import Sizes
 from eval.methods.axes import Bits
 from eval.methods.memory import Held
 from eval.models import shape_of
+from leank_train.typed import OneOf, Positive
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,8 @@ class KIVI(Bits):
     `group`. A group of equal numbers has scale 0 and comes back exactly; KIVI's code divides by that zero.
     """
 
-    bits: int = 2
-    group: int = 32
+    bits: Annotated[int, OneOf(2, 4)] = 2
+    group: Positive = 32
 
     def check_sizes(self, sizes: Sizes) -> None:
         if sizes.flush % self.group:

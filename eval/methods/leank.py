@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import InstanceOf
 from torch import Tensor
 
 from eval.methods.axes import Channels
@@ -20,7 +21,7 @@ from leank_train.mask import ChannelMask
 class LeanK(Channels):
     """mask: a mask.safetensors of a training run, a published .pth, or a ChannelMask."""
 
-    mask: str | ChannelMask | None = None
+    mask: str | InstanceOf[ChannelMask] | None = None
 
     @cached_property
     def loaded(self) -> ChannelMask:

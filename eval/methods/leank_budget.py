@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor
 
 from eval.methods.leank import LeanK
-from eval.methods.observed import check_observed
 from eval.methods.think import think_scores
 from eval.prefill import Prefill
-from leank_train.channel_scores import top
+from leank_train.channel_scores import GROUPS, top
+from leank_train.typed import OneOf, Positive
 
 
 @dataclass(frozen=True)
@@ -19,16 +19,12 @@ class LeanKBudget(LeanK):
     """mask: how many channels each head keeps is its number there; which ones, ThinK says (see eval.methods.think for
     queries and group)."""
 
-    queries: int = 32
-    group: str = "squares"
+    queries: Positive = 32
+    group: Annotated[str, OneOf(*GROUPS)] = "squares"
 
     @property
     def obs_queries(self) -> int:  # type: ignore[override]
         return self.queries
-
-    def check(self, config: Any, tokenizer: Any) -> None:
-        super().check(config, tokenizer)
-        check_observed(0.0, self.queries, self.group)
 
     def identity(self) -> dict[str, Any]:
         return {**super().identity(), "queries": self.queries, "group": self.group}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 import torch
+from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
 from eval.cache.eviction import SCORE, Eviction, top
@@ -15,6 +16,7 @@ from eval.cache.upload import upload
 from eval.methods.axes import Tokens
 from eval.methods.memory import Held
 from eval.prefill import Prefill, PromptLayer
+from leank_train.typed import Count, OneOf, Positive, Share
 
 READINGS = ("text", "printed")
 
@@ -46,26 +48,14 @@ class Lethe(Tokens):
     """
 
     column_sums = True
-    sparse_ratio: float = 400.0
-    recent_ratio: float = 0.3
-    segments: int = 8
-    gamma: float = 0.99
-    evict_at: int = 1024
-    reading: str = "text"
-    limit: int = 0
-    min_sparsity: float = 0.0
-
-    def check(self, config: Any, tokenizer: Any) -> None:
-        for name, good, wanted in (
-            ("sparse_ratio", self.sparse_ratio > 1, "more than 1"),
-            ("recent_ratio", 0 <= self.recent_ratio < 1, "in [0, 1)"),
-            ("segments", self.segments >= 2, "at least 2"),
-            ("gamma", 0 < self.gamma < 1, "between 0 and 1"),
-            ("min_sparsity", 0 <= self.min_sparsity <= 1, "in [0, 1]"),
-            ("reading", self.reading in READINGS, " or ".join(READINGS)),
-        ):
-            if not good:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be {wanted}")
+    sparse_ratio: Annotated[float, Gt(1)] = 400.0
+    recent_ratio: Share = 0.3
+    segments: Annotated[int, Ge(2)] = 8
+    gamma: Annotated[float, Gt(0), Lt(1)] = 0.99
+    evict_at: Positive = 1024
+    reading: Annotated[str, OneOf(*READINGS)] = "text"
+    limit: Count = 0
+    min_sparsity: Annotated[float, Ge(0), Le(1)] = 0.0
 
     def check_sizes(self, sizes: Sizes) -> None:
         if self.evict_at <= sizes.sink + sizes.window:

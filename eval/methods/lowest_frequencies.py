@@ -12,13 +12,14 @@ from eval.methods.axes import Uniform
 from eval.models import shape_of
 from eval.prefill import Prefill
 from leank_train.channel_scores import lowest_frequencies
+from leank_train.typed import Share
 
 
 @dataclass(frozen=True)
 class LowestFrequencies(Uniform):
     """ratio: share of K channels pruned."""
 
-    ratio: float = 0.7
+    ratio: Share = 0.7
 
     def check(self, config: Any, tokenizer: Any) -> None:
         lowest_frequencies(config, self.ratio)

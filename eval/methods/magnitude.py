@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ from torch import Tensor
 from eval.methods.axes import Uniform
 from eval.methods.observed import seen
 from eval.prefill import Prefill
-from leank_train.channel_scores import best, pruned
+from leank_train.channel_scores import best
+from leank_train.typed import OneOf, Share
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,8 @@ class Magnitude(Uniform):
     ratio: share of K channels pruned, floor(ratio * D) of every head. norm: p, 1 or 2.
     """
 
-    ratio: float = 0.7
-    norm: int = 2
-
-    def check(self, config: Any, tokenizer: Any) -> None:
-        pruned(1, self.ratio)
-        if self.norm not in (1, 2):
-            raise ValueError(f"norm={self.norm} is unknown; use 1 or 2")
+    ratio: Share = 0.7
+    norm: Annotated[int, OneOf(1, 2)] = 2
 
     def keep(self, prefill: Prefill, config: Any) -> Tensor:
         norms = [torch.linalg.vector_norm(layer.keys, self.norm, dim=2) for layer in seen(prefill)]

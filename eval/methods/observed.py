@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eval.prefill import Prefill, PromptLayer
-from leank_train.channel_scores import GROUPS, pruned, wide
+from leank_train.channel_scores import wide
 
 
 class Seen(NamedTuple):
@@ -54,12 +54,3 @@ def seen(prefill: Prefill, queries: int = 0, recent: int = 0) -> Iterator[Seen]:
         earlier = stays.clone()
         earlier[..., max(0, stays.shape[-1] - recent) :] = False
         yield Seen(layer, torch.where(earlier.any(-1, keepdim=True), earlier, stays))
-
-
-def check_observed(ratio: float, queries: int, group: str = GROUPS[0]) -> None:
-    """Raise ValueError for a ratio, a number of queries or a way to average that makes no sense."""
-    pruned(1, ratio)
-    if queries < 1:
-        raise ValueError(f"queries={queries} must be at least 1; ThinK observes 32")
-    if group not in GROUPS:
-        raise ValueError(f"group={group!r} is unknown; average {' or '.join(GROUPS)} over the heads of a group")

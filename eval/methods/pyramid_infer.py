@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Gt, Le
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from eval.methods.slicing import RowPass, slicing, window_and_best
 from eval.observe import received
 from eval.prefill import Prefill, PromptLayer, prefill
+from leank_train.typed import Count, OneOf, Positive
 
 SCHEDULES = ("cosine", "linear")
 
@@ -33,26 +35,13 @@ class PyramidInfer(RowPass):
     """
 
     free = "decay"
-    recent: float = 0.2
-    decay: float = 0.9
-    schedule: str = "cosine"
-    least: int = 64
-    every: int = 1
-    sink: int = 4
-    newest: float = 1.2
-
-    def check(self, config: Any, tokenizer: Any) -> None:
-        super().check(config, tokenizer)
-        for name in ("recent", "decay"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be a share above 0, of at most 1")
-        for name, lowest in (("least", 0), ("every", 1), ("sink", 0)):
-            if getattr(self, name) < lowest:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {lowest}")
-        if self.newest <= 0:
-            raise ValueError(f"newest={self.newest} must be above 0; 1 weighs all recent tokens alike")
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule={self.schedule!r} is unknown; choose {' or '.join(SCHEDULES)}")
+    recent: Annotated[float, Gt(0), Le(1)] = 0.2
+    decay: Annotated[float, Gt(0), Le(1)] = 0.9
+    schedule: Annotated[str, OneOf(*SCHEDULES)] = "cosine"
+    least: Count = 64
+    every: Positive = 1
+    sink: Count = 4
+    newest: Annotated[float, Gt(0)] = 1.2
 
     def share(self, depth: float) -> float:
         """Share of what precedes the recent tokens that goes on from a layer at depth layer / layers."""

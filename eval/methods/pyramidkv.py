@@ -14,6 +14,7 @@ from eval.methods.selection import spare
 from eval.methods.snapkv import SnapKV
 from eval.models import shape_of
 from eval.prefill import Prefill, PromptLayer
+from leank_train.typed import Positive
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,7 @@ class PyramidKV(SnapKV):
     two differ in nothing but the layers' shares.
     """
 
-    beta: int = 20
-
-    def check(self, config: Any, tokenizer: Any) -> None:
-        super().check(config, tokenizer)
-        if self.beta < 1:
-            raise ValueError(f"beta={self.beta} must be at least 1, which is SnapKV; PyramidKV uses 20")
+    beta: Positive = 20
 
     def counts(self, prefill: Prefill, sizes: Sizes) -> list[int | Tensor]:
         mean = spare(self.budget, sizes)

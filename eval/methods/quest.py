@@ -15,6 +15,7 @@ from eval.cache.upload import upload
 from eval.methods.axes import Reads
 from eval.methods.memory import Held
 from eval.methods.selection import spare
+from leank_train.typed import Count, Positive
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,9 @@ class Quest(Reads):
     part. Plain PyTorch reads the other pages too and masks them: answers are Quest's, time is not.
     """
 
-    budget: int = 1024
-    page: int = 16
-    dense_layers: int = 2
-
-    def check(self, config: Any, tokenizer: Any) -> None:
-        for name, least in (("budget", 1), ("page", 1), ("dense_layers", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+    budget: Positive = 1024
+    page: Positive = 16
+    dense_layers: Count = 2
 
     def check_sizes(self, sizes: Sizes) -> None:
         spare(self.budget, sizes)

@@ -11,14 +11,15 @@ from eval.methods.axes import Uniform
 from eval.models import shape_of
 from eval.prefill import Prefill
 from leank_train.channel_scores import random_mask
+from leank_train.typed import Seed, Share
 
 
 @dataclass(frozen=True)
 class Random(Uniform):
     """ratio: share of K channels pruned. seed: of the draw."""
 
-    ratio: float = 0.7
-    seed: int = 0
+    ratio: Share = 0.7
+    seed: Seed = 0
 
     def check(self, config: Any, tokenizer: Any) -> None:
         random_mask(shape_of(config), self.ratio, self.seed)

@@ -133,15 +133,15 @@ def window_and_best(scores: Tensor, count: int, window: int) -> Tensor:
 
 def check_window(budget: int, window: int, kernel: int) -> None:
     """Raise ValueError for sizes that make no sense."""
-    if window < 1 or budget <= window:
-        raise ValueError(f"budget={budget} must be more than window={window}, which must be at least 1")
+    if budget <= window:
+        raise ValueError(f"budget={budget} must be more than window={window}")
     check_kernel(kernel)
 
 
 def check_kernel(kernel: int) -> None:
     """Raise ValueError for a pooling kernel that has no middle."""
-    if kernel < 1 or kernel % 2 == 0:
-        raise ValueError(f"kernel={kernel} must be odd and at least 1; the papers pool over 5 or 7 tokens")
+    if kernel % 2 == 0:
+        raise ValueError(f"kernel={kernel} must be odd; the papers pool over 5 or 7 tokens")
 
 
 def layer_at(layer: int | None, of_32: int, config: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from eval.methods.selection import budgeted, keep_best, spare
 from eval.methods.slicing import check_kernel
 from eval.observe import received
 from eval.prefill import Prefill, PromptLayer
+from leank_train.typed import OneOf, Positive
 
 POOLING = {"avg": torch.avg_pool1d, "max": torch.max_pool1d}
 GROUP = ("mean", "max")
@@ -34,23 +35,18 @@ class SnapKV(Tokens):
     """
 
     free = "budget"
-    budget: int = 1024
-    queries: int = 32
-    kernel: int = 7
-    pooling: str = "avg"
-    group: str = "mean"
+    budget: Positive = 1024
+    queries: Positive = 32
+    kernel: Positive = 7
+    pooling: Annotated[str, OneOf(*POOLING)] = "avg"
+    group: Annotated[str, OneOf(*GROUP)] = "mean"
 
     @property
     def obs_queries(self) -> int:  # type: ignore[override]
         return self.queries
 
     def check(self, config: Any, tokenizer: Any) -> None:
-        if self.queries < 1:
-            raise ValueError(f"queries={self.queries} must be at least 1; SnapKV observes 32")
         check_kernel(self.kernel)
-        for name, known in (("pooling", (*POOLING,)), ("group", GROUP)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose {' or '.join(known)}")
 
     def check_sizes(self, sizes: Sizes) -> None:
         spare(self.budget, self._protected(sizes))

@@ -9,6 +9,7 @@ from torch import Tensor
 from eval.methods.calibrated import Calibrated
 from eval.methods.think import think_scores
 from eval.prefill import Prefill
+from leank_train.typed import Positive
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class StaticNorm(Calibrated):
     queries: how many of a sample's last queries count.
     """
 
-    queries: int = 32
+    queries: Positive = 32
 
     @property
     def observed(self) -> int:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from eval.methods.axes import Uniform
-from eval.methods.observed import Seen, check_observed, seen
+from eval.methods.observed import Seen, seen
 from eval.models import shape_of
 from eval.prefill import Prefill
-from leank_train.channel_scores import best, pruned, query_key_scores, wide
+from leank_train.channel_scores import GROUPS, best, pruned, query_key_scores, wide
+from leank_train.typed import OneOf, Positive, Share
 
 
 @dataclass(frozen=True)
@@ -34,23 +35,14 @@ class ThinK(Uniform):
     Eq. 3 has no causal mask; here the observed queries do not see past themselves.
     """
 
-    ratio: float = 0.7
-    queries: int = 32
-    group: str = "squares"
-    values: float = 0.0
+    ratio: Share = 0.7
+    queries: Positive = 32
+    group: Annotated[str, OneOf(*GROUPS)] = "squares"
+    values: Share = 0.0
 
     @property
     def obs_queries(self) -> int:  # type: ignore[override]
         return self.queries
-
-    def check(self, config: Any, tokenizer: Any) -> None:
-        check_observed(self.ratio, self.queries, self.group)
-        try:
-            pruned(1, self.values)
-        except ValueError as error:
-            raise ValueError(
-                f"values={self.values} is not in [0, 1); it is the share of V channels to prune"
-            ) from error
 
     def keep(self, prefill: Prefill, config: Any) -> Tensor:
         return best(think_scores(prefill, self.queries, self.group), self.ratio)

@@ -1,0 +1,1 @@
+"""Hydra groups of python -m eval, and its main configuration, eval.yaml."""

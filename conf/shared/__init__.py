@@ -1,0 +1,1 @@
+"""Hydra groups of both commands."""

@@ -1,0 +1,143 @@
+"""Settings as frozen dataclasses, checked in one way for training and for evaluation.
+
+    @dataclass(frozen=True)
+    class DataConfig(Checked):
+        questions: Positive = 4
+        lengths: Sequence[Positive] = (1024,)
+
+An annotation says what a field accepts: its type, its bounds, its choices. `typed` builds such an object from a group
+of the configuration and names the dotted key of a setting that is unknown, missing, or of the wrong type.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic_core import core_schema
+
+STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text", NoneType: "null"}
+BOUNDS = {Ge: ("ge", "of at least {}", "[{}"), Gt: ("gt", "above {}", "({}"), Le: ("le", "of at most {}", "{}]"),
+          Lt: ("lt", "below {}", "{})")}  # fmt: skip
+T = TypeVar("T")
+
+
+class BadConfig(ValueError):
+    """A setting that cannot work; the message names it, its value, and what to do."""
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Annotation of a field that takes one of these values, `Annotated[str, OneOf("l2", "kl")]`."""
+
+    choices: tuple[Any, ...]
+
+    def __init__(self, *choices: Any) -> None:
+        object.__setattr__(self, "choices", choices)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def _check(self, value: Any) -> Any:
+        if value not in self.choices:
+            raise ValueError
+        return value
+
+
+Count = Annotated[int, Ge(0)]
+Positive = Annotated[int, Ge(1)]
+Share = Annotated[float, Ge(0), Lt(1)]  # of what is pruned: never all of it
+Seed = Annotated[int, Ge(0), Le(2**32 - 1)]
+
+
+class Checked:
+    """Base of settings: the fields of a dataclass are held to their annotations whenever an object is made.
+
+    Numbers are checked, not converted. Names that begin with an underscore are no settings.
+    """
+
+    def __post_init__(self) -> None:
+        """Raise BadConfig for a value that its annotation does not accept."""
+        rules = _rules(type(self))  # type: ignore[arg-type]  # a class can be hashed, whatever mypy says
+        for name, (adapter, words) in rules.items():
+            value = getattr(self, name)
+            try:
+                adapter.validate_python(value)
+            except ValidationError:
+                raise BadConfig(f"{name}={value!r} must be {words}") from None
+
+
+def typed(target: type[T], given: Any, where: str = "") -> T:
+    """An object of a settings class out of a mapping; groups inside it become objects of their own classes.
+
+    where: the dotted key of the mapping with a dot at its end, "" for the whole configuration. Raises BadConfig naming
+    the dotted key at fault, and for an unknown key the nearest one there is.
+    """
+    if not isinstance(given, Mapping):
+        raise BadConfig(f"{where.rstrip('.')}={given!r} must be a group of settings")
+    hints = get_type_hints(target, include_extras=True)
+    known = [f for f in fields(target) if not f.name.startswith("_")]  # type: ignore[arg-type]
+    refuse_unknown(given, [f.name for f in known], where)
+    values = dict(given)
+    for field in known:
+        if field.name not in given and field.default is field.default_factory is MISSING:
+            raise BadConfig(f"{where}{field.name} is not set; it must be {_words(hints[field.name])}")
+        if field.name in given and _is_group(hints[field.name]):
+            values[field.name] = typed(hints[field.name], given[field.name], f"{where}{field.name}.")
+    try:
+        return target(**values)
+    except BadConfig as error:
+        raise BadConfig(f"{where}{error}") from None
+
+
+def refuse_unknown(given: Mapping[Any, Any], known: Sequence[str], where: str) -> None:
+    """Raise BadConfig for a key that is not known, naming the nearest one that is. where: as in `typed`."""
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, 1)
+            hint = f"did you mean {near[0]}? There" if near else "there"
+            raise BadConfig(f"{where}{key} is no setting; {hint} are {', '.join(known)}")
+
+
+def _is_group(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, Checked)
+
+
+@cache
+def _rules(target: type) -> dict[str, tuple[TypeAdapter[Any], str]]:
+    """Of every setting what checks it, and what it must be in words; a group has checked itself."""
+    hints = get_type_hints(target, include_extras=True)
+    names = [f.name for f in fields(target) if not f.name.startswith("_") and not _is_group(hints[f.name])]
+    return {name: (TypeAdapter(hints[name], config=STRICT), _words(hints[name])) for name in names}
+
+
+def _words(hint: Any) -> str:
+    """What an annotation accepts, such as "an integer of at least 1, or null"."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        base, *rules = args
+        choices = [str(choice) for rule in rules if isinstance(rule, OneOf) for choice in rule.choices]
+        hints = [f": {rule}" for rule in rules if isinstance(rule, str)]
+        return (f"one of {', '.join(choices)}" if choices else f"{_words(base)}{_bounds(rules)}") + "".join(hints)
+    if origin in (Union, UnionType):
+        return ", or ".join(_words(one) for one in args)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return f"a mapping of names, each to {_words(args[1])}"
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        return f"a list, each entry {_words(args[0])}"
+    return "any value" if hint is Any else WORDS.get(hint) or f"a {getattr(hint, '__name__', hint)}"
+
+
+def _bounds(rules: Sequence[Any]) -> str:
+    found = [(getattr(rule, name), alone, pair) for rule in rules for kind, (name, alone, pair) in BOUNDS.items()
+             if isinstance(rule, kind)]  # fmt: skip
+    if len(found) == 2:
+        return " in " + ", ".join(pair.format(value) for value, _, pair in found)
+    return "".join(" " + alone.format(value) for value, alone, _ in found)
