@@ -156,11 +156,14 @@ def test_a_second_command_is_refused_until_the_first_is_killed(model, tmp_path):
 
 def test_processes_that_a_run_starts_hold_no_lock(tmp_path):
     lock = Lock(tmp_path / "lock", "busy")
+    read, write = os.pipe()
     child = os.fork()
     if child == 0:
+        os.write(write, b".")  # what runs after a fork has run
         time.sleep(60)
         os._exit(0)
     try:
+        os.read(read, 1)
         with pytest.raises(BlockingIOError, match="busy"):
             Lock(tmp_path / "lock", "busy")
         lock.close()
