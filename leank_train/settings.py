@@ -15,14 +15,25 @@ from omegaconf import DictConfig, OmegaConf
 from data_gen import haystack
 from data_gen.tasks import task
 from leank_train import backbone as backbones
-from leank_train import distill
+from leank_train import distill, steering
 from leank_train.attention import EMPTY_HEADS
 from leank_train.hook import has_rope
 from leank_train.mask import ROUNDINGS
+from leank_train.objectives import OBJECTIVES
 from leank_train.passes import KERNELS
 from leank_train.stages import StageConfig
 
-NOT_IN_HASH = ("trainer", "logger", "validation", "resume", "workers", "name", "checkpoint_every", "requeues")
+NOT_IN_HASH = (
+    "trainer",
+    "logger",
+    "validation",
+    "resume",
+    "workers",
+    "name",
+    "checkpoint_every",
+    "requeues",
+    "extra_ratios",
+)
 LEAST = {  # whole numbers, and the smallest that works
     "mask.align": 1, "mask.sink": 0, "mask.window": 1,
     "trainer.sequence_parallel": 1,
@@ -32,7 +43,7 @@ LEAST = {  # whole numbers, and the smallest that works
 }  # fmt: skip
 CHOICES = {
     "schedule": distill.SCHEDULES, "reduction": distill.REDUCTIONS, "l1": distill.L1_FORMS,
-    "straight_through": distill.STRAIGHT_THROUGH, "empty_heads": EMPTY_HEADS,
+    "straight_through": distill.STRAIGHT_THROUGH, "empty_heads": EMPTY_HEADS, "objective": OBJECTIVES,
 }  # fmt: skip
 
 
@@ -64,6 +75,12 @@ def check(config: DictConfig) -> None:
         f"mask.ratio={mask.ratio} is not in [0, 1): it is the share of channels to prune, e.g. 0.7",
     )
     need(mask.rounding in ROUNDINGS, f"mask.rounding={mask.rounding!r} is unknown; use one of {', '.join(ROUNDINGS)}")
+    for ratio in config.extra_ratios:
+        need(
+            _is_number(ratio) and 0 <= ratio < 1,
+            f"extra_ratios={list(config.extra_ratios)}: {ratio} is not in [0, 1); give shares of channels to prune, "
+            "e.g. [0.5,0.9]",
+        )
     need(
         config.model.dtype in backbones.DTYPES,
         f"model.dtype={config.model.dtype!r} is unknown; use one of {', '.join(backbones.DTYPES)}",
@@ -177,8 +194,14 @@ def stage_config(config: DictConfig, name: str) -> StageConfig:
     for key, choices in CHOICES.items():
         value = getattr(stage, key)
         need(value in choices, f"{name}.{key}={value!r} is unknown; use one of {', '.join(choices)}")
-    need(_is_number(stage.lr) and stage.lr > 0, f"{name}.lr={stage.lr} must be a number above 0; the paper has 0.02")
-    need(_is_number(stage.lam) and stage.lam >= 0, f"{name}.lam={stage.lam} must be a number from 0 on; e.g. 0.06")
+    need(
+        stage.lr == steering.AUTO or (_is_number(stage.lr) and float(stage.lr) > 0),
+        f"{name}.lr={stage.lr} must be a number above 0, or auto; the paper has 0.02",
+    )
+    need(
+        (stage.lam == steering.AUTO and name == "stage1") or (_is_number(stage.lam) and float(stage.lam) >= 0),
+        f"{name}.lam={stage.lam} must be a number from 0 on, e.g. 0.06; stage1.lam can be auto",
+    )
     return stage
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,7 @@ from leank_train.preempt import SaveOnSignal, Signals
 from leank_train.recorder import AtomicCheckpointIO, Progress, Recorder
 from leank_train.settings import BadConfig, check, check_folder, fingerprint, overrides, stage_config
 from leank_train.stages import Stage, Stage1, Stage2
+from leank_train.steering import Separation
 from leank_train.wandb_log import log_results
 
 
@@ -64,7 +66,8 @@ def run(config: DictConfig, out: Path, signals: Signals | None = None) -> dict[s
 
     span = dict(sink=config.mask.sink, window=config.mask.window)
     size = dict(ratio=config.mask.ratio, align=config.mask.align, rounding=config.mask.rounding)
-    stage1 = Stage1(backbone, stage_config(config, "stage1"), **span, parallel=shared)
+    ratio = config.mask.ratio
+    stage1 = Stage1(backbone, stage_config(config, "stage1"), **span, parallel=shared, ratio=ratio)
     record1 = fit(config, stage1, "stage1", out, logger, signals)
     stage2 = Stage2(backbone, stage_config(config, "stage2"), **span, alpha=stage1.alpha, parallel=shared, **size)
     record2 = fit(config, stage2, "stage2", out, logger, signals)
@@ -79,11 +82,15 @@ def run(config: DictConfig, out: Path, signals: Signals | None = None) -> dict[s
         "versions": {"torch": torch.__version__, "lightning": L.__version__},
     }  # fmt: skip
     mask = ChannelMask.from_scores(alpha, **size, metadata=metadata)
+    separation = Separation.of(scores1, ratio)
+    if warning := separation.warning(ratio):
+        warnings.warn(warning, stacklevel=2)
     metrics: dict[str, Any] = {
         "pruning_ratio": mask.pruning_ratio,
         "empty_heads": int((mask.channels_per_head == 0).sum()),
         "heads": mask.channels_per_head.numel(),
         "alpha_mean": float(alpha.mean()),
+        "separation": separation.metrics,
         "distillation": {
             name: r.steps[-1]["distillation"] for name, r in (("stage1", record1), ("stage2", record2)) if r.steps
         },
@@ -95,6 +102,9 @@ def run(config: DictConfig, out: Path, signals: Signals | None = None) -> dict[s
     for align in {1, config.mask.align}:  # what stage 2 is worth (appendix E): the same scores without it
         alone = ChannelMask.from_scores(scores1, **{**size, "align": align}, metadata=metadata)
         alone.save(out / "stage1" / f"mask_align{align}.safetensors")
+    for other in config.extra_ratios:  # stage 2 is trained for the configured ratio: others are cut from stage 1
+        cut = ChannelMask.from_scores(scores1, **{**size, "ratio": other}, metadata=metadata)
+        cut.save(out / "masks" / f"mask_{100 * other:g}pct.safetensors")
     if config.validation.samples:
         lengths = f"validation.batch={config.validation.batch}, validation.lengths={list(config.validation.lengths)}"
         with memory("in validation; the mask is saved", lengths):
