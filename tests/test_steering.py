@@ -97,9 +97,7 @@ def test_lambda_is_recorded_and_moves(finished):
     assert lams[0] == pytest.approx(steering.START)
     assert all(steering.LEAST <= lam <= steering.MOST for lam in lams)
     again = torch.tensor(steering.START)
-    for t, (one, next_one) in enumerate(
-        zip(steps, steps[1:], strict=False), 1
-    ):  # each with the mean that it began with
+    for t, (one, next_one) in enumerate(pairwise(steps), 1):  # each with the mean that it began with
         steer(again, torch.tensor(one["alpha_mean"]), torch.tensor(next_one["alpha_mean"]), t, 6, 0.7)
         assert float(again) == pytest.approx(next_one["lam"], rel=1e-5)
     assert lams[1] != lams[0]
