@@ -196,10 +196,9 @@ class Stage1(Stage):
     def training_step(self, batch: Batch, index: int) -> dict[str, Tensor]:
         """Loss of one batch, and the lambda that it was made with."""
         found = super().training_step(batch, index)
-        if isinstance(self.lam, Tensor):
-            found["lam"] = self.lam.clone()
-            self.log("stage1/lam", found["lam"])
-        return found
+        lam = self.lam.clone() if isinstance(self.lam, Tensor) else self.alpha.new_full((), self.lam)
+        self.log("stage1/lam", lam)
+        return {**found, "lam": lam}
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """A step of alpha, then lambda where it is steered: from alpha alone, which all ranks have alike."""
