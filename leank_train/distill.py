@@ -30,17 +30,25 @@ def l2_loss(full: Tensor, scaled: Tensor, lengths: Tensor, reduction: str) -> Te
 
     reduction: "official" means over hidden units and over all answer tokens of the batch; "paper" sums over both,
     ||H_full - H_scaled||_2^2, and means over the R sequences. Computed in float32 (float64 stays).
-    Raises ValueError for an unknown reduction, or an answer without tokens (lengths on a GPU are waited for).
+    Raises ValueError for an unknown reduction, or an answer without tokens.
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r} is unknown; use official or paper")
-    if lengths.min() < 1 or lengths.max() > full.shape[1]:
-        raise ValueError(f"answer lengths {lengths.tolist()} must be from 1 to {full.shape[1]}: nothing to distil")
     dtype = torch.promote_types(full.dtype, torch.float32)
-    counts = torch.arange(full.shape[1], device=full.device) < beside(lengths[:, None], full.device)  # [R, N]
+    counts = beside(counted(lengths, full.shape[1]), full.device)
     # Padding is replaced, not multiplied by 0, so that nothing in it, were it NaN, reaches the loss or the gradient.
     squares = torch.where(counts[..., None], full.to(dtype) - scaled.to(dtype), 0.0).square()
     return squares.mean(-1).sum() / counts.sum() if reduction == "official" else squares.sum() / len(lengths)
+
+
+def counted(lengths: Tensor, longest: int) -> Tensor:
+    """Which of `longest` rows are answer tokens: bool [R, longest], beside lengths [R].
+
+    Raises ValueError for an answer without tokens, or with more than `longest`.
+    """
+    if lengths.min() < 1 or lengths.max() > longest:
+        raise ValueError(f"answer lengths {lengths.tolist()} must be from 1 to {longest}: nothing to distil")
+    return torch.arange(longest, device=lengths.device) < lengths[:, None]
 
 
 def l1_penalty(alpha: Tensor, form: str) -> Tensor:

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from leank_train.attention import (
     HALF,
     SCORES_AT_ONCE,
+    exp_,
     flash_backward,
     flash_forward,
     flash_takes,
@@ -144,12 +145,12 @@ class _Fused(torch.autograd.Function):
                 spreads = [product(d_out, _read(values, run).mT) for run in group.spreads]
                 d_weights = torch.cat(spreads, -1) if len(spreads) > 1 else spreads[0]
                 if empty is None:
-                    weights = logits.sub_(lse).exp_()
+                    weights = exp_(logits.sub_(lse))
                     d_logits = d_weights.sub_(delta).mul_(weights).mul_(scale)
                 else:
                     hidden = empty & group.middle(logits)[: logits.shape[-1]]
-                    d_taught = (d_weights - delta_both) * (logits - lse_both).exp() * scale
-                    weights = logits.masked_fill_(hidden, -torch.inf).sub_(lse).exp_()
+                    d_taught = (d_weights - delta_both) * exp_(logits - lse_both) * scale
+                    weights = exp_(logits.masked_fill_(hidden, -torch.inf).sub_(lse))
                     d_logits = d_weights.sub_(delta).mul_(weights).mul_(scale)
                     d_taught = _operand(torch.where(hidden, d_taught, d_logits), dense)
                 d_logits = _operand(d_logits, dense)
@@ -221,7 +222,7 @@ def _accumulate(
     """Take a group into the online softmax (sum of weights * V, sum of weights, maximum); outs: of its flash pieces."""
     top = logits.amax(-1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min / 4)  # -inf - -inf would be NaN
     top = top if state is None else torch.maximum(top, state[2])
-    weights = (logits - top).exp_()
+    weights = exp_(logits - top)
     total, out, at = weights.sum(-1, keepdim=True), None, 0
     operand = _operand(weights, values[0])
     for run in group.spreads:
@@ -232,7 +233,7 @@ def _accumulate(
         out = weight * flash if out is None else out.addcmul_(weight, flash)
     assert out is not None
     if state is not None:
-        decay = (state[2] - top).exp()
+        decay = exp_(state[2] - top)
         total, out = total + state[1] * decay, out + state[0] * decay
     return out, total, top
 

@@ -36,7 +36,8 @@ class ChannelMask:
         """Raise ValueError unless `keep` is a bool tensor of three dimensions, none of them empty."""
         if keep.dtype != torch.bool or keep.dim() != 3 or keep.numel() == 0:
             raise ValueError(
-                f"keep is {keep.dtype} {list(keep.shape)}; give a bool tensor [layers, kv_heads, head_dim]"
+                f"keep is {keep.dtype} {list(keep.shape)}; give a bool tensor [layers, kv_heads, head_dim]: of scores, "
+                "ChannelMask.from_scores(scores, ratio) makes one"
             )
         self.keep = keep.detach().cpu().clone(memory_format=torch.contiguous_format)
         self.metadata = dict(metadata or {})

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from data_gen import haystack
 from data_gen.tasks import task
 from leank_train import backbone as backbones
+from leank_train import steering
 from leank_train.backbone import ModelConfig
 from leank_train.hook import has_rope
 from leank_train.mask import ROUNDINGS
@@ -28,7 +29,9 @@ from leank_train.stages import StageConfig
 from leank_train.typed import BadConfig, Checked, Count, OneOf, Positive, Seed, Share, typed
 from leank_train.wandb_log import LoggerConfig
 
-NOT_IN_HASH = ("trainer", "logger", "validation", "resume", "workers", "name", "checkpoint_every", "requeues")
+NOT_IN_HASH = (
+    "trainer", "logger", "validation", "resume", "workers", "name", "checkpoint_every", "requeues", "extra_ratios",
+)  # fmt: skip
 OLD_NAME = "mask"  # of the group `pruning`: in configurations and folders written before, and in fingerprints
 log = logging.getLogger("leank_train")
 
@@ -111,6 +114,7 @@ class RunConfig(Checked):
     name: of the run directory and the W&B group. resume: go on with what the run directory holds.
     checkpoint_every: steps. workers: processes that make data.
     requeues: times that a Slurm job may put itself back into the queue.
+    extra_ratios: other pruning ratios, for each of which the scores of stage 1 give a mask, too.
     """
 
     model: ModelConfig
@@ -127,10 +131,14 @@ class RunConfig(Checked):
     checkpoint_every: Positive = 50
     workers: Count = 1
     requeues: Count = 50
+    extra_ratios: Sequence[Annotated[Share, "it is a share of channels to prune, e.g. 0.9"]] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         pruning, data, validation = self.pruning, self.data, self.validation
+        need(
+            self.stage2.lam != steering.AUTO, "stage2.lam='auto' must be a number: only stage 1 has a penalty to steer"
+        )
         need(
             self.stage1.steps + self.stage2.steps > 0,
             "stage1.steps=0 and stage2.steps=0: nothing would be learned; give one of them steps above 0",

@@ -1,7 +1,10 @@
 """The two training stages (section 3) as Lightning modules over one frozen decoder.
 
-stage 1   minimise  ||H_full - H_scaled||^2 + lambda ||alpha||_1   over alpha [L, H, D], from all ones
-stage 2   minimise  ||H_full - H_scaled||^2                        with beta = Top_{s%, r}(alpha), straight-through
+stage 1   minimise  d(H_full, H_scaled) + lambda ||alpha||_1   over alpha [L, H, D], from all ones
+stage 2   minimise  d(H_full, H_scaled)                        with beta = Top_{s%, r}(alpha), straight-through
+
+The distance d of teacher and student is ||H_full - H_scaled||^2 (objective=l2, the paper's) or the KL divergence of
+the next-token distributions that the model's head makes of them (objective=kl).
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import torch.distributed as dist
 from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
-from leank_train import distill
+from leank_train import distill, objectives, steering
 from leank_train.attention import EMPTY_HEADS
 from leank_train.backbone import Backbone
 from leank_train.branching import branch, prefill, prefill_and_branch, student
@@ -26,25 +29,30 @@ from leank_train.prefix import beside
 from leank_train.sequence_parallel import prefill_in_shares
 from leank_train.typed import Checked, Count, OneOf
 
+Auto = Annotated[str, OneOf(steering.AUTO)]
+
 
 @dataclass(frozen=True)
 class StageConfig(Checked):
     """Settings of one stage; `stage1` and `stage2` of conf hold the paper's values and name the official code's.
 
-    steps; lr; schedule: official | constant; reduction: official | paper; clamp: keep alpha in [0, 1];
-    empty_heads: drop | zero (what Eq. 1 does for a head without channels).
-    lam, l1: stage 1's lambda, and mean | sum of |alpha|. straight_through: binary | alpha_beta, stage 2.
+    steps; lr: a number, or auto (by the number of steps); schedule: official | constant; reduction: official | paper;
+    clamp: keep alpha in [0, 1]; empty_heads: drop | zero (what Eq. 1 does for a head without channels).
+    lam, l1: stage 1's lambda (a number, or auto: steered to the pruning ratio), and mean | sum of |alpha|.
+    straight_through: binary | alpha_beta, stage 2.
+    objective: l2 (hidden states) | kl (next-token distributions).
     """
 
     steps: Count
-    lr: Annotated[float, Gt(0), Le(1), "scores lie in [0, 1], and the paper has 0.02"]
+    lr: Annotated[float, Gt(0), Le(1), "scores lie in [0, 1], and the paper has 0.02"] | Auto
     schedule: Annotated[str, OneOf(*distill.SCHEDULES)] = "official"
     reduction: Annotated[str, OneOf(*distill.REDUCTIONS)] = "official"
     clamp: bool = True
     empty_heads: Annotated[str, OneOf(*EMPTY_HEADS)] = "zero"
-    lam: Annotated[float, Ge(0), Le(1000), "the paper has 0.06"] = 0.0
+    lam: Annotated[float, Ge(0), Le(1000), "the paper has 0.06"] | Auto = 0.0
     l1: Annotated[str, OneOf(*distill.L1_FORMS)] = "mean"
     straight_through: Annotated[str, OneOf(*distill.STRAIGHT_THROUGH)] = "binary"
+    objective: Annotated[str, OneOf(*objectives.OBJECTIVES)] = "l2"
 
 
 class Stage(L.LightningModule):
@@ -63,6 +71,8 @@ class Stage(L.LightningModule):
     ):
         """alpha: scores to start from, [L, H, D]; ones by default. parallel: by default, all in one process."""
         super().__init__()
+        if config.objective == "kl":
+            objectives.check_head(backbone.model)
         # kept out of the module's children: a frozen decoder belongs in no checkpoint and in no optimizer
         self.__dict__["backbone"] = backbone
         self.config, self.sink, self.window, self.parallel = config, sink, window, parallel or Parallel()
@@ -73,7 +83,7 @@ class Stage(L.LightningModule):
         """The processes know each other now: group those of a context, and share out the weights."""
         self.ranks = self.parallel.context_ranks()
         if self.parallel.shard_weights:
-            shard(self.backbone.model, self.trainer.strategy.root_device)
+            shard(self.backbone.model, self.trainer.strategy.root_device, self.config.objective == "kl")
 
     def scores(self) -> Tensor:
         """What takes alpha's place in Eq. 1."""
@@ -84,7 +94,7 @@ class Stage(L.LightningModule):
         return self.alpha.new_zeros(())
 
     def distillation(self, batch: Batch) -> Tensor:
-        """The distance of the student's hidden states from the teacher's at the answer tokens."""
+        """The distance of student and teacher at the answer tokens, by the stage's objective."""
         model, kernel = self.backbone.model, self.parallel.prefill_kernel
         if len(batch.prompts) == len(batch.documents) and not self.parallel.in_step:
             prefix, teacher = prefill_and_branch(
@@ -102,6 +112,9 @@ class Stage(L.LightningModule):
             model, prefix, question, batch.answers, batch.answer_lengths, self.scores(),
             sink=self.sink, window=self.window, empty_heads=self.config.empty_heads,
         )  # fmt: skip
+        if self.config.objective == "kl":
+            head = objectives.Head.of(model)
+            return objectives.kl_loss(head, full, scaled, batch.answer_lengths, self.config.reduction)
         return distill.l2_loss(full, scaled, batch.answer_lengths, self.config.reduction)
 
     def training_step(self, batch: Batch, index: int) -> dict[str, Tensor]:
@@ -141,7 +154,9 @@ class Stage(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Adam (the paper's choice) with the schedule stepped every step."""
-        optimizer = torch.optim.Adam([self.alpha], lr=self.config.lr)
+        lr = self.config.lr
+        rate = float(lr) if lr != steering.AUTO else steering.learning_rate(self.config.steps)
+        optimizer = torch.optim.Adam([self.alpha], lr=rate)
         factor = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: distill.lr_factor(step, self.config.steps, self.config.schedule)
         )
@@ -158,9 +173,45 @@ class Stage(L.LightningModule):
 class Stage1(Stage):
     """Learn alpha: distillation with the continuous scores, plus lambda * L1 (section 3.1)."""
 
+    lam: Tensor | float
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        config: StageConfig,
+        sink: int,
+        window: int,
+        alpha: Tensor | None = None,
+        parallel: Parallel | None = None,
+        *,
+        ratio: float = 0.0,
+    ):
+        """ratio: the pruning ratio to which lam=auto steers the mean of alpha."""
+        super().__init__(backbone, config, sink, window, alpha, parallel)
+        self.ratio = ratio
+        if config.lam == steering.AUTO:
+            self.register_buffer("lam", torch.tensor(steering.START))  # a buffer: checkpoints hold it
+        else:
+            self.lam = float(config.lam)
+
     def penalty(self) -> Tensor:
         """lambda ||alpha||_1."""
-        return self.config.lam * distill.l1_penalty(self.alpha, self.config.l1)
+        return self.lam * distill.l1_penalty(self.alpha, self.config.l1)
+
+    def training_step(self, batch: Batch, index: int) -> dict[str, Tensor]:
+        """Loss of one batch, and the lambda that it was made with."""
+        found = super().training_step(batch, index)
+        lam = self.lam.clone() if isinstance(self.lam, Tensor) else self.alpha.new_full((), self.lam)
+        self.log("stage1/lam", lam)
+        return {**found, "lam": lam}
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """A step of alpha, then lambda where it is steered: from alpha alone, which all ranks have alike."""
+        step, before = self.trainer.global_step + 1, self.alpha.detach().mean()
+        super().optimizer_step(*args, **kwargs)
+        if isinstance(self.lam, Tensor):
+            after = self.alpha.detach().mean()
+            steering.steer(self.lam, before, after, step, self.config.steps, self.ratio)
 
 
 class Stage2(Stage):

@@ -28,6 +28,7 @@ from leank_train.preempt import SaveOnSignal, Signals
 from leank_train.recorder import AtomicCheckpointIO, Progress, Recorder
 from leank_train.settings import BadConfig, RunConfig, check, check_folder, fingerprint, plain
 from leank_train.stages import Stage, Stage1, Stage2
+from leank_train.steering import Separation
 from leank_train.tensor_files import read_checkpoint, write_checkpoint, write_tensors
 from leank_train.wandb_log import log_results, make_logger
 
@@ -95,7 +96,7 @@ def train(config: RunConfig, resolved: dict[str, Any], identity: str, out: Path,
     pruning = config.pruning
     span: dict[str, Any] = dict(sink=pruning.sink, window=pruning.window)
     size: dict[str, Any] = dict(ratio=pruning.ratio, align=pruning.align, rounding=pruning.rounding)
-    stage1 = Stage1(backbone, config.stage1, **span, parallel=shared)
+    stage1 = Stage1(backbone, config.stage1, **span, parallel=shared, ratio=pruning.ratio)
     record1 = fit(config, stage1, "stage1", out, logger, signals)
     stage2 = Stage2(backbone, config.stage2, **span, alpha=stage1.alpha, parallel=shared, **size)
     record2 = fit(config, stage2, "stage2", out, logger, signals)
@@ -110,11 +111,15 @@ def train(config: RunConfig, resolved: dict[str, Any], identity: str, out: Path,
         "versions": {"torch": torch.__version__, "lightning": L.__version__},
     }  # fmt: skip
     mask = ChannelMask.from_scores(alpha, **size, metadata=metadata)
+    separation = Separation.of(scores1, pruning.ratio)
+    if warning := separation.warning(pruning.ratio):
+        warnings.warn(warning, stacklevel=2)
     metrics: dict[str, Any] = {
         "pruning_ratio": mask.pruning_ratio,
         "empty_heads": int((mask.channels_per_head == 0).sum()),
         "heads": mask.channels_per_head.numel(),
         "alpha_mean": float(alpha.mean()),
+        "separation": separation.metrics,
         "distillation": {
             name: r.steps[-1]["distillation"] for name, r in (("stage1", record1), ("stage2", record2)) if r.steps
         },
@@ -128,6 +133,9 @@ def train(config: RunConfig, resolved: dict[str, Any], identity: str, out: Path,
     for align in {1, pruning.align}:  # what stage 2 is worth (appendix E): the same scores without it
         alone = ChannelMask.from_scores(scores1, **{**size, "align": align}, metadata=metadata)
         alone.save(out / "stage1" / f"mask_align{align}.safetensors")
+    for other in config.extra_ratios:  # stage 2 is trained for the configured ratio: others are cut from stage 1
+        cut = ChannelMask.from_scores(scores1, **{**size, "ratio": other}, metadata=metadata)
+        cut.save(out / "masks" / f"mask_{100 * other:g}pct.safetensors")
     if config.validation.samples:
         lengths = f"validation.batch={config.validation.batch}, validation.lengths={list(config.validation.lengths)}"
         with memory("in validation; the mask is saved", lengths):

@@ -124,6 +124,7 @@ def log_results(
 
     flat = {k: v for k, v in metrics.items() if not isinstance(v, dict)}
     flat |= {f"seconds/{k}": v for k, v in metrics["seconds"].items()}
+    flat |= {f"separation/{k}": v for k, v in metrics["separation"].items()}
     flat |= {f"distillation/{stage}": v for stage, v in metrics["distillation"].items()}
     for method, row in metrics.get("validation", {}).get("recall", {}).items():
         flat[f"recall/{method}"] = row["average"]

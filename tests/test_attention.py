@@ -1,12 +1,16 @@
 """Blockwise attention against its dense reference, in value and gradient; merging; Eq. 1 with empty heads."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leank_train.attention import (
+    LEAST_LOGIT,
     Keys,
+    exp_,
     flash_backward,
     flash_forward,
     merge,
@@ -216,3 +220,33 @@ def test_flash_is_partial_attention_and_its_gradient_takes_any_lse(causal):
     torch.testing.assert_close(found, d_q, rtol=1e-9, atol=1e-12)
     total[0, 1, 2] = torch.inf
     assert (flash_backward(d_out, q, k, v, whole, total, 0.4, rest)[0, 1, 2] == 0).all()
+
+
+@given(st.integers(0, 10**6), st.sampled_from([torch.float32, torch.float64]))
+def test_exp_is_exact_or_zero(seed, dtype):
+    """What is left out is less than the rounding error of a softmax, and no result is below the normal range."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = -130 * torch.rand(200, generator=generator, dtype=dtype)
+    logits[:3] = torch.tensor([0.0, -torch.inf, torch.finfo(dtype).min])
+    found, exact = exp_(logits.clone()), logits.exp()
+    assert ((found == 0) | (found >= math.exp(LEAST_LOGIT) / 2)).all()
+    kept = found > 0
+    torch.testing.assert_close(found[kept], exact[kept], rtol=4 * torch.finfo(dtype).eps, atol=0)
+    assert (exact[~kept] < 1e-26).all()
+    assert found.sum() == exact.sum()
+    assert exp_(torch.tensor([torch.nan])).isnan().all()
+
+
+@pytest.mark.parametrize("spread", [30.0, 3000.0])
+def test_sharp_logits_equal_the_dense_softmax(spread):
+    """Logits over thousands of units, nearly all of which underflow."""
+    q, k, v = torch.randn(3, 1, 2, 40, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind(0)
+    at = torch.arange(40)[None]
+    sees = visibility(at, at, "causal")
+    results = []
+    for function in (partial_attention, partial_attention_reference):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out, lse = function(*leaves, spread, sees, 7)
+        results.append((out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), leaves)))
+    for fast, slow in zip(*results, strict=True):
+        torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-12)

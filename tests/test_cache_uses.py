@@ -205,8 +205,8 @@ def test_no_mask_keeps_every_channel():
 @pytest.mark.parametrize(
     ("mask", "line"),
     [
-        (torch.rand(LAYERS, HEADS, DIM), "got numbers of torch.float32: of scores ChannelMask.from_scores"),
-        (torch.full((LAYERS, HEADS, DIM), 2), "got numbers of torch.int64"),
+        (torch.rand(LAYERS, HEADS, DIM), "keep is torch.float32 .*: of scores, ChannelMask.from_scores"),
+        (torch.full((LAYERS, HEADS, DIM), 2), "keep is torch.int64 "),
         (object(), "a bool tensor, got object"),
         ([Middle()], r"mask has shape \(1, 2, 8\), the model needs \(2, 2, 8\)"),
     ],
@@ -215,12 +215,6 @@ def test_what_is_no_mask_is_refused(mask, line):
     with pytest.raises(ValueError, match=line) as error:
         compressed_cache(tiny_model("llama"), mask)
     assert one_line(error)
-
-
-def test_zeros_and_ones_are_a_mask():
-    keep = random_keep(1)
-    caches = [compressed_cache(tiny_model("llama"), m) for m in (keep, keep.int(), keep.tolist())]
-    assert all(torch.equal(c.layers[1].middle.channels, keep[1]) for c in caches)
 
 
 @pytest.mark.parametrize("name", ["sink", "window", "flush"])

@@ -98,7 +98,7 @@ def test_yarn_extends_qwen_fourfold(published):
     assert model.max_position_embeddings == 4 * 32768
 
 
-@pytest.mark.parametrize("name", ["reference_70pct", "reference_80pct"])
+@pytest.mark.parametrize("name", [f"reference_{ratio}pct" for ratio in (70, 80, 90, 95)])
 def test_reference_experiments(name):
     config = composed(f"+experiment={name}")
     assert config.model.name == "reference"
@@ -106,6 +106,7 @@ def test_reference_experiments(name):
     assert config.pruning.window <= 256
     assert config.pruning.ratio == int(name[10:12]) / 100
     assert config.pruning.align == 16
+    assert (config.stage1.objective, config.stage1.lam, config.stage2.objective) == ("kl", "auto", "kl")
 
 
 def test_overrides_win():

@@ -216,8 +216,20 @@ def test_training_refuses_nonsense(overrides, message):
         settings.check(composed("+experiment=reference_demo", *overrides))
 
 
+PAPER = ("stage1=paper", "stage2=paper")
+DEMO = (*PAPER, "stage1.steps=180", "stage1.lr=0.04", "stage1.lam=0.2", "stage2.steps=40", "stage2.lr=0.02")
+GPU = (*PAPER, "stage1.steps=600", "stage1.lam=0.15", "stage2.steps=120")
+RECIPES = {  # those that these experiments had before they took the KL objective
+    "reference_demo": DEMO,
+    "reference_70pct": GPU,
+    "reference_80pct": GPU,
+    "sweep_reference": (*DEMO, "stage1.steps=30", "stage1.lr=0.08", "stage2.steps=6"),
+}
+
+
 def test_fingerprints_are_those_of_folders_in_use():
-    assert {name: settings.fingerprint(composed(f"+experiment={name}")) for name in HASHES} == HASHES
+    found = {name: settings.fingerprint(composed(f"+experiment={name}", *RECIPES.get(name, ()))) for name in HASHES}
+    assert found == HASHES
 
 
 @pytest.mark.parametrize("name", DIGESTS)
@@ -236,8 +248,8 @@ def test_a_configuration_of_before_loads_as_it_was():
 
 
 def test_the_old_name_of_pruning_still_works_with_one_warning(caplog):
-    old = composed("+experiment=reference_demo", "mask.ratio=0.8", "mask.align=8", "seed=3", "stage1.lr=1")
-    new = composed("+experiment=reference_demo", "pruning.ratio=0.8", "pruning.align=8", "seed=3", "stage1.lr=1")
+    old = composed("+experiment=reference_demo", *DEMO, "mask.ratio=0.8", "mask.align=8", "seed=3", "stage1.lr=1")
+    new = composed("+experiment=reference_demo", *DEMO, "pruning.ratio=0.8", "pruning.align=8", "seed=3", "stage1.lr=1")
     with caplog.at_level(logging.WARNING, "leank_train"):
         resolved = settings.plain(new)
         assert not caplog.records

@@ -53,26 +53,18 @@ class KeptChannels:
 
 
 def layer_masks(mask: Any) -> Tensor:
-    """The bool tensor [L, H, D] (True = kept) of a ChannelMask, its file's path, or a tensor of bool or of 0 and 1.
+    """The bool tensor [L, H, D] (True = kept) of a ChannelMask, its file's path, or a bool tensor.
 
-    Raises ValueError if it has another number of axes, or holds anything else (of .01, true would be made).
+    Raises ValueError if it holds anything but booleans (of .01, true would be made), or has another number of axes.
     """
     from leank_train.mask import ChannelMask
 
     if isinstance(mask, str | os.PathLike):
-        mask = ChannelMask.load(mask)
+        return ChannelMask.load(mask).keep
     try:
         keep = torch.as_tensor(getattr(mask, "keep", mask))
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(
             f"a mask is a ChannelMask, the path of its file, or a bool tensor, got {type(mask).__name__}"
         ) from None
-    if keep.is_floating_point() or keep.is_complex() or not bool(((keep == 0) | (keep == 1)).all()):
-        raise ValueError(
-            f"a mask holds True for each channel that is kept, got numbers of {keep.dtype}: of scores "
-            "ChannelMask.from_scores(scores, ratio) makes one"
-        )
-    keep = keep.bool()
-    if keep.ndim != 3:
-        raise ValueError(f"a mask has shape [layers, kv_heads, head_dim], got {tuple(keep.shape)}")
-    return keep
+    return ChannelMask(keep).keep
