@@ -30,7 +30,7 @@ gpu-test: $(VENV)/installed
 	$(BIN)/python -m pytest -q -m gpu
 
 slurm-test: $(VENV)/installed
-	$(BIN)/python -m pytest -q -m slurm tests/test_slurm.py
+	$(BIN)/python -m pytest -q -m slurm tests/scripts/test_slurm.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -24,12 +24,12 @@ log = logging.getLogger("eval")
 
 def run(config: dict[str, Any], directory: Path) -> int:
     """Check everything, replay what is missing in `directory`, write the report. Returns the number of new rows."""
-    from eval.build import build_job
-    from eval.models import load_model
+    from eval.inference.models import load_model
     from eval.report import write_report
-    from eval.results import Results
-    from leank_train.typed import typed
-    from leank_train.wandb_log import LoggerConfig, make_logger
+    from eval.run.build import build_job
+    from eval.run.results import Results
+    from leank_train.common.typed import typed
+    from leank_train.running.wandb_log import LoggerConfig, make_logger
 
     logging_to = typed(LoggerConfig, config.get("logger") or {}, "logger.")
     job, tokenizer = build_job(config)
@@ -48,7 +48,7 @@ def run(config: dict[str, Any], directory: Path) -> int:
     write_report(directory)
     log.info("%d new rows; report: %s", new, directory / "report.html")
     if logging_to.kind != "none" and shards == 1:  # of shards, the same command without shard= logs all of them
-        from eval.wandb_log import log_report
+        from eval.report.wandb_log import log_report
 
         logger = make_logger(logging_to, directory, job_type="eval")
         log_report(logger, config, job.methods, directory)

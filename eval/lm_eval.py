@@ -20,12 +20,12 @@ from omegaconf import OmegaConf
 
 from eval.benchmarks.row import Row
 from eval.benchmarks.scoring import cut_at_stop
-from eval.build import build_methods, build_model
-from eval.compression import Compression, Watch
-from eval.models import load_model
-from eval.prefill import extend, prefill
-from eval.prompts import Prompt
-from eval.replay import Replay
+from eval.inference.models import load_model
+from eval.inference.prefill import extend, prefill
+from eval.inference.prompts import Prompt
+from eval.run.build import build_methods, build_model
+from eval.run.compression import Compression, Watch
+from eval.run.replay import Replay
 
 try:
     from lm_eval.api.model import TemplateLM

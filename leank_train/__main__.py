@@ -24,7 +24,7 @@ def main(config: DictConfig) -> float:
         rank_zero_only,
     )  # after --help and config errors: seconds to import
 
-    from leank_train.preempt import Signals
+    from leank_train.running.preempt import Signals
     from leank_train.train import run
 
     out = Path(HydraConfig.get().runtime.output_dir)

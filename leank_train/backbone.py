@@ -15,8 +15,8 @@ from transformers.modeling_rope_utils import RopeParameters
 
 from data_gen.chat import template as chat_template
 from data_gen.chat import template_tokens
-from leank_train.hook import check_decoder, kv_shape
-from leank_train.typed import BadConfig, Checked, OneOf, refuse_unknown
+from leank_train.common.typed import BadConfig, Checked, OneOf, refuse_unknown
+from leank_train.forward.hook import check_decoder, kv_shape
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 

@@ -1,6 +1,6 @@
 """Channel masks that need no training, and the scores behind them: the baselines a learned mask has to beat.
 
-Each rule has one definition here. Validation in a training run (`leank_train.baselines`) and the replay
+Each rule has one definition here. Validation in a training run (`leank_train.validation.baselines`) and the replay
 (`eval.methods`) both hand their own queries and keys to it. At one ratio all of them prune as many channels: `pruned`,
 rounded down, in every head.
 """

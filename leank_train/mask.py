@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leank_train.tensor_files import DamagedFile, damage, read_tensors, write_tensors
+from leank_train.common.tensor_files import DamagedFile, damage, read_tensors, write_tensors
 
 ROUNDINGS = ("nearest", "floor", "exact", "official")
 FORMAT = "leank-channel-mask-1"

@@ -20,14 +20,14 @@ from omegaconf import DictConfig, OmegaConf
 from data_gen import haystack
 from data_gen.tasks import task
 from leank_train import backbone as backbones
-from leank_train import steering
 from leank_train.backbone import ModelConfig
-from leank_train.hook import has_rope
+from leank_train.common.typed import BadConfig, Checked, Count, OneOf, Positive, Seed, Share, typed
+from leank_train.forward.hook import has_rope
 from leank_train.mask import ROUNDINGS
-from leank_train.parallel import TrainerConfig
+from leank_train.objective import steering
+from leank_train.running.parallel import TrainerConfig
+from leank_train.running.wandb_log import LoggerConfig
 from leank_train.stages import StageConfig
-from leank_train.typed import BadConfig, Checked, Count, OneOf, Positive, Seed, Share, typed
-from leank_train.wandb_log import LoggerConfig
 
 NOT_IN_HASH = (
     "trainer", "logger", "validation", "resume", "workers", "name", "checkpoint_every", "requeues", "extra_ratios",

@@ -18,16 +18,17 @@ import torch.distributed as dist
 from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
-from leank_train import distill, objectives, steering
-from leank_train.attention import EMPTY_HEADS
 from leank_train.backbone import Backbone
-from leank_train.branching import branch, prefill, prefill_and_branch, student
+from leank_train.common.typed import Checked, Count, OneOf
 from leank_train.data import Batch
+from leank_train.forward.attention import EMPTY_HEADS
+from leank_train.forward.branching import branch, prefill, prefill_and_branch, student
+from leank_train.forward.prefix import to_device
+from leank_train.forward.sequence_parallel import prefill_in_shares
 from leank_train.mask import ChannelMask
-from leank_train.parallel import Parallel, shard
-from leank_train.prefix import beside
-from leank_train.sequence_parallel import prefill_in_shares
-from leank_train.typed import Checked, Count, OneOf
+from leank_train.objective import distill, steering
+from leank_train.objective import kl as objectives
+from leank_train.running.parallel import Parallel, shard
 
 Auto = Annotated[str, OneOf(steering.AUTO)]
 
@@ -139,12 +140,12 @@ class Stage(L.LightningModule):
         DDP gives every rank the same say; the loss is a mean over answer tokens (or sequences), of which ranks have
         different numbers. Returns the weighed loss, its mean over ranks, and the document tokens of all ranks.
         """
-        tokens = beside(batch.document_lengths.sum().float(), loss.device)
+        tokens = to_device(batch.document_lengths.sum().float(), loss.device)
         if self.trainer.world_size == 1:
             return loss, loss.detach(), tokens
         lengths = batch.answer_lengths
         counted = lengths.sum() if self.config.reduction == "official" else torch.ones_like(lengths).sum()
-        counted = beside(counted.to(loss.dtype), loss.device)
+        counted = to_device(counted.to(loss.dtype), loss.device)
         gathered = self.all_gather(torch.stack([counted, loss.detach(), tokens.to(loss)]))  # [ranks, 3]
         assert isinstance(gathered, Tensor)
         counts, losses, all_tokens = gathered.unbind(1)

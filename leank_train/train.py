@@ -18,19 +18,19 @@ from omegaconf import DictConfig, OmegaConf
 
 from data_gen.tasks import Mixture
 from leank_train import backbone as backbones
-from leank_train import parallel, plots
 from leank_train.backbone import Backbone
-from leank_train.compare import check_lengths, validate
+from leank_train.common.files import Lock, write_json, write_text
+from leank_train.common.tensor_files import read_checkpoint, write_checkpoint, write_tensors
 from leank_train.data import RetrievalData, collate
-from leank_train.files import Lock, write_json, write_text
 from leank_train.mask import ChannelMask, check_ratio
-from leank_train.preempt import SaveOnSignal, Signals
-from leank_train.recorder import AtomicCheckpointIO, Progress, Recorder
+from leank_train.objective.steering import Separation
+from leank_train.running import parallel, plots
+from leank_train.running.preempt import SaveOnSignal, Signals
+from leank_train.running.recorder import AtomicCheckpointIO, Progress, Recorder
+from leank_train.running.wandb_log import log_results, make_logger
 from leank_train.settings import BadConfig, RunConfig, check, check_folder, fingerprint, plain
 from leank_train.stages import Stage, Stage1, Stage2
-from leank_train.steering import Separation
-from leank_train.tensor_files import read_checkpoint, write_checkpoint, write_tensors
-from leank_train.wandb_log import log_results, make_logger
+from leank_train.validation.compare import check_lengths, validate
 
 REQUEUED = 120.0  # seconds that a requeued job waits for the lock of its predecessor
 

@@ -15,9 +15,10 @@ from transformers import LlamaConfig, Qwen2Config
 
 from conf import of_other_command
 from eval.__main__ import refuse_repeated
-from leank_train import backbone, settings, typed
+from leank_train import backbone, settings
+from leank_train.common import typed
 from leank_train.stages import StageConfig
-from tests.tiny_run import ROOT
+from tests import ROOT
 
 CONF = Path(str(files("conf.train")))
 EXPERIMENTS = sorted(p.stem for p in CONF.glob("experiment/*.yaml"))

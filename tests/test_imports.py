@@ -1,11 +1,11 @@
 """Imports go one way: data_gen <- leank_train <- eval; nothing imports scripts or tests."""
 
 import ast
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests import ROOT
+
 FORBIDDEN = {
     "data_gen": {"torch", "lightning", "leank_train", "eval", "scripts", "tests", "conf"},
     "leank_train": {"eval", "scripts", "tests"},

@@ -1,9 +1,10 @@
 """What the README shows runs as it stands."""
 
 import re
-from pathlib import Path
 
-README = Path(__file__).parents[1] / "README.md"
+from tests import ROOT
+
+README = ROOT / "README.md"
 
 
 def test_the_example_of_a_mask_in_use(monkeypatch, capsys):

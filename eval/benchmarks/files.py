@@ -24,7 +24,7 @@ from eval.benchmarks.row import Row
 from eval.benchmarks.schema import checked
 from eval.benchmarks.scoring import score_row
 from eval.benchmarks.source import Line
-from leank_train.typed import Checked, Count, OneOf, Positive, Seed
+from leank_train.common.typed import Checked, Count, OneOf, Positive, Seed
 
 Tasks = Annotated[Sequence[str], MinLen(1)]
 

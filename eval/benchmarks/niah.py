@@ -15,7 +15,7 @@ from annotated_types import Ge, Le, MinLen
 from data_gen.haystack import SPLITS, known_by, sentences
 from eval.benchmarks.base import Cell, check_fits
 from eval.benchmarks.row import Row
-from leank_train.typed import Checked, OneOf, Positive, Seed
+from leank_train.common.typed import Checked, OneOf, Positive, Seed
 
 NEEDLE = "\nThe best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day.\n"
 QUESTION = "What is the best thing to do in San Francisco?"

@@ -18,7 +18,7 @@ from eval.benchmarks.base import Cell, check_fits
 from eval.benchmarks.row import Row
 from eval.benchmarks.schema import checked, gsm_infinite_line
 from eval.benchmarks.source import read_file
-from leank_train.typed import Checked, Count, OneOf, Positive, Seed
+from leank_train.common.typed import Checked, Count, OneOf, Positive, Seed
 
 SUBSETS = {"medium": 2, "hard": 3, "symbolic": 0}  # and their d
 

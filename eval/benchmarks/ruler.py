@@ -17,7 +17,7 @@ from data_gen.tasks import TASKS, task
 from data_gen.tokens import TokenCounter
 from eval.benchmarks.base import Cell
 from eval.benchmarks.row import Row
-from leank_train.typed import Checked, OneOf, Positive, Seed
+from leank_train.common.typed import Checked, OneOf, Positive, Seed
 
 OFFICIAL = (
     "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",

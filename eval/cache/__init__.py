@@ -12,6 +12,6 @@ quantised_kernel (attention in Triton), hook (the two registrations), memory (by
 from eval.cache.cache import CompressedCache, compressed_cache
 from eval.cache.layer import CompressedLayer
 from eval.cache.memory import bytes_per_row, max_batch
-from eval.cache.store import Sizes
+from eval.cache.storage.store import Sizes
 
 __all__ = ["CompressedCache", "CompressedLayer", "Sizes", "bytes_per_row", "compressed_cache", "max_batch"]

@@ -9,14 +9,14 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from eval.cache.backend import choose_backend
-from eval.cache.channels import layer_masks
+from eval.cache.attention.backend import choose_backend
 from eval.cache.hook import ATTENTION
 from eval.cache.layer import Backend, CompressedLayer
 from eval.cache.memory import Memory, measure
-from eval.cache.middle import Middle
-from eval.cache.store import Sizes
-from leank_train.hook import kv_shape
+from eval.cache.storage.channels import layer_masks
+from eval.cache.storage.middle import Middle
+from eval.cache.storage.store import Sizes
+from leank_train.forward.hook import kv_shape
 
 
 class CompressedCache(Cache):
@@ -123,7 +123,7 @@ def compressed_cache(
 
     mask: ChannelMask, the path of its file, or bool [layers, kv_heads, head_dim], True = kept; None = every channel; or
     a list of one Middle a layer, for what else a middle can be. sink, window: tokens kept whole at both ends; flush:
-    tokens that move to the middle at a time. backend: "auto" (the Triton kernel where it can run), "reference" or
+    tokens that move to the middle at a time. backend: "auto" (the Triton kernel where it can run), "torch" or
     "triton". Switches the model to the attention implementation "leank", which is SDPA for every other cache. One cache
     serves one batch; `reset()` makes it new.
 

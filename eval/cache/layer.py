@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from eval.cache import dense
-from eval.cache.middle import Middle
-from eval.cache.softmax import PLAIN, Softmax
-from eval.cache.store import Sizes, Store, capturing
+from eval.cache.attention import dense
+from eval.cache.attention.softmax import PLAIN, Softmax
+from eval.cache.storage.middle import Middle
+from eval.cache.storage.store import Sizes, Store, capturing
 
 
 class Backend(Protocol):

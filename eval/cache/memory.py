@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.cache.channels import layer_masks
 from eval.cache.layer import CompressedLayer
-from eval.cache.pages import PAGE, round_up
-from eval.cache.quantised import Packing
-from eval.cache.store import Sizes, Store
+from eval.cache.storage.channels import layer_masks
+from eval.cache.storage.pages import PAGE, round_up
+from eval.cache.storage.quantised import Packing
+from eval.cache.storage.store import Sizes, Store
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Memory:
     window: int = 0
     middle_k: int = 0
     middle_v: int = 0
-    beside: int = 0
+    extra: int = 0
     tables: int = 0
     slack: int = 0
     other: int = 0
@@ -56,12 +56,12 @@ def measure_store(store: Store) -> Memory:
     data = {"sink_k", "sink_v", "ring_k", "ring_v", "prompt.k", "prompt.v", "tail.k", "tail.v"}  # what holds tokens
     chosen = {n for n in tensors if n.startswith(("reads.", "eviction."))}
     room = sum(_storage(t)[1] for n, t in tensors.items() if n in data)
-    beside, tables = (
+    extra, tables = (
         sum(dict(_storage(t) for n, t in tensors.items() if n in names).values())
         for names in (chosen, tensors.keys() - data - chosen)
     )
     slack = room - sink - window - middle_k - middle_v
-    return Memory(sink, window, middle_k, middle_v, beside, tables, slack)
+    return Memory(sink, window, middle_k, middle_v, extra, tables, slack)
 
 
 def measure(layers: list[Any], scratch: dict[str, Tensor]) -> Memory:

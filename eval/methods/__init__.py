@@ -10,48 +10,48 @@ from collections.abc import Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
-from eval.methods.axes import Axis, Bits, Channels, PrefillPass, Reads, Tokens
+from eval.methods.axes import Axis, Bits, Channels, PromptPass, Reads, Tokens
 from eval.methods.base import AXES, Method
-from leank_train.typed import refuse_unknown, typed
+from leank_train.common.typed import refuse_unknown, typed
 
 # axis -> name -> "module:class"; imported when first used
 REGISTRY: dict[str, dict[str, str]] = {
     "channels": {
-        "leank": "eval.methods.leank:LeanK",
-        "by_length": "eval.methods.by_length:ByLength",
-        "double_sparsity_channels": "eval.methods.double_sparsity_channels:DoubleSparsityChannels",
-        "iap": "eval.methods.iap:IAP",
-        "leank_budget": "eval.methods.leank_budget:LeanKBudget",
-        "lowest_frequencies": "eval.methods.lowest_frequencies:LowestFrequencies",
-        "magnitude": "eval.methods.magnitude:Magnitude",
-        "random": "eval.methods.random:Random",
-        "static_norm": "eval.methods.static_norm:StaticNorm",
-        "think": "eval.methods.think:ThinK",
+        "leank": "eval.methods.channels.leank:LeanK",
+        "by_length": "eval.methods.channels.by_length:ByLength",
+        "double_sparsity_channels": "eval.methods.channels.double_sparsity_channels:DoubleSparsityChannels",
+        "iap": "eval.methods.channels.iap:IAP",
+        "leank_budget": "eval.methods.channels.leank_budget:LeanKBudget",
+        "lowest_frequencies": "eval.methods.channels.lowest_frequencies:LowestFrequencies",
+        "magnitude": "eval.methods.channels.magnitude:Magnitude",
+        "random": "eval.methods.channels.random:Random",
+        "static_norm": "eval.methods.channels.static_norm:StaticNorm",
+        "think": "eval.methods.channels.think:ThinK",
     },
     "tokens": {
-        "duo_attention": "eval.methods.duo_attention:DuoAttention",
-        "h2o": "eval.methods.h2o:H2O",
-        "lethe": "eval.methods.lethe:Lethe",
-        "pyramidkv": "eval.methods.pyramidkv:PyramidKV",
-        "snapkv": "eval.methods.snapkv:SnapKV",
-        "streaming_llm": "eval.methods.streaming_llm:StreamingLLM",
+        "duo_attention": "eval.methods.tokens.duo_attention:DuoAttention",
+        "h2o": "eval.methods.tokens.h2o:H2O",
+        "lethe": "eval.methods.tokens.lethe:Lethe",
+        "pyramidkv": "eval.methods.tokens.pyramidkv:PyramidKV",
+        "snapkv": "eval.methods.tokens.snapkv:SnapKV",
+        "streaming_llm": "eval.methods.tokens.streaming_llm:StreamingLLM",
     },
     "bits": {
-        "kivi": "eval.methods.kivi:KIVI",
+        "kivi": "eval.methods.bits.kivi:KIVI",
     },
     "reads": {
-        "double_sparsity": "eval.methods.double_sparsity:DoubleSparsity",
-        "quest": "eval.methods.quest:Quest",
+        "double_sparsity": "eval.methods.reads.double_sparsity:DoubleSparsity",
+        "quest": "eval.methods.reads.quest:Quest",
     },
     "prefill": {
-        "asl": "eval.methods.asl:ASL",
-        "fastkv": "eval.methods.fastkv:FastKV",
-        "gemfilter": "eval.methods.gemfilter:GemFilter",
-        "pyramid_infer": "eval.methods.pyramid_infer:PyramidInfer",
+        "asl": "eval.methods.prefill.asl:ASL",
+        "fastkv": "eval.methods.prefill.fastkv:FastKV",
+        "gemfilter": "eval.methods.prefill.gemfilter:GemFilter",
+        "pyramid_infer": "eval.methods.prefill.pyramid_infer:PyramidInfer",
     },
 }
 CLASSES: dict[str, type[Axis]] = {
-    "channels": Channels, "tokens": Tokens, "bits": Bits, "reads": Reads, "prefill": PrefillPass,
+    "channels": Channels, "tokens": Tokens, "bits": Bits, "reads": Reads, "prefill": PromptPass,
 }  # fmt: skip
 OF_CACHE = ("sink", "window", "flush", "backend")
 

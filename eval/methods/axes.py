@@ -14,14 +14,14 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eval.cache import middle
-from eval.cache.eviction import Eviction
-from eval.cache.store import Sizes
+from eval.cache.storage import middle
+from eval.cache.storage.eviction import Eviction
+from eval.cache.storage.store import Sizes
+from eval.inference.models import shape_of
+from eval.inference.prefill import Prefill, PromptLayer
 from eval.methods.memory import Held
-from eval.models import shape_of
-from eval.prefill import Prefill, PromptLayer
 from leank_train.channel_scores import pruned
-from leank_train.typed import Checked
+from leank_train.common.typed import Checked
 
 Observe = Callable[[Any, int], Prefill]  # (data_gen Sample, obs_queries) -> its dense pass
 
@@ -32,7 +32,7 @@ class Axis(Checked):
     obs_queries: how many of the prompt's last queries it wants to see (`PromptLayer.queries`); column_sums: whether it
     wants what each key receives from all of them (`PromptLayer.column_sums`). free: the setting that says how much is
     kept, of the choice or of the cache (`window`); `match` moves it. Its fields hold what their annotations say
-    (`leank_train.typed`); `check` adds what depends on the model.
+    (`leank_train.common.typed`); `check` adds what depends on the model.
     """
 
     obs_queries = 0
@@ -52,7 +52,7 @@ class Axis(Checked):
         """What the answers depend on, as JSON; by default every field."""
         return asdict(self)  # type: ignore[call-overload]
 
-    def beside(self, held: Held) -> float:
+    def extra_bytes(self, held: Held) -> float:
         """Bytes that this holds of a prompt beside K and V."""
         return 0
 
@@ -61,17 +61,17 @@ class Channels(Axis, ABC):
     """Which channels of the middle's keys stay."""
 
     @abstractmethod
-    def keep(self, prefill: Prefill, config: Any) -> Tensor:
+    def keep_mask(self, prefill: Prefill, config: Any) -> Tensor:
         """Kept channels of K, bool [L, H, D] for all rows or [B, L, H, D].
 
         `prefill.selected` says which tokens the method keeps, where it does not keep all.
         """
 
-    def keep_values(self, prefill: Prefill, config: Any) -> Tensor | None:
+    def keep_value_mask(self, prefill: Prefill, config: Any) -> Tensor | None:
         """Kept channels of V, as `keep`; None = all."""
         return None
 
-    def kept(self, config: Any, length: int) -> tuple[np.ndarray, np.ndarray] | None:
+    def kept_counts(self, config: Any, length: int) -> tuple[np.ndarray, np.ndarray] | None:
         """How many channels of K and of V each head keeps of a prompt of `length` tokens [L, H]; None = who knows."""
         return None
 
@@ -82,7 +82,7 @@ class Uniform(Channels):
     ratio: float
     free = "ratio"
 
-    def kept(self, config: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
+    def kept_counts(self, config: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
         layers, heads, dim = shape_of(config)
         return np.full((layers, heads), dim - pruned(dim, self.ratio)), np.full((layers, heads), dim)
 
@@ -91,7 +91,7 @@ class Tokens(Axis, ABC):
     """Which tokens of the middle stay."""
 
     @abstractmethod
-    def keep(self, prefill: Prefill, config: Any, sizes: Sizes) -> list[Tensor | None]:
+    def keep_mask(self, prefill: Prefill, config: Any, sizes: Sizes) -> list[Tensor | None]:
         """Of every layer, the prompt's tokens that stay, bool [B, H, T] over its columns; None = all of the layer.
 
         Sink and window stay whatever this says. Layers whose own attention slides are None.
@@ -105,7 +105,7 @@ class Tokens(Axis, ABC):
         """Which tokens leave the middle of one layer while decoding; None = none."""
         return None
 
-    def kept(self, config: Any, columns: list[int], sizes: Sizes) -> np.ndarray | None:
+    def kept_counts(self, config: Any, columns: list[int], sizes: Sizes) -> np.ndarray | None:
         """How many tokens of a prompt's middle each head keeps [L, H], all if there are fewer; None = who knows.
 
         columns: tokens that each layer gets of the prompt. Where `settled` is false these are means over the heads.
@@ -122,7 +122,7 @@ class Bits(Axis, ABC):
     """How the numbers of the middle are stored."""
 
     @abstractmethod
-    def of_layer(self, index: int, config: Any) -> middle.Bits | None:
+    def of_layer(self, index: int, config: Any) -> middle.Codec | None:
         """The choice for one layer; None = as they come."""
 
     @abstractmethod
@@ -134,19 +134,19 @@ class Reads(Axis, ABC):
     """Which tokens of the middle a decoding step reads."""
 
     @abstractmethod
-    def of_layer(self, index: int, config: Any) -> middle.Reads | None:
+    def of_layer(self, index: int, config: Any) -> middle.ReadChoice | None:
         """The choice for one layer; None = all of them."""
 
 
-class PrefillPass(Axis, ABC):
+class PromptPass(Axis, ABC):
     """A pass over the prompt that is not the dense one: it drops tokens on its way up."""
 
     @abstractmethod
     def run(
         self, model: PreTrainedModel, ids: Tensor, real: Tensor | None, room: int, obs_queries: int, chunk: int | None
     ) -> Prefill:
-        """As eval.prefill.prefill, which it takes the place of."""
+        """As eval.inference.prefill.prefill, which it takes the place of."""
 
-    def kept(self, config: Any, length: int) -> tuple[list[int], list[int]] | None:
+    def kept_counts(self, config: Any, length: int) -> tuple[list[int], list[int]] | None:
         """How many of a prompt's `length` tokens each layer gets, at least and at most; None = who knows."""
         return None

@@ -14,14 +14,14 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from eval.cache import CompressedLayer, Sizes, compressed_cache
-from eval.cache.middle import Middle
-from eval.cache.store import middle_columns, number
-from eval.methods.axes import Axis, Bits, Channels, PrefillPass, Reads, Tokens
-from eval.prefill import Prefill, PromptLayer
-from leank_train.typed import Checked, Count, OneOf, Positive
+from eval.cache.storage.middle import Middle
+from eval.cache.storage.store import middle_columns, real_positions
+from eval.inference.prefill import Prefill, PromptLayer
+from eval.methods.axes import Axis, Bits, Channels, PromptPass, Reads, Tokens
+from leank_train.common.typed import Checked, Count, OneOf, Positive
 
 AXES = ("channels", "tokens", "bits", "reads", "prefill")
-BACKENDS = ("auto", "reference", "triton")
+BACKENDS = ("auto", "torch", "triton")
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Method(Checked):
 
     label: its name there; channels, tokens, bits, reads, prefill: a choice on that axis, None = all of it. sink,
     window: tokens kept whole at both ends; flush: tokens that move at a time; backend: see
-    eval.cache.compressed_cache. matched: which settings eval.matched moved, and to what bytes. With no choice on any
-    axis it is the dense cache itself.
+    eval.cache.compressed_cache. matched: which settings eval.run.matched moved, and to what bytes. With no choice on
+    any axis it is the dense cache itself.
     """
 
     label: str
@@ -39,7 +39,7 @@ class Method(Checked):
     tokens: Tokens | None = None
     bits: Bits | None = None
     reads: Reads | None = None
-    prefill: PrefillPass | None = None
+    prefill: PromptPass | None = None
     sink: Count = 128
     window: Positive = 1024
     flush: Positive = 32
@@ -95,10 +95,11 @@ class Method(Checked):
             return prefill.fork()
         config, sizes = model.config.get_text_config(decoder=True), Sizes(self.sink, self.window, self.flush)
         if self.tokens is not None:
-            prefill = replace(prefill, selected=_selected(self.tokens.keep(prefill, config, sizes), prefill, sizes))
+            prefill = replace(
+                prefill, selected=_selected(self.tokens.keep_mask(prefill, config, sizes), prefill, sizes)
+            )
         middles = self._middles(prefill, config, sizes)
-        backend = "reference" if prefill.logits.device.type == "cpu" else self.backend
-        cache = compressed_cache(model, middles, self.sink, self.window, self.flush, backend)
+        cache = compressed_cache(model, middles, self.sink, self.window, self.flush, self.backend)
         tokens = prefill.selected or [None] * len(middles)
         for index, (layer, dense) in enumerate(zip(cache.layers, prefill.layers, strict=True)):
             if isinstance(layer, CompressedLayer):
@@ -110,8 +111,8 @@ class Method(Checked):
 
     def _middles(self, prefill: Prefill, config: Any, sizes: Sizes) -> list[Middle]:
         """What the axes choose for the middle of each layer."""
-        channels = None if self.channels is None else self.channels.keep(prefill, config)
-        values = None if self.channels is None else self.channels.keep_values(prefill, config)
+        channels = None if self.channels is None else self.channels.keep_mask(prefill, config)
+        values = None if self.channels is None else self.channels.keep_value_mask(prefill, config)
         joins = None if self.tokens is None else self.tokens.joins(config)
         return [
             Middle(
@@ -134,7 +135,7 @@ def _selected(tokens: list[Tensor | None], prefill: Prefill, sizes: Sizes) -> li
     for layer, keep in zip(prefill.layers, tokens, strict=True):
         if keep is not None:
             none_seen = torch.zeros(len(keep), dtype=torch.long, device=keep.device)
-            position = number(none_seen, keep.shape[-1], layer.real(prefill.real))
+            position = real_positions(none_seen, keep.shape[-1], layer.real(prefill.real))
             keep = (position >= 0)[:, None] & (keep | ~middle_columns(position, sizes)[:, None])
         selected.append(keep)
     return selected

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eval.cache.sizes import Sizes
-from eval.models import shape_of
+from eval.cache.storage.sizes import Sizes
+from eval.inference.models import shape_of
 
 if TYPE_CHECKING:
     from eval.methods.base import Method
@@ -36,7 +36,7 @@ def held_bytes(method: Method, held: Held) -> float:
     ends = 2 * held.dim * held.itemsize * held.ends.sum()
     numbers = held.itemsize * (held.middle * (held.k + held.v)).sum()
     middle = numbers if method.bits is None else method.bits.packed(held)
-    return float(ends + middle + sum(choice.beside(held) for choice in method.axes.values()))
+    return float(ends + middle + sum(choice.extra_bytes(held) for choice in method.axes.values()))
 
 
 def method_bytes(method: Method, config: Any, length: int, itemsize: int) -> float | None:
@@ -46,8 +46,8 @@ def method_bytes(method: Method, config: Any, length: int, itemsize: int) -> flo
     """
     layers, heads, dim = shape_of(config)
     all_of_it, everywhere = [length] * layers, np.full((layers, heads), dim)
-    passes = (all_of_it, all_of_it) if method.prefill is None else method.prefill.kept(config, length)
-    widths = (everywhere, everywhere) if method.channels is None else method.channels.kept(config, length)
+    passes = (all_of_it, all_of_it) if method.prefill is None else method.prefill.kept_counts(config, length)
+    widths = (everywhere, everywhere) if method.channels is None else method.channels.kept_counts(config, length)
     if passes is None or widths is None:
         return None
     found = set()
@@ -65,7 +65,9 @@ def _held(
     ends = np.minimum(columns, method.sink + method.window)
     middle = np.broadcast_to(columns - ends, k.shape)
     if method.tokens is not None:
-        kept = method.tokens.kept(config, columns[:, 0].tolist(), Sizes(method.sink, method.window, method.flush))
+        kept = method.tokens.kept_counts(
+            config, columns[:, 0].tolist(), Sizes(method.sink, method.window, method.flush)
+        )
         if kept is None or (k.min() < k.max() and not method.tokens.settled):
             return None
         middle = np.minimum(middle, kept)

@@ -12,10 +12,10 @@ import numpy as np
 from eval.report.html import listing, page, title, to_table
 from eval.report.summary import Row, changed, group, labels, paired
 from eval.report.tables import Line, Table, markdown, number
-from eval.results import read
-from leank_train.bootstrap import interval, mean
-from leank_train.escape import markdown as escaped
-from leank_train.files import write_text
+from eval.run.results import read
+from leank_train.common.bootstrap import interval, mean
+from leank_train.common.escape import markdown as escaped
+from leank_train.common.files import write_text
 
 
 def table(pairs: Sequence[tuple[Row, Row]], first: str, second: str) -> Table:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from leank_train.bootstrap import DRAWS, LEVEL, interval, mean
+from leank_train.common.bootstrap import DRAWS, LEVEL, interval, mean
 
 Row = Mapping[str, Any]
 # samples of a cell whose score says less than it seems to; rows of earlier versions lack the fields and count as none
@@ -64,7 +64,7 @@ def _rank(row: Row) -> int:
 
 def labels(rows: Sequence[Row]) -> dict[str, str]:
     """A name for every `config` digest: the method's label, and where it was run with several settings, those; but
-    not those that were set to match bytes (eval.matched), which differ from cell to cell."""
+    not those that were set to match bytes (eval.run.matched), which differ from cell to cell."""
     found: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
     for row in rows:
         flat = _flat(row["settings"]["method"])

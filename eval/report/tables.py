@@ -8,8 +8,8 @@ from typing import Any
 
 from eval import published
 from eval.metrics.gsm_infinite import auc
-from leank_train.escape import markdown as escaped
-from leank_train.escape import markdown_table
+from leank_train.common.escape import markdown as escaped
+from leank_train.common.escape import markdown_table
 
 # what a cell counts -> its mark, and the sentence below the table
 MARKS = {
@@ -148,7 +148,7 @@ def _published(
 ) -> tuple[list[Line], list[str]]:
     """(lines of the papers' figures for these columns and, if `last`, their average; errata)."""
     lines, errata = [], []
-    for found in published.beside(run["benchmark"], by, run["model"], **where):
+    for found in published.find(run["benchmark"], by, run["model"], **where):
         if any(found.scores.get(c) is not None for c in columns) or by == "average":
             texts = [number(found.scores.get(c), digits) for c in columns]
             average = [number(found.average, digits)] if last else []

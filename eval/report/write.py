@@ -12,10 +12,10 @@ from eval.report.html import title, to_html
 from eval.report.latex import document
 from eval.report.summary import MARKED, group, summarise
 from eval.report.tables import markdown, tables
-from eval.results import read
-from leank_train.escape import csv_text
-from leank_train.escape import markdown as escaped
-from leank_train.files import write_bytes, write_text
+from eval.run.results import read
+from leank_train.common.escape import csv_text
+from leank_train.common.escape import markdown as escaped
+from leank_train.common.files import write_bytes, write_text
 
 
 def to_markdown(summary: dict[str, Any]) -> str:

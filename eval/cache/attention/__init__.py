@@ -1,0 +1,1 @@
+"""What reads a sealed layer: the Triton kernel, plain PyTorch over all heads at once, and the slow reference."""

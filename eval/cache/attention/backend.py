@@ -1,0 +1,132 @@
+"""What runs over a sealed layer: the Triton kernel where it can, else plain PyTorch; with a GPU a warning says why."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eval.cache.attention import batched
+from eval.cache.attention.softmax import PLAIN, Softmax
+from eval.cache.layer import Backend
+from eval.cache.storage.store import Store
+
+
+class Plain:
+    """The backend in plain PyTorch: any device and dtype."""
+
+    captures = False
+
+    def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
+        return batched.attend(store, q, position, scaling, softmax)
+
+    def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor:
+        return store.write(k, v)
+
+    def move(self, store: Store, due: np.ndarray) -> None:
+        store.move(due)
+
+    def prepare(self, store: Store) -> None:
+        return None
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+
+def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, group: int, interpret: bool = True) -> str | None:
+    """Why the kernel cannot run on such a layer, or None if it can.
+
+    group: query heads per KV head.
+    interpret: whether Triton's interpreter, which runs on a CPU and is slow, may take a GPU's place.
+    """
+    interpreted = interpret and os.environ.get("TRITON_INTERPRET") == "1"
+    dtypes = (torch.float16, torch.float32) if interpreted else (torch.float16, torch.bfloat16)
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if device.type != "cuda" and not interpreted:
+        return f"the cache is on {device.type}, the kernel needs CUDA"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"the kernel needs compute capability 8.0, {torch.cuda.get_device_name(device)} has less"
+    if dtype not in dtypes:
+        return f"the kernel computes in {' or '.join(map(str, dtypes))}, the cache is {dtype}"
+    if head_dim not in (64, 128):
+        return f"the kernel has head_dim 64 and 128, the model {head_dim}"
+    if group > 16:
+        return f"the kernel has at most 16 query heads per KV head, the model {group}"
+    return None
+
+
+@functools.cache
+def _warn(reason: str) -> None:
+    warnings.warn(f"attention over the compressed cache runs in plain PyTorch: {reason}", RuntimeWarning, stacklevel=2)
+
+
+class Auto:
+    """The kernel, or plain PyTorch where the kernel cannot run; decided of each layer by its first query."""
+
+    captures = False  # ask the layer's own backend, once it is chosen
+
+    def __init__(self, insist: bool = False, **kernel_options: Any):
+        """insist: raise RuntimeError instead of falling back."""
+        self.insist, self.options = insist, kernel_options
+        self.kernel: Backend | None = None
+
+    def _choose(self, store: Store, q: Tensor, softmax: Softmax) -> Backend:
+        group = q.shape[1] // store.ring_k.shape[1]
+        reason = (
+            why_not(q.device, q.dtype, q.shape[-1], group, self.insist)
+            or softmax.why_not_kernel
+            or store.middle.why_not_kernel
+        )
+        if reason is None:
+            from eval.cache.attention.launch import Kernel
+
+            self.kernel = self.kernel or Kernel(**self.options)
+            return self.kernel
+        if self.insist:
+            raise RuntimeError(f'backend="triton" cannot run: {reason}')
+        if torch.cuda.is_available():  # elsewhere nobody expects the kernel
+            _warn(reason)
+        return Plain()
+
+    def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
+        if store.backend is None:
+            store.backend = self._choose(store, q, softmax)
+        return store.backend.attend(store, q, position, scaling, softmax)
+
+    def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor:
+        return store.backend.write(store, k, v) if store.backend else store.write(k, v)
+
+    def move(self, store: Store, due: np.ndarray) -> None:
+        if store.backend:
+            store.backend.move(store, due)
+        else:
+            store.move(due)
+
+    def prepare(self, store: Store) -> Any:
+        return store.backend.prepare(store) if store.backend else None
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.kernel.tensors() if self.kernel else {}
+
+
+def choose_backend(name: str, **kernel_options: Any) -> Backend:
+    """The backend "auto" (kernel where possible), "torch" (plain PyTorch) or "triton" (kernel or RuntimeError).
+
+    "reference" is the name that "torch" had before; it works with a warning.
+
+    kernel_options: as for launch.Kernel. Raises ValueError for another name.
+    """
+    if name == "reference":
+        warnings.warn('backend="reference" is called "torch" now', DeprecationWarning, stacklevel=3)
+    if name in ("torch", "reference"):
+        return Plain()
+    if name in ("auto", "triton"):
+        return Auto(insist=name == "triton", **kernel_options)
+    raise ValueError(f'backend must be "auto", "torch" or "triton", got {name!r}')

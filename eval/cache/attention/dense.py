@@ -1,0 +1,132 @@
+"""Dense causal attention for prompts: SDPA on real tokens only, so that no [T, T] mask is ever built for padding.
+
+cuDNN's attention, SDPA's first choice on recent GPUs, plans for tens of milliseconds whenever a shape is new: it is
+left to calls that are long enough to gain by it.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from eval.cache.attention.softmax import PLAIN, Softmax, written_out
+from eval.cache.storage.pages import round_up
+from eval.cache.storage.upload import upload
+from leank_train.forward.attention import flash_forward, flash_takes
+
+WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+WORTH_A_PLAN = 5e11  # operations of a call; one plan serves all layers, and cuDNN is then 1.7 times as fast as flash
+ALIGNED = 8  # numbers: rows of a mask begin at multiples of it where SDPA is to take the mask without a copy
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, softmax: Softmax = PLAIN) -> Tensor:
+    """Causal attention in which the last query is the last key: q [B, Hq, Q, D], k, v [B, H, T, D]."""
+    (batch, q_heads, new, dim), length = q.shape, k.shape[2]
+    if not softmax.plain:
+        return _beyond_plain(q, k, v, scaling, softmax)
+    if new == 1:
+        return latest(q, k, v, scaling)
+    gqa, work = q_heads != k.shape[1], 2 * batch * q_heads * dim * new * (2 * length - new)
+    with nullcontext() if work >= WORTH_A_PLAN else sdpa_kernel(WITHOUT_PLANS):
+        if new == length:
+            return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa)
+        return scaled_dot_product_attention(q, k, v, causal_lower_right(new, length), scale=scaling, enable_gqa=gqa)
+
+
+def _beyond_plain(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, softmax: Softmax) -> Tensor:
+    """`_causal` for soft-capped logits or attention sinks.
+
+    A sink divides the output by 1 + exp(sink - lse), so that the flash kernel's log-sum-exp is enough for it.
+    """
+    if softmax.softcap is not None or softmax.sink_logits is None or not flash_takes(q):
+        return written_out(q, k, v, scaling, softmax)
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    out, lse, _ = flash_forward(q, k, v, scale, causal=q.shape[2] > 1)
+    share = (lse - softmax.sink_logits.to(lse.dtype)[:, None]).sigmoid()
+    return (out * share[..., None]).to(q.dtype)
+
+
+def latest(q: Tensor, k: Tensor, v: Tensor, scaling: float | None = None, real: Tensor | None = None) -> Tensor:
+    """Attention of the last column's query alone, q [B, Hq, 1, D], over k, v [B, H, T, D].
+
+    real [B, T] bool, False = padding, None = all real; the query's own column always counts. Returns [B, Hq, 1, D].
+    """
+    with sdpa_kernel(WITHOUT_PLANS):
+        if real is None and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
+            # of one query flash makes a row per head of the group itself, and only then splits the keys over the GPU
+            return scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+        grouped = q[:, :, 0].unflatten(1, (k.shape[1], -1))  # [B, H, G, D]: no kernel repeats K and V for a group
+        bias = None if real is None else _bias(real, q.dtype)
+        return scaled_dot_product_attention(grouped, k, v, bias, scale=scaling).flatten(1, 2)[:, :, None]
+
+
+def _bias(real: Tensor, dtype: torch.dtype) -> Tensor:
+    """What SDPA adds to the logits of one query, [B, 1, 1, T]: -inf in padding. The last column counts as real, so that
+    a padding query is finite, too."""
+    batch, length = real.shape
+    bias = torch.zeros(batch, 1, 1, round_up(length, ALIGNED), dtype=dtype, device=real.device)
+    bias[:, 0, 0, : length - 1].masked_fill_(~real[:, :-1], -torch.inf)
+    return bias[..., :length]
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scaling: float | None = None,
+    real: Tensor | None = None,
+    softmax: Softmax = PLAIN,
+) -> Tensor:
+    """Causal attention of the last Q of T columns.
+
+    q [B, Hq, Q, D]; k, v [B, H, T, D]; real [B, T] bool, False = padding, None = all real. Returns [B, Q, Hq, D],
+    zero where the query is padding. Rows of equal padding are computed together, without their padding.
+    """
+    on_host = None if real is None else real.cpu().numpy()
+    if on_host is None or on_host.all():
+        return _causal(q, k, v, scaling, softmax).transpose(1, 2)
+    out = torch.zeros_like(q)
+    starts = on_host.shape[1] - on_host.sum(1)
+    if (on_host == (np.arange(on_host.shape[1]) >= starts[:, None])).all():
+        _left_padded(q, k, v, scaling, softmax, starts, out)
+    else:
+        _by_pattern(q, k, v, scaling, softmax, on_host, out)
+    return out.transpose(1, 2)
+
+
+def _left_padded(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float | None, softmax: Softmax, starts: np.ndarray, out: Tensor
+) -> None:
+    """Fill out [B, Hq, Q, D] for rows whose real columns begin at starts [B]: neighbours of one start at a time, all of
+    them views, so that nothing is copied but the output."""
+    edges = [0, *(np.flatnonzero(np.diff(starts)) + 1).tolist(), len(starts)]
+    for first, last in pairwise(edges):
+        start, rows = int(starts[first]), slice(first, last)
+        padding = max(0, q.shape[2] - (k.shape[2] - start))  # among the queries
+        if padding < q.shape[2]:
+            some_q = q[rows, :, padding:]
+            out[rows, :, padding:] = _causal(some_q, k[rows, :, start:], v[rows, :, start:], scaling, softmax)
+
+
+def _by_pattern(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float | None, softmax: Softmax, real: np.ndarray, out: Tensor
+) -> None:
+    """Fill out [B, Hq, Q, D] for rows of any padding, real [B, T]: those of equal padding at a time, gathered."""
+    new, device = q.shape[2], q.device
+    patterns, which = np.unique(real, axis=0, return_inverse=True)
+    for i, pattern in enumerate(patterns):
+        rows = upload(np.flatnonzero(which.reshape(-1) == i), device)
+        columns, queries = (upload(np.flatnonzero(p), device) for p in (pattern, pattern[-new:]))
+        if len(queries):
+            q_real = q[rows][:, :, queries]
+            out_rows = torch.zeros_like(q[rows])
+            k_real, v_real = (x[rows][:, :, columns] for x in (k, v))
+            out_rows[:, :, queries] = _causal(q_real, k_real, v_real, scaling, softmax)
+            out[rows] = out_rows

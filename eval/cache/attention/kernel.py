@@ -1,0 +1,246 @@
+"""Decode attention over a sealed layer in one Triton launch: the fast path beside `reference.attend`.
+
+Every program walks its span of the work table (eval.cache.attention.work) and keeps an online softmax per (row, KV
+head). Query channels are gathered here, so the model's weights stay as they are. The last program to finish a (row,
+head) merges the partial results by log-sum-exp, so there is no second launch. Lengths are read from device tensors, so
+that a captured CUDA graph can be replayed.
+
+Names: a tile has M rows (query token, head of the group) and T tokens; m, z and acc are the running maximum,
+denominator and numerator of the softmax, base 2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from eval.cache.attention.kernel_middle import middle, step
+from eval.cache.attention.quantised_kernel import packed_middle
+
+# fmt: off
+
+
+@triton.jit
+def _sink_and_window(
+    acc, m, z, q_row, ok, position, k, v, first, last, seen, start, slots, ring, scale,
+    TILE: tl.constexpr, D: tl.constexpr,
+):
+    """Slots [first, last) of the sink (slot = token) or the window's ring (slot = token mod slots), all channels."""
+    tile, d = tl.arange(0, TILE), tl.arange(0, D)
+    q = tl.load(q_row[:, None] + d[None, :], mask=ok[:, None], other=0.0)
+    offset = tile[:, None] * D + d[None, :]
+    newest = seen - 1
+    turn = tl.where(ring, newest - newest % slots, 0)  # token of the ring's slot 0, this time round
+    ahead = tl.where(ring, newest % slots, last)  # slots after this one are from the time before
+    for at in range(first, last, TILE):
+        slot = at + tile
+        token = turn + slot - tl.where(slot > ahead, slots, 0)
+        there = (slot < last) & (token >= start)
+        keys = tl.load(k + at * D + offset, mask=there[:, None], other=0.0)
+        s = tl.dot(q, tl.trans(keys)) * scale
+        s = tl.where(there[None, :] & (token[None, :] <= position[:, None]), s, float("-inf"))
+        acc, m, z = step(acc, m, z, s, tl.load(v + at * D + offset, mask=there[:, None], other=0.0))
+    return acc, m, z
+
+
+@triton.jit
+def _read(
+    acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
+    C0: tl.constexpr, C1: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
+    EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr,
+):
+    """Tokens [first, last) of a middle part with up to C0 + C1 channels that begins at k_at, v_at: elements from base,
+    or, where it is packed, bytes."""
+    if BITS > 0:
+        acc, m, z = packed_middle(acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
+                                  C0, C1, TILE, D, EVEN, PAGE, BITS, CELL)
+    else:
+        k, v = base + tl.multiple_of(k_at, PAGE), base + tl.multiple_of(v_at, PAGE)
+        acc, m, z = middle(acc, m, z, q_row, ok, index, k, v, first, last, count, scale,
+                           C0, C1, TILE, D, EVEN, PAGE)
+    return acc, m, z
+
+
+@triton.jit
+def _merge(part, stat, first, parts, ROWS: tl.constexpr, MERGE_LINES: tl.constexpr, D: tl.constexpr):
+    """Combine partial results first .. first + parts - 1 by log-sum-exp: [ROWS, D], zero where nothing was seen."""
+    r, p, d = tl.arange(0, ROWS), tl.arange(0, MERGE_LINES), tl.arange(0, D)
+    acc = tl.zeros([ROWS, D], tl.float32)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    z = tl.zeros([ROWS], tl.float32)
+    for at in range(0, parts, MERGE_LINES):
+        line = ((first + at + p) * ROWS)[None, :] + r[:, None]  # [ROWS, MERGE_LINES]
+        there = (at + p < parts)[None, :] & (r[:, None] >= 0)
+        m_part = tl.load(stat + 2 * line, mask=there, other=float("-inf"), cache_modifier=".cg")
+        z_part = tl.load(stat + 2 * line + 1, mask=there, other=0.0, cache_modifier=".cg")
+        at_part = line[:, :, None] * D + d[None, None, :]
+        acc_part = tl.load(part + at_part, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
+        m_new = tl.maximum(m, tl.max(m_part, 1))
+        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha, weight = tl.exp2(m - safe), tl.exp2(m_part - safe[:, None])
+        acc = acc * alpha[:, None] + tl.sum(acc_part * weight[:, :, None], 1)
+        z = z * alpha + tl.sum(z_part * weight, 1)
+        m = m_new
+    return acc / tl.where(z == 0.0, 1.0, z)[:, None]
+
+
+@triton.jit
+def _store(
+    out, result, row, head, position_ptr, queries, chunk,
+    R: tl.constexpr, M: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+):
+    """Write the first R tile rows of result [R, D] to out [B, Q, Hq, D]; queries that are padding get zeros."""
+    r = tl.arange(0, R)
+    token = chunk * (M // GROUP) + r // GROUP
+    ok = (r // GROUP < M // GROUP) & (token < queries)
+    real = tl.load(position_ptr + row * queries + token, mask=ok, other=-1) >= 0
+    to = ((row * queries + token) * (H * GROUP) + head * GROUP + r % GROUP)[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(out + to, tl.where(real[:, None], result, 0.0).to(out.dtype.element_ty), mask=ok[:, None])
+
+
+@triton.jit(do_not_specialize=["partials", "places"])
+def decode(
+    base, bytes_base, q, out, index, table, seen_ptr, start_ptr, tail_ptr, position_ptr, part, stat, done,
+    scale, q_b, q_h, q_t, index_b, queries, partials, places, slots,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
+    MERGE_LINES: tl.constexpr, EVEN: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr,
+    BITS: tl.constexpr, CELL: tl.constexpr,
+):
+    """Program (p, c): span p of the work table for the query tokens of chunk c.
+
+    base: first element of the ring's keys, bytes_base the same as bytes; BITS: of the middle's numbers, CELL of which
+    are a cell, 0 = not packed; table [lines, FIELDS]; q [B, Hq, Q, D] by strides; out [B, Q, Hq, D];
+    part [chunks, partials, ROWS, D] and stat [chunks, partials, ROWS, 2] fp32 partial results; done [chunks, places]
+    int32 zeros, zeros again afterwards; places = B * H.
+    """
+    chunk = tl.program_id(1)
+    PER: tl.constexpr = M // GROUP  # query tokens of a chunk
+    r, d = tl.arange(0, M), tl.arange(0, D)
+    t = chunk * PER + r // GROUP
+    ok = (r // GROUP < PER) & (t < queries)
+    part += chunk.to(tl.int64) * partials * ROWS * D
+    stat += chunk.to(tl.int64) * partials * ROWS * 2
+    acc = tl.zeros([M, D], tl.float32)
+    m = tl.full([M], float("-inf"), tl.float32)
+    z = tl.zeros([M, TILE], tl.float32)
+    line = tl.program_id(0).to(tl.int64)
+    while line >= 0:
+        entry = table + line * FIELDS
+        kind, row, head = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+        first, last = tl.multiple_of(tl.load(entry + 3).to(tl.int32), PAGE), tl.load(entry + 4).to(tl.int32)
+        k_at, v_at = tl.load(entry + 5), tl.load(entry + 6)
+        count, fresh, parts = tl.load(entry + 7).to(tl.int32), tl.load(entry + 8), tl.load(entry + 9).to(tl.int32)
+        number, first_number = tl.load(entry + 10), tl.load(entry + 11)
+        line = tl.load(entry + 12)
+
+        q_row = q + row * q_b + (head * GROUP + r % GROUP) * q_h + t * q_t
+        m = tl.where(fresh != 0, float("-inf"), m)
+        z = tl.where(fresh != 0, 0.0, z)
+        acc = tl.where(fresh != 0, 0.0, acc)
+        if kind <= 1:
+            k, v = base + tl.multiple_of(k_at, PAGE), base + tl.multiple_of(v_at, PAGE)
+            position = tl.load(position_ptr + row * queries + t, mask=ok, other=-1).to(tl.int32)
+            seen = tl.load(seen_ptr + row).to(tl.int32)
+            start = tl.where(kind == 1, tl.load(start_ptr + row).to(tl.int32), 0)
+            end = tl.minimum(last, seen)
+            acc, m, z = _sink_and_window(
+                acc, m, z, q_row, ok, position, k, v, first, end, seen, start, slots, kind == 1, scale, TILE, D)
+        else:
+            if kind == 3:
+                last = tl.minimum(last, tl.load(tail_ptr + row * H + head).to(tl.int32))
+            kept = index + row * index_b + head * D
+            if count <= 32:
+                acc, m, z = _read(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count, scale,
+                                32, 0, TILE, D, EVEN, PAGE, BITS, CELL)
+            elif count <= 64:
+                acc, m, z = _read(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count, scale,
+                                64, 0, TILE, D, EVEN, PAGE, BITS, CELL)
+            elif D > 64:
+                if count <= 96:
+                    acc, m, z = _read(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count,
+                                        scale, 64, 32, TILE, D, EVEN, PAGE, BITS, CELL)
+                else:
+                    acc, m, z = _read(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count,
+                                        scale, 128, 0, TILE, D, EVEN, PAGE, BITS, CELL)
+
+        if parts == 1:
+            total = tl.sum(z, 1)
+            result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+            _store(out, result, row, head, position_ptr, queries, chunk, M, M, GROUP, H, D)
+        elif parts > 1:
+            at = number * ROWS + r
+            tl.store(part + at[:, None] * D + d[None, :], acc, mask=ok[:, None])
+            tl.store(stat + 2 * at, m, mask=ok)
+            tl.store(stat + 2 * at + 1, tl.sum(z, 1), mask=ok)
+            tl.debug_barrier()  # all of it is written before the ticket says so
+            ticket = done + chunk * places + row * H + head
+            if tl.atomic_add(ticket, 1, sem="acq_rel") == parts - 1:
+                merged = _merge(part, stat, first_number, parts, ROWS, MERGE_LINES, D)
+                _store(out, merged, row, head, position_ptr, queries, chunk, ROWS, M, GROUP, H, D)
+                tl.store(ticket, 0)
+
+
+@triton.jit
+def write(
+    k, v, ring_k, ring_v, seen_ptr, position, k_b, k_h, k_t, v_b, v_h, v_t, new, slots,
+    H: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr,
+):
+    """Program b: put row b's `new` tokens, k and v [B, H, new, D] by strides, into the ring; count them in seen."""
+    b = tl.program_id(0).to(tl.int64)
+    h, d = tl.arange(0, PADDED)[:, None], tl.arange(0, D)[None, :]
+    seen = tl.load(seen_ptr + b)
+    tl.debug_barrier()  # every thread has read it before one of them changes it
+    for t in range(new):
+        to = ((b * H + h) * slots + (seen + t) % slots) * D + d
+        tl.store(ring_k + to, tl.load(k + b * k_b + h * k_h + t * k_t + d, mask=h < H), mask=h < H)
+        tl.store(ring_v + to, tl.load(v + b * v_b + h * v_h + t * v_t + d, mask=h < H), mask=h < H)
+        tl.store(position + b * new + t, seen + t)
+    tl.store(seen_ptr + b, seen + new)
+
+
+@triton.jit
+def move(
+    ring_k, ring_v, k, v, index, places, seen_ptr, start_ptr, length_ptr, done,
+    index_b, slots, window, flush,
+    H: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
+):
+    """Program (b, h): put what is due of row b's window, a multiple of `flush`, behind the tokens that head h holds of
+    the middle; the row's last program moves its start.
+
+    places [B, H, 3]: where the head's K and V begin in k and v, and its channels, 0 = takes no tokens; done [>= B]
+    int32 zeros, zeros again afterwards.
+    """
+    b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start = tl.load(start_ptr + b)
+    due = tl.maximum(tl.load(seen_ptr + b) - start - window, 0) // flush * flush
+    if due > 0:
+        head = b * H + h
+        place = places + head * 3
+        k += tl.multiple_of(tl.load(place), PAGE)
+        v += tl.multiple_of(tl.load(place + 1), PAGE)
+        count = tl.load(place + 2).to(tl.int32)
+        d = tl.arange(0, D)
+        if count > 0:
+            length = tl.load(length_ptr + head)
+            kept = d < count
+            channel = tl.load(index + b * index_b + h * D + d, mask=kept, other=0)
+            ring_k += head * slots * D
+            ring_v += head * slots * D
+            oldest, amount, held = (start % slots).to(tl.int32), due.to(tl.int32), length.to(tl.int32)
+            for at in range(0, amount, TILE):
+                t = at + tl.arange(0, TILE)
+                ok = t < amount
+                source = (oldest + t) % slots * D
+                keys = tl.load(ring_k + (source[:, None] + channel[None, :]), mask=ok[:, None] & kept[None, :])
+                values = tl.load(ring_v + (source[:, None] + d[None, :]), mask=ok[:, None])
+                to = held + t
+                line = to // PAGE * (count * PAGE) + to % PAGE
+                # turned over first, so that neighbouring threads write neighbouring tokens of a channel
+                tl.store(k + (line[None, :] + d[:, None] * PAGE), tl.trans(keys), mask=kept[:, None] & ok[None, :])
+                tl.store(v + (to[:, None] * D + d[None, :]), values, mask=ok[:, None])
+            tl.debug_barrier()  # every thread has read the length before one of them changes it
+            tl.store(length_ptr + head, length + due)
+        tl.debug_barrier()  # and the start
+        if tl.atomic_add(done + b, 1, sem="acq_rel") == H - 1:
+            tl.store(start_ptr + b, start + due)
+            tl.store(done + b, 0)

@@ -1,0 +1,176 @@
+"""Launches the decode kernel: work tables, scratch memory, tile sizes."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from eval.cache.attention import kernel, work
+from eval.cache.attention.softmax import PLAIN, Softmax
+from eval.cache.storage.pages import PAGE
+from eval.cache.storage.quantised import Packing
+from eval.cache.storage.store import Store
+from eval.cache.storage.upload import update
+
+MAX_ROWS = 32  # query tokens x heads of a group in one tile; more query tokens take several passes, "chunks"
+MOVED = 32  # tokens that leave the window at a time, in registers
+MAX_CHUNKS = 4  # in one launch, which bounds the scratch memory
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@dataclass(frozen=True)
+class Config:
+    """tile: tokens read at a time (64 or 128); warps, stages, registers (0 = no limit): of a program; per_sm: programs
+    per multiprocessor; merge: lines of partial results, one a query row, that a merge reads at a time."""
+
+    tile: int = 64
+    warps: int = 4
+    stages: int = 3
+    registers: int = 0
+    per_sm: int = 2
+    merge: int = 128
+
+
+@dataclass
+class LaunchPlan:
+    """The work table of one store, kept until addresses or capacities change."""
+
+    table: Tensor  # [lines, FIELDS] int64, on the device, with room for the most lines there can be
+    version: int
+    programs: int
+    even: bool  # every channel count is a multiple of 32: no masks in the main loop
+    packing: Packing | None
+
+
+class Kernel:
+    """The backend that runs in Triton; shared by the layers of a cache, because they run one after the other."""
+
+    captures = True
+
+    def __init__(self, config: Config | None = None, programs: int = 0):
+        """programs: number of programs, 0 = `config.per_sm` per multiprocessor."""
+        self.config, self.programs = config or Config(), programs
+        self._partials = self._done = torch.empty(0)
+
+    def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor:
+        """See `Store.write`; one launch."""
+        batch, heads, new, dim = k.shape
+        if new > MAX_ROWS:
+            return store.write(k, v)
+        k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+        position = torch.empty(batch, new, dtype=torch.int64, device=k.device)
+        kernel.write[(batch,)](
+            *(k, v, store.ring_k, store.ring_v, store.seen_dev, position, *k.stride()[:3], *v.stride()[:3]),
+            *(new, store.ring_k.shape[2]),
+            H=heads,
+            PADDED=triton.next_power_of_2(heads),
+            D=dim,
+        )
+        return position
+
+    def move(self, store: Store, due: np.ndarray) -> None:
+        """See `Store.move`; one launch, which reads on the device what is due."""
+        if store.middle.bits is not None:  # the kernel does not pack
+            store.move(due)
+            return
+        batch, heads, slots, dim = store.ring_k.shape
+        tail, index = store.tail, store.channels.index
+        done = self._scratch(0, dim, batch, tail.k.device)[2]
+        kernel.move[(batch, heads)](
+            *(store.ring_k, store.ring_v, tail.k, tail.v, index, tail.places(), store.seen_dev, store.start_dev),
+            *(tail.length_dev, done, index.stride(0), slots, store.sizes.window, store.sizes.flush),
+            H=heads,
+            D=dim,
+            TILE=MOVED,
+            PAGE=PAGE,
+        )
+        tail.length += np.where(tail.capacity > 0, due[:, None], 0)
+
+    def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
+        """See `reference.attend`; one launch. Raises ValueError for a softmax that is not plain."""
+        if not softmax.plain:
+            raise ValueError(f'{softmax.why_not_kernel}; use backend="auto" or "torch"')
+        plan = self.prepare(store)
+        batch, q_heads, queries, dim = q.shape
+        heads, slots = store.ring_k.shape[1:3]
+        group = q_heads // heads
+        if q.stride(-1) != 1:
+            q = q.contiguous()
+        tile_rows = min(MAX_ROWS, max(16, triton.next_power_of_2(group * queries)))
+        per_chunk = tile_rows // group
+        if queries > MAX_CHUNKS * per_chunk:
+            pieces = zip(q.split(MAX_CHUNKS * per_chunk, 2), position.split(MAX_CHUNKS * per_chunk, 1), strict=True)
+            return torch.cat([self.attend(store, *piece, scaling) for piece in pieces], 1)
+        config = self.config if tile_rows == 16 else Config(warps=8)
+        chunks = -(-queries // per_chunk)
+        rows = min(tile_rows, triton.next_power_of_2(group * min(queries, per_chunk)))
+        most = batch * heads + plan.programs  # partial results there can be, whatever the table
+        partials, stats, done = self._scratch(chunks * most * rows, dim, chunks * batch * heads, q.device)
+        out = torch.empty(batch, queries, q_heads, dim, dtype=q.dtype, device=q.device)
+        packing = plan.packing
+        kernel.decode[(plan.programs, chunks)](
+            *(store.ring_k, store.ring_k if packing is None else store.ring_k.view(torch.uint8), q, out),
+            *(store.channels.index, plan.table, store.seen_dev, store.start_dev),
+            *(store.tail.length_dev, position.contiguous(), partials, stats, done),
+            *(scaling * 1.4426950408889634, q.stride(0), q.stride(1), q.stride(2), store.channels.index.stride(0)),
+            *(queries, most, batch * heads, slots),
+            H=heads,
+            GROUP=group,
+            D=dim,
+            TILE=config.tile,
+            M=tile_rows,
+            ROWS=rows,
+            MERGE_LINES=max(1, config.merge // rows),
+            EVEN=plan.even,
+            PAGE=PAGE,
+            FIELDS=work.FIELDS,
+            BITS=packing.bits if packing else 0,
+            CELL=packing.group if packing else 0,
+            num_warps=config.warps,
+            num_stages=config.stages,
+            maxnreg=config.registers or None,
+        )
+        return out
+
+    def prepare(self, store: Store) -> LaunchPlan:
+        """The store's work table, made anew if addresses or capacities have changed; in place, for captured graphs."""
+        old: LaunchPlan | None = store.plan
+        if old is not None and old.version == store.version:
+            return old
+        batch, heads, _, dim = store.ring_k.shape
+        device = store.ring_k.device
+        programs = self.programs or _multiprocessors(device) * self.config.per_sm
+        bits, dtype = store.middle.bits, store.ring_k.dtype
+        packing = bits if isinstance(bits, Packing) else None
+        share = packing.cell(dtype) / (packing.group * dtype.itemsize) if packing else 1.0
+        lines = work.cut(work.units(store), programs, self.config.tile, dim, share)
+        most = programs + work.STORAGE_PARTS * batch * heads  # every cut and every unit begins at most one piece
+        if old is not None and len(old.table) == most and old.table.device == device:
+            table = old.table
+        else:
+            table = torch.zeros(most, work.FIELDS, dtype=torch.int64, device=device)
+        update(table[: len(lines)], lines)
+        even = bool((store.channels.count % 32 == 0).all())
+        store.plan = LaunchPlan(table, store.version, programs, even, packing)
+        return store.plan
+
+    def _scratch(self, lines: int, dim: int, counters: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Partial results [lines, D], their (max, sum) [lines, 2], and counters, which a launch leaves at zero."""
+        if self._partials.numel() < lines * (dim + 2) or self._partials.device != device:
+            self._partials = torch.empty(lines * (dim + 2), dtype=torch.float32, device=device)
+        if self._done.numel() < counters or self._done.device != device:
+            self._done = torch.zeros(counters, dtype=torch.int32, device=device)
+        return self._partials, self._partials[lines * dim :], self._done
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Scratch memory held, by name."""
+        return {"partials": self._partials, "done": self._done}

@@ -1,0 +1,1 @@
+"""How sink, middle and window lie in memory: ragged, packed where bits are few."""

@@ -1,0 +1,70 @@
+"""The *channels* axis of a compressed cache: which channels of a middle key stay (LeanK, section 3.3)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eval.cache.storage.upload import upload
+
+
+@dataclass
+class KeptChannels:
+    """Kept channels per row and KV head, ragged.
+
+    count: [B, H] how many channels a head keeps (host).
+    index: [B, H, D] int32, the kept channels in ascending order, then zeros (device of the cache).
+    """
+
+    count: np.ndarray
+    index: Tensor
+
+    @classmethod
+    def of(cls, keep: Tensor | None, k: Tensor) -> KeptChannels:
+        """The table for keys or values k [B, H, T, D] of a mask keep [H, D] or [B, H, D], True = kept; None = all.
+
+        Raises ValueError if the mask was made for another batch, number of heads or head_dim.
+        """
+        batch, heads, _, dim = k.shape
+        keep = torch.ones(heads, dim, dtype=torch.bool) if keep is None else keep.bool()
+        if keep.shape[-2:] != (heads, dim) or keep.ndim > 3 or (keep.ndim == 3 and len(keep) != batch):
+            rows = f"{len(keep)} rows of " if keep.ndim == 3 else ""
+            raise ValueError(
+                f"mask is for {rows}{keep.shape[-2]} KV heads of {keep.shape[-1]} channels, "
+                f"the model has {heads} of {dim} (batch {batch}): use the mask made for this model and batch"
+            )
+        count = keep.sum(-1)
+        order = torch.argsort(~keep, dim=-1, stable=True)
+        index = torch.where(torch.arange(dim, device=keep.device) < count[..., None], order, 0).to(torch.int32)
+        on_device = index if index.device == k.device else upload(index.cpu().numpy(), k.device)
+        return cls(
+            np.broadcast_to(count.cpu().numpy().astype(np.int64), (batch, heads)),
+            on_device.expand(batch, heads, dim),
+        )
+
+    def select(self, rows: Tensor) -> KeptChannels:
+        """The table of the batch `rows` [R], in that order."""
+        return KeptChannels(self.count[rows.cpu().numpy()], self.index[rows.to(self.index.device)])
+
+
+def layer_masks(mask: Any) -> Tensor:
+    """The bool tensor [L, H, D] (True = kept) of a ChannelMask, its file's path, or a bool tensor.
+
+    Raises ValueError if it holds anything but booleans (of .01, true would be made), or has another number of axes.
+    """
+    from leank_train.mask import ChannelMask
+
+    if isinstance(mask, str | os.PathLike):
+        return ChannelMask.load(mask).keep
+    try:
+        keep = torch.as_tensor(getattr(mask, "keep", mask))
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(
+            f"a mask is a ChannelMask, the path of its file, or a bool tensor, got {type(mask).__name__}"
+        ) from None
+    return ChannelMask(keep).keep

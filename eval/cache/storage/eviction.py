@@ -1,0 +1,134 @@
+"""Eviction while decoding: what each held token has been attended so far, and which tokens of the middle stay."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+
+from eval.cache.attention.batched import compacted
+from eval.cache.storage.pages import Segment
+from eval.cache.storage.upload import upload
+
+SCORE = 4  # bytes of a token's score in one KV head
+
+
+class Eviction(ABC):
+    """A layer's policy; a subclass says which tokens `stay`.
+
+    scores [B, H, n] float32: attention that each token held (sink, middle, window, in order, then zeros) has received
+    from the KV head's query heads, s_t = decay s_{t-1} + sum over heads and queries of A_t (Lethe, Eq. 5; H2O: decay
+    1). held [B, H]: how many tokens those are (host).
+    """
+
+    decay = 1.0
+    scores: Tensor
+    held: np.ndarray
+
+    def begin(self, scores: list[list[Tensor]]) -> Self:
+        """A copy for one sealed layer, whose tokens have received `scores` [row][head] from the prompt."""
+        new = copy.copy(self)
+        new.held = np.array([[len(s) for s in heads] for heads in scores], dtype=np.int64)
+        flat = pad_sequence([s.float() for heads in scores for s in heads], batch_first=True)
+        new.scores = flat.view(*new.held.shape, flat.shape[1])
+        return new
+
+    def of(self, row: int, head: int) -> Tensor:
+        """The scores of one head's tokens, [tokens]."""
+        return self.scores[row, head, : int(self.held[row, head])]
+
+    def add(self, weights: Tensor, held: np.ndarray) -> None:
+        """Take in one step's attention weights [B H, >= n] of all heads, each summed over its query heads and in the
+        order of `scores`, zero past `held` [B, H], the tokens that each now holds; new tokens are last."""
+        self.held, most = held, int(held.max())
+        weights = weights[:, :most].float().view(*held.shape, most)
+        self.scores = weights + pad(self.decay * self.scores, (0, most - self.scores.shape[-1]))
+
+    def see(self, row: int, head: int, weights: Tensor) -> None:
+        """As `add`, of one head: weights [tokens]."""
+        more = max(0, len(weights) - self.scores.shape[-1])
+        self.scores = pad(self.scores, (0, more))
+        self.held[row, head] = len(weights)
+        scores = self.of(row, head)
+        scores.mul_(self.decay).add_(weights)
+
+    @abstractmethod
+    def stay(self, sink: np.ndarray, middle: np.ndarray, window: np.ndarray) -> Tensor | None:
+        """Which tokens of the middle stay, bool [B, H, most of middle], whatever past a head's own; None = all. sink,
+        middle, window: tokens held, [B], [B, H] and [B]."""
+
+    def forget(self, row: int, head: int, first: int, stay: Tensor) -> None:
+        """Drop the scores of one head's tokens that have left; stay [n] bool says it of the n tokens held from `first`
+        on."""
+        scores = self.of(row, head)
+        before, these, after = scores.split([first, len(stay), len(scores) - first - len(stay)])
+        left = torch.cat([before, these[stay], after])
+        self.held[row, head] = len(left)
+        scores.copy_(pad(left, (0, len(scores) - len(left))))
+
+    def prune(
+        self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray
+    ) -> tuple[Segment, Segment] | None:
+        """Both parts of the middle without the tokens that leave; None = all stay. sink, window: tokens held, [B]."""
+        middle = prompt.length + tail.length
+        stay = self.stay(sink, middle, window)
+        if stay is None:
+            return None
+        of_prompt, of_both = (upload(n, stay.device)[..., None] for n in (prompt.length, middle))
+        token = torch.arange(stay.shape[-1], device=stay.device)
+        self._keep(stay | (token >= of_both), int(sink.max()))
+        stay = stay & (token < of_both)
+        after = (of_prompt + token).clamp(max=len(token) - 1)  # of each token of the tail, its place in the middle
+        of_tail = stay.gather(-1, after) & (of_prompt + token < of_both)
+        return compacted(prompt, stay & (token < of_prompt)), compacted(tail, of_tail)
+
+    def _keep(self, stay: Tensor, sink: int) -> None:
+        """Drop the scores of tokens that leave: stay [B, H, n] bool says it of the n tokens behind the sink; those past
+        a head's own count as staying."""
+        keep = torch.ones_like(self.scores, dtype=torch.bool)
+        keep[..., sink : sink + stay.shape[-1]] = stay
+        self.held = self.held - (~keep).sum(-1).cpu().numpy()
+        first = torch.argsort((~keep).to(torch.uint8), dim=-1, stable=True)[..., : int(self.held.max())]
+        own = torch.arange(first.shape[-1], device=keep.device) < upload(self.held, keep.device)[..., None]
+        self.scores = self.scores.gather(-1, first) * own
+
+    def select(self, rows: Tensor) -> None:
+        """Make the batch `rows` [R] of the present one."""
+        self.scores, self.held = self.scores[rows.to(self.scores.device)], self.held[rows.cpu().numpy()]
+
+    def to(self, device: torch.device) -> None:
+        """Move everything held to `device`."""
+        self.scores = self.scores.to(device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor held, by name."""
+        return {"scores": self.scores}
+
+
+class HeavyHitters(Eviction):
+    """The `heavy` tokens of a head's middle with the largest sums stay (H2O, Algorithm 1: a constant budget).
+
+    heavy: tokens, beside sink and window. It is enforced whenever tokens have joined the middle, `flush` at a time.
+    """
+
+    def __init__(self, heavy: int):
+        self.heavy = heavy
+
+    def stay(self, sink: np.ndarray, middle: np.ndarray, window: np.ndarray) -> Tensor | None:
+        if (middle <= self.heavy).all():
+            return None
+        first, most = int(sink.max()), int(middle.max())
+        own = torch.arange(most, device=self.scores.device) < upload(middle, self.scores.device)[..., None]
+        return largest(self.scores[..., first : first + most].masked_fill(~own, -torch.inf), self.heavy)
+
+
+def largest(scores: Tensor, count: int) -> Tensor:
+    """Bool [..., n]: the `count` largest of each row of scores [..., n]; of equals the later tokens."""
+    last_first = torch.argsort(scores.flip(-1), dim=-1, descending=True, stable=True)[..., :count]
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.shape[-1] - 1 - last_first, True)

@@ -1,0 +1,213 @@
+"""Ragged storage of middle tokens: per row and KV head its own number of tokens and of K channels.
+
+K lies channel-major in pages of 64 tokens, [page, channel, 64], so that any number of channels gives aligned,
+contiguous reads; V lies token-major, [token, D], or [token, kept channels] where V is pruned. Rows, then heads, follow
+each other in one flat K and one flat V tensor. A head that keeps no channels of K has no region in either.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eval.cache.storage.channels import KeptChannels
+from eval.cache.storage.upload import update, upload
+
+PAGE = 64
+COPIED = 1 << 24  # elements copied at once: bounds the temporaries of a long prompt
+
+
+def round_up(n, multiple: int):
+    """n (int or array) rounded up to a multiple."""
+    return -(-n // multiple) * multiple
+
+
+def _exclusive(sizes: np.ndarray) -> np.ndarray:
+    """Start of each of the regions of `sizes` [B, H] that follow each other."""
+    flat = sizes.reshape(-1)
+    return (np.cumsum(flat) - flat).reshape(sizes.shape)
+
+
+def spread(starts: np.ndarray, sizes: np.ndarray, device: torch.device) -> Tensor:
+    """Concatenated ranges start, start+1, ..., start+size-1 of every region, int64 on `device`."""
+    start, size = (upload(a.reshape(-1), device) for a in (starts, sizes))
+    total = int(sizes.sum())
+    first = torch.cumsum(size, 0) - size
+    return torch.repeat_interleave(start - first, size, output_size=total) + torch.arange(total, device=device)
+
+
+def lines(flat: Tensor, width: int) -> Tensor:
+    """A flat tensor, possibly empty, as lines of `width` elements."""
+    return flat.view(flat.numel() // width, width)
+
+
+def _put(pages: Tensor, at: int, x: Tensor) -> None:
+    """Write tokens x [R, n, channels] into pages [R, P, channels, 64], from token `at` on."""
+    n, first = x.shape[1], at // PAGE
+    ahead = min(n, -at % PAGE)  # what the page that `at` lies in still takes
+    whole = (n - ahead) // PAGE
+    rest = n - ahead - whole * PAGE
+    if ahead:
+        pages[:, first, :, at % PAGE : at % PAGE + ahead] = x[:, :ahead].transpose(1, 2)
+        first += 1
+    if whole:
+        pages[:, first : first + whole] = x[:, ahead : n - rest].unflatten(1, (whole, PAGE)).transpose(2, 3)
+    if rest:
+        pages[:, first + whole, :, :rest] = x[:, n - rest :].transpose(1, 2)
+
+
+class Segment:
+    """Room for `capacity` [B, H] middle tokens (multiples of 64, 0 for heads that keep no channels).
+
+    values: kept channels of V, None = all. Attributes: k, v flat; k_start, v_start [B, H] first element of each region;
+    width [B, H] kept channels of V; length [B, H] tokens held (host), `length_dev` the same on the device.
+    """
+
+    def __init__(
+        self,
+        channels: KeptChannels,
+        capacity: np.ndarray,
+        head_dim: int,
+        dtype: torch.dtype,
+        values: KeptChannels | None = None,
+    ):
+        device = channels.index.device
+        self.channels, self.values, self.head_dim, self.dtype = channels, values, head_dim, dtype
+        self.capacity = np.where(channels.count > 0, round_up(capacity, PAGE), 0).astype(np.int64)
+        self.width = np.full_like(self.capacity, head_dim) if values is None else values.count
+        (k_size, _), (v_size, _) = self._sizes()
+        self.k_start, self.v_start = _exclusive(k_size), _exclusive(v_size)
+        stored = self._form()[0]
+        self.k = torch.empty(int(k_size.sum()), dtype=stored, device=device)
+        self.v = torch.empty(int(v_size.sum()), dtype=stored, device=device)
+        self.length = np.zeros_like(self.capacity)
+        self.length_dev = torch.zeros(self.capacity.shape, dtype=torch.int64, device=device)
+        self._places: Tensor | None = None
+
+    def fresh(self, channels: KeptChannels, capacity: np.ndarray, values: KeptChannels | None) -> Segment:
+        """An empty segment that stores as this one does."""
+        return Segment(channels, capacity, self.head_dim, self.dtype, values)
+
+    def _form(self) -> tuple[torch.dtype, int, int]:
+        """dtype of k and v, and how many of its elements hold how many numbers."""
+        return self.dtype, 1, 1
+
+    def _sizes(self) -> tuple[tuple[np.ndarray, int], ...]:
+        """Of K and of V: elements of each region [B, H], and of a line that divides all."""
+        _, elements, numbers = self._form()
+        v_line = self.head_dim if self.values is None else PAGE
+        parts = ((self.channels.count, PAGE), (self.width, v_line))
+        return tuple((self.capacity * n // numbers * elements, line // numbers * elements) for n, line in parts)
+
+    def _alike(self, rows: np.ndarray, taken: np.ndarray) -> list[slice]:
+        """`rows` [R] in pieces that one copy can write: all of them where they follow each other, hold alike and take
+        the same [R, H] tokens, else one by one."""
+        same = [taken, *(a[rows] for a in (self.capacity, self.channels.count, self.width, self.length))]
+        if (np.diff(rows) == 1).all() and all((a == a[:1]).all() for a in same):
+            return [slice(0, len(rows))]
+        return [slice(i, i + 1) for i in range(len(rows))]
+
+    def append(self, rows: np.ndarray, k: Tensor, v: Tensor, count: np.ndarray | None = None) -> None:
+        """Add n tokens to the heads of the batch rows [R] that have room: k, v [R, H, n, D], dense; kept channels are
+        picked here.
+
+        count [R, H]: how many of the n tokens each head takes, the first ones; None = all.
+        """
+        taken = np.where(self.capacity[rows] > 0, k.shape[2] if count is None else count, 0)
+        tables = [None if t is None else t.index.long() for t in (self.channels, self.values)]
+        for piece in self._alike(rows, taken) if taken.any() else ():
+            row, number = int(rows[piece.start]), piece.stop - piece.start
+            step = max(PAGE, COPIED // (number * self.head_dim) // PAGE * PAGE)
+            for head in np.flatnonzero(taken[piece.start]).tolist():
+                pages, values = self._room(row, number, head)
+                held, n = int(self.length[row, head]), int(taken[piece.start, head])
+                index = [None if t is None else t[row : row + number, head, None] for t in tables]
+                for first in range(0, n, step):
+                    last = min(first + step, n)
+                    new = (x[piece, head, first:last] for x in (k, v))
+                    widths = (pages.shape[2], values.shape[2])
+                    picked_k, picked_v = (
+                        x if i is None or w == self.head_dim else x.gather(2, i[..., :w].expand(-1, last - first, -1))
+                        for x, i, w in zip(new, index, widths, strict=True)
+                    )
+                    _put(pages, held + first, picked_k)
+                    values[:, held + first : held + last] = picked_v
+        self.length[rows] += taken
+        update(self.length_dev, self.length)
+
+    def _room(self, row: int, number: int, head: int) -> tuple[Tensor, Tensor]:
+        """Views of one head's room in `number` alike rows from `row` on: K [number, pages, channels, 64], V [number,
+        capacity, kept channels]."""
+        cap, count, width = (int(a[row, head]) for a in (self.capacity, self.channels.count, self.width))
+        k_row, v_row = (int(a[row + 1, head] - a[row, head]) if number > 1 else 0 for a in (self.k_start, self.v_start))
+        k_shape, k_steps = (number, cap // PAGE, count, PAGE), (k_row, count * PAGE, PAGE, 1)
+        return (
+            self.k.as_strided(k_shape, k_steps, int(self.k_start[row, head])),
+            self.v.as_strided((number, cap, width), (v_row, width, 1), int(self.v_start[row, head])),
+        )
+
+    def _regions(self, row: int, head: int) -> tuple[Tensor, Tensor]:
+        """One head's room: K [pages, channels, 64], V [capacity, kept channels]."""
+        k, v = self._room(row, 1, head)
+        return k[0], v[0]
+
+    def read(self, row: int, head: int) -> tuple[Tensor, Tensor]:
+        """(K [n, channels], V [n, D]) of one head; zero in pruned channels of V."""
+        n, (k, v) = int(self.length[row, head]), self._regions(row, head)
+        keys, v = k.transpose(1, 2).flatten(0, 1)[:n], v[:n]
+        if self.values is None:
+            return keys, v
+        whole = v.new_zeros(n, self.head_dim)
+        whole[:, self.values.index[row, head, : v.shape[1]].long()] = v
+        return keys, whole
+
+    def held(self) -> tuple[int, int]:
+        """Bytes of K and of V that the tokens held take, room not counted."""
+        k, v = (int((self.length * channels).sum()) for channels in (self.channels.count, self.width))
+        return k * self.k.element_size(), v * self.v.element_size()
+
+    def _parts(self) -> tuple[tuple[Tensor, np.ndarray, np.ndarray, int], ...]:
+        """Of K and of V: flat tensor, first element and size of each region, elements per line, which divides all."""
+        k, v = self._sizes()
+        return (self.k, self.k_start, *k), (self.v, self.v_start, *v)
+
+    def places(self) -> Tensor:
+        """[B, H, 3] int64 on the device: first element of K and of V, kept channels, 0 where there is no room."""
+        if self._places is None:
+            count = np.where(self.capacity > 0, self.channels.count, 0)
+            self._places = upload(np.stack([self.k_start, self.v_start, count], -1), self.k.device)
+        return self._places
+
+    @torch.no_grad()  # a split's views cannot be written to otherwise
+    def grown(self, capacity: np.ndarray) -> Segment:
+        """A copy with room for `capacity` [B, H] >= the present one."""
+        new = self.fresh(self.channels, capacity, self.values)
+        filled = np.flatnonzero(self.capacity).tolist()
+        for (old, _, size, _), (flat, _, room, _) in zip(self._parts(), new._parts(), strict=True):
+            source = old.split(size.reshape(-1).tolist())
+            target = flat.split(np.stack([size, room - size], -1).reshape(-1).tolist())[::2]
+            if filled:
+                torch._foreach_copy_([target[i] for i in filled], [source[i] for i in filled])
+        new.length, new.length_dev = self.length, self.length_dev
+        return new
+
+    def select(self, rows: Tensor, channels: KeptChannels, values: KeptChannels | None) -> Segment:
+        """The segment of the batch `rows` [R], in that order; `channels` and `values` are their tables."""
+        at = rows.cpu().numpy()
+        new = self.fresh(channels, self.capacity[at], values)
+        for (old, start, _, line), (flat, _, size, _) in zip(self._parts(), new._parts(), strict=True):
+            source = spread(start[at] // line, size // line, flat.device)
+            torch.index_select(lines(old, line), 0, source, out=lines(flat, line))
+        new.length, new.length_dev = self.length[at], self.length_dev[rows.to(self.k.device)]
+        return new
+
+    def to(self, device: torch.device) -> None:
+        """Move everything held to `device`."""
+        self.k, self.v, self.length_dev = self.k.to(device), self.v.to(device), self.length_dev.to(device)
+        self._places = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor held, by name (the channel tables are the store's)."""
+        places = {} if self._places is None else {"places": self._places}
+        return {"k": self.k, "v": self.v, "length": self.length_dev, **places}

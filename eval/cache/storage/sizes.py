@@ -1,0 +1,50 @@
+"""Sink, middle and window in tokens, and which of a prompt's columns belong to which."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from numbers import Integral
+
+import torch
+from torch import Tensor
+
+from eval.cache.storage.pages import PAGE, round_up
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Tokens kept whole at both ends, and how many leave the window at a time."""
+
+    sink: int = 128
+    window: int = 1024
+    flush: int = 32
+
+    def __post_init__(self) -> None:
+        for name in ("sink", "window", "flush"):
+            value = getattr(self, name)
+            if not isinstance(value, Integral) or isinstance(value, bool):
+                raise ValueError(f"{name}={value!r} must be a whole number of tokens")
+        if self.sink < 0 or self.window < 1 or self.flush < 1:
+            raise ValueError(f"need sink >= 0, window >= 1, flush >= 1, got {self.sink}, {self.window}, {self.flush}")
+
+    @property
+    def ring(self) -> int:
+        """Slots of the window's ring."""
+        return round_up(self.window + self.flush, PAGE)
+
+
+def real_positions(seen: Tensor, new: int, real: Tensor | None) -> Tensor:
+    """[B, new] the real index of each new column of rows that hold `seen` [B] tokens; -1 for padding.
+
+    real [B, new] bool, False = padding, None = no padding.
+    """
+    if real is None:
+        return seen[:, None] + torch.arange(new, device=seen.device)
+    real = real.to(seen.device)
+    return torch.where(real, seen[:, None] + torch.cumsum(real, -1) - 1, -1)
+
+
+def middle_columns(position: Tensor, sizes: Sizes) -> Tensor:
+    """Which of a prompt's columns are neither sink nor window, bool [B, T]; position [B, T] as from `number`."""
+    start = (position.amax(-1, keepdim=True) + 1 - sizes.window).clamp(min=sizes.sink)
+    return (position >= sizes.sink) & (position < start)

@@ -1,0 +1,76 @@
+"""The model under test, as leank_train.backbone loads it: its config and tokenizer without weights, and the weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from eval.inference.model_folder import check_folder, folder_digest
+from leank_train import backbone
+from leank_train.backbone import kv_shape as shape_of
+
+__all__ = ["ModelConfig", "load_config", "load_model", "shape_of"]
+
+
+@dataclass(frozen=True)
+class ModelConfig(backbone.ModelConfig):
+    """Settings of the model, those of training and where it runs.
+
+    device: as torch names it; "auto" is a GPU where there is one.
+    """
+
+    device: str = "auto"
+
+    @property
+    def label(self) -> str:
+        """What tables call it: the name, or the last part of a folder's."""
+        return Path(self.name).name if Path(self.name).is_dir() else self.name
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device to run on."""
+        automatic = "cuda" if torch.cuda.is_available() else "cpu"
+        return torch.device(automatic if self.device == "auto" else self.device)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The type of weights and cache. Raises ValueError for an unknown one."""
+        return backbone.torch_dtype(self.dtype, self.torch_device)
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder that the name is, None for the shipped model and for the hub's."""
+        return Path(self.name) if self.name != "reference" and Path(self.name).is_dir() else None
+
+    @cached_property
+    def _contents(self) -> dict[str, str]:
+        return {} if self.folder is None else {"folder": folder_digest(self.folder)}
+
+    def identity(self) -> dict[str, Any]:
+        """What the answers depend on, as JSON; a folder counts by what is in it, not by where it is."""
+        dtype = str(self.torch_dtype).removeprefix("torch.")
+        named = {"name": self.label, "dtype": dtype, "chat": self.chat, "overrides": dict(self.overrides)}
+        return {**named, **self._contents}
+
+
+def load_config(settings: ModelConfig) -> tuple[Any, Any]:
+    """(config, tokenizer), without weights. Raises FileNotFoundError if there is no such model, ValueError for a folder
+    with damaged files."""
+    if settings.folder is not None:
+        try:
+            check_folder(settings.folder)
+        except ValueError as error:
+            raise ValueError(f"model.name={settings.name!r}: {error}") from None
+    return backbone.load_config(settings.name, dict(settings.overrides)), backbone.load_tokenizer(settings.name)
+
+
+def load_model(settings: ModelConfig) -> PreTrainedModel:
+    """The model, frozen, on its device. Raises FileNotFoundError without weights, ValueError for one without RoPE."""
+    return backbone.load(
+        settings.name, settings.dtype, settings.torch_device, chat=False, overrides=dict(settings.overrides)
+    ).model

@@ -1,0 +1,73 @@
+"""Attention that keys receive, summed over queries, a block of queries at a time: the S x S matrix is never built."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from eval.cache.attention.softmax import PLAIN, Softmax
+from leank_train.forward.attention import HALF, SCORES_AT_ONCE
+
+
+def received(
+    queries: Tensor,
+    keys: Tensor,
+    weights: Tensor | None = None,
+    real: Tensor | None = None,
+    scaling: float | None = None,
+    softmax: Softmax = PLAIN,
+) -> Tensor:
+    """What each key gets from the last n queries: sum over t of weights[t] softmax(scaling q_t K^T), causal.
+
+    queries [B, Hq, >= n, D], of which the last is at the last key; keys [B, H, T, D]; weights [n], None = 1 for each
+    query given; real [B, T] bool, False = padding, which neither gives nor receives, None = no padding; scaling: None =
+    1 / sqrt(D); softmax: the model's, where it is not plain. In float32 or wider. Returns [B, Hq, T].
+    """
+    count = queries.shape[2] if weights is None else len(weights)
+    (batch, heads, length, dim), wide = keys.shape, torch.promote_types(keys.dtype, torch.float32)
+    scale, half = dim**-0.5 if scaling is None else scaling, multiplies_half(keys.device, keys.dtype)
+    grouped = queries[:, :, -count:].unflatten(1, (heads, -1))
+    if not half:
+        grouped, keys = grouped.to(wide) * scale, keys.to(wide)
+    weight = grouped.new_ones(count, dtype=wide) if weights is None else weights.to(wide)
+    weight = weight.expand(batch, count) if real is None else weight * real[:, length - count :]
+    column = torch.arange(length, device=keys.device)
+    total = grouped.new_zeros(*grouped.shape[:3], length, dtype=wide)
+    padded = 0 if real is None else int((~real * (column + 1)).max())  # all padding is in the first so many columns
+    block = max(1, SCORES_AT_ONCE["cuda" if keys.is_cuda else "cpu"] // (batch * queries.shape[1] * length))
+    for start in range(0, count, block):
+        stop = min(start + block, count)
+        new, end = stop - start, length - count + stop  # end: keys that this block's last query sees
+        rows = grouped[:, :, :, start:stop].flatten(2, 3)  # folded, so that the keys of a group are not copied for each
+        seen = keys[:, :, :end].mT
+        logits = scaled_product(rows, seen, scale) if half else rows @ seen
+        logits = softmax.cap(logits.unflatten(2, (-1, new)))  # [B, H, G, new, end]
+        logits[..., end - new :].masked_fill_(column[:new] > column[:new, None], -torch.inf)
+        if padded:  # padding queries see all keys before them, so that no row is empty; their weight is 0
+            hidden = ~real[:, None, : min(padded, end)] & real[:, end - new : end, None]  # type: ignore[index]
+            logits[..., : hidden.shape[-1]].masked_fill_(hidden[:, None, None], -torch.inf)
+        weights_of_keys = softmax.weights(logits.flatten(1, 2)).view_as(logits)
+        total[..., :end] += (weight[:, None, None, None, start:stop] @ weights_of_keys).squeeze(-2)
+    return total.flatten(1, 2)
+
+
+def scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """scale a b in float32 of half-precision a [B, H, n, D], b [B, H, D, m], where `multiplies_half`."""
+    out = a.new_empty(*a.shape[:3], b.shape[-1], dtype=torch.float32)
+    flat = out.flatten(0, 1)  # as input, too, for otherwise it would be copied; beta = 0: it is not read
+    torch.baddbmm(flat, a.flatten(0, 1), b.flatten(0, 1), torch.float32, beta=0, alpha=scale, out=flat)
+    return out
+
+
+@functools.cache
+def multiplies_half(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products of `dtype` can come out in float32 there, with nothing rounded between: on CUDA, of halves."""
+    if dtype not in HALF:
+        return False
+    x = torch.full((1, 1, 16, 16), 1.0625, dtype=dtype, device=device)
+    try:
+        return bool((scaled_product(x, x.mT, 0.25) == 0.25 * 16 * 1.0625**2).all())
+    except (RuntimeError, TypeError):
+        return False

@@ -1,0 +1,210 @@
+"""A prompt's dense pass, run once for all methods: every layer's K and V, the next token's logits, the last queries."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from eval.cache.attention import dense
+from eval.cache.attention.softmax import PLAIN, Softmax
+from eval.cache.hook import ATTENTION
+from eval.inference.observe import received
+
+
+class PromptLayer(DynamicLayer):
+    """All K and V of one layer, in a buffer made once; attends by itself, exactly.
+
+    capacity: columns that the buffer has room for. obs_queries: how many of the last queries to keep, [B, Hq, n, D].
+    column_sums: whether to add up what each key receives from all queries of the prompt, summed over the query heads of
+    its group: column_sums [B, H, T], float32 or wider.
+    kept: prompt columns [B, T'] that the layer holds, ascending, -1 = padding (left), None = all of them: what is said
+    of this layer's columns (keys, values, queries) is said of those. get_seq_length() counts the dropped ones, too.
+    """
+
+    is_croppable = False
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, capacity: int, obs_queries: int = 0, column_sums: bool = False):
+        super().__init__()
+        self.capacity, self.obs_queries, self._sums = capacity, obs_queries, column_sums
+        self.queries: Tensor | None = None
+        self.column_sums: Tensor | None = None
+        self.scaling: float | None = None  # of q k^T, None = 1 / sqrt(D); known once a query has attended
+        self.softmax = PLAIN  # the model's; known once a query has attended
+        self.kept: Tensor | None = None
+        self._dropped, self._padded = 0, False
+        self._buffer: tuple[Tensor, Tensor] | None = None
+        self._columns = 0
+
+    def hold(self, kept: Tensor, columns: int) -> None:
+        """Announce that of a prompt of `columns` columns this layer gets only kept [B, T'], before they come."""
+        self.kept, self._dropped, self._padded = kept, columns - kept.shape[1], bool((kept < 0).any())
+        self.capacity -= self._dropped
+
+    def real(self, mask: Tensor | None) -> Tensor | None:
+        """Which of the columns held are real, bool [B, columns held], None = all.
+
+        mask [B, >= get_seq_length()] bool or 0/1 of all columns, the dropped ones included; None = no padding.
+        """
+        if self.kept is None:
+            return None if mask is None else mask[:, : self._columns].bool()
+        if mask is None and not self._padded:
+            return None
+        end, new = self.get_seq_length(), self._columns - self.kept.shape[1]
+        there = self.kept >= 0
+        after = there.new_ones(len(there), new) if mask is None else mask[:, end - new : end].bool()
+        return torch.cat([there, after], 1)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
+        """Append k, v [B, H, n, D]; returns (the layer, v) for the attention function."""
+        if self._buffer is None:
+            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+            shape = (*key_states.shape[:2], self.capacity, key_states.shape[3])
+            self._buffer = (key_states.new_empty(shape), value_states.new_empty(shape))
+        end = self._columns + key_states.shape[2]
+        if end > self.capacity:
+            raise ValueError(f"the prompt's buffer has room for {self.capacity} tokens, {end} came")
+        for room, new in zip(self._buffer, (key_states, value_states), strict=True):
+            room[:, :, self._columns : end] = new
+        self.keys, self.values = (room[:, :, :end] for room in self._buffer)
+        self._columns = end
+        return self, value_states
+
+    def attend(
+        self,
+        q: Tensor,
+        padding_mask: Tensor | None = None,
+        scaling: float | None = None,
+        softmax: Softmax = PLAIN,
+    ) -> Tensor:
+        """Causal attention of the last queries q [B, Hq, Q, D] over all that is held. Returns [B, Q, Hq, D]."""
+        if self.obs_queries:
+            queries = q if self.queries is None else torch.cat([self.queries, q], 2)
+            self.queries = queries[:, :, -self.obs_queries :].clone()
+        real, self.scaling, self.softmax = self.real(padding_mask), scaling, softmax
+        if self._sums:
+            each = received(q, self.keys, real=real, scaling=scaling, softmax=softmax)
+            sums = each.unflatten(1, (self.keys.shape[1], -1)).sum(2)
+            if self.column_sums is not None:
+                sums[:, :, : self.column_sums.shape[2]] += self.column_sums
+            self.column_sums = sums
+        if q.shape[2] > 1 or not softmax.plain:
+            return dense.attend(q, self.keys, self.values, scaling, real, softmax)
+        return dense.latest(q, self.keys, self.values, scaling, real).transpose(1, 2)
+
+    def get_seq_length(self) -> int:
+        return self._columns + self._dropped
+
+    def fork(self) -> PromptLayer:
+        """A layer that continues this one in the same buffer. Forks overwrite each other's new tokens: use one."""
+        layer = copy.copy(self)
+        layer.obs_queries, layer._sums = 0, False
+        layer.queries = layer.column_sums = None
+        return layer
+
+
+@dataclass
+class Prefill:
+    """What a dense pass over B left-padded prompts of T columns leaves for the methods.
+
+    layers: a PromptLayer, or transformers' own where the model's attention slides; real [B, T] bool, False = padding,
+    None = no padding; logits [B, vocabulary] of the next token. selected: of each layer the tokens that the method at
+    hand keeps, sink and window included, bool [B, H, columns of the layer], None = all.
+    """
+
+    layers: list[Any]
+    real: Tensor | None
+    logits: Tensor
+    columns: int
+    selected: list[Tensor | None] | None = None
+
+    @property
+    def lengths(self) -> Tensor:
+        """Real tokens of each prompt [B]."""
+        if self.real is None:
+            return torch.full((len(self.logits),), self.columns, device=self.logits.device)
+        return self.real.sum(-1)
+
+    def fork(self) -> Cache:
+        """A dense cache that continues the prompts; use one at a time."""
+        return Cache(
+            layers=[layer.fork() if isinstance(layer, PromptLayer) else copy.copy(layer) for layer in self.layers]
+        )
+
+    def bytes(self) -> int:
+        """Bytes of the prompt's K and V, room for new tokens not counted."""
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
+
+
+@torch.no_grad()
+def prefill(
+    model: PreTrainedModel,
+    ids: Tensor,
+    real: Tensor | None,
+    room: int,
+    obs_queries: int = 0,
+    chunk: int | None = None,
+    column_sums: bool = False,
+) -> Prefill:
+    """Full attention over ids [B, T], left-padded; real [B, T] bool, False = padding, None = no padding.
+
+    room: columns to leave for what follows the prompt. chunk: columns computed at a time, None = all at once.
+    obs_queries, column_sums: see PromptLayer.
+    Switches the model to the attention implementation "leank", which is SDPA for every other cache.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if config._attn_implementation != ATTENTION:
+        model.set_attn_implementation(ATTENTION)
+    columns = ids.shape[1]
+    layers: list[Any] = []
+    for index, layer in enumerate(DynamicCache(config=config).layers):
+        if type(layer) is DynamicLayer:
+            layers.append(PromptLayer(columns + room, obs_queries, column_sums))
+        elif type(layer) is DynamicSlidingWindowLayer:
+            layers.append(layer)
+        else:
+            raise ValueError(f"layer {index} of {config.model_type} uses {type(layer).__name__}: no K and V to replay")
+    cache = Cache(layers=layers)
+    logits = extend(model, cache, ids, real, chunk)
+    return Prefill(layers, real, logits, columns)
+
+
+@torch.no_grad()
+def extend(model: PreTrainedModel, cache: Cache, ids: Tensor, real: Tensor | None, chunk: int | None = None) -> Tensor:
+    """Feed ids [B, n] to a cache; real [B, all columns] bool, None = no padding. Returns the last logits [B, V]."""
+    before, new = cache.get_seq_length(), ids.shape[1]
+    device = ids.device
+    if real is None:
+        positions = torch.arange(before, before + new, device=device).expand_as(ids)
+    else:
+        positions = (real.long().cumsum(-1) - 1).clamp(min=0)[:, -new:]
+    out = None
+    for start in range(0, new, chunk or new):
+        stop = min(new, start + (chunk or new))
+        out = model(
+            input_ids=ids[:, start:stop],
+            attention_mask=None if real is None else real[:, : before + stop],
+            position_ids=positions[:, start:stop],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+    assert out is not None
+    return out
+
+
+def pad_left(prompts: list[list[int]], pad: int, device: Any) -> tuple[Tensor, Tensor | None]:
+    """Prompts as one tensor [B, T], padded on the left, and which columns are real (None = all)."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=device)
+    lengths = torch.tensor([len(p) for p in prompts], device=device)
+    if int(lengths.min()) == width:
+        return ids, None
+    return ids, torch.arange(width, device=device) >= width - lengths[:, None]

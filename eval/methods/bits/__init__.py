@@ -1,0 +1,1 @@
+"""Axis *bits*: in how many bits the middle is stored. One method a file."""

@@ -1,0 +1,1 @@
+"""Axis *channels*: which K (and V) channels of the middle stay. One method a file."""

@@ -1,0 +1,100 @@
+"""IAP, interdependence-aware pruning (anonymous, "Rethinking KV Cache Pruning with Channel Interdependence").
+
+There is no public code; this follows the paper's Algorithm 1 and section 3.3, for all heads, layers and rows at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Ge
+from torch import Tensor
+
+from eval.inference.models import shape_of
+from eval.inference.prefill import Prefill
+from eval.methods.axes import Uniform
+from eval.methods.common.observed import seen
+from leank_train.channel_scores import pruned, top
+from leank_train.common.typed import Count, Positive, Share
+
+
+@dataclass(frozen=True)
+class IAP(Uniform):
+    """Prune the set B of channels that greedily keeps the error of the observed logits small.
+
+      E(B)    = ||Q K^T - Q S K^T||_F^2 = sum of M_ij over i, j in B,   M_ij = (k_i . k_j) (q_i . q_j)        (Eq. 3)
+      Delta_i = M_ii + sum of M_ij over j in B, j != i                                                        (Eq. 4)
+
+    q_i, k_i: columns of Q [n, D], the last `queries` queries, and K [T - recent, D]. Each step moves the channel i of
+    the least M_ii + interaction * sum of M_ij over B into B, floor(ratio * D) times. interaction=2 is Algorithm 1:
+    what i adds to E(B), its own Delta_i and the growth of the others'. 1 ranks by Delta_i alone, as Eq. 4 reads; 0
+    leaves the interaction out, which is ThinK's choice.
+
+    Salient channels (section 3.3), the largest ||k_i|| of a head, are never pruned: as many as exceed mean + standard
+    deviation, at least floor(salient_min * D) and at most floor(salient_max * D). The paper's [a, b] are [3, 7] or
+    [5, 10] (percent) for long caches and [0, 0] (off) for short ones.
+
+    Deviations, where the paper is silent: under GQA, Q holds the queries of all the heads of a group, so E is their
+    summed error; the standard deviation is that of a sample (D - 1); norms are of the keys that are scored. Keys that
+    the tokens axis dropped do not count.
+
+    Cost per KV head: T D^2 for the Gram matrix of K, n G D^2 for that of Q, then floor(ratio * D) steps of O(D), each
+    one batched operation for all rows, layers and heads. Held meanwhile: M, D^2 numbers a head.
+    """
+
+    ratio: Share = 0.7
+    queries: Positive = 32
+    recent: Count = 32
+    salient_min: Share = 0.03
+    salient_max: Share = 0.07
+    interaction: Annotated[float, Ge(0)] = 2.0
+
+    @property
+    def obs_queries(self) -> int:  # type: ignore[override]
+        return self.queries
+
+    def check(self, config: Any, tokenizer: Any) -> None:
+        dim = shape_of(config)[2]
+        kept, low, high = dim - pruned(dim, self.ratio), self.salient_min, self.salient_max
+        if not 0 <= low <= high < 1:
+            raise ValueError(
+                f"salient_min={low}, salient_max={high} must be shares, 0 <= salient_min <= salient_max < 1"
+            )
+        if int(high * dim) > kept:
+            raise ValueError(
+                f"salient_max={high} protects more than the {kept} of {dim} channels that ratio={self.ratio} keeps"
+            )
+
+    def keep_mask(self, prefill: Prefill, config: Any) -> Tensor:
+        found = [interactions(s.queries(self.queries), s.keys) for s in seen(prefill, self.queries, self.recent)]
+        matrix, norms = (torch.stack(x, 1) for x in zip(*found, strict=True))  # [B, L, H, D, D], [B, L, H, D]
+        protected = salient(norms, self.salient_min, self.salient_max)
+        return ~greedy(matrix, pruned(norms.shape[-1], self.ratio), protected, self.interaction)
+
+
+def interactions(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """M of Eq. 3 [B, H, D, D], summed over a group, and ||k_i|| [B, H, D]; queries [B, Hq, n, D], keys [B, H, T, D]."""
+    stacked = queries.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)  # [B, H, G * n, D]
+    of_keys = keys.mT @ keys
+    return of_keys * (stacked.mT @ stacked), of_keys.diagonal(dim1=-2, dim2=-1).sqrt()
+
+
+def salient(norms: Tensor, low: float, high: float) -> Tensor:
+    """Channels to protect, bool like norms [..., D] (section 3.3)."""
+    dim = norms.shape[-1]
+    marked = norms > norms.mean(-1, keepdim=True) + norms.std(-1, keepdim=True)
+    return top(norms, marked.sum(-1, keepdim=True).clamp(int(low * dim), int(high * dim)))
+
+
+def greedy(matrix: Tensor, count: int, protected: Tensor, interaction: float = 2.0) -> Tensor:
+    """Algorithm 1: the `count` channels to drop, bool [..., D]; matrix [..., D, D] is M, protected [..., D] stay."""
+    dropped = torch.zeros_like(protected)
+    score = matrix.diagonal(dim1=-2, dim2=-1).masked_fill(protected, torch.inf)
+    for _ in range(count):
+        worst = score.argmin(-1, keepdim=True)
+        dropped.scatter_(-1, worst, True)
+        edges = torch.take_along_dim(matrix, worst[..., None], -2).squeeze(-2)  # M_ij of the one dropped
+        score = (score + interaction * edges).scatter(-1, worst, torch.inf)
+    return dropped

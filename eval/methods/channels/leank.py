@@ -1,0 +1,58 @@
+"""LeanK: the learned static mask (section 3.3)."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import InstanceOf
+from torch import Tensor
+
+from eval.inference.prefill import Prefill
+from eval.methods.axes import Channels
+from leank_train.mask import ChannelMask
+
+
+@dataclass(frozen=True)
+class LeanK(Channels):
+    """mask: a mask.safetensors of a training run, a published .pth, or a ChannelMask."""
+
+    mask: str | InstanceOf[ChannelMask] | None = None
+
+    @cached_property
+    def loaded(self) -> ChannelMask:
+        """The mask itself. Raises FileNotFoundError or ValueError, naming the setting."""
+        if self.mask is None or self.mask == "":
+            raise ValueError("mask is not set; give mask=PATH, the mask.safetensors of a training run")
+        if isinstance(self.mask, ChannelMask):
+            return self.mask
+        if Path(self.mask).suffix == ".pth":
+            if not Path(self.mask).is_file():
+                raise FileNotFoundError(
+                    f"mask={self.mask} does not exist; give a mask.safetensors or published .pth mask"
+                )
+            return ChannelMask.from_official(self.mask)
+        return ChannelMask.load(self.mask)
+
+    def check(self, config: Any, tokenizer: Any) -> None:
+        mask = self.loaded
+        try:
+            mask.check_model(config)
+        except ValueError as error:
+            raise ValueError(f"mask={self.mask if isinstance(self.mask, str) else 'given'}: {error}") from error
+
+    def identity(self) -> dict[str, Any]:
+        """The mask's contents, not its place."""
+        digest = hashlib.sha256(self.loaded.keep.numpy().tobytes()).hexdigest()[:16]
+        return {"mask": digest, "pruning_ratio": round(self.loaded.pruning_ratio, 6)}
+
+    def keep_mask(self, prefill: Prefill, config: Any) -> Tensor:
+        return self.loaded.keep
+
+    def kept_counts(self, config: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
+        count = self.loaded.channels_per_head.numpy()
+        return count, np.full_like(count, self.loaded.keep.shape[-1])

@@ -1,0 +1,77 @@
+"""ThinK (arXiv 2407.21018): of each sample, keep in every head the channels with the largest ||q|| ||k||."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eval.inference.models import shape_of
+from eval.inference.prefill import Prefill
+from eval.methods.axes import Uniform
+from eval.methods.common.observed import Seen, seen
+from leank_train.channel_scores import GROUPS, best, pruned, query_key_scores, wide
+from leank_train.common.typed import OneOf, Positive, Share
+
+
+@dataclass(frozen=True)
+class ThinK(Uniform):
+    """ThinK (section 3.2) and, with `values`, ThinKV (its appendix D).
+
+    ratio: share of K channels pruned, floor(ratio * D) of every head. queries: S_obs, the prompt's last queries that
+    are observed. group: what is averaged over the query heads of a KV head, "squares" or "norms" (mean and sum choose
+    alike). values: share of V channels pruned.
+
+      Score[j]   = ||Q[-S_obs:, j] K[:, j]^T||_F = ||q_j|| ||k_j||
+      Score_v[j] = ||softmax(Q[-S_obs:] K^T / sqrt(D)) V[:, j]||_F                                      (Eq. 3)
+
+    K and V are those that the tokens axis kept, the most recent included; how many of these stay whole is the cache's
+    window (32 in the paper, sink 0). Deviations: the paper keeps floor((1 - ratio) * D) channels, its code drops
+    floor(ratio * D), and so do we. Under GQA the paper's code works on repeated KV heads, each with channels of its
+    own; here a KV head is held once. Generated keys are pruned when they leave the window, not kept whole for ever.
+    Eq. 3 has no causal mask; here the observed queries do not see past themselves.
+    """
+
+    ratio: Share = 0.7
+    queries: Positive = 32
+    group: Annotated[str, OneOf(*GROUPS)] = "squares"
+    values: Share = 0.0
+
+    @property
+    def obs_queries(self) -> int:  # type: ignore[override]
+        return self.queries
+
+    def keep_mask(self, prefill: Prefill, config: Any) -> Tensor:
+        return best(think_scores(prefill, self.queries, self.group), self.ratio)
+
+    def keep_value_mask(self, prefill: Prefill, config: Any) -> Tensor | None:
+        if not self.values:
+            return None
+        scores = [value_scores(layer, self.queries, self.group) for layer in seen(prefill, self.queries)]
+        return best(torch.stack(scores, 1), self.values)
+
+    def kept_counts(self, config: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
+        k, v = super().kept_counts(config, length)
+        return k, v - pruned(shape_of(config)[2], self.values)
+
+
+def think_scores(prefill: Prefill, queries: int, group: str) -> Tensor:
+    """Score[j] of every K channel, up to what the channels of a head share; [B, L, H, D]."""
+    layers = seen(prefill, queries)
+    return torch.stack([query_key_scores(s.queries(queries), s.keys.square().sum(2), group) for s in layers], 1)
+
+
+def value_scores(layer: Seen, queries: int, group: str) -> Tensor:
+    """Score_v[j] of every V channel of a layer (Eq. 3), [B, H, D], over the group as `query_key_scores` does."""
+    k, v = layer.keys, layer.layer.values
+    q = layer.queries(queries).unflatten(1, (k.shape[1], -1))  # [B, H, G, n, D]
+    members, observed = q.shape[2:4]
+    place = torch.arange(k.shape[2], device=k.device)
+    visible = layer.stays[:, :, None] & (place <= place[-observed:, None])  # [B, 1 or H, n, T]
+    logits = (q.flatten(2, 3) @ k.mT) * q.shape[-1] ** -0.5  # [B, H, G * n, T]
+    weights = logits.masked_fill(~visible.repeat(1, 1, members, 1), -torch.inf).softmax(-1)
+    energy = (weights @ v.to(wide(v))).unflatten(2, (members, observed)).square().sum(3)  # [B, H, G, D]
+    return energy.mean(2) if group == "squares" else energy.sqrt().mean(2)

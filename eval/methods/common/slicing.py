@@ -1,0 +1,155 @@
+"""Passes over a prompt that drop tokens on their way up: hooks on the decoder layers, no class is patched.
+
+Rows run one by one without padding, for each may drop other tokens at another layer; `stack` puts them side by side.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, pad
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from eval.inference.observe import received
+from eval.inference.prefill import Prefill, PromptLayer
+from eval.methods.axes import PromptPass
+
+Choose = Callable[[int, PromptLayer], Tensor | None]
+
+
+@contextmanager
+def slicing(model: PreTrainedModel, choose: Choose) -> Iterator[None]:
+    """While this is open, a prefill of one prompt drops the tokens that `choose` does not name.
+
+    choose(i, K, V and queries of layer i) is called after each layer and returns which of the columns that the layer
+    holds go on up, ascending [T'], None = all of them. They go after the layer's MLP and keep their RoPE positions. The
+    last one must stay, for the next token comes from it. The prompt has no padding and comes in one piece.
+    """
+    going: Tensor | None = None  # prompt columns that have come so far
+
+    def before(index: int, module: Any, args: Any, kwargs: Any) -> Any:
+        if going is None:
+            return None
+        cos, sin = kwargs["position_embeddings"]
+        kwargs["past_key_values"].layers[index].hold(going[None], cos.shape[1])
+        sliced = {"position_embeddings": (cos[:, going], sin[:, going])}
+        return args, {**kwargs, **sliced, "position_ids": kwargs["position_ids"][:, going]}
+
+    def after(index: int, module: Any, args: Any, kwargs: Any, hidden: Tensor) -> Tensor | None:
+        nonlocal going
+        chosen = choose(index, kwargs["past_key_values"].layers[index])
+        if chosen is None:
+            return None
+        going = chosen if going is None else going[chosen]
+        return hidden[:, chosen]
+
+    with ExitStack() as hooks:
+        for index, layer in enumerate(model.get_decoder().layers):
+            hooks.enter_context(layer.register_forward_pre_hook(partial(before, index), with_kwargs=True))
+            hooks.enter_context(layer.register_forward_hook(partial(after, index), with_kwargs=True))
+        yield
+
+
+class RowPass(PromptPass):
+    """A pass that runs row by row. A prompt always comes in one piece: above a layer that drops tokens nothing can run
+    before all of it has gone through that layer, so `chunk` is not used."""
+
+    def check(self, config: Any, tokenizer: Any) -> None:
+        for index, layer in enumerate(DynamicCache(config=config).layers):
+            if type(layer) is not DynamicLayer:
+                raise ValueError(
+                    f"layer {index} of {config.model_type} uses {type(layer).__name__}; a prefill that drops tokens"
+                    " needs full attention in every layer: leave out `prefill` for this model"
+                )
+
+    @abstractmethod
+    def row(self, model: PreTrainedModel, ids: Tensor, room: int, obs_queries: int) -> Prefill:
+        """The pass over one prompt ids [1, T]."""
+
+    @torch.no_grad()
+    def run(
+        self, model: PreTrainedModel, ids: Tensor, real: Tensor | None, room: int, obs_queries: int, chunk: int | None
+    ) -> Prefill:
+        prompts = [ids[b : b + 1] if real is None else ids[b : b + 1, real[b]] for b in range(len(ids))]
+        if len(prompts) == 1:
+            return self.row(model, prompts[0], room, obs_queries)
+        return stack([self.row(model, prompt, 0, obs_queries) for prompt in prompts], room)
+
+
+def stack(rows: Sequence[Prefill], room: int) -> Prefill:
+    """Passes of one prompt each as the rows of one, left-padded; room: columns to leave for what follows."""
+    lengths = [row.columns for row in rows]
+    columns, device = max(lengths), rows[0].logits.device
+    real = torch.arange(columns, device=device) >= columns - torch.tensor(lengths, device=device)[:, None]
+    layers = [
+        _stack_layer(layers, columns, lengths, room) for layers in zip(*(row.layers for row in rows), strict=True)
+    ]
+    logits = torch.cat([row.logits for row in rows])
+    return Prefill(layers, None if min(lengths) == columns else real, logits, columns)
+
+
+def _stack_layer(layers: Sequence[PromptLayer], columns: int, lengths: Sequence[int], room: int) -> PromptLayer:
+    held = max(layer.keys.shape[2] for layer in layers)
+    together = PromptLayer(columns + room)
+    if any(layer.kept is not None for layer in layers):
+        kept = torch.full((len(layers), held), -1, device=layers[0].keys.device)
+        for row, layer, length in zip(kept, layers, lengths, strict=True):
+            mine = torch.arange(length, device=row.device) if layer.kept is None else layer.kept[0]
+            row[held - len(mine) :] = mine + columns - length
+        together.hold(kept, columns)
+    keys, values = (
+        torch.cat([pad(part, (0, 0, held - part.shape[2], 0)) for part in parts])
+        for parts in ([layer.keys for layer in layers], [layer.values for layer in layers])
+    )
+    together.update(keys, values)
+    together.scaling, together.softmax = layers[0].scaling, layers[0].softmax
+    queries = [layer.queries for layer in layers if layer.queries is not None]
+    if queries:
+        seen = min(q.shape[2] for q in queries)
+        together.queries = torch.cat([q[:, :, -seen:] for q in queries])
+    return together
+
+
+def window_scores(layer: PromptLayer, window: int, kernel: int) -> Tensor:
+    """Pooled attention of the last `window` queries to what precedes them, summed over all heads: [T' - window]."""
+    assert layer.queries is not None
+    attention = received(layer.queries[:, :, -window:], layer.keys, scaling=layer.scaling, softmax=layer.softmax)
+    scores = attention[..., :-window].sum(1)
+    return avg_pool1d(scores, kernel, 1, kernel // 2)[0]
+
+
+def window_and_best(scores: Tensor, count: int, window: int) -> Tensor:
+    """The `count` highest of scores [T - window] and the window that follows them, as ascending columns."""
+    following = torch.arange(len(scores), len(scores) + window, device=scores.device)
+    return torch.cat([scores.topk(count).indices.sort().values, following])
+
+
+def check_window(budget: int, window: int, kernel: int) -> None:
+    """Raise ValueError for sizes that make no sense."""
+    if budget <= window:
+        raise ValueError(f"budget={budget} must be more than window={window}")
+    check_kernel(kernel)
+
+
+def check_kernel(kernel: int) -> None:
+    """Raise ValueError for a pooling kernel that has no middle."""
+    if kernel % 2 == 0:
+        raise ValueError(f"kernel={kernel} must be odd; the papers pool over 5 or 7 tokens")
+
+
+def layer_at(layer: int | None, of_32: int, config: Any) -> int:
+    """`layer`, or where none is given one as deep as layer `of_32` of a model of 32. Raises ValueError if it has no
+    layer above it."""
+    count = config.num_hidden_layers
+    found = of_32 * count // 32 if layer is None else layer
+    if not 0 <= found < count - 1:
+        raise ValueError(f"layer={found} must be from 0 to {count - 2}: the model has {count} layers, and tokens are"
+                         " dropped above it")  # fmt: skip
+    return found

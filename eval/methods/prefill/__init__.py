@@ -1,0 +1,1 @@
+"""Axis *prefill*: passes that drop tokens on their way up. One method a file."""

@@ -1,0 +1,63 @@
+"""GemFilter (arXiv 2409.17422): an early layer picks the tokens; all layers then read those alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import avg_pool1d
+from transformers import PreTrainedModel
+
+from eval.inference.prefill import Prefill, PromptLayer, prefill
+from eval.methods.common.slicing import RowPass, check_kernel, layer_at, slicing
+from leank_train.common.typed import Count, Positive
+
+
+@dataclass(frozen=True)
+class GemFilter(RowPass):
+    """budget: tokens picked, k. layer: the filter layer, None = as deep as 13 of 32. kernel: average pooling.
+
+    Algorithm 1: the last query's products with the keys, summed over the query heads, without scale or softmax,
+    pooled; the k largest, in their order in the prompt, are a new prompt from position 0, and new tokens go on from
+    position k. Nothing forces the last token to be among them, as in the authors' code; that is left so. Prompts of no
+    more than k tokens are read whole.
+    """
+
+    free = "budget"
+    budget: Positive = 1024
+    layer: Count | None = None
+    kernel: Positive = 5
+
+    def check(self, config: Any, tokenizer: Any) -> None:
+        super().check(config, tokenizer)
+        check_kernel(self.kernel)
+        layer_at(self.layer, 13, config)
+
+    def kept_counts(self, config: Any, length: int) -> tuple[list[int], list[int]]:
+        picked = [min(length, self.budget)] * config.num_hidden_layers
+        return picked, picked
+
+    def row(self, model: PreTrainedModel, ids: Tensor, room: int, obs_queries: int) -> Prefill:
+        if ids.shape[1] > self.budget:
+            ids = ids[:, self.picked(model, ids)]
+        return prefill(model, ids, None, room, obs_queries)
+
+    def picked(self, model: PreTrainedModel, ids: Tensor) -> Tensor:
+        """The first pass: columns [k] of the prompt ids [1, T], ascending."""
+        last = layer_at(self.layer, 13, model.config.get_text_config(decoder=True))
+        found: list[Tensor] = []
+
+        def choose(index: int, layer: PromptLayer) -> Tensor | None:
+            if index != last:
+                return None
+            assert layer.queries is not None
+            query = layer.queries[:, :, -1].unflatten(1, (layer.keys.shape[1], -1))  # [1, H, G, D]
+            scores = (layer.keys @ query.mT).float().sum((1, 3))  # [1, T]
+            found.append(avg_pool1d(scores, self.kernel, 1, self.kernel // 2)[0].topk(self.budget).indices)
+            # the layers above are of no use here: the last token alone costs next to nothing
+            return found[0].new_tensor([layer.keys.shape[2] - 1])
+
+        with slicing(model, choose):
+            prefill(model, ids, None, 0, 1)
+        return found[0].sort().values

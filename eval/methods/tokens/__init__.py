@@ -1,0 +1,1 @@
+"""Axis *tokens*: which tokens of the middle stay. One method a file."""

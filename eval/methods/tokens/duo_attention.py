@@ -1,0 +1,136 @@
+"""DuoAttention (arXiv 2410.10819): streaming heads keep sink and window alone, retrieval heads everything."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from annotated_types import Ge, Le
+from torch import Tensor
+
+from data_gen.sample import Sample
+from data_gen.tasks import task
+from data_gen.tokens import TokenCounter
+from eval.benchmarks.ruler import draw
+from eval.cache.storage.store import Sizes
+from eval.inference.models import shape_of
+from eval.inference.prefill import Prefill, PromptLayer
+from eval.methods.axes import Observe, Tokens
+from leank_train.channel_scores import lowest_frequencies
+from leank_train.common.typed import Positive, Seed
+
+CALIBRATION = ("task", "length", "seed", "queries")
+
+
+@dataclass(frozen=True)
+class DuoAttention(Tokens):
+    """ratio: share of the KV heads that stream. pattern: a full_attention_heads.tsv of its authors, gates [L, H]; the
+    heads of the lowest gates stream. None = no training: those of the highest w_hf (LeanK, section 5.2) stream.
+
+    task, length, seed: the one sample on which w_hf is measured (the paper, at 64K: RULER's vt in appendix D, a niah
+    task in section 5.2); queries: its last ones, q. w_hf = ||q_high K_high^T|| / ||q K^T||, high = the
+    half of the channels that RoPE turns fastest; Frobenius norms over the queries of a KV head's group.
+    Of equal gates the lower layer's head streams first (the authors' code draws lots);
+    int(ratio * heads + 0.5) heads do.
+    """
+
+    free = "ratio"
+    pattern: str | None = None
+    ratio: Annotated[float, Ge(0), Le(1)] = 0.5
+    task: str = "vt"
+    length: Positive = 2048
+    seed: Seed = 7
+    queries: Positive = 32
+    _found: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def gates(self) -> Tensor:
+        """The pattern [L, H]. Raises FileNotFoundError or ValueError, naming the setting."""
+        assert self.pattern is not None
+        if not Path(self.pattern).is_file():
+            raise FileNotFoundError(f"pattern={self.pattern} does not exist; give a full_attention_heads.tsv, or null")
+        try:
+            found = np.loadtxt(self.pattern, ndmin=2)
+        except ValueError as error:
+            raise ValueError(f"pattern={self.pattern} is no table of numbers, layers by KV heads: {error}") from error
+        if not np.isfinite(found).all():
+            raise ValueError(f"pattern={self.pattern} has gates that are not finite; give a full_attention_heads.tsv")
+        return torch.from_numpy(found).clamp(0, 1)
+
+    def check(self, config: Any, tokenizer: Any) -> None:
+        if self.pattern is not None:
+            found, wanted = tuple(self.gates.shape), shape_of(config)[:2]
+            if found != wanted:
+                raise ValueError(
+                    f"pattern={self.pattern} is of {found[0]} layers x {found[1]} KV heads, the model of {wanted[0]} x "
+                    f"{wanted[1]}; give this model's"
+                )
+            return
+        task(self.task)
+        lowest_frequencies(config, 0.5)
+        self._sample(tokenizer)
+
+    def identity(self) -> dict[str, Any]:
+        """A pattern by its contents, not its place."""
+        if self.pattern is None:
+            return {name: getattr(self, name) for name in ("ratio", *CALIBRATION)}
+        return {"ratio": self.ratio, "pattern": hashlib.sha256(self.gates.numpy().tobytes()).hexdigest()[:16]}
+
+    def calibrate(self, observe: Observe, tokenizer: Any, config: Any) -> None:
+        if self.pattern is None and not self._found:
+            high, prefill = ~lowest_frequencies(config, 0.5).keep, observe(self._sample(tokenizer), self.queries)
+            self._found["ratio"] = high_frequency_ratio(prefill, high, self.queries)
+
+    def _sample(self, tokenizer: Any) -> Sample:
+        return draw(self.task, self.length, TokenCounter(tokenizer), self.seed, 0)
+
+    def streaming(self) -> Tensor:
+        """Heads that stream, bool [L, H]; by w_hf never those of layers whose own attention slides."""
+        if self.pattern is None and not self._found:
+            raise RuntimeError("duo_attention must be calibrated before it is used")
+        full = -self._found["ratio"] if self.pattern is None else self.gates
+        count = int(self.ratio * int(full.isfinite().sum()) + 0.5)
+        return (full.flatten().argsort(stable=True).argsort() < count).view_as(full)
+
+    def keep_mask(self, prefill: Prefill, config: Any, sizes: Sizes) -> list[Tensor | None]:
+        kept: list[Tensor | None] = []
+        for layer, streams in zip(prefill.layers, self.streaming(), strict=True):
+            if not isinstance(layer, PromptLayer) or not streams.any():
+                kept.append(None)
+                continue
+            real = layer.real(prefill.real)
+            real = torch.ones_like(layer.keys[:, 0, :, 0], dtype=torch.bool) if real is None else real
+            kept.append(real[:, None] & ~streams.to(real.device)[:, None])
+        return kept
+
+    @property
+    def settled(self) -> bool:
+        return self.pattern is not None or bool(self._found)
+
+    def kept_counts(self, config: Any, columns: list[int], sizes: Sizes) -> np.ndarray:
+        if self.settled:
+            retrieval = ~self.streaming().numpy()
+        else:
+            layers, heads, _ = shape_of(config)
+            retrieval = np.full((layers, heads), 1 - int(self.ratio * layers * heads + 0.5) / (layers * heads))
+        return np.maximum(0, np.array(columns) - sizes.sink - sizes.window)[:, None] * retrieval
+
+    def joins(self, config: Any) -> Tensor:
+        return ~self.streaming()
+
+
+def high_frequency_ratio(prefill: Prefill, high: Tensor, queries: int) -> Tensor:
+    """w_hf [L, H] of one prompt; high [L, H, D] bool; -inf in layers whose own attention slides."""
+    ratio = torch.full(high.shape[:2], -torch.inf)
+    for index, layer in enumerate(prefill.layers):
+        if isinstance(layer, PromptLayer) and layer.queries is not None:
+            q = layer.queries[0, :, -queries:].unflatten(0, (high.shape[1], -1)).flatten(1, 2).float()  # [H, G n, D]
+            k, part = layer.keys[0].float(), high[index, :, None].to(q.device)
+            some, all_ = (torch.linalg.matrix_norm(x @ k.transpose(-1, -2)) for x in (q * part, q))
+            ratio[index] = (some / all_).cpu()
+    return ratio

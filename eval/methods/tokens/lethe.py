@@ -1,0 +1,146 @@
+"""Lethe (Zeng et al., Layer- and Time-Adaptive KV Cache Pruning): layers drop tokens in rounds while decoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
+
+import numpy as np
+import torch
+from annotated_types import Ge, Gt, Le, Lt
+from torch import Tensor
+
+from eval.cache.storage.eviction import SCORE, Eviction, largest
+from eval.cache.storage.store import Sizes
+from eval.cache.storage.upload import upload
+from eval.inference.prefill import Prefill, PromptLayer
+from eval.methods.axes import Tokens
+from eval.methods.memory import Held
+from leank_train.common.typed import Count, OneOf, Positive, Share
+
+READINGS = ("text", "printed")
+
+
+@dataclass(frozen=True)
+class Lethe(Tokens):
+    """sparse_ratio: tau; recent_ratio: share of a layer's tokens that stay because they are the last; segments: D;
+    gamma: decay of the scores; evict_at: tokens that a layer holds before its first round, L_evict. reading: of
+    Algorithm 1. limit: L_evict never grows past it, 0 = no limit. min_sparsity: Hoyer sparsity (Eq. 1) below which a
+    layer waits.
+
+    Scores (Eq. 5, RASR): s_t = gamma s_{t-1} + attention of step t, summed over all query heads of the layer; s_0 are
+    the sums over the prompt's queries (Eq. 2). When a layer holds more than L_evict tokens of a row, its K scores are
+    sorted, v_0 >= v_1 >= ..., and cut points c = K d / D, d = 1 ... D - 1, are tried in turn (Algorithm 1). At the
+    first that is a breakpoint the c best tokens stay, and the sink, and the last recent_ratio K; L_evict becomes
+    max(L_evict, c + recent). Without a breakpoint nothing leaves and L_evict doubles. All heads keep the same tokens.
+
+    As printed a breakpoint has v_0 / v_c <= tau (Eq. 4). That ratio only grows with c, so no cut point but the first
+    can ever be one: a layer keeps K / D tokens where attention is *flat* and none leave where it is peaked, and a
+    larger tau prunes more often. The text says the opposite: a breakpoint is where attention drops sharply, a larger
+    tau keeps more (table 6, appendix). reading="text" has v_0 / v_c >= tau, "printed" what is printed.
+
+    Not given in the paper, chosen here: D, gamma, the sink (the cache's), the first L_evict. Deviations: Eq. 2 adds up
+    the rows of a batch, here every row has its own scores, so that a row's answer does not depend on its neighbours;
+    the age by which RASR is said to rank besides the score has no formula and is the decay and the recent tokens;
+    Hoyer sparsity, which no step of the algorithm uses, can hold a layer back. Neither reading bounds memory by itself:
+    L_evict may double for ever, and recent and best may be all there is. With `limit`, a round that would leave more
+    than it keeps sink, recent_ratio of it, and the best of the rest up to (D - 1) / D of it.
+    """
+
+    column_sums = True
+    sparse_ratio: Annotated[float, Gt(1)] = 400.0
+    recent_ratio: Share = 0.3
+    segments: Annotated[int, Ge(2)] = 8
+    gamma: Annotated[float, Gt(0), Lt(1)] = 0.99
+    evict_at: Positive = 1024
+    reading: Annotated[str, OneOf(*READINGS)] = "text"
+    limit: Count = 0
+    min_sparsity: Annotated[float, Ge(0), Le(1)] = 0.0
+
+    def check_sizes(self, sizes: Sizes) -> None:
+        if self.evict_at <= sizes.sink + sizes.window:
+            raise ValueError(
+                f"evict_at={self.evict_at} must be more than sink + window = {sizes.sink + sizes.window}, which never "
+                "leave; raise it or lower sink or window"
+            )
+        if self.limit and self.limit < self.evict_at:
+            raise ValueError(f"limit={self.limit} must be 0 (none) or at least evict_at={self.evict_at}")
+
+    def keep_mask(self, prefill: Prefill, config: Any, sizes: Sizes) -> list[Tensor | None]:
+        """All of the prompt: its first round is as any other, once it is in the cache."""
+        return [None] * len(prefill.layers)
+
+    def extra_bytes(self, held: Held) -> float:
+        return SCORE * float((held.ends + held.middle).sum())
+
+    def eviction(self, layer: PromptLayer, config: Any, sizes: Sizes) -> Rounds:
+        return Rounds(self)
+
+
+class Rounds(Eviction):
+    """The rounds of one layer. evict_at [B]: how many tokens of each row it holds before the next."""
+
+    evict_at: np.ndarray
+
+    def __init__(self, settings: Lethe):
+        self.settings, self.decay = settings, settings.gamma
+
+    def begin(self, scores: list[list[Tensor]]) -> Self:
+        new = super().begin(scores)
+        new.evict_at = np.full(len(scores), self.settings.evict_at)
+        return new
+
+    def select(self, rows: Tensor) -> None:
+        super().select(rows)
+        self.evict_at = self.evict_at[rows.cpu().numpy()]
+
+    def stay(self, sink: np.ndarray, middle: np.ndarray, window: np.ndarray) -> Tensor | None:
+        most = middle.max(1)
+        due = np.flatnonzero((sink + most + window > self.evict_at) & (most > 0))
+        if not len(due):
+            return None
+        stay = torch.ones(*middle.shape, int(most.max()), dtype=torch.bool, device=self.scores.device)
+        for row in due.tolist():
+            stay[row, :, : int(most[row])] = self._stay_in(row, int(sink[row]), middle[row], int(window[row]))
+        return stay
+
+    def _stay_in(self, row: int, sink: int, middle: np.ndarray, window: int) -> Tensor:
+        """Which tokens of a row's middle stay, the same in all heads: [most of middle [H]]."""
+        held = sink + int(middle.max()) + window
+        has_middle = upload(np.flatnonzero(middle), self.scores.device)
+        scores = self.scores[row, has_middle, :held].sum(0)
+        stay = self._round(row, scores, sink)
+        limit = self.settings.limit
+        if limit and int(stay.sum()) > limit:
+            recent = max(int(self.settings.recent_ratio * limit), window)
+            room = limit * (self.settings.segments - 1) // self.settings.segments - sink - recent
+            stay[sink : held - recent] = largest(scores[sink : held - recent], max(0, room))
+        return stay[sink : held - window]
+
+    def _round(self, row: int, scores: Tensor, sink: int) -> Tensor:
+        """Algorithm 1 on scores [K]: the tokens that stay, bool [K]."""
+        settings, held = self.settings, len(scores)
+        recent = int(settings.recent_ratio * held)
+        found = breakpoint_of(scores, settings) if hoyer(scores) >= settings.min_sparsity else None
+        wanted = 2 * int(self.evict_at[row]) if found is None else max(int(self.evict_at[row]), found + recent)
+        self.evict_at[row] = min(wanted, settings.limit or wanted)
+        stay = largest(scores, held if found is None else found)
+        stay[:sink] = stay[held - recent :] = True
+        return stay
+
+
+def breakpoint_of(scores: Tensor, settings: Lethe) -> int | None:
+    """The first cut point of scores [K] that is a breakpoint, in tokens (Eq. 4, Algorithm 1), or None."""
+    ordered = scores.sort(descending=True).values
+    cuts = [len(scores) * d // settings.segments for d in range(1, settings.segments)]
+    at_cuts = settings.sparse_ratio * ordered[cuts]
+    found = (ordered[0] >= at_cuts) if settings.reading == "text" else (ordered[0] <= at_cuts)
+    return next((cut for cut, fits in zip(cuts, found.tolist(), strict=True) if fits and cut > 0), None)
+
+
+def hoyer(a: Tensor) -> float:
+    """Hoyer sparsity of a [n] >= 0 (Eq. 1): 0 where all are equal, 1 where only one is not zero."""
+    if len(a) < 2:
+        return 1.0
+    root = len(a) ** 0.5
+    return float((root - a.sum() / a.norm()) / (root - 1))

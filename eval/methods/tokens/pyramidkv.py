@@ -1,0 +1,65 @@
+"""PyramidKV (arXiv 2406.02069): SnapKV's choice with more tokens in the lower layers than in the upper ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eval.cache.storage.store import Sizes
+from eval.inference.models import shape_of
+from eval.inference.prefill import Prefill, PromptLayer
+from eval.methods.common.selection import spare
+from eval.methods.tokens.snapkv import SnapKV
+from leank_train.common.typed import Positive
+
+
+@dataclass(frozen=True)
+class PyramidKV(SnapKV):
+    """beta: how steep; the top layer gets 1 / beta of the mean. budget: mean over the layers. The rest as SnapKV.
+
+    Of C = budget less sink and window (or observed tokens) the top layer chooses C // beta tokens, the lowest
+    2 C - C // beta, those between on a line (section 3.2 and the authors' code). A prompt with less than the lowest
+    layer's share gives that layer all it has, and the line ends higher. Each layer's share is rounded down, and what
+    that leaves goes to the largest remainders, the lower layer first, so that all layers together choose L C exactly.
+
+    The authors' code rounds the step between layers down instead and chooses a few tokens more; it leaves prompts of
+    less than 2 C tokens to SnapKV. Its window is 8 and its pooling max by default; here they are SnapKV's, so that the
+    two differ in nothing but the layers' shares.
+    """
+
+    beta: Positive = 20
+
+    def counts(self, prefill: Prefill, sizes: Sizes) -> list[int | Tensor]:
+        mean = spare(self.budget, sizes)
+        full = [index for index, layer in enumerate(prefill.layers) if isinstance(layer, PromptLayer)]
+        middles = (prefill.lengths - sizes.sink - sizes.window).clamp(min=0).tolist()
+        rows = torch.tensor([pyramid(mean, middle, len(full), self.beta) for middle in middles])  # [B, full layers]
+        counts: list[int | Tensor] = [0] * len(prefill.layers)
+        for place, index in enumerate(full):
+            counts[index] = rows[:, place]
+        return counts
+
+    def kept_counts(self, config: Any, columns: list[int], sizes: Sizes) -> np.ndarray:
+        layers, heads, _ = shape_of(config)
+        protected = self._protected(sizes)
+        middle = max(0, max(columns) - protected.sink - protected.window)
+        counts = pyramid(spare(self.budget, protected), middle, layers, self.beta)
+        return np.tile(np.array(counts)[:, None] + protected.window - sizes.window, heads)
+
+
+def pyramid(mean: int, available: int, layers: int, beta: int) -> list[int]:
+    """Tokens of each layer, the lowest first: on a line, `mean` on average, at most `available` in the lowest.
+
+    With fewer available than `mean` no layer's share is less than what there is.
+    """
+    if layers < 2:
+        return [mean] * layers
+    most = min(2 * mean - mean // beta, available)
+    steps, fall = layers - 1, 2 * (most - mean)  # the highest layer gets 2 mean - most
+    shares, parts = zip(*(divmod(most * steps - index * fall, steps) for index in range(layers)), strict=True)
+    raised = sorted(range(layers), key=lambda index: -parts[index])[: mean * layers - sum(shares)]
+    return [share + (index in raised) for index, share in enumerate(shares)]

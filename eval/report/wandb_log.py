@@ -1,0 +1,57 @@
+"""An evaluation on Weights & Biases, from its rows: scores, tables, figures, changed replies, and the masks it used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eval.methods import Method
+from eval.methods.channels.leank import LeanK
+from eval.report.html import SHOWN, title
+from eval.report.plots import FIGURES
+from eval.report.summary import changed, group, summarise
+from eval.run.results import read
+from leank_train.running.wandb_log import mask_artifact, model_artifact, use
+
+CELL = ("method", "task", "length", "n", "score", "cache_bytes")
+CHANGED = ("method", "task", "length", "sample", "answers", "dense", "reply", "dense score", "score")
+
+
+def log_report(logger: Any, config: Mapping[str, Any], methods: Sequence[Method], directory: Path) -> None:
+    """Log the report of `directory`, as `write_report` has left it. config: the run's, resolved.
+
+    Rows of other settings are runs of their own there; the second one's keys end in _2, as its files do.
+    """
+    import wandb
+
+    rows = list(read(directory))
+    logger.log_hyperparams(dict(config))
+    run = logger.experiment
+    use(run, model_artifact(config["model"]["name"]))
+    for choice in (method.channels for method in methods):
+        if isinstance(choice, LeanK) and isinstance(choice.mask, str):
+            use(run, mask_artifact(Path(choice.mask), choice.loaded))
+    for number, (part, some) in enumerate(zip(summarise(rows)["runs"], group(rows), strict=True), 1):
+        ending = "" if number == 1 else f"_{number}"
+        run.summary.update({f"rows{ending}": part["rows"], f"benchmark{ending}": title(part)})
+        for cell in part["overall"]:
+            run.summary[f"score{ending}/{cell['method']}"] = cell["score"]
+            run.summary[f"cache_bytes{ending}/{cell['method']}"] = cell["cache_bytes"]
+            if "against_dense" in cell:
+                run.summary[f"difference{ending}/{cell['method']}"] = cell["against_dense"]["difference"]
+                run.summary[f"cache_share{ending}/{cell['method']}"] = cell["against_dense"]["bytes"]
+        pictures = {f"plots/{name}{ending}": directory / f"{name}{ending}.png" for name in FIGURES}
+        run.log({key: wandb.Image(str(path)) for key, path in pictures.items() if path.exists()})
+        cells = [[cell[name] for name in CELL] for cell in part["cells"]]
+        replies = [
+            [method, b["task"], b["length"], b["sample"], ", ".join(map(str, b["answers"])), a["prediction"],
+             b["prediction"], a["score"], b["score"]]
+            for method in part["methods"] if part["dense"] is not None
+            for a, b in changed(some, part["dense"], method)[:SHOWN]
+        ]  # fmt: skip
+        run.log({
+            f"cells{ending}": wandb.Table(columns=list(CELL), data=cells),
+            f"changed{ending}": wandb.Table(columns=list(CHANGED), data=replies),
+        })  # fmt: skip
+    run.finish()

@@ -1,0 +1,1 @@
+"""One evaluation: from the configuration to a job, its replay, and the rows it appends."""

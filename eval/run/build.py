@@ -1,0 +1,87 @@
+"""From the resolved configuration to a checked Job; no weights are loaded here."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from eval.benchmarks.base import Benchmark
+from eval.inference.models import ModelConfig, load_config
+from eval.inference.prompts import overhead
+from eval.methods import Method, method
+from eval.methods.channels.leank import LeanK
+from eval.run.job import Job
+from eval.run.matched import matched
+from eval.run.replay import Settings
+from leank_train.common.typed import refuse_unknown, typed
+
+# name -> "module:class"; imported when first used
+BENCHMARKS = {
+    "gsm_infinite": "eval.benchmarks.problems:GsmInfinite",
+    "infinitebench": "eval.benchmarks.files:InfiniteBench",
+    "longbench": "eval.benchmarks.files:LongBench",
+    "math500": "eval.benchmarks.files:Math500",
+    "mmlu": "eval.benchmarks.files:Mmlu",
+    "niah": "eval.benchmarks.niah:Niah",
+    "ruler": "eval.benchmarks.ruler:Ruler",
+}
+GROUPS = ("model", "benchmark", "method", "cache", "mask", "name", "logger")
+log = logging.getLogger("eval")
+
+
+def build_benchmark(config: Mapping[str, Any]) -> Benchmark:
+    """The benchmark that `config.name` names. Raises ValueError for an unknown one."""
+    name = config.get("name")
+    if name not in BENCHMARKS:
+        raise ValueError(f"benchmark.name={name!r} is unknown; choose one of {', '.join(BENCHMARKS)}")
+    module, attribute = BENCHMARKS[name].split(":")
+    return typed(getattr(importlib.import_module(module), attribute), config, "benchmark.")
+
+
+def build_methods(config: Mapping[str, Any], model_config: Any, tokenizer: Any) -> list[Method]:
+    """The methods of a resolved configuration, checked against a model's config. Raises ValueError or
+    FileNotFoundError, naming the setting at fault."""
+    labels = config.get("method") or {}
+    if not labels:
+        raise ValueError("method is empty; give method=[dense,leank] or other names of conf/eval/method")
+    methods = [method(label, given, config.get("cache")) for label, given in labels.items()]
+    for one in methods:
+        if isinstance(one.channels, LeanK):
+            trained = one.channels.loaded.metadata
+            for key in ("sink", "window"):
+                if trained.get(key) not in (None, getattr(one, key)):
+                    log.warning("mask was trained with %s=%s; cache.%s=%s", key, trained[key], key, getattr(one, key))
+        for choice in one.axes.values():
+            try:
+                choice.check(model_config.get_text_config(decoder=True), tokenizer)
+            except ValueError as error:
+                raise ValueError(f"method.{one.label}: {error}") from error
+    return methods
+
+
+def build_model(config: Mapping[str, Any]) -> tuple[ModelConfig, Settings, Any, Any]:
+    """(model, settings of the replay, the model's own config, tokenizer) of a resolved configuration; no weights.
+
+    Raises ValueError or FileNotFoundError, naming the setting at fault.
+    """
+    refuse_unknown(config, [*GROUPS, *(f.name for f in fields(Settings))], "")
+    settings = typed(Settings, {k: v for k, v in config.items() if k not in GROUPS})
+    model = typed(ModelConfig, config.get("model") or {}, "model.")
+    return model, settings, *load_config(model)
+
+
+def build_job(config: Mapping[str, Any]) -> tuple[Job, Any]:
+    """(job, tokenizer) of a resolved configuration, conf/eval/eval.yaml's.
+
+    Raises ValueError or FileNotFoundError, naming the setting at fault.
+    """
+    model, settings, model_config, tokenizer = build_model(config)
+    methods = build_methods(config, model_config, tokenizer)
+    benchmark = build_benchmark(config.get("benchmark") or {})
+    text_config = model_config.get_text_config(decoder=True)
+    benchmark.check(text_config, tokenizer, overhead(tokenizer, model.chat), settings.max_new_tokens)
+    job = Job(model, methods, benchmark, settings)
+    return job if settings.match is None else matched(job, text_config, tokenizer), tokenizer

@@ -1,0 +1,92 @@
+"""Whether a method compresses anything of a prompt at all, and what to say where a score cannot show it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from transformers import Cache
+
+from eval.cache import CompressedLayer
+from eval.inference.prefill import Prefill, PromptLayer
+from eval.methods import Method
+
+log = logging.getLogger("eval")
+
+
+class Compression:
+    """What a cache holds less of than the dense one; made when the prompts are in it, asked when the replies are."""
+
+    def __init__(self, method: Method, cache: Cache, prompt: Prefill):
+        self.method, self.rows = method, len(prompt.logits)
+        layers = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
+        self.stores = [layer.store for layer in layers if layer.store is not None]
+        self.sealed = [store.seen.copy() for store in self.stores]
+        self.dropped = np.zeros(self.rows, dtype=bool)  # by the method's own prefill
+        for layer in prompt.layers:
+            if isinstance(layer, PromptLayer) and layer.kept is not None:
+                self.dropped |= ((layer.kept >= 0).sum(-1) < prompt.lengths).cpu().numpy()
+
+    def found(self, fed: Sequence[int]) -> list[tuple[int, bool]]:
+        """(tokens between sink and window in the layer that has most, whether less than all of them is held or read)
+        of each row; fed: tokens that followed its prompt."""
+        middle, less = np.zeros(self.rows, dtype=int), self.dropped.copy()
+        budget = getattr(self.method.reads, "budget", None)
+        for store, seen in zip(self.stores, self.sealed, strict=True):
+            size = store.sizes
+            start = np.maximum(size.sink, seen - size.window)
+            moved = np.maximum(0, seen + np.array(fed) - start - size.window) // size.flush * size.flush
+            mine = start + moved - size.sink
+            held = (store.prompt.length + store.tail.length).min(-1)
+            narrow = (store.channels.count < store.ring_k.shape[-1]).any(-1) | (held < store.start - size.sink)
+            if store.values is not None:
+                narrow |= (store.values.count < store.ring_v.shape[-1]).any(-1)
+            if store.reads is not None:
+                narrow |= mine > (budget or 0) - size.sink - size.window
+            middle, less = np.maximum(middle, mine), less | (mine > 0) & (narrow | (store.middle.bits is not None))
+        return list(zip(middle.tolist(), less.tolist(), strict=True))
+
+
+@dataclass
+class Watch:
+    """What a run says once of a method and cell, and when it is of no use to go on."""
+
+    said: set[tuple[str, str, str]] = field(default_factory=set)
+    dense: int = 0  # its samples so far, and those of them with non-finite logits
+    broken: int = 0
+
+    def say(self, what: str, method: str, where: str, *values: object) -> None:
+        """Log `what` with method, place and values unless it has been said of them."""
+        if (what, method, where) not in self.said:
+            self.said.add((what, method, where))
+            log.warning(what, method, where, *values)
+
+    def see(self, method: Method, where: str, tokens: int, compressed: bool | None, dense_only: bool,
+            non_finite: int | None) -> None:  # fmt: skip
+        """Take note of one sample of `tokens` prompt tokens; the other values are those of its row."""
+        if compressed is False:
+            self.say(
+                "%s, %s: nothing is compressed in a prompt of %d tokens, which sink=%d and window=%d (or a budget) "
+                "hold whole; lower them or use longer prompts",
+                method.label, where, tokens, method.sink, method.window,
+            )  # fmt: skip
+        if dense_only and method.axes:
+            self.say(
+                "%s, %s: a reply rests on the first token alone, which comes from the dense prefill; its score says "
+                "nothing about the method: raise max_new_tokens or use compress=before_question",
+                method.label, where,
+            )  # fmt: skip
+        if non_finite is not None:
+            self.say("%s, %s: non-finite logits at step %d; such a sample scores 0", method.label, where, non_finite)
+        if not method.axes:
+            self.dense, self.broken = self.dense + 1, self.broken + (non_finite is not None)
+
+    def stop_if_broken(self, model: str, dtype: str) -> None:
+        """Raise ValueError if every sample of the dense method so far had non-finite logits."""
+        if self.dense and self.broken == self.dense:
+            raise ValueError(
+                f"all {self.dense} samples of the dense method so far had NaN or infinite logits with model.dtype="
+                f"{dtype}: use model.dtype=bfloat16 or float32, and check the weights of model.name={model}"
+            )

@@ -1,0 +1,143 @@
+"""results.jsonl: one row a (model, method, sample), appended durably; everything else is computed from it.
+
+A row stands on disk, complete, before the next is begun: one write, then fsync. What a kill leaves torn is the last
+line at most; it is cut off when the file is opened again, and its sample is done anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from itertools import groupby, zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from leank_train.common.files import Lock
+
+NAME = "results.jsonl"
+GLOB = "results*.jsonl"
+
+
+class Key(NamedTuple):
+    """What makes a row that row. config: digest of method, model and benchmark settings that answers depend on."""
+
+    model: str
+    method: str
+    config: str
+    benchmark: str
+    task: str
+    length: int | None
+    sample: str
+    seed: int
+    compress: str
+
+
+def key_of(row: Mapping[str, Any]) -> Key:
+    """The key of a stored row. Raises KeyError if it is no row of ours."""
+    return Key(**{name: row[name] for name in Key._fields})
+
+
+class Results:
+    """The open file: which rows it has, and `append`. A context manager; one writer at a time."""
+
+    def __init__(self, directory: str | os.PathLike, part: str = ""):
+        """Open or create, cut off a torn last line, read the keys of all parts. part: "-0-of-4" for a shard's own file.
+
+        Raises BlockingIOError if another run is writing here, ValueError for a damaged line in the middle.
+        """
+        self.path = Path(directory) / NAME.replace(".", f"{part}.")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new = not self.path.exists()
+        busy = f"{self.path} is being written by another run; wait for it or choose another hydra.run.dir"
+        self._lock = Lock(self.path, busy)
+        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND)
+        try:
+            self._cut_torn_line()
+            self.keys = {key_of(row) for row in read(directory)}
+            if new:
+                folder = os.open(self.path.parent, os.O_RDONLY)
+                os.fsync(folder)
+                os.close(folder)
+        except BaseException:
+            self.close()
+            raise
+
+    def _cut_torn_line(self) -> None:
+        size = os.fstat(self._file).st_size
+        keep, block = size, 1 << 16
+        while keep:
+            start = max(0, keep - block)
+            tail = os.pread(self._file, keep - start, start)
+            at = tail.rfind(b"\n")
+            if at >= 0:
+                keep = start + at + 1
+                break
+            keep = start
+        if keep < size:
+            os.ftruncate(self._file, keep)
+            os.fsync(self._file)
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write one row and wait until it is on disk. Raises ValueError for a row that is there already."""
+        key = key_of(row)
+        if key in self.keys:
+            raise ValueError(f"this row is in {self.path} already: {key}")
+        line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
+        while line:
+            line = line[os.write(self._file, line) :]
+        os.fsync(self._file)
+        self.keys.add(key)
+
+    def close(self) -> None:
+        os.close(self._file)
+        self._lock.close()
+
+    def __enter__(self) -> Results:
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        self.close()
+
+
+def read(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
+    """Rows of a results file, or of all (shards write one each) in a run directory; a torn last line is left out.
+
+    Raises FileNotFoundError, or ValueError naming the line that is damaged or no row.
+    """
+    if Path(path).is_dir() and (parts := sorted(Path(path).glob(GLOB))):
+        seen: set[Key] = set()
+        for row in _in_turn(parts):
+            if key_of(row) not in seen:  # two shards may have done the same row
+                seen.add(key_of(row))
+                yield row
+        return
+    file = Path(path) / NAME if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} does not exist; give the directory of a run of python -m eval")
+    yield from _read(file)
+
+
+def _in_turn(parts: list[Path]) -> Iterator[dict[str, Any]]:
+    """Rows of shards, from each in turn what it did of one task and length: tables name tasks in the plan's order."""
+    numbered = sorted(parts, key=lambda part: [int(n) for n in re.findall(r"\d+", part.name)])
+    cells = ([list(rows) for _, rows in groupby(_read(p), lambda row: (row["task"], row["length"]))] for p in numbered)
+    for dealt in zip_longest(*cells, fillvalue=()):
+        for rows in dealt:
+            yield from rows
+
+
+def _read(file: Path) -> Iterator[dict[str, Any]]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                row = json.loads(line)
+                hash(key_of(row))
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise ValueError(
+                    f"{file}, line {number} is no result row ({error!r}); take that line out and run again to redo it"
+                ) from None
+            yield row

@@ -1,0 +1,1 @@
+"""What training and evaluation share: files that appear whole, checked settings, escaping, the bootstrap."""

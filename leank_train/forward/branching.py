@@ -1,0 +1,173 @@
+"""Prefill once: a document's K and V are computed once, and every question and answer is a branch from its end.
+
+Eq. 1 changes answer rows only, so the context does not depend on alpha and needs neither a second pass nor a gradient:
+
+    prefix  = prefill(model, documents, lengths)                       # K, V of B documents
+    teacher = branch(model, prefix, questions_and_answers, lengths)    # R = B * M branches, full attention
+    hidden  = student(model, prefix, teacher.cut(question_lengths), answers, lengths, alpha, sink=4, window=64, ...)
+    tokens  = decode(model, prefix, branch(model, prefix, questions, lengths), mask.keep, max_new_tokens=32, ...)
+
+Branch r continues document r // M. Token ids are padded on the right with any valid id; lengths say what counts, and
+are best given on the host (see `prefix`).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from leank_train.forward.hook import check_decoder, run_decoder
+from leank_train.forward.passes import DecodePass, FullPass, PrefillPass, ScaledPass
+from leank_train.forward.prefix import Branch, Prefix, checked_lengths, to_device
+
+
+@torch.no_grad()
+def prefill(
+    model: PreTrainedModel,
+    document_ids: Tensor,
+    lengths: Sequence[int] | Tensor,
+    obs_queries: int = 0,
+    kernel: str = "auto",
+) -> Prefix:
+    """Full causal attention over document_ids [B, P], right-padded, lengths [B] (at least 1).
+
+    obs_queries: how many of each document's last queries to keep, for branches shorter than the window that a method
+    observes. kernel: one of `passes.KERNELS`. Raises ValueError for a model without RoPE, bad lengths, or documents
+    longer than the model's positions.
+    """
+    check_decoder(model)
+    lengths = checked_lengths(lengths, document_ids)
+    positions = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
+    state = PrefillPass(int(lengths.max()), lengths, obs_queries, model.config.num_hidden_layers, kernel)
+    run_decoder(model, document_ids, positions, state)
+    # Causal rows never see later tokens, so right padding needs no mask: branches must not see its keys.
+    k_positions = _positions(torch.zeros_like(lengths), lengths, document_ids)[1]
+    return Prefix(state.keys, state.values, k_positions, lengths, state.queries if obs_queries else None)
+
+
+@torch.no_grad()
+def branch(
+    model: PreTrainedModel, prefix: Prefix, ids: Tensor, lengths: Sequence[int] | Tensor, obs_queries: int = 0
+) -> Branch:
+    """Continue the documents by ids [R, T], right-padded, lengths [R] (at least 1), with full attention.
+
+    obs_queries: keep the last n queries of every branch; where a branch is shorter, its document's are used too (then
+    prefill needs the same obs_queries). Raises ValueError if R is no multiple of B, for bad lengths, or if fewer than
+    obs_queries queries are at hand.
+    """
+    lengths, starts = checked_lengths(lengths, ids), _starts(prefix, ids)
+    positions, k_positions = _positions(starts, lengths, ids)
+    state = FullPass(prefix, positions, k_positions, lengths, obs_queries)
+    hidden = run_decoder(model, ids, to_device(positions, ids.device), state)
+    queries = state.queries if obs_queries else None
+    return Branch(state.keys, state.values, k_positions, lengths, starts, hidden, queries)
+
+
+@torch.no_grad()
+def prefill_and_branch(
+    model: PreTrainedModel,
+    document_ids: Tensor,
+    document_lengths: Sequence[int] | Tensor,
+    ids: Tensor,
+    lengths: Sequence[int] | Tensor,
+    kernel: str = "auto",
+) -> tuple[Prefix, Branch]:
+    """`prefill` and `branch` in one pass, for one branch a document: document_ids [B, P], ids [B, T], right-padded."""
+    check_decoder(model)
+    starts, lengths = checked_lengths(document_lengths, document_ids), checked_lengths(lengths, ids)
+    P, T = document_ids.shape[1], ids.shape[1]
+    own_at, own = _positions(starts, lengths, ids)
+    at = to_device(own_at, ids.device)  # [B, T]: where the branch lies in its row
+    whole = torch.cat([document_ids, ids.new_zeros(ids.shape)], 1).scatter(1, at, ids)
+    positions = torch.arange(P + T, device=ids.device).expand_as(whole)
+    state = PrefillPass(int((starts + lengths).max()), starts + lengths, 0, model.config.num_hidden_layers, kernel)
+    hidden = run_decoder(model, whole, positions, state)
+
+    def tail(x: Tensor) -> Tensor:  # [B, H, P + T, D] -> [B, H, T, D]
+        return x.gather(2, at[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+    k_positions = _positions(torch.zeros_like(starts), starts, document_ids)[1]
+    prefix = Prefix([k[:, :, :P] for k in state.keys], [v[:, :, :P] for v in state.values], k_positions, starts)
+    rows = hidden.gather(1, at[:, :, None].expand(-1, -1, hidden.shape[2]))
+    return prefix, Branch([tail(k) for k in state.keys], [tail(v) for v in state.values], own, lengths, starts, rows)
+
+
+def student(
+    model: PreTrainedModel,
+    prefix: Prefix,
+    question: Branch,
+    answer_ids: Tensor,
+    lengths: Sequence[int] | Tensor,
+    alpha: Tensor,
+    *,
+    sink: int,
+    window: int,
+    empty_heads: str,
+) -> Tensor:
+    """Hidden states [R, N, hidden] after the final norm at the answer tokens, with Eq. 1's scaled attention.
+
+    answer_ids [R, N], right-padded, lengths [R]; question: the branch up to the answer; alpha [L, H, D] or
+    [R, L, H, D]. The gradient reaches alpha. Rows past a length are to be left out of the loss.
+    """
+    lengths, starts = checked_lengths(lengths, answer_ids), question.starts + question.lengths
+    positions, k_positions = _positions(starts, lengths, answer_ids)
+    state = ScaledPass(prefix, question, positions, k_positions, alpha, sink, window, empty_heads)
+    hidden = run_decoder(model, answer_ids, to_device(positions, answer_ids.device), state)
+    if alpha.requires_grad and not hidden.requires_grad:  # no row had a middle: the gradient is zero, not an error
+        hidden = hidden + 0.0 * alpha.sum()
+    return hidden
+
+
+@torch.no_grad()
+def decode(
+    model: PreTrainedModel,
+    prefix: Prefix,
+    question: Branch,
+    alpha: Tensor,
+    *,
+    max_new_tokens: int,
+    eos_id: int | Sequence[int],
+    sink: int,
+    window: int,
+    flush: int,
+) -> list[list[int]]:
+    """Greedy answers of all R branches at once, as deployed: empty heads drop the middle (section 3.3).
+
+    alpha [L, H, D] or [R, L, H, D], bool masks or scores. sink, window, flush: tokens kept whole at both ends of the
+    context, and how many leave the window at a time while decoding, as in `eval.cache.compressed_cache`. The first
+    token comes from the dense pass over the question, whatever the mask. Returns R lists of at most max_new_tokens
+    ids, cut before the first of eos_id.
+    """
+    place = question.hidden.device
+    stops = torch.tensor([eos_id] if isinstance(eos_id, int) else list(eos_id), device=place)
+    rows = torch.arange(len(question.lengths), device=place)
+    state = DecodePass(prefix, question, max_new_tokens, alpha, sink, window, flush)
+    hidden, tokens = question.hidden[rows, to_device(question.lengths - 1, place)], []
+    done = torch.zeros_like(rows, dtype=torch.bool)
+    for step in range(max_new_tokens):
+        tokens.append(model.get_output_embeddings()(hidden).argmax(-1))  # [R]
+        done |= torch.isin(tokens[-1], stops)
+        if done.all() or step + 1 == max_new_tokens:
+            break
+        positions = (question.starts + question.lengths + step)[:, None]  # [R, 1]
+        state.advance(positions)
+        hidden = run_decoder(model, tokens[-1][:, None], to_device(positions, place), state)[:, 0]
+    ends = set(stops.tolist())
+    answers = torch.stack(tokens, 1).tolist() if tokens else [[] for _ in rows]
+    return [row[: next((i for i, token in enumerate(row) if token in ends), len(row))] for row in answers]
+
+
+def _starts(prefix: Prefix, ids: Tensor) -> Tensor:
+    """Where each branch begins: its document's length, [R]."""
+    branches, left_over = divmod(ids.shape[0], len(prefix.lengths))
+    if left_over or not branches:
+        raise ValueError(f"{ids.shape[0]} branches do not divide evenly among {len(prefix.lengths)} documents")
+    return prefix.lengths.repeat_interleave(branches)
+
+
+def _positions(starts: Tensor, lengths: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions [R, T] of rows (padding simply goes on) and of keys (padding is -1, seen by nobody), on the host."""
+    steps = torch.arange(ids.shape[1])
+    positions = starts[:, None] + steps
+    return positions, positions.masked_fill(steps >= lengths[:, None], -1)

@@ -1,0 +1,271 @@
+"""Attention of one pass over all its keys in a single autograd node: what `attention` does in parts, in few launches.
+
+What is read is in the pass's plan (`leank_train.forward.plan`); a layer is a handful of products around one softmax.
+Long ranges that every row sees whole are read by the library's flash kernel; one column, their log-sum-exp, then
+stands for them in that softmax. `attention.scaled_attention` is the slow reference with the same result; shapes are
+named there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from leank_train.forward.attention import (
+    HALF,
+    SCORES_AT_ONCE,
+    exp_,
+    flash_backward,
+    flash_forward,
+    flash_takes,
+    product,
+)
+from leank_train.forward.plan import Group, Layout, Piece, Plan, Run
+
+FLASH_FROM = 512  # keys of a range from which the flash kernel reads it; fewer cost least beside their neighbours
+
+
+def side_by_side(x: Tensor, documents: int) -> Tensor:
+    """Keys or values of branches [R, H, T, D] -> [B, H, M * T, D]: the branches of a document, one after the other."""
+    R, H, T, D = x.shape
+    return x.reshape(documents, R // documents, H, T, D).transpose(1, 2).reshape(documents, H, -1, D)
+
+
+def fused_attention(
+    q: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    plan: Plan,
+    scale: float,
+    alpha: Tensor | None = None,
+    empty_heads: str = "zero",
+    limit: int | None = None,
+    ranks: dist.ProcessGroup | None = None,
+    flash_from: int | None = None,
+) -> Tensor:
+    """Softmax attention of q [R, Hq, n, D] over the plan's pieces of keys and values [B, H, T, D]: [R, Hq, n, D].
+
+    alpha [H, D] or [R, H, D] scales the queries of scaled pieces; empty_heads as in `scaled_attention`. limit: scores
+    held at a time (None: by device); longer pieces are read in blocks. ranks: processes with the same rows and the same
+    own parts, each with a share of part 0: all get the attention over all shares, and the gradient that one process
+    gets. flash_from: keys of a piece from which the flash kernel reads it (None: by device and type).
+    """
+    (R, Hq, n, D), (B, H) = q.shape, keys[0].shape[:2]
+    M, G = R // B, Hq // H
+    dense = q.reshape(B, M, H, G, n, D).permute(0, 2, 3, 1, 4, 5).reshape(B, H, G * M * n, D)
+    factor, empty = None, None
+    if alpha is not None and (ranks or plan.scales):  # ranks do alike, whatever their shares hold
+        # what multiplies dense: [H, 1, D], or [B, H, G * M * n, D] where branches differ
+        factor = alpha[:, None] if alpha.dim() == 2 else _to_rows(alpha.view(B, M, H, 1, D).transpose(1, 2), G, n)
+        if empty_heads == "drop":
+            none = (alpha == 0).all(-1).expand(R, H)  # [R, H]: heads that drop the middle
+            empty = _to_rows(none.view(B, M, H, 1, 1).transpose(1, 2), G, n)
+    if flash_from is None and flash_takes(q):
+        flash_from = FLASH_FROM
+    if keys[0].requires_grad or values[0].requires_grad:  # the flash kernel's part of the backward pass is for q alone
+        flash_from = None
+    limit = limit or SCORES_AT_ONCE["cuda" if q.is_cuda else "cpu"]
+    layout = plan.layout(max(64, limit // max(1, dense.shape[:3].numel())), flash_from, ranks is not None)
+    out = _Fused.apply(dense, factor, empty, scale, layout, ranks, M * n, len(keys), *keys, *values)
+    return out.reshape(B, H, G, M, n, D).permute(0, 3, 1, 2, 4, 5).reshape(R, Hq, n, D)
+
+
+def _to_rows(x: Tensor, G: int, n: int) -> Tensor:
+    """x [B, H, M, 1, C], the same for all of a branch's rows -> [B, H, G * M * n, C]."""
+    B, H, M, _, C = x.shape
+    return x[:, :, None].expand(B, H, G, M, n, C).reshape(B, H, G * M * n, C)
+
+
+def _read(tensors: Sequence[Tensor], run: Run) -> Tensor:
+    """The keys or values of a run, [B, H, width, D]."""
+    found = [tensors[p.part][:, :, p.start : p.stop] for p in run.pieces]
+    return found[0] if len(found) == 1 else torch.cat(found, 2)
+
+
+class _Fused(torch.autograd.Function):
+    """Online softmax over groups; the backward pass computes each group's probabilities anew from lse.
+
+    A head that drops the middle (`empty`) has two softmaxes: the deployed one, without the middle, makes the output
+    and every gradient but alpha's; the one with it, at logits of 0, makes alpha's straight-through gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, dense: Tensor, factor: Tensor | None, empty: Tensor | None, scale: float,
+        layout: Layout, ranks: dist.ProcessGroup | None, folded: int, parts: int, *kv: Tensor,
+    ) -> Tensor:  # fmt: skip
+        keys, values = kv[:parts], kv[parts:]
+        scaled = None if factor is None else (dense * factor).to(dense.dtype)
+        state, full, rests = None, None, []
+        for number, group in enumerate(layout.groups):
+            if ranks and number == layout.shares:
+                state = _over_ranks(state, dense, values[0], ranks)
+                full = None if empty is None else _over_ranks(full, dense, values[0], ranks)
+            found = []
+            for p in group.flash:
+                k, v = (x[p.part][:, :, p.start : p.stop] for x in (keys, values))
+                found.append(flash_forward(scaled if p.scaled else dense, k, v, scale))  # type: ignore[arg-type]
+            rests.append([rest for _, _, rest in found])
+            outs, lses = [out for out, _, _ in found], [lse[..., None] for _, lse, _ in found]
+            logits = _logits(dense, scaled, keys, group, scale, folded, lses)
+            deployed = logits if empty is None else logits.masked_fill(empty & group.middle(logits), -torch.inf)
+            state = _accumulate(state, deployed, values, group, outs)
+            if empty is not None:
+                full = _accumulate(full, logits, values, group, outs)
+        assert state is not None
+        out, lse = _finish(*state)
+        both, lse_both = _finish(*full) if full is not None else (None, None)
+        ctx.save_for_backward(dense, scaled, factor, empty, out, lse, both, lse_both, *kv)
+        ctx.scale, ctx.layout, ctx.folded, ctx.parts = scale, layout, folded, parts
+        ctx.ranks, ctx.rests = ranks, rests
+        return out.to(dense.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> Any:
+        dense, scaled, factor, empty, out, lse, both, lse_both, *kv = ctx.saved_tensors
+        needs, keys, values, scale = ctx.needs_input_grad, kv[: ctx.parts], kv[ctx.parts :], ctx.scale
+        d_kv: list[Tensor | None] = [None] * len(kv)
+        d_queries: list[Tensor | None] = [None, None]  # of plain and of scaled queries
+        delta = (d_out * out).sum(-1, keepdim=True)
+        delta_both = delta if both is None else (d_out * both).sum(-1, keepdim=True)
+        # the flash kernel reads out and lse of the softmax that teaches: for scaled queries the one with the middle
+        wholes = [(out, lse), (out, lse) if both is None else (both, lse_both)]
+        if ctx.layout.flashes:
+            wholes = [(x.to(dense.dtype), y.squeeze(-1)) for x, y in wholes]
+        for number, (group, rests) in enumerate(zip(ctx.layout.groups, ctx.rests, strict=True)):
+            if ctx.ranks and number == ctx.layout.shares:
+                d_queries = _summed(d_queries, dense, scaled, out.dtype, ctx.ranks)
+            if group.runs:
+                logits = _logits(dense, scaled, keys, group, scale, ctx.folded)
+                spreads = [product(d_out, _read(values, run).mT) for run in group.spreads]
+                d_weights = torch.cat(spreads, -1) if len(spreads) > 1 else spreads[0]
+                if empty is None:
+                    weights = exp_(logits.sub_(lse))
+                    d_logits = d_weights.sub_(delta).mul_(weights).mul_(scale)
+                else:
+                    hidden = empty & group.middle(logits)[: logits.shape[-1]]
+                    d_taught = (d_weights - delta_both) * exp_(logits - lse_both) * scale
+                    weights = exp_(logits.masked_fill_(hidden, -torch.inf).sub_(lse))
+                    d_logits = d_weights.sub_(delta).mul_(weights).mul_(scale)
+                    d_taught = _operand(torch.where(hidden, d_taught, d_logits), dense)
+                d_logits = _operand(d_logits, dense)
+                d_taught = d_logits if empty is None else d_taught
+                at = 0
+                for run in group.runs:
+                    d_run = (d_taught if run.scaled else d_logits)[..., at : at + run.width]
+                    if run.scaled or needs[0]:
+                        _add(d_queries, run.scaled, product(d_run, _read(keys, run)))
+                    for p in run.pieces:
+                        columns = slice(at, at := at + p.width)
+                        for row, left, right in (
+                            (p.part, d_logits, scaled if p.scaled else dense), (ctx.parts + p.part, weights, d_out)
+                        ):  # fmt: skip
+                            if needs[8 + row]:
+                                _add(d_kv, row, product(left[..., columns].mT, right), p, kv[row].shape[2])
+            for p, rest in zip(group.flash, rests, strict=True):
+                if p.scaled or needs[0]:
+                    k, v = (x[p.part][:, :, p.start : p.stop] for x in (keys, values))
+                    query, (whole, total) = scaled if p.scaled else dense, wholes[p.scaled]
+                    d_q = flash_backward(d_out, query, k, v, whole, total, scale, rest)
+                    _add(d_queries, p.scaled, d_q.to(out.dtype))
+        d_dense, d_scaled = d_queries
+        d_factor = None
+        if d_scaled is not None:
+            d_factor = (d_scaled * dense).sum_to_size(factor.shape).to(factor.dtype) if needs[1] else None
+            if needs[0]:
+                d_dense = d_scaled * factor if d_dense is None else d_dense.addcmul_(d_scaled, factor)
+        d_dense = None if d_dense is None else d_dense.to(dense.dtype)
+        grads = [None if d is None else d.to(x.dtype) for d, x in zip(d_kv, kv, strict=True)]
+        return d_dense, d_factor, *[None] * 6, *grads
+
+
+def _add(sums: list[Tensor | None], at: int, found: Tensor, piece: Piece | None = None, length: int = 0) -> None:
+    """Add to sums[at] what was found, of a piece of `length` keys or of all."""
+    before = sums[at]
+    if piece is None or piece.width == length:
+        sums[at] = found if before is None else before.add_(found)
+        return
+    if before is None:
+        before = sums[at] = found.new_zeros(*found.shape[:2], length, found.shape[3])
+    before[:, :, piece.start : piece.stop] += found
+
+
+def _logits(
+    dense: Tensor, scaled: Tensor | None, keys: Sequence[Tensor], group: Group, scale: float, folded: int,
+    lses: Sequence[Tensor] = (),
+) -> Tensor:  # fmt: skip
+    """Scaled logits [B, H, G * M * n, keys of the group's runs], -inf where a row does not see a key; then the lses."""
+    found = []
+    for run in group.runs:
+        logits = product(scaled if run.scaled else dense, _read(keys, run).mT)  # type: ignore[arg-type]
+        if run.hidden is not None:
+            logits.unflatten(2, (-1, folded)).masked_fill_(run.hidden, -torch.inf)
+        found.append(logits)
+    found += [lse / scale for lse in lses]
+    return (torch.cat(found, -1) if len(found) > 1 else found[0]).mul_(scale)
+
+
+def _operand(x: Tensor, model: Tensor) -> Tensor:
+    """x in the type in which `product` multiplies it with the model's tensors: cast once, not once a piece."""
+    return x.to(model.dtype) if model.is_cuda and model.dtype in HALF else x
+
+
+def _accumulate(
+    state: tuple[Tensor, Tensor, Tensor] | None, logits: Tensor, values: Sequence[Tensor], group: Group,
+    outs: Sequence[Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Take a group into the online softmax (sum of weights * V, sum of weights, maximum); outs: of its flash pieces."""
+    top = logits.amax(-1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min / 4)  # -inf - -inf would be NaN
+    top = top if state is None else torch.maximum(top, state[2])
+    weights = exp_(logits - top)
+    total, out, at = weights.sum(-1, keepdim=True), None, 0
+    operand = _operand(weights, values[0])
+    for run in group.spreads:
+        found = product(operand[..., at : (at := at + run.width)], _read(values, run))
+        out = found if out is None else out.add_(found)
+    for flash in outs:
+        weight = weights[..., at : (at := at + 1)]
+        out = weight * flash if out is None else out.addcmul_(weight, flash)
+    assert out is not None
+    if state is not None:
+        decay = exp_(state[2] - top)
+        total, out = total + state[1] * decay, out + state[0] * decay
+    return out, total, top
+
+
+def _finish(out: Tensor, total: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp; a row that sees nothing has the output 0, and a finite lse, so that its weights are 0."""
+    total = total.clamp_(min=torch.finfo(total.dtype).tiny)
+    return out / total, total.log().add_(top)
+
+
+def _over_ranks(
+    state: tuple[Tensor, Tensor, Tensor] | None, rows: Tensor, values: Tensor, ranks: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The online softmax over the shares of all ranks, from that over this rank's; None where no row sees its share."""
+    if state is None:
+        dtype = torch.promote_types(rows.dtype, torch.float32)
+        out = rows.new_zeros(*rows.shape[:3], values.shape[-1], dtype=dtype)
+        state = out, out.new_zeros(*rows.shape[:3], 1), out.new_full((*rows.shape[:3], 1), -torch.inf)
+    out, total, top = state
+    highest = top.clone()
+    dist.all_reduce(highest, dist.ReduceOp.MAX, ranks)
+    sums = torch.cat([out, total], -1) * (top - highest.masked_fill(highest == -torch.inf, 0.0)).exp()
+    dist.all_reduce(sums, group=ranks)
+    return sums[..., :-1], sums[..., -1:], highest
+
+
+def _summed(
+    d_queries: list[Tensor | None], dense: Tensor, scaled: Tensor | None, dtype: torch.dtype, ranks: dist.ProcessGroup
+) -> list[Tensor | None]:
+    """Gradients of plain and scaled queries, summed over the ranks' shares in one message."""
+    found = [torch.zeros_like(dense, dtype=dtype) if d is None else d for d in d_queries[: 1 + (scaled is not None)]]
+    sums = torch.stack(found)
+    dist.all_reduce(sums, group=ranks)
+    return [*sums.unbind(0), None][:2]

@@ -1,0 +1,100 @@
+"""The training objective of both stages: distance of hidden states, L1 on alpha, straight-through masks, learning rate.
+
+Stage 1 minimises l2_loss + lambda * l1_penalty(alpha); stage 2 minimises l2_loss with straight_through(alpha, beta) in
+place of alpha. Where the paper and its published code differ, both forms are here by name.
+"""
+
+import torch
+from torch import Tensor
+
+from leank_train.forward.prefix import to_device
+
+REDUCTIONS = ("official", "paper")
+L1_FORMS = ("mean", "sum")
+SCHEDULES = ("official", "constant")
+STRAIGHT_THROUGH = ("binary", "alpha_beta")
+
+
+def answer_rows(hidden: Tensor, question_lengths: Tensor, answer_tokens: int) -> Tensor:
+    """The teacher's rows of the answer, [R, N, hidden], out of those of question and answer, hidden [R, T, hidden].
+
+    question_lengths [R]; N = answer_tokens of the longest answer. Rows past an answer's end repeat the last row.
+    """
+    index = question_lengths[:, None] + torch.arange(answer_tokens, device=question_lengths.device)  # [R, N]
+    index = to_device(index.clamp(max=hidden.shape[1] - 1), hidden.device)
+    return hidden.gather(1, index[:, :, None].expand(-1, -1, hidden.shape[2]))
+
+
+def l2_loss(full: Tensor, scaled: Tensor, lengths: Tensor, reduction: str) -> Tensor:
+    """L2 distillation between hidden states [R, N, hidden] of teacher and student at the answer tokens, lengths [R].
+
+    reduction: "official" means over hidden units and over all answer tokens of the batch; "paper" sums over both,
+    ||H_full - H_scaled||_2^2, and means over the R sequences. Computed in float32 (float64 stays).
+    Raises ValueError for an unknown reduction, or an answer without tokens.
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction={reduction!r} is unknown; use official or paper")
+    dtype = torch.promote_types(full.dtype, torch.float32)
+    counts = to_device(counted(lengths, full.shape[1]), full.device)
+    # Padding is replaced, not multiplied by 0, so that nothing in it, were it NaN, reaches the loss or the gradient.
+    squares = torch.where(counts[..., None], full.to(dtype) - scaled.to(dtype), 0.0).square()
+    return squares.mean(-1).sum() / counts.sum() if reduction == "official" else squares.sum() / len(lengths)
+
+
+def counted(lengths: Tensor, longest: int) -> Tensor:
+    """Which of `longest` rows are answer tokens: bool [R, longest], beside lengths [R].
+
+    Raises ValueError for an answer without tokens, or with more than `longest`.
+    """
+    if lengths.min() < 1 or lengths.max() > longest:
+        raise ValueError(f"answer lengths {lengths.tolist()} must be from 1 to {longest}: nothing to distil")
+    return torch.arange(longest, device=lengths.device) < lengths[:, None]
+
+
+def l1_penalty(alpha: Tensor, form: str) -> Tensor:
+    """||alpha||_1 as the paper writes it ("sum"), or over the number of channels as its code has it ("mean")."""
+    if form not in L1_FORMS:
+        raise ValueError(f"l1={form!r} is unknown; use mean (published code) or sum (paper)")
+    return alpha.abs().mean() if form == "mean" else alpha.abs().sum()
+
+
+def lr_factor(step: int, steps: int, schedule: str) -> float:
+    """Factor of the learning rate at `step` (from 0) of `steps`.
+
+    "official" rises over the first fifth, falls over the last fifth, and is never below 0.1; "constant" is 1.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"lr_schedule={schedule!r} is unknown; use official or constant")
+    if schedule == "constant":
+        return 1.0
+    fifth = steps / 5
+    return min(1.0, max((step + 1) / fifth, 0.1), max((steps - step) / fifth, 0.1))
+
+
+def straight_through(alpha: Tensor, beta: Tensor, variant: str) -> Tensor:
+    """The mask in the forward pass, the identity in the backward pass: alpha [L, H, D], beta bool [L, H, D].
+
+    variant: "binary" has the value beta (the paper), "alpha_beta" the value alpha * beta (its published code). Either
+    way alpha receives the whole gradient, pruned channels included.
+    """
+    if variant not in STRAIGHT_THROUGH:
+        raise ValueError(f"straight_through={variant!r} is unknown; use binary (paper) or alpha_beta (published code)")
+    value = beta.to(alpha.dtype) if variant == "binary" else (alpha * beta).detach()
+    return value + (alpha - alpha.detach())
+
+
+def backward(loss: Tensor, of_all: Tensor | None = None) -> None:
+    """loss.backward() in the calling thread: autograd's own would hold a second cuBLAS workspace (32 MiB on Hopper).
+
+    of_all: the loss of all ranks, None = `loss`. Raises ValueError where it is not finite, so on every rank: all have
+    got the gradient, and none may go on to a checkpoint. Asked before the backward pass, the GPU would have to finish
+    the passes behind it with nothing to do next.
+    """
+    with torch.autograd.set_multithreading_enabled(False):
+        loss.backward()
+    found = loss if of_all is None else of_all
+    if not torch.isfinite(found):
+        raise ValueError(
+            f"the distillation loss is {found.item()}; lower the learning rate (stage1.lr, stage2.lr), "
+            "or set model.dtype=float32"
+        )

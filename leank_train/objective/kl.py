@@ -1,0 +1,173 @@
+"""KL objective: how far the student's next-token distributions are from the teacher's, at the answer tokens.
+
+Hidden states weigh all directions alike (`distill.l2_loss`, the paper's objective). The model's own output head knows
+which of them decide the next token, so this objective compares softmax(W h_full) with softmax(W h_scaled).
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from leank_train.forward.attention import HALF
+from leank_train.forward.prefix import to_device
+from leank_train.objective.distill import REDUCTIONS, counted
+
+OBJECTIVES = ("l2", "kl")
+LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**24}  # of one model in one chunk of answer tokens; each costs about 20 bytes
+WORDS_AT_ONCE = 8192  # rows of a half-precision head that are cast to float32 at a time, on a CPU
+PROBE_ERROR = 0.05  # of the largest logit: a half-precision model rounds, a missing scale or cap is far beyond
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """The output head of a decoder: logits = cap * tanh(z / cap) with z = multiplier * (W h + b).
+
+    weight: W [vocabulary, hidden], on the device of the hidden states.
+    bias: b [vocabulary], or None.
+    multiplier: factor of the logits (1 / logits_scaling of Granite, logit_scale of Cohere).
+    cap: final_logit_softcapping of Gemma 2, or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    multiplier: float = 1.0
+    cap: float | None = None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Head:
+        """The head of a transformers decoder. Raises ValueError if it has none."""
+        found, config = model.get_output_embeddings(), model.config
+        if found is None or not isinstance(getattr(found, "weight", None), Tensor):
+            raise ValueError(f"model={config.model_type} has no output head for objective=kl; use objective=l2")
+        multiplier = getattr(config, "logit_scale", None) or 1.0
+        multiplier /= getattr(config, "logits_scaling", None) or 1.0
+        cap = getattr(config, "final_logit_softcapping", None)
+        return cls(found.weight, getattr(found, "bias", None), float(multiplier), cap)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [rows, vocabulary] of hidden states [rows, hidden], in float32 (float64 stays)."""
+        z = _product(hidden, self.weight.mT)
+        z = (z if self.bias is None else z + self.bias.to(z)) * self.multiplier
+        return z if self.cap is None else self.cap * torch.tanh(z / self.cap)
+
+    def pull_back(self, d_logits: Tensor, logits: Tensor) -> Tensor:
+        """Gradient of the hidden states [rows, hidden], from that of the logits [rows, vocabulary] and their values."""
+        if self.cap is not None:
+            d_logits = d_logits * (1 - (logits / self.cap).square())
+        return _product(d_logits, self.weight) * self.multiplier
+
+
+def check_head(model: PreTrainedModel) -> None:
+    """Raise ValueError if `Head` gives other logits than the model itself, whatever its family does to them.
+
+    The model's own forward pass runs on two hidden states, one of them large, in place of what its decoder returns.
+    """
+    head, config = Head.of(model), model.config
+    place = head.weight.device
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 2, head.weight.shape[1], generator=generator) * torch.tensor([[1.0], [30.0]])
+    hidden = hidden.to(place, head.weight.dtype)
+    probe = copy.copy(model)
+    probe._modules = {**model._modules, model.base_model_prefix: _Fixed(hidden)}
+    with torch.no_grad():
+        wanted = probe(input_ids=torch.zeros(1, 2, dtype=torch.long, device=place), use_cache=False).logits[0].float()
+        error = (head.logits(hidden[0]).float() - wanted).abs().amax(-1)
+    if not (error <= PROBE_ERROR * wanted.abs().amax(-1)).all():
+        raise ValueError(
+            f"model={config.model_type} does more to its logits than objective=kl knows of "
+            f"(they differ by {error.max().item():.3g}); use objective=l2"
+        )
+
+
+class _Fixed(torch.nn.Module):
+    """A decoder that returns the same hidden states whatever it is given."""
+
+    def __init__(self, hidden: Tensor):
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, *args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
+
+
+def kl_loss(
+    head: Head, full: Tensor, scaled: Tensor, lengths: Tensor, reduction: str = "official", chunk: int | None = None
+) -> Tensor:
+    """KL(softmax(W h_full) || softmax(W h_scaled)) of hidden states [R, N, hidden] at the answer tokens.
+
+    head: the model's output head.
+    full, scaled: hidden states of teacher and student; the gradient reaches `scaled` alone.
+    lengths: [R], on the host, answer tokens of each sequence.
+    reduction: "official" is the mean over all answer tokens, "paper" their sum over the number of sequences R.
+    chunk: answer tokens whose logits are held at a time; None: by LOGITS_AT_ONCE.
+    Computed in float32 (float64 stays). Raises ValueError for an unknown reduction, or an answer without tokens.
+    """
+    if chunk is None:
+        chunk = max(1, LOGITS_AT_ONCE["cuda" if full.is_cuda else "cpu"] // head.weight.shape[0])
+    rows, share = _rows(full, lengths, reduction)
+    return _KL.apply(scaled.flatten(0, 1)[rows], full.flatten(0, 1)[rows], head, chunk) * share
+
+
+def kl_loss_reference(
+    head: Head, full: Tensor, scaled: Tensor, lengths: Tensor, reduction: str = "official", chunk: int | None = None
+) -> Tensor:
+    """`kl_loss` with all logits at once, by autograd; `chunk` has no effect. The oracle of its tests."""
+    rows, share = _rows(full, lengths, reduction)
+    teacher, student = (head.logits(x.flatten(0, 1)[rows]).log_softmax(-1) for x in (full.detach(), scaled))
+    return F.kl_div(student, teacher, reduction="sum", log_target=True) * share
+
+
+def _rows(hidden: Tensor, lengths: Tensor, reduction: str) -> tuple[Tensor, float]:
+    """Indices of the answer tokens among R * N, beside the hidden states, and the factor of the sum over them."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction={reduction!r} is unknown; use official or paper")
+    rows = counted(lengths, hidden.shape[1]).flatten().nonzero().squeeze(1)
+    return to_device(rows, hidden.device), 1 / (len(rows) if reduction == "official" else len(lengths))
+
+
+class _KL(torch.autograd.Function):
+    """Sum over rows; d logits = softmax(student) - softmax(teacher) is pulled back at once, and no logits are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, scaled: Tensor, full: Tensor, head: Head, chunk: int) -> Tensor:
+        total, gradients = [], []
+        for full_rows, scaled_rows in zip(full.split(chunk), scaled.split(chunk), strict=True):
+            logits = head.logits(scaled_rows)
+            student = logits.log_softmax(-1)
+            teacher = head.logits(full_rows).log_softmax(-1)
+            share = teacher.exp()
+            total.append((share * teacher.sub_(student)).sum())
+            if ctx.needs_input_grad[0]:
+                gradients.append(head.pull_back(student.exp_().sub_(share), logits))
+        ctx.dtype = scaled.dtype
+        ctx.save_for_backward(*([torch.cat(gradients)] if gradients else []))
+        return torch.stack(total).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_total: Tensor) -> Any:
+        (gradient,) = ctx.saved_tensors
+        return (gradient * d_total).to(ctx.dtype), None, None, None
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a [rows, m] @ b [m, n] in at least float32, without a float32 copy of the whole of b, a view of the head."""
+    if b.is_cuda and b.dtype in HALF:
+        return torch.mm(a.to(b.dtype), b, out_dtype=torch.float32)
+    dtype = torch.promote_types(b.dtype, torch.float32)
+    a = a.to(dtype)
+    if b.dtype == dtype:
+        return a @ b
+    if b.is_contiguous():  # W: words are rows of b, over which is summed
+        parts = zip(a.split(WORDS_AT_ONCE, 1), b.split(WORDS_AT_ONCE), strict=True)
+        return torch.stack([x @ y.to(dtype) for x, y in parts]).sum(0)
+    return torch.cat([a @ y.to(dtype) for y in b.split(WORDS_AT_ONCE, 1)], 1)

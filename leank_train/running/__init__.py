@@ -1,0 +1,1 @@
+"""Around a run: processes, signals, checkpoints, pictures, Weights & Biases."""

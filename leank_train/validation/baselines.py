@@ -1,0 +1,51 @@
+"""ThinK and the static norm on branches: what validation hands to `channel_scores`.
+
+What they observe comes from `branch(..., obs_queries=32)`: the last queries of the context, after RoPE.
+"""
+
+import torch
+from torch import Tensor
+
+from leank_train.channel_scores import (
+    GROUPS,
+    best,
+    lowest_frequencies,
+    pruned,
+    query_key_scores,
+    random_mask,
+    top,
+    wide,
+)
+from leank_train.forward.prefix import Branch, Prefix, to_device
+
+# the scores lived here before: methods written by others import them from here
+__all__ = [
+    "GROUPS", "best", "context_scores", "lowest_frequencies", "pruned", "query_key_scores", "random_mask",
+    "think_mask", "top", "wide",
+]  # fmt: skip
+
+
+def think_mask(prefix: Prefix, question: Branch, ratio: float) -> Tensor:
+    """ThinK: of each sample, drop in every head the channels of the lowest score; bool [R, L, H, D]."""
+    return best(context_scores(prefix, question, "squares"), ratio)
+
+
+def context_scores(prefix: Prefix, question: Branch, group: str) -> Tensor:
+    """ThinK's scores of all layers over each branch's whole context [R, L, H, D].
+
+    question: with queries, see branch's obs_queries. group: see `query_key_scores`. Raises ValueError without queries.
+    """
+    if question.queries is None:
+        raise ValueError("the branch has kept no queries; call branch with obs_queries=32")
+    layers = []
+    for layer, queries in enumerate(question.queries):
+        squares = _key_squares(prefix.keys[layer], prefix.k_positions)
+        squares = squares.repeat_interleave(len(question.lengths) // len(prefix.lengths), 0)
+        squares = squares + _key_squares(question.keys[layer], question.k_positions)
+        layers.append(query_key_scores(queries, squares, group))
+    return torch.stack(layers, 1)
+
+
+def _key_squares(keys: Tensor, positions: Tensor) -> Tensor:
+    """Sum of k^2 over tokens [R, H, D]; keys [R, H, T, D], positions [R, T] with -1 = padding."""
+    return (keys.to(wide(keys)).square() * to_device(positions >= 0, keys.device)[:, None, :, None]).sum(2)

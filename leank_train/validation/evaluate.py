@@ -1,0 +1,136 @@
+"""Exact match of pruned models on unseen samples: one prefill a document, all masks decoded side by side.
+
+This is a fast check inside a training run; figures come from the replay, `python -m eval`. Decoding is the replay's:
+sink and window keep all channels, `FLUSH` tokens leave the window at a time, empty heads drop the middle, and the first
+answer token comes from the dense prefill. A test holds both to the same tokens and scores, sample by sample. Every mask
+sees the same samples, so differences are paired.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data_gen.sample import Document
+from leank_train.backbone import Backbone
+from leank_train.common import bootstrap
+from leank_train.common.escape import markdown_table
+from leank_train.data import pad
+from leank_train.forward.branching import Branch, Prefix, branch, decode, prefill
+from leank_train.mask import ChannelMask
+from leank_train.validation.baselines import think_mask
+
+OBSERVED = 32  # queries that ThinK and the static norm look at
+FLUSH = 32  # tokens that leave the window at a time, the replay's cache.flush
+
+PerSample = Callable[[Prefix, Branch], Tensor]
+"""Makes masks [R, L, H, D] for the R branches of a batch."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One sample under one method. recall: share of the references in the reply (RULER's score, 0 to 1)."""
+
+    task: str
+    length: int
+    index: int
+    method: str
+    recall: float
+    reply: str
+
+    @property
+    def exact(self) -> float:
+        """1 where the reply holds every reference."""
+        return float(self.recall == 1.0)
+
+
+def think(ratio: float) -> PerSample:
+    """ThinK's rule, made anew for each sample."""
+    return lambda prefix, question: think_mask(prefix, question, ratio)
+
+
+@torch.no_grad()
+def evaluate(
+    backbone: Backbone,
+    methods: Mapping[str, ChannelMask | PerSample | None],
+    documents: Iterable[Sequence[Document]],
+    sink: int,
+    window: int,
+    progress: Callable[[int], None] | None = None,
+    max_new_tokens: int | None = None,
+) -> list[Result]:
+    """Replies of every method to every question.
+
+    methods: name -> mask, rule that makes masks for a batch, or None for the dense model. documents: batches of
+    documents of one task and about one length, with the same number of questions each. progress is called with the
+    number of documents of each batch that is done. max_new_tokens: None for the task's own.
+    """
+    results: list[Result] = []
+    for batch in documents:
+        questions = [(d, q) for d in batch for q in d.questions]
+        contexts = [backbone.encode_context(d.context) for d in batch]
+        prompts = [backbone.encode_question(q.question, q.answer_prefix) for _, q in questions]
+        device = backbone.model.device
+        prefix = prefill(backbone.model, pad(contexts).to(device), [len(c) for c in contexts], OBSERVED)
+        asked = branch(backbone.model, prefix, pad(prompts).to(device), [len(p) for p in prompts], OBSERVED)
+        masks = torch.stack([_mask(m, backbone, prefix, asked) for m in methods.values()], 1)  # [R, methods, L, H, D]
+        replies = decode(
+            backbone.model, prefix, replace(asked, queries=None).repeat(len(methods)), masks.flatten(0, 1),
+            max_new_tokens=max_new_tokens or batch[0].max_new_tokens, eos_id=backbone.eos_ids(),
+            sink=sink, window=window, flush=FLUSH,
+        )  # fmt: skip
+        texts = backbone.tokenizer.batch_decode(replies, skip_special_tokens=True)
+        for i, text in enumerate(texts):
+            document, question = questions[i // len(methods)]
+            name = list(methods)[i % len(methods)]
+            recall = sum(a.lower() in text.lower() for a in question.answers) / len(question.answers)
+            results.append(Result(document.task, document.length, document.index, name, recall, text))
+        if progress is not None:
+            progress(len(batch))
+    return results
+
+
+def _mask(method: ChannelMask | PerSample | None, backbone: Backbone, prefix: Prefix, asked: Branch) -> Tensor:
+    device, branches = backbone.model.device, len(asked.lengths)
+    if callable(method):
+        return method(prefix, asked).to(device)
+    keep = torch.ones(backbone.shape, dtype=torch.bool) if method is None else method.keep
+    return keep.to(device).expand(branches, *backbone.shape)
+
+
+def table(results: Sequence[Result], metric: str = "recall") -> dict[str, dict[str, float]]:
+    """method -> task -> mean score in per cent, with the mean over tasks under "average"."""
+    methods, tasks = (list(dict.fromkeys(getattr(r, k) for r in results)) for k in ("method", "task"))
+    found: dict[str, dict[str, float]] = {}
+    for m in methods:
+        row = {
+            t: 100 * float(np.mean([getattr(r, metric) for r in results if (r.method, r.task) == (m, t)]))
+            for t in tasks
+        }
+        found[m] = {**row, "average": float(np.mean(list(row.values())))}
+    return found
+
+
+def paired_difference(results: Sequence[Result], a: str, b: str) -> tuple[float, float, float]:
+    """Mean recall of method a minus method b in points over the samples of both, and its 95% interval (`bootstrap`)."""
+    recall: dict[str, dict[tuple[str, int, int], list[float]]] = {a: defaultdict(list), b: defaultdict(list)}
+    for r in results:
+        if r.method in recall:
+            recall[r.method][r.task, r.length, r.index].append(100 * r.recall)
+    strata: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for (task, length, index), scores in recall[a].items():
+        if others := recall[b].get((task, length, index)):
+            strata[task, length] += [x - y for x, y in zip(scores, others, strict=True)]
+    differences = list(strata.values())
+    return bootstrap.mean(differences), *bootstrap.interval(differences)
+
+
+def markdown(scores: Mapping[str, Mapping[str, float]]) -> str:
+    """A Markdown table of `table`'s result, methods down, tasks across."""
+    tasks = list(next(iter(scores.values())))
+    return markdown_table(["method", *tasks], [[m, *(f"{row[t]:.1f}" for t in tasks)] for m, row in scores.items()])

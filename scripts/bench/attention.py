@@ -1,0 +1,251 @@
+"""Decode attention per layer: the compressed cache's kernel against dense SDPA, at the published masks.
+
+    python scripts/bench/attention.py OUTDIR               # check, time, write attention.csv and attention.png
+    python scripts/bench/attention.py OUTDIR --variants    # also try kernel configurations, use the best for each shape
+    python scripts/bench/attention.py OUTDIR --plot        # draw attention.png from attention.csv, no GPU needed
+
+Prints, per shape, the speed-up over the fastest dense attention, GB/s, and the speed-up that the bytes left to read
+would allow (LeanK, figures 5 and 10, measure the same). Every call is captured in a CUDA graph that rotates over copies
+larger than the L2 cache; medians of replays. A least-squares line through a shape's layers, which differ in bytes, time
+= fixed + bytes / rate, tells what a launch costs whatever it reads from how fast it reads: fixed_us, line_gb_per_s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import numpy as np
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from eval.cache.storage.store import Store
+from leank_train.common.escape import csv_rows
+from leank_train.common.files import write_text
+from scripts.bench.attention_cases import (
+    DIM,
+    DTYPE,
+    SHAPES,
+    Shape,
+    check,
+    check_case,
+    copies_of,
+    make_store,
+    median_us,
+    needed_bytes,
+    query,
+)
+
+
+def variants():
+    """Kernel configurations worth trying, the default first."""
+    from eval.cache.attention.launch import Config
+
+    return [
+        Config(),
+        Config(merge=32),
+        Config(stages=4),
+        Config(per_sm=4),
+        Config(tile=128, warps=8, stages=2, registers=128),
+    ]
+
+
+def dense_times(shape: Shape) -> dict[str, float]:
+    """Microseconds of each dense attention over the whole context."""
+    from eval.cache.attention.launch import Kernel
+
+    size = 2 * shape.batch * shape.kv_heads * shape.context * DIM * DTYPE.itemsize
+    kv = torch.randn(copies_of(size), 2, shape.batch, shape.kv_heads, shape.context, DIM, device="cuda", dtype=DTYPE)
+    q, found = query(shape), {}
+    for name, backend in (("SDPA flash", SDPBackend.FLASH_ATTENTION), ("SDPA cuDNN", SDPBackend.CUDNN_ATTENTION)):
+        try:
+            with sdpa_kernel(backend):
+                calls = [lambda k=k, v=v: scaled_dot_product_attention(q, k, v, enable_gqa=True) for k, v in kv]
+                found[name] = median_us(calls)
+        except RuntimeError as reason:
+            print(f"{name} cannot run {shape.name}: {reason}")
+    del kv
+    everything = torch.ones(shape.kv_heads, DIM, dtype=torch.bool)
+    stores = [make_store(everything, shape.batch, shape.context) for _ in range(copies_of(size))]
+    found["own kernel, nothing pruned"] = kernel_us(shape, stores, Kernel())
+    return found
+
+
+def kernel_us(shape: Shape, stores: list[Store], kernel) -> float:
+    """Microseconds of the kernel over copies of one layer."""
+    q = query(shape)
+    for store in stores:
+        store.plan = None
+    position = (stores[0].seen_dev - 1)[:, None].clone()
+    calls = [lambda store=store: kernel.attend(store, q, position, DIM**-0.5) for store in stores]
+    return median_us(calls)
+
+
+def _compile(config) -> None:
+    """Fill Triton's disk cache for one configuration, in a process of its own."""
+    from eval.cache.attention.launch import Kernel
+
+    for shape in (SHAPES[0], SHAPES[4]):
+        tiny = replace(shape, batch=2, context=2048)
+        store = make_store(shape.keep()[0], 2, 2048)
+        Kernel(config).attend(store, query(tiny), (store.seen_dev - 1)[:, None].clone(), 1.0)
+
+
+def tune(shape: Shape, dense: float) -> object:
+    """The fastest configuration for a shape on every eighth layer; prints all of them."""
+    from eval.cache.attention.launch import Kernel
+
+    layers = shape.keep()[::8]
+    total: dict[object, float] = {}
+    for keep in layers:
+        stores = [make_store(keep, shape.batch, shape.context)]
+        stores += [make_store(keep, shape.batch, shape.context) for _ in range(copies_of(needed_bytes(stores[0])) - 1)]
+        for config in variants():
+            try:
+                total[config] = total.get(config, 0) + kernel_us(shape, stores, Kernel(config)) / len(layers)
+            except Exception as reason:  # a configuration that does not fit the device is no failure of the others
+                print(f"  {config}: {type(reason).__name__} {str(reason)[:100]}")
+        del stores
+    ranked = sorted(total, key=lambda c: total[c])
+    for config in ranked:
+        print(f"  {total[config]:8.1f} us  {dense / total[config]:.3f}x  {config}")
+    return ranked[0]
+
+
+def fitted(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """(microseconds that every launch takes, GB/s of what it reads beyond them): least squares over the layers `rows`.
+
+    Not a number where all layers have the same bytes.
+    """
+    size, us = (np.array([float(row[key]) for row in rows]) for key in ("bytes", "us"))
+    if len(set(size)) < 2:
+        return float("nan"), float("nan")
+    slope = ((size - size.mean()) * (us - us.mean())).sum() / ((size - size.mean()) ** 2).sum()
+    return float(us.mean() - slope * size.mean()), float(1e-3 / slope)
+
+
+def bench(shape: Shape, try_variants: bool) -> list[dict]:
+    """Rows of the table for one shape: every dense method, then every layer of the published mask."""
+    from eval.cache.attention.launch import Config, Kernel
+
+    dense = dense_times(shape)
+    torch.cuda.empty_cache()
+    fastest = min(dense, key=lambda name: dense[name])
+    size = 2 * shape.batch * shape.kv_heads * shape.context * DIM * DTYPE.itemsize
+    print(f"\n{shape.name}: " + ", ".join(f"{n} {t:.1f} us ({size / t / 1e3:.0f} GB/s)" for n, t in dense.items()))
+    config = Config()
+    if try_variants:
+        config = tune(shape, dense[fastest])
+        check_case(shape.keep()[13], shape.q_heads // shape.kv_heads, 1, config)
+    common = {"shape": shape.name, "target": shape.target, "dense_us": dense[fastest], "dense": fastest}
+    rows = [{**common, "layer": "", "method": n, "us": t, "bytes": size, "limit": 1.0} for n, t in dense.items()]
+    for layer, keep in enumerate(shape.keep()):
+        stores = [make_store(keep, shape.batch, shape.context)]
+        left = needed_bytes(stores[0])
+        stores += [make_store(keep, shape.batch, shape.context) for _ in range(copies_of(left) - 1)]
+        us = kernel_us(shape, stores, Kernel(config))
+        rows.append({**common, "layer": layer, "method": "LeanK", "us": us, "bytes": left, "limit": size / left})
+        del stores
+    pruned = [r for r in rows if r["method"] == "LeanK"]
+    us, left = (sum(r[key] for r in pruned) / len(pruned) for key in ("us", "bytes"))
+    gained, limit = dense[fastest] / us, size / left
+    print(
+        f"{shape.name}: {us:.1f} us a layer, {left / us / 1e3:.0f} GB/s, {gained:.3f}x over {fastest}; "
+        f"the bytes allow {limit:.3f}x, so {gained / limit:.1%} of the limit; asked for {shape.target}x: "
+        f"{'reached' if gained >= shape.target else 'MISSED'}  [{config}]"
+    )
+    fixed, rate = fitted(pruned)
+    print(f"{shape.name}: {fixed:.1f} us a launch, then {rate:.0f} GB/s; {fixed / us:.1%} of the time is a launch's")
+    for row in rows:
+        row |= {"gb_per_s": row["bytes"] / row["us"] / 1e3, "speedup": row["dense_us"] / row["us"]}
+        line = (fixed, rate) if row["method"] == "LeanK" else ("", "")
+        row |= dict(zip(("fixed_us", "line_gb_per_s"), line, strict=True))
+    return rows
+
+
+def plot(folder: Path) -> None:
+    """Draw attention.png from attention.csv: speed-up and limit per shape, time by layer and by bytes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    with open(folder / "attention.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    shapes = list(dict.fromkeys(r["shape"] for r in rows))
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(18, 4.5), layout="constrained")
+    for i, shape in enumerate(shapes):
+        pruned = [r for r in rows if r["shape"] == shape and r["method"] == "LeanK"]
+        dense, us, size = (sum(float(r[key]) for r in pruned) / len(pruned) for key in ("dense_us", "us", "bytes"))
+        whole = next(float(r["bytes"]) for r in rows if r["shape"] == shape and r["method"] != "LeanK")
+        left.bar(i, dense / us, color="tab:blue", label=None if i else "LeanK kernel")
+        left.hlines(whole / size, i - 0.4, i + 0.4, color="k", label=None if i else "limit by bytes")
+        left.hlines(float(pruned[0]["target"]), i - 0.4, i + 0.4, color="tab:red", label=None if i else "asked for")
+        times = [float(r["us"]) / float(r["dense_us"]) for r in pruned]
+        middle.plot(times, marker=".", label=shape)
+        fixed, rate = fitted(pruned)
+        label = f"{shape}: {fixed:.1f} us + bytes / {rate:.0f} GB/s"
+        points = right.plot([float(r["bytes"]) / whole for r in pruned], times, ".", label=label)
+        line = [(fixed + share * whole / rate / 1e3) / float(pruned[0]["dense_us"]) for share in (0, 1)]
+        right.plot([0, 1], line, color=points[0].get_color(), linewidth=0.8)
+    left.set_xticks(range(len(shapes)), [s.replace(" ", "\n", 1) for s in shapes], fontsize=8)
+    left.set_ylabel("speed-up over the fastest dense attention")
+    left.legend(loc="lower right", fontsize=8)
+    middle.set_xlabel("layer")
+    right.set_xlabel("bytes to read / dense bytes")
+    for axes in (middle, right):
+        axes.set_ylabel("time / fastest dense time")
+        axes.set_ylim(0, 1.1)
+        axes.legend(fontsize=8)
+    figure.savefig(folder / "attention.png", dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where attention.csv and attention.png go")
+    parser.add_argument(
+        "--variants", action="store_true", help="try kernel configurations and use the best for each shape"
+    )
+    parser.add_argument("--plot", action="store_true", help="only draw attention.png from an earlier attention.csv")
+    parser.add_argument("--shapes", type=int, nargs="*", help=f"which of the {len(SHAPES)} shapes, from 0; default all")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    if not options.plot:
+        if not torch.cuda.is_available():
+            raise SystemExit("this benchmark needs a CUDA device (--plot does not)")
+        begin = time.time()
+        torch.manual_seed(0)
+        print(torch.cuda.get_device_name(0), "torch", torch.__version__)
+        if options.variants:
+            compiled = list({replace(c, per_sm=2): None for c in variants()})
+            with ProcessPoolExecutor(12, mp_context=get_context("spawn")) as pool:
+                for config, job in [(c, pool.submit(_compile, c)) for c in compiled]:
+                    if (reason := job.exception()) is not None:
+                        print(f"{config} does not compile or run: {type(reason).__name__} {str(reason)[:200]}")
+            print(f"compiled {len(compiled)} configurations, {time.time() - begin:.0f} s")
+        check()
+        rows: list[dict] = []
+        for shape in [SHAPES[i] for i in options.shapes] if options.shapes else SHAPES:
+            rows += bench(shape, options.variants)
+            torch.cuda.empty_cache()
+            write_text(options.folder / "attention.csv", csv_rows(rows))
+        print(f"{time.time() - begin:.0f} s in all; {options.folder / 'attention.csv'}")
+    try:
+        plot(options.folder)
+    except ImportError:
+        print(f"matplotlib is not installed: draw later with --plot, from {options.folder / 'attention.csv'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""Samples a second of the real training program on one GPU and on several, and the share of time that a GPU idles.
+
+    python -m scripts.bench.scaling OUT --gpus 1 4 --trace               # Llama-3.1-8B shape, random weights (16 GB)
+    python -m scripts.bench.scaling OUT --gpus 1 2 --trace --shape reference --length 1024 --steps 4    # on a CPU
+
+Runs `python -m leank_train` one after the other, with trainer=ddp where there are several processes, stage 1 alone, all
+documents of one length (or, given two, of lengths between them: the same ones in every run). Seconds a step come from
+the run's own record, without the first --warm-up. The weights lie in --weights FOLDER, made where it is empty and kept;
+without it in a temporary folder. --shape reference takes the model in FOLDER, or the shipped one. Prints and writes
+OUT/scaling.json, which keeps the runs of earlier calls alike; the runs' output is in OUT/gpus_K.log.
+
+--trace: the run of one process goes on for some more steps, traced: OUT/trace.json.gz has the GPU's kernels and copies
+(on a CPU: PyTorch's operators). Idle is the time of these steps in which none runs. The longest gap says whether a step
+ever waited for data, which workers make meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import gzip
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.loggers import Logger
+from omegaconf import OmegaConf
+from torch.profiler import ProfilerActivity, profile
+
+from leank_train.backbone import load_tokenizer
+from leank_train.common.files import write_json
+from scripts.bench.shapes import llama8b
+
+ROOT = Path(__file__).resolve().parents[2]
+EXPERIMENT = {"llama8b": "llama_70pct", "reference": "reference_demo"}
+LENGTH = {"llama8b": 16384, "reference": 1024}  # tokens
+SETTLE = 5  # steps between the profiler's own start-up and the trace: they use up the data made during it (4 a worker)
+WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace
+WORK_CPU = ("cpu_op",)
+
+
+class Trace(Logger):
+    """Traces `steps` training steps into save_dir/trace.json.gz, after `first` others, and seconds into trace.json.
+
+    A logger, for Lightning calls it at the end of every step; `traced_training` puts it in the place of the run's own.
+    """
+
+    name, version = "trace", None
+
+    def __init__(self, save_dir: Path, first: int, steps: int) -> None:
+        super().__init__()
+        self.out, self.first, self.steps, self.taken = save_dir, first, steps, 0
+        self.activity = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to keep."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """The end of a step."""
+        self.taken += 1
+        if self.taken == self.first - SETTLE:
+            warm_up = profile(activities=[self.activity])
+            warm_up.start()  # the first takes seconds
+            warm_up.stop()
+        if self.taken == self.first:
+            self.profile = profile(activities=[self.activity])
+            _wait()
+            self.profile.start()
+            self.begin = time.perf_counter()
+        if self.taken == self.first + self.steps:
+            _wait()
+            seconds = time.perf_counter() - self.begin
+            self.profile.stop()
+            self.profile.export_chrome_trace(str(self.out / "trace.json.gz"))
+            write_json(self.out / "trace.json", {"steps": self.steps, "seconds": seconds})
+
+
+def traced_training(first: int, steps: int) -> None:
+    """`python -m leank_train` with the arguments of this process, traced."""
+    from leank_train import train as training
+    from leank_train.__main__ import main as command
+
+    training.make_logger = lambda config, folder: Trace(folder, first, steps)  # type: ignore[assignment]
+    command()
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def merged(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The union of (begin, end) as spans that do not touch, in order."""
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def idle(trace: Path, seconds: float) -> dict[str, float]:
+    """Of a chrome trace over `seconds`: the share of time without work, and the longest gap between work in ms.
+
+    Raises ValueError for a trace without work.
+    """
+    with gzip.open(trace, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    work = [e for e in events if e.get("ph") == "X" and e.get("cat") in WORK]
+    work = work or [e for e in events if e.get("ph") == "X" and e.get("cat") in WORK_CPU]
+    spans = merged([(float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in work])  # microseconds
+    if not spans:
+        raise ValueError(f"{trace} holds no kernels: is CUPTI there, and has the GPU no other profiler?")
+    busy = sum(end - begin for begin, end in spans) / 1e6
+    gaps = [later[0] - earlier[1] for earlier, later in pairwise(spans)]
+    return {"seconds": seconds, "busy_seconds": busy, "idle": 1 - busy / seconds, "gap_ms": max(gaps, default=0) / 1e3}
+
+
+def make_weights(folder: Path) -> None:
+    """A model folder of Llama-3.1-8B's shape, random weights, the reference tokenizer; does nothing where it is."""
+    if (folder / "tokenizer.json").exists():  # written last
+        return
+    model = llama8b("cuda")
+    model.save_pretrained(folder, max_shard_size="4GB")  # a shard at a time is copied to the host
+    load_tokenizer("reference").save_pretrained(folder)
+    del model
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def train(out: Path, gpus: int, log: Path, settings: Sequence[str], trace: tuple[int, int] | None = None) -> float:
+    """One run of the program into the folder `out`; returns its seconds from start to end.
+
+    trace: steps before the traced ones, and how many of those; None traces nothing.
+    """
+    program = ["-m", "leank_train"]
+    if trace is not None:
+        program = ["-c", f"from scripts.bench.scaling import traced_training; traced_training{trace}"]
+    line = [sys.executable, *program, *settings, f"hydra.run.dir={out}", f"trainer.devices={gpus}"]
+    line += [f"trainer={'ddp' if gpus > 1 else 'auto'}"]
+    environment = {"NCCL_DEBUG": "VERSION", **os.environ}  # says in the log that NCCL is used
+    begin = time.perf_counter()
+    with log.open("w") as file:
+        code = subprocess.run(line, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT).returncode
+    if code:
+        last = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
+        raise SystemExit(f"{' '.join(line)}\nended with {code}; the end of {log}:\n{last}")
+    return time.perf_counter() - begin
+
+
+def speed(out: Path, gpus: int, warm_up: int, steps: int) -> dict[str, float]:
+    """Contexts and (context, answer) pairs a second over `steps` steps after the warm-up, from the run's record."""
+    record = torch.load(out / "checkpoints/stage1/done.ckpt", map_location="cpu", weights_only=True)["record"]
+    data = OmegaConf.load(out / "config.yaml").data
+    times = record["times"][warm_up : warm_up + steps]
+    step = sum(times) / len(times)
+    contexts = gpus * data.documents / step
+    return {
+        "gpus": gpus, "steps": len(times), "step_seconds": step, "slowest_step_seconds": max(times),
+        "contexts_per_s": contexts, "pairs_per_s": contexts * data.questions,
+    }  # fmt: skip
+
+
+def kept(file: Path, result: dict[str, Any]) -> dict[str, Any]:
+    """What an earlier call wrote, if its device, shape and length are those of `result`; else `result`."""
+    before = json.loads(file.read_text()) if file.exists() else {}
+    return before if all(before.get(k) == v for k, v in result.items() if k != "runs") else result
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 4], help="processes of each run")
+    parser.add_argument("--shape", choices=list(EXPERIMENT), default="llama8b")
+    parser.add_argument("--weights", type=Path, help="folder of the model; llama8b: 16 GB")
+    parser.add_argument("--length", type=int, nargs="+", help="tokens; two: the shortest and the longest")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps of each run")
+    parser.add_argument("--warm-up", type=int, default=4, help="steps before those")
+    parser.add_argument("--trace", type=int, nargs="?", const=8, default=0, metavar="STEPS", help="steps traced, or 8")
+    args = parser.parse_args(argv)
+    if args.shape == "llama8b" and not torch.cuda.is_available():
+        parser.error("--shape llama8b needs a GPU; --shape reference runs on a CPU")
+    if min(args.gpus) < 1 or args.steps < 1 or args.warm_up < 1:
+        parser.error("--gpus, --steps and --warm-up need whole numbers from 1 on")
+    if args.trace and 1 not in args.gpus:
+        parser.error("--trace is of the run of one process: add 1 to --gpus")
+    length = args.length or [LENGTH[args.shape]]
+    out = args.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    timed = args.warm_up + args.steps
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    result = kept(out / "scaling.json", {"device": where, "shape": args.shape, "length": length, "runs": []})
+    with tempfile.TemporaryDirectory(prefix="bench_scaling_") as scratch:
+        model = str(args.weights.resolve()) if args.weights else "reference"
+        if args.shape == "llama8b":
+            folder = (args.weights or Path(scratch) / "weights").resolve()
+            begin = time.perf_counter()
+            make_weights(folder)
+            print(f"weights   {folder}  ({time.perf_counter() - begin:.1f} s)", flush=True)
+            model = str(folder)
+        settings = [
+            f"+experiment={EXPERIMENT[args.shape]}", f"model.name='{model}'", "logger=none", "validation.samples=0",
+            f"data.min_length={length[0]}", f"data.max_length={length[-1]}", "stage2.steps=0",
+        ]  # fmt: skip
+        for gpus in args.gpus:
+            traced = None if gpus > 1 or not args.trace else (timed + SETTLE, args.trace)
+            steps = timed + (SETTLE + args.trace if traced else 0)
+            run = Path(scratch) / f"gpus_{gpus}"
+            log = out / f"gpus_{gpus}.log"
+            seconds = train(run, gpus, log, [*settings, f"stage1.steps={steps}"], traced)
+            training = json.loads((run / "metrics.json").read_text())["seconds"]["training"]
+            row = {**speed(run, gpus, args.warm_up, args.steps), "other_seconds": seconds - training}
+            rows = [r for r in result["runs"] if r["gpus"] != gpus] + [row]
+            fewest = min(rows, key=lambda r: r["gpus"])
+            row["speed_up"] = row["contexts_per_s"] / fewest["contexts_per_s"]
+            result["runs"] = rows
+            print("  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
+            print(*[line for line in log.read_text(errors="replace").splitlines() if "NCCL version" in line][:1])
+            if traced:
+                (out / "trace.json.gz").write_bytes((run / "trace.json.gz").read_bytes())
+                found = json.loads((run / "trace.json").read_text())
+                try:
+                    result["trace"] = {"steps": found["steps"], **idle(out / "trace.json.gz", found["seconds"])}
+                    print(f"idle {result['trace']['idle']:.2%} of {found['seconds']:.2f} s, {found['steps']} steps; "
+                          f"longest gap {result['trace']['gap_ms']:.1f} ms")  # fmt: skip
+                except ValueError as error:  # the runs with more GPUs are still to come
+                    print(error)
+            write_json(out / "scaling.json", result)
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Slurm: batch files, and a real Slurm on one machine for tests."""

@@ -1,0 +1,1 @@
+"""One page for many runs: python -m scripts.dashboard FOLDER."""

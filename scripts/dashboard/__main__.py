@@ -1,0 +1,184 @@
+"""Training and evaluation runs at a glance: one page from their folders, or a saved workspace on Weights & Biases.
+
+python -m scripts.dashboard outputs                        one file, outputs/dashboard.html, without any server
+python -m scripts.dashboard outputs/sweeps/a outputs/eval --out page.html
+python -m scripts.dashboard --wandb ENTITY/PROJECT         pip install 'leank[dashboard]'
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
+
+from eval.report.html import figure, page, title, to_table
+from eval.report.plots import draw
+from eval.report.style import PALETTE, SETTINGS, plain, sheet, svg
+from eval.report.tables import Line, Table, number, overall
+from leank_train.common.files import write_text
+from scripts.dashboard.runs import Points, Training, evaluation_points, evaluations, training_points, trainings
+from scripts.dashboard.wandb_workspace import workspace
+
+MAPS = 12  # masks drawn
+
+
+def training_table(runs: Sequence[Training]) -> Table:
+    """A line a run: what was asked, what came of it."""
+    methods = list(dict.fromkeys(method for run in runs for method in run.recall))
+    head = ["run", "model", "ratio", "pruned", "empty heads", "alpha", "seconds", *(f"recall, {m}" for m in methods)]
+    lines = []
+    for run in runs:
+        found, base = run.metrics, run.recall.get("dense")
+        seconds = number(found["seconds"]["training"])
+        cells = [run.name, Path(run.config.model.name).name, f"{run.config.pruning.ratio:g}",
+                 f"{100 * found['pruning_ratio']:.1f}%", f"{found['empty_heads']} of {found['heads']}",
+                 number(found["alpha_mean"], 3), seconds]  # fmt: skip
+        recall = [run.recall.get(method) for method in methods]
+        shade = [None if base is None or r is None else r - base for r in recall]
+        lines.append(Line([*cells, *(number(r) for r in recall)], [*[None] * len(cells), *shade]))
+    note = (
+        "Seconds: of training alone. Recall: the run's own validation, as deployed; for figures see its metrics.json."
+    )
+    return Table("Masks", head, lines, note)
+
+
+def curves(runs: Sequence[Training]) -> Figure:
+    """Distillation loss of both stages and the mean score, over steps; a line a run."""
+    drawn = sheet(3.4, 10)
+    panels = drawn.subplots(1, 3)
+    wanted = [("stage1", "distillation"), ("stage2", "distillation"), ("stage1", "alpha_mean")]
+    for panel, (stage, key) in zip(panels, wanted, strict=True):
+        for place, run in enumerate(runs):
+            steps = run.steps[stage]
+            colour = PALETTE[place % len(PALETTE)]
+            label = run.name if panel is panels[0] else None
+            panel.plot([s["step"] for s in steps], [s[key] for s in steps], color=colour, linewidth=1.2, label=label)
+        plain(panel).set(title=f"{stage}/{key}", xlabel="step")
+        losses = [s[key] for run in runs for s in run.steps[stage]]
+        if key == "distillation" and losses:
+            panel.set_yscale("log")
+            panel.yaxis.set_major_formatter(LogFormatter())  # the usual one writes mathematics
+            panel.set_ylim(bottom=1e-4 * max(losses))  # the first step, all of alpha at 1, has next to none
+    drawn.legend(loc="outside upper left", ncols=4)
+    return drawn
+
+
+def masks(runs: Sequence[Training]) -> Figure:
+    """Kept channels of every KV head, a map a run."""
+    shown, most = runs[:MAPS], max(run.mask.keep.shape[2] for run in runs[:MAPS])
+    columns = min(4, len(shown))
+    lines = -(-len(shown) // columns)
+    drawn = sheet(0.4 + 2.2 * lines, 10)
+    panels = drawn.subplots(lines, columns, squeeze=False)
+    for panel, run in zip(panels.flat, shown, strict=False):
+        image = panel.pcolormesh(run.mask.channels_per_head.numpy(), vmin=0, vmax=most, cmap="Blues")
+        panel.set(title=run.name, xlabel="KV head", ylabel="layer")
+        panel.invert_yaxis()
+        for axis, count in ((panel.xaxis, run.mask.keep.shape[1]), (panel.yaxis, run.mask.keep.shape[0])):
+            every = -(-count // 8)
+            axis.set_ticks(np.arange(count)[::every] + 0.5, [str(n) for n in range(count)[::every]])
+    for panel in panels.flat[len(shown) :]:
+        panel.set_axis_off()
+    drawn.colorbar(image, ax=panels, label="channels")
+    return drawn
+
+
+def against_ratio(points: Points) -> Figure | None:
+    """Accuracy against pruning ratio, as LeanK's figure 4: means, with bars from the least to the best score."""
+    ratios = {ratio for method, found in points.items() if method != "dense" for ratio in found}
+    if len(ratios) < 2:
+        return None
+    drawn = sheet(4)
+    axes = plain(drawn.add_subplot())
+    colours = iter(PALETTE * len(points))
+    for method, found in points.items():
+        if method == "dense":
+            mean = np.mean([score for scores in found.values() for score in scores])
+            axes.axhline(mean, color=SETTINGS["text.color"], linewidth=1, linestyle="--", label=method)
+            continue
+        x = sorted(found)
+        middle = np.array([np.mean(found[ratio]) for ratio in x])
+        ends = np.array([[min(found[ratio]), max(found[ratio])] for ratio in x]).T
+        bars = np.abs(ends - middle)
+        axes.errorbar(100 * np.array(x), middle, bars, label=method, color=next(colours), marker="o", markersize=4,
+                      capsize=2, elinewidth=0.8, linewidth=1.2)  # fmt: skip
+    axes.set(xlabel="K channels pruned, %", ylabel="score", ylim=(-3, 103))
+    drawn.legend(loc="outside upper left", ncols=4)
+    return drawn
+
+
+def to_page(roots: Sequence[Path], out: Path) -> str:
+    """The page of everything below the folders. Raises ValueError if there is no run."""
+    learned, replayed = trainings(roots), evaluations(roots)
+    if not learned and not replayed:
+        names = ", ".join(map(str, roots))
+        raise ValueError(
+            f"no run in {names}: neither mask.safetensors with metrics.json nor results.jsonl; give others"
+        )
+    parts = ["<h1>Runs</h1>"]
+
+    def add(caption: str, drawn: Figure | None) -> None:
+        if drawn is not None:
+            parts.append(figure(caption, svg(drawn, f"figure-{len(parts)}")))
+
+    with matplotlib.rc_context(SETTINGS):
+        if learned:
+            parts.append(to_table(training_table(learned)))
+            add("Validation recall against pruning ratio; bars: from the least to the best of a ratio's runs",
+                against_ratio(training_points(learned)))  # fmt: skip
+            add("Losses and mean score", curves(learned))
+            more = f" (the first {MAPS} of {len(learned)} runs)" if len(learned) > MAPS else ""
+            add(f"Kept channels of every KV head{more}", masks(learned))
+        together: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
+        for _, summary in replayed:
+            for run in summary["runs"]:
+                together[run["benchmark"], run["model"], run["compress"]].append(run)
+        for runs in together.values():
+            add(f"Accuracy against pruning ratio: {title(runs[0])}", against_ratio(evaluation_points(runs)))
+        for folder, summary in replayed:
+            report = folder / "report.html"
+            for run in summary["runs"]:
+                parts.append(f"<h1>{html.escape(title(run))}</h1><p>{html.escape(str(folder))}</p>")
+                if report.is_file() and report.resolve().is_relative_to(out.resolve().parent):
+                    where = html.escape(quote(report.resolve().relative_to(out.resolve().parent).as_posix()))
+                    parts.append(f'<p><a href="{where}">whole report</a></p>')
+                parts.append(to_table(overall(run)))
+                add("Accuracy against share of the dense cache", draw("accuracy_by_axes", run))
+    return page("Runs", "".join(parts))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="*", type=Path, help="folders to look through, with all below them")
+    parser.add_argument("--out", type=Path, help="the page; default: dashboard.html in the first folder")
+    parser.add_argument("--wandb", metavar="ENTITY/PROJECT", help="save a workspace there instead")
+    given = parser.parse_args(arguments)
+    try:
+        if given.wandb:
+            print(workspace(given.wandb).save().url)
+            return
+        missing = [str(folder) for folder in given.folders if not folder.is_dir()]
+        if missing or not given.folders:
+            raise ValueError(f"no folder {', '.join(missing) or 'given'}; give those of runs, such as outputs")
+        out = given.out or given.folders[0] / "dashboard.html"
+        write_text(out, to_page(given.folders, out))
+        print(out)
+    except ModuleNotFoundError as error:
+        sys.exit(f"dashboard: {error}; pip install 'leank[dashboard]'")
+    except ValueError as error:
+        sys.exit(f"dashboard: {error}")
+
+
+if __name__ == "__main__":
+    main()

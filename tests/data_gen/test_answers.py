@@ -1,0 +1,157 @@
+"""Every question can be answered from the text of its document, and from nothing else there."""
+
+import re
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_gen import haystack
+from data_gen.niah import Niah, join
+from data_gen.passkey import HEADER as PASSKEY_HEADER
+from data_gen.request import Request
+from data_gen.sample import Document
+from data_gen.tasks import RULER_NIAH, TASKS
+from data_gen.tokens import TokenCounter
+from tests.helpers.text_tokenizers import tokenizer
+
+NEEDLE = re.compile(r"One of the special magic (\w+) for (.+?) is: (\S+)\.")
+ASKED = re.compile(r"What (?:is the|are all the) special magic (\w+) for (.+) mentioned")
+
+
+@pytest.fixture(scope="module")
+def counter() -> TokenCounter:
+    return TokenCounter(tokenizer("reference"))
+
+
+def read_needles(document: Document) -> dict[str, list[str]]:
+    """Key -> its values in reading order, from the text alone."""
+    found: dict[str, list[str]] = {}
+    for _, key, value in NEEDLE.findall(document.context):
+        found.setdefault(key, []).append(value)
+    return found
+
+
+def asked_keys(question: str) -> list[str]:
+    match = ASKED.search(question)
+    assert match, question
+    return re.split(r", (?:and )?", match[2])
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "ruler"])
+@pytest.mark.parametrize("questions", [1, 4])
+@pytest.mark.parametrize("name", [*RULER_NIAH, "kv", "multivalue", "multikey", "multiquery"])
+def test_answers_are_all_values_of_the_asked_keys(name, questions, exact, counter):
+    for index in range(3):
+        document = TASKS[name].build(Request(name, 4096, counter, 9, index, questions, exact=exact))
+        needles = read_needles(document)
+        assert len(document.questions) == questions
+        assert len({q.question for q in document.questions}) == questions
+        for q in document.questions:
+            keys = asked_keys(q.question)
+            assert list(q.answers) == [value for key in keys for value in needles[key]]
+            assert q.target == f" {join(list(q.answers))}."
+            assert all(document.context.count(value) == 1 for value in q.answers)
+
+
+@given(
+    st.sampled_from(["noise", "essay", "needle"]), st.integers(1, 5), st.integers(1, 4), st.integers(1, 3),
+    st.integers(1, 3), st.integers(0, 10**6),
+)  # fmt: skip
+@settings(max_examples=30, deadline=None)
+def test_any_niah_can_be_answered(kind, keys, values, queries, questions, seed):
+    task = Niah(kind, num_keys=keys, num_values=values, num_queries=queries)
+    document = task.build(Request("any", 3000, TokenCounter(tokenizer("gpt4")), seed, 0, questions))
+    needles = read_needles(document)
+    for q in document.questions:
+        assert list(q.answers) == [v for key in asked_keys(q.question) for v in needles[key]]
+        assert len(q.answers) == queries * values
+
+
+def test_lines_nobody_asks_for_never_use_an_asked_key(counter, monkeypatch):
+    monkeypatch.setattr(haystack, "words", lambda kind: ("big", "old") if kind == "adjectives" else ("cat", "dog"))
+    document = TASKS["multikey"].build(Request("multikey", 1024, counter, 0, 0, 3))
+    needles = read_needles(document)
+    assert sum(map(len, needles.values())) > 10
+    for q in document.questions:
+        assert list(q.answers) == needles[asked_keys(q.question)[0]]
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "whole units"])
+def test_passkeys(counter, exact):
+    document = TASKS["passkey"].build(Request("passkey", 4096, counter, 9, 0, 20, exact=exact))
+    assert len(document.questions) == 10, "ten passkeys, ten questions at most"
+    assert len({q.question for q in document.questions}) == 10
+    found = dict(re.findall(r"the (\w+) passkey to the vault: (.+?)\.", document.context))
+    assert len(found) == 10
+    for q in document.questions:
+        ordinal = re.search(r"what is the (\w+) passkey", q.question)
+        assert ordinal
+        assert q.answers == (found[ordinal[1]],)
+        assert len(q.answers[0].split(" ")) >= 32  # some nouns are two words
+        assert q.target == f" {found[ordinal[1]]}."
+    body = document.context.removeprefix(PASSKEY_HEADER)
+    first = min(document.context.index(words) for words in found.values())
+    last = max(document.context.index(words) for words in found.values())
+    assert first > 0.02 * len(body)
+    assert last < 0.98 * len(document.context)
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "ruler"])
+@pytest.mark.parametrize("questions", [1, 3])
+def test_variables(counter, questions, exact):
+    document = TASKS["vt"].build(Request("vt", 4096, counter, 9, 0, questions, exact=exact))
+    assert len({q.question for q in document.questions}) == questions
+    text = document.context.rsplit("Memorize and track", 1)[1]
+    values: dict[str, str] = {}
+    for name, value in re.findall(r"VAR ([A-Z]+) = (?:VAR )?(\w+)", text):
+        values[name] = values.get(value, value)  # in reading order: a variable stands before those that take it over
+    for q in document.questions:
+        value = re.search(r"assigned the value (\d+) in", q.question)
+        assert value
+        assert sorted(q.answers) == sorted(name for name, v in values.items() if v == value[1])
+        assert f"{len(q.answers)} variables" in q.answer_prefix
+        assert q.target == " ".join(q.answers)
+    assert document.context.count(document.questions[0].answers[0]) == 2, "the example shares no name"
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "ruler"])
+@pytest.mark.parametrize("length", [1024, 4096])
+def test_common_words(counter, length, exact):
+    document = TASKS["cwe"].build(Request("cwe", length, counter, 9, 0, exact=exact))
+    example, text = re.split(r"the list are: .*\nBelow is", document.context)
+    counts = Counter(re.findall(r"\d+\. (\D+?)(?= \d|$)", text.split("\n")[-1]))
+    common, uncommon = (30, 3) if length >= 4096 else (6, 1)
+    assert {word for word, n in counts.items() if n == common} == set(document.questions[0].answers)
+    assert set(counts.values()) == {common, uncommon}
+    shown = Counter(Counter(re.findall(r"\d+\. (\D+?)(?= \d|$)", example.split("\n")[1])).values())
+    assert shown == ({10: 10, 3: 30} if length >= 4096 else {3: 10, 1: 10})
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "ruler"])
+def test_frequent_words(counter, exact):
+    document = TASKS["fwe"].build(Request("fwe", 4096, counter, 9, 0, exact=exact))
+    counts = Counter(document.context.split("coded words. ")[1].split(" ")).most_common(6)
+    assert counts[0][0] == "..."
+    assert [word for word, _ in counts[1:4]] == list(document.questions[0].answers)
+    assert len({n for _, n in counts[:5]}) == 5, "no ties"
+
+
+def test_unseen_text_is_not_in_the_training_text():
+    train, test = haystack.sentences(None, "train"), haystack.sentences(None, "test")
+    assert len(test) > 1000
+    assert not set(test) & set(train)
+    assert 0.99 * len(haystack.sentences(None, "all")) < len(train) + len(test)
+
+
+def test_essays_come_from_the_asked_split(counter):
+    request = Request("niah_single_2", 2048, counter, 1, 4)
+    for split in ("train", "test"):
+        for exact in (True, False):
+            document = TASKS["niah_single_2"].build(replace(request, split=split, exact=exact))
+            text = NEEDLE.sub("", document.context).split("\n", 1)[1]
+            body = " ".join(text.split())
+            assert len(body) > 1000
+            assert body in " ".join(haystack.sentences(None, split) * 2)

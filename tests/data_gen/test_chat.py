@@ -1,0 +1,55 @@
+"""Prompts through a chat template and without one."""
+
+import pytest
+
+from data_gen.chat import prompt, template, template_tokens
+from data_gen.request import Request
+from data_gen.tasks import TASKS
+from data_gen.tokens import TokenCounter
+from tests.helpers.text_tokenizers import tokenizer
+
+
+def sample(reserve: int = 0):
+    request = Request(
+        "niah_single_1", 512, TokenCounter(tokenizer("sentencepiece")), 0, 0, exact=False, reserve=reserve
+    )
+    return TASKS["niah_single_1"].build(request).samples()[0]
+
+
+def test_a_base_model_reads_plain_text():
+    row = sample()
+    assert prompt(row, tokenizer("reference"), chat=False) == row.context + row.question + row.answer_prefix
+
+
+def test_the_answer_prefix_stands_after_the_assistant_header():
+    row = sample()
+    text = prompt(row, tokenizer("sentencepiece"), chat=True)
+    assert text == f"<s><|user|>\n{row.context}{row.question}<|end|>\n<|assistant|>\n{row.answer_prefix}"
+    turn = [{"role": "user", "content": row.context + row.question}]
+    official = tokenizer("sentencepiece").apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    assert text == official + row.answer_prefix
+
+
+def test_a_prompt_with_its_template_stays_within_the_length():
+    chat = tokenizer("sentencepiece")
+    reserve = template_tokens(chat)
+    assert 0 < reserve < 20
+    row = sample(reserve)
+    ids = chat(prompt(row, chat, chat=True), add_special_tokens=False)["input_ids"]
+    assert len(ids) + row.max_new_tokens <= 512
+
+
+def test_messages():
+    with pytest.raises(ValueError, match=r"has no chat template; set chat=False"):
+        prompt(sample(), tokenizer("reference"), chat=True)
+
+    class Upper:
+        name_or_path = "shouting"
+        chat_template = "x"
+
+        @staticmethod
+        def apply_chat_template(turns, **_):
+            return turns[0]["content"].upper()
+
+    with pytest.raises(ValueError, match=r"tokenizer='shouting'.*does not show"):
+        template(Upper())

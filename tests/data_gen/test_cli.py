@@ -1,0 +1,90 @@
+"""`python -m data_gen` writes JSONL and datasets.Dataset, whole or not at all."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from datasets import load_from_disk
+
+from data_gen.__main__ import main, write
+from data_gen.request import Request
+from data_gen.sample import Sample
+from data_gen.tasks import TASKS
+from data_gen.tokens import TokenCounter
+from tests.helpers.text_tokenizers import tokenizer
+
+
+def run(out: Path, *more: str) -> None:
+    main(["--task", "kv", "--length", "512", "--count", "3", "--questions", "2", "--out", str(out), *more])
+
+
+def expected() -> list[dict]:
+    counter = TokenCounter(tokenizer("reference"))
+    documents = [TASKS["kv"].build(Request("kv", 512, counter, 42, i, 2)) for i in range(3)]
+    return [json.loads(json.dumps(vars(s))) for d in documents for s in d.samples()]
+
+
+def test_jsonl(tmp_path):
+    run(tmp_path / "new" / "kv.jsonl")
+    lines = (tmp_path / "new" / "kv.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == expected()
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["kv.jsonl"]
+
+
+def test_dataset_twice(tmp_path):
+    run(tmp_path / "kv")
+    run(tmp_path / "kv")  # an earlier one is replaced
+    assert load_from_disk(str(tmp_path / "kv")).to_list() == expected()
+    assert [p.name for p in tmp_path.iterdir()] == ["kv"]
+
+
+def test_start_goes_on_where_an_earlier_file_ended(tmp_path):
+    run(tmp_path / "a.jsonl", "--start", "1")
+    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text("utf-8").splitlines()]
+    assert rows[:4] == expected()[2:]
+
+
+@pytest.mark.parametrize("name", ["kv.jsonl", "kv"])
+def test_a_failure_leaves_what_was_there(tmp_path, name):
+    def broken():
+        yield Sample("kv", 0, 0, "context", "question", "prefix", ("a",), "a", 1, 1)
+        raise ValueError("no more")
+
+    run(tmp_path / name)
+    with pytest.raises(ValueError, match="no more"):
+        write(broken(), tmp_path / name)
+    if name == "kv":
+        assert load_from_disk(str(tmp_path / name)).to_list() == expected()
+    else:
+        assert len((tmp_path / name).read_text("utf-8").splitlines()) == 6
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--length", "20"), "length=20 is too short for task 'kv'"),
+        (("--tokenizer", "/no/such/folder"), "tokenizer='/no/such/folder'"),
+        (("--count", "0"), "count=0"),
+        (("--chat",), "has no chat template"),
+        (("--task", "qa_1"), "data=None: no such file; download SQuAD's"),
+    ],
+)
+def test_messages(tmp_path, more, message):
+    with pytest.raises(SystemExit, match=f"data_gen: .*{message}"):
+        run(tmp_path / "kv.jsonl", *more)
+    assert not (tmp_path / "kv.jsonl").exists()
+
+
+def test_other_folders_are_left_alone(tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "keep.txt").write_text("mine")
+    with pytest.raises(SystemExit, match=r"is no datasets.Dataset folder; choose another name"):
+        run(tmp_path / "notes")
+    assert (tmp_path / "notes" / "keep.txt").read_text() == "mine"
+
+
+def test_no_torch_is_imported():
+    code = "import sys, data_gen.tasks, data_gen.chat; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

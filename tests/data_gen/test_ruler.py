@@ -1,0 +1,198 @@
+"""RULER's thirteen tasks: the official text, numbers of needles, and sizes.
+
+The table was derived from one sample a task of the official generator (NVIDIA/RULER c3f5e3b, 4,096 tokens, cl100k):
+hash of the template text, answers, and tokens of the reply.
+"""
+
+import math
+import random
+import re
+from dataclasses import replace
+from functools import lru_cache
+
+import pytest
+
+from data_gen import haystack
+from data_gen.request import Request
+from data_gen.sample import Document
+from data_gen.tasks import RULER, TASKS
+from data_gen.tokens import TokenCounter
+from data_gen.word_counts import zeta
+from tests import DATA
+from tests.helpers.ruler_skeleton import fingerprint, skeleton
+from tests.helpers.text_tokenizers import KINDS, tokenizer
+
+QA = DATA / "qa"
+DATA = {"qa_1": str(QA / "squad_sample.json"), "qa_2": str(QA / "hotpotqa_sample.json")}
+OFFICIAL = {
+    "niah_single_1": ("afb80c2c830655bc", 1, 128),
+    "niah_single_2": ("afb80c2c830655bc", 1, 128),
+    "niah_single_3": ("3381be59fe9d4ecc", 1, 128),
+    "niah_multikey_1": ("afb80c2c830655bc", 1, 128),
+    "niah_multikey_2": ("afb80c2c830655bc", 1, 128),
+    "niah_multikey_3": ("3381be59fe9d4ecc", 1, 128),
+    "niah_multivalue": ("de4367d2e33f010a", 4, 128),
+    "niah_multiquery": ("de4367d2e33f010a", 4, 128),
+    "vt": ("00b868b680f10749", 5, 30),
+    "cwe": ("ceb7ed10c9cc3af0", 10, 120),
+    "fwe": ("b62b8893ac63b186", 3, 50),
+    "qa_1": ("d5a23e3f3210d2a6", 3, 32),
+    "qa_2": ("d5a23e3f3210d2a6", 1, 32),
+}
+NEEDLES = {
+    "niah_single_1": 1, "niah_single_2": 1, "niah_single_3": 1, "niah_multikey_1": 4, "niah_multivalue": 4,
+    "niah_multiquery": 4,
+}  # fmt: skip
+
+
+@lru_cache
+def shared(kind: str) -> TokenCounter:
+    """One counter a tokenizer: it remembers the sizes that were found."""
+    return TokenCounter(tokenizer(kind))
+
+
+@pytest.fixture
+def counter() -> TokenCounter:
+    return shared("gpt4")
+
+
+def ruler(name: str, counter: TokenCounter, length: int = 4096, index: int = 0, **settings) -> Document:
+    request = Request(name, length, counter, 42, index, exact=False, data=DATA.get(name), **settings)
+    return RULER[name].build(request)
+
+
+def prompt_tokens(document: Document, counter: TokenCounter) -> int:
+    q = document.questions[0]
+    return len(counter.tokenizer(document.context + q.question + q.answer_prefix)["input_ids"])
+
+
+@pytest.mark.parametrize("name", OFFICIAL)
+def test_the_text_is_the_official_one(name, counter):
+    assert list(OFFICIAL) == list(RULER)
+    hash_, answers, reply = OFFICIAL[name]
+    for exact in (False, True) if name.startswith("niah") else (False,):
+        document = TASKS[name].build(Request(name, 4096, counter, 42, 0, exact=exact, data=DATA.get(name)))
+        q = document.questions[0]
+        text = document.context + q.question
+        assert fingerprint(name, text, q.answer_prefix) == hash_, skeleton(name, text, q.answer_prefix)
+        assert (len(q.answers), document.max_new_tokens) == (answers, reply)
+
+
+@pytest.mark.parametrize("name", NEEDLES)
+def test_number_of_needles(name, counter):
+    assert ruler(name, counter).context.count("One of the special magic") == NEEDLES[name]
+
+
+@pytest.mark.parametrize(("name", "key"), [("niah_multikey_2", r"\S+-[^:]+"), ("niah_multikey_3", r"[0-9a-f-]{36}")])
+def test_haystacks_that_are_all_needles(name, key, counter):
+    _, *lines = ruler(name, counter).context.split("\n")
+    assert len(lines) > 25
+    assert all(re.fullmatch(rf"One of the special magic \w+ for {key} is: \S+\.", line) for line in lines)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [1024, 4096])
+@pytest.mark.parametrize("name", [n for n in RULER if n not in DATA])
+def test_prompt_and_reply_stay_within_the_length(name, length, kind):
+    counter = shared(kind)
+    for index in range(3):
+        document = ruler(name, counter, length, index)
+        assert document.length == prompt_tokens(document, counter) + document.max_new_tokens <= length
+        assert document.length > 0.4 * length
+
+
+def test_units_are_the_most_that_fit_one_draw(counter):
+    """Binary search against trying every number in turn."""
+    task, draw = RULER["niah_single_1"], Request("niah_single_1", 1500, counter, 42, -1, exact=False)
+    document = ruler("niah_single_1", counter, 1500)
+    units = counter.fits[task, draw]
+    sizes = []
+    for n in range(units + 3):
+        draft = task.draw(draw, n)
+        q = draft.questions[0]
+        sizes.append(counter.count(draft.context + q.question + q.answer_prefix, remember=False) + 128)
+    assert sizes[units] <= 1500 < sizes[units + 1]
+    assert document.context.count(haystack.NOISE_LINE) in (units, units - 5)
+
+
+@pytest.mark.parametrize(("name", "length", "step"), [("niah_single_1", 4096, 25), ("niah_single_1", 2048, 5)])
+def test_a_long_sample_gives_up_a_whole_step(name, length, step, counter):
+    lines = {ruler(name, counter, length, i).context.count(haystack.NOISE_LINE) for i in range(25)}
+    assert max(lines) - min(lines) in (0, step)
+    assert len(lines) == 2
+
+
+def test_an_essay_gives_up_500_words(counter):
+    words = set()
+    for i in range(25):
+        text = ruler("niah_single_2", counter, 4096, i).context.split("afterwards.\n")[1]
+        words.add(len(re.sub(r"(^| )One of the special magic \w+ for [^:]+ is: \S+\.", "", text).split()))
+    assert len(words) == 2
+    assert max(words) - min(words) == 500
+
+
+def test_essays_start_at_their_beginning_and_repeat(counter, tmp_path):
+    (tmp_path / "essay.json").write_text('{"text": "Once upon a time.\\n\\nThere was an old pond. A frog jumped in."}')
+    request = Request("niah_multivalue", 1024, counter, 0, 0, exact=False, essays=str(tmp_path / "essay.json"))
+    text = RULER["niah_multivalue"].build(request).context.split("afterwards.\n")[1]
+    text = re.sub(r"(^| )One of the special magic \w+ for [^:]+ is: \S+\.", "", text).strip()
+    assert text.startswith("Once upon a time. There was an old pond. A frog jumped in. Once upon")
+
+
+def test_needles_stand_between_sentences(counter):
+    for i in range(5):
+        text = ruler("niah_multivalue", counter, 4096, i).context
+        for before in re.findall(r"(.)\s(?=One of the special magic [^:]+: \S+\. )", text):
+            assert before in ".!?\"')]", before
+
+
+def test_variable_tracking(counter):
+    document = ruler("vt", counter)
+    example, text = document.context.split("they are: ")
+    text = text.split("\n\n", 1)[1]
+    assert len(set(re.findall(r"VAR ([A-Z]{3}) ", example))) == 5
+    assert len(set(re.findall(r"VAR ([A-Z]{5}) ", text))) == 5
+    size = counter.count(example + "they are: ", remember=False) + 30
+    assert 500 - 40 < size <= 500 + 10, "the example is a sample of 500 tokens"
+
+
+def test_frequent_words_follow_the_zeta_distribution(counter):
+    document = ruler("fwe", counter)
+    words = document.context.split("coded words. ")[1].split(" ")
+    counts = sorted((words.count(w) for w in set(words)), reverse=True)
+    total = next(n for n in range(len(words), 2 * len(words)) if int(n / zeta(2.0)) == counts[0])
+    for n in range(total, total + 3):
+        expected = [int(n / k**2 / zeta(2.0)) for k in range(1, 81)]
+        if [c for c in expected if c] == counts:
+            break
+    else:
+        pytest.fail(f"{counts} are not the counts of a zeta distribution")
+    assert zeta(2.0) == pytest.approx(math.pi**2 / 6, rel=1e-9)
+    assert zeta(4.0) == pytest.approx(math.pi**4 / 90, rel=1e-9)
+
+
+def test_official_lists_always_have_the_same_order(counter):
+    """The common words of cwe, and the ranks of fwe, stand at the same places in all samples."""
+    for name in ("cwe", "fwe"):
+        task = replace(RULER[name], fixed_order=True)
+        found = set()
+        for index in range(2):
+            draft = task.draw(Request(name, 4096, counter, 42, index, exact=False), 60 if name == "cwe" else 0)
+            words = re.sub(r"\d+\. ", "", draft.context).split("\n")[-1].split("words. ")[-1].split(" ")
+            found.add(tuple(i for i, w in enumerate(words) if w == draft.questions[0].answers[0]))
+        assert len(found) == 1
+    order = list(range(26))
+    random.Random(42).shuffle(order)
+    assert order.index(0) + 1 == 24, "what is known of the official qa_1 at seed 42"
+
+
+def test_a_fit_does_not_depend_on_the_questions_asked_before(counter):
+    used = [ruler("niah_multikey_2", counter, 2048, i) for i in range(3)]
+    fresh = [ruler("niah_multikey_2", TokenCounter(tokenizer("gpt4")), 2048, i) for i in (2, 1, 0)]
+    assert used == fresh[::-1]
+
+
+def test_a_chat_template_takes_its_tokens_from_the_haystack(counter):
+    plain, reserved = (ruler("niah_single_1", counter, 4096, 1, reserve=r) for r in (0, 200))
+    assert prompt_tokens(reserved, counter) + 200 + 128 == reserved.length <= 4096
+    assert len(reserved.context) < len(plain.context)

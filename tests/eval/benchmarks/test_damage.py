@@ -1,0 +1,275 @@
+"""Damaged benchmark files: one line that names file and line, before weights; nothing wrong is let through."""
+
+import csv
+import gzip
+import json
+import subprocess
+import sys
+import zipfile
+from contextlib import contextmanager
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_gen.gsm_infinite import realistic
+from data_gen.gsm_symbolic import symbolic
+from eval.benchmarks import source
+from eval.benchmarks.files import InfiniteBench, LongBench, Math500, Mmlu
+from eval.benchmarks.problems import GsmInfinite
+from eval.inference.models import ModelConfig, load_config
+
+CONFIG = SimpleNamespace(max_position_embeddings=None)
+ALL_OPS = {"ops": None, "samples": None}
+
+QASPER = {"context": "A text.", "input": "Who?", "answers": ["Ada", "Ada L."], "all_classes": None, "length": 3,
+          "dataset": "qasper", "_id": "x1"}  # fmt: skip
+TREC = {**QASPER, "dataset": "trec", "answers": ["Person"], "all_classes": ["Person", "Place"]}
+PASSKEY = {"context": "A text.", "input": "The key?", "answer": ["71432"], "options": [], "id": 0}
+CHOICE = {"context": "A text.", "input": "Who?", "answer": ["Ada"], "options": ["Bo", "Ada", "Cy", "Di"], "id": 0}
+FIND = {"context": "[1, 17]", "input": "The second largest number of the list is:", "answer": [17], "id": 0}
+MATH = {"problem": "What is $2+3$?", "answer": "5", "unique_id": "a/1", "subject": "Algebra", "level": 1}
+SUM = asdict(realistic(2, 2, "crazy_zootopia", "normalforward", 0, 0))
+NAMES = {**asdict(symbolic(2, 0, 0)), "answer_list": list(symbolic(2, 0, 0).answer_list)}
+MMLU = {"split": "test", "subject": "anatomy", "question": "Which?", "choices": ["a", "b", "c", "d"], "answer": "B"}
+
+# benchmark -> how it is built, its file, a valid line, and the fields that it needs
+CASES = {
+    "qasper": (lambda p: LongBench(p, tasks=["qasper"]), "qasper.jsonl", QASPER, ("context", "input", "answers")),
+    "trec": (lambda p: LongBench(p, tasks=["trec"]), "trec.jsonl", TREC,
+             ("context", "input", "answers", "all_classes")),
+    "passkey": (lambda p: InfiniteBench(p, tasks=["passkey"]), "passkey.jsonl", PASSKEY,
+                ("context", "input", "answer")),
+    "choice": (lambda p: InfiniteBench(p, tasks=["longbook_choice_eng"]), "longbook_choice_eng.jsonl", CHOICE,
+               ("context", "input", "answer", "options")),
+    "math_find": (lambda p: InfiniteBench(p, tasks=["math_find"]), "math_find.jsonl", FIND,
+                  ("context", "input", "answer")),
+    "math500": (Math500, "test.jsonl", MATH, ("problem", "answer")),
+    "gsm": (lambda p: GsmInfinite(f"{p}/gsm.jsonl", **ALL_OPS), "gsm.jsonl", SUM,
+            ("problem", "question", "template", "mode", "op", "answer")),
+    "symbolic": (lambda p: GsmInfinite(f"{p}/gsm.jsonl", **ALL_OPS), "gsm.jsonl", NAMES,
+                 ("problem", "question", "op", "answer_list")),
+    "mmlu": (lambda p: Mmlu(p, tasks=["anatomy"], shots=0), "mmlu.jsonl", MMLU,
+             ("split", "subject", "question", "choices", "answer")),
+}  # fmt: skip
+WRONG = ["", "  \n", [], {}, [None], [""], [[]], ["a", 5], {"a": 1}, True, 1.5, -1, None, "mat", 10**40, [["Ada"]]]
+# what is right although it stands here: one answer of math_find or MATH is any number or text, a text may be "mat"
+RIGHT = {
+    ("math500", "answer"): ["mat"],
+    ("math_find", "answer"): [1.5, -1, 10**40],
+    ("gsm", "op"): [10**40],
+    ("symbolic", "op"): [10**40],
+    ("mmlu", "subject"): ["mat"],  # another subject's line
+}
+PROSE = {"context", "problem", "question"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_config(ModelConfig())[1]
+
+
+def write(file, rows):
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@contextmanager
+def refused(file, number):
+    """The body raises one line that names the file and the line, and says what to do."""
+    with pytest.raises(ValueError, match="line") as caught:
+        yield caught
+    message = str(caught.value)
+    assert message.startswith(f"{file}, line {number}: ")
+    assert "; " in message
+    assert "\n" not in message
+    assert len(message) < 600 + len(str(file))
+
+
+def check(name, folder, tokenizer):
+    benchmark = CASES[name][0](str(folder))
+    benchmark.check(CONFIG, tokenizer, 0, 8)
+    return benchmark
+
+
+def second(row):
+    """A second sample beside it."""
+    text = next(name for name in ("context", "problem", "question") if name in row)
+    names = {name: f"{row[name]}2" for name in ("_id", "id", "unique_id") if name in row}
+    return {**row, **names, text: f"{row[text]} "}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_valid_file_passes(name, tmp_path, tokenizer):
+    _, file, row, _ = CASES[name]
+    write(tmp_path / file, [row, second(row)])
+    (cell,) = check(name, tmp_path, tokenizer).cells()
+    assert len(cell.samples) == 2
+
+
+@settings(max_examples=250)
+@given(data=st.data())
+def test_one_damaged_field_is_named(data, tmp_path_factory, tokenizer):
+    """A needed field that is missing or holds something else, in a line between two good ones."""
+    name = data.draw(st.sampled_from(sorted(CASES)))
+    _, file, row, needed = CASES[name]
+    spoilt = data.draw(st.sampled_from(needed))
+    right = [*RIGHT.get((name, spoilt), []), *(["mat"] if spoilt in PROSE or spoilt == "input" else [])]
+    damage = data.draw(st.sampled_from(["gone", *(w for w in WRONG if w not in right)]))
+    if name == "math_find" and damage == [] and spoilt == "answer":
+        damage = ["17"]
+    damaged = {k: v for k, v in row.items() if k != spoilt} if damage == "gone" else {**row, spoilt: damage}
+    if spoilt == "answer":
+        damaged.pop("solution", None)
+    folder = tmp_path_factory.mktemp("damage")
+    write(folder / file, [row, damaged, second(row)])
+    with refused(folder / file, 2):
+        check(name, folder, tokenizer)
+
+
+@settings(max_examples=150)
+@given(cut=st.data())
+def test_a_file_cut_or_spoilt_anywhere_loses_no_line_in_silence(cut, tmp_path_factory, tokenizer):
+    """Either all lines are read as they were, or the file is refused in one line that names it."""
+    folder = tmp_path_factory.mktemp("cut")
+    file = folder / "qasper.jsonl.gz"
+    whole = gzip.compress("".join(json.dumps({**QASPER, "_id": str(i)}) + "\n" for i in range(20)).encode(), mtime=0)
+    at = cut.draw(st.integers(1, len(whole) - 1))
+    spoilt = whole[:at] if cut.draw(st.booleans()) else whole[:at] + bytes([whole[at] ^ 0x5A]) + whole[at + 1 :]
+    file.write_bytes(spoilt)
+    try:
+        (cell,) = check("qasper", folder, tokenizer).cells()
+        outcome = f"{len(cell.samples)} lines"
+    except ValueError as error:
+        outcome = str(error)
+    assert outcome == "20 lines" or outcome.startswith(f"{file}, line ")
+    assert "\n" not in outcome
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"[" * 100_000, "it is nested too deeply"),
+        (b'{"a":' * 100_000, "it is nested too deeply"),
+        (b'{"context": "\xff"}', "byte 14 is not UTF-8"),
+        (b'["context"]', "it is a JSON list, no object"),
+        (b"null", "it is a JSON NoneType, no object"),
+        (b'{"context": "x", "context": "y"}', "the name 'context' occurs twice"),
+        (b'{"context": NaN}', "NaN is no JSON number"),
+        (b'{"context": "\\ud800"}', "it holds half a character"),
+        (b'{"context": ', "it is no JSON (Expecting value at character"),
+    ],
+)
+def test_what_is_no_line_is_named(line, said, tmp_path, tokenizer):
+    for name in ("qasper", "gsm"):
+        file, row = tmp_path / CASES[name][1], CASES[name][2]
+        file.write_bytes(json.dumps(row).encode() + b"\n\n" + line + b"\n")
+        with refused(file, 3) as caught:
+            check(name, tmp_path, tokenizer)
+        assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["qasper", "passkey", "math500", "gsm"])
+def test_a_sample_that_stands_twice_is_named(name, tmp_path, tokenizer):
+    _, file, row, _ = CASES[name]
+    write(tmp_path / file, [row, second(row), row])
+    with refused(tmp_path / file, 3) as caught:
+        check(name, tmp_path, tokenizer)
+    assert "as in line 1" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["qasper", "gsm", "math500"])
+def test_lines_end_at_newlines_alone(name, tmp_path, tokenizer):
+    """JSON may hold U+2028 and its kin; a line may end in CR LF, a file begin with a byte order mark."""
+    _, file, row, _ = CASES[name]
+    text = "context" if "context" in row else "problem"
+    row = {**row, text: "one\u2028two\u2029three\x85four"}
+    (tmp_path / file).write_bytes(b"\xef\xbb\xbf" + json.dumps(row, ensure_ascii=False).encode() + b"\r\n")
+    benchmark = check(name, tmp_path, tokenizer)
+    (cell,) = benchmark.cells()
+    assert row[text] in benchmark.row(cell, cell.samples[0], tokenizer, 0).prompt
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("qasper", {"dataset": "trec"}, "which is not the task 'qasper'"),
+        ("trec", {"answers": ["Animal"]}, 'one must be among "all_classes"'),
+        ("passkey", {"answer": [71432]}, "it must be the digits as a text"),
+        ("choice", {"options": ["Ada", "Ada", "Cy", "Di"]}, "holds the answer 'Ada' more than once"),
+        ("choice", {"answer": ["Ada", "C"]}, "the right option, or that with its letter"),
+        ("choice", {"answer": ["Ada", ""]}, "not blank"),
+        ("mmlu", {"choices": ["a"]}, "a list of four texts"),
+        ("mmlu", {"choices": ["a", "b", "c", "d", "e"]}, "a list of four texts"),
+        ("mmlu", {"answer": 4}, "a letter A-D or a number 0-3"),
+        ("mmlu", {"answer": True}, "a letter A-D or a number 0-3"),
+        ("mmlu", {"split": "tset"}, "\"split\" is 'tset'; it must be one of dev, test"),
+        ("gsm", {"answer": SUM["answer"] + 1, "solution": f"Answer: {SUM['answer']}."}, "states"),
+        ("gsm", {"answer": None}, '"answer" and "solution" are missing'),
+        ("symbolic", {"answer_list": []}, "a list of names such as V12"),
+    ],
+)
+def test_fields_that_do_not_agree_are_named(name, change, said, tmp_path, tokenizer):
+    _, file, row, _ = CASES[name]
+    write(tmp_path / file, [{**{k: v for k, v in row.items() if k != "solution"}, **change}])
+    with refused(tmp_path / file, 1) as caught:
+        check(name, tmp_path, tokenizer)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (["Which?", "a", "B"], "it has 3 fields"),
+        (["Which?", "a", "b", "c", "d", "e", "B"], "it has 7 fields"),
+        (["question", "A", "B", "C", "D", "answer"], "\"answer\" is 'answer'; it must be a letter"),
+        (["Which?", "a", "", "c", "d", "B"], '"choices" is'),
+    ],
+)
+def test_csv_lines_of_mmlu(fields, said, tmp_path, tokenizer):
+    for split in ("dev", "test"):
+        (tmp_path / split).mkdir()
+        with (tmp_path / split / f"anatomy_{split}.csv").open("w", newline="") as table:
+            csv.writer(table).writerows([["Is it\nso?", "a", "b", "c", "d", "A"], fields if split == "test" else []])
+    with refused(tmp_path / "test" / "anatomy_test.csv", 3) as caught:
+        check("mmlu", tmp_path, tokenizer)
+    assert said in str(caught.value)
+    (tmp_path / "test" / "anatomy_test.csv").write_text('Which?,a,b,c,d,A\n"Which?,a,b,c,d,A\n')
+    with refused(tmp_path / "test" / "anatomy_test.csv", 2) as caught:
+        check("mmlu", tmp_path, tokenizer)
+    assert "it is no CSV" in str(caught.value)
+
+
+def test_a_damaged_zip_is_named(tmp_path):
+    file = tmp_path / "data.zip"
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("data/qasper.jsonl", (json.dumps(QASPER) + "\n") * 50)
+    whole = bytearray(file.read_bytes())
+    whole[60:70] = bytes(10)
+    file.write_bytes(whole)
+    with pytest.raises(ValueError, match=rf"^{file}/data/qasper\.jsonl, line \d+: the file breaks off here .*; copy"):
+        list(source.read("LongBench qasper", "qasper", file, source.Hub("a", "data.zip")))
+    file.write_bytes(b"PK")
+    with pytest.raises(ValueError, match=f"^{file} cannot be read: .*; copy it again"):
+        list(source.read("LongBench qasper", "qasper", file, source.Hub("a", "data.zip")))
+
+
+def test_one_file_is_no_file_of_several_tasks(tmp_path, tokenizer):
+    write(tmp_path / "qasper.jsonl", [QASPER])
+    with pytest.raises(ValueError, match=r"is the file of one task, and 2 are to be run; name its task"):
+        LongBench(str(tmp_path / "qasper.jsonl"), tasks=["qasper", "hotpotqa"]).check(CONFIG, tokenizer, 0)
+
+
+def test_the_command_line_ends_with_one_line_and_status_1(tmp_path):
+    """No traceback, before any weights are loaded."""
+    (tmp_path / "qasper.jsonl").write_text(json.dumps({**QASPER, "answers": "mat"}) + "\n")
+    given = ["method=[dense]", "benchmark=longbench", "benchmark.tasks=[qasper]", f"benchmark.path={tmp_path}"]
+    command = [sys.executable, "-m", "eval", *given, f"hydra.run.dir={tmp_path}/run"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    said = (
+        f"eval: {tmp_path}/qasper.jsonl, line 1: \"answers\" is 'mat'; it must be a list of texts that are not blank; "
+    )
+    assert done.returncode == 1
+    assert [line for line in done.stderr.splitlines() if line.startswith("eval: ")] == [f"{said}{source.OWN}"]
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,291 @@
+"""Packed middles (KIVI): what a cell holds, what a segment of cells holds, and generation over it, against an oracle
+that shares no code with eval.cache."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from transformers import Cache
+
+from eval.cache import Sizes, bytes_per_row, compressed_cache
+from eval.cache.hook import ATTENTION
+from eval.cache.memory import measure_store
+from eval.cache.storage.channels import KeptChannels
+from eval.cache.storage.middle import Middle
+from eval.cache.storage.quantised import Packing
+from eval.cache.storage.store import Store
+from eval.inference.prefill import prefill
+from eval.methods import method
+from eval.methods.base import Method
+from eval.methods.bits.kivi import KIVI
+from eval.methods.channels.leank import LeanK
+from leank_train.mask import ChannelMask
+from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, OracleLayer, left_padded, random_keep, run, tiny_model
+
+SEEDS = st.integers(0, 2**20)
+BITS = st.sampled_from([2, 4])
+DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16])
+
+
+def fake_quantise(x, bits):
+    """x [..., n], groups, every number replaced by the nearest of 2^bits levels from the group's least to its largest
+    number; of two that are as near the even one."""
+    low, high, wide = x.amin(-1), x.amax(-1), torch.promote_types(x.dtype, torch.float32)
+    scale = ((high.to(wide) - low.to(wide)) / (2**bits - 1)).to(x.dtype)
+    number = torch.arange(2**bits)
+    level = low.double()[..., None] + scale.double()[..., None] * number  # [..., levels]
+    distance = (x.double()[..., None] - level[..., None, :]).abs()
+    nearest = distance == distance.amin(-1, keepdim=True)
+    nearest = torch.where(nearest, number % 2, 2).argmin(-1)
+    return (nearest * scale.to(wide)[..., None] + low.to(wide)[..., None]).to(x.dtype)
+
+
+def fake_quantise_middle(k, v, bits, group):
+    """k, v [n, D] tokens that enter the middle together: K per channel along tokens, V per token along channels."""
+    v = torch.cat([fake_quantise(x, bits) for x in v.split(group, 1)], 1)
+    return torch.cat([fake_quantise(x.T, bits).T for x in k.split(group)]) if len(k) else k, v
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(BITS, st.sampled_from([8, 16, 32, 64]), DTYPES, st.floats(-8, 8), st.floats(-6, 3), SEEDS)
+def test_a_number_comes_back_within_half_a_step(bits, group, dtype, offset, magnitude, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = (torch.randn(5, group, generator=generator, dtype=torch.float64) * 10**magnitude + offset).to(dtype)
+    packing = Packing(bits, group)
+    cells = packing.pack(x)
+    assert cells.shape == (5, group * bits // 8 + 2 * dtype.itemsize)
+    back = packing.unpack(cells, dtype).double()
+    step = (x.double().amax(-1) - x.double().amin(-1)) / (2**bits - 1)
+    info = torch.finfo(dtype)
+    # the scale is rounded too: at the far end that adds up to half an ulp of it for every level
+    rounded = step * 2**bits * info.eps + x.double().abs().amax(-1) * info.eps + 2**bits * info.smallest_normal
+    assert ((back - x.double()).abs() <= (step / 2 + rounded)[:, None]).all()
+    nearest = (fake_quantise(x, bits).double() - x.double()).abs()
+    assert ((back - x.double()).abs() <= nearest + rounded[:, None]).all()
+
+
+@given(BITS, DTYPES, st.floats(-1e4, 1e4))
+def test_a_constant_group_comes_back_exactly(bits, dtype, value):
+    x = torch.full((3, 32), value).to(dtype)
+    assert torch.equal(Packing(bits, 32).unpack(Packing(bits, 32).pack(x), dtype), x)
+
+
+def test_the_ends_of_a_group_and_the_order_of_codes():
+    x = torch.tensor([0.0, 1, 2, 3, 3, 2, 1, 0])
+    cells = Packing(2, 8).pack(x)
+    assert cells[:2].tolist() == [0b11100100, 0b00011011]
+    assert cells[2:].clone().view(torch.float32).tolist() == [1, 0]
+    assert Packing(4, 8).pack(5 * x)[:4].tolist() == [0x50, 0xFA, 0xAF, 0x05]
+
+
+def random_tables(seed, batch, heads, dim):
+    """A KeptChannels table with empty heads among it, and its mask [B, H, D]."""
+    generator = torch.Generator().manual_seed(seed)
+    keep = torch.rand(batch, heads, dim, generator=generator) < torch.rand(batch, heads, 1, generator=generator) * 1.3
+    keep &= torch.rand(batch, heads, 1, generator=generator) > 0.25
+    return KeptChannels.of(keep, torch.empty(batch, heads, 0, dim)), keep
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    BITS,
+    st.sampled_from([4, 8, 16]),
+    st.lists(st.integers(0, 6), min_size=1, max_size=4),  # whole groups appended, one after the other
+    st.lists(st.integers(0, 150), min_size=6, max_size=6),  # tokens that each head takes last
+    SEEDS,
+)
+def test_a_segment_holds_the_quantised_tokens_of_every_head(bits, group, appends, last, seed):
+    """Ragged heads, empty heads, part of the rows at a time, room that grows; then a short last group."""
+    batch, heads, dim = 2, 3, 16
+    (channels, keep), generator = random_tables(seed, batch, heads, dim), torch.Generator().manual_seed(seed)
+    segment = Packing(bits, group).segment(channels, np.full((batch, heads), 64), dim, torch.float64)
+    want = {(b, h): [(torch.empty(0, dim).double(),) * 2] for b in range(batch) for h in range(heads)}
+    for i, (groups, ragged) in enumerate([(g, None) for g in appends] + [(0, np.array(last).reshape(batch, heads))]):
+        rows = np.array([[0, 1], [1], [0]][i % 3] if ragged is None else [0, 1])
+        tokens = groups * group if ragged is None else max(last)
+        k, v = torch.randn(2, len(rows), heads, tokens, dim, generator=generator, dtype=torch.float64)
+        segment = segment.grown(segment.capacity + tokens * (segment.capacity > 0))
+        segment.append(rows, k, v, None if ragged is None else ragged[rows])
+        for r, b in enumerate(rows):
+            for h in range(heads):
+                n = tokens if ragged is None else ragged[b, h]
+                want[b, h].append(fake_quantise_middle(k[r, h, :n], v[r, h, :n], bits, group))
+    segment = segment.select(torch.tensor([1, 0]), channels.select(torch.tensor([1, 0])), None)
+    k_bytes = v_bytes = 0
+    for (b, h), pieces in want.items():
+        k, v = (torch.cat(x) for x in zip(*pieces, strict=True))
+        got_k, got_v = segment.read(1 - b, h)
+        if keep[b, h].any():
+            assert torch.equal(got_k, k[:, keep[b, h]])
+            assert torch.equal(got_v, v)
+            count, cell = int(keep[b, h].sum()), group * bits // 8 + 2 * 8
+            k_bytes += -(-len(k) // group) * count * cell
+            v_bytes += len(k) * (dim // group) * cell
+        else:
+            assert len(got_k) == len(got_v) == 0
+    assert segment.held() == (k_bytes, v_bytes)
+
+
+def test_tokens_follow_whole_groups():
+    channels, _ = random_tables(3, 1, 2, 16)
+    segment = Packing(2, 8).segment(channels, np.full((1, 2), 64), 16, torch.float32)
+    x = torch.randn(1, 2, 12, 16)
+    segment.append(np.array([0]), x, x)
+    with pytest.raises(ValueError, match="whole groups of 8; set flush to a multiple"):
+        segment.append(np.array([0]), x, x)
+
+
+class QuantisedOracle(OracleLayer):
+    """An OracleLayer whose tokens are rounded where they lie, dense, when they enter the middle."""
+
+    def __init__(self, keep, sizes, bits, group):
+        super().__init__(keep, *sizes)
+        self.bits, self.group = bits, group
+
+    def attend(self, q, mask, scaling):
+        batch, length = len(q), self.keys.shape[2]
+        real = torch.ones(batch, length, dtype=torch.bool) if mask is None else mask[:, :length].bool()
+        before = [self.sink] * batch if self.left is None else list(self.left)
+        out = super().attend(q, mask, scaling)
+        for b, first in enumerate(before if self.left is not None else []):
+            moved = real[b].nonzero()[first : self.left[b], 0]
+            for h in range(len(self.keep)):
+                k, v = self.keys[b, h, moved], self.values[b, h, moved]
+                k, v = fake_quantise_middle(k, v, self.bits, self.group)
+                self.keys[b, h, moved], self.values[b, h, moved] = k, v
+        return out
+
+
+def quantised(model, keep, sizes, bits, group):
+    middles = [Middle(channels=k, bits=Packing(bits, group)) for k in keep]
+    return compressed_cache(model, middles, *sizes, backend="torch")
+
+
+def quantised_oracle(keep, sizes, bits, group):
+    return Cache(layers=[QuantisedOracle(k, sizes, bits, group) for k in keep])
+
+
+def compare(got, want):
+    assert torch.equal(got[0], want[0])
+    torch.testing.assert_close(got[1], want[1], rtol=1e-8, atol=1e-8)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(["llama", "qwen3"]),
+    st.lists(st.integers(1, 45), min_size=1, max_size=3),
+    st.tuples(st.integers(0, 5), st.integers(1, 12), st.integers(1, 2)),
+    BITS,
+    st.sampled_from([4, 8]),
+    st.integers(1, 25),
+    SEEDS,
+)
+@example("llama", [40, 21], (4, 8, 1), 2, 4, 25, 0)
+def test_generate_is_that_of_a_dense_cache_with_a_rounded_middle(family, lengths, sizes, bits, group, new_tokens, seed):
+    model, keep = tiny_model(family), random_keep(seed)
+    sizes = (*sizes[:2], sizes[2] * group)
+    ids, mask = left_padded(lengths, seed)
+    want = run(model, quantised_oracle(keep, sizes, bits, group), ids, mask, new_tokens, "oracle")
+    compare(run(model, quantised(model, keep, sizes, bits, group), ids, mask, new_tokens, ATTENTION), want)
+
+
+def test_the_oracle_can_tell_two_bits_from_four_and_from_none():
+    model, keep = tiny_model("llama"), random_keep(3, empty=0)
+    ids, mask = left_padded([40], 3)
+    logits = [
+        run(model, cache, ids, mask, 2, "oracle")[1][1]
+        for cache in (
+            *(quantised_oracle(keep, (2, 4, 8), bits, 8) for bits in (2, 4)),
+            Cache(layers=[OracleLayer(k, 2, 4, 8) for k in keep]),
+        )
+    ]
+    assert (logits[0] - logits[2]).norm() > 2 * (logits[1] - logits[2]).norm() > 0
+
+
+def test_second_turn_rows_selected_and_tokens_taken_back():
+    """A second prompt over the quantised first one, then a batch of other rows, then tokens that come twice."""
+    model, keep, sizes = tiny_model("llama"), random_keep(4, empty=0), (2, 6, 8)
+    ids, mask = left_padded([40, 21], 4)
+    more, more_mask = left_padded([13, 18], 5)
+    results = []
+    for attention in ("oracle", ATTENTION):
+        cache = quantised_oracle(keep, sizes, 2, 8) if attention == "oracle" else quantised(model, keep, sizes, 2, 8)
+        turn = run(model, cache, ids, mask, 6, attention)[0]
+        full = torch.cat([turn, more], 1)
+        full_mask = torch.cat([mask, torch.ones(2, 6, dtype=mask.dtype), more_mask], 1)
+        results.append(run(model, cache, full, full_mask, 9, attention))
+    compare(results[1], results[0])
+
+    one, other = (quantised(model, keep, sizes, 2, 8) for _ in range(2))
+    rows, new = torch.tensor([1, 0, 1]), torch.randint(2, 80, (2, 12))
+    with torch.no_grad():
+        for cache in (one, other):
+            model(ids, attention_mask=mask, past_key_values=cache)
+            for t in range(9):
+                model(new[:, t : t + 1], past_key_values=cache)
+        other.batch_select_indices(rows)
+        other.crop(-1)
+        model(new[rows, 8:9], past_key_values=other)
+        for t in range(9, 12):
+            want = model(new[:, t : t + 1], past_key_values=one).logits
+            got = model(new[rows, t : t + 1], past_key_values=other).logits
+            torch.testing.assert_close(got, want[rows])
+    assert one.compressed[0].store.tail.length.max() == 8
+
+
+@pytest.mark.parametrize("channels", [None, LeanK(ChannelMask(random_keep(6)))])
+def test_as_a_method_alone_and_over_channels(channels):
+    """Built from a shared dense pass, it decodes as generate() does, and memory() counts cells."""
+    model, sizes = tiny_model("llama", torch.float32), {"sink": 2, "window": 6, "flush": 8}
+    made = Method("kivi", channels, bits=KIVI(4, 8), **sizes)
+    keep = torch.ones(LAYERS, HEADS, DIM, dtype=torch.bool) if channels is None else random_keep(6)
+    ids, _ = left_padded([300, 300], 7)
+    cache = made.cache(model, prefill(model, ids, None, 8))
+    memory, held = cache.memory(), 300 - 2 - 6
+    cell = 8 * 4 // 8 + 2 * 4  # bytes of 8 numbers
+    assert memory.middle_k == 2 * -(-held // 8) * int(keep.sum()) * cell
+    assert memory.middle_v == 2 * held * int(keep.any(-1).sum()) * DIM // 8 * cell
+    tensors = [t.untyped_storage() for layer in cache.compressed for t in layer.store.tensors().values()]
+    assert memory.total == sum({t.data_ptr(): t.nbytes() for t in tensors}.values())
+    projected = bytes_per_row(keep, 300, torch.float32, Sizes(**sizes), Packing(4, 8))
+    assert memory.total - memory.tables == 2 * projected
+    whole = torch.cat([ids, torch.randint(2, 80, (2, 1))], 1)
+    other = quantised(model, keep, tuple(sizes.values()), 4, 8)
+    with torch.no_grad():
+        model(whole[:, :-1], past_key_values=other)
+        torch.testing.assert_close(*(model(whole[:, -1:], past_key_values=c).logits for c in (cache, other)))
+
+
+@pytest.mark.parametrize(("group", "at_32k", "limit"), [(32, 7.28, 9.45), (64, 8.32, 11.34)])
+def test_bytes_held_with_a_mask_of_the_shape_that_was_published(group, at_32k, limit):
+    """LeanK's Llama mask keeps 0, 32, 64 and 96 channels in 47, 120, 67 and 22 of 256 heads. With 2 bits, sink and
+    window in 16, a dense bf16 cache of 32K tokens is 7.28 times as large; without them 9.45 times."""
+    counts = torch.tensor([0] * 47 + [32] * 120 + [64] * 67 + [96] * 22)
+    counts = counts[torch.randperm(256, generator=torch.Generator().manual_seed(0))].view(32, 8)
+    keep, packing, sizes = torch.arange(128) < counts[..., None], Packing(2, group), Sizes(128, 1024, 64)
+    numbers = int(keep.sum()) + 128 * int(keep.any(-1).sum())  # of K and V, a token
+    dense = 2 * 2 * 32 * 8 * 128
+    assert dense / (numbers * (2 + 32 / group) / 8) == pytest.approx(limit, abs=0.01)
+    formula = 1152 * dense + (32768 - 1152) * numbers * (2 + 32 / group) / 8
+    assert 32768 * dense / formula == pytest.approx(at_32k, abs=0.01)
+    assert bytes_per_row(keep, 32768, sizes=sizes, bits=packing) == pytest.approx(formula, rel=0.02)
+
+    k, v = torch.randn(2, 1, 8, 4096, 128, dtype=torch.bfloat16)  # the projection itself is what one layer holds
+    store = Store(k, v, None, Middle(keep[0], bits=packing), sizes)
+    memory = measure_store(store)
+    assert memory.total - memory.tables == bytes_per_row(keep[:1], 4096, sizes=sizes, bits=packing)
+    assert memory.tables < 0.02 * memory.total
+
+
+def test_bad_input_is_named():
+    with pytest.raises(ValueError, match="bits=3 must be 2 or 4"):
+        Packing(3)
+    with pytest.raises(ValueError, match="group=48 must divide 64"):
+        Packing(2, 48)
+    with pytest.raises(ValueError, match="group=2 must divide 64 and be at least 4"):
+        Packing(2, 2)
+    with pytest.raises(ValueError, match="group=32 does not divide head_dim=8"):
+        KIVI().check(tiny_model("llama").config, None)
+    with pytest.raises(ValueError, match=r"method.kivi: flush=32 must be a multiple of group=64.* set flush to 64"):
+        method("kivi", {"bits": {"name": "kivi", "group": 64}})

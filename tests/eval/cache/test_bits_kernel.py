@@ -1,0 +1,117 @@
+"""The decode kernel over a packed middle against its float64 reference: in Triton's interpreter on a CPU, on the device
+with `-m gpu`."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.eval.cache.test_kernel import DEVICE, ON_GPU, error, interpreter_takes_numpys_scalars, make_store  # noqa: F401
+
+from eval.cache.attention.launch import Config, Kernel  # isort: skip  (needs Triton, which the line above asks for)
+from eval.cache.storage.quantised import Packing
+from eval.cache.storage.store import Sizes
+
+
+@pytest.fixture
+def poisoned_cells(monkeypatch):
+    """New uint8 tensors are filled with ones, which as scale and zero point are NaN."""
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(255) if tensor.dtype == torch.uint8 else tensor
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def check_decoding(counts, dim, group, lengths, sizes, dtype, packing, queries, steps, config, programs, seed=0):
+    """Append and attend a few times, past moves out of the window, comparing every step."""
+    store, kernel = make_store(counts, dim, lengths, sizes, dtype, seed, packing), Kernel(config, programs)
+    generator = torch.Generator().manual_seed(seed + 1)
+    for _ in range(steps):
+        k, v = torch.randn(2, len(lengths), len(counts), queries, dim, generator=generator).to(DEVICE, dtype)
+        q = torch.randn(len(lengths), queries, len(counts) * group, dim, generator=generator).to(DEVICE, dtype)
+        position = store.append(k, v, write=kernel.write)
+        assert error(kernel, store, q.transpose(1, 2), position) < (5e-3 if dtype == torch.bfloat16 else 1e-3)
+        store.flush()
+    return store
+
+
+@pytest.mark.usefixtures("poisoned_cells")
+@pytest.mark.skipif(ON_GPU, reason="the same on the device below")
+@pytest.mark.parametrize(
+    ("counts", "dim", "group", "queries", "tile", "packing"),
+    [
+        ([0, 32], 64, 2, 1, 64, Packing(2, 32)),
+        ([17, 64], 64, 4, 3, 64, Packing(4, 16)),
+        ([77, 96, 0], 128, 4, 1, 128, Packing(2, 64)),
+        ([128, 2], 128, 7, 1, 64, Packing(4, 32)),
+        ([33, 127], 128, 8, 5, 64, Packing(2, 32)),  # two chunks of query tokens
+    ],
+)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_interpreted(counts, dim, group, queries, tile, packing):
+    sizes, config = Sizes(10, 64, packing.group), Config(tile)
+    store = check_decoding(
+        counts, dim, group, [300, 170], sizes, torch.float16, packing, queries, 2, config, programs=5
+    )
+    assert store.prompt.length.max() == 226
+
+
+@pytest.mark.usefixtures("poisoned_cells")
+@pytest.mark.skipif(ON_GPU, reason="the same on the device below")
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(
+    st.lists(st.integers(0, 64), min_size=1, max_size=3),
+    st.integers(1, 8),
+    st.lists(st.integers(1, 200), min_size=1, max_size=2),
+    st.tuples(st.integers(0, 70), st.integers(1, 80)),
+    st.sampled_from([2, 4]),
+    st.sampled_from([16, 32, 64]),
+    st.integers(1, 2),
+    st.integers(1, 9),
+    st.integers(0, 99),
+)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_interpreted_on_random_shapes(counts, group, lengths, ends, bits, cell, queries, programs, seed):
+    sizes = Sizes(*ends, cell)
+    lengths = [max(n, sizes.sink) for n in lengths]  # shorter rows are written by Store.append, as on a CPU
+    check_decoding(
+        counts, 64, group, lengths, sizes, torch.float16, Packing(bits, cell), queries, 2, Config(), programs, seed
+    )
+
+
+@pytest.mark.usefixtures("poisoned_cells")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_tokens_that_left_the_window_are_read_from_half_filled_pages():
+    """Groups of 32 join one after the other: a page of 64 tokens is half full at times."""
+    dtype = torch.bfloat16 if ON_GPU else torch.float16
+    store = make_store([40, 0], 64, [40, 90], Sizes(4, 16, 32), dtype, bits=Packing(2, 32))
+    kernel, lengths = Kernel(programs=4), set()
+    for _ in range(3):
+        k, v = torch.randn(2, 2, 2, 32, 64).to(DEVICE, dtype)
+        position = store.append(k, v, write=kernel.write)
+        store.flush()
+        assert error(kernel, store, torch.randn(2, 6, 1, 64).to(DEVICE, dtype), position[:, -1:]) < 5e-3
+        lengths.add(int(store.tail.length[0, 0]) % 64)
+    assert lengths == {0, 32}
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_cells")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("packing", [Packing(2, 32), Packing(4, 32), Packing(2, 64), Packing(4, 16)], ids=str)
+@pytest.mark.parametrize("config", [Config(), Config(tile=128, stages=2)], ids=str)
+@pytest.mark.parametrize(
+    ("counts", "dim", "group", "queries"),
+    [
+        ([0, 32, 64, 96], 128, 4, 1),
+        ([77, 128, 16, 48, 5], 128, 1, 1),
+        ([0, 17, 64], 64, 8, 1),
+        ([96, 33], 128, 8, 40),  # several chunks of query tokens
+    ],
+)
+def test_on_the_device(counts, dim, group, queries, config, packing, dtype):
+    sizes = Sizes(128, 256, 64)
+    check_decoding(counts, dim, group, [3000, 1700, 700], sizes, dtype, packing, queries, 3, config, 0)

@@ -1,0 +1,78 @@
+"""What a Segment holds after tokens have been appended, grown and sealed, against lists of tokens."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eval.cache import Sizes
+from eval.cache.storage import pages
+from eval.cache.storage.channels import KeptChannels
+from eval.cache.storage.middle import Middle
+from eval.cache.storage.pages import Segment
+from eval.cache.storage.store import Store
+
+HEADS, DIM = 3, 8
+
+
+def random_masks(batch, generator, per_row):
+    """Masks of K and of V [B, H, D]; some heads keep no channel of K, some rows are alike."""
+    shape = (batch if per_row else 1, HEADS, 1)
+    k, v = (torch.rand(*shape[:2], DIM, generator=generator) < torch.rand(shape, generator=generator) for _ in range(2))
+    k &= torch.rand(shape, generator=generator) > 0.2
+    return k.expand(batch, -1, -1), v.expand(batch, -1, -1)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    st.booleans(),
+    st.booleans(),
+    st.lists(
+        st.tuples(st.sampled_from([(0, 1, 2), (0,), (1, 2), (0, 2)]), st.integers(0, 150), st.booleans()),
+        min_size=1,
+        max_size=5,
+    ),
+    st.integers(0, 2**20),
+)
+def test_tokens_are_where_they_were_put(per_row, prune_v, appends, seed):
+    """Rows alike and not, some of them at a time, pages begun and ended anywhere, heads with counts of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    keep, keep_v = random_masks(3, generator, per_row)
+    like = torch.empty(3, HEADS, 0, DIM)
+    values = KeptChannels.of(keep_v, like) if prune_v else None
+    segment = Segment(KeptChannels.of(keep, like), np.zeros((3, HEADS), int), DIM, torch.float32, values)
+    want = {at: [(torch.empty(0, DIM),) * 2] for at in np.ndindex(3, HEADS)}
+    for rows, tokens, ragged in appends:
+        segment = segment.grown(segment.capacity + tokens + 10)
+        k, v = torch.randn(2, len(rows), HEADS, tokens, DIM, generator=generator)
+        count = torch.randint(0, tokens + 1, (len(rows), HEADS), generator=generator).numpy() if ragged else None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pages, "COPIED", 1 << 10)  # several copies a head
+            segment.append(np.array(rows), k, v, count)
+        for r, head in np.ndindex(len(rows), HEADS):
+            n = tokens if count is None else count[r, head]
+            want[rows[r], head].append((k[r, head, :n], v[r, head, :n]))
+    for (row, head), pieces in want.items():
+        k, v = (torch.cat(x) for x in zip(*pieces, strict=True))
+        got_k, got_v = segment.read(row, head)
+        if not keep[row, head].any():
+            assert len(got_k) == segment.capacity[row, head] == 0
+            continue
+        assert segment.length[row, head] == segment.length_dev[row, head] == len(k)
+        assert torch.equal(got_k, k[:, keep[row, head]])
+        assert torch.equal(got_v, v * keep_v[row, head] if prune_v else v)
+
+
+@pytest.mark.parametrize("length", [1, 6, 7, 40, 127, 128, 129, 300])
+def test_a_prompt_without_padding_is_sealed_as_one_with_a_mask(length):
+    k, v = torch.randn(2, 2, HEADS, length, DIM)
+    keep = torch.rand(HEADS, DIM) < 0.5
+    stores = [Store(k, v, real, Middle(keep), Sizes(6, 70, 8)) for real in (None, torch.ones(2, length).bool())]
+    for name, held in stores[0].tensors().items():
+        other = stores[1].tensors()[name]
+        if name in ("prompt.k", "prompt.v"):
+            for at in np.ndindex(2, HEADS):
+                assert all(map(torch.equal, stores[0].prompt.read(*at), stores[1].prompt.read(*at)))
+        else:
+            assert torch.equal(held, other), name

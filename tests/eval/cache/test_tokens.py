@@ -1,0 +1,404 @@
+"""A middle in which every KV head keeps its own tokens (and channels of K and V): generation is that of a dense cache
+in which the others are masked out, the stores hold what was chosen and nothing else, and bytes are what the formula
+says."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import pad
+
+from eval.cache import Sizes
+from eval.cache.attention.backend import Auto
+from eval.cache.attention.batched import compacted
+from eval.cache.hook import ATTENTION
+from eval.cache.memory import measure_store
+from eval.cache.storage.middle import Middle
+from eval.cache.storage.store import Store
+from eval.inference.prefill import PromptLayer, prefill
+from eval.inference.prompts import Prompt
+from eval.methods import Method
+from eval.methods.axes import Channels, PromptPass, Tokens
+from eval.run.replay import Replay, Settings
+from tests.eval.run.test_engine import Letters, rows
+from tests.helpers.cache_oracle import (
+    DIM,
+    FAMILIES,
+    HEADS,
+    LAYERS,
+    left_padded,
+    oracle_cache,
+    random_keep,
+    run,
+    tiny_model,
+)
+
+
+@dataclass(frozen=True)
+class GivenTokens(Tokens):
+    """tokens [L, B, H, T]; joining [L, H]."""
+
+    tokens: Tensor
+    joining: Tensor | None = None
+
+    def keep_mask(self, prefill, config, sizes):
+        return list(self.tokens)
+
+    def joins(self, config):
+        return self.joining
+
+
+@dataclass(frozen=True)
+class GivenChannels(Channels):
+    """keys, values: [L, H, D]."""
+
+    keys: Tensor
+    values: Tensor | None = None
+
+    def keep_mask(self, prefill, config):
+        return self.keys
+
+    def keep_value_mask(self, prefill, config):
+        return self.values
+
+
+@dataclass(frozen=True)
+class Case:
+    """Random choices for random prompts, the method that makes them and the oracle that shares no code with it."""
+
+    family: str
+    lengths: tuple[int, ...]
+    sizes: tuple[int, int, int]
+    seed: int
+    values: bool = False
+    empty: float = 0.3
+
+    def __post_init__(self):
+        generator = torch.Generator().manual_seed(self.seed)
+        ids, mask = left_padded(self.lengths, self.seed)
+        more = torch.randint(2, 89, (len(ids), 1 + self.seed % 4), generator=generator)
+        share = torch.rand(LAYERS, 1, HEADS, 1, generator=generator) * 1.3 - 0.15  # of tokens kept: some heads 0 or all
+        made: dict[str, Any] = {
+            "model": tiny_model(self.family),
+            "ids": torch.cat([ids, more], 1),
+            "mask": torch.cat([mask, torch.ones_like(more)], 1),
+            "keep": random_keep(self.seed, self.empty),
+            "tokens": torch.rand(LAYERS, len(ids), HEADS, ids.shape[1], generator=generator) < share,
+            "joins": torch.rand(LAYERS, HEADS, generator=generator) < 0.6,
+            "pruned": torch.rand(LAYERS, HEADS, DIM, generator=generator) < 0.6 if self.values else None,
+        }
+        for name, value in made.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def prompt(self):
+        return self.tokens.shape[-1]
+
+    def method(self, tokens):
+        names = dict(zip(("sink", "window", "flush"), self.sizes, strict=True))
+        return Method("m", GivenChannels(self.keep, self.pruned), GivenTokens(tokens, self.joins), **names)
+
+    def cache(self, row=None):
+        """The method's cache with the prompts, or with one row of them alone, without its padding, in it."""
+        ids, real, tokens = self.ids[:, : self.prompt], self.mask[:, : self.prompt].bool(), self.tokens
+        if row is not None:
+            ids, real = ids[row : row + 1, real[row]], None
+            tokens = tokens[:, row : row + 1, :, -ids.shape[1] :]
+        return self.method(tokens).cache(self.model, prefill(self.model, ids, real, 0))
+
+    def oracle(self):
+        by_layer = {"tokens": self.tokens, "joins": self.joins}
+        if self.values:
+            by_layer["values"] = self.pruned
+        cache = oracle_cache(self.keep, *self.sizes, self.prompt, **by_layer)
+        self.model.set_attn_implementation("oracle")
+        mask = self.mask[:, : self.prompt]
+        with torch.no_grad():
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)
+            self.model(self.ids[:, : self.prompt], attention_mask=mask, position_ids=positions, past_key_values=cache)
+        return cache
+
+
+SIZES = st.tuples(st.integers(0, 4), st.integers(1, 9), st.integers(1, 5))
+LENGTHS = st.lists(st.integers(1, 36), min_size=1, max_size=3).map(tuple)
+
+
+@settings(max_examples=14, deadline=None, derandomize=True)
+@given(st.sampled_from(sorted(FAMILIES)), LENGTHS, SIZES, st.integers(0, 2**20), st.booleans(), st.integers(1, 14))
+@example("llama", (36,), (2, 4, 3), 3, False, 20)  # several moves out of the window
+@example("qwen2", (9, 36, 10), (4, 5, 2), 5, True, 6)  # one row just short of a middle
+def test_generation_is_the_dense_oracles(family, lengths, sizes, seed, values, new_tokens):
+    """The prompt is sealed; a question of 1-4 tokens and then the answer are read through the cache."""
+    case = Case(family, lengths, sizes, seed, values)
+    want = run(case.model, case.oracle(), case.ids, case.mask, new_tokens, "oracle")
+    cache = case.cache()
+    got = run(case.model, cache, case.ids, case.mask, new_tokens, ATTENTION)
+    assert torch.equal(got[0], want[0])
+    torch.testing.assert_close(got[1], want[1], rtol=1e-8, atol=1e-8)
+    assert cache.get_seq_length() == case.ids.shape[1] + new_tokens - 1
+
+
+def test_the_oracle_can_tell_the_choices_apart():
+    """Else the comparison above would not notice a choice that is ignored."""
+    case = Case("llama", (36,), (2, 4, 3), 3, values=True, empty=0)
+    tokens = [run(case.model, case.oracle(), case.ids, case.mask, 16, "oracle")[0]]
+    for name in ("tokens", "joins", "pruned"):
+        other = Case("llama", (36,), (2, 4, 3), 3, values=True, empty=0)
+        object.__setattr__(other, name, torch.ones_like(getattr(other, name)))
+        tokens.append(run(other.model, other.oracle(), other.ids, other.mask, 16, "oracle")[0])
+    assert not any(torch.equal(tokens[0], other) for other in tokens[1:])
+
+
+def test_a_second_turn_reads_what_stayed():
+    case = Case("llama", (30, 17), (2, 5, 3), 11)
+    more, more_mask = left_padded([4, 9], 1)
+    results = []
+    for cache, attention in ((case.oracle(), "oracle"), (case.cache(), ATTENTION)):
+        turn = run(case.model, cache, case.ids, case.mask, 6, attention)[0]
+        ids = torch.cat([turn, more], 1)
+        mask = torch.cat([case.mask, torch.ones(2, 6, dtype=case.mask.dtype), more_mask], 1)
+        results.append(run(case.model, cache, ids, mask, 8, attention))
+    assert torch.equal(results[0][0], results[1][0])
+    torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-8, atol=1e-8)
+
+
+def test_beam_search_reorders_what_each_row_keeps():
+    case, options = Case("llama", (30, 9), (2, 4, 3), 6), {"num_beams": 3, "num_return_sequences": 2}
+    caches = case.oracle(), case.cache()
+    for layer in caches[0].layers:  # generate() does not repeat a filled cache
+        layer.reorder_cache(torch.arange(2).repeat_interleave(3))
+    caches[1].batch_repeat_interleave(3)
+    want, got = (
+        run(case.model, cache, case.ids, case.mask, 12, attention, **options)[0]
+        for cache, attention in zip(caches, ("oracle", ATTENTION), strict=True)
+    )
+    assert torch.equal(got, want)
+
+
+def test_a_padded_row_gives_the_tokens_it_gives_alone():
+    case = Case("qwen3", (36, 9, 20), (2, 4, 3), 8)
+    together = run(case.model, case.cache(), case.ids, case.mask, 12, ATTENTION)[0][:, -12:]
+    for row in range(3):
+        ids = case.ids[row : row + 1, case.mask[row].bool()]
+        assert torch.equal(
+            run(case.model, case.cache(row), ids, None, 12, ATTENTION)[0][:, -12:], together[row : row + 1]
+        )
+
+
+def test_crop_goes_back_to_the_last_move():
+    case = Case("llama", (30,), (2, 6, 4), 9)
+    cache, token = case.cache(), torch.tensor([[7]])
+    case.model.set_attn_implementation(ATTENTION)
+    with torch.no_grad():
+        want = case.model(token, past_key_values=cache).logits
+        cache.crop(-1)
+        assert cache.get_seq_length() == 30
+        torch.testing.assert_close(case.model(token, past_key_values=cache).logits, want)
+
+
+def random_store(seed, middle=None, sizes=(2, 5, 3), lengths=(60, 200), heads=3, dim=16):
+    """(store, k, v, real, tokens) of random keys and tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(lengths), heads, max(lengths), dim)
+    k, v = torch.randn(2, *shape, generator=generator)
+    real = torch.arange(shape[2]) >= shape[2] - torch.tensor(lengths)[:, None]
+    tokens = torch.rand(shape[:3], generator=generator) < torch.rand(len(lengths), heads, 1, generator=generator)
+    tokens[:, 1] &= seed % 2 == 0  # every other seed a head without tokens
+    return Store(k, v, real, middle or Middle(), Sizes(*sizes), tokens), k, v, real, tokens
+
+
+def held(segment, row, head):
+    """(K, V) of a head, the shape of its regions checked."""
+    k, v = segment.read(row, head)
+    assert len(k) == len(v) == segment.length[row, head] == segment.length_dev[row, head]
+    assert segment.capacity[row, head] % 64 == 0
+    assert segment.length[row, head] <= segment.capacity[row, head] < segment.length[row, head] + 64
+    return k, v
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.integers(0, 2**20), st.booleans(), st.booleans(), st.lists(st.integers(0, 1), min_size=1, max_size=3))
+def test_a_segment_holds_the_chosen_tokens_and_channels_and_nothing_else(seed, prune_k, prune_v, rows):
+    """After sealing, after selecting rows, and after half of the tokens have been evicted."""
+    generator = torch.Generator().manual_seed(seed)
+    keep, pruned = torch.rand(2, 3, 16, generator=generator) < torch.rand(2, 3, 1, generator=generator)
+    store, k, v, real, tokens = random_store(seed, Middle(keep if prune_k else None, pruned if prune_v else None))
+
+    def check(segment, rows, stay=None):
+        for row, source in enumerate(rows):
+            columns = real[source].nonzero()[:, 0][2:-5]
+            for head in range(3):
+                chosen = columns[tokens[source, head, columns]]
+                if prune_k and not keep[head].any():
+                    chosen = chosen[:0]
+                if stay is not None:
+                    chosen = chosen[stay[row][head]]
+                got_k, got_v = held(segment, row, head)
+                assert torch.equal(got_k, k[source, head, chosen][:, keep[head] if prune_k else slice(None)])
+                want_v = v[source, head, chosen] * (pruned[head] if prune_v else 1)
+                assert torch.equal(got_v, want_v)
+
+    check(store.prompt, [0, 1])
+    store.select(torch.tensor(rows))
+    check(store.prompt, rows)
+    stay = [[torch.rand(n, generator=generator) < 0.5 for n in lengths] for lengths in store.prompt.length.tolist()]
+    most = max((len(s) for heads in stay for s in heads), default=0)
+    padded = torch.stack([torch.stack([pad(s, (0, most - len(s))) for s in heads]) for heads in stay])
+    check(compacted(store.prompt, padded), rows, stay)
+    widths = pruned.sum(-1) if prune_v else torch.full((3,), 16)
+    assert store.prompt.v.numel() == int((store.prompt.capacity * widths.numpy()).sum())
+
+
+def test_heads_that_take_no_tokens_stay_as_they_are():
+    joins = torch.tensor([True, False, True])
+    keep = torch.ones(3, 16, dtype=torch.bool)
+    keep[2] = False
+    store = random_store(4, Middle(keep, joins=joins))[0]
+    before = store.prompt.length.copy()
+    for _ in range(150):
+        store.append(*torch.randn(2, 2, 3, 1, 16))
+        store.flush()
+    assert np.array_equal(store.prompt.length, before)
+    assert (store.tail.length[:, 0] > 140).all()
+    assert not store.tail.capacity[:, 1:].any()
+
+
+@pytest.mark.parametrize("what", ["tokens", "channels"])
+def test_an_empty_middle_holds_nothing(what):
+    case = Case("llama", (30, 12), (2, 4, 3), 2)
+    zeros = torch.zeros_like(case.tokens if what == "tokens" else case.keep)
+    object.__setattr__(case, "tokens" if what == "tokens" else "keep", zeros)
+    object.__setattr__(case, "joins", torch.zeros_like(case.joins))
+    want = run(case.model, case.oracle(), case.ids, case.mask, 10, "oracle")[0]
+    cache = case.cache()
+    assert torch.equal(run(case.model, cache, case.ids, case.mask, 10, ATTENTION)[0], want)
+    assert cache.memory().middle_k == cache.memory().middle_v == 0
+    assert all(layer.store.prompt.k.numel() == layer.store.tail.v.numel() == 0 for layer in cache.compressed)
+
+
+def test_channels_see_which_tokens_are_kept():
+    case = Case("llama", (30, 12), (2, 4, 3), 2)
+    seen = []
+
+    class Looks(GivenChannels):
+        def keep_mask(self, prefill, config):
+            seen.extend(prefill.selected)
+            return self.keys
+
+    dense = prefill(case.model, case.ids[:, :30], case.mask[:, :30].bool(), 0)
+    Method("m", Looks(case.keep), GivenTokens(case.tokens), sink=2, window=4, flush=3).cache(case.model, dense)
+    assert dense.selected is None  # the pass is shared by methods
+    for layer in range(LAYERS):
+        for row, length in enumerate((30, 12)):
+            want = case.tokens[layer, row].clone()
+            want[:, 30 - length : 30 - length + 2] = want[:, -4:] = True
+            want[:, : 30 - length] = False
+            assert torch.equal(seen[layer][row], want)
+
+
+class Thinned(PromptPass):
+    """A dense pass whose second layer then forgets every third column of the prompt but the last."""
+
+    def run(self, model, ids, real, room, obs_queries, chunk):
+        whole = prefill(model, ids, real, room, obs_queries, chunk)
+        kept = [c for c in range(ids.shape[1]) if c % 3 or c == ids.shape[1] - 1]
+        columns = torch.tensor(kept).expand(len(ids), -1)
+        if real is not None:
+            columns = torch.where(real[:, kept], columns, -1)
+        layer, old = PromptLayer(ids.shape[1] + room, obs_queries), whole.layers[1]
+        layer.hold(columns, ids.shape[1])
+        layer.update(old.keys[:, :, kept], old.values[:, :, kept])
+        whole.layers[1] = layer
+        return whole
+
+
+def thinned_oracle(case):
+    """The same as an oracle: no window, no sink, the forgotten columns masked out from the prompt on."""
+    stays = torch.ones_like(case.tokens)
+    stays[1, :, :, torch.arange(case.prompt) % 3 == 0] = False
+    stays[1, :, :, -1] = True
+    keep, ones = torch.ones_like(case.keep), torch.ones_like(case.joins)
+    object.__setattr__(case, "tokens", stays)
+    cache = oracle_cache(keep, 0, 1, 10**6, case.prompt, tokens=stays, joins=ones)
+    case.model.set_attn_implementation("oracle")
+    mask = case.mask[:, : case.prompt]
+    with torch.no_grad():
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        case.model(case.ids[:, : case.prompt], attention_mask=mask, position_ids=positions, past_key_values=cache)
+    return cache
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("lengths", [(31,), (31, 14)])
+def test_layers_may_hold_fewer_tokens_than_the_prompt_has(lengths, compressed):
+    """With every channel kept, a sealed layer and the pass's own both go on from the tokens that are held."""
+    case = Case("llama", lengths, (2, 4, 3), 12)
+    want = run(case.model, thinned_oracle(case), case.ids, case.mask, 9, "oracle")[0]
+    method = Method(
+        "m", GivenChannels(torch.ones_like(case.keep)) if compressed else None, prefill=Thinned(), sink=2, window=4
+    )
+    ids, real = case.ids[:, : case.prompt], case.mask[:, : case.prompt].bool()
+    cache = method.cache(case.model, Thinned().run(case.model, ids, None if real.all() else real, 12, 0, None))
+    assert cache.get_seq_length() == case.prompt
+    if compressed:
+        assert cache.layers[1].store.seen.max() < cache.layers[0].store.seen.max()
+    assert torch.equal(run(case.model, cache, case.ids, case.mask, 9, ATTENTION)[0], want)
+
+
+def test_the_replay_runs_a_methods_own_pass():
+    case = Case("llama", (31, 14), (2, 4, 3), 12)
+    prompts = [case.ids[row, case.mask[row].bool()].tolist() for row in range(2)]
+    methods = [
+        Method("dense"),
+        Method("thin", prefill=Thinned()),
+        Method("both", GivenChannels(torch.ones_like(case.keep)), prefill=Thinned(), sink=2, window=4),
+    ]
+    engine = Replay(case.model, Letters(), Settings())
+    made = {m.label: a for m, a in engine.answers([Prompt(p, 5) for p in prompts], rows(2, 9), methods)}
+    alone = {m.label: a for m, a in engine.answers([Prompt(p, 5) for p in prompts], rows(2, 9), methods[1:])}
+    tokens = {label: [answer.tokens for answer in answers] for label, answers in made.items()}
+    assert tokens["thin"] == tokens["both"] != tokens["dense"]
+    assert tokens["thin"] == [answer.tokens for answer in alone["thin"]]
+    assert made["thin"][0].bytes["total"] < made["dense"][0].bytes["total"]
+    assert made["thin"][0].seconds["prefill"] != made["dense"][0].seconds["prefill"]
+
+
+@pytest.mark.parametrize("pruned_values", [False, True])
+def test_bytes_are_what_the_formula_says(pruned_values):
+    """4096 tokens, heads with budgets of their own: tokens x channels of K and of V, two whole ends, within 3%."""
+    heads, dim, sizes = 4, 64, Sizes(16, 128, 32)
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 1, heads, 4096, dim, generator=generator).bfloat16()
+    budget, channels = [3000, 700, 1500, 0], [64, 33, 16, 48]
+    wide = [40, 64, 17, 3] if pruned_values else [dim] * heads
+    tokens = torch.zeros(1, heads, 4096, dtype=torch.bool)
+    for head, count in enumerate(budget):
+        tokens[0, head, 16 + torch.randperm(4096 - 16 - 128, generator=generator)[:count]] = True
+    keep, values = (torch.arange(dim) < torch.tensor(n)[:, None] for n in (channels, wide))
+    store = Store(k, v, None, Middle(keep, values if pruned_values else None), sizes, tokens)
+    formula = 2 * sum(n * (c + w) for n, c, w in zip(budget, channels, wide, strict=True))
+    formula += 2 * 2 * heads * dim * (16 + 128)
+    memory, storages = measure_store(store), {}
+    assert memory.total - memory.slack - memory.tables == formula
+    for tensor in store.tensors().values():
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    assert memory.total == sum(storages.values())
+    assert (memory.total - memory.slack) / formula == pytest.approx(1, abs=0.03), memory
+    room = 2 * 2 * heads * dim * (sizes.ring - sizes.window)  # of the window; of the middle less than a page a head
+    assert room <= memory.slack < room + 2 * sum(64 * (c + w) for c, w in zip(channels, wide, strict=True))
+
+
+def test_the_kernel_says_what_it_cannot(monkeypatch):
+    monkeypatch.setattr("eval.cache.attention.backend.why_not", lambda *args: None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    store = random_store(0, Middle(values=torch.ones(3, 16, dtype=torch.bool)))[0]
+    q, position = torch.randn(2, 3, 1, 16), torch.tensor([[60], [200]])
+    with pytest.warns(RuntimeWarning, match="plain PyTorch: the kernel reads every channel of V"):
+        Auto().attend(store, q, position, 1.0)
+    with pytest.raises(RuntimeError, match="cannot run: the kernel reads every channel of V"):
+        Auto(insist=True).attend(random_store(0, store.middle)[0], q, position, 1.0)

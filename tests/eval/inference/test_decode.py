@@ -1,0 +1,67 @@
+"""The decoding loop: which caches become CUDA graphs, and that graphs give what an eager loop gives."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from eval.cache import compressed_cache
+from eval.cache.attention.backend import Plain
+from eval.inference import decode
+from eval.inference.decode import Loop, capturable, greedy
+from eval.inference.models import ModelConfig, load_model
+from eval.inference.prefill import pad_left, prefill
+from eval.methods import method
+from tests.helpers.cache_oracle import tiny_model
+
+NEW = 100  # three flushes of 32
+
+
+@pytest.mark.filterwarnings("ignore:attention over the compressed cache")
+def test_only_caches_that_the_kernel_reads_whole_are_captured():
+    model = tiny_model("llama")
+    config = model.config
+    keep = torch.ones(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, dtype=torch.bool)
+    cache = compressed_cache(model, keep, 4, 16)
+    prompt = torch.arange(40)[None] + 5
+    with torch.no_grad():
+        model(prompt, past_key_values=cache)
+    assert not capturable(cache)  # nothing has been read yet
+    Loop(model, cache, torch.tensor([[40]])).step(torch.tensor([[7]]))
+    assert cache.get_seq_length() == 41
+    assert isinstance(cache.layers[0].store.backend, Plain)
+    assert not capturable(cache)
+    for layer in cache.layers:
+        layer.store.backend = SimpleNamespace(captures=True)
+    assert capturable(cache)
+    cache.layers[1].store.seen[0] = 3  # shorter than the sink
+    assert not capturable(cache)
+    assert not capturable(prefill(model, prompt, None, 8).fork())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"channels": {"name": "lowest_frequencies", "ratio": 0.7}},
+        {"channels": {"name": "think", "ratio": 0.6}, "bits": {"name": "kivi", "bits": 4}},
+    ],
+    ids=["static channels", "packed, channels of each prompt"],
+)
+@pytest.mark.parametrize("lengths", [[400, 400], [420, 180, 300]], ids=["equal", "padded"])
+def test_a_captured_loop_gives_the_tokens_of_an_eager_one(config, lengths, monkeypatch):
+    model = load_model(ModelConfig())
+    chosen = method("one", config, {"sink": 16, "window": 96})
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(10, 4000, (n,), generator=generator).tolist() for n in lengths]
+    ids, real = pad_left(prompts, 0, model.device)
+    captures, capture = [], Loop.capture
+    monkeypatch.setattr(Loop, "capture", lambda loop: (captures.append(1), capture(loop)))
+    found = []
+    for least in (NEW, 16):  # never captured, captured
+        monkeypatch.setattr(decode, "CAPTURE_FOR", least)
+        dense = prefill(model, ids, real, NEW, chosen.obs_queries)
+        cache, n = chosen.cache(model, dense), [NEW] * len(lengths)
+        found.append(greedy(model, cache, dense.logits, real, dense.lengths, [], n, n))
+    assert captures == [1]
+    assert found[0] == found[1]

@@ -1,0 +1,310 @@
+"""Choices of channels against obvious loops, kvpress, and each row of a padded batch alone."""
+
+import importlib.util
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from eval.benchmarks.row import Row
+from eval.inference.models import ModelConfig, load_config
+from eval.inference.prefill import pad_left, prefill
+from eval.inference.prompts import Prompt
+from eval.methods import Method, method
+from eval.methods.channels.by_length import ByLength
+from eval.methods.channels.double_sparsity_channels import DoubleSparsityChannels
+from eval.methods.channels.iap import IAP
+from eval.methods.channels.leank_budget import LeanKBudget
+from eval.methods.channels.magnitude import Magnitude
+from eval.methods.channels.static_norm import StaticNorm
+from eval.methods.channels.think import ThinK, value_scores
+from eval.methods.common.observed import seen
+from eval.run.replay import Replay, Settings
+from leank_train.channel_scores import best, lowest_frequencies, pruned
+from leank_train.mask import ChannelMask
+from tests import DATA
+from tests.helpers import kvpress_think
+from tests.helpers.cache_oracle import random_keep, tiny_model
+from tests.helpers.replay_tools import SIZES, prompts
+
+QUERIES, LENGTHS = 5, [31, 9, 40]
+LOWEST = {"name": "lowest_frequencies", "ratio": 0.5}
+CHOICES = {
+    "think": ThinK(0.6, QUERIES, values=0.3),
+    "think norms": ThinK(0.6, QUERIES, "norms", values=0.5),
+    "iap": IAP(0.5, QUERIES, recent=3, salient_max=0.2),
+    "l1": Magnitude(0.6, 1),
+    "l2": Magnitude(0.6, 2),
+    "budget": LeanKBudget(ChannelMask(random_keep(0)), QUERIES),
+    "by length": ByLength(LOWEST, {"name": "think", "ratio": 0.6, "queries": QUERIES, "values": 0.3}, at=31),
+}
+
+
+def dropping(seen_prefill, seed):
+    """The same pass with random tokens dropped, per head."""
+    generator = torch.Generator().manual_seed(seed)
+    selected = []
+    for layer in seen_prefill.layers:
+        stays = torch.rand(layer.keys.shape[:3], generator=generator) < 0.6
+        stays[..., -QUERIES:] = True
+        real = layer.real(seen_prefill.real)
+        selected.append(stays if real is None else stays & real[:, None])
+    return replace(seen_prefill, selected=selected)
+
+
+def passes(family="llama"):
+    """The model, a padded batch's pass with tokens dropped, and each row's own pass with the same tokens dropped."""
+    model, ids = tiny_model(family), prompts(LENGTHS)
+    padded, real = pad_left(ids, 0, "cpu")
+    batch = dropping(prefill(model, padded, real, 0, QUERIES), seed=1)
+    alone = []
+    for row, prompt in enumerate(ids):
+        one = prefill(model, torch.tensor([prompt]), None, 0, QUERIES)
+        selected = [stays[row : row + 1, :, -len(prompt) :] for stays in batch.selected]
+        alone.append(replace(one, selected=selected))
+    return model, batch, alone
+
+
+@pytest.fixture(scope="module")
+def observed():
+    return passes()
+
+
+@pytest.mark.parametrize("drop", [False, True], ids=["all tokens", "some tokens"])
+@pytest.mark.parametrize("label", CHOICES)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_rows_of_a_padded_batch_choose_as_alone(family, label, drop):
+    model, batch, alone = passes(family)
+    if not drop:
+        batch, alone = replace(batch, selected=None), [replace(one, selected=None) for one in alone]
+    choice = CHOICES[label]
+    for choose in (choice.keep_mask, choice.keep_value_mask):
+        together, apart = choose(batch, model.config), [choose(one, model.config) for one in alone]
+        if together is None:
+            assert apart == [None] * len(alone)
+        else:
+            assert torch.equal(together, torch.cat(apart))
+
+
+@pytest.mark.parametrize("label", ["think", "iap", "by length"])
+def test_rows_of_a_padded_batch_decode_as_alone(label):
+    model, ids = tiny_model("llama"), prompts(LENGTHS)
+    engine = Replay(model, Decoder(), Settings())
+    methods = [Method("dense"), Method(label, CHOICES[label], **SIZES)]
+
+    def tokens(some):
+        rows = [Row("t", str(i), "c", "q", ("x",), 12, "ruler_all") for i in range(len(some))]
+        made = [Prompt(one, len(one) - 3) for one in some]
+        return {m.label: [a.tokens for a in found] for m, found in engine.answers(made, rows, methods)}
+
+    together = tokens(ids)
+    assert together[label] == [tokens([one])[label][0] for one in ids]
+    assert together[label] != together["dense"]
+
+
+class Decoder:
+    """A tokenizer that only decodes."""
+
+    pad_token_id, eos_token_id = 0, None
+
+    def decode(self, tokens, **options):
+        return " ".join(map(str, tokens))
+
+
+def norms_by_hand(one, layer, head):
+    """||Q_m[:, j] K[:, j]^T||_F of each member m and channel j of a KV head, over the tokens that stay; [2, 8]."""
+    dense = one.layers[layer]
+    k = dense.keys[0, head][one.selected[layer][0, head]]
+    return torch.tensor(
+        [
+            [torch.linalg.matrix_norm(torch.outer(dense.queries[0, m, :, j], k[:, j])).item() for j in range(8)]
+            for m in (2 * head, 2 * head + 1)
+        ],
+        dtype=torch.float64,
+    )
+
+
+@pytest.mark.parametrize("group", ["squares", "norms"])
+def test_think_prunes_the_lowest_norms_of_the_tokens_that_stay(observed, group):
+    model, batch, alone = observed
+    keep = ThinK(0.6, QUERIES, group).keep_mask(batch, model.config)
+    assert keep.shape == (3, 2, 2, 8)
+    for row, one in enumerate(alone):
+        for layer in range(2):
+            for head in range(2):
+                found = norms_by_hand(one, layer, head)
+                score = (found.square() if group == "squares" else found).sum(0)  # a sum, ours is a mean
+                pruned_by_hand = score.argsort()[:4].sort().values  # floor(0.6 * 8)
+                assert torch.equal((~keep[row, layer, head]).nonzero().flatten(), pruned_by_hand)
+
+
+def test_thinks_values_against_the_whole_attention(observed):
+    """Eq. 3, query by query, over what each may see."""
+    _, batch, alone = observed
+    for layer, found in enumerate(seen(batch, QUERIES)):
+        scores = value_scores(found, QUERIES, "norms")
+        for row, one in enumerate(alone):
+            dense, length = one.layers[layer], one.columns
+            for head in range(2):
+                by_hand = torch.zeros(8, dtype=torch.float64)
+                for member in (2 * head, 2 * head + 1):
+                    outputs = []
+                    for n in range(QUERIES):
+                        place = length - QUERIES + n
+                        sees = one.selected[layer][0, head, : place + 1].nonzero().flatten()
+                        k, v = dense.keys[0, head, sees], dense.values[0, head, sees]
+                        outputs.append(torch.softmax(k @ dense.queries[0, member, n] / 8**0.5, 0) @ v)
+                    by_hand += torch.stack(outputs).norm(dim=0) / 2
+                torch.testing.assert_close(scores[row, head], by_hand)
+
+
+def test_values_are_pruned_by_their_own_ratio(observed):
+    model, batch, _ = observed
+    both = ThinK(0.6, QUERIES, values=0.3)
+    assert (both.keep(batch, model.config).sum(-1) == 4).all()
+    assert (both.keep_value_mask(batch, model.config).sum(-1) == 6).all()
+    assert ThinK(0.6, QUERIES).keep_value_mask(batch, model.config) is None
+
+
+@pytest.mark.parametrize("norm", [1, 2])
+def test_magnitude(observed, norm):
+    model, batch, alone = observed
+    keep = Magnitude(0.4, norm).keep_mask(batch, model.config)
+    for row, one in enumerate(alone):
+        for layer in range(2):
+            for head in range(2):
+                k = one.layers[layer].keys[0, head][one.selected[layer][0, head]]
+                size = [sum(abs(x) ** norm for x in k[:, j].tolist()) for j in range(8)]
+                lowest = sorted(range(8), key=lambda j, size=size: size[j])[:3]  # floor(0.4 * 8)
+                assert (~keep[row, layer, head]).nonzero().flatten().tolist() == sorted(lowest)
+
+
+def test_a_masks_budget_is_filled_by_thinks_rule(observed):
+    model, batch, alone = observed
+    mask = ChannelMask(random_keep(0))
+    keep = LeanKBudget(mask, QUERIES).keep_mask(batch, model.config)
+    assert len(set(mask.channels_per_head.flatten().tolist())) > 2
+    for row, one in enumerate(alone):
+        assert torch.equal(keep[row].sum(-1), mask.channels_per_head)
+        for layer in range(2):
+            for head in range(2):
+                score = norms_by_hand(one, layer, head).square().sum(0)
+                count = int(mask.channels_per_head[layer, head])
+                assert torch.equal(keep[row, layer, head].nonzero().flatten(), score.topk(count).indices.sort().values)
+
+
+def test_a_budget_is_known_by_its_mask_and_settings():
+    mask = ChannelMask(random_keep(0))
+    made = [LeanKBudget(mask, 5), LeanKBudget(mask, 6), LeanKBudget(ChannelMask(random_keep(1)), 5)]
+    assert len({Method("budget", one).digest() for one in made}) == 3
+
+
+def test_by_length_tells_the_rows_apart(observed):
+    model, batch, alone = observed
+    made = CHOICES["by length"]
+    keep, values = made.keep_mask(batch, model.config), made.keep_value_mask(batch, model.config)
+    for row, length in enumerate(LENGTHS):
+        if length <= 31:
+            assert torch.equal(keep[row], lowest_frequencies(model.config, 0.5).keep)
+            assert values[row].all()
+        else:
+            above = ThinK(0.6, QUERIES, values=0.3)
+            assert torch.equal(keep[row : row + 1], above.keep_mask(alone[row], model.config))
+            assert torch.equal(values[row : row + 1], above.keep_value_mask(alone[row], model.config))
+    assert made.obs_queries == QUERIES
+
+
+def test_by_length_of_two_masks_and_what_it_is_known_by(tmp_path):
+    for seed, name in enumerate("ab"):
+        ChannelMask(random_keep(seed)).save(tmp_path / f"{name}.safetensors")
+    sides = {
+        side: {"name": "leank", "mask": str(tmp_path / f"{n}.safetensors")}
+        for side, n in (("below", "a"), ("above", "b"))
+    }
+    model = tiny_model("llama")
+    padded, real = pad_left(prompts(LENGTHS), 0, "cpu")
+    made = method("qwen", {"channels": {"name": "by_length", "at": 31, **sides}})
+    made.channels.check(model.config, None)
+    keep = made.channels.keep_mask(prefill(model, padded, real, 0), model.config)
+    assert torch.equal(keep, torch.stack([random_keep(0), random_keep(0), random_keep(1)]))
+    longer = method("qwen", {"channels": {"name": "by_length", "at": 32, **sides}})
+    swapped = method("qwen", {"channels": {"name": "by_length", "below": sides["above"], "above": sides["below"]}})
+    assert len({m.digest() for m in (made, longer, swapped)}) == 3
+
+
+def calibrated(choice, lengths=(17, 23, 30)):
+    """`choice` calibrated on random prompts in place of its samples, and their passes with all queries."""
+    model, (_, tokenizer) = tiny_model("llama"), load_config(ModelConfig())
+    ids = [torch.tensor([one]) for one in prompts(lengths)]
+    coming = iter(ids)
+    choice.calibrate(lambda sample, queries: prefill(model, next(coming), None, 0, queries), tokenizer, model.config)
+    return choice.keep_mask(None, model.config), [prefill(model, one, None, 0, one.shape[1]) for one in ids]
+
+
+def test_double_sparsity_averages_all_blocks():
+    keep, blocks = calibrated(DoubleSparsityChannels(0.6, length=512, samples=3))
+    means = torch.zeros(2, 2, 8, dtype=torch.float64)
+    for block in blocks:
+        for layer, dense in enumerate(block.layers):
+            for member in range(4):
+                product = dense.queries[0, member] * dense.keys[0, member // 2]  # the same token's
+                means[layer, member // 2] += product.abs().mean(0) / 2 / 3
+    for layer in range(2):
+        for head in range(2):
+            assert torch.equal(keep[layer, head].nonzero().flatten(), means[layer, head].topk(4).indices.sort().values)
+
+
+def test_static_norm_averages_thinks_norms():
+    keep, samples = calibrated(StaticNorm(0.6, samples=3, queries=QUERIES))
+    means = torch.zeros(2, 2, 8, dtype=torch.float64)
+    for sample in samples:
+        for layer, dense in enumerate(sample.layers):
+            for member in range(4):
+                q, k = dense.queries[0, member, -QUERIES:], dense.keys[0, member // 2]
+                means[layer, member // 2] += torch.stack([torch.outer(q[:, j], k[:, j]).norm() for j in range(8)])
+    for layer in range(2):
+        for head in range(2):
+            assert torch.equal(keep[layer, head].nonzero().flatten(), means[layer, head].topk(4).indices.sort().values)
+
+
+@pytest.mark.parametrize("ratio", kvpress_think.RATIOS)
+@pytest.mark.parametrize("family", kvpress_think.FAMILIES)
+def test_think_is_kvpress(family, ratio):
+    """Choices of kvpress 0.5.5, recorded by tests/helpers/kvpress_think.py; made anew where kvpress is installed."""
+    found = json.loads((DATA / "kvpress_think.json").read_text())
+    if importlib.util.find_spec("kvpress"):
+        assert kvpress_think.recorded() == found
+    model = kvpress_think.random_model(family)
+    passed = prefill(model, kvpress_think.prompt(), None, 0, kvpress_think.WINDOW)
+    keep = ThinK(ratio, kvpress_think.WINDOW).keep_mask(passed, model.config)[0]
+    assert [[(~kept).nonzero().flatten().tolist() for kept in layer] for layer in keep] == found[family][str(ratio)]
+
+
+def test_all_baselines_prune_as_many_channels():
+    assert [pruned(dim, ratio) for dim in (64, 128) for ratio in (0.4, 0.5, 0.6, 0.7, 0.8)] == [
+        *(25, 32, 38, 44, 51),
+        *(51, 64, 76, 89, 102),
+    ]
+    kept = best(torch.rand(5, 128), 0.7).sum(-1)
+    assert (kept == 39).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": "think", "group": "sums"}, "group='sums' must be one of squares, norms"),
+        ({"name": "think", "values": 1.0}, "values=1.0 must be a number in \\[0, 1\\)"),
+        ({"name": "magnitude", "norm": 3}, "norm=3 must be one of 1, 2"),
+        ({"name": "magnitude", "ratio": -0.1}, "ratio=-0.1 must be a number in \\[0, 1\\)"),
+        ({"name": "leank_budget"}, "mask is not set"),
+        ({"name": "double_sparsity_channels", "samples": 0}, "samples=0 must be an integer of at least 1"),
+        ({"name": "by_length", "below": LOWEST}, "by_length.above is not set"),
+        ({"name": "by_length", "below": LOWEST, "above": {"name": "leank"}}, "above: mask is not set"),
+        ({"name": "by_length", "below": LOWEST, "above": {"name": "leanc"}}, "by_length.above.name='leanc' is unknown"),
+        ({"name": "by_length", "below": LOWEST, "above": LOWEST, "at": 0}, "at=0 must be an integer of at least 1"),
+    ],
+)
+def test_bad_settings_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        method("m", {"channels": settings}).channels.check(tiny_model("llama").config, load_config(ModelConfig())[1])

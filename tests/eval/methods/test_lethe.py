@@ -1,0 +1,316 @@
+"""Eviction while decoding: Lethe's rounds and H2O's constant budget against a dense recomputation, and what must hold
+whatever the attention is."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer
+
+from eval.cache import Sizes
+from eval.cache.attention import reference
+from eval.cache.attention.backend import Auto
+from eval.cache.hook import ATTENTION
+from eval.cache.memory import measure_store
+from eval.cache.storage.eviction import HeavyHitters, largest
+from eval.cache.storage.middle import Middle
+from eval.cache.storage.store import Store
+from eval.inference.prefill import prefill
+from eval.methods import Method, method
+from eval.methods.channels.leank import LeanK
+from eval.methods.tokens.h2o import H2O
+from eval.methods.tokens.lethe import Lethe, hoyer
+from leank_train.mask import ChannelMask
+from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, left_padded, random_keep, run, tiny_model
+
+SINK, WINDOW, FLUSH = SIZES = 2, 4, 3
+NAMES = {"sink": SINK, "window": WINDOW, "flush": FLUSH}
+
+
+class EvictingLayer(DynamicLayer):
+    """Dense keys and values; a set of live tokens and a history of attention per row and KV head, in NumPy.
+
+    decide(row, live, scores): of every head the live tokens (ascending real indices) and their scores -> the indices to
+    drop. Shares no code with eval.cache.
+    """
+
+    def __init__(self, gamma, decide, keep=None):
+        super().__init__()
+        self.gamma, self.decide = gamma, decide
+        self.keep = torch.ones(HEADS, DIM, dtype=torch.bool) if keep is None else keep
+        self.left = None
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        super().update(key_states, value_states)
+        return self, value_states
+
+    def attend(self, q, mask, scaling):
+        batch, q_heads, new, _ = q.shape
+        real = torch.ones(batch, self.keys.shape[2]) if mask is None else mask[:, : self.keys.shape[2]]
+        columns = [row.nonzero()[:, 0] for row in real]
+        first = self.left is None
+        if first:
+            self.left, self.live = [SINK] * batch, [[set() for _ in range(HEADS)] for _ in range(batch)]
+            self.scores = np.zeros((batch, HEADS, 10_000))
+        self.scores *= self.gamma
+        out, group = torch.zeros_like(q), q_heads // HEADS
+        for b, at in enumerate(columns):
+            fresh = [i for i, column in enumerate(at.tolist()) if column >= self.keys.shape[2] - new]
+            for h in range(q_heads):
+                live = self.live[b][h // group]
+                live.update(fresh)
+                for i in fresh:
+                    sees = sorted(j for j in live if j <= i)
+                    k, v = self.keys[b, h // group, at[sees]].clone(), self.values[b, h // group, at[sees]]
+                    k[[n for n, j in enumerate(sees) if SINK <= j < self.left[b]]] *= self.keep[h // group]
+                    weight = torch.softmax(k @ q[b, h, int(at[i]) - self.keys.shape[2] + new] * scaling, 0)
+                    out[b, h, int(at[i]) - self.keys.shape[2] + new] = weight @ v
+                    self.scores[b, h // group, sees] += weight.numpy()
+            seen = len(at)
+            if first:
+                self.left[b] = max(SINK, seen - WINDOW)
+            while seen - self.left[b] >= WINDOW + FLUSH:
+                self.left[b] += FLUSH
+            for h in range(HEADS):
+                if not self.keep[h].any():
+                    self.live[b][h] -= set(range(SINK, self.left[b]))
+            lists = [sorted(live) for live in self.live[b]]
+            scores = [self.scores[b, h, live] for h, live in enumerate(lists)]
+            for h, gone in enumerate(self.decide(self, b, lists, scores)):
+                self.live[b][h] -= {i for i in gone if SINK <= i < self.left[b]}
+        return out.transpose(1, 2)
+
+
+def lethe_oracle(options):
+    """Algorithm 1 as the paper's text or its listing has it, one head's worth of tokens after another."""
+    thresholds = {}
+
+    def decide(layer, row, lists, scores):
+        key = (id(layer), row)
+        limit = thresholds.setdefault(key, options.evict_at)
+        longest = max(lists, key=len)
+        has_middle = [live for live in lists if any(SINK <= i < layer.left[row] for i in live)]
+        size = len(longest)
+        if size <= limit or not has_middle:
+            return [[] for _ in lists]
+        total = sum(s for s, live in zip(scores, lists, strict=True) if live in has_middle)
+        order = sorted(range(size), key=lambda i: -total[i])
+        found = None
+        for d in range(1, options.segments):
+            cut = size * d // options.segments
+            ratio = total[order[0]] / total[order[cut]]
+            if ratio >= options.sparse_ratio if options.reading == "text" else ratio <= options.sparse_ratio:
+                found = cut
+                break
+        if found is None:
+            thresholds[key] = 2 * limit
+            return [[] for _ in lists]
+        recent = int(options.recent_ratio * size)
+        thresholds[key] = max(limit, found + recent)
+        stay = {longest[i] for i in order[:found]} | set(longest[:SINK]) | set(longest[size - recent :])
+        return [set(live) - stay for live in lists]
+
+    decide.thresholds = thresholds
+    return decide
+
+
+def heavy_oracle(heavy):
+    def decide(layer, row, lists, scores):
+        gone = []
+        for live, score in zip(lists, scores, strict=True):
+            middle = [(s, i) for s, i in zip(score, live, strict=True) if SINK <= i < layer.left[row]]
+            gone.append([i for _, i in sorted(middle)[: max(0, len(middle) - heavy)]])
+        return gone
+
+    return decide
+
+
+def compare(tokens, decide, gamma, lengths, new_tokens, seed, keep=None):
+    """Generate with the method and with the oracle: the same answers, live tokens and scores. Returns both caches."""
+    model = tiny_model("llama")
+    ids, mask = left_padded(lengths, seed)
+    model.set_attn_implementation("oracle")
+    masks = [None] * LAYERS if keep is None else keep
+    oracle = Cache(layers=[EvictingLayer(gamma, decide, k) for k in masks])
+    start, positions = ids[:, :-1], (mask.cumsum(-1) - 1).clamp(min=0)[:, :-1]
+    with torch.no_grad():
+        model(start, attention_mask=mask[:, :-1], position_ids=positions, past_key_values=oracle)
+    want = run(model, oracle, ids, mask, new_tokens, "oracle")
+    channels = None if keep is None else LeanK(ChannelMask(keep))
+    dense = prefill(model, start, mask[:, :-1].bool(), 0, column_sums=True)
+    cache = Method("m", channels, tokens, **NAMES).cache(model, dense)
+    got = run(model, cache, ids, mask, new_tokens, ATTENTION)
+    assert torch.equal(got[0], want[0])
+    torch.testing.assert_close(got[1], want[1], rtol=1e-8, atol=1e-8)
+    for layer, dense_layer in zip(cache.layers, oracle.layers, strict=True):
+        for row, head in np.ndindex(len(ids), HEADS):
+            live = sorted(dense_layer.live[row][head])
+            want_scores = dense_layer.scores[row, head, live]
+            np.testing.assert_allclose(layer.store.eviction.of(row, head), want_scores, rtol=1e-4, atol=1e-7)
+            middle = [i for i in live if SINK <= i < dense_layer.left[row]]
+            assert layer.store.prompt.length[row, head] + layer.store.tail.length[row, head] == len(middle)
+    return cache, oracle
+
+
+@pytest.mark.parametrize("reading", ["text", "printed"])
+@pytest.mark.parametrize("lengths", [[40], [37, 12]], ids=str)
+def test_lethe_is_the_dense_recomputation(reading, lengths):
+    options = Lethe(sparse_ratio=3.0, segments=5, gamma=0.9, evict_at=20, reading=reading)
+    decide = lethe_oracle(options)
+    cache, oracle = compare(options, decide, 0.9, lengths, 40, 1)
+    for layer, dense_layer in zip(cache.layers, oracle.layers, strict=True):
+        want = [decide.thresholds[id(dense_layer), row] for row in range(len(lengths))]
+        assert layer.store.eviction.evict_at.tolist() == want
+    if reading == "text":
+        held = [[len(live[0]) for live in layer.live] for layer in oracle.layers]
+        assert all(n < 60 for counts in held for n in counts)  # several rounds have dropped tokens
+
+
+def test_lethe_over_pruned_channels_and_empty_heads():
+    keep = random_keep(3, empty=0)
+    keep[0, 1] = False
+    options = Lethe(sparse_ratio=3.0, segments=5, gamma=0.9, evict_at=20)
+    compare(options, lethe_oracle(options), 0.9, [36, 15], 24, 2, keep)
+
+
+@pytest.mark.parametrize("lengths", [[40], [37, 12]], ids=str)
+def test_h2o_keeps_its_budget_while_decoding(lengths):
+    cache, _ = compare(H2O(budget=16), heavy_oracle(16 - SINK - WINDOW), 1.0, lengths, 30, 4)
+    for layer in cache.layers:
+        assert (layer.store.prompt.length + layer.store.tail.length == 16 - SINK - WINDOW).all()
+
+
+def decoding(policy, steps, peaked, seed=0, start=60, heads=2, dim=8):
+    """A store that evicts: yields it after sealing and after each step of random attention, peaked or nearly flat."""
+    generator = torch.Generator().manual_seed(seed)
+    k, v = torch.randn(2, 2, heads, start, dim, generator=generator)
+    scores = (torch.randn(2, heads, start, generator=generator) * (4 if peaked else 0.02)).exp()
+    store = Store(k, v, None, Middle(eviction=policy), Sizes(*SIZES), scores=scores)
+    yield store
+    for _ in range(steps):
+        position = store.append(*torch.randn(2, 2, heads, 1, dim, generator=generator))
+        q = torch.randn(2, 2 * heads, 1, dim, generator=generator)
+        reference.attend(store, q, position, 6.0 if peaked else 0.01)
+        store.flush()
+        yield store
+
+
+def held(store):
+    """Tokens of each row and head, in all."""
+    ends = np.minimum(store.seen, SINK) + np.maximum(0, store.seen - store.start)
+    return store.prompt.length + store.tail.length + ends[:, None]
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(["text", "printed"]),
+    st.booleans(),
+    st.sampled_from([2.0, 400.0]),
+    st.floats(0, 0.9),
+    st.integers(2, 9),
+    st.integers(0, 99),
+)
+def test_whatever_the_attention_memory_is_bounded_and_both_ends_stay(reading, peaked, tau, ratio, segments, seed):
+    """No layer ever holds more than its limit; the first and the last tokens are untouched."""
+    options = Lethe(tau, ratio, segments, 0.9, evict_at=20, reading=reading, limit=50)
+    for store in decoding(options.eviction(None, None, Sizes(*SIZES)), 60, peaked, seed):
+        assert held(store).max() <= 50
+        assert (store.seen - store.start >= WINDOW).all()
+        assert (store.eviction.evict_at <= 50).all()
+        assert np.array_equal(store.eviction.held, held(store))
+        memory, room = measure_store(store), 64 + 192 + SINK + 64  # slots of prompt, tail, sink and ring
+        assert memory.total - memory.tables - memory.extra <= 2 * 2 * room * 2 * 8 * 4
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.floats(2**-20, 1, width=32), min_size=20, max_size=60), st.sampled_from(["text", "printed"]),
+       st.floats(0, 0.9), st.integers(0, 3), st.integers(2, 6), st.floats(1.5, 500))  # fmt: skip
+def test_a_round_keeps_sink_recent_and_best(values, reading, ratio, sink, segments, tau):
+    scores, options = torch.tensor(values), Lethe(tau, ratio, segments, 0.9, evict_at=19, reading=reading)
+    policy = options.eviction(None, None, Sizes(*SIZES)).begin([[scores]])
+    stay, count = policy._round(0, scores, sink), len(values)
+    if policy.evict_at[0] == 2 * 19:
+        assert stay.all()
+        return
+    recent = int(ratio * count)
+    assert stay[:sink].all()
+    assert stay[count - recent :].all()
+    best = int(policy.evict_at[0]) - recent if policy.evict_at[0] > 19 else None
+    cuts = [count * d // segments for d in range(1, segments)]
+    others = [i for i in range(sink, count - recent) if not stay[i]]
+    kept = [i for i in range(count) if stay[i]]
+    assert len(kept) <= max(cuts) + sink + recent
+    assert best is None or best in cuts
+    if others:  # whatever left scored no more than at least `cut` tokens that stay
+        assert sum(values[i] >= max(values[j] for j in others) for i in kept) >= cuts[0]
+    if reading == "printed":
+        assert len(kept) <= cuts[0] + sink + recent
+
+
+def test_layers_of_different_sparsity_have_different_budgets():
+    options = Lethe(3.0, 0.1, 8, 0.9, evict_at=20)
+    flat, peaked = (
+        list(decoding(options.eviction(None, None, Sizes(*SIZES)), 30, peaked))[-1] for peaked in (False, True)
+    )
+    assert held(peaked).max() < 30 < held(flat).min()
+    assert (flat.eviction.evict_at > peaked.eviction.evict_at).all()
+
+
+def test_too_dense_a_layer_waits_where_a_sparsity_is_asked_for():
+    common = {"sparse_ratio": 1.01, "recent_ratio": 0.1, "gamma": 0.9, "evict_at": 20}
+    at_once, waits = (
+        list(decoding(Lethe(**common, min_sparsity=least).eviction(None, None, Sizes(*SIZES)), 5, False))[-1]
+        for least in (0.0, 0.9)
+    )
+    assert held(at_once).max() < 30 < held(waits).min()
+
+
+def test_hoyer_sparsity():
+    assert hoyer(torch.ones(7)) == pytest.approx(0, abs=1e-6)
+    assert hoyer(torch.eye(5)[2]) == pytest.approx(1)
+    assert hoyer(torch.tensor([3.0, 4.0])) == pytest.approx((2**0.5 - 7 / 5) / (2**0.5 - 1), abs=1e-6)
+    a = torch.rand(50)
+    assert hoyer(9 * a) == pytest.approx(hoyer(a), abs=1e-5)
+    assert hoyer(a**4) > hoyer(a)
+
+
+def test_of_equal_scores_the_later_tokens_stay():
+    assert largest(torch.tensor([1.0, 2.0, 1.0, 1.0]), 2).tolist() == [False, True, False, True]
+
+
+def test_rows_take_their_scores_and_thresholds_along():
+    options = Lethe(3.0, 0.1, 8, 0.9, evict_at=20)
+    store = list(decoding(options.eviction(None, None, Sizes(*SIZES)), 9, True))[-1]
+    store.eviction.evict_at[:] = [21, 22]
+    scores = store.eviction.scores.clone()
+    store.select(torch.tensor([1, 1, 0]))
+    assert store.eviction.evict_at.tolist() == [22, 22, 21]
+    assert torch.equal(store.eviction.scores[2], scores[0])
+    store.append(*torch.randn(2, 3, 2, 1, 8))
+    store.eviction.see(0, 0, torch.ones(int(held(store)[0, 0])))
+    assert torch.equal(store.eviction.of(1, 0), scores[1, 0])  # rows that came from one go their own ways
+
+
+def test_what_cannot_be_is_refused(monkeypatch):
+    store = list(decoding(HeavyHitters(10), 4, True))[-1]
+    with pytest.raises(ValueError, match="counted in the attention by which this layer evicts"):
+        store.crop(1)
+    with pytest.raises(ValueError, match="cannot be combined with a choice on the axis reads"):
+        Middle(eviction=HeavyHitters(3), reads=object())
+    monkeypatch.setattr("eval.cache.attention.backend.why_not", lambda *args: None)
+    with pytest.raises(RuntimeError, match="the kernel gives no attention weights"):
+        Auto(insist=True).attend(store, torch.randn(2, 4, 1, 8), torch.zeros(2, 1), 1.0)
+    for change, message in (
+        ({"reading": "mine"}, "reading='mine' must be one of text, printed"),
+        ({"sparse_ratio": 1}, "sparse_ratio=1 must be a number above 1"),
+        ({"recent_ratio": 1.5}, r"recent_ratio=1.5 must be a number in \[0, 1\)"),
+        ({"segments": 1}, "segments=1 must be an integer of at least 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Lethe(**change).check(None, None)
+    with pytest.raises(ValueError, match=r"method.m: evict_at=30 must be more than sink \+ window = 40"):
+        method("m", {"tokens": {"name": "lethe", "evict_at": 30}, "sink": 8, "window": 32})
+    with pytest.raises(ValueError, match="limit=50 must be 0"):
+        Lethe(limit=50).check_sizes(Sizes(4, 32))

@@ -1,0 +1,197 @@
+"""Bytes held against each method's formula, over every shipped configuration; methods brought to equal bytes."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from eval.cache import CompressedCache
+from eval.inference.models import ModelConfig, load_config, shape_of
+from eval.inference.prefill import prefill
+from eval.methods import method
+from eval.methods.match import free_settings, match, share_of_dense
+from eval.methods.memory import Held, dense_bytes, held_bytes, method_bytes
+from eval.methods.tokens.duo_attention import DuoAttention
+from eval.run.replay import Replay, Settings, cache_bytes
+from leank_train.mask import ChannelMask
+from tests import ROOT
+from tests.conftest import tiny_model
+
+LENGTH, ITEM = 2500, 4
+NAMES = sorted(p.stem for p in (ROOT / "conf" / "eval" / "method").glob("*.yaml"))
+BY_PROMPT = {"asl_two_pass", "lethe", "lethe_printed"}  # when they drop tokens, the prompt decides
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Seven layers of two KV heads of 32 channels, random weights, the reference model's vocabulary."""
+    shape = {"head_dim": 32, "num_hidden_layers": 7, "vocab_size": 4096, "max_position_embeddings": 4096}
+    return tiny_model("llama", initializer_range=0.1, **shape).float()
+
+
+@pytest.fixture(scope="module")
+def masks(tmp_path_factory, model):
+    """A ragged mask with an empty head and a full one."""
+    shape = shape_of(model.config)
+    generator = torch.Generator().manual_seed(0)
+    keep = torch.rand(shape, generator=generator) < torch.rand(*shape[:2], 1, generator=generator)
+    keep[2, 1], keep[4, 0] = False, True
+    path = tmp_path_factory.mktemp("masks") / "mask.safetensors"
+    ChannelMask(keep).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def made(model, masks):
+    """Every shipped method, calibrated on as little as possible."""
+    with initialize_config_module("conf.eval", version_base="1.3"):
+        config = compose("eval", [f"method=[{','.join(NAMES)}]", f"mask={masks}"])
+    given = OmegaConf.to_container(config.method, resolve=True)
+    given["by_length"]["channels"]["above"] = {"name": "random", "ratio": 0.5}
+    for axes in given.values():
+        for choice in axes.values():
+            if isinstance(choice, dict) and choice["name"] in ("double_sparsity", "double_sparsity_channels"):
+                choice.update(samples=1, length=256)
+            if isinstance(choice, dict) and choice["name"] in ("duo_attention", "static_norm"):
+                choice["length"] = 1024
+    found = [method(name, given[name]) for name in NAMES]
+    _, tokenizer = load_config(ModelConfig())
+    Replay(model, tokenizer, Settings()).calibrate(found)
+    return {one.label: one for one in found}
+
+
+@pytest.fixture(scope="module")
+def prompt(model):
+    """(ids, a dense pass over them with all that any method wants to see)."""
+    ids = torch.randint(3, 4096, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    return ids, prefill(model, ids, None, 8, obs_queries=LENGTH, column_sums=True)
+
+
+def counted(one, config, cache, seen):
+    """What a cache turned out to hold, where the prompt decides, from the lengths of its parts."""
+    if not isinstance(cache, CompressedCache):  # a prefill that drops tokens, and nothing else
+        return dense_bytes(config, seen.columns, ITEM)
+    ends = np.full(shape_of(config)[:2], one.sink + one.window)
+    middle = np.array([layer.store.prompt.length[0] + layer.store.tail.length[0] for layer in cache.layers])
+    whole = np.full(middle.shape, shape_of(config)[2])
+    return held_bytes(one, Held(ends, middle, whole, whole, shape_of(config)[2], ITEM))
+
+
+def held(one, model, prompt):
+    """(bytes that a method's tensors take of the prompt without tables and slack, its cache, its pass)."""
+    ids, dense = prompt
+    seen = dense if one.prefill is None else one.prefill.run(model, ids, None, 8, one.obs_queries, None)
+    cache = one.cache(model, seen)
+    parts = cache_bytes(cache, seen)
+    return parts["total"] - parts.get("tables", 0) - parts.get("slack", 0), cache, seen
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_held_are_those_of_the_formula(name, made, model, prompt):
+    """Within 3% at 2,500 tokens; tables and slack, which a report shows apart, are not in the formula."""
+    one, whole = made[name], dense_bytes(model.config, LENGTH, ITEM)
+    found, *what = held(one, model, prompt)
+    expected = method_bytes(one, model.config, LENGTH, ITEM)
+    assert (expected is None) == (name in BY_PROMPT)
+    if expected is None:
+        expected = counted(one, model.config, *what)
+    elif name not in ("dense", "quest", "double_sparsity"):  # these hold all, Quest its bounds besides
+        assert expected < 0.97 * whole
+    assert found == pytest.approx(expected, rel=0.03)
+
+
+def scanned(one, config, lengths):
+    """Shares of dense bytes that a method can have, by trying its free setting at many values."""
+    found = []
+    for part in range(200):
+        changed = one
+        for setting in free_settings(one):
+            value = part / 200
+            if setting == "window":
+                changed = replace(changed, window=1 + int(value * max(lengths)))
+                continue
+            axis, _, name = setting.partition(".")
+            if name == "budget":
+                value = 36 + int(value * max(lengths))
+            changed = replace(changed, **{axis: replace(getattr(changed, axis), **{name: value})})
+        held = sum(method_bytes(changed, config, length, ITEM) for length in lengths)
+        found.append(held / sum(dense_bytes(config, length, ITEM) for length in lengths))
+    return found
+
+
+@pytest.mark.parametrize("share", [0.65, "leank"])
+def test_matched_methods_hold_equal_bytes(share, made, model, prompt):
+    """From the tensors, within 3% of what was asked for, in every method that can get there."""
+    config, whole = model.config, dense_bytes(model.config, LENGTH, ITEM)
+    if share == "leank":
+        share = share_of_dense(made["leank"], config, [LENGTH], ITEM)
+    reached, fixed = set(), set()
+    for name in set(NAMES) - BY_PROMPT:
+        one = replace(made[name], sink=4, window=32)
+        try:
+            found = match(one, share, config, [LENGTH], ITEM)
+        except ValueError as error:
+            if str(error).startswith("it has no setting"):
+                fixed.add(name)
+            else:  # few heads, or a setting that cannot go so far
+                assert min(abs(held - share) for held in scanned(one, config, [LENGTH])) > 0.028 * share
+            continue
+        reached.add(name)
+        assert held(found, model, prompt)[0] == pytest.approx(share * whole, rel=0.03)
+        moved = {setting.partition(".")[0] for setting in free_settings(one)}
+        assert {axis for axis in found.axes if found.axes[axis] != one.axes[axis]} <= moved
+    assert fixed == {name for name in NAMES if not free_settings(made[name])} - BY_PROMPT
+    assert {"snapkv", "pyramidkv", "h2o", "streaming_llm", "asl", "fastkv", "gemfilter", "think",
+            "think_paper", "iap", "static_norm", "lowest_frequencies", "random", "snapkv_think"} <= reached  # fmt: skip
+
+
+AXES_OF = {
+    "snapkv": {"tokens": {"name": "snapkv"}},
+    "pyramidkv": {"tokens": {"name": "pyramidkv"}},
+    "h2o_iap": {"tokens": {"name": "h2o"}, "channels": {"name": "iap"}},
+    "asl": {"tokens": {"name": "snapkv"}, "prefill": {"name": "asl"}},
+    "streaming_llm": {"tokens": {"name": "streaming_llm"}},
+    "think": {"channels": {"name": "think"}},
+    "kivi_think": {"channels": {"name": "think"}, "bits": {"name": "kivi"}},
+    "gemfilter": {"prefill": {"name": "gemfilter"}},
+}
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    lengths=st.lists(st.integers(200, 4000), min_size=1, max_size=4),
+    share=st.floats(0.2, 0.95),
+    name=st.sampled_from(sorted(AXES_OF)),
+)
+def test_a_share_is_of_all_prompts_together_or_refused(lengths, share, name):
+    """It is refused only where a scan of the setting finds nothing near."""
+    config, _ = load_config(ModelConfig())
+    one = method(name, AXES_OF[name], {"sink": 4, "window": 32})
+    try:
+        found = match(one, share, config, lengths, ITEM)
+    except ValueError:
+        assert min(abs(held - share) for held in scanned(one, config, lengths)) > 0.028 * share
+    else:
+        wanted = share * sum(dense_bytes(config, length, ITEM) for length in lengths)
+        assert sum(method_bytes(found, config, n, ITEM) for n in lengths) == pytest.approx(wanted, rel=0.03)
+
+
+def test_streaming_heads_count_alike_before_it_is_known_which_they_are(made, model):
+    """But not where heads differ: how much a mask leaves of the others is not known then."""
+    config, one = model.config, replace(made["duo_attention"], sink=4, window=32)
+    new = replace(one, tokens=DuoAttention(ratio=one.tokens.ratio))
+    assert method_bytes(new, config, LENGTH, ITEM) == pytest.approx(method_bytes(one, config, LENGTH, ITEM))
+    assert method_bytes(replace(made["duo_leank"], tokens=new.tokens), config, LENGTH, ITEM) is None
+
+
+def test_a_method_without_a_free_setting_is_refused():
+    config, _ = load_config(ModelConfig())
+    with pytest.raises(ValueError, match="no setting that says how much"):
+        match(method("quest", {"reads": {"name": "quest"}}, {"sink": 4, "window": 32}), 0.5, config, [2000], 2)
+    with pytest.raises(ValueError, match="depends on the prompt"):
+        share_of_dense(method("lethe", {"tokens": {"name": "lethe"}}, {"sink": 4, "window": 32}), config, [2000], 2)

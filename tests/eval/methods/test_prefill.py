@@ -1,0 +1,388 @@
+"""Passes that drop tokens on their way up, against a pass that runs layer by layer by hand."""
+
+import functools
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AttentionInterface, DynamicCache
+
+from eval.inference.decode import greedy
+from eval.inference.prefill import pad_left, prefill
+from eval.methods import Method
+from eval.methods.channels.leank import LeanK
+from eval.methods.channels.think import ThinK
+from eval.methods.common.slicing import slicing
+from eval.methods.prefill.asl import ASL, rank_variance, ranks
+from eval.methods.prefill.fastkv import FastKV
+from eval.methods.prefill.gemfilter import GemFilter
+from eval.methods.prefill.pyramid_infer import PyramidInfer
+from eval.methods.tokens.snapkv import SnapKV
+from leank_train.mask import ChannelMask
+from tests.conftest import ARCHITECTURES, tiny_model
+from tests.helpers.cache_oracle import VOCAB
+from tests.helpers.replay_tools import SIZES, prompts
+
+LAYERS, LENGTH, NEW = 6, 60, 5
+SEEN = []  # (queries, keys, attention) of the layers run by hand
+
+
+def _exact(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    logits = query @ key.mT * scaling
+    attention = (logits if attention_mask is None else logits + attention_mask).softmax(-1)
+    SEEN.append((query[0], key[0], attention[0]))
+    return (attention @ value).transpose(1, 2), None
+
+
+AttentionInterface.register("by_hand", _exact)
+
+
+@functools.cache
+def model_of(family="llama"):
+    return tiny_model(family, num_hidden_layers=LAYERS, vocab_size=VOCAB)
+
+
+class ByHand:
+    """A prompt [T], layer by layer; select(layer, queries, keys, attention [Hq, T', T']) -> columns that go on."""
+
+    def __init__(self, model, prompt, select=lambda *seen: None):
+        model.set_attn_implementation("by_hand")
+        self.model, self.length, self.cache, self.positions = model, len(prompt), DynamicCache(), []
+        positions, hidden = torch.arange(len(prompt)), model.model.embed_tokens(torch.tensor([prompt]))
+        for index, layer in enumerate(model.model.layers):
+            mask = torch.full((hidden.shape[1], hidden.shape[1]), -math.inf).triu(1)
+            hidden = self.through(layer, hidden, positions, mask)
+            self.positions.append(positions)
+            chosen = select(index, *SEEN.pop())
+            if chosen is not None:
+                hidden, positions = hidden[:, chosen], positions[chosen]
+        self.logits = model.lm_head(model.model.norm(hidden))[:, -1]
+
+    def through(self, layer, hidden, positions, mask):
+        rotary = self.model.model.rotary_emb(hidden, positions[None])
+        mask = None if mask is None else mask.to(hidden.dtype)[None, None]
+        return layer(hidden, attention_mask=mask, position_embeddings=rotary, past_key_values=self.cache)
+
+    def decode(self, steps):
+        """Greedy tokens at the positions that follow the whole prompt."""
+        tokens, logits = [], self.logits
+        for step in range(steps):
+            tokens.append(int(logits.argmax()))
+            hidden = self.model.model.embed_tokens(torch.tensor([tokens[-1:]]))
+            for layer in self.model.model.layers:
+                hidden = self.through(layer, hidden, torch.tensor([self.length + step]), None)
+            logits = self.model.lm_head(self.model.model.norm(hidden))[:, -1]
+        SEEN.clear()
+        return tokens
+
+
+def smooth(scores, kernel):
+    """Mean of the `kernel` around each score; beyond the ends there are zeros."""
+    half = kernel // 2
+    padded = [0.0] * half + list(scores) + [0.0] * half
+    return [sum(padded[i : i + kernel]) / kernel for i in range(len(scores))]
+
+
+def highest(scores, count):
+    return sorted(sorted(range(len(scores)), key=lambda i: -scores[i])[:count])
+
+
+def window_attention(attention, window, kernel):
+    """Of each token before the window: what all heads of the last `window` queries give it, pooled."""
+    return smooth(attention[:, -window:, :-window].sum((0, 1)).tolist(), kernel)
+
+
+def slow_fastkv(method, layer):
+    def select(index, queries, keys, attention):
+        if index == layer:
+            scores = window_attention(attention, method.window, method.kernel)
+            tokens = attention.shape[-1]
+            best = highest(scores, method.budget - method.window)
+            return torch.tensor(best + list(range(tokens - method.window, tokens)))
+        return None
+
+    return select
+
+
+def slow_asl(method, layers):
+    """Algorithm 2 in dictionaries: the ranks of all layers are kept, the variance is taken token by token."""
+    rank_of, lowest, state = {}, max(1, layers // 3), {}
+
+    def select(index, queries, keys, attention):
+        if "done" in state:
+            return None
+        scores = window_attention(attention, method.window, method.kernel)
+        order = sorted(range(len(scores)), key=lambda i: -scores[i])
+        rank_of[index] = {token: place + 1 for place, token in enumerate(order)}
+        if index < lowest:
+            return None
+        latest = [rank_of[i] for i in range(max(0, index - method.observed + 1), index + 1)]
+        first = method.budget - method.window
+        union = {token for ranks in latest for token, rank in ranks.items() if rank <= first}
+        variance = np.mean([np.var([ranks[token] for ranks in latest]) for token in union])
+        state.setdefault("initial", variance)
+        if variance / state["initial"] >= method.threshold:
+            return None
+        state["done"] = index
+        return torch.tensor(sorted(order[:first]) + list(range(len(scores), len(scores) + method.window)))
+
+    select.state = state
+    return select
+
+
+def slow_pyramid(method, length):
+    recent = int(length * method.recent) + 1
+
+    def select(index, queries, keys, attention):
+        before = attention.shape[-1] - recent
+        angle = math.cos(math.pi * index / LAYERS)
+        keep = math.floor(before * ((1 - method.decay) * (angle + 1) / 2 + method.decay))
+        if keep <= method.least or keep == before:
+            return None
+        rows = attention.mean(0)[-recent:, :before]
+        weights = [1 + (method.newest - 1) * i / (recent - 1) for i in range(recent)]
+        scores = sum(w * row for w, row in zip(weights, rows, strict=True)).tolist()
+        kept = highest([math.inf] * method.sink + scores[method.sink :], keep)
+        return torch.tensor(kept + list(range(before, before + recent)))
+
+    return select
+
+
+CASES = {
+    "fastkv": (FastKV(20, 2, 4, 3), lambda m: slow_fastkv(m, 2)),
+    "asl": (ASL(24, 0.95, 4, 3, 2), lambda m: slow_asl(m, LAYERS)),
+    "pyramid": (PyramidInfer(0.2, 0.6, least=8, sink=2, newest=9.0), lambda m: slow_pyramid(m, LENGTH)),
+}
+
+
+def run(method, model, ids, real=None, room=NEW, obs=0):
+    return method.run(model, ids, real, room, obs, None)
+
+
+def decoded(model, found):
+    """Greedy tokens of each row from a pass."""
+    steps = [NEW] * len(found.logits)
+    return greedy(model, found.fork(), found.logits, found.real, found.lengths, [], steps, steps)[0]
+
+
+def answers(model, method, ids, real=None):
+    """Greedy tokens of each row from the method's cache."""
+    found = method.prefill.run(model, ids, real, NEW, method.obs_queries, None)
+    steps = [NEW] * len(ids)
+    cache = method.cache(model, found)
+    return greedy(model, cache, found.logits, found.real, found.lengths, [], steps, steps)[0]
+
+
+@pytest.mark.parametrize("family", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_equals_a_pass_by_hand(case, family):
+    method, select = CASES[case]
+    model, (prompt,) = model_of(family), prompts([LENGTH], seed=5)
+    slow = ByHand(model, prompt, select(method))
+    tokens = slow.decode(NEW)
+    found = run(method, model, torch.tensor([prompt]))
+    assert len({len(p) for p in slow.positions}) > 1, "the case must drop something"
+    for layer, positions, expected in zip(found.layers, slow.positions, slow.cache.layers, strict=True):
+        held = layer.keys.shape[2]
+        assert layer.get_seq_length() == LENGTH
+        assert (layer.kept is None) == (held == LENGTH)
+        if layer.kept is not None:
+            assert layer.kept.tolist() == [positions.tolist()]
+        torch.testing.assert_close(layer.keys, expected.keys[:, :, :held])
+        torch.testing.assert_close(layer.values, expected.values[:, :, :held])
+    torch.testing.assert_close(found.logits, slow.logits)
+    assert decoded(model, found) == [tokens]
+
+
+@pytest.mark.parametrize("family", sorted(ARCHITECTURES))
+@torch.no_grad()
+def test_gemfilter_reads_what_the_last_query_picks(family):
+    method, model, (prompt,) = GemFilter(16, 2, 5), model_of(family), prompts([LENGTH], seed=5)
+    slow = {}
+
+    def select(index, queries, keys, attention):
+        if index == 2:
+            products = [float(queries[:, -1].flatten() @ keys[:, t].flatten()) for t in range(LENGTH)]
+            slow["picked"] = highest(smooth(products, 5), 16)
+
+    ByHand(model, prompt, select)
+    again = ByHand(model, [prompt[i] for i in slow["picked"]])
+    tokens = again.decode(NEW)
+    found = run(method, model, torch.tensor([prompt]))
+    assert (found.columns, found.lengths.tolist(), found.layers[0].get_seq_length()) == (16, [16], 16)
+    torch.testing.assert_close(found.logits, again.logits)
+    assert decoded(model, found) == [tokens]
+
+
+@torch.no_grad()
+def test_asl_two_pass_reads_what_one_pass_selects():
+    one, two = ASL(24, 0.95, 4, 3, 2), ASL(24, 0.95, 4, 3, 2, two_pass=True)
+    model, (prompt,) = model_of(), prompts([LENGTH], seed=5)
+    selected = run(one, model, torch.tensor([prompt])).layers[-1].kept[0]
+    again = ByHand(model, [prompt[i] for i in selected])
+    found = run(two, model, torch.tensor([prompt]))
+    assert found.columns == len(selected) == 24
+    torch.testing.assert_close(found.logits, again.logits)
+
+
+@pytest.mark.parametrize("method", [ASL(LENGTH, 0.9, 4), ASL(LENGTH, 0.9, 4, two_pass=True), FastKV(LENGTH, 2, 4),
+                                    GemFilter(LENGTH, 2), PyramidInfer(least=LENGTH), PyramidInfer(decay=1.0),
+                                    ASL(20, 1e-9, 4), ASL(20, 1e-9, 4, two_pass=True)], ids=repr)  # fmt: skip
+@torch.no_grad()
+def test_with_room_for_all_or_nothing_settled_it_is_the_dense_pass(method):
+    model, (prompt,) = model_of(), prompts([LENGTH], seed=5)
+    ids = torch.tensor([prompt])
+    dense, found = prefill(model, ids, None, NEW), run(method, model, ids)
+    assert torch.equal(dense.logits, found.logits)
+    for one, other in zip(dense.layers, found.layers, strict=True):
+        assert other.kept is None
+        assert torch.equal(one.keys, other.keys)
+        assert torch.equal(one.values, other.values)
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        (FastKV(20, 2, 4), [[LENGTH] * 3 + [20] * 3]),
+        (GemFilter(16, 1), [[LENGTH] * 2 + [1] * 4, [16] * 6]),
+        (GemFilter(16), [[LENGTH] * 3 + [1] * 3, [16] * 6]),
+        # 13 recent; the 47 before them times shares of 1, .973, .9, .8, .7 give 47, 45, 40, 32, 22
+        (PyramidInfer(0.2, 0.6, least=8), [[60, 60, 58, 53, 45, 35]]),
+        # 1, .933, .867, .8, .733: 47, 43, 37, 29, 21
+        (PyramidInfer(0.2, 0.6, "linear", least=8), [[60, 60, 56, 50, 42, 34]]),
+        # 1, .9, .7, in every other layer: 47, 42, 29
+        (PyramidInfer(0.2, 0.6, least=8, every=2), [[60, 60, 60, 55, 55, 42]]),
+    ],
+    ids=repr,
+)
+@torch.no_grad()
+def test_tokens_that_each_layer_computes(method, expected):
+    model, (prompt,) = model_of(), prompts([LENGTH], seed=5)
+    counts = []
+    hooks = [
+        layer.mlp.register_forward_hook(lambda m, args, out: counts.append(args[0].shape[1]))
+        for layer in model.model.layers
+    ]
+    run(method, model, torch.tensor([prompt]))
+    for hook in hooks:
+        hook.remove()
+    assert [counts[i : i + LAYERS] for i in range(0, len(counts), LAYERS)] == expected
+
+
+METHODS = [*(method for method, _ in CASES.values()), GemFilter(16, 2), ASL(24, 0.95, 4, 3, 2, two_pass=True)]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+@pytest.mark.parametrize("lengths", [(60, 41, 12), (60, 60)])
+@torch.no_grad()
+def test_a_row_of_a_batch_is_what_it_is_alone(method, lengths):
+    model, rows = model_of("qwen3"), prompts(lengths, seed=5)
+    ids, real = pad_left(rows, 0, "cpu")
+    together = run(method, model, ids, real, obs=3)
+    answers = decoded(model, together)
+    for b, prompt in enumerate(rows):
+        alone = run(method, model, torch.tensor([prompt]), obs=3)
+        assert int(together.lengths[b]) == alone.columns
+        torch.testing.assert_close(together.logits[b], alone.logits[0])
+        for layer, expected in zip(together.layers, alone.layers, strict=True):
+            there = layer.real(together.real)
+            there = torch.ones(layer.keys.shape[2], dtype=torch.bool) if there is None else there[b]
+            kept = expected.kept if expected.kept is not None else torch.arange(alone.columns)[None]
+            if layer.kept is not None:
+                assert (layer.kept[b][there] - (together.columns - alone.columns)).tolist() == kept[0].tolist()
+            torch.testing.assert_close(layer.keys[b, :, there], expected.keys[0])
+            torch.testing.assert_close(layer.values[b, :, there], expected.values[0])
+            torch.testing.assert_close(layer.queries[b, :, -3:], expected.queries[0, :, -3:])
+        assert answers[b] == decoded(model, alone)[0]
+
+
+@torch.no_grad()
+def test_rows_of_a_batch_may_select_at_different_layers():
+    """Else the batch above would not test it."""
+    model, method = model_of("qwen3"), CASES["asl"][0]
+    kept = [[layer.kept is None for layer in run(method, model, torch.tensor([p])).layers]
+            for p in prompts((60, 60), seed=5)]  # fmt: skip
+    assert kept[0] != kept[1]
+
+
+@torch.no_grad()
+def test_hooks_go_whatever_happens():
+    model, (prompt,) = model_of(), prompts([LENGTH], seed=5)
+
+    def fails(index, layer):
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"), slicing(model, fails):
+        prefill(model, torch.tensor([prompt]), None, 0)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_rank_variance(data):
+    layers, tokens = data.draw(st.integers(1, 8)), data.draw(st.integers(2, 30))
+    scores = [data.draw(st.permutations(range(tokens))) for _ in range(layers)]
+    k = data.draw(st.integers(1, tokens))
+    found = torch.stack([ranks(torch.tensor(s, dtype=torch.float32)) for s in scores])
+    assert found.tolist() == [[tokens - value for value in s] for s in scores]
+    union = sorted(set(itertools.chain(*(np.argsort(s)[::-1][:k].tolist() for s in scores))))
+    direct = 0.0
+    for token in union:
+        mine = [sum(other >= s[token] for other in s) for s in scores]
+        mean = sum(mine) / layers
+        direct += sum((r - mean) ** 2 for r in mine) / layers / len(union)
+    assert float(rank_variance(found, k)) == pytest.approx(direct, abs=1e-9)
+
+
+@pytest.mark.parametrize("prefills", METHODS, ids=repr)
+@torch.no_grad()
+def test_other_axes_choose_among_the_tokens_held(prefills):
+    """A cache that keeps all answers as the pass does; with SnapKV and ThinK a padded row as it does alone."""
+    model, rows = model_of("qwen3"), prompts((60, 41, 12), seed=5)
+    ids, real = pad_left(rows, 0, "cpu")
+    everything = LeanK(ChannelMask(torch.ones(LAYERS, 2, 8, dtype=torch.bool)))
+    whole = Method("all", everything, prefill=prefills, **SIZES)
+    assert answers(model, whole, ids, real) == decoded(model, run(prefills, model, ids, real))
+    less = Method("less", ThinK(0.5, 4), SnapKV(11, 4, 3), prefill=prefills, **SIZES)
+    assert answers(model, less, ids, real) == [answers(model, less, torch.tensor([p]))[0] for p in rows]
+    for layer in less.cache(model, run(prefills, model, ids, real, obs=4)).layers:
+        ends = np.minimum(layer.store.seen, SIZES["sink"] + SIZES["window"])  # of each row
+        assert (layer.store.prompt.length + ends[:, None] <= 11).all()
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (lambda: ASL(32), "budget=32 must be more than window=32"),
+        (lambda: ASL(kernel=4), "kernel=4 must be odd"),
+        (lambda: ASL(threshold=0.0), "threshold=0.0 must be a number in \\(0, 1\\): the paper uses 0.3"),
+        (lambda: ASL(observed=1), "observed=1 must be an integer of at least 2"),
+        (lambda: ASL(first=6), "first=6 must be from 1 to 5"),
+        (lambda: FastKV(layer=5), "layer=5 must be from 0 to 4"),
+        (lambda: FastKV(window=0), "window=0 must be an integer of at least 1"),
+        (lambda: GemFilter(0), "budget=0 must be an integer of at least 1"),
+        (lambda: GemFilter(layer=-1), "layer=-1 must be an integer of at least 0, or null"),
+        (lambda: PyramidInfer(0.0), "recent=0.0 must be a number in \\(0, 1\\]"),
+        (lambda: PyramidInfer(decay=1.2), "decay=1.2 must be a number in \\(0, 1\\]"),
+        (lambda: PyramidInfer(every=0), "every=0 must be an integer of at least 1"),
+        (lambda: PyramidInfer(newest=0.0), "newest=0.0 must be a number above 0"),
+        (lambda: PyramidInfer(schedule="steps"), "schedule='steps' must be one of cosine, linear"),
+    ],
+)
+def test_bad_settings_are_named(method, message):
+    with pytest.raises(ValueError, match=message):
+        method().check(model_of().config, None)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_a_sliding_window_is_refused(method):
+    method.check(model_of().config, None)
+    sliding = tiny_model("mistral", num_hidden_layers=LAYERS, sliding_window=8).config
+    with pytest.raises(ValueError, match=r"layer 0 of mistral uses DynamicSlidingWindowLayer.*leave out `prefill`"):
+        method.check(sliding, None)

@@ -1,0 +1,156 @@
+"""Quest and Double Sparsity: what a query reads, against loops over single tokens; with everything to read nothing
+changes."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eval.cache import CompressedLayer, Sizes
+from eval.cache.attention.backend import choose_backend
+from eval.cache.memory import measure_store
+from eval.cache.storage.middle import Middle
+from eval.inference.prefill import prefill
+from eval.methods import Method, method
+from eval.methods.channels.leank import LeanK
+from eval.methods.reads.double_sparsity import DoubleSparsity, Labels
+from eval.methods.reads.quest import Pages, Quest
+from leank_train.mask import ChannelMask
+from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, left_padded, random_keep, run, tiny_model
+
+SIZES = Sizes(2, 6, 4)
+
+
+def layer_of(reads, lengths, seed, keep=None, grow=0):
+    """A sealed layer of random rows, `grow` tokens later: (layer, (K, V) of all real tokens of each row)."""
+    torch.manual_seed(seed)
+    width = max(lengths)
+    k, v = torch.randn(2, len(lengths), HEADS, width, DIM, dtype=torch.float64)
+    real = torch.arange(width) >= width - torch.tensor(lengths)[:, None]
+    layer = CompressedLayer(Middle(channels=keep, reads=reads), SIZES, choose_backend("torch"))
+    layer.seal(k, v, real)
+    rows = [(k[r][:, real[r]], v[r][:, real[r]]) for r in range(len(lengths))]
+    mask = real
+    for _ in range(grow):
+        new_k, new_v = torch.randn(2, len(lengths), HEADS, 1, DIM, dtype=torch.float64)
+        mask = torch.cat([mask, mask.new_ones(len(lengths), 1)], 1)
+        layer.update(new_k, new_v)
+        layer.attend(torch.randn(len(lengths), 2 * HEADS, 1, DIM, dtype=torch.float64), mask)
+        rows = [(torch.cat([a, x], 1), torch.cat([b, y], 1)) for (a, b), x, y in zip(rows, new_k, new_v, strict=True)]
+    return layer, rows
+
+
+def by_hand(q, k, v, keep, start, chosen):
+    """Attention of one query of one head: sink, window from `start`, and of the middle the tokens `chosen`."""
+    logits = {}
+    for j in range(len(k)):
+        if j < SIZES.sink or j >= start:
+            logits[j] = float(q @ k[j])
+        elif j - SIZES.sink in chosen:
+            logits[j] = float(q[keep] @ k[j][keep])
+    top = max(logits.values())
+    weights = {j: torch.tensor(x - top, dtype=torch.float64).exp() for j, x in logits.items()}
+    return sum(w * v[j] for j, w in weights.items()) / sum(weights.values())
+
+
+def pages_by_hand(q, middle, page, most):
+    """Tokens of the pages with the highest bound, one page and channel after the other."""
+    bounds = {}
+    for number, start in enumerate(range(0, len(middle), page)):
+        tokens = middle[start : start + page]
+        bounds[number] = sum(max(float(x * tokens[:, c].min()), float(x * tokens[:, c].max())) for c, x in enumerate(q))
+        assert bounds[number] >= max(float(q @ t) for t in tokens) - 1e-12
+    best = sorted(bounds, key=lambda n: -bounds[n])[:most]
+    return {j for n in best for j in range(n * page, (n + 1) * page)}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=2),
+    page=st.integers(1, 7),
+    budget=st.integers(8, 60),
+    grow=st.integers(0, 9),
+    labels=st.booleans(),
+)
+def test_a_step_reads_what_the_loops_choose(seed, lengths, page, budget, grow, labels):
+    keep = random_keep(seed)[0]
+    label = torch.rand(HEADS, DIM, generator=torch.Generator().manual_seed(seed)) < 0.5
+    reads = Labels(label, budget) if labels else Quest(budget, page, 0)
+    layer, rows = layer_of(reads, lengths, seed, keep, grow)
+    store = layer.store
+    q = torch.randn(len(lengths), 2 * HEADS, 1, DIM, dtype=torch.float64)
+    position = torch.tensor(store.seen)[:, None] - 1
+    out = layer.backend.attend(store, q, position, 1.0)
+    for row, head in itertools.product(range(len(lengths)), range(2 * HEADS)):
+        of, (k, v) = keep[head // 2], (x[head // 2] for x in rows[row])
+        start, one = max(SIZES.sink, int(store.start[row])), q[row, head, 0]
+        middle, chosen = k[SIZES.sink : start][:, of], set()
+        spare = budget - SIZES.sink - SIZES.window
+        if of.any() and labels:
+            few = label[head // 2][of]
+            scores = [float(one[of][few] @ t[few]) for t in middle]
+            chosen = set(sorted(range(len(scores)), key=lambda j: -scores[j])[:spare]) if few.any() else None
+        elif of.any():
+            chosen = pages_by_hand(one[of], middle, page, max(1, spare // page))
+        if chosen is not None:  # without a label channel all tokens tie
+            torch.testing.assert_close(out[row, 0, head], by_hand(one, k, v, of, start, chosen))
+
+
+@pytest.mark.parametrize(
+    "reads", [Quest(500, 4, 1), DoubleSparsity(500, 0.5, length=24, samples=1)], ids=["quest", "ds"]
+)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_enough_budget_changes_nothing(reads, family):
+    model, (ids, mask) = tiny_model(family), left_padded([40, 23], 3)
+    if isinstance(reads, DoubleSparsity):
+        reads.labels._seen.add(torch.rand(1, LAYERS, HEADS, DIM))
+    keep = LeanK(ChannelMask(random_keep(3)))
+    found = []
+    for one in (Method("with", keep, reads=reads, **vars(SIZES)), Method("without", keep, **vars(SIZES))):
+        cache = one.cache(model, prefill(model, ids[:, :-1], mask[:, :-1].bool(), 0))
+        found.append(run(model, cache, ids, mask, 12, "leank")[1])
+    torch.testing.assert_close(*found)
+
+
+def test_reordered_rows_keep_their_bounds():
+    layer, _ = layer_of(Quest(20, 4, 0), [50, 31], 5)
+    alone, _ = layer_of(Quest(20, 4, 0), [50, 31], 5)
+    layer.reorder_cache(torch.tensor([1, 1, 0]))
+    q = torch.randn(2, 2 * HEADS, 1, DIM, dtype=torch.float64)
+    position = torch.tensor([[49], [30]])
+    out = layer.backend.attend(layer.store, q[[1, 1, 0]], position[[1, 1, 0]], 1.0)
+    torch.testing.assert_close(out, alone.backend.attend(alone.store, q, position, 1.0)[[1, 1, 0]])
+
+
+def test_bounds_are_counted():
+    layer, _ = layer_of(Quest(20, 16, 0), [2 + 64 + 6], 0)
+    table = 3 * HEADS * 8  # where each head's are
+    assert measure_store(layer.store).extra == 2 * (64 // 16) * HEADS * DIM * 8 + table
+
+
+def test_a_partly_filled_page_is_bounded_by_its_own_tokens():
+    layer, _ = layer_of(Quest(20, 16, 0), [2 + 20 + 6], 0)
+    assert isinstance(layer.store.reads, Pages)
+    k, _ = layer.store.prompt.read(0, 0)
+    low, high = layer.store.reads.bounds(0, 0)
+    torch.testing.assert_close(low[1], k[16:].amin(0))
+    torch.testing.assert_close(high[1], k[16:].amax(0))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"reads": {"name": "quest", "budget": 70}}, "budget=70 is less than sink=16 and the last 64"),
+        ({"reads": {"name": "quest", "page": 0}}, "page=0 must be an integer of at least 1"),
+        ({"reads": {"name": "double_sparsity", "ratio": 1.5}}, "ratio=1.5"),
+    ],
+)
+def test_messages(config, message):
+    def use():
+        method("m", config, {"sink": 16, "window": 64}).reads.check(tiny_model("llama").config, None)
+
+    with pytest.raises(ValueError, match=message):
+        use()

@@ -1,0 +1,227 @@
+"""Every grader on long texts made to hurt: what each kind of text costs.
+
+`python -m tests.eval.metrics.test_hostile [GRADER ...]` prints a line per grader and kind: CPU seconds and MB.
+"""
+
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from eval.benchmarks import mmlu, niah
+from eval.metrics import gsm_infinite, infinitebench, longbench, math500, math_equal, math_worker, rouge, ruler
+from eval.metrics.infinitebench import _SCORER_OF_TASK
+from tests import ROOT
+
+LENGTH = 200_000
+SECONDS, MEGABYTES = 1.0, 200.0
+
+UNITS = {
+    "digits": "9",
+    "word": "a",
+    "words": "the cat ",
+    "blanks": " ",
+    "tabs": "\t",
+    "newlines": "\n",
+    "control": "\x08",
+    "dots": ".",
+    "sentences": "the a. ",
+    "lines": "the a\n",
+    "minus": "-",
+    "minus blank": "- ",
+    "commas": ",",
+    "thousands": "1,000,",
+    "digit blank": "1 ",
+    "decimals": "1.1",
+    "exclamation": "!",
+    "carets": "^",
+    "stars": "*",
+    "slashes": "/",
+    "equals": "=",
+    "underscores": "_",
+    "backslashes": "\\",
+    "dollars": "$",
+    "percent": "%",
+    "tildes": "~",
+    "ampersands": "&",
+    "single quotes": "'",
+    "double quotes": '"',
+    "open braces": "{",
+    "closed braces": "}",
+    "brace pairs": "{}",
+    "open brackets": "[",
+    "open parentheses": "(",
+    "calls": "f(",
+    "backquotes": "`",
+    "boxed": "\\boxed{",
+    "boxed digits": "\\boxed{9",
+    "fractions": "\\frac{",
+    "bare fractions": "\\frac",
+    "fractions of fractions": "\\frac{1}{",
+    "roots": "\\sqrt{",
+    "bare roots": "\\sqrt",
+    "text": "\\text{ ",
+    "begin": "\\begin{x}",
+    "matrix": "\\begin{matrix}",
+    "left": "\\left(",
+    "degrees": "degree ",
+    "circles": "^ \\circ",
+    "powers": "^{",
+    "accents": "é",
+    "Chinese": "漢",
+    "wide digits": "９",
+    "combining": "e\u0301",
+    "emoji": "😀",
+    "surrogates": "\ud800",
+    "answers": "answer ",
+    "Answers": "Answer: ",
+    "is": "is ",
+    "letters": "A ",
+    "variables": "V1 ",
+    "paragraphs": "Paragraph 1 ",
+    "thinks": "</think>",
+}
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Each kind of text, by name."""
+    for name, unit in UNITS.items():
+        yield name, (unit * (LENGTH // len(unit) + 1))[:LENGTH]
+    half = LENGTH // 2
+    yield "nested braces", "{" * half + "}" * half
+    yield "nested parentheses", "(" * half + ")" * half
+    yield "distinct sentences", " ".join(f"the {i}." for i in range(LENGTH // 9))[:LENGTH]
+    yield "distinct lines", "\n".join(f"the {i}" for i in range(LENGTH // 9))[:LENGTH]
+    yield "distinct words", " ".join(map(str, range(LENGTH // 6)))[:LENGTH]
+    for opening in ("answer", "Answer: ", "answer is ", "is ", "\\text{Answer: } ", "V"):
+        for name in ("blanks", "digits", "newlines", "stars"):
+            yield f"{opening!r} and {name}", (opening + UNITS[name] * LENGTH)[:LENGTH]
+
+
+SUMMARY = "\n".join(f"the cat {i} sat on a mat, and 9 of the answers is A or {i % 7}." for i in range(60))
+CODE = "    return self.aaaa(the_cat[9], 'x', \"y\") + ((((9999 - 1.1) / 2)))" + "a9" * 60  # below difflib's autojunk
+
+
+def _boxed(text: str) -> bool:
+    return math500.grade(math500.last_boxed(f"\\boxed{{{text}}}"), "\\frac{x}{2}")
+
+
+def _gold(text: str) -> None:
+    try:
+        gsm_infinite.gold_answer(text)
+    except ValueError:
+        return
+
+
+LONGBENCH_ANSWERS = {
+    **dict.fromkeys(("hotpotqa", "gov_report", "trec", "passage_count", "dureader", "multifieldqa_zh"), SUMMARY),
+    **{"lcc": CODE, "passage_retrieval_en": "Paragraph 1", "passage_retrieval_zh": "段落1"},
+}
+INFINITEBENCH_LABELS: dict[str, object] = {
+    "code_debug": ["f", "B"],
+    "longbook_choice_eng": ["Paul", "B"],
+    "longbook_sum_eng": SUMMARY,
+    "code_run": 5,
+    "math_find": 9,
+    "math_calc": [9, 99],
+}
+GRADERS: dict[str, Callable[[str], object]] = {
+    "ruler": lambda text: ruler.string_match_all([ruler.postprocess(text)], [["1234567", "cat", text[:1000] + "x"]]),
+    "gsm_infinite": lambda text: gsm_infinite.grade(text, 31),
+    "gsm_infinite symbolic": lambda text: gsm_infinite.grade_symbolic(text, ["V1"]),
+    "gsm_infinite gold": _gold,
+    "mmlu letter": mmlu.extract_letter,
+    "niah recall": niah.recall,
+    "niah rouge_1": lambda text: rouge.rouge_1(text, niah.EXPECTED),
+    "math500 reply": _boxed,
+    "math500 unboxed": lambda text: math500.grade(math500.last_boxed(text), "2"),
+    "math500 truth": lambda text: math500.grade("\\frac{x}{2}", text),
+    "math500 longest": lambda text: math500.grade(text[: math500.MAX_ANSWER - 3] + "\\pi", "\\frac{x}{2}"),
+    "math500 sympy": lambda text: math500.grade(text[: math_equal.MAX_EXPRESSION], "x+1/3"),
+    "longbench levenshtein": lambda text: longbench.score("lcc", text, [CODE], code_backend="levenshtein"),
+    **{
+        f"longbench {task}": functools.partial(
+            lambda text, task, answer: longbench.score(task, text, [answer], ["cat", "the cat", "a"]),
+            task=task,
+            answer=answer,
+        )
+        for task, answer in LONGBENCH_ANSWERS.items()
+    },
+    **{
+        f"infinitebench {task}": functools.partial(
+            lambda text, task, label: infinitebench.score(task, text, label),
+            task=task,
+            label=INFINITEBENCH_LABELS.get(task, "the cat"),
+        )
+        for task in _SCORER_OF_TASK
+    },
+}
+CHINESE = ("longbench dureader", "longbench multifieldqa_zh")
+
+
+def measure(name: str) -> Iterator[tuple[str, float, float]]:
+    """(kind, CPU seconds, MB above what was held before the first kind) of a grader's texts; with the worker's."""
+    grader, worker = GRADERS[name], math_worker._worker(os.getpid())
+    grader("x+2")  # loads libraries and dictionaries
+    if name.startswith("math500"):
+        math500.grade("x+y", "y+x")  # starts the worker
+    process = worker._process
+    pids = [os.getpid()] if process is None else [os.getpid(), process.pid]
+    before = sum(_peak(pid, fresh=True) for pid in pids)
+    for kind, text in texts():
+        start = sum(map(_cpu, pids))
+        grader(text)
+        assert worker._process is process, f"{name}, {kind}: the worker reached its limits"
+        yield kind, sum(map(_cpu, pids)) - start, sum(map(_peak, pids)) - before
+        for pid in pids:
+            _peak(pid, fresh=True)
+
+
+def _cpu(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _peak(pid: int, fresh: bool = False) -> float:
+    """Peak of the resident set in MB, since the last `fresh` call."""
+    if fresh:
+        Path(f"/proc/{pid}/clear_refs").write_text("5")
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+@functools.cache
+def table(benchmark: str) -> list[tuple[str, str, float, float]]:
+    """(grader, kind, seconds, MB) of a benchmark's graders, measured in a process of its own."""
+    names = [name for name in available() if name.split()[0] == benchmark]
+    command = [sys.executable, "-m", "tests.eval.metrics.test_hostile", *names]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert made.returncode == 0, made.stderr
+    return [json.loads(line) for line in made.stdout.splitlines()]
+
+
+def available() -> list[str]:
+    """The graders whose packages are installed."""
+    return [name for name in GRADERS if name not in CHINESE or importlib.util.find_spec("jieba")]
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks of memory are read from Linux's /proc")
+@pytest.mark.parametrize("name", GRADERS)
+def test_every_kind_of_long_text_is_cheap(name):
+    if name in CHINESE:
+        pytest.importorskip("jieba")
+    rows = [row for row in table(name.split()[0]) if row[0] == name]
+    assert len(rows) == len(list(texts()))
+    assert [row for row in rows if row[2] >= SECONDS or row[3] >= MEGABYTES] == []
+
+
+if __name__ == "__main__":
+    for chosen in sys.argv[1:] or available():
+        for kind, seconds, megabytes in measure(chosen):
+            print(json.dumps([chosen, kind, round(seconds, 2), round(megabytes, 1)]), flush=True)

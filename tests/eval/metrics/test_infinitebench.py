@@ -1,0 +1,72 @@
+import pytest
+
+from eval.metrics import infinitebench
+from tests.helpers import parity
+
+
+@pytest.mark.parametrize("row", parity.rows("infinitebench_scores"), ids=parity.label)
+def test_parity(row):
+    assert infinitebench.score(row["task"], row["prediction"], row["label"]) == row["score"]
+
+
+@pytest.mark.parametrize(
+    ("task", "reply", "label", "want"),
+    [
+        ("passkey", "12 then 34", "12", 1),
+        ("passkey", "no number", "12", 0),
+        ("number_string", "x0012y", ["0012"], 1),
+        ("kv_retrieval", '"abc-1".', "abc-1", 1),
+        ("kv_retrieval", "xabc-1", "abc-1", 0),
+        ("longdialogue_qa_eng", "It is paul.", ["PAUL", "PAUL D."], 1),
+        ("longdialogue_qa_eng", "Walter", ["WALT", "WALTER"], 0),  # only the first label counts
+        ("longdialogue_qa_eng", "Paul Garner", ["PAUL GARNER"], 0),  # a name of two words is no word
+        ("code_run", "it returns `-8`.", -8, 1),
+        ("code_run", "it returns 2.5", 5, 1),  # "." is a blank
+        ("code_run", "it returns five", 5, 0),
+        ("code_run", "", 5, 0),
+        ("code_run", "9" * 5000, 5, 0),  # more digits than int() takes
+        ("math_find", "9" * 5000, 9, 0),
+        ("math_find", "9" * 5000, 9.5, 0),
+        ("math_calc", "7 " + "9" * 5000, [7, 9], 0.5),
+        ("code_debug", " B. f", ["f", "B"], 1),
+        ("code_debug", "The answer is: **Option B**", ["f", "B"], 1),
+        ("code_debug", "The answer is:B", ["f", "B"], 0),  # one character after the phrase is skipped
+        ("code_debug", "The error is: `g.f`", ["g.f", "B"], 1),
+        ("code_debug", "answer:", ["f", "B"], 0),
+        ("longbook_choice_eng", "", ["x", "B"], 0),
+        ("longbook_choice_eng", "Because", ["x", "B"], 1),
+        ("longbook_choice_eng", "x", ["x", "B"], 1),
+        ("longbook_choice_eng", "the answer is B", ["x", "B"], 1),
+        ("longbook_choice_eng", "the answer is:\nB", ["x", "B"], 1),
+        ("longbook_choice_eng", "I say AB or B", ["x", "B"], 0),
+        ("longbook_choice_eng", "I say B", ["x", "B"], 1),
+        ("longbook_choice_eng", "none of them", ["x", "B"], 0),
+        ("longbook_qa_eng", "The cat", ["dog", "a cat"], 1),
+        ("longbook_qa_chn", "猫。", ["猫"], 1),
+        ("longbook_sum_eng", "One.\nTwo", ["one\ntwo", "x"], 1),
+        ("math_find", "It is 4.0", [4.0], 1),
+        ("math_find", "It is -4", 4, 1),  # the sign is not read
+        ("math_find", "It is 4.5", 4, 0),  # officially an uncaught ValueError
+        ("math_find", "none", 4, 0),
+        ("math_calc", "[1, 2, 9]", [1, 2, 3, 4], 0.5),
+        ("math_calc", "1 2", [[1, 2]], 1),
+        ("math_calc", "", [1], 0),
+    ],
+)
+def test_rules(task, reply, label, want):
+    assert infinitebench.score(task, reply, label) == want
+
+
+def test_math_calc_of_gpt4_drops_the_first_number():
+    assert infinitebench.score("math_calc", "1 5 6", [5, 6], drop_first_number=True) == 1.0
+
+
+def test_bad_input_is_named():
+    with pytest.raises(ValueError, match="task='x' is not in InfiniteBench; choose one of code_debug"):
+        infinitebench.score("x", "", "")
+    with pytest.raises(ValueError, match="label must be a number"):
+        infinitebench.score("math_find", "4", "4")
+    with pytest.raises(ValueError, match=r"must be \[name, letter\]"):
+        infinitebench.score("code_debug", "4", "4")
+    with pytest.raises(ValueError, match="label is empty"):
+        infinitebench.score("passkey", "4", [])

@@ -1,0 +1,204 @@
+"""A score that cannot show a method's effect is marked: nothing compressed, the dense token alone, broken logits."""
+
+import copy
+import dataclasses
+import logging
+import math
+
+import pytest
+import torch
+
+from eval.benchmarks.base import Cell
+from eval.inference.decode import greedy
+from eval.inference.models import ModelConfig
+from eval.inference.prefill import prefill
+from eval.inference.prompts import Prompt
+from eval.methods import Method
+from eval.methods.channels.leank import LeanK
+from eval.methods.channels.random import Random
+from eval.methods.reads.quest import Quest
+from eval.methods.tokens.snapkv import SnapKV
+from eval.methods.tokens.streaming_llm import StreamingLLM
+from eval.report import write_report
+from eval.run.compression import Watch
+from eval.run.job import Job
+from eval.run.replay import Replay, Settings
+from eval.run.results import Results, read
+from tests.eval.report.test_report import row
+from tests.eval.run.test_engine import NEW, Letters, rows
+from tests.helpers.cache_oracle import tiny_model
+from tests.helpers.replay_tools import SIZES, methods, prompts
+
+CHOICES = [
+    Random(0.5, 0), SnapKV(budget=12, queries=4), SnapKV(budget=400, queries=4), StreamingLLM(),
+    Quest(budget=12, page=4, dense_layers=0),
+    Quest(budget=400, page=4, dense_layers=0),
+]  # fmt: skip
+
+
+def method_of(choice, **sizes):
+    axis = {Random: "channels", SnapKV: "tokens", StreamingLLM: "tokens", Quest: "reads"}[type(choice)]
+    return Method("m", **{axis: choice}, **{**SIZES, **sizes})
+
+
+def damaged(place, value):
+    """A tiny model in which one row of a weight, by its dotted name, has that value."""
+    model = copy.deepcopy(tiny_model("llama"))
+    with torch.no_grad():
+        model.get_parameter(place)[3] = value
+    return model
+
+
+def answers(model, method, lengths, new=NEW, **settings):
+    engine = Replay(model, Letters(), Settings(**settings))
+    made = [Prompt(ids, len(ids) - 3) for ids in prompts(lengths)]
+    ((_, found),) = engine.answers(made, rows(len(lengths), new), [method])
+    return found
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+@pytest.mark.parametrize("window", [6, 60])
+@pytest.mark.parametrize("compress", ["after_question", "before_question"])
+def test_a_method_that_compresses_nothing_says_so_and_gives_dense_logits(choice, window, compress):
+    """What is called not compressed has the dense reply; what is called compressed holds or reads less."""
+    if not hasattr(choice, "budget") or choice.budget > window:
+        model, method = tiny_model("llama"), method_of(choice, window=window)
+        dense = answers(model, Method("dense"), [40, 25], compress=compress)
+        found = answers(model, method, [40, 25], compress=compress)
+        assert [a.compressed for a in dense] == [None, None]
+        for one, other in zip(found, dense, strict=True):
+            assert one.compressed == (one.middle_tokens > 0 and getattr(choice, "budget", 0) != 400)
+            if not one.compressed:
+                assert one.tokens == other.tokens
+        assert any(a.compressed for a in found) == (window == 6 and getattr(choice, "budget", 0) != 400)
+
+
+def test_tokens_that_leave_the_window_while_decoding_are_compressed():
+    model, method = tiny_model("llama"), method_of(Random(0.5, 0), window=20)
+    ((short,), (long,)) = (answers(model, method, [20], new=n) for n in (5, 30))
+    assert (short.middle_tokens, short.compressed) == (0, False)
+    assert (long.middle_tokens, long.compressed) == ((20 + 29 - 2 - 20) // 4 * 4, True)
+
+
+def test_one_token_is_the_dense_one_unless_the_question_comes_later():
+    model, method = tiny_model("llama"), method_of(Random(0.5, 0))
+    assert [a.dense_only for a in answers(model, method, [40], new=1)] == [True]
+    assert [a.dense_only for a in answers(model, method, [40], new=2)] == [False]
+    assert [a.dense_only for a in answers(model, method, [40], new=1, compress="before_question")] == [False]
+
+
+def test_rows_with_broken_logits_end_there_and_leave_the_others_alone():
+    model, lengths = tiny_model("llama"), [40, 40, 25]
+    healthy = answers(model, Method("dense"), lengths)
+    token = next(
+        t for t in healthy[1].tokens[3:] if t not in sum(prompts(lengths), healthy[0].tokens + healthy[2].tokens)
+    )
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        broken.model.embed_tokens.weight[token] = math.nan
+    found, at = answers(broken, Method("dense"), lengths), healthy[1].tokens.index(token)
+    assert [a.non_finite for a in found] == [None, at + 1, None]
+    assert found[1].tokens == healthy[1].tokens[: at + 1]
+    assert [a.tokens for a in found[::2]] == [a.tokens for a in healthy[::2]]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_logits_without_a_best_token_are_broken(value):
+    model, (ids,) = tiny_model("llama"), prompts([40])
+    dense = prefill(model, torch.tensor([ids]), None, NEW)
+    logits = torch.full_like(dense.logits, value)
+    assert greedy(model, dense.fork(), logits, None, dense.lengths, [], [NEW], [0]) == ([[]], 0, [0])
+    forbidden = dense.logits.clone()
+    forbidden[:, :5] = -math.inf  # a model may forbid tokens
+    assert greedy(model, dense.fork(), forbidden, None, dense.lengths, [], [4], [0])[2] == [None]
+
+
+@pytest.mark.parametrize("method", methods(), ids=lambda m: m.label)
+def test_weights_that_are_infinite_break_every_sample_of_every_method(method):
+    model = damaged("model.layers.0.self_attn.k_proj.weight", math.inf)
+    assert [(a.non_finite, a.tokens) for a in answers(model, method, [40, 33])] == [(0, []), (0, [])]
+
+
+class Two:
+    """A benchmark of two cells, of ids."""
+
+    name, seed = "two", 0
+
+    def data(self, task):
+        return None
+
+    def identity(self):
+        return {}
+
+    def cells(self):
+        return [Cell("a", 40, ("0", "1")), Cell("b", 40, ("0",))]
+
+    def row(self, cell, sample, tokenizer, overhead):
+        return dataclasses.replace(rows(1)[0], id=sample, task=cell.task, chat=False)
+
+
+class Words(Letters):
+    def __call__(self, text, **options):
+        return {"input_ids": prompts([40])[0], "offset_mapping": [(i, i + 1) for i in range(40)]}
+
+
+def run(tmp_path, model, some):
+    job = Job(ModelConfig(dtype="float32"), some, Two(), Settings(max_new_tokens=3))
+    with Results(tmp_path) as results:
+        job.run(results, model, Words())
+    return list(read(tmp_path))
+
+
+def test_a_run_stops_when_all_that_is_dense_is_broken(tmp_path):
+    model = damaged("lm_head.weight", math.nan)
+    wanted = r"^all 2 samples of the dense method .* model\.dtype=float32: use model\.dtype=.* check the weights"
+    with pytest.raises(ValueError, match=wanted):
+        run(tmp_path, model, methods()[:2])
+    found = list(read(tmp_path))
+    assert [(r["non_finite"], r["score"], r["prediction"]) for r in found] == [(0, 0.0, "")] * 4
+
+
+def test_a_run_says_once_per_method_and_cell_that_nothing_is_compressed(tmp_path, caplog):
+    some = [Method("dense"), Method("short", LeanK(methods()[1].channels.mask), sink=2, window=60)]
+    with caplog.at_level(logging.WARNING, "eval"):
+        found = run(tmp_path, tiny_model("llama"), some)
+    said = [r.getMessage() for r in caplog.records]
+    assert [s.split(":")[0] for s in said] == ["short, a, 40 tokens", "short, b, 40 tokens"]
+    assert "nothing is compressed in a prompt of 40 tokens, which sink=2 and window=60" in said[0]
+    assert {(r["method"], r["middle_tokens"], r["compressed"]) for r in found} == {
+        ("dense", None, None), ("short", 0, False)
+    }  # fmt: skip
+
+
+def test_the_report_marks_such_cells_and_old_rows_still_report(tmp_path):
+    marked = {"middle_tokens": 0, "compressed": False, "dense_only": True, "non_finite": None}
+    rows_ = [row("dense", i, 1.0, dense_only=True) for i in range(3)]
+    rows_ += [row("leank", i, 1.0, **marked) for i in range(3)]
+    rows_ += [row("think", i, 0.0, non_finite=2 if i else None) for i in range(3)]
+    rows_ += [row("old", i, 1.0) for i in range(3)]
+    with Results(tmp_path) as results:
+        for r in rows_:
+            results.append(r)
+    write_report(tmp_path)
+    for name in ("summary.md", "report.html"):
+        text = (tmp_path / name).read_text()
+        assert "100.0†‡" in text
+        assert "0.0§" in text
+        assert "† Nothing was compressed" in text
+        assert "(leank 3 of 3 samples of the marked cells)" in text
+        assert "‡ The first token alone" in text
+        assert "§ Logits were NaN or infinite; such a sample scores 0 (think 2 of 3 samples" in text
+        for plain in ("dense", "old"):
+            assert not any(
+                mark in line for line in text.split("\n") for mark in "†‡§" if line.startswith(f"| {plain} ")
+            )
+    assert r"\textdagger{}\textdaggerdbl{}" in (tmp_path / "tables.tex").read_text()
+    assert (tmp_path / "cells.csv").read_text().split("\n")[0].endswith(",not_compressed,dense_only,non_finite")
+
+
+def test_a_watch_goes_on_while_one_dense_sample_is_sound():
+    watch = Watch()
+    for broken in (0, None, 3):
+        watch.see(Method("dense"), "t", 9, None, False, broken)
+    watch.stop_if_broken("m", "auto")
+    Watch().stop_if_broken("m", "auto")

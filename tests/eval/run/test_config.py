@@ -1,0 +1,226 @@
+"""The command line's configuration: every experiment builds, and bad input is named before any weights are loaded."""
+
+import json
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+
+from data_gen.tasks import RULER_NIAH
+from eval.benchmarks.base import Cell
+from eval.benchmarks.row import Row
+from eval.inference.prompts import encode, overhead
+from eval.methods import AXES, REGISTRY, method, name_of
+from eval.run.build import build_job
+from leank_train.mask import ChannelMask
+from tests import ROOT
+
+CONF = ROOT / "conf" / "eval"
+REFERENCE = (7, 4, 64)
+MASK = "leank_train/assets/reference/mask_70pct.safetensors"
+
+
+@pytest.fixture(scope="module")
+def masks(tmp_path_factory):
+    """Paths of a mask that fits the reference model, and of one that does not."""
+    folder = tmp_path_factory.mktemp("masks")
+    for name, shape in (("fits", REFERENCE), ("other", (2, 2, 8))):
+        ChannelMask(torch.ones(shape, dtype=torch.bool), {"model": f"some/{name}"}).save(folder / f"{name}.safetensors")
+    return folder
+
+
+def config(*overrides):
+    with initialize_config_module("conf.eval", version_base="1.3"):
+        return OmegaConf.to_container(compose("eval", list(overrides)), resolve=True)
+
+
+def job(*overrides):
+    return build_job(config(*overrides))
+
+
+def test_reference_ruler(masks):
+    made, tokenizer = job("+experiment=reference_ruler", f"mask={masks / 'fits.safetensors'}")
+    assert [m.label for m in made.methods] == ["dense", "leank", "lowest_frequencies"]
+    assert {(m.sink, m.window, m.flush) for m in made.methods if m.axes} == {(16, 144, 32)}
+    assert {c.length for c in made.benchmark.cells()} == {1024, 2048, 4096}
+    row = made.benchmark.row(Cell("vt", 1024, ("0",)), "0", tokenizer, 0)
+    prompt = encode(tokenizer, row)
+    assert len(prompt.ids) + row.max_new_tokens <= 1024
+    assert tokenizer.decode(prompt.ids[prompt.question :]).strip().startswith("Question")
+
+
+def test_reference_masks_makes_the_headline_table(monkeypatch):
+    monkeypatch.chdir(CONF.parent)  # its masks are in the repository
+    made, _ = job("+experiment=reference_masks", "+method.mine.channels={name:leank,mask:" + MASK + "}")
+    learned = [f"leank_{ratio}pct_seed{seed}" for ratio in (70, 80) for seed in (1, 2)]
+    untrained = [f"{m}_{r}pct" for m in ("lowest_frequencies", "think", "static_norm") for r in (70, 80)]
+    assert {m.label for m in made.methods} == {"dense", "mine", *learned, *untrained}
+    for one in made.methods:
+        if one.label in learned:
+            assert one.channels.loaded.metadata["ratio"] == int(one.label[6:8]) / 100
+            assert one.channels.loaded.metadata["seed"] == int(one.label[-1])
+        elif one.label in untrained:
+            assert one.channels.ratio == int(one.label[-5:-3]) / 100
+    assert {(m.sink, m.window, m.flush) for m in made.methods if m.axes} == {(16, 144, 32)}
+    assert sorted({c.task for c in made.benchmark.cells()}) == sorted(RULER_NIAH)
+    assert {(c.length, len(c.samples)) for c in made.benchmark.cells()} == {(1024, 100), (2048, 100), (4096, 100)}
+    assert made.benchmark.split == "test"
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in (CONF / "method").glob("*.yaml")))
+def test_every_method_builds_and_goes_by_its_name(name, masks):
+    given = config(f"method=[{name}]", f"mask={masks / 'fits.safetensors'}")["method"]
+    assert list(given) == [name]
+    made = method(name, given[name], {"sink": 3})
+    assert made.sink == given[name].get("sink", 3)
+    assert {axis: name_of(choice) for axis, choice in made.axes.items()} == {
+        axis: given[name][axis]["name"] for axis in AXES if axis in given[name]
+    }
+
+
+def test_every_choice_has_a_configuration_of_its_own():
+    alone = {p.stem for p in (CONF / "method").glob("*.yaml")}
+    assert {choice for names in REGISTRY.values() for choice in names} | {"dense"} <= alone
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in (CONF / "experiment").glob("*.yaml") if "eval" in p.read_text()
+                                        or "/benchmark" in p.read_text()))  # fmt: skip
+def test_every_experiment_composes(name):
+    assert config(f"+experiment={name}")["method"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "mask is not set; give mask=PATH"),
+        (["mask=nowhere.safetensors"], "mask=nowhere.safetensors does not exist"),
+        (["mask=nowhere.pth"], "mask=nowhere.pth does not exist"),
+        (["mask={other}"], r"mask=.*other.*model some/other.*\[2, 2, 8\].*\[7, 4, 64\]"),
+        (
+            ["method=[dense]", "benchmark.tasks=[niah_single_9]"],
+            "'niah_single_9' is unknown; choose from niah_single_1",
+        ),
+        (["method=[dense]", "benchmark.lengths=[64]"], "length=64 is too short for task 'niah_single_1'"),
+        (["method=[dense]", "benchmark.lengths=[9999]"], "9999 is more than the model's max_position_embeddings=8192"),
+        (["method=[dense]", "benchmark.samples=0"], "benchmark.samples=0 must be"),
+        (["method=[dense]", "benchmark.essays=no/such.txt"], "no/such.txt"),
+        (["method=[dense]", "+benchmark.depth=3"], "benchmark.depth is no setting; there are tasks"),
+        (["method=[dense]", "benchmark.name=ruller"], "benchmark.name='ruller' is unknown; choose one of"),
+        (["method=[dense]", "compress=never"], "compress='never' must be one of after_question, before_question"),
+        (["method=[dense]", "+batchsize=3"], "batchsize is no setting"),
+        (["method=[dense]", "model.dtype=int8"], "model.dtype='int8' must be one of auto, float32"),
+        (["method=[dense]", "model.name=no/such/folder"], "model.name=.no/such/folder. cannot be loaded"),
+        (["method=[dense]", "model.chat=true"], "no chat template"),
+        (["method=[]"], "method is empty"),
+        (
+            ["method=[think]", "method.think.channels.ratio=1.5"],
+            "method.think.channels.ratio=1.5 must be a number in \\[0, 1\\)",
+        ),
+        (["method=[think]", "method.think.channels.ratio=lots"], "method.think.channels.ratio='lots' must be a number"),
+        (["method=[think]", "method.think.channels.ratio=null"], "method.think.channels.ratio=None must be a number"),
+        (["method=[snapkv]", "method.snapkv.tokens=h2o"], "method.snapkv.tokens='h2o' is no choice; give {name: h2o}"),
+        (
+            ["method=[random]", "method.random.channels.name=[think]"],
+            r"name=\['think'\] is unknown; choose one of leank",
+        ),
+        (["method=[think]", "+method.think.channels.rate=0.5"], "method.think.channels.rate is no setting"),
+        (["method=[random]", "method.random.channels.name=rnd"], "name='rnd' is unknown; choose one of leank"),
+        (["method=[dense]", "+method.h2o.window=9"], "method.h2o has no choice on any axis .*only window"),
+        (["method=[random]", "cache.window=0"], "method.random.window=0 must be an integer of at least 1"),
+        (["method=[random]", "+cache.size=0"], "cache.size is no setting"),
+        (["method=[static_norm]", "+method.static_norm.channels.length=100"], "length=100 is too short"),
+    ],
+)
+def test_bad_input_is_named(overrides, message, masks):
+    filled = [o.replace("{other}", str(masks / "other.safetensors")) for o in overrides]
+    lengths = [] if any("lengths" in o for o in filled) else ["benchmark.lengths=[1024]"]
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        job(*lengths, *filled)
+
+
+def problems(folder, count=3):
+    """A file of tiny GSM-Infinite problems, and a LongBench file beside it."""
+    lines = [
+        {"problem": "A is 3. ", "question": "What is A?", "answer": 3, "op": op, "d": 2, "length": "8k",
+         "template": "crazy_zootopia", "mode": "normalforward"}
+        for op in (2, 4, 5) for _ in range(count)
+    ]  # fmt: skip
+    (folder / "gsm.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = " ".join(f"Sentence {i}." for i in range(4000))
+    line = {"context": text, "input": "", "answers": ["x"], "length": 8000}
+    articles = "".join(json.dumps({**line, "_id": f"a{i}"}) + "\n" for i in range(count))
+    (folder / "multi_news.jsonl").write_text(articles)
+
+
+def test_gsm_infinite_from_a_file(tmp_path):
+    problems(tmp_path)
+    made, tokenizer = job("method=[dense]", "benchmark=gsm_infinite", f"benchmark.path={tmp_path}/gsm.jsonl",
+                          "benchmark.samples=2", "max_new_tokens=16")  # fmt: skip
+    (cell,) = made.benchmark.cells()
+    assert (cell.task, cell.samples) == ("medium 8k", ("1", "2", "4", "5"))
+    assert made.benchmark.row(cell, "4", tokenizer, 0).answers == [3]
+    with pytest.raises(FileNotFoundError, match=r"benchmark\.path=no/such\.jsonl does not exist"):
+        job("method=[dense]", "benchmark=gsm_infinite", "benchmark.path=no/such.jsonl")
+    (tmp_path / "gsm.jsonl").write_text('{"problem": 1}\n')
+    with pytest.raises(ValueError, match=r'gsm\.jsonl, line 1: "problem" is 1; it must be a text'):
+        job("method=[dense]", "benchmark=gsm_infinite", f"benchmark.path={tmp_path}/gsm.jsonl")
+
+
+def test_longbench_from_a_file_is_cut_to_the_model(tmp_path):
+    problems(tmp_path)
+    given = ("method=[dense]", "benchmark=longbench", f"benchmark.path={tmp_path}")
+    made, tokenizer = job(*given, "benchmark.tasks=[multi_news]", "benchmark.samples=2")
+    (cell,) = made.benchmark.cells()
+    assert cell.samples == ("0", "1")
+    row = made.benchmark.row(cell, "1", tokenizer, 0)
+    assert 8192 - 32 < len(encode(tokenizer, row).ids) + row.max_new_tokens <= 8192
+    with pytest.raises(FileNotFoundError, match="put one there"):
+        job(*given)
+    with pytest.raises(ValueError, match="'multinews' is not in LongBench"):
+        job(*given, "benchmark.tasks=[multinews]")
+
+
+def test_a_mask_is_known_by_its_contents(masks, tmp_path):
+    """A copy gives the same rows, a mask trained anew gives new ones."""
+    path = masks / "fits.safetensors"
+    copy, other = tmp_path / "copy.safetensors", tmp_path / "other.safetensors"
+    copy.write_bytes(path.read_bytes())
+    keep = torch.ones(REFERENCE, dtype=torch.bool)
+    keep[0, 0, 0] = False
+    ChannelMask(keep).save(other)
+    digests = [method("leank", {"channels": {"name": "leank", "mask": str(p)}}).digest() for p in (path, copy, other)]
+    assert digests[0] == digests[1] != digests[2]
+
+
+class Chatting:
+    """The reference tokenizer with a chat template."""
+
+    def __init__(self, tokenizer, template):
+        self.tokenizer, self.chat_template = tokenizer, template
+
+    def __call__(self, *args, **kwargs):
+        return self.tokenizer(*args, **kwargs)
+
+    def apply_chat_template(self, messages, **kwargs):
+        return self.tokenizer.apply_chat_template(messages, chat_template=self.chat_template, **kwargs)
+
+
+TEMPLATE = "{{ bos_token }} {% for m in messages %}user says {{ m.content | trim }}{% endfor %} assistant says"
+
+
+def test_chat_template_wraps_the_prompt_and_the_prefix_follows():
+    from eval.inference.models import ModelConfig, load_config
+
+    _, plain = load_config(ModelConfig())
+    tokenizer = Chatting(plain, TEMPLATE)
+    row = Row("t", "0", " one two three.", " What is two?", ("x",), 4, "ruler_all", answer_prefix=" It is")
+    prompt = encode(tokenizer, row)
+    text = plain.decode(prompt.ids)
+    assert " ".join(text.split()) == "<s> user says one two three. What is two? assistant says It is"
+    assert plain.decode(prompt.ids[prompt.question :]).split()[0] == "What"
+    bare = encode(tokenizer, Row(**{**row.__dict__, "chat": False}))
+    assert " ".join(plain.decode(bare.ids).split()) == "<s> one two three. What is two? It is"
+    assert plain.decode(bare.ids[bare.question :]).split()[0] == "What"
+    assert overhead(plain) == 0
+    assert overhead(tokenizer) == len(prompt.ids) - len(plain(row.prompt + row.answer_prefix)["input_ids"]) + 1

@@ -1,0 +1,177 @@
+"""One dense pass and N short decodes give the tokens of N separate generate() calls."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from eval.benchmarks.row import Row
+from eval.inference.decode import greedy
+from eval.inference.prefill import PromptLayer, pad_left, prefill
+from eval.inference.prompts import Prompt
+from eval.methods import Method
+from eval.run.replay import Replay, Settings
+from tests.helpers.cache_oracle import FAMILIES, tiny_model
+from tests.helpers.replay_tools import SIZES, alone, methods, prompts
+
+NEW = 18
+
+
+class Letters:
+    """A tokenizer that only decodes."""
+
+    pad_token_id = 0
+    eos_token_id = None
+
+    def decode(self, tokens, **options):
+        return " ".join(map(str, tokens))
+
+
+def rows(count, new_tokens=NEW, **settings):
+    return [Row("t", str(i), "c", "q", ("x",), new_tokens, "ruler_all", **settings) for i in range(count)]
+
+
+def replay_tokens(model, ids, question=None, new_tokens=NEW, **settings):
+    engine = Replay(model, Letters(), Settings(**settings))
+    made = [Prompt(i, len(i) - 3 if question is None else question) for i in ids]
+    return {
+        m.label: [a.tokens for a in answers]
+        for m, answers in engine.answers(made, rows(len(ids), new_tokens), methods())
+    }
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("lengths", [[40], [40, 40], [31, 7, 40]], ids=str)
+@pytest.mark.parametrize("chunk", [None, 7], ids=["whole", "chunked"])
+def test_tokens_are_those_of_separate_runs(family, lengths, chunk):
+    model, ids = tiny_model(family), prompts(lengths)
+    got = replay_tokens(model, ids, prefill_chunk=chunk)
+    different = 0
+    for method in methods():
+        for row, prompt in enumerate(ids):
+            dense = prefill(model, torch.tensor([prompt]), None, 0, method.obs_queries)
+            assert got[method.label][row] == alone(model, method, prompt, NEW, dense)
+        different += got[method.label] != got["dense"]
+    assert different >= 3  # else the test would not notice a method that does nothing
+
+
+def test_the_first_token_is_the_dense_one():
+    got = replay_tokens(tiny_model("llama"), prompts([40, 33]))
+    assert len({tuple(answer[0] for answer in answers) for answers in got.values()}) == 1
+
+
+def test_end_of_text_ends_a_row_and_min_new_tokens_holds_it_off():
+    model, (ids,) = tiny_model("llama"), prompts([40])
+    free = alone(model, Method("dense"), ids, NEW, None)
+    eos = free[5]
+    dense = prefill(model, torch.tensor([ids]), None, NEW)
+
+    def run(least):
+        return greedy(model, dense.fork(), dense.logits, None, dense.lengths, [eos], [NEW], [least])
+
+    assert run(0)[0] == [free[: free.index(eos)]]
+    assert run(0)[1] == free.index(eos)
+    held = alone(model, Method("dense"), ids, NEW, None, eos=eos, min_new_tokens=9)
+    assert run(9)[0][0] == [t for t in held if t != eos]
+
+
+def test_rows_of_a_batch_have_their_own_limits():
+    model, ids = tiny_model("llama"), prompts([40, 22])
+    padded, real = pad_left(ids, 0, "cpu")
+    dense = prefill(model, padded, real, NEW)
+    tokens, _, _ = greedy(model, dense.fork(), dense.logits, real, dense.lengths, [], [4, NEW], [0, 0])
+    assert [len(t) for t in tokens] == [4, NEW]
+    assert tokens[0] == alone(model, Method("dense"), ids[0], 4, None)
+
+
+def test_a_stop_string_ends_a_row():
+    model, (ids,) = tiny_model("llama"), prompts([40])
+    free = alone(model, Method("dense"), ids, NEW, None)
+    engine = Replay(model, Letters(), Settings())
+    stop = f" {free[3]} "
+    ((_, (answer,)),) = engine.answers([Prompt(ids, 30)], rows(1, stop=(stop,)), [Method("dense")])
+    assert answer.tokens == free[: len(answer.tokens)]
+    assert answer.steps < NEW - 1
+    assert stop in answer.text
+
+
+@pytest.mark.parametrize("lengths", [[40], [40, 40], [40, 29, 33]], ids=str)
+def test_before_question_reads_the_question_through_the_compressed_cache(lengths):
+    """As a second turn of generate(): context, then question, into one cache."""
+    from eval.cache import compressed_cache
+    from eval.cache.hook import ATTENTION
+
+    model, ids = tiny_model("qwen3"), prompts(lengths)
+    engine = Replay(model, Letters(), Settings(compress="before_question"))
+    cuts = [n - 2 - i for i, n in enumerate(lengths)]
+    made = [Prompt(i, cut) for i, cut in zip(ids, cuts, strict=True)]
+    for method, answers in engine.answers(made, rows(len(ids)), methods()):
+        for prompt, cut, answer in zip(ids, cuts, answers, strict=True):
+            dense = prefill(model, torch.tensor([prompt[:cut]]), None, 8, method.obs_queries)
+            cache = dense.fork()
+            if method.channels:
+                keep = method.channels.keep_mask(dense, model.config)
+                cache = compressed_cache(model, keep if keep.ndim == 3 else keep[0], **SIZES)
+                model.set_attn_implementation(ATTENTION)
+                model(torch.tensor([prompt[:cut]]), past_key_values=cache)
+            logits = model(torch.tensor([prompt[cut:]]), past_key_values=cache).logits[0, -1]
+            assert answer.tokens[0] == int(logits.argmax())
+
+
+def test_sliding_layers_stay_as_they_are():
+    """Mistral's own window: every method gives the dense tokens, and no method disturbs another."""
+    model, ids = tiny_model("mistral", sliding_window=16), prompts([40, 40])
+    got = replay_tokens(model, ids)
+    assert all(answers == got["dense"] for answers in got.values())
+    for row, prompt in enumerate(ids):
+        assert got["dense"][row] == alone(model, Method("dense"), prompt, NEW, None)
+
+
+def test_sliding_layers_refuse_padding_between_context_and_question():
+    """Questions of two lengths in a batch: the shorter one's padding would take its context's place in the window."""
+    model, made = tiny_model("mistral", sliding_window=9), [Prompt(ids, 30) for ids in prompts([33, 32])]
+
+    def tokens(made, batch_size):
+        engine = Replay(model, Letters(), Settings(compress="before_question", batch_size=batch_size))
+        return [
+            answer.tokens for _, answers in engine.answers(made, rows(len(made)), methods()[:1]) for answer in answers
+        ]
+
+    with pytest.raises(ValueError, match=r"batch_size=2 with compress=before_question .* use batch_size=1"):
+        tokens(made, 2)
+    assert tokens(made, 1)[1] != tokens(made[1:], 1)[0]  # what is refused: together they differ
+
+
+def test_observed_queries_are_the_last_ones_whatever_the_chunks():
+    model, ids = tiny_model("llama"), torch.tensor(prompts([40]))
+    whole, chunked = (prefill(model, ids, None, 0, 5, chunk) for chunk in (None, 3))
+    for a, b in zip(whole.layers, chunked.layers, strict=True):
+        assert a.queries.shape == (1, 4, 5, 8)
+        torch.testing.assert_close(a.queries, b.queries)
+
+
+def test_bytes_are_those_of_the_prompt():
+    model, ids = tiny_model("llama"), prompts([40, 40])
+    engine = Replay(model, Letters(), Settings())
+    answers = {m.label: a for m, a in engine.answers([Prompt(i, 30) for i in ids], rows(2), methods())}
+    assert (
+        answers["dense"][0].bytes["total"] == 2 * 2 * 2 * 8 * 8 * 40
+    )  # K and V, layers, heads, channels, fp64, tokens
+    parts = answers["leank"][0].bytes
+    assert parts["total"] == sum(v for k, v in parts.items() if k != "total")
+
+
+def test_a_full_buffer_is_refused():
+    layer = PromptLayer(3)
+    with pytest.raises(ValueError, match="room for 3 tokens, 4 came"):
+        layer.update(torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 4, 8))
+
+
+def test_settings_name_the_one_at_fault():
+    for change, message in (
+        ({"compress": "sometimes"}, "compress='sometimes' must be one of after_question"),
+        ({"batch_size": 0}, "batch_size=0 must be"),
+        ({"min_new_tokens": 9, "max_new_tokens": 3}, "min_new_tokens=9 is more than"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(Settings(), **change)

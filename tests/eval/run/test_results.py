@@ -1,0 +1,196 @@
+"""Rows are appended durably: a run killed anywhere goes on and ends with the rows of a run never killed."""
+
+import json
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eval.benchmarks.ruler import Ruler
+from eval.inference.models import ModelConfig, load_config
+from eval.methods import Method, method
+from eval.run.job import Job
+from eval.run.replay import Settings
+from eval.run.results import NAME, Key, Results, key_of, read
+
+ROW = {**Key("m", "dense", "c0", "ruler", "vt", 64, "0", 42, "after_question")._asdict(), "score": 1.0}
+
+
+def tiny():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, initializer_range=0.3, max_position_embeddings=1024, eos_token_id=None,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def job(samples=4, ratio=0.5, batch_size=3, lengths=(320,), **settings):
+    shared = {"sink": 4, "window": 16, "flush": 4}
+    methods = [
+        Method("dense"),
+        method("think", {"channels": {"name": "think", "ratio": ratio}}, shared),
+        method("static_norm", {"channels": {"name": "static_norm", "ratio": 0.5, "length": 360, "samples": 2}}, shared),
+    ]
+    benchmark = Ruler(tasks=["niah_multikey_2", "niah_single_1"], lengths=list(lengths), samples=samples)
+    return Job(ModelConfig("tiny"), methods, benchmark, Settings(max_new_tokens=5, batch_size=batch_size, **settings))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_config(ModelConfig())[1]
+
+
+def run(directory, work, model, tokenizer):
+    with Results(directory) as results:
+        return work.run(results, model, tokenizer)
+
+
+def without_times(directory):
+    """Rows by key, less what a clock says."""
+    rows = [{k: v for k, v in row.items() if k != "seconds"} for row in read(directory)]
+    found = {key_of(row): row for row in rows}
+    assert len(found) == len(rows)  # none double
+    return found
+
+
+def test_killed_at_random_and_finished_gives_the_rows_of_an_uninterrupted_run(tmp_path, model, tokenizer):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    work = job(samples=8)
+    start = time.monotonic()
+    assert run(whole, work, model, tokenizer) == 48
+    seconds = time.monotonic() - start
+    draw, partial = random.Random(0), 0
+    for attempt in range(8):
+        child = os.fork()
+        if child == 0:
+            try:
+                run(killed, work, model, tokenizer)
+            finally:
+                os._exit(0)
+        time.sleep(draw.uniform(0.05, 0.6 if attempt else 0.9) * seconds)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        there = sum(1 for _ in read(killed)) if (killed / NAME).exists() else 0
+        partial += 0 < there < 48
+    assert partial  # some kill fell in the middle
+    run(killed, work, model, tokenizer)
+    assert without_times(killed) == without_times(whole)
+    assert run(killed, work, model, tokenizer) == 0
+
+
+def test_only_what_is_new_is_run(tmp_path, model, tokenizer):
+    assert run(tmp_path, job(samples=3), model, tokenizer) == 3 * 3 * 2
+    assert run(tmp_path, job(samples=3, ratio=0.25), model, tokenizer) == 3 * 2  # one method changed
+    assert run(tmp_path, job(samples=3, lengths=(320, 400)), model, tokenizer) == 3 * 3 * 2  # a length added
+    assert run(tmp_path, job(samples=5), model, tokenizer) == 2 * 3 * 2  # samples added
+    assert run(tmp_path, job(samples=3), model, tokenizer) == 0
+
+
+def cells(path):
+    return list(dict.fromkeys((row["task"], row["length"]) for row in read(path)))
+
+
+def test_shards_of_many_tasks_are_read_in_the_plans_order(tmp_path):
+    """27 batches of 9 tasks, dealt to 12 shards, whose names do not sort by number."""
+    row = {"model": "m", "method": "dense", "config": "c", "benchmark": "b", "seed": 1, "compress": "after_question"}
+    batches = [{**row, "task": f"t{8 - n // 3}", "length": 1024, "sample": str(n)} for n in range(27)]
+    for batch, content in enumerate(batches):
+        with (tmp_path / f"results-{batch % 12}-of-12.jsonl").open("a") as file:
+            file.write(json.dumps(content) + "\n")
+    assert cells(tmp_path) == [(f"t{8 - n}", 1024) for n in range(9)]
+    assert sorted(int(row["sample"]) for row in read(tmp_path)) == list(range(27))
+
+
+def test_shards_together_are_the_whole(tmp_path, model, tokenizer):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(whole, job(), model, tokenizer)
+    for number in (2, 0, 1):
+        with Results(parts, f"-{number}-of-3") as results:
+            assert job(shard=f"{number}/3").run(results, model, tokenizer)
+    assert len(list(parts.iterdir())) == 3
+    assert without_times(parts) == without_times(whole)
+    assert cells(parts) == cells(whole)  # in the plan's order
+    assert run(parts, job(), model, tokenizer) == 0
+    with pytest.raises(ValueError, match="shard='3/3' is no shard"):
+        job(shard="3/3")
+
+
+def test_out_of_memory_goes_on_with_a_smaller_batch(tmp_path, model, tokenizer, monkeypatch, caplog):
+    from eval.run.replay import Replay
+
+    answers = Replay.answers
+
+    def limited(self, prompts, *rest):
+        if len(prompts) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return answers(self, prompts, *rest)
+
+    plain, fallen = tmp_path / "plain", tmp_path / "fallen"
+    run(plain, job(), model, tokenizer)
+    with monkeypatch.context() as patch, caplog.at_level("WARNING", "eval"):
+        patch.setattr(Replay, "answers", limited)
+        run(fallen, job(), model, tokenizer)
+    assert "going on with batch_size=1" in caplog.text
+    scores = [{k: (r["prediction"], r["score"]) for k, r in without_times(d).items()} for d in (plain, fallen)]
+    assert scores[0] == scores[1]
+
+    def always(self, *rest):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Replay, "answers", always)
+    with pytest.raises(MemoryError, match="prefill_chunk"):
+        run(tmp_path / "none", job(), model, tokenizer)
+
+
+def test_a_torn_last_line_is_cut_off_wherever_it_was_torn(tmp_path):
+    with Results(tmp_path) as results:
+        results.append(ROW)
+    whole = (tmp_path / NAME).read_bytes()
+    second = json.dumps({**ROW, "sample": "1", "prediction": "ß\u2028"}, ensure_ascii=False).encode()
+    for torn in range(1, len(second) + 1):
+        (tmp_path / NAME).write_bytes(whole + second[:torn])
+        assert len(list(read(tmp_path))) == 1
+        with Results(tmp_path) as results:
+            assert len(results.keys) == 1
+        assert (tmp_path / NAME).read_bytes() == whole
+
+
+def test_a_torn_first_line(tmp_path):
+    (tmp_path / NAME).write_bytes(b'{"model": "x')
+    with Results(tmp_path) as results:
+        results.append(ROW)
+    assert [row["score"] for row in read(tmp_path)] == [1.0]
+
+
+def test_a_damaged_line_is_named(tmp_path):
+    (tmp_path / NAME).write_text(json.dumps(ROW) + "\nnot json\n" + json.dumps({**ROW, "sample": "1"}) + "\n")
+    with pytest.raises(ValueError, match="line 2 is no result row"):
+        Results(tmp_path)
+    for damaged in ('{"score": 1}', "[" * 100_000, json.dumps({**ROW, "sample": ["0"]}), '"row"'):
+        (tmp_path / NAME).write_text(damaged + "\n")
+        with pytest.raises(ValueError, match="line 1 is no result row"):
+            list(read(tmp_path))
+
+
+def test_one_writer_and_no_row_twice(tmp_path):
+    with Results(tmp_path) as results:
+        results.append(ROW)
+        with pytest.raises(ValueError, match="already"):
+            results.append(ROW)
+        with pytest.raises(BlockingIOError, match=r"another run.*hydra\.run\.dir"):
+            Results(tmp_path)
+
+
+def test_missing_results_say_what_to_give(tmp_path):
+    with pytest.raises(FileNotFoundError, match="directory of a run"):
+        list(read(tmp_path))

@@ -1,0 +1,1 @@
+"""Oracles, tiny models and runs that several tests share."""

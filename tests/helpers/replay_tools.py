@@ -1,0 +1,58 @@
+"""Tiny models, methods and prompts for the tests of the replay."""
+
+import torch
+from transformers import DynamicCache
+
+from eval.cache.hook import ATTENTION
+from eval.methods import Method
+from eval.methods.channels.leank import LeanK
+from eval.methods.channels.lowest_frequencies import LowestFrequencies
+from eval.methods.channels.random import Random
+from eval.methods.channels.think import ThinK
+from leank_train.mask import ChannelMask
+from tests.helpers.cache_oracle import VOCAB, random_keep
+
+SIZES = {"sink": 2, "window": 6, "flush": 4, "backend": "torch"}
+
+
+def methods(seed=0):
+    """Dense, a ragged mask, and three that need no training."""
+    mask = ChannelMask(random_keep(seed))
+    return [
+        Method("dense"),
+        Method("leank", LeanK(mask), **SIZES),
+        Method("lowest", LowestFrequencies(0.5), **SIZES),
+        Method("random", Random(0.5, seed), **SIZES),
+        Method("think", ThinK(0.6, 4), **SIZES),
+    ]
+
+
+def prompts(lengths, seed=0):
+    """Random token ids, one list a prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+def alone(model, method, ids, new_tokens, prefill, eos=None, min_new_tokens=None):
+    """A separate model.generate() of one prompt with the method's cache: the new tokens.
+
+    prefill: a dense pass over this prompt alone, for masks that depend on the sample.
+    """
+    from eval.cache import compressed_cache
+
+    cache = DynamicCache(config=model.config)
+    if method.channels is not None:
+        keep = method.channels.keep_mask(prefill, model.config)
+        cache = compressed_cache(model, keep if keep.ndim == 3 else keep[0], **SIZES)
+    model.set_attn_implementation(ATTENTION)
+    out = model.generate(
+        torch.tensor([ids]),
+        attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+        max_new_tokens=new_tokens,
+        min_new_tokens=min_new_tokens,
+        past_key_values=cache,
+        do_sample=False,
+        eos_token_id=eos,
+        pad_token_id=0,
+    )
+    return out[0, len(ids) :].tolist()

@@ -1,0 +1,261 @@
+"""Prefill once against the plain full-sequence form of Eq. 1: values, gradients, greedy decoding, refusals."""
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from leank_train.forward.branching import branch, decode, prefill, prefill_and_branch, student
+from leank_train.forward.reference import plain_forward
+from leank_train.objective.distill import answer_rows, l2_loss
+from tests.conftest import tiny_model
+
+DOCUMENTS, QUESTIONS, ANSWERS = [23, 17], [4, 7, 1, 5], [3, 1, 5, 2]  # two branches per document, uneven
+ZONES = {
+    "usual": (3, 6),
+    "window shorter than question + answer": (2, 2),
+    "window reaches over the question": (4, 11),
+    "no sink, self only": (0, 1),
+    "sink past the document": (30, 1),
+    "prompt shorter than sink + window": (8, 30),
+    "window slides past the document's end": (1, 5),
+}
+
+
+def pad(rows):
+    return torch.nn.utils.rnn.pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True, padding_value=7)
+
+
+def tokens(lengths, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, 50, (n,), generator=generator) for n in lengths]
+
+
+def batch():
+    return tokens(DOCUMENTS, 1), tokens(QUESTIONS, 2), tokens(ANSWERS, 3)
+
+
+def scores(model, per_branch=False):
+    shape = [4] * per_branch + [2, 2, 8]
+    alpha = torch.rand(shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    alpha[..., 0, 1, :] = 0  # an empty head
+    alpha[..., 1, 0, :4] = 0
+    return alpha.requires_grad_()
+
+
+def rows(hidden, lengths):
+    return torch.cat([h[:n] for h, n in zip(hidden, lengths, strict=True)])
+
+
+@pytest.mark.parametrize("empty_heads", ["drop", "zero"])
+@pytest.mark.parametrize("zone", ZONES)
+def test_loss_and_gradient_equal_the_plain_form(model, zone, empty_heads):
+    sink, window = ZONES[zone]
+    settings = {"sink": sink, "window": window, "empty_heads": empty_heads}
+    documents, questions, answers = batch()
+    prefix = prefill(model, pad(documents), DOCUMENTS)
+    both = [torch.cat(pair) for pair in zip(questions, answers, strict=True)]
+    teacher = branch(model, prefix, pad(both), [len(x) for x in both])
+    target = torch.cat([h[q : q + a] for h, q, a in zip(teacher.hidden, QUESTIONS, ANSWERS, strict=True)])
+    alpha = scores(model)
+    hidden = rows(student(model, prefix, teacher.cut(QUESTIONS), pad(answers), ANSWERS, alpha, **settings), ANSWERS)
+    loss = (hidden - target).square().sum()
+    (grad,) = torch.autograd.grad(loss, alpha)
+
+    plain_alpha = scores(model)
+    wholes = [torch.cat([documents[r // 2], both[r]]) for r in range(4)]
+    contexts = [DOCUMENTS[r // 2] + QUESTIONS[r] for r in range(4)]
+    plain_target = torch.cat([plain_forward(model, x, n)[n:] for x, n in zip(wholes, contexts, strict=True)])
+    plain = torch.cat(
+        [plain_forward(model, x, n, plain_alpha, **settings)[n:] for x, n in zip(wholes, contexts, strict=True)]
+    )
+    plain_loss = (plain - plain_target).square().sum()
+    (plain_grad,) = torch.autograd.grad(plain_loss, plain_alpha)
+
+    torch.testing.assert_close(target, plain_target, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(loss, plain_loss, rtol=1e-8, atol=1e-12)
+    assert (grad - plain_grad).norm() <= 1e-6 * plain_grad.norm() + 1e-12
+    if zone == "usual":
+        assert loss > 0.1  # the case is not an empty one
+        assert grad[0, 1].abs().min() > 0  # the empty head is taught too
+
+
+def test_alpha_per_branch_and_questions_run_apart(model):
+    documents, questions, answers = batch()
+    prefix = prefill(model, pad(documents), DOCUMENTS)
+    question = branch(model, prefix, pad(questions), QUESTIONS)
+    alpha = scores(model, per_branch=True)
+    zones = {"sink": 2, "window": 4, "empty_heads": "drop"}
+    hidden = student(model, prefix, question, pad(answers), ANSWERS, alpha, **zones)
+    for r in range(4):
+        whole, n = torch.cat([documents[r // 2], questions[r], answers[r]]), DOCUMENTS[r // 2] + QUESTIONS[r]
+        torch.testing.assert_close(hidden[r, : ANSWERS[r]], plain_forward(model, whole, n, alpha[r], **zones)[n:])
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "error"),
+    [
+        ("cpu", torch.float32, 1e-5),
+        ("cpu", torch.bfloat16, 0.1),
+        pytest.param("cuda", torch.float32, 1e-4, marks=pytest.mark.gpu),
+        pytest.param("cuda", torch.bfloat16, 0.1, marks=pytest.mark.gpu),
+    ],
+)
+def test_gradient_in_lower_precision(device, dtype, error):
+    documents, questions, answers = batch()
+    grads = []
+    for kind, place in ((torch.float64, "cpu"), (dtype, device)):
+        model = tiny_model("llama", initializer_range=0.15).to(place, kind)
+        prefix = prefill(model, pad(documents).to(place), DOCUMENTS)
+        question = branch(model, prefix, pad(questions).to(place), QUESTIONS)
+        alpha = scores(model).detach().to(place, torch.float32).requires_grad_()
+        zones = {"sink": 2, "window": 4, "empty_heads": "drop"}
+        hidden = student(model, prefix, question, pad(answers).to(place), ANSWERS, alpha, **zones)
+        assert hidden.dtype == kind
+        weights = torch.arange(hidden.numel(), device=place).view(hidden.shape).cos()
+        grads.append(torch.autograd.grad((hidden.double() * weights).sum(), alpha)[0].double().cpu())
+        decode(model, prefix, question, alpha > 0.5, max_new_tokens=3, eos_id=-1, sink=2, window=4, flush=1)
+    assert (grads[0] - grads[1]).norm() <= error * grads[0].norm()
+
+
+@pytest.mark.gpu
+def test_a_step_never_waits_for_the_gpu():
+    """With lengths on the host, prefill, teacher, student and backward are all launched without a look at a result."""
+    model, (documents, questions, answers) = tiny_model("llama").to("cuda", torch.bfloat16), batch()
+    both = [torch.cat(pair) for pair in zip(questions, answers, strict=True)]
+    document_ids, ids, answer_ids = (pad(x).cuda() for x in (documents, both, answers))
+    alpha = scores(model).detach().float().cuda().requires_grad_()
+    for mode in ("default", "error"):  # the first round loads kernels
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            prefix = prefill(model, document_ids, DOCUMENTS)
+            teacher = branch(model, prefix, ids, [len(x) for x in both])
+            full = answer_rows(teacher.hidden, torch.tensor(QUESTIONS), answer_ids.shape[1])
+            zones = {"sink": 2, "window": 4, "empty_heads": "drop"}
+            hidden = student(model, prefix, teacher.cut(QUESTIONS), answer_ids, ANSWERS, alpha, **zones)
+            l2_loss(full, hidden, torch.tensor(ANSWERS), "official").backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert alpha.grad.isfinite().all()
+
+
+def test_full_attention_is_the_models_own(model):
+    documents, questions, _ = batch()
+    prefix = prefill(model, pad(documents), DOCUMENTS)
+    hidden = branch(model, prefix, pad(questions), QUESTIONS).hidden
+    for r in range(4):
+        whole = torch.cat([documents[r // 2], questions[r]])[None]
+        torch.testing.assert_close(hidden[r, : QUESTIONS[r]], model.model(whole).last_hidden_state[0, -QUESTIONS[r] :])
+    assert model.config._attn_implementation == "sdpa"  # the model's own choice is put back
+
+
+def test_decoding_equals_greedy_plain_decoding(model):
+    documents, questions, _ = batch()
+    prefix = prefill(model, pad(documents), DOCUMENTS)
+    question = branch(model, prefix, pad(questions), QUESTIONS)
+    masks = scores(model, per_branch=True) > 0.4  # [R, L, H, D]
+    eos, room, zones = 3, 12, {"sink": 2, "window": 5}  # Eq. 1 counts the token that reads its window, a cache does not
+    answers = decode(model, prefix, question, masks, max_new_tokens=room, eos_id=eos, sink=2, window=4, flush=1)
+    for r in range(4):
+        context = torch.cat([documents[r // 2], questions[r]])
+        ids, wanted = context, []
+        while len(wanted) < room:
+            hidden = plain_forward(model, ids, len(context), masks[r].double(), **zones, empty_heads="drop")
+            token = model.lm_head(hidden[-1]).argmax()
+            if token == eos:
+                break
+            wanted.append(int(token))
+            ids = torch.cat([ids, token[None]])
+        assert answers[r] == wanted
+
+
+def test_decoding_stops_at_eos_and_repeats_branches():
+    model = tiny_model("llama")
+    documents, questions, _ = batch()
+    prefix = prefill(model, pad(documents), DOCUMENTS)
+    question = branch(model, prefix, pad(questions), QUESTIONS)
+    ones, few = torch.ones(2, 2, 8, dtype=torch.bool), torch.rand(2, 2, 8) > 0.8
+    settings = {"eos_id": -1, "sink": 1, "window": 2, "flush": 3, "max_new_tokens": 6}
+    dense, sparse = (decode(model, prefix, question, mask, **settings) for mask in (ones, few))
+    assert [len(row) for row in dense] == [6] * 4
+    assert [row[0] for row in dense] == [row[0] for row in sparse]
+    both = torch.stack([ones, few]).repeat(4, 1, 1, 1)
+    together = decode(model, prefix, question.repeat(2), both, **settings)
+    assert together[0::2] == dense
+    assert together[1::2] == sparse
+    eos = [dense[0][2], dense[1][3]]
+    cut = decode(model, prefix, question, ones, **{**settings, "eos_id": eos})
+    assert cut == [row[: min([row.index(e) for e in eos if e in row], default=6)] for row in dense]
+    assert decode(model, prefix, question, ones, **{**settings, "max_new_tokens": 0}) == [[]] * 4
+
+
+def test_observed_queries_reach_back_into_the_document():
+    model = tiny_model("qwen3")
+    documents, questions, _ = batch()
+    prefix = prefill(model, pad(documents), DOCUMENTS, obs_queries=6)
+    observed = branch(model, prefix, pad(questions), QUESTIONS, obs_queries=6).queries
+    assert [x.shape for x in observed] == [(4, 4, 6, 8)] * 2
+    for r in range(4):
+        whole = torch.cat([documents[r // 2], questions[r]])
+        alone = prefill(model, whole[None], [len(whole)], obs_queries=6)
+        for layer in range(2):
+            torch.testing.assert_close(observed[layer][r], alone.queries[layer][0])
+    with pytest.raises(ValueError, match="obs_queries=6, but only 1 queries"):
+        branch(model, prefill(model, pad(documents), DOCUMENTS), pad(questions), QUESTIONS, obs_queries=6)
+
+
+def test_answers_keep_no_copy_of_the_document():
+    """What is saved for backward does not grow with the document times anything: one reference to its K and V."""
+    model = tiny_model("llama")
+    sizes = []
+    for length in (40, 200):
+        prefix = prefill(model, torch.ones(1, length, dtype=torch.long), [length])
+        question = branch(model, prefix, torch.ones(4, 3, dtype=torch.long), [3] * 4)
+        shared = {x.data_ptr() for x in (*prefix.keys, *prefix.values)}
+        saved = []  # holding them keeps their addresses apart
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x) or x, lambda x: x):
+            zones = {"sink": 2, "window": 4, "empty_heads": "drop"}
+            student(model, prefix, question, torch.ones(4, 2, dtype=torch.long), [2] * 4, scores(model), **zones)
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
+        sizes.append(sum(size for pointer, size in storages.items() if pointer not in shared))
+    assert sizes[0] == sizes[1]
+
+
+def test_models_and_inputs_that_do_not_fit_are_named():
+    ids = torch.ones(2, 9, dtype=torch.long)
+    with pytest.raises(ValueError, match="sliding_window=8"):
+        prefill(tiny_model("mistral", sliding_window=8), ids, [9, 9])
+    mistral = tiny_model("mistral", sliding_window=12)
+    prefix = prefill(mistral, ids, [9, 9])
+    branch(mistral, prefix, ids[:, :3], [3, 3])
+    with pytest.raises(ValueError, match="sliding_window=12, but a sequence has 13"):
+        branch(mistral, prefix, ids[:, :4], [3, 4])
+    assert mistral.config._attn_implementation == "sdpa"
+    with pytest.raises(ValueError, match="max_position_embeddings=8"):
+        prefill(tiny_model("llama", max_position_embeddings=8), ids, [9, 9])
+    with pytest.raises(ValueError, match="no rotary positions"):
+        prefill(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9)), ids, [9, 9])
+    llama = tiny_model("llama")
+    with pytest.raises(ValueError, match=r"lengths=\[9, 10\]"):
+        prefill(llama, ids, [9, 10])
+    prefix = prefill(llama, ids, [9, 9])
+    with pytest.raises(ValueError, match="3 branches do not divide"):
+        branch(llama, prefix, torch.ones(3, 2, dtype=torch.long), [2, 2, 2])
+    question = branch(llama, prefix, ids, [9, 9])
+    with pytest.raises(ValueError, match=r"alpha has the shape \[2, 2, 4\].*\[2, 2, 8\]"):
+        student(llama, prefix, question, ids, [9, 9], torch.ones(2, 2, 4), sink=0, window=1, empty_heads="zero")
+
+
+def test_one_pass_equals_prefill_then_branch(model):
+    """Uneven documents and branches, one branch each."""
+    documents, ids = torch.randint(3, 30, (2, 30)), torch.randint(3, 30, (2, 9))
+    sizes, lengths = [30, 21], [5, 9]
+    prefix, found = prefill_and_branch(model, documents, sizes, ids, lengths)
+    wanted_prefix = prefill(model, documents, sizes)
+    wanted = branch(model, wanted_prefix, ids, lengths)
+    assert torch.equal(prefix.k_positions, wanted_prefix.k_positions)
+    assert torch.equal(found.k_positions, wanted.k_positions)
+    for r, (size, n) in enumerate(zip(sizes, lengths, strict=True)):
+        torch.testing.assert_close(found.hidden[r, :n], wanted.hidden[r, :n])
+        for layer in range(len(found.keys)):
+            torch.testing.assert_close(prefix.values[layer][r, :, :size], wanted_prefix.values[layer][r, :, :size])
+            torch.testing.assert_close(found.keys[layer][r, :, :n], wanted.keys[layer][r, :, :n])

@@ -1,0 +1,94 @@
+"""The fused attention of a pass against the same attention in parts (attention.scaled_attention)."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from leank_train.forward.attention import Keys, scaled_attention, visibility
+from leank_train.forward.fused import fused_attention, side_by_side
+from leank_train.forward.plan import Plan, document_pieces, own_pieces
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    documents=st.integers(1, 2),
+    branches=st.integers(1, 3),
+    group=st.sampled_from([1, 2]),
+    sink=st.integers(0, 5),
+    window=st.integers(1, 30),
+    empty_heads=st.sampled_from(["zero", "drop"]),
+    limit=st.sampled_from([None, 1]),
+    flash_from=st.sampled_from([None, 1]),
+)
+def test_equals_the_parts(seed, documents, branches, group, sink, window, empty_heads, limit, flash_from):
+    torch.manual_seed(seed)
+    H, D, P, T, n, R = 2, 4, 80, 6, 4, documents * branches
+    lengths = torch.randint(70, P + 1, (documents,))
+    at = torch.arange(P).expand(documents, P)
+    document_positions = at.masked_fill(at >= lengths[:, None], -1)
+    q_positions = lengths.repeat_interleave(branches)[:, None] + torch.arange(T - n, T)
+    own_positions = lengths.repeat_interleave(branches)[:, None] + torch.arange(T)
+
+    def leaf(*shape):
+        return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+    q, alpha = leaf(R, H * group, n, D), torch.rand(H, D, dtype=torch.float64)
+    alpha[0] *= seed % 2  # half of the time a head without channels
+    alpha.requires_grad_()
+    k, v = (torch.randn(documents, H, P, D, dtype=torch.float64) for _ in range(2))
+    own_k, own_v = leaf(R, H, T, D), leaf(R, H, T, D)
+    zones = [[visibility(q_positions, p, z, sink, window) for z in ("dense", "middle")]
+             for p in (document_positions, own_positions)]  # fmt: skip
+    pieces = document_pieces(q_positions, document_positions, zones[0])
+    pieces += own_pieces(q_positions, own_positions, documents, zones[1])
+    leaves = (q, alpha, own_k, own_v)
+
+    keys, values = ([x, side_by_side(y, documents)] for x, y in ((k, own_k), (v, own_v)))
+    out = fused_attention(q, keys, values, Plan(pieces), 0.5, alpha, empty_heads, limit, flash_from=flash_from)
+    wanted = scaled_attention(q, [Keys(k, v, *zones[0]), Keys(own_k, own_v, *zones[1])], alpha, 0.5, empty_heads)
+    torch.testing.assert_close(out, wanted, rtol=1e-9, atol=1e-12)
+    weights = torch.randn_like(out)
+    got = torch.autograd.grad((out * weights).sum(), leaves, allow_unused=True)
+    want = torch.autograd.grad((wanted * weights).sum(), leaves, allow_unused=True)
+    for g, w in zip(got, want, strict=True):
+        g, w = (torch.zeros(()) if x is None else x for x in (g, w))
+        torch.testing.assert_close(g.expand_as(w) if g.dim() == 0 else g, w.expand_as(g), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("empty_heads", ["zero", "drop"])
+@pytest.mark.parametrize(
+    ("device", "dtype", "flash_from"),
+    [
+        ("cpu", torch.bfloat16, 512),
+        ("cpu", torch.float32, 512),
+        pytest.param("cuda", torch.bfloat16, None, marks=pytest.mark.gpu),  # by the flash kernel
+        pytest.param("cuda", torch.float32, None, marks=pytest.mark.gpu),
+    ],
+)
+def test_in_lower_precision(device, dtype, flash_from, empty_heads):
+    """Four branches of a document of 3,000 tokens, groups of two heads, against float64."""
+    generator = torch.Generator().manual_seed(0)
+    wide = [torch.randn(*shape, generator=generator, dtype=torch.float64)
+            for shape in ((4, 8, 16, 64), (1, 4, 3000, 64), (1, 4, 3000, 64))]  # fmt: skip
+    positions = torch.arange(3000, device=device)[None]
+    rows = torch.arange(3000, 3016, device=device).expand(4, 16)
+    scores = torch.rand(4, 64, generator=generator, dtype=torch.float64)
+    scores[0] = 0
+    zones = [visibility(rows, positions, z, 16, 144) for z in ("dense", "middle")]
+    plan = Plan(document_pieces(rows, positions, zones))
+    results = []
+    for kind, alpha_kind in ((dtype, torch.float32), (torch.float64, torch.float64)):
+        q, k, v = (x.to(device, dtype).to(kind) for x in wide)
+        alpha = scores.to(device, alpha_kind).requires_grad_()
+        q.requires_grad_()
+        if kind == dtype:
+            out = fused_attention(q, [k], [v], plan, 0.125, alpha, empty_heads, flash_from=flash_from)
+            assert out.dtype == dtype
+        else:
+            out = scaled_attention(q, [Keys(k, v, *zones)], alpha, 0.125, empty_heads)
+        weights = torch.arange(out.numel(), device=device).view(out.shape).cos()
+        results.append((out, *torch.autograd.grad((out.double() * weights).sum(), [q, alpha])))
+    for found, wanted in zip(*results, strict=True):
+        assert (found.double() - wanted).norm() / wanted.norm() < (2e-2 if dtype == torch.bfloat16 else 1e-4)

@@ -1,0 +1,160 @@
+"""Steered lambda: the rule, what a run keeps of it over stops and ranks, and how it says that a cut was arbitrary."""
+
+import json
+import os
+import signal
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from leank_train.mask import ChannelMask
+from leank_train.objective import steering
+from leank_train.objective.steering import Separation, learning_rate, steer, wanted_mean
+from leank_train.running.recorder import Recorder
+from leank_train.settings import BadConfig, check, fingerprint
+from leank_train.train import run
+from tests.helpers.tiny_run import alpha, killed, save_model, settings
+from tests.leank_train.test_ddp import record, two_ranks
+
+RECIPE = ["stage1=steered", "stage2=kl", "stage1.steps=6", "stage2.steps=3"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def finished(model, tmp_path_factory):
+    """A run of the new recipe that nothing has stopped, with masks at other ratios."""
+    out = tmp_path_factory.mktemp("run")
+    with pytest.warns(UserWarning, match=r"the cut at ratio=0.7 was arbitrary: .* raise stage1.steps"):
+        run(settings(model, *RECIPE, "extra_ratios=[0.5,0.9]"), out)
+    return out
+
+
+@given(st.integers(1, 3000), st.floats(0, 0.99))
+def test_the_wanted_mean_falls_in_a_line(steps, ratio):
+    course = [wanted_mean(t, steps, ratio) for t in range(steps + 1)]
+    assert course[0] == 1
+    assert course[-1] == pytest.approx(1 - ratio)
+    falls = [a - b for a, b in pairwise(course)]
+    assert all(-1e-12 <= fall <= ratio / (0.6 * steps) + 1e-12 for fall in falls)
+
+
+@given(st.integers(10, 3000))
+def test_scores_can_travel_the_whole_way(steps):
+    """At the learning rate of this number of steps, within the time in which the wanted mean falls."""
+    assert learning_rate(steps) * 0.6 * steps > 1
+    assert learning_rate(steps) >= learning_rate(steps + 1)
+    assert 0 < steering.gain(steps + 1) <= steering.gain(steps)
+
+
+@given(st.floats(1e-4, 10), st.floats(0, 1), st.floats(0, 1), st.integers(1, 50), st.floats(0, 0.95))
+def test_lambda_answers_the_mean_and_stays_in_its_limits(start, before, after, step, ratio):
+    lam = torch.tensor(start)
+    steer(lam, torch.tensor(before), torch.tensor(after), step, 50, ratio)
+    offs = [mean - wanted_mean(t, 50, ratio) for mean, t in ((before, step - 1), (after, step))]
+    assert steering.LEAST * 0.999 <= lam <= steering.MOST
+    if offs[1] > max(offs[0], 1e-6):  # above its line, and further than before
+        assert lam >= start * (1 - 1e-6)
+    if offs[1] < min(offs[0], -1e-6):
+        assert lam <= start * (1 + 1e-6)
+
+
+def test_separation():
+    apart = torch.cat([torch.ones(30), torch.zeros(70)]).view(1, 1, 100)
+    assert Separation.of(apart, 0.7) == Separation(0.0, 1.0)
+    assert Separation.of(apart, 0.7).warning(0.7) is None
+    assert Separation.of(apart, 0.0).margin == 1.0
+    alike = torch.full((1, 1, 100), 0.4)
+    assert Separation.of(alike, 0.7) == Separation(1.0, 0.0)
+    assert "100% of the scores ended between 0.1 and 0.9" in Separation.of(alike, 0.7).warning(0.7)
+    assert "margin at the cut is 0.00" in Separation.of(torch.ones(1, 1, 100), 0.7).warning(0.7)
+    few = torch.linspace(0, 1, 101).view(1, 1, 101)
+    assert Separation.of(few, 0.9).margin == pytest.approx(0.1, abs=0.011)
+
+
+def test_a_run_leaves_other_ratios_and_says_how_the_scores_separated(finished, model):
+    scores = load_file(finished / "alpha.safetensors")["stage1"]
+    for ratio in (0.5, 0.9):
+        mask = ChannelMask.load(finished / f"masks/mask_{100 * ratio:g}pct.safetensors")
+        assert torch.equal(mask.keep, ChannelMask.from_scores(scores, ratio, 4, "exact").keep)
+        assert mask.metadata["ratio"] == ratio
+        assert abs(mask.pruning_ratio - ratio) <= 2 / 64
+    found = json.loads((finished / "metrics.json").read_text())["separation"]
+    assert found == Separation.of(scores, 0.7).metrics
+    assert fingerprint(settings(model)) == fingerprint(settings(model, "extra_ratios=[0.5]"))
+
+
+def test_lambda_is_recorded_and_moves(finished):
+    steps = torch.load(finished / "checkpoints/stage1/done.ckpt", weights_only=True)["record"]["steps"]
+    lams = [s["lam"] for s in steps]
+    assert lams[0] == pytest.approx(steering.START)
+    assert all(steering.LEAST <= lam <= steering.MOST for lam in lams)
+    again = torch.tensor(steering.START)
+    for t, (one, next_one) in enumerate(pairwise(steps), 1):  # each with the mean that it began with
+        steer(again, torch.tensor(one["alpha_mean"]), torch.tensor(next_one["alpha_mean"]), t, 6, 0.7)
+        assert float(again) == pytest.approx(next_one["lam"], rel=1e-5)
+    assert lams[1] != lams[0]
+    state = torch.load(finished / "checkpoints/stage1/last.ckpt", weights_only=True)["state_dict"]
+    assert list(state) == ["alpha", "lam"]
+
+
+def test_killed_and_started_again(finished, model, tmp_path):
+    out, taken, keep = tmp_path / "run", [], Recorder.on_train_batch_end
+
+    def work():
+        def die(*args):
+            taken.append(1)
+            if len(taken) == 4:
+                os.kill(os.getpid(), signal.SIGKILL)
+            keep(*args)
+
+        Recorder.on_train_batch_end = die
+        run(settings(model, *RECIPE), out)
+
+    assert killed(work)
+    run(settings(model, *RECIPE), out)
+    assert torch.equal(alpha(out), alpha(finished))
+    assert record(out, "stage1") == record(finished, "stage1")
+
+
+@pytest.mark.parametrize(
+    ("trainer", "extra", "documents"),
+    [
+        ("ddp", [], 2),
+        ("sequence_parallel", ["trainer.sequence_parallel=2"], 1),
+        ("fsdp", [], 2),
+        pytest.param("fsdp", ["+model.overrides.tie_word_embeddings=true"], 2, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_learn_what_one_process_learns(model, tmp_path, trainer, extra, documents):
+    tied = [x for x in extra if x.startswith("+model")]
+    variants = [*RECIPE, "model.dtype=float64", "stage1.steps=4", "stage2.steps=2", "stage1.lr=0.1", "stage2.lr=0.05"]
+    process = two_ranks(model, tmp_path, "ranks", *variants, *extra, trainer=trainer)
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
+    run(settings(model, *variants, *tied, f"data.documents={documents}"), tmp_path / "one")
+    for stage in ("stage1", "stage2"):
+        for ours, theirs in zip(record(tmp_path / "ranks", stage), record(tmp_path / "one", stage), strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-12)
+    torch.testing.assert_close(alpha(tmp_path / "ranks"), alpha(tmp_path / "one"), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["++stage2.lam=auto"], "stage2.lam='auto' must be a number: only stage 1 has a penalty"),
+        (["stage1.lr=fast"], r"stage1.lr=\'fast\' must be a number in \(0, 1\].*or one of auto"),
+        (["++stage1.objective=mse"], "stage1.objective='mse' must be one of l2, kl"),
+        (["extra_ratios=[0.5,1.0]"], r"extra_ratios=\[0.5, 1.0\] must be a list, each entry a number in \[0, 1\)"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(model, overrides, message):
+    with pytest.raises(BadConfig, match=message):
+        check(settings(model, *overrides))

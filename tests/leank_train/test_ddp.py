@@ -1,0 +1,125 @@
+"""Several processes: two ranks with a document each learn what one process with two documents learns."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data_gen.tasks import Mixture
+from leank_train import backbone as backbones
+from leank_train import data
+from leank_train.data import Steps, collate
+from leank_train.mask import ChannelMask
+from leank_train.train import mixture, run
+from tests import ROOT
+from tests.helpers.tiny_run import alpha, command, save_model, settings
+
+# answers of 1 and of 4 values, so that the ranks of a step count different answer tokens; float64 for exactness
+SETTINGS = ["++data.tasks.niah_multivalue=1", "data.questions=1", "model.dtype=float64", "stage1.steps=5", "seed=3"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def record(out, stage):
+    return torch.load(out / f"checkpoints/{stage}/done.ckpt", weights_only=True)["record"]["steps"]
+
+
+def two_ranks(model, cwd, out, *extra, trainer="ddp", devices=2):
+    """`python -m leank_train` as two processes (or more) on the CPU."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    line = [sys.executable, "-m", "leank_train", *command(model), *extra, f"hydra.run.dir={out}"]
+    line += [f"trainer={trainer}", "trainer.accelerator=cpu", f"trainer.devices={devices}"]
+    return subprocess.Popen(line, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.parametrize("reduction", ["official", pytest.param("paper", marks=pytest.mark.slow)])
+def test_two_ranks_are_one_batch(model, tmp_path, reduction):
+    variants = [*SETTINGS, *(f"stage{i}.reduction={reduction}" for i in (1, 2))]
+    process = two_ranks(model, tmp_path, "ranks", *variants)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    assert {p.name for p in tmp_path.iterdir()} == {"ranks"}  # the second rank has written nowhere else
+    assert output.count("mask      ") == 1
+
+    config = settings(model, *variants, "data.documents=2")
+    run(config, tmp_path / "one")
+    mixed = Mixture(dict(config.data.tasks), backbones.load(str(model)).tokenizer, 300, 400, seed=6, group=2)
+    assert len({mixed[i].task for i in range(10)}) == 2
+    assert any(mixed[i].task != mixed[i + 1].task for i in range(0, 10, 2))  # ranks that differ in one step
+    for stage in ("stage1", "stage2"):
+        for ours, theirs in zip(record(tmp_path / "ranks", stage), record(tmp_path / "one", stage), strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-12)
+    torch.testing.assert_close(alpha(tmp_path / "ranks"), alpha(tmp_path / "one"), rtol=1e-5, atol=1e-6)
+    ranks, one = (ChannelMask.load(tmp_path / name / "mask.safetensors") for name in ("ranks", "one"))
+    assert torch.equal(ranks.keep, one.keep)
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_ranks_share_the_documents_of_one_process(model, start):
+    backbone = backbones.load(str(model))
+    mixed = Mixture({"multikey": 1, "kv": 1}, backbone.tokenizer, 300, 400, group=4)
+    for item in range(2):
+        first = (start + item) * 4
+        whole = Steps(backbone, mixed, 4, start, 0, 1)[item].documents
+        assert torch.equal(whole, collate(backbone, [mixed[first + i] for i in range(4)]).documents)
+        for ranks, each in ((2, 2), (4, 1)):
+            parts = [Steps(backbone, mixed, each, start, rank, ranks)[item] for rank in range(ranks)]
+            rows = [row[:n] for part in parts for row, n in zip(part.documents, part.document_lengths, strict=True)]
+            assert all(torch.equal(row, whole[i, : len(row)]) for i, row in enumerate(rows))
+            assert len(rows) == 4
+
+
+class Numbers:
+    """A mixture whose document number i is i."""
+
+    def __getitem__(self, index):
+        return index
+
+
+@given(st.integers(1, 5), st.integers(0, 50), st.integers(1, 4))
+def test_any_number_of_ranks_sees_the_same_documents(quarter, start, steps):
+    """At the same documents a step: the same in every step, each once, none left out between steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "collate", lambda backbone, documents: documents)
+        for world in (1, 2, 4):
+            ranks = [Steps(None, Numbers(), 4 * quarter // world, start, rank, world) for rank in range(world)]
+            for item in range(steps):
+                seen = [number for rank in ranks for number in rank[item]]
+                assert seen == [*range((start + item) * 4 * quarter, (start + item + 1) * 4 * quarter)]
+
+
+def test_documents_do_not_depend_on_the_number_of_ranks(model):
+    """What number i is, its length included: the same at the same documents a step."""
+    backbone = backbones.load(str(model))
+    made = [
+        mixture(settings(model, "++data.tasks.kv=1", f"data.documents={4 // world}"), backbone, "stage1", world)
+        for world in (1, 2, 4)
+    ]
+    for index in range(8):
+        assert made[0][index] == made[1][index] == made[2][index]
+    for mixed in made:
+        assert len({mixed.length_of(i) for i in range(4)}) == 1  # so that no rank waits for a longer document
+
+
+@pytest.mark.slow
+def test_two_ranks_killed_and_started_again(model, tmp_path):
+    """The first process is killed, the second one follows; both go on from the same checkpoint."""
+    process = two_ranks(model, tmp_path, "killed", *SETTINGS, "stage1.steps=40")
+    while process.poll() is None and not (tmp_path / "killed/checkpoints/stage1/last.ckpt").exists():
+        time.sleep(0.005)
+    process.kill()
+    process.communicate(timeout=60)  # ends when the second process has closed its output, too
+    assert not (tmp_path / "killed/mask.safetensors").exists()
+    for out in ("killed", "whole"):
+        process = two_ranks(model, tmp_path, out, *SETTINGS, "stage1.steps=40")
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, output
+    assert torch.equal(alpha(tmp_path / "killed"), alpha(tmp_path / "whole"))

@@ -1,0 +1,240 @@
+"""ChannelMask: top-s% with alignment, files, and the two masks published with the paper."""
+
+import math
+import warnings
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eval.cache.storage.channels import layer_masks
+from leank_train.mask import ROUNDINGS, ChannelMask, check_ratio
+from tests import DATA
+
+DATA = DATA / "masks"
+scores = st.builds(
+    lambda seed, shape, levels: (
+        torch.randint(0, levels, shape, generator=torch.Generator().manual_seed(seed)).double() / levels
+    ),
+    st.integers(0, 10**6),
+    st.tuples(st.integers(1, 3), st.integers(1, 4), st.sampled_from([8, 16])),
+    st.sampled_from([1, 2, 1000]),  # 1 level = all zero; 2 = many ties
+)
+
+
+@contextmanager
+def unchecked():
+    """Ratios that `from_scores` refuses, too: its arithmetic holds for them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("leank_train.mask.check_ratio", lambda *settings: None)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "ratio", "heads"),
+    [
+        ("llama3.1-8b", (32, 8, 128), 0.6875, {0: 47, 32: 120, 64: 67, 96: 22}),
+        ("qwen2.5-7b", (28, 4, 128), 0.7098, {0: 35, 32: 34, 64: 33, 96: 10}),
+    ],
+)
+def test_published_masks(name, shape, ratio, heads):
+    mask = ChannelMask.from_official(DATA / f"leank-official-{name}-instruct.pth")
+    assert mask.keep.shape == shape
+    assert mask.pruning_ratio == pytest.approx(ratio, abs=5e-5)
+    assert {n: int((mask.channels_per_head == n).sum()) for n in mask.channels_per_head.unique().tolist()} == heads
+
+
+@settings(deadline=None, max_examples=60)
+@given(scores, st.floats(0, 0.99), st.sampled_from([1, 2, 4, 8]), st.sampled_from(["nearest", "floor", "exact"]))
+def test_from_scores_meets_its_budget(alpha, ratio, align, rounding):
+    with unchecked():
+        mask = ChannelMask.from_scores(alpha, ratio, align, rounding)
+    assert (mask.channels_per_head % align == 0).all()
+    for head_alpha, head_keep in zip(alpha.flatten(0, 1), mask.keep.flatten(0, 1), strict=True):
+        if head_keep.any() and not head_keep.all():  # within a head nothing pruned beats anything kept
+            assert head_alpha[head_keep].min() >= head_alpha[~head_keep].max()
+    kept, asked = int(mask.keep.sum()), alpha.numel() * (1 - ratio)
+    if rounding == "exact":
+        assert abs(kept - asked) <= align / 2 + 1e-6
+    elif rounding == "floor":
+        assert kept <= asked + 0.5 + 1e-6
+    else:
+        assert abs(kept - asked) <= align / 2 * alpha.shape[0] * alpha.shape[1] + 0.5
+
+
+@settings(deadline=None, max_examples=30)
+@given(scores, st.floats(0, 0.99), st.sampled_from([2, 4]))
+def test_nearest_and_floor_against_the_obvious_loop(alpha, ratio, align):
+    order = sorted(range(alpha.numel()), key=lambda i: (-alpha.flatten()[i].item(), i))
+    best = set(order[: math.floor(alpha.numel() * (1 - ratio) + 0.5)])
+    dim = alpha.shape[-1]
+    for rounding, up in (("nearest", align // 2), ("floor", 0)):
+        with unchecked():
+            keep = ChannelMask.from_scores(alpha, ratio, align, rounding).keep.flatten(0, 1)
+        for head in range(keep.shape[0]):
+            channels = range(head * dim, head * dim + dim)
+            n = (sum(c in best for c in channels) + up) // align * align
+            assert keep[head].nonzero().flatten().tolist() == sorted(
+                c - head * dim for c in sorted(channels, key=lambda i: (-alpha.flatten()[i].item(), i))[:n]
+            )
+
+
+def test_exact_is_the_best_choice_of_whole_blocks():
+    alpha = torch.rand(1, 3, 4, generator=torch.Generator().manual_seed(0))
+    mask = ChannelMask.from_scores(alpha, 0.5, 2, "exact")
+    top = alpha.sort(descending=True).values[0]
+    options = [
+        sum(top[h, : 2 * n[h]].sum().item() for h in range(3))
+        for n in torch.cartesian_prod(*[torch.arange(3)] * 3).tolist()
+        if sum(n) == 3
+    ]
+    assert alpha[mask.keep].sum().item() == pytest.approx(max(options))
+
+
+def test_official_rounding_passes_all_ties():
+    alpha = torch.zeros(1, 2, 8)
+    alpha[0, 0, :2] = 1
+    assert ChannelMask.from_scores(alpha, 0.7, 4, "official").pruning_ratio == 0
+    assert ChannelMask.from_scores(alpha, 0.7, 4, "exact").channels_per_head.tolist() == [[4, 0]]
+    spread = torch.linspace(0, 1, 16).view(1, 2, 8)
+    assert ChannelMask.from_scores(spread, 0.5, 4, "official").channels_per_head.tolist() == [[0, 8]]
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "floor", "exact"])
+@pytest.mark.parametrize("align", [1, 2, 4])
+@pytest.mark.parametrize("heads", [1, 2, 3])
+def test_a_ratio_is_refused_where_no_scores_can_meet_it(heads, align, rounding):
+    """Refused: whatever the scores, all heads end empty, or all whole. Else some scores end between."""
+    orders = [torch.arange(4 * heads, 0, -1), *(torch.randperm(4 * heads) for _ in range(8))]
+    for ratio in [n / 25 for n in range(1, 25)]:
+        with unchecked():
+            masks = [ChannelMask.from_scores(o.view(1, heads, 4), ratio, align, rounding) for o in orders]
+        between = [0 < mask.pruning_ratio < 1 for mask in masks]
+        if any(between):
+            check_ratio((1, heads, 4), ratio, align, rounding)
+        else:
+            (end,) = {mask.pruning_ratio for mask in masks}
+            words = "empty every head" if end else "prune nothing"
+            with pytest.raises(ValueError, match=f"ratio={ratio} with align={align} would {words}"):
+                check_ratio((1, heads, 4), ratio, align, rounding)
+
+
+def test_ratios_that_no_block_can_meet():
+    with pytest.raises(
+        ValueError, match=r"ratio=0.3 with align=8 would prune nothing: \[1, 1, 8\] .*; raise ratio, or lo"
+    ):
+        ChannelMask.from_scores(torch.rand(1, 1, 8), 0.3, 8, "exact")
+    with pytest.raises(
+        ValueError, match=r"ratio=0.99 with align=8 would empty every head: .*; lower ratio, or lower al"
+    ):
+        ChannelMask.from_scores(torch.rand(2, 2, 8), 0.99, 8, "exact")
+
+
+def test_masks_that_hardly_anybody_wants_are_named(tmp_path):
+    empty = ChannelMask(torch.zeros(1, 2, 8, dtype=torch.bool))
+    coarse = ChannelMask.from_scores(torch.rand(1, 2, 8), 0.3, 8, "exact")  # one of two heads: 50%
+    fine = ChannelMask.from_scores(torch.rand(4, 4, 8), 0.3, 1, "exact")
+    for mask, said in ((empty, "all heads are empty"), (coarse, r"prunes 50\.0% of the channels, not ratio=0\.3")):
+        mask.save(path := tmp_path / "mask.safetensors")
+        with pytest.warns(UserWarning, match=rf"mask={path}: (it )?{said}"):
+            assert torch.equal(ChannelMask.load(path).keep, mask.keep)
+    torch.save(empty.keep.float(), tmp_path / "mask.pth")
+    with pytest.warns(UserWarning, match=r"mask\.pth: all heads are empty"):
+        ChannelMask.from_official(tmp_path / "mask.pth")
+    fine.save(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ChannelMask.load(path)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.int64])
+def test_a_mask_is_made_of_booleans_alone(kind):
+    with pytest.raises(ValueError, match=r"keep is torch\..* \[1, 1, 4\]; give a bool tensor"):
+        ChannelMask(torch.tensor([[[0.01, 0.0, 1.0, 1.0]]]).to(kind))
+    with pytest.raises(ValueError, match="give a bool tensor"):
+        layer_masks(torch.ones(1, 1, 4, dtype=kind))
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_ratio_zero_keeps_everything(rounding):
+    assert ChannelMask.from_scores(torch.rand(2, 2, 8), 0.0, 4, rounding).pruning_ratio == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"ratio": 1.0}, "ratio=1.0"),
+        ({"ratio": -0.1}, "ratio=-0.1"),
+        ({"ratio": math.nan}, "ratio=nan"),
+        ({"align": 3}, "align=3 does not divide head_dim=8"),
+        ({"align": 0}, "align=0"),
+        ({"rounding": "up"}, "rounding='up'"),
+        ({"alpha": torch.full((1, 1, 8), math.nan)}, "NaN"),
+        ({"alpha": torch.ones(8)}, r"shape \[8\]"),
+    ],
+)
+def test_bad_settings_are_named(change, words):
+    with pytest.raises(ValueError, match=words):
+        ChannelMask.from_scores(
+            **{"alpha": torch.ones(1, 1, 8), "ratio": 0.5, "align": 4, "rounding": "exact", **change}
+        )
+
+
+def test_saved_and_loaded(tmp_path):
+    mask = ChannelMask.from_scores(torch.rand(2, 3, 8), 0.5, 4, "exact", {"model": "org/name", "lengths": [1, 2]})
+    mask.save(tmp_path / "run" / "mask.safetensors")
+    back = ChannelMask.load(tmp_path / "run" / "mask.safetensors")
+    assert torch.equal(back.keep, mask.keep)
+    assert back.metadata == mask.metadata
+    assert back.metadata["alignment"] == 4
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["mask.safetensors"]
+
+
+def test_the_same_mask_gives_the_same_bytes(tmp_path):
+    mask = ChannelMask.from_scores(torch.rand(3, 2, 16), 0.7, 4, "exact", metadata={"model": "café/x", "b": 1})
+    for copy in range(20):
+        mask.save(tmp_path / f"{copy}")
+    assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
+    assert ChannelMask.load(tmp_path / "0").metadata == mask.metadata
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "mask.safetensors"
+    ChannelMask(torch.ones(1, 1, 2, dtype=torch.bool)).save(path)
+    before = path.read_bytes()
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk")))
+    with pytest.raises(OSError, match="disk"):
+        ChannelMask(torch.zeros(1, 1, 2, dtype=torch.bool)).save(path)
+    assert path.read_bytes() == before
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_files_that_are_no_masks(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"mask=.*none\.safetensors"):
+        ChannelMask.load(tmp_path / "none.safetensors")
+    torch.save(torch.ones(2), tmp_path / "other.pth")
+    for path in (DATA / "leank-official-qwen2.5-7b-instruct.pth", tmp_path / "other.pth"):
+        with pytest.raises(ValueError, match="from_official"):
+            ChannelMask.load(path)
+    with pytest.raises(ValueError, match="zeros and ones"):
+        ChannelMask.from_official(tmp_path / "other.pth")
+    (tmp_path / "text.pth").write_text("hello")
+    with pytest.raises(ValueError, match=r"text\.pth"):
+        ChannelMask.from_official(tmp_path / "text.pth")
+    with pytest.raises(ValueError, match="bool"):
+        ChannelMask(torch.ones(2, 2, 2))
+
+
+def test_check_model():
+    config = SimpleNamespace(
+        num_hidden_layers=2, num_key_value_heads=3, hidden_size=32, num_attention_heads=4, _name_or_path="org/small"
+    )
+    keep = torch.ones(2, 3, 8, dtype=torch.bool)
+    ChannelMask(keep, {"model": "local/Small"}).check_model(config)
+    with pytest.raises(ValueError, match=r"org/large.*\[1, 3, 8\].*org/small.*\[2, 3, 8\]"):
+        ChannelMask(keep[:1], {"model": "org/large"}).check_model(config)
+    with pytest.warns(UserWarning, match="org/large"):
+        ChannelMask(keep, {"model": "org/large"}).check_model(config)

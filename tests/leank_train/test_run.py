@@ -1,0 +1,249 @@
+"""The main job end to end on a tiny model: what a run leaves, and that stops, seeds and workers change nothing else."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from leank_train.mask import ChannelMask
+from leank_train.running.recorder import Recorder
+from leank_train.stages import Stage
+from leank_train.train import run
+from tests import ROOT
+from tests.helpers.tiny_run import VALIDATION, alpha, command, killed, save_model, settings
+
+PLOTS = {"losses", "alpha_histogram", "channels_per_head", "kept_per_frequency"}
+METHODS = ["dense", "leank", "think", "static_norm", "lowest_frequencies", "random"]
+STEPS = 6 + 4  # of both stages
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def finished(model, tmp_path_factory):
+    """The directory of a run that nothing has stopped."""
+    out = tmp_path_factory.mktemp("run")
+    run(settings(model, *VALIDATION), out)
+    return out
+
+
+def test_run_directory(finished, model):
+    mask = ChannelMask.load(finished / "mask.safetensors")
+    assert mask.keep.shape == (2, 2, 16)
+    assert abs(mask.pruning_ratio - 0.7) <= 2 / 64  # half a block of 4 among 64 channels
+    assert (mask.channels_per_head % 4 == 0).all()
+    metadata = mask.metadata
+    assert (metadata["model"], metadata["ratio"], metadata["alignment"], metadata["rounding"]) == (
+        str(model), 0.7, 4, "exact",
+    )  # fmt: skip
+    assert (metadata["sink"], metadata["window"], metadata["lengths"], metadata["seed"]) == (4, 32, [300, 400], 1)
+    assert metadata["config"] == (finished / "config.hash").read_text().strip()
+    assert set(metadata["versions"]) == {"torch", "lightning"}
+
+    scores = load_file(finished / "alpha.safetensors")
+    assert scores["alpha"].shape == scores["stage1"].shape == (2, 2, 16)
+    assert not torch.equal(scores["alpha"], scores["stage1"])
+    assert 0 <= scores["alpha"].min() < scores["alpha"].max() <= 1
+    again = ChannelMask.from_scores(scores["alpha"], 0.7, 4, "exact")
+    assert torch.equal(again.keep, mask.keep)
+    for align in (1, 4):
+        alone = ChannelMask.load(finished / "stage1" / f"mask_align{align}.safetensors")
+        assert torch.equal(alone.keep, ChannelMask.from_scores(scores["stage1"], 0.7, align, "exact").keep)
+
+    metrics = json.loads((finished / "metrics.json").read_text())
+    assert metrics["pruning_ratio"] == mask.pruning_ratio
+    assert metrics["heads"] == 4
+    assert list(metrics["validation"]["recall"]) == METHODS
+    assert set(metrics["validation"]["leank_minus"]) == {*METHODS} - {"leank"}
+    assert set(metrics["distillation"]) == {"stage1", "stage2"}
+    assert metrics["seconds"]["training"] > 0
+
+    config = OmegaConf.load(finished / "config.yaml")
+    assert config.stage1.steps == 6
+    assert config.model.name == str(model)
+    table = (finished / "validation.md").read_text()
+    assert all(f"| {m} |" in table for m in METHODS)
+    for name in ("last", "done"):
+        assert {p.parent.name for p in finished.glob(f"checkpoints/*/{name}.ckpt")} == {"stage1", "stage2"}
+    assert {p.stem for p in (finished / "plots").iterdir()} == PLOTS
+    for picture in (finished / "plots").iterdir():
+        with Image.open(picture) as image:
+            assert image.format == "PNG"
+            assert min(image.size) > 200
+            assert len(image.convert("L").getcolors()) > 2  # something is drawn
+    assert not [p for p in finished.rglob(".*") if p.is_file()]
+
+
+def test_checkpoints_are_small_and_hold_no_weights_of_the_model(finished):
+    state = torch.load(finished / "checkpoints/stage1/last.ckpt", weights_only=True)
+    assert list(state["state_dict"]) == ["alpha"]
+    done = torch.load(finished / "checkpoints/stage1/done.ckpt", weights_only=True)
+    assert [s["step"] for s in done["record"]["steps"]] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_same_command_again_does_no_step_and_gives_the_same(finished, model, monkeypatch):
+    files = ["mask.safetensors", "alpha.safetensors", "validation.md", *(f"plots/{p}.png" for p in PLOTS)]
+    before = {f: (finished / f).read_bytes() for f in files}
+    metrics = json.loads((finished / "metrics.json").read_text())
+
+    def no_step(*args):
+        raise AssertionError("a step was taken")
+
+    monkeypatch.setattr(Stage, "training_step", no_step)
+    again = run(settings(model, *VALIDATION), finished)
+    assert {f: (finished / f).read_bytes() for f in files} == before
+    assert again["seconds"]["training"] == metrics["seconds"]["training"]
+    for key in ("pruning_ratio", "distillation", "validation"):
+        assert again[key] == metrics[key]
+
+
+def test_the_seed_decides(finished, model, tmp_path):
+    run(settings(model), tmp_path / "same")
+    run(settings(model, "seed=2"), tmp_path / "other")
+    assert torch.equal(alpha(tmp_path / "same"), alpha(finished))
+    assert not torch.equal(alpha(tmp_path / "other"), alpha(finished))
+
+
+def test_workers_change_nothing(finished, model, tmp_path):
+    run(settings(model, "workers=1"), tmp_path)
+    assert torch.equal(alpha(tmp_path), alpha(finished))
+
+
+def test_a_chat_template_fits_into_the_positions(tmp_path):
+    """Documents as long as the model has positions leave room for the template."""
+    folder = save_model(tmp_path / "model", max_position_embeddings=400)
+    words = AutoTokenizer.from_pretrained(folder)
+    words.chat_template = (
+        "{{ bos_token }}system: You are asked about a text.\n"
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    words.save_pretrained(folder)
+    longest = ["data.min_length=400", "validation.lengths=[400]", "stage1.steps=4", "stage2.steps=0"]
+    metrics = run(settings(folder, *VALIDATION, *longest), tmp_path / "run")
+    assert set(metrics["validation"]["recall"]) == set(METHODS)
+
+
+def at_step(steps):
+    """Die in the step of that number, counted over both stages, before anything of it is kept."""
+    taken, keep = [], Recorder.on_train_batch_end
+
+    def die(*args):
+        taken.append(1)
+        if len(taken) == steps:
+            os.kill(os.getpid(), signal.SIGKILL)
+        keep(*args)
+
+    Recorder.on_train_batch_end = die
+
+
+def at_file(name, when):
+    """Die just before or after a file gets its name: what is to stand in it is written already."""
+    replace = os.replace
+
+    def die(source, target):
+        if when == "after":
+            replace(source, target)
+        if str(target).endswith(name):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if when == "before":
+            replace(source, target)
+
+    os.replace = die
+
+
+STOPS = {
+    **{f"random{i}": (lambda n=n: at_step(n)) for i, n in enumerate(random.sample(range(1, STEPS + 1), 3))},
+    "last checkpoint": lambda: at_file("stage1/last.ckpt", "before"),
+    "end of stage 1": lambda: at_file("stage1/done.ckpt", "before"),
+    "between the stages": lambda: at_file("stage1/done.ckpt", "after"),
+    "mask": lambda: at_file("run/mask.safetensors", "before"),
+    "metrics": lambda: at_file("metrics.json", "before"),
+}
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_killed_and_started_again(finished, model, tmp_path, stop):
+    out = tmp_path / "run"
+
+    def work():
+        STOPS[stop]()
+        run(settings(model), out)
+
+    assert killed(work)
+    assert not (out / "metrics.json").exists()
+    assert (out / "mask.safetensors").exists() == (stop == "metrics")
+    for checkpoint in out.glob("checkpoints/*/*.ckpt"):
+        torch.load(checkpoint, weights_only=True)  # whole, or not there
+    metrics = run(settings(model), out)
+    step = metrics["distillation"], json.loads((finished / "metrics.json").read_text())["distillation"]
+    assert step[0] == step[1], stop
+    assert torch.equal(alpha(out), alpha(finished)), STOPS[stop].__defaults__
+    assert (out / "plots/losses.png").read_bytes() == (finished / "plots/losses.png").read_bytes()
+
+
+def cli(model, cwd, *extra):
+    """`python -m leank_train` on the tiny run, in a folder of its own."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    line = [sys.executable, "-m", "leank_train", *command(model), "hydra.run.dir=here", *extra]
+    return subprocess.Popen(line, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_command_line_killed_from_outside(finished, model, tmp_path):
+    process = cli(model, tmp_path)
+    while process.poll() is None and not (tmp_path / "here/checkpoints/stage1/last.ckpt").exists():
+        time.sleep(0.005)
+    time.sleep(random.uniform(0, 0.2))
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert not (tmp_path / "here/metrics.json").exists()
+
+    again = cli(model, tmp_path)
+    output, _ = again.communicate(timeout=120)
+    assert again.returncode == 0, output
+    assert "mask      here/mask.safetensors" in output or str(tmp_path / "here/mask.safetensors") in output
+    assert [p.name for p in tmp_path.iterdir()] == ["here"]  # and nothing beside hydra.run.dir
+    assert torch.equal(alpha(tmp_path / "here"), alpha(finished))
+
+
+def test_weights_and_biases_offline(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    out = tmp_path / "run"
+    run(settings(model, *VALIDATION, "logger=wandb", "stage1.steps=3", "stage2.steps=2"), out)
+    (folder,) = out.glob("wandb/offline-run-*")
+
+    def inspect(*arguments):
+        line = [sys.executable, "-m", "wandb", "leet", "inspect", *arguments, "--json", str(folder)]
+        found = subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)
+        return found.stdout
+
+    rows = [json.loads(line) for line in inspect().splitlines()]
+    history = [row["history"]["item"] for row in rows if row["type"] == "history"]
+    text = json.dumps(history)
+    for key in ("distillation", "penalty", "alpha_mean", "tokens"):
+        assert text.count(f"stage1/{key}") == 3, history
+        assert text.count(f"stage2/{key}") == 2
+    assert all(f"plots/{p}" in text for p in PLOTS)
+    assert "validation" in text
+    state = json.loads(inspect("--summary"))
+    assert {"pruning_ratio", "empty_heads", "alpha_mean", *(f"recall/{m}" for m in METHODS)} <= {*state["summary"]}
+    assert state["config"]["mask"]["align"] == 4
+    media = folder / "files/media"
+    assert {p.stem.rsplit("_", 2)[0] for p in media.rglob("*.png")} == PLOTS
+    (table,) = media.rglob("*.table.json")
+    assert [row[0] for row in json.loads(table.read_text())["data"]] == METHODS

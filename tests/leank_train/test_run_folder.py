@@ -1,0 +1,199 @@
+"""The folder of a run: one training at a time, damaged checkpoints refused by name, runs that learn nothing refused."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+
+from leank_train.common.files import Lock
+from leank_train.common.tensor_files import read_tensors
+from leank_train.mask import ChannelMask
+from leank_train.running.recorder import Recorder
+from leank_train.stages import Stage
+from leank_train.train import run
+from tests.helpers.tiny_run import alpha, killed, save_model, settings
+from tests.leank_train.test_run import at_file, cli
+
+SHORT = ["stage1.steps=4", "stage2.steps=1", "checkpoint_every=1"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def whole(model, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole")
+    run(settings(model, *SHORT), out)
+    return out
+
+
+@pytest.fixture
+def no_step(monkeypatch):
+    def step(*args):
+        raise AssertionError("a step was taken")
+
+    monkeypatch.setattr(Stage, "training_step", step)
+
+
+def damage(path, place=0.5):
+    """Flip eight bytes in the middle."""
+    content = bytearray(path.read_bytes())
+    start = int(len(content) * place)
+    content[start : start + 8] = (byte ^ 0xFF for byte in content[start : start + 8])
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut"])
+def test_a_damaged_last_checkpoint_is_refused_and_the_one_before_helps(model, whole, tmp_path, how):
+    def work():
+        at_file("stage1/done.ckpt", "before")
+        run(settings(model, *SHORT), tmp_path)
+
+    assert killed(work)
+    last = tmp_path / "checkpoints/stage1/last.ckpt"
+    previous = last.with_name("previous.ckpt")
+    steps = [torch.load(file, weights_only=True)["global_step"] for file in (previous, last)]
+    assert steps == [3, 4]
+    damage(last) if how == "flipped" else last.write_bytes(last.read_bytes()[:-1000])
+    said = (
+        f"{last} is damaged or cut off: .*; copy {previous} over it to go on .*, or remove it to start the stage anew"
+    )
+    for _ in range(2):
+        with pytest.raises(ValueError, match=said) as error:
+            run(settings(model, *SHORT), tmp_path)
+        assert "\n" not in str(error.value)
+    assert not (tmp_path / "mask.safetensors").exists()
+    shutil.copy(previous, last)
+    taken, keep = [], Recorder.on_train_batch_end
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recorder, "on_train_batch_end", lambda *args: (taken.append(1), keep(*args)))
+        run(settings(model, *SHORT), tmp_path)
+    assert len(taken) == 1 + 1  # one step of stage 1 again, and stage 2
+    for name in ("mask.safetensors", "alpha.safetensors"):
+        assert (tmp_path / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_a_damaged_done_checkpoint_is_made_again_from_the_last(model, whole, tmp_path):
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    done = tmp_path / "checkpoints/stage1/done.ckpt"
+    damage(done)
+    with pytest.raises(ValueError, match=f"{done} is damaged or cut off: .*; remove it, and .* goes on from last.ckpt"):
+        run(settings(model, *SHORT), tmp_path)
+    done.unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stage, "training_step", lambda *args: pytest.fail("a step was taken"))
+        run(settings(model, *SHORT), tmp_path)
+    assert (tmp_path / "alpha.safetensors").read_bytes() == (whole / "alpha.safetensors").read_bytes()
+
+
+def test_checkpoints_from_before_go_on_with_a_note(model, whole, tmp_path):
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    for file in tmp_path.rglob("*.ckpt"):
+        torch.save(torch.load(file, weights_only=True), file)
+    with pytest.warns(UserWarning, match=r"done\.ckpt has no sha256"):
+        run(settings(model, *SHORT), tmp_path)
+    assert (tmp_path / "mask.safetensors").read_bytes() == (whole / "mask.safetensors").read_bytes()
+
+
+def test_scores_are_written_with_a_digest(whole):
+    scores, metadata = read_tensors(whole / "alpha.safetensors", {"alpha", "stage1"}, "")
+    assert torch.equal(scores["alpha"], alpha(whole))
+    assert not metadata
+    damage(shutil.copy(whole / "alpha.safetensors", whole / "damaged"), 0.9)
+    with pytest.raises(ValueError, match="damaged is damaged or cut off"):
+        read_tensors(whole / "damaged", {"alpha", "stage1"}, "")
+
+
+def test_a_run_of_no_steps_is_refused(model, tmp_path, no_step):
+    with pytest.raises(ValueError, match=r"stage1\.steps=0 and stage2\.steps=0: nothing would be learned; give one"):
+        run(settings(model, "stage1.steps=0", "stage2.steps=0"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_ratio_that_cannot_be_met_is_refused_before_a_step(model, tmp_path, no_step):
+    with pytest.raises(
+        ValueError, match=r"ratio=0\.95 with align=16 would empty every head: \[2, 2, 16\] channels are 4"
+    ):
+        run(settings(model, "mask.ratio=0.95", "mask.align=16"), tmp_path)
+
+
+def test_a_ratio_that_is_missed_is_said(model, tmp_path):
+    with pytest.warns(UserWarning, match=r"mask\.safetensors: it prunes 75\.0% of the channels, not ratio=0\.7"):
+        run(settings(model, "mask.align=16", "stage1.steps=1", "stage2.steps=0"), tmp_path)
+    assert ChannelMask.load(tmp_path / "mask.safetensors").pruning_ratio == 0.75
+
+
+def test_two_trainings_in_one_folder(model, tmp_path, no_step):
+    words = (
+        rf"^{re.escape(str(tmp_path))} is being written by another training; wait for it, or set hydra\.run\.dir to a"
+    )
+    with Lock(tmp_path / "run.lock", "busy"), pytest.raises(BlockingIOError, match=words):
+        run(settings(model), tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["run.lock"]
+
+
+@pytest.mark.slow
+def test_a_second_command_is_refused_until_the_first_is_killed(model, tmp_path):
+    first = cli(model, tmp_path, "stage1.steps=3000", "workers=1")
+    while first.poll() is None and not (tmp_path / "here/checkpoints/stage1/last.ckpt").exists():
+        time.sleep(0.05)
+    workers = subprocess.run(["pgrep", "-P", str(first.pid)], capture_output=True, text=True).stdout.split()
+    second, _ = cli(model, tmp_path, "stage1.steps=3000", "workers=1").communicate(timeout=120)
+    assert "leank_train: " in second.splitlines()[-1]
+    assert "is being written by another training; wait for it" in second.splitlines()[-1]
+    first.kill()
+    first.wait()
+    assert workers
+    Lock(tmp_path / "here/run.lock", "busy").close()  # though a data worker may live on for seconds
+
+
+def test_processes_that_a_run_starts_hold_no_lock(tmp_path):
+    lock = Lock(tmp_path / "lock", "busy")
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(write, b".")  # what runs after a fork has run
+        time.sleep(60)
+        os._exit(0)
+    try:
+        os.read(read, 1)
+        with pytest.raises(BlockingIOError, match="busy"):
+            Lock(tmp_path / "lock", "busy")
+        lock.close()
+        Lock(tmp_path / "lock", "busy").close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_requeued_job_waits_for_its_predecessor(model, whole, tmp_path, monkeypatch):
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        held = Lock(tmp_path / "run.lock", "busy")
+        os.write(write, b".")
+        time.sleep(1)
+        os._exit(bool(held is None))
+    os.read(read, 1)
+    with pytest.raises(BlockingIOError):
+        Lock(tmp_path / "run.lock", "busy")
+    run(settings(model, *SHORT), tmp_path)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
+    def no_locks(*args):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("leank_train.common.files.fcntl.flock", no_locks)
+    with pytest.warns(UserWarning, match=r"lock cannot be locked .*; start no second run in its folder"):
+        Lock(tmp_path / "lock", "busy").close()

@@ -1,0 +1,266 @@
+"""One mechanism checks the settings of training and evaluation; settings written before keep their meaning."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from importlib import import_module
+from typing import Annotated, Any
+
+import pytest
+from annotated_types import Ge
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from eval.inference.models import ModelConfig
+from eval.methods import REGISTRY, choice, method
+from eval.run.build import BENCHMARKS, build_benchmark
+from eval.run.replay import Settings
+from leank_train import backbone, settings
+from leank_train.common.typed import BadConfig, Checked, Count, OneOf, Positive, Share, _rules, typed
+from leank_train.running.wandb_log import LoggerConfig, make_logger
+from tests.test_conf import composed
+
+OLD = """
+model: {name: reference, dtype: auto, chat: null, overrides: {}}
+data:
+  tasks: {kv: 1, multivalue: 3, multikey: 1, multiquery: 1}
+  min_length: 768
+  max_length: 1280
+  questions: 4
+  documents: 1
+  essays: null
+mask: {ratio: 0.8, align: 8, rounding: exact, sink: 16, window: 144}
+stage1:
+  {steps: 180, lr: 1, schedule: official, reduction: official, lam: 0.2, l1: mean, clamp: true, empty_heads: zero}
+stage2:
+  steps: 40
+  lr: 0.02
+  schedule: official
+  reduction: official
+  clamp: true
+  empty_heads: drop
+  straight_through: binary
+trainer: {accelerator: auto, devices: 1, num_nodes: 1, strategy: auto, precision: null, deterministic: false,
+  sequence_parallel: 1, shard_weights: false, prefill_kernel: auto}
+logger: {kind: none}
+validation: {samples: 8, lengths: [1024], tasks: null, batch: 8, max_new_tokens: 48, calibration: 8}
+name: reference_demo
+seed: 3
+resume: true
+checkpoint_every: 50
+workers: 1
+requeues: 50
+"""
+HASHES = {  # fingerprints that folders in use have: written while `pruning` was called `mask`
+    "llama70b_70pct": "e4a28a7375d4", "llama_70pct": "717436fcbf58", "llama_70pct_128k": "c922d7b79a44",
+    "qwen_70pct": "c75ca450ec78", "qwen_70pct_yarn": "18c39bb76573", "reference_70pct": "c4591c44b44a",
+    "reference_80pct": "d90bcc99cc3b", "reference_demo": "d9d3addbffee", "sweep_reference": "def4a9a0551b",
+}  # fmt: skip
+DIGESTS = {  # of methods whose rows are in use, under the default cache
+    "iap": ({"channels": {"name": "iap", "ratio": 0.7}}, "6be27f10b9"),
+    "kivi": ({"bits": {"name": "kivi", "bits": 2, "group": 32}}, "5c7c068fe6"),
+    "lethe": ({"tokens": {"name": "lethe"}, "sink": 4, "window": 32}, "41f2745688"),
+    "quest": ({"reads": {"name": "quest", "budget": 1024, "page": 16, "dense_layers": 2}, "sink": 16, "window": 64},
+              "4b418ba094"),
+    "gemfilter": ({"prefill": {"name": "gemfilter", "budget": 1024, "layer": None}}, "2a422f7f4b"),
+}  # fmt: skip
+CHOICES = [(axis, name) for axis, names in REGISTRY.items() for name in names]
+
+
+@dataclass(frozen=True)
+class Inner(Checked):
+    count: Positive
+    share: Share = 0.5
+    kind: Annotated[str, OneOf("a", "b")] = "a"
+    lengths: Sequence[Count] | None = None
+    weights: Mapping[str, Annotated[float, Ge(0)]] | None = None
+    flag: bool | None = None
+    _found: Any = None
+
+
+@dataclass(frozen=True)
+class Outer(Checked):
+    inner: Inner
+    other: int = 2
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"inner": {"count": True}}, "inner.count=True must be an integer of at least 1"),
+        ({"inner": {"count": 1.0}}, "inner.count=1.0 must be an integer of at least 1"),
+        ({"inner": {"count": None}}, "inner.count=None must be an integer of at least 1"),
+        ({"inner": {}}, "inner.count is not set; it must be an integer of at least 1"),
+        ({"inner": 3}, "inner=3 must be a group of settings"),
+        ({"inner": {"count": 1, "share": float("nan")}}, "inner.share=nan must be a number in [0, 1)"),
+        ({"inner": {"count": 1, "share": "abc"}}, "inner.share='abc' must be a number in [0, 1)"),
+        ({"inner": {"count": 1, "kind": "c"}}, "inner.kind='c' must be one of a, b"),
+        ({"inner": {"count": 1, "flag": 1}}, "inner.flag=1 must be true or false, or null"),
+        (
+            {"inner": {"count": 1, "lengths": [1, -1]}},
+            "inner.lengths=[1, -1] must be a list, each entry an integer of at least 0, or null",
+        ),
+        (
+            {"inner": {"count": 1, "weights": {"x": float("inf")}}},
+            "inner.weights={'x': inf} must be a mapping of names, each to a number of at least 0, or null",
+        ),
+        (
+            {"inner": {"coutn": 1}},
+            "inner.coutn is no setting; did you mean count? There are count, share, kind, lengths, weights, flag",
+        ),
+        ({"inner": {"count": 1}, "_found": 1}, "_found is no setting; there are inner, other"),
+    ],
+)  # fmt: skip
+def test_the_message_names_the_dotted_key_and_what_it_takes(given, message):
+    with pytest.raises(BadConfig) as caught:
+        typed(Outer, given)
+    assert str(caught.value) == message
+
+
+def test_values_stay_as_they_are_given():
+    """An integer where a number is meant is not converted: digests and fingerprints are of what was written."""
+    assert repr(typed(Inner, {"count": 1, "share": 0}).share) == "0"
+
+
+@given(st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.lists(st.integers())))
+def test_a_count_takes_counts_alone(value):
+    good = type(value) is int and value >= 1
+    try:
+        typed(Inner, {"count": value})
+    except BadConfig:
+        assert not good
+    else:
+        assert good
+
+
+@pytest.mark.parametrize(("axis", "name"), CHOICES)
+def test_every_number_of_a_method_has_its_type_and_a_bound(axis, name):
+    """No field of a method takes true for a number, a text for a number, or a number below all bounds."""
+    module, attribute = REGISTRY[axis][name].split(":")
+    target = getattr(import_module(module), attribute)
+    for field in fields(target):
+        if field.name in _rules(target) and isinstance(field.default, int | float) and field.default is not True:
+            for bad in (-1e30, float("nan"), "abc", *([True, -(10**9), 1.5] if type(field.default) is int else ())):
+                if bad is True and isinstance(field.default, bool):
+                    continue
+                with pytest.raises(BadConfig, match=rf"method\.x\.{axis}\.{field.name}="):
+                    choice(axis, {"name": name, field.name: bad}, f"method.x.{axis}")
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_number_of_a_benchmark_has_its_type_and_a_bound(name):
+    module, attribute = BENCHMARKS[name].split(":")
+    target = getattr(import_module(module), attribute)
+    for field in fields(target):
+        if field.name in _rules(target) and type(field.default) is int:
+            for bad in (-1, 1.5, True, "abc", float("nan")):
+                with pytest.raises(BadConfig, match=rf"benchmark\.{field.name}="):
+                    build_benchmark({"name": name, field.name: bad})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: choice("prefill", {"name": "asl", "threshold": 2}, "method.asl.prefill"), r"prefill\.threshold=2"),
+        (lambda: choice("prefill", {"name": "gemfilter", "layer": 1.5}, "m"), r"m\.layer=1\.5 must be an integer of"),
+        (lambda: build_benchmark({"name": "mmlu", "shots": -1}), r"benchmark\.shots=-1 must be an integer of"),
+        (
+            lambda: build_benchmark({"name": "longbench", "tasks": ["qasper"], "preset": "nonsense"}),
+            "benchmark.preset='nonsense' must be one of english, think",
+        ),
+        (lambda: method("x", {}, {"windw": 3}), r"cache\.windw is no setting; did you mean window\?"),
+        (lambda: method("x", {"channel": {}}), r"method\.x\.channel is no setting; did you mean channels\?"),
+        (lambda: method("x", {"bits": {"name": "kivi"}, "backend": "tritn"}), r"x\.backend='tritn' must be one of"),
+        (lambda: choice("channels", {"name": "os:system"}, "m"), "is no choice of channels; give a dataclass that sub"),
+        (lambda: typed(Settings, {"min_new_tokens": -1}), "min_new_tokens=-1 must be an integer of at least 0"),
+        (lambda: typed(ModelConfig, {"chat": "yes"}, "model."), "model.chat='yes' must be true or false, or null"),
+        (lambda: typed(LoggerConfig, {"_target_": "os.system"}, "logger."), "logger._target_ is no setting"),
+        (lambda: typed(LoggerConfig, {"kind": "os.system"}, "logger."), "logger.kind='os.system' must be one of none"),
+        (lambda: backbone.load_config("reference", {"rope_tetha": 1e4}), r"model\.overrides\.rope_tetha is no setting"),
+        (
+            lambda: backbone.load_config("reference", {"rope_parameters": {"rope_tetha": 1e4}}),
+            r"rope_parameters\.rope_tetha is no setting; did you mean rope_theta\?",
+        ),
+        (
+            lambda: backbone.load_config("reference", {"max_position_embeddings": "many"}),
+            r"model\.overrides\.max_position_embeddings='many' is of another type than the model's own 8192",
+        ),
+    ],
+)  # fmt: skip
+def test_evaluation_refuses_nonsense(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["+sead=3"], r"sead is no setting; did you mean seed\? There are model, data"),
+        (["seed=nan"], r"seed=nan must be an integer in \[0, 4294967295\]"),
+        (["resume=5"], "resume=5 must be true or false"),
+        (["stage1.clamp=abc"], r"stage1\.clamp='abc' must be true or false"),
+        (["stage1.lr=1e30"], r"stage1\.lr=1e\+30 must be a number in \(0, 1\]: scores lie in \[0, 1\]"),
+        (["stage1.steps=true"], r"stage1\.steps=True must be an integer of at least 0"),
+        (["++stage2.lam=inf"], r"stage2\.lam=inf must be a number in \[0, 1000\]"),
+        (["+model.overrides.rope_tetha=1"], r"model\.overrides\.rope_tetha is no setting"),
+        (["data.tasks=3"], r"data\.tasks=3 must be a mapping of names"),
+        (["+trainer.gradient_clip_val=1"], r"trainer\.gradient_clip_val is no setting"),
+        (["+logger._target_=os.system"], r"logger\._target_ is no setting"),
+        (["+data.question=1"], r"data\.question is no setting; did you mean questions\?"),
+        (["mask=0.7"], r"mask=0\.7, pruning=.*give settings of the mask to learn"),
+    ],
+)
+def test_training_refuses_nonsense(overrides, message):
+    with pytest.raises(BadConfig, match=message):
+        settings.check(composed("+experiment=reference_demo", *overrides))
+
+
+PAPER = ("stage1=paper", "stage2=paper")
+DEMO = (*PAPER, "stage1.steps=180", "stage1.lr=0.04", "stage1.lam=0.2", "stage2.steps=40", "stage2.lr=0.02")
+GPU = (*PAPER, "stage1.steps=600", "stage1.lam=0.15", "stage2.steps=120")
+RECIPES = {  # those that these experiments had before they took the KL objective
+    "reference_demo": DEMO,
+    "reference_70pct": GPU,
+    "reference_80pct": GPU,
+    "sweep_reference": (*DEMO, "stage1.steps=30", "stage1.lr=0.08", "stage2.steps=6"),
+}
+
+
+def test_fingerprints_are_those_of_folders_in_use():
+    found = {name: settings.fingerprint(composed(f"+experiment={name}", *RECIPES.get(name, ()))) for name in HASHES}
+    assert found == HASHES
+
+
+@pytest.mark.parametrize("name", DIGESTS)
+def test_digests_of_methods_are_those_of_rows_in_use(name):
+    given, digest = DIGESTS[name]
+    assert method(name, given, {"sink": 128, "window": 1024, "flush": 32}).digest() == digest
+
+
+def test_a_configuration_of_before_loads_as_it_was():
+    written = OmegaConf.create(OLD)
+    assert settings.fingerprint(written) == "b798b87c65ef"
+    config = settings.check(written)
+    assert asdict(config.pruning) == {"ratio": 0.8, "align": 8, "rounding": "exact", "sink": 16, "window": 144}
+    assert settings.plain(settings.plain(written)) == settings.plain(written)
+    assert "mask" not in settings.plain(written)
+
+
+def test_the_old_name_of_pruning_still_works_with_one_warning(caplog):
+    old = composed("+experiment=reference_demo", *DEMO, "mask.ratio=0.8", "mask.align=8", "seed=3", "stage1.lr=1")
+    new = composed("+experiment=reference_demo", *DEMO, "pruning.ratio=0.8", "pruning.align=8", "seed=3", "stage1.lr=1")
+    with caplog.at_level(logging.WARNING, "leank_train"):
+        resolved = settings.plain(new)
+        assert not caplog.records
+        assert settings.plain(old) == resolved
+    (record,) = caplog.records
+    assert record.getMessage() == "mask is called pruning now; ratio=0.8, align=8 is taken from its old name"
+    assert settings.fingerprint(old) == settings.fingerprint(new) == "b798b87c65ef"
+    group = settings.check(composed("pruning@mask=reference", "data.max_length=8192", "data.min_length=4096"))
+    assert (group.pruning.sink, group.pruning.window) == (16, 144)
+
+
+def test_no_logger_is_made_of_none(tmp_path):
+    assert make_logger(settings.check(composed("+experiment=reference_demo", "logger=none")).logger, tmp_path) is None
+    assert settings.check(composed("+experiment=reference_demo")).logger.kind == "wandb"

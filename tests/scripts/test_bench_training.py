@@ -1,0 +1,62 @@
+"""The benchmark of a training step on a CPU, small; and the hours it makes of seconds."""
+
+import json
+
+import numpy as np
+import pytest
+
+from scripts.bench import training as bench_training
+from scripts.bench.training import SAME, cheaper, describe, hours
+
+
+def test_lengths_ratios_and_hours(tmp_path, capsys):
+    line = "--length 768 1024 1280 --questions 2 --repeats 1 --full-at 768 --experiment reference_demo"
+    bench_training.main([str(tmp_path), *line.split()])
+    said = capsys.readouterr().out
+    assert said.count("x the bare prefill") == 3
+    assert said.count("x cheaper a step") == 1
+    for length in (768, 1024, 1280):
+        found = json.loads((tmp_path / f"bench_training_reference_{length}.json").read_text())
+        runs = {"prefill", "ours, 2"} | ({"full sequence"} if length == 768 else set())
+        assert found.keys() == {"device", "length", "kernels"} | runs
+        assert found["kernels"]["prefill"] == found["kernels"]["ours"]  # on a CPU
+        assert all(found[run]["seconds"] > 0 and found[run]["first"] > 0 for run in runs)
+    found = json.loads((tmp_path / "hours.json").read_text())
+    assert (found["lengths"], found["pairs"], found["measured"]) == ([768, 1280], 60, [768, 1024, 1280])
+    assert found["runs"]["ours, 2"]["steps"] == 30
+    assert found["runs"]["prefill"]["hours"] > 0
+
+
+@pytest.mark.parametrize("lengths", [(16384, 65536, 98304), (16384, 32768, 65536, 98304)])
+def test_hours_of_a_known_quadratic(lengths):
+    def run(length):
+        seconds = 0.1 + 3e-5 * length + 4e-10 * length**2
+        return {"seconds": seconds, "first": 2 * seconds}
+
+    results = {n: {"prefill": run(n), "ours, 4": run(n), "full sequence": run(n)} for n in lengths}
+    del results[98304]["full sequence"]
+    found = hours(results, "llama_70pct")
+    assert (found["lengths"], found["pairs"]) == ([16384, 98304], 2200)
+    assert list(found["runs"]) == ["prefill", "ours, 4"]
+    mean = np.mean([run(n)["seconds"] for n in range(16384, 98305)])
+    assert found["runs"]["prefill"]["hours"] == pytest.approx(mean * 2200 / 3600, rel=1e-6)
+    assert found["runs"]["ours, 4"]["hours"] == pytest.approx(mean * 550 / 3600, rel=1e-6)
+    assert found["runs"]["ours, 4"]["first_hours"] == pytest.approx(2 * mean * 550 / 3600, rel=1e-6)
+
+
+@pytest.mark.parametrize("lengths", [(16384, 98304), (16384, 32768, 65536)])
+def test_nothing_is_extrapolated(lengths):
+    assert hours({n: {"prefill": {"seconds": 1.0, "first": 1.0}} for n in lengths}, "llama_70pct") is None
+
+
+def test_ratios_are_to_the_faster_kernel():
+    whole = {"full sequence": 9.0, "full sequence" + SAME: 6.0}
+    seconds = {"prefill": 2.0, "prefill" + SAME: 1.0, "ours, 4": 1.5, **whole}
+    found = {name: {"seconds": s, "first": s} for name, s in seconds.items()}
+    assert "1.500x the bare prefill" in describe("ours, 4", found)
+    assert cheaper(found) == ["ours, 4:  4.00x cheaper a step, 16.00x a (context, answer) pair"]
+
+
+def test_full_sequence_only_at_measured_lengths(tmp_path):
+    with pytest.raises(SystemExit):
+        bench_training.main([str(tmp_path), "--length", "512", "--full-at", "1024"])

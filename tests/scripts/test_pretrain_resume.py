@@ -1,0 +1,55 @@
+"""Pretraining of the reference model, stopped and gone on with, gives the weights of a run that nothing stopped."""
+
+import json
+
+import torch
+from safetensors.torch import load_file
+
+from scripts.reference_model.pretrain import main
+from tests.helpers.text_tokenizers import tokenizer
+
+TINY = [
+    "--layers=1", "--width=128", "--tokens=1024", "--longest=512", "--steps=6", "--warmup=2", "--workers=0",
+    "--no-compile", "--precision=32-true", "--log-every=1", "--save-every=2",
+    "--eval-rows=1", "--eval-every=6", "--eval-lengths", "512",
+]  # fmt: skip
+
+
+def pretrain(folder, *extra):
+    folder.mkdir(exist_ok=True)
+    tokenizer("reference").save_pretrained(folder)
+    main(["train", str(folder), *TINY, *extra])
+
+
+def losses(folder):
+    """step -> loss, of the lines that are steps."""
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"], line["length"]) for line in lines if "loss" in line]
+
+
+def test_stopped_and_resumed_is_uninterrupted(tmp_path, capsys):
+    pretrain(tmp_path / "whole")
+    pretrain(tmp_path / "parts", "--stop-at", "3")
+    assert torch.load(tmp_path / "parts/state.pt", weights_only=True)["step"] == 3
+    pretrain(tmp_path / "parts")
+    assert "resumed at step 3" in capsys.readouterr().out
+    whole, parts = (torch.load(tmp_path / name / "state.pt", weights_only=True) for name in ("whole", "parts"))
+    assert whole["step"] == parts["step"] == 6
+    assert all(torch.equal(value, parts["model"][name]) for name, value in whole["model"].items())
+    for moments, others in zip(whole["optimizer"]["state"].values(), parts["optimizer"]["state"].values(), strict=True):
+        assert all(torch.equal(value, others[name]) for name, value in moments.items())
+    assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
+    assert len(losses(tmp_path / "whole")) == 6
+    saved = load_file(tmp_path / "parts/model/model.safetensors")
+    assert {value.dtype for value in saved.values()} == {torch.bfloat16}
+    norm = "model.norm.weight"
+    assert torch.equal(saved[norm], whole["model"][norm].bfloat16())
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_a_finished_run_is_left_alone(tmp_path):
+    pretrain(tmp_path, "--steps", "2")
+    before = (tmp_path / "state.pt").read_bytes()
+    pretrain(tmp_path, "--steps", "2")
+    assert (tmp_path / "state.pt").read_bytes() == before
+    assert len(losses(tmp_path)) == 2
