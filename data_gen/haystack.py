@@ -78,7 +78,8 @@ def _text_words(path: str | None, split: str) -> tuple[str, ...]:
 @lru_cache(maxsize=8)
 def known_by(path: str | None) -> str | None:
     """What a text is known by: the digest of its contents, wherever it lies; None for the shipped paragraphs. Raises
-    FileNotFoundError or ValueError as `sentences` does."""
+    FileNotFoundError or ValueError as `sentences` does.
+    """
     return None if path is None else digest(_read(path))
 
 

@@ -144,7 +144,8 @@ class CompressedLM(TemplateLM):
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[Scored]:  # fmt: skip
         """(sum of log probabilities, whether greedy decoding would give them) of each continuation; continuations of
-        one context, neighbours in multiple choice, share its prefill."""
+        one context, neighbours in multiple choice, share its prefill.
+        """
         scored: list[Scored] = []
         fitted = [(*self._fitted(context, continuation), pair) for pair, context, continuation in requests]
         for context, group in groupby(fitted, key=lambda request: request[0]):

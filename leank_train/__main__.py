@@ -1,4 +1,4 @@
-"""Train a mask: python -m leank_train +experiment=reference_70pct"""
+"""Train a mask: python -m leank_train +experiment=reference_70pct."""
 
 from __future__ import annotations
 

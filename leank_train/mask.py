@@ -32,7 +32,7 @@ class ChannelMask:
     metadata: what JSON can hold: model, config hash, ratio, alignment, rounding, sink, window, lengths, seed, versions.
     """
 
-    def __init__(self, keep: Tensor, metadata: dict[str, Any] | None = None):
+    def __init__(self, keep: Tensor, metadata: dict[str, Any] | None = None) -> None:
         """Raise ValueError unless `keep` is a bool tensor of three dimensions, none of them empty."""
         if keep.dtype != torch.bool or keep.dim() != 3 or keep.numel() == 0:
             raise ValueError(

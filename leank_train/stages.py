@@ -69,7 +69,7 @@ class Stage(L.LightningModule):
         window: int,
         alpha: Tensor | None = None,
         parallel: Parallel | None = None,
-    ):
+    ) -> None:
         """alpha: scores to start from, [L, H, D]; ones by default. parallel: by default, all in one process."""
         super().__init__()
         if config.objective == "kl":
@@ -186,7 +186,7 @@ class Stage1(Stage):
         parallel: Parallel | None = None,
         *,
         ratio: float = 0.0,
-    ):
+    ) -> None:
         """ratio: the pruning ratio to which lam=auto steers the mean of alpha."""
         super().__init__(backbone, config, sink, window, alpha, parallel)
         self.ratio = ratio
@@ -196,7 +196,7 @@ class Stage1(Stage):
             self.lam = float(config.lam)
 
     def penalty(self) -> Tensor:
-        """lambda ||alpha||_1."""
+        """Lambda ||alpha||_1."""
         return self.lam * distill.l1_penalty(self.alpha, self.config.l1)
 
     def training_step(self, batch: Batch, index: int) -> dict[str, Tensor]:
@@ -230,15 +230,15 @@ class Stage2(Stage):
         ratio: float,
         align: int,
         rounding: str,
-    ):
+    ) -> None:
         super().__init__(backbone, config, sink, window, alpha, parallel)
         self.ratio, self.align, self.rounding = ratio, align, rounding
 
     def mask(self) -> ChannelMask:
-        """beta = Top_{s%, r}(alpha)."""
+        """Beta = Top_{s%, r}(alpha)."""
         return ChannelMask.from_scores(self.alpha, self.ratio, self.align, self.rounding)
 
     def scores(self) -> Tensor:
-        """beta in the forward pass, alpha's gradient in the backward pass."""
+        """Beta in the forward pass, alpha's gradient in the backward pass."""
         beta = self.mask().keep.to(self.alpha.device)
         return distill.straight_through(self.alpha, beta, self.config.straight_through)

@@ -127,7 +127,8 @@ class FromFiles(Checked, ABC):
 @dataclass
 class LongBench(FromFiles):
     """path: .jsonl, .jsonl.gz, data.zip or a folder. tasks: official names; None takes those of `preset`.
-    max_length: prompt tokens before truncation, None = what the model's positions leave."""
+    max_length: prompt tokens before truncation, None = what the model's positions leave.
+    """
 
     tasks: Tasks | None = None
     preset: Annotated[str, OneOf(*longbench.PRESETS)] = "leank"
@@ -153,7 +154,8 @@ class LongBench(FromFiles):
 @dataclass
 class InfiniteBench(FromFiles):
     """path: a folder of <task>.jsonl. tasks: official names, None = ASL's ten. style: "completion" or "chat", see
-    eval.benchmarks.infinitebench. max_length: prompt tokens before truncation, None = what the positions leave."""
+    eval.benchmarks.infinitebench. max_length: prompt tokens before truncation, None = what the positions leave.
+    """
 
     tasks: Tasks | None = None
     style: Annotated[str, OneOf(*infinitebench.STYLES)] = "completion"
@@ -195,7 +197,8 @@ class Math500(FromFiles):
 @dataclass
 class Mmlu(FromFiles):
     """path: the folder of the official CSV files, or a .jsonl. tasks: subjects, None = Lethe's eight. shots: examples
-    before the question. reasoning: generate reasoning of at most max_new_tokens; else one token, the letter."""
+    before the question. reasoning: generate reasoning of at most max_new_tokens; else one token, the letter.
+    """
 
     tasks: Tasks | None = None
     shots: Count = 5

@@ -76,7 +76,8 @@ def reasoning_row(
     subject: str, dev_rows: Sequence[Question], row: Question, id: str, max_new_tokens: int = MAX_NEW_TOKENS
 ) -> Row:
     """The same prompt with a request to reason in place of the last "Answer:", through the chat template. Ours: Lethe
-    does not give its prompt."""
+    does not give its prompt.
+    """
     plain = row_for(subject, dev_rows, row, id, max_new_tokens)
     question = plain.question.removesuffix("Answer:") + INSTRUCTION
     return replace(plain, question=question, chat=True)

@@ -1,5 +1,6 @@
 """RULER's tasks from our generators, sized and worded as officially (see docs/benchmarks.md); 200 samples a task in
-LeanK's tables."""
+LeanK's tables.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ Whole = Callable[[Mapping[str, Any]], str | None]
 @dataclass(frozen=True)
 class Rule:
     """must: what a value has to be, in words that follow "must be"; holds: whether it is. needed: whether the field may
-    neither be missing nor null."""
+    neither be missing nor null.
+    """
 
     must: str
     holds: Test
@@ -34,7 +35,8 @@ class Rule:
 @dataclass(frozen=True)
 class Schema:
     """fields: a rule for each field that is read. whole: what is wrong with fields that are right one by one, or None.
-    same: fields that name a sample; two lines with the same ones are one sample twice, if the first is there."""
+    same: fields that name a sample; two lines with the same ones are one sample twice, if the first is there.
+    """
 
     fields: Mapping[str, Rule]
     whole: Whole = lambda data: None

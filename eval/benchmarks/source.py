@@ -96,7 +96,7 @@ def _zipped(what: str, name: str, source: Path, hub: Hub) -> Iterator[Line]:
 
 
 def _parse(lines: Iterable[bytes], file: str) -> Iterator[Line]:
-    """Lines end at \\n alone: JSON may hold any other line separator."""
+    r"""Lines end at \\n alone: JSON may hold any other line separator."""
     number = 0
     try:
         for number, raw in enumerate(lines, 1):  # told where the file breaks off

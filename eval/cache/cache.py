@@ -22,7 +22,7 @@ from leank_train.forward.hook import kv_shape
 class CompressedCache(Cache):
     """A transformers Cache of CompressedLayers; layers with a sliding window of their own stay transformers' own."""
 
-    def __init__(self, layers: list[Any], backend: Backend):
+    def __init__(self, layers: list[Any], backend: Backend) -> None:
         super().__init__(layers=layers)
         self.backend = backend
         self._since_crop: int | None = None  # passes since the last crop() while past is recorded, None = no crop yet
@@ -160,7 +160,8 @@ def compressed_cache(
 
 def _middles(mask: Any, expected: tuple[int, int, int]) -> list[Middle]:
     """One Middle a layer of a model of `expected` (layers, KV heads, head_dim). Raises ValueError if they do not
-    fit."""
+    fit.
+    """
     if mask is None:
         return [Middle()] * expected[0]
     middles = isinstance(mask, list) and all(isinstance(middle, Middle) for middle in mask)

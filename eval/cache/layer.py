@@ -51,7 +51,7 @@ class CompressedLayer(DynamicLayer):
     # As for transformers' sliding layers: any length while past is being recorded, else back to the last move.
     is_croppable = True
 
-    def __init__(self, middle: Middle, sizes: Sizes, backend: Backend):
+    def __init__(self, middle: Middle, sizes: Sizes, backend: Backend) -> None:
         super().__init__()
         self.middle, self.sizes, self.backend = middle, sizes, backend
         self.record_past = False
@@ -226,7 +226,8 @@ class CompressedLayer(DynamicLayer):
 
     def activate_past_recording(self) -> None:
         """Let tokens wait in the window until crop() is called, so that any of them can be taken back (assisted
-        decoding). reset() ends it, and so does CompressedCache after the last crop()."""
+        decoding). reset() ends it, and so does CompressedCache after the last crop().
+        """
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:

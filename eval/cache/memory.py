@@ -20,7 +20,8 @@ from eval.cache.storage.store import Sizes, Store
 class Memory:
     """Bytes. Tokens held in sink, window and middle; beside (what reads and eviction hold of them: bounds, scores);
     tables (indices, lengths, work tables); slack (room not yet filled); other (layers that are not compressed, and
-    prompts not yet sealed)."""
+    prompts not yet sealed).
+    """
 
     sink: int = 0
     window: int = 0
@@ -83,7 +84,8 @@ def bytes_per_row(
     bits: Packing | None = None,
 ) -> int:
     """Bytes that one sequence of `context` prompt tokens takes in a sealed cache, padding of pages and slack of the
-    window included, tables not. mask as in compressed_cache; bits: how the middle is packed, None = as it comes."""
+    window included, tables not. mask as in compressed_cache; bits: how the middle is packed, None = as it comes.
+    """
     keep, sizes = layer_masks(mask), sizes or Sizes()
     layers, heads, dim = keep.shape
     middle = round_up(max(0, context - sizes.sink - sizes.window), PAGE)
@@ -103,5 +105,6 @@ def max_batch(
     bits: Packing | None = None,
 ) -> int:
     """The largest batch of `context` tokens each whose caches fit into `free_bytes` (GPU memory less weights and work
-    space)."""
+    space).
+    """
     return free_bytes // bytes_per_row(mask, context, dtype, sizes, bits)

@@ -35,7 +35,7 @@ def capturable(cache: Cache) -> bool:
 class Loop:
     """Feeds a cache one token a row and step; positions [B, 1]: of the next token."""
 
-    def __init__(self, model: PreTrainedModel, cache: Cache, positions: Tensor):
+    def __init__(self, model: PreTrainedModel, cache: Cache, positions: Tensor) -> None:
         self.model, self.cache, self.positions = model, cache, positions.clone()
         self._graph: torch.cuda.CUDAGraph | None = None
 

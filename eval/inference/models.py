@@ -60,7 +60,8 @@ class ModelConfig(backbone.ModelConfig):
 
 def load_config(settings: ModelConfig) -> tuple[Any, Any]:
     """(config, tokenizer), without weights. Raises FileNotFoundError if there is no such model, ValueError for a folder
-    with damaged files."""
+    with damaged files.
+    """
     if settings.folder is not None:
         try:
             check_folder(settings.folder)

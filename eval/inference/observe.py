@@ -54,7 +54,7 @@ def received(
 
 
 def scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """scale a b in float32 of half-precision a [B, H, n, D], b [B, H, D, m], where `multiplies_half`."""
+    """Scale a b in float32 of half-precision a [B, H, n, D], b [B, H, D, m], where `multiplies_half`."""
     out = a.new_empty(*a.shape[:3], b.shape[-1], dtype=torch.float32)
     flat = out.flatten(0, 1)  # as input, too, for otherwise it would be copied; beta = 0: it is not read
     torch.baddbmm(flat, a.flatten(0, 1), b.flatten(0, 1), torch.float32, beta=0, alpha=scale, out=flat)

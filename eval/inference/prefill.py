@@ -31,7 +31,7 @@ class PromptLayer(DynamicLayer):
     keys: Tensor
     values: Tensor
 
-    def __init__(self, capacity: int, obs_queries: int = 0, column_sums: bool = False):
+    def __init__(self, capacity: int, obs_queries: int = 0, column_sums: bool = False) -> None:
         super().__init__()
         self.capacity, self.obs_queries, self._sums = capacity, obs_queries, column_sums
         self.queries: Tensor | None = None

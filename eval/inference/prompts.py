@@ -18,7 +18,8 @@ log = logging.getLogger("eval")
 @dataclass(frozen=True)
 class Prompt:
     """ids: every token up to the reply; question: index of the first one that belongs to the question. specials: how
-    special tokens were read that the sample's own text spells, "text" or "as_is"; None = it spells none."""
+    special tokens were read that the sample's own text spells, "text" or "as_is"; None = it spells none.
+    """
 
     ids: list[int]
     question: int
@@ -76,7 +77,8 @@ def _as_text(
     tokenizer: Any, row: Row, text: str, as_is: list[tuple[int, Span]], chatting: bool
 ) -> list[tuple[int, Span]] | None:
     """(id, place in `text`) of every token with special tokens in the sample's own text as text, None = this tokenizer
-    cannot. The text between two special tokens of the template is encoded as a whole."""
+    cannot. The text between two special tokens of the template is encoded as a whole.
+    """
     spans = _own(tokenizer, row, text) if chatting else [(0, len(text))]
     if spans is None:
         return None
@@ -112,7 +114,8 @@ def _piece(tokenizer: Any, text: str, names: set[str], add: bool) -> list[tuple[
 
 def _own(tokenizer: Any, row: Row, text: str) -> list[Span] | None:
     """Where in the template's text the sample's own is, and whether encoding piece by piece is encoding the whole;
-    None if the template changes the messages or the tokenizer the pieces."""
+    None if the template changes the messages or the tokenizer the pieces.
+    """
     contents = [message["content"] for message in row.messages()]
     marks = [f"message {n} of {len(contents)} here" for n in range(len(contents))]
     asked = [{**message, "content": mark} for message, mark in zip(row.messages(), marks, strict=True)]

@@ -19,7 +19,7 @@ from eval.cache.storage.eviction import Eviction
 from eval.cache.storage.store import Sizes
 from eval.inference.models import shape_of
 from eval.inference.prefill import Prefill, PromptLayer
-from eval.methods.memory import Held
+from eval.methods.held import Held
 from leank_train.channel_scores import pruned
 from leank_train.common.typed import Checked
 

@@ -32,7 +32,8 @@ def share_of_dense(method: Method, config: Any, lengths: Sequence[int], itemsize
 
 def free_settings(method: Method) -> list[str]:
     """What `match` moves, as axis.setting or window: every budget, else the first free setting of tokens, prefill and
-    channels, so that of two axes one stays as it is (ThinK, table 7, moves H2O's and SnapKV's budget)."""
+    channels, so that of two axes one stays as it is (ThinK, table 7, moves H2O's and SnapKV's budget).
+    """
     free = {axis: choice.free for axis, choice in method.axes.items() if choice.free is not None}
     budgets = [f"{axis}.budget" for axis, setting in free.items() if setting == "budget"]
     first = [setting if setting == "window" else f"{axis}.{setting}"

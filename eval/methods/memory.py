@@ -6,29 +6,14 @@ eval.cache.memory, which adds tables and slack.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from eval.cache.storage.sizes import Sizes
 from eval.inference.models import shape_of
-
-if TYPE_CHECKING:
-    from eval.methods.base import Method
-
-
-@dataclass(frozen=True)
-class Held:
-    """Of one prompt and every KV head [L, H]: tokens in sink and window (`ends`, whole) and in the middle, channels of
-    the middle's K and V. dim: head_dim; itemsize: bytes of a number that is not packed."""
-
-    ends: np.ndarray
-    middle: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
-    dim: int
-    itemsize: int
+from eval.methods.base import Method
+from eval.methods.held import Held
 
 
 def held_bytes(method: Method, held: Held) -> float:

@@ -34,7 +34,7 @@ RULES = (
 
 
 def grade(reply: str, answer: int, at_end: Literal["wrong", "number"] = "wrong") -> bool:
-    """Whether the reply states `answer`.
+    r"""Whether the reply states `answer`.
 
     The reply is lower-cased; the first rule that yields an integer decides, so of two "answer: " the first counts, of
     two "is " the last, and "Answer: 12 animals." is wrong. Integers are what int() takes: "+12", " 12 ", "１２", "1_2".

@@ -91,7 +91,8 @@ def choice(prediction: str, labels: list[Any]) -> bool:
 
 def math_find(prediction: str, labels: list[Any]) -> bool:
     """The first unsigned number equals the label. Where the label is an integer and the number is not, officially an
-    uncaught ValueError, the reply is wrong."""
+    uncaught ValueError, the reply is wrong.
+    """
     label = labels[0]
     if isinstance(label, bool) or not isinstance(label, int | float):
         raise ValueError(f"math_find: the label must be a number, got {label!r}")

@@ -31,7 +31,7 @@ def grade(given: str | None, truth: str | None) -> bool:
 
 
 def last_boxed(text: str) -> str | None:
-    """Content of the last ``\\boxed{...}`` of a reply, braces balanced; None without one. Ours, for chat models."""
+    r"""Content of the last ``\\boxed{...}`` of a reply, braces balanced; None without one. Ours, for chat models."""
     start = text.rfind("\\boxed{")
     if start == -1:
         return None

@@ -18,7 +18,7 @@ class _Malformed(Exception):
 
 
 def mathd_normalize(answer: str | None) -> str | None:
-    """LaTeX spelled one way: Hendrycks' normal form, after removing an enclosing ``\\text{}``.
+    r"""LaTeX spelled one way: Hendrycks' normal form, after removing an enclosing ``\\text{}``.
 
     One spelling of ``\\frac`` and ``\\sqrt``; no spaces, degrees, percent or dollar signs; no trailing
     ``\\text{ unit}``, no short "x=" prefix. LaTeX that cannot be rewritten comes back stripped but otherwise as it was.
@@ -71,7 +71,7 @@ def _braced_roots(text: str) -> str:
 
 
 def _braced_fractions(text: str) -> str:
-    """``\\frac12`` and ``\\frac1{72}`` with all braces; a lone digit after ``\\frac`` leaves the whole text alone."""
+    r"""``\\frac12`` and ``\\frac1{72}`` with all braces; a lone digit after ``\\frac`` leaves the whole text alone."""
     head, *tails = text.split("\\frac")
     built = head
     for tail in tails:

@@ -1,4 +1,4 @@
-"""What two methods answered, sample by sample: python -m eval diff DIR dense leank"""
+"""What two methods answered, sample by sample: python -m eval diff DIR dense leank."""
 
 from __future__ import annotations
 

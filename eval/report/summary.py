@@ -64,7 +64,8 @@ def _rank(row: Row) -> int:
 
 def labels(rows: Sequence[Row]) -> dict[str, str]:
     """A name for every `config` digest: the method's label, and where it was run with several settings, those; but
-    not those that were set to match bytes (eval.run.matched), which differ from cell to cell."""
+    not those that were set to match bytes (eval.run.matched), which differ from cell to cell.
+    """
     found: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
     for row in rows:
         flat = _flat(row["settings"]["method"])

@@ -43,7 +43,8 @@ def build_benchmark(config: Mapping[str, Any]) -> Benchmark:
 
 def build_methods(config: Mapping[str, Any], model_config: Any, tokenizer: Any) -> list[Method]:
     """The methods of a resolved configuration, checked against a model's config. Raises ValueError or
-    FileNotFoundError, naming the setting at fault."""
+    FileNotFoundError, naming the setting at fault.
+    """
     labels = config.get("method") or {}
     if not labels:
         raise ValueError("method is empty; give method=[dense,leank] or other names of conf/eval/method")

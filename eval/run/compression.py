@@ -19,7 +19,7 @@ log = logging.getLogger("eval")
 class Compression:
     """What a cache holds less of than the dense one; made when the prompts are in it, asked when the replies are."""
 
-    def __init__(self, method: Method, cache: Cache, prompt: Prefill):
+    def __init__(self, method: Method, cache: Cache, prompt: Prefill) -> None:
         self.method, self.rows = method, len(prompt.logits)
         layers = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
         self.stores = [layer.store for layer in layers if layer.store is not None]
@@ -31,7 +31,8 @@ class Compression:
 
     def found(self, fed: Sequence[int]) -> list[tuple[int, bool]]:
         """(tokens between sink and window in the layer that has most, whether less than all of them is held or read)
-        of each row; fed: tokens that followed its prompt."""
+        of each row; fed: tokens that followed its prompt.
+        """
         middle, less = np.zeros(self.rows, dtype=int), self.dropped.copy()
         budget = getattr(self.method.reads, "budget", None)
         for store, seen in zip(self.stores, self.sealed, strict=True):

@@ -37,7 +37,8 @@ class Settings(Checked):
     compress: whether a method compresses after the whole prompt or before the question. match: bytes that every method
     is brought to, see eval.run.matched. batch_size: samples of one task and length at a time; prefill_chunk: prompt
     tokens at a time, None = all. max_new_tokens, min_new_tokens: instead of the benchmark's. specials: see
-    eval.inference.prompts.encode."""
+    eval.inference.prompts.encode.
+    """
 
     compress: Annotated[str, OneOf(*COMPRESS)] = "after_question"
     batch_size: Positive = 1
@@ -86,7 +87,8 @@ class Answer:
 
 def cache_bytes(cache: Cache, prompt: Prefill) -> dict[str, int]:
     """Bytes held after the prompt, by part, from the tensors; where nothing is compressed, room for new tokens is not
-    counted."""
+    counted.
+    """
     if isinstance(cache, CompressedCache):
         memory = cache.memory()
         return {**asdict(memory), "total": memory.total}
@@ -96,7 +98,7 @@ def cache_bytes(cache: Cache, prompt: Prefill) -> dict[str, int]:
 class Replay:
     """Methods on one model: `answers(prompts, rows, methods)`."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, settings: Settings, pad: int | None = None):
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, settings: Settings, pad: int | None = None) -> None:
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
         self.eos = eos_ids(model, tokenizer)
         self.pad = pad if pad is not None else (getattr(tokenizer, "pad_token_id", None) or 0)

@@ -42,7 +42,7 @@ def key_of(row: Mapping[str, Any]) -> Key:
 class Results:
     """The open file: which rows it has, and `append`. A context manager; one writer at a time."""
 
-    def __init__(self, directory: str | os.PathLike, part: str = ""):
+    def __init__(self, directory: str | os.PathLike, part: str = "") -> None:
         """Open or create, cut off a torn last line, read the keys of all parts. part: "-0-of-4" for a shard's own file.
 
         Raises BlockingIOError if another run is writing here, ValueError for a damaged line in the middle.

@@ -191,7 +191,7 @@ def _logits(q: Tensor, k: Tensor, scale: float, sees: Visibility, start: int, st
 
 
 def exp_(logits: Tensor) -> Tensor:
-    """exp in place, of logits relative to the maximum or the log-sum-exp of their row; exactly 0 from LEAST_LOGIT down.
+    """Exp in place, of logits relative to the maximum or the log-sum-exp of their row; exactly 0 from LEAST_LOGIT down.
 
     A CPU takes 20 to 170 times as long for exp where the result underflows (-inf included), and for every product with
     a result below the normal range; a GPU does not.
@@ -202,7 +202,7 @@ def exp_(logits: Tensor) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b over [B, H, ., .] in at least float32; on a GPU, operands of a half-precision model stay in its type."""
+    """A @ b over [B, H, ., .] in at least float32; on a GPU, operands of a half-precision model stay in its type."""
     if b.is_cuda and b.dtype in HALF:
         found = torch.bmm(a.to(b.dtype).flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
         return found.unflatten(0, b.shape[:2])

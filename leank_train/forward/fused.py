@@ -76,7 +76,7 @@ def fused_attention(
 
 
 def _to_rows(x: Tensor, G: int, n: int) -> Tensor:
-    """x [B, H, M, 1, C], the same for all of a branch's rows -> [B, H, G * M * n, C]."""
+    """X [B, H, M, 1, C], the same for all of a branch's rows -> [B, H, G * M * n, C]."""
     B, H, M, _, C = x.shape
     return x[:, :, None].expand(B, H, G, M, n, C).reshape(B, H, G * M * n, C)
 
@@ -212,7 +212,7 @@ def _logits(
 
 
 def _operand(x: Tensor, model: Tensor) -> Tensor:
-    """x in the type in which `product` multiplies it with the model's tensors: cast once, not once a piece."""
+    """X in the type in which `product` multiplies it with the model's tensors: cast once, not once a piece."""
     return x.to(model.dtype) if model.is_cuda and model.dtype in HALF else x
 
 

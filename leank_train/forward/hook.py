@@ -29,7 +29,7 @@ class State(Protocol):
     longest: int  # tokens of the longest sequence that the pass reaches, documents included
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """q [R, Hq, n, D], k and v [R, H, n, D] after RoPE -> attention output [R, Hq, n, D]."""
+        """Q [R, Hq, n, D], k and v [R, H, n, D] after RoPE -> attention output [R, Hq, n, D]."""
 
 
 def run_decoder(model: PreTrainedModel, ids: Tensor, positions: Tensor, state: State) -> Tensor:

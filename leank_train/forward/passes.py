@@ -50,7 +50,7 @@ def tried_in(order: Sequence[SDPBackend]) -> AbstractContextManager:
 class _Keeps:
     """K and V of every layer that a pass went through, and its last queries on request."""
 
-    def __init__(self, longest: int, lengths: Tensor, obs_queries: int):
+    def __init__(self, longest: int, lengths: Tensor, obs_queries: int) -> None:
         self.longest, self.lengths, self.obs_queries = longest, lengths, obs_queries
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
@@ -64,7 +64,7 @@ class _Keeps:
 class PrefillPass(_Keeps):
     """Causal attention by the library's fastest kernel; keeps K and V, and the last queries on request."""
 
-    def __init__(self, longest: int, lengths: Tensor, obs_queries: int, layers: int, kernel: str = "auto"):
+    def __init__(self, longest: int, lengths: Tensor, obs_queries: int, layers: int, kernel: str = "auto") -> None:
         super().__init__(longest, lengths, min(obs_queries, int(lengths.min())))
         self.layers, self.kernel = layers, kernel
 
@@ -87,7 +87,9 @@ class PrefillPass(_Keeps):
 class FullPass(_Keeps):
     """A branch's full attention on its document and on itself; keeps K and V, and the last queries on request."""
 
-    def __init__(self, prefix: Prefix, positions: Tensor, k_positions: Tensor, lengths: Tensor, obs_queries: int):
+    def __init__(
+        self, prefix: Prefix, positions: Tensor, k_positions: Tensor, lengths: Tensor, obs_queries: int
+    ) -> None:
         super().__init__(int(k_positions.max()) + 1, lengths, obs_queries)
         self.prefix = prefix
         causal = visibility(positions, prefix.k_positions, "causal")
@@ -128,7 +130,7 @@ class ScaledPass:
         sink: int,
         window: int,
         empty_heads: str,
-    ):
+    ) -> None:
         self.prefix, self.question, self.empty_heads = prefix, question, empty_heads
         self.alpha = _per_layer(alpha, prefix, question)
         self.longest = int(k_positions.max()) + 1
@@ -210,7 +212,7 @@ class DecodePass:
 
 
 def _per_layer(alpha: Tensor, prefix: Prefix, question: Branch) -> tuple[Tensor, ...]:
-    """alpha [L, H, D] or [R, L, H, D] -> L times [H, D] or [R, H, D], beside the keys."""
+    """Alpha [L, H, D] or [R, L, H, D] -> L times [H, D] or [R, H, D], beside the keys."""
     wanted = [len(prefix.keys), prefix.keys[0].shape[1], prefix.keys[0].shape[3]]
     branches = len(question.lengths)
     if list(alpha.shape) not in (wanted, [branches, *wanted]):

@@ -85,7 +85,7 @@ def checked_lengths(lengths: Sequence[int] | Tensor, ids: Tensor) -> Tensor:
 
 
 def to_device(x: Tensor, place: torch.device) -> Tensor:
-    """x at `place`; from the host to a GPU without waiting for what runs there."""
+    """X at `place`; from the host to a GPU without waiting for what runs there."""
     if place.type == "cuda" and not x.is_cuda:
         return x.contiguous().pin_memory().to(place, non_blocking=True)
     return x.to(place)

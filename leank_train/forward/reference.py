@@ -30,7 +30,9 @@ def plain_forward(
 
 
 class _Plain:
-    def __init__(self, longest: int, context: int, alpha: Tensor | None, sink: int, window: int, empty_heads: str):
+    def __init__(
+        self, longest: int, context: int, alpha: Tensor | None, sink: int, window: int, empty_heads: str
+    ) -> None:
         self.longest, self.alpha, self.empty_heads = longest, alpha, empty_heads
         i, j = torch.arange(longest)[:, None], torch.arange(longest)[None]
         self.later = j > i  # [S, S]

@@ -54,7 +54,7 @@ class RingPass:
     chunks of a rank after it from the second alone: every step is the same work on all ranks.
     """
 
-    def __init__(self, longest: int, ranks: dist.ProcessGroup):
+    def __init__(self, longest: int, ranks: dist.ProcessGroup) -> None:
         self.longest, self.ranks = longest, ranks
         self.rank, self.world = dist.get_rank(ranks), dist.get_world_size(ranks)
         self.keys: list[Tensor] = []

@@ -91,7 +91,7 @@ def check_head(model: PreTrainedModel) -> None:
 class _Fixed(torch.nn.Module):
     """A decoder that returns the same hidden states whatever it is given."""
 
-    def __init__(self, hidden: Tensor):
+    def __init__(self, hidden: Tensor) -> None:
         super().__init__()
         self.hidden = hidden
 
@@ -160,7 +160,7 @@ class _KL(torch.autograd.Function):
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a [rows, m] @ b [m, n] in at least float32, without a float32 copy of the whole of b, a view of the head."""
+    """A [rows, m] @ b [m, n] in at least float32, without a float32 copy of the whole of b, a view of the head."""
     if b.is_cuda and b.dtype in HALF:
         return torch.mm(a.to(b.dtype), b, out_dtype=torch.float32)
     dtype = torch.promote_types(b.dtype, torch.float32)

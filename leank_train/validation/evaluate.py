@@ -104,7 +104,7 @@ def _mask(method: ChannelMask | PerSample | None, backbone: Backbone, prefix: Pr
 
 
 def table(results: Sequence[Result], metric: str = "recall") -> dict[str, dict[str, float]]:
-    """method -> task -> mean score in per cent, with the mean over tasks under "average"."""
+    """Method -> task -> mean score in per cent, with the mean over tasks under "average"."""
     methods, tasks = (list(dict.fromkeys(getattr(r, k) for r in results)) for k in ("method", "task"))
     found: dict[str, dict[str, float]] = {}
     for m in methods:

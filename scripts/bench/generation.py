@@ -104,7 +104,7 @@ def fill(model: Any, cache: Any, rows: int, tokens: int) -> None:
 class Decoding:
     """Greedy steps on a filled cache, in the replay's own loop; position [rows, 1]: of the next token."""
 
-    def __init__(self, model: Any, cache: Any, position: Tensor):
+    def __init__(self, model: Any, cache: Any, position: Tensor) -> None:
         self.loop, self.token = Loop(model, cache, position), torch.ones_like(position)
 
     def step(self) -> None:

@@ -90,7 +90,7 @@ def configured(name: str, shape: str, mask: Path, sizes: Sizes, model_config: An
 class Bench:
     """Rows of one model at one prompt ids [1, T]; new: tokens that are timed."""
 
-    def __init__(self, replay: Replay, ids: Tensor, new: int):
+    def __init__(self, replay: Replay, ids: Tensor, new: int) -> None:
         self.replay, self.model, self.ids, self.new = replay, replay.model, ids, new
         self.cuda = self.model.device.type == "cuda"
         self.warm: set[Any] = set()  # kinds of passes that have run before

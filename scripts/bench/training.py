@@ -115,7 +115,7 @@ def prefill_once(model: Any, ids: Tensor, alpha: Tensor, questions: int, sink: i
 
 @torch.no_grad()
 def bare_prefill(model: Any, ids: Tensor) -> None:
-    """transformers' own prefill: K and V in a DynamicCache, hidden states only."""
+    """Transformers' own prefill: K and V in a DynamicCache, hidden states only."""
     model.base_model(ids, use_cache=True)
 
 

@@ -87,7 +87,7 @@ class LocalSlurm:
     nodes: node0, node1, .., each with `cpus` CPUs. Raises RuntimeError where it cannot be started, saying why.
     """
 
-    def __init__(self, folder: Path, nodes: int = 1, cpus: int = 4, memory: int = 16384):
+    def __init__(self, folder: Path, nodes: int = 1, cpus: int = 4, memory: int = 16384) -> None:
         self.folder, self.nodes, self.cpus, self.memory = folder.resolve(), nodes, cpus, memory
 
     @property

@@ -104,8 +104,8 @@ def test_jobs_arrays_nodes_and_sacct(slurm, tmp_path):
 
 
 def train(slurm, cwd, model, options, *extra):
-    """sbatch scripts/slurm/train.sbatch on the tiny run; (job's number, its log)."""
-    script = ROOT / "scripts/slurm/train.sbatch"
+    """sbatch scripts/cluster/train.sbatch on the tiny run; (job's number, its log)."""
+    script = ROOT / "scripts/cluster/train.sbatch"
     number = submit(slurm, cwd, *options, script, *command(model), *SETTINGS, "trainer.accelerator=cpu", *extra)
     return number, cwd / f"leank_train_{number}.log"
 
@@ -210,7 +210,7 @@ def test_evaluation_in_parts(slurm, model, tmp_path):
         "benchmark.lengths=[300,400]", "benchmark.samples=5", "cache={sink: 4, window: 32, flush: 8}",
         "max_new_tokens=4", "batch_size=2",
     ]  # fmt: skip
-    script = ROOT / "scripts/slurm/eval.sbatch"
+    script = ROOT / "scripts/cluster/eval.sbatch"
     number = submit(slurm, tmp_path, "--array=0-2", "--cpus-per-task=1", script, *settings, "hydra.run.dir=parts")
     finish(slurm, number, tmp_path / f"leank_eval_{number}_0.log")
     assert len(list((tmp_path / "parts").glob("results-*-of-3.jsonl"))) == 3

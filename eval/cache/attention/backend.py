@@ -72,7 +72,7 @@ class Auto:
 
     captures = False  # ask the layer's own backend, once it is chosen
 
-    def __init__(self, insist: bool = False, **kernel_options: Any):
+    def __init__(self, insist: bool = False, **kernel_options: Any) -> None:
         """insist: raise RuntimeError instead of falling back."""
         self.insist, self.options = insist, kernel_options
         self.kernel: Backend | None = None

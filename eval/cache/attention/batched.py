@@ -7,7 +7,7 @@ KV heads of all rows; R = G Q rows of queries of one, a query head after the oth
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,13 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from eval.cache.attention.softmax import PLAIN, Softmax
-from eval.cache.storage.channels import KeptChannels
-from eval.cache.storage.pages import PAGE, Segment, lines, round_up
-from eval.cache.storage.quantised import QuantisedSegment
+from eval.cache.storage.padded import Padded, channel_columns
+from eval.cache.storage.store import Store
 from eval.cache.storage.upload import upload
-
-if TYPE_CHECKING:
-    from eval.cache.storage.store import Store
 
 
 def attend(store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
@@ -62,7 +58,7 @@ class PartLayout:
     side, that hold none.
     """
 
-    def __init__(self, store: Store):
+    def __init__(self, store: Store) -> None:
         self.state, self.segments = _state(store), (store.prompt, store.tail)
         self.parts = [Padded(segment) for segment in self.segments if segment.length.any()]
         self.sink, self.slots, device = store.sizes.sink, store.ring_k.shape[2], store.seen_dev.device
@@ -75,7 +71,7 @@ class PartLayout:
         self.longest = int((store.prompt.length + store.tail.length).max())
         self.prompt_columns = self.parts[0].columns if store.prompt.length.any() else 0
         whole = (store.channels.count == store.channels.index.shape[-1]).all()
-        self._channels = None if whole else _channels(store.channels)
+        self._channels = None if whole else channel_columns(store.channels)
         empty = torch.empty(len(self.middle), 0, dtype=torch.bool, device=device)
         self.hidden = torch.cat([empty, *(part.hidden for part in self.parts)], 1)[:, None]
         self._order = None if store.middle.eviction is None else self._find_order(start)
@@ -88,7 +84,8 @@ class PartLayout:
 
     def column(self, token: Tensor) -> Tensor:
         """The column in the parts, side by side, of each head's middle token [X or 1, n], counted from the prompt's
-        first."""
+        first.
+        """
         return torch.where(token < self.prompt, token, token + (self.prompt_columns - self.prompt))
 
     def token(self) -> Tensor:
@@ -140,97 +137,3 @@ def _state(store: Store) -> tuple[Any, ...]:
     """What a layout depends on, besides the segments themselves."""
     counts = (store.start, store.prompt.length, store.tail.length)
     return store.version, store.seen_dev.device, *(n.tobytes() for n in counts)
-
-
-def _channels(table: KeptChannels) -> Tensor:
-    """Kept channels of every head, then D: [X, C] int64."""
-    dim = table.index.shape[-1]
-    count = upload(table.count.reshape(-1, 1), table.index.device)
-    index = table.index.reshape(-1, dim)[:, : int(table.count.max())].long()
-    return torch.where(torch.arange(index.shape[1], device=index.device) < count, index, dim)
-
-
-class Padded:
-    """A segment that holds tokens, as padded tensors; columns: N, whole pages. hidden [X, N]: columns without a token.
-
-    What is gathered there is finite, so that its weight of zero makes it nothing, or it is hidden: of K a head's first
-    channel stands for those that it lacks (queries are zero there), of V another token for those that it lacks.
-    """
-
-    def __init__(self, segment: Segment):
-        self.segment, device = segment, segment.k.device
-        (_, k_start, _, self._k_line), (_, v_start, _, self._v_line) = segment._parts()
-        if segment.values is not None:  # tokens lie at any number, not at whole lines
-            self._v_line = 1
-        holds = segment.length > 0
-        starts = (k_start // self._k_line, segment.channels.count, v_start // self._v_line, segment.width)
-        of_heads = np.stack([np.where(holds, n, 0).reshape(-1) for n in (segment.length, *starts)])
-        length, first, count, v_first, width = upload(of_heads, device)[..., None]  # each [X, 1]
-        self.columns = round_up(int(segment.length.max()), PAGE)
-        token, page, channel = (
-            torch.arange(n, device=device)
-            for n in (self.columns, self.columns // PAGE, int(segment.channels.count.max()))
-        )
-        self.hidden = token >= length
-        page, channel = torch.where(page * PAGE < length, page, 0), torch.where(channel < count, channel, 0)
-        self._keys = (first[..., None] + page[:, None] * count[..., None] + channel[..., None]).int()  # [X, C, pages]
-        some = v_start[holds & (segment.width > 0)] // self._v_line
-        self._some = int(some[0]) if len(some) else 0
-        tokens = token if segment.values is None else token * width
-        values = torch.where(self.hidden, self._some, v_first + tokens)  # [X, N]
-        self._values = values.int() if segment.values is None else values  # single numbers may be too many for int32
-        self._channels = None if segment.values is None else _channels(segment.values)
-        self._width = width
-
-    def _numbers(self, of: Tensor, line: int, index: Tensor) -> Tensor:
-        """Lines `index` [n] of a flat tensor, as numbers [n, numbers]."""
-        found, segment = lines(of, line).index_select(0, index), self.segment
-        if not isinstance(segment, QuantisedSegment):
-            return found
-        cells = found.unflatten(-1, (-1, segment.packing.cell(segment.dtype)))
-        return segment.packing.unpack(cells, segment.dtype).flatten(-2)
-
-    def keys(self, dtype: torch.dtype) -> Tensor:
-        """K, channel-major: [X, C, N]."""
-        heads, channels, _ = self._keys.shape
-        return self._numbers(self.segment.k, self._k_line, self._keys.flatten()).to(dtype).view(heads, channels, -1)
-
-    def _kept_values(self, dtype: torch.dtype) -> Tensor:
-        """V [X, N, kept channels], which are all D where none are pruned."""
-        heads, columns = self._values.shape
-        if self._channels is None:
-            found = self._numbers(self.segment.v, self._v_line, self._values.flatten())
-            return found.to(dtype).view(heads, columns, -1)
-        rank = torch.arange(self._channels.shape[1], device=self._values.device)
-        there = (rank < self._width)[:, None] & ~self.hidden[..., None]
-        return self.segment.v[torch.where(there, self._values[..., None] + rank, self._some)].to(dtype)
-
-    def weighted(self, weight: Tensor) -> Tensor:
-        """weight V: [X, R, D] of weights [X, R, N]."""
-        return self._whole(torch.bmm(weight, self._kept_values(weight.dtype)), self._channels)
-
-    def _whole(self, x: Tensor, channels: Tensor | None) -> Tensor:
-        """x [X, n, C] of the kept channels [X, C] with zeros in the others: [X, n, D]."""
-        if channels is None:
-            return x
-        whole = x.new_zeros(*x.shape[:2], self.segment.head_dim + 1)  # what a head lacks goes to the last
-        return whole.scatter_(-1, channels[:, None].expand_as(x), x)[..., :-1]
-
-    def dense(self) -> tuple[Tensor, Tensor]:
-        """K and V as they were appended, [B, H, N, D], zero in pruned channels; hidden columns hold anything."""
-        segment = self.segment
-        k = self._whole(self.keys(segment.dtype).mT, _channels(segment.channels))
-        v = self._whole(self._kept_values(segment.dtype), self._channels)
-        return k.unflatten(0, segment.length.shape), v.unflatten(0, segment.length.shape)
-
-
-def compacted(segment: Segment, stay: Tensor) -> Segment:
-    """A copy of only the tokens that stay, with no more room than they need: stay [B, H, n] bool, n at least the tokens
-    that any head holds, False beyond a head's own."""
-    count = stay.sum(-1).cpu().numpy()
-    new = segment.fresh(segment.channels, count, segment.values)
-    if count.any():
-        first = torch.argsort((~stay).to(torch.uint8), dim=-1, stable=True)[..., : int(count.max()), None]
-        k, v = (x.gather(2, first.expand(-1, -1, -1, segment.head_dim)) for x in Padded(segment).dense())
-        new.append(np.arange(len(count)), k, v, count)
-    return new

@@ -69,7 +69,8 @@ def latest(q: Tensor, k: Tensor, v: Tensor, scaling: float | None = None, real: 
 
 def _bias(real: Tensor, dtype: torch.dtype) -> Tensor:
     """What SDPA adds to the logits of one query, [B, 1, 1, T]: -inf in padding. The last column counts as real, so that
-    a padding query is finite, too."""
+    a padding query is finite, too.
+    """
     batch, length = real.shape
     bias = torch.zeros(batch, 1, 1, round_up(length, ALIGNED), dtype=dtype, device=real.device)
     bias[:, 0, 0, : length - 1].masked_fill_(~real[:, :-1], -torch.inf)
@@ -105,7 +106,8 @@ def _left_padded(
     q: Tensor, k: Tensor, v: Tensor, scaling: float | None, softmax: Softmax, starts: np.ndarray, out: Tensor
 ) -> None:
     """Fill out [B, Hq, Q, D] for rows whose real columns begin at starts [B]: neighbours of one start at a time, all of
-    them views, so that nothing is copied but the output."""
+    them views, so that nothing is copied but the output.
+    """
     edges = [0, *(np.flatnonzero(np.diff(starts)) + 1).tolist(), len(starts)]
     for first, last in pairwise(edges):
         start, rows = int(starts[first]), slice(first, last)

@@ -50,7 +50,8 @@ def _read(
     EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr,
 ):
     """Tokens [first, last) of a middle part with up to C0 + C1 channels that begins at k_at, v_at: elements from base,
-    or, where it is packed, bytes."""
+    or, where it is packed, bytes.
+    """
     if BITS > 0:
         acc, m, z = packed_middle(acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
                                   C0, C1, TILE, D, EVEN, PAGE, BITS, CELL)

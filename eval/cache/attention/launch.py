@@ -30,7 +30,8 @@ def _multiprocessors(device: torch.device) -> int:
 @dataclass(frozen=True)
 class Config:
     """tile: tokens read at a time (64 or 128); warps, stages, registers (0 = no limit): of a program; per_sm: programs
-    per multiprocessor; merge: lines of partial results, one a query row, that a merge reads at a time."""
+    per multiprocessor; merge: lines of partial results, one a query row, that a merge reads at a time.
+    """
 
     tile: int = 64
     warps: int = 4
@@ -56,7 +57,7 @@ class Kernel:
 
     captures = True
 
-    def __init__(self, config: Config | None = None, programs: int = 0):
+    def __init__(self, config: Config | None = None, programs: int = 0) -> None:
         """programs: number of programs, 0 = `config.per_sm` per multiprocessor."""
         self.config, self.programs = config or Config(), programs
         self._partials = self._done = torch.empty(0)

@@ -40,7 +40,8 @@ def _scale_and_zero(ends, cell, there, CODES: tl.constexpr, NUMBER: tl.constexpr
 @triton.jit
 def _numbers(codes, ends, cell, there, BITS: tl.constexpr, CELL: tl.constexpr):
     """Numbers [R, G * CELL] of the cells number `cell` [R, G], zero where not there [R, G]. codes: bytes of cell 0;
-    ends: the same address as numbers of the model's dtype."""
+    ends: the same address as numbers of the model's dtype.
+    """
     CODES: tl.constexpr = CELL * BITS // 8
     NUMBER: tl.constexpr = ends.dtype.element_ty.primitive_bitwidth // 8  # bytes
     at = cell[:, :, None] * (CODES + 2 * NUMBER) + tl.arange(0, CODES)[None, None, :]

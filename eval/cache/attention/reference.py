@@ -1,5 +1,6 @@
 """Attention over a sealed layer in plain PyTorch: slow, obvious, any device and dtype. The kernel and
-`batched.attend`, which runs where the kernel cannot, are held equal to it."""
+`batched.attend`, which runs where the kernel cannot, are held equal to it.
+"""
 
 from __future__ import annotations
 

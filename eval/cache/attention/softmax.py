@@ -54,7 +54,8 @@ class Softmax(NamedTuple):
 
     def weights(self, logits: Tensor) -> Tensor:
         """Weights of capped and masked logits [..., Hq, Q, T], -inf = unseen. They are NaN in a row that sees nothing,
-        unless there are sinks."""
+        unless there are sinks.
+        """
         if self.sink_logits is None:
             return logits.softmax(-1)
         sink = self.sink_logits.to(logits.dtype)[:, None, None].expand(*logits.shape[:-1], 1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from eval.cache.attention.batched import compacted
+from eval.cache.storage.padded import compacted
 from eval.cache.storage.pages import Segment
 from eval.cache.storage.upload import upload
 
@@ -45,7 +45,8 @@ class Eviction(ABC):
 
     def add(self, weights: Tensor, held: np.ndarray) -> None:
         """Take in one step's attention weights [B H, >= n] of all heads, each summed over its query heads and in the
-        order of `scores`, zero past `held` [B, H], the tokens that each now holds; new tokens are last."""
+        order of `scores`, zero past `held` [B, H], the tokens that each now holds; new tokens are last.
+        """
         self.held, most = held, int(held.max())
         weights = weights[:, :most].float().view(*held.shape, most)
         self.scores = weights + pad(self.decay * self.scores, (0, most - self.scores.shape[-1]))
@@ -61,11 +62,13 @@ class Eviction(ABC):
     @abstractmethod
     def stay(self, sink: np.ndarray, middle: np.ndarray, window: np.ndarray) -> Tensor | None:
         """Which tokens of the middle stay, bool [B, H, most of middle], whatever past a head's own; None = all. sink,
-        middle, window: tokens held, [B], [B, H] and [B]."""
+        middle, window: tokens held, [B], [B, H] and [B].
+        """
 
     def forget(self, row: int, head: int, first: int, stay: Tensor) -> None:
         """Drop the scores of one head's tokens that have left; stay [n] bool says it of the n tokens held from `first`
-        on."""
+        on.
+        """
         scores = self.of(row, head)
         before, these, after = scores.split([first, len(stay), len(scores) - first - len(stay)])
         left = torch.cat([before, these[stay], after])
@@ -90,7 +93,8 @@ class Eviction(ABC):
 
     def _keep(self, stay: Tensor, sink: int) -> None:
         """Drop the scores of tokens that leave: stay [B, H, n] bool says it of the n tokens behind the sink; those past
-        a head's own count as staying."""
+        a head's own count as staying.
+        """
         keep = torch.ones_like(self.scores, dtype=torch.bool)
         keep[..., sink : sink + stay.shape[-1]] = stay
         self.held = self.held - (~keep).sum(-1).cpu().numpy()
@@ -117,7 +121,7 @@ class HeavyHitters(Eviction):
     heavy: tokens, beside sink and window. It is enforced whenever tokens have joined the middle, `flush` at a time.
     """
 
-    def __init__(self, heavy: int):
+    def __init__(self, heavy: int) -> None:
         self.heavy = heavy
 
     def stay(self, sink: np.ndarray, middle: np.ndarray, window: np.ndarray) -> Tensor | None:

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.cache.attention.batched import PartLayout
 from eval.cache.storage.channels import KeptChannels
 from eval.cache.storage.eviction import Eviction
 from eval.cache.storage.pages import Segment
@@ -40,6 +39,18 @@ class ReadChoice(Protocol):
         """The choice's state for one sealed layer."""
 
 
+class Columns(Protocol):
+    """What the middle's tokens and channels are in padded tensors; see `eval.cache.attention.batched.PartLayout`."""
+
+    hidden: Tensor
+
+    def kept(self, rows: Tensor) -> Tensor:
+        """Of x [X, R, D] the kept channels of K, [X, R, C], then zeros."""
+
+    def token(self) -> Tensor:
+        """The middle token in each column, counted from the prompt's first: [X, N]."""
+
+
 class ReadState(Protocol):
     """What a choice of reads keeps beside one layer."""
 
@@ -48,12 +59,14 @@ class ReadState(Protocol):
 
     def visible(self, row: int, head: int, q: Tensor, k: Tensor, channels: Tensor) -> Tensor:
         """What queries q [G, Q, c] of one KV head read of its middle k [tokens, c], the prompt's then the tail's: bool,
-        expandable to [G, Q, tokens]. channels [c]: which channels are kept, the same in both."""
+        expandable to [G, Q, tokens]. channels [c]: which channels are kept, the same in both.
+        """
 
-    def sees(self, q: Tensor, keys: list[Tensor], layout: PartLayout) -> Tensor:
+    def sees(self, q: Tensor, keys: list[Tensor], layout: Columns) -> Tensor:
         """As `visible`, of all heads at once: what queries q [X, R, C] read of keys [X, C, N] of each part of the
         layout, bool [X, R, N], the parts side by side, in hidden columns anything. In channels that a head lacks q is
-        zero."""
+        zero.
+        """
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor held, by name."""

@@ -19,7 +19,7 @@ COPIED = 1 << 24  # elements copied at once: bounds the temporaries of a long pr
 
 
 def round_up(n, multiple: int):
-    """n (int or array) rounded up to a multiple."""
+    """N (int or array) rounded up to a multiple."""
     return -(-n // multiple) * multiple
 
 
@@ -71,7 +71,7 @@ class Segment:
         head_dim: int,
         dtype: torch.dtype,
         values: KeptChannels | None = None,
-    ):
+    ) -> None:
         device = channels.index.device
         self.channels, self.values, self.head_dim, self.dtype = channels, values, head_dim, dtype
         self.capacity = np.where(channels.count > 0, round_up(capacity, PAGE), 0).astype(np.int64)
@@ -90,7 +90,7 @@ class Segment:
         return Segment(channels, capacity, self.head_dim, self.dtype, values)
 
     def _form(self) -> tuple[torch.dtype, int, int]:
-        """dtype of k and v, and how many of its elements hold how many numbers."""
+        """Dtype of k and v, and how many of its elements hold how many numbers."""
         return self.dtype, 1, 1
 
     def _sizes(self) -> tuple[tuple[np.ndarray, int], ...]:
@@ -102,7 +102,8 @@ class Segment:
 
     def _alike(self, rows: np.ndarray, taken: np.ndarray) -> list[slice]:
         """`rows` [R] in pieces that one copy can write: all of them where they follow each other, hold alike and take
-        the same [R, H] tokens, else one by one."""
+        the same [R, H] tokens, else one by one.
+        """
         same = [taken, *(a[rows] for a in (self.capacity, self.channels.count, self.width, self.length))]
         if (np.diff(rows) == 1).all() and all((a == a[:1]).all() for a in same):
             return [slice(0, len(rows))]
@@ -138,7 +139,8 @@ class Segment:
 
     def _room(self, row: int, number: int, head: int) -> tuple[Tensor, Tensor]:
         """Views of one head's room in `number` alike rows from `row` on: K [number, pages, channels, 64], V [number,
-        capacity, kept channels]."""
+        capacity, kept channels].
+        """
         cap, count, width = (int(a[row, head]) for a in (self.capacity, self.channels.count, self.width))
         k_row, v_row = (int(a[row + 1, head] - a[row, head]) if number > 1 else 0 for a in (self.k_start, self.v_start))
         k_shape, k_steps = (number, cap // PAGE, count, PAGE), (k_row, count * PAGE, PAGE, 1)
@@ -167,7 +169,7 @@ class Segment:
         k, v = (int((self.length * channels).sum()) for channels in (self.channels.count, self.width))
         return k * self.k.element_size(), v * self.v.element_size()
 
-    def _parts(self) -> tuple[tuple[Tensor, np.ndarray, np.ndarray, int], ...]:
+    def flats(self) -> tuple[tuple[Tensor, np.ndarray, np.ndarray, int], ...]:
         """Of K and of V: flat tensor, first element and size of each region, elements per line, which divides all."""
         k, v = self._sizes()
         return (self.k, self.k_start, *k), (self.v, self.v_start, *v)
@@ -184,7 +186,7 @@ class Segment:
         """A copy with room for `capacity` [B, H] >= the present one."""
         new = self.fresh(self.channels, capacity, self.values)
         filled = np.flatnonzero(self.capacity).tolist()
-        for (old, _, size, _), (flat, _, room, _) in zip(self._parts(), new._parts(), strict=True):
+        for (old, _, size, _), (flat, _, room, _) in zip(self.flats(), new.flats(), strict=True):
             source = old.split(size.reshape(-1).tolist())
             target = flat.split(np.stack([size, room - size], -1).reshape(-1).tolist())[::2]
             if filled:
@@ -196,7 +198,7 @@ class Segment:
         """The segment of the batch `rows` [R], in that order; `channels` and `values` are their tables."""
         at = rows.cpu().numpy()
         new = self.fresh(channels, self.capacity[at], values)
-        for (old, start, _, line), (flat, _, size, _) in zip(self._parts(), new._parts(), strict=True):
+        for (old, start, _, line), (flat, _, size, _) in zip(self.flats(), new.flats(), strict=True):
             source = spread(start[at] // line, size // line, flat.device)
             torch.index_select(lines(old, line), 0, source, out=lines(flat, line))
         new.length, new.length_dev = self.length[at], self.length_dev[rows.to(self.k.device)]

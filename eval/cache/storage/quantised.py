@@ -66,7 +66,8 @@ class Packing:
 
     def pack(self, x: Tensor) -> Tensor:
         """Cells [..., bytes] of x [..., group]: code = round((x - zero) / scale), zero = min, scale = (max - min) /
-        (2^bits - 1), 0 for a cell of equal numbers."""
+        (2^bits - 1), 0 for a cell of equal numbers.
+        """
         top = 2**self.bits - 1
         low, high = torch.aminmax(x, dim=-1, keepdim=True)
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -92,7 +93,7 @@ class QuantisedSegment(Segment):
 
     def __init__(
         self, channels: KeptChannels, capacity: np.ndarray, head_dim: int, dtype: torch.dtype, packing: Packing
-    ):
+    ) -> None:
         self.packing = packing
         super().__init__(channels, capacity, head_dim, dtype)
 
@@ -160,7 +161,7 @@ class QuantisedSegment(Segment):
         width = self.packing.cell(self.dtype)
         cap, count = int(self.capacity[row, head]), int(self.channels.count[row, head])
         numbers = []
-        for flat, start, size, _ in self._parts():
+        for flat, start, size, _ in self.flats():
             first, last = int(start[row, head]), int(start[row, head] + size[row, head])
             numbers.append(self.packing.unpack(flat[first:last].view(-1, width), self.dtype))
         return numbers[0].view(cap // PAGE, count, PAGE), numbers[1].view(cap, self.head_dim)

@@ -57,7 +57,7 @@ class Store:
         sizes: Sizes,
         tokens: Tensor | None = None,
         scores: Tensor | None = None,
-    ):
+    ) -> None:
         """Seal a prompt: k, v [B, H, T, D]; real [B, T] bool, False = padding, None = all real.
 
         tokens: bool [B, H, T], those of the middle that stay, None = all; sink and window stay whatever it says.

@@ -10,7 +10,7 @@ from eval.cache.storage.quantised import Packing
 from eval.cache.storage.sizes import Sizes
 from eval.inference.models import shape_of
 from eval.methods.axes import Bits
-from eval.methods.memory import Held
+from eval.methods.held import Held
 from leank_train.common.typed import OneOf, Positive
 
 
@@ -39,7 +39,8 @@ class KIVI(Bits):
 
     def packed(self, held: Held) -> float:
         """Per group of tokens and channel of K, and per token and group of channels of V (section 3), `bits` a number,
-        a scale and a zero point."""
+        a scale and a zero point.
+        """
         cells = -(-held.middle // self.group) * held.k + held.middle * held.v / self.group
         return float(cells.sum()) * (self.group * self.bits / 8 + 2 * held.itemsize)
 

@@ -21,7 +21,8 @@ from leank_train.common.typed import Positive, Seed, Share
 @dataclass(frozen=True)
 class Calibrated(Uniform):
     """ratio: share of K channels pruned, floor(ratio * D) of every head. task, length, samples, seed: what to calibrate
-    on."""
+    on.
+    """
 
     ratio: Share = 0.7
     task: str = "niah_multikey_3"

@@ -59,7 +59,8 @@ def slicing(model: PreTrainedModel, choose: Choose) -> Iterator[None]:
 
 class RowPass(PromptPass):
     """A pass that runs row by row. A prompt always comes in one piece: above a layer that drops tokens nothing can run
-    before all of it has gone through that layer, so `chunk` is not used."""
+    before all of it has gone through that layer, so `chunk` is not used.
+    """
 
     def check(self, config: Any, tokenizer: Any) -> None:
         for index, layer in enumerate(DynamicCache(config=config).layers):
@@ -146,7 +147,8 @@ def check_kernel(kernel: int) -> None:
 
 def layer_at(layer: int | None, of_32: int, config: Any) -> int:
     """`layer`, or where none is given one as deep as layer `of_32` of a model of 32. Raises ValueError if it has no
-    layer above it."""
+    layer above it.
+    """
     count = config.num_hidden_layers
     found = of_32 * count // 32 if layer is None else layer
     if not 0 <= found < count - 1:

@@ -107,5 +107,6 @@ def ranks(scores: Tensor) -> Tensor:
 
 def rank_variance(ranks: Tensor, k: int) -> Tensor:
     """Mean variance over layers of the ranks [layers, T] of the tokens that are among the first k in any layer
-    (section 4.1; the biased variance)."""
+    (section 4.1; the biased variance).
+    """
     return ranks[:, (ranks <= k).any(0)].double().var(0, correction=0).mean()

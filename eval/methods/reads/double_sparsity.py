@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.cache.attention.batched import PartLayout
+from eval.cache.storage.middle import Columns
 from eval.cache.storage.store import Sizes, Store
 from eval.methods.axes import Observe, Reads
 from eval.methods.channels.double_sparsity_channels import DoubleSparsityChannels
@@ -79,7 +79,7 @@ class Labels:
         chosen = score.topk(min(self.most, len(k))).indices
         return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, chosen, True)
 
-    def sees(self, q: Tensor, keys: list[Tensor], layout: PartLayout) -> Tensor:
+    def sees(self, q: Tensor, keys: list[Tensor], layout: Columns) -> Tensor:
         label = self.channels.to(q.device).repeat(len(q) // len(self.channels), 1)  # [X, D]
         few = q * layout.kept(label[:, None].to(q.dtype))
         score = torch.cat([torch.bmm(few, k) for k in keys], -1).masked_fill(layout.hidden, -torch.inf)

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.cache.attention.batched import PartLayout, layout_of
+from eval.cache.attention.batched import layout_of
+from eval.cache.storage.middle import Columns
 from eval.cache.storage.store import Sizes, Store
 from eval.cache.storage.upload import upload
 from eval.methods.axes import Reads
 from eval.methods.common.selection import spare
-from eval.methods.memory import Held
+from eval.methods.held import Held
 from leank_train.common.typed import Count, Positive
 
 
@@ -56,7 +57,7 @@ class Pages:
     [3, X, 1, 1]: each head's first bound, pages and channels.
     """
 
-    def __init__(self, store: Store, page: int, most: int):
+    def __init__(self, store: Store, page: int, most: int) -> None:
         self.page, self.most = page, most
         self.moved(store)
 
@@ -93,7 +94,7 @@ class Pages:
         pages = torch.zeros_like(bound, dtype=torch.bool).scatter_(-1, chosen, True)
         return pages.repeat_interleave(self.page, -1)[..., : len(k)]
 
-    def sees(self, q: Tensor, keys: list[Tensor], layout: PartLayout) -> Tensor:
+    def sees(self, q: Tensor, keys: list[Tensor], layout: Columns) -> Tensor:
         first, pages, _ = self.table
         channel, page = (torch.arange(n, device=q.device) for n in (q.shape[-1], int(self.pages.max())))
         at = first + channel[:, None] * pages + page  # another head's where this one has none: hidden, or times zero

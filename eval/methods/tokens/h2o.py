@@ -13,7 +13,7 @@ from eval.cache.storage.store import Sizes
 from eval.inference.prefill import Prefill, PromptLayer
 from eval.methods.axes import Tokens
 from eval.methods.common.selection import budgeted, keep_best, spare
-from eval.methods.memory import Held
+from eval.methods.held import Held
 from leank_train.common.typed import Positive
 
 

@@ -15,7 +15,7 @@ from eval.cache.storage.store import Sizes
 from eval.cache.storage.upload import upload
 from eval.inference.prefill import Prefill, PromptLayer
 from eval.methods.axes import Tokens
-from eval.methods.memory import Held
+from eval.methods.held import Held
 from leank_train.common.typed import Count, OneOf, Positive, Share
 
 READINGS = ("text", "printed")
@@ -82,7 +82,7 @@ class Rounds(Eviction):
 
     evict_at: np.ndarray
 
-    def __init__(self, settings: Lethe):
+    def __init__(self, settings: Lethe) -> None:
         self.settings, self.decay = settings, settings.gamma
 
     def begin(self, scores: list[list[Tensor]]) -> Self:

@@ -15,10 +15,10 @@ from torch.nn.functional import pad
 
 from eval.cache import Sizes
 from eval.cache.attention.backend import Auto
-from eval.cache.attention.batched import compacted
 from eval.cache.hook import ATTENTION
 from eval.cache.memory import measure_store
 from eval.cache.storage.middle import Middle
+from eval.cache.storage.padded import compacted
 from eval.cache.storage.store import Store
 from eval.inference.prefill import PromptLayer, prefill
 from eval.inference.prompts import Prompt

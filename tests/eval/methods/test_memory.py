@@ -14,8 +14,9 @@ from eval.cache import CompressedCache
 from eval.inference.models import ModelConfig, load_config, shape_of
 from eval.inference.prefill import prefill
 from eval.methods import method
+from eval.methods.held import Held
 from eval.methods.match import free_settings, match, share_of_dense
-from eval.methods.memory import Held, dense_bytes, held_bytes, method_bytes
+from eval.methods.memory import dense_bytes, held_bytes, method_bytes
 from eval.methods.tokens.duo_attention import DuoAttention
 from eval.run.replay import Replay, Settings, cache_bytes
 from leank_train.mask import ChannelMask
