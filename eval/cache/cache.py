@@ -10,6 +10,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from eval.cache.attention.backend import choose_backend
+from eval.cache.generate import generate
 from eval.cache.hook import ATTENTION
 from eval.cache.layer import Backend, CompressedLayer
 from eval.cache.memory import Memory, measure
@@ -110,6 +111,34 @@ class CompressedCache(Cache):
             if not isinstance(layer, CompressedLayer):
                 raise RuntimeError(f"{type(layer).__name__} cannot run in a captured graph")
             layer.advance(tokens)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a decoding step can be captured into a CUDA graph now.
+
+        The Triton kernel must read every layer, and every row must be longer than the sink. False before the first
+        step, which chooses what reads a layer and compiles it, and while past is being recorded.
+        """
+        layers = self.compressed
+        stores = [layer.store for layer in layers]
+        return (
+            len(layers) == len(self.layers)
+            and all(
+                s is not None and s.backend is not None and s.backend.captures and (s.seen >= s.sizes.sink).all()
+                for s in stores
+            )
+            and not any(layer.record_past for layer in layers)
+        )
+
+    def generate(self, model: PreTrainedModel, **kwargs: Any) -> Any:
+        """`model.generate()` from this cache; decoding steps replay one captured CUDA graph where that is possible.
+
+        model: the model that the cache was made for.
+        kwargs: as for `model.generate()`, streamer, beams and assisted decoding included, without `past_key_values`.
+
+        Returns what `model.generate()` returns, with the same tokens as without graphs.
+        """
+        return generate(self, model, **kwargs)
 
     def memory(self) -> Memory:
         """Bytes held now, by part."""

@@ -12,82 +12,9 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from eval.cache import CompressedCache, CompressedLayer
+from eval.cache.graph import CAPTURE_FOR, DecodeLoop, capturable
 
 Stopped = Callable[[int, list[int]], bool]
-CAPTURE_FOR = 16  # steps still to come at which capturing, which costs two or three, has paid
-
-
-def capturable(cache: Cache) -> bool:
-    """Whether a step can be captured now: the Triton kernel reads every layer, and every row is longer than the sink.
-
-    False before the first step, which chooses what reads a layer and compiles it.
-    """
-    if not isinstance(cache, CompressedCache):
-        return False
-    stores = [layer.store if isinstance(layer, CompressedLayer) else None for layer in cache.layers]
-    return all(
-        s is not None and s.backend is not None and s.backend.captures and (s.seen >= s.sizes.sink).all()
-        for s in stores
-    )  # fmt: skip
-
-
-class Loop:
-    """Feeds a cache one token a row and step; positions [B, 1]: of the next token."""
-
-    def __init__(self, model: PreTrainedModel, cache: Cache, positions: Tensor) -> None:
-        self.model, self.cache, self.positions = model, cache, positions.clone()
-        self._graph: torch.cuda.CUDAGraph | None = None
-
-    @property
-    def captured(self) -> bool:
-        """Whether steps are replays."""
-        return self._graph is not None
-
-    @torch.no_grad()
-    def step(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Logits [B, vocabulary] after tokens [B, 1]; mask [B, columns], this token's included, None = no padding.
-
-        Once captured, in memory that the next step overwrites.
-        """
-        if self._graph is None:
-            return self._forward(tokens, mask)
-        self._tokens.copy_(tokens)
-        self._graph.replay()
-        if isinstance(self.cache, CompressedCache):
-            self.cache.advance()
-        return self._logits
-
-    def _forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        out = self.model(
-            input_ids=tokens,
-            attention_mask=mask,
-            position_ids=self.positions,
-            past_key_values=self.cache,
-            use_cache=True,
-        )
-        self.positions.add_(1)
-        return out.logits[:, -1]
-
-    def capture(self) -> None:
-        """Make the steps that follow replays of a captured one; a first step must have compiled the kernels.
-
-        Captured steps take no mask: a compressed cache remembers its padding. Nothing is appended to the cache here.
-        Raises torch.OutOfMemoryError if the graph does not fit.
-        """
-        if isinstance(self.cache, CompressedCache):
-            self.cache.advance(0)  # a flush may have outdated a work table, which cannot be made while capturing
-        self._tokens = torch.zeros_like(self.positions)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # the outer context: a capture that fails leaves its own stream the current one
-            with torch.no_grad(), torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
-                self._logits = self._forward(self._tokens)
-        except RuntimeError as error:  # ending a failed capture raises an error of its own, with that one's words
-            if "out of memory" in f"{error} {error.__context__}".lower():
-                raise torch.OutOfMemoryError(str(error)) from error
-            raise
-        self._graph = graph
 
 
 @torch.no_grad()
@@ -116,7 +43,7 @@ def greedy(
     limit = torch.tensor(list(max_new_tokens), device=device)
     mask = None if real is None else torch.cat([real, real.new_ones(rows, longest)], 1)
     columns = cache.get_seq_length()
-    loop = Loop(model, cache, lengths[:, None])
+    loop = DecodeLoop(model, cache, lengths[:, None])
     done = limit <= 0
     broken = torch.full((rows,), longest, device=device)
     tokens: list[Tensor] = []

@@ -28,9 +28,9 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from eval.cache import CompressedCache, Sizes, bytes_per_row, compressed_cache
+from eval.cache.graph import DecodeLoop
 from eval.cache.hook import ATTENTION
 from eval.cache.storage.store import GROWTH
-from eval.inference.decode import Loop
 from eval.inference.models import ModelConfig, load_model
 from eval.methods.channels.leank import LeanK
 from leank_train import backbone
@@ -105,7 +105,7 @@ class Decoding:
     """Greedy steps on a filled cache, in the replay's own loop; position [rows, 1]: of the next token."""
 
     def __init__(self, model: Any, cache: Any, position: Tensor) -> None:
-        self.loop, self.token = Loop(model, cache, position), torch.ones_like(position)
+        self.loop, self.token = DecodeLoop(model, cache, position), torch.ones_like(position)
 
     def step(self) -> None:
         self.token.copy_(self.loop.step(self.token).argmax(-1, keepdim=True))

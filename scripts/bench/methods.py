@@ -37,7 +37,7 @@ from torch import Tensor
 from transformers import Cache
 
 from eval.cache import CompressedCache, Sizes
-from eval.inference.decode import capturable
+from eval.cache.graph import capturable
 from eval.inference.models import ModelConfig, load_config
 from eval.inference.prefill import Prefill, prefill
 from eval.methods import Method

@@ -7,8 +7,9 @@ import torch
 
 from eval.cache import compressed_cache
 from eval.cache.attention.backend import Plain
+from eval.cache.graph import DecodeLoop, capturable
 from eval.inference import decode
-from eval.inference.decode import Loop, capturable, greedy
+from eval.inference.decode import greedy
 from eval.inference.models import ModelConfig, load_model
 from eval.inference.prefill import pad_left, prefill
 from eval.methods import method
@@ -27,7 +28,7 @@ def test_only_caches_that_the_kernel_reads_whole_are_captured():
     with torch.no_grad():
         model(prompt, past_key_values=cache)
     assert not capturable(cache)  # nothing has been read yet
-    Loop(model, cache, torch.tensor([[40]])).step(torch.tensor([[7]]))
+    DecodeLoop(model, cache, torch.tensor([[40]])).step(torch.tensor([[7]]))
     assert cache.get_seq_length() == 41
     assert isinstance(cache.layers[0].store.backend, Plain)
     assert not capturable(cache)
@@ -55,8 +56,8 @@ def test_a_captured_loop_gives_the_tokens_of_an_eager_one(config, lengths, monke
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(10, 4000, (n,), generator=generator).tolist() for n in lengths]
     ids, real = pad_left(prompts, 0, model.device)
-    captures, capture = [], Loop.capture
-    monkeypatch.setattr(Loop, "capture", lambda loop: (captures.append(1), capture(loop)))
+    captures, capture = [], DecodeLoop.capture
+    monkeypatch.setattr(DecodeLoop, "capture", lambda loop: (captures.append(1), capture(loop)))
     found = []
     for least in (NEW, 16):  # never captured, captured
         monkeypatch.setattr(decode, "CAPTURE_FOR", least)

@@ -1,0 +1,89 @@
+"""generate() whose decoding steps replay one captured CUDA graph.
+
+    model.generate(**inputs, past_key_values=cache, custom_generate=graph_decoding, max_new_tokens=256)
+    cache.generate(model, **inputs, max_new_tokens=256)     # the same, and a streamer works
+
+A decoding step in Python launches over a thousand kernels and waits for each launch. The first step of a call runs as
+usual, which compiles the kernels; the second is captured, and those after it are replays. All else stays transformers':
+its loop, logits processors, sampling, stopping criteria and outputs. Where a step cannot be captured (on a CPU, for a
+method that the kernel cannot read, for beams and assisted decoding), it runs as usual, with the same result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from eval.cache.graph import CAPTURE_FOR, DecodeLoop, capturable
+
+PLAIN = {"inputs_embeds", "output_attentions", "output_hidden_states"}  # inputs that a captured step does not have
+
+
+class _Stepped:
+    """A model whose forward passes over one token a row go through a `DecodeLoop`; all else is the model's.
+
+    model: the model.
+    cache: what it decodes from, with the prompt in it.
+    longest: columns at which generation ends at the latest, the prompt's included.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: Cache, longest: int) -> None:
+        self._model, self._cache, self._longest = model, cache, longest
+        self._loop: DecodeLoop | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, **inputs: Any) -> Any:
+        tokens: Tensor | None = inputs.get("input_ids")
+        positions: Tensor | None = inputs.get("position_ids")
+        if tokens is None or positions is None or tokens.shape[1] != 1 or any(inputs.get(name) for name in PLAIN):
+            self._loop = None  # whatever was captured does not know of these tokens
+            return self._model(**inputs)
+        if self._loop is None:
+            self._loop = DecodeLoop(self._model, self._cache, positions)
+        elif not self._loop.captured and self._pays() and capturable(self._cache):
+            self._loop.capture()
+        logits = self._loop.step(tokens, inputs.get("attention_mask"))
+        return CausalLMOutputWithPast(logits=logits[:, None], past_key_values=self._cache)
+
+    def _pays(self) -> bool:
+        return self._longest - self._cache.get_seq_length() > CAPTURE_FOR
+
+
+def graph_decoding(
+    model: PreTrainedModel, input_ids: Tensor, generation_config: GenerationConfig, **kwargs: Any
+) -> Any:
+    """Greedy decoding and sampling for `model.generate(custom_generate=graph_decoding)`; beams run as usual.
+
+    transformers hands no streamer and no assistant to a `custom_generate`; `CompressedCache.generate` takes both.
+
+    Raises ValueError for assisted decoding.
+    """
+    mode: Any = type(model)  # the modes of generate() are methods of its class, without a public name
+    if generation_config.num_beams > 1:
+        return mode._beam_search(model, input_ids, generation_config=generation_config, **kwargs)
+    if generation_config.prompt_lookup_num_tokens or generation_config.is_assistant:
+        raise ValueError("custom_generate=graph_decoding cannot assist decoding; leave custom_generate out")
+    stepped = _Stepped(model, kwargs["past_key_values"], generation_config.max_length)
+    return mode._sample(stepped, input_ids, generation_config=generation_config, **kwargs)
+
+
+def generate(cache: Cache, model: PreTrainedModel, **kwargs: Any) -> Any:
+    """What model.generate(past_key_values=cache, **kwargs) returns; see `CompressedCache.generate`."""
+    run: Any = model.generate
+    streamer = kwargs.get("streamer")
+    config = kwargs.get("generation_config") or model.generation_config
+    assisted = kwargs.get("assistant_model") or kwargs.get(
+        "prompt_lookup_num_tokens", getattr(config, "prompt_lookup_num_tokens", None)
+    )
+    if assisted:
+        return run(past_key_values=cache, **kwargs)
+
+    def decode(model: PreTrainedModel, input_ids: Tensor, **given: Any) -> Any:
+        return graph_decoding(model, input_ids, streamer=streamer, **given)
+
+    return run(past_key_values=cache, custom_generate=decode, **kwargs)

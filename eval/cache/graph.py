@@ -1,0 +1,74 @@
+"""Decoding steps over a cache: launched one by one, or as replays of one captured CUDA graph."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+CAPTURE_FOR = 16  # steps still to come at which capturing, which costs two or three, has paid
+
+
+def capturable(cache: Cache) -> bool:
+    """Whether a step over this cache can be captured now; see `CompressedCache.capturable`."""
+    return getattr(cache, "capturable", False)
+
+
+class DecodeLoop:
+    """Feeds a cache one token a row and step; positions [B, 1]: of the next token."""
+
+    def __init__(self, model: PreTrainedModel, cache: Cache, positions: Tensor) -> None:
+        self.model, self.cache, self.positions = model, cache, positions.clone()
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    @property
+    def captured(self) -> bool:
+        """Whether steps are replays."""
+        return self._graph is not None
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Logits [B, vocabulary] after tokens [B, 1]; mask [B, columns], this token's included, None = no padding.
+
+        Once captured, in memory that the next step overwrites.
+        """
+        if self._graph is None:
+            return self._forward(tokens, mask)
+        self._tokens.copy_(tokens)
+        self._graph.replay()
+        self._advance(1)
+        return self._logits
+
+    def _advance(self, tokens: int) -> None:
+        if capturable(self.cache):  # a static cache counts on the device
+            self.cache.advance(tokens)  # type: ignore[attr-defined]
+
+    def _forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        out = self.model(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=self.positions,
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        self.positions.add_(1)
+        return out.logits[:, -1]
+
+    def capture(self) -> None:
+        """Make the steps that follow replays of a captured one; a first step must have compiled the kernels.
+
+        Captured steps take no mask: a compressed cache remembers its padding. Nothing is appended to the cache here.
+        Raises torch.OutOfMemoryError if the graph does not fit.
+        """
+        self._advance(0)  # a flush may have outdated a work table, which cannot be made while capturing
+        self._tokens = torch.zeros_like(self.positions)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # the outer context: a capture that fails leaves its own stream the current one
+            with torch.no_grad(), torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
+                self._logits = self._forward(self._tokens)
+        except RuntimeError as error:  # ending a failed capture raises an error of its own, with that one's words
+            if "out of memory" in f"{error} {error.__context__}".lower():
+                raise torch.OutOfMemoryError(str(error)) from error
+            raise
+        self._graph = graph
