@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 from eval.cache import CompressedCache
 from eval.inference.models import ModelConfig, load_config, shape_of
 from eval.inference.prefill import prefill
-from eval.methods import method
+from eval.methods import REGISTRY, method
 from eval.methods.held import Held
-from eval.methods.match import free_settings, match, share_of_dense
+from eval.methods.match import STEPS, WHOLE, free_settings, match, share_of_dense
 from eval.methods.memory import dense_bytes, held_bytes, method_bytes
 from eval.methods.tokens.duo_attention import DuoAttention
 from eval.run.replay import Replay, Settings, cache_bytes
@@ -104,6 +104,28 @@ def test_bytes_held_are_those_of_the_formula(name, made, model, prompt):
     elif name not in ("dense", "quest", "double_sparsity"):  # these hold all, Quest its bounds besides
         assert expected < 0.97 * whole
     assert found == pytest.approx(expected, rel=0.03)
+
+
+def test_every_share_that_match_moves_takes_all_of_its_values():
+    """Else the ends of what `match` tries are refused, and count as if nothing was held."""
+    for axis, names in REGISTRY.items():
+        for name in names:
+            one = method(name, {axis: {"name": name}}, {"sink": 0, "window": 1}).axes[axis]
+            if one.free is not None and one.free not in WHOLE:
+                for step in (0, 1, STEPS - 1):
+                    assert getattr(replace(one, **{one.free: step / STEPS}), one.free) == step / STEPS
+
+
+def test_pyramid_infer_whose_share_falls_to_nothing_holds_what_its_formula_says(model, prompt):
+    """The schedule reaches 0 above the last layer, so every layer still gets the recent tokens and some others."""
+    none = method("none", {"prefill": {"name": "pyramid_infer", "decay": 0.0}})
+    little = method("little", {"prefill": {"name": "pyramid_infer", "decay": 1e-4}})
+    layers = model.config.num_hidden_layers
+    assert held(none, model, prompt)[0] == method_bytes(none, model.config, LENGTH, ITEM)
+    assert none.prefill.share((layers - 1) / layers) > 0
+    assert none.prefill.kept_counts(model.config, LENGTH)[0] == pytest.approx(
+        little.prefill.kept_counts(model.config, LENGTH)[0], abs=layers
+    )
 
 
 def scanned(one, config, lengths):
