@@ -1,6 +1,6 @@
-"""Greedy decoding from a cache whose prompt is already in it; the first token's logits are given.
+"""Greedy decoding from a cache that already holds the prompt; the first token's logits are given.
 
-A step in Python launches over a thousand kernels and waits for none of them; where the cache allows it (`capturable`),
+A step in Python launches over a thousand kernels and waits for none of them. Where the cache allows it (`capturable`),
 the steps after the first are replays of one captured CUDA graph.
 """
 
@@ -15,7 +15,7 @@ from transformers import Cache, PreTrainedModel
 from eval.cache import CompressedCache, CompressedLayer
 
 Stopped = Callable[[int, list[int]], bool]
-CAPTURE_FOR = 16  # steps still to come at which capturing, which costs two or three, has paid
+CAPTURE_FOR = 16  # with so many steps still to come capturing pays; it costs two or three
 
 
 def capturable(cache: Cache) -> bool:
@@ -33,7 +33,12 @@ def capturable(cache: Cache) -> bool:
 
 
 class Loop:
-    """Feeds a cache one token a row and step; positions [B, 1]: of the next token."""
+    """Feeds a cache one token per row and step.
+
+    model: PreTrainedModel.
+    cache: Cache: holds the prompt.
+    positions: int [B, 1]: position of each row's next token.
+    """
 
     def __init__(self, model: PreTrainedModel, cache: Cache, positions: Tensor) -> None:
         self.model, self.cache, self.positions = model, cache, positions.clone()
@@ -46,9 +51,11 @@ class Loop:
 
     @torch.no_grad()
     def step(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Logits [B, vocabulary] after tokens [B, 1]; mask [B, columns], this token's included, None = no padding.
+        """Logits [B, vocabulary] after tokens [B, 1].
 
-        Once captured, in memory that the next step overwrites.
+        mask: bool [B, columns, these tokens' included] or None, default None: False marks padding.
+
+        Once captured, the logits lie in memory that the next step overwrites.
         """
         if self._graph is None:
             return self._forward(tokens, mask)
@@ -104,10 +111,15 @@ def greedy(
 ) -> tuple[list[list[int]], int, list[int | None]]:
     """Answers of B rows, as model.generate(do_sample=False) gives them, without the end-of-text token.
 
-    logits [B, vocabulary] of the first token; real [B, T] bool of the prompt, None = no padding; lengths [B] real
-    tokens of each prompt; max_new_tokens, min_new_tokens: of each row; stopped(row, tokens): whether it is complete.
-    Returns the tokens, the number of decoding steps, and of each row the step (0: the first token) at which no token
-    was best because logits were NaN or infinite, None = at none; its answer ends there.
+    logits: [B, vocabulary]: logits of the first token.
+    real: bool [B, T] or None: False marks padding of the prompt; None is no padding.
+    lengths: int [B]: real tokens of each prompt.
+    eos: end-of-text token ids.
+    max_new_tokens, min_new_tokens: int per row.
+    stopped: stopped(row, tokens) or None, default None: whether an answer is complete.
+
+    Returns the tokens of each row, the number of decoding steps, and for each row the step at which its logits were NaN
+    or infinite (0 is the first token), where its answer ends, or None.
     """
     rows, device = len(logits), logits.device
     ends = torch.tensor(list(eos), dtype=torch.long, device=device)
