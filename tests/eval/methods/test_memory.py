@@ -86,7 +86,7 @@ def counted(one, config, cache, seen):
 def held(one, model, prompt):
     """(bytes that a method's tensors take of the prompt without tables and slack, its cache, its pass)."""
     ids, dense = prompt
-    seen = dense if one.prefill is None else one.prefill.run(model, ids, None, 8, one.obs_queries, None)
+    seen = dense if one.prefill is None else one.run_prefill(model, ids, None, 8)
     cache = one.cache(model, seen)
     parts = cache_bytes(cache, seen)
     return parts["total"] - parts.get("tables", 0) - parts.get("slack", 0), cache, seen
@@ -202,6 +202,20 @@ def test_a_share_is_of_all_prompts_together_or_refused(lengths, share, name):
     else:
         wanted = share * sum(dense_bytes(config, length, ITEM) for length in lengths)
         assert sum(method_bytes(found, config, n, ITEM) for n in lengths) == pytest.approx(wanted, rel=0.03)
+
+
+def test_a_method_runs_the_pass_that_it_needs(model, prompt):
+    """Its own where it has one, else the dense one with column sums and at least its own queries."""
+    ids = prompt[0][:, :100]
+    h2o = method("h2o", {"tokens": {"name": "h2o"}}, {"sink": 4, "window": 32})
+    snapkv = method("snapkv", {"tokens": {"name": "snapkv", "queries": 8}}, {"sink": 4, "window": 32})
+    gemfilter = method("gemfilter", {"prefill": {"name": "gemfilter", "budget": 40}})
+    layer = h2o.run_prefill(model, ids, None, 0).layers[0]
+    assert (layer.column_sums.shape[-1], layer.queries) == (100, None)
+    for wanted, kept in ((0, 8), (5, 8), (20, 20)):
+        layer = snapkv.run_prefill(model, ids, None, 0, 64, wanted).layers[0]
+        assert (layer.column_sums, layer.queries.shape[2]) == (None, kept)
+    assert gemfilter.run_prefill(model, ids, None, 0).columns == 40
 
 
 def test_streaming_heads_count_alike_before_it_is_known_which_they_are(made, model):
