@@ -15,7 +15,12 @@ def capturable(cache: Cache) -> bool:
 
 
 class DecodeLoop:
-    """Feeds a cache one token a row and step; positions [B, 1]: of the next token."""
+    """Feeds a cache one token per row and step.
+
+    model: PreTrainedModel.
+    cache: Cache: holds the prompt.
+    positions: int [B, 1]: position of each row's next token.
+    """
 
     def __init__(self, model: PreTrainedModel, cache: Cache, positions: Tensor) -> None:
         self.model, self.cache, self.positions = model, cache, positions.clone()
@@ -28,9 +33,11 @@ class DecodeLoop:
 
     @torch.no_grad()
     def step(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Logits [B, vocabulary] after tokens [B, 1]; mask [B, columns], this token's included, None = no padding.
+        """Logits [B, vocabulary] after tokens [B, 1].
 
-        Once captured, in memory that the next step overwrites.
+        mask: bool [B, columns, these tokens' included] or None, default None: False marks padding.
+
+        Once captured, the logits lie in memory that the next step overwrites.
         """
         if self._graph is None:
             return self._forward(tokens, mask)

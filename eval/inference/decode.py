@@ -1,6 +1,6 @@
-"""Greedy decoding from a cache whose prompt is already in it; the first token's logits are given.
+"""Greedy decoding from a cache that already holds the prompt; the first token's logits are given.
 
-A step in Python launches over a thousand kernels and waits for none of them; where the cache allows it (`capturable`),
+A step in Python launches over a thousand kernels and waits for none of them. Where the cache allows it (`capturable`),
 the steps after the first are replays of one captured CUDA graph.
 """
 
@@ -31,10 +31,15 @@ def greedy(
 ) -> tuple[list[list[int]], int, list[int | None]]:
     """Answers of B rows, as model.generate(do_sample=False) gives them, without the end-of-text token.
 
-    logits [B, vocabulary] of the first token; real [B, T] bool of the prompt, None = no padding; lengths [B] real
-    tokens of each prompt; max_new_tokens, min_new_tokens: of each row; stopped(row, tokens): whether it is complete.
-    Returns the tokens, the number of decoding steps, and of each row the step (0: the first token) at which no token
-    was best because logits were NaN or infinite, None = at none; its answer ends there.
+    logits: [B, vocabulary]: logits of the first token.
+    real: bool [B, T] or None: False marks padding of the prompt; None is no padding.
+    lengths: int [B]: real tokens of each prompt.
+    eos: end-of-text token ids.
+    max_new_tokens, min_new_tokens: int per row.
+    stopped: stopped(row, tokens) or None, default None: whether an answer is complete.
+
+    Returns the tokens of each row, the number of decoding steps, and for each row the step at which its logits were NaN
+    or infinite (0 is the first token), where its answer ends, or None.
     """
     rows, device = len(logits), logits.device
     ends = torch.tensor(list(eos), dtype=torch.long, device=device)

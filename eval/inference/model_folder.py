@@ -1,4 +1,4 @@
-"""A folder with a model: what it is known by, its contents, and whether its files are whole. No weights are loaded."""
+"""A folder with a model: a digest of its contents, and whether its files are whole. No weights are loaded."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ TEXTS = (
     *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
     *("vocab*", "merges*", "*.model", "*.tiktoken", "*chat_template*", "additional_chat_templates/*"),
 )
-WHOLE = 64 << 20  # bytes up to which a file is read to its end
-BLOCKS, BLOCK = 256, 4096  # of a larger file: so many blocks of so many bytes, from its start to its end
+WHOLE = 64 << 20  # bytes; a file of at most this size is read to its end
+BLOCKS, BLOCK = 256, 4096  # number and bytes of the blocks that are read of a larger file, from its start to its end
 
 
 def folder_digest(folder: Path) -> str:
     """Sixteen hexadecimal digits of SHA-256 over the files that answers depend on, by name, size and contents.
 
-    A file of more than 64 MiB, a shard of large weights, counts by its size, its safetensors header and 256 blocks of
-    4 KiB at even distances: every training changes some of those, and 140 GB are read in a second or two. What is not
-    seen is a change of a few numbers between the blocks.
+    A file of more than 64 MiB, such as a shard of large weights, counts by its size, its safetensors header and 256
+    blocks of 4 KiB at even distances. Every training changes some of those, and 140 GB take a second or two. A change
+    of a few numbers between the blocks goes unseen.
     """
     whole = hashlib.sha256()
     for name, file in _files(folder):
@@ -34,7 +34,7 @@ def folder_digest(folder: Path) -> str:
 def check_folder(folder: Path) -> None:
     """Raise ValueError, naming the file, for JSON that is cut or no object and for safetensors that are cut.
 
-    Transformers passes over a damaged generation_config.json without a word, and its end-of-text ids with it.
+    Transformers ignores a damaged generation_config.json without a word, and loses its end-of-text ids.
     """
     for _, file in _files(folder):
         try:
@@ -69,7 +69,7 @@ def _check_safetensors(file: Path) -> None:
 
 
 def _digest(file: Path) -> str:
-    """Of all bytes of a small file, of some bytes of a large one."""
+    """SHA-256 of all bytes of a small file, or of some bytes of a large one."""
     size, found = file.stat().st_size, hashlib.sha256()
     with file.open("rb") as content:
         if size <= WHOLE:

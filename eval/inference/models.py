@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.inference.model_folder import check_folder, folder_digest
 from leank_train import backbone
@@ -19,9 +19,9 @@ __all__ = ["ModelConfig", "load_config", "load_model", "shape_of"]
 
 @dataclass(frozen=True)
 class ModelConfig(backbone.ModelConfig):
-    """Settings of the model, those of training and where it runs.
+    """Settings of the model: those of training, and where it runs.
 
-    device: as torch names it; "auto" is a GPU where there is one.
+    device: str, default "auto": a device of torch; "auto" is a GPU where there is one.
     """
 
     device: str = "auto"
@@ -39,12 +39,12 @@ class ModelConfig(backbone.ModelConfig):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The type of weights and cache. Raises ValueError for an unknown one."""
+        """The type of weights and cache. Raises ValueError if the setting names none."""
         return backbone.torch_dtype(self.dtype, self.torch_device)
 
     @property
     def folder(self) -> Path | None:
-        """The folder that the name is, None for the shipped model and for the hub's."""
+        """The folder that `name` is; None for the shipped model and for a name of the hub."""
         return Path(self.name) if self.name != "reference" and Path(self.name).is_dir() else None
 
     @cached_property
@@ -58,9 +58,10 @@ class ModelConfig(backbone.ModelConfig):
         return {**named, **self._contents}
 
 
-def load_config(settings: ModelConfig) -> tuple[Any, Any]:
-    """(config, tokenizer), without weights. Raises FileNotFoundError if there is no such model, ValueError for a folder
-    with damaged files.
+def load_config(settings: ModelConfig) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
+    """Config and tokenizer of the model, without weights.
+
+    Raises FileNotFoundError if there is no such model, and ValueError for a folder with damaged files.
     """
     if settings.folder is not None:
         try:
@@ -71,7 +72,10 @@ def load_config(settings: ModelConfig) -> tuple[Any, Any]:
 
 
 def load_model(settings: ModelConfig) -> PreTrainedModel:
-    """The model, frozen, on its device. Raises FileNotFoundError without weights, ValueError for one without RoPE."""
+    """The model, frozen, on its device.
+
+    Raises FileNotFoundError if there are no weights, and ValueError for a model without RoPE.
+    """
     return backbone.load(
         settings.name, settings.dtype, settings.torch_device, chat=False, overrides=dict(settings.overrides)
     ).model

@@ -1,4 +1,4 @@
-"""Attention that keys receive, summed over queries, a block of queries at a time: the S x S matrix is never built."""
+"""Attention that keys receive, summed over queries a block at a time; the S x S matrix is never built."""
 
 from __future__ import annotations
 
@@ -19,11 +19,18 @@ def received(
     scaling: float | None = None,
     softmax: Softmax = PLAIN,
 ) -> Tensor:
-    """What each key gets from the last n queries: sum over t of weights[t] softmax(scaling q_t K^T), causal.
+    """Attention that each key receives from the last n queries: sum over t of weights[t] softmax(scaling q_t K^T).
 
-    queries [B, Hq, >= n, D], of which the last is at the last key; keys [B, H, T, D]; weights [n], None = 1 for each
-    query given; real [B, T] bool, False = padding, which neither gives nor receives, None = no padding; scaling: None =
-    1 / sqrt(D); softmax: the model's, where it is not plain. In float32 or wider. Returns [B, Hq, T].
+    It is causal and computed in float32 or wider.
+
+    queries: [B, Hq, >= n, D]: the last one is at the last key.
+    keys: [B, H, T, D].
+    weights: [n] or None, default None: a weight per query; None weighs every given query by 1.
+    real: bool [B, T] or None, default None: False marks padding, which neither gives nor receives attention.
+    scaling: float or None, default None: factor of q k^T; None is 1 / sqrt(D).
+    softmax: Softmax, default plain: the model's softmax.
+
+    Returns [B, Hq, T].
     """
     count = queries.shape[2] if weights is None else len(weights)
     (batch, heads, length, dim), wide = keys.shape, torch.promote_types(keys.dtype, torch.float32)
@@ -40,7 +47,7 @@ def received(
     for start in range(0, count, block):
         stop = min(start + block, count)
         new, end = stop - start, length - count + stop  # end: keys that this block's last query sees
-        rows = grouped[:, :, :, start:stop].flatten(2, 3)  # folded, so that the keys of a group are not copied for each
+        rows = grouped[:, :, :, start:stop].flatten(2, 3)  # folded, so that no head of a group copies its keys
         seen = keys[:, :, :end].mT
         logits = scaled_product(rows, seen, scale) if half else rows @ seen
         logits = softmax.cap(logits.unflatten(2, (-1, new)))  # [B, H, G, new, end]
@@ -54,7 +61,10 @@ def received(
 
 
 def scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Scale a b in float32 of half-precision a [B, H, n, D], b [B, H, D, m], where `multiplies_half`."""
+    """The product scale * a b in float32 of half-precision a [B, H, n, D] and b [B, H, D, m].
+
+    `multiplies_half` says where it is available.
+    """
     out = a.new_empty(*a.shape[:3], b.shape[-1], dtype=torch.float32)
     flat = out.flatten(0, 1)  # as input, too, for otherwise it would be copied; beta = 0: it is not read
     torch.baddbmm(flat, a.flatten(0, 1), b.flatten(0, 1), torch.float32, beta=0, alpha=scale, out=flat)
@@ -63,7 +73,7 @@ def scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 @functools.cache
 def multiplies_half(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products of `dtype` can come out in float32 there, with nothing rounded between: on CUDA, of halves."""
+    """Whether `device` multiplies `dtype` into float32 without rounding in between, as CUDA does for half precision."""
     if dtype not in HALF:
         return False
     x = torch.full((1, 1, 16, 16), 1.0625, dtype=dtype, device=device)

@@ -18,13 +18,15 @@ from eval.inference.observe import received
 
 
 class PromptLayer(DynamicLayer):
-    """All K and V of one layer, in a buffer made once; attends by itself, exactly.
+    """All K and V of one layer, in a buffer made once; the layer computes its own exact attention.
 
-    capacity: columns that the buffer has room for. obs_queries: how many of the last queries to keep, [B, Hq, n, D].
-    column_sums: whether to add up what each key receives from all queries of the prompt, summed over the query heads of
-    its group: column_sums [B, H, T], float32 or wider.
-    kept: prompt columns [B, T'] that the layer holds, ascending, -1 = padding (left), None = all of them: what is said
-    of this layer's columns (keys, values, queries) is said of those. get_seq_length() counts the dropped ones, too.
+    capacity: int: columns that the buffer has room for.
+    obs_queries: int, default 0: how many of the last queries to keep, as `queries` [B, Hq, n, D].
+    column_sums: bool, default False: whether to add up the attention that each key receives from all queries of the
+      prompt and the query heads of its group, as `column_sums` [B, H, T], float32 or wider.
+
+    If `kept` is set, the column axis of keys, values and queries covers only these prompt columns: [B, T'], ascending,
+    with -1 for padding on the left. get_seq_length() counts the dropped columns too.
     """
 
     is_croppable = False
@@ -44,14 +46,14 @@ class PromptLayer(DynamicLayer):
         self._columns = 0
 
     def hold(self, kept: Tensor, columns: int) -> None:
-        """Announce that of a prompt of `columns` columns this layer gets only kept [B, T'], before they come."""
+        """Announce, before they come, that this layer gets only kept [B, T'] of a prompt's `columns` columns."""
         self.kept, self._dropped, self._padded = kept, columns - kept.shape[1], bool((kept < 0).any())
         self.capacity -= self._dropped
 
     def real(self, mask: Tensor | None) -> Tensor | None:
-        """Which of the columns held are real, bool [B, columns held], None = all.
+        """Which of the held columns are real, bool [B, held columns]; None if all are.
 
-        mask [B, >= get_seq_length()] bool or 0/1 of all columns, the dropped ones included; None = no padding.
+        mask: bool or 0/1 [B, >= get_seq_length()] or None: the same of all columns, the dropped ones included.
         """
         if self.kept is None:
             return None if mask is None else mask[:, : self._columns].bool()
@@ -63,7 +65,7 @@ class PromptLayer(DynamicLayer):
         return torch.cat([there, after], 1)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
-        """Append k, v [B, H, n, D]; returns (the layer, v) for the attention function."""
+        """Append k, v [B, H, n, D]. Returns (the layer, v) for the attention function."""
         if self._buffer is None:
             self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
             shape = (*key_states.shape[:2], self.capacity, key_states.shape[3])
@@ -84,7 +86,7 @@ class PromptLayer(DynamicLayer):
         scaling: float | None = None,
         softmax: Softmax = PLAIN,
     ) -> Tensor:
-        """Causal attention of the last queries q [B, Hq, Q, D] over all that is held. Returns [B, Q, Hq, D]."""
+        """Causal attention of the last queries q [B, Hq, Q, D] over all held columns. Returns [B, Q, Hq, D]."""
         if self.obs_queries:
             queries = q if self.queries is None else torch.cat([self.queries, q], 2)
             self.queries = queries[:, :, -self.obs_queries :].clone()
@@ -100,6 +102,7 @@ class PromptLayer(DynamicLayer):
         return dense.latest(q, self.keys, self.values, scaling, real).transpose(1, 2)
 
     def get_seq_length(self) -> int:
+        """Columns that have come so far, the dropped ones included."""
         return self._columns + self._dropped
 
     def fork(self) -> PromptLayer:
@@ -112,11 +115,14 @@ class PromptLayer(DynamicLayer):
 
 @dataclass
 class Prefill:
-    """What a dense pass over B left-padded prompts of T columns leaves for the methods.
+    """What a pass over B left-padded prompts of T columns leaves for the methods.
 
-    layers: a PromptLayer, or transformers' own where the model's attention slides; real [B, T] bool, False = padding,
-    None = no padding; logits [B, vocabulary] of the next token. selected: of each layer the tokens that the method at
-    hand keeps, sink and window included, bool [B, H, columns of the layer], None = all.
+    layers: list: a PromptLayer each, or transformers' own layer where the model has sliding-window attention.
+    real: bool [B, T] or None: False marks padding; None is no padding.
+    logits: [B, vocabulary]: logits of the next token.
+    columns: int: T.
+    selected: list or None, default None: for each layer the tokens that the current method keeps, sink and window
+      included: bool [B, H, columns of the layer], None if all stay.
     """
 
     layers: list[Any]
@@ -133,13 +139,13 @@ class Prefill:
         return self.real.sum(-1)
 
     def fork(self) -> Cache:
-        """A dense cache that continues the prompts; use one at a time."""
+        """A dense cache that continues the prompts; only one may be in use at a time."""
         return Cache(
             layers=[layer.fork() if isinstance(layer, PromptLayer) else copy.copy(layer) for layer in self.layers]
         )
 
     def bytes(self) -> int:
-        """Bytes of the prompt's K and V, room for new tokens not counted."""
+        """Bytes of the prompt's K and V, without the room for new tokens."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
 
 
@@ -153,11 +159,17 @@ def prefill(
     chunk: int | None = None,
     column_sums: bool = False,
 ) -> Prefill:
-    """Full attention over ids [B, T], left-padded; real [B, T] bool, False = padding, None = no padding.
+    """Full attention over prompts.
 
-    room: columns to leave for what follows the prompt. chunk: columns computed at a time, None = all at once.
+    The model is switched to the attention implementation "leank", which is SDPA for every other cache.
+
+    ids: [B, T]: left-padded prompts.
+    real: bool [B, T] or None: False marks padding; None is no padding.
+    room: int: columns to leave for what follows the prompt.
     obs_queries, column_sums: see PromptLayer.
-    Switches the model to the attention implementation "leank", which is SDPA for every other cache.
+    chunk: int or None, default None: columns computed at a time; None computes all at once.
+
+    Raises ValueError for a model with layers that hold no K and V.
     """
     config = model.config.get_text_config(decoder=True)
     if config._attn_implementation != ATTENTION:
@@ -178,7 +190,13 @@ def prefill(
 
 @torch.no_grad()
 def extend(model: PreTrainedModel, cache: Cache, ids: Tensor, real: Tensor | None, chunk: int | None = None) -> Tensor:
-    """Feed ids [B, n] to a cache; real [B, all columns] bool, None = no padding. Returns the last logits [B, V]."""
+    """Feed ids [B, n] to a cache.
+
+    real: bool [B, all columns so far and these] or None: False marks padding; None is no padding.
+    chunk: int or None, default None: columns computed at a time; None computes all at once.
+
+    Returns the last logits [B, vocabulary].
+    """
     before, new = cache.get_seq_length(), ids.shape[1]
     device = ids.device
     if real is None:
@@ -200,8 +218,8 @@ def extend(model: PreTrainedModel, cache: Cache, ids: Tensor, real: Tensor | Non
     return out
 
 
-def pad_left(prompts: list[list[int]], pad: int, device: Any) -> tuple[Tensor, Tensor | None]:
-    """Prompts as one tensor [B, T], padded on the left, and which columns are real (None = all)."""
+def pad_left(prompts: list[list[int]], pad: int, device: torch.device | str) -> tuple[Tensor, Tensor | None]:
+    """Prompts as one tensor [B, T], padded on the left, and which columns are real (None if all are)."""
     width = max(map(len, prompts))
     ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=device)
     lengths = torch.tensor([len(p) for p in prompts], device=device)

@@ -6,7 +6,8 @@ import logging
 import re
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from eval.benchmarks.row import Row
 
@@ -17,8 +18,12 @@ log = logging.getLogger("eval")
 
 @dataclass(frozen=True)
 class Prompt:
-    """ids: every token up to the reply; question: index of the first one that belongs to the question. specials: how
-    special tokens were read that the sample's own text spells, "text" or "as_is"; None = it spells none.
+    """The tokens that the model reads.
+
+    ids: int: every token up to the reply.
+    question: int: index of the first token that belongs to the question.
+    specials: "text", "as_is" or None, default None: how names of special tokens in the sample's own text were read;
+      None if it has none.
     """
 
     ids: list[int]
@@ -26,7 +31,7 @@ class Prompt:
     specials: str | None = None
 
 
-def uses_chat(tokenizer: Any, row: Row, chat: bool | None) -> bool:
+def uses_chat(tokenizer: PreTrainedTokenizerBase, row: Row, chat: bool | None) -> bool:
     """Whether a row goes through the chat template. Raises ValueError if it must and the tokenizer has none."""
     there = getattr(tokenizer, "chat_template", None) is not None
     if chat is True and not there:
@@ -34,16 +39,18 @@ def uses_chat(tokenizer: Any, row: Row, chat: bool | None) -> bool:
     return row.chat and there and chat is not False
 
 
-def encode(tokenizer: Any, row: Row, chat: bool | None = None, specials: str = "text") -> Prompt:
+def encode(tokenizer: PreTrainedTokenizerBase, row: Row, chat: bool | None = None, specials: str = "text") -> Prompt:
     """Token ids of a row: chat template around `messages()`, or their bare text, then `answer_prefix`.
 
-    The text is encoded as a whole; the question begins with the first token that starts at or after the context's end.
-    specials: what the name of a special token (such as </s>) in the sample's own text becomes: "text", its letters, or
-    "as_is", the special token. Those of the chat template are special tokens always.
+    The text is encoded as a whole. The question begins with the first token that starts at or after the context's end.
+
+    chat: bool or None, default None: whether to use the chat template; None does if there is one.
+    specials: "text" or "as_is", default "text": what the name of a special token (such as </s>) in the sample's own
+      text becomes: its letters, or the special token. Those of the chat template are always special tokens.
     """
     chatting = uses_chat(tokenizer, row, chat)
     if chatting:
-        text = tokenizer.apply_chat_template(row.messages(), tokenize=False, add_generation_prompt=True)
+        text = _templated(tokenizer, row.messages())
         inside = text.rfind(row.prompt)
         if inside < 0:  # templates may strip the turn
             inside = max(0, text.rfind(row.prompt.strip())) - (len(row.prompt) - len(row.prompt.lstrip()))
@@ -63,21 +70,26 @@ def encode(tokenizer: Any, row: Row, chat: bool | None = None, specials: str = "
     return Prompt([token for token, _ in pairs], starts[0] if starts else len(pairs) - 1, how)
 
 
-def _names(tokenizer: Any) -> list[str]:
+def _templated(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+def _names(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return [str(name) for name in getattr(tokenizer, "all_special_tokens", ())]
 
 
-def _spells(tokenizer: Any, row: Row) -> bool:
+def _spells(tokenizer: PreTrainedTokenizerBase, row: Row) -> bool:
     """Whether the sample's text has the name of a special token anywhere."""
     texts = (*(message["content"] for message in row.preamble), row.prompt + row.answer_prefix)
     return any(name in text for name in _names(tokenizer) if name for text in texts)
 
 
 def _as_text(
-    tokenizer: Any, row: Row, text: str, as_is: list[tuple[int, Span]], chatting: bool
+    tokenizer: PreTrainedTokenizerBase, row: Row, text: str, as_is: list[tuple[int, Span]], chatting: bool
 ) -> list[tuple[int, Span]] | None:
-    """(id, place in `text`) of every token with special tokens in the sample's own text as text, None = this tokenizer
-    cannot. The text between two special tokens of the template is encoded as a whole.
+    """(id, place in `text`) of every token, where the sample's own text has no special tokens; None if impossible.
+
+    The text between two special tokens of the template is encoded as a whole.
     """
     spans = _own(tokenizer, row, text) if chatting else [(0, len(text))]
     if spans is None:
@@ -100,8 +112,8 @@ def _as_text(
     return found
 
 
-def _piece(tokenizer: Any, text: str, names: set[str], add: bool) -> list[tuple[int, Span]] | None:
-    """Tokens of a text in which nothing is special; add: the tokenizer's own around it. None = it cannot."""
+def _piece(tokenizer: PreTrainedTokenizerBase, text: str, names: set[str], add: bool) -> list[tuple[int, Span]] | None:
+    """Tokens of a text in which nothing is special, with the tokenizer's own around it if `add`; None if impossible."""
     try:
         encoded = tokenizer(text, add_special_tokens=add, return_offsets_mapping=True, split_special_tokens=True)
     except (TypeError, ValueError, NotImplementedError):
@@ -112,14 +124,15 @@ def _piece(tokenizer: Any, text: str, names: set[str], add: bool) -> list[tuple[
     return None if wrong else pairs
 
 
-def _own(tokenizer: Any, row: Row, text: str) -> list[Span] | None:
-    """Where in the template's text the sample's own is, and whether encoding piece by piece is encoding the whole;
-    None if the template changes the messages or the tokenizer the pieces.
+def _own(tokenizer: PreTrainedTokenizerBase, row: Row, text: str) -> list[Span] | None:
+    """Where the sample's own text lies in the template's text.
+
+    Returns None if the template changes the messages, or if pieces are encoded differently from the whole.
     """
     contents = [message["content"] for message in row.messages()]
     marks = [f"message {n} of {len(contents)} here" for n in range(len(contents))]
-    asked = [{**message, "content": mark} for message, mark in zip(row.messages(), marks, strict=True)]
-    drawn = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    marked = [{**message, "content": mark} for message, mark in zip(row.messages(), marks, strict=True)]
+    drawn = _templated(tokenizer, marked)
     around = re.split("|".join(map(re.escape, marks)), drawn)
     if len(around) != len(contents) + 1:
         return None
@@ -135,9 +148,9 @@ def _own(tokenizer: Any, row: Row, text: str) -> list[Span] | None:
     return None
 
 
-def _splits(tokenizer: Any, row: Row) -> bool:
+def _splits(tokenizer: PreTrainedTokenizerBase, row: Row) -> bool:
     """Whether a template's text is the tokens of its pieces between special tokens, one after the other."""
-    text = tokenizer.apply_chat_template(row.messages(), tokenize=False, add_generation_prompt=True)
+    text = _templated(tokenizer, row.messages())
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     names, ids, at = set(_names(tokenizer)), [], 0
     for token, (first, last) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
@@ -152,7 +165,7 @@ def _splits(tokenizer: Any, row: Row) -> bool:
 _warned: set[str] = set()
 
 
-def _warn(tokenizer: Any) -> None:
+def _warn(tokenizer: PreTrainedTokenizerBase) -> None:
     name = str(getattr(tokenizer, "name_or_path", tokenizer))
     if name not in _warned:
         _warned.add(name)
@@ -162,7 +175,7 @@ def _warn(tokenizer: Any) -> None:
         )  # fmt: skip
 
 
-def overhead(tokenizer: Any, chat: bool | None = None) -> int:
+def overhead(tokenizer: PreTrainedTokenizerBase, chat: bool | None = None) -> int:
     """Tokens that the chat template adds to a prompt."""
     empty = Row("", "", "", "x", (), 1, "")
     if not uses_chat(tokenizer, empty, chat):

@@ -1,4 +1,4 @@
-"""The axes on which a method chooses: every choice is a file of its own with one small frozen dataclass.
+"""The five axes on which a method chooses; every choice is a file of its own with one small frozen dataclass.
 
 The fields of such a class are its configuration. A combination is a Method (eval.methods.base), never a new class.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from data_gen.sample import Sample
 from eval.cache.storage import middle
 from eval.cache.storage.eviction import Eviction
 from eval.cache.storage.store import Sizes
@@ -23,37 +24,45 @@ from eval.methods.held import Held
 from leank_train.channel_scores import pruned
 from leank_train.common.typed import Checked
 
-Observe = Callable[[Any, int], Prefill]  # (data_gen Sample, obs_queries) -> its dense pass
+Observe = Callable[[Sample, int], Prefill]  # (a sample, obs_queries) -> its dense pass
 
 
 class Axis(Checked):
     """A choice on one axis.
 
-    obs_queries: how many of the prompt's last queries it wants to see (`PromptLayer.queries`); column_sums: whether it
-    wants what each key receives from all of them (`PromptLayer.column_sums`). free: the setting that says how much is
-    kept, of the choice or of the cache (`window`); `match` moves it. Its fields hold what their annotations say
-    (`leank_train.common.typed`); `check` adds what depends on the model.
+    Its fields hold what their annotations say (`leank_train.common.typed`); `check` adds what depends on the model.
+    Fields whose names begin with an underscore are no settings.
+
+    obs_queries: int, default 0: how many of the prompt's last queries it needs (`PromptLayer.queries`).
+    column_sums: bool, default False: whether it needs the attention that each key receives from all queries
+    (`PromptLayer.column_sums`).
+    free: str or None: the setting that says how much is kept, one of its own or the cache's `window`; `match` moves it.
     """
 
-    obs_queries = 0
     column_sums = False
     free: str | None = None
 
-    def check(self, config: Any, tokenizer: Any) -> None:
+    @property
+    def obs_queries(self) -> int:
+        """How many of the prompt's last queries it needs."""
+        return 0
+
+    def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise ValueError or FileNotFoundError if this cannot run on such a model; no weights are loaded yet."""
 
     def check_sizes(self, sizes: Sizes) -> None:
-        """Raise ValueError if this makes no sense beside such a sink, window and flush."""
+        """Raise ValueError if this makes no sense with such a sink, window and flush."""
 
-    def calibrate(self, observe: Observe, tokenizer: Any, config: Any) -> None:
+    def calibrate(self, observe: Observe, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
         """Look at samples once, before the first batch."""
 
     def identity(self) -> dict[str, Any]:
-        """What the answers depend on, as JSON; by default every field."""
-        return asdict(self)  # type: ignore[call-overload]
+        """What the answers depend on, as JSON; by default every setting."""
+        names = [field.name for field in fields(self)]  # type: ignore[arg-type]  # every choice is a dataclass
+        return {name: getattr(self, name) for name in names if not name.startswith("_")}
 
     def extra_bytes(self, held: Held) -> float:
-        """Bytes that this holds of a prompt beside K and V."""
+        """Bytes that this holds for one prompt in addition to K and V."""
         return 0
 
 
@@ -61,28 +70,31 @@ class Channels(Axis, ABC):
     """Which channels of the middle's keys stay."""
 
     @abstractmethod
-    def keep_mask(self, prefill: Prefill, config: Any) -> Tensor:
-        """Kept channels of K, bool [L, H, D] for all rows or [B, L, H, D].
+    def keep_mask(self, prefill: Prefill, config: PreTrainedConfig) -> Tensor:
+        """Kept channels of K: bool [L, H, D] for all rows, or [B, L, H, D].
 
         `prefill.selected` says which tokens the method keeps, where it does not keep all.
         """
 
-    def keep_value_mask(self, prefill: Prefill, config: Any) -> Tensor | None:
-        """Kept channels of V, as `keep`; None = all."""
+    def keep_value_mask(self, prefill: Prefill, config: PreTrainedConfig) -> Tensor | None:
+        """Kept channels of V, in the shape of `keep_mask`; None if all stay."""
         return None
 
-    def kept_counts(self, config: Any, length: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """How many channels of K and of V each head keeps of a prompt of `length` tokens [L, H]; None = who knows."""
+    def kept_counts(self, config: PreTrainedConfig, length: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """How many channels of K and of V each head keeps of a prompt of `length` tokens, each [L, H].
+
+        Returns None if the counts depend on the prompt.
+        """
         return None
 
 
 class Uniform(Channels):
-    """As many in every head: all of V and, of K, what is left when floor(ratio * D) channels are pruned."""
+    """A choice that keeps equally many channels in every head: floor(ratio * D) of K are pruned, none of V."""
 
     ratio: float
     free = "ratio"
 
-    def kept_counts(self, config: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
+    def kept_counts(self, config: PreTrainedConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
         layers, heads, dim = shape_of(config)
         return np.full((layers, heads), dim - pruned(dim, self.ratio)), np.full((layers, heads), dim)
 
@@ -91,30 +103,32 @@ class Tokens(Axis, ABC):
     """Which tokens of the middle stay."""
 
     @abstractmethod
-    def keep_mask(self, prefill: Prefill, config: Any, sizes: Sizes) -> list[Tensor | None]:
-        """Of every layer, the prompt's tokens that stay, bool [B, H, T] over its columns; None = all of the layer.
+    def keep_mask(self, prefill: Prefill, config: PreTrainedConfig, sizes: Sizes) -> list[Tensor | None]:
+        """For each layer, the prompt's tokens that stay: bool [B, H, T] over its columns, None if all stay.
 
-        Sink and window stay whatever this says. Layers whose own attention slides are None.
+        Sink and window stay whatever this says. Layers with sliding-window attention get None.
         """
 
-    def joins(self, config: Any) -> Tensor | None:
-        """Bool [L, H]: whether tokens that leave the window while decoding join the middle; None = all do."""
+    def joins(self, config: PreTrainedConfig) -> Tensor | None:
+        """Whether tokens that leave the window while decoding join the middle: bool [L, H], None if all do."""
         return None
 
-    def eviction(self, layer: PromptLayer, config: Any, sizes: Sizes) -> Eviction | None:
-        """Which tokens leave the middle of one layer while decoding; None = none."""
+    def eviction(self, layer: PromptLayer, config: PreTrainedConfig, sizes: Sizes) -> Eviction | None:
+        """Which tokens leave the middle of one layer while decoding; None if none leave."""
         return None
 
-    def kept_counts(self, config: Any, columns: list[int], sizes: Sizes) -> np.ndarray | None:
-        """How many tokens of a prompt's middle each head keeps [L, H], all if there are fewer; None = who knows.
+    def kept_counts(self, config: PreTrainedConfig, columns: list[int], sizes: Sizes) -> np.ndarray | None:
+        """How many tokens of a prompt's middle each head keeps [L, H]; a shorter middle is kept whole.
 
-        columns: tokens that each layer gets of the prompt. Where `settled` is false these are means over the heads.
+        columns: tokens that each layer gets of the prompt.
+
+        Returns None if the counts depend on the prompt, and means over the heads where `settled` is false.
         """
         return None
 
     @property
     def settled(self) -> bool:
-        """Whether it is known which heads keep how much."""
+        """Whether it is known already which heads keep how much."""
         return True
 
 
@@ -122,8 +136,8 @@ class Bits(Axis, ABC):
     """How the numbers of the middle are stored."""
 
     @abstractmethod
-    def of_layer(self, index: int, config: Any) -> middle.Codec | None:
-        """The choice for one layer; None = as they come."""
+    def of_layer(self, index: int, config: PreTrainedConfig) -> middle.Codec | None:
+        """The codec of one layer; None stores the numbers in the model's type."""
 
     @abstractmethod
     def packed(self, held: Held) -> float:
@@ -134,19 +148,22 @@ class Reads(Axis, ABC):
     """Which tokens of the middle a decoding step reads."""
 
     @abstractmethod
-    def of_layer(self, index: int, config: Any) -> middle.ReadChoice | None:
-        """The choice for one layer; None = all of them."""
+    def of_layer(self, index: int, config: PreTrainedConfig) -> middle.ReadChoice | None:
+        """The rule of one layer; None reads all tokens."""
 
 
 class PromptPass(Axis, ABC):
-    """A pass over the prompt that is not the dense one: it drops tokens on its way up."""
+    """A pass over the prompt that drops tokens on its way up, in place of the dense one."""
 
     @abstractmethod
     def run(
         self, model: PreTrainedModel, ids: Tensor, real: Tensor | None, room: int, obs_queries: int, chunk: int | None
     ) -> Prefill:
-        """As eval.inference.prefill.prefill, which it takes the place of."""
+        """Run the pass; parameters and result are those of eval.inference.prefill.prefill."""
 
-    def kept_counts(self, config: Any, length: int) -> tuple[list[int], list[int]] | None:
-        """How many of a prompt's `length` tokens each layer gets, at least and at most; None = who knows."""
+    def kept_counts(self, config: PreTrainedConfig, length: int) -> tuple[list[int], list[int]] | None:
+        """How many of a prompt's `length` tokens each layer gets, at least and at most.
+
+        Returns None if nothing is known beforehand.
+        """
         return None

@@ -1,4 +1,4 @@
-"""What a method of the tables is: a choice on each axis of how a compressed cache keeps its middle."""
+"""A method of the tables: a choice on each axis of how a compressed cache keeps its middle."""
 
 from __future__ import annotations
 
@@ -11,27 +11,33 @@ from typing import Annotated, Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from eval.cache import CompressedLayer, Sizes, compressed_cache
 from eval.cache.storage.middle import Middle
 from eval.cache.storage.store import middle_columns, real_positions
 from eval.inference.prefill import Prefill, PromptLayer
+from eval.inference.prefill import prefill as dense_pass
 from eval.methods.axes import Axis, Bits, Channels, PromptPass, Reads, Tokens
+from eval.methods.registry import AXES, name_of
 from leank_train.common.typed import Checked, Count, OneOf, Positive
 
-AXES = ("channels", "tokens", "bits", "reads", "prefill")
 BACKENDS = ("auto", "torch", "triton")
 
 
 @dataclass(frozen=True)
 class Method(Checked):
-    """One row of the tables.
+    """One row of the tables; without a choice on any axis it is the dense cache.
 
-    label: its name there; channels, tokens, bits, reads, prefill: a choice on that axis, None = all of it. sink,
-    window: tokens kept whole at both ends; flush: tokens that move at a time; backend: see
-    eval.cache.compressed_cache. matched: which settings eval.run.matched moved, and to what bytes. With no choice on
-    any axis it is the dense cache itself.
+    label: str: its name in the tables.
+    channels, tokens, bits, reads, prefill: a choice on that axis, default None: all of the middle is kept as it is.
+    sink: int, tokens, default 128: first tokens that are kept whole.
+    window: int, tokens, default 1024: last tokens that are kept whole.
+    flush: int, tokens, default 32: how many tokens leave the window at a time.
+    backend: "auto", "torch" or "triton", default "auto": see eval.cache.compressed_cache.
+    matched: mapping or None: which settings eval.run.matched moved, and to what bytes.
+
+    Raises ValueError for choices that exclude each other or do not fit sink, window and flush.
     """
 
     label: str
@@ -66,20 +72,18 @@ class Method(Checked):
 
     @property
     def obs_queries(self) -> int:
-        """How many of the prompt's last queries this method wants to see."""
+        """How many of the prompt's last queries this method needs."""
         return max((choice.obs_queries for choice in self.axes.values()), default=0)
 
     @property
     def column_sums(self) -> bool:
-        """Whether this method wants what each key receives from all queries of the prompt."""
+        """Whether this method needs the attention that each key receives from all queries of the prompt."""
         return any(choice.column_sums for choice in self.axes.values())
 
     def config(self) -> dict[str, Any]:
-        """The whole configuration, as JSON."""
+        """The whole configuration, as JSON; empty for the dense cache."""
         if not self.axes:
             return {}
-        from eval.methods import name_of
-
         chosen = {name: {"name": name_of(choice), **choice.identity()} for name, choice in self.axes.items()}
         matched = {} if self.matched is None else {"matched": dict(self.matched)}
         return {**chosen, "sink": self.sink, "window": self.window, "flush": self.flush, **matched}
@@ -88,8 +92,30 @@ class Method(Checked):
         """Ten hex digits of what the answers depend on."""
         return hashlib.sha256(json.dumps(self.config(), sort_keys=True).encode()).hexdigest()[:10]
 
+    def run_prefill(
+        self,
+        model: PreTrainedModel,
+        ids: Tensor,
+        real: Tensor | None,
+        room: int,
+        chunk: int | None = None,
+        obs_queries: int = 0,
+    ) -> Prefill:
+        """The pass over the prompts from which `cache` is built: this method's own, or the dense one.
+
+        ids, real, room, chunk: see eval.inference.prefill.prefill.
+        obs_queries: int, default 0: last queries that other methods on this pass need; the method's own are added.
+        """
+        queries = max(self.obs_queries, obs_queries)
+        if self.prefill is None:
+            return dense_pass(model, ids, real, room, queries, chunk, self.column_sums)
+        return self.prefill.run(model, ids, real, room, queries, chunk)
+
     def cache(self, model: PreTrainedModel, prefill: Prefill) -> Cache:
-        """The cache with the prompts in it, ready to decode."""
+        """The cache with the prompts in it, ready to decode.
+
+        prefill: what `run_prefill` of this method, or of one that shares its pass, returned.
+        """
         compresses = self.axes.keys() - {"prefill"}
         if not compresses or not any(isinstance(layer, PromptLayer) for layer in prefill.layers):
             return prefill.fork()
@@ -109,7 +135,7 @@ class Method(Checked):
                 cache.layers[index] = copy.copy(dense)
         return cache
 
-    def _middles(self, prefill: Prefill, config: Any, sizes: Sizes) -> list[Middle]:
+    def _middles(self, prefill: Prefill, config: PreTrainedConfig, sizes: Sizes) -> list[Middle]:
         """What the axes choose for the middle of each layer."""
         channels = None if self.channels is None else self.channels.keep_mask(prefill, config)
         values = None if self.channels is None else self.channels.keep_value_mask(prefill, config)
@@ -130,7 +156,7 @@ class Method(Checked):
 
 
 def _selected(tokens: list[Tensor | None], prefill: Prefill, sizes: Sizes) -> list[Tensor | None]:
-    """With sink and window, without padding."""
+    """The chosen tokens with sink and window, without padding: bool [B, H, T] per layer, None if all stay."""
     selected: list[Tensor | None] = []
     for layer, keep in zip(prefill.layers, tokens, strict=True):
         if keep is not None:

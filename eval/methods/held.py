@@ -9,8 +9,13 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Held:
-    """Of one prompt and every KV head [L, H]: tokens in sink and window (`ends`, whole) and in the middle, channels of
-    the middle's K and V. dim: head_dim; itemsize: bytes of a number that is not packed.
+    """What every KV head holds of one prompt.
+
+    ends: int [L, H]: tokens in sink and window, which are whole.
+    middle: int [L, H]: tokens in the middle.
+    k, v: int [L, H]: channels of the middle's K and V.
+    dim: int: head_dim.
+    itemsize: int, bytes: size of a number that is not packed.
     """
 
     ends: np.ndarray

@@ -6,20 +6,21 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+
+from transformers import PreTrainedConfig
 
 from eval.methods.base import Method
 from eval.methods.memory import dense_bytes, method_bytes
 
 TOLERANCE = 0.03
 STEPS = 10_000  # of a setting that is a share
-WHOLE = ("budget", "window")  # settings in tokens; all others are shares in [0, 1)
+WHOLE = ("budget", "window")  # settings in tokens; all others are shares and accept every value in [0, 1)
 
 
-def share_of_dense(method: Method, config: Any, lengths: Sequence[int], itemsize: int) -> float:
-    """Bytes that a method holds of prompts of these lengths together, over those of the dense cache.
+def share_of_dense(method: Method, config: PreTrainedConfig, lengths: Sequence[int], itemsize: int) -> float:
+    """Bytes that a method holds of prompts of these lengths together, divided by those of the dense cache.
 
-    Raises ValueError where the prompts themselves decide.
+    Raises ValueError if the bytes depend on the prompts themselves.
     """
     held = 0.0
     for length, count in Counter(lengths).items():
@@ -31,8 +32,10 @@ def share_of_dense(method: Method, config: Any, lengths: Sequence[int], itemsize
 
 
 def free_settings(method: Method) -> list[str]:
-    """What `match` moves, as axis.setting or window: every budget, else the first free setting of tokens, prefill and
-    channels, so that of two axes one stays as it is (ThinK, table 7, moves H2O's and SnapKV's budget).
+    """The settings that `match` moves, as "axis.setting" or "window".
+
+    They are all budgets of the method. Without a budget it is the first free setting of tokens, prefill and channels,
+    so that of two axes one stays as it is (ThinK, table 7, moves H2O's and SnapKV's budget).
     """
     free = {axis: choice.free for axis, choice in method.axes.items() if choice.free is not None}
     budgets = [f"{axis}.budget" for axis, setting in free.items() if setting == "budget"]
@@ -41,11 +44,15 @@ def free_settings(method: Method) -> list[str]:
     return budgets or first
 
 
-def match(method: Method, share: float, config: Any, lengths: Sequence[int], itemsize: int) -> Method:
-    """`method` with its free setting such that prompts of these lengths take `share` of their dense bytes together.
+def match(method: Method, share: float, config: PreTrainedConfig, lengths: Sequence[int], itemsize: int) -> Method:
+    """A copy of `method` whose free setting makes the prompts together take `share` of their dense bytes.
 
-    config: the model's; itemsize: bytes of a number. Raises ValueError, saying why, for a method that has no such
-    setting or whose bytes stay further than 3% away from it.
+    share: float in (0, 1].
+    config: the model's.
+    lengths: int, tokens: length of each prompt.
+    itemsize: int, bytes: size of a number.
+
+    Raises ValueError, saying why, for a method that has no such setting or whose bytes stay further than 3% away.
     """
     settings = free_settings(method)
     if not settings:

@@ -1,9 +1,14 @@
-"""KIVI (Liu et al., 2024): the middle in 2 or 4 bits, K per channel along tokens, V per token along channels."""
+"""KIVI: the middle in 2 or 4 bits, K per channel along tokens, V per token along channels.
+
+"KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", arXiv 2402.02750, section 3.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from eval.cache.storage.pages import round_up
 from eval.cache.storage.quantised import Packing
@@ -16,12 +21,22 @@ from leank_train.common.typed import OneOf, Positive
 
 @dataclass(frozen=True)
 class KIVI(Bits):
-    """bits: 2 or 4, of K and V alike; group: numbers that share a scale and a zero point.
+    """Each group of numbers x is stored as integers with one scale s and one zero point z.
 
-    KIVI's residual, the newest tokens in full precision (K: those that do not fill a group yet, V: the last R), is the
-    cache's window here, and the sink stays whole too, which KIVI does not have. The prompt is attended unquantised and
-    quantised when it is sealed; its last group may be short. Tokens join in groups, so `flush` is a multiple of
-    `group`. A group of equal numbers has scale 0 and comes back exactly; KIVI's code divides by that zero.
+      Q(x) = round((x - z) / s),   z = min x,   s = (max x - min x) / (2^bits - 1)
+
+    A group is `group` tokens of one channel of K, or `group` channels of one token of V.
+
+    Deviations
+    - KIVI's residual, its newest tokens in full precision, is the cache's window here. The published code keeps those
+      that do not fill a group of K and the last 32 or 128 of V. The sink stays whole too, which KIVI does not have.
+    - The prompt is attended unquantised and quantised when the cache is sealed. Its last group may be short.
+    - A group of equal numbers has scale 0 and comes back exactly; the published code divides by that zero.
+
+    Settings
+    bits: 2 or 4, default 2: bits of every number of K and V.
+    group: int, default 32: numbers that share a scale and a zero point. Tokens join the middle in groups, so the
+      cache's `flush` must be a multiple of it.
     """
 
     bits: Annotated[int, OneOf(2, 4)] = 2
@@ -34,15 +49,13 @@ class KIVI(Bits):
                 f"{round_up(sizes.flush, self.group)} or choose a smaller group"
             )
 
-    def check(self, config: Any, tokenizer: Any) -> None:
+    def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self.of_layer(0, config).check(shape_of(config)[-1])
 
     def packed(self, held: Held) -> float:
-        """Per group of tokens and channel of K, and per token and group of channels of V (section 3), `bits` a number,
-        a scale and a zero point.
-        """
+        """Bytes of the middle: `bits` per number, and one scale and one zero point per group of K and of V."""
         cells = -(-held.middle // self.group) * held.k + held.middle * held.v / self.group
         return float(cells.sum()) * (self.group * self.bits / 8 + 2 * held.itemsize)
 
-    def of_layer(self, index: int, config: Any) -> Packing:
+    def of_layer(self, index: int, config: PreTrainedConfig) -> Packing:
         return Packing(self.bits, self.group)

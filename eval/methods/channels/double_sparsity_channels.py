@@ -1,4 +1,8 @@
-"""Double Sparsity's outlier channels (arXiv 2408.07092) as a channel mask (LeanK, appendix B and table 10)."""
+"""Double Sparsity's outlier channels as a static channel mask.
+
+"Post-Training Sparse Attention with Double Sparsity", arXiv 2408.07092, section 3; as a mask of channels in LeanK
+(arXiv 2508.02215), appendix B and table 10.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +19,22 @@ from leank_train.common.typed import Positive
 
 @dataclass(frozen=True)
 class DoubleSparsityChannels(Calibrated):
-    """Keep the channels i of the largest mean |q_i k_i|, query and key of the same token, after RoPE.
+    """The channels with the largest mean product of a query and the key of the same token stay.
 
-    The mean is over all tokens of all blocks and over the query heads of a group. Deviations: the published code's
-    accumulation keeps its last block only, here all count; its 256 blocks of 512 tokens are of a text corpus, here
-    they are samples of `task` (niah_single_2: natural text), each a prompt of at most `length` tokens.
+      Score[i] = mean over tokens t and query heads of the group of |q_ti k_ti|        (after RoPE)
+
+    Deviations
+    - All calibration blocks count. The accumulation in the published code keeps its last block only, and its reshape
+      mixes heads.
+    - The published 256 blocks of 512 tokens come from a text corpus. Here they are samples of `task`, and the default
+      task is written in natural text. Each is a prompt of at most `length` tokens.
+
+    Settings
+    ratio: float in [0, 1), default 0.7: share of K channels pruned; floor(ratio * D) go in every head.
+    task: str, default "niah_single_2": task of the samples.
+    length: int, tokens, default 512: longest sample; all its queries are observed.
+    samples: int, default 256: number of samples.
+    seed: int, default 7: seed of the samples.
     """
 
     task: str = "niah_single_2"

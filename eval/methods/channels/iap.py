@@ -1,16 +1,19 @@
-"""IAP, interdependence-aware pruning (anonymous, "Rethinking KV Cache Pruning with Channel Interdependence").
+"""IAP: channels are pruned one by one, with regard to how they interact.
 
-There is no public code; this follows the paper's Algorithm 1 and section 3.3, for all heads, layers and rows at once.
+"Rethinking KV Cache Pruning with Channel Interdependence for Efficient Long-Context Inference", anonymous ACL
+submission without an arXiv number or public code. This follows its Algorithm 1 and section 3.3, for all heads, layers
+and rows at once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from annotated_types import Ge
 from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from eval.inference.models import shape_of
 from eval.inference.prefill import Prefill
@@ -27,21 +30,31 @@ class IAP(Uniform):
       E(B)    = ||Q K^T - Q S K^T||_F^2 = sum of M_ij over i, j in B,   M_ij = (k_i . k_j) (q_i . q_j)        (Eq. 3)
       Delta_i = M_ii + sum of M_ij over j in B, j != i                                                        (Eq. 4)
 
-    q_i, k_i: columns of Q [n, D], the last `queries` queries, and K [T - recent, D]. Each step moves the channel i of
-    the least M_ii + interaction * sum of M_ij over B into B, floor(ratio * D) times. interaction=2 is Algorithm 1:
-    what i adds to E(B), its own Delta_i and the growth of the others'. 1 ranks by Delta_i alone, as Eq. 4 reads; 0
-    leaves the interaction out, which is ThinK's choice.
+    q_i, k_i are columns of Q [n, D], the last `queries` queries, and of K [T - recent, D]. Each step moves the channel
+    i of the smallest M_ii + interaction * sum of M_ij into B. An interaction of 2 ranks by what i adds to E(B): its own
+    Delta_i and the growth of the others'. An interaction of 1 ranks by Delta_i alone, as Eq. 4 reads. An interaction of
+    0 is ThinK's choice.
 
-    Salient channels (section 3.3), the largest ||k_i|| of a head, are never pruned: as many as exceed mean + standard
-    deviation, at least floor(salient_min * D) and at most floor(salient_max * D). The paper's [a, b] are [3, 7] or
-    [5, 10] (percent) for long caches and [0, 0] (off) for short ones.
+    Salient channels (section 3.3) are those of the largest ||k_i|| in a head, and are never pruned: as many as exceed
+    mean + standard deviation, at least floor(salient_min * D) and at most floor(salient_max * D).
 
-    Deviations, where the paper is silent: under GQA, Q holds the queries of all the heads of a group, so E is their
-    summed error; the standard deviation is that of a sample (D - 1); norms are of the keys that are scored. Keys that
-    the tokens axis dropped do not count.
+    Deviations, all where the paper is silent
+    - Under GQA, Q holds the queries of all the heads of a group, so E is their summed error.
+    - The standard deviation is that of a sample (D - 1). Norms are of the keys that are scored.
+    - The paper's [a, b] of [3, 7] or [5, 10] have no unit; they are read as percent of D. It sets [0, 0] for short
+      caches.
+    - Keys that the tokens axis dropped do not count.
 
     Cost per KV head: T D^2 for the Gram matrix of K, n G D^2 for that of Q, then floor(ratio * D) steps of O(D), each
-    one batched operation for all rows, layers and heads. Held meanwhile: M, D^2 numbers a head.
+    one batched operation for all rows, layers and heads. M takes D^2 numbers per head meanwhile.
+
+    Settings
+    ratio: float in [0, 1), default 0.7: share of K channels pruned; floor(ratio * D) go in every head.
+    queries: int, default 32: last queries of the prompt that are observed.
+    recent: int, tokens, default 32: last keys that are not scored.
+    salient_min: float in [0, 1), default 0.03: least share of channels that is protected.
+    salient_max: float in [0, 1), default 0.07: largest share of channels that is protected.
+    interaction: float >= 0, default 2: weight of the interaction with the channels already pruned.
     """
 
     ratio: Share = 0.7
@@ -52,10 +65,10 @@ class IAP(Uniform):
     interaction: Annotated[float, Ge(0)] = 2.0
 
     @property
-    def obs_queries(self) -> int:  # type: ignore[override]
+    def obs_queries(self) -> int:
         return self.queries
 
-    def check(self, config: Any, tokenizer: Any) -> None:
+    def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         dim = shape_of(config)[2]
         kept, low, high = dim - pruned(dim, self.ratio), self.salient_min, self.salient_max
         if not 0 <= low <= high < 1:
@@ -67,7 +80,7 @@ class IAP(Uniform):
                 f"salient_max={high} protects more than the {kept} of {dim} channels that ratio={self.ratio} keeps"
             )
 
-    def keep_mask(self, prefill: Prefill, config: Any) -> Tensor:
+    def keep_mask(self, prefill: Prefill, config: PreTrainedConfig) -> Tensor:
         found = [interactions(s.queries(self.queries), s.keys) for s in seen(prefill, self.queries, self.recent)]
         matrix, norms = (torch.stack(x, 1) for x in zip(*found, strict=True))  # [B, L, H, D, D], [B, L, H, D]
         protected = salient(norms, self.salient_min, self.salient_max)
@@ -75,7 +88,11 @@ class IAP(Uniform):
 
 
 def interactions(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """M of Eq. 3 [B, H, D, D], summed over a group, and ||k_i|| [B, H, D]; queries [B, Hq, n, D], keys [B, H, T, D]."""
+    """M of Eq. 3 [B, H, D, D], summed over a group, and ||k_i|| [B, H, D].
+
+    queries: [B, Hq, n, D].
+    keys: [B, H, T, D].
+    """
     stacked = queries.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)  # [B, H, G * n, D]
     of_keys = keys.mT @ keys
     return of_keys * (stacked.mT @ stacked), of_keys.diagonal(dim1=-2, dim2=-1).sqrt()
@@ -89,7 +106,13 @@ def salient(norms: Tensor, low: float, high: float) -> Tensor:
 
 
 def greedy(matrix: Tensor, count: int, protected: Tensor, interaction: float = 2.0) -> Tensor:
-    """Algorithm 1: the `count` channels to drop, bool [..., D]; matrix [..., D, D] is M, protected [..., D] stay."""
+    """Algorithm 1: the channels to drop, bool [..., D].
+
+    matrix: M, [..., D, D].
+    count: int: how many channels to drop.
+    protected: bool [..., D]: channels that stay.
+    interaction: float, default 2: see `IAP`.
+    """
     dropped = torch.zeros_like(protected)
     score = matrix.diagonal(dim1=-2, dim2=-1).masked_fill(protected, torch.inf)
     for _ in range(count):

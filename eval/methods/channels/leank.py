@@ -1,4 +1,7 @@
-"""LeanK: the learned static mask (section 3.3)."""
+"""LeanK: the learned static mask.
+
+"LeanK: Learnable K Cache Channel Pruning for Efficient Decoding", arXiv 2508.02215, section 3.3.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 import numpy as np
 from pydantic import InstanceOf
 from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from eval.inference.prefill import Prefill
 from eval.methods.axes import Channels
@@ -19,13 +23,20 @@ from leank_train.mask import ChannelMask
 
 @dataclass(frozen=True)
 class LeanK(Channels):
-    """mask: a mask.safetensors of a training run, a published .pth, or a ChannelMask."""
+    """One mask S, learned beforehand, selects the kept channels of K for all inputs: Q_S K_S^T stands for Q K^T.
+
+    A head without kept channels keeps no middle at all, V included. There are no deviations from the paper.
+
+    Settings
+    mask: str or ChannelMask, must be set: path of a training run's mask.safetensors or of a published .pth, or the mask
+      itself.
+    """
 
     mask: str | InstanceOf[ChannelMask] | None = None
 
     @cached_property
     def loaded(self) -> ChannelMask:
-        """The mask itself. Raises FileNotFoundError or ValueError, naming the setting."""
+        """The mask itself. Raises FileNotFoundError or ValueError naming the setting."""
         if self.mask is None or self.mask == "":
             raise ValueError("mask is not set; give mask=PATH, the mask.safetensors of a training run")
         if isinstance(self.mask, ChannelMask):
@@ -38,7 +49,7 @@ class LeanK(Channels):
             return ChannelMask.from_official(self.mask)
         return ChannelMask.load(self.mask)
 
-    def check(self, config: Any, tokenizer: Any) -> None:
+    def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         mask = self.loaded
         try:
             mask.check_model(config)
@@ -46,13 +57,13 @@ class LeanK(Channels):
             raise ValueError(f"mask={self.mask if isinstance(self.mask, str) else 'given'}: {error}") from error
 
     def identity(self) -> dict[str, Any]:
-        """The mask's contents, not its place."""
+        """The mask's contents, not its path."""
         digest = hashlib.sha256(self.loaded.keep.numpy().tobytes()).hexdigest()[:16]
         return {"mask": digest, "pruning_ratio": round(self.loaded.pruning_ratio, 6)}
 
-    def keep_mask(self, prefill: Prefill, config: Any) -> Tensor:
+    def keep_mask(self, prefill: Prefill, config: PreTrainedConfig) -> Tensor:
         return self.loaded.keep
 
-    def kept_counts(self, config: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
+    def kept_counts(self, config: PreTrainedConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
         count = self.loaded.channels_per_head.numpy()
         return count, np.full_like(count, self.loaded.keep.shape[-1])

@@ -1,4 +1,7 @@
-"""A LeanK mask's budget of each head, filled anew for each sample by ThinK's rule (LeanK, tables 9 and 23)."""
+"""LeanK's budget per head with channels that ThinK's rule selects anew for each sample.
+
+"LeanK: Learnable K Cache Channel Pruning for Efficient Decoding", arXiv 2508.02215, tables 9 and 23.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from eval.inference.prefill import Prefill
 from eval.methods.channels.leank import LeanK
@@ -16,21 +20,28 @@ from leank_train.common.typed import OneOf, Positive
 
 @dataclass(frozen=True)
 class LeanKBudget(LeanK):
-    """mask: how many channels each head keeps is its number there; which ones, ThinK says.
+    """Each head keeps as many channels as the mask gives it: those of the largest ThinK score.
 
-    queries, group: see eval.methods.channels.think.
+      Score[j] = ||q_j|| ||k_j||        (ThinK, arXiv 2407.21018, section 3.2)
+
+    The deviations are those of eval.methods.channels.think.
+
+    Settings
+    mask: str or ChannelMask, must be set: see eval.methods.channels.leank; only its number of channels per head counts.
+    queries: int, default 32: last queries of the prompt that are observed.
+    group: "squares" or "norms", default "squares": what is averaged over the query heads of a KV head.
     """
 
     queries: Positive = 32
     group: Annotated[str, OneOf(*GROUPS)] = "squares"
 
     @property
-    def obs_queries(self) -> int:  # type: ignore[override]
+    def obs_queries(self) -> int:
         return self.queries
 
     def identity(self) -> dict[str, Any]:
         return {**super().identity(), "queries": self.queries, "group": self.group}
 
-    def keep_mask(self, prefill: Prefill, config: Any) -> Tensor:
+    def keep_mask(self, prefill: Prefill, config: PreTrainedConfig) -> Tensor:
         scores = think_scores(prefill, self.queries, self.group)
         return top(scores, self.loaded.channels_per_head[..., None].to(scores.device))

@@ -1,12 +1,15 @@
-"""The RoPE pairs of the lowest frequencies, as many in every head; needs neither training nor data."""
+"""The RoPE pairs of the lowest frequencies stay; this needs neither training nor data.
+
+No paper proposes this baseline. LeanK (arXiv 2508.02215, section 5.2) reports that learned masks favour these pairs.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from eval.inference.models import shape_of
 from eval.inference.prefill import Prefill
@@ -17,16 +20,23 @@ from leank_train.common.typed import Share
 
 @dataclass(frozen=True)
 class LowestFrequencies(Uniform):
-    """ratio: share of K channels pruned."""
+    """Every head keeps the RoPE pairs p of the lowest frequencies theta^(-2p / D).
+
+    A pair p of D / 2 rotates the channels p and p + D / 2 and stays or goes as a whole. An odd number of channels to
+    prune takes one pair more.
+
+    Settings
+    ratio: float in [0, 1), default 0.7: share of K channels pruned.
+    """
 
     ratio: Share = 0.7
 
-    def check(self, config: Any, tokenizer: Any) -> None:
+    def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         lowest_frequencies(config, self.ratio)
 
-    def keep_mask(self, prefill: Prefill, config: Any) -> Tensor:
+    def keep_mask(self, prefill: Prefill, config: PreTrainedConfig) -> Tensor:
         return lowest_frequencies(config, self.ratio).keep
 
-    def kept_counts(self, config: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
+    def kept_counts(self, config: PreTrainedConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
         count = lowest_frequencies(config, self.ratio).channels_per_head.numpy()
         return count, np.full_like(count, shape_of(config)[2])

@@ -1,12 +1,16 @@
-"""Key magnitude: of each sample, keep in every head the channels of the largest norm, whatever the queries."""
+"""Key magnitude: for each sample, the channels of the largest norm stay, whatever the queries.
+
+"ThinK: Thinner Key Cache by Query-Driven Pruning", arXiv 2407.21018, Eq. 1 and table 1.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from eval.inference.prefill import Prefill
 from eval.methods.axes import Uniform
@@ -17,14 +21,20 @@ from leank_train.common.typed import OneOf, Share
 
 @dataclass(frozen=True)
 class Magnitude(Uniform):
-    """M[d] = ||K[:, d]||_p over the prompt's keys that stay (ThinK, Eq. 1 and table 1).
+    """Every head keeps the channels of the largest norm over the prompt's keys that stay.
 
-    ratio: share of K channels pruned, floor(ratio * D) of every head. norm: p, 1 or 2.
+      M[d] = ||K[:, d]||_p        (Eq. 1)
+
+    There are no deviations from the paper.
+
+    Settings
+    ratio: float in [0, 1), default 0.7: share of K channels pruned; floor(ratio * D) go in every head.
+    norm: 1 or 2, default 2: p of the norm.
     """
 
     ratio: Share = 0.7
     norm: Annotated[int, OneOf(1, 2)] = 2
 
-    def keep_mask(self, prefill: Prefill, config: Any) -> Tensor:
+    def keep_mask(self, prefill: Prefill, config: PreTrainedConfig) -> Tensor:
         norms = [torch.linalg.vector_norm(layer.keys, self.norm, dim=2) for layer in seen(prefill)]
         return best(torch.stack(norms, 1), self.ratio)

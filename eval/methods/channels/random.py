@@ -1,11 +1,11 @@
-"""Random channels, as many in every head: the floor of every table."""
+"""Random channels, equally many in every head: the floor of every table. No paper proposes it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from eval.inference.models import shape_of
 from eval.inference.prefill import Prefill
@@ -16,13 +16,18 @@ from leank_train.common.typed import Seed, Share
 
 @dataclass(frozen=True)
 class Random(Uniform):
-    """ratio: share of K channels pruned. seed: of the draw."""
+    """Every head keeps channels that are drawn once and are the same for all inputs.
+
+    Settings
+    ratio: float in [0, 1), default 0.7: share of K channels pruned; floor(ratio * D) go in every head.
+    seed: int, default 0: seed of the draw.
+    """
 
     ratio: Share = 0.7
     seed: Seed = 0
 
-    def check(self, config: Any, tokenizer: Any) -> None:
+    def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         random_mask(shape_of(config), self.ratio, self.seed)
 
-    def keep_mask(self, prefill: Prefill, config: Any) -> Tensor:
+    def keep_mask(self, prefill: Prefill, config: PreTrainedConfig) -> Tensor:
         return random_mask(shape_of(config), self.ratio, self.seed).keep

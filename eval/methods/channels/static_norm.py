@@ -1,4 +1,7 @@
-"""LeanK's preliminary static mask (section 2.2): mean channel norms over calibration samples, one for all inputs."""
+"""LeanK's preliminary static mask: mean channel norms over calibration samples, one mask for all inputs.
+
+"LeanK: Learnable K Cache Channel Pruning for Efficient Decoding", arXiv 2508.02215, section 2.2 and appendix A.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,21 @@ from leank_train.common.typed import Positive
 
 @dataclass(frozen=True)
 class StaticNorm(Calibrated):
-    """Mean over samples and group of ||q_j|| ||k_j||, ThinK's score; the paper: 100 samples of niah_multikey_3 at 64K.
+    """Every head keeps the channels of the largest mean ThinK score.
 
-    queries: how many of a sample's last queries count.
+      Score[j] = mean over samples and query heads of the group of ||q_j|| ||k_j||
+
+    Deviations
+    - The paper has 100 samples of niah_multikey_3 at 64K; the defaults here are 8 at 2K.
+    - Raw norms are averaged. Appendix A divides them by the norm of QK^T for each sample and head.
+
+    Settings
+    ratio: float in [0, 1), default 0.7: share of K channels pruned; floor(ratio * D) go in every head.
+    task: str, default "niah_multikey_3": task of the samples.
+    length: int, tokens, default 2048: longest sample.
+    samples: int, default 8: number of samples.
+    seed: int, default 7: seed of the samples.
+    queries: int, default 32: last queries of a sample that are observed.
     """
 
     queries: Positive = 32

@@ -1,13 +1,17 @@
-"""ThinK (arXiv 2407.21018): of each sample, keep in every head the channels with the largest ||q|| ||k||."""
+"""ThinK: for each sample, every head keeps the channels with the largest ||q|| ||k||.
+
+"ThinK: Thinner Key Cache by Query-Driven Pruning", arXiv 2407.21018, section 3.2; ThinKV is its appendix D.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from eval.inference.models import shape_of
 from eval.inference.prefill import Prefill
@@ -19,20 +23,26 @@ from leank_train.common.typed import OneOf, Positive, Share
 
 @dataclass(frozen=True)
 class ThinK(Uniform):
-    """ThinK (section 3.2) and, with `values`, ThinKV (its appendix D).
-
-    ratio: share of K channels pruned, floor(ratio * D) of every head. queries: S_obs, the prompt's last queries that
-    are observed. group: what is averaged over the query heads of a KV head, "squares" or "norms" (mean and sum choose
-    alike). values: share of V channels pruned.
+    """Every head keeps the channels that contribute most to the observed logits.
 
       Score[j]   = ||Q[-S_obs:, j] K[:, j]^T||_F = ||q_j|| ||k_j||
       Score_v[j] = ||softmax(Q[-S_obs:] K^T / sqrt(D)) V[:, j]||_F                                      (Eq. 3)
 
-    K and V are those that the tokens axis kept, the most recent included; how many of these stay whole is the cache's
-    window (32 in the paper, sink 0). Deviations: the paper keeps floor((1 - ratio) * D) channels, its code drops
-    floor(ratio * D), and so do we. Under GQA the paper's code works on repeated KV heads, each with channels of its
-    own; here a KV head is held once. Generated keys are pruned when they leave the window, not kept whole for ever.
-    Eq. 3 has no causal mask; here the observed queries do not see past themselves.
+    K and V are those that the tokens axis kept, the most recent included. How many of these stay whole is the cache's
+    window (32 in the paper, with sink 0).
+
+    Deviations
+    - The paper keeps floor((1 - ratio) * D) channels. Its code drops floor(ratio * D), and so does this.
+    - Under GQA the paper's code works on repeated KV heads, each with channels of its own. Here a KV head is held once.
+    - Generated keys are pruned when they leave the window; the paper keeps them whole for ever.
+    - Eq. 3 has no causal mask. Here the observed queries do not see past themselves.
+
+    Settings
+    ratio: float in [0, 1), default 0.7: share of K channels pruned; floor(ratio * D) go in every head.
+    queries: int, default 32: S_obs, last queries of the prompt that are observed.
+    group: "squares" or "norms", default "squares": what is averaged over the query heads of a KV head; mean and sum
+      choose alike.
+    values: float in [0, 1), default 0: share of V channels pruned (ThinKV).
     """
 
     ratio: Share = 0.7
@@ -41,19 +51,19 @@ class ThinK(Uniform):
     values: Share = 0.0
 
     @property
-    def obs_queries(self) -> int:  # type: ignore[override]
+    def obs_queries(self) -> int:
         return self.queries
 
-    def keep_mask(self, prefill: Prefill, config: Any) -> Tensor:
+    def keep_mask(self, prefill: Prefill, config: PreTrainedConfig) -> Tensor:
         return best(think_scores(prefill, self.queries, self.group), self.ratio)
 
-    def keep_value_mask(self, prefill: Prefill, config: Any) -> Tensor | None:
+    def keep_value_mask(self, prefill: Prefill, config: PreTrainedConfig) -> Tensor | None:
         if not self.values:
             return None
         scores = [value_scores(layer, self.queries, self.group) for layer in seen(prefill, self.queries)]
         return best(torch.stack(scores, 1), self.values)
 
-    def kept_counts(self, config: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
+    def kept_counts(self, config: PreTrainedConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
         k, v = super().kept_counts(config, length)
         return k, v - pruned(shape_of(config)[2], self.values)
 
@@ -65,7 +75,7 @@ def think_scores(prefill: Prefill, queries: int, group: str) -> Tensor:
 
 
 def value_scores(layer: Seen, queries: int, group: str) -> Tensor:
-    """Score_v[j] of every V channel of a layer (Eq. 3), [B, H, D], over the group as `query_key_scores` does."""
+    """Score_v[j] of every V channel of a layer (Eq. 3), [B, H, D]; `group` is that of `query_key_scores`."""
     k, v = layer.keys, layer.layer.values
     q = layer.queries(queries).unflatten(1, (k.shape[1], -1))  # [B, H, G, n, D]
     members, observed = q.shape[2:4]

@@ -1,4 +1,4 @@
-"""What a choice of channels looks at: of every layer the prompt's last queries and the keys that stay."""
+"""What a choice of channels scores: in every layer the prompt's last queries and the keys that stay."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ from leank_train.channel_scores import wide
 
 
 class Seen(NamedTuple):
-    """One layer. stays: the keys that count, bool [B, 1 or H, T]."""
+    """One layer of B prompts.
+
+    layer: PromptLayer: its K, V and last queries.
+    stays: bool [B, 1 or H, T]: the keys that count.
+    """
 
     layer: PromptLayer
     stays: Tensor
 
     @property
     def keys(self) -> Tensor:
-        """The keys that count [B, H, T, D], float32 at least; zero where they do not, so that sums leave them out."""
+        """The keys that count [B, H, T, D], float32 or wider; zero where they do not, so that sums leave them out."""
         return self.layer.keys.to(wide(self.layer.keys)) * self.stays[..., None]
 
     def queries(self, count: int) -> Tensor:
-        """The prompt's last `count` queries after RoPE [B, Hq, count, D], float32 at least."""
+        """The prompt's last `count` queries after RoPE [B, Hq, count, D], float32 or wider."""
         if self.layer.queries is None:
             raise ValueError(f"the pass over the prompt kept no queries; run it with obs_queries={count}")
         last = self.layer.queries[:, :, -count:]
@@ -32,11 +36,15 @@ class Seen(NamedTuple):
 
 
 def seen(prefill: Prefill, queries: int = 0, recent: int = 0) -> Iterator[Seen]:
-    """Every layer of B prompts, its keys without padding, what the tokens axis dropped, and the last `recent` tokens;
-    a head that has no others keeps those.
+    """Every layer of B prompts with the keys that count.
 
-    A layer whose attention slides stays dense whatever is chosen for it: the first that does not stands for it. Raises
-    ValueError if a prompt has fewer tokens than `queries`.
+    Padding and tokens that the tokens axis dropped do not count. A layer with sliding-window attention stays dense
+    whatever is chosen for it, so the first layer with full attention stands in its place.
+
+    queries: int, default 0: how many last queries the caller will read.
+    recent: int, tokens, default 0: how many last tokens do not count either; a head that has no others keeps them.
+
+    Raises ValueError if a prompt has fewer tokens than `queries`.
     """
     shortest = int(prefill.lengths.min())
     if shortest < queries:

@@ -1,13 +1,13 @@
-"""What the choices on the tokens axis share: a budget of tokens, and the best of the middle within it."""
+"""What the choices of tokens share: a budget of tokens, and the highest scores of the middle within it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from eval.cache.storage.store import Sizes, middle_columns, real_positions
 from eval.inference.models import shape_of
@@ -17,8 +17,11 @@ from leank_train.channel_scores import top
 Scores = Callable[[PromptLayer, Tensor | None], Tensor]  # (layer, its real columns [B, T]) -> scores [B, H, T]
 
 
-def spare(budget: int, sizes: Sizes) -> int:
-    """Tokens of the middle that a head may keep of `budget` in all. Raises ValueError if sink and window are more."""
+def middle_budget(budget: int, sizes: Sizes) -> int:
+    """Tokens of the middle that a head may keep of `budget` tokens in all.
+
+    Raises ValueError if sink and window alone exceed the budget.
+    """
     left = budget - sizes.sink - sizes.window
     if left < 0:
         raise ValueError(
@@ -28,36 +31,36 @@ def spare(budget: int, sizes: Sizes) -> int:
     return left
 
 
-def budgeted(budget: int, config: Any, sizes: Sizes) -> np.ndarray:
-    """The same budget in every head, as Tokens.kept."""
-    return np.full(shape_of(config)[:2], spare(budget, sizes))
+def same_in_every_head(budget: int, config: PreTrainedConfig, sizes: Sizes) -> np.ndarray:
+    """`Tokens.kept_counts` of a choice that gives every head the same budget, [L, H]."""
+    return np.full(shape_of(config)[:2], middle_budget(budget, sizes))
 
 
-def keep_best(prefill: Prefill, sizes: Sizes, counts: Sequence[int | Tensor], scores: Scores) -> list[Tensor | None]:
-    """Of every layer the tokens that stay, bool [B, H, T]: sink, window, and of those between the highest scores.
+def keep_highest(prefill: Prefill, sizes: Sizes, counts: Sequence[int | Tensor], scores: Scores) -> list[Tensor | None]:
+    """For each layer the tokens that stay, bool [B, H, T]: sink, window, and the highest scores between them.
 
-    counts: of every layer how many between stay, in all rows or [B]. Of equal scores the earlier token's comes first.
-    None = all, and layers whose own attention slides.
+    counts: for each layer, how many tokens between sink and window stay: an int for all rows, or [B].
+    scores: gives a layer's scores [B, H, T]; of equal scores the earlier token stays.
+
+    Returns None for a layer that keeps all its tokens and for one with sliding-window attention.
     """
-    kept: list[Tensor | None] = []
-    for layer, count in zip(prefill.layers, counts, strict=True):
-        if not isinstance(layer, PromptLayer):
-            kept.append(None)
-            continue
-        real, columns = layer.real(prefill.real), layer.keys.shape[2]
-        position = real_positions(
-            torch.zeros(len(layer.keys), dtype=torch.long, device=layer.keys.device), columns, real
-        )
-        middle = middle_columns(position, sizes)
-        count = torch.as_tensor(count, device=middle.device).expand(len(middle))
-        if bool((middle.sum(-1) <= count).all()):
-            kept.append(None)
-            continue
-        others = (position >= 0) & ~middle
-        kept.append(highest(scores(layer, real), middle, count) | others[:, None])
-    return kept
+    return [
+        _keep_in_layer(layer, layer.real(prefill.real), sizes, count, scores)
+        if isinstance(layer, PromptLayer)
+        else None
+        for layer, count in zip(prefill.layers, counts, strict=True)
+    ]
 
 
-def highest(scores: Tensor, among: Tensor, count: Tensor) -> Tensor:
-    """The `count` [B] highest scores [B, H, T] of the columns `among` [B, T] in every head, bool [B, H, T]."""
-    return top(scores.masked_fill(~among[:, None], -torch.inf), count[:, None, None]) & among[:, None]
+def _keep_in_layer(
+    layer: PromptLayer, real: Tensor | None, sizes: Sizes, count: int | Tensor, scores: Scores
+) -> Tensor | None:
+    none_seen = torch.zeros(len(layer.keys), dtype=torch.long, device=layer.keys.device)
+    position = real_positions(none_seen, layer.keys.shape[2], real)
+    middle = middle_columns(position, sizes)
+    count = torch.as_tensor(count, device=middle.device).expand(len(middle))
+    if bool((middle.sum(-1) <= count).all()):
+        return None
+    ends = (position >= 0) & ~middle
+    candidates = scores(layer, real).masked_fill(~middle[:, None], -torch.inf)
+    return top(candidates, count[:, None, None]) & middle[:, None] | ends[:, None]

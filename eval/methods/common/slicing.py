@@ -1,6 +1,6 @@
 """Passes over a prompt that drop tokens on their way up: hooks on the decoder layers, no class is patched.
 
-Rows run one by one without padding, for each may drop other tokens at another layer; `stack` puts them side by side.
+Each row may drop other tokens at another layer, so rows run one by one without padding; `stack` makes them one batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, pad
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
 from eval.inference.observe import received
@@ -28,11 +28,14 @@ Choose = Callable[[int, PromptLayer], Tensor | None]
 def slicing(model: PreTrainedModel, choose: Choose) -> Iterator[None]:
     """While this is open, a prefill of one prompt drops the tokens that `choose` does not name.
 
-    choose(i, K, V and queries of layer i) is called after each layer and returns which of the columns that the layer
-    holds go on up, ascending [T'], None = all of them. They go after the layer's MLP and keep their RoPE positions. The
-    last one must stay, for the next token comes from it. The prompt has no padding and comes in one piece.
+    The prompt has no padding and comes in one piece. Tokens leave after a layer's MLP, and the others keep their RoPE
+    positions.
+
+    choose: called after each layer with its index and its PromptLayer (K, V, queries). It returns which of the columns
+    that the layer holds go on up, ascending [T'], or None for all of them. The last one must stay, because the next
+    token comes from it.
     """
-    going: Tensor | None = None  # prompt columns that have come so far
+    going: Tensor | None = None  # columns of the prompt that have come as far as this layer
 
     def before(index: int, module: Any, args: Any, kwargs: Any) -> Any:
         if going is None:
@@ -58,11 +61,13 @@ def slicing(model: PreTrainedModel, choose: Choose) -> Iterator[None]:
 
 
 class RowPass(PromptPass):
-    """A pass that runs row by row. A prompt always comes in one piece: above a layer that drops tokens nothing can run
-    before all of it has gone through that layer, so `chunk` is not used.
+    """A pass that runs row by row.
+
+    A prompt always comes in one piece, because nothing can run above a layer that drops tokens before the whole prompt
+    has gone through that layer. So `chunk` is not used.
     """
 
-    def check(self, config: Any, tokenizer: Any) -> None:
+    def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         for index, layer in enumerate(DynamicCache(config=config).layers):
             if type(layer) is not DynamicLayer:
                 raise ValueError(
@@ -72,7 +77,7 @@ class RowPass(PromptPass):
 
     @abstractmethod
     def row(self, model: PreTrainedModel, ids: Tensor, room: int, obs_queries: int) -> Prefill:
-        """The pass over one prompt ids [1, T]."""
+        """Run the pass over one prompt ids [1, T]; the other parameters are those of `run`."""
 
     @torch.no_grad()
     def run(
@@ -85,7 +90,7 @@ class RowPass(PromptPass):
 
 
 def stack(rows: Sequence[Prefill], room: int) -> Prefill:
-    """Passes of one prompt each as the rows of one, left-padded; room: columns to leave for what follows."""
+    """Passes of one prompt each as the rows of one, left-padded, with `room` more columns for what follows."""
     lengths = [row.columns for row in rows]
     columns, device = max(lengths), rows[0].logits.device
     real = torch.arange(columns, device=device) >= columns - torch.tensor(lengths, device=device)[:, None]
@@ -119,7 +124,7 @@ def _stack_layer(layers: Sequence[PromptLayer], columns: int, lengths: Sequence[
 
 
 def window_scores(layer: PromptLayer, window: int, kernel: int) -> Tensor:
-    """Pooled attention of the last `window` queries to what precedes them, summed over all heads: [T' - window]."""
+    """Pooled attention of the last `window` queries to what precedes them, summed over all heads, [T' - window]."""
     assert layer.queries is not None
     attention = received(layer.queries[:, :, -window:], layer.keys, scaling=layer.scaling, softmax=layer.softmax)
     scores = attention[..., :-window].sum(1)
@@ -133,7 +138,7 @@ def window_and_best(scores: Tensor, count: int, window: int) -> Tensor:
 
 
 def check_window(budget: int, window: int, kernel: int) -> None:
-    """Raise ValueError for sizes that make no sense."""
+    """Raise ValueError if the budget leaves nothing outside the window, or for a kernel without a middle."""
     if budget <= window:
         raise ValueError(f"budget={budget} must be more than window={window}")
     check_kernel(kernel)
@@ -145,9 +150,10 @@ def check_kernel(kernel: int) -> None:
         raise ValueError(f"kernel={kernel} must be odd; the papers pool over 5 or 7 tokens")
 
 
-def layer_at(layer: int | None, of_32: int, config: Any) -> int:
-    """`layer`, or where none is given one as deep as layer `of_32` of a model of 32. Raises ValueError if it has no
-    layer above it.
+def layer_at(layer: int | None, of_32: int, config: PreTrainedConfig) -> int:
+    """`layer`, or if it is None, the layer as deep as layer `of_32` of a model of 32.
+
+    Raises ValueError if no layer is above it.
     """
     count = config.num_hidden_layers
     found = of_32 * count // 32 if layer is None else layer

@@ -1,15 +1,18 @@
-"""ASL (arXiv 2601.07667): tokens are dropped above the layer at which their ranks by attention have settled."""
+"""ASL: tokens are dropped above the layer at which their ranks by attention have settled.
+
+"Adaptive Layer Selection for Layer-Wise Token Pruning in LLM Inference", arXiv 2601.07667, section 4, Algorithms 1, 2.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from annotated_types import Ge, Gt, Lt
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.inference.prefill import Prefill, PromptLayer, prefill
 from eval.methods.common.slicing import RowPass, check_window, slicing, window_and_best, window_scores
@@ -18,19 +21,34 @@ from leank_train.common.typed import Positive
 
 @dataclass(frozen=True)
 class ASL(RowPass):
-    """budget: tokens that go on up, k, the window included. threshold: of the relative variance, tau. window, kernel:
-    last queries that score the tokens before them, and pooling. observed: layers whose ranks are compared, L_obs.
-    first: the layer whose variance counts as 1, L_min; None = a third of the model's layers.
+    """The first layer whose token ranks have settled selects the tokens that go on up.
 
-    At every layer the tokens are ranked by the attention of the last queries, summed over all heads and pooled; the
-    first from L_min on at which var(ranks over L_obs layers) / var at L_min < tau selects (section 4, Algorithms 1, 2).
-    One pass: the layers up to the selection hold the whole prompt (the paper has SnapKV with the same budget cut those
-    for decoding: a choice on the tokens axis), those above only what was selected, at its positions in the prompt.
-    two_pass: as GemFilter, all layers read what was selected once more, from position 0. Where the ranks never settle
-    or the prompt has no more tokens than the budget, nothing is dropped.
+    At every layer the tokens are ranked by the attention of the last queries, summed over all heads and pooled. The
+    layer l >= L_min selects if it is the first with
 
-    The paper starts at a third of 32 or 28 layers, so L_obs = 8 layers are always there; where fewer are, the
-    comparison is among those.
+      var(ranks over the last L_obs layers, at l) / var(the same, at L_min) < tau
+
+    The variance is the mean over tokens that are among the first k in any of these layers. In one pass, the layers up
+    to the selection hold the whole prompt, and those above only what was selected, at its positions in the prompt. For
+    decoding, the paper lets SnapKV with the same budget cut the lower layers: that is a choice on the tokens axis.
+
+    Where the ranks never settle, or the prompt has no more tokens than the budget, nothing is dropped. The shipped
+    reference model has 7 layers: its ranks do not settle at tau = 0.3, so ASL selects nothing there.
+
+    Deviations
+    - The paper starts at a third of 28 or 32 layers, so L_obs = 8 layers are always there. Where fewer are, the
+      comparison is among those.
+    - In two passes, the published code cuts to k by the last layer's ranks if they never settle. This keeps the prompt.
+
+    Settings
+    budget: int, tokens, default 2048: k, tokens that go on up, the window included.
+    threshold: float in (0, 1), default 0.3: tau, of the relative variance.
+    window: int, tokens, default 32: last queries, which score the tokens before them.
+    kernel: int, odd, default 7: neighbours over which a score is averaged.
+    observed: int >= 2, default 8: L_obs, layers whose ranks are compared.
+    first: int or None, default None: L_min, the layer whose variance counts as 1; None takes a third of the layers.
+    two_pass: bool, default False: whether all layers read what was selected once more, from position 0, as in
+      GemFilter.
     """
 
     free = "budget"
@@ -42,18 +60,18 @@ class ASL(RowPass):
     first: Positive | None = None
     two_pass: bool = False
 
-    def check(self, config: Any, tokenizer: Any) -> None:
+    def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         super().check(config, tokenizer)
         check_window(self.budget, self.window, self.kernel)
         if not 1 <= self._first(config) < config.num_hidden_layers:
             raise ValueError(f"first={self.first} must be from 1 to {config.num_hidden_layers - 1}, the model's layers")
 
-    def kept_counts(self, config: Any, length: int) -> tuple[list[int], list[int]]:
-        """Whether and where the ranks settle, the prompt decides."""
+    def kept_counts(self, config: PreTrainedConfig, length: int) -> tuple[list[int], list[int]]:
+        """The prompt decides whether and where the ranks settle."""
         layers, whole = config.num_hidden_layers, 0 if self.two_pass else self._first(config) + 1
         return [length] * whole + [min(length, self.budget)] * (layers - whole), [length] * layers
 
-    def _first(self, config: Any) -> int:
+    def _first(self, config: PreTrainedConfig) -> int:
         return max(1, config.num_hidden_layers // 3) if self.first is None else self.first
 
     def row(self, model: PreTrainedModel, ids: Tensor, room: int, obs_queries: int) -> Prefill:
@@ -106,7 +124,5 @@ def ranks(scores: Tensor) -> Tensor:
 
 
 def rank_variance(ranks: Tensor, k: int) -> Tensor:
-    """Mean variance over layers of the ranks [layers, T] of the tokens that are among the first k in any layer
-    (section 4.1; the biased variance).
-    """
+    """Mean biased variance over layers of ranks [layers, T], for tokens among the first k anywhere (section 4.1)."""
     return ranks[:, (ranks <= k).any(0)].double().var(0, correction=0).mean()

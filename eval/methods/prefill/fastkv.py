@@ -1,12 +1,15 @@
-"""FastKV (arXiv 2502.01068): above one fixed layer only the tokens go on that the last queries attended to."""
+"""FastKV: above one fixed layer, only the tokens that the last queries attended to go on.
+
+"FastKV: KV Cache Compression for Fast Long-Context Processing with Token-Selective Propagation", arXiv 2502.01068,
+section 4.1.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.inference.prefill import Prefill, PromptLayer, prefill
 from eval.methods.common.slicing import RowPass, check_window, layer_at, slicing, window_and_best, window_scores
@@ -15,13 +18,24 @@ from leank_train.common.typed import Count, Positive
 
 @dataclass(frozen=True)
 class FastKV(RowPass):
-    """Token-selective propagation (section 4.1). budget: tokens that go on up, the window included. layer: the last
-    that reads the whole prompt, None = as deep as 15 of 32. window, kernel: last queries that score the tokens before
-    them (attention summed over all heads), and average pooling.
+    """Token-selective propagation: layer `layer` selects the tokens that the layers above it read.
 
-    FastKV's compression of each layer's K and V for decoding is SnapKV with its scores summed over the group, from the
-    same window: a choice on the tokens axis, with a budget of its own. Prompts of no more tokens than the budget are
-    read whole.
+      score_j = avgpool_j(sum over all heads and the last `window` queries t of softmax(q_t K^T / sqrt(D))_j)
+
+    The window and the `budget` - `window` tokens of the highest score go on, at their positions in the prompt. Prompts
+    of no more tokens than the budget are read whole. FastKV's compression of each layer's K and V for decoding is
+    SnapKV with the same window: that is a choice on the tokens axis, with a budget of its own.
+
+    Deviations
+    - The authors' scripts pool by maximum, and their budgets are shares of the prompt (a rate of 0.2 for propagation
+      and 0.1 for decoding). Here pooling averages and budgets are fixed.
+    - The layer for another number of layers than 32 is proportional; ASL's experiments use layer 14 for Qwen's 28.
+
+    Settings
+    budget: int, tokens, default 2048: tokens that go on up, the window included.
+    layer: int or None, default None: last layer that reads the whole prompt; None is as deep as layer 15 of 32.
+    window: int, tokens, default 8: last queries, which score the tokens before them.
+    kernel: int, odd, default 7: neighbours over which a score is averaged.
     """
 
     budget: Positive = 2048
@@ -29,12 +43,12 @@ class FastKV(RowPass):
     window: Positive = 8
     kernel: Positive = 7
 
-    def check(self, config: Any, tokenizer: Any) -> None:
+    def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         super().check(config, tokenizer)
         check_window(self.budget, self.window, self.kernel)
         layer_at(self.layer, 15, config)
 
-    def kept_counts(self, config: Any, length: int) -> tuple[list[int], list[int]]:
+    def kept_counts(self, config: PreTrainedConfig, length: int) -> tuple[list[int], list[int]]:
         whole = layer_at(self.layer, 15, config) + 1
         columns = [length] * whole + [min(length, self.budget)] * (config.num_hidden_layers - whole)
         return columns, columns

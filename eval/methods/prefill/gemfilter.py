@@ -1,13 +1,16 @@
-"""GemFilter (arXiv 2409.17422): an early layer picks the tokens; all layers then read those alone."""
+"""GemFilter: an early layer picks the tokens; all layers then read those alone.
+
+"Discovering the Gems in Early Layers: Accelerating Long-Context LLMs with 1000x Input Token Reduction", arXiv
+2409.17422, Algorithm 1.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.inference.prefill import Prefill, PromptLayer, prefill
 from eval.methods.common.slicing import RowPass, check_kernel, layer_at, slicing
@@ -16,12 +19,19 @@ from leank_train.common.typed import Count, Positive
 
 @dataclass(frozen=True)
 class GemFilter(RowPass):
-    """budget: tokens picked, k. layer: the filter layer, None = as deep as 13 of 32. kernel: average pooling.
+    """The k tokens with the largest products at the filter layer become a new prompt.
 
-    Algorithm 1: the last query's products with the keys, summed over the query heads, without scale or softmax,
-    pooled; the k largest, in their order in the prompt, are a new prompt from position 0, and new tokens go on from
-    position k. Nothing forces the last token to be among them, as in the authors' code; that is left so. Prompts of no
-    more than k tokens are read whole.
+      score_j = avgpool_j(sum over query heads of q_T k_j)        (no scale, no softmax)
+
+    The picked tokens keep their order and start at position 0; new tokens go on from position k. As in the authors'
+    code, nothing forces the last token to be among them. Prompts of no more than k tokens are read whole.
+
+    Deviation: the filter layer for another number of layers than 32 is proportional; the authors name one per model.
+
+    Settings
+    budget: int, tokens, default 1024: k, tokens picked.
+    layer: int or None, default None: filter layer; None is as deep as layer 13 of 32.
+    kernel: int, odd, default 5: neighbours over which a score is averaged.
     """
 
     free = "budget"
@@ -29,12 +39,12 @@ class GemFilter(RowPass):
     layer: Count | None = None
     kernel: Positive = 5
 
-    def check(self, config: Any, tokenizer: Any) -> None:
+    def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         super().check(config, tokenizer)
         check_kernel(self.kernel)
         layer_at(self.layer, 13, config)
 
-    def kept_counts(self, config: Any, length: int) -> tuple[list[int], list[int]]:
+    def kept_counts(self, config: PreTrainedConfig, length: int) -> tuple[list[int], list[int]]:
         picked = [min(length, self.budget)] * config.num_hidden_layers
         return picked, picked
 

@@ -1,15 +1,18 @@
-"""PyramidInfer (arXiv 2405.12532): layer by layer, fewer of the tokens go on that recent tokens attend to."""
+"""PyramidInfer: layer by layer, fewer of the tokens that recent tokens attend to go on.
+
+"PyramidInfer: Pyramid KV Cache Compression for High-throughput LLM Inference", arXiv 2405.12532, section 3.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
-from annotated_types import Gt, Le
+from annotated_types import Ge, Gt, Le
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from eval.inference.observe import received
 from eval.inference.prefill import Prefill, PromptLayer, prefill
@@ -21,22 +24,36 @@ SCHEDULES = ("cosine", "linear")
 
 @dataclass(frozen=True)
 class PyramidInfer(RowPass):
-    """Pivotal contexts, in the pass over the prompt. recent: share of the prompt's last tokens that always stay, the
-    last one besides, and whose attention to what precedes them, mean over heads, chooses; the newest of them count
-    `newest` times as much as the oldest. decay: share of what precedes them that the last layer would pass on, from 1
-    at the first along a cosine or a line (schedule). least: what precedes them never gets fewer than this. every:
-    layers from one choice to the next. sink: first tokens that always stay.
+    """Pivotal contexts in the pass over the prompt.
 
-    The paper gives top-p by recent attention and a p that decays with depth; the schedules and all defaults are those
-    of the authors' code for Llama 3 8B, which multiplies the shares up from layer to layer (its "linear" is never
-    reached there: it runs at a constant share). There is no budget: the shares say what is kept. Apart from the
-    authors': attention runs a block of queries at a time, not as one T x T matrix; K and V of new tokens all stay
-    during decoding, where the authors drop some in groups of 16.
+    The recent tokens always stay. Their attention to what precedes them, averaged over heads, chooses what goes on from
+    layer l of L: a share p(l / L) of it, where
+
+      p(x) = decay + (1 - decay) (1 + cos(pi x)) / 2   (cosine)   or   decay + (1 - decay) (1 - x)   (linear)
+
+    There is no budget: the shares say what is kept.
+
+    Deviations
+    - The paper gives top-p by recent attention and a p that decays with depth. The schedules and all defaults are those
+      of the authors' code for Llama 3 8B, which multiplies the shares up from layer to layer. Its "linear" is never
+      reached there: that code runs at a constant share.
+    - Attention runs a block of queries at a time, not as one T x T matrix.
+    - K and V of new tokens all stay during decoding. The authors drop some in groups of 16.
+
+    Settings
+    recent: float in (0, 1], default 0.2: share of the prompt's last tokens that stay, in addition to the very last one.
+    decay: float in [0, 1], default 0.9: share at depth 1, the end of the schedule, which starts at 1 at the first
+      layer.
+    schedule: "cosine" or "linear", default "cosine": how the share falls with depth.
+    least: int, tokens, default 64: a layer that would pass on no more than this of what precedes passes on all.
+    every: int, layers, default 1: distance from one choice to the next.
+    sink: int, tokens, default 4: first tokens that always stay.
+    newest: float > 0, default 1.2: weight of the newest recent query relative to the oldest, on a line.
     """
 
     free = "decay"
     recent: Annotated[float, Gt(0), Le(1)] = 0.2
-    decay: Annotated[float, Gt(0), Le(1)] = 0.9
+    decay: Annotated[float, Ge(0), Le(1)] = 0.9
     schedule: Annotated[str, OneOf(*SCHEDULES)] = "cosine"
     least: Count = 64
     every: Positive = 1
@@ -44,11 +61,11 @@ class PyramidInfer(RowPass):
     newest: Annotated[float, Gt(0)] = 1.2
 
     def share(self, depth: float) -> float:
-        """Share of what precedes the recent tokens that goes on from a layer at depth layer / layers."""
+        """p(depth): share of what precedes the recent tokens that goes on from a layer at depth layer / layers."""
         fall = (1 + math.cos(math.pi * depth)) / 2 if self.schedule == "cosine" else 1 - depth
         return self.decay + (1 - self.decay) * fall
 
-    def kept_counts(self, config: Any, length: int) -> tuple[list[int], list[int]]:
+    def kept_counts(self, config: PreTrainedConfig, length: int) -> tuple[list[int], list[int]]:
         layers, columns = config.num_hidden_layers, [length]
         recent = self._recent(length)
         for index in range(layers - 1):

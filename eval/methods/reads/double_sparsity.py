@@ -1,30 +1,48 @@
-"""Double Sparsity (arXiv 2408.07092): a query reads the tokens that score highest on a few channels."""
+"""Double Sparsity: a query reads the tokens that score highest on a few channels.
+
+"Post-Training Sparse Attention with Double Sparsity", arXiv 2408.07092, section 3.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from eval.cache.storage.middle import Columns
 from eval.cache.storage.store import Sizes, Store
 from eval.methods.axes import Observe, Reads
 from eval.methods.channels.double_sparsity_channels import DoubleSparsityChannels
-from eval.methods.common.selection import spare
+from eval.methods.common.calibrated import Calibration
+from eval.methods.common.selection import middle_budget
 from leank_train.common.typed import Positive, Seed, Share
 
 
 @dataclass(frozen=True)
 class DoubleSparsity(Reads):
-    """budget: tokens that a query head reads in all, sink and window included. ratio: share of channels that are left
-    out of the first look. task, length, samples, seed: what its channels are calibrated on.
+    """Each query head reads the tokens of the middle with the largest product over the label channels.
 
-    Each query head reads the budget - sink - window tokens of the middle with the largest q k over the label channels,
-    those of the largest mean |q_i k_i| in calibration (`DoubleSparsityChannels`); on pruned channels, the kept ones
-    among them. The labels are read from the stored keys, whose channels lie apart, so no second copy is held. Plain
-    PyTorch reads the other tokens too and masks them: answers are the method's, time is not.
+      score_t = sum over label channels i of q_i k_ti
+
+    The label channels are those of the largest mean |q_i k_i| in calibration (`DoubleSparsityChannels`). The
+    budget - sink - window tokens of the highest score are read. On pruned channels, the kept ones among the labels
+    count.
+
+    Deviations
+    - The labels are read from the stored keys, whose channels lie apart, so no second copy in 2 or 4 bits is held.
+    - The authors leave layers 0 and 1 dense; here every layer reads by its labels.
+    - Plain PyTorch reads the other tokens too and masks them: answers are the method's, time is not.
+
+    Settings
+    budget: int, tokens, default 1024: tokens that a query head reads in all, sink and window included.
+    ratio: float in [0, 1), default 0.875: share of channels that are no labels.
+    task: str, default "niah_single_2": task of the calibration samples.
+    length: int, tokens, default 512: longest calibration sample.
+    samples: int, default 256: number of calibration samples.
+    seed: int, default 7: seed of the calibration samples.
     """
 
     budget: Positive = 1024
@@ -33,42 +51,44 @@ class DoubleSparsity(Reads):
     length: Positive = 512
     samples: Positive = 256
     seed: Seed = 7
-    _labels: list[DoubleSparsityChannels] = field(default_factory=list, repr=False, compare=False)
+    _scores: Calibration = field(default_factory=Calibration, repr=False, compare=False)
 
-    @property
+    @cached_property
     def labels(self) -> DoubleSparsityChannels:
-        """The channels of the first look, [L, H, D] after calibration."""
-        if not self._labels:
-            self._labels.append(DoubleSparsityChannels(self.ratio, self.task, self.length, self.samples, self.seed))
-        return self._labels[0]
+        """The choice of label channels, whose mask is [L, H, D] after calibration."""
+        return DoubleSparsityChannels(self.ratio, self.task, self.length, self.samples, self.seed, self._scores)
 
-    def identity(self) -> dict[str, Any]:
-        return {entry.name: getattr(self, entry.name) for entry in fields(self) if not entry.name.startswith("_")}
-
-    def check(self, config: Any, tokenizer: Any) -> None:
+    def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self.labels.check(config, tokenizer)
 
     def check_sizes(self, sizes: Sizes) -> None:
-        spare(self.budget, sizes)
+        middle_budget(self.budget, sizes)
 
-    def calibrate(self, observe: Observe, tokenizer: Any, config: Any) -> None:
+    def calibrate(self, observe: Observe, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
         self.labels.calibrate(observe, tokenizer, config)
 
-    def of_layer(self, index: int, config: Any) -> Labels:
-        return Labels(self.labels.keep_mask(None, config)[index], self.budget)  # type: ignore[arg-type]
+    def of_layer(self, index: int, config: PreTrainedConfig) -> Labels:
+        return Labels(self.labels.mask()[index], self.budget)
 
 
 @dataclass(frozen=True)
 class Labels:
-    """The first look of one layer: label channels bool [H, D]; of the middle `most` tokens are then read."""
+    """The rule of one layer.
+
+    channels: bool [H, D]: label channels.
+    budget: int, tokens: what a query head reads in all.
+    most: int, tokens, default 0: what it reads of the middle, known once the layer has sizes.
+    """
 
     channels: Tensor
     budget: int
     most: int = 0
 
     def start(self, store: Store) -> Labels:
-        """The labels where the layer is, so that no step waits for them; nothing else is kept beside it."""
-        return replace(self, channels=self.channels.to(store.ring_k.device), most=spare(self.budget, store.sizes))
+        """The labels on the layer's device, so that no step waits for them; nothing else is kept for the layer."""
+        return replace(
+            self, channels=self.channels.to(store.ring_k.device), most=middle_budget(self.budget, store.sizes)
+        )
 
     def moved(self, store: Store) -> None:
         """Labels do not depend on tokens or rows."""

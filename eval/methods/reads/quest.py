@@ -1,34 +1,46 @@
-"""Quest (arXiv 2406.10774): a query reads whole pages of the middle, those whose keys could score highest."""
+"""Quest: a query reads whole pages of the middle, those whose keys could score highest.
+
+"Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference", arXiv 2406.10774, Algorithm 1.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from eval.cache.attention.batched import layout_of
 from eval.cache.storage.middle import Columns
 from eval.cache.storage.store import Sizes, Store
 from eval.cache.storage.upload import upload
 from eval.methods.axes import Reads
-from eval.methods.common.selection import spare
+from eval.methods.common.selection import middle_budget
 from eval.methods.held import Held
 from leank_train.common.typed import Count, Positive
 
 
 @dataclass(frozen=True)
 class Quest(Reads):
-    """budget: tokens that a query head reads in all, sink and window included. page: tokens of a page. dense_layers:
-    first layers that read everything.
+    """Each query head reads the pages of the highest upper bound on q k.
 
-    A page's bound on q k is the sum over channels of max(q_c min_c, q_c max_c) (Algorithm 1); each query head reads the
-    floor((budget - sink - window) / page) pages of the highest bound, at least one. On pruned channels the bounds and
-    what is read have the kept ones alone. All of K and V stay in memory, and the bounds (2 / page of the middle's K)
-    come on top. Deviation: sink and window are always read, while the authors' code has at least three pages of any
-    part. Plain PyTorch reads the other pages too and masks them: answers are Quest's, time is not.
+      bound of a page = sum over channels c of max(q_c min_c, q_c max_c)        (Algorithm 1)
+
+    min_c and max_c are over the keys of the page. floor((budget - sink - window) / page) pages are read, at least one.
+    On pruned channels, the bounds and what is read have the kept ones alone. All of K and V stay in memory, and the
+    bounds, 2 / page of the middle's K, come on top.
+
+    Deviations
+    - Sink and window are always read; the authors' code reads at least three pages of any part. The window may hold up
+      to `flush` tokens more than its size, beyond the budget.
+    - Plain PyTorch reads the other pages too and masks them: answers are Quest's, time is not.
+
+    Settings
+    budget: int, tokens, default 1024: tokens that a query head reads in all, sink and window included.
+    page: int, tokens, default 16: size of a page.
+    dense_layers: int, default 2: first layers that read everything.
     """
 
     budget: Positive = 1024
@@ -36,9 +48,9 @@ class Quest(Reads):
     dense_layers: Count = 2
 
     def check_sizes(self, sizes: Sizes) -> None:
-        spare(self.budget, sizes)
+        middle_budget(self.budget, sizes)
 
-    def of_layer(self, index: int, config: Any) -> Quest | None:
+    def of_layer(self, index: int, config: PreTrainedConfig) -> Quest | None:
         return None if index < self.dense_layers else self
 
     def extra_bytes(self, held: Held) -> float:
@@ -47,14 +59,18 @@ class Quest(Reads):
 
     def start(self, store: Store) -> Pages:
         """The bounds of one sealed layer."""
-        return Pages(store, self.page, max(1, spare(self.budget, store.sizes) // self.page))
+        return Pages(store, self.page, max(1, middle_budget(self.budget, store.sizes) // self.page))
 
 
 class Pages:
-    """The bounds of one layer's middle, per row and KV head; `most` pages are read by a query head.
+    """The bounds of one layer's middle, per row and KV head.
 
-    both [2, n]: smallest and largest key of every page, heads one after the other, each channel by channel. table
-    [3, X, 1, 1]: each head's first bound, pages and channels.
+    store: Store: the sealed layer.
+    page: int, tokens: size of a page.
+    most: int: how many pages a query head reads.
+
+    `both` [2, n] holds the smallest and the largest key of every page, one head after the other, channel by channel.
+    `table` [3, X, 1, 1] holds each head's first bound, its number of pages and its number of channels.
     """
 
     def __init__(self, store: Store, page: int, most: int) -> None:

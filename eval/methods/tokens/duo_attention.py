@@ -1,4 +1,8 @@
-"""DuoAttention (arXiv 2410.10819): streaming heads keep sink and window alone, retrieval heads everything."""
+"""DuoAttention: streaming heads keep sink and window alone, retrieval heads keep everything.
+
+"DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads", arXiv 2410.10819, section 2;
+w_hf is of LeanK (arXiv 2508.02215), section 5.2 and appendix D.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ import numpy as np
 import torch
 from annotated_types import Ge, Le
 from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from data_gen.sample import Sample
 from data_gen.tasks import task
@@ -21,6 +26,7 @@ from eval.cache.storage.store import Sizes
 from eval.inference.models import shape_of
 from eval.inference.prefill import Prefill, PromptLayer
 from eval.methods.axes import Observe, Tokens
+from eval.methods.common.calibrated import Calibration
 from leank_train.channel_scores import lowest_frequencies
 from leank_train.common.typed import Positive, Seed
 
@@ -29,14 +35,26 @@ CALIBRATION = ("task", "length", "seed", "queries")
 
 @dataclass(frozen=True)
 class DuoAttention(Tokens):
-    """ratio: share of the KV heads that stream. pattern: a full_attention_heads.tsv of its authors, gates [L, H]; the
-    heads of the lowest gates stream. None = no training: those of the highest w_hf (LeanK, section 5.2) stream.
+    """A share of the KV heads streams: those of the lowest gates, or without gates those of the highest w_hf.
 
-    task, length, seed: the one sample on which w_hf is measured (the paper, at 64K: RULER's vt in appendix D, a niah
-    task in section 5.2); queries: its last ones, q. w_hf = ||q_high K_high^T|| / ||q K^T||, high = the
-    half of the channels that RoPE turns fastest; Frobenius norms over the queries of a KV head's group.
-    Of equal gates the lower layer's head streams first (the authors' code draws lots);
-    int(ratio * heads + 0.5) heads do.
+      w_hf = ||q_high K_high^T||_F / ||q K^T||_F
+
+    high is the half of the channels that RoPE turns fastest; q are the last queries of one sample, of all query heads
+    of a KV head's group.
+
+    Deviations
+    - Without a pattern nothing is trained. LeanK measures w_hf at 64K, on RULER's vt in appendix D and on a niah task
+      in section 5.2; the default here is vt at 2K.
+    - Of equal gates the lower layer's head streams first; the authors' code draws lots.
+    - int(ratio * heads + 0.5) heads stream. The authors' code takes ceil(ratio * (heads - 1)), at times one head fewer.
+
+    Settings
+    pattern: str or None, default None: the authors' full_attention_heads.tsv, gates [L, H]; None uses w_hf.
+    ratio: float in [0, 1], default 0.5: share of the KV heads that stream.
+    task: str, default "vt": task of the sample on which w_hf is measured.
+    length: int, tokens, default 2048: longest sample.
+    seed: int, default 7: seed of the sample.
+    queries: int, default 32: last queries of the sample, q.
     """
 
     free = "ratio"
@@ -46,11 +64,16 @@ class DuoAttention(Tokens):
     length: Positive = 2048
     seed: Seed = 7
     queries: Positive = 32
-    _found: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    _ratios: Calibration = field(default_factory=Calibration, repr=False, compare=False)
+
+    @property
+    def calibrated_on(self) -> tuple[object, ...]:
+        """The settings on which w_hf depends."""
+        return tuple(getattr(self, name) for name in CALIBRATION)
 
     @cached_property
     def gates(self) -> Tensor:
-        """The pattern [L, H]. Raises FileNotFoundError or ValueError, naming the setting."""
+        """The pattern [L, H]. Raises FileNotFoundError or ValueError naming the setting."""
         assert self.pattern is not None
         if not Path(self.pattern).is_file():
             raise FileNotFoundError(f"pattern={self.pattern} does not exist; give a full_attention_heads.tsv, or null")
@@ -62,7 +85,7 @@ class DuoAttention(Tokens):
             raise ValueError(f"pattern={self.pattern} has gates that are not finite; give a full_attention_heads.tsv")
         return torch.from_numpy(found).clamp(0, 1)
 
-    def check(self, config: Any, tokenizer: Any) -> None:
+    def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         if self.pattern is not None:
             found, wanted = tuple(self.gates.shape), shape_of(config)[:2]
             if found != wanted:
@@ -76,28 +99,26 @@ class DuoAttention(Tokens):
         self._sample(tokenizer)
 
     def identity(self) -> dict[str, Any]:
-        """A pattern by its contents, not its place."""
+        """The settings; a pattern counts by its contents, not by its path."""
         if self.pattern is None:
             return {name: getattr(self, name) for name in ("ratio", *CALIBRATION)}
         return {"ratio": self.ratio, "pattern": hashlib.sha256(self.gates.numpy().tobytes()).hexdigest()[:16]}
 
-    def calibrate(self, observe: Observe, tokenizer: Any, config: Any) -> None:
-        if self.pattern is None and not self._found:
+    def calibrate(self, observe: Observe, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
+        if not self.settled:
             high, prefill = ~lowest_frequencies(config, 0.5).keep, observe(self._sample(tokenizer), self.queries)
-            self._found["ratio"] = high_frequency_ratio(prefill, high, self.queries)
+            self._ratios[self.calibrated_on] = high_frequency_ratio(prefill, high, self.queries)
 
-    def _sample(self, tokenizer: Any) -> Sample:
+    def _sample(self, tokenizer: PreTrainedTokenizerBase) -> Sample:
         return draw(self.task, self.length, TokenCounter(tokenizer), self.seed, 0)
 
     def streaming(self) -> Tensor:
-        """Heads that stream, bool [L, H]; by w_hf never those of layers whose own attention slides."""
-        if self.pattern is None and not self._found:
-            raise RuntimeError("duo_attention must be calibrated before it is used")
-        full = -self._found["ratio"] if self.pattern is None else self.gates
+        """Heads that stream, bool [L, H]; by w_hf never those of layers with sliding-window attention."""
+        full = -self._ratios[self.calibrated_on] if self.pattern is None else self.gates
         count = int(self.ratio * int(full.isfinite().sum()) + 0.5)
         return (full.flatten().argsort(stable=True).argsort() < count).view_as(full)
 
-    def keep_mask(self, prefill: Prefill, config: Any, sizes: Sizes) -> list[Tensor | None]:
+    def keep_mask(self, prefill: Prefill, config: PreTrainedConfig, sizes: Sizes) -> list[Tensor | None]:
         kept: list[Tensor | None] = []
         for layer, streams in zip(prefill.layers, self.streaming(), strict=True):
             if not isinstance(layer, PromptLayer) or not streams.any():
@@ -110,9 +131,9 @@ class DuoAttention(Tokens):
 
     @property
     def settled(self) -> bool:
-        return self.pattern is not None or bool(self._found)
+        return self.pattern is not None or self.calibrated_on in self._ratios
 
-    def kept_counts(self, config: Any, columns: list[int], sizes: Sizes) -> np.ndarray:
+    def kept_counts(self, config: PreTrainedConfig, columns: list[int], sizes: Sizes) -> np.ndarray:
         if self.settled:
             retrieval = ~self.streaming().numpy()
         else:
@@ -120,12 +141,17 @@ class DuoAttention(Tokens):
             retrieval = np.full((layers, heads), 1 - int(self.ratio * layers * heads + 0.5) / (layers * heads))
         return np.maximum(0, np.array(columns) - sizes.sink - sizes.window)[:, None] * retrieval
 
-    def joins(self, config: Any) -> Tensor:
+    def joins(self, config: PreTrainedConfig) -> Tensor:
         return ~self.streaming()
 
 
 def high_frequency_ratio(prefill: Prefill, high: Tensor, queries: int) -> Tensor:
-    """w_hf [L, H] of one prompt; high [L, H, D] bool; -inf in layers whose own attention slides."""
+    """w_hf [L, H] of one prompt; -inf in layers with sliding-window attention.
+
+    prefill: Prefill: the pass over the prompt.
+    high: bool [L, H, D]: channels of high frequency.
+    queries: int: how many last queries count.
+    """
     ratio = torch.full(high.shape[:2], -torch.inf)
     for index, layer in enumerate(prefill.layers):
         if isinstance(layer, PromptLayer) and layer.queries is not None:

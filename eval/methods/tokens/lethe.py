@@ -1,14 +1,19 @@
-"""Lethe (Zeng et al., Layer- and Time-Adaptive KV Cache Pruning): layers drop tokens in rounds while decoding."""
+"""Lethe: layers drop tokens in rounds while decoding.
+
+Zeng et al., "Lethe: Layer- and Time-Adaptive KV Cache Pruning for Reasoning-Intensive LLM Serving". There is no public
+code; this follows its Eq. 1 to 5 and Algorithm 1.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 import numpy as np
 import torch
 from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from eval.cache.storage.eviction import SCORE, Eviction, largest
 from eval.cache.storage.store import Sizes
@@ -23,28 +28,40 @@ READINGS = ("text", "printed")
 
 @dataclass(frozen=True)
 class Lethe(Tokens):
-    """sparse_ratio: tau; recent_ratio: share of a layer's tokens that stay because they are the last; segments: D;
-    gamma: decay of the scores; evict_at: tokens that a layer holds before its first round, L_evict. reading: of
-    Algorithm 1. limit: L_evict never grows past it, 0 = no limit. min_sparsity: Hoyer sparsity (Eq. 1) below which a
-    layer waits.
+    """A layer that holds more than L_evict tokens of a row prunes behind a breakpoint of its sorted scores.
 
-    Scores (Eq. 5, RASR): s_t = gamma s_{t-1} + attention of step t, summed over all query heads of the layer; s_0 are
-    the sums over the prompt's queries (Eq. 2). When a layer holds more than L_evict tokens of a row, its K scores are
-    sorted, v_0 >= v_1 >= ..., and cut points c = K d / D, d = 1 ... D - 1, are tried in turn (Algorithm 1). At the
-    first that is a breakpoint the c best tokens stay, and the sink, and the last recent_ratio K; L_evict becomes
-    max(L_evict, c + recent). Without a breakpoint nothing leaves and L_evict doubles. All heads keep the same tokens.
+      s_t = gamma s_{t-1} + attention of step t, summed over all query heads of the layer        (Eq. 5, RASR)
 
-    As printed a breakpoint has v_0 / v_c <= tau (Eq. 4). That ratio only grows with c, so no cut point but the first
-    can ever be one: a layer keeps K / D tokens where attention is *flat* and none leave where it is peaked, and a
-    larger tau prunes more often. The text says the opposite: a breakpoint is where attention drops sharply, a larger
-    tau keeps more (table 6, appendix). reading="text" has v_0 / v_c >= tau, "printed" what is printed.
+    s_0 are the sums over the prompt's queries (Eq. 2). The K scores are sorted, v_0 >= v_1 >= ..., and the cut points
+    c = K d / D, d = 1 ... D - 1, are tried in turn (Algorithm 1). At the first that is a breakpoint the c best tokens
+    stay, and the sink, and the last recent_ratio K; L_evict becomes max(L_evict, c + recent). Without a breakpoint
+    nothing leaves and L_evict doubles. All heads keep the same tokens.
 
-    Not given in the paper, chosen here: D, gamma, the sink (the cache's), the first L_evict. Deviations: Eq. 2 adds up
-    the rows of a batch, here every row has its own scores, so that a row's answer does not depend on its neighbours;
-    the age by which RASR is said to rank besides the score has no formula and is the decay and the recent tokens;
-    Hoyer sparsity, which no step of the algorithm uses, can hold a layer back. Neither reading bounds memory by itself:
-    L_evict may double for ever, and recent and best may be all there is. With `limit`, a round that would leave more
-    than it keeps sink, recent_ratio of it, and the best of the rest up to (D - 1) / D of it.
+    As printed, a breakpoint has v_0 / v_c <= tau (Eq. 4). That ratio only grows with c, so no cut point but the first
+    can ever be one: a layer keeps K / D tokens where attention is *flat*, none leave where it is peaked, and a larger
+      tau
+    prunes more often. The text says the opposite: a breakpoint is where attention drops sharply, and a larger tau keeps
+    more (table 6, appendix). reading="text" has v_0 / v_c >= tau, reading="printed" has what is printed.
+
+    Deviations
+    - The paper does not give D, gamma, the sink (here the cache's) and the first L_evict.
+    - Eq. 2 adds up the rows of a batch. Here every row has its own scores, so its answer does not depend on its
+      neighbours.
+    - RASR is said to rank by age as well, without a formula. Here the decay and the recent tokens stand for it.
+    - No step of the algorithm uses Hoyer sparsity (Eq. 1). Here it can hold a layer back.
+    - Neither reading bounds memory: L_evict may double for ever, and recent and best may be all there is. With `limit`,
+      a round that would leave more keeps the sink, recent_ratio of the limit, and the best of the rest up to (D - 1) /
+      D of it.
+
+    Settings
+    sparse_ratio: float > 1, default 400: tau.
+    recent_ratio: float in [0, 1), default 0.3: share of a layer's tokens that stay because they are the last.
+    segments: int >= 2, default 8: D.
+    gamma: float in (0, 1), default 0.99: decay of the scores per step.
+    evict_at: int, tokens, default 1024: what a layer holds before its first round, the first L_evict.
+    reading: "text" or "printed", default "text": which reading of Algorithm 1 applies.
+    limit: int, tokens, default 0: L_evict never grows past it; 0 is no limit.
+    min_sparsity: float in [0, 1], default 0: Hoyer sparsity below which a layer waits.
     """
 
     column_sums = True
@@ -66,19 +83,24 @@ class Lethe(Tokens):
         if self.limit and self.limit < self.evict_at:
             raise ValueError(f"limit={self.limit} must be 0 (none) or at least evict_at={self.evict_at}")
 
-    def keep_mask(self, prefill: Prefill, config: Any, sizes: Sizes) -> list[Tensor | None]:
-        """All of the prompt: its first round is as any other, once it is in the cache."""
+    def keep_mask(self, prefill: Prefill, config: PreTrainedConfig, sizes: Sizes) -> list[Tensor | None]:
+        """All of the prompt stays: its first round is like any other, once it is in the cache."""
         return [None] * len(prefill.layers)
 
     def extra_bytes(self, held: Held) -> float:
         return SCORE * float((held.ends + held.middle).sum())
 
-    def eviction(self, layer: PromptLayer, config: Any, sizes: Sizes) -> Rounds:
+    def eviction(self, layer: PromptLayer, config: PreTrainedConfig, sizes: Sizes) -> Rounds:
         return Rounds(self)
 
 
 class Rounds(Eviction):
-    """The rounds of one layer. evict_at [B]: how many tokens of each row it holds before the next."""
+    """The rounds of one layer.
+
+    settings: Lethe: the settings.
+
+    `evict_at` [B] is how many tokens of each row the layer holds before the next round.
+    """
 
     evict_at: np.ndarray
 
@@ -105,7 +127,7 @@ class Rounds(Eviction):
         return stay
 
     def _stay_in(self, row: int, sink: int, middle: np.ndarray, window: int) -> Tensor:
-        """Which tokens of a row's middle stay, the same in all heads: [most of middle [H]]."""
+        """Which tokens of a row's middle stay, the same in all heads: [longest middle of the heads]."""
         held = sink + int(middle.max()) + window
         has_middle = upload(np.flatnonzero(middle), self.scores.device)
         scores = self.scores[row, has_middle, :held].sum(0)

@@ -1,40 +1,53 @@
-"""PyramidKV (arXiv 2406.02069): SnapKV's choice with more tokens in the lower layers than in the upper ones."""
+"""PyramidKV: SnapKV's choice with more tokens in the lower layers than in the upper ones.
+
+"PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling", arXiv 2406.02069, section 3.2.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from eval.cache.storage.store import Sizes
 from eval.inference.models import shape_of
 from eval.inference.prefill import Prefill, PromptLayer
-from eval.methods.common.selection import spare
+from eval.methods.common.selection import middle_budget
 from eval.methods.tokens.snapkv import SnapKV
 from leank_train.common.typed import Positive
 
 
 @dataclass(frozen=True)
 class PyramidKV(SnapKV):
-    """beta: how steep; the top layer gets 1 / beta of the mean. budget: mean over the layers. The rest as SnapKV.
+    """SnapKV's scores choose, and each layer's budget lies on a line that falls with depth.
 
-    Of C = budget less sink and window (or observed tokens) the top layer chooses C // beta tokens, the lowest
-    2 C - C // beta, those between on a line (section 3.2 and the authors' code). A prompt with less than the lowest
-    layer's share gives that layer all it has, and the line ends higher. Each layer's share is rounded down, and what
-    that leaves goes to the largest remainders, the lower layer first, so that all layers together choose L C exactly.
+    Let C be the budget less sink and window (or observed tokens). The top layer chooses C // beta tokens, the lowest
+    2 C - C // beta, and those between lie on a line. A prompt with less than the lowest layer's share gives that layer
+    all it has, and the line ends higher. Each layer's share is rounded down, and what that leaves goes to the largest
+    remainders, the lower layer first, so that all layers together choose L C exactly.
 
-    The authors' code rounds the step between layers down instead and chooses a few tokens more; it leaves prompts of
-    less than 2 C tokens to SnapKV. Its window is 8 and its pooling max by default; here they are SnapKV's, so that the
-    two differ in nothing but the layers' shares.
+    Deviations
+    - The authors' code rounds the step between layers down and so holds up to 15% more tokens at small budgets. It
+      leaves prompts of less than 2 C tokens to SnapKV.
+    - The authors' window is 8, and their pooling is max by default. Here both are SnapKV's defaults, so that the two
+      methods differ in nothing but the layers' shares.
+
+    Settings
+    budget: int, tokens, default 1024: mean over the layers of what a KV head keeps in all, sink and window included.
+    queries: int, default 32: last queries that are observed; their tokens always stay.
+    kernel: int, odd, default 7: neighbours over which a score is pooled.
+    pooling: "avg" or "max", default "avg": how a score is pooled.
+    group: "mean" or "max", default "mean": how the scores of a KV head's query heads become one.
+    beta: int, default 20: the top layer gets 1 / beta of the mean.
     """
 
     beta: Positive = 20
 
     def counts(self, prefill: Prefill, sizes: Sizes) -> list[int | Tensor]:
-        mean = spare(self.budget, sizes)
+        mean = middle_budget(self.budget, sizes)
         full = [index for index, layer in enumerate(prefill.layers) if isinstance(layer, PromptLayer)]
         middles = (prefill.lengths - sizes.sink - sizes.window).clamp(min=0).tolist()
         rows = torch.tensor([pyramid(mean, middle, len(full), self.beta) for middle in middles])  # [B, full layers]
@@ -43,18 +56,18 @@ class PyramidKV(SnapKV):
             counts[index] = rows[:, place]
         return counts
 
-    def kept_counts(self, config: Any, columns: list[int], sizes: Sizes) -> np.ndarray:
+    def kept_counts(self, config: PreTrainedConfig, columns: list[int], sizes: Sizes) -> np.ndarray:
         layers, heads, _ = shape_of(config)
         protected = self._protected(sizes)
         middle = max(0, max(columns) - protected.sink - protected.window)
-        counts = pyramid(spare(self.budget, protected), middle, layers, self.beta)
+        counts = pyramid(middle_budget(self.budget, protected), middle, layers, self.beta)
         return np.tile(np.array(counts)[:, None] + protected.window - sizes.window, heads)
 
 
 def pyramid(mean: int, available: int, layers: int, beta: int) -> list[int]:
     """Tokens of each layer, the lowest first: on a line, `mean` on average, at most `available` in the lowest.
 
-    With fewer available than `mean` no layer's share is less than what there is.
+    With fewer available than `mean`, no layer's share is less than what there is.
     """
     if layers < 2:
         return [mean] * layers

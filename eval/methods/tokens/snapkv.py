@@ -1,20 +1,24 @@
-"""SnapKV (arXiv 2404.14469): in every head the tokens stay that the prompt's last queries attend to."""
+"""SnapKV: in every head the tokens that the prompt's last queries attend to stay.
+
+"SnapKV: LLM Knows What You are Looking for Before Generation", arXiv 2404.14469, section 4.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from eval.cache.storage.store import Sizes
 from eval.inference.observe import received
 from eval.inference.prefill import Prefill, PromptLayer
 from eval.methods.axes import Tokens
-from eval.methods.common.selection import budgeted, keep_best, spare
+from eval.methods.common.selection import keep_highest, middle_budget, same_in_every_head
 from eval.methods.common.slicing import check_kernel
 from leank_train.common.typed import OneOf, Positive
 
@@ -24,14 +28,24 @@ GROUP = ("mean", "max")
 
 @dataclass(frozen=True)
 class SnapKV(Tokens):
-    """budget: tokens of the prompt that a KV head keeps in all. queries: last ones that are observed, and always stay.
-    kernel, pooling: over how many neighbours a score is pooled, and how (avg or max). group: how the scores of a KV
-    head's query heads become one (mean or max).
+    """Every KV head keeps the observed tokens and those with the highest pooled attention.
 
-    score_j = pool_j(sum over the observed queries t of softmax(q_t K^T / sqrt(D))_j), section 4; the observed tokens
-    are not scored. The authors' code keeps its own tokens for every query head, repeating K and V; here a KV head has
-    one set, by the mean of its group as in kvpress (a sum chooses the same). Sink and window of the cache stay besides
-    and count as part of the budget; sink 0 and a window of `queries` tokens are the paper's.
+      score_j = pool_j(sum over the observed queries t of softmax(q_t K^T / sqrt(D))_j)
+
+    Sink and window of the cache stay too and count as part of the budget. sink=0 and a window of `queries` tokens are
+    the paper's.
+
+    Deviations
+    - The authors' code keeps separate tokens for every query head, repeating K and V. Here a KV head has one set, by
+      the mean of its group as in kvpress; a sum chooses the same.
+    - Pooling averages by default. The authors' LongBench settings pool by maximum over 7, and so do ThinK and IAP.
+
+    Settings
+    budget: int, tokens, default 1024: tokens of the prompt that a KV head keeps in all, sink and window included.
+    queries: int, default 32: last queries that are observed; their tokens always stay.
+    kernel: int, odd, default 7: neighbours over which a score is pooled.
+    pooling: "avg" or "max", default "avg": how a score is pooled.
+    group: "mean" or "max", default "mean": how the scores of a KV head's query heads become one.
     """
 
     free = "budget"
@@ -42,25 +56,25 @@ class SnapKV(Tokens):
     group: Annotated[str, OneOf(*GROUP)] = "mean"
 
     @property
-    def obs_queries(self) -> int:  # type: ignore[override]
+    def obs_queries(self) -> int:
         return self.queries
 
-    def check(self, config: Any, tokenizer: Any) -> None:
+    def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         check_kernel(self.kernel)
 
     def check_sizes(self, sizes: Sizes) -> None:
-        spare(self.budget, self._protected(sizes))
+        middle_budget(self.budget, self._protected(sizes))
 
-    def keep_mask(self, prefill: Prefill, config: Any, sizes: Sizes) -> list[Tensor | None]:
+    def keep_mask(self, prefill: Prefill, config: PreTrainedConfig, sizes: Sizes) -> list[Tensor | None]:
         sizes = self._protected(sizes)
-        return keep_best(prefill, sizes, self.counts(prefill, sizes), self.scores)
+        return keep_highest(prefill, sizes, self.counts(prefill, sizes), self.scores)
 
-    def kept_counts(self, config: Any, columns: list[int], sizes: Sizes) -> np.ndarray:
-        return budgeted(self.budget, config, sizes)
+    def kept_counts(self, config: PreTrainedConfig, columns: list[int], sizes: Sizes) -> np.ndarray:
+        return same_in_every_head(self.budget, config, sizes)
 
     def counts(self, prefill: Prefill, sizes: Sizes) -> list[int | Tensor]:
-        """Of every layer how many tokens stay between sink and window, in all rows or [B]."""
-        return [spare(self.budget, sizes)] * len(prefill.layers)
+        """For each layer, how many tokens between sink and window stay, in all rows or [B]."""
+        return [middle_budget(self.budget, sizes)] * len(prefill.layers)
 
     def scores(self, layer: PromptLayer, real: Tensor | None) -> Tensor:
         """Pooled attention that each token receives from the observed queries, [B, H, T]; theirs is 0."""

@@ -162,7 +162,7 @@ def test_thinks_values_against_the_whole_attention(observed):
 def test_values_are_pruned_by_their_own_ratio(observed):
     model, batch, _ = observed
     both = ThinK(0.6, QUERIES, values=0.3)
-    assert (both.keep(batch, model.config).sum(-1) == 4).all()
+    assert (both.keep_mask(batch, model.config).sum(-1) == 4).all()
     assert (both.keep_value_mask(batch, model.config).sum(-1) == 6).all()
     assert ThinK(0.6, QUERIES).keep_value_mask(batch, model.config) is None
 
@@ -253,6 +253,17 @@ def test_double_sparsity_averages_all_blocks():
     for layer in range(2):
         for head in range(2):
             assert torch.equal(keep[layer, head].nonzero().flatten(), means[layer, head].topk(4).indices.sort().values)
+
+
+def test_a_copy_with_another_ratio_shares_the_samples_and_one_with_other_samples_does_not():
+    choice = StaticNorm(0.6, samples=3, queries=QUERIES)
+    keep, _ = calibrated(choice)
+    more = replace(choice, ratio=0.3)
+    more.calibrate(None, None, None)  # nothing is left to read
+    assert (keep & ~more.keep_mask(None, None)).sum() == 0
+    for other in (replace(choice, seed=8), replace(choice, queries=QUERIES + 1), StaticNorm(0.6)):
+        with pytest.raises(RuntimeError, match="must be calibrated before it is used"):
+            other.keep_mask(None, None)
 
 
 def test_static_norm_averages_thinks_norms():

@@ -71,5 +71,5 @@ def test_the_setting_that_match_moves_is_bold():
 def test_a_choice_that_cannot_be_imported_is_named():
     with pytest.raises(ValueError, match=r"method\.x\.channels\.name='no_such:Thing' cannot be imported"):
         method("x", {"channels": {"name": "no_such:Thing"}})
-    with pytest.raises(ValueError, match=r"name='eval\.methods\.think:Thing' cannot be imported"):
+    with pytest.raises(ValueError, match=r"name='eval\.methods\.channels\.think:Thing' cannot be imported"):
         method("x", {"channels": {"name": "eval.methods.channels.think:Thing"}})

@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 from eval.cache import CompressedCache
 from eval.inference.models import ModelConfig, load_config, shape_of
 from eval.inference.prefill import prefill
-from eval.methods import method
+from eval.methods import REGISTRY, method
 from eval.methods.held import Held
-from eval.methods.match import free_settings, match, share_of_dense
+from eval.methods.match import STEPS, WHOLE, free_settings, match, share_of_dense
 from eval.methods.memory import dense_bytes, held_bytes, method_bytes
 from eval.methods.tokens.duo_attention import DuoAttention
 from eval.run.replay import Replay, Settings, cache_bytes
@@ -86,7 +86,7 @@ def counted(one, config, cache, seen):
 def held(one, model, prompt):
     """(bytes that a method's tensors take of the prompt without tables and slack, its cache, its pass)."""
     ids, dense = prompt
-    seen = dense if one.prefill is None else one.prefill.run(model, ids, None, 8, one.obs_queries, None)
+    seen = dense if one.prefill is None else one.run_prefill(model, ids, None, 8)
     cache = one.cache(model, seen)
     parts = cache_bytes(cache, seen)
     return parts["total"] - parts.get("tables", 0) - parts.get("slack", 0), cache, seen
@@ -104,6 +104,28 @@ def test_bytes_held_are_those_of_the_formula(name, made, model, prompt):
     elif name not in ("dense", "quest", "double_sparsity"):  # these hold all, Quest its bounds besides
         assert expected < 0.97 * whole
     assert found == pytest.approx(expected, rel=0.03)
+
+
+def test_every_share_that_match_moves_takes_all_of_its_values():
+    """Else the ends of what `match` tries are refused, and count as if nothing was held."""
+    for axis, names in REGISTRY.items():
+        for name in names:
+            one = method(name, {axis: {"name": name}}, {"sink": 0, "window": 1}).axes[axis]
+            if one.free is not None and one.free not in WHOLE:
+                for step in (0, 1, STEPS - 1):
+                    assert getattr(replace(one, **{one.free: step / STEPS}), one.free) == step / STEPS
+
+
+def test_pyramid_infer_whose_share_falls_to_nothing_holds_what_its_formula_says(model, prompt):
+    """The schedule reaches 0 above the last layer, so every layer still gets the recent tokens and some others."""
+    none = method("none", {"prefill": {"name": "pyramid_infer", "decay": 0.0}})
+    little = method("little", {"prefill": {"name": "pyramid_infer", "decay": 1e-4}})
+    layers = model.config.num_hidden_layers
+    assert held(none, model, prompt)[0] == method_bytes(none, model.config, LENGTH, ITEM)
+    assert none.prefill.share((layers - 1) / layers) > 0
+    assert none.prefill.kept_counts(model.config, LENGTH)[0] == pytest.approx(
+        little.prefill.kept_counts(model.config, LENGTH)[0], abs=layers
+    )
 
 
 def scanned(one, config, lengths):
@@ -180,6 +202,20 @@ def test_a_share_is_of_all_prompts_together_or_refused(lengths, share, name):
     else:
         wanted = share * sum(dense_bytes(config, length, ITEM) for length in lengths)
         assert sum(method_bytes(found, config, n, ITEM) for n in lengths) == pytest.approx(wanted, rel=0.03)
+
+
+def test_a_method_runs_the_pass_that_it_needs(model, prompt):
+    """Its own where it has one, else the dense one with column sums and at least its own queries."""
+    ids = prompt[0][:, :100]
+    h2o = method("h2o", {"tokens": {"name": "h2o"}}, {"sink": 4, "window": 32})
+    snapkv = method("snapkv", {"tokens": {"name": "snapkv", "queries": 8}}, {"sink": 4, "window": 32})
+    gemfilter = method("gemfilter", {"prefill": {"name": "gemfilter", "budget": 40}})
+    layer = h2o.run_prefill(model, ids, None, 0).layers[0]
+    assert (layer.column_sums.shape[-1], layer.queries) == (100, None)
+    for wanted, kept in ((0, 8), (5, 8), (20, 20)):
+        layer = snapkv.run_prefill(model, ids, None, 0, 64, wanted).layers[0]
+        assert (layer.column_sums, layer.queries.shape[2]) == (None, kept)
+    assert gemfilter.run_prefill(model, ids, None, 0).columns == 40
 
 
 def test_streaming_heads_count_alike_before_it_is_known_which_they_are(made, model):

@@ -369,7 +369,7 @@ def test_other_axes_choose_among_the_tokens_held(prefills):
         (lambda: GemFilter(0), "budget=0 must be an integer of at least 1"),
         (lambda: GemFilter(layer=-1), "layer=-1 must be an integer of at least 0, or null"),
         (lambda: PyramidInfer(0.0), "recent=0.0 must be a number in \\(0, 1\\]"),
-        (lambda: PyramidInfer(decay=1.2), "decay=1.2 must be a number in \\(0, 1\\]"),
+        (lambda: PyramidInfer(decay=1.2), "decay=1.2 must be a number in \\[0, 1\\]"),
         (lambda: PyramidInfer(every=0), "every=0 must be an integer of at least 1"),
         (lambda: PyramidInfer(newest=0.0), "newest=0.0 must be a number above 0"),
         (lambda: PyramidInfer(schedule="steps"), "schedule='steps' must be one of cosine, linear"),

@@ -106,7 +106,7 @@ def test_a_step_reads_what_the_loops_choose(seed, lengths, page, budget, grow, l
 def test_enough_budget_changes_nothing(reads, family):
     model, (ids, mask) = tiny_model(family), left_padded([40, 23], 3)
     if isinstance(reads, DoubleSparsity):
-        reads.labels._seen.add(torch.rand(1, LAYERS, HEADS, DIM))
+        reads._scores[reads.labels.calibrated_on] = torch.rand(LAYERS, HEADS, DIM)
     keep = LeanK(ChannelMask(random_keep(3)))
     found = []
     for one in (Method("with", keep, reads=reads, **vars(SIZES)), Method("without", keep, **vars(SIZES))):
