@@ -1,6 +1,10 @@
-"""Imports go one way: data_gen <- leank_train <- eval; nothing imports scripts or tests."""
+"""Imports go one way, between packages, between the rooms of a package, and between files; nothing goes in a circle.
+
+Every import counts: those inside functions and those for types alone, too.
+"""
 
 import ast
+from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
@@ -11,20 +15,83 @@ FORBIDDEN = {
     "leank_train": {"eval", "scripts", "tests"},
     "eval": {"scripts", "tests"},
 }
+# the rooms (folders and files) of a package from the top floor down: each imports from its own floor's rooms below
+LAYERS = {
+    "leank_train": [
+        {"__main__"}, {"train"}, {"validation"}, {"running"}, {"settings"}, {"stages"}, {"data"}, {"backbone"},
+        {"channel_scores"}, {"forward", "objective"}, {"mask"}, {"common"},
+    ],
+    "eval": [
+        {"__main__"}, {"lm_eval"}, {"run"}, {"report"}, {"methods"}, {"benchmarks"}, {"metrics", "published"}, {"inference"},
+        {"cache"},
+    ],
+    "eval.cache": [{"cache"}, {"generate", "memory"}, {"graph"}, {"hook"}, {"attention"}, {"layer"}, {"storage"}],
+    "eval.methods": [
+        {"match"}, {"memory"}, {"base"}, {"channels", "tokens", "bits", "reads", "prefill"}, {"common"}, {"axes"}, {"held"},
+    ],
+}  # fmt: skip
+
+
+def modules():
+    """Every module of the packages: name -> file."""
+    found = {}
+    for package in FORBIDDEN:
+        for file in sorted((ROOT / package).rglob("*.py")):
+            found[".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = file
+    return found
+
+
+MODULES = modules()
 
 
 def imported(file):
-    """Top-level packages that a file imports, anywhere in it; relative imports are its own package's."""
+    """(module, line) of every import of a file; a name that is a module of its own counts as that."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from ((alias.name.split(".")[0], node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            yield (node.module or "").split(".")[0], node.lineno
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{file}:{node.lineno}: name the module in full"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield (whole if whole in MODULES else node.module or ""), node.lineno
 
 
 @pytest.mark.parametrize("package", FORBIDDEN)
-def test_imports_go_one_way(package):
-    files = sorted((ROOT / package).rglob("*.py"))
-    assert files
-    wrong = [f"{f.relative_to(ROOT)}:{n} imports {m}" for f in files for m, n in imported(f) if m in FORBIDDEN[package]]
+def test_packages_import_one_way(package):
+    wrong = [
+        f"{file.relative_to(ROOT)}:{line} imports {name}"
+        for module, file in MODULES.items()
+        if module.split(".")[0] == package
+        for name, line in imported(file)
+        if name.split(".")[0] in FORBIDDEN[package]
+    ]
     assert not wrong
+
+
+def room(module, package):
+    """The room of a package that a module lies in, or None."""
+    inside = module.removeprefix(f"{package}.")
+    return inside.split(".")[0] if inside != module else None
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_rooms_import_from_the_floors_below(package):
+    floor = {name: number for number, names in enumerate(LAYERS[package]) for name in names}
+    wrong = []
+    for module, file in MODULES.items():
+        if (here := room(module, package)) is None:
+            continue
+        assert here in floor, f"{package}.{here} has no place in LAYERS"
+        for name, line in imported(file):
+            there = room(name, package)
+            if there in floor and there != here and floor[there] <= floor[here]:
+                wrong.append(f"{file.relative_to(ROOT)}:{line}: {here} imports {there}")
+    assert not wrong
+
+
+def test_no_file_imports_itself_through_others():
+    graph = {module: {name for name, _ in imported(file)} & MODULES.keys() for module, file in MODULES.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"imports in a circle: {' -> '.join(error.args[1])}")
