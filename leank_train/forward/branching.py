@@ -33,7 +33,7 @@ def prefill(
     """Full causal attention over document_ids [B, P], right-padded, lengths [B] (at least 1).
 
     obs_queries: how many of each document's last queries to keep, for branches shorter than the window that a method
-    observes. kernel: one of `passes.KERNELS`. Raises ValueError for a model without RoPE, bad lengths, or documents
+    observes. kernel: one of `kernels.KERNELS`. Raises ValueError for a model without RoPE, bad lengths, or documents
     longer than the model's positions.
     """
     check_decoder(model)

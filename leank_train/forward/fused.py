@@ -16,15 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from leank_train.forward.attention import (
-    HALF,
-    SCORES_AT_ONCE,
-    exp_,
-    flash_backward,
-    flash_forward,
-    flash_takes,
-    product,
-)
+from leank_train.forward.attention import SCORES_AT_ONCE, exp_, product
+from leank_train.forward.kernels import HALF, flash_backward, flash_forward, flash_takes
 from leank_train.forward.plan import Group, Layout, Piece, Plan, Run
 
 FLASH_FROM = 512  # keys of a range from which the flash kernel reads it; fewer cost least beside their neighbours

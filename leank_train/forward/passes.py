@@ -3,48 +3,15 @@
 Shapes: B documents, R branches, Hq query heads, H KV heads, T or n tokens, D head_dim. `hook.State` is the interface.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from leank_train.forward.attention import Visibility, visibility
 from leank_train.forward.fused import fused_attention, side_by_side
+from leank_train.forward.kernels import kernel_order, tried_in
 from leank_train.forward.plan import Piece, Plan, document_pieces, own_pieces
 from leank_train.forward.prefix import Branch, Prefix, to_device
-
-_BACKENDS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
-KERNELS = ("auto", "flash_attn", *_BACKENDS)  # of a prefill; flash_attn is the package of this name, the others SDPA's
-HOPPER = (9, 0)  # compute capability from which cuDNN's kernel is the fastest
-# cuDNN makes a plan for every new length, and nearly every step of training has one: 25 to 50 ms for all layers. On an
-# H200 it runs at about 600 TFLOP/s, flash at 350: so it gains 1.2 ms a TFLOP, and pays for the plan from here on.
-CUDNN_FROM = 42e12  # FLOPs of a prefill's attention; 13K tokens for Llama-3.1-8B
-
-
-def kernel_order(kernel: str, q: Tensor, layers: int) -> list[SDPBackend]:
-    """SDPA's backends, to be tried in this order: the named one and then the others; empty for the library's choice.
-
-    auto, for causal attention of q [B, Hq, T, D] in that many layers: on Hopper cuDNN from CUDNN_FROM on, else flash;
-    elsewhere the library's choice.
-    """
-    if kernel == "auto":
-        newest = q.is_cuda and torch.cuda.get_device_capability(q.device) >= HOPPER
-        B, Hq, T, D = q.shape
-        kernel = ("cudnn" if 2 * layers * B * Hq * T * T * D >= CUDNN_FROM else "flash") if newest else ""
-    return sorted(_BACKENDS.values(), key=lambda b: b != _BACKENDS[kernel]) if kernel else []
-
-
-def tried_in(order: Sequence[SDPBackend]) -> AbstractContextManager:
-    """SDPA tries its kernels in this order; empty: in the library's."""
-    return sdpa_kernel(list(order), set_priority=True) if order else nullcontext()
+from leank_train.forward.visibility import Visibility, visibility
 
 
 class _Keeps:

@@ -14,8 +14,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from leank_train.forward.attention import Visibility
 from leank_train.forward.prefix import to_device
+from leank_train.forward.visibility import Visibility
 
 JOINED = 4096  # keys of a range up to which it is copied beside its neighbours, for one product over all of them
 

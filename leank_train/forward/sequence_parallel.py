@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from leank_train.forward.attention import flash_forward, flash_takes, merge, partial_attention, visibility
+from leank_train.forward.attention import merge, partial_attention
 from leank_train.forward.hook import check_decoder, run_decoder
+from leank_train.forward.kernels import flash_forward, flash_takes
 from leank_train.forward.prefix import Prefix, checked_lengths, to_device
+from leank_train.forward.visibility import visibility
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
 from leank_train.common.typed import BadConfig, Checked, OneOf, Positive
-from leank_train.forward.passes import KERNELS
+from leank_train.forward.kernels import KERNELS
 from leank_train.running.preempt import environments
 
 OURS = ("sequence_parallel", "shard_weights", "prefill_kernel")
@@ -31,7 +31,7 @@ class TrainerConfig(Checked):
     lightning.Trainer.
     sequence_parallel: ranks per context; each has a share of its tokens.
     shard_weights: each rank holds a share of the weights (FSDP).
-    prefill_kernel: one of `passes.KERNELS`.
+    prefill_kernel: one of `kernels.KERNELS`.
     """
 
     accelerator: str = "auto"
@@ -64,7 +64,7 @@ class TrainerConfig(Checked):
 
 @dataclass(frozen=True)
 class Parallel:
-    """sequence_parallel: ranks a context; shard_weights: each rank holds a share; prefill_kernel: `passes.KERNELS`."""
+    """sequence_parallel: ranks a context; shard_weights: each rank holds a share; prefill_kernel: `kernels.KERNELS`."""
 
     sequence_parallel: int = 1
     shard_weights: bool = False

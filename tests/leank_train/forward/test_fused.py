@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leank_train.forward.attention import Keys, scaled_attention, visibility
+from leank_train.forward.attention import Keys, scaled_attention
 from leank_train.forward.fused import fused_attention, side_by_side
 from leank_train.forward.plan import Plan, document_pieces, own_pieces
+from leank_train.forward.visibility import visibility
 
 
 @settings(max_examples=40, deadline=None)
