@@ -67,7 +67,8 @@ def flash_forward(
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
     """Attention by the library's flash kernel, with the log-sum-exp.
 
-    F.scaled_dot_product_attention does not return the log-sum-exp. For few rows the kernel splits the keys among the GPU's processors by itself.
+    F.scaled_dot_product_attention does not return the log-sum-exp. For few rows the kernel splits the keys among the
+    GPU's processors by itself.
 
     q: [B, Hq, n, D].
     k, v: [B, H, T, D] with any strides. On a CPU, H must be Hq.
