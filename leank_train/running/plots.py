@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib import rc_context
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from leank_train.running.recorder import Recorder
 
 BLUE, VERMILION, GREEN, ORANGE = "#0072B2", "#D55E00", "#009E73", "#E69F00"  # of Okabe and Ito
-STYLE = {"font.size": 12, "axes.titlesize": 13, "legend.frameon": False, "lines.linewidth": 2.0}
+STYLE: Any = {"font.size": 12, "axes.titlesize": 13, "legend.frameon": False, "lines.linewidth": 2.0}
 MOST_NUMBERS = 512  # heads; a map of more of them shows colours alone
 
 
@@ -111,8 +111,7 @@ def channels_per_head(mask: ChannelMask) -> Figure:
         for (i, j), n in np.ndenumerate(counts):
             axis.text(j, i, str(n), ha="center", va="center", color="white" if n > 0.6 * most else "black")
     axis.set(xlabel="KV head", ylabel="Layer", title=f"Kept channels, of {most}")
-    axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.yaxis.get_major_locator().set_params(integer=True)
+    axis.locator_params(integer=True)
     figure.colorbar(image, label="Kept channels")
     return figure
 
@@ -133,7 +132,7 @@ def kept_per_frequency(mask: ChannelMask, alpha: Tensor) -> Figure:
     _legend_below(figure, top)
     image = bottom.imshow(100 * pairs, aspect="auto", cmap="Blues", vmin=0, vmax=100)
     bottom.set(xlabel="RoPE pair (0 = highest frequency)", ylabel="Layer")
-    bottom.yaxis.get_major_locator().set_params(integer=True)
+    bottom.locator_params(axis="y", integer=True)
     figure.colorbar(image, ax=bottom, label="Kept channels (%)")
     return figure
 
