@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -14,32 +14,57 @@ from data_gen.sample import Document
 from data_gen.tasks import Mixture
 from leank_train.backbone import Backbone
 
-IDS = ("documents", "prompts", "answers")  # of a Batch: what the GPU reads
+
+@dataclass(frozen=True)
+class Ragged:
+    """Rows of token ids that differ in length.
+
+    ids: [rows, longest], padded on the right with 0.
+    lengths: [rows] on the host, where passes are planned (`forward.prefix`).
+    """
+
+    ids: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]]) -> Ragged:
+        """Pad rows of at least one token id."""
+        return cls(pad(rows), torch.tensor([len(row) for row in rows]))
+
+    def to(self, device: torch.device | str, **kwargs: Any) -> Ragged:
+        """A copy with the ids on another device; kwargs are those of `Tensor.to`."""
+        return Ragged(self.ids.to(device, **kwargs), self.lengths)
+
+    def pin_memory(self) -> Ragged:
+        """A copy in page-locked memory."""
+        return Ragged(self.ids.pin_memory(), self.lengths.pin_memory())
 
 
 @dataclass(frozen=True)
 class Batch:
-    """B documents with M questions each, R = B * M branches; ids right-padded with 0, lengths say what counts.
+    """B documents with M questions each, and so R = B * M branches.
 
-    documents [B, P], document_lengths [B]; prompts [R, T] = question + answer_prefix + answer, prompt_lengths [R];
-    question_lengths [R] = tokens before the answer; answers [R, N], answer_lengths [R].
+    documents: B rows.
+    prompts: R rows of question, answer_prefix and answer.
+    answers: R rows, the last tokens of the prompts.
     """
 
-    documents: Tensor
-    document_lengths: Tensor
-    prompts: Tensor
-    prompt_lengths: Tensor
-    question_lengths: Tensor
-    answers: Tensor
-    answer_lengths: Tensor
+    documents: Ragged
+    prompts: Ragged
+    answers: Ragged
+
+    @property
+    def question_lengths(self) -> Tensor:
+        """Tokens of each prompt before its answer, [R] on the host."""
+        return self.prompts.lengths - self.answers.lengths
 
     def to(self, device: torch.device | str, **kwargs: Any) -> Batch:
-        """A copy with the ids on another device; lengths stay on the host, where passes are planned (`prefix`)."""
-        return replace(self, **{name: getattr(self, name).to(device, **kwargs) for name in IDS})
+        """A copy with the ids on another device; kwargs are those of `Tensor.to`."""
+        return Batch(*(rows.to(device, **kwargs) for rows in (self.documents, self.prompts, self.answers)))
 
     def pin_memory(self) -> Batch:
         """A copy in page-locked memory."""
-        return Batch(*(getattr(self, f.name).pin_memory() for f in fields(self)))
+        return Batch(*(rows.pin_memory() for rows in (self.documents, self.prompts, self.answers)))
 
 
 def collate(backbone: Backbone, documents: Sequence[Document]) -> Batch:
@@ -55,10 +80,7 @@ def collate(backbone: Backbone, documents: Sequence[Document]) -> Batch:
         if not a:
             raise ValueError(f"the answer {q.target!r} to {q.question!r} has no tokens: nothing to distil")
     prompts = [q + a for q, a in zip(questions, answers, strict=True)]
-    return Batch(
-        pad(contexts), _lengths(contexts), pad(prompts), _lengths(prompts), _lengths(questions),
-        pad(answers), _lengths(answers),
-    )  # fmt: skip
+    return Batch(Ragged.of(contexts), Ragged.of(prompts), Ragged.of(answers))
 
 
 def pad(rows: Sequence[Sequence[int]]) -> Tensor:
@@ -67,10 +89,6 @@ def pad(rows: Sequence[Sequence[int]]) -> Tensor:
     for i, row in enumerate(rows):
         out[i, : len(row)] = torch.tensor(row)
     return out
-
-
-def _lengths(rows: Sequence[Sequence[int]]) -> Tensor:
-    return torch.tensor([len(r) for r in rows])
 
 
 class Steps(torch.utils.data.Dataset):

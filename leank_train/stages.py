@@ -97,26 +97,27 @@ class Stage(L.LightningModule):
     def distillation(self, batch: Batch) -> Tensor:
         """The distance of student and teacher at the answer tokens, by the stage's objective."""
         model, kernel = self.backbone.model, self.parallel.prefill_kernel
-        if len(batch.prompts) == len(batch.documents) and not self.parallel.in_step:
+        documents, prompts, answers = batch.documents, batch.prompts, batch.answers
+        if len(prompts.ids) == len(documents.ids) and not self.parallel.in_step:
             prefix, teacher = prefill_and_branch(
-                model, batch.documents, batch.document_lengths, batch.prompts, batch.prompt_lengths, kernel
+                model, documents.ids, documents.lengths, prompts.ids, prompts.lengths, kernel
             )
         else:
             if self.ranks:
-                prefix = prefill_in_shares(model, batch.documents, batch.document_lengths, self.ranks)
+                prefix = prefill_in_shares(model, documents.ids, documents.lengths, self.ranks)
             else:
-                prefix = prefill(model, batch.documents, batch.document_lengths, kernel=kernel)
-            teacher = branch(model, prefix, batch.prompts, batch.prompt_lengths)
-        full = distill.answer_rows(teacher.hidden, batch.question_lengths, batch.answers.shape[1])
+                prefix = prefill(model, documents.ids, documents.lengths, kernel=kernel)
+            teacher = branch(model, prefix, prompts.ids, prompts.lengths)
+        full = distill.answer_rows(teacher.hidden, batch.question_lengths, answers.ids.shape[1])
         question = teacher.cut(batch.question_lengths)
         scaled = student(
-            model, prefix, question, batch.answers, batch.answer_lengths, self.scores(),
+            model, prefix, question, answers.ids, answers.lengths, self.scores(),
             sink=self.sink, window=self.window, empty_heads=self.config.empty_heads,
         )  # fmt: skip
         if self.config.objective == "kl":
             head = objectives.Head.of(model)
-            return objectives.kl_loss(head, full, scaled, batch.answer_lengths, self.config.reduction)
-        return distill.l2_loss(full, scaled, batch.answer_lengths, self.config.reduction)
+            return objectives.kl_loss(head, full, scaled, answers.lengths, self.config.reduction)
+        return distill.l2_loss(full, scaled, answers.lengths, self.config.reduction)
 
     def training_step(self, batch: Batch, index: int) -> dict[str, Tensor]:
         """Loss of one batch."""
@@ -140,10 +141,10 @@ class Stage(L.LightningModule):
         DDP gives every rank the same say; the loss is a mean over answer tokens (or sequences), of which ranks have
         different numbers. Returns the weighed loss, its mean over ranks, and the document tokens of all ranks.
         """
-        tokens = to_device(batch.document_lengths.sum().float(), loss.device)
+        tokens = to_device(batch.documents.lengths.sum().float(), loss.device)
         if self.trainer.world_size == 1:
             return loss, loss.detach(), tokens
-        lengths = batch.answer_lengths
+        lengths = batch.answers.lengths
         counted = lengths.sum() if self.config.reduction == "official" else torch.ones_like(lengths).sum()
         counted = to_device(counted.to(loss.dtype), loss.device)
         gathered = self.all_gather(torch.stack([counted, loss.detach(), tokens.to(loss)]))  # [ranks, 3]

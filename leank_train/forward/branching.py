@@ -7,8 +7,8 @@ Eq. 1 changes answer rows only, so the context does not depend on alpha and need
     hidden  = student(model, prefix, teacher.cut(question_lengths), answers, lengths, alpha, sink=4, window=64, ...)
     tokens  = decode(model, prefix, branch(model, prefix, questions, lengths), mask.keep, max_new_tokens=32, ...)
 
-Branch r continues document r // M. Token ids are padded on the right with any valid id; lengths say what counts, and
-are best given on the host (see `prefix`).
+Branch r continues document r // M. Token ids are padded on the right with any valid id. Lengths should be on the host,
+so that no pass waits for the GPU (see `prefix`).
 """
 
 from collections.abc import Sequence
@@ -30,11 +30,16 @@ def prefill(
     obs_queries: int = 0,
     kernel: str = "auto",
 ) -> Prefix:
-    """Full causal attention over document_ids [B, P], right-padded, lengths [B] (at least 1).
+    """Prefill the documents with full causal attention.
 
-    obs_queries: how many of each document's last queries to keep, for branches shorter than the window that a method
-    observes. kernel: one of `passes.KERNELS`. Raises ValueError for a model without RoPE, bad lengths, or documents
-    longer than the model's positions.
+    document_ids: [B, P], right-padded.
+    lengths: [B], at least 1.
+    obs_queries: how many of each document's last queries to keep, for methods that observe more queries than a branch
+        may have.
+    kernel: one of `kernels.KERNELS`.
+
+    Raises ValueError for a model whose mask cannot be learned (`hook.check_decoder`), bad lengths, or documents longer
+    than the model's positions.
     """
     check_decoder(model)
     lengths = checked_lengths(lengths, document_ids)
@@ -50,11 +55,14 @@ def prefill(
 def branch(
     model: PreTrainedModel, prefix: Prefix, ids: Tensor, lengths: Sequence[int] | Tensor, obs_queries: int = 0
 ) -> Branch:
-    """Continue the documents by ids [R, T], right-padded, lengths [R] (at least 1), with full attention.
+    """Continue the documents with full attention.
 
-    obs_queries: keep the last n queries of every branch; where a branch is shorter, its document's are used too (then
-    prefill needs the same obs_queries). Raises ValueError if R is no multiple of B, for bad lengths, or if fewer than
-    obs_queries queries are at hand.
+    ids: [R, T], right-padded; R is a multiple of B.
+    lengths: [R], at least 1.
+    obs_queries: how many last queries to keep per branch. A shorter branch takes the rest from its document, for which
+        `prefill` needs the same obs_queries.
+
+    Raises ValueError if R is no multiple of B, for bad lengths, or if a branch and its document have fewer queries.
     """
     lengths, starts = checked_lengths(lengths, ids), _starts(prefix, ids)
     positions, k_positions = _positions(starts, lengths, ids)
@@ -73,12 +81,19 @@ def prefill_and_branch(
     lengths: Sequence[int] | Tensor,
     kernel: str = "auto",
 ) -> tuple[Prefix, Branch]:
-    """`prefill` and `branch` in one pass, for one branch a document: document_ids [B, P], ids [B, T], right-padded."""
+    """`prefill` and `branch` in one pass, for one branch per document.
+
+    document_ids: [B, P], right-padded.
+    document_lengths: [B], at least 1.
+    ids: [B, T], right-padded.
+    lengths: [B], at least 1.
+    kernel: one of `kernels.KERNELS`.
+    """
     check_decoder(model)
     starts, lengths = checked_lengths(document_lengths, document_ids), checked_lengths(lengths, ids)
     P, T = document_ids.shape[1], ids.shape[1]
     own_at, own = _positions(starts, lengths, ids)
-    at = to_device(own_at, ids.device)  # [B, T]: where the branch lies in its row
+    at = to_device(own_at, ids.device)  # [B, T], columns of the branch in its row
     whole = torch.cat([document_ids, ids.new_zeros(ids.shape)], 1).scatter(1, at, ids)
     positions = torch.arange(P + T, device=ids.device).expand_as(whole)
     state = PrefillPass(int((starts + lengths).max()), starts + lengths, 0, model.config.num_hidden_layers, kernel)
@@ -105,10 +120,17 @@ def student(
     window: int,
     empty_heads: str,
 ) -> Tensor:
-    """Hidden states [R, N, hidden] after the final norm at the answer tokens, with Eq. 1's scaled attention.
+    """Run the answer tokens with the scaled attention of Eq. 1; the gradient reaches alpha.
 
-    answer_ids [R, N], right-padded, lengths [R]; question: the branch up to the answer; alpha [L, H, D] or
-    [R, L, H, D]. The gradient reaches alpha. Rows past a length are to be left out of the loss.
+    question: the branches up to their answers.
+    answer_ids: [R, N], right-padded.
+    lengths: [R], at least 1.
+    alpha: [L, H, D] or [R, L, H, D].
+    sink, window: tokens that Eq. 1 does not scale; the window counts the row itself.
+    empty_heads: as in `attention.scaled_attention`.
+
+    Returns hidden states [R, N, hidden] after the final norm. Those past a length mean nothing; leave them out of the
+    loss.
     """
     lengths, starts = checked_lengths(lengths, answer_ids), question.starts + question.lengths
     positions, k_positions = _positions(starts, lengths, answer_ids)
@@ -132,12 +154,15 @@ def decode(
     window: int,
     flush: int,
 ) -> list[list[int]]:
-    """Greedy answers of all R branches at once, as deployed: empty heads drop the middle (section 3.3).
+    """Decode all R branches greedily, as deployed: empty heads drop the middle (section 3.3).
 
-    alpha [L, H, D] or [R, L, H, D], bool masks or scores. sink, window, flush: tokens kept whole at both ends of the
-    context, and how many leave the window at a time while decoding, as in `eval.cache.compressed_cache`. The first
-    token comes from the dense pass over the question, whatever the mask. Returns R lists of at most max_new_tokens
-    ids, cut before the first of eos_id.
+    The first token comes from the dense pass over the question, so it does not depend on the mask.
+
+    alpha: [L, H, D] or [R, L, H, D], bool masks or scores.
+    sink, window: tokens at both ends of the context that keep all channels.
+    flush: how many tokens leave the window at a time, as in `eval.cache.compressed_cache`.
+
+    Returns R lists of at most max_new_tokens ids, cut before the first of eos_id.
     """
     place = question.hidden.device
     stops = torch.tensor([eos_id] if isinstance(eos_id, int) else list(eos_id), device=place)
@@ -159,7 +184,7 @@ def decode(
 
 
 def _starts(prefix: Prefix, ids: Tensor) -> Tensor:
-    """Where each branch begins: its document's length, [R]."""
+    """Position at which each branch begins, [R]: its document's length."""
     branches, left_over = divmod(ids.shape[0], len(prefix.lengths))
     if left_over or not branches:
         raise ValueError(f"{ids.shape[0]} branches do not divide evenly among {len(prefix.lengths)} documents")
@@ -167,7 +192,7 @@ def _starts(prefix: Prefix, ids: Tensor) -> Tensor:
 
 
 def _positions(starts: Tensor, lengths: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions [R, T] of rows (padding simply goes on) and of keys (padding is -1, seen by nobody), on the host."""
+    """Positions [R, T] on the host: of rows, which go on through padding, and of keys, where padding is -1 (unseen)."""
     steps = torch.arange(ids.shape[1])
     positions = starts[:, None] + steps
     return positions, positions.masked_fill(steps >= lengths[:, None], -1)

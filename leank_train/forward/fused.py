@@ -1,9 +1,8 @@
-"""Attention of one pass over all its keys in a single autograd node: what `attention` does in parts, in few launches.
+"""Attention of one pass over all its keys in one autograd node, with few launches.
 
-What is read is in the pass's plan (`leank_train.forward.plan`); a layer is a handful of products around one softmax.
-Long ranges that every row sees whole are read by the library's flash kernel; one column, their log-sum-exp, then
-stands for them in that softmax. `attention.scaled_attention` is the slow reference with the same result; shapes are
-named there.
+The plan of the pass says what is read (`leank_train.forward.plan`). A layer is a handful of products around a softmax.
+The library's flash kernel reads the long ranges that every row sees whole. In the softmax, one column stands for such a
+range: its log-sum-exp. `attention.scaled_attention` is the slow reference with the same result, and names the shapes.
 """
 
 from __future__ import annotations
@@ -16,22 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from leank_train.forward.attention import (
-    HALF,
-    SCORES_AT_ONCE,
-    exp_,
-    flash_backward,
-    flash_forward,
-    flash_takes,
-    product,
-)
+from leank_train.forward.attention import SCORES_AT_ONCE, exp_, product
+from leank_train.forward.kernels import HALF, flash_backward, flash_forward, flash_takes
 from leank_train.forward.plan import Group, Layout, Piece, Plan, Run
 
-FLASH_FROM = 512  # keys of a range from which the flash kernel reads it; fewer cost least beside their neighbours
+FLASH_FROM = 512  # keys; the flash kernel reads ranges of at least so many, shorter ones cost less in a joint product
 
 
 def side_by_side(x: Tensor, documents: int) -> Tensor:
-    """Keys or values of branches [R, H, T, D] -> [B, H, M * T, D]: the branches of a document, one after the other."""
+    """Keys or values of branches [R, H, T, D] -> [B, H, M * T, D], the branches of a document one after the other."""
     R, H, T, D = x.shape
     return x.reshape(documents, R // documents, H, T, D).transpose(1, 2).reshape(documents, H, -1, D)
 
@@ -48,26 +40,36 @@ def fused_attention(
     ranks: dist.ProcessGroup | None = None,
     flash_from: int | None = None,
 ) -> Tensor:
-    """Softmax attention of q [R, Hq, n, D] over the plan's pieces of keys and values [B, H, T, D]: [R, Hq, n, D].
+    """Softmax attention over the pieces of a plan, Eq. 1 where alpha is given.
 
-    alpha [H, D] or [R, H, D] scales the queries of scaled pieces; empty_heads as in `scaled_attention`. limit: scores
-    held at a time (None: by device); longer pieces are read in blocks. ranks: processes with the same rows and the same
-    own parts, each with a share of part 0: all get the attention over all shares, and the gradient that one process
-    gets. flash_from: keys of a piece from which the flash kernel reads it (None: by device and type).
+    q: [R, Hq, n, D].
+    keys, values: [B, H, T, D] per part of the plan; T differs between parts.
+    plan: which ranges of the parts the rows read, and with which query.
+    scale: factor of the logits.
+    alpha: [H, D] or [R, H, D], scales the queries of scaled pieces.
+    empty_heads: as in `attention.scaled_attention`.
+    limit: attention scores held at a time, beyond which keys are read in blocks; None chooses by device.
+    ranks: processes that hold a share of part 0 each, and otherwise the same. All get the output and the gradient that
+        one process with all of part 0 would get.
+    flash_from: keys from which the flash kernel reads a piece; None chooses by device and type.
+
+    Returns [R, Hq, n, D] in q's type.
     """
     (R, Hq, n, D), (B, H) = q.shape, keys[0].shape[:2]
     M, G = R // B, Hq // H
     dense = q.reshape(B, M, H, G, n, D).permute(0, 2, 3, 1, 4, 5).reshape(B, H, G * M * n, D)
     factor, empty = None, None
-    if alpha is not None and (ranks or plan.scales):  # ranks do alike, whatever their shares hold
-        # what multiplies dense: [H, 1, D], or [B, H, G * M * n, D] where branches differ
+    if alpha is not None and (ranks or plan.scales):  # all ranks must do the same, whatever their shares hold
+        # the factor of dense: [H, 1, D], or [B, H, G * M * n, D] where branches differ
         factor = alpha[:, None] if alpha.dim() == 2 else _to_rows(alpha.view(B, M, H, 1, D).transpose(1, 2), G, n)
         if empty_heads == "drop":
             none = (alpha == 0).all(-1).expand(R, H)  # [R, H]: heads that drop the middle
             empty = _to_rows(none.view(B, M, H, 1, 1).transpose(1, 2), G, n)
     if flash_from is None and flash_takes(q):
         flash_from = FLASH_FROM
-    if keys[0].requires_grad or values[0].requires_grad:  # the flash kernel's part of the backward pass is for q alone
+    if (
+        keys[0].requires_grad or values[0].requires_grad
+    ):  # with the flash kernel, backward knows the gradient of q alone
         flash_from = None
     limit = limit or SCORES_AT_ONCE["cuda" if q.is_cuda else "cpu"]
     layout = plan.layout(max(64, limit // max(1, dense.shape[:3].numel())), flash_from, ranks is not None)
@@ -76,7 +78,7 @@ def fused_attention(
 
 
 def _to_rows(x: Tensor, G: int, n: int) -> Tensor:
-    """X [B, H, M, 1, C], the same for all of a branch's rows -> [B, H, G * M * n, C]."""
+    """X [B, H, M, 1, C], the same for all rows of a branch -> [B, H, G * M * n, C]."""
     B, H, M, _, C = x.shape
     return x[:, :, None].expand(B, H, G, M, n, C).reshape(B, H, G * M * n, C)
 
@@ -88,10 +90,11 @@ def _read(tensors: Sequence[Tensor], run: Run) -> Tensor:
 
 
 class _Fused(torch.autograd.Function):
-    """Online softmax over groups; the backward pass computes each group's probabilities anew from lse.
+    """Online softmax over the groups; the backward pass recomputes each group's probabilities from lse.
 
-    A head that drops the middle (`empty`) has two softmaxes: the deployed one, without the middle, makes the output
-    and every gradient but alpha's; the one with it, at logits of 0, makes alpha's straight-through gradient.
+    A head that drops the middle (`empty`) has two softmaxes. The deployed one, without the middle, makes the output and
+    all gradients but that of alpha. The other one, with the middle at logits of 0, makes alpha's straight-through
+    gradient.
     """
 
     @staticmethod
@@ -134,7 +137,7 @@ class _Fused(torch.autograd.Function):
         d_queries: list[Tensor | None] = [None, None]  # of plain and of scaled queries
         delta = (d_out * out).sum(-1, keepdim=True)
         delta_both = delta if both is None else (d_out * both).sum(-1, keepdim=True)
-        # the flash kernel reads out and lse of the softmax that teaches: for scaled queries the one with the middle
+        # the flash kernel needs out and lse of the softmax that gives the gradient: for scaled queries, with the middle
         wholes = [(out, lse), (out, lse) if both is None else (both, lse_both)]
         if ctx.layout.flashes:
             wholes = [(x.to(dense.dtype), y.squeeze(-1)) for x, y in wholes]
@@ -145,17 +148,11 @@ class _Fused(torch.autograd.Function):
                 logits = _logits(dense, scaled, keys, group, scale, ctx.folded)
                 spreads = [product(d_out, _read(values, run).mT) for run in group.spreads]
                 d_weights = torch.cat(spreads, -1) if len(spreads) > 1 else spreads[0]
-                if empty is None:
-                    weights = exp_(logits.sub_(lse))
-                    d_logits = d_weights.sub_(delta).mul_(weights).mul_(scale)
-                else:
-                    hidden = empty & group.middle(logits)[: logits.shape[-1]]
-                    d_taught = (d_weights - delta_both) * exp_(logits - lse_both) * scale
-                    weights = exp_(logits.masked_fill_(hidden, -torch.inf).sub_(lse))
-                    d_logits = d_weights.sub_(delta).mul_(weights).mul_(scale)
-                    d_taught = _operand(torch.where(hidden, d_taught, d_logits), dense)
+                weights, d_logits, d_taught = _through_softmax(
+                    logits, d_weights, group, empty, (delta, lse), (delta_both, lse_both), scale
+                )
                 d_logits = _operand(d_logits, dense)
-                d_taught = d_logits if empty is None else d_taught
+                d_taught = d_logits if d_taught is None else _operand(d_taught, dense)
                 at = 0
                 for run in group.runs:
                     d_run = (d_taught if run.scaled else d_logits)[..., at : at + run.width]
@@ -174,19 +171,44 @@ class _Fused(torch.autograd.Function):
                     query, (whole, total) = scaled if p.scaled else dense, wholes[p.scaled]
                     d_q = flash_backward(d_out, query, k, v, whole, total, scale, rest)
                     _add(d_queries, p.scaled, d_q.to(out.dtype))
-        d_dense, d_scaled = d_queries
-        d_factor = None
-        if d_scaled is not None:
-            d_factor = (d_scaled * dense).sum_to_size(factor.shape).to(factor.dtype) if needs[1] else None
-            if needs[0]:
-                d_dense = d_scaled * factor if d_dense is None else d_dense.addcmul_(d_scaled, factor)
-        d_dense = None if d_dense is None else d_dense.to(dense.dtype)
         grads = [None if d is None else d.to(x.dtype) for d, x in zip(d_kv, kv, strict=True)]
-        return d_dense, d_factor, *[None] * 6, *grads
+        return *_through_factor(d_queries, dense, factor, needs), *[None] * 6, *grads
+
+
+def _through_softmax(
+    logits: Tensor, d_weights: Tensor, group: Group, empty: Tensor | None, deployed: tuple[Tensor, Tensor],
+    taught: tuple[Tensor, Tensor], scale: float,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Weights, gradient of the logits, and the gradient that teaches alpha if heads are empty; overwrites its inputs.
+
+    deployed, taught: rowsum(d_out * out) and lse of the softmax without and with the middle of empty heads.
+    """
+    delta, lse = deployed
+    if empty is None:
+        weights = exp_(logits.sub_(lse))
+        return weights, d_weights.sub_(delta).mul_(weights).mul_(scale), None
+    hidden = empty & group.middle(logits)[: logits.shape[-1]]
+    d_taught = (d_weights - taught[0]) * exp_(logits - taught[1]) * scale
+    weights = exp_(logits.masked_fill_(hidden, -torch.inf).sub_(lse))
+    d_logits = d_weights.sub_(delta).mul_(weights).mul_(scale)
+    return weights, d_logits, torch.where(hidden, d_taught, d_logits)
+
+
+def _through_factor(
+    d_queries: Sequence[Tensor | None], dense: Tensor, factor: Tensor | None, needs: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of dense and factor, from those of plain queries (dense) and of scaled ones (dense * factor)."""
+    (d_dense, d_scaled), d_factor = d_queries, None
+    if d_scaled is not None:
+        assert factor is not None
+        d_factor = (d_scaled * dense).sum_to_size(factor.shape).to(factor.dtype) if needs[1] else None
+        if needs[0]:
+            d_dense = d_scaled * factor if d_dense is None else d_dense.addcmul_(d_scaled, factor)
+    return None if d_dense is None else d_dense.to(dense.dtype), d_factor
 
 
 def _add(sums: list[Tensor | None], at: int, found: Tensor, piece: Piece | None = None, length: int = 0) -> None:
-    """Add to sums[at] what was found, of a piece of `length` keys or of all."""
+    """Add `found` to sums[at]: to the rows of a piece of `length` keys, or to all."""
     before = sums[at]
     if piece is None or piece.width == length:
         sums[at] = found if before is None else before.add_(found)
@@ -200,7 +222,7 @@ def _logits(
     dense: Tensor, scaled: Tensor | None, keys: Sequence[Tensor], group: Group, scale: float, folded: int,
     lses: Sequence[Tensor] = (),
 ) -> Tensor:  # fmt: skip
-    """Scaled logits [B, H, G * M * n, keys of the group's runs], -inf where a row does not see a key; then the lses."""
+    """Logits times scale, -inf where a row does not see a key: [B, H, G * M * n, keys of the runs], then the lses."""
     found = []
     for run in group.runs:
         logits = product(scaled if run.scaled else dense, _read(keys, run).mT)  # type: ignore[arg-type]
@@ -212,7 +234,7 @@ def _logits(
 
 
 def _operand(x: Tensor, model: Tensor) -> Tensor:
-    """X in the type in which `product` multiplies it with the model's tensors: cast once, not once a piece."""
+    """X in the type in which `product` multiplies it with the model's tensors: one cast instead of one per piece."""
     return x.to(model.dtype) if model.is_cuda and model.dtype in HALF else x
 
 
@@ -220,7 +242,7 @@ def _accumulate(
     state: tuple[Tensor, Tensor, Tensor] | None, logits: Tensor, values: Sequence[Tensor], group: Group,
     outs: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Take a group into the online softmax (sum of weights * V, sum of weights, maximum); outs: of its flash pieces."""
+    """Add a group to the online softmax: (sum of weights * V, sum of weights, maximum); outs: of its flash pieces."""
     top = logits.amax(-1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min / 4)  # -inf - -inf would be NaN
     top = top if state is None else torch.maximum(top, state[2])
     weights = exp_(logits - top)
@@ -240,7 +262,7 @@ def _accumulate(
 
 
 def _finish(out: Tensor, total: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp; a row that sees nothing has the output 0, and a finite lse, so that its weights are 0."""
+    """Output and log-sum-exp; a row that sees no key has the output 0 and a finite lse, so that its weights are 0."""
     total = total.clamp_(min=torch.finfo(total.dtype).tiny)
     return out / total, total.log().add_(top)
 
@@ -248,7 +270,7 @@ def _finish(out: Tensor, total: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
 def _over_ranks(
     state: tuple[Tensor, Tensor, Tensor] | None, rows: Tensor, values: Tensor, ranks: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The online softmax over the shares of all ranks, from that over this rank's; None where no row sees its share."""
+    """The online softmax over all ranks' shares from that over this rank's, which is None if no row sees its share."""
     if state is None:
         dtype = torch.promote_types(rows.dtype, torch.float32)
         out = rows.new_zeros(*rows.shape[:3], values.shape[-1], dtype=dtype)
@@ -264,7 +286,7 @@ def _over_ranks(
 def _summed(
     d_queries: list[Tensor | None], dense: Tensor, scaled: Tensor | None, dtype: torch.dtype, ranks: dist.ProcessGroup
 ) -> list[Tensor | None]:
-    """Gradients of plain and scaled queries, summed over the ranks' shares in one message."""
+    """Gradients of plain and of scaled queries, summed over the ranks in one message."""
     found = [torch.zeros_like(dense, dtype=dtype) if d is None else d for d in d_queries[: 1 + (scaled is not None)]]
     sums = torch.stack(found)
     dist.all_reduce(sums, group=ranks)

@@ -1,7 +1,7 @@
-"""Run a frozen transformers decoder with an attention of ours, through its public interfaces: no class is patched.
+"""Run a frozen transformers decoder with another attention, through public interfaces: no class is patched.
 
-`run_decoder(model, ids, positions, state)` calls `state.attend(layer, q, k, v, scale)` in every layer. The
-registration below is global to the process; a model's own choice of attention is put back after each pass.
+`run_decoder(model, ids, positions, state)` calls `state.attend(layer, q, k, v, scale)` in every layer. The attention
+function is registered for the whole process; the model's own choice of attention is restored after each pass.
 """
 
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 NAME = "leank_branching"
-BEYOND_EQ_1 = {  # what a model's attention can have beside q, k, v and a scale
+BEYOND_EQ_1 = {  # arguments of an attention that Eq. 1 does not cover, and what they are
     "softcap": "soft-capped logits",
     "s_aux": "attention sinks",
     "sinks": "attention sinks",
@@ -24,18 +24,33 @@ BEYOND_EQ_1 = {  # what a model's attention can have beside q, k, v and a scale
 
 
 class State(Protocol):
-    """What one pass over the decoder does in its attention layers."""
+    """What one pass over the decoder does in its attention layers.
 
-    longest: int  # tokens of the longest sequence that the pass reaches, documents included
+    longest: tokens of the longest sequence that the pass reaches, documents included.
+    """
+
+    longest: int
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Q [R, Hq, n, D], k and v [R, H, n, D] after RoPE -> attention output [R, Hq, n, D]."""
+        """Attention of one layer.
+
+        layer: number of the layer, from 0.
+        q: [R, Hq, n, D], after RoPE.
+        k, v: [R, H, n, D], k after RoPE.
+        scale: factor of the logits.
+
+        Returns [R, Hq, n, D].
+        """
 
 
 def run_decoder(model: PreTrainedModel, ids: Tensor, positions: Tensor, state: State) -> Tensor:
-    """Hidden states [R, n, hidden] after the final norm for ids [R, n] at positions [R, n]; no logits are computed.
+    """Run one pass over the decoder; no logits are computed.
 
-    Raises ValueError if the sequences are longer than the model's positions or than its own sliding window.
+    ids, positions: [R, n].
+    state: its `attend` is the attention of every layer.
+
+    Returns hidden states [R, n, hidden] after the final norm. Raises ValueError if the sequences are longer than the
+    model's positions or its sliding window, or if its attention does more than Eq. 1 covers.
     """
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and state.longest > limit:
@@ -49,11 +64,10 @@ def run_decoder(model: PreTrainedModel, ids: Tensor, positions: Tensor, state: S
         ).last_hidden_state
 
 
-def kv_shape(config: Any) -> tuple[int, int, int]:
-    """[layers, KV heads, head_dim] of a decoder's config: the shape of alpha and of a mask.
+def kv_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
+    """Shape of alpha and of a mask, from a decoder's config: (layers, KV heads, head_dim).
 
-    Raises ValueError for a decoder that has no such shape, because its config does not name its KV heads or its keys
-    and values differ in width.
+    Raises ValueError if the config does not name the number of KV heads, or if keys and values differ in width.
     """
     kind, heads = config.model_type, getattr(config, "num_key_value_heads", None)
     if heads is None:
@@ -94,14 +108,14 @@ def check_decoder(model: PreTrainedModel) -> None:
     kv_shape(config)
 
 
-def has_rope(config: Any) -> bool:
+def has_rope(config: PreTrainedConfig) -> bool:
     """Whether a model of this config has rotary positions."""
     return getattr(config, "rope_parameters", None) is not None or getattr(config, "rope_theta", None) is not None
 
 
 @contextmanager
 def _attention(model: PreTrainedModel) -> Iterator[None]:
-    # The config alone: model.set_attn_implementation walks every module, for milliseconds in each of a step's passes.
+    # Setting the config is enough. model.set_attn_implementation walks every module, which takes milliseconds per pass.
     config = model.config
     before = config._attn_implementation
     config._attn_implementation = NAME
@@ -131,6 +145,6 @@ def _attend(
     return out.transpose(1, 2).contiguous(), None  # [R, n, Hq, D]
 
 
-# Positions say what is visible. With no mask function of this name the library makes no mask, and does not look for
-# packed sequences either, which would wait for the GPU in every pass.
+# Positions decide what a row sees, so no mask function is registered under this name. The library then makes no mask,
+# and does not look for packed sequences, which would wait for the GPU in every pass.
 AttentionInterface.register(NAME, _attend)

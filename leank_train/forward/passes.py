@@ -1,54 +1,29 @@
-"""What the attention layers do in each kind of pass: prefill, branch (full), student (Eq. 1), one step of decoding.
+"""What the attention layers do in each kind of pass over the decoder.
 
-Shapes: B documents, R branches, Hq query heads, H KV heads, T or n tokens, D head_dim. `hook.State` is the interface.
+`hook.run_decoder` calls `attend(layer, q, k, v, scale)` of one of these in every layer (the protocol `hook.State`):
+
+    PrefillPass   documents                    causal attention by a library kernel; keeps K and V
+    FullPass      questions (and answers)      full attention over document and branch; keeps K and V: the teacher
+    ScaledPass    answers                      Eq. 1 over document, question and answer: the student
+    DecodePass    one new token per branch     attention over a compressed cache as deployed
+
+All but the first plan once which keys their rows read (`plan`), and attend by `fused.fused_attention` in every layer.
+`attention` names the shapes.
 """
-
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from leank_train.forward.attention import Visibility, visibility
 from leank_train.forward.fused import fused_attention, side_by_side
+from leank_train.forward.kernels import kernel_order, tried_in
 from leank_train.forward.plan import Piece, Plan, document_pieces, own_pieces
 from leank_train.forward.prefix import Branch, Prefix, to_device
-
-_BACKENDS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
-KERNELS = ("auto", "flash_attn", *_BACKENDS)  # of a prefill; flash_attn is the package of this name, the others SDPA's
-HOPPER = (9, 0)  # compute capability from which cuDNN's kernel is the fastest
-# cuDNN makes a plan for every new length, and nearly every step of training has one: 25 to 50 ms for all layers. On an
-# H200 it runs at about 600 TFLOP/s, flash at 350: so it gains 1.2 ms a TFLOP, and pays for the plan from here on.
-CUDNN_FROM = 42e12  # FLOPs of a prefill's attention; 13K tokens for Llama-3.1-8B
-
-
-def kernel_order(kernel: str, q: Tensor, layers: int) -> list[SDPBackend]:
-    """SDPA's backends, to be tried in this order: the named one and then the others; empty for the library's choice.
-
-    auto, for causal attention of q [B, Hq, T, D] in that many layers: on Hopper cuDNN from CUDNN_FROM on, else flash;
-    elsewhere the library's choice.
-    """
-    if kernel == "auto":
-        newest = q.is_cuda and torch.cuda.get_device_capability(q.device) >= HOPPER
-        B, Hq, T, D = q.shape
-        kernel = ("cudnn" if 2 * layers * B * Hq * T * T * D >= CUDNN_FROM else "flash") if newest else ""
-    return sorted(_BACKENDS.values(), key=lambda b: b != _BACKENDS[kernel]) if kernel else []
-
-
-def tried_in(order: Sequence[SDPBackend]) -> AbstractContextManager:
-    """SDPA tries its kernels in this order; empty: in the library's."""
-    return sdpa_kernel(list(order), set_priority=True) if order else nullcontext()
+from leank_train.forward.visibility import Visibility, visibility
 
 
 class _Keeps:
-    """K and V of every layer that a pass went through, and its last queries on request."""
+    """Keeps K and V of every layer of a pass, and each row's last `obs_queries` queries."""
 
     def __init__(self, longest: int, lengths: Tensor, obs_queries: int) -> None:
         self.longest, self.lengths, self.obs_queries = longest, lengths, obs_queries
@@ -62,21 +37,29 @@ class _Keeps:
 
 
 class PrefillPass(_Keeps):
-    """Causal attention by the library's fastest kernel; keeps K and V, and the last queries on request."""
+    """Causal attention by the library's fastest kernel; keeps K and V.
+
+    longest: tokens of the longest sequence.
+    lengths: [B] tokens of each sequence; the rest is padding.
+    obs_queries: how many of each sequence's last queries to keep, at most those of the shortest.
+    layers: number of layers of the model.
+    kernel: one of `kernels.KERNELS`.
+    """
 
     def __init__(self, longest: int, lengths: Tensor, obs_queries: int, layers: int, kernel: str = "auto") -> None:
         super().__init__(longest, lengths, min(obs_queries, int(lengths.min())))
         self.layers, self.kernel = layers, kernel
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Causal attention [R, Hq, T, D] within each sequence."""
         self.keep(k, v)
         if self.obs_queries:
             self.queries.append(_last(q, self.lengths, self.obs_queries))
         k, v, group = self.keys[-1], self.values[-1], q.shape[1] // k.shape[1]
-        if q.is_cuda and q.dtype == torch.float32:  # no fused float32 kernel shares keys among a group's queries
+        if q.is_cuda and q.dtype == torch.float32:  # no fused float32 kernel lets the queries of a group share keys
             k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
         if self.kernel == "flash_attn":
-            from flash_attn import flash_attn_func  # an extra that few machines have
+            from flash_attn import flash_attn_func  # an optional dependency
 
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             return flash_attn_func(q, k, v, softmax_scale=scale, causal=True).transpose(1, 2)
@@ -85,7 +68,13 @@ class PrefillPass(_Keeps):
 
 
 class FullPass(_Keeps):
-    """A branch's full attention on its document and on itself; keeps K and V, and the last queries on request."""
+    """Full attention of each branch over its document and itself; keeps K and V.
+
+    positions: [R, n] of the rows, on the host.
+    k_positions: [R, n], the same with -1 for padding.
+    lengths: [R] tokens of each branch.
+    obs_queries: how many last queries to keep per branch, those of its document included.
+    """
 
     def __init__(
         self, prefix: Prefix, positions: Tensor, k_positions: Tensor, lengths: Tensor, obs_queries: int
@@ -98,6 +87,7 @@ class FullPass(_Keeps):
         self.plan = Plan(pieces + own_pieces(positions, k_positions, len(prefix.lengths), [own], prefix.place))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Full attention [R, Hq, n, D] over the branch's document and its own tokens up to each row."""
         self.keep(k, v)
         if self.obs_queries:
             self.queries.append(self._observed(layer, q))
@@ -118,7 +108,16 @@ class FullPass(_Keeps):
 
 
 class ScaledPass:
-    """Eq. 1 for answer rows over the document, the question and the answer's own K and V."""
+    """Eq. 1 for the answer rows, over the keys of document (part 0), question (part 1) and answer (part 2).
+
+    The example in `plan` follows the rows of an answer from here to the keys that they read.
+
+    positions: [R, n] of the rows, on the host.
+    k_positions: [R, n], the same with -1 for padding.
+    alpha: [L, H, D] or [R, L, H, D].
+    sink, window: tokens that all rows read with plain queries; the window counts the row itself.
+    empty_heads: as in `attention.scaled_attention`.
+    """
 
     def __init__(
         self,
@@ -142,6 +141,7 @@ class ScaledPass:
         self.plan = Plan(pieces)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Eq. 1 for this layer's rows, [R, Hq, n, D]."""
         documents = len(self.prefix.lengths)
         keys = [self.prefix.keys[layer], *(side_by_side(x, documents) for x in (self.question.keys[layer], k))]
         values = [self.prefix.values[layer], *(side_by_side(x, documents) for x in (self.question.values[layer], v))]
@@ -151,12 +151,16 @@ class ScaledPass:
 
 
 class DecodePass:
-    """One new token per branch over a cache as deployed; the tail (question, new tokens) lies in buffers made once.
+    """One new token per branch and step, over a compressed cache as deployed.
 
-    The middle is that of `eval.cache`: after the context it holds what is neither among the first `sink` tokens nor
-    among the last `window`, and the window then grows until it holds `window + flush` tokens, of which the oldest
-    `flush` move to the middle. flush=1 is the window of Eq. 1 that slides with every token, one token longer, since
-    this window does not count the token that reads it.
+    Call `advance` before each step. The window is that of `eval.cache`: when decoding begins, it holds the last
+    `window` tokens of the context. It grows with every token. At `window + flush` tokens its oldest `flush` move to the
+    middle. So flush=1 gives the sliding window of Eq. 1 with one token more, because this window does not count the
+    token that reads it. Keys of question and new tokens lie in buffers that are allocated once.
+
+    room: new tokens that the buffers can hold.
+    alpha: [L, H, D] or [R, L, H, D], masks or scores; heads without channels drop the middle.
+    sink, window, flush: tokens, at least 0, 1 and 1.
     """
 
     def __init__(
@@ -167,7 +171,7 @@ class DecodePass:
         self.prefix, self.alpha = prefix, _per_layer(alpha, prefix, question)
         self.sink, self.window, self.flush = sink, window, flush
         B, M = len(prefix.lengths), len(question.lengths) // len(prefix.lengths)
-        # buffers [B, H, M, T + room, D], so that a view of them lies side by side
+        # buffers [B, H, M, T + room, D]: flattened over M they are what `side_by_side` makes, without a copy
         self.keys, self.values = (
             [torch.cat([x, x.new_zeros(*x.shape[:2], room, x.shape[3])], 2).unflatten(0, (B, M)) for x in xs]
             for xs in (question.keys, question.values)
@@ -182,11 +186,13 @@ class DecodePass:
         self.document: tuple[Piece, ...] = ()
 
     def advance(self, positions: Tensor) -> None:
-        """Make room for the token at positions [R, 1]."""
+        """Plan the step whose rows are at positions [R, 1] on the host."""
         self.slot += 1
         self.k_positions[:, self.slot] = positions[:, 0]
         start = self._window_start(positions)
-        if self.start is None or not torch.equal(start, self.start):  # between moves a document is read alike
+        if self.start is None or not torch.equal(
+            start, self.start
+        ):  # until the window moves, all steps read the same ranges
             self.start = start
             self.document = document_pieces(
                 positions, self.prefix.k_positions, self._zones(positions, self.prefix.k_positions), self.prefix.place
@@ -196,7 +202,7 @@ class DecodePass:
         self.plan = Plan(self.document + own_pieces(positions, self.k_positions, documents, own, self.prefix.place))
 
     def _window_start(self, positions: Tensor) -> Tensor:
-        """First position of the window that the token at positions [R, 1] reads."""
+        """First position [R, 1] of the window that the rows at positions [R, 1] read."""
         sealed = (self.context - self.window).clamp(min=self.sink)
         return sealed + (positions - sealed - self.window).clamp(min=0) // self.flush * self.flush
 
@@ -204,6 +210,7 @@ class DecodePass:
         return [visibility(positions, k_positions, zone, self.sink, start=self.start) for zone in ("dense", "middle")]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Write the new token's k and v into the buffers, and attend over document, question and new tokens."""
         for buffer, new in ((self.keys[layer], k), (self.values[layer], v)):
             buffer[:, :, :, self.slot] = new[:, :, 0].unflatten(0, (buffer.shape[0], -1)).transpose(1, 2)
         keys = [self.prefix.keys[layer], self.keys[layer].flatten(2, 3)]
@@ -212,7 +219,7 @@ class DecodePass:
 
 
 def _per_layer(alpha: Tensor, prefix: Prefix, question: Branch) -> tuple[Tensor, ...]:
-    """Alpha [L, H, D] or [R, L, H, D] -> L times [H, D] or [R, H, D], beside the keys."""
+    """Alpha [L, H, D] or [R, L, H, D] -> L tensors [H, D] or [R, H, D] on the device of the keys."""
     wanted = [len(prefix.keys), prefix.keys[0].shape[1], prefix.keys[0].shape[3]]
     branches = len(question.lengths)
     if list(alpha.shape) not in (wanted, [branches, *wanted]):
@@ -224,6 +231,6 @@ def _per_layer(alpha: Tensor, prefix: Prefix, question: Branch) -> tuple[Tensor,
 
 
 def _last(q: Tensor, lengths: Tensor, n: int) -> Tensor:
-    """The n rows of q [R, Hq, T, D] before each length [R] -> [R, Hq, n, D]."""
+    """The last n rows of q [R, Hq, T, D] within the lengths [R] -> [R, Hq, n, D]."""
     index = to_device(lengths[:, None] - n + torch.arange(n), q.device)  # [R, n]
     return q.gather(2, index[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))

@@ -1,8 +1,23 @@
-"""What the answer rows of a pass read: ranges of documents' and branches' keys, laid out once for all layers.
+"""Which keys the rows of a pass read, and in which order: planned once per pass, used by all layers.
 
-A pass over an 8B decoder has 32 layers of short answer rows: the time goes into launches, not into memory. So a plan
-says which ranges of which keys the rows read, with plain or with scaled queries (Eq. 1), and lays them out in groups
-that `fused` reads with few products. Shapes are named in `attention`.
+In a pass over short answer rows, the GPU's time goes into launches and not into memory. So the plan gathers the keys
+into few groups, which `fused` reads with few products. `attention` names the shapes.
+
+An example: one document of 1000 tokens (positions 0 to 999), a question of 20 tokens (1000 to 1019), and an answer of 3
+tokens, whose rows are at the positions 1020, 1021 and 1022. sink = 4, window = 64 (`passes.ScaledPass`).
+
+1. Part 0 holds the document's keys, part 1 the question's, part 2 the answer's own.
+2. The row at 1020 sees its window, the positions 957 to 1020; the row at 1022 sees 959 to 1022.
+3. Of part 0 all rows read 0:4 (sink) and 959:1000 (window) with the plain query, and 4:957 (middle) with the scaled
+   query, q * alpha. The keys 957 and 958 are in the window of some rows and in the middle of others.
+4. Each range is a `Piece`: 0:4, 957:1000 (with a mask for 957 and 958), and scaled 4:957 and 957:959 (with a mask).
+5. The parts 1 and 2 lie within every window: one plain piece each, with a mask, since a row must not see later answer
+   tokens. With several questions per document the mask also hides the other questions.
+6. A `Run` joins short neighbours that need the same query: here all plain pieces, and all scaled ones. So a layer makes
+   its logits with two products, applies one softmax over them (a `Group`), and reads all values with one more.
+7. On a GPU the flash kernel reads 4:957 instead, because all rows see it whole. It adds one column, its log-sum-exp, to
+   that softmax.
+8. If all keys of a pass are too many for one block of memory, there are several groups, merged by an online softmax.
 """
 
 from __future__ import annotations
@@ -14,15 +29,21 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from leank_train.forward.attention import Visibility
 from leank_train.forward.prefix import to_device
+from leank_train.forward.visibility import Visibility
 
-JOINED = 4096  # keys of a range up to which it is copied beside its neighbours, for one product over all of them
+JOINED = 4096  # keys; a piece up to this length is short: it is copied next to other short ones, for one product
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Keys start:stop of one part, read with scaled queries or not. hidden [B, 1, 1, M * n, keys]: True = unseen."""
+    """A range of keys that the rows read with one kind of query.
+
+    part: 0 for the documents' keys, 1 and more for keys of the branches' own.
+    start, stop: key indices within the part.
+    scaled: whether the rows read it with scaled queries, q * alpha (the middle), or with plain ones.
+    hidden: bool [B, 1, 1, M * n, stop - start], True where a row does not see a key; None if all rows see all keys.
+    """
 
     part: int
     start: int
@@ -32,26 +53,29 @@ class Piece:
 
     @property
     def width(self) -> int:
+        """Number of keys."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Pieces side by side, read by one product with plain or with scaled queries."""
+    """Pieces that one product reads, all with plain or all with scaled queries."""
 
     pieces: tuple[Piece, ...]
 
     @property
     def width(self) -> int:
+        """Number of keys."""
         return sum(p.width for p in self.pieces)
 
     @property
     def scaled(self) -> bool:
+        """Whether its rows use scaled queries."""
         return self.pieces[0].scaled
 
     @cached_property
     def hidden(self) -> Tensor | None:
-        """As of a piece, over the keys of all; None where no key is hidden."""
+        """The `hidden` of its pieces side by side; None if all rows see all keys."""
         some = next((p.hidden for p in self.pieces if p.hidden is not None), None)
         if some is None:
             return None
@@ -61,45 +85,60 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """What one softmax reads: the keys of runs, and one column for each piece that the flash kernel reads."""
+    """The pieces whose logits stand side by side in one softmax.
+
+    runs: read key by key; each key is a column of the softmax.
+    flash: read by the flash kernel; each piece is one column, its log-sum-exp.
+    """
 
     runs: tuple[Run, ...]
     flash: tuple[Piece, ...]
 
     @cached_property
     def spreads(self) -> tuple[Run, ...]:
-        """The runs, short neighbours joined: a product with values does not ask which queries made the weights."""
+        """The runs for the product with values: it may join plain and scaled pieces, since no query enters it."""
         return tuple(Run(pieces) for pieces in _side_by_side(p for run in self.runs for p in run.pieces))
 
     def middle(self, like: Tensor) -> Tensor:
-        """Bool [columns], beside `like`: read with scaled queries."""
+        """Bool [columns] on the device of `like`, True for columns that were read with scaled queries."""
         columns = [(run.width, run.scaled) for run in self.runs] + [(1, p.scaled) for p in self.flash]
         return torch.cat([torch.full((width,), scaled, device=like.device) for width, scaled in columns])
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The groups of a plan; the first `shares` of them are a rank's own."""
+    """The groups of a plan, in the order in which they are read.
+
+    shares: how many groups at the front hold a rank's share of the documents; their result is merged over the ranks.
+    """
 
     groups: tuple[Group, ...]
     shares: int
 
     @property
     def flashes(self) -> bool:
+        """Whether the flash kernel reads any piece."""
         return any(group.flash for group in self.groups)
 
 
 class Plan:
-    """The pieces of a pass, and their layouts, made once and not in every layer."""
+    """The pieces that the rows of a pass read, and their layouts.
+
+    pieces: disjoint for each row; together they are all keys that the row sees.
+    """
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
-        """pieces: of part 0, the documents' keys, and of the branches' own parts."""
         self.pieces = tuple(pieces)
         self.scales = any(p.scaled for p in pieces)
         self._layouts: dict[tuple[int, int | None, bool], Layout] = {}
 
     def layout(self, block: int, flash_from: int | None, shared: bool) -> Layout:
-        """Groups of about `block` keys, with the flash kernel from `flash_from` keys on; shared: part 0, over ranks."""
+        """The groups of the plan, made by the first layer and kept for the others.
+
+        block: keys per group, about.
+        flash_from: keys from which the flash kernel reads a piece of part 0; None: it reads none.
+        shared: whether part 0 is this rank's share of the documents.
+        """
         key = block, flash_from, shared
         if key not in self._layouts:
             self._layouts[key] = self._laid_out(*key)
@@ -118,10 +157,13 @@ class Plan:
 def document_pieces(
     q_positions: Tensor, k_positions: Tensor, zones: Sequence[Visibility], place: torch.device | None = None
 ) -> tuple[Piece, ...]:
-    """Part 0, the documents' keys: k_positions [B, P], read by rows at q_positions [R, n].
+    """The pieces of part 0, the documents' keys.
 
-    zones: "causal" alone, or "dense" and "middle" (read with scaled queries); their spans may have been made for more
-    rows than these. place: of the masks, if not that of the positions.
+    q_positions: [R, n], positions of the rows.
+    k_positions: [B, P], -1 for padding.
+    zones: "causal" alone, or "dense" and then "middle", which is read with scaled queries. Their spans may cover more
+        keys than these rows see.
+    place: device of the masks; None: that of the positions.
     """
     place = place or q_positions.device
     rows = to_device(q_positions.reshape(len(k_positions), -1)[:, :, None], place)  # [B, M * n, 1]
@@ -134,7 +176,7 @@ def document_pieces(
 
 
 def _joined(spans: Sequence[tuple[int, int, bool]]) -> list[tuple[int, int, bool]]:
-    """Neighbours as one masked span: sink and window are short, and a launch costs more than a mask."""
+    """Spans that touch, joined to one masked span: sink and window are short, and a launch costs more than a mask."""
     joined: list[tuple[int, int, bool]] = []
     for start, stop, masked in spans:
         if joined and joined[-1][1] == start:
@@ -152,10 +194,16 @@ def own_pieces(
     place: torch.device | None = None,
     part: int = 1,
 ) -> tuple[Piece, ...]:
-    """Keys of the branches' own laid side by side (`side_by_side`), as that part: a row sees those of its branch alone.
+    """The pieces of a part that holds the branches' own keys, laid out by `fused.side_by_side`.
 
-    q_positions [R, n], k_positions [R, T]; zones: made for them, their spans maybe for more rows. place: as above. The
-    window usually holds all: then nothing is scaled.
+    A row sees the keys of its own branch alone. The window usually holds all of them; then there is no scaled piece.
+
+    q_positions: [R, n], positions of the rows.
+    k_positions: [R, T], -1 for padding.
+    documents: B.
+    zones: as in `document_pieces`.
+    place: device of the masks; None: that of the positions.
+    part: number of the part.
     """
     n, T, M = q_positions.shape[1], k_positions.shape[1], len(q_positions) // documents
     place = place or q_positions.device
@@ -172,7 +220,7 @@ def own_pieces(
 
 
 def _groups(pieces: Sequence[Piece], flash: Sequence[Piece], block: int) -> tuple[Group, ...]:
-    """The pieces cut to at most `block` keys and gathered into groups of about as many; the first has `flash`."""
+    """Cut pieces to at most `block` keys and gather them into groups of about that many; the first has `flash`."""
     groups: list[list[Piece]] = [[]] if flash else []
     held = 0 if flash else block
     for p in pieces:
@@ -195,7 +243,7 @@ def _groups(pieces: Sequence[Piece], flash: Sequence[Piece], block: int) -> tupl
 
 
 def _side_by_side(pieces: Iterable[Piece]) -> list[tuple[Piece, ...]]:
-    """Short pieces together, long ones alone: no long range of keys is copied."""
+    """Short neighbours together, long pieces alone, so that no long range of keys is copied."""
     joined: list[tuple[Piece, ...]] = []
     short = False
     for p in pieces:

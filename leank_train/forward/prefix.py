@@ -1,7 +1,7 @@
-"""What a pass leaves behind for the next: documents prefilled, and branches that continue them.
+"""What a pass leaves for the next one: prefilled documents, and branches that continue them.
 
-Lengths and positions are on the host, where passes are planned: a plan read off the GPU would wait for it, and all
-passes of a step are launched while the first one, the prefill, still runs there.
+Lengths and positions are on the host, where passes are planned. All passes of a step are launched while the first of
+them, the prefill, still runs on the GPU; a plan that read a length from the GPU would wait for it.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Prefix:
-    """Documents, prefilled. keys, values: per layer [B, H, P, D]; k_positions [B, P] with -1 = padding; lengths [B].
+    """Prefilled documents.
 
-    queries: per layer the document's last queries [B, Hq, P', D] at q_positions [B, P'], if they were asked for.
-    ranks: the processes that hold a share of the P tokens each (None: this one holds all).
+    keys, values: [B, H, P, D] per layer.
+    k_positions: [B, P] on the host, -1 for padding.
+    lengths: [B] on the host, tokens of each document.
+    queries: [B, Hq, n, D] per layer, the last n = obs_queries queries of each document; None if none were kept.
+    ranks: the processes that each hold a share of the P tokens; None if this one holds all.
     """
 
     keys: list[Tensor]
@@ -29,16 +32,20 @@ class Prefix:
 
     @property
     def place(self) -> torch.device:
-        """Where keys and values are."""
+        """Device of keys and values."""
         return self.keys[0].device
 
 
 @dataclass(frozen=True)
 class Branch:
-    """Branches with full attention. keys, values: per layer [R, H, T, D]; k_positions [R, T] with -1 = padding.
+    """Branches that continue the documents with full attention.
 
-    lengths [R] counts a branch's own tokens, starts [R] those of its document; hidden [R, T, hidden] after the final
-    norm; queries: per layer the last queries of document and branch [R, Hq, n, D], if they were asked for.
+    keys, values: [R, H, T, D] per layer, of the branch's own tokens.
+    k_positions: [R, T] on the host, -1 for padding.
+    lengths: [R] on the host, the branch's own tokens.
+    starts: [R] on the host, tokens of its document.
+    hidden: [R, T, hidden] after the final norm.
+    queries: [R, Hq, n, D] per layer, the last n = obs_queries queries of document and branch; None if none were kept.
     """
 
     keys: list[Tensor]
@@ -50,7 +57,7 @@ class Branch:
     queries: list[Tensor] | None = None
 
     def cut(self, lengths: Sequence[int] | Tensor) -> "Branch":
-        """Only the first lengths [R] tokens of each branch: the question, of a pass over question and answer."""
+        """The first lengths [R] tokens of each branch, such as the question of a pass over question and answer."""
         lengths = checked_lengths(lengths, self.k_positions)
         longest = int(lengths.max())
         seen = torch.arange(longest) < lengths[:, None]
@@ -65,7 +72,7 @@ class Branch:
         )
 
     def repeat(self, times: int) -> "Branch":
-        """Every branch `times` times in a row, [R * times]: to decode one branch under several masks at once."""
+        """Each branch `times` times in a row, [R * times], to decode it under several masks at once."""
         return Branch(
             [k.repeat_interleave(times, 0) for k in self.keys],
             [v.repeat_interleave(times, 0) for v in self.values],
@@ -77,7 +84,10 @@ class Branch:
 
 
 def checked_lengths(lengths: Sequence[int] | Tensor, ids: Tensor) -> Tensor:
-    """Lengths [R] of ids [R, T], checked, on the host; such as are on a GPU are waited for."""
+    """Lengths [R] of ids [R, T] on the host; lengths on a GPU make it wait.
+
+    Raises ValueError if a length is not between 1 and T, or their number is not R.
+    """
     lengths = torch.as_tensor(lengths).cpu()
     if lengths.shape != ids.shape[:1] or lengths.min() < 1 or lengths.max() > ids.shape[1]:
         raise ValueError(f"lengths={lengths.tolist()} must be {ids.shape[0]} numbers from 1 to {ids.shape[1]}")
@@ -85,7 +95,7 @@ def checked_lengths(lengths: Sequence[int] | Tensor, ids: Tensor) -> Tensor:
 
 
 def to_device(x: Tensor, place: torch.device) -> Tensor:
-    """X at `place`; from the host to a GPU without waiting for what runs there."""
+    """Copy of x on the device `place`; a copy from the host to a GPU does not wait for what runs there."""
     if place.type == "cuda" and not x.is_cuda:
         return x.contiguous().pin_memory().to(place, non_blocking=True)
     return x.to(place)

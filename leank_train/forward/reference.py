@@ -1,6 +1,6 @@
-"""The slow, obvious form of Eq. 1: one sequence [context; answer] in one pass with dense [S, S] matrices.
+"""The slow, obvious form of Eq. 1: one sequence of context and answer in one pass, with dense [S, S] matrices.
 
-It holds no K/V apart, knows no blocks and no branches, and is the oracle of `branching`.
+It knows no blocks, no branches and no kept K/V. The tests of `branching` compare with it.
 """
 
 import torch
@@ -20,10 +20,15 @@ def plain_forward(
     window: int = 1,
     empty_heads: str = "zero",
 ) -> Tensor:
-    """Hidden states [S, hidden] after the final norm for ids [S], of which the first `context` are the context.
+    """Hidden states after the final norm, where context rows attend in full and answer rows by Eq. 1.
 
-    Context rows attend in full, answer rows by Eq. 1 with alpha [L, H, D]; None is full attention throughout (the
-    teacher). empty_heads as in `attention.scaled_attention`.
+    ids: [S] tokens of context and answer.
+    context: number of context tokens.
+    alpha: [L, H, D]; None for full attention in all rows (the teacher).
+    sink, window: tokens; the window counts the row itself.
+    empty_heads: as in `attention.scaled_attention`.
+
+    Returns [S, hidden].
     """
     state = _Plain(len(ids), context, alpha, sink, window, empty_heads)
     return run_decoder(model, ids[None], torch.arange(len(ids), device=ids.device)[None], state)[0]
@@ -49,7 +54,7 @@ class _Plain:
             return literal
         empty = (alpha == 0).all(-1, keepdim=True)  # [Hq, 1, 1]
         without = self._softmax((q @ k.mT * scale).masked_fill(self.middle, -torch.inf)) @ v
-        # Straight through: the value of `without`, and to alpha alone the gradient of Eq. 1 as written.
+        # Straight-through: the value is `without`; alpha, and alpha alone, gets the gradient of Eq. 1 as written.
         to_alpha = self._eq1(q.detach(), k.detach(), alpha, scale) @ v.detach()
         return torch.where(empty, without + (to_alpha - to_alpha.detach()), literal)
 

@@ -1,8 +1,9 @@
-"""Prefill of contexts that do not fit one GPU: the ranks of a group hold a share of the tokens each, and keep it.
+"""Prefill of contexts that do not fit one GPU: each of the W ranks of a group holds a share of the tokens.
 
-A document is cut into 2 W chunks; rank r takes the chunks r and 2 W - 1 - r, so that causal work is the same for all.
-In every layer K and V go round the ring of ranks, one share at a time; outputs are merged by their log-sum-exp. The
-`Prefix` stays in shares: answers, which all ranks of a group run alike, merge over them (`fused_attention`, ranks).
+A document is cut into 2 W chunks. Rank r takes the chunks r and 2 W - 1 - r, so that all ranks have the same causal
+work. In every layer, K and V go round the ring of ranks, one share at a time, and the outputs are merged by their
+log-sum-exp. The `Prefix` stays in shares. All ranks of a group run the same answers, and `fused_attention` sums their
+attention over the shares.
 """
 
 from __future__ import annotations
@@ -14,19 +15,25 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from leank_train.forward.attention import flash_forward, flash_takes, merge, partial_attention, visibility
+from leank_train.forward.attention import merge, partial_attention
 from leank_train.forward.hook import check_decoder, run_decoder
+from leank_train.forward.kernels import flash_forward, flash_takes
 from leank_train.forward.prefix import Prefix, checked_lengths, to_device
+from leank_train.forward.visibility import visibility
 
 
 @torch.no_grad()
 def prefill_in_shares(
     model: PreTrainedModel, document_ids: Tensor, lengths: Sequence[int] | Tensor, ranks: dist.ProcessGroup
 ) -> Prefix:
-    """`branching.prefill` by all ranks of a group, called with the same document_ids [B, P] and lengths [B].
+    """`branching.prefill` by all ranks of a group, which all call it with the same documents.
 
-    The Prefix of each rank has its share of the tokens, [B, 2 c] with c = ceil(P / 2 W). Raises ValueError as `prefill`
-    does.
+    document_ids: [B, P], right-padded.
+    lengths: [B].
+    ranks: the group, of W processes.
+
+    Returns a Prefix with this rank's share of the tokens, [B, 2 c] where c = ceil(P / 2 W). Raises ValueError as
+    `prefill` does.
     """
     check_decoder(model)
     lengths = checked_lengths(lengths, document_ids)
@@ -41,7 +48,7 @@ def prefill_in_shares(
 
 
 def share(tokens: int, rank: int, world: int) -> Tensor:
-    """Columns of rank's two chunks, ascending; the last chunks may reach past `tokens`."""
+    """Columns of a rank's two chunks, ascending; the last chunks may reach past `tokens`."""
     chunk = -(-tokens // (2 * world))
     columns = torch.arange(chunk)
     return torch.cat([columns + rank * chunk, columns + (2 * world - 1 - rank) * chunk])
@@ -50,8 +57,8 @@ def share(tokens: int, rank: int, world: int) -> Tensor:
 class RingPass:
     """Causal attention over the shares of all ranks; keeps this rank's K and V.
 
-    Of its two chunks a rank sees its own share causally, the first chunk of a rank before it from both, and both
-    chunks of a rank after it from the second alone: every step is the same work on all ranks.
+    Within its own share a rank attends causally. Both of its chunks see the first chunk of a rank before it. Only its
+    second chunk sees a rank after it, and then both chunks. So every step of the ring is the same work on all ranks.
     """
 
     def __init__(self, longest: int, ranks: dist.ProcessGroup) -> None:
@@ -61,6 +68,7 @@ class RingPass:
         self.values: list[Tensor] = []
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Attention of this rank's rows over all shares, [B, Hq, 2 c, D]."""
         held = torch.stack([k, v])  # one message; [2, B, H, 2 c, D]
         self.keys.append(held[0])
         self.values.append(held[1])
@@ -82,7 +90,7 @@ class RingPass:
         return out.to(q.dtype)
 
     def _pass_on(self, held: Tensor) -> tuple[list[dist.Work], Tensor]:
-        """Send K and V to the next rank while those of the rank before come in: the transfers, and where they end."""
+        """Send K and V to the next rank and receive those of the rank before: the transfers, and their target."""
         coming, (after, before) = torch.empty_like(held), ((self.rank + way) % self.world for way in (1, -1))
         transfers = [
             dist.P2POp(dist.isend, held, group=self.ranks, group_peer=after),
@@ -92,9 +100,13 @@ class RingPass:
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False) -> tuple[Tensor, Tensor]:
-    """Attention of q [B, Hq, n, D] over all of k, v [B, H, T, D], or causally (n = T), and its log-sum-exp [B, Hq, n].
+    """Attention and its log-sum-exp, by the library's flash kernel where it runs, else by `partial_attention`.
 
-    Both in at least float32. By the library's flash kernel in half precision on a GPU, else by `partial_attention`.
+    q: [B, Hq, n, D].
+    k, v: [B, H, T, D].
+    causal: query i sees the keys up to i, and n = T; otherwise every query sees all keys.
+
+    Returns out [B, Hq, n, D] and lse [B, Hq, n], both in at least float32.
     """
     (B, _, n, _), T = q.shape, k.shape[2]
     if flash_takes(q):

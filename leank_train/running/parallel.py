@@ -1,6 +1,6 @@
-"""How the processes of a run share the work: documents, one context's tokens, the weights.
+"""How the processes of a run share the work: documents, the tokens of a context, and the weights.
 
-The settings are those of conf/train/trainer.
+conf/train/trainer has the settings.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
 from leank_train.common.typed import BadConfig, Checked, OneOf, Positive
-from leank_train.forward.passes import KERNELS
+from leank_train.forward.kernels import KERNELS
 from leank_train.running.preempt import environments
 
-OURS = ("sequence_parallel", "shard_weights", "prefill_kernel")
+OURS = ("sequence_parallel", "shard_weights", "prefill_kernel")  # settings that lightning.Trainer does not take
 
 
 @dataclass(frozen=True)
 class TrainerConfig(Checked):
     """Settings of the processes, conf/train/trainer.
 
-    accelerator, devices, num_nodes, strategy, precision, deterministic, benchmark, detect_anomaly, profiler: of
-    lightning.Trainer.
-    sequence_parallel: ranks per context; each has a share of its tokens.
-    shard_weights: each rank holds a share of the weights (FSDP).
-    prefill_kernel: one of `passes.KERNELS`.
+    accelerator, devices, num_nodes, strategy, precision, deterministic, benchmark, detect_anomaly, profiler: arguments
+        of lightning.Trainer.
+    sequence_parallel: ranks per context; each of them holds a share of its tokens.
+    shard_weights: whether each rank holds a share of the weights (FSDP).
+    prefill_kernel: attention kernel of the prefill, one of `kernels.KERNELS`.
+
+    Raises BadConfig for settings that need several processes without strategy=ddp, or a package that is missing.
     """
 
     accelerator: str = "auto"
@@ -64,7 +66,7 @@ class TrainerConfig(Checked):
 
 @dataclass(frozen=True)
 class Parallel:
-    """sequence_parallel: ranks a context; shard_weights: each rank holds a share; prefill_kernel: `passes.KERNELS`."""
+    """What the stages need to know of the processes; the fields are those of `TrainerConfig`."""
 
     sequence_parallel: int = 1
     shard_weights: bool = False
@@ -72,11 +74,11 @@ class Parallel:
 
     @property
     def in_step(self) -> bool:
-        """Whether ranks meet in every layer, and so must run the same passes."""
+        """Whether the ranks exchange tensors in every layer, so that all must run the same passes."""
         return self.shard_weights or self.sequence_parallel > 1
 
     def context_ranks(self) -> dist.ProcessGroup | None:
-        """The ranks that share this one's contexts, neighbours; None where it has its own. Every rank must ask."""
+        """The neighbouring ranks that share this one's contexts; None if it has its own. Every rank must call it."""
         return dist.new_subgroups(self.sequence_parallel)[0] if self.sequence_parallel > 1 else None
 
 
@@ -86,7 +88,12 @@ def settings(config: TrainerConfig) -> Parallel:
 
 
 def trainer(config: TrainerConfig, **more: Any) -> L.Trainer:
-    """A Trainer of these and further settings. Raises ValueError where its processes cannot be grouped."""
+    """Make a Trainer.
+
+    more: further arguments of lightning.Trainer.
+
+    Raises ValueError if sequence_parallel does not divide the number of processes.
+    """
     given = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in OURS}
     plugins = [*more.pop("plugins", []), *environments()]
     made = L.Trainer(**given, **more, plugins=plugins)
@@ -101,21 +108,21 @@ def trainer(config: TrainerConfig, **more: Any) -> L.Trainer:
 
 
 def device(config: TrainerConfig) -> torch.device:
-    """Where this process computes: with several GPUs, each its own."""
+    """The device of this process; each process has its own GPU."""
     return trainer(config, logger=False).strategy.root_device
 
 
 def is_first(config: TrainerConfig) -> bool:
-    """Whether this process is the first of the run's; before they have met."""
+    """Whether this is the first process of the run; it can be called before the processes are connected."""
     return trainer(config, logger=False).is_global_zero
 
 
 def shard(model: PreTrainedModel, place: torch.device, head: bool = False) -> None:
-    """Leave each rank a share of every layer's weights at `place`; a layer is whole while it runs. Does so once.
+    """Leave each rank a share of every layer's weights; a layer is gathered while it runs. A second call does nothing.
 
-    The model must be on the CPU, where its weights are pages of the file that all processes of a node share: one layer
-    after the other goes to `place`. The head stays where it is, as hidden states do not need it; head=True brings it
-    whole to `place` (2.1 GB of the 70B model).
+    model: on the CPU, where all processes of a node share the pages of its file. Its layers move one after the other.
+    place: device of the shares.
+    head: whether the head, which hidden states do not need, moves to `place` as a whole (2.1 GB of the 70B model).
     """
     if head:
         model.get_output_embeddings().to(place)

@@ -1,16 +1,18 @@
-"""The pictures of a run: what alpha became, where channels are kept, and how the losses went."""
+"""The pictures of a run: how the losses went, what alpha became, and which channels are kept.
+
+Colours are Okabe and Ito's, which colour-blind readers can tell apart. Legends stand outside of the data, and letters
+are large enough to be read at half size.
+"""
 
 from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -20,97 +22,138 @@ from leank_train.mask import ChannelMask
 if TYPE_CHECKING:
     from leank_train.running.recorder import Recorder
 
+BLUE, VERMILION, GREEN, ORANGE = "#0072B2", "#D55E00", "#009E73", "#E69F00"  # of Okabe and Ito
+STYLE: Any = {"font.size": 12, "axes.titlesize": 13, "legend.frameon": False, "lines.linewidth": 2.0}
+MOST_NUMBERS = 512  # heads; a map of more of them shows colours alone
+
 
 def training_plots(stage1: Recorder, stage2: Recorder, alpha: Tensor, mask: ChannelMask, out: Path) -> dict[str, Path]:
-    """Write every picture of a run to `out` as PNG; returns name -> file."""
-    figures = {
-        "losses": losses(stage1, stage2),
-        "alpha_histogram": alpha_histogram(stage1, stage2),
-        "channels_per_head": channels_per_head(mask),
-        "kept_per_frequency": kept_per_frequency(mask, alpha),
-    }
+    """Write every picture of a run as PNG.
+
+    stage1, stage2: the records of both stages.
+    alpha: [L, H, D], the scores after stage 2.
+    mask: made from them.
+    out: the folder.
+
+    Returns name -> file.
+    """
     found = {}
-    for name, figure in figures.items():
-        found[name] = out / f"{name}.png"
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=130, bbox_inches="tight")
-        plt.close(figure)
-        write_bytes(found[name], buffer.getvalue())
+    with rc_context(STYLE):
+        figures = {
+            "losses": losses(stage1, stage2),
+            "alpha_histogram": alpha_histogram(stage1, stage2),
+            "channels_per_head": channels_per_head(mask),
+            "kept_per_frequency": kept_per_frequency(mask, alpha),
+        }
+        for name, figure in figures.items():
+            found[name] = out / f"{name}.png"
+            buffer = io.BytesIO()
+            figure.savefig(buffer, format="png", dpi=130)
+            write_bytes(found[name], buffer.getvalue())
     return found
 
 
 def losses(stage1: Recorder, stage2: Recorder) -> Figure:
-    """Distillation loss, regulariser and mean alpha over the steps of both stages."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.4))
+    """Distillation loss, penalty and mean alpha over the steps of both stages; stage 2 follows stage 1."""
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
     offset = 0
-    for name, record, colour in (("stage 1", stage1, "C0"), ("stage 2", stage2, "C1")):
+    for name, record, colour, line in (("stage 1", stage1, BLUE, "-"), ("stage 2", stage2, VERMILION, "--")):
         if not record.steps:
             continue
         x = np.array([s["step"] for s in record.steps]) + offset
         y = np.array([s["distillation"] for s in record.steps])
-        left.plot(x, y, color=colour, alpha=0.25, lw=0.8)
-        left.plot(x, _smooth(y), color=colour, label=f"distillation, {name}")
-        right.plot(x, [s["alpha_mean"] for s in record.steps], color=colour, label=name)
+        left.plot(x, y, color=colour, alpha=0.25, linewidth=1)
+        left.plot(x, _smooth(y), line, color=colour, label=f"distillation loss, {name}")
+        right.plot(x, [s["alpha_mean"] for s in record.steps], line, color=colour)
         if name == "stage 1":
-            left.plot(x, [s["penalty"] for s in record.steps], color="C2", label="lambda * L1")
+            left.plot(x, [s["penalty"] for s in record.steps], ":", color=GREEN, label="penalty on alpha, stage 1")
         offset = int(x[-1])
-    left.set(yscale="log", xlabel="step", ylabel="loss", title="Losses")
-    right.set(xlabel="step", ylabel="mean alpha", title="Mean score", ylim=(0, 1.02))
+    left.set(yscale="log", xlabel="Training step", ylabel="Loss", title="Losses (thin: each step)")
+    right.set(xlabel="Training step", ylabel="Mean of alpha", title="Mean channel score", ylim=(0, 1.02))
     for axis in (left, right):
         axis.grid(alpha=0.3)
-        axis.legend(frameon=False)
+    _legend_below(figure, left)
     return figure
 
 
 def alpha_histogram(stage1: Recorder, stage2: Recorder) -> Figure:
-    """How the scores spread from 1 over the steps, a column a recorded step (log counts)."""
+    """How the scores spread from 1 over the steps: one column per recorded step, counts on a log scale."""
     rows = list(stage1.histograms)
     last = rows[-1][0] if rows else 0
     rows += [(last + step, counts) for step, counts in stage2.histograms]
-    figure, axis = plt.subplots(figsize=(7, 3.4))
+    figure = Figure(figsize=(8, 4.2), layout="constrained")
+    axis = figure.subplots()
     if rows:
         counts = np.log10(1 + np.array([c for _, c in rows], dtype=float)).T
         image = axis.imshow(counts, origin="lower", aspect="auto", cmap="viridis", extent=(0, len(rows), 0, 1))
         ticks = np.linspace(0, len(rows) - 1, min(6, len(rows))).astype(int)
         axis.set_xticks(ticks + 0.5, [str(rows[t][0]) for t in ticks])
-        figure.colorbar(image, label="log10(1 + channels)")
+        bar = figure.colorbar(image, label="Number of channels")
+        ticks_at, labels = _powers_of_ten(counts.max())
+        bar.set_ticks(ticks_at, labels=labels)
         if stage2.histograms and stage1.histograms:
-            axis.axvline(len(stage1.histograms), color="white", lw=1, ls="--")
-    axis.set(xlabel="step (stage 2 right of the line)", ylabel="alpha", title="Scores over training")
+            border = len(stage1.histograms)
+            axis.axvline(border, color="white", linewidth=2, linestyle="--")
+            axis.annotate("stage 2", (border, 1.01), xycoords=axis.get_xaxis_transform(), va="bottom")
+    axis.set(xlabel="Training step", ylabel="Score alpha of a channel")
+    axis.set_title("Channel scores over training", loc="left")
     return figure
 
 
 def channels_per_head(mask: ChannelMask) -> Figure:
-    """Kept channels of every KV head; 0 means that the head keeps no middle at all."""
-    counts = mask.channels_per_head.numpy()
-    figure, axis = plt.subplots(figsize=(2.5 + 0.35 * counts.shape[1], 1.5 + 0.28 * counts.shape[0]))
-    image = axis.imshow(counts, cmap="Blues", vmin=0, vmax=mask.keep.shape[2], aspect="auto")
-    if counts.size <= 512:
+    """Kept channels of every KV head; a head with 0 stores no middle at all."""
+    counts, most = mask.channels_per_head.numpy(), mask.keep.shape[2]
+    figure = Figure(figsize=(3.5 + 0.45 * counts.shape[1], 2 + 0.34 * counts.shape[0]), layout="constrained")
+    axis = figure.subplots()
+    image = axis.imshow(counts, cmap="Blues", vmin=0, vmax=most, aspect="auto")
+    if counts.size <= MOST_NUMBERS:
         for (i, j), n in np.ndenumerate(counts):
-            dark = n > 0.6 * mask.keep.shape[2]
-            axis.text(j, i, str(n), ha="center", va="center", fontsize=7, color="white" if dark else "black")
-    axis.set(xlabel="KV head", ylabel="layer", title=f"Kept channels of {mask.keep.shape[2]}")
-    figure.colorbar(image)
+            axis.text(j, i, str(n), ha="center", va="center", color="white" if n > 0.6 * most else "black")
+    axis.set(xlabel="KV head", ylabel="Layer", title=f"Kept channels, of {most}")
+    axis.locator_params(integer=True)
+    figure.colorbar(image, label="Kept channels")
     return figure
 
 
 def kept_per_frequency(mask: ChannelMask, alpha: Tensor) -> Figure:
-    """Share of channels kept per RoPE pair, highest frequency first (LeanK figures 7 and 9), and per layer."""
+    """Share of channels kept per RoPE pair, highest frequency first (LeanK figures 7 and 9), and per layer.
+
+    alpha: [L, H, D], the scores that the mask was made from.
+    """
     layers, heads, dim = mask.keep.shape
     pairs = mask.keep.float().view(layers, heads, 2, dim // 2).mean((1, 2)).numpy()  # [layers, pairs]
     scores = alpha.view(layers, heads, 2, dim // 2).mean((0, 1, 2)).numpy()
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 5.5), sharex=True, height_ratios=(2, 3))
-    top.bar(range(dim // 2), 100 * pairs.mean(0), color="C0", label="kept")
-    top.plot(range(dim // 2), 100 * scores, color="C1", label="mean alpha (x 100)")
-    top.set(ylabel="%", title="Kept channels per RoPE pair")
-    top.legend(frameon=False)
+    figure = Figure(figsize=(8, 6.5), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 3))
+    top.bar(range(dim // 2), 100 * pairs.mean(0), color=BLUE, label="kept channels")
+    top.plot(range(dim // 2), 100 * scores, color=ORANGE, label="mean of alpha, in % of 1")
+    top.set(ylabel="%", title="Kept channels per RoPE pair, all layers and each layer")
+    _legend_below(figure, top)
     image = bottom.imshow(100 * pairs, aspect="auto", cmap="Blues", vmin=0, vmax=100)
-    bottom.set(xlabel="RoPE pair (0 = highest frequency)", ylabel="layer")
-    figure.colorbar(image, ax=[top, bottom], label="% kept")
+    bottom.set(xlabel="RoPE pair (0 = highest frequency)", ylabel="Layer")
+    bottom.locator_params(axis="y", integer=True)
+    figure.colorbar(image, ax=bottom, label="Kept channels (%)")
     return figure
 
 
+def _legend_below(figure: Figure, axis: Axes) -> None:
+    """A legend of an axis below the figure, where it hides no data."""
+    handles, labels = axis.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(handles))
+
+
+def _powers_of_ten(highest: float) -> tuple[list[float], list[str]]:
+    """Ticks and labels of a colour bar of log10(1 + count), up to the highest of these values."""
+    counts = [0, *(10**power for power in range(int(highest) + 1))]
+    ticks = [float(np.log10(1 + count)) for count in counts]
+    shown = [(tick, f"{count:,}") for tick, count in zip(ticks, counts, strict=True) if tick <= highest]
+    return [tick for tick, _ in shown], [label for _, label in shown]
+
+
 def _smooth(y: np.ndarray) -> np.ndarray:
+    """Running mean over the last thirtieth of the steps."""
     width = max(1, len(y) // 30)
     total = np.cumsum(np.insert(y, 0, 0.0))
     ends = np.arange(1, len(y) + 1)

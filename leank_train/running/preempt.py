@@ -1,8 +1,8 @@
-"""Stop on a signal without losing a step: a handler sets a flag, the ranks agree at the end of a step, save and leave.
+"""Stop on a signal without losing a step: a handler sets a flag; at the end of a step the ranks agree, save and leave.
 
-USR1 is Slurm's word that a job's time is nearly up (sbatch --signal=USR1@120): saved, and back into the queue. TERM
-comes with scancel, or where Slurm itself requeues: saved. Nothing collective happens in a handler: the other ranks may
-be in another collective, and both would wait for ever.
+Slurm sends USR1 when a job's time is nearly up (sbatch --signal=USR1@120): the run saves, and the job goes back into
+the queue. TERM comes with scancel, or when Slurm itself requeues the job: the run saves. A handler starts no collective
+operation, because other ranks may be in another one, and both would wait for ever.
 """
 
 from __future__ import annotations
@@ -22,15 +22,20 @@ SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 
 class Signals:
-    """Which of SIGNALS has come; a context manager that listens. requeues: times that a job may requeue itself."""
+    """Listens for SIGNALS within its context.
+
+    requeues: how many times a job may put itself back into the queue.
+    received: the first signal that came, 0 if none.
+    agreed: whether the ranks have stopped a stage because of it.
+    """
 
     def __init__(self, requeues: int = 0) -> None:
         self.requeues, self.received, self.agreed = requeues, 0, False
         self._at_once = False
-        self._before: dict[signal.Signals, Any] = {}  # the handlers that ours stand in for
+        self._before: dict[signal.Signals, Any] = {}  # handlers that `_note` replaces
 
     def listen(self) -> None:
-        """Take the signals back from who took them since; does nothing outside of the context."""
+        """Install the handler again, after a library has installed its own; does nothing outside of the context."""
         for number in self._before:
             signal.signal(number, self._note)
 
@@ -40,20 +45,20 @@ class Signals:
             self.leave(first=True)
 
     def leave_at_once(self) -> None:
-        """For what needs no other rank and has nothing to save: from here on a signal ends the process as it comes."""
+        """Let a signal end the process at once from here on, where no rank waits for it and nothing is to be saved."""
         self._at_once = True
         if self.received:
             self.leave(first=True)
 
     def leave(self, first: bool) -> NoReturn:
-        """End this process; the first of a job whose time is nearly up puts the job back into the queue.
+        """End this process; after USR1 the first process puts the job back into the queue.
 
-        Raises SystemExit, which launchers do not take for a result; RuntimeError where Slurm refuses to requeue.
+        Raises SystemExit, which launchers do not take for a result, or RuntimeError if Slurm refuses to requeue.
         """
         job, starts = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", 0))
         again = bool(job) and self.received == signal.SIGUSR1 and starts < self.requeues
         if first and again:
-            self._at_once = False  # requeueing sends TERM
+            self._at_once = False  # Slurm sends TERM to a job that it requeues
             print(f"signal {self.received}: saved; job {job} goes back into the queue", flush=True)
             found = subprocess.run(["scontrol", "requeue", str(job)], capture_output=True, text=True)
             if found.returncode:
@@ -77,17 +82,17 @@ class Signals:
 
 
 class SaveOnSignal(L.Callback):
-    """At the end of the step in which a signal came to any rank, all ranks save to `path` and end the fit."""
+    """All ranks save to `path` and end the fit, at the end of the step in which a signal came to any of them."""
 
     def __init__(self, signals: Signals, path: Path) -> None:
         self.signals, self.path = signals, path
 
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
-        """Take back TERM: Lightning's handler broadcasts inside of it."""
+        """Replace Lightning's handler of TERM, which broadcasts within the handler."""
         self.signals.listen()
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-        """Ask every rank; where one has a signal, save."""
+        """Save and stop if any rank has received a signal."""
         flag = torch.tensor(self.signals.received, device=module.device)
         number = int(trainer.strategy.reduce(flag, reduce_op="max"))
         if number:
@@ -97,7 +102,7 @@ class SaveOnSignal(L.Callback):
 
 
 def environments() -> list[SLURMEnvironment]:
-    """Lightning's plugin for processes that srun started, without its own requeueing; none elsewhere."""
+    """Lightning's plugin for processes that srun started, with its own requeueing off; an empty list elsewhere."""
     if TorchElasticEnvironment.detect() or not SLURMEnvironment.detect():
         return []
     return [SLURMEnvironment(auto_requeue=False)]

@@ -1,36 +1,43 @@
-"""What a stage keeps while it runs: its course, checkpoints that are never half-written, a bar with the time left."""
+"""What a stage writes while it runs: a record of its steps, checkpoints that appear whole, and its progress."""
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from leank_train.common.files import write_bytes
 from leank_train.common.tensor_files import read_checkpoint, write_checkpoint
+from leank_train.running.progress import Meter
 
-BINS = 50
+BINS = 50  # of the histograms of alpha
 PREVIOUS = "previous.ckpt"
+PHASES = {
+    "stage1": "learns a score for every key channel",
+    "stage2": "learns which channels stay at the pruning ratio",
+}
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Checkpoints that appear whole or not at all and are checked when read; the one before is kept beside the last."""
+    """Checkpoints that appear whole or not at all; the one before the last is kept as `PREVIOUS`."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """A checkpoint is small (alpha and two moments): made in memory, written at once."""
+        """Make the checkpoint in memory, where it is small (alpha and two moments), and write it at once."""
         last = Path(path)
         if last.exists():
             write_bytes(last.with_name(PREVIOUS), last.read_bytes())
         write_checkpoint(last, checkpoint)
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
-        """Raises DamagedFile, which says how to go on; nothing is unpickled, whatever `weights_only` says."""
+        """Read a checkpoint without unpickling anything, whatever `weights_only` says.
+
+        Raises DamagedFile, which says how to go on.
+        """
         cure = "remove it to start the stage anew"
         if (previous := Path(path).with_name(PREVIOUS)).exists():
             cure = f"copy {previous} over it to go on from the checkpoint before, or {cure}"
@@ -38,16 +45,20 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class Recorder(L.Callback):
-    """Losses, learning rate and seconds of every step, a histogram of alpha every `every` steps, the seconds of all.
+    """The course of a stage. Checkpoints hold it, so a run that was stopped and continued has all of it.
 
-    Kept in checkpoints: a run that was stopped and went on has them whole.
+    every: steps between two histograms of alpha.
+    steps: losses and learning rate of each step.
+    histograms: (step, channels per bin of alpha).
+    times: seconds of each step, with the wait for its data; the first one includes the set-up.
+    seconds: their sum.
     """
 
     def __init__(self, every: int) -> None:
         self.every = max(1, every)
         self.steps: list[dict[str, float]] = []
         self.histograms: list[tuple[int, list[int]]] = []
-        self.times: list[float] = []  # seconds of every step, waiting for its data included; the first: set-up, too
+        self.times: list[float] = []
         self.seconds = 0.0
 
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
@@ -56,7 +67,7 @@ class Recorder(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
         """Keep the step's values."""
-        values = {k: float(v.detach()) for k, v in outputs.items() if k != "loss"}  # of this process alone
+        values = {k: float(v.detach()) for k, v in outputs.items() if k != "loss"}  # tensors of this process
         now = time.time()  # reading the values has waited for the GPU
         self.times.append(now - self._last)
         self.seconds, self._last = self.seconds + self.times[-1], now
@@ -76,19 +87,40 @@ class Recorder(L.Callback):
         self.times, self.seconds = list(state.get("times", [])), state["seconds"]  # older checkpoints have no times
 
 
-class Progress(TQDMProgressBar):
-    """A bar over the steps of a stage, with the time that is left."""
+class Progress(ProgressBar):
+    """Reports the steps of a stage (`leank_train.running.progress`), in the first process alone.
+
+    name: stage1 or stage2.
+    """
 
     def __init__(self, name: str) -> None:
-        super().__init__(refresh_rate=10 if not sys.stderr.isatty() else 1)
+        super().__init__()
         self.name = name
+        self._enabled = True
+        self._meter: Meter | None = None
+
+    def disable(self) -> None:
+        """Lightning calls this in every process but the first."""
+        self._enabled = False
+
+    def enable(self) -> None:
+        """Report again."""
+        self._enabled = True
 
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
-        """Count the steps, not the endless epoch."""
-        super().on_train_start(trainer)
-        self.train_progress_bar.reset(trainer.max_steps)
-        self.train_progress_bar.initial = trainer.global_step
-        self.train_progress_bar.set_description(self.name)
+        """Say what the stage does, and how many steps it has."""
+        if self._enabled:
+            phase = f"{self.name}: {PHASES[self.name]}"
+            self._meter = Meter(phase, trainer.max_steps, done=trainer.global_step)
 
-    def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        """Keep the bar of on_train_start: a stage is one epoch."""
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        """Report the step, with loss and mean alpha."""
+        if self._meter is not None:
+            shown = self.get_metrics(trainer, module)
+            shown.pop("v_num", None)  # the logger's name of the run
+            self._meter.advance(trainer.global_step - self._meter.done, shown)
+
+    def teardown(self, *_: Any, **__: Any) -> None:
+        """End the bar, also where an error or a signal ends the stage."""
+        if self._meter is not None:
+            self._meter.close()

@@ -1,7 +1,7 @@
 """Weights & Biases: curves while training, then results, pictures, and the mask with its lineage.
 
-model, config -> training run -> mask -> eval run: artifacts are named after what they hold, so that runs that never
-met are joined where they use the same one.
+The lineage is model, config -> training run -> mask -> eval run. Artifacts are named after their content, so W&B joins
+runs that use the same mask, even if they were logged on different machines.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from leank_train.mask import ChannelMask
 
 @dataclass(frozen=True)
 class LoggerConfig(Checked):
-    """Where curves and results go, conf/shared/logger; files in the run directory are written in any case.
+    """Where curves and results are logged, conf/shared/logger; the run directory gets its files in any case.
 
     kind: "none", or "wandb" for Weights & Biases. A configuration names a kind and no class, so it cannot choose code.
-    project, group, name, entity, tags, notes: of the W&B run; name None is the run directory's.
-    mode: online, offline, or auto: online where W&B has a key.
+    project, group, entity, tags, notes: of the W&B run.
+    name: of the W&B run; None takes the name of the run directory.
+    mode: online, offline, or auto, which is online if W&B has a key.
     """
 
     kind: Annotated[str, OneOf("none", "wandb")] = "none"
@@ -39,7 +40,10 @@ class LoggerConfig(Checked):
 
 
 def make_logger(config: LoggerConfig, folder: Path, **more: Any) -> Any:
-    """The logger of a run in `folder`, None for kind "none"; more: further arguments of `wandb.init`."""
+    """Lightning's logger of a run in `folder`, or None for kind "none".
+
+    more: further arguments of `wandb.init`.
+    """
     if config.kind == "none":
         return None
     given = {key: value for key, value in asdict(config).items() if key != "kind" and value is not None}
@@ -47,10 +51,12 @@ def make_logger(config: LoggerConfig, folder: Path, **more: Any) -> Any:
 
 
 def wandb_logger(mode: str, save_dir: str, name: str | None = None, **settings: Any) -> Any:
-    """Lightning's W&B logger; without a key it writes offline and says how to look at it.
+    """Lightning's W&B logger; offline, it prints how to look at the run.
 
-    mode: auto, online or offline. name: of the run, by default its folder's, so that the members of a sweep, which
-    share a group, are told apart.
+    mode: auto, online or offline.
+    save_dir: folder of the run.
+    name: of the run; by default that of the folder, which tells the members of a sweep apart.
+    settings: further arguments of WandbLogger.
     """
     from lightning.pytorch.loggers import WandbLogger
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -77,7 +83,7 @@ def _in_netrc() -> bool:
 
 
 def _artifact(kind: str, name: str, content: Mapping[str, Any]) -> Any:
-    """An artifact that holds `content` as JSON; the same content is the same version."""
+    """An artifact that holds `content` as JSON; W&B gives equal content the same version."""
     import wandb
 
     made = wandb.Artifact(f"{kind}-{name}", type=kind)
@@ -87,15 +93,15 @@ def _artifact(kind: str, name: str, content: Mapping[str, Any]) -> Any:
 
 
 def model_artifact(name: str) -> Any:
-    """A model by its name (of a folder: the last part); the weights stay where they are."""
+    """An artifact that names a model (a folder by its last part); it does not hold the weights."""
     label = Path(name).name
     return _artifact("model", label, {"name": label})
 
 
 def mask_artifact(path: Path, mask: ChannelMask) -> Any:
-    """A mask's file, named after the config that it was learned with (a published one: after its channels).
+    """An artifact that holds the file of a mask, named after its training config or, without one, its channels.
 
-    Training logs it and an evaluation uses it: the bytes are the same, so on the server it is one artifact.
+    Training logs the artifact and an evaluation uses it. The bytes are the same, so the server has it once.
     """
     import wandb
 
@@ -107,7 +113,7 @@ def mask_artifact(path: Path, mask: ChannelMask) -> Any:
 
 
 def use(run: Any, artifact: Any) -> None:
-    """Say that the run uses it: by name in its config, and as lineage unless it is offline, where W&B cannot."""
+    """Record that a run uses an artifact: by name in its config, and as lineage unless the run is offline."""
     run.config.update({f"uses/{artifact.type}": artifact.name}, allow_val_change=True)
     if not run.offline:
         run.use_artifact(artifact)
@@ -116,7 +122,13 @@ def use(run: Any, artifact: Any) -> None:
 def log_results(
     logger: Any, metrics: dict[str, Any], figures: dict[str, Path], config: dict[str, Any], mask: ChannelMask, out: Path
 ) -> None:
-    """Summary, validation table, plots and artifacts; does nothing for another logger. config: the run's, resolved."""
+    """Log the results of a finished training run, and end its W&B run; does nothing for another logger.
+
+    metrics: those of metrics.json.
+    figures: name -> PNG.
+    config: of the run, resolved.
+    mask: the learned one, stored in `out` as mask.safetensors.
+    """
     experiment = getattr(logger, "experiment", None)
     if experiment is None or not hasattr(experiment, "summary"):
         return

@@ -1,6 +1,7 @@
-"""ThinK and the static norm on branches: what validation hands to `channel_scores`.
+"""The scores of ThinK and of the static norm, from the keys and queries of branches.
 
-What they observe comes from `branch(..., obs_queries=32)`: the last queries of the context, after RoPE.
+Both observe the last queries of the context after RoPE, which `branch(..., obs_queries=32)` keeps. `channel_scores`
+defines the scores.
 """
 
 import torch
@@ -18,7 +19,7 @@ from leank_train.channel_scores import (
 )
 from leank_train.forward.prefix import Branch, Prefix, to_device
 
-# the scores lived here before: methods written by others import them from here
+# The scores were defined here before; methods outside of this repository may import them from here.
 __all__ = [
     "GROUPS", "best", "context_scores", "lowest_frequencies", "pruned", "query_key_scores", "random_mask",
     "think_mask", "top", "wide",
@@ -26,14 +27,20 @@ __all__ = [
 
 
 def think_mask(prefix: Prefix, question: Branch, ratio: float) -> Tensor:
-    """ThinK: of each sample, drop in every head the channels of the lowest score; bool [R, L, H, D]."""
+    """ThinK's masks, bool [R, L, H, D]: every head drops the share `ratio` of its channels, those of the lowest score.
+
+    question: with queries (obs_queries of `branch`).
+    """
     return best(context_scores(prefix, question, "squares"), ratio)
 
 
 def context_scores(prefix: Prefix, question: Branch, group: str) -> Tensor:
-    """ThinK's scores of all layers over each branch's whole context [R, L, H, D].
+    """ThinK's scores over each branch's whole context, [R, L, H, D].
 
-    question: with queries, see branch's obs_queries. group: see `query_key_scores`. Raises ValueError without queries.
+    question: with queries (obs_queries of `branch`).
+    group: how the scores of a group's query heads are joined, as in `query_key_scores`.
+
+    Raises ValueError if the branch has no queries.
     """
     if question.queries is None:
         raise ValueError("the branch has kept no queries; call branch with obs_queries=32")
@@ -47,5 +54,5 @@ def context_scores(prefix: Prefix, question: Branch, group: str) -> Tensor:
 
 
 def _key_squares(keys: Tensor, positions: Tensor) -> Tensor:
-    """Sum of k^2 over tokens [R, H, D]; keys [R, H, T, D], positions [R, T] with -1 = padding."""
+    """Sum of k^2 over tokens, [R, H, D]; keys [R, H, T, D], positions [R, T] with -1 for padding."""
     return (keys.to(wide(keys)).square() * to_device(positions >= 0, keys.device)[:, None, :, None]).sum(2)

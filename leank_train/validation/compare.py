@@ -1,13 +1,11 @@
-"""Validation inside a run: the learned mask beside dense, ThinK and the masks that need no training."""
+"""Validation inside a run: the learned mask against dense, ThinK and the masks that need no training."""
 
 from __future__ import annotations
 
-import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from data_gen.request import Request
 from data_gen.sample import Document
@@ -19,44 +17,33 @@ from leank_train.common.files import write_text
 from leank_train.data import collate
 from leank_train.forward.branching import branch, prefill
 from leank_train.mask import ChannelMask
+from leank_train.running.progress import Meter
 from leank_train.settings import RunConfig
 from leank_train.validation import evaluate as validation
 from leank_train.validation.baselines import context_scores
+from leank_train.validation.evaluate import PerSample
+
+UNSEEN = 1_000_003  # added to the seed of a run: validation samples have seeds of their own
 
 
 def validate(config: RunConfig, backbone: Backbone, mask: ChannelMask, out: Path, metrics: dict[str, Any]) -> None:
-    """Score the mask beside dense, ThinK and the masks that need no training; adds to `metrics`."""
-    started, ratio, settings = time.time(), config.pruning.ratio, config.validation
-    counter = TokenCounter(backbone.tokenizer)
-    methods: dict[str, Any] = {
-        "dense": None,
-        "leank": mask,
-        "think": validation.think(ratio),
-        "static_norm": static_norm_mask(backbone, config.data.max_length, settings.calibration, config.seed, ratio),
-        "lowest_frequencies": lowest_frequencies(backbone.model.config, ratio),
-        "random": random_mask(backbone.shape, ratio, config.seed),
-    }
-    tasks = list(settings.tasks or RULER_NIAH)
-    batches = [
-        [
-            unseen(backbone, counter, name, length, config.seed + 1_000_003, i)
-            for i in range(at, min(at + settings.batch, settings.samples))
-        ]
-        for name in tasks
-        for length in settings.lengths
-        for at in range(0, settings.samples, settings.batch)
-    ]
-    bar = tqdm(total=len(batches), desc="validation", mininterval=0.5 if sys.stderr.isatty() else 10)
+    """Score the mask, dense, ThinK and the masks that need no training on the same unseen samples.
+
+    Writes `validation.md` into the folder `out`, prints its table, and adds "validation" and its seconds to `metrics`.
+    """
+    started, settings = time.time(), config.validation
+    meter = Meter("validation: decodes unseen samples under every mask", _samples(config), "samples")
+    methods = _methods(config, backbone, mask)
     results = validation.evaluate(
         backbone,
         methods,
-        batches,
+        _batches(config, backbone),
         config.pruning.sink,
         config.pruning.window,
-        lambda n: bar.update(1) and None,
+        meter.advance,
         settings.max_new_tokens,
     )
-    bar.close()
+    meter.close()
     scores = validation.table(results)
     differences = {m: validation.paired_difference(results, "leank", m) for m in methods if m != "leank"}
     metrics["validation"] = {
@@ -73,35 +60,67 @@ def validate(config: RunConfig, backbone: Backbone, mask: ChannelMask, out: Path
     print("\n" + text, flush=True)
 
 
+def _methods(config: RunConfig, backbone: Backbone, mask: ChannelMask) -> dict[str, ChannelMask | PerSample | None]:
+    """What is compared, by name; all prune the same share of channels, but for dense."""
+    ratio, samples = config.pruning.ratio, config.validation.calibration
+    return {
+        "dense": None,
+        "leank": mask,
+        "think": validation.think(ratio),
+        "static_norm": static_norm_mask(backbone, config.data.max_length, samples, config.seed, ratio),
+        "lowest_frequencies": lowest_frequencies(backbone.model.config, ratio),
+        "random": random_mask(backbone.shape, ratio, config.seed),
+    }
+
+
+def _tasks(config: RunConfig) -> Sequence[str]:
+    return config.validation.tasks or list(RULER_NIAH)
+
+
+def _samples(config: RunConfig) -> int:
+    """Number of samples under each method."""
+    return len(_tasks(config)) * len(config.validation.lengths) * config.validation.samples
+
+
+def _batches(config: RunConfig, backbone: Backbone) -> Iterator[list[Document]]:
+    """The samples of all tasks and lengths; a batch holds samples of one task and length."""
+    counter, settings = TokenCounter(backbone.tokenizer), config.validation
+    for name in _tasks(config):
+        for length in settings.lengths:
+            for first in range(0, settings.samples, settings.batch):
+                numbers = range(first, min(first + settings.batch, settings.samples))
+                yield [unseen(backbone, counter, name, length, config.seed + UNSEEN, i) for i in numbers]
+
+
 def unseen(backbone: Backbone, counter: TokenCounter, name: str, length: int, seed: int, index: int) -> Document:
-    """A sample sized as RULER sizes it, on text that no training document shows."""
+    """A test sample of RULER's size at `length` tokens, on text that no training document shows."""
     wanted = Request(name, length, counter, seed, index, exact=False, split="test", reserve=backbone.reserve)
     return task(name).build(wanted)
 
 
 def calibration(backbone: Backbone, counter: TokenCounter, length: int, seed: int, index: int) -> Document:
-    """A multi-key sample (LeanK section 2.2, appendix L), the one that `eval.methods.channels.static_norm` looks at."""
-    name = "niah_multikey_3"  # its haystack is made of needles: no text of the evaluation is in it
+    """A multi-key sample (LeanK section 2.2, appendix L), as observed by `eval.methods.channels.static_norm`."""
+    name = "niah_multikey_3"  # its haystack is made of needles, so it shows no text of the evaluation
     wanted = Request(name, length, counter, seed, index, exact=False, split="train", reserve=backbone.reserve)
     return task(name).build(wanted)
 
 
 def check_lengths(config: RunConfig, backbone: Backbone) -> None:
-    """Raise ValueError where a length is too short for its validation task: before training, not after it."""
+    """Raise ValueError, before training, if a length is too short for its validation task."""
     if config.validation.samples:
         counter = TokenCounter(backbone.tokenizer)
         calibration(backbone, counter, config.data.max_length, config.seed, 0)
-        for name in config.validation.tasks or RULER_NIAH:
+        for name in _tasks(config):
             unseen(backbone, counter, name, min(config.validation.lengths), config.seed, 0)
 
 
 def static_norm_mask(backbone: Backbone, length: int, samples: int, seed: int, ratio: float) -> ChannelMask:
-    """LeanK's static norm (`MeanScores`) over calibration samples of at most `length` tokens."""
+    """The mask of LeanK's static norm (`MeanScores`), from calibration samples of at most `length` tokens."""
     found, counter, device = MeanScores(), TokenCounter(backbone.tokenizer), backbone.model.device
     for i in range(samples):
         batch = collate(backbone, [calibration(backbone, counter, length, seed, i)]).to(device)
-        prefix = prefill(backbone.model, batch.documents, batch.document_lengths, validation.OBSERVED)
-        question = batch.prompts[:, : int(batch.question_lengths[0])]
+        prefix = prefill(backbone.model, batch.documents.ids, batch.documents.lengths, validation.OBSERVED)
+        question = batch.prompts.ids[:, : int(batch.question_lengths[0])]
         asked = branch(backbone.model, prefix, question, batch.question_lengths, validation.OBSERVED)
         found.add(context_scores(prefix, asked, "norms"))
     return ChannelMask(found.mask(ratio), {"method": "static_norm", "ratio": ratio, "samples": samples})

@@ -1,9 +1,9 @@
-"""Exact match of pruned models on unseen samples: one prefill a document, all masks decoded side by side.
+"""Recall of pruned models on unseen samples: one prefill per document, and all masks decoded side by side.
 
-This is a fast check inside a training run; figures come from the replay, `python -m eval`. Decoding is the replay's:
-sink and window keep all channels, `FLUSH` tokens leave the window at a time, empty heads drop the middle, and the first
-answer token comes from the dense prefill. A test holds both to the same tokens and scores, sample by sample. Every mask
-sees the same samples, so differences are paired.
+This is a fast check inside a training run; figures come from the replay, `python -m eval`. Both decode alike: sink and
+window keep all channels, `FLUSH` tokens leave the window at a time, empty heads drop the middle, and the first answer
+token comes from the dense prefill. A test holds both to the same tokens and scores, sample by sample. Every mask sees
+the same samples, so differences are paired.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from leank_train.forward.branching import Branch, Prefix, branch, decode, prefil
 from leank_train.mask import ChannelMask
 from leank_train.validation.baselines import think_mask
 
-OBSERVED = 32  # queries that ThinK and the static norm look at
-FLUSH = 32  # tokens that leave the window at a time, the replay's cache.flush
+OBSERVED = 32  # queries that ThinK and the static norm observe
+FLUSH = 32  # tokens that leave the window at a time: the default of the replay's cache.flush
 
 PerSample = Callable[[Prefix, Branch], Tensor]
 """Makes masks [R, L, H, D] for the R branches of a batch."""
@@ -34,7 +34,12 @@ PerSample = Callable[[Prefix, Branch], Tensor]
 
 @dataclass(frozen=True)
 class Result:
-    """One sample under one method. recall: share of the references in the reply (RULER's score, 0 to 1)."""
+    """One sample under one method.
+
+    length: tokens that the sample was made for.
+    index: number of the sample within its task and length.
+    recall: share of the references that the reply holds, 0 to 1 (RULER's score).
+    """
 
     task: str
     length: int
@@ -45,12 +50,12 @@ class Result:
 
     @property
     def exact(self) -> float:
-        """1 where the reply holds every reference."""
+        """1 if the reply holds every reference, else 0."""
         return float(self.recall == 1.0)
 
 
 def think(ratio: float) -> PerSample:
-    """ThinK's rule, made anew for each sample."""
+    """ThinK's rule, which makes a mask for each sample."""
     return lambda prefix, question: think_mask(prefix, question, ratio)
 
 
@@ -66,9 +71,13 @@ def evaluate(
 ) -> list[Result]:
     """Replies of every method to every question.
 
-    methods: name -> mask, rule that makes masks for a batch, or None for the dense model. documents: batches of
-    documents of one task and about one length, with the same number of questions each. progress is called with the
-    number of documents of each batch that is done. max_new_tokens: None for the task's own.
+    methods: name -> mask, rule that makes masks for a batch, or None for the dense model.
+    documents: batches; the documents of a batch have one task, about one length, and as many questions each.
+    sink, window: tokens that keep all channels.
+    progress: called after each batch with its number of documents.
+    max_new_tokens: None for the task's own.
+
+    Returns one result per question and method.
     """
     results: list[Result] = []
     for batch in documents:
@@ -104,7 +113,7 @@ def _mask(method: ChannelMask | PerSample | None, backbone: Backbone, prefix: Pr
 
 
 def table(results: Sequence[Result], metric: str = "recall") -> dict[str, dict[str, float]]:
-    """Method -> task -> mean score in per cent, with the mean over tasks under "average"."""
+    """Method -> task -> mean of `metric` (recall or exact) in per cent, and the mean over tasks under "average"."""
     methods, tasks = (list(dict.fromkeys(getattr(r, k) for r in results)) for k in ("method", "task"))
     found: dict[str, dict[str, float]] = {}
     for m in methods:
@@ -117,7 +126,10 @@ def table(results: Sequence[Result], metric: str = "recall") -> dict[str, dict[s
 
 
 def paired_difference(results: Sequence[Result], a: str, b: str) -> tuple[float, float, float]:
-    """Mean recall of method a minus method b in points over the samples of both, and its 95% interval (`bootstrap`)."""
+    """Mean recall of method a minus that of b, over the samples that both have, and its 95% interval.
+
+    Returns mean, low and high in percentage points (`common.bootstrap`).
+    """
     recall: dict[str, dict[tuple[str, int, int], list[float]]] = {a: defaultdict(list), b: defaultdict(list)}
     for r in results:
         if r.method in recall:
@@ -131,6 +143,6 @@ def paired_difference(results: Sequence[Result], a: str, b: str) -> tuple[float,
 
 
 def markdown(scores: Mapping[str, Mapping[str, float]]) -> str:
-    """A Markdown table of `table`'s result, methods down, tasks across."""
+    """The result of `table` in Markdown: one row per method, one column per task."""
     tasks = list(next(iter(scores.values())))
     return markdown_table(["method", *tasks], [[m, *(f"{row[t]:.1f}" for t in tasks)] for m, row in scores.items()])

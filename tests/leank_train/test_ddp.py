@@ -68,13 +68,28 @@ def test_ranks_share_the_documents_of_one_process(model, start):
     mixed = Mixture({"multikey": 1, "kv": 1}, backbone.tokenizer, 300, 400, group=4)
     for item in range(2):
         first = (start + item) * 4
-        whole = Steps(backbone, mixed, 4, start, 0, 1)[item].documents
-        assert torch.equal(whole, collate(backbone, [mixed[first + i] for i in range(4)]).documents)
+        whole = Steps(backbone, mixed, 4, start, 0, 1)[item].documents.ids
+        assert torch.equal(whole, collate(backbone, [mixed[first + i] for i in range(4)]).documents.ids)
         for ranks, each in ((2, 2), (4, 1)):
             parts = [Steps(backbone, mixed, each, start, rank, ranks)[item] for rank in range(ranks)]
-            rows = [row[:n] for part in parts for row, n in zip(part.documents, part.document_lengths, strict=True)]
+            documents = [part.documents for part in parts]
+            rows = [row[:n] for part in documents for row, n in zip(part.ids, part.lengths, strict=True)]
             assert all(torch.equal(row, whole[i, : len(row)]) for i, row in enumerate(rows))
             assert len(rows) == 4
+
+
+def test_a_prompt_ends_in_its_answer(model):
+    """What precedes it is the question, of any length; moving a batch moves its ids and leaves lengths on the host."""
+    backbone = backbones.load(str(model))
+    mixed = Mixture({"multikey": 1, "kv": 1}, backbone.tokenizer, 500, 600, group=2, questions=2)
+    made = collate(backbone, [mixed[0], mixed[1]])
+    assert (len(made.documents.ids), len(made.prompts.ids)) == (2, 4)
+    for prompt, answer, before in zip(made.prompts.ids, made.answers.ids, made.question_lengths, strict=True):
+        tokens = answer[: len(prompt) - before]
+        assert torch.equal(prompt[before : before + len(tokens)], tokens)
+    moved = made.to("meta")
+    for rows in (moved.documents, moved.prompts, moved.answers):
+        assert (rows.ids.device.type, rows.lengths.device.type) == ("meta", "cpu")
 
 
 class Numbers:

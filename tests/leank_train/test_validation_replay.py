@@ -49,7 +49,7 @@ def test_tokens_are_those_of_the_compressed_cache(family, zone):
         ids, real = pad_left([torch.cat([documents[r // 2], question]).tolist()], 0, "cpu")
         prompt = prompt_pass(model, ids, real, NEW)
         cache = deployed.cache(model, prompt)
-        tokens, _ = greedy(model, cache, prompt.logits, prompt.real, prompt.lengths, [3], [NEW], [0])
+        tokens, *_ = greedy(model, cache, prompt.logits, prompt.real, prompt.lengths, [3], [NEW], [0])
         assert found[r] == tokens[0]
 
 

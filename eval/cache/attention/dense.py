@@ -1,7 +1,7 @@
 """Dense causal attention for prompts: SDPA on real tokens only, so that no [T, T] mask is ever built for padding.
 
-cuDNN's attention, SDPA's first choice on recent GPUs, plans for tens of milliseconds whenever a shape is new: it is
-left to calls that are long enough to gain by it.
+cuDNN's attention, SDPA's first choice on recent GPUs, plans for tens of milliseconds whenever a shape is new. Only
+calls that are long enough to gain by it may use it (`leank_train.forward.kernels.cudnn_pays`).
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ from torch.nn.functional import scaled_dot_product_attention
 from eval.cache.attention.softmax import PLAIN, Softmax, written_out
 from eval.cache.storage.pages import round_up
 from eval.cache.storage.upload import upload
-from leank_train.forward.attention import flash_forward, flash_takes
+from leank_train.forward.kernels import cudnn_pays, flash_forward, flash_takes
 
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-WORTH_A_PLAN = 5e11  # operations of a call; one plan serves all layers, and cuDNN is then 1.7 times as fast as flash
+# Calls that use one of cuDNN's plans: those of all layers, and of later prompts that have the same shape. 84 calls are
+# 2 to 3 prompts of an 8B decoder. A call then gains from 5e11 operations on.
+CALLS_PER_PLAN = 84
 ALIGNED = 8  # numbers: rows of a mask begin at multiples of it where SDPA is to take the mask without a copy
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, softmax: Softmax = PLAIN) -> Tensor:
     """Causal attention in which the last query is the last key: q [B, Hq, Q, D], k, v [B, H, T, D]."""
-    (batch, q_heads, new, dim), length = q.shape, k.shape[2]
+    (_, q_heads, new, _), length = q.shape, k.shape[2]
     if not softmax.plain:
         return _beyond_plain(q, k, v, scaling, softmax)
     if new == 1:
         return latest(q, k, v, scaling)
-    gqa, work = q_heads != k.shape[1], 2 * batch * q_heads * dim * new * (2 * length - new)
-    with nullcontext() if work >= WORTH_A_PLAN else sdpa_kernel(WITHOUT_PLANS):
+    gqa = q_heads != k.shape[1]
+    with nullcontext() if cudnn_pays(q, length, CALLS_PER_PLAN) else sdpa_kernel(WITHOUT_PLANS):
         if new == length:
             return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa)
         return scaled_dot_product_attention(q, k, v, causal_lower_right(new, length), scale=scaling, enable_gqa=gqa)

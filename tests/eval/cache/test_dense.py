@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from eval.cache.attention import dense
 from eval.cache.attention.softmax import PLAIN, Softmax, written_out
+from leank_train.forward import kernels
 
 
 def by_rows(q, k, v, scaling, real, softmax=PLAIN):
@@ -130,7 +131,7 @@ def test_only_long_calls_may_plan(monkeypatch, new, length):
     q, (k, v) = torch.randn(2, 4, new, 8), torch.randn(2, 2, 2, length, 8)
     before, work = torch.backends.cuda.cudnn_sdp_enabled(), 2 * 2 * 4 * 8 * new * (2 * length - new)
     for limit in (work + 1, work):
-        monkeypatch.setattr(dense, "WORTH_A_PLAN", limit)
+        monkeypatch.setattr(kernels, "CUDNN_FROM", limit * dense.CALLS_PER_PLAN)
         dense.attend(q, k, v)
     assert asked == [False, before and new > 1]
     assert torch.backends.cuda.cudnn_sdp_enabled() == before

@@ -11,14 +11,13 @@ from leank_train.forward.attention import (
     LEAST_LOGIT,
     Keys,
     exp_,
-    flash_backward,
-    flash_forward,
     merge,
     partial_attention,
     partial_attention_reference,
     scaled_attention,
-    visibility,
 )
+from leank_train.forward.kernels import flash_backward, flash_forward
+from leank_train.forward.visibility import visibility
 
 D = 4
 

@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leank_train.forward.attention import Keys, scaled_attention, visibility
+from leank_train.forward.attention import Keys, scaled_attention
 from leank_train.forward.fused import fused_attention, side_by_side
 from leank_train.forward.plan import Plan, document_pieces, own_pieces
+from leank_train.forward.visibility import visibility
 
 
 @settings(max_examples=40, deadline=None)
@@ -55,6 +56,25 @@ def test_equals_the_parts(seed, documents, branches, group, sink, window, empty_
     for g, w in zip(got, want, strict=True):
         g, w = (torch.zeros(()) if x is None else x for x in (g, w))
         torch.testing.assert_close(g.expand_as(w) if g.dim() == 0 else g, w.expand_as(g), rtol=1e-8, atol=1e-10)
+
+
+def test_the_example_of_the_plan():
+    """The ranges and groups that the module's docstring shows."""
+    rows, pieces = torch.arange(1020, 1023)[None], ()
+    for part, (start, stop) in enumerate(((0, 1000), (1000, 1020), (1020, 1023))):
+        keys = torch.arange(start, stop)[None]
+        zones = [visibility(rows, keys, zone, 4, 64) for zone in ("dense", "middle")]
+        pieces += own_pieces(rows, keys, 1, zones, part=part) if part else document_pieces(rows, keys, zones)
+    found = [(p.part, p.start, p.stop, p.scaled, p.hidden is not None) for p in pieces]
+    assert found == [
+        (0, 0, 4, False, False), (0, 957, 1000, False, True), (0, 4, 957, True, False), (0, 957, 959, True, True),
+        (1, 0, 20, False, True), (2, 0, 3, False, True),
+    ]  # fmt: skip
+    for flash_from, by_flash in ((None, []), (512, [(4, 957)])):
+        (group,) = Plan(pieces).layout(4096, flash_from, False).groups
+        assert [run.scaled for run in group.runs] == [False, True]
+        assert [(p.start, p.stop) for p in group.flash] == by_flash
+        assert len(group.spreads) == 1
 
 
 @pytest.mark.parametrize("empty_heads", ["zero", "drop"])

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from leank_train.forward import fused
-from leank_train.forward.attention import partial_attention_reference, visibility
+from leank_train.forward.attention import partial_attention_reference
 from leank_train.forward.branching import branch, decode, prefill, student
 from leank_train.forward.sequence_parallel import block_attention, prefill_in_shares, share
+from leank_train.forward.visibility import visibility
 from tests.conftest import tiny_model
 from tests.leank_train.forward.test_branching import ANSWERS, DOCUMENTS, QUESTIONS, batch, pad, scores
 
