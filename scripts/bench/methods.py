@@ -44,7 +44,7 @@ from eval.methods import Method
 from eval.methods.channels.leank import LeanK
 from eval.run.build import build_methods
 from eval.run.replay import Replay, Settings, cache_bytes
-from scripts.bench.generation import (
+from scripts.bench.common import (
     ROOM,
     WARM_UP,
     Contender,
@@ -67,7 +67,7 @@ METHODS = (
     "asl_two_pass", "pyramid_infer", "kivi", "kivi_leank", "quest", "quest_leank", "double_sparsity", "snapkv_think",
     "h2o_iap",
 )  # fmt: skip
-DENSE = ("StaticCache", "own cache, nothing pruned")  # contenders of bench_generation, after "dense"
+DENSE = ("StaticCache", "own cache, nothing pruned")  # contenders that follow "dense"
 COLUMNS = ("ttft_s", "prefill_s", "cache_s", "gb", "eager_ms", "graph_ms", "gpu_ms", "attention_ms", "products_ms",
            "other_ms", "kernels")  # fmt: skip
 SAMPLES, LONGEST = 4, 8  # most samples to calibrate on; kernels of each method that are written
