@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
-from eval.cache import CompressedCache, Sizes, bytes_per_row, compressed_cache
+from eval.cache import CompressedLayer, Sizes, bytes_per_row, compressed_cache
 from eval.cache.hook import ATTENTION
 from eval.cache.storage.store import GROWTH
 from eval.inference.decode import Loop
@@ -86,13 +86,13 @@ def contenders(model: PreTrainedModel, mask: ChannelMask | Tensor, sizes: Sizes)
 def fill(model: PreTrainedModel, cache: Cache, rows: int, tokens: int) -> None:
     """Put random keys and values of `tokens` tokens into every layer, the same in each row."""
     _, heads, dim = backbone.kv_shape(model.config)
-    for layer in cache.layers:
+    for index, layer in enumerate(cache.layers):
         k, v = torch.randn(2, 1, heads, tokens, dim, device=model.device, dtype=model.dtype)
         k, v = (x.expand(rows, -1, -1, -1) for x in (k, v))
-        if isinstance(cache, CompressedCache):
+        if isinstance(layer, CompressedLayer):
             layer.seal(k, v)
         else:
-            layer.update(k, v)
+            cache.update(k, v, index)
 
 
 class Decoding:

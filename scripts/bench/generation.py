@@ -134,6 +134,11 @@ def cases(
             yield {**named, "loop": "graph", "new": new, "largest": True}, most
 
 
+def add(measure: Callable[[], Record], row: Record) -> None:
+    """Add what is measured to the row."""
+    row.update(measure())
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The settings of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -162,7 +167,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.only and contender.name not in args.only:
             continue
         for row, measure in cases(model, contender, sizes, args):
-            rows.append(attempt(row, lambda found, measure=measure: found.update(measure())))
+            rows.append(attempt(row, partial(add, measure)))
             print(said(row, 2), flush=True)
             write_rows(args.out / "generation.csv", rows)
             clear()

@@ -103,7 +103,7 @@ def against_ratio(points: Points) -> Figure | None:
     colours = iter(PALETTE * len(points))
     for method, found in points.items():
         if method == "dense":
-            mean = np.mean([score for scores in found.values() for score in scores])
+            mean = float(np.mean([score for scores in found.values() for score in scores]))
             axes.axhline(mean, color=SETTINGS["text.color"], linewidth=1, linestyle="--", label=method)
             continue
         x = sorted(found)
