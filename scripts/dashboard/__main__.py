@@ -96,7 +96,7 @@ def masks(runs: Sequence[Training]) -> Figure:
     shown, most = runs[:MAPS], max(run.mask.keep.shape[2] for run in runs[:MAPS])
     columns = min(4, len(shown))
     lines = -(-len(shown) // columns)
-    drawn = sheet(0.4 + 2.2 * lines, 1.5 + 2.2 * columns)
+    drawn = sheet(0.4 + 2.2 * lines, 10)
     panels = drawn.subplots(lines, columns, squeeze=False)
     for panel, run in zip(panels.flat, shown, strict=False):
         image = panel.pcolormesh(run.mask.channels_per_head.numpy(), vmin=0, vmax=most, cmap="Blues")

@@ -93,9 +93,9 @@ class RowMaker:
             questions = min(questions, spec.num_passkeys)
         room = length - (questions - 1) * cost - 1
         seed = rng.getrandbits(32)
-        for asked in dict.fromkeys((questions, 1)):  # many long keys may not fit a short row: then one question
+        for count in dict.fromkeys((questions, 1)):  # many long keys may not fit a short row: then one question
             try:
-                return spec.build(Request(name, room, self.counter, seed, 0, asked, split="train"))
+                return spec.build(Request(name, room, self.counter, seed, 0, count, split="train"))
             except ValueError:
                 room = length - 1
         return Niah("noise").build(Request("niah_single_1", length - 1, self.counter, seed, 0))
