@@ -1,29 +1,28 @@
 """Decode attention per layer: the compressed cache's kernel against dense SDPA, at the published masks.
 
-    python scripts/bench/attention.py OUTDIR               # check, time, write attention.csv and attention.png
-    python scripts/bench/attention.py OUTDIR --variants    # also try kernel configurations, use the best for each shape
-    python scripts/bench/attention.py OUTDIR --plot        # draw attention.png from attention.csv, no GPU needed
+    python -m scripts.bench.attention OUT               # check, time, write attention.csv and attention.png
+    python -m scripts.bench.attention OUT --variants    # also try kernel configurations, use the best for each shape
+    python -m scripts.bench.attention OUT --plot        # draw attention.png from attention.csv, no GPU needed
 
-Prints, per shape, the speed-up over the fastest dense attention, GB/s, and the speed-up that the bytes left to read
-would allow (LeanK, figures 5 and 10, measure the same). Every call is captured in a CUDA graph that rotates over copies
-larger than the L2 cache; medians of replays. A least-squares line through a shape's layers, which differ in bytes, time
-= fixed + bytes / rate, tells what a launch costs whatever it reads from how fast it reads: fixed_us, line_gb_per_s.
+Prints, per shape, the speed-up over the fastest dense attention, GB/s, and the limit: the speed-up that the bytes left
+to read would allow (LeanK, figures 5 and 10, measure the same). Every call is captured in a CUDA graph that rotates
+over copies larger than the L2 cache; times are medians of replays. A least-squares line through a shape's layers, which
+differ in bytes, time = fixed + bytes / rate, separates the fixed cost of a launch from the speed of reading: columns
+fixed_us and line_gb_per_s.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,8 +30,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from eval.cache.storage.store import Store
-from leank_train.common.escape import csv_rows
-from leank_train.common.files import write_text
 from scripts.bench.attention_cases import (
     DIM,
     DTYPE,
@@ -46,9 +43,13 @@ from scripts.bench.attention_cases import (
     needed_bytes,
     query,
 )
+from scripts.bench.common import device_name, write_rows
+
+if TYPE_CHECKING:  # Triton is imported where a GPU is used
+    from eval.cache.attention.launch import Config, Kernel
 
 
-def variants():
+def variants() -> list[Config]:
     """Kernel configurations worth trying, the default first."""
     from eval.cache.attention.launch import Config
 
@@ -65,13 +66,13 @@ def dense_times(shape: Shape) -> dict[str, float]:
     """Microseconds of each dense attention over the whole context."""
     from eval.cache.attention.launch import Kernel
 
-    size = 2 * shape.batch * shape.kv_heads * shape.context * DIM * DTYPE.itemsize
+    size = dense_size(shape)
     kv = torch.randn(copies_of(size), 2, shape.batch, shape.kv_heads, shape.context, DIM, device="cuda", dtype=DTYPE)
     q, found = query(shape), {}
     for name, backend in (("SDPA flash", SDPBackend.FLASH_ATTENTION), ("SDPA cuDNN", SDPBackend.CUDNN_ATTENTION)):
         try:
             with sdpa_kernel(backend):
-                calls = [lambda k=k, v=v: scaled_dot_product_attention(q, k, v, enable_gqa=True) for k, v in kv]
+                calls = [partial(scaled_dot_product_attention, q, k, v, enable_gqa=True) for k, v in kv]
                 found[name] = median_us(calls)
         except RuntimeError as reason:
             print(f"{name} cannot run {shape.name}: {reason}")
@@ -82,17 +83,16 @@ def dense_times(shape: Shape) -> dict[str, float]:
     return found
 
 
-def kernel_us(shape: Shape, stores: list[Store], kernel) -> float:
+def kernel_us(shape: Shape, stores: list[Store], kernel: Kernel) -> float:
     """Microseconds of the kernel over copies of one layer."""
     q = query(shape)
     for store in stores:
         store.plan = None
     position = (stores[0].seen_dev - 1)[:, None].clone()
-    calls = [lambda store=store: kernel.attend(store, q, position, DIM**-0.5) for store in stores]
-    return median_us(calls)
+    return median_us([partial(kernel.attend, store, q, position, DIM**-0.5) for store in stores])
 
 
-def _compile(config) -> None:
+def _compile(config: Config) -> None:
     """Fill Triton's disk cache for one configuration, in a process of its own."""
     from eval.cache.attention.launch import Kernel
 
@@ -102,12 +102,15 @@ def _compile(config) -> None:
         Kernel(config).attend(store, query(tiny), (store.seen_dev - 1)[:, None].clone(), 1.0)
 
 
-def tune(shape: Shape, dense: float) -> object:
-    """The fastest configuration for a shape on every eighth layer; prints all of them."""
+def tune(shape: Shape, dense: float) -> Config:
+    """The fastest configuration for a shape on every eighth layer; prints all of them.
+
+    dense: microseconds of the fastest dense attention, to print speed-ups.
+    """
     from eval.cache.attention.launch import Kernel
 
     layers = shape.keep()[::8]
-    total: dict[object, float] = {}
+    total: dict[Config, float] = {}
     for keep in layers:
         stores = [make_store(keep, shape.batch, shape.context)]
         stores += [make_store(keep, shape.batch, shape.context) for _ in range(copies_of(needed_bytes(stores[0])) - 1)]
@@ -124,9 +127,9 @@ def tune(shape: Shape, dense: float) -> object:
 
 
 def fitted(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """(microseconds that every launch takes, GB/s of what it reads beyond them): least squares over the layers `rows`.
+    """The line time = fixed + bytes / rate through the layers `rows`, by least squares.
 
-    Not a number where all layers have the same bytes.
+    Returns (fixed microseconds of a launch, rate in GB/s); both are NaN if all layers have the same bytes.
     """
     size, us = (np.array([float(row[key]) for row in rows]) for key in ("bytes", "us"))
     if len(set(size)) < 2:
@@ -135,43 +138,53 @@ def fitted(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     return float(us.mean() - slope * size.mean()), float(1e-3 / slope)
 
 
-def bench(shape: Shape, try_variants: bool) -> list[dict]:
-    """Rows of the table for one shape: every dense method, then every layer of the published mask."""
-    from eval.cache.attention.launch import Config, Kernel
+def dense_size(shape: Shape) -> int:
+    """Bytes of K and V of the whole context."""
+    return 2 * shape.batch * shape.kv_heads * shape.context * DIM * DTYPE.itemsize
 
-    dense = dense_times(shape)
-    torch.cuda.empty_cache()
-    fastest = min(dense, key=lambda name: dense[name])
-    size = 2 * shape.batch * shape.kv_heads * shape.context * DIM * DTYPE.itemsize
-    print(f"\n{shape.name}: " + ", ".join(f"{n} {t:.1f} us ({size / t / 1e3:.0f} GB/s)" for n, t in dense.items()))
-    config = Config()
-    if try_variants:
-        config = tune(shape, dense[fastest])
-        check_case(shape.keep()[13], shape.q_heads // shape.kv_heads, 1, config)
-    common = {"shape": shape.name, "target": shape.target, "dense_us": dense[fastest], "dense": fastest}
-    rows = [{**common, "layer": "", "method": n, "us": t, "bytes": size, "limit": 1.0} for n, t in dense.items()]
+
+def time_layers(shape: Shape, config: Config) -> list[dict[str, Any]]:
+    """Layer, microseconds and bytes of the kernel at every layer of the published mask."""
+    from eval.cache.attention.launch import Kernel
+
+    rows = []
     for layer, keep in enumerate(shape.keep()):
         stores = [make_store(keep, shape.batch, shape.context)]
         left = needed_bytes(stores[0])
         stores += [make_store(keep, shape.batch, shape.context) for _ in range(copies_of(left) - 1)]
         us = kernel_us(shape, stores, Kernel(config))
-        rows.append({**common, "layer": layer, "method": "LeanK", "us": us, "bytes": left, "limit": size / left})
+        rows.append({"layer": layer, "method": "LeanK", "us": us, "bytes": left, "limit": dense_size(shape) / left})
         del stores
-    pruned = [r for r in rows if r["method"] == "LeanK"]
+    return rows
+
+
+def bench(shape: Shape, try_variants: bool) -> list[dict[str, Any]]:
+    """Rows of the table for one shape: every dense method, then every layer of the published mask."""
+    from eval.cache.attention.launch import Config
+
+    dense, size = dense_times(shape), dense_size(shape)
+    torch.cuda.empty_cache()
+    fastest = min(dense, key=lambda name: dense[name])
+    print(f"\n{shape.name}: " + ", ".join(f"{n} {t:.1f} us ({size / t / 1e3:.0f} GB/s)" for n, t in dense.items()))
+    config = Config()
+    if try_variants:
+        config = tune(shape, dense[fastest])
+        check_case(shape.keep()[13], shape.q_heads // shape.kv_heads, 1, config)
+    pruned = time_layers(shape, config)
     us, left = (sum(r[key] for r in pruned) / len(pruned) for key in ("us", "bytes"))
     gained, limit = dense[fastest] / us, size / left
-    print(
-        f"{shape.name}: {us:.1f} us a layer, {left / us / 1e3:.0f} GB/s, {gained:.3f}x over {fastest}; "
-        f"the bytes allow {limit:.3f}x, so {gained / limit:.1%} of the limit; asked for {shape.target}x: "
-        f"{'reached' if gained >= shape.target else 'MISSED'}  [{config}]"
-    )
+    print(f"{shape.name}: {us:.1f} us per layer, {left / us / 1e3:.0f} GB/s, {gained:.3f}x over {fastest}; "
+          f"the bytes allow {limit:.3f}x, so {gained / limit:.1%} of the limit  [{config}]")  # fmt: skip
     fixed, rate = fitted(pruned)
-    print(f"{shape.name}: {fixed:.1f} us a launch, then {rate:.0f} GB/s; {fixed / us:.1%} of the time is a launch's")
-    for row in rows:
-        row |= {"gb_per_s": row["bytes"] / row["us"] / 1e3, "speedup": row["dense_us"] / row["us"]}
-        line = (fixed, rate) if row["method"] == "LeanK" else ("", "")
-        row |= dict(zip(("fixed_us", "line_gb_per_s"), line, strict=True))
-    return rows
+    print(f"{shape.name}: {fixed:.1f} us per launch, then {rate:.0f} GB/s; the launch is {fixed / us:.1%} of the time")
+    rows = [{"layer": "", "method": n, "us": t, "bytes": size, "limit": 1.0} for n, t in dense.items()] + pruned
+    common = {"shape": shape.name, "dense_us": dense[fastest], "dense": fastest}
+    line = {"LeanK": (fixed, rate)}
+    return [
+        common | row | {"gb_per_s": row["bytes"] / row["us"] / 1e3, "speedup": dense[fastest] / row["us"]}
+        | dict(zip(("fixed_us", "line_gb_per_s"), line.get(row["method"], ("", "")), strict=True))
+        for row in rows
+    ]  # fmt: skip
 
 
 def plot(folder: Path) -> None:
@@ -191,7 +204,6 @@ def plot(folder: Path) -> None:
         whole = next(float(r["bytes"]) for r in rows if r["shape"] == shape and r["method"] != "LeanK")
         left.bar(i, dense / us, color="tab:blue", label=None if i else "LeanK kernel")
         left.hlines(whole / size, i - 0.4, i + 0.4, color="k", label=None if i else "limit by bytes")
-        left.hlines(float(pruned[0]["target"]), i - 0.4, i + 0.4, color="tab:red", label=None if i else "asked for")
         times = [float(r["us"]) / float(r["dense_us"]) for r in pruned]
         middle.plot(times, marker=".", label=shape)
         fixed, rate = fitted(pruned)
@@ -211,7 +223,36 @@ def plot(folder: Path) -> None:
     figure.savefig(folder / "attention.png", dpi=150)
 
 
-def main() -> None:
+def compile_variants() -> None:
+    """Compile every configuration in parallel; one that fails is printed and costs the others nothing."""
+    compiled = list({replace(c, per_sm=2): None for c in variants()})
+    with ProcessPoolExecutor(12, mp_context=get_context("spawn")) as pool:
+        for config, job in [(c, pool.submit(_compile, c)) for c in compiled]:
+            if (reason := job.exception()) is not None:
+                print(f"{config} does not compile or run: {type(reason).__name__} {str(reason)[:200]}")
+    print(f"compiled {len(compiled)} configurations")
+
+
+def run(folder: Path, shapes: Sequence[Shape], try_variants: bool) -> None:
+    """Check the kernel, time the shapes, write attention.csv after each."""
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA device (--plot does not)")
+    begin = time.time()
+    torch.manual_seed(0)
+    print(device_name(), "torch", torch.__version__)
+    if try_variants:
+        compile_variants()
+    check()
+    rows: list[dict[str, Any]] = []
+    for shape in shapes:
+        rows += bench(shape, try_variants)
+        torch.cuda.empty_cache()
+        write_rows(folder / "attention.csv", rows)
+    print(f"{time.time() - begin:.0f} s in all; {folder / 'attention.csv'}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where attention.csv and attention.png go")
     parser.add_argument(
@@ -219,28 +260,10 @@ def main() -> None:
     )
     parser.add_argument("--plot", action="store_true", help="only draw attention.png from an earlier attention.csv")
     parser.add_argument("--shapes", type=int, nargs="*", help=f"which of the {len(SHAPES)} shapes, from 0; default all")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     options.folder.mkdir(parents=True, exist_ok=True)
     if not options.plot:
-        if not torch.cuda.is_available():
-            raise SystemExit("this benchmark needs a CUDA device (--plot does not)")
-        begin = time.time()
-        torch.manual_seed(0)
-        print(torch.cuda.get_device_name(0), "torch", torch.__version__)
-        if options.variants:
-            compiled = list({replace(c, per_sm=2): None for c in variants()})
-            with ProcessPoolExecutor(12, mp_context=get_context("spawn")) as pool:
-                for config, job in [(c, pool.submit(_compile, c)) for c in compiled]:
-                    if (reason := job.exception()) is not None:
-                        print(f"{config} does not compile or run: {type(reason).__name__} {str(reason)[:200]}")
-            print(f"compiled {len(compiled)} configurations, {time.time() - begin:.0f} s")
-        check()
-        rows: list[dict] = []
-        for shape in [SHAPES[i] for i in options.shapes] if options.shapes else SHAPES:
-            rows += bench(shape, options.variants)
-            torch.cuda.empty_cache()
-            write_text(options.folder / "attention.csv", csv_rows(rows))
-        print(f"{time.time() - begin:.0f} s in all; {options.folder / 'attention.csv'}")
+        run(options.folder, [SHAPES[i] for i in options.shapes or range(len(SHAPES))], options.variants)
     try:
         plot(options.folder)
     except ImportError:

@@ -1,10 +1,11 @@
-"""What the attention benchmarks share: shapes and targets, layers of random keys, timing, the check of the kernel."""
+"""What the attention benchmarks share: shapes, layers of random keys, timing, the check of the kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from eval.cache.attention import reference
 from eval.cache.storage.middle import Middle
 from eval.cache.storage.store import Sizes, Store
 
+if TYPE_CHECKING:  # Triton is not everywhere that these modules are imported
+    from eval.cache.attention.launch import Config
+
 MASKS = Path(__file__).resolve().parents[2] / "tests" / "data" / "masks"
 DIM, SIZES, DTYPE = 128, Sizes(sink=128, window=1024, flush=32), torch.bfloat16
 TOLERANCE = 5e-3  # relative error against float64
@@ -20,7 +24,11 @@ TOLERANCE = 5e-3  # relative error against float64
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's attention at one batch and context; target: the speed-up asked for."""
+    """A model's attention at one batch and context.
+
+    mask: file of the published mask, in MASKS.
+    batch: rows. context: tokens of each row.
+    """
 
     model: str
     mask: str
@@ -28,10 +36,10 @@ class Shape:
     kv_heads: int
     batch: int
     context: int
-    target: float
 
     @property
     def name(self) -> str:
+        """Model, batch and context, as they stand in the tables."""
         return f"{self.model} {self.batch} x {self.context // 1024}K"
 
     def keep(self) -> Tensor:
@@ -41,11 +49,11 @@ class Shape:
 
 LLAMA, QWEN = "leank-official-llama3.1-8b-instruct.pth", "leank-official-qwen2.5-7b-instruct.pth"
 SHAPES = [
-    Shape("Llama-3.1-8B", LLAMA, 32, 8, 8, 32768, 1.60),
-    Shape("Llama-3.1-8B", LLAMA, 32, 8, 64, 32768, 1.60),
-    Shape("Llama-3.1-8B", LLAMA, 32, 8, 64, 4096, 1.36),
-    Shape("Llama-3.1-8B", LLAMA, 32, 8, 1, 131072, 1.63),
-    Shape("Qwen2.5-7B", QWEN, 28, 4, 8, 32768, 1.83),
+    Shape("Llama-3.1-8B", LLAMA, 32, 8, 8, 32768),
+    Shape("Llama-3.1-8B", LLAMA, 32, 8, 64, 32768),
+    Shape("Llama-3.1-8B", LLAMA, 32, 8, 64, 4096),
+    Shape("Llama-3.1-8B", LLAMA, 32, 8, 1, 131072),
+    Shape("Qwen2.5-7B", QWEN, 28, 4, 8, 32768),
 ]
 
 
@@ -68,11 +76,15 @@ def needed_bytes(store: Store) -> int:
 
 
 def query(shape: Shape) -> Tensor:
+    """Random queries of one decode step, [batch, query heads, 1, head_dim]."""
     return torch.randn(shape.batch, 1, shape.q_heads, DIM, device="cuda", dtype=DTYPE).transpose(1, 2)
 
 
-def median_us(calls: list[Callable[[], object]], repeats: int = 15) -> float:
-    """Microseconds of one call: a CUDA graph of all of them (each on its own copy of the data), median of replays."""
+def median_us(calls: Sequence[Callable[[], object]], repeats: int = 15) -> float:
+    """Microseconds of one call, the median over replays of a CUDA graph of all calls.
+
+    calls: the same work, each on its own copy of the data. repeats: replays that count.
+    """
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls:
@@ -99,8 +111,12 @@ def copies_of(size: int) -> int:
     return 1 if size > 40 * cache else 2 + 4 * cache // size
 
 
-def check_case(keep: Tensor, group: int, queries: int, config) -> None:
-    """The kernel against float64 while decoding padded rows; raises SystemExit if it is wrong."""
+def check_case(keep: Tensor, group: int, queries: int, config: Config) -> None:
+    """Compare the kernel with attention in float64 while it decodes padded rows.
+
+    keep: [H, D], True = kept. group: query heads per KV head. queries: of each step. config: the kernel's.
+    Raises SystemExit if the relative error exceeds TOLERANCE.
+    """
     from eval.cache.attention.launch import Kernel
 
     heads, dim = keep.shape
@@ -121,7 +137,7 @@ def check_case(keep: Tensor, group: int, queries: int, config) -> None:
 
 
 def check() -> None:
-    """The kernel on published and on ragged masks, one query and several."""
+    """Compare the kernel with attention in float64 on published and on ragged masks, for one query and several."""
     from eval.cache.attention.launch import Config
 
     llama, qwen = SHAPES[0].keep()[13], SHAPES[4].keep()[20]

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from eval.methods.channels.leank import LeanK
-from scripts.bench.generation import Contender, attempt, clear, complain, contenders, decode, fill, subject, write_rows
+from scripts.bench.common import Contender, attempt, clear, complain, contenders, fill, subject, write_rows
+from scripts.bench.generation import decode
 
 CASES = ("1x32768", "8x16384", "32x8192")
 GENERATED = {"LeanK": True, "own cache, nothing pruned": True, "StaticCache": False, "DynamicCache": False}

@@ -1,180 +1,51 @@
-"""Decoding end to end: tokens a second with the compressed cache and with dense ones, in one loop (LeanK, table 8).
+"""Decoding end to end: tokens per second with the compressed cache and with dense ones, in one loop (LeanK, table 8).
 
     python -m scripts.bench.generation OUT                       # Llama-3.1-8B shape, random weights, one GPU
     python -m scripts.bench.generation OUT --shape reference --prompt 600 --new 8 --batch 2      # a CPU, to look at it
 
-Every cache is filled with `prompt` random tokens; then `new` tokens are forced on every row, as a captured CUDA graph
-where the cache allows that and in an eager loop (beside a graph only for the first of --new). Prefill is timed apart.
-At --batch rows, and, as a graph, at the most rows that fit each cache. Timed are whole periods of the cache's flush.
-Prints and writes OUT/generation.csv: tokens a second, and of one step the milliseconds on the clock and on the GPU, in
-attention, in matrix products and in other kernels. What fails is printed, noted in its row, and costs the others
-nothing.
+Every cache is filled with `prompt` random tokens. Then `new` tokens are forced on every row, as a captured CUDA graph
+where the cache allows one, else in an eager loop. A cache with a graph runs eagerly, too, for the first of --new.
+Prefill is timed apart. Batches are --batch rows and, as a graph, the most rows that fit each cache. The timed steps
+are whole periods of the cache's flush.
+
+Prints and writes OUT/generation.csv: tokens per second, and of one step the milliseconds on the clock and on the GPU,
+in attention, in matrix products and in other kernels. A case that fails is printed and noted in its row, and costs the
+others nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import time
-import traceback
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import PreTrainedModel
 
-from eval.cache import CompressedCache, Sizes, bytes_per_row, compressed_cache
-from eval.cache.graph import DecodeLoop
-from eval.cache.hook import ATTENTION
-from eval.cache.storage.store import GROWTH
-from eval.inference.models import ModelConfig, load_model
+from eval.cache import Sizes
 from eval.methods.channels.leank import LeanK
-from leank_train import backbone
-from leank_train.common.escape import csv_rows
-from leank_train.common.files import write_text
-from leank_train.mask import ChannelMask
-from scripts.bench.attention_cases import LLAMA, MASKS
-from scripts.bench.shapes import llama8b
+from scripts.bench.common import (
+    PROFILED,
+    ROOM,
+    WARM_UP,
+    Contender,
+    Decoding,
+    Record,
+    attempt,
+    clear,
+    complain,
+    contenders,
+    fill,
+    profiled,
+    said,
+    seconds,
+    subject,
+    where,
+    write_rows,
+)
 
-ROOT = Path(__file__).resolve().parents[2]
-WARM_UP, PROFILED = 3, 4  # steps before those that are timed, and steps under the profiler after them
 WORK_SPACE = 4e9  # bytes left beside the caches where they fill the GPU: activations, tables, a part that is growing
-ROOM = 16  # tokens that a cache has room for beside prompt and timed steps
-ATTENTIONS = ("decode", "flash", "fmha", "sdpa", "attention", "softmax")  # in the names of kernels
-PRODUCTS = ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk")
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A cache to decode with. make(rows, room) -> an empty cache; bytes(tokens): of one row; attention: the model's."""
-
-    name: str
-    make: Callable[[int, int], Any]
-    bytes: Callable[[int], int]
-    attention: str
-    graph: bool
-
-
-def contenders(model: Any, mask: ChannelMask, sizes: Sizes) -> list[Contender]:
-    """LeanK, and three dense caches: transformers' two, and our own storage and kernel with nothing pruned.
-
-    A step on a StaticCache has a mask, for which transformers 5.17 copies a layer's K and V for every query head (5.23
-    does not): there our own dense cache is the one to compare graphs with.
-    """
-    config = model.config
-    layers, heads, dim = backbone.kv_shape(config)
-    everything = torch.ones(layers, heads, dim, dtype=torch.bool)
-
-    def dense(tokens: int) -> int:
-        return 2 * layers * heads * dim * tokens * model.dtype.itemsize
-
-    def ours(name: str, keep: Any) -> Contender:
-        return Contender(
-            name,
-            lambda rows, room: compressed_cache(model, keep, sizes.sink, sizes.window, sizes.flush),
-            lambda n: bytes_per_row(keep, n + GROWTH, model.dtype, sizes),  # what decoding adds grows ahead of need
-            ATTENTION,
-            True,
-        )
-
-    return [
-        ours("LeanK", mask),
-        ours("own cache, nothing pruned", everything),
-        Contender("StaticCache", lambda rows, room: StaticCache(config, max_cache_len=room), dense, "sdpa", True),
-        Contender("DynamicCache", lambda rows, room: DynamicCache(config=config), dense, "sdpa", False),
-    ]
-
-
-def fill(model: Any, cache: Any, rows: int, tokens: int) -> None:
-    """Put random keys and values of `tokens` tokens into every layer, the same in each row."""
-    _, heads, dim = backbone.kv_shape(model.config)
-    for layer in cache.layers:
-        k, v = torch.randn(2, 1, heads, tokens, dim, device=model.device, dtype=model.dtype)
-        k, v = (x.expand(rows, -1, -1, -1) for x in (k, v))
-        if isinstance(cache, CompressedCache):
-            layer.seal(k, v)
-        else:
-            layer.update(k, v)
-
-
-class Decoding:
-    """Greedy steps on a filled cache, in the replay's own loop; position [rows, 1]: of the next token."""
-
-    def __init__(self, model: Any, cache: Any, position: Tensor) -> None:
-        self.loop, self.token = DecodeLoop(model, cache, position), torch.ones_like(position)
-
-    def step(self) -> None:
-        self.token.copy_(self.loop.step(self.token).argmax(-1, keepdim=True))
-
-    def graphed(self) -> Callable[[], None]:
-        """The step as a captured graph."""
-        for _ in range(WARM_UP):
-            self.step()
-        self.loop.capture()
-        return self.step
-
-
-def seconds(step: Callable[[], None], steps: int, cuda: bool) -> float:
-    """Seconds of one step, over `steps` of them."""
-    if cuda:
-        torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(steps):
-        step()
-    if cuda:
-        torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / steps
-
-
-@dataclass(frozen=True)
-class Launches:
-    """A kernel (or copy) by name: launches and milliseconds on the GPU of one step."""
-
-    name: str
-    count: float
-    ms: float
-
-    @property
-    def kind(self) -> str:
-        name = self.name.lower()
-        if any(part in name for part in ATTENTIONS):
-            return "attention_ms"
-        return "products_ms" if any(part in name for part in PRODUCTS) else "other_ms"
-
-
-def profiled(step: Callable[[], None], steps: int = PROFILED) -> list[Launches]:
-    """What one step runs on the GPU, the longest first."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        for _ in range(steps):
-            step()
-        torch.cuda.synchronize()
-    launches = [
-        Launches(event.key, event.count / steps, event.self_device_time_total / 1e3 / steps)
-        for event in found.key_averages()
-        if event.device_type != DeviceType.CPU
-    ]
-    return sorted(launches, key=lambda launch: -launch.ms)
-
-
-def where(found: Iterable[Launches]) -> dict[str, float]:
-    """Milliseconds of one step on the GPU, in all and by kind of kernel, and how many kernels it launches.
-
-    Attention in plain PyTorch has no kernel of its own: it is among the products and the others.
-    """
-    total = {"gpu_ms": 0.0, "attention_ms": 0.0, "products_ms": 0.0, "other_ms": 0.0, "kernels": 0.0}
-    for launches in found:
-        total[launches.kind] += launches.ms
-        total["gpu_ms"] += launches.ms
-        total["kernels"] += launches.count
-    return total
 
 
 def timed(new: int, flush: int) -> int:
@@ -184,9 +55,13 @@ def timed(new: int, flush: int) -> int:
 
 @torch.no_grad()
 def decode(
-    model: Any, contender: Contender, rows: int, prompt: int, new: int, flush: int, graph: bool
-) -> dict[str, Any]:
-    """Tokens a second of one contender, and where a step's time goes."""
+    model: PreTrainedModel, contender: Contender, rows: int, prompt: int, new: int, flush: int, graph: bool
+) -> Record:
+    """Tokens per second of one contender, and where the time of a step goes.
+
+    rows: of the batch. prompt: tokens in the cache before decoding. new: tokens decoded per row.
+    flush: tokens that leave the window at once. graph: whether the step is a captured CUDA graph.
+    """
     cuda = model.device.type == "cuda"
     model.set_attn_implementation(contender.attention)
     cache = contender.make(rows, prompt + new + ROOM)
@@ -200,8 +75,12 @@ def decode(
     return {**row, **(where(profiled(step)) if cuda else {})}
 
 
-def largest(model: Any, contender: Contender, prompt: int, new: int, flush: int) -> dict[str, Any]:
-    """The same, as a graph, at the most rows that fit; begins at what the bytes allow and gives way by 3%."""
+def largest(model: PreTrainedModel, contender: Contender, prompt: int, new: int, flush: int) -> Record:
+    """`decode` as a graph at the most rows that fit.
+
+    The search begins at what the bytes allow and takes 3% less wherever that does not fit.
+    Raises MemoryError if not one row fits.
+    """
     free, _ = torch.cuda.mem_get_info()
     rows = int((free - WORK_SPACE) / contender.bytes(prompt + new + ROOM))
     while rows:
@@ -216,14 +95,8 @@ def largest(model: Any, contender: Contender, prompt: int, new: int, flush: int)
     raise MemoryError(f"not one row of {prompt} tokens fits")
 
 
-def clear() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 @torch.no_grad()
-def prefill_ms(model: Any, contender: Contender, rows: int, prompt: int) -> dict[str, Any]:
+def prefill_ms(model: PreTrainedModel, contender: Contender, rows: int, prompt: int) -> Record:
     """Milliseconds from prompt to first token, cache included."""
     model.set_attn_implementation(contender.attention)
     ids = torch.ones(rows, prompt, dtype=torch.long, device=model.device)
@@ -235,46 +108,39 @@ def prefill_ms(model: Any, contender: Contender, rows: int, prompt: int) -> dict
     return {"batch": rows, "step_ms": seconds(run, 1, model.device.type == "cuda") * 1e3}
 
 
-def fuse(model: Any) -> None:
+def fuse(model: PreTrainedModel) -> None:
     """Let torch.compile fuse what lies between products and attention, norms and activations: alike for every cache."""
     for module in model.modules():
         if type(module).__name__.endswith(("RMSNorm", "MLP")):
             module.compile()
 
 
-def subject(shape: str) -> tuple[Any, Path, Sizes]:
-    """(model, LeanK's mask, sizes of the cache) of "llama8b", random weights on a GPU, or "reference", as shipped."""
-    if shape == "reference":
-        return load_model(ModelConfig()), ROOT / "leank_train/assets/reference/mask_70pct.safetensors", Sizes(16, 144)
-    if not torch.cuda.is_available():
-        raise SystemExit("--shape llama8b needs a GPU; --shape reference runs on a CPU")
-    return llama8b("cuda"), MASKS / LLAMA, Sizes()
+def cases(
+    model: PreTrainedModel, contender: Contender, sizes: Sizes, args: argparse.Namespace
+) -> Iterator[tuple[Record, Callable[[], Record]]]:
+    """What is measured of one contender: the row's first columns, and the call that measures the others."""
+    named = {"cache": contender.name, "prompt": args.prompt}
+    if args.prefill_rows:
+        yield {**named, "loop": "prefill"}, partial(prefill_ms, model, contender, args.prefill_rows, args.prompt)
+    graphs = model.device.type == "cuda" and contender.graph
+    for new in args.new:
+        one = partial(decode, model, contender, args.batch, args.prompt, new, sizes.flush)
+        if new == args.new[0] or not graphs:
+            yield {**named, "loop": "eager", "new": new}, partial(one, False)
+        if graphs:
+            yield {**named, "loop": "graph", "new": new}, partial(one, True)
+        if graphs and args.largest:
+            most = partial(largest, model, contender, args.prompt, new, sizes.flush)
+            yield {**named, "loop": "graph", "new": new, "largest": True}, most
 
 
-def attempt(row: dict[str, Any], work: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """The row that `work` fills; what goes wrong is printed and noted in it, and costs other rows nothing."""
-    try:
-        work(row)
-    except Exception as error:
-        traceback.print_exc()
-        row["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
-    return row
+def add(measure: Callable[[], Record], row: Record) -> None:
+    """Add what is measured to the row."""
+    row.update(measure())
 
 
-def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Rows as CSV, with the columns that any of them has."""
-    write_text(path, csv_rows(rows))
-
-
-def complain(rows: Iterable[dict[str, Any]], name: str) -> None:
-    """Raise SystemExit with the `name` of rows that failed, if any did."""
-    failed = [str(row[name]) for row in rows if row.get("error")]
-    if failed:
-        raise SystemExit(f"failed: {'; '.join(failed)}")
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Command line; see the module's docstring."""
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The settings of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--shape", choices=["llama8b", "reference"], default="llama8b")
@@ -286,35 +152,25 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--largest", action=argparse.BooleanOptionalAction, default=True,
                         help="also at the most rows that fit (a GPU, caches with a graph)")  # fmt: skip
     parser.add_argument("--fuse", action="store_true", help="norms and MLPs through torch.compile, for every cache")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line; see the module's docstring."""
+    args = parse(argv)
     model, mask, sizes = subject(args.shape)
     if args.fuse:
         fuse(model)
-    cuda = model.device.type == "cuda"
-    rows: list[dict[str, Any]] = []
     args.out.mkdir(parents=True, exist_ok=True)
-
-    def do(work: Callable[[], dict[str, Any]], **row: Any) -> None:
-        rows.append(attempt(row, lambda found: found.update(work())))
-        print("  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
-        write_rows(args.out / "generation.csv", rows)
-        clear()
-
+    rows: list[Record] = []
     for contender in contenders(model, LeanK(str(mask)).loaded, sizes):
         if args.only and contender.name not in args.only:
             continue
-        named = {"cache": contender.name, "prompt": args.prompt}
-        if args.prefill_rows:
-            do(partial(prefill_ms, model, contender, args.prefill_rows, args.prompt), **named, loop="prefill")
-        for new in args.new:
-            given, graphs = (model, contender, args.batch, args.prompt, new, sizes.flush), cuda and contender.graph
-            if new == args.new[0] or not graphs:
-                do(partial(decode, *given, False), **named, loop="eager", new=new)
-            if graphs:
-                do(partial(decode, *given, True), **named, loop="graph", new=new)
-                if args.largest:
-                    do(partial(largest, model, contender, args.prompt, new, sizes.flush), **named, loop="graph",
-                       new=new, largest=True)  # fmt: skip
+        for row, measure in cases(model, contender, sizes, args):
+            rows.append(attempt(row, partial(add, measure)))
+            print(said(row, 2), flush=True)
+            write_rows(args.out / "generation.csv", rows)
+            clear()
     complain(rows, "cache")
 
 

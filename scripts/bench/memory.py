@@ -1,11 +1,11 @@
-"""Memory of the compressed cache against a dense one, by batch (LeanK, figure 6), and what the allocator says is saved.
+"""Memory of the compressed cache against a dense one, by batch (LeanK, figure 6), and what the allocator saves.
 
     python -m scripts.bench.memory OUT --context 32768                  # Llama-3.1-8B shape, published mask, one GPU
     python -m scripts.bench.memory OUT --context 4096 --batch 1 --layers 2        # a CPU: bytes of the tensors held
 
-Caches are filled with random keys and values, no weights are needed. Writes OUT/memory.csv and OUT/memory.png; prints
-the share of K (and of V) beyond sink and window that is saved beside the mask's own ratio, and the largest batch that
-fits the GPU beside 16 GB of weights.
+Caches are filled with random keys and values, so no weights are needed. Writes OUT/memory.csv and OUT/memory.png.
+Prints which share of K (and of V) beyond sink and window is saved, beside the ratio of the mask, and the largest batch
+that fits the GPU beside 16 GB of weights.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from eval.cache import CompressedLayer, Sizes, bytes_per_row, max_batch
 from eval.cache.attention.backend import choose_backend
 from eval.cache.memory import Memory, measure
 from eval.cache.storage.middle import Middle
-from leank_train.common.escape import csv_rows
-from leank_train.common.files import write_text
 from leank_train.mask import ChannelMask
 from scripts.bench.attention_cases import DIM, DTYPE, LLAMA, MASKS
+from scripts.bench.common import said, write_rows
 
 WEIGHTS = 16.1e9  # bytes of Llama-3.1-8B in bf16
 
 
 def fill(keep: Tensor, rows: int, context: int, sizes: Sizes, device: torch.device) -> tuple[Memory, int]:
-    """Seal layers of random tokens with the mask keep [L, H, D]: (bytes of the tensors, bytes at the allocator)."""
+    """Seal layers of random tokens; return the bytes of the tensors and the bytes at the allocator.
+
+    keep: [L, H, D], True = kept. rows: of the batch. context: tokens of each row.
+    """
     gc.collect()
     cuda = device.type == "cuda"
     before = torch.cuda.memory_allocated() if cuda else 0
@@ -44,7 +46,7 @@ def fill(keep: Tensor, rows: int, context: int, sizes: Sizes, device: torch.devi
 
 
 def saved(keep: Tensor, rows: int, context: int, sizes: Sizes, device: torch.device) -> dict[str, float]:
-    """Shares of the middle's K, and of its V, that are not held, by the tensors; of both, by the allocator."""
+    """Shares of the middle that are not held: of K and of V by the tensors, of both by the allocator."""
     (pruned, at), (whole, at_whole) = (
         fill(mask, rows, context, sizes, device) for mask in (keep, torch.ones_like(keep))
     )
@@ -65,7 +67,7 @@ def plot(rows: list[dict[str, float]], out: Path) -> None:
     figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
     for name, label in (("dense_gb", "dense K and V"), ("leank_gb", "LeanK, at the allocator")):
         axis.plot([r["batch"] for r in rows], [r[name] for r in rows], marker=".", label=label)
-    axis.set(xlabel="batch", ylabel="GB of cache", title=f"{int(rows[0]['context'])} tokens a row")
+    axis.set(xlabel="batch", ylabel="GB of cache", title=f"{int(rows[0]['context'])} tokens per row")
     axis.grid(alpha=0.3)
     axis.legend()
     figure.savefig(out, dpi=150)
@@ -96,9 +98,9 @@ def main(argv: list[str] | None = None) -> None:
         formula = bytes_per_row(keep, args.context, DTYPE, sizes) * batch
         rows.append({"batch": batch, "context": args.context, "dense_gb": dense / 1e9, "leank_gb": held / 1e9,
                      "formula_gb": formula / 1e9, "slack_gb": memory.slack / 1e9, "smaller": dense / held})  # fmt: skip
-        print("  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in rows[-1].items()))
+        print(said(rows[-1]))
     args.out.mkdir(parents=True, exist_ok=True)
-    write_text(args.out / "memory.csv", csv_rows(rows))
+    write_rows(args.out / "memory.csv", rows)
     plot(rows, args.out / "memory.png")
     if device.type == "cuda" and args.layers is None:
         free = int(torch.cuda.mem_get_info()[1] - WEIGHTS - 3e9)

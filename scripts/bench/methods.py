@@ -1,23 +1,25 @@
-"""Time to first token and time a token of every method at one length, beside dense, in one run.
+"""Time to first token and time per token of every method at one length, beside dense, in one run.
 
     python -m scripts.bench.methods OUT --length 32768           # Llama-3.1-8B shape, random weights, one GPU
     python -m scripts.bench.methods OUT --shape reference --length 600 --new 4      # a CPU, to look at it
 
-Each method of conf/eval/method runs its own pass over the same random prompt (its kind warmed up once), builds its
-cache (twice, the second counts) and decodes `new` forced tokens, one row. Prints and writes OUT/methods.csv:
+Each method of conf/eval/method runs its own pass over the same random prompt (after one warm-up per kind of pass),
+builds its cache (twice, the second counts) and decodes `new` forced tokens of one row. Prints and writes
+OUT/methods.csv:
 
     ttft_s        = prefill_s (to the first token's logits) + cache_s (choosing and storing)
     gb            held after the prompt
-    eager_ms      of a token in a Python loop, in which the window's first flush makes room in the middle
-    graph_ms      of a token as a captured CUDA graph, where the Triton kernel reads every layer
-    gpu_ms        of a token in kernels alone, of which attention_ms, products_ms, other_ms; kernels: launches a token.
+    eager_ms      per token in a Python loop, in which the window's first flush makes room in the middle
+    graph_ms      per token as a captured CUDA graph, where the Triton kernel reads every layer
+    gpu_ms        per token in kernels alone, of which attention_ms, products_ms, other_ms; kernels: launches per token.
                   eager_ms far above gpu_ms: the loop waits for Python. Attention in plain PyTorch counts among
                   products and others
     error         of a method that failed, whose row ends there
 
-and the longest kernels of each in OUT/kernels.csv. Three rows are dense: the replay's own cache, transformers'
-StaticCache, and our storage and kernel with nothing pruned. Times of methods that look at the prompt to say how much
-stays (ASL, Lethe) are those of random weights. Calibration looks at few samples: speed does not ask which channels.
+The longest kernels of each are in OUT/kernels.csv. Three rows are dense: the replay's own cache, transformers'
+StaticCache, and this project's storage and kernel with nothing pruned. ASL and Lethe look at the prompt to decide how
+much stays, so their times are those of random weights. Calibration looks at few samples, because speed does not depend
+on which channels are chosen.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from eval.methods import Method
 from eval.methods.channels.leank import LeanK
 from eval.run.build import build_methods
 from eval.run.replay import Replay, Settings, cache_bytes
-from scripts.bench.generation import (
+from scripts.bench.common import (
     ROOM,
     WARM_UP,
     Contender,
@@ -57,6 +59,7 @@ from scripts.bench.generation import (
     profiled,
     seconds,
     subject,
+    wait,
     where,
     write_rows,
 )
@@ -67,7 +70,7 @@ METHODS = (
     "asl_two_pass", "pyramid_infer", "kivi", "kivi_leank", "quest", "quest_leank", "double_sparsity", "snapkv_think",
     "h2o_iap",
 )  # fmt: skip
-DENSE = ("StaticCache", "own cache, nothing pruned")  # contenders of bench_generation, after "dense"
+DENSE = ("StaticCache", "own cache, nothing pruned")  # contenders that follow "dense"
 COLUMNS = ("ttft_s", "prefill_s", "cache_s", "gb", "eager_ms", "graph_ms", "gpu_ms", "attention_ms", "products_ms",
            "other_ms", "kernels")  # fmt: skip
 SAMPLES, LONGEST = 4, 8  # most samples to calibrate on; kernels of each method that are written
@@ -87,8 +90,17 @@ def configured(name: str, shape: str, mask: Path, sizes: Sizes, model_config: An
     return found
 
 
+def now() -> float:
+    """The clock in seconds, once the GPU has done its work."""
+    wait()
+    return time.perf_counter()
+
+
 class Bench:
-    """Rows of one model at one prompt ids [1, T]; new: tokens that are timed."""
+    """Measures rows of one model at one prompt.
+
+    ids: [1, T], the prompt. new: tokens that are timed.
+    """
 
     def __init__(self, replay: Replay, ids: Tensor, new: int) -> None:
         self.replay, self.model, self.ids, self.new = replay, replay.model, ids, new
@@ -96,25 +108,20 @@ class Bench:
         self.warm: set[Any] = set()  # kinds of passes that have run before
         self.launches: list[dict[str, Any]] = []
 
-    def _now(self) -> float:
-        if self.cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
     def _pass(self, method: Method) -> tuple[Prefill, float]:
         """The method's own pass, and its seconds."""
-        room, start = self.new + ROOM, self._now()
+        room, start = self.new + ROOM, now()
         if method.prefill is None:
             prompt = prefill(self.model, self.ids, None, room, method.obs_queries, None, method.column_sums)
         else:
             prompt = method.prefill.run(self.model, self.ids, None, room, method.obs_queries, None)
-        return prompt, self._now() - start
+        return prompt, now() - start
 
     def _built(self, method: Method, prompt: Prefill) -> tuple[Cache, float]:
         """The method's cache, and the seconds that it took."""
-        start = self._now()
+        start = now()
         cache = method.cache(self.model, prompt)
-        return cache, self._now() - start
+        return cache, now() - start
 
     @torch.no_grad()
     def method(self, row: dict[str, Any], method: Method) -> None:
@@ -140,12 +147,14 @@ class Bench:
         length = self.ids.shape[1]
         cache = contender.make(1, length + 2 * (self.new + ROOM))
         fill(self.model, cache, 1, length)
-        compressed = isinstance(cache, CompressedCache)
-        row["gb"] = (cache.memory().total if compressed else contender.bytes(length)) / 1e9
+        row["gb"] = (cache.memory().total if isinstance(cache, CompressedCache) else contender.bytes(length)) / 1e9
         self._decoding(row, cache, torch.full((1, 1), length, device=self.model.device), contender.graph)
 
     def _decoding(self, row: dict[str, Any], cache: Cache, position: Tensor, graph: bool | None) -> None:
-        """Steps, eager, profiled, and as a graph; graph None: if the kernel reads every layer."""
+        """Time steps: eager, under the profiler, and as a graph.
+
+        graph: whether a graph can be captured; None asks the cache.
+        """
         decoding = Decoding(self.model, cache, position)
         for _ in range(WARM_UP):
             decoding.step()
@@ -160,7 +169,7 @@ class Bench:
 
 
 def line(row: dict[str, Any] | None = None) -> str:
-    """A row for the eye; None = the head."""
+    """A row as one line of the printed table; None gives the head."""
     if row is None:
         return f"{'method':32}" + "".join(f"{name:>13}" for name in COLUMNS)
     cells = (f"{row[name]:13.3f}" if name in row else " " * 13 for name in COLUMNS)

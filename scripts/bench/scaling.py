@@ -1,23 +1,23 @@
-"""Samples a second of the real training program on one GPU and on several, and the share of time that a GPU idles.
+"""Samples per second of the real training program on one GPU and on several, and the share of time that a GPU idles.
 
     python -m scripts.bench.scaling OUT --gpus 1 4 --trace               # Llama-3.1-8B shape, random weights (16 GB)
     python -m scripts.bench.scaling OUT --gpus 1 2 --trace --shape reference --length 1024 --steps 4    # on a CPU
 
-Runs `python -m leank_train` one after the other, with trainer=ddp where there are several processes, stage 1 alone, all
-documents of one length (or, given two, of lengths between them: the same ones in every run). Seconds a step come from
-the run's own record, without the first --warm-up. The weights lie in --weights FOLDER, made where it is empty and kept;
-without it in a temporary folder. --shape reference takes the model in FOLDER, or the shipped one. Prints and writes
-OUT/scaling.json, which keeps the runs of earlier calls alike; the runs' output is in OUT/gpus_K.log.
+Runs `python -m leank_train` one after the other, with trainer=ddp where there are several processes, stage 1 alone. All
+documents have one length, or, given two, lengths between them, the same ones in every run. Seconds per step come from
+the run's own record, without the first --warm-up. The weights lie in --weights FOLDER, where they are made if it is
+empty, and stay there; without it they are made in a temporary folder. --shape reference takes the model in FOLDER, or
+the shipped one. Prints and writes OUT/scaling.json, which keeps the runs of earlier calls with the same device, shape
+and length. The output of the runs is in OUT/gpus_K.log.
 
---trace: the run of one process goes on for some more steps, traced: OUT/trace.json.gz has the GPU's kernels and copies
-(on a CPU: PyTorch's operators). Idle is the time of these steps in which none runs. The longest gap says whether a step
-ever waited for data, which workers make meanwhile.
+--trace: the run of one process goes on for some more steps, traced. OUT/trace.json.gz has the GPU's kernels and copies
+(on a CPU: PyTorch's operators). Idle is the share of these steps in which none runs. The longest gap shows whether a
+step ever waited for data, which workers make meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import gzip
 import json
 import os
@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lightning.pytorch.loggers import Logger
@@ -37,20 +38,22 @@ from torch.profiler import ProfilerActivity, profile
 
 from leank_train.backbone import load_tokenizer
 from leank_train.common.files import write_json
+from scripts.bench.common import ROOT, clear, device_name, said, wait
 from scripts.bench.shapes import llama8b
 
-ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENT = {"llama8b": "llama_70pct", "reference": "reference_demo"}
 LENGTH = {"llama8b": 16384, "reference": 1024}  # tokens
-SETTLE = 5  # steps between the profiler's own start-up and the trace: they use up the data made during it (4 a worker)
+SETTLE = 5  # steps between the profiler's start-up and the trace: they use up the data made meanwhile (4 per worker)
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace
 WORK_CPU = ("cpu_op",)
 
 
 class Trace(Logger):
-    """Traces `steps` training steps into save_dir/trace.json.gz, after `first` others, and seconds into trace.json.
+    """Traces training steps into save_dir/trace.json.gz and writes their seconds to save_dir/trace.json.
 
-    A logger, for Lightning calls it at the end of every step; `traced_training` puts it in the place of the run's own.
+    It is a logger because Lightning calls one at the end of every step. `traced_training` puts it in the place of the
+    run's own logger.
+    first: steps before the traced ones. steps: how many are traced.
     """
 
     name, version = "trace", None
@@ -61,10 +64,10 @@ class Trace(Logger):
         self.activity = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to keep."""
+        """Ignore the settings: a trace has none."""
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """The end of a step."""
+        """Count a step that ended, and start or stop the trace."""
         self.taken += 1
         if self.taken == self.first - SETTLE:
             warm_up = profile(activities=[self.activity])
@@ -72,11 +75,11 @@ class Trace(Logger):
             warm_up.stop()
         if self.taken == self.first:
             self.profile = profile(activities=[self.activity])
-            _wait()
+            wait()
             self.profile.start()
             self.begin = time.perf_counter()
         if self.taken == self.first + self.steps:
-            _wait()
+            wait()
             seconds = time.perf_counter() - self.begin
             self.profile.stop()
             self.profile.export_chrome_trace(str(self.out / "trace.json.gz"))
@@ -88,13 +91,11 @@ def traced_training(first: int, steps: int) -> None:
     from leank_train import train as training
     from leank_train.__main__ import main as command
 
-    training.make_logger = lambda config, folder: Trace(folder, first, steps)  # type: ignore[assignment]
-    command()
+    def trace(config: object, folder: Path) -> Trace:
+        return Trace(folder, first, steps)
 
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    with patch.object(training, "make_logger", trace):
+        command()
 
 
 def merged(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -126,21 +127,22 @@ def idle(trace: Path, seconds: float) -> dict[str, float]:
 
 
 def make_weights(folder: Path) -> None:
-    """A model folder of Llama-3.1-8B's shape, random weights, the reference tokenizer; does nothing where it is."""
+    """Save a model of Llama-3.1-8B's shape with random weights and the reference tokenizer, unless it is there."""
     if (folder / "tokenizer.json").exists():  # written last
         return
     model = llama8b("cuda")
-    model.save_pretrained(folder, max_shard_size="4GB")  # a shard at a time is copied to the host
+    model.save_pretrained(folder, max_shard_size="4GB")  # one shard at a time is copied to the host
     load_tokenizer("reference").save_pretrained(folder)
     del model
-    gc.collect()
-    torch.cuda.empty_cache()
+    clear()
 
 
 def train(out: Path, gpus: int, log: Path, settings: Sequence[str], trace: tuple[int, int] | None = None) -> float:
-    """One run of the program into the folder `out`; returns its seconds from start to end.
+    """Run the program once and return its seconds from start to end.
 
-    trace: steps before the traced ones, and how many of those; None traces nothing.
+    out: the run's folder. log: file for its output. settings: overrides of its configuration.
+    trace: (steps before the traced ones, traced steps); None traces nothing.
+    Raises SystemExit with the end of the log if the run fails.
     """
     program = ["-m", "leank_train"]
     if trace is not None:
@@ -158,7 +160,7 @@ def train(out: Path, gpus: int, log: Path, settings: Sequence[str], trace: tuple
 
 
 def speed(out: Path, gpus: int, warm_up: int, steps: int) -> dict[str, float]:
-    """Contexts and (context, answer) pairs a second over `steps` steps after the warm-up, from the run's record."""
+    """Contexts and (context, answer) pairs per second over `steps` steps after the warm-up, from the run's record."""
     record = torch.load(out / "checkpoints/stage1/done.ckpt", map_location="cpu", weights_only=True)["record"]
     data = OmegaConf.load(out / "config.yaml").data
     times = record["times"][warm_up : warm_up + steps]
@@ -171,13 +173,50 @@ def speed(out: Path, gpus: int, warm_up: int, steps: int) -> dict[str, float]:
 
 
 def kept(file: Path, result: dict[str, Any]) -> dict[str, Any]:
-    """What an earlier call wrote, if its device, shape and length are those of `result`; else `result`."""
+    """What an earlier call wrote if its device, shape and length are those of `result`, else `result`."""
     before = json.loads(file.read_text()) if file.exists() else {}
     return before if all(before.get(k) == v for k, v in result.items() if k != "runs") else result
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Command line; see the module's docstring."""
+def model_name(args: argparse.Namespace, scratch: Path) -> str:
+    """What the runs take as model.name; the weights of the 8B shape are made first, if they are not there."""
+    if args.shape == "reference":
+        return str(args.weights.resolve()) if args.weights else "reference"
+    folder = (args.weights or scratch / "weights").resolve()
+    begin = time.perf_counter()
+    make_weights(folder)
+    print(f"weights   {folder}  ({time.perf_counter() - begin:.1f} s)", flush=True)
+    return str(folder)
+
+
+def bench(gpus: int, args: argparse.Namespace, settings: Sequence[str], scratch: Path, result: dict[str, Any]) -> None:
+    """Run the program on so many processes and add what it took to `result`."""
+    timed = args.warm_up + args.steps
+    traced = None if gpus > 1 or not args.trace else (timed + SETTLE, args.trace)
+    steps = timed + (SETTLE + args.trace if traced else 0)
+    run, log = scratch / f"gpus_{gpus}", args.out / f"gpus_{gpus}.log"
+    spent = train(run, gpus, log, [*settings, f"stage1.steps={steps}"], traced)
+    training = json.loads((run / "metrics.json").read_text())["seconds"]["training"]
+    row = {**speed(run, gpus, args.warm_up, args.steps), "other_seconds": spent - training}
+    rows = [r for r in result["runs"] if r["gpus"] != gpus] + [row]
+    fewest = min(rows, key=lambda r: r["gpus"])
+    row["speed_up"] = row["contexts_per_s"] / fewest["contexts_per_s"]
+    result["runs"] = rows
+    print(said(row))
+    print(*[line for line in log.read_text(errors="replace").splitlines() if "NCCL version" in line][:1])
+    if traced:
+        (args.out / "trace.json.gz").write_bytes((run / "trace.json.gz").read_bytes())
+        found = json.loads((run / "trace.json").read_text())
+        try:
+            result["trace"] = {"steps": found["steps"], **idle(args.out / "trace.json.gz", found["seconds"])}
+            print(f"idle {result['trace']['idle']:.2%} of {found['seconds']:.2f} s, {found['steps']} steps; "
+                  f"longest gap {result['trace']['gap_ms']:.1f} ms")  # fmt: skip
+        except ValueError as error:  # the runs with more GPUs are still to come
+            print(error)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The settings of the command line, checked; `out` is absolute."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 4], help="processes of each run")
@@ -194,48 +233,26 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("--gpus, --steps and --warm-up need whole numbers from 1 on")
     if args.trace and 1 not in args.gpus:
         parser.error("--trace is of the run of one process: add 1 to --gpus")
-    length = args.length or [LENGTH[args.shape]]
-    out = args.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    timed = args.warm_up + args.steps
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    result = kept(out / "scaling.json", {"device": where, "shape": args.shape, "length": length, "runs": []})
-    with tempfile.TemporaryDirectory(prefix="bench_scaling_") as scratch:
-        model = str(args.weights.resolve()) if args.weights else "reference"
-        if args.shape == "llama8b":
-            folder = (args.weights or Path(scratch) / "weights").resolve()
-            begin = time.perf_counter()
-            make_weights(folder)
-            print(f"weights   {folder}  ({time.perf_counter() - begin:.1f} s)", flush=True)
-            model = str(folder)
+    args.length, args.out = args.length or [LENGTH[args.shape]], args.out.resolve()
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line; see the module's docstring."""
+    args = parse(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    file = args.out / "scaling.json"
+    result = kept(file, {"device": device_name(), "shape": args.shape, "length": args.length, "runs": []})
+    with tempfile.TemporaryDirectory(prefix="bench_scaling_") as folder:
+        scratch = Path(folder)
         settings = [
-            f"+experiment={EXPERIMENT[args.shape]}", f"model.name='{model}'", "logger=none", "validation.samples=0",
-            f"data.min_length={length[0]}", f"data.max_length={length[-1]}", "stage2.steps=0",
+            f"+experiment={EXPERIMENT[args.shape]}", f"model.name='{model_name(args, scratch)}'", "logger=none",
+            "validation.samples=0", f"data.min_length={args.length[0]}", f"data.max_length={args.length[-1]}",
+            "stage2.steps=0",
         ]  # fmt: skip
         for gpus in args.gpus:
-            traced = None if gpus > 1 or not args.trace else (timed + SETTLE, args.trace)
-            steps = timed + (SETTLE + args.trace if traced else 0)
-            run = Path(scratch) / f"gpus_{gpus}"
-            log = out / f"gpus_{gpus}.log"
-            seconds = train(run, gpus, log, [*settings, f"stage1.steps={steps}"], traced)
-            training = json.loads((run / "metrics.json").read_text())["seconds"]["training"]
-            row = {**speed(run, gpus, args.warm_up, args.steps), "other_seconds": seconds - training}
-            rows = [r for r in result["runs"] if r["gpus"] != gpus] + [row]
-            fewest = min(rows, key=lambda r: r["gpus"])
-            row["speed_up"] = row["contexts_per_s"] / fewest["contexts_per_s"]
-            result["runs"] = rows
-            print("  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
-            print(*[line for line in log.read_text(errors="replace").splitlines() if "NCCL version" in line][:1])
-            if traced:
-                (out / "trace.json.gz").write_bytes((run / "trace.json.gz").read_bytes())
-                found = json.loads((run / "trace.json").read_text())
-                try:
-                    result["trace"] = {"steps": found["steps"], **idle(out / "trace.json.gz", found["seconds"])}
-                    print(f"idle {result['trace']['idle']:.2%} of {found['seconds']:.2f} s, {found['steps']} steps; "
-                          f"longest gap {result['trace']['gap_ms']:.1f} ms")  # fmt: skip
-                except ValueError as error:  # the runs with more GPUs are still to come
-                    print(error)
-            write_json(out / "scaling.json", result)
+            bench(gpus, args, settings, scratch, result)
+            write_json(file, result)
             sys.stdout.flush()
 
 

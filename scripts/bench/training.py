@@ -3,25 +3,24 @@
     python -m scripts.bench.training OUT --shape llama8b --length 16384 65536 98304 --repeats 3
     python -m scripts.bench.training OUT --shape reference --length 4096
 
-Prints and writes OUT/bench_training_SHAPE_LENGTH.json: seconds (median; first: of the first run at this length) and
-peak memory of
+Prints and writes OUT/bench_training_SHAPE_LENGTH.json: seconds (the median; "first" is the first run at this length)
+and peak memory of
   prefill        one gradient-free prefill of the context by transformers, hidden states only, K and V kept
-  ours, m        one step with m questions a document: prefill, teacher, student, backward
-  full sequence  one step of the plain form: teacher over all tokens, student over all tokens with activation
-                 recomputation, backward (what the published code does); at --full-at, with one warm-up
-Prefill and full sequence take SDPA's kernel of PyTorch's choice; where our prefill takes another ("kernels" in JSON),
-they are measured with that one, too ("same kernel"). Ratios are to the faster of the two.
+  ours, m        one step of this project with m questions per document: prefill, teacher, student, backward
+  full sequence  one step of the plain form, which the published code has: teacher over all tokens, student over all
+                 tokens with activation recomputation, backward; at --full-at, after one warm-up
+Prefill and full sequence take the SDPA kernel of PyTorch's choice. Where this project's prefill takes another
+("kernels" in the JSON), they are measured with that one, too ("same kernel"). Ratios are to the faster of the two.
 
-With three lengths or more, from the shortest to the longest of --experiment, also OUT/hours.json: a step's seconds as a
-quadratic of the length (products of matrices are linear in it, attention is quadratic), through three points or by
-least squares, its mean over the experiment's lengths, and the hours of its steps at one (context, answer) pair each; m
-questions a document need 1 / m of them.
+Three lengths or more, from the shortest to the longest of --experiment, also give OUT/hours.json. The seconds of a step
+are fitted as a quadratic of the length (products of matrices are linear in it, attention is quadratic), through three
+points or by least squares, and averaged over the experiment's lengths. The hours are those of the experiment's
+(context, answer) pairs; a step with m questions per document does m of them.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import statistics
 import time
@@ -33,68 +32,29 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from hydra import compose, initialize_config_dir
 from torch import Tensor
 from torch.nn.attention import SDPBackend
+from transformers import PreTrainedModel
 
 from leank_train import backbone as backbones
 from leank_train.common.files import write_json
-from leank_train.forward.attention import Keys, scaled_attention, visibility
 from leank_train.forward.branching import branch, prefill, prefill_and_branch, student
-from leank_train.forward.hook import NAME, run_decoder
 from leank_train.forward.passes import kernel_order, tried_in
 from leank_train.objective import distill
+from scripts.bench.common import clear, device_name, wait
+from scripts.bench.full_sequence import full_sequence
 from scripts.bench.shapes import llama8b
 
 QUESTION, ANSWER = 48, 32  # tokens, about what the retrieval tasks have
-SAME = ", same kernel"  # as our prefill
+SAME = ", same kernel"  # as the prefill of this project
 WARM = 2048  # tokens of the runs before all others, which load kernels
 
 Results = dict[int, dict[str, dict[str, float]]]  # length -> run -> seconds, first, peak_gb
 
 
-class FullSequencePass:
-    """Eq. 1 over the whole sequence: causal attention for every row, then the answer rows anew with alpha.
-
-    The context rows do not depend on alpha, but they share the layer's output tensor with rows that do, so autograd
-    goes through all of them. This is what prefilling once avoids.
-    """
-
-    def __init__(self, length: int, answer: int, alpha: Tensor, sink: int, window: int, device: torch.device) -> None:
-        self.longest, self.answer, self.alpha = length, answer, alpha
-        at = torch.arange(length, device=device)[None]
-        self.zones = [visibility(at[:, -answer:], at, zone, sink, window) for zone in ("dense", "middle")]
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-        rows = scaled_attention(q[:, :, -self.answer :], [Keys(k, v, *self.zones)], self.alpha[layer], scale, "zero")
-        return torch.cat([out[:, :, : -self.answer], rows], 2)
-
-
-def full_sequence(model: Any, ids: Tensor, alpha: Tensor, sink: int, window: int) -> Tensor:
-    """Loss of the plain form on ids [1, S] whose last ANSWER tokens are the answer."""
-    at = torch.arange(ids.shape[1], device=ids.device)[None]
-    ones = torch.ones_like(alpha)
-    with torch.no_grad():
-        state = FullSequencePass(ids.shape[1], ANSWER, ones, sink, window, ids.device)
-        full = run_decoder(model, ids, at, state)[:, -ANSWER:]
-    before = model.config._attn_implementation
-    model.set_attn_implementation(NAME)  # also while the backward pass recomputes
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
-    state = FullSequencePass(ids.shape[1], ANSWER, alpha, sink, window, ids.device)
-    scaled = run_decoder(model, ids, at, state)[:, -ANSWER:]
-    loss = distill.l2_loss(full, scaled, torch.tensor([ANSWER]), "official")
-    distill.backward(loss)
-    model.gradient_checkpointing_disable()
-    model.set_attn_implementation(before)
-    model.eval()
-    return loss.detach()
-
-
-def prefill_once(model: Any, ids: Tensor, alpha: Tensor, questions: int, sink: int, window: int) -> Tensor:
-    """Loss of the branching form: the same tokens, `questions` branches (all alike here) off one document."""
+def prefill_once(model: PreTrainedModel, ids: Tensor, alpha: Tensor, questions: int, sink: int, window: int) -> Tensor:
+    """Loss of the branching form on ids [1, S]: `questions` equal branches off one document."""
     document, prompt = ids[:, : -QUESTION - ANSWER], ids[:, -QUESTION - ANSWER :].repeat(questions, 1)
     lengths = torch.full((questions,), QUESTION + ANSWER)  # on the host, as the batches of training have them
     if questions == 1:
@@ -114,13 +74,13 @@ def prefill_once(model: Any, ids: Tensor, alpha: Tensor, questions: int, sink: i
 
 
 @torch.no_grad()
-def bare_prefill(model: Any, ids: Tensor) -> None:
+def bare_prefill(model: PreTrainedModel, ids: Tensor) -> None:
     """Transformers' own prefill: K and V in a DynamicCache, hidden states only."""
     model.base_model(ids, use_cache=True)
 
 
-def chosen_kernel(model: Any, length: int, order: Sequence[SDPBackend]) -> str:
-    """The kernel that SDPA takes for a layer's causal prefill of `length` tokens."""
+def chosen_kernel(model: PreTrainedModel, length: int, order: Sequence[SDPBackend]) -> str:
+    """The kernel that SDPA takes for a layer's causal prefill of `length` tokens, tried in this order."""
     _, heads, dim = backbones.kv_shape(model.config)
     q = torch.empty(1, model.config.num_attention_heads, length, dim, device=model.device, dtype=model.dtype)
     k = q.new_empty(1, heads, length, dim)
@@ -129,19 +89,16 @@ def chosen_kernel(model: Any, length: int, order: Sequence[SDPBackend]) -> str:
 
 
 def measure(run: Callable[[], Any], repeats: int, cuda: bool) -> dict[str, float]:
-    """Seconds of a first run and the median of `repeats` more, and the allocator's peak in GB over those."""
-    gc.collect()
-    if cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.synchronize()
+    """Seconds of a first run and the median of `repeats` more, and on a GPU the allocator's peak in GB over those."""
+    clear()
+    wait()
     seconds = []
     for repeat in range(repeats + 1):
         if cuda and repeat == 1:
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         run()
-        if cuda:
-            torch.cuda.synchronize()
+        wait()
         seconds.append(time.perf_counter() - start)
     found = {"seconds": statistics.median(seconds[1:]), "first": seconds[0]}
     return found | ({"peak_gb": torch.cuda.max_memory_allocated() / 1e9} if cuda else {})
@@ -153,7 +110,7 @@ def fastest(found: dict[str, dict[str, float]], name: str) -> float | None:
 
 
 def describe(name: str, found: dict[str, dict[str, float]]) -> str:
-    """A line about one run, and how it compares with those before."""
+    """A line about one run, with its ratio to the bare prefill where it is a training step."""
     values = found[name]
     line = f"{name:26s} {values['seconds']:8.4f} s  first {values['first']:8.4f} s"
     line += f"  peak {values['peak_gb']:6.2f} GB" if "peak_gb" in values else ""
@@ -164,7 +121,7 @@ def describe(name: str, found: dict[str, dict[str, float]]) -> str:
 
 
 def cheaper(found: dict[str, dict[str, float]]) -> list[str]:
-    """What prefilling once saves, a line a number of questions."""
+    """What prefilling once saves, one line per number of questions."""
     whole = fastest(found, "full sequence")
     steps = {int(n.split()[1]): v["seconds"] for n, v in found.items() if n.startswith("ours")}
     return [
@@ -175,16 +132,16 @@ def cheaper(found: dict[str, dict[str, float]]) -> list[str]:
 
 
 def hours(results: Results, experiment: str) -> dict[str, Any] | None:
-    """What the steps of an experiment take: seconds fitted over lengths, averaged over the lengths it draws.
+    """Hours of the steps of an experiment, from seconds fitted over lengths and averaged over the lengths it draws.
 
-    None where fewer than three lengths are measured, or not the shortest and longest: nothing is extrapolated.
+    Returns None where fewer than three lengths are measured, or not the shortest and longest: nothing is extrapolated.
     """
     with initialize_config_dir(str(files("conf.train")), version_base="1.3"):
         config = compose("train", [f"+experiment={experiment}"])
     measured, low, high = sorted(results), config.data.min_length, config.data.max_length
     if len(measured) < 3 or measured[0] > low or measured[-1] < high:
         return None
-    pairs = config.stage1.steps + config.stage2.steps  # the paper has one (context, answer) pair a step
+    pairs = config.stage1.steps + config.stage2.steps  # the paper has one (context, answer) pair per step
     drawn = np.arange(low, high + 1)  # uniform
     rows: dict[str, dict[str, float]] = {}
     for name in set.intersection(*(set(found) for found in results.values())):
@@ -202,15 +159,102 @@ def hours(results: Results, experiment: str) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-def build(shape: str, device: torch.device, dtype: torch.dtype) -> Any:
+def build(shape: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """The reference model, or a decoder of Llama-3.1-8B's shape with random weights."""
     if shape == "reference":
         return backbones.load("reference", str(dtype).removeprefix("torch."), device).model
     return llama8b(device, dtype)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Command line; see the module's docstring."""
+class Bench:
+    """Measures the runs of one model and writes a JSON file per length."""
+
+    def __init__(self, model: PreTrainedModel, args: argparse.Namespace) -> None:
+        self.model, self.args, self.cuda = model, args, model.device.type == "cuda"
+        self.sink, self.window = (16, 144) if args.shape == "reference" else (128, 1024)
+        shape = backbones.kv_shape(model.config)
+        self.alpha = torch.full(shape, 0.9, device=model.device, requires_grad=True)
+        self.kernels: dict[int, dict[str, str]] = {}
+        self.results: Results = {length: {} for length in args.length}
+
+    def tokens(self, length: int) -> Tensor:
+        """Random ids [1, length]."""
+        return torch.randint(5, self.model.config.vocab_size, (1, length), device=self.model.device)
+
+    def order(self, length: int) -> list[SDPBackend]:
+        """In which order this project's prefill tries the kernels."""
+        heads, layers = self.model.config.num_attention_heads, self.model.config.num_hidden_layers
+        return kernel_order("auto", self.alpha.new_empty(1).expand(1, heads, length, self.alpha.shape[2]), layers)
+
+    def plain(self, ids: Tensor, order: Sequence[SDPBackend]) -> None:
+        """Run transformers' prefill."""
+        with tried_in(order):
+            bare_prefill(self.model, ids)
+
+    def step(self, ids: Tensor, questions: int) -> None:
+        """Run one training step of this project."""
+        self.alpha.grad = None
+        prefill_once(self.model, ids, self.alpha, questions, self.sink, self.window)
+
+    def whole(self, ids: Tensor, order: Sequence[SDPBackend]) -> None:
+        """Run one training step of the plain form."""
+        self.alpha.grad = None
+        with tried_in(order):  # the backward pass, which recomputes, included
+            full_sequence(self.model, ids, ANSWER, self.alpha, self.sink, self.window)
+
+    def cheap(self, ids: Tensor, other: bool) -> dict[str, Callable[[], None]]:
+        """All runs but the full-sequence form; other: whether this project's kernel is not PyTorch's choice."""
+        runs: dict[str, Callable[[], None]] = {"prefill": partial(self.plain, ids, [])}
+        if other:
+            runs["prefill" + SAME] = partial(self.plain, ids, self.order(ids.shape[1]))
+        return runs | {f"ours, {m}": partial(self.step, ids, m) for m in self.args.questions}
+
+    def note(self, length: int, name: str, run: Callable[[], None]) -> None:
+        """Measure a run, print it, and write what is known of its length."""
+        self.results[length][name] = measure(run, self.args.repeats, self.cuda)
+        print(describe(name, self.results[length]), flush=True)
+        content = {"device": device_name(), "length": length, "kernels": self.kernels[length], **self.results[length]}
+        write_json(self.args.out / f"bench_training_{self.args.shape}_{length}.json", content)
+
+    def other(self, length: int) -> bool:
+        """Whether this project's prefill takes another kernel than PyTorch would choose."""
+        return self.kernels[length]["prefill"] != self.kernels[length]["ours"]
+
+    def short_runs(self) -> None:
+        """Measure everything but the full-sequence form at every length, shortest first."""
+        for run in self.cheap(self.tokens(min(WARM, self.args.length[0])), self.cuda).values():
+            run()
+        for length in self.args.length:
+            orders = {"prefill": [], "ours": self.order(length)}
+            self.kernels[length] = {name: chosen_kernel(self.model, length, order) for name, order in orders.items()}
+            names = ", ".join(f"{n} {kernel}" for n, kernel in self.kernels[length].items())
+            print(f"{length} tokens, attention kernels of the prefill: {names}", flush=True)
+            for name, run in self.cheap(self.tokens(length), self.other(length)).items():
+                self.note(length, name, run)
+
+    def full_runs(self, lengths: Sequence[int]) -> None:
+        """Measure the full-sequence form at these lengths, and print what prefilling once saves."""
+        for length in lengths:
+            ids = self.tokens(length)
+            print(f"{length} tokens", flush=True)
+            self.note(length, "full sequence", partial(self.whole, ids, []))
+            if self.other(length):
+                self.note(length, "full sequence" + SAME, partial(self.whole, ids, self.order(length)))
+            print(*cheaper(self.results[length]), sep="\n", flush=True)
+
+
+def write_hours(found: dict[str, Any], args: argparse.Namespace) -> None:
+    """Write OUT/hours.json and print it."""
+    write_json(args.out / "hours.json", {"device": device_name(), "shape": args.shape, **found})
+    shortest, longest = found["lengths"]
+    print(f"{found['pairs']} pairs at {shortest} to {longest} tokens ({found['fit']}, {found['measured']}):")
+    for name, row in found["runs"].items():
+        print(f"{name:26s} {row['mean_seconds']:7.3f} s x {row['steps']} steps = {row['hours']:6.3f} h; "
+              f"every step the first at its length: {row['first_hours']:6.3f} h", flush=True)  # fmt: skip
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The settings of the command line, lengths sorted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--shape", choices=["reference", "llama8b"], default="reference")
@@ -223,77 +267,23 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--skip-full", action="store_true", help="leave the full-sequence form out")
     parser.add_argument("--experiment", default="llama_70pct", help="whose lengths and steps OUT/hours.json is for")
     args = parser.parse_args(argv)
-    lengths = sorted(set(args.length))
-    full_at = [] if args.skip_full else sorted(set(args.full_at or lengths[:1]))
-    if not set(full_at) <= set(lengths):
-        parser.error(f"--full-at {full_at}: choose among --length {lengths}")
+    args.length = sorted(set(args.length))
+    args.full_at = [] if args.skip_full else sorted(set(args.full_at or args.length[:1]))
+    if not set(args.full_at) <= set(args.length):
+        parser.error(f"--full-at {args.full_at}: choose among --length {args.length}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line; see the module's docstring."""
+    args = parse(argv)
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
-    model = build(args.shape, device, torch.bfloat16 if cuda else torch.float32)
-    sink, window = (16, 144) if args.shape == "reference" else (128, 1024)
-    alpha = torch.full(backbones.kv_shape(model.config), 0.9, device=device, requires_grad=True)
-    where = torch.cuda.get_device_name() if cuda else "CPU"
-    kernels: dict[int, dict[str, str]] = {}
-    results: Results = {length: {} for length in lengths}
-
-    def tokens(length: int) -> Tensor:
-        return torch.randint(5, model.config.vocab_size, (1, length), device=device)
-
-    def order(length: int) -> list[SDPBackend]:
-        """In which our prefill tries the kernels."""
-        heads, layers = model.config.num_attention_heads, model.config.num_hidden_layers
-        return kernel_order("auto", alpha.new_empty(1).expand(1, heads, length, alpha.shape[2]), layers)
-
-    def cheap(ids: Tensor, other: bool) -> dict[str, Callable[[], Any]]:
-        """All runs but the full-sequence form; other: whether our prefill's kernel is not PyTorch's choice."""
-
-        def plain(order: Sequence[SDPBackend]) -> None:
-            with tried_in(order):
-                bare_prefill(model, ids)
-
-        def ours(questions: int) -> None:
-            alpha.grad = None
-            prefill_once(model, ids, alpha, questions, sink, window)
-
-        runs: dict[str, Callable[[], Any]] = {"prefill": partial(plain, [])}
-        if other:
-            runs["prefill" + SAME] = partial(plain, order(ids.shape[1]))
-        return runs | {f"ours, {m}": partial(ours, m) for m in args.questions}
-
-    def whole(ids: Tensor, order: Sequence[SDPBackend]) -> None:
-        alpha.grad = None
-        with tried_in(order):  # the backward pass, which recomputes, included
-            full_sequence(model, ids, alpha, sink, window)
-
-    def note(length: int, name: str, run: Callable[[], Any]) -> None:
-        results[length][name] = measure(run, args.repeats, cuda)
-        print(describe(name, results[length]), flush=True)
-        content = {"device": where, "length": length, "kernels": kernels[length], **results[length]}
-        write_json(args.out / f"bench_training_{args.shape}_{length}.json", content)
-
-    for run in cheap(tokens(min(WARM, lengths[0])), cuda).values():
-        run()
-    for length in lengths:
-        kernels[length] = {n: chosen_kernel(model, length, o) for n, o in (("prefill", []), ("ours", order(length)))}
-        names = ", ".join(f"{n} {kernel}" for n, kernel in kernels[length].items())
-        print(f"{length} tokens, attention kernels of the prefill: {names}", flush=True)
-        ids = tokens(length)
-        for name, run in cheap(ids, kernels[length]["prefill"] != kernels[length]["ours"]).items():
-            note(length, name, run)
-    if found := hours(results, args.experiment):
-        write_json(args.out / "hours.json", {"device": where, "shape": args.shape, **found})
-        shortest, longest = found["lengths"]
-        print(f"{found['pairs']} pairs at {shortest} to {longest} tokens ({found['fit']}, {found['measured']}):")
-        for name, row in found["runs"].items():
-            print(f"{name:26s} {row['mean_seconds']:7.3f} s x {row['steps']} steps = {row['hours']:6.3f} h; "
-                  f"every step the first at its length: {row['first_hours']:6.3f} h", flush=True)  # fmt: skip
-    for length in full_at:
-        ids = tokens(length)
-        print(f"{length} tokens", flush=True)
-        note(length, "full sequence", partial(whole, ids, []))
-        if kernels[length]["prefill"] != kernels[length]["ours"]:
-            note(length, "full sequence" + SAME, partial(whole, ids, order(length)))
-        print(*cheaper(results[length]), sep="\n", flush=True)
+    model = build(args.shape, torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if cuda else torch.float32)
+    bench = Bench(model, args)
+    bench.short_runs()
+    if found := hours(bench.results, args.experiment):
+        write_hours(found, args)
+    bench.full_runs(args.full_at)
 
 
 if __name__ == "__main__":

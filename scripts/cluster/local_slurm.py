@@ -5,7 +5,7 @@
     source DIR/env.sh; sinfo                                                       # sbatch, or hydra/launcher=slurm
     python -m scripts.cluster.local_slurm stop DIR
 
-Nodes are pretended: daemons on ports of their own, with as many CPUs as are asked for.
+Nodes are pretended: daemons on ports of their own, with as many CPUs as --cpus says.
 """
 
 from __future__ import annotations

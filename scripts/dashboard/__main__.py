@@ -1,6 +1,6 @@
 """Training and evaluation runs at a glance: one page from their folders, or a saved workspace on Weights & Biases.
 
-python -m scripts.dashboard outputs                        one file, outputs/dashboard.html, without any server
+python -m scripts.dashboard outputs                        one file, outputs/dashboard.html; needs no server
 python -m scripts.dashboard outputs/sweeps/a outputs/eval --out page.html
 python -m scripts.dashboard --wandb ENTITY/PROJECT         pip install 'leank[dashboard]'
 """
@@ -11,15 +11,16 @@ import argparse
 import html
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter
+from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from eval.report.html import figure, page, title, to_table
 from eval.report.plots import draw
@@ -33,7 +34,7 @@ MAPS = 12  # masks drawn
 
 
 def training_table(runs: Sequence[Training]) -> Table:
-    """A line a run: what was asked, what came of it."""
+    """One line per run: model, pruning ratio, what came of it."""
     methods = list(dict.fromkeys(method for run in runs for method in run.recall))
     head = ["run", "model", "ratio", "pruned", "empty heads", "alpha", "seconds", *(f"recall, {m}" for m in methods)]
     lines = []
@@ -53,28 +54,45 @@ def training_table(runs: Sequence[Training]) -> Table:
 
 
 def curves(runs: Sequence[Training]) -> Figure:
-    """Distillation loss of both stages and the mean score, over steps; a line a run."""
+    """Distillation loss of both stages and the mean score over steps, one line per run."""
     drawn = sheet(3.4, 10)
     panels = drawn.subplots(1, 3)
-    wanted = [("stage1", "distillation"), ("stage2", "distillation"), ("stage1", "alpha_mean")]
-    for panel, (stage, key) in zip(panels, wanted, strict=True):
+    wanted = [("stage1", "distillation", "Distillation loss, stage 1"),
+              ("stage2", "distillation", "Distillation loss, stage 2"),
+              ("stage1", "alpha_mean", "Mean score (alpha), stage 1")]  # fmt: skip
+    for panel, (stage, key, caption) in zip(panels, wanted, strict=True):
         for place, run in enumerate(runs):
             steps = run.steps[stage]
             colour = PALETTE[place % len(PALETTE)]
             label = run.name if panel is panels[0] else None
             panel.plot([s["step"] for s in steps], [s[key] for s in steps], color=colour, linewidth=1.2, label=label)
-        plain(panel).set(title=f"{stage}/{key}", xlabel="step")
+        plain(panel).set(title=caption, xlabel="step")
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         losses = [s[key] for run in runs for s in run.steps[stage]]
         if key == "distillation" and losses:
-            panel.set_yscale("log")
-            panel.yaxis.set_major_formatter(LogFormatter())  # the usual one writes mathematics
-            panel.set_ylim(bottom=1e-4 * max(losses))  # the first step, all of alpha at 1, has next to none
+            set_loss_axis(panel, losses)
     drawn.legend(loc="outside upper left", ncols=4)
     return drawn
 
 
+def set_loss_axis(panel: Axes, losses: Sequence[float]) -> None:
+    """Fit the axis to the losses: logarithmic from a factor of ten on, else from zero.
+
+    The first step, with all of alpha at 1, has next to no loss. It would stretch a logarithmic axis over many decades,
+    so what lies below 1e-4 of the largest loss is cut off.
+    """
+    high = max(losses)
+    low = min((loss for loss in losses if loss > 1e-4 * high), default=high)
+    if low < high / 10:
+        panel.set_yscale("log")
+        panel.yaxis.set_major_formatter(LogFormatter())  # the usual one writes mathematics
+        panel.set_ylim(low / 1.5, 1.5 * high)
+    else:
+        panel.set_ylim(0, 1.1 * high or 1)
+
+
 def masks(runs: Sequence[Training]) -> Figure:
-    """Kept channels of every KV head, a map a run."""
+    """Kept channels of every KV head, one map per run."""
     shown, most = runs[:MAPS], max(run.mask.keep.shape[2] for run in runs[:MAPS])
     columns = min(4, len(shown))
     lines = -(-len(shown) // columns)
@@ -89,7 +107,7 @@ def masks(runs: Sequence[Training]) -> Figure:
             axis.set_ticks(np.arange(count)[::every] + 0.5, [str(n) for n in range(count)[::every]])
     for panel in panels.flat[len(shown) :]:
         panel.set_axis_off()
-    drawn.colorbar(image, ax=panels, label="channels")
+    drawn.colorbar(image, ax=panels, label="channels", ticks=MaxNLocator(6, integer=True))
     return drawn
 
 
@@ -103,7 +121,7 @@ def against_ratio(points: Points) -> Figure | None:
     colours = iter(PALETTE * len(points))
     for method, found in points.items():
         if method == "dense":
-            mean = np.mean([score for scores in found.values() for score in scores])
+            mean = float(np.mean([score for scores in found.values() for score in scores]))
             axes.axhline(mean, color=SETTINGS["text.color"], linewidth=1, linestyle="--", label=method)
             continue
         x = sorted(found)
@@ -117,44 +135,63 @@ def against_ratio(points: Points) -> Figure | None:
     return drawn
 
 
+class Page:
+    """The parts of a page, in order; figures have ids of their own."""
+
+    def __init__(self) -> None:
+        self.parts = ["<h1>Runs</h1>"]
+
+    def add(self, caption: str, drawn: Figure | None) -> None:
+        """Append a figure, if there is one."""
+        if drawn is not None:
+            self.parts.append(figure(caption, svg(drawn, f"figure-{len(self.parts)}")))
+
+    def add_trainings(self, runs: Sequence[Training]) -> None:
+        """Append the table of masks, recall against ratio, losses and maps."""
+        self.parts.append(to_table(training_table(runs)))
+        self.add("Validation recall against pruning ratio; bars: from the least to the best of a ratio's runs",
+                 against_ratio(training_points(runs)))  # fmt: skip
+        self.add("Losses and mean score", curves(runs))
+        more = f" (the first {MAPS} of {len(runs)} runs)" if len(runs) > MAPS else ""
+        self.add(f"Kept channels of every KV head{more}", masks(runs))
+
+    def add_ratios(self, summaries: Iterable[dict[str, Any]]) -> None:
+        """Append accuracy against pruning ratio, one figure per benchmark, model and compression of the prompt."""
+        together: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
+        for summary in summaries:
+            for run in summary["runs"]:
+                together[run["benchmark"], run["model"], run["compress"]].append(run)
+        for runs in together.values():
+            self.add(f"Accuracy against pruning ratio: {title(runs[0])}", against_ratio(evaluation_points(runs)))
+
+    def add_evaluation(self, folder: Path, summary: dict[str, Any], out: Path) -> None:
+        """Append every run of one evaluation, with a link to its report if that lies below the page."""
+        report = (folder / "report.html").resolve()
+        for run in summary["runs"]:
+            self.parts.append(f"<h1>{html.escape(title(run))}</h1><p>{html.escape(str(folder))}</p>")
+            if report.is_file() and report.is_relative_to(out.resolve().parent):
+                where = html.escape(quote(report.relative_to(out.resolve().parent).as_posix()))
+                self.parts.append(f'<p><a href="{where}">whole report</a></p>')
+            self.parts.append(to_table(overall(run)))
+            self.add("Accuracy against share of the dense cache", draw("accuracy_by_axes", run))
+
+
 def to_page(roots: Sequence[Path], out: Path) -> str:
-    """The page of everything below the folders. Raises ValueError if there is no run."""
+    """The page of everything below the folders, to be written to `out`. Raises ValueError if there is no run."""
     learned, replayed = trainings(roots), evaluations(roots)
     if not learned and not replayed:
         names = ", ".join(map(str, roots))
         raise ValueError(
             f"no run in {names}: neither mask.safetensors with metrics.json nor results.jsonl; give others"
         )
-    parts = ["<h1>Runs</h1>"]
-
-    def add(caption: str, drawn: Figure | None) -> None:
-        if drawn is not None:
-            parts.append(figure(caption, svg(drawn, f"figure-{len(parts)}")))
-
+    parts = Page()
     with matplotlib.rc_context(SETTINGS):
         if learned:
-            parts.append(to_table(training_table(learned)))
-            add("Validation recall against pruning ratio; bars: from the least to the best of a ratio's runs",
-                against_ratio(training_points(learned)))  # fmt: skip
-            add("Losses and mean score", curves(learned))
-            more = f" (the first {MAPS} of {len(learned)} runs)" if len(learned) > MAPS else ""
-            add(f"Kept channels of every KV head{more}", masks(learned))
-        together: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
-        for _, summary in replayed:
-            for run in summary["runs"]:
-                together[run["benchmark"], run["model"], run["compress"]].append(run)
-        for runs in together.values():
-            add(f"Accuracy against pruning ratio: {title(runs[0])}", against_ratio(evaluation_points(runs)))
+            parts.add_trainings(learned)
+        parts.add_ratios(summary for _, summary in replayed)
         for folder, summary in replayed:
-            report = folder / "report.html"
-            for run in summary["runs"]:
-                parts.append(f"<h1>{html.escape(title(run))}</h1><p>{html.escape(str(folder))}</p>")
-                if report.is_file() and report.resolve().is_relative_to(out.resolve().parent):
-                    where = html.escape(quote(report.resolve().relative_to(out.resolve().parent).as_posix()))
-                    parts.append(f'<p><a href="{where}">whole report</a></p>')
-                parts.append(to_table(overall(run)))
-                add("Accuracy against share of the dense cache", draw("accuracy_by_axes", run))
-    return page("Runs", "".join(parts))
+            parts.add_evaluation(folder, summary, out)
+    return page("Runs", "".join(parts.parts))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

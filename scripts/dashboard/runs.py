@@ -72,7 +72,7 @@ Points = dict[str, dict[float, list[float]]]  # method -> pruning ratio -> score
 
 
 def training_points(runs: Sequence[Training]) -> Points:
-    """Validation recall by the ratio asked for; seeds and other settings of one ratio together."""
+    """Validation recall by the configured pruning ratio; seeds and other settings of one ratio stand together."""
     points: Points = defaultdict(lambda: defaultdict(list))
     for run in runs:
         for method, score in run.recall.items():

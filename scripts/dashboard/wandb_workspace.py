@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 # section -> panels (kind, title, keys); docs/dashboards.md lists the keys, a test holds them to what is logged
@@ -33,9 +34,9 @@ def workspace(project: str) -> Any:
     entity, _, name = project.partition("/")
     if not entity or not name:
         raise ValueError(f"--wandb {project}: give ENTITY/PROJECT, such as my-team/leank")
-    make = {
-        "line": lambda title, keys: reports.LinePlot(title=title, x="Step", y=keys),
-        "bar": lambda title, keys: reports.BarPlot(title=title, metrics=keys),
+    make: dict[str, Callable[[str, list[str]], Any]] = {
+        "line": lambda title, keys: reports.LinePlot(title=title, x="Step", y=[*keys]),
+        "bar": lambda title, keys: reports.BarPlot(title=title, metrics=[*keys]),
         "ratio": lambda title, keys: reports.ScatterPlot(
             title=title, x=reports.Config("pruning.ratio"), y=reports.SummaryMetric(keys[0])
         ),

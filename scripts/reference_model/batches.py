@@ -1,8 +1,8 @@
 """Training rows of the reference model: a document, then questions and answers; loss on the answers alone.
 
-What makes retrieval emerge early (found by experiment, see the model card): a share of needles with the value right
-behind the key, a share of prompts that repeat the needle's own words, and rows of plain induction (random tokens with
-repeated spans). All of it fades as the rows grow longer.
+Three things make retrieval emerge early (found by experiment, see the model card): a share of needles has the value
+right behind the key, a share of prompts repeats the needle's own words, and some rows are plain induction (random
+tokens with repeated spans). All of it fades as the rows grow longer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WEIGHTS = {
     "niah_single_1": 5, "niah_single_2": 5, "niah_single_3": 7, "niah_multikey_1": 6, "niah_multikey_2": 9,
     "niah_multikey_3": 14, "niah_multivalue": 20, "niah_multiquery": 16, "vt": 12, "cwe": 4, "fwe": 4, "passkey": 3,
 }  # fmt: skip
-# the shortest row that a task fits into, and the tokens that one more question of it takes
+# the shortest row that a task fits into, and the tokens that each further question takes
 ROOM = {
     "niah_single_3": (256, 85), "niah_multikey_3": (512, 150), "niah_multivalue": (256, 75),
     "niah_multiquery": (256, 110), "vt": (512, 75), "cwe": (1024, 0), "fwe": (512, 0), "passkey": (1024, 80),
@@ -93,9 +93,9 @@ class RowMaker:
             questions = min(questions, spec.num_passkeys)
         room = length - (questions - 1) * cost - 1
         seed = rng.getrandbits(32)
-        for asked in dict.fromkeys((questions, 1)):  # many long keys may not fit a short row: then one question
+        for count in dict.fromkeys((questions, 1)):  # many long keys may not fit a short row: then one question
             try:
-                return spec.build(Request(name, room, self.counter, seed, 0, asked, split="train"))
+                return spec.build(Request(name, room, self.counter, seed, 0, count, split="train"))
             except ValueError:
                 room = length - 1
         return Niah("noise").build(Request("niah_single_1", length - 1, self.counter, seed, 0))
@@ -181,7 +181,7 @@ def collate(rows: list[Row], length: int) -> tuple[torch.Tensor, torch.Tensor, t
 
 
 def evaluation_rows(tokenizer: Any, length: int, count: int, seed: int) -> dict[str, list[Row]]:
-    """Unseen samples of the RULER tasks, one question a document, on text that training never shows."""
+    """Unseen samples of the RULER tasks, one question per document, on text that training never shows."""
     maker = RowMaker(tokenizer)
     found: dict[str, list[Row]] = {}
     for name in [*RULER_NIAH, "vt", "cwe", "fwe"]:

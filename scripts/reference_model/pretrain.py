@@ -20,7 +20,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 from torch import nn
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from leank_train.common.tensor_files import read_checkpoint, write_checkpoint
 from scripts.reference_model.batches import Batches, Row, collate, evaluation_rows
@@ -66,12 +66,13 @@ def make_tokenizer(folder: Path, vocabulary: int = 4096) -> None:
     print(f"tokenizer of {len(fast)} tokens in {folder}")
 
 
-def make_model(tokenizer: Any, layers: int, width: int) -> LlamaForCausalLM:
-    """RoPE, grouped queries (two query heads a KV head), head_dim 64, tied embeddings."""
+def make_model(tokenizer: PreTrainedTokenizerBase, layers: int, width: int) -> LlamaForCausalLM:
+    """A Llama with two query heads per KV head, head_dim 64 and tied embeddings."""
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
         num_attention_heads=width // 64, num_key_value_heads=width // 128, head_dim=64,
-        max_position_embeddings=8192, rope_theta=500_000.0, tie_word_embeddings=True,
+        max_position_embeddings=8192, rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+        tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     return LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
@@ -85,13 +86,14 @@ class Answers(nn.Module):
         self.lm = model
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Logits [n, vocabulary] of ids [rows, length] at the flattened positions [n]."""
         hidden = self.lm.model(ids, use_cache=False).last_hidden_state.flatten(0, 1)  # [rows * length, width]
         return self.lm.lm_head(hidden[positions])  # [n, vocabulary]
 
 
 @torch.no_grad()
 def exact_match(model: nn.Module, rows: dict[str, list[Row]], length: int, fabric: Fabric) -> dict[str, list[float]]:
-    """Teacher-forced, a task each: the share of rows whose every supervised token is right, and of tokens that are."""
+    """Per task, teacher-forced: the share of rows with every supervised token right, and of tokens that are right."""
     found = {}
     for name, all_rows in rows.items():
         mine = all_rows[fabric.global_rank :: fabric.world_size]
@@ -113,6 +115,39 @@ def lr_factor(step: int, steps: int, warmup: int) -> float:
     return min(1.0, (step + 1) / warmup, (steps - step) / (0.25 * steps))
 
 
+def start_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+    """A fresh model, or one of saved weights that warms up anew: the way on across machines."""
+    if args.init is None:
+        lm = make_model(tokenizer, args.layers, args.width)
+    else:
+        lm = LlamaForCausalLM.from_pretrained(args.init, dtype=torch.float32, attn_implementation="sdpa")
+    if args.compile:
+        for layer in lm.model.layers:
+            layer.compile(dynamic=args.dynamic)
+    return lm
+
+
+def make_optimizer(lm: LlamaForCausalLM, lr: float, fused: bool) -> torch.optim.AdamW:
+    """AdamW with weight decay on matrices alone."""
+    matrices = [p for p in lm.parameters() if p.ndim >= 2]
+    vectors = [p for p in lm.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), fused=fused)
+
+
+def update(model: nn.Module, optimizer: Any, batch: Any, lr: float, fabric: Fabric) -> torch.Tensor:
+    """One optimiser step on a batch of `Batches`; returns the loss."""
+    ids, positions, labels = batch
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    loss = nn.functional.cross_entropy(model(ids, positions).float(), labels)
+    fabric.backward(loss)
+    fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss
+
+
 def train(args: argparse.Namespace) -> None:
     """The training loop; see the module's docstring."""
     torch.set_float32_matmul_precision("high")
@@ -121,21 +156,9 @@ def train(args: argparse.Namespace) -> None:
     fabric.launch()
     fabric.seed_everything(args.seed, verbose=False)
     tokenizer = AutoTokenizer.from_pretrained(args.out)
-    if args.init is not None:  # a fresh warm-up from saved weights: the way on across machines
-        lm = LlamaForCausalLM.from_pretrained(args.init, dtype=torch.float32, attn_implementation="sdpa")
-    else:
-        lm = make_model(tokenizer, args.layers, args.width)
-    if args.compile:
-        for layer in lm.model.layers:
-            layer.compile(dynamic=args.dynamic)
-    matrices = [p for p in lm.parameters() if p.ndim >= 2]
-    vectors = [p for p in lm.parameters() if p.ndim < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}],
-        lr=args.lr, betas=(0.9, 0.98), fused=fabric.device.type == "cuda",
-    )  # fmt: skip
+    lm = start_model(args, tokenizer)
     plain = Answers(lm)
-    model, optimizer = fabric.setup(plain, optimizer)
+    model, optimizer = fabric.setup(plain, make_optimizer(lm, args.lr, fabric.device.type == "cuda"))
     state_file, done, seconds = args.out / "state.pt", 0, 0.0
     if state_file.exists():
         state = read_checkpoint(state_file, "remove it to start anew")
@@ -151,37 +174,35 @@ def train(args: argparse.Namespace) -> None:
     )  # fmt: skip
     probes = {n: evaluation_rows(tokenizer, n, args.eval_rows, args.seed + 1) for n in args.eval_lengths}
     start = last = time.time()
-    last_step, total = done, 0.0
-    for step, batch in enumerate(loader, start=done):
-        ids, positions, labels = fabric.to_device(batch)
-        factor = lr_factor(step, args.steps, args.warmup)
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * factor
-        loss = nn.functional.cross_entropy(model(ids, positions).float(), labels)
-        fabric.backward(loss)
-        fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        ended = step + 1 == args.steps or step + 1 == args.stop_at
-        if (step + 1) % args.log_every == 0 or ended:
+    last_step = done
+    for step, batch in enumerate(loader, start=done + 1):
+        batch = fabric.to_device(batch)
+        loss = update(model, optimizer, batch, args.lr * lr_factor(step - 1, args.steps, args.warmup), fabric)
+        ended = step in (args.steps, args.stop_at)
+        if step % args.log_every == 0 or ended:
             total, now = loss.item(), time.time()
-            speed = (step + 1 - last_step) * tokens * fabric.world_size / (now - last)
-            record(args.out, fabric, step=step + 1, loss=round(total, 4), length=ids.shape[1], tokens_per_s=int(speed))
-            last, last_step = now, step + 1
-        if (step + 1) % args.eval_every == 0 or ended:
-            with torch.compiler.set_stance("force_eager"):  # no new graph for each number of rows
-                for length, rows in probes.items():
-                    hits = exact_match(plain, rows, length, fabric)
-                    record(args.out, fabric, step=step + 1, eval_length=length, **hits)
-        if (step + 1) % args.save_every == 0 or ended:
-            save(args.out, fabric, lm, optimizer, step + 1, seconds + time.time() - start, tokenizer)
+            speed = (step - last_step) * tokens * fabric.world_size / (now - last)
+            length = batch[0].shape[1]
+            record(args.out, fabric, step=step, loss=round(total, 4), length=length, tokens_per_s=int(speed))
+            last, last_step = now, step
+        if step % args.eval_every == 0 or ended:
+            evaluate(plain, probes, step, args.out, fabric)
+        if step % args.save_every == 0 or ended:
+            save(args.out, fabric, lm, optimizer, step, seconds + time.time() - start, tokenizer)
         if ended:
             break
     fabric.print(f"{seconds + time.time() - start:.0f} s of training in all")
 
 
+def evaluate(model: nn.Module, probes: dict[int, dict[str, list[Row]]], step: int, out: Path, fabric: Fabric) -> None:
+    """Record the exact match of every length's probes."""
+    with torch.compiler.set_stance("force_eager"):  # no new graph for each number of rows
+        for length, rows in probes.items():
+            record(out, fabric, step=step, eval_length=length, **exact_match(model, rows, length, fabric))
+
+
 def record(out: Path, fabric: Fabric, **values: Any) -> None:
-    """A line on the screen and in log.jsonl."""
+    """Write one line to the screen and to log.jsonl."""
     if fabric.is_global_zero:
         print(json.dumps(values), flush=True)
         with (out / "log.jsonl").open("a") as log:
@@ -189,13 +210,19 @@ def record(out: Path, fabric: Fabric, **values: Any) -> None:
 
 
 def save(
-    out: Path, fabric: Fabric, lm: LlamaForCausalLM, optimizer: Any, step: int, seconds: float, tokenizer: Any
+    out: Path,
+    fabric: Fabric,
+    lm: LlamaForCausalLM,
+    optimizer: Any,
+    step: int,
+    seconds: float,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """state.pt for an exact resume, model/ in bf16 for use. Both are replaced at once, never half-written."""
+    """Write state.pt for an exact resume and model/ in bf16 for use; state.pt is never half-written."""
     if fabric.is_global_zero:
         state = {"model": lm.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "seconds": seconds}
         write_checkpoint(out / "state.pt", state)
-        small = LlamaForCausalLM(lm.config).to(torch.bfloat16)
+        small = LlamaForCausalLM(lm.config).bfloat16()
         small.load_state_dict(lm.state_dict())
         small.save_pretrained(out / "model")
         tokenizer.save_pretrained(out / "model")
@@ -210,7 +237,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--stop-at", type=int, default=-1, help="end early at this step (the schedule stays)")
-    parser.add_argument("--tokens", type=int, default=262_144, help="tokens a step over all devices")
+    parser.add_argument("--tokens", type=int, default=262_144, help="tokens per step over all devices")
     parser.add_argument("--longest", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=7)
     parser.add_argument("--width", type=int, default=512)
@@ -219,7 +246,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--init", help="folder of weights to start from")
     parser.add_argument("--precision", default="bf16-mixed")
-    parser.add_argument("--workers", type=int, default=12, help="data workers a device")
+    parser.add_argument("--workers", type=int, default=12, help="data workers per device")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     parser.add_argument("--dynamic", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--log-every", type=int, default=50)

@@ -1,6 +1,6 @@
 """What became of a sweep of `python -m leank_train -m`: which members are done, those that are not again, the tables.
 
-    python -m scripts.sweep status DIR      # a line a member; the log and last words of those that failed
+    python -m scripts.sweep status DIR      # one line per member; the log and last words of those that failed
     python -m scripts.sweep rerun DIR       # those that failed or never started, alone, with the sweep's own launcher
     python -m scripts.sweep report DIR      # DIR/report: figure 4, tables 9, 12, 15, 16, 22, 23; CSV, Markdown, PNG
 
@@ -45,7 +45,7 @@ class Member:
 
 
 def record(sweep: Path) -> DictConfig:
-    """What Hydra wrote down when the sweep began. Raises ValueError for a folder that is no sweep of ours."""
+    """What Hydra wrote down when the sweep began. Raises ValueError for a folder without a sweep of leank_train."""
     file = sweep / RECORD
     if not file.is_file():
         raise ValueError(f"{file} does not exist; give the hydra.sweep.dir of a python -m leank_train -m ...")
@@ -101,7 +101,7 @@ def last_words(log: Path) -> str:
 
 
 def status(sweep: Path) -> int:
-    """Print a line a member; returns how many are lost."""
+    """Print one line per member; returns how many are lost."""
     everyone = members(sweep)
     for m in everyone:
         print(f"{m.state:12s} {m.job or '-':10s} {' '.join(m.overrides)}")

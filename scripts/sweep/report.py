@@ -127,7 +127,7 @@ def rows(scores: Sequence[Score], tasks: Sequence[str]) -> list[Row]:
 
 
 def markdown(table: Sequence[Row], title: str, tasks: Sequence[str]) -> str:
-    """Rows as a Markdown table, a column a varied setting and a task."""
+    """Rows as a Markdown table, one column per varied setting and per task."""
     head = ["method", *(name for name, _ in table[0].settings), "seeds", *tasks, AVERAGE]
     lines = []
     for row in table:
@@ -140,7 +140,7 @@ def markdown(table: Sequence[Row], title: str, tasks: Sequence[str]) -> str:
 
 
 def figure4(table: Sequence[Row], source: str) -> Figure:
-    """Average accuracy against the pruning ratio, a line a method and other setting; bars: deviation over seeds."""
+    """Average accuracy against the pruning ratio, one line per method and other setting; bars: deviation over seeds."""
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     axis = figure.add_subplot()
     lines: dict[str, list[tuple[float, float, float]]] = {}

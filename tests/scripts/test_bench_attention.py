@@ -9,7 +9,7 @@ from scripts.bench.attention import fitted, plot, variants
 
 
 def layer(size, us):
-    return {"shape": "a shape", "target": 1.5, "dense_us": 400, "layer": 0, "method": "LeanK", "us": us, "bytes": size}
+    return {"shape": "a shape", "dense_us": 400, "layer": 0, "method": "LeanK", "us": us, "bytes": size}
 
 
 def test_a_line_through_the_layers():

@@ -4,12 +4,13 @@ import json
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
 from eval.report import summarise
 from eval.run.results import Results
 from leank_train.mask import ChannelMask
-from scripts.dashboard.__main__ import against_ratio, main, training_table
+from scripts.dashboard.__main__ import against_ratio, main, set_loss_axis, training_table
 from scripts.dashboard.runs import evaluation_points, evaluations, training_points, trainings
 from tests.eval.report.test_report import Checker, grid, row
 
@@ -85,6 +86,23 @@ def test_points_of_evaluations_are_of_methods_that_choose_channels_alone():
 
 def test_one_ratio_makes_no_figure():
     assert against_ratio({"dense": {0.0: [1.0]}, "leank": {0.7: [1.0, 2.0]}}) is None
+
+
+@pytest.mark.parametrize(
+    ("losses", "scale", "limits"),
+    [
+        ([1e-9, 0.06, 0.002], "log", (0.002 / 1.5, 0.09)),
+        ([1.4, 1.5, 1.3], "linear", (0, 1.65)),
+        ([0.0], "linear", (0, 1)),
+    ],
+)
+def test_the_axis_of_a_loss_fits_it(losses, scale, limits):
+    """A first step without loss stretches nothing, and a run that hardly moves fills its panel."""
+    panel = Figure().add_subplot()
+    panel.plot(losses)
+    set_loss_axis(panel, losses)
+    assert panel.get_yscale() == scale
+    assert panel.get_ylim() == pytest.approx(limits)
 
 
 def test_the_page_is_whole(outputs, capsys):

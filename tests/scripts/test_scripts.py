@@ -11,7 +11,8 @@ from eval.inference.models import ModelConfig, load_config, load_model
 from scripts.bench import generation as bench_generation
 from scripts.bench import memory as bench_memory
 from scripts.bench import methods as bench_methods
-from scripts.bench.generation import Decoding, Launches, fill, largest, timed, where
+from scripts.bench.common import ROOT, Decoding, Launches, fill, where
+from scripts.bench.generation import largest, timed
 
 
 def test_memory_saved_is_the_masks_ratio(tmp_path, capsys):
@@ -112,7 +113,7 @@ def test_methods_beside_dense(tmp_path, capsys):
 def test_every_method_of_the_bench_is_configured(model):
     tokenizer = load_config(ModelConfig())[1]
     mask, sizes = (
-        bench_generation.ROOT / "leank_train/assets/reference/mask_70pct.safetensors",
+        ROOT / "leank_train/assets/reference/mask_70pct.safetensors",
         Sizes(16, 144),
     )
     for name in bench_methods.METHODS:

@@ -155,7 +155,11 @@ def test_a_task_that_a_seed_lacks_has_no_cell():
 def test_report_of_a_sweep_over_ratios_and_lambda(tmp_path):
     scores = {}
     for i, (ratio, lam, seed) in enumerate(product((0.5, 0.8), (0.04, 0.1), (1, 2))):
-        leank = {"x": 90 - 40 * (ratio == 0.8) - 10 * seed, "y": 100 * lam, "average": -1}  # ours is computed anew
+        leank = {
+            "x": 90 - 40 * (ratio == 0.8) - 10 * seed,
+            "y": 100 * lam,
+            "average": -1,
+        }  # the average is computed anew
         dense = {"x": 95 + seed, "y": 100.0, "average": -1}
         scores[ratio, lam, seed] = leank
         overrides = ["+experiment=reference_demo", f"pruning.ratio={ratio}", f"stage1.lam={lam}", f"seed={seed}"]

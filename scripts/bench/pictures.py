@@ -1,0 +1,212 @@
+"""The pictures of the README, drawn from the tables of docs/results.
+
+    python -m scripts.bench.pictures scores docs/results/reference/rows.jsonl.gz docs/results/reference/recall.csv
+    python -m scripts.bench.pictures recall docs/results/reference/recall.csv docs/pictures/recall.svg
+    python -m scripts.bench.pictures speed docs/results/h200 docs/pictures/speed.svg
+
+`scores` turns rows (task, length, index, method, recall) into mean recall with 95% bootstrap intervals per method and
+pruning ratio; seeds of one method and ratio are averaged per sample. `recall` draws any such table: label, ratio (% of
+K channels pruned, empty for dense), recall, low, high. `speed` draws generation.csv and attention.csv of one folder.
+The files are SVG with a transparent background and colours that can be read on white and on black.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+import io
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from eval.report.style import INK, SETTINGS, plain, sheet
+from leank_train.common import bootstrap
+from leank_train.common.escape import csv_rows
+from leank_train.common.files import write_text
+
+# Okabe and Ito's colours, without the two that fade on white; an SVG in an <img> cannot take the colour of its page
+COLOURS = {
+    "LeanK": "#0072B2", "lowest frequencies": "#E69F00", "ThinK": "#009E73", "static norm": "#CC79A7",
+    "random": "#D55E00",
+}  # fmt: skip
+OTHERS = ("#56B4E9", "#D55E00")
+TEXT = "#7b8088"  # contrast 4 to 1 on white, 4.8 to 1 on #0d1117
+LABELS = {"leank": "LeanK", "think": "ThinK", "static_norm": "static norm", "lowest_frequencies": "lowest frequencies"}
+LOOK = SETTINGS | {"font.size": 11, "axes.titlesize": 11, "svg.fonttype": "none", "svg.hashsalt": "leank"}
+
+Table = Sequence[Mapping[str, str]]
+
+
+def read_table(path: Path) -> list[dict[str, str]]:
+    """Rows of a CSV by column."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def scores(rows: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:
+    """Mean recall in % with its 95% interval of every method that `LABELS` names, and of dense.
+
+    rows: task, length, index, method and recall (0 to 1) of each reply. Methods are named NAME_70pct_seed1 or NAME@70%.
+    """
+    samples: dict[tuple[str, str], dict[tuple[object, object], dict[object, list[float]]]] = defaultdict(
+        lambda: defaultdict(lambda: defaultdict(list))
+    )
+    for row in rows:
+        method = str(row["method"])
+        found = re.fullmatch(r"(.+)[@_](\d+)(?:pct|%)(?:_seed\d+)?", method)
+        name, ratio = (LABELS.get(found[1]), found[2]) if found else (method if method == "dense" else None, "")
+        if name is not None:
+            samples[name, ratio][row["task"], row["length"]][row["index"]].append(100 * float(str(row["recall"])))
+    out = []
+    for (name, ratio), cells in samples.items():
+        strata = [[float(np.mean(values)) for values in cell.values()] for cell in cells.values()]
+        low, high = bootstrap.interval(strata)
+        out.append({"label": name, "ratio": ratio, "recall": bootstrap.mean(strata), "low": low, "high": high})
+    return out
+
+
+def spread(values: Sequence[float], gap: float) -> list[float]:
+    """The values moved apart as little as needed, so that neighbours differ by at least `gap`; their order stays."""
+    order = np.argsort(values, kind="stable")
+    moved = np.asarray(values, dtype=float)[order]
+    for _ in range(1000):
+        short = gap - np.diff(moved)
+        if (short <= 1e-6).all():
+            break
+        push = np.maximum(short, 0) / 2
+        moved[:-1] -= push
+        moved[1:] += push
+    out = np.empty_like(moved)
+    out[order] = moved
+    return out.tolist()
+
+
+def draw_recall(table: Table) -> Figure:
+    """Recall against pruning ratio: a line with its band per label, the label at its end, dense as a dashed line."""
+    drawn = sheet(3.6, 7.2)
+    axes = plain(drawn.add_subplot())
+    lines: dict[str, list[tuple[float, float, float, float]]] = defaultdict(list)
+    for row in table:
+        recall, low, high = (float(row[key]) for key in ("recall", "low", "high"))
+        if row["ratio"]:
+            lines[row["label"]].append((float(row["ratio"]), recall, low, high))
+        else:
+            axes.axhline(recall, color=INK, linewidth=1, linestyle="--")
+            axes.annotate(f"dense {recall:.1f}%", (0, recall), (4, 4), xycoords=("axes fraction", "data"),
+                          textcoords="offset points", va="bottom")  # fmt: skip
+    spare = iter(OTHERS * len(lines))
+    ends = spread([sorted(points)[-1][1] for points in lines.values()], 7.5)
+    for (label, points), height in zip(lines.items(), ends, strict=True):
+        ratio, recall, low, high = np.array(sorted(points)).T
+        colour = COLOURS.get(label) or next(spare)
+        axes.fill_between(ratio, low, high, color=colour, alpha=0.25, linewidth=0)
+        wide = 2.6 if label == "LeanK" else 1.6
+        axes.plot(ratio, recall, color=colour, linewidth=wide, marker="o", markersize=2 * wide)
+        axes.annotate(f"{label} {recall[-1]:.1f}%", (1.02, height), xycoords=("axes fraction", "data"), color=colour,
+                      va="center", annotation_clip=False, weight="bold" if label == "LeanK" else "normal")  # fmt: skip
+    axes.set(xlabel="K channels pruned, %", ylabel="recall, %", ylim=(0, 108), yticks=range(0, 101, 20))
+    ratios = sorted({point[0] for points in lines.values() for point in points})
+    crowded = 0.05 * (ratios[-1] - ratios[0])
+    axes.set_xticks([r for r, after in zip(ratios, [*ratios[1:], np.inf], strict=True) if after - r > crowded])
+    return drawn
+
+
+def bars(
+    axes: Axes, labels: Sequence[str], values: Sequence[float], texts: Sequence[str], bold: Sequence[bool]
+) -> None:
+    """Horizontal bars from the top down, LeanK's (`bold`) in its colour, with a text at the end of each."""
+    places = np.arange(len(labels))[::-1]
+    axes.barh(places, values, height=0.62, color=[COLOURS["LeanK"] if b else TEXT for b in bold])
+    for place, value, text in zip(places, values, texts, strict=True):
+        axes.annotate(text, (value, place), (5, 0), textcoords="offset points", va="center")
+    axes.set_yticks(places, labels)
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    axes.tick_params(left=False, bottom=False, labelbottom=False)
+
+
+def draw_generation(axes: Axes, table: Table) -> None:
+    """Tokens per second at the common batch and at the largest that fits; the first row of each kind counts."""
+    wanted = (("LeanK", "graph"), ("own cache, nothing pruned", "graph"), ("StaticCache", "graph"),
+              ("DynamicCache", "eager"))  # fmt: skip
+    words = {"LeanK": "LeanK", "own cache, nothing pruned": "nothing pruned"}
+    labels, values, texts, bold = [], [], [], []
+    for largest in (False, True):
+        for cache, loop in wanted:
+            for row in table:
+                kind = (row["cache"], row["loop"], row.get("largest") == "True")
+                if kind == (cache, loop, largest) and row["tokens_per_s"] and row["new"] == "128":
+                    name = words.get(cache, f"transformers' {cache}")
+                    labels.append(f"{name}, {'largest batch, ' if largest else 'batch '}{row['batch']}")
+                    values.append(float(row["tokens_per_s"]))
+                    texts.append(f"{values[-1]:,.0f}")
+                    bold.append(cache == "LeanK")
+                    break
+    bars(axes, labels, values, texts, bold)
+    axes.set_xlim(0, 1.2 * max(values))
+    axes.set_title("Tokens per second, 4K tokens in the cache", loc="left")
+
+
+def draw_attention(axes: Axes, table: Table) -> None:
+    """Time of LeanK's attention per layer as a share of the fastest dense attention, and what its bytes allow."""
+    labels, values, texts, limits, dense_texts = [], [], [], [], []
+    for shape in dict.fromkeys(row["shape"] for row in table):
+        layers = [row for row in table if row["shape"] == shape and row["method"] == "LeanK"]
+        us, dense, limit = (np.mean([float(row[key]) for row in layers]) for key in ("us", "dense_us", "bytes"))
+        whole = next(float(row["bytes"]) for row in table if row["shape"] == shape and row["method"] != "LeanK")
+        labels.append(shape)
+        values.append(float(us / dense))
+        limits.append(float(limit / whole))
+        texts.append(f"{us:,.0f} µs")
+        dense_texts.append(f"{dense:,.0f} µs")
+    bars(axes, labels, values, texts, [True] * len(labels))
+    places = np.arange(len(labels))[::-1]
+    axes.vlines(limits, places - 0.31, places + 0.31, color=COLOURS["lowest frequencies"], linewidth=2.5)
+    axes.axvline(1, color=INK, linewidth=1, linestyle="--")
+    for place, text in zip(places, dense_texts, strict=True):
+        axes.annotate(text, (1, place), (5, 0), textcoords="offset points", va="center")
+    axes.set_xlim(0, 1.2)
+    axes.set_title("Attention per layer, batch x context\nDashed: fastest dense. Orange: limit by bytes", loc="left")
+
+
+def draw_speed(folder: Path) -> Figure:
+    """Generation and attention of one folder of benchmarks, one above the other."""
+    drawn = sheet(6, 7.2)
+    above, below = drawn.subplots(2)
+    draw_generation(above, read_table(folder / "generation.csv"))
+    draw_attention(below, read_table(folder / "attention.csv"))
+    return drawn
+
+
+def to_svg(figure: Figure) -> str:
+    """The figure as a file of its own: transparent, with text as text, in a tone between black and white."""
+    out = io.StringIO()
+    figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return out.getvalue().replace(INK, TEXT)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["scores", "recall", "speed"])
+    parser.add_argument("source", type=Path, help="rows, a table of recall, or a folder of benchmarks")
+    parser.add_argument("out", type=Path)
+    args = parser.parse_args(argv)
+    if args.action == "scores":
+        with gzip.open(args.source, "rt") as file:
+            write_text(args.out, csv_rows(scores(map(json.loads, file))))
+        return
+    with matplotlib.rc_context(LOOK):
+        drawn = draw_recall(read_table(args.source)) if args.action == "recall" else draw_speed(args.source)
+        write_text(args.out, to_svg(drawn))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The README's pictures: the table of recall from rows, and SVG files that say what the tables say."""
+
+import csv
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from scripts.bench.pictures import main, scores, spread
+
+RESULTS = Path(__file__).resolve().parents[2] / "docs/results"
+
+
+def texts(file):
+    return [element.text for element in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_seeds_are_averaged_per_sample_and_cells_count_alike():
+    def row(method, task, index, recall):
+        return {"task": task, "length": 1024, "index": index, "method": method, "recall": recall}
+
+    rows = [row("dense", "a", 0, 1.0), row("leank_70pct_seed1", "a", 0, 1.0), row("leank_70pct_seed2", "a", 0, 0.5)]
+    rows += [row("leank_70pct_seed1", "b", i, 0.0) for i in range(3)] + [row("stage1_free_70", "a", 0, 0.0)]
+    dense, leank = scores(rows)
+    assert dense == {"label": "dense", "ratio": "", "recall": 100.0, "low": 100.0, "high": 100.0}
+    assert leank == {"label": "LeanK", "ratio": "70", "recall": 37.5, "low": 37.5, "high": 37.5}
+
+
+def test_labels_move_apart_and_keep_their_order():
+    moved = spread([7.1, 99.0, 7.9, 11.9], 6)
+    assert moved[0] < moved[2] < moved[3] < moved[1]
+    assert moved[2] - moved[0] >= 5.999
+    assert moved[3] - moved[2] >= 5.999
+    assert moved[1] == pytest.approx(99)
+
+
+def test_recall_over_ratios(tmp_path):
+    lines = ["label,ratio,recall,low,high", "dense,,98.8,98.6,99.0"]
+    lines += [f"{label},{ratio},{recall},{recall - 1},{recall + 1}" for label, recall in (("LeanK", 98), ("new", 40))
+              for ratio in (50, 70, 95, 97)]  # fmt: skip
+    (tmp_path / "recall.csv").write_text("\n".join(lines))
+    main(["recall", str(tmp_path / "recall.csv"), str(tmp_path / "recall.svg")])
+    found = texts(tmp_path / "recall.svg")
+    assert {"dense 98.8%", "LeanK 98.0%", "new 40.0%", "50", "97"} <= set(found)
+    assert "95" not in found  # no room beside 97
+
+
+def test_speed_of_the_published_tables(tmp_path):
+    main(["speed", str(RESULTS / "h200"), str(tmp_path / "speed.svg")])
+    found = texts(tmp_path / "speed.svg")
+    with (RESULTS / "h200/generation.csv").open(newline="") as file:
+        first = next(r for r in csv.DictReader(file) if r["loop"] == "graph" and r["cache"] == "LeanK")
+    assert f"{float(first['tokens_per_s']):,.0f}" in found
+    assert "Qwen2.5-7B 8 x 32K" in found
