@@ -23,8 +23,11 @@ Whole = Callable[[Mapping[str, Any]], str | None]
 
 @dataclass(frozen=True)
 class Rule:
-    """must: what a value has to be, in words that follow "must be"; holds: whether it is. needed: whether the field may
-    neither be missing nor null.
+    """What one field must hold.
+
+    must: what a value has to be, in words that follow "must be".
+    holds: whether a value is that.
+    needed: whether the field may be neither missing nor null.
     """
 
     must: str
@@ -34,8 +37,11 @@ class Rule:
 
 @dataclass(frozen=True)
 class Schema:
-    """fields: a rule for each field that is read. whole: what is wrong with fields that are right one by one, or None.
-    same: fields that name a sample; two lines with the same ones are one sample twice, if the first is there.
+    """What one line must hold.
+
+    fields: a rule for each field that is read.
+    whole: says what is wrong with fields that are right one by one; None if nothing is.
+    same: fields that name a sample; two lines that agree in them, the first not being empty, are one sample twice.
     """
 
     fields: Mapping[str, Rule]

@@ -13,7 +13,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import matplotlib
@@ -23,6 +22,7 @@ from matplotlib.ticker import LogFormatter
 
 from eval.report.html import figure, page, title, to_table
 from eval.report.plots import draw
+from eval.report.records import RunSummary
 from eval.report.style import PALETTE, SETTINGS, plain, sheet, svg
 from eval.report.tables import Line, Table, number, overall
 from leank_train.common.files import write_text
@@ -139,7 +139,7 @@ def to_page(roots: Sequence[Path], out: Path) -> str:
             add("Losses and mean score", curves(learned))
             more = f" (the first {MAPS} of {len(learned)} runs)" if len(learned) > MAPS else ""
             add(f"Kept channels of every KV head{more}", masks(learned))
-        together: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
+        together: dict[tuple[str, str, str], list[RunSummary]] = defaultdict(list)
         for _, summary in replayed:
             for run in summary["runs"]:
                 together[run["benchmark"], run["model"], run["compress"]].append(run)
