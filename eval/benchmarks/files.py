@@ -21,7 +21,7 @@ from data_gen.reading import digest
 from eval.benchmarks import infinitebench, longbench, math500, mmlu, schema
 from eval.benchmarks.base import Cell, check_fits
 from eval.benchmarks.row import Row
-from eval.benchmarks.schema import checked
+from eval.benchmarks.rules import checked
 from eval.benchmarks.scoring import score_row
 from eval.benchmarks.source import Line
 from leank_train.common.typed import Checked, Count, OneOf, Positive, Seed

@@ -16,7 +16,8 @@ from data_gen.tokens import TokenCounter
 from eval.benchmarks import gsm_infinite
 from eval.benchmarks.base import Cell, check_fits
 from eval.benchmarks.row import Row
-from eval.benchmarks.schema import checked, gsm_infinite_line
+from eval.benchmarks.rules import checked
+from eval.benchmarks.schema import gsm_infinite_line
 from eval.benchmarks.source import read_file
 from leank_train.common.typed import Checked, Count, OneOf, Positive, Seed
 
