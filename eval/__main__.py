@@ -1,4 +1,4 @@
-"""Replay a benchmark for several methods, compute a run's report anew, or compare two of its methods by sample.
+"""Evaluate methods on a benchmark, compute the report of a run again, or compare two of its methods by sample.
 
 python -m eval +experiment=reference_ruler mask=outputs/train/mask.safetensors
 python -m eval report outputs/eval/reference_ruler
@@ -23,11 +23,17 @@ log = logging.getLogger("eval")
 
 
 def run(config: dict[str, Any], directory: Path) -> int:
-    """Check everything, replay what is missing in `directory`, write the report. Returns the number of new rows."""
+    """Check everything, replay what is missing in `directory`, and write the report.
+
+    config: the resolved configuration.
+    directory: of the run; it may hold rows already.
+    Returns the number of new rows.
+    """
     from eval.inference.models import load_model
     from eval.report import write_report
     from eval.run.build import build_job
-    from eval.run.results import Results
+    from eval.run.results import Results, read
+    from eval.run.rows import check_rows
     from leank_train.common.typed import typed
     from leank_train.running.wandb_log import LoggerConfig, make_logger
 
@@ -35,12 +41,13 @@ def run(config: dict[str, Any], directory: Path) -> int:
     job, tokenizer = build_job(config)
     shard, shards = job.settings.place
     with Results(directory, f"-{shard}-of-{shards}" if shards > 1 else "") as results:
+        check_rows(read(directory))  # now, not in hours: the report is computed from the old rows, too
         work = job.missing(results.keys)
         log.info("%d rows are there, %d batches to do, in %s", len(results.keys), len(work), directory)
         if others := job.others(results.keys):
             log.info(
-                "%d of them are of other settings, data or weights: they stay, in tables of their own, and nothing of "
-                "them is used here", others,
+                "%d of these rows have other settings, data or weights; they stay in tables of their own, and this run "
+                "uses none of them", others,
             )  # fmt: skip
         new = 0
         if work:
@@ -56,7 +63,7 @@ def run(config: dict[str, Any], directory: Path) -> int:
 
 
 def refuse_repeated(overrides: Sequence[str]) -> None:
-    """Raise ValueError where method=[...] on the command line names a method twice, which Hydra would make one of.
+    """Raise ValueError where method=[...] on the command line names a method twice; Hydra would merge the two.
 
     overrides: as they were typed; reference/h2o and h2o have the same label.
     """
@@ -71,7 +78,7 @@ def refuse_repeated(overrides: Sequence[str]) -> None:
 
 @hydra.main(version_base="1.3", config_path="pkg://conf.eval", config_name="eval")
 def main(config: DictConfig) -> None:
-    """Command line; see the module's docstring."""
+    """Run what the command line says; see the module's docstring."""
     directory = Path(HydraConfig.get().runtime.output_dir)
     plain = OmegaConf.to_container(config, resolve=True)
     try:
@@ -82,14 +89,14 @@ def main(config: DictConfig) -> None:
 
 
 def report(directory: str) -> None:
-    """The report anew, from the rows."""
+    """Compute the report of a run again, from its rows."""
     from eval.report import write_report
 
     write_report(Path(directory))
 
 
 def diff(directory: str, first: str, second: str) -> None:
-    """Two methods of a run, sample by sample."""
+    """Compare two methods of a run, sample by sample."""
     from eval.report import write_diff
 
     path, text = write_diff(Path(directory), first, second)
@@ -100,7 +107,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {"report": (report, "DIR"
 
 
 def command_line() -> None:
-    """One of COMMANDS where the first argument names it, else Hydra's."""
+    """Run one of COMMANDS if the first argument names it, else let Hydra compose the configuration."""
     if sys.argv[1:2] and sys.argv[1] in COMMANDS:
         command, arguments = COMMANDS[sys.argv[1]]
         try:

@@ -1,10 +1,9 @@
-"""lm-evaluation-harness on a model with any of our caches; needs `pip install 'leank[lm_eval]'`.
+"""lm-evaluation-harness on a model with a compressed cache; it needs `pip install 'leank[lm_eval]'`.
 
     python -m eval.lm_eval --tasks hellaswag --model_args method=leank,mask=PATH,model.name=/path/to/model
 
-This is lm_eval's own command line with the model "leank" registered and chosen: all of its options are there.
---model_args are settings of conf/eval/eval.yaml (model, model.name, cache.sink, prefill_chunk, ...); method is one
-name.
+This is lm_eval's own command line, with all of its options; the model "leank" is registered and chosen. --model_args
+are settings of conf/eval/eval.yaml (model, model.name, cache.sink, prefill_chunk, ...); method is one name.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ Scored = tuple[float, bool]
 class CompressedLM(TemplateLM):
     """A model whose prompts are compressed by one method before it answers.
 
-    generate_until: greedy, as the replay decodes; the first token comes from the dense prefill. loglikelihood: the
-    context less its last token is prefilled and compressed, then that token and the continuation are read through the
-    cache, one at a time, so that even a continuation of one token depends on the method. A text without a context
+    generate_until decodes greedily, as the replay does; the first token comes from the dense prefill. loglikelihood
+    prefills and compresses the context without its last token. Then that token and the continuation are read through
+    the cache, one at a time, so that even a continuation of one token depends on the method. A text without a context
     (perplexity) is read that way from its first token on.
     """
 
@@ -52,9 +51,14 @@ class CompressedLM(TemplateLM):
         self, method: str = "dense", batch_size: int | str = 1, max_batch_size: int | None = None,
         device: str | None = None, max_gen_toks: int = 256, **settings: Any,
     ) -> None:  # fmt: skip
-        """settings: of conf/eval/eval.yaml, by their dotted names.
+        """Load the model and check the settings. Raises ValueError or FileNotFoundError as python -m eval does.
 
-        Raises ValueError or FileNotFoundError as python -m eval does.
+        method: one name of conf/eval/method.
+        batch_size: prompts that are decoded together; "auto" means 1.
+        max_batch_size: taken because lm_eval passes it, and not used.
+        device: where the model is put; None leaves it to `model.device`.
+        max_gen_toks: tokens of a reply where the task names none.
+        settings: of conf/eval/eval.yaml, by their dotted names.
         """
         super().__init__()
         self.batch_size = int(batch_size) if str(batch_size).isdecimal() else 1  # "auto": one at a time
@@ -80,37 +84,44 @@ class CompressedLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
+        """Id of the token that ends a text."""
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
+        """Id of the token before a text without a context: BOS, or the end of text where there is no BOS."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
     @property
     def tokenizer_name(self) -> str:
+        """Name under which lm_eval caches requests."""
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Return the tokenizer's chat template for lm_eval's log, or an empty text without --apply_chat_template."""
         return self.tokenizer.get_chat_template() if chat_template else ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
+        """Return a conversation as the text that the model reads."""
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Ids; a text that begins with the BOS token (a chat template's) gets no second one."""
+        """Return the ids of a text; one that begins with the BOS token (a chat template's) gets no second one."""
         bos = self.tokenizer.bos_token
         if add_special_tokens is None:
             add_special_tokens = not (bos and string.startswith(bos))
         return self.tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Replies; a prompt that is too long loses its start, as in lm_eval."""
+        """Return the replies; a prompt that is too long loses its start, as in lm_eval."""
         asked = [self._request(number, *request.args) for number, request in enumerate(requests)]
         order = sorted(range(len(asked)), key=lambda i: len(asked[i][0].ids), reverse=True)
         replies = [""] * len(asked)
@@ -143,8 +154,9 @@ class CompressedLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[Scored]:  # fmt: skip
-        """(sum of log probabilities, whether greedy decoding would give them) of each continuation; continuations of
-        one context, neighbours in multiple choice, share its prefill.
+        """Return each continuation's sum of log probabilities, and whether greedy decoding would give it.
+
+        Neighbouring continuations of one context, as in multiple choice, share its prefill.
         """
         scored: list[Scored] = []
         fitted = [(*self._fitted(context, continuation), pair) for pair, context, continuation in requests]
@@ -156,7 +168,7 @@ class CompressedLM(TemplateLM):
         return scored
 
     def _fitted(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
-        """Context and continuation without what is too long at the start; one token of context at least stays."""
+        """Cut the start of a pair that is too long; at least one token of context stays."""
         return context[-max(1, self.max_length + 1 - len(continuation)) :], continuation[-self.max_length :]
 
     @torch.no_grad()
@@ -185,7 +197,7 @@ class CompressedLM(TemplateLM):
             yield total, greedy
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log probability of each whole text, in windows of all of the model's positions."""
+        """Return the log probability of each whole text, read in windows of all of the model's positions."""
         totals = []
         for request in requests:
             (text,) = request.args

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from eval.benchmarks.row import Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,11 @@ class Cell:
     length: int | None
     samples: tuple[str, ...]
 
+    @property
+    def place(self) -> str:
+        """Task and length in words, for messages."""
+        return self.task if self.length is None else f"{self.task}, {self.length} tokens"
+
 
 class Benchmark(Protocol):
     """A benchmark, configured. `name` and `seed` are part of every row's key."""
@@ -24,7 +32,13 @@ class Benchmark(Protocol):
     name: str
     seed: int
 
-    def check(self, config: Any, tokenizer: Any, overhead: int, max_new_tokens: int | None = None) -> None:
+    def check(
+        self,
+        config: PreTrainedConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        overhead: int,
+        max_new_tokens: int | None = None,
+    ) -> None:
         """Raise ValueError or FileNotFoundError before any weights are loaded.
 
         config: the model's. overhead: tokens that the chat template adds. max_new_tokens: instead of the rows' own,
@@ -43,11 +57,13 @@ class Benchmark(Protocol):
     def cells(self) -> Sequence[Cell]:
         """All cells, in the order in which they are run."""
 
-    def row(self, cell: Cell, sample: str, tokenizer: Any, overhead: int) -> Row:
+    def row(self, cell: Cell, sample: str, tokenizer: PreTrainedTokenizerBase, overhead: int) -> Row:
         """One sample; overhead: tokens that the chat template will add."""
 
 
-def check_fits(row: Row, tokenizer: Any, overhead: int, limit: int | None, max_new_tokens: int | None) -> None:
+def check_fits(
+    row: Row, tokenizer: PreTrainedTokenizerBase, overhead: int, limit: int | None, max_new_tokens: int | None
+) -> None:
     """Raise ValueError if a row's prompt and reply are longer than `limit`, the model's positions.
 
     max_new_tokens: of the reply, instead of the row's own.

@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import MinLen
 
@@ -21,17 +21,24 @@ from data_gen.reading import digest
 from eval.benchmarks import infinitebench, longbench, math500, mmlu, schema
 from eval.benchmarks.base import Cell, check_fits
 from eval.benchmarks.row import Row
-from eval.benchmarks.schema import checked
+from eval.benchmarks.rules import checked
 from eval.benchmarks.scoring import score_row
 from eval.benchmarks.source import Line
 from leank_train.common.typed import Checked, Count, OneOf, Positive, Seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 Tasks = Annotated[Sequence[str], MinLen(1)]
 
 
 @dataclass
 class FromFiles(Checked, ABC):
-    """path: where the data is; None asks the hub. samples: the first so many of each task, None = all."""
+    """A benchmark of files; its subclasses say how a line is read and built.
+
+    path: where the data is; None asks the hub.
+    samples: how many samples of each task are used, from the first on; None takes all.
+    """
 
     path: str | None = None
     samples: Positive | None = None
@@ -53,11 +60,19 @@ class FromFiles(Checked, ABC):
         """The task's lines, checked."""
 
     @abstractmethod
-    def build(self, task: str, line: Any, tokenizer: Any = None, max_length: int | None = None) -> Row:
+    def build(
+        self, task: str, line: Any, tokenizer: PreTrainedTokenizerBase | None = None, max_length: int | None = None
+    ) -> Row:
         """One line as a row."""
 
-    def check(self, config: Any, tokenizer: Any, overhead: int, max_new_tokens: int | None = None) -> None:
-        """See `Benchmark.check`; reads all lines."""
+    def check(
+        self,
+        config: PreTrainedConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        overhead: int,
+        max_new_tokens: int | None = None,
+    ) -> None:
+        """Read, build and score every line once; see `Benchmark.check`."""
         self._limit, self._reply = getattr(config, "max_position_embeddings", None), max_new_tokens
         self._check_source(self.wanted())
         for task in self.wanted():
@@ -83,7 +98,7 @@ class FromFiles(Checked, ABC):
             )
 
     def _tried(self, task: str, line: Line) -> Row:
-        """The line as a row that its scorer can take."""
+        """Build a row and score it once with an empty reply. Raises ValueError for a line that allows neither."""
         try:
             row = self.build(task, line.data)
             score_row(row, "")
@@ -93,7 +108,7 @@ class FromFiles(Checked, ABC):
         return row
 
     def _known_by(self, task: str, lines: Sequence[Line]) -> str:
-        """The digest of what a task's lines hold, wherever they lie and however they are packed."""
+        """Return a digest of what a task's lines hold, wherever they lie and however they are packed."""
         return digest("\n".join(json.dumps(line.data, sort_keys=True) for line in lines))
 
     @cached_property
@@ -103,16 +118,19 @@ class FromFiles(Checked, ABC):
         return {"file": hashlib.sha256(Path(self.path).read_bytes()).hexdigest()[:10]}
 
     def identity(self) -> dict[str, Any]:
-        """Of a single file its contents; those of a folder or the hub are told apart task by task, see `data`."""
+        """Return the digest of a single file; `data` tells the files of a folder or the hub apart, task by task."""
         return dict(self._file)
 
     def data(self, task: str) -> str | None:
+        """Return what the task's data is known by; see `Benchmark.data`."""
         return None if self._file else self._digests[task]
 
     def cells(self) -> list[Cell]:
+        """Return all cells in the order of the run."""
         return [Cell(task, None, tuple(lines)) for task, lines in self._lines.items()]
 
-    def row(self, cell: Cell, sample: str, tokenizer: Any, overhead: int) -> Row:
+    def row(self, cell: Cell, sample: str, tokenizer: PreTrainedTokenizerBase, overhead: int) -> Row:
+        """Build one sample; see `Benchmark.row`."""
         line = self._lines[cell.task][sample]
         row = self.build(cell.task, line)
         if self.cut:
@@ -126,8 +144,12 @@ class FromFiles(Checked, ABC):
 
 @dataclass
 class LongBench(FromFiles):
-    """path: .jsonl, .jsonl.gz, data.zip or a folder. tasks: official names; None takes those of `preset`.
-    max_length: prompt tokens before truncation, None = what the model's positions leave.
+    """LongBench v1.
+
+    path: .jsonl, .jsonl.gz, data.zip or a folder of them.
+    tasks: official names; None takes those of `preset`.
+    preset: tasks of a paper's table.
+    max_length: tokens above which a prompt is cut; None takes what the model's positions leave.
     """
 
     tasks: Tasks | None = None
@@ -138,23 +160,33 @@ class LongBench(FromFiles):
     cut = True
 
     def wanted(self) -> Sequence[str]:
+        """Return the names of the tasks. Raises ValueError for an unknown one."""
         known = longbench.max_new_tokens()
         return _known(self.tasks or longbench.tasks(self.preset), known, "LongBench", lambda t: t.removesuffix("_e"))
 
     def read(self, task: str) -> Iterator[Line]:
+        """Yield the task's lines, checked against their schema."""
         return checked(longbench.read(task, self.path), schema.longbench_line(task))
 
-    def build(self, task: str, line: Any, tokenizer: Any = None, max_length: int | None = None) -> Row:
+    def build(
+        self, task: str, line: Any, tokenizer: PreTrainedTokenizerBase | None = None, max_length: int | None = None
+    ) -> Row:
+        """Build a row of one line."""
         return longbench.build_row(task, line, tokenizer, max_length)
 
     def identity(self) -> dict[str, Any]:
+        """Return what every sample depends on; see `Benchmark.identity`."""
         return {"max_length": self.max_length, **super().identity()}
 
 
 @dataclass
 class InfiniteBench(FromFiles):
-    """path: a folder of <task>.jsonl. tasks: official names, None = ASL's ten. style: "completion" or "chat", see
-    eval.benchmarks.infinitebench. max_length: prompt tokens before truncation, None = what the positions leave.
+    """InfiniteBench.
+
+    path: a folder of <task>.jsonl files.
+    tasks: official names; None takes ASL's ten.
+    style: "completion" or "chat", see eval.benchmarks.infinitebench.
+    max_length: tokens above which a prompt is cut; None takes what the model's positions leave.
     """
 
     tasks: Tasks | None = None
@@ -165,39 +197,54 @@ class InfiniteBench(FromFiles):
     cut = True
 
     def wanted(self) -> Sequence[str]:
+        """Return the names of the tasks. Raises ValueError for an unknown one."""
         return _known(self.tasks or infinitebench.TASKS, infinitebench.assets()["max_new_tokens"], "InfiniteBench")
 
     def read(self, task: str) -> Iterator[Line]:
+        """Yield the task's lines, checked against their schema."""
         return checked(infinitebench.read(task, self.path), schema.infinitebench_line(task))
 
-    def build(self, task: str, line: Any, tokenizer: Any = None, max_length: int | None = None) -> Row:
+    def build(
+        self, task: str, line: Any, tokenizer: PreTrainedTokenizerBase | None = None, max_length: int | None = None
+    ) -> Row:
+        """Build a row of one line."""
         return infinitebench.build_row(task, line, tokenizer, max_length, self.style)
 
     def identity(self) -> dict[str, Any]:
+        """Return what every sample depends on; see `Benchmark.identity`."""
         return {"max_length": self.max_length, "style": self.style, **super().identity()}
 
 
 @dataclass
 class Math500(FromFiles):
-    """path: test.jsonl of prm800k's math_splits, or its folder."""
+    """MATH-500. path: test.jsonl of prm800k's math_splits, or its folder."""
 
     max_new_tokens: Positive = math500.MAX_NEW_TOKENS
     name: str = "math500"
 
     def read(self, task: str) -> Iterator[Line]:
+        """Yield the task's lines, checked against their schema."""
         return checked(math500.read(self.path), schema.math500_line())
 
-    def build(self, task: str, line: Any, tokenizer: Any = None, max_length: int | None = None) -> Row:
+    def build(
+        self, task: str, line: Any, tokenizer: PreTrainedTokenizerBase | None = None, max_length: int | None = None
+    ) -> Row:
+        """Build a row of one line."""
         return math500.build_row(line, self.max_new_tokens)
 
     def identity(self) -> dict[str, Any]:
+        """Return what every sample depends on; see `Benchmark.identity`."""
         return {"max_new_tokens": self.max_new_tokens, **super().identity()}
 
 
 @dataclass
 class Mmlu(FromFiles):
-    """path: the folder of the official CSV files, or a .jsonl. tasks: subjects, None = Lethe's eight. shots: examples
-    before the question. reasoning: generate reasoning of at most max_new_tokens; else one token, the letter.
+    """MMLU.
+
+    path: the folder of the official CSV files, or a .jsonl.
+    tasks: subjects; None takes Lethe's eight.
+    shots: examples before the question.
+    reasoning: whether the reply is reasoning of at most max_new_tokens; else it is one token, the letter.
     """
 
     tasks: Tasks | None = None
@@ -208,9 +255,11 @@ class Mmlu(FromFiles):
     _dev: dict[str, list[mmlu.Question]] = field(default_factory=dict, repr=False)
 
     def wanted(self) -> Sequence[str]:
+        """Return the names of the tasks. Raises ValueError for an unknown one."""
         return list(self.tasks or mmlu.LETHE)
 
     def read(self, task: str) -> Iterator[Line]:
+        """Yield the task's lines, checked against their schema."""
         dev = checked(mmlu.read(task, "dev", self.path), schema.mmlu_line())
         self._dev[task] = [line.data for line in dev][: self.shots]
         if len(self._dev[task]) < self.shots:
@@ -221,26 +270,30 @@ class Mmlu(FromFiles):
         return checked(mmlu.read(task, "test", self.path), schema.mmlu_line())
 
     def _check_source(self, tasks: Sequence[str]) -> None:
-        """One .jsonl holds all subjects."""
+        """Accept any path, because one .jsonl holds all subjects."""
 
     def _known_by(self, task: str, lines: Sequence[Line]) -> str:
-        """The examples count too."""
+        """Count the examples, too."""
         return digest(json.dumps(self._dev[task], sort_keys=True) + super()._known_by(task, lines))
 
-    def build(self, task: str, line: Any, tokenizer: Any = None, max_length: int | None = None) -> Row:
+    def build(
+        self, task: str, line: Any, tokenizer: PreTrainedTokenizerBase | None = None, max_length: int | None = None
+    ) -> Row:
+        """Build a row of one line."""
         if self.reasoning:
             return mmlu.reasoning_row(task, self._dev[task], line, "", self.max_new_tokens)
         return mmlu.row_for(task, self._dev[task], line, "")
 
     def identity(self) -> dict[str, Any]:
+        """Return what every sample depends on; see `Benchmark.identity`."""
         reply = self.max_new_tokens if self.reasoning else 1
         return {"shots": self.shots, "reasoning": self.reasoning, "max_new_tokens": reply, **super().identity()}
 
 
 def _known(
-    tasks: Iterable[str], known: Mapping[str, Any], where: str, plain: Any = lambda task: task
+    tasks: Iterable[str], known: Mapping[str, object], where: str, plain: Callable[[str], str] = lambda task: task
 ) -> Sequence[str]:  # fmt: skip
-    """The tasks. Raises ValueError for one that is not known."""
+    """Return the tasks. Raises ValueError for one that is not known. plain: the name that is looked up."""
     for task in (found := list(tasks)):
         if plain(task) not in known:
             raise ValueError(f"benchmark.tasks: {task!r} is not in {where}; choose from {', '.join(known)}")

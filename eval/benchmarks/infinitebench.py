@@ -30,7 +30,7 @@ CHOICES = ("longbook_choice_eng", "code_debug")
 
 @cache
 def assets() -> dict[str, dict[str, Any]]:
-    """ "completion" and "chat": prompt of each task; "max_new_tokens": its reply length."""
+    """Return by task the prompts of "completion" and of "chat", and the reply lengths in "max_new_tokens"."""
     return json.loads(files("eval.benchmarks").joinpath("assets", "infinitebench.json").read_text(encoding="utf-8"))
 
 

@@ -75,8 +75,9 @@ def row_for(subject: str, dev_rows: Sequence[Question], row: Question, id: str, 
 def reasoning_row(
     subject: str, dev_rows: Sequence[Question], row: Question, id: str, max_new_tokens: int = MAX_NEW_TOKENS
 ) -> Row:
-    """The same prompt with a request to reason in place of the last "Answer:", through the chat template. Ours: Lethe
-    does not give its prompt.
+    """Build the same prompt with a request to reason in place of the last "Answer:", for the chat template.
+
+    Lethe does not print its prompt, so the wording is this project's.
     """
     plain = row_for(subject, dev_rows, row, id, max_new_tokens)
     question = plain.question.removesuffix("Answer:") + INSTRUCTION

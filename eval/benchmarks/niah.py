@@ -1,13 +1,15 @@
 """Needle in a haystack: one sentence hidden at a depth of a long text.
 
-Behaviour of gkamradt/LLMTest_NeedleInAHaystack 7b90d28 (MIT). Officially GPT judges the reply from 1 to 10; here
-`recall` does (as in the line of work that ThinK belongs to), or eval.metrics.rouge.rouge_1. Bring your own haystack:
-the official essays may not be redistributed.
+Behaviour of gkamradt/LLMTest_NeedleInAHaystack 7b90d28 (MIT). Officially GPT judges the reply
+from 1 to 10. Here `recall` does, as in the line of work that ThinK belongs to; eval.metrics.rouge.rouge_1 is another
+choice. The official essays may not be redistributed, so bring your own haystack.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from annotated_types import Ge, Le, MinLen
@@ -16,6 +18,9 @@ from data_gen.haystack import SPLITS, known_by, sentences
 from eval.benchmarks.base import Cell, check_fits
 from eval.benchmarks.row import Row
 from leank_train.common.typed import Checked, OneOf, Positive, Seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 NEEDLE = "\nThe best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day.\n"
 QUESTION = "What is the best thing to do in San Francisco?"
@@ -122,10 +127,11 @@ def recall(reply: str, expected: str = EXPECTED) -> float:
 
 @dataclass
 class Niah(Checked):
-    """The grid, cell by cell (eval.benchmarks.base): a cell is a length, a sample a depth.
+    """The grid, cell by cell (eval.benchmarks.base): each cell is a length, and its samples are the depths.
 
-    lengths: tokens, None = `count` from shortest to longest, as officially; depths: per cent, None = `count` from 0 to
-    100. essays, split: the haystack, see data_gen.haystack; None is the text shipped with the package.
+    lengths: tokens; None takes `count` lengths from shortest to longest, as officially.
+    depths: per cent, whole numbers; None takes `count` depths from 0 to 100.
+    essays, split: the haystack, see data_gen.haystack; None is the text shipped with the package.
     """
 
     lengths: Annotated[Sequence[Positive], MinLen(1)] | None = None
@@ -139,7 +145,14 @@ class Niah(Checked):
     seed: Seed = 0
     _texts: dict[int, str] = field(default_factory=dict, repr=False)
 
-    def check(self, config: Any, tokenizer: Any, overhead: int, max_new_tokens: int | None = None) -> None:
+    def check(
+        self,
+        config: PreTrainedConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        overhead: int,
+        max_new_tokens: int | None = None,
+    ) -> None:
+        """Check settings and data before any weights are loaded; see `Benchmark.check`."""
         for length in (min(self._lengths), max(self._lengths)):
             row = self.row(Cell("niah", length, ()), str(max(self._depths)), tokenizer, overhead)
             check_fits(row, tokenizer, overhead, getattr(config, "max_position_embeddings", None), max_new_tokens)
@@ -153,22 +166,31 @@ class Niah(Checked):
         return list(self.depths) if self.depths is not None else grid(0, 100, self.count)
 
     def identity(self) -> dict[str, Any]:
+        """Return what every sample depends on; see `Benchmark.identity`."""
         return {"essays": known_by(self.essays), "split": self.split}
 
     def data(self, task: str) -> None:
         """The haystack is the same for all tasks, and counts in `identity`."""
 
     def cells(self) -> list[Cell]:
+        """Return all cells in the order of the run."""
         return [Cell("niah", length, tuple(map(str, self._depths))) for length in self._lengths]
 
-    def row(self, cell: Cell, sample: str, tokenizer: Any, overhead: int) -> Row:
+    def row(self, cell: Cell, sample: str, tokenizer: PreTrainedTokenizerBase, overhead: int) -> Row:
+        """Build one sample; see `Benchmark.row`."""
+
         def encode(text: str) -> list[int]:
             return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-        length, depth = cell.length, int(sample)
-        assert length is not None
+        def decode(ids: list[int]) -> str:
+            return str(tokenizer.decode(ids))
+
+        length = cell.length
+        if length is None or not sample.isdecimal():
+            raise ValueError(f"niah, length {length}, sample {sample!r}: a sample's id is its depth, 0 to 100 per cent")
+        depth = int(sample)
         if length not in self._texts:
             haystack = " ".join(sentences(self.essays, self.split))
-            self._texts[length] = fitted(haystack, length, encode, tokenizer.decode)
-        context = insert_needle(self._texts[length], NEEDLE, depth, length, encode, tokenizer.decode)
+            self._texts[length] = fitted(haystack, length, encode, decode)
+        context = insert_needle(self._texts[length], NEEDLE, depth, length, encode, decode)
         return replace(_row(context, length, depth), id=sample)

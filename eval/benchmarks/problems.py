@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, MinLen
 
@@ -16,9 +16,13 @@ from data_gen.tokens import TokenCounter
 from eval.benchmarks import gsm_infinite
 from eval.benchmarks.base import Cell, check_fits
 from eval.benchmarks.row import Row
-from eval.benchmarks.schema import checked, gsm_infinite_line
+from eval.benchmarks.rules import checked
+from eval.benchmarks.schema import gsm_infinite_line
 from eval.benchmarks.source import read_file
 from leank_train.common.typed import Checked, Count, OneOf, Positive, Seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 SUBSETS = {"medium": 2, "hard": 3, "symbolic": 0}  # and their d
 
@@ -45,7 +49,14 @@ class GsmInfinite(Checked):
     _digest: str = field(default="", repr=False)
     _counters: dict[int, TokenCounter] = field(default_factory=dict, repr=False)
 
-    def check(self, config: Any, tokenizer: Any, overhead: int, max_new_tokens: int | None = None) -> None:
+    def check(
+        self,
+        config: PreTrainedConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        overhead: int,
+        max_new_tokens: int | None = None,
+    ) -> None:
+        """Check settings and data before any weights are loaded; see `Benchmark.check`."""
         if self.path is None:
             self._plan()
         else:
@@ -60,13 +71,16 @@ class GsmInfinite(Checked):
         """A file counts in `identity`, the generator has none."""
 
     def identity(self) -> dict[str, Any]:
+        """Return what every sample depends on; see `Benchmark.identity`."""
         from_where = {"file": self._digest} if self.path is not None else {}
         return {**from_where, "merge_turns": self.merge_turns, "max_new_tokens": self.max_new_tokens}
 
     def cells(self) -> list[Cell]:
+        """Return all cells in the order of the run."""
         return [Cell(task, None, tuple(problems)) for task, problems in self._made.items()]
 
-    def row(self, cell: Cell, sample: str, tokenizer: Any, overhead: int) -> Row:
+    def row(self, cell: Cell, sample: str, tokenizer: PreTrainedTokenizerBase, overhead: int) -> Row:
+        """Build one sample; see `Benchmark.row`."""
         data = self._made[cell.task][sample]
         if self.path is None:
             data = self._generate(data, tokenizer)
@@ -77,7 +91,7 @@ class GsmInfinite(Checked):
             return gsm_infinite.symbolic_row(data)
         return gsm_infinite.realistic_row(data, self.merge_turns)
 
-    def _generate(self, planned: tuple[str, int, int, int], tokenizer: Any) -> dict[str, Any]:
+    def _generate(self, planned: tuple[str, int, int, int], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         subset, length, op, index = planned
         if subset == "symbolic":
             made: Any = symbolic(op, self.seed, index, length)
@@ -124,10 +138,6 @@ class GsmInfinite(Checked):
         self._digest = hashlib.sha256(path.read_bytes()).hexdigest()[:10]
         if not self._made:
             raise ValueError(f"benchmark.path={self.path} has no problem with op in {self.ops}")
-
-
-def _is_length(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _nominal(length: int) -> str:

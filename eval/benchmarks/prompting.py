@@ -7,13 +7,13 @@ from typing import Any, Protocol
 
 
 class Tokenizer(Protocol):
-    """What truncation needs; any Hugging Face tokenizer has it."""
+    """What truncation needs of a tokenizer; any Hugging Face tokenizer has it."""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, with the special tokens that the model's prompts carry."""
+        """Return token ids, with the special tokens that the model's prompts carry."""
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        """Text of the ids."""
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any:
+        """Return the text of one list of ids."""
 
 
 def truncate_middle(text: str, max_length: int, tokenizer: Tokenizer) -> str:

@@ -1,12 +1,13 @@
-"""RULER's tasks from our generators, sized and worded as officially (see docs/benchmarks.md); 200 samples a task in
-LeanK's tables.
+"""RULER's tasks from the generators of data_gen, sized and worded as officially (see docs/benchmarks.md).
+
+LeanK's tables have 200 samples per task.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import MinLen
 
@@ -19,6 +20,9 @@ from data_gen.tokens import TokenCounter
 from eval.benchmarks.base import Cell
 from eval.benchmarks.row import Row
 from leank_train.common.typed import Checked, OneOf, Positive, Seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 OFFICIAL = (
     "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
@@ -55,7 +59,14 @@ class Ruler(Checked):
     name: str = "ruler"
     _counters: dict[int, TokenCounter] = field(default_factory=dict, repr=False)
 
-    def check(self, config: Any, tokenizer: Any, overhead: int, max_new_tokens: int | None = None) -> None:
+    def check(
+        self,
+        config: PreTrainedConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        overhead: int,
+        max_new_tokens: int | None = None,
+    ) -> None:
+        """Check settings and data before any weights are loaded; see `Benchmark.check`."""
         known = [name for name in OFFICIAL if name in TASKS]
         for name in self.tasks:
             if name not in known:
@@ -73,16 +84,20 @@ class Ruler(Checked):
             self.row(Cell(name, min(self.lengths), ("0",)), "0", tokenizer, overhead)
 
     def identity(self) -> dict[str, Any]:
+        """Return what every sample depends on; see `Benchmark.identity`."""
         return {"essays": haystack.known_by(self.essays), "split": self.split}
 
     def data(self, task: str) -> str | None:
+        """Return what the task's data is known by; see `Benchmark.data`."""
         return qa.known_by(QA[task], self._data(task)) if task in QA else None
 
     def cells(self) -> list[Cell]:
+        """Return all cells in the order of the run."""
         ids = tuple(str(index) for index in range(self.samples))
         return [Cell(name, length, ids) for length in self.lengths for name in self.tasks]
 
-    def row(self, cell: Cell, sample: str, tokenizer: Any, overhead: int) -> Row:
+    def row(self, cell: Cell, sample: str, tokenizer: PreTrainedTokenizerBase, overhead: int) -> Row:
+        """Build one sample; see `Benchmark.row`."""
         counter = self._counters.setdefault(id(tokenizer), TokenCounter(tokenizer))
         assert cell.length is not None
         length = cell.length - overhead

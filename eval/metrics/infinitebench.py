@@ -90,8 +90,9 @@ def choice(prediction: str, labels: list[Any]) -> bool:
 
 
 def math_find(prediction: str, labels: list[Any]) -> bool:
-    """The first unsigned number equals the label. Where the label is an integer and the number is not, officially an
-    uncaught ValueError, the reply is wrong.
+    """Return whether the first unsigned number equals the label.
+
+    A reply with a decimal number is wrong where the label is an integer; the official code ends in a ValueError there.
     """
     label = labels[0]
     if isinstance(label, bool) or not isinstance(label, int | float):

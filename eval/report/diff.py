@@ -1,4 +1,4 @@
-"""What two methods answered, sample by sample: python -m eval diff DIR dense leank."""
+"""Compare what two methods answered, sample by sample: python -m eval diff DIR dense leank."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from eval.report.groups import Pair, changed, group, labels, paired
 from eval.report.html import listing, page, title, to_table
-from eval.report.summary import Row, changed, group, labels, paired
 from eval.report.tables import Line, Table, markdown, number
 from eval.run.results import read
 from leank_train.common.bootstrap import interval, mean
@@ -18,9 +18,9 @@ from leank_train.common.escape import markdown as escaped
 from leank_train.common.files import write_text
 
 
-def table(pairs: Sequence[tuple[Row, Row]], first: str, second: str) -> Table:
-    """Scores of both by task and length, how many samples got worse or better, and the paired difference."""
-    groups: dict[tuple[str, int | None], list[tuple[Row, Row]]] = {}
+def table(pairs: Sequence[Pair], first: str, second: str) -> Table:
+    """Make a table of both scores by task and length, of what got worse or better, and of the paired difference."""
+    groups: dict[tuple[str, int | None], list[Pair]] = {}
     for a, b in pairs:
         groups.setdefault((a["task"], a["length"]), []).append((a, b))
     lines = [_line(t if n is None else f"{t}, {n} tokens", [some]) for (t, n), some in groups.items()]
@@ -33,7 +33,8 @@ def table(pairs: Sequence[tuple[Row, Row]], first: str, second: str) -> Table:
     return Table(f"{first} and {second}", head, lines, note)
 
 
-def _line(name: str, strata: Sequence[Sequence[tuple[Row, Row]]]) -> Line:
+def _line(name: str, strata: Sequence[Sequence[Pair]]) -> Line:
+    """Make one line. strata: the pairs of each task and length."""
     scores = [np.array([[100 * a["score"], 100 * b["score"]] for a, b in pairs]) for pairs in strata]
     gains = [of[:, 1] - of[:, 0] for of in scores]
     gain, (low, high), every = mean(gains), interval(gains), np.concatenate(gains)
@@ -48,8 +49,8 @@ def _line(name: str, strata: Sequence[Sequence[tuple[Row, Row]]]) -> Line:
     )
 
 
-def to_markdown(pairs: Sequence[tuple[Row, Row]], names: tuple[str, str]) -> str:
-    """Every sample of `pairs` with both replies, in order."""
+def to_markdown(pairs: Sequence[Pair], names: tuple[str, str]) -> str:
+    """Write every sample of `pairs` with both replies, in order."""
     parts = []
     for first, second in pairs:
         length = "" if first["length"] is None else f", {first['length']} tokens"
@@ -64,9 +65,11 @@ def to_markdown(pairs: Sequence[tuple[Row, Row]], names: tuple[str, str]) -> str
 
 
 def write_diff(directory: Path, first: str, second: str) -> tuple[Path, str]:
-    """diff_FIRST_SECOND.md and .html beside the rows. Returns the page's path and the table in Markdown.
+    """Write diff_FIRST_SECOND.md and .html beside the rows.
 
-    Raises ValueError, naming the methods that there are, if no sample has both.
+    directory: of a run.
+    first, second: labels of two of its methods.
+    Returns the page's path and the table in Markdown. Raises ValueError, naming the methods, if no sample has both.
     """
     texts, pages, shown = [], [], []
     known: dict[str, None] = {}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-from eval.report.summary import changed
+from eval.report.groups import Pair, changed
+from eval.report.records import RunSummary, Summary
 from eval.report.tables import Table, tables
+from eval.run.rows import ResultRow
 
-SHOWN = 40  # replies that differ from dense, of each method
+SHOWN = 40  # replies listed per method, of those that differ from dense
 
 STYLE = """
 :root { color-scheme: light dark; --page: #fff; --text: #1b1e23; --soft: #5d6570; --line: #d9dde3; --band: #f4f6f8;
@@ -39,6 +40,7 @@ pre { background: var(--band); padding: .7rem; overflow-x: auto; font-size: .8re
 
 
 def _td(text: str, shade: float | None) -> str:
+    """Make a cell. shade: points from dense, which colour it."""
     if not shade:
         return f"<td>{html.escape(text)}</td>"
     kind, strength = ("better" if shade > 0 else "worse"), min(0.55, abs(shade) / 60)
@@ -46,7 +48,7 @@ def _td(text: str, shade: float | None) -> str:
 
 
 def to_table(table: Table) -> str:
-    """A table; wide ones scroll, the first column stays."""
+    """Make a table of HTML; a wide one scrolls while its first column stays."""
     head = "".join(f'<th scope="col">{html.escape(text)}</th>' for text in table.head)
     body = ""
     for line in table.lines:
@@ -60,8 +62,8 @@ def to_table(table: Table) -> str:
     )
 
 
-def listing(pairs: Sequence[tuple[Mapping, Mapping]], names: tuple[str, str]) -> str:
-    """Samples with both replies, folded; pairs: rows of the first and of the second method."""
+def listing(pairs: Sequence[Pair], names: tuple[str, str]) -> str:
+    """Fold samples with both replies into a list. pairs: rows of the first and of the second method in `names`."""
     parts = []
     for first, second in pairs:
         length = "" if first["length"] is None else f", {first['length']} tokens"
@@ -74,25 +76,28 @@ def listing(pairs: Sequence[tuple[Mapping, Mapping]], names: tuple[str, str]) ->
     return "".join(parts)
 
 
-def _replies(rows: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> str:
-    parts = []
-    for method in run["methods"] if run["dense"] is not None else ():
-        pairs = changed(rows, run["dense"], method)
+def _replies(rows: Sequence[ResultRow], run: RunSummary) -> str:
+    """List the replies of each method that differ from dense."""
+    parts, dense = [], run["dense"]
+    if dense is None:
+        return ""
+    for method in run["methods"]:
+        pairs = changed(rows, dense, method)
         if pairs:
             more = f" ({SHOWN} shown, largest loss first)" if len(pairs) > SHOWN else ""
-            head = f"{html.escape(method)}: {len(pairs)} replies that differ from {html.escape(run['dense'])}{more}"
-            inner = listing(pairs[:SHOWN], (run["dense"], method))
+            head = f"{html.escape(method)}: {len(pairs)} replies that differ from {html.escape(dense)}{more}"
+            inner = listing(pairs[:SHOWN], (dense, method))
             parts.append(f"<details><summary>{head}</summary><div class=inner>{inner}</div></details>")
     return "<h2>Replies</h2>" + "".join(parts) if parts else ""
 
 
-def title(run: Mapping[str, Any]) -> str:
-    """A run in words."""
+def title(run: RunSummary | ResultRow) -> str:
+    """Name a run in words."""
     return f"{run['benchmark']} on {run['model']}, compressed {run['compress'].replace('_', ' the ')}"
 
 
 def page(name: str, body: str) -> str:
-    """A whole page that needs no other file."""
+    """Make a whole page that needs no other file."""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(name)}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>'
@@ -101,22 +106,26 @@ def page(name: str, body: str) -> str:
 
 
 def figure(caption: str, drawing: str) -> str:
-    """An SVG with its caption."""
+    """Put a caption below an SVG."""
     return f"<figure><div class=wide>{drawing}</div><figcaption>{html.escape(caption)}</figcaption></figure>"
 
 
 def to_html(
-    summary: Mapping[str, Any],
-    groups: Iterable[Sequence[Mapping[str, Any]]],
+    summary: Summary,
+    groups: Iterable[Sequence[ResultRow]],
     figures: Sequence[Sequence[tuple[str, str]]],
 ) -> str:
-    """The page of a report. groups: the rows of each run; figures: (caption, SVG) of each run."""
+    """Make the page of a report.
+
+    groups: the rows of each run.
+    figures: (caption, SVG) of each run.
+    """
     parts = []
     for run, rows, drawn in zip(summary["runs"], groups, figures, strict=True):
         few = min((c["n"] for c in run["cells"]), default=0)
         warn = f" The smallest cell has {few} samples: its interval says little." if few < 10 else ""
         parts.append(f"<h1>{html.escape(title(run))}</h1><p>{run['rows']} rows; tasks count alike.{warn}</p>")
-        made = [to_table(t) for t in tables(dict(run))]
+        made = [to_table(t) for t in tables(run)]
         parts += [made[0], *(figure(caption, svg) for caption, svg in drawn), *made[1:]]
         parts.append(_replies(rows, run))
         about = {"settings": run["settings"], "methods": run["methods"], "versions": run["versions"]}

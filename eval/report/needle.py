@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 from matplotlib.figure import Figure
 
+from eval.report.records import RunSummary
 from eval.report.style import sheet
 
 
-def by_depth(run: Mapping[str, Any]) -> Figure | None:
-    """Needle in a haystack: mean score by length and depth of the needle, a map a method."""
+def by_depth(run: RunSummary) -> Figure | None:
+    """Draw the mean score by length and depth of the needle, one map per method."""
     maps = run["by_depth"]
     if not maps:
         return None

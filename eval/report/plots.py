@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 from eval.report.needle import by_depth
+from eval.report.records import AgainstDense, Figures, Interval, RunSummary
 from eval.report.style import INK, MARKERS, PALETTE, SETTINGS, plain, sheet
 
-Run = Mapping[str, Any]
-CROWD = 8  # methods, above which a figure says less of each
+CROWD = 8  # above so many methods a figure draws less of each
 
 
 def axes_of(config: Mapping[str, Any]) -> str:
-    """The axes on which a method chooses, in words: "channels + bits"."""
+    """Name the axes on which a method chooses, such as "channels + bits"."""
     return " + ".join(axis for axis, choice in config.items() if isinstance(choice, Mapping)) or "dense"
 
 
-def _styles(run: Run) -> dict[str, dict[str, Any]]:
+def _styles(run: RunSummary) -> dict[str, dict[str, Any]]:
+    """Return colour and marker of each method."""
     styles, number = {}, 0
     for method in run["methods"]:
         if method == run["dense"]:
@@ -34,29 +36,30 @@ def _styles(run: Run) -> dict[str, dict[str, Any]]:
     return styles
 
 
-def _errors(cells: list[dict[str, Any]], value: Callable[[dict[str, Any]], tuple[float, tuple[float, float]]]) -> Any:
-    """(values, distances to both ends of their intervals)."""
-    found = [value(cell) for cell in cells]
+def _errors(found: Sequence[tuple[float, Interval]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the values, and the distances to both ends of their intervals."""
     middle = np.array([v for v, _ in found])
     ends = np.array([i for _, i in found]).T
     return middle, np.maximum(0, np.stack([middle - ends[0], ends[1] - middle]))
 
 
-def _score(cell: dict[str, Any]) -> tuple[float, tuple[float, float]]:
-    return cell["score"], cell["interval"]
+def _scores(cells: Iterable[Figures]) -> list[tuple[float, Interval]]:
+    """Return the scores with their intervals."""
+    return [(cell["score"], cell["interval"]) for cell in cells]
 
 
-def _difference(cell: dict[str, Any]) -> tuple[float, tuple[float, float]]:
-    return cell["against_dense"]["difference"], cell["against_dense"]["interval"]
+def _differences(found: Iterable[AgainstDense]) -> list[tuple[float, Interval]]:
+    """Return the differences with their intervals."""
+    return [(one["difference"], one["interval"]) for one in found]
 
 
-def _reach(cells: list[dict[str, Any]]) -> tuple[float, float]:
-    """Ends of a score axis: up to 100, and down to the lowest interval, 20 points at least."""
+def _reach(cells: Sequence[Figures]) -> tuple[float, float]:
+    """Return the ends of a score axis: up to 100, and down to the lowest interval, at least 20 points."""
     return max(-3, min(min(cell["interval"][0] for cell in cells) - 3, 80)), 103
 
 
-def by_length(run: Run) -> Figure | None:
-    """Scores over lengths, a line a method."""
+def by_length(run: RunSummary) -> Figure | None:
+    """Draw scores over lengths, one line per method."""
     lengths = [n for n in run["lengths"] if n is not None]
     if len(lengths) < 2:
         return None
@@ -65,9 +68,9 @@ def by_length(run: Run) -> Figure | None:
     crowded = len(run["methods"]) > CROWD
     for offset, (method, style) in enumerate(_styles(run).items()):
         cells = [c for c in run["by_length"] if c["method"] == method and c["length"] is not None]
-        score, errors = _errors(cells, _score)
+        score, errors = _errors(_scores(cells))
         aside = 0 if crowded else 0.03 * (offset - len(run["methods"]) / 2)
-        x = np.array([lengths.index(c["length"]) for c in cells]) + aside
+        x = np.array([lengths.index(c["length"]) for c in cells if c["length"] is not None]) + aside
         axes.errorbar(
             x,
             score,
@@ -85,8 +88,8 @@ def by_length(run: Run) -> Figure | None:
     return figure
 
 
-def differences(run: Run) -> Figure | None:
-    """Paired differences from dense, a row a task."""
+def differences(run: RunSummary) -> Figure | None:
+    """Draw paired differences from dense, one row per task."""
     styles = {m: s for m, s in _styles(run).items() if m != run["dense"]}
     if len(run["tasks"]) == 1:
         return None  # the overall table says it
@@ -95,17 +98,17 @@ def differences(run: Run) -> Figure | None:
     axes = plain(figure.add_subplot())
     shown = 0
     for offset, (method, style) in enumerate(styles.items()):
-        tasks: dict[str, list[dict[str, Any]]] = {}
+        tasks: dict[str, list[AgainstDense]] = {}
         for cell in run["cells"]:
             if cell["method"] == method and "against_dense" in cell:
-                tasks.setdefault(cell["task"], []).append(cell)
+                tasks.setdefault(cell["task"], []).append(cell["against_dense"])
         if not tasks:
             continue
         shown += 1
-        for task, cells in tasks.items():
-            middle, errors = _errors(cells, _difference)
+        for task, found in tasks.items():
+            middle, errors = _errors(_differences(found))
             # the lengths of a task are independent draws: errors of their mean add up in squares
-            mean, error = middle.mean(), np.sqrt((errors**2).sum(1)) / len(cells)
+            mean, error = middle.mean(), np.sqrt((errors**2).sum(1)) / len(found)
             y = run["tasks"].index(task) + 0.7 * ((offset + 0.5) / len(styles) - 0.5)
             label = method if task == next(iter(tasks)) else None
             axes.errorbar(mean, y, xerr=error[:, None], capsize=0 if crowded else 2, markersize=3 if crowded else 5,
@@ -120,8 +123,8 @@ def differences(run: Run) -> Figure | None:
     return figure
 
 
-def against_bytes(run: Run) -> Figure | None:
-    """Scores over MiB of cache, a point a length."""
+def against_bytes(run: RunSummary) -> Figure | None:
+    """Draw scores over MiB of cache, one point per length."""
     several = len(run["lengths"]) > 1
     figure = sheet(4.2)
     axes = plain(figure.add_subplot())
@@ -129,22 +132,22 @@ def against_bytes(run: Run) -> Figure | None:
         cells = [c for c in run["by_length"] if c["method"] == method and c["cache_bytes"]]
         if not cells:
             continue
-        score, errors = _errors(cells, _score)
-        x = [c["cache_bytes"] / 2**20 for c in cells]
+        score, errors = _errors(_scores(cells))
+        x = [(c["cache_bytes"] or 0) / 2**20 for c in cells]
         axes.errorbar(x, score, errors, label=method, capsize=2, markersize=5, elinewidth=0.8, linewidth=0.6,
                       linestyle=":" if several else "", **style)  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(matplotlib.ticker.LogLocator(base=2, subs=(1, 1.5)))
     axes.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda x, _: f"{x:g}"))
     axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
-    axes.set_xlabel("MiB of cache a sample, after the prompt" + ("; a point a length" if several else ""))
+    axes.set_xlabel("MiB of cache per sample, after the prompt" + ("; one point per length" if several else ""))
     axes.set(ylabel="score", ylim=_reach(run["by_length"]))
     figure.legend(loc="outside upper left", ncols=3)
     return figure
 
 
 def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Of (cost, score) points those that no other beats: none is as cheap and better, or as good and cheaper."""
+    """Return the (cost, score) points that no other beats by being cheaper and as good, or better and as cheap."""
     best: list[tuple[float, float]] = []
     for point in sorted(points, key=lambda p: (p[0], -p[1])):
         if not best or point[1] > best[-1][1]:
@@ -172,8 +175,8 @@ def _name(axes: Axes, places: list[tuple[float, float, str]]) -> None:
         axes.annotate(text, (x, y), offset, textcoords="offset points", va="center", fontsize=size, arrowprops=line)
 
 
-def by_axes(run: Run) -> Figure | None:
-    """Scores over the share of the dense cache that is held, all lengths together; colour: the axes chosen on."""
+def by_axes(run: RunSummary) -> Figure | None:
+    """Draw scores over the share of the dense cache that is held; the colour tells the axes that a method uses."""
     cells = [c for c in run["overall"] if "against_dense" in c or c["method"] == run["dense"]]
     if run["dense"] is None or len(cells) < 3:
         return None
@@ -183,7 +186,7 @@ def by_axes(run: Run) -> Figure | None:
     places = []
     for kind, colour in zip(kinds, (INK, *PALETTE * len(kinds)), strict=False):
         mine = [c for c in cells if axes_of(run["methods"][c["method"]]) == kind]
-        score, errors = _errors(mine, _score)
+        score, errors = _errors(_scores(mine))
         x = [100 * c["against_dense"]["bytes"] if "against_dense" in c else 100.0 for c in mine]
         axes.errorbar(x, score, errors, label=kind, color=colour, marker="o", markersize=5, linestyle="", capsize=2,
                       elinewidth=0.8)  # fmt: skip
@@ -196,7 +199,7 @@ def by_axes(run: Run) -> Figure | None:
     return figure
 
 
-FIGURES: dict[str, tuple[str, Callable[[Run], Figure | None]]] = {
+FIGURES: dict[str, tuple[str, Callable[[RunSummary], Figure | None]]] = {
     "accuracy_by_length": ("Accuracy by length", by_length),
     "accuracy_by_axes": ("Accuracy against share of the dense cache; dashed: methods that no other beats", by_axes),
     "needle_by_depth": ("Needle in a haystack: score by length and depth", by_depth),
@@ -205,7 +208,7 @@ FIGURES: dict[str, tuple[str, Callable[[Run], Figure | None]]] = {
 }
 
 
-def draw(name: str, run: Run) -> Figure | None:
-    """One of FIGURES for one run of a summary; None where there is nothing to show."""
+def draw(name: str, run: RunSummary) -> Figure | None:
+    """Draw one of FIGURES for one run of a summary; return None where there is nothing to show."""
     with matplotlib.rc_context(SETTINGS):
         return FIGURES[name][1](run)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from eval import published
 from eval.metrics.gsm_infinite import auc
+from eval.report.records import Difference, Figures, Mark, MethodFigures, RunSummary
 from leank_train.common.escape import markdown as escaped
 from leank_train.common.escape import markdown_table
 
-# what a cell counts -> its mark, and the sentence below the table
-MARKS = {
+# the mark behind a score, and the sentence below the table
+MARKS: dict[Mark, tuple[str, str]] = {
     "not_compressed": ("†", "Nothing was compressed, as sink and window or the budget hold the whole prompt: such a "
                        "score says nothing about the method"),
     "dense_only": ("‡", "The first token alone decided the reply, and the dense pass chose it: such a score says "
@@ -24,7 +24,12 @@ PAPER_LENGTHS = {4096: "4K", 8192: "8K", 16384: "16K", 32768: "32K", 65536: "64K
 
 @dataclass
 class Line:
-    """One line: texts of its columns. shade: difference from dense of each cell, in points, None = unknown."""
+    """A line of a table.
+
+    cells: texts of its columns.
+    shade: difference from dense of each cell, in points; None where there is none.
+    published: whether a paper printed the figures.
+    """
 
     cells: list[str]
     shade: list[float | None] = field(default_factory=list)
@@ -42,7 +47,7 @@ class Table:
 
 
 def size(count: float | None) -> str:
-    """Bytes for people."""
+    """Write bytes with a unit."""
     if count is None:
         return "-"
     for unit in ("B", "KiB", "MiB"):
@@ -53,22 +58,22 @@ def size(count: float | None) -> str:
 
 
 def number(value: float | None, digits: int = 1) -> str:
-    """A figure, or a dash."""
+    """Write a figure, or a dash for None."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 def ms(seconds: float | None) -> str:
-    """Seconds as milliseconds."""
+    """Write seconds as milliseconds."""
     return "-" if seconds is None else f"{1000 * seconds:.1f}"
 
 
-def marks(cell: dict[str, Any]) -> str:
-    """The marks that stand behind a cell's score."""
+def marks(cell: Figures) -> str:
+    """Return the marks that stand behind a cell's score."""
     return "".join(mark for name, (mark, _) in MARKS.items() if cell.get(name))
 
 
-def remarks(cells: Iterable[dict[str, Any]]) -> list[str]:
-    """A sentence for every mark that these cells have, with the samples of each method that it is of."""
+def remarks(cells: Iterable[MethodFigures]) -> list[str]:
+    """Return a sentence for every mark that these cells have, with the count of such samples by method."""
     out, cells = [], list(cells)
     for name, (mark, sentence) in MARKS.items():
         counts: dict[str, tuple[int, int]] = {}
@@ -82,29 +87,29 @@ def remarks(cells: Iterable[dict[str, Any]]) -> list[str]:
     return out
 
 
-def scored(cell: dict[str, Any]) -> str:
-    """A mean with its marks."""
+def scored(cell: Figures) -> str:
+    """Write a mean with its marks."""
     return number(cell["score"]) + marks(cell)
 
 
-def mean(cell: dict[str, Any]) -> str:
-    """A mean with its marks and interval."""
+def mean(cell: Figures) -> str:
+    """Write a mean with its marks and interval."""
     return f"{scored(cell)} [{cell['interval'][0]:.1f}, {cell['interval'][1]:.1f}]"
 
 
-def difference(found: dict[str, Any] | None) -> str:
-    """A paired difference with its interval, or nothing."""
+def difference(found: Difference | None) -> str:
+    """Write a paired difference with its interval; nothing for None."""
     if found is None:
         return ""
     return f"{found['difference']:+.1f} [{found['interval'][0]:+.1f}, {found['interval'][1]:+.1f}]"
 
 
-def _shade(cell: dict[str, Any] | None) -> float | None:
+def _shade(cell: Figures | None) -> float | None:
     return cell["against_dense"]["difference"] if cell and "against_dense" in cell else None
 
 
-def overall(run: dict[str, Any]) -> Table:
-    """One line a method: score, difference, bytes, times."""
+def overall(run: RunSummary) -> Table:
+    """Make a table with one line per method: score, difference, bytes, times."""
     lines = []
     for cell in run["overall"]:
         against, seconds = cell.get("against_dense"), cell["seconds"]
@@ -125,8 +130,8 @@ def overall(run: dict[str, Any]) -> Table:
     return Table("Overall", head, lines, " ".join([note, *remarks(run["overall"])]))
 
 
-def differences(run: dict[str, Any]) -> Table | None:
-    """Every learned mask (columns) minus every other method (lines); None where dense alone is there to subtract."""
+def differences(run: RunSummary) -> Table | None:
+    """Compare every learned mask (columns) with every other method (lines); None if dense is the only other."""
     found = {(d["method"], d["minus"]): d for d in run["differences"]}
     learned, others = (list(dict.fromkeys(pair[i] for pair in found)) for i in (0, 1))
     others = [name for name in run["methods"] if name in others]
@@ -144,9 +149,9 @@ def differences(run: dict[str, Any]) -> Table | None:
 
 
 def _published(
-    run: dict[str, Any], by: str, columns: Sequence[str], digits: int = 1, last: bool = True, **where: Any
+    run: RunSummary, by: str, columns: Sequence[str], digits: int = 1, last: bool = True, **where: str | int | None
 ) -> tuple[list[Line], list[str]]:
-    """(lines of the papers' figures for these columns and, if `last`, their average; errata)."""
+    """Return lines with the papers' figures for these columns and, if `last`, their average; and the errata."""
     lines, errata = [], []
     for found in published.find(run["benchmark"], by, run["model"], **where):
         if any(found.scores.get(c) is not None for c in columns) or by == "average":
@@ -157,8 +162,8 @@ def _published(
     return lines, errata
 
 
-def by_length(run: dict[str, Any]) -> Table | None:
-    """Methods by lengths, as in LeanK's table 3."""
+def by_length(run: RunSummary) -> Table | None:
+    """Make a table of methods by lengths, as in LeanK's table 3."""
     lengths = [n for n in run["lengths"] if n is not None]
     if not lengths:
         return None
@@ -183,8 +188,8 @@ def by_length(run: dict[str, Any]) -> Table | None:
     return Table("By length", ["method", *map(str, lengths), "average"], lines, " ".join(notes))
 
 
-def by_task(run: dict[str, Any], length: int | None) -> Table:
-    """Methods by tasks at one length, as in LeanK's tables 2, 13 and 18."""
+def by_task(run: RunSummary, length: int | None) -> Table:
+    """Make a table of methods by tasks at one length, as in LeanK's tables 2, 13 and 18."""
     cells = {(c["method"], c["task"]): c for c in run["cells"] if c["length"] == length}
     means = {c["method"]: c for c in run["by_length"] if c["length"] == length}
     tasks = [t for t in run["tasks"] if any((m, t) in cells for m in means)]
@@ -198,16 +203,17 @@ def by_task(run: dict[str, Any], length: int | None) -> Table:
     printed, notes = _published(run, "task", tasks, length=length)
     if run["benchmark"] == "ruler" and length is not None and length < 4096:
         notes.append(
-            "Below 4096 tokens RULER changes its tasks; these are its 4096-token forms at this length, so ours."
+            "Below 4096 tokens RULER changes its tasks; this is no official setting: they are its 4096-token forms."
         )
     notes += remarks(cells.values())
     title = "All tasks" if length is None else f"{length} tokens"
     return Table(title, ["method", *tasks, "average"], lines + printed, " ".join(notes))
 
 
-def gsm(run: dict[str, Any]) -> list[Table]:
-    """GSM-Infinite by op (table 14; fractions) with the area under the curve, and the areas together (table 4)."""
-    out, areas = [], {m: {} for m in run["methods"]}  # type: ignore[var-annotated]
+def gsm(run: RunSummary) -> list[Table]:
+    """Make tables of GSM-Infinite: fractions by op with the area under them (table 14), and all areas (table 4)."""
+    out: list[Table] = []
+    areas: dict[str, dict[str, float | None]] = {m: {} for m in run["methods"]}
     for group in run["by_op"]:
         ops = sorted({int(op) for scores in group["methods"].values() for op in scores})
         lines = []
@@ -226,16 +232,16 @@ def gsm(run: dict[str, Any]) -> list[Table]:
     return out
 
 
-def tables(run: dict[str, Any]) -> list[Table]:
-    """All tables of one run of a summary."""
+def tables(run: RunSummary) -> list[Table]:
+    """Make all tables of one run of a summary."""
     lengths = by_length(run)
-    alike = lengths is not None and len(run["tasks"]) == 1  # then a table of tasks at each length says it again
+    alike = lengths is not None and len(run["tasks"]) == 1  # a table of tasks at each length would repeat it
     tasks = [] if alike else [by_task(run, n) for n in run["lengths"]]
     minus = differences(run)
     return [overall(run), *([minus] if minus else []), *([lengths] if lengths else []), *gsm(run), *tasks]
 
 
 def markdown(table: Table) -> str:
-    """A table in Markdown, with its heading and note."""
+    """Write a table in Markdown, with its heading and note."""
     body = markdown_table(table.head, [line.cells for line in table.lines])
     return f"## {escaped(table.title)}\n\n{body}" + (f"\n\n{escaped(table.note)}" if table.note else "")

@@ -8,9 +8,10 @@ from typing import Any
 
 from eval.methods import Method
 from eval.methods.channels.leank import LeanK
+from eval.report.groups import changed, group
 from eval.report.html import SHOWN, title
 from eval.report.plots import FIGURES
-from eval.report.summary import changed, group, summarise
+from eval.report.summary import summarise
 from eval.run.results import read
 from leank_train.running.wandb_log import mask_artifact, model_artifact, use
 
@@ -19,9 +20,14 @@ CHANGED = ("method", "task", "length", "sample", "answers", "dense", "reply", "d
 
 
 def log_report(logger: Any, config: Mapping[str, Any], methods: Sequence[Method], directory: Path) -> None:
-    """Log the report of `directory`, as `write_report` has left it. config: the run's, resolved.
+    """Log the report of `directory`, as `write_report` has left it.
 
-    Rows of other settings are runs of their own there; the second one's keys end in _2, as its files do.
+    logger: Lightning's WandbLogger.
+    config: the resolved configuration of the run.
+    methods: of the run; the masks of learned ones are logged as artifacts.
+    directory: of the run.
+
+    Rows of other settings make a run of their own. The keys of the second one end in _2, as its files do.
     """
     import wandb
 
@@ -43,7 +49,7 @@ def log_report(logger: Any, config: Mapping[str, Any], methods: Sequence[Method]
                 run.summary[f"cache_share{ending}/{cell['method']}"] = cell["against_dense"]["bytes"]
         pictures = {f"plots/{name}{ending}": directory / f"{name}{ending}.png" for name in FIGURES}
         run.log({key: wandb.Image(str(path)) for key, path in pictures.items() if path.exists()})
-        cells = [[cell[name] for name in CELL] for cell in part["cells"]]
+        cells = [[dict(cell)[name] for name in CELL] for cell in part["cells"]]
         replies = [
             [method, b["task"], b["length"], b["sample"], ", ".join(map(str, b["answers"])), a["prediction"],
              b["prediction"], a["score"], b["score"]]

@@ -1,16 +1,17 @@
-"""Writes a run's report beside its rows: summary.json, summary.md, tables.tex, cells.csv, plots, report.html."""
+"""Write a run's report beside its rows: summary.json, summary.md, tables.tex, cells.csv, plots, report.html."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from eval.report import plots, style
+from eval.report.groups import group
 from eval.report.html import title, to_html
 from eval.report.latex import document
-from eval.report.summary import MARKED, group, summarise
+from eval.report.records import Summary
+from eval.report.summary import MARKED, summarise
 from eval.report.tables import markdown, tables
 from eval.run.results import read
 from leank_train.common.escape import csv_text
@@ -18,26 +19,27 @@ from leank_train.common.escape import markdown as escaped
 from leank_train.common.files import write_bytes, write_text
 
 
-def to_markdown(summary: dict[str, Any]) -> str:
-    """summary.md."""
+def to_markdown(summary: Summary) -> str:
+    """Make summary.md."""
     parts = []
     for run in summary["runs"]:
         parts += [f"# {escaped(title(run))}", f"{run['rows']} rows; tasks count alike.", *map(markdown, tables(run))]
     return "\n\n".join(parts) + "\n"
 
 
-def to_csv(summary: dict[str, Any]) -> str:
-    """cells.csv: one line a method, task and length."""
+def to_csv(summary: Summary) -> str:
+    """Make cells.csv: one line per method, task and length."""
     names = ("model", "benchmark", "compress", "method", "task", "length", "n", "score", "low", "high", "difference",
              "difference_low", "difference_high", "cache_bytes", "first_token", "per_token", *MARKED)  # fmt: skip
-    lines: list[Sequence[Any]] = [names]
+    lines: list[Sequence[object]] = [names]
     for run in summary["runs"]:
         for cell in run["cells"]:
-            against = cell.get("against_dense", {})
+            against = cell.get("against_dense")
+            gain = (against["difference"], *against["interval"]) if against else (None, None, None)
             lines.append([
                 *(run["model"], run["benchmark"], run["compress"], cell["method"], cell["task"], cell["length"]),
                 *(cell["n"], cell["score"], *cell["interval"]),
-                *(against.get("difference"), *against.get("interval", (None, None)), cell["cache_bytes"]),
+                *gain, cell["cache_bytes"],
                 *(cell["seconds"]["first_token"], cell["seconds"]["per_token"]),
                 *(cell[name] for name in MARKED),
             ])  # fmt: skip
@@ -45,7 +47,10 @@ def to_csv(summary: dict[str, Any]) -> str:
 
 
 def write_report(directory: Path) -> None:
-    """Compute the report of the rows in `directory`. Raises FileNotFoundError or ValueError if there are none."""
+    """Compute the report of the rows in `directory`.
+
+    Raises FileNotFoundError or ValueError if there are no rows, or if one of them is damaged or of an old form.
+    """
     rows = list(read(directory))
     if not rows:
         raise ValueError(f"{directory} holds no rows yet; run python -m eval first")

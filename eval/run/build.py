@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
 from eval.benchmarks.base import Benchmark
 from eval.inference.models import ModelConfig, load_config
 from eval.inference.prompts import overhead
@@ -33,7 +35,7 @@ log = logging.getLogger("eval")
 
 
 def build_benchmark(config: Mapping[str, Any]) -> Benchmark:
-    """The benchmark that `config.name` names. Raises ValueError for an unknown one."""
+    """Return the benchmark that `config.name` names. Raises ValueError for an unknown one."""
     name = config.get("name")
     if name not in BENCHMARKS:
         raise ValueError(f"benchmark.name={name!r} is unknown; choose one of {', '.join(BENCHMARKS)}")
@@ -41,9 +43,12 @@ def build_benchmark(config: Mapping[str, Any]) -> Benchmark:
     return typed(getattr(importlib.import_module(module), attribute), config, "benchmark.")
 
 
-def build_methods(config: Mapping[str, Any], model_config: Any, tokenizer: Any) -> list[Method]:
-    """The methods of a resolved configuration, checked against a model's config. Raises ValueError or
-    FileNotFoundError, naming the setting at fault.
+def build_methods(
+    config: Mapping[str, Any], model_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> list[Method]:  # fmt: skip
+    """Return the methods of a resolved configuration, checked against the model's own config.
+
+    Raises ValueError or FileNotFoundError, naming the setting at fault.
     """
     labels = config.get("method") or {}
     if not labels:
@@ -63,8 +68,10 @@ def build_methods(config: Mapping[str, Any], model_config: Any, tokenizer: Any) 
     return methods
 
 
-def build_model(config: Mapping[str, Any]) -> tuple[ModelConfig, Settings, Any, Any]:
-    """(model, settings of the replay, the model's own config, tokenizer) of a resolved configuration; no weights.
+def build_model(
+    config: Mapping[str, Any],
+) -> tuple[ModelConfig, Settings, PreTrainedConfig, PreTrainedTokenizerBase]:
+    """Return the model's settings, those of the replay, the model's own config and the tokenizer; load no weights.
 
     Raises ValueError or FileNotFoundError, naming the setting at fault.
     """
@@ -74,8 +81,8 @@ def build_model(config: Mapping[str, Any]) -> tuple[ModelConfig, Settings, Any, 
     return model, settings, *load_config(model)
 
 
-def build_job(config: Mapping[str, Any]) -> tuple[Job, Any]:
-    """(job, tokenizer) of a resolved configuration, conf/eval/eval.yaml's.
+def build_job(config: Mapping[str, Any]) -> tuple[Job, PreTrainedTokenizerBase]:
+    """Return the job of a resolved configuration (conf/eval/eval.yaml), and the tokenizer.
 
     Raises ValueError or FileNotFoundError, naming the setting at fault.
     """

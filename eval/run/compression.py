@@ -1,4 +1,4 @@
-"""Whether a method compresses anything of a prompt at all, and what to say where a score cannot show it."""
+"""Whether a method compresses anything of a prompt, and the warnings where a score says nothing about the method."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ log = logging.getLogger("eval")
 
 
 class Compression:
-    """What a cache holds less of than the dense one; made when the prompts are in it, asked when the replies are."""
+    """What a cache leaves out of the dense one.
+
+    It is made once the prompts are in the cache, and `found` is called once the replies are.
+    """
 
     def __init__(self, method: Method, cache: Cache, prompt: Prefill) -> None:
         self.method, self.rows = method, len(prompt.logits)
@@ -30,8 +33,9 @@ class Compression:
                 self.dropped |= ((layer.kept >= 0).sum(-1) < prompt.lengths).cpu().numpy()
 
     def found(self, fed: Sequence[int]) -> list[tuple[int, bool]]:
-        """(tokens between sink and window in the layer that has most, whether less than all of them is held or read)
-        of each row; fed: tokens that followed its prompt.
+        """Return, per row, the middle tokens of the layer with most, and whether less than all of them is held or read.
+
+        fed: per row, the tokens that followed its prompt.
         """
         middle, less = np.zeros(self.rows, dtype=int), self.dropped.copy()
         budget = getattr(self.method.reads, "budget", None)
@@ -52,10 +56,15 @@ class Compression:
 
 @dataclass
 class Watch:
-    """What a run says once of a method and cell, and when it is of no use to go on."""
+    """Warns once per method and cell of scores that say nothing, and stops a run whose dense replies are all broken.
+
+    said: the warnings so far, as (message, method, place).
+    dense: samples of the dense method so far.
+    broken: those of them with non-finite logits.
+    """
 
     said: set[tuple[str, str, str]] = field(default_factory=set)
-    dense: int = 0  # its samples so far, and those of them with non-finite logits
+    dense: int = 0
     broken: int = 0
 
     def say(self, what: str, method: str, where: str, *values: object) -> None:
@@ -66,7 +75,7 @@ class Watch:
 
     def see(self, method: Method, where: str, tokens: int, compressed: bool | None, dense_only: bool,
             non_finite: int | None) -> None:  # fmt: skip
-        """Take note of one sample of `tokens` prompt tokens; the other values are those of its row."""
+        """Note one sample. tokens: of its prompt; the other values are those of its row."""
         if compressed is False:
             self.say(
                 "%s, %s: nothing is compressed in a prompt of %d tokens, which sink=%d and window=%d (or a budget) "

@@ -1,4 +1,4 @@
-"""A run: which rows there are to be, which are missing, and doing those, batch by batch."""
+"""A run: which rows it is to have, which of them are missing, and how they are made, batch by batch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import json
 import logging
 import math
 import platform
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.benchmarks.base import Benchmark, Cell
 from eval.benchmarks.row import Row
@@ -23,23 +21,44 @@ from eval.inference.models import ModelConfig
 from eval.inference.prompts import Prompt, encode, overhead
 from eval.methods import Method
 from eval.run.compression import Watch
+from eval.run.progress import Progress
 from eval.run.replay import Answer, Replay, Settings
 from eval.run.results import Key, Results
+from eval.run.rows import ResultRow, RowSettings
 
-FORMAT = 1  # of what a row means; part of its key
+FORMAT = 1  # version of what a row means; part of its key
 log = logging.getLogger("eval")
 
 
 def versions() -> dict[str, str]:
-    """What ran."""
+    """Return the versions of Python and of the libraries that decide what a model answers."""
     return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 @dataclass(frozen=True)
-class Job:
-    """What one run consists of: a model, methods and a benchmark; knows which rows there are to be.
+class Batch:
+    """Samples of one cell that are replayed together, as rows and as the tokens that the model reads."""
 
-    by_cell: the methods of a cell with settings of their own there (eval.run.matched), else `methods`.
+    cell: Cell
+    rows: Sequence[Row]
+    prompts: Sequence[Prompt]
+
+    def parts(self, size: int) -> Iterator[Batch]:
+        """Yield the batch in pieces of at most `size` samples."""
+        for start in range(0, len(self.rows), size):
+            end = start + size
+            yield Batch(self.cell, self.rows[start:end], self.prompts[start:end])
+
+
+@dataclass(frozen=True)
+class Job:
+    """The plan of one run; it knows which rows the run is to have, and makes those that are missing.
+
+    model: what is loaded.
+    methods: what is compared.
+    benchmark: where the samples come from.
+    settings: of the replay.
+    by_cell: the methods of a cell whose settings differ there (eval.run.matched); other cells take `methods`.
     """
 
     model: ModelConfig
@@ -48,37 +67,40 @@ class Job:
     settings: Settings
     by_cell: Mapping[Cell, Sequence[Method]] = field(default_factory=dict)
 
-    def config(self, method: Method, task: str, specials: str | None = None) -> dict[str, Any]:
-        """Everything that a method's answers to a task depend on, beside the sample's length, id and seed.
+    def config(self, method: Method, task: str, specials: str | None = None) -> RowSettings:
+        """Return all that a method's answers to a task depend on, beside the sample's length, id and seed.
 
-        specials: of the sample's Prompt. Rows whose text spells none do not depend on the setting.
+        specials: of the sample's Prompt; a text that spells no special token does not depend on the setting.
         """
-        decode, data = asdict(self.settings), self.benchmark.data(task)
-        return {
+        found: RowSettings = {
             "format": FORMAT,
             "method": method.config(),
             "model": self.model.identity(),
             "benchmark": self.benchmark.identity(),
-            "decode": {name: decode[name] for name in ("max_new_tokens", "min_new_tokens")},
-            **({} if data is None else {"data": data}),
-            **({} if specials is None else {"specials": specials}),
+            "decode": {name: getattr(self.settings, name) for name in ("max_new_tokens", "min_new_tokens")},
         }
+        if (data := self.benchmark.data(task)) is not None:
+            found["data"] = data
+        if specials is not None:
+            found["specials"] = specials
+        return found
 
     def digest(self, method: Method, task: str, specials: str | None = None) -> str:
-        """Ten hex digits of `config`."""
+        """Return ten hex digits that stand for `config`."""
         return hashlib.sha256(json.dumps(self.config(method, task, specials), sort_keys=True).encode()).hexdigest()[:10]
 
     def key(self, method: Method, cell: Cell, sample: str, specials: str | None = None) -> Key:
-        """The key of one row."""
+        """Return the key of one row."""
         return Key(
             self.model.label, method.label, self.digest(method, cell.task, specials), self.benchmark.name,
             cell.task, cell.length, sample, self.benchmark.seed, self.settings.compress,
         )  # fmt: skip
 
     def missing(self, done: set[Key]) -> list[tuple[Cell, tuple[str, ...], list[Method]]]:
-        """Batches that still lack rows, with the methods that lack them.
+        """Return the batches that still lack rows, each with the methods that lack them.
 
-        A batch's samples depend on the plan alone, never on what is done, so a run that was killed gives the same rows.
+        A batch's samples depend on the plan alone, never on what is done. So a run that was killed and went on has the
+        same rows as one that was not.
         """
         size, work, batch = self.settings.batch_size, [], -1
         shard, shards = self.settings.place
@@ -98,7 +120,7 @@ class Job:
         return work
 
     def others(self, done: set[Key]) -> int:
-        """How many rows are of this plan's models, methods and tasks, but of other settings, data or weights."""
+        """Count rows with this plan's model, methods and tasks, but with other settings, data or weights."""
         known: dict[tuple[str, str, str, str], set[str]] = {}
         for cell in self.benchmark.cells():
             for method in self.by_cell.get(cell, self.methods):
@@ -109,81 +131,84 @@ class Job:
             row.config not in known.get((row.model, row.method, row.benchmark, row.task), {row.config}) for row in done
         )
 
-    def run(self, results: Results, model: PreTrainedModel, tokenizer: Any) -> int:
-        """Do what is missing; returns the number of new rows."""
+    def run(self, results: Results, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+        """Do what is missing. Returns the number of new rows."""
         work = self.missing(results.keys)
         wanted = {id(method): method for _, _, methods in work for method in methods}
         replay = Replay(model, tokenizer, self.settings)
         replay.calibrate(list(wanted.values()), self.model.chat)
-        extra, new, began = overhead(tokenizer, self.model.chat), 0, time.perf_counter()
-        watch = Watch()
-        size, limit = self.settings.batch_size, getattr(model.config, "max_position_embeddings", None)
+        progress = Progress([len(methods) * len(samples) * (cell.length or 1) for cell, samples, methods in work])
+        watch, new, size = Watch(), 0, self.settings.batch_size
         for number, (cell, samples, methods) in enumerate(work, 1):
-            rows = [self.benchmark.row(cell, sample, tokenizer, extra) for sample in samples]
-            prompts = [encode(tokenizer, row, self.model.chat, self.settings.specials) for row in rows]
-            for row, prompt in zip(rows, prompts, strict=True):
-                total = len(prompt.ids) + (self.settings.max_new_tokens or row.max_new_tokens)
-                if limit is not None and total > limit:
-                    raise ValueError(
-                        f"sample {row.id} of {cell.task} takes {total} tokens with its reply, more than the model's "
-                        f"max_position_embeddings={limit}; lower max_new_tokens or use shorter samples"
-                    )
-            while True:
-                try:
-                    new += self._batches(results, replay, cell, rows, prompts, methods, size, watch)
-                    break
-                except torch.OutOfMemoryError as error:
-                    if min(size, len(rows)) == 1:
-                        raise MemoryError(
-                            f"out of GPU memory with one sample of {cell.task} at {cell.length} tokens; lower "
-                            "prefill_chunk (such as 8192), leave out that length, or use a larger GPU"
-                        ) from error
-                size = math.ceil(min(size, len(rows)) / 2)
-                torch.cuda.empty_cache()
-                log.warning(
-                    "out of GPU memory at %s, %s tokens: going on with batch_size=%d", cell.task, cell.length, size
-                )
-            left = (time.perf_counter() - began) / number * (len(work) - number)
-            where = f"{cell.task}, {cell.length} tokens"
-            log.info("%d of %d batches (%s), %d rows, %.0f s left", number, len(work), where, new, left)
-            if number == len(work) or work[number][0] is not cell:
+            batch = self._batch(cell, samples, model, tokenizer)
+            done, size = self._halved_until_it_fits(results, replay, batch, methods, size, watch)
+            new += done
+            finished = number == len(work) or work[number][0] is not cell
+            progress.advance(cell.place, [method.label for method in methods], new, finished)
+            if finished:
                 watch.stop_if_broken(self.model.name, self.model.dtype)
         return new
 
-    def _batches(
-        self, results: Results, replay: Replay, cell: Cell, rows: list[Row], prompts: list[Prompt],
-        methods: list[Method], size: int, watch: Watch,
-    ) -> int:  # fmt: skip
-        new = 0
-        for start in range(0, len(rows), size):
-            some, texts = rows[start : start + size], prompts[start : start + size]
-            lacking = [
-                m
-                for m in methods
-                if any(
-                    self.key(m, cell, row.id, text.specials) not in results.keys
-                    for row, text in zip(some, texts, strict=True)
+    def _batch(
+        self, cell: Cell, samples: Sequence[str], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    ) -> Batch:
+        """Build a batch's rows and prompts. Raises ValueError for one that is longer than the model's positions."""
+        extra, limit = overhead(tokenizer, self.model.chat), getattr(model.config, "max_position_embeddings", None)
+        rows = [self.benchmark.row(cell, sample, tokenizer, extra) for sample in samples]
+        prompts = [encode(tokenizer, row, self.model.chat, self.settings.specials) for row in rows]
+        for row, prompt in zip(rows, prompts, strict=True):
+            total = len(prompt.ids) + (self.settings.max_new_tokens or row.max_new_tokens)
+            if limit is not None and total > limit:
+                raise ValueError(
+                    f"sample {row.id} of {cell.task} takes {total} tokens with its reply, more than the model's "
+                    f"max_position_embeddings={limit}; lower max_new_tokens or use shorter samples"
                 )
-            ]
-            if not lacking:
-                continue
-            for method, answers in replay.answers(texts, some, lacking):
-                for row, prompt, answer in zip(some, texts, answers, strict=True):
-                    key = self.key(method, cell, row.id, prompt.specials)
-                    if key not in results.keys:
-                        watch.see(
-                            method, f"{cell.task}, {cell.length} tokens", len(prompt.ids), answer.compressed,
-                            answer.dense_only, answer.non_finite,
-                        )  # fmt: skip
-                        results.append(self.result(key, method, row, prompt, answer))
-                        new += 1
-        return new
+        return Batch(cell, rows, prompts)
 
-    def result(self, key: Key, method: Method, row: Row, prompt: Prompt, answer: Answer) -> dict[str, Any]:
-        """The row that is stored."""
+    def _halved_until_it_fits(
+        self, results: Results, replay: Replay, batch: Batch, methods: Sequence[Method], size: int, watch: Watch
+    ) -> tuple[int, int]:
+        """Replay a batch, and halve `size` while GPU memory runs out. Returns the new rows and the size that fitted."""
+        before, cell = len(results.keys), batch.cell
+        while True:
+            try:
+                for part in batch.parts(size):
+                    self._replay(results, replay, part, methods, watch)
+                return len(results.keys) - before, size
+            except torch.OutOfMemoryError as error:
+                if min(size, len(batch.rows)) == 1:
+                    raise MemoryError(
+                        f"out of GPU memory with one sample of {cell.place}; lower prefill_chunk (such as 8192), leave "
+                        "out that length, or use a larger GPU"
+                    ) from error
+            size = math.ceil(min(size, len(batch.rows)) / 2)
+            torch.cuda.empty_cache()
+            log.warning("out of GPU memory at %s: going on with batch_size=%d", cell.place, size)
+
+    def _replay(
+        self, results: Results, replay: Replay, batch: Batch, methods: Sequence[Method], watch: Watch
+    ) -> None:  # fmt: skip
+        """Answer a batch with every method that lacks a row of it, and store the rows that are new."""
+        cell, samples = batch.cell, list(zip(batch.rows, batch.prompts, strict=True))
+        keys = {id(m): [self.key(m, cell, row.id, prompt.specials) for row, prompt in samples] for m in methods}
+        lacking = [m for m in methods if not results.keys.issuperset(keys[id(m)])]
+        if not lacking:
+            return
+        for method, answers in replay.answers(batch.prompts, batch.rows, lacking):
+            for key, (row, prompt), answer in zip(keys[id(method)], samples, answers, strict=True):
+                if key not in results.keys:
+                    watch.see(
+                        method, cell.place, len(prompt.ids), answer.compressed, answer.dense_only, answer.non_finite
+                    )
+                    results.append(self.result(key, method, row, prompt, answer))
+
+    def result(self, key: Key, method: Method, row: Row, prompt: Prompt, answer: Answer) -> ResultRow:
+        """Return the row that is stored."""
         seconds = answer.seconds
+        question = seconds["seal"] + seconds["question"] if seconds["question"] else 0
         return {
-            **key._asdict(),
+            "model": key.model, "method": key.method, "config": key.config, "benchmark": key.benchmark,
+            "task": key.task, "length": key.length, "sample": key.sample, "seed": key.seed, "compress": key.compress,
             "score": score_row(row, answer.text) if answer.non_finite is None else 0.0,
             "prediction": answer.text,
             "answers": list(row.answers),
@@ -192,14 +217,16 @@ class Job:
             "prompt_tokens": len(prompt.ids),
             "new_tokens": len(answer.tokens),
             "cache_bytes": answer.bytes,
-            **{name: getattr(answer, name) for name in ("middle_tokens", "compressed", "dense_only", "non_finite")},
+            "middle_tokens": answer.middle_tokens,
+            "compressed": answer.compressed,
+            "dense_only": answer.dense_only,
+            "non_finite": answer.non_finite,
             "batch": answer.batch,
             "settings": self.config(method, key.task, prompt.specials),
             "versions": versions(),
             "seconds": {
                 **seconds,
-                "first_token": seconds["prefill"]
-                + (seconds["seal"] + seconds["question"] if seconds["question"] else 0),
+                "first_token": seconds["prefill"] + question,
                 "per_token": seconds["decode"] / answer.steps if answer.steps else None,
             },
-        }
+        }  # fmt: skip

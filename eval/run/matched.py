@@ -1,11 +1,12 @@
-"""A job whose methods hold equal bytes: match=0.4 of dense, or match=leank for another method's (ThinK, table 7)."""
+"""A job whose methods hold equal bytes: match=0.4 is a share of dense, match=leank another method's bytes."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from eval.benchmarks.base import Cell
 from eval.inference.prompts import encode, overhead
@@ -16,19 +17,22 @@ from eval.run.job import Job
 log = logging.getLogger("eval")
 
 
-def matched(job: Job, config: Any, tokenizer: Any) -> Job:
-    """The job with settings.match applied: in every cell (samples of one task and length) each method's free setting is
-    such that the prompts together take that share of their dense bytes. Every sample is built once for its length.
+def matched(job: Job, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> Job:
+    """Return the job with settings.match applied.
 
-    A method that cannot get there keeps its own settings, and the log says so. config: the model's text config. Raises
-    ValueError if match is neither a share nor the label of a method whose bytes are known from settings.
+    In every cell (samples of one task and length) each method's free setting is chosen so that the prompts together
+    take the wanted share of their dense bytes. Every sample is built once for its length. A method that cannot get
+    there keeps its own settings, and the log says so.
+
+    config: the model's text config.
+    Raises ValueError if match is neither a share nor the label of a method whose bytes are known from settings.
     """
     to, itemsize = job.settings.match, job.model.torch_dtype.itemsize
     other = next((method for method in job.methods if method.label == to), None)
     by_cell: dict[Cell, Sequence[Method]] = {}
     said: set[tuple[str, int | None]] = set()
     for cell in job.benchmark.cells():
-        where, lengths = f"{cell.task}, {cell.length} tokens", _lengths(job, cell, tokenizer)
+        where, lengths = cell.place, _lengths(job, cell, tokenizer)
         try:
             share = _share(to) if other is None else share_of_dense(other, config, lengths, itemsize)
         except ValueError as error:
@@ -52,14 +56,14 @@ def matched(job: Job, config: Any, tokenizer: Any) -> Job:
     return replace(job, by_cell=by_cell)
 
 
-def _share(to: Any) -> float:
+def _share(to: object) -> float:
     if isinstance(to, bool) or not isinstance(to, int | float) or not 0 < to <= 1:
         raise ValueError(f"{to!r} is neither a share in (0, 1] nor a method of this run")
     return float(to)
 
 
-def _lengths(job: Job, cell: Cell, tokenizer: Any) -> list[int]:
-    """Tokens of each prompt of a cell that a method compresses."""
+def _lengths(job: Job, cell: Cell, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that a method compresses of each prompt of a cell."""
     chat, before = job.model.chat, job.settings.compress == "before_question"
     extra = overhead(tokenizer, chat)
     rows = (job.benchmark.row(cell, sample, tokenizer, extra) for sample in cell.samples)

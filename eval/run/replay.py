@@ -1,8 +1,8 @@
-"""The replay: each sample is prefilled once; every method builds its cache from that pass, decodes, and is scored.
+"""The replay: each sample is prefilled once, and every method builds its cache from that pass and decodes.
 
-N methods cost one prefill and N short decodes. The first answer token always comes from the dense pass (with
-compress=before_question, where the question is read through the compressed cache, from that). Methods that choose a
-prefill of their own run it, and their first token comes from it.
+N methods cost one prefill and N short decodes. The first token of a reply comes from the dense pass. There are two
+exceptions. With compress=before_question the question is read through the compressed cache, and the first token comes
+from that. A method with a prefill of its own runs it, and its first token comes from that prefill.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from data_gen.sample import Sample
 from eval.benchmarks.row import Row
 from eval.benchmarks.scoring import cut_at_stop
 from eval.cache import CompressedCache
-from eval.inference.decode import greedy
+from eval.inference.decode import Stopped, greedy
 from eval.inference.prefill import Prefill, extend, pad_left, prefill
 from eval.inference.prompts import SPECIALS, Prompt, encode
 from eval.methods import Method
@@ -33,11 +34,15 @@ COMPRESS = ("after_question", "before_question")
 
 @dataclass(frozen=True)
 class Settings(Checked):
-    """shard: "i/n" does every n-th batch, from number i (0 is the first), for several GPUs or a Slurm array.
-    compress: whether a method compresses after the whole prompt or before the question. match: bytes that every method
-    is brought to, see eval.run.matched. batch_size: samples of one task and length at a time; prefill_chunk: prompt
-    tokens at a time, None = all. max_new_tokens, min_new_tokens: instead of the benchmark's. specials: see
-    eval.inference.prompts.encode.
+    """Settings of the replay.
+
+    compress: "after_question" compresses the whole prompt, "before_question" only what stands before the question.
+    batch_size: samples of one task and length that are decoded together.
+    prefill_chunk: prompt tokens per prefill call; None reads the prompt in one call.
+    max_new_tokens, min_new_tokens: bounds of a reply that replace the benchmark's; None keeps the benchmark's.
+    match: share of dense bytes, or label of a method, that every method is brought to; see eval.run.matched.
+    shard: "i/n" does every n-th batch, beginning with batch i (0 is the first), for several GPUs or a Slurm array.
+    specials: how special tokens in a sample's own text are read, see eval.inference.prompts.encode.
     """
 
     compress: Annotated[str, OneOf(*COMPRESS)] = "after_question"
@@ -51,7 +56,7 @@ class Settings(Checked):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Number of this shard, number of shards. Raises ValueError if there is no such shard."""
+        """Number of this shard and number of shards. Raises ValueError if there is no such shard."""
         number, _, count = self.shard.partition("/")
         if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
             raise ValueError(f"shard={self.shard!r} is no shard; the first of four is shard=0/4, the last shard=3/4")
@@ -66,11 +71,17 @@ class Settings(Checked):
 
 @dataclass
 class Answer:
-    """One method's answer to one sample. Seconds are those of the whole batch; bytes are this sample's share.
+    """One method's answer to one sample.
 
-    middle_tokens: between sink and window at the end of the reply; compressed: whether less than all of what dense has
-    is held or read; None = the dense method. dense_only: whether the reply is decided by the dense pass's logits alone.
-    non_finite: the step (0: the first token) at which logits were NaN or infinite and the reply ended, None = at none.
+    tokens, text: the reply.
+    seconds: prefill, seal, question and decode of the whole batch.
+    steps: decoding steps of the batch.
+    batch: samples in the batch.
+    bytes: bytes held after the prompt, per part; this sample's share of the batch.
+    middle_tokens: tokens between sink and window at the end of the reply; None for dense.
+    compressed: whether less than the dense cache is held or read; None for dense.
+    dense_only: whether the dense pass's logits alone decide the reply.
+    non_finite: step (0: the first token) at which logits were NaN or infinite and the reply ended; None if never.
     """
 
     tokens: list[int]
@@ -78,7 +89,7 @@ class Answer:
     seconds: dict[str, float]
     steps: int
     batch: int
-    bytes: dict[str, int] = field(default_factory=dict)
+    bytes: dict[str, float] = field(default_factory=dict)
     middle_tokens: int | None = None
     compressed: bool | None = None
     dense_only: bool = False
@@ -86,8 +97,9 @@ class Answer:
 
 
 def cache_bytes(cache: Cache, prompt: Prefill) -> dict[str, int]:
-    """Bytes held after the prompt, by part, from the tensors; where nothing is compressed, room for new tokens is not
-    counted.
+    """Return the bytes held after the prompt, per part and in total, measured on the tensors.
+
+    A dense cache is counted without its room for new tokens.
     """
     if isinstance(cache, CompressedCache):
         memory = cache.memory()
@@ -95,10 +107,30 @@ def cache_bytes(cache: Cache, prompt: Prefill) -> dict[str, int]:
     return {"dense": prompt.bytes(), "total": prompt.bytes()}
 
 
-class Replay:
-    """Methods on one model: `answers(prompts, rows, methods)`."""
+@dataclass(frozen=True)
+class _Replies:
+    """What the replies of a batch may be: per row the question that is still to be read, and the bounds of tokens."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, settings: Settings, pad: int | None = None) -> None:
+    rows: Sequence[Row]
+    questions: list[list[int]]
+    most: list[int]
+    least: list[int]
+
+
+class Replay:
+    """Methods on one model: `answers(prompts, rows, methods)`.
+
+    model: decides the device.
+    tokenizer: of the model; `answers` needs its `decode` alone, and `pad_token_id` where `pad` is None.
+    settings: of the replay.
+    pad: id of the token that fills shorter prompts of a batch.
+
+    Raises ValueError if the model's sliding windows would count padding as tokens.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any, settings: Settings, pad: int | None = None
+    ) -> None:  # fmt: skip
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
         self.eos = eos_ids(model, tokenizer)
         self.pad = pad if pad is not None else (getattr(tokenizer, "pad_token_id", None) or 0)
@@ -109,9 +141,9 @@ class Replay:
             )
 
     def calibrate(self, methods: Sequence[Method], chat: bool | None = None) -> None:
-        """Let methods that want to see samples see them."""
+        """Show calibration samples to the methods that want them. chat: see `ModelConfig.chat`."""
 
-        def observe(sample: Any, queries: int) -> Prefill:
+        def observe(sample: Sample, queries: int) -> Prefill:
             row = Row(sample.task, str(sample.index), sample.context, sample.question, sample.answers,
                       sample.max_new_tokens, "ruler_all", answer_prefix=sample.answer_prefix)  # fmt: skip
             ids, _ = pad_left(
@@ -127,61 +159,70 @@ class Replay:
     def answers(
         self, prompts: Sequence[Prompt], rows: Sequence[Row], methods: Sequence[Method]
     ) -> Iterator[tuple[Method, list[Answer]]]:
-        """One dense pass over the prompts for all methods that share it, then each method's answers, in turn."""
+        """Yield each method with its answers; methods that can share a dense pass over the prompts do.
+
+        Raises ValueError if compress=before_question meets a sample without a context.
+        """
         before = self.settings.compress == "before_question"
-        room = [self.settings.max_new_tokens or row.max_new_tokens for row in rows]
-        least = [min(n, self.settings.min_new_tokens or row.min_new_tokens) for n, row in zip(room, rows, strict=True)]
+        most = [self.settings.max_new_tokens or row.max_new_tokens for row in rows]
+        least = [min(n, self.settings.min_new_tokens or row.min_new_tokens) for n, row in zip(most, rows, strict=True)]
         first = [p.ids[: p.question] if before else p.ids for p in prompts]
-        then = [p.ids[p.question :] if before else [] for p in prompts]
         if before and min(map(len, first)) == 0:
             empty = rows[min(range(len(rows)), key=lambda i: len(first[i]))]
             raise ValueError(
                 f"sample {empty.id} of {empty.task} has no context before its question; use compress=after_question"
             )
-        device = self.model.device
-        ids, real = pad_left(first, self.pad, device)
-        after, chunk = max(room) + max(map(len, then)), self.settings.prefill_chunk
-        for method, prompt, (prefilled, taken) in self._prefills(methods, ids, real, after, chunk):
-            start, allocated = self._now(), self._allocated()
-            cache = method.cache(self.model, prompt)
-            sealed = self._now() - start
-            held, compression = cache_bytes(cache, prompt), Compression(method, cache, prompt)
-            if method.prefill is not None:
-                prompt.layers.clear()  # the cache has what it needs of them
-            if device.type == "cuda":
-                held["allocated"] = taken if "dense" in held else self._allocated() - allocated
-            logits, mask, lengths, asked, start = prompt.logits, prompt.real, prompt.lengths, 0.0, self._now()
-            if before:
-                question, there = pad_left(then, self.pad, device)
-                mask = _joined(mask, there, prompt.columns, question)
-                logits = extend(self.model, cache, question, mask)
-                lengths = lengths + torch.tensor([len(t) for t in then], device=device)
-                asked = self._now() - start
-            start = self._now()
-            stopped = self._stops(rows)
-            tokens, steps, broken = greedy(self.model, cache, logits, mask, lengths, self.eos, room, least, stopped)
-            decoded = self._now() - start
-            found = compression.found([len(q) + min(steps, len(t)) for q, t in zip(then, tokens, strict=True)])
-            del cache, prompt, compression  # before the next pass
-            seconds = {"prefill": prefilled, "seal": sealed, "question": asked, "decode": decoded}
-            share = {name: value // len(rows) for name, value in held.items()}
-            answers = []
-            for row, t in enumerate(tokens):
-                text = self.tokenizer.decode(t, skip_special_tokens=True)
-                middle, compressed = found[row] if method.axes else (None, None)
-                one = len(t) == 0 or room[row] == 1 or (len(t) == 1 and stopped is not None and stopped(row, t))
-                dense = one and broken[row] is None and not before and method.prefill is None
-                marks = (middle, compressed, dense, broken[row])
-                answers.append(Answer(t, text, seconds, steps, len(rows), share, *marks))
+        replies = _Replies(rows, [p.ids[p.question :] if before else [] for p in prompts], most, least)
+        ids, real = pad_left(first, self.pad, self.model.device)
+        after = max(most) + max(map(len, replies.questions))
+        for method, prompt, spent in self._prefills(methods, ids, real, after, self.settings.prefill_chunk):
+            answers = self._answers(method, prompt, replies, *spent)
+            del prompt  # before the next pass
             yield method, answers
+
+    def _answers(
+        self, method: Method, prompt: Prefill, replies: _Replies, prefilled: float, taken: int
+    ) -> list[Answer]:  # fmt: skip
+        """Seal the prompt in the cache, read the questions, decode. taken: bytes that the prefill allocated."""
+        rows, device, before = replies.rows, self.model.device, self.settings.compress == "before_question"
+        start, allocated = self._now(), self._allocated()
+        cache = method.cache(self.model, prompt)
+        sealed = self._now() - start
+        held, compression = cache_bytes(cache, prompt), Compression(method, cache, prompt)
+        if method.prefill is not None:
+            prompt.layers.clear()  # the cache has what it needs of them
+        if device.type == "cuda":
+            held["allocated"] = taken if "dense" in held else self._allocated() - allocated
+        logits, mask, lengths, asked, start = prompt.logits, prompt.real, prompt.lengths, 0.0, self._now()
+        if before:
+            question, there = pad_left(replies.questions, self.pad, device)
+            mask = _joined(mask, there, prompt.columns, question)
+            logits = extend(self.model, cache, question, mask)
+            lengths = lengths + torch.tensor([len(q) for q in replies.questions], device=device)
+            asked = self._now() - start
+        start, stopped = self._now(), self._stops(rows)
+        tokens, steps, broken = greedy(
+            self.model, cache, logits, mask, lengths, self.eos, replies.most, replies.least, stopped
+        )
+        seconds = {"prefill": prefilled, "seal": sealed, "question": asked, "decode": self._now() - start}
+        share: dict[str, float] = {name: value // len(rows) for name, value in held.items()}
+        found = compression.found([len(q) + min(steps, len(t)) for q, t in zip(replies.questions, tokens, strict=True)])
+        answers = []
+        for row, t in enumerate(tokens):
+            middle, compressed = found[row] if method.axes else (None, None)
+            one = len(t) == 0 or replies.most[row] == 1 or (len(t) == 1 and stopped is not None and stopped(row, t))
+            dense = one and broken[row] is None and not before and method.prefill is None
+            text = self.tokenizer.decode(t, skip_special_tokens=True)
+            answers.append(Answer(t, text, seconds, steps, len(rows), share, middle, compressed, dense, broken[row]))
+        return answers
 
     def _prefills(
         self, methods: Sequence[Method], ids: Tensor, real: Tensor | None, room: int, chunk: int | None
     ) -> Iterator[tuple[Method, Prefill, tuple[float, int]]]:
-        """Each method with its pass over the prompts, and that pass's seconds and bytes.
+        """Yield each method with its pass over the prompts, and the seconds and bytes of that pass.
 
-        Two dense passes are shared: one by the methods that want column sums, so that none pays for what it does not
-        ask, and one by the others. A method's own pass is its alone.
+        Methods that want column sums share one dense pass, all other methods a second one, so that no method's time
+        contains column sums it does not use. A method with a prefill of its own shares none.
         """
         groups = [[m for m in methods if m.prefill is None and m.column_sums == sums] for sums in (False, True)]
         groups += [[m] for m in methods if m.prefill is not None]
@@ -197,7 +238,8 @@ class Replay:
                 yield method, prompt, spent
             del prompt
 
-    def _stops(self, rows: Sequence[Row]) -> Any:
+    def _stops(self, rows: Sequence[Row]) -> Stopped | None:
+        """Return whether a reply has reached a stop string, as a function of its row and tokens; None without any."""
         if not any(row.stop for row in rows):
             return None
 
@@ -212,6 +254,7 @@ class Replay:
         return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
     def _now(self) -> float:
+        """Read the clock after the GPU has finished."""
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
         return time.perf_counter()
@@ -224,7 +267,7 @@ def _slides(model: PreTrainedModel) -> bool:
 
 
 def _joined(first: Tensor | None, then: Tensor | None, columns: int, then_ids: Tensor) -> Tensor | None:
-    """Real columns of two pieces in a row, the first of `columns`; None = all."""
+    """Join which columns are real tokens of two neighbouring pieces; None stands for all. columns: of the first."""
     if first is None and then is None:
         return None
     ones = torch.ones_like(then_ids[:, :1], dtype=torch.bool)

@@ -1,7 +1,7 @@
-"""results.jsonl: one row a (model, method, sample), appended durably; everything else is computed from it.
+"""results.jsonl: one row per model, method and sample, appended durably (`eval.run.rows` says what a row holds).
 
-A row stands on disk, complete, before the next is begun: one write, then fsync. What a kill leaves torn is the last
-line at most; it is cut off when the file is opened again, and its sample is done anew.
+A row is complete on disk before the next begins: one write, then fsync. A kill can tear the last line only. The next
+run cuts a torn line off and does its sample anew.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from eval.run.rows import ResultRow
 from leank_train.common.files import Lock
 
 NAME = "results.jsonl"
@@ -21,7 +22,7 @@ GLOB = "results*.jsonl"
 
 
 class Key(NamedTuple):
-    """What makes a row that row. config: digest of method, model and benchmark settings that answers depend on."""
+    """What tells a row from every other; `ResultRow` describes the fields."""
 
     model: str
     method: str
@@ -35,15 +36,21 @@ class Key(NamedTuple):
 
 
 def key_of(row: Mapping[str, Any]) -> Key:
-    """The key of a stored row. Raises KeyError if it is no row of ours."""
+    """Return the key of a stored row. Raises KeyError if a field of the key is missing."""
     return Key(**{name: row[name] for name in Key._fields})
 
 
 class Results:
-    """The open file: which rows it has, and `append`. A context manager; one writer at a time."""
+    """The open file of a run: a context manager that knows the `keys` of all rows and appends new ones.
 
-    def __init__(self, directory: str | os.PathLike, part: str = "") -> None:
-        """Open or create, cut off a torn last line, read the keys of all parts. part: "-0-of-4" for a shard's own file.
+    One process at a time may write to a file.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], part: str = "") -> None:
+        """Open or create the file, cut off a torn last line, and read the keys of all parts.
+
+        directory: of the run.
+        part: ending of a shard's own file, such as "-0-of-4"; empty without shards.
 
         Raises BlockingIOError if another run is writing here, ValueError for a damaged line in the middle.
         """
@@ -79,7 +86,7 @@ class Results:
             os.ftruncate(self._file, keep)
             os.fsync(self._file)
 
-    def append(self, row: Mapping[str, Any]) -> None:
+    def append(self, row: Mapping[str, object]) -> None:
         """Write one row and wait until it is on disk. Raises ValueError for a row that is there already."""
         key = key_of(row)
         if key in self.keys:
@@ -91,18 +98,21 @@ class Results:
         self.keys.add(key)
 
     def close(self) -> None:
+        """Close the file and let another process write it."""
         os.close(self._file)
         self._lock.close()
 
     def __enter__(self) -> Results:
         return self
 
-    def __exit__(self, *args: Any) -> None:
+    def __exit__(self, *args: object) -> None:
         self.close()
 
 
-def read(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
-    """Rows of a results file, or of all (shards write one each) in a run directory; a torn last line is left out.
+def read(path: str | os.PathLike[str]) -> Iterator[ResultRow]:
+    """Yield the rows of a results file, or of all files in a run directory (each shard writes one).
+
+    Every row has a key; `eval.run.rows.check_rows` checks the other fields. A torn last line is left out.
 
     Raises FileNotFoundError, or ValueError naming the line that is damaged or no row.
     """
@@ -119,8 +129,8 @@ def read(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
     yield from _read(file)
 
 
-def _in_turn(parts: list[Path]) -> Iterator[dict[str, Any]]:
-    """Rows of shards, from each in turn what it did of one task and length: tables name tasks in the plan's order."""
+def _in_turn(parts: list[Path]) -> Iterator[ResultRow]:
+    """Yield one task and length of each shard in turn, so that tables name tasks in the plan's order."""
     numbered = sorted(parts, key=lambda part: [int(n) for n in re.findall(r"\d+", part.name)])
     cells = ([list(rows) for _, rows in groupby(_read(p), lambda row: (row["task"], row["length"]))] for p in numbered)
     for dealt in zip_longest(*cells, fillvalue=()):
@@ -128,7 +138,7 @@ def _in_turn(parts: list[Path]) -> Iterator[dict[str, Any]]:
             yield from rows
 
 
-def _read(file: Path) -> Iterator[dict[str, Any]]:
+def _read(file: Path) -> Iterator[ResultRow]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.endswith(b"\n"):

@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from eval.report.records import RunSummary, Summary
 from eval.report.summary import summarise
 from eval.run.results import GLOB, read
 from leank_train.common.tensor_files import read_checkpoint
@@ -61,7 +62,7 @@ def _steps(checkpoint: Path) -> list[dict[str, float]]:
     return read_checkpoint(checkpoint, "run its training again")["record"]["steps"]
 
 
-def evaluations(roots: Sequence[Path]) -> list[tuple[Path, dict[str, Any]]]:
+def evaluations(roots: Sequence[Path]) -> list[tuple[Path, Summary]]:
     """(folder, summary) of every run of python -m eval below the folders that has rows."""
     folders = dict.fromkeys(file.parent for root in roots for file in sorted(root.rglob(GLOB)))
     found = [(folder, list(read(folder))) for folder in folders]
@@ -80,7 +81,7 @@ def training_points(runs: Sequence[Training]) -> Points:
     return points
 
 
-def evaluation_points(runs: Iterable[dict[str, Any]]) -> Points:
+def evaluation_points(runs: Iterable[RunSummary]) -> Points:
     """Scores by the pruning ratio of methods that choose channels alone; the dense score at 0."""
     points: Points = defaultdict(lambda: defaultdict(list))
     for run in runs:

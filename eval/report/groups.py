@@ -1,0 +1,94 @@
+"""Which rows belong together: those of one run, of one method, and of one sample."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from eval.run.rows import ResultRow, check_rows
+
+Pair = tuple[ResultRow, ResultRow]
+
+
+def group(rows: Iterable[ResultRow]) -> list[list[ResultRow]]:
+    """Return the rows of each run, in order of appearance.
+
+    A task may have been run on several data sets, told apart by the digest in its settings. Then the last one stands
+    with the other tasks, and each earlier one makes a run of its own. A sample whose text spells special tokens belongs
+    to the run of the other samples; if it was read in both ways, the row that read them as text counts.
+
+    Raises ValueError for a row that no report can be computed from.
+    """
+    rows = list(rows)
+    check_rows(rows)
+    runs: dict[tuple[str, ...], dict[tuple[object, ...], ResultRow]] = defaultdict(dict)
+    for row in rows:
+        common = {n: value for n, value in row["settings"].items() if n not in ("method", "data", "specials")}
+        run = runs[row["model"], row["benchmark"], row["compress"], json.dumps(common, sort_keys=True)]
+        method = row["method"], json.dumps(row["settings"]["method"], sort_keys=True)
+        sample = (*method, row["task"], row["length"], row["settings"].get("data"), *which(row))
+        if sample not in run or _rank(row) > _rank(run[sample]):
+            run[sample] = row
+    groups: dict[tuple[object, ...], list[ResultRow]] = defaultdict(list)
+    for key, together in runs.items():
+        known: dict[str, list[str | None]] = defaultdict(list)
+        for row in together.values():
+            if (data := row["settings"].get("data")) not in known[row["task"]]:
+                known[row["task"]].append(data)
+        for row in together.values():
+            of_task = known[row["task"]]
+            groups[key, len(of_task) - of_task.index(row["settings"].get("data"))].append(row)
+    return list(groups.values())
+
+
+def _rank(row: ResultRow) -> int:
+    """Order the ways in which a sample was read; the highest counts."""
+    return (None, "as_is", "text").index(row["settings"].get("specials"))
+
+
+def labels(rows: Sequence[ResultRow]) -> dict[str, str]:
+    """Return a name for every `config` digest: the method's label, and the settings that differ if it has several.
+
+    Settings that were chosen to match bytes (eval.run.matched) differ from cell to cell and are left out.
+    """
+    found: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+    for row in rows:
+        flat = _flat(row["settings"]["method"])
+        own = {name: value for name, value in flat.items() if name not in flat.get("matched.settings", ())}
+        found[row["method"]].setdefault(row["config"], own)
+    names = {}
+    for label, variants in found.items():
+        every = list(variants.values())
+        differing = [k for k in dict.fromkeys(k for v in every for k in v) if len({repr(v.get(k)) for v in every}) > 1]
+        for config, flat in variants.items():
+            said = ", ".join(f"{name.rsplit('.', 1)[-1]}={flat[name]}" for name in differing if name in flat)
+            names[config] = f"{label} ({said})" if differing else label
+    return names
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, value in tree.items():
+        out |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return out
+
+
+def which(row: ResultRow) -> tuple[str, int]:
+    """Return what tells a row's sample from the others of its task and length."""
+    return row["sample"], row["seed"]
+
+
+def paired(rows: Sequence[ResultRow], first: str, second: str) -> list[tuple[ResultRow, ResultRow]]:
+    """Return (row of `first`, row of `second`) for every sample that both methods have, as `labels` names them."""
+    named = labels(rows)
+    place = {(r["task"], r["length"], *which(r)): r for r in rows if named[r["config"]] == first}
+    mine = [(place.get((r["task"], r["length"], *which(r))), r) for r in rows if named[r["config"]] == second]
+    return [(a, b) for a, b in mine if a is not None]
+
+
+def changed(rows: Sequence[ResultRow], first: str, second: str) -> list[tuple[ResultRow, ResultRow]]:
+    """Return the pairs of `paired` whose replies differ, the largest loss of `second` first."""
+    differing = [(a, b) for a, b in paired(rows, first, second) if a["prediction"] != b["prediction"]]
+    return sorted(differing, key=lambda pair: pair[1]["score"] - pair[0]["score"])

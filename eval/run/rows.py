@@ -1,0 +1,118 @@
+"""What one line of results.jsonl holds; every table, plot and comparison is computed from these rows alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Annotated, Any, NotRequired
+
+from pydantic import AfterValidator, ConfigDict, FiniteFloat, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
+
+from leank_train.common.typed import OneOf
+
+
+def _with_total(found: dict[str, float]) -> dict[str, float]:
+    if "total" not in found:
+        raise ValueError('it lacks "total"')
+    return found
+
+
+@with_config(ConfigDict(strict=True))
+class RowSettings(TypedDict):
+    """Everything that a row's answer depends on, beside the sample itself; `ResultRow.config` is its digest.
+
+    format: version of what a row means.
+    method: the method's whole configuration; empty for dense.
+    model: the model's name, type and contents.
+    benchmark: the benchmark's settings.
+    decode: max_new_tokens and min_new_tokens where they replace the benchmark's own.
+    data: digest of the files that the task's samples come from; missing for a task without files.
+    specials: how special tokens in the sample's own text were read; missing where the text spells none.
+    """
+
+    method: dict[str, Any]
+    format: NotRequired[int]
+    model: NotRequired[dict[str, Any]]
+    benchmark: NotRequired[dict[str, Any]]
+    decode: NotRequired[dict[str, Any]]
+    data: NotRequired[str | None]
+    specials: NotRequired[Annotated[str, OneOf("text", "as_is")] | None]
+
+
+@with_config(ConfigDict(strict=True))
+class ResultRow(TypedDict):
+    """One method's answer to one sample. The first nine fields are the row's key (`eval.run.results.Key`).
+
+    model: label of the model.
+    method: label of the method.
+    config: digest of `settings`.
+    benchmark: name of the benchmark.
+    task: name of the task.
+    length: nominal tokens of the prompt and reply; None where a benchmark has no lengths.
+    sample: id of the sample within its task and length.
+    seed: of the benchmark's generators.
+    compress: "after_question" or "before_question".
+    score: 0 to 1.
+    prediction: the reply as text.
+    answers: what the scorer compared with.
+    metric: name of the scorer, see `eval.benchmarks.scoring`.
+    meta: what tables group by, such as op and depth_percent.
+    prompt_tokens, new_tokens: tokens of the prompt and of the reply.
+    cache_bytes: bytes held after the prompt, per part and in "total"; one sample's share of its batch.
+    middle_tokens: tokens between sink and window at the reply's end; None for dense.
+    compressed: whether less than the dense cache is held or read; None for dense.
+    dense_only: whether the dense pass's logits alone decided the reply.
+    non_finite: step at which logits were NaN or infinite (0: the first token); None if they never were.
+    batch: samples in the batch.
+    settings: see `RowSettings`.
+    versions: of Python and the libraries.
+    seconds: prefill, seal, question and decode of the whole batch; first_token and per_token follow from them.
+    """
+
+    model: str
+    method: str
+    config: str
+    benchmark: str
+    task: str
+    length: int | None
+    sample: str
+    seed: int
+    compress: str
+    score: FiniteFloat
+    prediction: str
+    answers: list[Any]
+    metric: str
+    meta: dict[str, Any]
+    prompt_tokens: int
+    new_tokens: NotRequired[int]
+    cache_bytes: Annotated[dict[str, float], AfterValidator(_with_total)]
+    middle_tokens: NotRequired[int | None]  # these four and `new_tokens`, `batch`: rows of earlier versions lack them
+    compressed: NotRequired[bool | None]
+    dense_only: NotRequired[bool]
+    non_finite: NotRequired[int | None]
+    batch: NotRequired[int]
+    settings: RowSettings
+    versions: dict[str, str]
+    seconds: dict[str, float | None]
+
+
+@cache
+def _adapter() -> TypeAdapter[ResultRow]:
+    return TypeAdapter(ResultRow)
+
+
+def check_rows(rows: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ValueError, naming the sample and the field, at the first row that no report can be computed from."""
+    for row in rows:
+        try:
+            _adapter().validate_python(row)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+            field = ".".join(map(str, first["loc"]))
+            what = "is missing" if first["type"] == "missing" else f"is wrong ({first['msg']})"
+            named = {name: row.get(name) for name in ("method", "task", "length", "sample")}
+            raise ValueError(
+                f"results row {named}: {field!r} {what}; an old version wrote it or it was edited: move its "
+                "results*.jsonl to another folder and run python -m eval again"
+            ) from None

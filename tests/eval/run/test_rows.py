@@ -1,0 +1,58 @@
+"""A report refuses rows that it cannot be computed from, in one line that names the sample and the field."""
+
+import copy
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eval.__main__ import command_line
+from eval.report import summarise
+from eval.run.results import Key, Results
+from eval.run.rows import check_rows
+from tests.eval.report.test_report import row
+
+KEY = {**Key("m", "dense", "c0", "ruler", "vt", 64, "0", 42, "after_question")._asdict(), "score": 1.0}
+
+
+def test_rows_of_an_old_version_are_refused_in_one_line(tmp_path, monkeypatch):
+    with Results(tmp_path) as results:
+        results.append(KEY)
+    monkeypatch.setattr(sys, "argv", ["eval", "report", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        command_line()
+    said = str(ended.value)
+    assert said.startswith("eval: results row")
+    assert "\n" not in said
+    assert "'sample': '0'" in said
+    assert "is missing; an old version wrote it or it was edited: move" in said
+
+
+def test_a_row_without_settings_is_named():
+    old = row("dense", 3, 1.0)
+    del old["settings"]
+    with pytest.raises(ValueError, match=r"'task': 'vt', .*'sample': '3'}: 'settings' is missing"):
+        summarise([row("dense", 2, 1.0), old])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("score", float("nan")), ("score", "1"), ("settings", {}), ("settings", {"method": {}, "specials": "neither"}),
+        ("cache_bytes", {}), ("seconds", None), ("meta", []), ("length", "4096"), ("non_finite", "x"),
+    ],
+)  # fmt: skip
+def test_a_field_of_another_kind_is_named(field, value):
+    with pytest.raises(ValueError, match=f"'{field}.*(is missing|is wrong)"):
+        check_rows([{**row("dense", 0, 1.0), field: value}])
+
+
+@given(st.sampled_from(sorted(set(row("dense", 0, 1.0)) - {"new_tokens", "batch"})))
+@settings(max_examples=30, deadline=None)
+def test_no_required_field_may_be_missing(field):
+    damaged = copy.deepcopy(row("leank", 0, 0.5))
+    check_rows([damaged])
+    del damaged[field]
+    with pytest.raises(ValueError, match=f"'{field}' is missing"):
+        check_rows([damaged])
