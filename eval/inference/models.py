@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.inference.model_folder import check_folder, folder_digest
 from leank_train import backbone
-from leank_train.backbone import kv_shape as shape_of
+from leank_train.common.shape import kv_shape as shape_of
 
 __all__ = ["ModelConfig", "load_config", "load_model", "shape_of"]
 
@@ -58,9 +58,10 @@ class ModelConfig(backbone.ModelConfig):
         return {**named, **self._contents}
 
 
-def load_config(settings: ModelConfig) -> tuple[Any, Any]:
-    """(config, tokenizer), without weights. Raises FileNotFoundError if there is no such model, ValueError for a folder
-    with damaged files.
+def load_config(settings: ModelConfig) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
+    """Return the model's config and tokenizer, without weights.
+
+    Raises FileNotFoundError if there is no such model, ValueError for a folder with damaged files.
     """
     if settings.folder is not None:
         try:
