@@ -1,4 +1,4 @@
-"""Training batches: documents, their questions and answers as token ids; a batch depends on (seed, step) alone."""
+"""Training batches: token ids of documents, questions and answers; a batch depends on its seed and step alone."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ from data_gen.sample import Document
 from data_gen.tasks import Mixture
 from leank_train.backbone import Backbone
 
-IDS = ("documents", "prompts", "answers")  # of a Batch: what the GPU reads
+IDS = ("documents", "prompts", "answers")  # the fields of a Batch that the GPU reads
 
 
 @dataclass(frozen=True)
 class Batch:
-    """B documents with M questions each, R = B * M branches; ids right-padded with 0, lengths say what counts.
+    """B documents with M questions each, R = B * M branches; all int64, ids padded on the right with 0.
 
-    documents [B, P], document_lengths [B]; prompts [R, T] = question + answer_prefix + answer, prompt_lengths [R];
-    question_lengths [R] = tokens before the answer; answers [R, N], answer_lengths [R].
+    documents: [B, P], ids.
+    document_lengths: [B], tokens.
+    prompts: [R, T], ids of question, answer prefix and answer.
+    prompt_lengths: [R], tokens.
+    question_lengths: [R], tokens before the answer.
+    answers: [R, N], ids.
+    answer_lengths: [R], tokens.
     """
 
     documents: Tensor
@@ -34,16 +39,19 @@ class Batch:
     answer_lengths: Tensor
 
     def to(self, device: torch.device | str, **kwargs: Any) -> Batch:
-        """A copy with the ids on another device; lengths stay on the host, where passes are planned (`prefix`)."""
+        """Copy the ids to another device; lengths stay on the host, which plans the passes."""
         return replace(self, **{name: getattr(self, name).to(device, **kwargs) for name in IDS})
 
     def pin_memory(self) -> Batch:
-        """A copy in page-locked memory."""
+        """Copy the batch to page-locked memory."""
         return Batch(*(getattr(self, f.name).pin_memory() for f in fields(self)))
 
 
 def collate(backbone: Backbone, documents: Sequence[Document]) -> Batch:
-    """Tokenise documents that have the same number of questions. Raises ValueError for an answer without tokens."""
+    """Tokenise documents into a batch.
+
+    Raises ValueError for documents with different numbers of questions, or an answer without tokens.
+    """
     counts = {len(d.questions) for d in documents}
     if len(counts) != 1:
         raise ValueError(f"documents of one batch have {sorted(counts)} questions; mix tasks with the same number")
@@ -62,7 +70,7 @@ def collate(backbone: Backbone, documents: Sequence[Document]) -> Batch:
 
 
 def pad(rows: Sequence[Sequence[int]]) -> Tensor:
-    """Token ids [n, longest], padded on the right with 0."""
+    """Return token ids [n, longest], padded on the right with 0."""
     out = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
     for i, row in enumerate(rows):
         out[i, : len(row)] = torch.tensor(row)
@@ -74,7 +82,13 @@ def _lengths(rows: Sequence[Sequence[int]]) -> Tensor:
 
 
 class Steps(torch.utils.data.Dataset):
-    """Batch number `start + i` of one rank; documents are numbered step by step, rank by rank."""
+    """Batches of one rank, of which item i is that of step `start + i`.
+
+    Documents are numbered step by step, and rank by rank within a step.
+
+    documents: documents per batch.
+    rank, world: number of the rank, and how many there are.
+    """
 
     def __init__(self, backbone: Backbone, mixture: Mixture, documents: int, start: int, rank: int, world: int) -> None:
         self.backbone, self.mixture, self.documents = backbone, mixture, documents
@@ -89,21 +103,24 @@ class Steps(torch.utils.data.Dataset):
 
 
 class RetrievalData(L.LightningDataModule):
-    """Documents of a task mixture, `documents` a step and rank; goes on at the step where a checkpoint was made.
+    """Batches of a task mixture, from the step of the checkpoint on.
 
     The ranks of a step take neighbouring documents, so W ranks with one document see what one rank with W sees.
+
+    documents: documents per step and rank.
+    workers: processes that make batches; 0 makes them in this one.
+    together: neighbouring ranks that share every context, and so see the same documents.
     """
 
     def __init__(
         self, backbone: Backbone, mixture: Mixture, documents: int = 1, workers: int = 0, together: int = 1
     ) -> None:
-        """together: neighbouring ranks that share every context, and so see the same documents."""
         super().__init__()
         self.backbone, self.mixture, self.documents, self.workers = backbone, mixture, documents, workers
         self.start, self.together = 0, together
 
     def train_dataloader(self) -> torch.utils.data.DataLoader:
-        """Batches in order, from the step to go on with."""
+        """Return the batches in order, from the next step on."""
         rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         return torch.utils.data.DataLoader(
             Steps(
@@ -117,11 +134,11 @@ class RetrievalData(L.LightningDataModule):
         )
 
     def state_dict(self) -> dict[str, int]:
-        """The step that comes next."""
+        """Return the next step."""
         return {"start": self.trainer.global_step if self.trainer else self.start}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where the checkpoint was made."""
+        """Go on at the step of the checkpoint."""
         self.start = state["start"]
 
 
