@@ -2,7 +2,7 @@
 
     python -m data_gen --task niah_multivalue --length 4096 --count 100 --tokenizer reference --out samples.jsonl
 
---out FILE.jsonl writes one sample a line; any other name writes a `datasets.Dataset` folder.
+--out FILE.jsonl writes one sample per line; any other name writes a `datasets.Dataset` folder.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from data_gen.chat import template_tokens
 from data_gen.request import Request
@@ -24,9 +24,12 @@ from data_gen.sample import Sample
 from data_gen.tasks import TASKS, task
 from data_gen.tokens import TokenCounter
 
+if TYPE_CHECKING:  # transformers takes seconds to import
+    from transformers import PreTrainedTokenizerBase
 
-def rows(args: argparse.Namespace, tokenizer: Any) -> Iterator[Sample]:
-    """Samples of the task, a document after the other."""
+
+def rows(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sample]:
+    """Yield the samples of the task, one document after the other."""
     counter = TokenCounter(tokenizer)
     reserve = template_tokens(tokenizer) if args.chat else 0
     for index in range(args.start, args.start + args.count):
@@ -38,9 +41,11 @@ def rows(args: argparse.Namespace, tokenizer: Any) -> Iterator[Sample]:
 
 
 def write(samples: Iterator[Sample], out: Path) -> int:
-    """Write samples to a JSONL file, or to a `datasets.Dataset` folder where `out` is no .jsonl; how many there were.
+    """Write samples to a JSONL file, or to a `datasets.Dataset` folder if `out` is no .jsonl.
 
-    Everything is written under another name first: `out` is whole, or as it was before.
+    Everything is written under another name first, so that `out` is whole, or as it was before.
+
+    Returns the number of samples. Raises FileExistsError for a folder that holds something else.
     """
     partial = out.with_name(out.name + ".partial")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -66,14 +71,24 @@ def write(samples: Iterator[Sample], out: Path) -> int:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; see the module's docstring."""
+    """Run the command line of the module's docstring."""
+    args = arguments(argv)
+    try:
+        count = write(rows(args, load_tokenizer(args.tokenizer)), args.out)
+    except (ValueError, OSError) as error:
+        sys.exit(f"data_gen: {error}")
+    print(f"wrote {count} samples of {args.task} at {args.length} tokens to {args.out}")
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line; exit with one line for what cannot be."""
     parser = argparse.ArgumentParser(
         prog="python -m data_gen", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--task", required=True, choices=sorted(TASKS), metavar="TASK", help=", ".join(TASKS))
     parser.add_argument("--length", type=int, default=4096, help="tokens of prompt and answer (default 4096)")
     parser.add_argument("--count", type=int, default=100, help="documents (default 100)")
-    parser.add_argument("--questions", type=int, default=1, help="questions a document (default 1)")
+    parser.add_argument("--questions", type=int, default=1, help="questions per document (default 1)")
     parser.add_argument("--start", type=int, default=0, help="index of the first document (default 0)")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--tokenizer", default="reference", help="'reference', or any Hugging Face name or folder")
@@ -89,22 +104,21 @@ def main(argv: list[str] | None = None) -> None:
 
     if args.count < 1 or args.start < 0:
         sys.exit(f"data_gen: count={args.count}, start={args.start}: give at least 1 and 0")
+    return args
 
+
+def load_tokenizer(given: str) -> PreTrainedTokenizerBase:
+    """Load a tokenizer by name or folder; exit with one line if there is none."""
     from transformers import AutoTokenizer
 
-    name = str(files("leank_train") / "assets" / "reference") if args.tokenizer == "reference" else args.tokenizer
+    name = str(files("leank_train") / "assets" / "reference") if given == "reference" else given
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         sys.exit(
-            f"data_gen: tokenizer={args.tokenizer!r} cannot be loaded ({str(error).splitlines()[0]}); "
+            f"data_gen: tokenizer={given!r} cannot be loaded ({str(error).splitlines()[0]}); "
             "give 'reference', a folder, or a Hugging Face name"
         )
-    try:
-        count = write(rows(args, tokenizer), args.out)
-    except (ValueError, OSError) as error:
-        sys.exit(f"data_gen: {error}")
-    print(f"wrote {count} samples of {args.task} at {args.length} tokens to {args.out}")
 
 
 if __name__ == "__main__":

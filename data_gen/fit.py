@@ -1,10 +1,10 @@
-"""RULER's way to size a sample: whole units, found once a (task, length, seed) and lowered where a sample is too long.
+"""RULER's way to size a sample: a number of whole units, and fewer of them for a sample that is too long.
 
-The number of units is the largest with which one draw, the answer prefix and max_new_tokens stay within the length
-(binary search). Samples differ from that draw by a few tokens: one that comes out too long gives up a whole step
-(500 words of an essay, 25 lines, 10 documents), which is why the official samples are 3,478 or 4,093 tokens long.
+A binary search per (task, length, seed) finds the largest number of units with which one draw, the answer prefix and
+max_new_tokens stay within the length. Samples differ from that draw by a few tokens. One that is too long loses a whole
+step (500 words of an essay, 25 lines, 10 documents). That is why official samples have 3,478 or 4,093 tokens.
 
-Where a step is more than there is, the official code never ends; here the units are lowered by a quarter at a time.
+The official code never ends if a step is larger than the number of units; here the units fall by a quarter at a time.
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ _SEARCH = -1  # the index of the draw that the search measures
 
 
 class Drawn(Protocol):
-    """What is asked of a task here; see `data_gen.task.Task`."""
+    """The part of a task (`data_gen.task.Task`) that sizing needs."""
 
     max_new_tokens: int
 
     def draw(self, request: Request, units: int) -> Draft:
-        """A document with `units` whole units of filler."""
+        """Return a document with `units` whole units of filler."""
 
     def step(self, request: Request) -> int:
-        """Units that RULER takes away at a time."""
+        """Return the units that RULER takes away at a time."""
 
     def fewest(self, request: Request) -> int:
-        """The smallest number of units that `draw` can do with."""
+        """Return the smallest number of units that `draw` accepts."""
 
 
 def whole_units(task: Drawn, request: Request) -> tuple[Draft, int]:
-    """The document and its length: prompt, answer prefix and max_new_tokens, never above `request.length`.
+    """Return the document and its length, which is never above `request.length`.
 
-    Raises ValueError where not even the fewest units fit.
+    The length counts the tokens of prompt, answer prefix and max_new_tokens.
+
+    Raises ValueError if the fewest units do not fit.
     """
     fits = request.counter.fits
     key = (task, dataclasses.replace(request, index=_SEARCH, questions=1))
@@ -55,6 +57,7 @@ def whole_units(task: Drawn, request: Request) -> tuple[Draft, int]:
 
 
 def _search(task: Drawn, request: Request) -> int:
+    """Find the largest number of units that fits, by doubling and then halving the range."""
     low = task.fewest(request)
     high = low + max(1, task.step(request))
     draft, length = _measure(task, request, high)
@@ -74,6 +77,7 @@ def _search(task: Drawn, request: Request) -> int:
 
 
 def _measure(task: Drawn, request: Request, units: int) -> tuple[Draft, int]:
+    """Return a draw of so many units, and its length with max_new_tokens."""
     draft = task.draw(request, units)
     ends = [q.question + q.answer_prefix for q in draft.questions]
     counter = request.counter

@@ -1,7 +1,7 @@
-"""The symbolic subset of GSM-Infinite's form: assignments of variables; which of them equal a value?
+"""Problems in the form of GSM-Infinite's symbolic subset: assignments of variables, some of which equal a value.
 
-`op` variables can be derived from the one number that is given; the filler, op + int(length * 828 / 9668) variables in
-all, hangs on a variable without a value, so that nothing in it can be derived.
+`op` variables follow from the one number that is given. The filler depends on a variable without a value, so nothing
+in it can be derived. A problem has op + int(length * 828 / 9668) variables in all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ QUESTION = (
 
 @dataclass(frozen=True)
 class SymbolicProblem:
-    """A problem as `eval` reads it. n: variables in all. answer_list: those that equal the value asked for."""
+    """A problem as `eval` reads it.
+
+    problem, question: the text.
+    answer_list: names of the variables that equal the value in the question.
+    op: variables that can be derived.
+    n: variables in all.
+    length: the nominal length in tokens.
+    id: unique among all problems.
+    """
 
     problem: str
     question: str
@@ -31,7 +39,14 @@ class SymbolicProblem:
 
 
 def symbolic(op: int, seed: int, index: int, length: int = 0) -> SymbolicProblem:
-    """One problem, the same for the same arguments. Raises ValueError for op below 1 or length below 0."""
+    """Make one problem; the same arguments give the same problem.
+
+    op: variables that can be derived, at least 1.
+    seed, index: which problem of these settings.
+    length: the nominal tokens, or 0 for a problem without filler.
+
+    Raises ValueError for a setting out of range.
+    """
     if op < 1 or length < 0:
         raise ValueError(f"op={op}, length={length}: give op of at least 1 and length of at least 0")
     rng = random.Random(f"gsm_symbolic/{op}/{length}/{seed}/{index}")

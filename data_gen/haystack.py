@@ -1,8 +1,8 @@
 """Haystacks: the text around the needles, in units whose token counts are known.
 
 noise    one line of five short sentences, repeated (RULER)
-needle   lines of needles nobody asks for (RULER); the caller makes the lines
-essay    consecutive sentences of natural text: the shipped Wikipedia paragraphs, or files of the user's own
+needle   lines of needles that no question is about (RULER); the caller makes the lines
+essay    consecutive sentences of natural text: the shipped Wikipedia paragraphs, or the user's own files
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ Units = tuple[list[str], int]  # units of text, and the tokens they take with th
 
 @lru_cache
 def words(kind: str) -> tuple[str, ...]:
-    """A shipped word list: "nouns", "adjectives" or "verbs"."""
+    """Return a shipped word list: "nouns", "adjectives" or "verbs"."""
     return tuple((files("data_gen") / "assets" / f"{kind}.txt").read_text(encoding="utf-8").split("\n")[:-1])
 
 
 @lru_cache
 def sentences(path: str | None, split: str) -> tuple[str, ...]:
-    """Sentences of a text, in order.
+    """Return the sentences of a text, in order.
 
-    path: None for the shipped paragraphs; else a .txt, .txt.gz or RULER essay .json ({"text": ...}) file,
-        or a folder of .txt files.
+    path: a .txt, .txt.gz or RULER essay .json ({"text": ...}) file, a folder of .txt files, or None for the shipped
+        paragraphs.
     split: "train", "test" (every tenth paragraph) or "all".
 
-    Raises FileNotFoundError where the path does not exist, ValueError for an unknown split or an empty text.
+    Raises FileNotFoundError if the path does not exist, ValueError for an unknown split or an empty text.
     """
     if split not in SPLITS:
         raise ValueError(f"split={split!r} is unknown; choose one of {', '.join(SPLITS)}")
@@ -55,7 +55,7 @@ def sentences(path: str | None, split: str) -> tuple[str, ...]:
     test = [s for p in paragraphs[_TEST_SHARE - 1 :: _TEST_SHARE] for s in p]
     if split == "test":
         found = test
-    elif split == "train":  # a sentence may stand in two paragraphs: then it is the test's
+    elif split == "train":  # a sentence that is also in a test paragraph belongs to the test
         unseen = set(test)
         found = [s for i, p in enumerate(paragraphs, 1) if i % _TEST_SHARE for s in p if s not in unseen]
     else:
@@ -66,7 +66,7 @@ def sentences(path: str | None, split: str) -> tuple[str, ...]:
 
 
 def split_sentences(text: str) -> list[str]:
-    """Sentences of a text: they end with . ! or ?, a closing quote or bracket included, before white space."""
+    """Split a text into sentences; they end in . ! or ? with any closing quote or bracket, before white space."""
     return [s for s in _SENTENCE_END.split(text) if s]
 
 
@@ -77,8 +77,9 @@ def _text_words(path: str | None, split: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=8)
 def known_by(path: str | None) -> str | None:
-    """What a text is known by: the digest of its contents, wherever it lies; None for the shipped paragraphs. Raises
-    FileNotFoundError or ValueError as `sentences` does.
+    """Return the digest of a text's contents, which its place does not change; None for the shipped paragraphs.
+
+    Raises FileNotFoundError or ValueError as `sentences` does.
     """
     return None if path is None else digest(_read(path))
 
@@ -109,7 +110,7 @@ def _read(path: str | None) -> str:
 
 
 def take_noise(budget: int, counter: TokenCounter) -> Units:
-    """Noise lines of `budget` tokens; single sentences fill the last line."""
+    """Return noise lines of `budget` tokens; single sentences fill the last line."""
     line = counter.pieces([NOISE_LINE], "\n")[0]
     lines = [NOISE_LINE] * max(0, budget // line)
     rest, tokens = filler(budget - line * len(lines), counter)
@@ -117,7 +118,7 @@ def take_noise(budget: int, counter: TokenCounter) -> Units:
 
 
 def filler(budget: int, counter: TokenCounter) -> Units:
-    """One line of noise sentences of at most `budget` tokens, the last cut at a word; no line where none fits."""
+    """Return one line of noise of at most `budget` tokens, cut at a word; no line if no word fits."""
     out: list[str] = []
     left = budget
     while left > 0:
@@ -131,7 +132,10 @@ def filler(budget: int, counter: TokenCounter) -> Units:
 
 
 def take_essay(budget: int, counter: TokenCounter, rng: random.Random, path: str | None, split: str) -> Units:
-    """Consecutive sentences of `budget` tokens from a random place, wrapping round; the last is cut at a word."""
+    """Return consecutive sentences of `budget` tokens from a random place; the last is cut at a word.
+
+    The text starts again at its end. path, split: see `sentences`.
+    """
     text = sentences(path, split)
     at = rng.randrange(len(text))
     out: list[str] = []
@@ -152,7 +156,7 @@ def take_essay(budget: int, counter: TokenCounter, rng: random.Random, path: str
 
 
 def cut(text: str, budget: int, counter: TokenCounter) -> tuple[str, int]:
-    """The first words of a text that take at most `budget` tokens, and the tokens they take."""
+    """Return the first words of a text that take at most `budget` tokens, and the tokens that they take."""
     pieces = text.split(" ")
     total = 0
     for n, cost in enumerate(counter.pieces(pieces, " ")):
@@ -163,10 +167,10 @@ def cut(text: str, budget: int, counter: TokenCounter) -> tuple[str, int]:
 
 
 def take_lines(budget: int, counter: TokenCounter, make_line: Callable[[], str]) -> Units:
-    """Lines from `make_line` of `budget` tokens; noise sentences fill what is less than a line."""
+    """Return lines from `make_line` of `budget` tokens; noise sentences fill the rest of a line."""
     out: list[str] = []
     left = budget
-    size = 40  # first guess of tokens a line; replaced by what the lines measure
+    size = 40  # first guess of the tokens per line; measured lines replace it
     while True:
         block = [make_line() for _ in range(max(1, left // size))]
         for line, cost in zip(block, counter.pieces(block, "\n", remember=False), strict=True):
@@ -179,14 +183,14 @@ def take_lines(budget: int, counter: TokenCounter, make_line: Callable[[], str])
 
 
 def first_words(n: int, path: str | None, split: str) -> list[str]:
-    """The first `n` words of a text as sentences, over again where the text is shorter (RULER's essay haystack)."""
+    """Return the first `n` words of a text as sentences; a shorter text is repeated (RULER's essay haystack)."""
     text = _text_words(path, split)
     repeated = text * (n // len(text)) + text[: n % len(text)]
     return split_sentences(" ".join(repeated))
 
 
 def insert(units: Sequence[str], placed: Sequence[tuple[int, str]]) -> list[str]:
-    """The units with each text put before the unit of its place; texts of one place keep their order."""
+    """Insert each text before the unit at its place; texts at one place keep their order."""
     out: list[str] = []
     start = 0
     for place, text in sorted(placed, key=lambda item: item[0]):
@@ -197,5 +201,5 @@ def insert(units: Sequence[str], placed: Sequence[tuple[int, str]]) -> list[str]
 
 
 def random_places(units: int, n: int, rng: random.Random) -> list[int]:
-    """`n` places among the units in order: distinct, before the last unit, where there are enough (as in RULER)."""
+    """Draw `n` sorted places among the units; if there are enough units, the places differ, as in RULER."""
     return sorted(rng.sample(range(units), n) if n <= units else [rng.randint(0, units) for _ in range(n)])

@@ -1,7 +1,7 @@
 """Needles in a haystack, in RULER's wording: single, multi-key, multi-value and multi-query retrieval.
 
-LeanK's two training tasks (section 3.1) are members of the same family: dense retrieval is a haystack made of
-uuid -> uuid needles, multi-value retrieval asks for every value of a key that has several.
+LeanK's two training tasks (section 3.1) belong to the same family. Dense retrieval has a haystack of uuid -> uuid
+needles. Multi-value retrieval asks for every value of a key that has several.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SHORT = 4096  # below this length RULER's step is five lines
 
 @dataclass(frozen=True)
 class _Contents:
-    """What a document holds besides its haystack. needles: in the order in which a reader meets them."""
+    """What a document holds besides its haystack; the needles stand in the order of the text."""
 
     header: str
     needles: list[str]
@@ -47,12 +47,15 @@ class _Contents:
 class Niah(Task):
     """One member of the family.
 
-    haystack: "noise", "essay" or "needle". key_type, value_type: "words", "numbers" or "uuids".
-    num_keys: needles with different keys (the queried ones included). num_values: values a key.
-    num_queries: keys a question asks for. max_new_tokens: room for the reply.
-    needle, header, question, prefix: the wording; RULER's by default.
+    haystack: "noise", "essay" or "needle".
+    key_type, value_type: "words", "numbers" or "uuids".
+    num_keys: needles with different keys, the queried ones included.
+    num_values: values per key.
+    num_queries: keys that a question asks for.
+    max_new_tokens: room for the reply.
+    needle, header, question, prefix: the wording; None is RULER's.
 
-    Raises ValueError for an unknown haystack or type.
+    Raises ValueError for an unknown haystack or type, or a number below 1.
     """
 
     haystack: str = "noise"
@@ -80,7 +83,7 @@ class Niah(Task):
             )
 
     def fill(self, request: Request) -> Draft:
-        """See `Task.fill`. Sentences of an essay start at a random place."""
+        """See `Task.fill`; sentences of an essay start at a random place."""
         rng = request.rng()
         contents = self._contents(request, rng)
         counter = request.counter
@@ -96,7 +99,7 @@ class Niah(Task):
         return Draft(self._hide(contents, units, rng), contents.questions, fixed + tokens)
 
     def draw(self, request: Request, units: int) -> Draft:
-        """See `Task.draw`. A unit is a line, or a word of the essays, which start at their beginning."""
+        """See `Task.draw`; a unit is a line, or a word of the essays from their beginning."""
         rng = request.rng()
         contents = self._contents(request, rng)
         if self.haystack == "noise":
@@ -108,7 +111,7 @@ class Niah(Task):
         return Draft(self._hide(contents, text, rng), contents.questions)
 
     def step(self, request: Request) -> int:
-        """500 words, or 25 lines (5 below 4,096 tokens)."""
+        """Return 500 words, or 25 lines (5 below 4,096 tokens)."""
         if self.haystack == "essay":
             return 500
         return 25 if request.length >= _SHORT else 5
@@ -121,7 +124,7 @@ class Niah(Task):
         keys = _distinct(self.key_type, max(self.num_keys, self.num_queries * request.questions), rng)
         values = _distinct(self.value_type, len(keys) * self.num_values, rng)
         pairs = [(key, value) for i, value in enumerate(values) for key in [keys[i // self.num_values]]]
-        rng.shuffle(pairs)  # the order in which a reader meets them
+        rng.shuffle(pairs)  # into the order of the text
         one = self.num_queries * self.num_values == 1
         kind = self.value_type[:-1] if one else self.value_type
         header = self.header if self.header is not None else (HEADER_ONE if one else HEADER)
@@ -137,7 +140,7 @@ class Niah(Task):
         return self.needle.format(kind=self.value_type, key=key, value=value)
 
     def _distractor(self, taken: Container[str], rng: random.Random) -> str:
-        """A needle for a key that nobody asks for."""
+        """Make a needle for a key that no question is about."""
         key = _MAKERS[self.key_type](rng)
         while key in taken:
             key = _MAKERS[self.key_type](rng)
@@ -155,7 +158,7 @@ class Niah(Task):
         )
 
     def _hide(self, contents: _Contents, units: list[str], rng: random.Random) -> str:
-        """Header and haystack with the needles in it: at distinct RULER depths (essay) or between random lines."""
+        """Hide the needles at distinct RULER depths of an essay, or between random lines."""
         n = len(contents.needles)
         if self.haystack == "essay" and n <= len(DEPTHS):
             places = [len(units) * depth // 100 for depth in sorted(rng.sample(DEPTHS, n))]
@@ -166,7 +169,7 @@ class Niah(Task):
 
 
 def join(items: list[str]) -> str:
-    """RULER's list form: "a", "a, and b", "a, b, and c"."""
+    """Join items in RULER's form: "a", "a, and b", "a, b, and c"."""
     return items[0] if len(items) == 1 else ", ".join(items[:-1]) + ", and " + items[-1]
 
 

@@ -19,7 +19,15 @@ PREFIX = " The {ordinal} passkey to the vault is:"
 
 @dataclass(frozen=True)
 class Passkey(Task):
-    """num_passkeys sequences of num_words words each, at depths between 5% and 95%. At most num_passkeys questions."""
+    """Passkeys at depths between 5% and 95%, one of which a question asks for.
+
+    haystack: "noise" or "essay".
+    num_passkeys: passkeys in the text, and the most questions about it.
+    num_words: words per passkey.
+    max_new_tokens: room for the reply.
+
+    Raises ValueError for an unknown haystack or a number out of range.
+    """
 
     haystack: str = "essay"
     num_passkeys: int = 10
@@ -50,7 +58,7 @@ class Passkey(Task):
         return Draft(self._hide(needles, units, rng), asked, fixed + tokens)
 
     def draw(self, request: Request, units: int) -> Draft:
-        """See `Task.draw`. A unit is a noise line, or a word of the essays, which start at their beginning."""
+        """See `Task.draw`; a unit is a noise line, or a word of the essays from their beginning."""
         rng = request.rng()
         needles, asked = self._contents(request, rng)
         if self.haystack == "noise":
@@ -60,7 +68,7 @@ class Passkey(Task):
         return Draft(self._hide(needles, text, rng), asked)
 
     def step(self, request: Request) -> int:
-        """The task is not RULER's; it takes one unit at a time."""
+        """Return one unit; RULER has no such task."""
         return 1
 
     @property

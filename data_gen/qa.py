@@ -32,7 +32,12 @@ FILES = {"squad": "SQuAD's dev-v2.0.json", "hotpotqa": "HotpotQA's hotpot_dev_di
 
 @dataclass(frozen=True)
 class Asked:
-    """A question of the data set. gold: its documents; related: others of the same article (SQuAD); both indices."""
+    """A question of the data set.
+
+    question, answers: its text, and all answers that count.
+    gold: indices of its own documents.
+    related: indices of other documents of the same article (SQuAD).
+    """
 
     question: str
     answers: tuple[str, ...]
@@ -42,11 +47,17 @@ class Asked:
 
 @dataclass(frozen=True)
 class QuestionAnswering(Task):
-    """One question of `dataset` ("squad", "hotpotqa") with its documents among others; `Request.data` is the file.
+    """One question of a data set with its documents among others.
 
-    Document `index` asks question number `index` of the file (SQuAD: those that have an answer).
-    fixed_order: shuffle by the seed alone, as the official code does, so that a number of documents puts the
-        question's own at the same place in every sample (seed 42, 26 documents: SQuAD's is always number 24).
+    Document `index` asks question number `index` of the file `Request.data`; SQuAD's questions without an answer do
+    not count.
+
+    dataset: "squad" or "hotpotqa".
+    fixed_order: whether the seed alone shuffles, as in the official code. Samples with equally many documents then
+        have the question's own at the same place (seed 42, 26 documents: SQuAD's is always number 24).
+    max_new_tokens: room for the reply.
+
+    Raises ValueError for an unknown data set.
     """
 
     dataset: str
@@ -58,7 +69,7 @@ class QuestionAnswering(Task):
             raise ValueError(f"dataset={self.dataset!r} is unknown; choose one of {', '.join(FILES)}")
 
     def fill(self, request: Request) -> Draft:
-        """See `Task.fill`. The last document that goes in is cut at a word."""
+        """See `Task.fill`; the last document is cut at a word."""
         rng = request.rng()
         asked, order, texts = self._asked(request, rng)
         ask = _ask(asked)
@@ -87,22 +98,22 @@ class QuestionAnswering(Task):
         return Draft(self._text(request, shown, rng), (ask,), fixed + budget - left)
 
     def draw(self, request: Request, units: int) -> Draft:
-        """See `Task.draw`. A unit is a document; there are never fewer than the question's own."""
+        """See `Task.draw`; a unit is a document, and the question's own are always there."""
         rng = request.rng()
         asked, order, texts = self._asked(request, rng)
         shown = [texts[i] for i in order[: max(units, len(asked.gold))]]
         return Draft(self._text(request, shown, rng), (_ask(asked),))
 
     def step(self, request: Request) -> int:
-        """Ten documents."""
+        """Return ten documents."""
         return 10
 
     def fewest(self, request: Request) -> int:
-        """One document (or all of the question's own)."""
+        """Return one document; `draw` adds the rest of the question's own."""
         return 1
 
     def _asked(self, request: Request, rng: random.Random) -> tuple[Asked, list[int], Sequence[str]]:
-        """The question, all documents in the order in which they go in (its own first), and their texts."""
+        """Return the question, the indices of all documents (its own first), and their texts."""
         questions, texts = read(self.dataset, request.data)
         number = max(0, request.index)  # the search for the size measures the first question, as RULER does
         if number >= len(questions):
@@ -126,15 +137,17 @@ def _ask(asked: Asked) -> Question:
 
 
 def read(dataset: str, path: str | None) -> tuple[tuple[Asked, ...], tuple[str, ...]]:
-    """Questions and distinct documents (sorted) of an official file, plain or .gz.
+    """Return the questions and the sorted distinct documents of an official file, plain or .gz.
 
-    Raises FileNotFoundError where there is none, ValueError where it is of another form.
+    dataset: "squad" or "hotpotqa".
+
+    Raises FileNotFoundError if there is no file, ValueError if it has another form.
     """
     return _loaded(dataset, path)[:2]
 
 
 def known_by(dataset: str, path: str | None) -> str:
-    """What the file is known by: the digest of its contents, wherever it lies. Raises as `read` does."""
+    """Return the digest of the file's contents, which its place does not change; raises what `read` raises."""
     return _loaded(dataset, path)[2]
 
 
@@ -207,7 +220,7 @@ def _hotpotqa(raw: Any) -> tuple[list[Asked], list[str]]:
 
 
 def _numbered(items: list[Any], name: str) -> list[tuple[str, Any]]:
-    """Items with what messages call them."""
+    """Pair each item with its name in messages."""
     return [(f"{name}[{i}]", item) for i, item in enumerate(items)]
 
 
@@ -233,7 +246,7 @@ def _are_texts(value: Any) -> bool:
 
 
 def _check_new(name: Any, where: str, seen: set[str]) -> None:
-    """Raise ValueError for an id that another question has; that question would count twice."""
+    """Raise ValueError for an id that an earlier question has: the question would count twice."""
     if name is not None and repr(name) in seen:
         raise ValueError(f"{where} has the id {str(name)[:60]!r} of another question")
     seen.add(repr(name))

@@ -1,6 +1,6 @@
-"""Files that a user gives: their text, their JSON, and what they are known by.
+"""Files that a user gives: their text, their JSON, and their digest.
 
-Whatever is wrong with a file becomes a ValueError of one line that names it.
+Whatever is wrong with a file becomes a ValueError with one line that names the file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ UNREADABLE = (OSError, EOFError, zlib.error)  # what a damaged .gz, a folder or 
 
 
 def read_text(source: Path) -> str:
-    """The text of a UTF-8 file, plain or .gz, without a byte order mark. Raises ValueError if it cannot be read."""
+    """Return the text of a UTF-8 file, plain or .gz, without a byte order mark.
+
+    Raises ValueError if the file cannot be read.
+    """
     try:
         raw = source.read_bytes()
         return (gzip.decompress(raw) if source.suffix == ".gz" else raw).decode("utf-8-sig")
@@ -28,10 +31,10 @@ def read_text(source: Path) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text.
+    """Return the value of a JSON text.
 
-    Raises ValueError, saying in a few words what is wrong, also for what Python's own parser lets through: NaN, a name
-    that occurs twice in an object, half a surrogate pair, nesting without end.
+    Raises ValueError with a few words on what is wrong. Python's own parser accepts some of it: NaN, a name that occurs
+    twice in an object, half a surrogate pair.
     """
     try:
         value = json.loads(text, parse_constant=_no_number, object_pairs_hook=_object)
@@ -47,7 +50,7 @@ def parse_json(text: str) -> Any:
 
 
 def why(error: Exception) -> str:
-    """What an exception of reading says, in one short line."""
+    """Return the message of an exception raised by reading, in one short line."""
     if isinstance(error, UnicodeDecodeError):
         return f"byte {error.start + 1} is not UTF-8"
     if isinstance(error, EOFError):
@@ -57,7 +60,7 @@ def why(error: Exception) -> str:
 
 
 def digest(content: str | bytes) -> str:
-    """Sixteen hexadecimal digits of SHA-256: what a file is known by, wherever it lies."""
+    """Return sixteen hexadecimal digits of SHA-256, by which a file is known wherever it lies."""
     return hashlib.sha256(content.encode("utf-8") if isinstance(content, str) else content).hexdigest()[:16]
 
 

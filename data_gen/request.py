@@ -1,4 +1,4 @@
-"""What a task is given, a `Request`, and what it gives back before it is measured, a `Draft`."""
+"""What a task takes, a `Request`, and what it returns before measurement, a `Draft`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from data_gen.tokens import TokenCounter
 class Request:
     """One document of a task.
 
-    name: the task's name. length: tokens of the whole prompt with its reply. seed, index: which document.
-    questions: questions about it (tasks with fewer give fewer).
-    exact: fill up to `length`, the longest question and its answer included. Otherwise whole units, and prompt +
-        max_new_tokens stay within `length`: the size that RULER gives its samples.
-    essays, split: the natural text, see `haystack.sentences`. data: a file of the task's own data (qa_1, qa_2, cwe).
-    reserve: tokens of `length` to leave for a chat template, see `data_gen.chat`.
+    name: the task's name.
+    length: tokens of the whole prompt with its reply.
+    counter: counts tokens with the model's tokenizer.
+    seed, index: which document.
+    questions: questions about the document; some tasks have fewer.
+    exact: whether the text, the longest question and its answer fill `length`. Otherwise a document has whole units,
+        and prompt + max_new_tokens stay within `length`, as in RULER.
+    essays, split: the natural text; see `haystack.sentences`.
+    data: a file with the task's own data (qa_1, qa_2, cwe).
+    reserve: tokens of `length` to leave for a chat template; see `data_gen.chat`.
 
     Raises ValueError for a setting out of range.
     """
@@ -41,21 +45,26 @@ class Request:
         if self.length < 1:
             raise ValueError(f"length={self.length} must be at least 1; give the tokens a sample should have")
         if self.questions < 1:
-            raise ValueError(f"questions={self.questions} must be at least 1; give the questions a document")
+            raise ValueError(f"questions={self.questions} must be at least 1; give the questions per document")
         if self.split not in SPLITS:
             raise ValueError(f"split={self.split!r} is unknown; choose one of {', '.join(SPLITS)}")
 
     @property
     def room(self) -> int:
-        """Tokens of `length` that are left for text."""
+        """Tokens of `length` that remain for text."""
         return self.length - self.reserve - self.counter.special_tokens
 
     def rng(self) -> random.Random:
-        """The document's own random generator."""
+        """Return the document's own random generator."""
         return random.Random(f"{self.name}/{self.seed}/{self.index}")
 
     def left(self, fixed: int, holds: str, lower: str) -> int:
-        """Tokens left when `fixed` are taken by what the task `holds`. Raises ValueError where there are none."""
+        """Return the tokens that remain after the `fixed` ones of what the task `holds`.
+
+        holds, lower: for the message: what takes the tokens, and the settings that lower their number.
+
+        Raises ValueError if `fixed` is more than there is.
+        """
         if fixed > self.room:
             raise ValueError(
                 f"length={self.length} is too short for task {self.name!r}: its {holds} alone take "
@@ -64,13 +73,18 @@ class Request:
         return self.room - fixed
 
     def tail(self, questions: Sequence[Question]) -> int:
-        """Tokens of the longest question with its answer."""
+        """Count the tokens of the longest question with its answer."""
         return max(self.counter.counts([q.question + q.answer_prefix + q.target for q in questions], remember=False))
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A document's text with its questions; `tokens` counts text, longest question and answer where it is known."""
+    """A document's text with its questions.
+
+    context: the text.
+    questions: questions about it.
+    tokens: tokens of the text with its longest question and answer; 0 if nobody has counted them.
+    """
 
     context: str
     questions: tuple[Question, ...]

@@ -1,4 +1,4 @@
-"""What a task yields: one document, several questions about it, and the flat rows made of both."""
+"""What a task yields: a document with questions, and the flat rows made of both."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 class Question:
     """One question about a document.
 
-    question: text that follows the document verbatim (it begins with its own separator).
-    answer_prefix: the start of the reply, given to the model (after the assistant header of a chat model).
-    answers: the references a scorer compares with.
-    target: the supervised answer; all references, in the order a model is trained to write them.
+    question: text that follows the document verbatim; it begins with its own separator.
+    answer_prefix: the start of the reply, which the model is given after the assistant header.
+    answers: the references that a scorer compares with.
+    target: the supervised answer: all references, in the order in which a model is trained to write them.
     """
 
     question: str
@@ -23,7 +23,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Sample:
-    """One (context, answer) pair. `context` ends with the document; `question` and `answer_prefix` follow it."""
+    """One row: a `Document` with one `Question`, whose fields it has.
+
+    context: the text up to the end of the document; `question` and `answer_prefix` follow it.
+    """
 
     task: str
     seed: int
@@ -41,8 +44,12 @@ class Sample:
 class Document:
     """A document with its questions.
 
-    length: tokens of the document with its longest question and, where it was filled exactly, that one's answer;
-    sized as RULER does, prompt and answer prefix (special tokens, chat template) with max_new_tokens.
+    task, seed, index: which document.
+    context: the text.
+    questions: questions about it.
+    max_new_tokens: room for a reply.
+    length: tokens of the document with its longest question, special tokens and chat template included. A document
+        filled exactly also counts that question's answer; one sized as in RULER counts max_new_tokens in its place.
     """
 
     task: str
@@ -54,7 +61,7 @@ class Document:
     length: int
 
     def samples(self) -> list[Sample]:
-        """One flat row a question."""
+        """Return one flat row per question."""
         return [
             Sample(
                 self.task, self.seed, self.index, self.context,

@@ -1,7 +1,7 @@
-"""What a task is: something that answers a `Request` with a `Document`.
+"""The base of all tasks: a task answers a `Request` with a `Document`.
 
-A task offers two ways to fill a document. `fill` meets the asked length as closely as tokens allow (training);
-`draw` makes a document of a number of whole units, and `data_gen.fit` looks for the number that RULER would take.
+A task has two ways to fill a document. `fill` meets the requested length as closely as tokens allow (training). `draw`
+makes a document from a number of whole units, and `data_gen.fit` finds the number that RULER would take.
 """
 
 from __future__ import annotations
@@ -14,12 +14,18 @@ from data_gen.sample import Document
 
 
 class Task(ABC):
-    """A task: `fill` and `draw` say how its documents are made, `build` makes one."""
+    """A task: `fill` and `draw` define its documents, `build` makes one.
+
+    max_new_tokens: room for a reply.
+    """
 
     max_new_tokens: int
 
     def build(self, request: Request) -> Document:
-        """The document. Raises ValueError where the length is too short, FileNotFoundError where data is missing."""
+        """Make the document.
+
+        Raises ValueError if the length is too short, FileNotFoundError if data is missing.
+        """
         if request.exact:
             draft = self.fill(request)
             length = draft.tokens + request.length - request.room
@@ -31,16 +37,19 @@ class Task(ABC):
 
     @abstractmethod
     def fill(self, request: Request) -> Draft:
-        """A document of `request.room` tokens, the longest question with its answer included."""
+        """Return a document of `request.room` tokens, the longest question with its answer included."""
 
     @abstractmethod
     def draw(self, request: Request, units: int) -> Draft:
-        """A document with `units` whole units of filler; the same request gives the same needles and questions."""
+        """Return a document with `units` whole units of filler.
+
+        The same request gives the same needles and questions, whatever `units` is.
+        """
 
     @abstractmethod
     def step(self, request: Request) -> int:
-        """Units that RULER takes away at a time from a sample that came out too long."""
+        """Return the units that RULER takes away at a time from a sample that is too long."""
 
     def fewest(self, request: Request) -> int:
-        """The smallest number of units that `draw` can do with."""
+        """Return the smallest number of units that `draw` accepts."""
         return 0

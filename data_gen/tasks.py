@@ -1,6 +1,6 @@
 """The tasks by name, and mixtures of them addressed by index.
 
-A sample depends on (task, seed, index) alone: any number of workers, ranks or restarts gives the same samples.
+A sample depends on (task, seed, index) alone, so that any number of workers, ranks or restarts gives the same samples.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from data_gen.niah import Niah
 from data_gen.passkey import Passkey
@@ -19,6 +19,9 @@ from data_gen.task import Task
 from data_gen.tokens import TokenCounter
 from data_gen.vt import VariableTracking
 from data_gen.word_counts import CommonWords, FrequentWords
+
+if TYPE_CHECKING:  # transformers takes seconds to import
+    from transformers import PreTrainedTokenizerBase
 
 RULER_NIAH: dict[str, Task] = {
     "niah_single_1": Niah("noise"),
@@ -50,7 +53,7 @@ TASKS: dict[str, Task] = {
 
 
 def task(name: str) -> Task:
-    """The task called `name`. Raises ValueError with the known names."""
+    """Return the task of this name; raise ValueError with the known names if there is none."""
     if name not in TASKS:
         raise ValueError(f"task={name!r} is unknown; choose one of {', '.join(TASKS)}")
     return TASKS[name]
@@ -60,14 +63,20 @@ def task(name: str) -> Task:
 class Mixture:
     """An endless list of documents: `mixture[i]` draws task, length and contents from (seed, i) alone.
 
-    weights: task name -> share. min_length, max_length: total tokens, drawn uniformly (both included).
-    group: this many neighbouring indices share one length, so that the ranks of a step wait for no longest one.
-    questions: questions a document (tasks with fewer give fewer). essays, split: the natural text, see `haystack`.
-    reserve: tokens of every length to leave for a chat template, see `data_gen.chat`.
+    weights: task name -> share.
+    tokenizer: counts the tokens.
+    min_length, max_length: bounds of a document's tokens, both included; lengths are drawn uniformly.
+    seed: of all documents.
+    questions: questions per document; some tasks have fewer.
+    group: this many neighbouring indices share one length, so that no rank of a step waits for a longer document.
+    essays, split: the natural text; see `haystack.sentences`.
+    reserve: tokens of every length to leave for a chat template; see `data_gen.chat`.
+
+    Raises ValueError for a setting out of range or an unknown task.
     """
 
     weights: Mapping[str, float]
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     min_length: int
     max_length: int
     seed: int = 0
@@ -93,12 +102,15 @@ class Mixture:
         object.__setattr__(self, "_counter", TokenCounter(self.tokenizer))
 
     def length_of(self, index: int) -> int:
-        """Length in tokens of document `index`."""
+        """Return the length of document `index` in tokens."""
         rng = random.Random(f"length/{self.seed}/{index // self.group}")
         return rng.randint(self.min_length, self.max_length)
 
     def __getitem__(self, index: int) -> Document:
-        """Document number `index`. Raises ValueError where its length is too short for its task, IndexError below 0."""
+        """Make document number `index`.
+
+        Raises ValueError if its length is too short for its task, IndexError for an index below 0.
+        """
         if index < 0:
             raise IndexError(f"index={index}: documents are numbered from 0")
         rng = random.Random(f"mixture/{self.seed}/{index}")
@@ -106,7 +118,7 @@ class Mixture:
         return self.build(name, self.length_of(index), index)
 
     def build(self, name: str, length: int, index: int) -> Document:
-        """Document number `index` of one task at one length."""
+        """Make document number `index` of one task at one length."""
         request = Request(
             name, length, self._counter, self.seed, index, self.questions,
             essays=self.essays, split=self.split, reserve=self.reserve,

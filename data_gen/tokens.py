@@ -1,11 +1,14 @@
-"""Token counts of text pieces. Pieces are counted once and added up; a whole document is never counted to fill it."""
+"""Token counts of text pieces: pieces are counted once and added up, and no whole document is counted to fill it."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
-# what stands around a piece while it is counted, so that it costs what it costs inside a document
+if TYPE_CHECKING:  # transformers takes seconds to import
+    from transformers import PreTrainedTokenizerBase
+
+# the text around a piece while it is counted, so that it has as many tokens as inside a document
 _AROUND = {" ": (". ", ""), "\n": ("\n", "\n")}
 _BARE = {" ": ".", "\n": "\n"}
 
@@ -13,11 +16,14 @@ _BARE = {" ": ".", "\n": "\n"}
 class TokenCounter:
     """Counts tokens with any Hugging Face tokenizer (fast or slow) and remembers the pieces that recur.
 
-    special_tokens: how many the tokenizer puts around a prompt (BOS and the like).
+    tokenizer: any tokenizer of transformers.
+    cache_size: the most pieces to remember.
+
+    special_tokens: tokens such as BOS that the tokenizer puts around a prompt.
     fits: sizes that `data_gen.fit` has found with this tokenizer.
     """
 
-    def __init__(self, tokenizer: Any, cache_size: int = 200_000) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, cache_size: int = 200_000) -> None:
         self.tokenizer = tokenizer
         self.special_tokens: int = tokenizer.num_special_tokens_to_add(pair=False)
         self.fits: dict[Hashable, int] = {}
@@ -26,11 +32,14 @@ class TokenCounter:
         self._cache_size = cache_size
 
     def count(self, text: str, remember: bool = True) -> int:
-        """Tokens of one text, special tokens not counted."""
+        """Count the tokens of one text, without special tokens; `remember`: see `counts`."""
         return self.counts([text], remember)[0]
 
     def counts(self, texts: Sequence[str], remember: bool = True) -> list[int]:
-        """Tokens of each text, special tokens not counted. `remember=False` for texts that never recur."""
+        """Count the tokens of each text, without special tokens.
+
+        remember: whether to keep the counts; False for texts that never recur.
+        """
         new = list(dict.fromkeys(t for t in texts if t not in self._cache))
         if not new:
             return [self._cache[t] for t in texts]
@@ -40,11 +49,14 @@ class TokenCounter:
         return [fresh[t] if t in fresh else self._cache[t] for t in texts]
 
     def pieces(self, texts: Sequence[str], separator: str, remember: bool = True) -> list[int]:
-        """Tokens that each text adds to a document, its separator included.
+        """Count the tokens that each text adds to a document, its separator included.
 
-        separator: " " (the piece follows it) or a newline (the piece stands on a line of its own). The pieces are
-        counted next to it: tokenizers differ in whether it joins what is before it, what is behind it, or neither,
-        and some put a blank before every text that they are given alone. Sums are right to within a few tokens.
+        separator: a blank that the piece follows, or a newline for a piece on a line of its own.
+        remember: see `counts`.
+
+        Pieces are counted next to the separator. Tokenizers differ in whether they join it with the text before it,
+        with the text after it, or with neither, and some put a blank before every text that they are given alone.
+        Sums are right to within a few tokens.
         """
         before, after = _AROUND[separator]
         bare = self.count(_BARE[separator])
@@ -52,6 +64,6 @@ class TokenCounter:
 
     def _encode(self, texts: list[str]) -> list[int]:
         if self._backend is not None:
-            # the fast backend alone: the wrapper builds attention masks and dictionaries that nobody reads here
+            # the fast backend without its wrapper, which builds attention masks that nothing here needs
             return [len(e) for e in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
         return [len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]]

@@ -1,4 +1,4 @@
-"""RULER variable tracking: chains of assignments in noise; name every variable that holds a value. Always 1-shot."""
+"""RULER's variable tracking: chains of assignments in noise, of which one holds the value in question; 1-shot."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHORT = 4096  # below this length RULER's step is five lines
 
 @dataclass(frozen=True)
 class _Chain:
-    """Variables that pass a value on: the first is given it, each other one the variable before."""
+    """Variables that pass a value on: the first is assigned the value, every other one its predecessor."""
 
     names: tuple[str, ...]
     value: str
@@ -43,9 +43,14 @@ class _Chain:
 
 @dataclass(frozen=True)
 class VariableTracking(Task):
-    """num_chains chains of num_hops + 1 variables each; a question asks for one chain; more questions, more chains.
+    """Chains of num_hops + 1 variables each; a question asks for all variables of one chain.
 
-    example_lines: noise lines of the worked example; None for as many as `EXAMPLE_TOKENS` hold, as in RULER.
+    num_chains: chains in the text, at least 1; there are at least as many as questions.
+    num_hops: assignments from variable to variable per chain, at least 0.
+    example_lines: noise lines of the worked example; None for as many as fit into `EXAMPLE_TOKENS`, as in RULER.
+    max_new_tokens: room for the reply.
+
+    Raises ValueError for a number out of range.
     """
 
     num_chains: int = 1
@@ -70,17 +75,17 @@ class VariableTracking(Task):
         return Draft(shot + HEADER + _scatter(units, chains, rng), asked, fixed + tokens)
 
     def draw(self, request: Request, units: int) -> Draft:
-        """See `Task.draw`. A unit is a line of noise."""
+        """See `Task.draw`; a unit is a line of noise."""
         rng = request.rng()
         shot, chains, asked = self._contents(request, rng)
         return Draft(shot + HEADER + _scatter([haystack.NOISE_LINE] * units, chains, rng), asked)
 
     def step(self, request: Request) -> int:
-        """Ten lines (5 below 4,096 tokens)."""
+        """Return ten lines (5 below 4,096 tokens)."""
         return 10 if request.length >= _SHORT else 5
 
     def _contents(self, request: Request, rng: random.Random) -> tuple[str, list[_Chain], tuple[Question, ...]]:
-        """The worked example, the chains, and the questions."""
+        """Return the worked example, the chains, and the questions."""
         count = max(self.num_chains, request.questions)
         values = [str(v) for v in rng.sample(range(10_000, 99_999), count + 1)]
         example = _Chain(_names(self.num_hops + 1, 3, rng), values[0])
@@ -99,7 +104,7 @@ class VariableTracking(Task):
         return shot, chains, tuple(chain.ask() for chain in chains[: request.questions])
 
     def _example_lines(self, request: Request) -> int:
-        """Found once a seed, with an example of its own: all samples show an example of the same size."""
+        """Find the size of the example once per seed, so that all samples show one of the same size."""
         counter = request.counter
         key = (self, "example", request.seed)
         if key not in counter.fits:
@@ -120,7 +125,7 @@ def _names(n: int, length: int, rng: random.Random) -> tuple[str, ...]:
 
 
 def _scatter(units: list[str], chains: list[_Chain], rng: random.Random) -> str:
-    """Every chain's lines at random places among the units, each chain in its own order."""
+    """Put the lines of every chain at random places among the units, in the chain's order."""
     placed: list[tuple[int, str]] = []
     for chain in chains:
         lines = chain.lines()

@@ -37,12 +37,15 @@ _DOTS = "..."
 
 @dataclass(frozen=True)
 class CommonWords(Task):
-    """Ten words appear 30 times, the others 3 times; name the ten. One question.
+    """Ten words appear 30 times and all others 3 times; the one question asks for the ten.
 
-    The example has 40 words (10 and 3 times). Below `small_below` tokens RULER shrinks both: 6 times and once, and
-    an example of 20 words (3 times and once).
-    fixed_order: shuffle the lists by the seed alone, as the official code does, so that in all samples of a length
-        the common words have the same numbers.
+    The example has 40 words, which appear 10 and 3 times.
+
+    small_below: below this length in tokens, words appear 6 times and once, and the example has 20 words, which
+        appear 3 times and once, as in RULER.
+    fixed_order: whether the seed alone shuffles the lists, as in the official code. The common words then have the same
+        numbers in all samples of a length.
+    max_new_tokens: room for the reply.
     """
 
     small_below: int = 4096
@@ -72,7 +75,7 @@ class CommonWords(Task):
         return Draft(context, (_ask_common(words),), fixed + sizes[n - _COMMON])
 
     def draw(self, request: Request, units: int) -> Draft:
-        """See `Task.draw`. A unit is a distinct word."""
+        """See `Task.draw`; a unit is a distinct word."""
         rng = request.rng()
         words = self._words(request, rng)
         if units > len(words) and request.index >= 0:
@@ -83,27 +86,27 @@ class CommonWords(Task):
         return Draft(context, (_ask_common(words),))
 
     def step(self, request: Request) -> int:
-        """Ten words."""
+        """Return ten words."""
         return 10
 
     def fewest(self, request: Request) -> int:
-        """The ten common words."""
+        """Return the ten common words."""
         return _COMMON
 
     def _frequencies(self, request: Request) -> tuple[int, int, int, int, int]:
-        """Times of a common and an uncommon word; words of the example, and their times."""
+        """Return how often common and uncommon words appear, then the example's words and how often they appear."""
         return (6, 1, 20, 3, 1) if request.length < self.small_below else (30, 3, 40, 10, 3)
 
     @staticmethod
     def _words(request: Request, rng: random.Random) -> list[str]:
-        """All words in the document's own order; the first ten are the common ones."""
+        """Return all words in the document's own order; the first ten are the common ones."""
         words = list(vocabulary(request.data))
         rng.shuffle(words)
         return words
 
     def _shot(self, request: Request, words: list[str], rng: random.Random) -> str:
         _, _, n, common, uncommon = self._frequencies(request)
-        example = words[-n:]  # the far end: words that the list itself needs last
+        example = words[-n:]  # from the end: the list itself takes words from the beginning
         text = self._list(request, example, common, uncommon, rng)
         return CWE_HEADER + text + CWE_QUESTION + CWE_PREFIX + " " + numbered(example[:_COMMON]) + "\n"
 
@@ -115,7 +118,10 @@ class CommonWords(Task):
 
 @lru_cache(maxsize=4)
 def vocabulary(path: str | None) -> tuple[str, ...]:
-    """The distinct words of cwe: the shipped lists (8,169 words), then those of a file with one word a line."""
+    """Return the distinct words of cwe: the shipped 8,169, then those of a file with one word per line.
+
+    Raises FileNotFoundError if the file does not exist.
+    """
     found = dict.fromkeys(w for kind in ("nouns", "adjectives", "verbs") for w in haystack.words(kind))
     if path is not None:
         source = Path(path)
@@ -129,7 +135,7 @@ def vocabulary(path: str | None) -> tuple[str, ...]:
 
 
 def numbered(words: list[str]) -> str:
-    """ "1. a 2. b" and so on."""
+    """Number the words: "1. a 2. b", and so on."""
     return " ".join(f"{i}. {w}" for i, w in enumerate(words, 1))
 
 
@@ -138,7 +144,7 @@ def _entries(words: int, common: int, uncommon: int) -> int:
 
 
 def _number_costs(request: Request, n: int) -> list[int]:
-    """Tokens of the first 0, 1, .. n numbers of a list."""
+    """Count the tokens of the first 0, 1, .. n numbers of a list."""
     return [*accumulate(request.counter.pieces([f"{i}." for i in range(1, n + 1)], " "), initial=0)]
 
 
@@ -156,11 +162,17 @@ def _too_few_words(request: Request, n: int) -> ValueError:
 
 @dataclass(frozen=True)
 class FrequentWords(Task):
-    """Coded words whose counts follow a zeta distribution; the most frequent is "..."; name the next three.
+    """Coded words whose counts follow a zeta distribution; the one question asks for the ranks 2 to 4.
 
-    alpha: exponent of the distribution, above 1. word_length: letters of a coded word. One question.
-    fixed_order: shuffle the text by the seed alone, as the official code does, so that in all samples of a length
-        the words of a rank stand at the same places.
+    The most frequent word is "...".
+
+    alpha: exponent of the distribution, above 1.
+    word_length: letters per coded word.
+    fixed_order: whether the seed alone shuffles the text, as in the official code. The words of a rank then stand at
+        the same places in all samples of a length.
+    max_new_tokens: room for the reply.
+
+    Raises ValueError for an alpha of at most 1.
     """
 
     alpha: float = 2.0
@@ -173,7 +185,7 @@ class FrequentWords(Task):
             raise ValueError(f"alpha={self.alpha} must be above 1; RULER takes 2.0")
 
     def fill(self, request: Request) -> Draft:
-        """See `Task.fill`. Dots fill what the distribution leaves over."""
+        """See `Task.fill`; dots fill the tokens that the distribution leaves."""
         rng = request.rng()
         words = self._vocabulary(request, rng)
         counter = request.counter
@@ -197,7 +209,7 @@ class FrequentWords(Task):
         return Draft(context, (_ask_frequent(words),), fixed + size(total) + dots * costs[0])
 
     def draw(self, request: Request, units: int) -> Draft:
-        """See `Task.draw`. Unit 0 is RULER's first guess of the number of words, each other one a step of it."""
+        """See `Task.draw`; 0 units are RULER's first guess of the number of words, each unit adds one of its steps."""
         rng = request.rng()
         words = self._vocabulary(request, rng)
         return Draft(
@@ -206,11 +218,11 @@ class FrequentWords(Task):
         )
 
     def step(self, request: Request) -> int:
-        """One unit: 1/32 of the length in words."""
+        """Return one unit, which is 1/32 of the length in words."""
         return 1
 
     def fewest(self, request: Request) -> int:
-        """Fewer words than the first guess, as long as the first four ranks differ in their counts."""
+        """Return the fewest units (0 or below) with which the ranks 3 and 4 differ in their counts."""
         units = 0
         while True:
             counts = self._counts(self._total(request, units - 1), 4)
@@ -235,7 +247,7 @@ class FrequentWords(Task):
         return list(names)
 
     def _counts(self, total: int, words: int) -> list[int]:
-        """How often each rank appears among `total` words, rounded down."""
+        """Return how often each rank appears among `total` words, rounded down."""
         return [int(total * rank**-self.alpha / zeta(self.alpha)) for rank in range(1, words + 1)]
 
     def _text(self, request: Request, words: list[str], counts: list[int], rng: random.Random) -> str:
@@ -246,7 +258,7 @@ class FrequentWords(Task):
 
 @lru_cache
 def zeta(alpha: float) -> float:
-    """Riemann's zeta function for alpha > 1 (Euler-Maclaurin from the 1000th term)."""
+    """Return Riemann's zeta function for alpha > 1 (Euler-Maclaurin from the 1000th term)."""
     n = 1000
     head = sum(k**-alpha for k in range(1, n))
     return head + n ** (1 - alpha) / (alpha - 1) + n**-alpha / 2 + alpha * n ** (-alpha - 1) / 12

@@ -19,7 +19,7 @@ CONF = str(files("conf.train"))
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="train")
 def main(config: DictConfig) -> float:
-    """Entry point; the run directory is Hydra's. Returns the score that a sweep maximises."""
+    """Train in Hydra's run directory, and return the score that a sweep maximises."""
     from lightning.pytorch.utilities.rank_zero import (
         rank_zero_only,
     )  # after --help and config errors: seconds to import
@@ -38,7 +38,7 @@ def main(config: DictConfig) -> float:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             traceback.print_exc()  # the launcher of a sweep keeps it from the job's log
         raise
-    if not metrics:  # a further process of the same run
+    if not metrics:  # another process of the run reports them
         return float("nan")
     recall = metrics.get("validation", {}).get("recall", {})
     print(f"mask      {out / 'mask.safetensors'}  ({100 * metrics['pruning_ratio']:.1f}% of K channels pruned)")
@@ -51,7 +51,7 @@ def main(config: DictConfig) -> float:
 
 
 def command_line() -> None:
-    """Hydra's command line, unless an experiment is one of evaluation."""
+    """Run Hydra's command line, or say that the experiment is one of evaluation."""
     if other := of_other_command(sys.argv[1:], "train"):
         sys.exit(f"leank_train: {other}")
     main()

@@ -10,13 +10,21 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.modeling_rope_utils import RopeParameters
 
 from data_gen.chat import template as chat_template
 from data_gen.chat import template_tokens
+from leank_train.common.shape import DecoderShape, kv_shape
 from leank_train.common.typed import BadConfig, Checked, OneOf, refuse_unknown
-from leank_train.forward.hook import check_decoder, kv_shape
+from leank_train.forward.hook import check_decoder
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
@@ -26,9 +34,9 @@ class ModelConfig(Checked):
     """Settings of the model, conf/shared/model.
 
     name: "reference" (shipped with the package), a folder, or a hub name.
-    dtype: of the weights; "auto" is bfloat16 on a GPU and float32 on a CPU.
-    chat: whether prompts go through the chat template; None where the tokenizer has one.
-    overrides: values to change in the model's own config, such as YaRN's rope_parameters.
+    dtype: type of the weights; "auto" is bfloat16 on a GPU and float32 on a CPU.
+    chat: whether the chat template wraps prompts; None means that it does if the tokenizer has one.
+    overrides: values that replace those of the model's own config, such as YaRN's rope_parameters.
     """
 
     name: str = "reference"
@@ -39,45 +47,49 @@ class ModelConfig(Checked):
 
 @dataclass(frozen=True)
 class Backbone:
-    """A frozen model, its tokenizer, and the text a chat model wants around a prompt (empty for a base model)."""
+    """A frozen model and its tokenizer.
+
+    name: as in the settings.
+    before, after: the chat template's text around a prompt; empty for a base model.
+    """
 
     model: PreTrainedModel
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     name: str
     before: str = ""
     after: str = ""
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """[layers, KV heads, head_dim]: the shape of alpha and of a mask."""
+    def shape(self) -> DecoderShape:
+        """The shape [L, H, D] of alpha and of a mask."""
         return kv_shape(self.model.config)
 
     def encode_context(self, text: str) -> list[int]:
-        """Ids of a document, with what stands before it in a prompt."""
+        """Tokenise a document, together with what stands before it in a prompt."""
         ids = self.tokenizer(self.before + text, add_special_tokens=not self.before)["input_ids"]
         eos = self.tokenizer.eos_token_id
-        return ids[:-1] if not self.before and ids and ids[-1] == eos else ids  # some tokenizers end every text
+        return ids[:-1] if not self.before and ids and ids[-1] == eos else ids  # some tokenizers end every text with it
 
     def encode_question(self, question: str, answer_prefix: str) -> list[int]:
-        """Ids that follow the document: the question, the assistant's header, the start of the reply."""
+        """Tokenise what follows the document: the question, the assistant's header, the start of the reply."""
         return self.encode(question + self.after + answer_prefix)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a piece in the middle of a prompt."""
+        """Tokenise a piece in the middle of a prompt."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     @property
     def reserve(self) -> int:
-        """Tokens of a document's length to leave for the chat template, and for seams where pieces meet it."""
+        """Tokens of a document's length to leave for the chat template and for the seams between the pieces."""
         return template_tokens(self.tokenizer) + 2 if self.before or self.after else 0
 
     def eos_ids(self) -> list[int]:
-        """Ids that end a reply."""
+        """Return the ids that end a reply."""
         return eos_ids(self.model, self.tokenizer)
 
 
-def eos_ids(model: PreTrainedModel, tokenizer: Any = None) -> list[int]:
-    """End-of-text tokens, as generate() takes them: the generation config's, else the tokenizer's."""
+def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
+    """Return the end-of-text ids that generate() uses: the generation config's, else the tokenizer's."""
     eos = model.generation_config.eos_token_id if model.generation_config is not None else None
     if eos is None:
         eos = getattr(tokenizer, "eos_token_id", None)
@@ -85,14 +97,16 @@ def eos_ids(model: PreTrainedModel, tokenizer: Any = None) -> list[int]:
 
 
 def resolve(name: str) -> str:
-    """The folder or hub name behind `name`; "reference" is the model shipped with this package."""
+    """Return the folder or hub name; "reference" is the folder of the shipped model."""
     return str(files("leank_train") / "assets" / "reference") if name == "reference" else name
 
 
-def load_config(name: str, overrides: Mapping[str, Any] | None = None) -> Any:
-    """The model's config with overrides (such as YaRN's rope_parameters).
+def load_config(name: str, overrides: Mapping[str, Any] | None = None) -> PreTrainedConfig:
+    """Load the model's config, without weights.
 
-    Raises FileNotFoundError with what to do, BadConfig for an override that the model's config does not have.
+    name, overrides: see `ModelConfig`.
+
+    Raises FileNotFoundError if there is no config, BadConfig for an override that does not fit it.
     """
     try:
         config = AutoConfig.from_pretrained(resolve(name))
@@ -113,14 +127,14 @@ def load_config(name: str, overrides: Mapping[str, Any] | None = None) -> Any:
     return config
 
 
-def _same_kind(before: Any, value: Any) -> bool:
-    """Whether a value may take the place of another in a model's config; None may be replaced by anything."""
+def _same_kind(before: object, value: object) -> bool:
+    """Whether a value may replace another one in a model's config; None fits everything."""
     number = isinstance(before, float) and isinstance(value, int) and not isinstance(value, bool)
     return before is None or value is None or number or type(before) is type(value)
 
 
-def load_tokenizer(name: str) -> Any:
-    """The model's tokenizer. Raises FileNotFoundError with what to do."""
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Load the model's tokenizer; raise FileNotFoundError if there is none."""
     try:
         return AutoTokenizer.from_pretrained(resolve(name))
     except (OSError, ValueError) as error:
@@ -128,7 +142,12 @@ def load_tokenizer(name: str) -> Any:
 
 
 def torch_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The type of weights that a setting means on a device. Raises ValueError for an unknown one."""
+    """Return the type of weights that a setting means on a device.
+
+    dtype: one of `DTYPES`.
+
+    Raises ValueError for any other.
+    """
     if dtype not in DTYPES:
         raise ValueError(f"model.dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
     return getattr(torch, ("bfloat16" if device.type == "cuda" else "float32") if dtype == "auto" else dtype)
@@ -139,14 +158,16 @@ def load(
     dtype: str = "auto",
     device: str | torch.device = "cpu",
     chat: bool | None = None,
-    overrides: dict[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
     attention: str = "sdpa",
 ) -> Backbone:
     """Load and freeze a decoder.
 
-    name: "reference", a folder, or a hub name. dtype: "float32", "bfloat16", "float16", "float64", or "auto" for
-    bfloat16 on a GPU and float32 on a CPU. chat: wrap prompts in the chat template; None where the tokenizer has one.
-    Raises FileNotFoundError where weights or tokenizer cannot be had, ValueError for a model that cannot be pruned.
+    name, dtype, chat, overrides: see `ModelConfig`.
+    device: where the weights go.
+    attention: the model's attention function, as transformers names it.
+
+    Raises FileNotFoundError if weights or tokenizer are missing, ValueError for a model that cannot be pruned.
     """
     device = torch.device(device)
     kind = torch_dtype(dtype, device)
@@ -170,6 +191,7 @@ def load(
 
 
 def _missing(name: str, error: Exception) -> str:
+    """Say why a model could not be loaded, and what to do."""
     where = "the folder does not hold a complete model" if os.path.isdir(name) else "no such folder, and no hub copy"
     short = str(error).splitlines()[0][:200]
     return (

@@ -1,4 +1,4 @@
-"""Training batches: documents, their questions and answers as token ids; a batch depends on (seed, step) alone."""
+"""Training batches: token ids of documents, questions and answers; a batch depends on its seed and step alone."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Ragged:
 
 @dataclass(frozen=True)
 class Batch:
-    """B documents with M questions each, and so R = B * M branches.
+    """B documents with M questions each, R = B * M branches; all int64, ids padded on the right with 0.
 
-    documents: B rows.
-    prompts: R rows of question, answer_prefix and answer.
-    answers: R rows, the last tokens of the prompts.
+    documents: [B, P], ids.
+    prompts: [R, T], ids of question, answer prefix and answer.
+    answers: [R, N], ids; the last tokens of the prompts.
     """
 
     documents: Ragged
@@ -68,7 +68,10 @@ class Batch:
 
 
 def collate(backbone: Backbone, documents: Sequence[Document]) -> Batch:
-    """Tokenise documents that have the same number of questions. Raises ValueError for an answer without tokens."""
+    """Tokenise documents into a batch.
+
+    Raises ValueError for documents with different numbers of questions, or an answer without tokens.
+    """
     counts = {len(d.questions) for d in documents}
     if len(counts) != 1:
         raise ValueError(f"documents of one batch have {sorted(counts)} questions; mix tasks with the same number")
@@ -84,7 +87,7 @@ def collate(backbone: Backbone, documents: Sequence[Document]) -> Batch:
 
 
 def pad(rows: Sequence[Sequence[int]]) -> Tensor:
-    """Token ids [n, longest], padded on the right with 0."""
+    """Return token ids [n, longest], padded on the right with 0."""
     out = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
     for i, row in enumerate(rows):
         out[i, : len(row)] = torch.tensor(row)
@@ -92,7 +95,13 @@ def pad(rows: Sequence[Sequence[int]]) -> Tensor:
 
 
 class Steps(torch.utils.data.Dataset):
-    """Batch number `start + i` of one rank; documents are numbered step by step, rank by rank."""
+    """Batches of one rank, of which item i is that of step `start + i`.
+
+    Documents are numbered step by step, and rank by rank within a step.
+
+    documents: documents per batch.
+    rank, world: number of the rank, and how many there are.
+    """
 
     def __init__(self, backbone: Backbone, mixture: Mixture, documents: int, start: int, rank: int, world: int) -> None:
         self.backbone, self.mixture, self.documents = backbone, mixture, documents
@@ -107,21 +116,24 @@ class Steps(torch.utils.data.Dataset):
 
 
 class RetrievalData(L.LightningDataModule):
-    """Documents of a task mixture, `documents` a step and rank; goes on at the step where a checkpoint was made.
+    """Batches of a task mixture, from the step of the checkpoint on.
 
     The ranks of a step take neighbouring documents, so W ranks with one document see what one rank with W sees.
+
+    documents: documents per step and rank.
+    workers: processes that make batches; 0 makes them in this one.
+    together: neighbouring ranks that share every context, and so see the same documents.
     """
 
     def __init__(
         self, backbone: Backbone, mixture: Mixture, documents: int = 1, workers: int = 0, together: int = 1
     ) -> None:
-        """together: neighbouring ranks that share every context, and so see the same documents."""
         super().__init__()
         self.backbone, self.mixture, self.documents, self.workers = backbone, mixture, documents, workers
         self.start, self.together = 0, together
 
     def train_dataloader(self) -> torch.utils.data.DataLoader:
-        """Batches in order, from the step to go on with."""
+        """Return the batches in order, from the next step on."""
         rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         return torch.utils.data.DataLoader(
             Steps(
@@ -135,11 +147,11 @@ class RetrievalData(L.LightningDataModule):
         )
 
     def state_dict(self) -> dict[str, int]:
-        """The step that comes next."""
+        """Return the next step."""
         return {"start": self.trainer.global_step if self.trainer else self.start}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where the checkpoint was made."""
+        """Go on at the step of the checkpoint."""
         self.start = state["start"]
 
 

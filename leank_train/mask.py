@@ -5,6 +5,8 @@ mask.save("mask.safetensors")
 ChannelMask.load("mask.safetensors").check_model(model.config)
 """
 
+from __future__ import annotations
+
 import io
 import json
 import math
@@ -12,24 +14,30 @@ import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from leank_train.common.shape import kv_shape
 from leank_train.common.tensor_files import DamagedFile, damage, read_tensors, write_tensors
+
+if TYPE_CHECKING:  # transformers takes seconds to import
+    from transformers import PreTrainedConfig
 
 ROUNDINGS = ("nearest", "floor", "exact", "official")
 FORMAT = "leank-channel-mask-1"
-OFF = 0.02  # a mask may miss its ratio by this share of all channels before it is said
+OFF = 0.02  # share of all channels by which a mask may miss its ratio without a warning
 
 
 class ChannelMask:
     """Kept K channels of every KV head.
 
-    keep: bool [L, H, D] (layers, KV heads, head_dim); True = kept. It applies to keys and queries after RoPE.
-    The mask owns its tensor: neither the caller's tensor nor the file that it came from can change it later.
-    metadata: what JSON can hold: model, config hash, ratio, alignment, rounding, sink, window, lengths, seed, versions.
+    The mask owns its tensor: a later change of the caller's tensor, or of the file, does not change the mask.
+
+    keep: bool [L, H, D] (layers, KV heads, head_dim), True = kept; it applies to keys and queries after RoPE.
+    metadata: values that JSON can hold: model, config hash, ratio, alignment, rounding, sink, window, lengths, seed,
+        versions; empty by default.
     """
 
     def __init__(self, keep: Tensor, metadata: dict[str, Any] | None = None) -> None:
@@ -55,19 +63,24 @@ class ChannelMask:
     @classmethod
     def from_scores(
         cls, alpha: Tensor, ratio: float, align: int, rounding: str, metadata: dict[str, Any] | None = None
-    ) -> "ChannelMask":
-        """Top_{s%, r} of the scores (section 3.2): keep the best channels, a multiple of `align` in each head.
+    ) -> ChannelMask:
+        """Return beta = Top_{s%, r}(alpha) (section 3.2): the best channels, a multiple of r in each head.
 
-        alpha: scores [L, H, D], larger is more important. ratio: share to prune, in [0, 1). align: r, a divisor of D.
-        rounding, from a head's n channels among the round(LHD(1 - ratio)) best of the model to its kept number:
-          nearest   nearest multiple of r, halves up (the paper's text); the whole is near the ratio, not on it
-          floor     floor(n / r) * r (the paper's formula); prunes more than asked
-          exact     blocks of r channels of each head's descending order, best sums first, until the budget is full:
+        alpha: scores [L, H, D]; a larger score is more important.
+        ratio: share of channels to prune, in [0, 1).
+        align: r, a divisor of D.
+        rounding: how a head's n channels among the round(LHD(1 - ratio)) best of the model become its kept count:
+          nearest   the nearest multiple of r, halves up (the paper's text); the ratio is met nearly
+          floor     floor(n / r) * r (the paper's formula); more than the ratio is pruned
+          exact     blocks of r channels of each head's descending order, best sums first, until the budget is full;
                     the ratio is met to within half a block
-          official  n counts the channels >= the `ratio` quantile, halves up (the published code): tied scores all
+          official  n counts the channels >= the `ratio` quantile, halves up (the published code); all tied scores
                     pass, so with a quantile of 0 everything is kept
-        Equal scores go to the lower index, except in `official`. Raises ValueError, naming the setting at fault; a
-        ratio that no scores can meet is one (`check_ratio`).
+        metadata: see the class; ratio, alignment and rounding are added.
+
+        Of equal scores the lower index comes first, except in `official`.
+
+        Raises ValueError that names the setting at fault, such as a ratio that no scores can meet (`check_ratio`).
         """
         _check_scores(alpha)
         check_ratio(alpha.shape, ratio, align, rounding)
@@ -82,15 +95,17 @@ class ChannelMask:
             counts = _count_best(heads, _nearest_integer(scores.numel() * (1 - ratio)))
         if rounding != "exact":
             counts = (counts + (0 if rounding == "floor" else align // 2)) // align * align
-        rank = heads.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)  # place of each channel in its head
+        rank = heads.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)  # of each channel in its head
         keep = (rank < counts[:, None].clamp(max=dim)).view(alpha.shape)
         return cls(keep, {**(metadata or {}), "ratio": ratio, "alignment": align, "rounding": rounding})
 
     @classmethod
-    def from_official(cls, path: str | os.PathLike) -> "ChannelMask":
-        """Read a mask published with LeanK: a .pth tensor [L, H, D] of zeros and ones. Raises ValueError otherwise.
+    def from_official(cls, path: str | os.PathLike) -> ChannelMask:
+        """Read a mask published with LeanK: a .pth tensor [L, H, D] of zeros and ones.
 
         Such a file has no sha256; the CRC-32 sums of its zip archive are compared.
+
+        Raises ValueError for any other file.
         """
         content = Path(path).read_bytes()
         if content.startswith(b"PK") and (reason := damage(content)):
@@ -105,16 +120,17 @@ class ChannelMask:
         return cls(values.bool(), {"source": Path(path).name})._doubted(path)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write safetensors, the metadata and a sha256 in the header: the same bytes for the same mask."""
+        """Write safetensors with metadata and a sha256 in the header; the same mask gives the same bytes."""
         header = {"format": FORMAT, "metadata": json.dumps(self.metadata, sort_keys=True)}
         write_tensors(path, {"keep": self.keep}, header)
 
     @classmethod
-    def load(cls, path: str | os.PathLike) -> "ChannelMask":
+    def load(cls, path: str | os.PathLike) -> ChannelMask:
         """Read what `save` wrote; nothing is unpickled.
 
-        Raises FileNotFoundError, or ValueError for a damaged file and any other. Warns of a mask from before masks had
-        a sha256, and of `doubts`.
+        Warns of `doubts`, and of a file without sha256, which an earlier version wrote.
+
+        Raises FileNotFoundError if there is no file, ValueError if it is damaged or of another form.
         """
         if not Path(path).is_file():
             raise FileNotFoundError(f"mask={path} does not exist; give the mask.safetensors of a training run")
@@ -125,10 +141,10 @@ class ChannelMask:
         return cls(keep, metadata)._doubted(path)
 
     def doubts(self) -> list[str]:
-        """What makes the mask hardly the one that somebody wants, one line each.
+        """Return why the mask is hardly what somebody wants, one line per reason.
 
-        Not refused, because a mask does what it says: with all heads empty it is the sink and the window alone
-        (StreamingLLM), and one that misses its ratio prunes the share that `pruning_ratio` tells.
+        Such a mask is not refused, because it does what it says. With all heads empty it keeps the sink and the window
+        (StreamingLLM). If it misses its ratio, `pruning_ratio` is still the share that it prunes.
         """
         said, ratio = [], self.metadata.get("ratio")
         if not self.keep.any():
@@ -140,16 +156,14 @@ class ChannelMask:
             )
         return said
 
-    def _doubted(self, path: str | os.PathLike) -> "ChannelMask":
+    def _doubted(self, path: str | os.PathLike) -> ChannelMask:
         for doubt in self.doubts():
             warnings.warn(f"mask={path}: {doubt}", stacklevel=3)
         return self
 
-    def check_model(self, config: Any) -> None:
+    def check_model(self, config: PreTrainedConfig) -> None:
         """Raise ValueError if the mask does not fit a model's config; warn if the model has another name."""
-        heads = config.num_key_value_heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        wanted = [config.num_hidden_layers, heads, dim]
+        wanted = list(kv_shape(config))
         mine, theirs = self.metadata.get("model"), getattr(config, "_name_or_path", "")
         if list(self.keep.shape) != wanted:
             raise ValueError(
@@ -165,17 +179,20 @@ def _nearest_integer(value: float) -> int:
 
 
 def _count_best(scores: Tensor, budget: int) -> Tensor:
-    """How many of each row's entries are among the `budget` largest of all; equal entries go to the lower index."""
+    """Count the entries of each row among the `budget` largest of all; of equal ones the lower index comes first."""
     chosen = scores.flatten().argsort(descending=True, stable=True)[:budget]
     return torch.bincount(chosen // scores.shape[1], minlength=scores.shape[0])
 
 
 def check_ratio(shape: Sequence[int], ratio: float, align: int, rounding: str) -> None:
-    """Raise ValueError, naming the setting, for what no scores of this shape [L, H, D] can meet.
+    """Raise ValueError that names the setting for a ratio that no scores can meet.
 
-    That is a ratio with which every head would end empty, or every head whole though channels are to be pruned: a
-    result under that ratio would be one of something else. Ratios between are met as well as blocks of `align`
-    channels allow (`doubts`). With rounding=official the scores decide.
+    Such a ratio leaves every head empty, or prunes nothing although it is above 0: a result would carry a ratio that
+    its mask does not have. Other ratios are met as well as blocks of `align` channels allow (`ChannelMask.doubts`).
+    With rounding=official it depends on the scores.
+
+    shape: [L, H, D] of the scores.
+    ratio, align, rounding: see `ChannelMask.from_scores`.
     """
     total, dim = math.prod(shape), shape[-1]
     if not 0 <= ratio < 1:
@@ -200,7 +217,7 @@ def check_ratio(shape: Sequence[int], ratio: float, align: int, rounding: str) -
 
 
 def _read(path: str | os.PathLike) -> tuple[Tensor, dict[str, Any]]:
-    """(keep, metadata) of a file that ChannelMask.save wrote."""
+    """Return (keep, metadata) of a file that ChannelMask.save wrote."""
     cure = "copy it again, train again, or read a published .pth mask with ChannelMask.from_official"
     tensors, header = read_tensors(path, {"keep"}, cure, {"format", "metadata"})
     if header.get("format") != FORMAT:

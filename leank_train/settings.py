@@ -1,7 +1,7 @@
-"""Settings of a training run, looked at before any weights are loaded, and the identity of a run.
+"""Settings of a training run, which are checked before any weights are loaded, and their fingerprint.
 
-Each group of the configuration is a class that holds its own checks; `check` adds what depends on several groups, on
-the model and on files. The classes of stages, processes, model and logger stand where they are used.
+Each group of the configuration is a class with its own checks. `check` adds those that depend on the model and files.
+The classes of stages, processes, model and logger stand where they are used.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Ge, MinLen
 from omegaconf import DictConfig, OmegaConf
+from transformers import PreTrainedConfig
 
 from data_gen import haystack
 from data_gen.tasks import task
 from leank_train import backbone as backbones
 from leank_train.backbone import ModelConfig
+from leank_train.common.shape import kv_shape
 from leank_train.common.typed import BadConfig, Checked, Count, OneOf, Positive, Seed, Share, typed
 from leank_train.forward.hook import has_rope
 from leank_train.mask import ROUNDINGS
@@ -46,9 +47,10 @@ def need(fine: bool, message: str) -> None:
 class DataConfig(Checked):
     """Training documents.
 
-    tasks: share of each task, by name (data_gen.tasks).
+    tasks: name of a task (data_gen.tasks) -> its share.
     min_length, max_length: tokens of document, question and answer; lengths are drawn uniformly.
-    questions: per document; they share its prefill. documents: per step and rank.
+    questions: questions per document; they share its prefill.
+    documents: documents per step and rank.
     essays: text of the haystacks, see data_gen.haystack; None is the text shipped with the package.
     """
 
@@ -75,8 +77,10 @@ class DataConfig(Checked):
 class PruningConfig(Checked):
     """The mask to learn.
 
-    ratio: share of K channels pruned. align: a head keeps a multiple of so many channels.
-    rounding: see `ChannelMask.from_scores`. sink, window: first and last tokens that keep all channels.
+    ratio: share of K channels to prune.
+    align: every head keeps a multiple of this number of channels.
+    rounding: see `ChannelMask.from_scores`.
+    sink, window: first and last tokens that keep all channels.
     """
 
     ratio: Annotated[Share, "it is the share of channels to prune, e.g. 0.7"]
@@ -90,9 +94,12 @@ class PruningConfig(Checked):
 class ValidationConfig(Checked):
     """Validation at the end of a run.
 
-    samples: per task and length; 0 for none. lengths: tokens. tasks: by name; None is RULER's eight NIAH tasks.
-    batch: documents prefilled and decoded together. max_new_tokens: None is the task's own.
-    calibration: samples behind the static norm mask.
+    samples: samples per task and length; 0 skips validation.
+    lengths: tokens of the samples.
+    tasks: names of tasks; None means RULER's eight NIAH tasks.
+    batch: documents that are prefilled and decoded together.
+    max_new_tokens: tokens of a reply; None means the task's own.
+    calibration: samples for the static norm mask.
     """
 
     samples: Count = 8
@@ -111,10 +118,13 @@ class ValidationConfig(Checked):
 class RunConfig(Checked):
     """A whole training run, conf/train/train.yaml.
 
-    name: of the run directory and the W&B group. resume: go on with what the run directory holds.
-    checkpoint_every: steps. workers: processes that make data.
-    requeues: times that a Slurm job may put itself back into the queue.
-    extra_ratios: other pruning ratios, for each of which the scores of stage 1 give a mask, too.
+    name: part of the run directory's name, and the W&B group.
+    seed: of data and initialisation.
+    resume: whether to go on with what the run directory holds.
+    checkpoint_every: steps between checkpoints.
+    workers: processes that make data.
+    requeues: how often a Slurm job may put itself back into the queue.
+    extra_ratios: other pruning ratios, for each of which the scores of stage 1 also give a mask.
     """
 
     model: ModelConfig
@@ -161,7 +171,7 @@ class RunConfig(Checked):
 
 
 def plain(given: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration resolved, in built-in types and today's names; the old name of `pruning` is said in a warning."""
+    """Resolve a configuration into built-in types and today's names; warn if it has the old name of `pruning`."""
     found = OmegaConf.to_container(given, resolve=True) if isinstance(given, DictConfig) else dict(given)
     assert isinstance(found, dict)
     config = {str(key): value for key, value in found.items()}
@@ -178,9 +188,10 @@ def plain(given: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check(given: DictConfig | Mapping[str, Any]) -> RunConfig:
-    """The typed settings of a configuration, each looked at before weights are loaded.
+    """Return the typed settings of a configuration, after all checks that need no weights.
 
-    Raises BadConfig, ValueError for an unknown task, FileNotFoundError where the model or the essays are missing.
+    Raises BadConfig for a setting that cannot work, ValueError for an unknown task, FileNotFoundError if the model or
+    the essays are missing.
     """
     resolved = plain(given)
     config = typed(RunConfig, {**resolved, "logger": resolved.get("logger") or {}})
@@ -197,17 +208,26 @@ def check(given: DictConfig | Mapping[str, Any]) -> RunConfig:
 
 
 def check_model(config: RunConfig, longest: dict[str, int]) -> None:
-    """Look at the model's own config: positions, shape. longest: setting -> tokens of its longest sequence."""
+    """Raise BadConfig if the model's own config does not fit the settings.
+
+    longest: name of a setting -> tokens of its longest sequence.
+    """
     name = config.model.name
     model = backbones.load_config(name, config.model.overrides)
     kind = f"model.name={name} ({model.model_type})"
     need(has_rope(model), f"{kind} has no rotary positions (RoPE); choose a RoPE decoder such as Llama")
     missing = [k for k in ("num_hidden_layers", "num_key_value_heads", "hidden_size") if not hasattr(model, k)]
     need(not missing, f"{kind} is no plain decoder: its config has no {', '.join(missing)}; choose a text model")
-    dim, align = backbones.kv_shape(model)[2], config.pruning.align
+    dim, align = kv_shape(model).head_dim, config.pruning.align
     need(
         dim % align == 0, f"pruning.align={align} does not divide head_dim={dim} of {kind}; use a divisor such as 16",
     )  # fmt: skip
+    check_lengths(model, kind, longest)
+    check_rope(config, getattr(model, "rope_parameters", None) or {}, kind)
+
+
+def check_lengths(model: PreTrainedConfig, kind: str, longest: dict[str, int]) -> None:
+    """Raise BadConfig for sequences that are longer than the model's positions or its sliding window."""
     limit = getattr(model, "max_position_embeddings", None)
     window = getattr(model, "sliding_window", None)
     if "sliding_attention" not in (getattr(model, "layer_types", None) or ["sliding_attention"]):
@@ -223,7 +243,10 @@ def check_model(config: RunConfig, longest: dict[str, int]) -> None:
             f"{key}={value} is beyond the sliding_window={window} of {kind}, and such layers have no middle to prune; "
             "lower it, or choose a model without sliding_window",
         )
-    rope = getattr(model, "rope_parameters", None) or {}
+
+
+def check_rope(config: RunConfig, rope: Mapping[str, Any], kind: str) -> None:
+    """Raise BadConfig for rotary positions that the trainer or validation cannot use."""
     need(
         config.trainer.sequence_parallel == 1 or rope.get("rope_type") not in ("dynamic", "longrope"),
         f"trainer.sequence_parallel={config.trainer.sequence_parallel}: the RoPE of {kind} (rope_type="
@@ -238,22 +261,8 @@ def check_model(config: RunConfig, longest: dict[str, int]) -> None:
     )
 
 
-def check_folder(out: Path, fingerprint: str, resume: bool) -> None:
-    """Raise BadConfig for a run directory whose checkpoints are not to be used, or are another config's."""
-    if not (out / "checkpoints").exists():
-        return
-    file = out / "config.hash"
-    before = file.read_text().strip() if file.exists() else "unknown"
-    need(resume, f"resume=false, and {out} holds a run already; set hydra.run.dir to a new folder, or resume=true")
-    need(
-        before == fingerprint,
-        f"{out} holds checkpoints of another config ({before}, this one is {fingerprint}; "
-        f"compare {out}/config.yaml): set hydra.run.dir to a new folder, or remove that one",
-    )
-
-
 def fingerprint(given: DictConfig | Mapping[str, Any]) -> str:
-    """Twelve hexadecimal digits that change with anything that changes the mask.
+    """Return twelve hexadecimal digits that change with every setting that changes the mask.
 
     The group `pruning` enters under its old name, so that folders written before keep their fingerprint.
     """

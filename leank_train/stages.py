@@ -37,11 +37,16 @@ Auto = Annotated[str, OneOf(steering.AUTO)]
 class StageConfig(Checked):
     """Settings of one stage; `stage1` and `stage2` of conf hold the paper's values and name the official code's.
 
-    steps; lr: a number, or auto (by the number of steps); schedule: official | constant; reduction: official | paper;
-    clamp: keep alpha in [0, 1]; empty_heads: drop | zero (what Eq. 1 does for a head without channels).
-    lam, l1: stage 1's lambda (a number, or auto: steered to the pruning ratio), and mean | sum of |alpha|.
-    straight_through: binary | alpha_beta, stage 2.
-    objective: l2 (hidden states) | kl (next-token distributions).
+    steps: optimizer steps; 0 skips the stage.
+    lr: Adam's learning rate, or "auto", which depends on the number of steps.
+    schedule: of the learning rate; see `distill.lr_factor`.
+    reduction: of the distance; see `distill.l2_loss`.
+    clamp: whether alpha stays in [0, 1].
+    empty_heads: "drop" or "zero", what Eq. 1 does for a head without channels.
+    lam: stage 1's lambda, or "auto", which steers it to the pruning ratio.
+    l1: stage 1's penalty; see `distill.l1_penalty`.
+    straight_through: stage 2's gradient; see `distill.straight_through`.
+    objective: "l2" (hidden states) or "kl" (next-token distributions).
     """
 
     steps: Count
@@ -70,32 +75,39 @@ class Stage(L.LightningModule):
         alpha: Tensor | None = None,
         parallel: Parallel | None = None,
     ) -> None:
-        """alpha: scores to start from, [L, H, D]; ones by default. parallel: by default, all in one process."""
+        """Make alpha, the only parameter.
+
+        backbone: the frozen decoder.
+        sink, window: first and last tokens of a context that keep all channels.
+        alpha: scores to start from, [L, H, D]; ones by default.
+        parallel: how processes share the work; one process by default.
+        """
         super().__init__()
         if config.objective == "kl":
             objectives.check_head(backbone.model)
-        # kept out of the module's children: a frozen decoder belongs in no checkpoint and in no optimizer
+        # not a child of the module: a frozen decoder belongs in no checkpoint and in no optimizer
         self.__dict__["backbone"] = backbone
         self.config, self.sink, self.window, self.parallel = config, sink, window, parallel or Parallel()
         self.ranks: dist.ProcessGroup | None = None
+        self._loss_of_all_ranks: Tensor | None = None  # from `training_step` to `backward`
         self.alpha = torch.nn.Parameter(torch.ones(backbone.shape) if alpha is None else alpha.detach().clone())
 
     def setup(self, stage: str) -> None:
-        """The processes know each other now: group those of a context, and share out the weights."""
+        """Group the ranks of a context, and give each rank its share of the weights; the processes have met by now."""
         self.ranks = self.parallel.context_ranks()
         if self.parallel.shard_weights:
             shard(self.backbone.model, self.trainer.strategy.root_device, self.config.objective == "kl")
 
     def scores(self) -> Tensor:
-        """What takes alpha's place in Eq. 1."""
+        """Return what takes alpha's place in Eq. 1, [L, H, D]."""
         return self.alpha
 
     def penalty(self) -> Tensor:
-        """The regulariser of the loss."""
+        """Return the regulariser of the loss."""
         return self.alpha.new_zeros(())
 
     def distillation(self, batch: Batch) -> Tensor:
-        """The distance of student and teacher at the answer tokens, by the stage's objective."""
+        """Return the distance of student and teacher at the answer tokens, by the stage's objective."""
         model, kernel = self.backbone.model, self.parallel.prefill_kernel
         documents, prompts, answers = batch.documents, batch.prompts, batch.answers
         if len(prompts.ids) == len(documents.ids) and not self.parallel.in_step:
@@ -120,7 +132,7 @@ class Stage(L.LightningModule):
         return distill.l2_loss(full, scaled, answers.lengths, self.config.reduction)
 
     def training_step(self, batch: Batch, index: int) -> dict[str, Tensor]:
-        """Loss of one batch."""
+        """Return the loss of one batch, and the values that a run records."""
         distillation, penalty = self.distillation(batch), self.penalty()
         distillation, mean, tokens = self._over_ranks(batch, distillation)
         values = {"distillation": mean, "penalty": penalty.detach()}
@@ -128,18 +140,20 @@ class Stage(L.LightningModule):
         self.log_dict({f"{type(self).__name__.lower()}/{k}": v for k, v in values.items()})
         self.log("loss", mean, prog_bar=True, logger=False)
         self.log("alpha", values["alpha_mean"], prog_bar=True, logger=False)
-        self._of_all = mean + penalty.detach()
+        self._loss_of_all_ranks = mean + penalty.detach()
         return {"loss": distillation + penalty, **values}
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Raises ValueError where the loss of all ranks is not finite."""
-        distill.backward(loss, self._of_all)
+        """Run the backward pass; raise ValueError if the loss of all ranks is not finite."""
+        distill.backward(loss, self._loss_of_all_ranks)
 
     def _over_ranks(self, batch: Batch, loss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's loss weighed so that the mean over ranks is the loss of all their documents in one batch.
+        """Weigh this rank's loss, so that the mean over ranks is the loss of all their documents in one batch.
 
-        DDP gives every rank the same say; the loss is a mean over answer tokens (or sequences), of which ranks have
-        different numbers. Returns the weighed loss, its mean over ranks, and the document tokens of all ranks.
+        DDP gives every rank the same weight, but the loss is a mean over answer tokens (or sequences), and ranks have
+        different numbers of them.
+
+        Returns the weighed loss, its mean over ranks, and the document tokens of all ranks.
         """
         tokens = to_device(batch.documents.lengths.sum().float(), loss.device)
         if self.trainer.world_size == 1:
@@ -155,7 +169,7 @@ class Stage(L.LightningModule):
         return loss * share[self.trainer.global_rank] * len(share), (losses * share).sum(), tokens
 
     def configure_optimizers(self) -> Any:
-        """Adam (the paper's choice) with the schedule stepped every step."""
+        """Return Adam (the paper's choice), and the schedule of its learning rate."""
         lr = self.config.lr
         rate = float(lr) if lr != steering.AUTO else steering.learning_rate(self.config.steps)
         optimizer = torch.optim.Adam([self.alpha], lr=rate)
@@ -165,7 +179,7 @@ class Stage(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": factor, "interval": "step"}}
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """A step, then alpha back into [0, 1] where the config says so."""
+        """Make a step, then clamp alpha to [0, 1] if the config says so."""
         super().optimizer_step(*args, **kwargs)
         if self.config.clamp:
             with torch.no_grad():
@@ -188,7 +202,7 @@ class Stage1(Stage):
         *,
         ratio: float = 0.0,
     ) -> None:
-        """ratio: the pruning ratio to which lam=auto steers the mean of alpha."""
+        """Make alpha and lambda; `ratio` is the pruning ratio to which lam=auto steers the mean of alpha."""
         super().__init__(backbone, config, sink, window, alpha, parallel)
         self.ratio = ratio
         if config.lam == steering.AUTO:
@@ -197,18 +211,18 @@ class Stage1(Stage):
             self.lam = float(config.lam)
 
     def penalty(self) -> Tensor:
-        """Lambda ||alpha||_1."""
+        """Return lambda ||alpha||_1."""
         return self.lam * distill.l1_penalty(self.alpha, self.config.l1)
 
     def training_step(self, batch: Batch, index: int) -> dict[str, Tensor]:
-        """Loss of one batch, and the lambda that it was made with."""
+        """Return the loss of one batch, and its lambda."""
         found = super().training_step(batch, index)
         lam = self.lam.clone() if isinstance(self.lam, Tensor) else self.alpha.new_full((), self.lam)
         self.log("stage1/lam", lam)
         return {**found, "lam": lam}
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """A step of alpha, then lambda where it is steered: from alpha alone, which all ranks have alike."""
+        """Make a step of alpha, then steer lambda; it depends on alpha alone, so all ranks get the same."""
         step, before = self.trainer.global_step + 1, self.alpha.detach().mean()
         super().optimizer_step(*args, **kwargs)
         if isinstance(self.lam, Tensor):
@@ -217,7 +231,10 @@ class Stage1(Stage):
 
 
 class Stage2(Stage):
-    """Learn under the binary mask of the asked ratio and alignment (section 3.2)."""
+    """Learn alpha under the binary mask of a given ratio and alignment (section 3.2).
+
+    ratio, align, rounding: see `ChannelMask.from_scores`.
+    """
 
     def __init__(
         self,
@@ -236,10 +253,10 @@ class Stage2(Stage):
         self.ratio, self.align, self.rounding = ratio, align, rounding
 
     def mask(self) -> ChannelMask:
-        """Beta = Top_{s%, r}(alpha)."""
+        """Return beta = Top_{s%, r}(alpha)."""
         return ChannelMask.from_scores(self.alpha, self.ratio, self.align, self.rounding)
 
     def scores(self) -> Tensor:
-        """Beta in the forward pass, alpha's gradient in the backward pass."""
+        """Return beta, with alpha's gradient in the backward pass."""
         beta = self.mask().keep.to(self.alpha.device)
         return distill.straight_through(self.alpha, beta, self.config.straight_through)

@@ -1,9 +1,8 @@
-"""The main job: stage 1, stage 2, mask, validation, plots; from a resolved Hydra config to a filled run directory."""
+"""A training run, from a Hydra config to a filled run directory: stage 1, stage 2, masks, validation, plots."""
 
 from __future__ import annotations
 
 import logging
-import os
 import time
 import warnings
 from collections.abc import Iterator
@@ -14,128 +13,80 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from omegaconf import DictConfig, OmegaConf
+from lightning.pytorch.loggers import Logger
+from omegaconf import DictConfig
+from torch import Tensor
 
 from data_gen.tasks import Mixture
 from leank_train import backbone as backbones
 from leank_train.backbone import Backbone
-from leank_train.common.files import Lock, write_json, write_text
+from leank_train.common.files import write_json
 from leank_train.common.tensor_files import read_checkpoint, write_checkpoint, write_tensors
 from leank_train.data import RetrievalData, collate
 from leank_train.mask import ChannelMask, check_ratio
 from leank_train.objective.steering import Separation
+from leank_train.run_folder import Run, claimed
 from leank_train.running import parallel, plots
 from leank_train.running.preempt import SaveOnSignal, Signals
 from leank_train.running.recorder import AtomicCheckpointIO, Progress, Recorder
 from leank_train.running.wandb_log import log_results, make_logger
-from leank_train.settings import BadConfig, RunConfig, check, check_folder, fingerprint, plain
+from leank_train.settings import BadConfig, RunConfig, check, plain
 from leank_train.stages import Stage, Stage1, Stage2
 from leank_train.validation.compare import check_lengths, validate
-
-REQUEUED = 120.0  # seconds that a requeued job waits for the lock of its predecessor
 
 
 def run(given: DictConfig, out: Path, signals: Signals | None = None) -> dict[str, Any]:
     """Train a mask into the folder `out`, or go on with what is there.
 
-    Returns the metrics written to metrics.json; of several processes, in the first alone. Where `signals` listens, a
-    signal ends the run at the next step with a checkpoint (SystemExit).
+    given: the configuration, conf/train/train.yaml.
+    out: the run directory; it is made if needed.
+    signals: ends the run with a checkpoint (SystemExit) at the first step after a signal; None listens to none.
 
-    Raises BadConfig where no stage has a step: such a mask would keep the first channels of the first heads, which
-    nobody has chosen. Raises BlockingIOError where another run is writing into `out`.
+    Returns the metrics of metrics.json in the first process, and an empty dictionary in every other.
+
+    Raises BadConfig for settings that cannot work, BlockingIOError if another run is writing into `out`.
     """
     resolved = plain(given)
     config = check(resolved)
-    with claimed(config, resolved, out) as identity:
-        return train(config, resolved, identity, out, signals or Signals())
+    with claimed(config, resolved, out) as current:
+        return train(current, signals or Signals())
 
 
-@contextmanager
-def claimed(config: RunConfig, resolved: dict[str, Any], out: Path) -> Iterator[str]:
-    """The folder `out`, for this run alone; yields the fingerprint of its config, which it holds from now on.
-
-    The first process holds the lock, for all of the run. A job that Slurm requeued waits for the one before, whose lock
-    a file server may keep for a while after its end.
-    """
-    identity = fingerprint(resolved)
-    if not parallel.is_first(config.trainer):
-        check_folder(out, identity, config.resume)
-        yield identity
-        return
-    out.mkdir(parents=True, exist_ok=True)
-    busy = f"{out} is being written by another training; wait for it, or set hydra.run.dir to a new folder"
-    with Lock(out / "run.lock", busy, patience=REQUEUED if "SLURM_RESTART_COUNT" in os.environ else 0):
-        check_folder(out, identity, config.resume)
-        write_text(out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)))
-        write_text(out / "config.hash", identity + "\n")
-        yield identity
-
-
-def train(config: RunConfig, resolved: dict[str, Any], identity: str, out: Path, signals: Signals) -> dict[str, Any]:
-    """What `run` does in a folder that is claimed."""
-    started = time.time()
+def train(current: Run, signals: Signals) -> dict[str, Any]:
+    """Run all phases of a claimed run; see `run`."""
+    started, config, out = time.time(), current.config, current.out
     torch.set_float32_matmul_precision("high")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its notes on hardware and products
     L.seed_everything(config.seed, workers=True, verbose=False)
-    place, shared = parallel.device(config.trainer), parallel.settings(config.trainer)
-    kind = str(backbones.torch_dtype(config.model.dtype, place)).removeprefix("torch.")
-    loaded = torch.device("cpu") if shared.shard_weights else place  # shared out when the processes know each other
-    with memory("while loading the model", f"the precision, model.dtype={config.model.dtype}"):
-        backbone = backbones.load(config.model.name, kind, loaded, config.model.chat, dict(config.model.overrides))
-    # a context too short for a task, or an answer without tokens, is an error now, not in the middle of the night
-    first = mixture(config, backbone, "stage1", 1)
-    documents = [first.build(name, config.data.min_length, 0) for name, share in config.data.tasks.items() if share]
-    for together in [documents] if config.data.documents > 1 else [[d] for d in documents]:
-        collate(backbone, together)
-    check_lengths(config, backbone)
-    check_ratio(backbone.shape, config.pruning.ratio, config.pruning.align, config.pruning.rounding)
+    shared = parallel.settings(config.trainer)
+
+    # 1. the model, and all that can be wrong with it and the data
+    backbone = load_backbone(config, shared)
+    check_inputs(config, backbone)
     logger = make_logger(config.logger, out)
     if logger:
-        logger.log_hyperparams(resolved)
+        logger.log_hyperparams(current.resolved)
 
+    # 2. the two stages
     pruning = config.pruning
-    span: dict[str, Any] = dict(sink=pruning.sink, window=pruning.window)
-    size: dict[str, Any] = dict(ratio=pruning.ratio, align=pruning.align, rounding=pruning.rounding)
-    stage1 = Stage1(backbone, config.stage1, **span, parallel=shared, ratio=pruning.ratio)
-    record1 = fit(config, stage1, "stage1", out, logger, signals)
-    stage2 = Stage2(backbone, config.stage2, **span, alpha=stage1.alpha, parallel=shared, **size)
-    record2 = fit(config, stage2, "stage2", out, logger, signals)
-    if not stage2.trainer.is_global_zero:
+    span = (pruning.sink, pruning.window)
+    stage1 = Stage1(backbone, config.stage1, *span, parallel=shared, ratio=pruning.ratio)
+    record1 = fit(current, stage1, "stage1", logger, signals)
+    stage2 = Stage2(
+        backbone, config.stage2, *span, alpha=stage1.alpha, parallel=shared,
+        ratio=pruning.ratio, align=pruning.align, rounding=pruning.rounding,
+    )  # fmt: skip
+    record2 = fit(current, stage2, "stage2", logger, signals)
+    if not current.first:
         return {}
     signals.leave_at_once()
 
+    # 3. the masks
     scores1, alpha = (stage.alpha.detach().float().cpu().contiguous() for stage in (stage1, stage2))
-    metadata = {
-        "model": config.model.name, "config": identity, **span, "seed": config.seed,
-        "lengths": [config.data.min_length, config.data.max_length],
-        "versions": {"torch": torch.__version__, "lightning": L.__version__},
-    }  # fmt: skip
-    mask = ChannelMask.from_scores(alpha, **size, metadata=metadata)
-    separation = Separation.of(scores1, pruning.ratio)
-    if warning := separation.warning(pruning.ratio):
-        warnings.warn(warning, stacklevel=2)
-    metrics: dict[str, Any] = {
-        "pruning_ratio": mask.pruning_ratio,
-        "empty_heads": int((mask.channels_per_head == 0).sum()),
-        "heads": mask.channels_per_head.numel(),
-        "alpha_mean": float(alpha.mean()),
-        "separation": separation.metrics,
-        "distillation": {
-            name: r.steps[-1]["distillation"] for name, r in (("stage1", record1), ("stage2", record2)) if r.steps
-        },
-        "seconds": {"training": round(record1.seconds + record2.seconds, 1)},  # those before a stop included
-        "config": identity,
-    }
-    for doubt in mask.doubts():
-        warnings.warn(f"{out / 'mask.safetensors'}: {doubt}", stacklevel=1)
-    mask.save(out / "mask.safetensors")
-    write_tensors(out / "alpha.safetensors", {"alpha": alpha, "stage1": scores1})
-    for align in {1, pruning.align}:  # what stage 2 is worth (appendix E): the same scores without it
-        alone = ChannelMask.from_scores(scores1, **{**size, "align": align}, metadata=metadata)
-        alone.save(out / "stage1" / f"mask_align{align}.safetensors")
-    for other in config.extra_ratios:  # stage 2 is trained for the configured ratio: others are cut from stage 1
-        cut = ChannelMask.from_scores(scores1, **{**size, "ratio": other}, metadata=metadata)
-        cut.save(out / "masks" / f"mask_{100 * other:g}pct.safetensors")
+    mask = save_masks(current, scores1, alpha)
+    metrics = measured(current, mask, scores1, alpha, {"stage1": record1, "stage2": record2})
+
+    # 4. validation and plots
     if config.validation.samples:
         lengths = f"validation.batch={config.validation.batch}, validation.lengths={list(config.validation.lengths)}"
         with memory("in validation; the mask is saved", lengths):
@@ -143,13 +94,85 @@ def train(config: RunConfig, resolved: dict[str, Any], identity: str, out: Path,
     figures = plots.training_plots(record1, record2, alpha, mask, out / "plots")
     metrics["seconds"]["all"] = round(time.time() - started, 1)
     write_json(out / "metrics.json", metrics)
-    log_results(logger, metrics, figures, resolved, mask, out)
+    log_results(logger, metrics, figures, current.resolved, mask, out)
     return metrics
+
+
+def load_backbone(config: RunConfig, shared: parallel.Parallel) -> Backbone:
+    """Load the frozen model: on the CPU if the ranks share its weights, which `Stage.setup` hands out."""
+    place = parallel.device(config.trainer)
+    dtype = str(backbones.torch_dtype(config.model.dtype, place)).removeprefix("torch.")
+    device = torch.device("cpu") if shared.shard_weights else place
+    with memory("while loading the model", f"the precision, model.dtype={config.model.dtype}"):
+        return backbones.load(config.model.name, dtype, device, config.model.chat, dict(config.model.overrides))
+
+
+def check_inputs(config: RunConfig, backbone: Backbone) -> None:
+    """Raise ValueError now for what would otherwise end the run hours later.
+
+    That is a context too short for a task, an answer without tokens, a validation length that does not fit, and a
+    pruning ratio that no scores can meet.
+    """
+    first = mixture(config, backbone, "stage1", 1)
+    documents = [first.build(name, config.data.min_length, 0) for name, share in config.data.tasks.items() if share]
+    for together in [documents] if config.data.documents > 1 else [[d] for d in documents]:
+        collate(backbone, together)
+    check_lengths(config, backbone)
+    check_ratio(backbone.shape, config.pruning.ratio, config.pruning.align, config.pruning.rounding)
+
+
+def save_masks(current: Run, scores1: Tensor, alpha: Tensor) -> ChannelMask:
+    """Write the mask, the scores, the masks that stage 1 alone gives, and those at other ratios.
+
+    scores1, alpha: scores [L, H, D] after stage 1 and stage 2.
+
+    Returns the mask of the run.
+    """
+    config, pruning, out = current.config, current.config.pruning, current.out
+    metadata = {
+        "model": config.model.name, "config": current.identity, "sink": pruning.sink, "window": pruning.window,
+        "seed": config.seed, "lengths": [config.data.min_length, config.data.max_length],
+        "versions": {"torch": torch.__version__, "lightning": L.__version__},
+    }  # fmt: skip
+
+    def cut(scores: Tensor, ratio: float, align: int) -> ChannelMask:
+        return ChannelMask.from_scores(scores, ratio, align, pruning.rounding, metadata)
+
+    mask = cut(alpha, pruning.ratio, pruning.align)
+    for doubt in mask.doubts():
+        warnings.warn(f"{out / 'mask.safetensors'}: {doubt}", stacklevel=1)
+    mask.save(out / "mask.safetensors")
+    write_tensors(out / "alpha.safetensors", {"alpha": alpha, "stage1": scores1})
+    for align in {1, pruning.align}:  # what stage 2 is worth (appendix E): the same scores without it
+        cut(scores1, pruning.ratio, align).save(out / "stage1" / f"mask_align{align}.safetensors")
+    for ratio in config.extra_ratios:  # stage 2 has learned for one ratio, so other ratios take the scores of stage 1
+        cut(scores1, ratio, pruning.align).save(out / "masks" / f"mask_{100 * ratio:g}pct.safetensors")
+    return mask
+
+
+def measured(
+    current: Run, mask: ChannelMask, scores1: Tensor, alpha: Tensor, records: dict[str, Recorder]
+) -> dict[str, Any]:
+    """Return the metrics of training; warn if the cut of stage 1's scores was arbitrary."""
+    ratio = current.config.pruning.ratio
+    separation = Separation.of(scores1, ratio)
+    if warning := separation.warning(ratio):
+        warnings.warn(warning, stacklevel=2)
+    return {
+        "pruning_ratio": mask.pruning_ratio,
+        "empty_heads": int((mask.channels_per_head == 0).sum()),
+        "heads": mask.channels_per_head.numel(),
+        "alpha_mean": float(alpha.mean()),
+        "separation": separation.metrics,
+        "distillation": {name: r.steps[-1]["distillation"] for name, r in records.items() if r.steps},
+        "seconds": {"training": round(sum(r.seconds for r in records.values()), 1)},  # those before a stop included
+        "config": current.identity,
+    }
 
 
 @contextmanager
 def memory(when: str, settings: str) -> Iterator[None]:
-    """Say which settings take less, where the GPU's memory runs out."""
+    """Name the settings that need less memory if the GPU's runs out; `when` says in which phase."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -160,7 +183,11 @@ def memory(when: str, settings: str) -> Iterator[None]:
 
 
 def mixture(config: RunConfig, backbone: Backbone, stage: str, world: int) -> Mixture:
-    """The training documents of a stage; the documents of one step share a length."""
+    """Return the training documents of a stage; those of one step share a length.
+
+    stage: "stage1" or "stage2".
+    world: groups of ranks with documents of their own.
+    """
     data = config.data
     return Mixture(
         dict(data.tasks), backbone.tokenizer, data.min_length, data.max_length,
@@ -169,41 +196,27 @@ def mixture(config: RunConfig, backbone: Backbone, stage: str, world: int) -> Mi
     )  # fmt: skip
 
 
-def fit(config: RunConfig, stage: Stage, name: str, out: Path, logger: Any, signals: Signals) -> Recorder:
-    """Run one stage, go on from its checkpoint, or read what it left when it was done."""
-    folder, recorder = out / "checkpoints" / name, Recorder(stage.config.steps // 20)
+def fit(current: Run, stage: Stage, name: str, logger: Logger | None, signals: Signals) -> Recorder:
+    """Run one stage, go on from its checkpoint, or read what it left when it was done.
+
+    stage: learns in place; its alpha is the result.
+    name: "stage1" or "stage2".
+
+    Returns the course of the stage. Raises KeyboardInterrupt if the stage stopped before its last step.
+    """
+    config, recorder = current.config, Recorder(stage.config.steps // 20)
+    folder = current.out / "checkpoints" / name
     done, last = folder / "done.ckpt", folder / "last.ckpt"
-    trainer = parallel.trainer(
-        config.trainer,
-        max_steps=stage.config.steps,
-        max_epochs=-1,
-        logger=logger or False,
-        default_root_dir=str(out),
-        plugins=[AtomicCheckpointIO()],
-        callbacks=[
-            recorder,
-            Progress(name),
-            SaveOnSignal(signals, last),
-            ModelCheckpoint(
-                folder, filename="last", every_n_train_steps=config.checkpoint_every,
-                save_on_train_epoch_end=False, enable_version_counter=False,
-            ),
-        ],
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        log_every_n_steps=1 if stage.config.steps < 500 else 10,
-        use_distributed_sampler=False,
-    )  # fmt: skip
-    stage.trainer = trainer
+    trainer = stage_trainer(current, stage, recorder, name, logger, signals)
     finished = done.exists()
-    trainer.strategy.barrier()  # a stage of no steps is written at once, maybe before another rank has looked
+    trainer.strategy.barrier()  # a stage without steps is written at once, maybe before another rank has looked
     if finished:
         state = read_checkpoint(done, f"remove it, and the stage goes on from {last.name}")
         stage.alpha.data.copy_(state["alpha"])
         recorder.load_state_dict(state["record"])
         return recorder
-    data = config.data
     if stage.config.steps:
+        data = config.data
         together = config.trainer.sequence_parallel  # ranks that see the same documents
         contexts = mixture(config, stage.backbone, name, trainer.world_size // together)
         module = RetrievalData(stage.backbone, contexts, data.documents, config.workers, together)
@@ -218,3 +231,32 @@ def fit(config: RunConfig, stage: Stage, name: str, out: Path, logger: Any, sign
         write_checkpoint(done, {"alpha": stage.alpha.detach().cpu(), "record": recorder.state_dict()})
     trainer.strategy.barrier()
     return recorder
+
+
+def stage_trainer(
+    current: Run, stage: Stage, recorder: Recorder, name: str, logger: Logger | None, signals: Signals
+) -> L.Trainer:
+    """Return the trainer of a stage, with its checkpoints under checkpoints/NAME."""
+    config, steps = current.config, stage.config.steps
+    folder = current.out / "checkpoints" / name
+    return parallel.trainer(
+        config.trainer,
+        max_steps=steps,
+        max_epochs=-1,
+        logger=logger or False,
+        default_root_dir=str(current.out),
+        plugins=[AtomicCheckpointIO()],
+        callbacks=[
+            recorder,
+            Progress(name),
+            SaveOnSignal(signals, folder / "last.ckpt"),
+            ModelCheckpoint(
+                folder, filename="last", every_n_train_steps=config.checkpoint_every,
+                save_on_train_epoch_end=False, enable_version_counter=False,
+            ),
+        ],
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        log_every_n_steps=1 if steps < 500 else 10,
+        use_distributed_sampler=False,
+    )  # fmt: skip

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from eval.inference.model_folder import check_folder, folder_digest
 from leank_train import backbone
-from leank_train.backbone import kv_shape as shape_of
+from leank_train.common.shape import kv_shape as shape_of
 
 __all__ = ["ModelConfig", "load_config", "load_model", "shape_of"]
 
@@ -59,9 +59,9 @@ class ModelConfig(backbone.ModelConfig):
 
 
 def load_config(settings: ModelConfig) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
-    """Config and tokenizer of the model, without weights.
+    """Return the model's config and tokenizer, without weights.
 
-    Raises FileNotFoundError if there is no such model, and ValueError for a folder with damaged files.
+    Raises FileNotFoundError if there is no such model, ValueError for a folder with damaged files.
     """
     if settings.folder is not None:
         try:

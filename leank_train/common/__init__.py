@@ -1,1 +1,1 @@
-"""What training and evaluation share: files that appear whole, checked settings, escaping, the bootstrap."""
+"""What training and evaluation share: whole files, checked settings, the decoder's shape, escaping, the bootstrap."""

@@ -1,4 +1,4 @@
-"""Result files appear whole or not at all, and have one writer: a run may be killed at any moment."""
+"""Result files appear whole or not at all and have one writer, because a run may be killed at any moment."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import time
 import warnings
 import weakref
 from pathlib import Path
-from typing import Any
 
 
 def write_bytes(path: str | os.PathLike, content: bytes) -> None:
-    """Write beside the target, then rename; folders are made as needed."""
+    """Write to a temporary file in the target's folder, then rename it; folders are made as needed."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, partial = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
@@ -31,27 +30,31 @@ def write_bytes(path: str | os.PathLike, content: bytes) -> None:
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
-    """Text in UTF-8."""
+    """Write text in UTF-8; see `write_bytes`."""
     write_bytes(path, text.encode("utf-8"))
 
 
-def write_json(path: str | os.PathLike, value: Any) -> None:
-    """Indented JSON."""
+def write_json(path: str | os.PathLike, value: object) -> None:
+    """Write indented JSON; see `write_bytes`."""
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 class Lock:
-    """A file that one process at a time may hold; a context manager. It ends with the process, however that ends.
+    """A file that one process at a time may hold; a context manager.
 
-    Processes that this one starts do not hold it: not its data workers, and not the further ranks of a run.
+    The lock ends with its process, however that ends. Processes that this one starts, such as data workers and other
+    ranks, do not hold it.
     """
 
     def __init__(self, path: str | os.PathLike, busy: str, patience: float = 0.0) -> None:
         """Create the file if needed, and lock it.
 
-        busy: the message where another process holds it.
-        patience: seconds to wait for that process to end, 0 by default.
-        Raises BlockingIOError(busy). Warns, and locks nothing, on a file system that knows no locks.
+        Warns, and locks nothing, on a file system without locks.
+
+        busy: the message for a file that another process holds.
+        patience: seconds to wait for that process to end.
+
+        Raises BlockingIOError(busy).
         """
         deadline = time.monotonic() + patience
         self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -70,7 +73,7 @@ class Lock:
                 return
 
     def close(self) -> None:
-        """Let others have it."""
+        """Release the lock."""
         if self._file is not None:
             os.close(self._file)
         self._file = None
@@ -78,7 +81,7 @@ class Lock:
     def __enter__(self) -> Lock:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -86,7 +89,7 @@ _held: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
 def _let_go() -> None:
-    """A forked process shares the open file, and with it the lock, which would outlive this process."""
+    """Close the locks of a forked process: it shares the open file, so its lock would outlive this process."""
     for lock in list(_held):
         lock.close()
 

@@ -35,17 +35,17 @@ class BadConfig(ValueError):
 
 @dataclass(frozen=True)
 class OneOf:
-    """Annotation of a field that takes one of these values, `Annotated[str, OneOf("l2", "kl")]`."""
+    """Annotation of a field that takes one of these values, such as `Annotated[str, OneOf("l2", "kl")]`."""
 
-    choices: tuple[Any, ...]
+    choices: tuple[object, ...]
 
-    def __init__(self, *choices: Any) -> None:
+    def __init__(self, *choices: object) -> None:
         object.__setattr__(self, "choices", choices)
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
-    def _check(self, value: Any) -> Any:
+    def _check(self, value: object) -> object:
         if value not in self.choices:
             raise ValueError
         return value
@@ -53,14 +53,14 @@ class OneOf:
 
 Count = Annotated[int, Ge(0)]
 Positive = Annotated[int, Ge(1)]
-Share = Annotated[float, Ge(0), Lt(1)]  # of what is pruned: never all of it
+Share = Annotated[float, Ge(0), Lt(1)]  # a share to prune, which is never everything
 Seed = Annotated[int, Ge(0), Le(2**32 - 1)]
 
 
 class Checked:
-    """Base of settings: the fields of a dataclass are held to their annotations whenever an object is made.
+    """The base of settings: every new object's fields are checked against their annotations.
 
-    Numbers are checked, not converted. Names that begin with an underscore are no settings.
+    Values are checked, not converted. Fields whose names begin with an underscore are no settings.
     """
 
     def __post_init__(self) -> None:
@@ -74,11 +74,14 @@ class Checked:
                 raise BadConfig(f"{name}={value!r} must be {words}") from None
 
 
-def typed(target: type[T], given: Any, where: str = "") -> T:
-    """An object of a settings class out of a mapping; groups inside it become objects of their own classes.
+def typed(target: type[T], given: object, where: str = "") -> T:
+    """Make an object of a settings class from a mapping; groups in it become objects of their own classes.
 
-    where: the dotted key of the mapping with a dot at its end, "" for the whole configuration. Raises BadConfig naming
-    the dotted key at fault, and for an unknown key the nearest one there is.
+    target: the class.
+    given: the mapping; anything else is refused.
+    where: the dotted key of the mapping with a dot at its end, or "" for the whole configuration.
+
+    Raises BadConfig that names the dotted key at fault, and for an unknown key the nearest known one.
     """
     if not isinstance(given, Mapping):
         raise BadConfig(f"{where.rstrip('.')}={given!r} must be a group of settings")
@@ -97,8 +100,8 @@ def typed(target: type[T], given: Any, where: str = "") -> T:
         raise BadConfig(f"{where}{error}") from None
 
 
-def refuse_unknown(given: Mapping[Any, Any], known: Sequence[str], where: str) -> None:
-    """Raise BadConfig for a key that is not known, naming the nearest one that is. where: as in `typed`."""
+def refuse_unknown(given: Mapping[Any, object], known: Sequence[str], where: str) -> None:
+    """Raise BadConfig for an unknown key, and name the nearest known one; `where`: see `typed`."""
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, 1)
@@ -112,14 +115,14 @@ def _is_group(hint: Any) -> bool:
 
 @cache
 def _rules(target: type) -> dict[str, tuple[TypeAdapter[Any], str]]:
-    """Of every setting what checks it, and what it must be in words; a group has checked itself."""
+    """Return for every setting its checker and what it accepts in words; groups check themselves."""
     hints = get_type_hints(target, include_extras=True)
     names = [f.name for f in fields(target) if not f.name.startswith("_") and not _is_group(hints[f.name])]
     return {name: (TypeAdapter(hints[name], config=STRICT), _words(hints[name])) for name in names}
 
 
 def _words(hint: Any) -> str:
-    """What an annotation accepts, such as "an integer of at least 1, or null"."""
+    """Say what an annotation accepts, such as "an integer of at least 1, or null"."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         base, *rules = args

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
+from leank_train.common.shape import kv_shape
+
 NAME = "leank_branching"
 BEYOND_EQ_1 = {  # arguments of an attention that Eq. 1 does not cover, and what they are
     "softcap": "soft-capped logits",
@@ -62,25 +64,6 @@ def run_decoder(model: PreTrainedModel, ids: Tensor, positions: Tensor, state: S
         return model.base_model(
             input_ids=ids, position_ids=positions, use_cache=False, leank_state=state
         ).last_hidden_state
-
-
-def kv_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """Shape of alpha and of a mask, from a decoder's config: (layers, KV heads, head_dim).
-
-    Raises ValueError if the config does not name the number of KV heads, or if keys and values differ in width.
-    """
-    kind, heads = config.model_type, getattr(config, "num_key_value_heads", None)
-    if heads is None:
-        raise ValueError(f"model={kind} has no num_key_value_heads in its config; choose a decoder such as Llama")
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    keys = getattr(config, "qk_head_dim", None) or dim  # latent attention (MLA): head_dim is its rotary part alone
-    values = getattr(config, "v_head_dim", None) or keys
-    if keys != values:
-        raise ValueError(
-            f"model={kind} has keys of {keys} channels and values of {values} (v_head_dim); a mask needs the same "
-            "number of both: choose another model"
-        )
-    return config.num_hidden_layers, heads, keys
 
 
 def check_decoder(model: PreTrainedModel) -> None:

@@ -1,4 +1,4 @@
-"""The training objective of both stages: distance of hidden states, L1 on alpha, straight-through masks, learning rate.
+"""The objective of both stages: the distance of hidden states, L1 on alpha, straight-through masks, learning rates.
 
 Stage 1 minimises l2_loss + lambda * l1_penalty(alpha); stage 2 minimises l2_loss with straight_through(alpha, beta) in
 place of alpha. Where the paper and its published code differ, both forms are here by name.
@@ -16,9 +16,11 @@ STRAIGHT_THROUGH = ("binary", "alpha_beta")
 
 
 def answer_rows(hidden: Tensor, question_lengths: Tensor, answer_tokens: int) -> Tensor:
-    """The teacher's rows of the answer, [R, N, hidden], out of those of question and answer, hidden [R, T, hidden].
+    """Return the teacher's rows of the answer, [R, N, hidden]; rows past the last one repeat it.
 
-    question_lengths [R]; N = answer_tokens of the longest answer. Rows past an answer's end repeat the last row.
+    hidden: [R, T, hidden], rows of question and answer.
+    question_lengths: [R], tokens before each answer.
+    answer_tokens: N, tokens of the longest answer.
     """
     index = question_lengths[:, None] + torch.arange(answer_tokens, device=question_lengths.device)  # [R, N]
     index = to_device(index.clamp(max=hidden.shape[1] - 1), hidden.device)
@@ -26,23 +28,28 @@ def answer_rows(hidden: Tensor, question_lengths: Tensor, answer_tokens: int) ->
 
 
 def l2_loss(full: Tensor, scaled: Tensor, lengths: Tensor, reduction: str) -> Tensor:
-    """L2 distillation between hidden states [R, N, hidden] of teacher and student at the answer tokens, lengths [R].
+    """Return the L2 distance between hidden states of teacher and student at the answer tokens.
 
-    reduction: "official" means over hidden units and over all answer tokens of the batch; "paper" sums over both,
-    ||H_full - H_scaled||_2^2, and means over the R sequences. Computed in float32 (float64 stays).
+    It is computed in float32 (float64 stays).
+
+    full, scaled: [R, N, hidden], of teacher and student.
+    lengths: [R], answer tokens of each sequence.
+    reduction: "official" is the mean over hidden units and all answer tokens of the batch; "paper" is the sum over
+        both, ||H_full - H_scaled||_2^2, averaged over the R sequences.
+
     Raises ValueError for an unknown reduction, or an answer without tokens.
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r} is unknown; use official or paper")
     dtype = torch.promote_types(full.dtype, torch.float32)
     counts = to_device(counted(lengths, full.shape[1]), full.device)
-    # Padding is replaced, not multiplied by 0, so that nothing in it, were it NaN, reaches the loss or the gradient.
+    # Padding is replaced, not multiplied by 0: a NaN in it must not reach the loss or the gradient.
     squares = torch.where(counts[..., None], full.to(dtype) - scaled.to(dtype), 0.0).square()
     return squares.mean(-1).sum() / counts.sum() if reduction == "official" else squares.sum() / len(lengths)
 
 
 def counted(lengths: Tensor, longest: int) -> Tensor:
-    """Which of `longest` rows are answer tokens: bool [R, longest], beside lengths [R].
+    """Mark which of `longest` rows are answer tokens: bool [R, longest], on the device of lengths [R].
 
     Raises ValueError for an answer without tokens, or with more than `longest`.
     """
@@ -52,16 +59,16 @@ def counted(lengths: Tensor, longest: int) -> Tensor:
 
 
 def l1_penalty(alpha: Tensor, form: str) -> Tensor:
-    """||alpha||_1 as the paper writes it ("sum"), or over the number of channels as its code has it ("mean")."""
+    """Return ||alpha||_1 ("sum", the paper), or its mean over channels ("mean", the published code)."""
     if form not in L1_FORMS:
         raise ValueError(f"l1={form!r} is unknown; use mean (published code) or sum (paper)")
     return alpha.abs().mean() if form == "mean" else alpha.abs().sum()
 
 
 def lr_factor(step: int, steps: int, schedule: str) -> float:
-    """Factor of the learning rate at `step` (from 0) of `steps`.
+    """Return the factor of the learning rate at `step` (from 0) of `steps`.
 
-    "official" rises over the first fifth, falls over the last fifth, and is never below 0.1; "constant" is 1.
+    schedule: "official" rises in the first fifth, falls in the last fifth, and is never below 0.1; "constant" is 1.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"lr_schedule={schedule!r} is unknown; use official or constant")
@@ -72,10 +79,11 @@ def lr_factor(step: int, steps: int, schedule: str) -> float:
 
 
 def straight_through(alpha: Tensor, beta: Tensor, variant: str) -> Tensor:
-    """The mask in the forward pass, the identity in the backward pass: alpha [L, H, D], beta bool [L, H, D].
+    """Return the mask with the gradient of alpha: all channels, pruned ones included, receive the whole gradient.
 
-    variant: "binary" has the value beta (the paper), "alpha_beta" the value alpha * beta (its published code). Either
-    way alpha receives the whole gradient, pruned channels included.
+    alpha: [L, H, D], scores.
+    beta: bool [L, H, D], the mask.
+    variant: "binary" has the value beta (the paper), "alpha_beta" the value alpha * beta (its published code).
     """
     if variant not in STRAIGHT_THROUGH:
         raise ValueError(f"straight_through={variant!r} is unknown; use binary (paper) or alpha_beta (published code)")
@@ -84,11 +92,13 @@ def straight_through(alpha: Tensor, beta: Tensor, variant: str) -> Tensor:
 
 
 def backward(loss: Tensor, of_all: Tensor | None = None) -> None:
-    """loss.backward() in the calling thread: autograd's own would hold a second cuBLAS workspace (32 MiB on Hopper).
+    """Run loss.backward() in the calling thread; autograd's own holds a second cuBLAS workspace (32 MiB on Hopper).
 
-    of_all: the loss of all ranks, None = `loss`. Raises ValueError where it is not finite, so on every rank: all have
-    got the gradient, and none may go on to a checkpoint. Asked before the backward pass, the GPU would have to finish
-    the passes behind it with nothing to do next.
+    The check comes after the backward pass, because it waits for the GPU, which would have nothing to do meanwhile.
+
+    of_all: the loss of all ranks; `loss` by default.
+
+    Raises ValueError on every rank if the loss of all is not finite: none of them may go on to a checkpoint.
     """
     with torch.autograd.set_multithreading_enabled(False):
         loss.backward()

@@ -1,6 +1,6 @@
-"""KL objective: how far the student's next-token distributions are from the teacher's, at the answer tokens.
+"""The KL objective: the divergence of the student's next-token distributions from the teacher's at the answer tokens.
 
-Hidden states weigh all directions alike (`distill.l2_loss`, the paper's objective). The model's own output head knows
+The paper's objective (`distill.l2_loss`) weighs all directions of hidden states alike. The model's output head W shows
 which of them decide the next token, so this objective compares softmax(W h_full) with softmax(W h_scaled).
 """
 
@@ -44,7 +44,7 @@ class Head:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Head:
-        """The head of a transformers decoder. Raises ValueError if it has none."""
+        """Return the head of a decoder; raise ValueError if it has none."""
         found, config = model.get_output_embeddings(), model.config
         if found is None or not isinstance(getattr(found, "weight", None), Tensor):
             raise ValueError(f"model={config.model_type} has no output head for objective=kl; use objective=l2")
@@ -54,22 +54,25 @@ class Head:
         return cls(found.weight, getattr(found, "bias", None), float(multiplier), cap)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [rows, vocabulary] of hidden states [rows, hidden], in float32 (float64 stays)."""
+        """Return logits [rows, vocabulary] of hidden states [rows, hidden], in float32 (float64 stays)."""
         z = _product(hidden, self.weight.mT)
         z = (z if self.bias is None else z + self.bias.to(z)) * self.multiplier
         return z if self.cap is None else self.cap * torch.tanh(z / self.cap)
 
     def pull_back(self, d_logits: Tensor, logits: Tensor) -> Tensor:
-        """Gradient of the hidden states [rows, hidden], from that of the logits [rows, vocabulary] and their values."""
+        """Return the gradient of hidden states [rows, hidden].
+
+        d_logits, logits: [rows, vocabulary], gradient and values of the logits.
+        """
         if self.cap is not None:
             d_logits = d_logits * (1 - (logits / self.cap).square())
         return _product(d_logits, self.weight) * self.multiplier
 
 
 def check_head(model: PreTrainedModel) -> None:
-    """Raise ValueError if `Head` gives other logits than the model itself, whatever its family does to them.
+    """Raise ValueError if `Head` gives other logits than the model itself.
 
-    The model's own forward pass runs on two hidden states, one of them large, in place of what its decoder returns.
+    The model's own forward pass runs on two given hidden states, one of them large, instead of its decoder's.
     """
     head, config = Head.of(model), model.config
     place = head.weight.device
@@ -102,14 +105,15 @@ class _Fixed(torch.nn.Module):
 def kl_loss(
     head: Head, full: Tensor, scaled: Tensor, lengths: Tensor, reduction: str = "official", chunk: int | None = None
 ) -> Tensor:
-    """KL(softmax(W h_full) || softmax(W h_scaled)) of hidden states [R, N, hidden] at the answer tokens.
+    """Return KL(softmax(W h_full) || softmax(W h_scaled)) at the answer tokens, computed in float32 (float64 stays).
 
     head: the model's output head.
-    full, scaled: hidden states of teacher and student; the gradient reaches `scaled` alone.
+    full, scaled: [R, N, hidden], hidden states of teacher and student; only `scaled` gets a gradient.
     lengths: [R], on the host, answer tokens of each sequence.
     reduction: "official" is the mean over all answer tokens, "paper" their sum over the number of sequences R.
-    chunk: answer tokens whose logits are held at a time; None: by LOGITS_AT_ONCE.
-    Computed in float32 (float64 stays). Raises ValueError for an unknown reduction, or an answer without tokens.
+    chunk: answer tokens whose logits are held at a time; LOGITS_AT_ONCE decides by default.
+
+    Raises ValueError for an unknown reduction, or an answer without tokens.
     """
     if chunk is None:
         chunk = max(1, LOGITS_AT_ONCE["cuda" if full.is_cuda else "cpu"] // head.weight.shape[0])
@@ -120,14 +124,14 @@ def kl_loss(
 def kl_loss_reference(
     head: Head, full: Tensor, scaled: Tensor, lengths: Tensor, reduction: str = "official", chunk: int | None = None
 ) -> Tensor:
-    """`kl_loss` with all logits at once, by autograd; `chunk` has no effect. The oracle of its tests."""
+    """Compute `kl_loss` with all logits at once and by autograd, as its tests' oracle; `chunk` has no effect."""
     rows, share = _rows(full, lengths, reduction)
     teacher, student = (head.logits(x.flatten(0, 1)[rows]).log_softmax(-1) for x in (full.detach(), scaled))
     return F.kl_div(student, teacher, reduction="sum", log_target=True) * share
 
 
 def _rows(hidden: Tensor, lengths: Tensor, reduction: str) -> tuple[Tensor, float]:
-    """Indices of the answer tokens among R * N, beside the hidden states, and the factor of the sum over them."""
+    """Return the indices of answer tokens among R * N, on the device of `hidden`, and the factor of their sum."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r} is unknown; use official or paper")
     rows = counted(lengths, hidden.shape[1]).flatten().nonzero().squeeze(1)
@@ -135,7 +139,7 @@ def _rows(hidden: Tensor, lengths: Tensor, reduction: str) -> tuple[Tensor, floa
 
 
 class _KL(torch.autograd.Function):
-    """Sum over rows; d logits = softmax(student) - softmax(teacher) is pulled back at once, and no logits are kept."""
+    """The sum over rows; d logits = softmax(student) - softmax(teacher) is pulled back at once: no logits are kept."""
 
     @staticmethod
     def forward(ctx: Any, scaled: Tensor, full: Tensor, head: Head, chunk: int) -> Tensor:
@@ -160,7 +164,7 @@ class _KL(torch.autograd.Function):
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """A [rows, m] @ b [m, n] in at least float32, without a float32 copy of the whole of b, a view of the head."""
+    """Return a [rows, m] @ b [m, n] in at least float32, without a float32 copy of all of b, a view of the head."""
     if b.is_cuda and b.dtype in HALF:
         return torch.mm(a.to(b.dtype), b, out_dtype=torch.float32)
     dtype = torch.promote_types(b.dtype, torch.float32)

@@ -41,7 +41,7 @@ def call(model: Any, contender: Contender, rows: int, prompt: int, new: int, cap
         torch.cuda.synchronize()
     begin = time.perf_counter()
     if captured:
-        cache.generate(model, **options)
+        generate(cache, model, **options)
     else:
         model.generate(past_key_values=cache, **options)
     if cuda:

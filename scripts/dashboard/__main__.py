@@ -155,16 +155,16 @@ class Page:
         more = f" (the first {MAPS} of {len(runs)} runs)" if len(runs) > MAPS else ""
         self.add(f"Kept channels of every KV head{more}", masks(runs))
 
-    def add_ratios(self, summaries: Iterable[dict[str, Any]]) -> None:
+    def add_ratios(self, summaries: Iterable[Summary]) -> None:
         """Append accuracy against pruning ratio, one figure per benchmark, model and compression of the prompt."""
-        together: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
+        together: dict[tuple[str, str, str], list[RunSummary]] = defaultdict(list)
         for summary in summaries:
             for run in summary["runs"]:
                 together[run["benchmark"], run["model"], run["compress"]].append(run)
         for runs in together.values():
             self.add(f"Accuracy against pruning ratio: {title(runs[0])}", against_ratio(evaluation_points(runs)))
 
-    def add_evaluation(self, folder: Path, summary: dict[str, Any], out: Path) -> None:
+    def add_evaluation(self, folder: Path, summary: Summary, out: Path) -> None:
         """Append every run of one evaluation, with a link to its report if that lies below the page."""
         report = (folder / "report.html").resolve()
         for run in summary["runs"]:
