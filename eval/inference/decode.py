@@ -25,11 +25,7 @@ def capturable(cache: Cache) -> bool:
     """
     if not isinstance(cache, CompressedCache):
         return False
-    stores = [layer.store if isinstance(layer, CompressedLayer) else None for layer in cache.layers]
-    return all(
-        s is not None and s.backend is not None and s.backend.captures and (s.seen >= s.sizes.sink).all()
-        for s in stores
-    )  # fmt: skip
+    return all(isinstance(layer, CompressedLayer) and layer.capturable for layer in cache.layers)
 
 
 class Loop:
