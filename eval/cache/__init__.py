@@ -3,10 +3,9 @@
     cache = compressed_cache(model, "mask.safetensors")
     model.generate(**inputs, past_key_values=cache)
 
-Reads top down: cache (a model's), layer (transformers' side), middle (a layer's choices), store (what is held), sizes,
-pages (the ragged middle), quantised (the same in few bits), channels (which channels stay), eviction (which tokens
-leave), dense, batched and reference (attention in PyTorch), backend, launch, work, kernel, kernel_middle,
-quantised_kernel (attention in Triton), hook (the two registrations), memory (bytes).
+Read `cache` first (the cache of a model), then `layer` (one layer of it, and how transformers calls it). `storage`
+keeps the tokens: `store` is one layer's, `pages` its ragged middle. `attention` reads them: `reference` says what is
+computed, `batched` and `kernel` compute it fast. `hook` registers both with transformers; `memory` counts bytes.
 """
 
 from eval.cache.cache import CompressedCache, compressed_cache

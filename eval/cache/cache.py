@@ -9,24 +9,28 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from eval.cache.attention.backend import choose_backend
+from eval.cache.attention.backend import BackendChoice, choose_backend
 from eval.cache.generate import generate
 from eval.cache.hook import ATTENTION
-from eval.cache.layer import Backend, CompressedLayer
+from eval.cache.layer import CompressedLayer
 from eval.cache.memory import Memory, measure
-from eval.cache.storage.channels import layer_masks
+from eval.cache.storage.channels import MaskLike, layer_masks
 from eval.cache.storage.middle import Middle
 from eval.cache.storage.store import Sizes
 from leank_train.forward.hook import kv_shape
 
 
 class CompressedCache(Cache):
-    """A transformers Cache of CompressedLayers; layers with a sliding window of their own stay transformers' own."""
+    """A transformers Cache of CompressedLayers; layers with a sliding window stay as they are.
 
-    def __init__(self, layers: list[Any], backend: Backend) -> None:
+    layers: one per layer of the model
+    choice: chooses the backend of every compressed layer
+    """
+
+    def __init__(self, layers: list[Any], choice: BackendChoice) -> None:
         super().__init__(layers=layers)
-        self.backend = backend
-        self._since_crop: int | None = None  # passes since the last crop() while past is recorded, None = no crop yet
+        self.choice = choice
+        self._since_crop: int | None = None  # passes since the last crop() of a recorded past, None = no crop yet
 
     @property
     def compressed(self) -> list[CompressedLayer]:
@@ -34,17 +38,18 @@ class CompressedCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
 
     def expect(self, tokens: int) -> None:
-        """Announce a prompt of `tokens` columns (padding included) that comes in several calls: chunked prefill.
+        """Announce a prompt of `tokens` columns, padding included, that comes in several calls (chunked prefill).
 
-        `model.generate(prefill_chunk_size=n)` needs it: nothing that reaches a cache says whether a chunk is the last.
-        Raises ValueError for what is no number of tokens, RuntimeError once a prompt has begun; update() raises
+        `model.generate(prefill_chunk_size=n)` needs it, because nothing tells a cache which chunk is the last.
+
+        Raises ValueError unless `tokens` is a positive integer, RuntimeError once a prompt has begun. update() raises
         ValueError if more tokens come than were announced.
         """
         for layer in self.compressed:
             layer.expect(tokens)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Append the new tokens of one layer. Raises ValueError for a layer that the cache's model does not have."""
+        """Append the new tokens of one layer; raises ValueError for a layer that the cache's model does not have."""
         if layer_idx >= len(self.layers):
             raise ValueError(
                 f"this cache was made for a model of {len(self.layers)} layers, and layer {layer_idx} asks for it: "
@@ -55,8 +60,8 @@ class CompressedCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _begin_pass(self, new: int) -> None:
-        """Before a pass of `new` columns: end a recording that is over, warn of an unannounced chunk."""
-        if self._since_crop:  # assisted decoding crops after every pass: what came without is there to stay
+        """Before a pass of `new` columns, end a recording that is over and warn of an unannounced chunk."""
+        if self._since_crop:  # assisted decoding crops after every pass, so tokens without a crop are there to stay
             self._end_recording()
         elif self._since_crop == 0:
             self._since_crop = 1
@@ -81,14 +86,14 @@ class CompressedCache(Cache):
     def activate_past_recording(self) -> None:
         """Let tokens wait until crop() is called, so that any of them can be taken back (assisted decoding).
 
-        It ends with reset(), or when after a crop() two passes follow each other without one, as after assisted
-        decoding: the tokens of the first are then kept.
+        The recording ends with reset(). It also ends when two passes follow a crop() without another one, as they do
+        after assisted decoding; the tokens of the first pass are then kept.
         """
         super().activate_past_recording()
         self._since_crop = None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last -tokens_to_remove tokens of every layer; see CompressedLayer.crop."""
+        """Take back the last -tokens_to_remove tokens of every layer; see `CompressedLayer.crop`."""
         super().crop(tokens_to_remove)
         self._since_crop = 0
 
@@ -102,10 +107,12 @@ class CompressedCache(Cache):
                 layer.record_past = False
 
     def advance(self, tokens: int = 1) -> None:
-        """After each replay of a captured decoding step: account for its tokens, move what is due out of the window.
+        """Count the tokens of a replayed decoding step, and move tokens that are due out of the window.
 
-        Capturing itself appends nothing and moves nothing. Capture once every row is longer than the sink, without an
-        attention mask (rows remember their padding), and after a first step has compiled the kernels.
+        Call it after each replay; capturing itself appends nothing and moves nothing. Capture when every row is longer
+        than the sink and a first step has compiled the kernels, without an attention mask: rows remember their padding.
+
+        Raises RuntimeError for layers that are not compressed.
         """
         for layer in self.layers:
             if not isinstance(layer, CompressedLayer):
@@ -119,15 +126,8 @@ class CompressedCache(Cache):
         The Triton kernel must read every layer, and every row must be longer than the sink. False before the first
         step, which chooses what reads a layer and compiles it, and while past is being recorded.
         """
-        layers = self.compressed
-        stores = [layer.store for layer in layers]
-        return (
-            len(layers) == len(self.layers)
-            and all(
-                s is not None and s.backend is not None and s.backend.captures and (s.seen >= s.sizes.sink).all()
-                for s in stores
-            )
-            and not any(layer.record_past for layer in layers)
+        return all(
+            isinstance(layer, CompressedLayer) and layer.capturable and not layer.record_past for layer in self.layers
         )
 
     def generate(self, model: PreTrainedModel, **kwargs: Any) -> Any:
@@ -141,20 +141,28 @@ class CompressedCache(Cache):
         return generate(self, model, **kwargs)
 
     def memory(self) -> Memory:
-        """Bytes held now, by part."""
-        return measure(self.layers, self.backend.tensors())
+        """Bytes held now, by part; printed, megabytes and the share of a dense cache."""
+        return measure(self.layers, self.choice.tensors())
 
 
 def compressed_cache(
-    model: PreTrainedModel, mask: Any, sink: int = 128, window: int = 1024, flush: int = 32, backend: str = "auto"
+    model: PreTrainedModel,
+    mask: MaskLike | list[Middle] | None,
+    sink: int = 128,
+    window: int = 1024,
+    flush: int = 32,
+    backend: str = "auto",
 ) -> CompressedCache:
     """A cache for `model.generate(past_key_values=...)` that keeps the mask's channels in the middle (LeanK 3.3).
 
-    mask: ChannelMask, the path of its file, or bool [layers, kv_heads, head_dim], True = kept; None = every channel; or
-    a list of one Middle a layer, for what else a middle can be. sink, window: tokens kept whole at both ends; flush:
-    tokens that move to the middle at a time. backend: "auto" (the Triton kernel where it can run), "torch" or
-    "triton". Switches the model to the attention implementation "leank", which is SDPA for every other cache. One cache
-    serves one batch; `reset()` makes it new.
+    mask: a ChannelMask, the path of its file, or bool [layers, kv_heads, head_dim], True = kept; None = every channel;
+        or a list with one Middle per layer, for other compressed forms
+    sink, window: tokens kept whole at both ends
+    flush: tokens that move to the middle at a time
+    backend: "auto" (the Triton kernel where it can run), "torch" or "triton"
+
+    The model is switched to the attention implementation "leank", which is SDPA for every other cache. One cache serves
+    one batch; `reset()` makes it new.
 
     Raises ValueError if the mask does not fit the model, a layer's attention is neither full nor sliding, or the model
     takes no registered attention function. Warns if no layer can be compressed.
@@ -162,11 +170,11 @@ def compressed_cache(
     config = model.config.get_text_config(decoder=True)
     expected = kv_shape(config)
     middles = _middles(mask, expected)
-    sizes, runs = Sizes(sink, window, flush), choose_backend(backend)
+    sizes, choice = Sizes(sink, window, flush), choose_backend(backend)
     layers: list[Any] = []
     for index, layer in enumerate(DynamicCache(config=config).layers):
         if type(layer) is DynamicLayer:
-            layers.append(CompressedLayer(middles[index], sizes, runs))
+            layers.append(CompressedLayer(middles[index], sizes, choice))
         elif type(layer) is DynamicSlidingWindowLayer:
             layers.append(layer)
         else:
@@ -184,17 +192,17 @@ def compressed_cache(
         model.set_attn_implementation(ATTENTION)
     if config._attn_implementation != ATTENTION:
         raise ValueError(f"{config.model_type} takes no registered attention function; use another model")
-    return CompressedCache(layers, runs)
+    return CompressedCache(layers, choice)
 
 
-def _middles(mask: Any, expected: tuple[int, int, int]) -> list[Middle]:
-    """One Middle a layer of a model of `expected` (layers, KV heads, head_dim). Raises ValueError if they do not
-    fit.
-    """
+def _middles(mask: MaskLike | list[Middle] | None, expected: tuple[int, int, int]) -> list[Middle]:
+    """One Middle per layer; raises ValueError unless they fit the model's `expected` (layers, KV heads, head_dim)."""
     if mask is None:
         return [Middle()] * expected[0]
-    middles = isinstance(mask, list) and all(isinstance(middle, Middle) for middle in mask)
-    found = mask if middles else [Middle(keep) for keep in layer_masks(mask)]
+    if isinstance(mask, list) and all(isinstance(middle, Middle) for middle in mask):
+        found = mask
+    else:
+        found = [Middle(keep) for keep in layer_masks(mask)]
     shapes = [(len(found), *m.channels.shape[-2:]) for m in found if m.channels is not None]
     for shape in shapes or [(len(found), *expected[1:])]:
         if shape != expected:

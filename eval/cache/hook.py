@@ -30,10 +30,17 @@ def attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of query [B, Hq, Q, D]; key is a layer that attends by itself, such as a CompressedLayer, or a tensor
-    [B, H, T, D]. Returns ([B, Q, Hq, D], None).
+    """The attention function of the implementation "leank".
 
-    Raises ValueError where the model's attention is of a kind that is not implemented.
+    module: the model's attention layer
+    query: [B, Hq, Q, D]
+    key: [B, H, T, D], or a layer that attends by itself, such as a CompressedLayer
+    value: [B, H, T, D]
+    attention_mask: [B, T] padding mask, or a mask that SDPA takes, None = causal
+    scaling: factor of the logits, None = 1 / sqrt(D)
+    dropout: share of weights that become zero
+
+    Returns ([B, Q, Hq, D], None). Raises ValueError for a kind of attention that is not implemented.
     """
     softmax = Softmax.of(getattr(module, "layer_idx", "?"), kwargs)
     if not isinstance(key, Tensor):
@@ -52,7 +59,7 @@ def attention(
 
 
 def _spelled_out(real: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-    """The causal mask [1 or B, 1, Q, T], True = seen, of a padding mask real [B, >= T], None = no padding."""
+    """The causal mask [1 or B, 1, Q, T], True = seen, for a padding mask real [B, >= T], None = no padding."""
     new, length = query.shape[2], key.shape[2]
     causal = torch.ones(new, length, dtype=torch.bool, device=key.device).tril(length - new)
     return causal[None, None] if real is None else causal & real[:, None, None, :length].bool()
@@ -68,11 +75,11 @@ def mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The 2-D padding mask [B, T] as it is, where attention is plainly causal; else SDPA's dense mask (sliding windows,
-    static caches).
+    """The mask function of the implementation "leank"; its parameters are those of transformers' mask functions.
 
-    SDPA may leave its mask out only where the last query is that of the last key, which is what `attention` takes no
-    mask to mean. A static cache has free slots behind its last token.
+    Where attention is plainly causal, it returns the 2-D padding mask [B, T] unchanged. Elsewhere, for sliding windows
+    and static caches, it returns SDPA's dense mask. SDPA may omit that mask only if the last query belongs to the last
+    key, because `attention` reads a missing mask so. A static cache has free slots behind its last token.
     """
     aligned = isinstance(q_offset, int) and kv_offset + kv_length == q_offset + q_length
     if aligned and mask_function is causal_mask_function and kv_offset == 0:

@@ -9,51 +9,35 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from eval.cache.attention import dense
+from eval.cache.attention.backend import Backend, BackendChoice
 from eval.cache.attention.softmax import PLAIN, Softmax
 from eval.cache.storage.middle import Middle
-from eval.cache.storage.store import Sizes, Store, capturing
-
-
-class Backend(Protocol):
-    """What runs over a sealed layer: see `reference.attend`, `Store.write` and `Store.move`.
-
-    captures: whether a decoding step can be captured into a CUDA graph.
-    """
-
-    captures: bool
-
-    def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor: ...
-
-    def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor: ...
-
-    def move(self, store: Store, due: np.ndarray) -> None: ...
-
-    def prepare(self, store: Store) -> Any:
-        """Bring what depends on addresses and capacities up to date."""
-
-    def tensors(self) -> dict[str, Tensor]: ...
+from eval.cache.storage.sealing import PromptRoom
+from eval.cache.storage.store import Sizes, Store
+from eval.cache.storage.upload import capturing
 
 
 class CompressedLayer(DynamicLayer):
-    """sink | middle | window of one attention layer (LeanK, section 3.3).
+    """The three parts sink | middle | window of one attention layer (LeanK, section 3.3).
 
-    middle: how its middle is kept; sizes: sink, window and flush in tokens; backend: what runs over the sealed parts.
+    middle: how the middle is kept
+    sizes: sink, window and flush, in tokens
+    choice: chooses the backend when the first query comes after the prompt
     """
 
-    # As for transformers' sliding layers: any length while past is being recorded, else back to the last move.
+    # While past is being recorded, crop() can take back any number of tokens, else those since the last move.
     is_croppable = True
 
-    def __init__(self, middle: Middle, sizes: Sizes, backend: Backend) -> None:
+    def __init__(self, middle: Middle, sizes: Sizes, choice: BackendChoice) -> None:
         super().__init__()
-        self.middle, self.sizes, self.backend = middle, sizes, backend
+        self.middle, self.sizes, self.choice = middle, sizes, choice
         self.record_past = False
         self._clear()
 
@@ -61,15 +45,16 @@ class CompressedLayer(DynamicLayer):
         self.is_initialized = False
         self.keys = self.values = None  # the prompt until it is sealed, then the tokens that await attend()
         self.store: Store | None = None
+        self.backend: Backend | None = None  # what runs over the store, once a query has come
         self._columns = 0  # logical length, padding included
         self._expected = 0  # columns of a prompt that comes in chunks
         self._real: Tensor | None = None  # [B, columns] of an unsealed prompt
-        self._room: tuple[Tensor, Tensor] | None = None  # where an announced prompt is collected
+        self._room: PromptRoom | None = None  # where an announced prompt is collected
         self.ended_at = -1  # columns of a prompt that came unannounced, once it is sealed
 
     if not TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> Any:  # called for what a layer lacks
+        def __getattr__(self, name: str) -> Any:  # called for attributes that a layer lacks
             if not name.startswith("_") and hasattr(Tensor, name):
                 raise AttributeError(
                     f"the keys of a compressed cache are no tensor, and the model asks for their {name!r}: its "
@@ -79,9 +64,9 @@ class CompressedLayer(DynamicLayer):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def expect(self, tokens: int) -> None:
-        """Announce a prompt of `tokens` columns in several calls; it is sealed after the last of them.
+        """Announce a prompt of `tokens` columns that comes in several calls; it is sealed after the last of them.
 
-        Raises ValueError for what is no number of tokens, RuntimeError once a prompt has begun.
+        Raises ValueError unless `tokens` is a positive integer, RuntimeError once a prompt has begun.
         """
         if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
             raise ValueError(f"expect({tokens!r}): give the number of tokens in the whole prompt, at least 1")
@@ -92,6 +77,7 @@ class CompressedLayer(DynamicLayer):
         self._expected = tokens
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Take dtype and device of the first tokens; raises ValueError unless K and V have as many channels."""
         if key_states.shape[-1] != value_states.shape[-1]:
             raise ValueError(
                 f"the model's keys have {key_states.shape[-1]} channels and its values {value_states.shape[-1]}; a "
@@ -103,7 +89,7 @@ class CompressedLayer(DynamicLayer):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
-        """Append new tokens k, v [B, H, n, D]; returns (the layer, v) for the attention function.
+        """Append new tokens [B, H, n, D]; returns (the layer, values) for the attention function.
 
         Raises ValueError for another number of rows than the layer holds, or more tokens than were announced.
         """
@@ -120,7 +106,11 @@ class CompressedLayer(DynamicLayer):
         if coming and self._columns + new > self._expected:
             raise ValueError(f"expect({self._expected}) announced fewer tokens than came: {self._columns + new}")
         if coming and new < self._expected:
-            key_states, value_states = self._collect(key_states, value_states)
+            if self._room is None:
+                self._room = PromptRoom(key_states, value_states, self._expected)
+                if self.keys is not None and self.values is not None:  # a whole prompt came, and crop() shortened it
+                    self._room.put(self.keys, self.values, 0)
+            key_states, value_states = self._room.put(key_states, value_states, self._columns)
         elif self.keys is not None:
             key_states = torch.cat([self.keys, key_states], 2)
             value_states = torch.cat([self.values, value_states], 2)  # type: ignore[list-item]
@@ -128,30 +118,16 @@ class CompressedLayer(DynamicLayer):
         self._columns += 0 if capturing(key_states) else new
         return self, value_states
 
-    def _collect(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The announced prompt so far, in a buffer that is made once."""
-        if self._room is None:
-            shape = (*k.shape[:2], self._expected, k.shape[3])
-            self._room = (k.new_empty(shape), v.new_empty(shape))
-            if self.keys is not None and self.values is not None:  # the prompt came whole, and crop() took some of it
-                self._room[0][:, :, : self._columns] = self.keys
-                self._room[1][:, :, : self._columns] = self.values
-        end = self._columns + k.shape[2]
-        for room, new in zip(self._room, (k, v), strict=True):
-            room[:, :, self._columns : end] = new
-        return self._room[0][:, :, :end], self._room[1][:, :, :end]
-
     def attend(
-        self,
-        q: Tensor,
-        padding_mask: Tensor | None = None,
-        scaling: float | None = None,
-        softmax: Softmax = PLAIN,
+        self, q: Tensor, padding_mask: Tensor | None = None, scaling: float | None = None, softmax: Softmax = PLAIN
     ) -> Tensor:
-        """Attention of the last queries q [B, Hq, Q, D] over everything held, then what is due moves on.
+        """Attention of the last queries over everything held; then tokens that are due leave the window.
 
-        padding_mask [B, >= columns] bool or 0/1, False = padding; None = no padding. softmax: the model's, where it is
-        not plain. Returns [B, Q, Hq, D].
+        q: [B, Hq, Q, D]
+        padding_mask: [B, >= columns] bool or 0/1, False = padding, None = no padding
+        scaling: factor of the logits, None = 1 / sqrt(D)
+
+        Returns [B, Q, Hq, D]. Raises ValueError unless the mask is 2-D.
         """
         if padding_mask is not None and padding_mask.ndim != 2:
             raise ValueError(f"a compressed cache takes a 2-D padding mask, got shape {tuple(padding_mask.shape)}")
@@ -170,7 +146,9 @@ class CompressedLayer(DynamicLayer):
             return out
         new = q.shape[2]
         real = None if real is None or new == 1 or bool(real[:, -new:].all()) else real[:, -new:]
-        self._prefetch_for(q)
+        self.store.to(q.device)
+        if self.backend is None:
+            self.backend = self.choice.choose(self.store, q, softmax)
         position = self.store.append(self.keys, self.values, real, self.backend.write)  # type: ignore[arg-type]
         self.keys = self.values = None
         scale = 1 / math.sqrt(q.shape[-1]) if scaling is None else scaling
@@ -188,10 +166,11 @@ class CompressedLayer(DynamicLayer):
         scores: Tensor | None = None,
         columns: int | None = None,
     ) -> None:
-        """Take a whole prompt that was attended elsewhere: k, v [B, H, T, D]; real [B, T] bool, None = no padding.
+        """Take a whole prompt that was attended elsewhere; the parameters but the last are those of `Store`.
 
-        tokens, scores: see Store. columns: length of the prompt where the layer is given fewer of its tokens, padding
-        included; None = T. Raises RuntimeError if the layer already holds tokens.
+        columns: length of the prompt, padding included, where the layer is given fewer of its tokens; None = T
+
+        Raises RuntimeError if the layer already holds tokens.
         """
         if self._columns:
             raise RuntimeError(f"seal() takes the place of the prompt; this layer already holds {self._columns} tokens")
@@ -204,36 +183,42 @@ class CompressedLayer(DynamicLayer):
         self.store = Store(k, v, real, self.middle, self.sizes, *of_prompt)
 
     def _settle(self) -> None:
-        """Seal a finished prompt, or move what is due out of the window."""
+        """Seal a finished prompt, or move tokens that are due out of the window."""
         if self.store is not None:
             self.prefetch()
-            self.store.flush(self.backend.move)
+            self._flush(self.store)
         elif self.keys is not None and self._columns >= self._expected:
             self._begin(self.keys, self.values, self._real)  # type: ignore[arg-type]
             self.keys = self.values = self._real = None
             self._room = None
 
+    def _flush(self, store: Store) -> None:
+        store.flush(None if self.backend is None else self.backend.move)
+
     def get_seq_length(self) -> int:
-        """Columns seen, padding included: the logical length, not what is held."""
+        """The logical length: columns seen, padding included."""
         return self._columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(columns that a mask for the next queries covers, the first of them)."""
         return self._columns + query_length, 0
 
     def reset(self) -> None:
+        """Make the layer new."""
         self.record_past = False
         self._clear()
 
     def activate_past_recording(self) -> None:
-        """Let tokens wait in the window until crop() is called, so that any of them can be taken back (assisted
-        decoding). reset() ends it, and so does CompressedCache after the last crop().
+        """Let tokens wait in the window until crop() is called, so that any can be taken back (assisted decoding).
+
+        reset() ends the recording, and so does CompressedCache after the last crop().
         """
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last -tokens_to_remove tokens, then move what is due.
+        """Take back the last -tokens_to_remove tokens, then move tokens that are due out of the window.
 
-        Raises ValueError for a positive number, and where tokens would be needed that have been compressed.
+        Raises ValueError for a positive number, or if tokens would be needed that have been compressed.
         """
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
@@ -251,7 +236,7 @@ class CompressedLayer(DynamicLayer):
             self._settle()
 
     def advance(self, tokens: int) -> None:
-        """Account for `tokens` that replaying a CUDA graph appended and attended, then move what is due.
+        """Count `tokens` that a replayed CUDA graph appended and attended, then move tokens that are due.
 
         Raises RuntimeError before the prompt is sealed.
         """
@@ -262,8 +247,15 @@ class CompressedLayer(DynamicLayer):
         store.seen += tokens
         store.quiet -= tokens
         if store.quiet <= 0:
-            store.flush(self.backend.move)
-        self.backend.prepare(store)
+            self._flush(store)
+        if self.backend is not None:
+            self.backend.prepare(store)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a decoding step can be captured now: the kernel runs here, and every row is longer than the sink."""
+        store = self.store if self.backend is not None and self.backend.captures else None
+        return store is not None and bool((store.seen >= store.sizes.sink).all())
 
     def _select(self, rows: Tensor) -> None:
         if self.store is not None:
@@ -282,25 +274,25 @@ class CompressedLayer(DynamicLayer):
         return torch.arange(self._count())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make the batch the rows `beam_idx` [R] of the present one."""
         if not torch.equal(beam_idx.cpu(), self._rows()):
             self._select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times."""
         self._select(self._rows().repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows that `indices`, numbers or bool, select."""
         rows = self._rows()
         self._select(rows[indices.to(rows.device)])
 
     def offload(self) -> None:
-        """Move what is held to the CPU; attend() fetches it back."""
+        """Move everything held to the CPU; attend() fetches it back."""
         if self.store is not None:
             self.store.to(torch.device("cpu"))
 
     def prefetch(self) -> None:
-        if self.store is not None and self.store.ring_k.device != self.device:
+        """Fetch everything held back to the device of the prompt."""
+        if self.store is not None:
             self.store.to(self.device)
-
-    def _prefetch_for(self, q: Tensor) -> None:
-        if self.store is not None and self.store.ring_k.device != q.device:
-            self.store.to(q.device)

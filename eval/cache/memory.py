@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import InitVar, asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eval.cache.layer import CompressedLayer
-from eval.cache.storage.channels import layer_masks
+from eval.cache.storage.channels import MaskLike, layer_masks
 from eval.cache.storage.pages import PAGE, round_up
 from eval.cache.storage.quantised import Packing
 from eval.cache.storage.store import Sizes, Store
@@ -18,9 +19,15 @@ from eval.cache.storage.store import Sizes, Store
 
 @dataclass
 class Memory:
-    """Bytes. Tokens held in sink, window and middle; beside (what reads and eviction hold of them: bounds, scores);
-    tables (indices, lengths, work tables); slack (room not yet filled); other (layers that are not compressed, and
-    prompts not yet sealed).
+    """Bytes that a cache holds, by part; printed, megabytes and the share of a dense cache.
+
+    sink, window: tokens held whole
+    middle_k, middle_v: tokens held compressed
+    extra: what reads and eviction keep of the tokens: bounds, scores
+    tables: indices, lengths, work tables
+    slack: room that is not filled yet
+    other: layers that are not compressed, and prompts that are not sealed yet
+    dense: bytes of a dense cache of the same tokens, padding not counted, 0 = not known; no part of `total`
     """
 
     sink: int = 0
@@ -31,6 +38,10 @@ class Memory:
     tables: int = 0
     slack: int = 0
     other: int = 0
+    dense: InitVar[int] = 0
+
+    def __post_init__(self, dense: int) -> None:
+        self._dense = dense
 
     @property
     def total(self) -> int:
@@ -38,11 +49,26 @@ class Memory:
         return sum(asdict(self).values())
 
     def __add__(self, more: Memory) -> Memory:
-        return Memory(**{name: value + getattr(more, name) for name, value in asdict(self).items()})
+        parts = {name: value + getattr(more, name) for name, value in asdict(self).items()}
+        return Memory(**parts, dense=self._dense + more._dense)
+
+    def __str__(self) -> str:
+        dense = self._dense
+        share = f", {self.total / dense:.0%} of dense ({_megabytes(dense)} MB)" if dense else ""
+        names = {"middle_k": "middle K", "middle_v": "middle V"}
+        parts = [f"{names.get(name, name)} {_megabytes(size)}" for name, size in asdict(self).items() if size]
+        return f"{_megabytes(self.total)} MB{share}" + (": " + ", ".join(parts) if parts else "")
+
+
+def _megabytes(size: int) -> str:
+    """Bytes as 10^6 bytes, with as many digits as a reader needs."""
+    if 0 < size < 500:
+        return "<0.001"
+    return f"{size / 1e6:.1f}" if size == 0 or size >= 100_000 else f"{size / 1e6:.3f}"
 
 
 def _storage(tensor: Tensor) -> tuple[int, int]:
-    """(address, bytes) of the memory behind a tensor, however it is viewed."""
+    """(address, bytes) of the memory behind a tensor or a view of one."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes()
 
@@ -54,7 +80,7 @@ def measure_store(store: Store) -> Memory:
     window = int(np.maximum(0, store.seen - store.start).sum()) * token
     middle_k, middle_v = (sum(held) for held in zip(store.prompt.held(), store.tail.held(), strict=True))
     tensors = store.tensors()
-    data = {"sink_k", "sink_v", "ring_k", "ring_v", "prompt.k", "prompt.v", "tail.k", "tail.v"}  # what holds tokens
+    data = {"sink_k", "sink_v", "ring_k", "ring_v", "prompt.k", "prompt.v", "tail.k", "tail.v"}  # these hold tokens
     chosen = {n for n in tensors if n.startswith(("reads.", "eviction."))}
     room = sum(_storage(t)[1] for n, t in tensors.items() if n in data)
     extra, tables = (
@@ -62,29 +88,35 @@ def measure_store(store: Store) -> Memory:
         for names in (chosen, tensors.keys() - data - chosen)
     )
     slack = room - sink - window - middle_k - middle_v
-    return Memory(sink, window, middle_k, middle_v, extra, tables, slack)
+    return Memory(sink, window, middle_k, middle_v, extra, tables, slack, dense=int(store.seen.sum()) * token)
 
 
-def measure(layers: list[Any], scratch: dict[str, Tensor]) -> Memory:
-    """Bytes of all layers of a cache and of the scratch memory they share."""
+def measure(layers: Iterable[Any], scratch: dict[str, Tensor]) -> Memory:
+    """Bytes of all layers of a cache and of the scratch memory that they share."""
     total = Memory(tables=sum(dict(map(_storage, scratch.values())).values()))
     for layer in layers:
         if isinstance(layer, CompressedLayer) and layer.store is not None:
             total += measure_store(layer.store)
         held = [t for t in (layer.keys, layer.values) if isinstance(t, Tensor)]
-        total += Memory(other=sum(dict(map(_storage, held)).values()))
+        other = sum(dict(map(_storage, held)).values())
+        total += Memory(other=other, dense=other)
     return total
 
 
 def bytes_per_row(
-    mask: Any,
+    mask: MaskLike,
     context: int,
     dtype: torch.dtype = torch.bfloat16,
     sizes: Sizes | None = None,
     bits: Packing | None = None,
 ) -> int:
-    """Bytes that one sequence of `context` prompt tokens takes in a sealed cache, padding of pages and slack of the
-    window included, tables not. mask as in compressed_cache; bits: how the middle is packed, None = as it comes.
+    """Bytes of one sequence in a sealed cache: spare room of pages and window is counted, tables are not.
+
+    mask: as in `compressed_cache`
+    context: tokens of the prompt
+    dtype: of the model
+    sizes: None = the defaults of `Sizes`
+    bits: how the middle is packed, None = in the model's dtype
     """
     keep, sizes = layer_masks(mask), sizes or Sizes()
     layers, heads, dim = keep.shape
@@ -97,14 +129,15 @@ def bytes_per_row(
 
 
 def max_batch(
-    mask: Any,
+    mask: MaskLike,
     context: int,
     free_bytes: int,
     dtype: torch.dtype = torch.bfloat16,
     sizes: Sizes | None = None,
     bits: Packing | None = None,
 ) -> int:
-    """The largest batch of `context` tokens each whose caches fit into `free_bytes` (GPU memory less weights and work
-    space).
+    """The largest batch whose caches fit into `free_bytes`; the other parameters are those of `bytes_per_row`.
+
+    free_bytes: GPU memory less weights and work space
     """
     return free_bytes // bytes_per_row(mask, context, dtype, sizes, bits)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from eval.cache.generate import generate
 from eval.methods.channels.leank import LeanK
 from scripts.bench.common import Contender, attempt, clear, complain, contenders, fill, subject, write_rows
 from scripts.bench.generation import decode

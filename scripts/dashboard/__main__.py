@@ -13,7 +13,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import matplotlib
@@ -24,6 +23,7 @@ from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from eval.report.html import figure, page, title, to_table
 from eval.report.plots import draw
+from eval.report.records import RunSummary, Summary
 from eval.report.style import PALETTE, SETTINGS, plain, sheet, svg
 from eval.report.tables import Line, Table, number, overall
 from leank_train.common.files import write_text

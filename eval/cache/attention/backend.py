@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import os
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -14,36 +14,77 @@ from torch import Tensor
 
 from eval.cache.attention import batched
 from eval.cache.attention.softmax import PLAIN, Softmax
-from eval.cache.layer import Backend
 from eval.cache.storage.store import Store
+
+if TYPE_CHECKING:
+    from eval.cache.attention.launch import Kernel
+
+
+class Backend(Protocol):
+    """What runs over a sealed layer.
+
+    captures: whether a decoding step can be captured into a CUDA graph
+    """
+
+    captures: bool
+
+    def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
+        """Attention over the layer; the parameters are those of `reference.attend`."""
+
+    def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor:
+        """Put new tokens into the ring; the reference is `Store.write`."""
+
+    def move(self, store: Store, due: np.ndarray) -> None:
+        """Move tokens from the window to the middle; the reference is `Store.move`."""
+
+    def prepare(self, store: Store) -> object:
+        """Bring what depends on addresses and capacities up to date."""
+
+
+class BackendChoice(Protocol):
+    """What chooses a layer's backend when its first query comes; the layers of a cache share one choice."""
+
+    def choose(self, store: Store, q: Tensor, softmax: Softmax = PLAIN) -> Backend:
+        """The backend for a layer that queries like q [B, Hq, Q, D] read."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Scratch memory that the layers share, by name."""
 
 
 class Plain:
-    """The backend in plain PyTorch: any device and dtype."""
+    """The backend in plain PyTorch, for any device and dtype; as a choice it chooses itself."""
 
     captures = False
 
+    def choose(self, store: Store, q: Tensor, softmax: Softmax = PLAIN) -> Plain:
+        """This backend."""
+        return self
+
     def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
+        """Attention over the layer; the parameters are those of `reference.attend`."""
         return batched.attend(store, q, position, scaling, softmax)
 
     def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor:
+        """Put new tokens into the ring."""
         return store.write(k, v)
 
     def move(self, store: Store, due: np.ndarray) -> None:
+        """Move tokens from the window to the middle."""
         store.move(due)
 
     def prepare(self, store: Store) -> None:
-        return None
+        """Nothing depends on addresses here."""
 
     def tensors(self) -> dict[str, Tensor]:
+        """No scratch memory is held."""
         return {}
 
 
 def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, group: int, interpret: bool = True) -> str | None:
-    """Why the kernel cannot run on such a layer, or None if it can.
+    """Why the kernel cannot run over such a layer, or None if it can.
 
-    group: query heads per KV head.
-    interpret: whether Triton's interpreter, which runs on a CPU and is slow, may take a GPU's place.
+    group: query heads per KV head
+    interpret: whether Triton's interpreter, which runs on a CPU and is slow, may take a GPU's place
     """
     interpreted = interpret and os.environ.get("TRITON_INTERPRET") == "1"
     dtypes = (torch.float16, torch.float32) if interpreted else (torch.float16, torch.bfloat16)
@@ -68,16 +109,22 @@ def _warn(reason: str) -> None:
 
 
 class Auto:
-    """The kernel, or plain PyTorch where the kernel cannot run; decided of each layer by its first query."""
-
-    captures = False  # ask the layer's own backend, once it is chosen
+    """The choice of the kernel, or of plain PyTorch where the kernel cannot run."""
 
     def __init__(self, insist: bool = False, **kernel_options: Any) -> None:
-        """insist: raise RuntimeError instead of falling back."""
-        self.insist, self.options = insist, kernel_options
-        self.kernel: Backend | None = None
+        """Choose between the kernel and plain PyTorch.
 
-    def _choose(self, store: Store, q: Tensor, softmax: Softmax) -> Backend:
+        insist: whether to raise RuntimeError where the kernel cannot run
+        kernel_options: as for `launch.Kernel`
+        """
+        self.insist, self.options = insist, kernel_options
+        self.kernel: Kernel | None = None  # made for the first layer that it can run over
+
+    def choose(self, store: Store, q: Tensor, softmax: Softmax = PLAIN) -> Backend:
+        """The kernel if it can run over the layer, else plain PyTorch.
+
+        Raises RuntimeError if the kernel cannot run and this choice insists on it.
+        """
         group = q.shape[1] // store.ring_k.shape[1]
         reason = (
             why_not(q.device, q.dtype, q.shape[-1], group, self.insist)
@@ -91,37 +138,22 @@ class Auto:
             return self.kernel
         if self.insist:
             raise RuntimeError(f'backend="triton" cannot run: {reason}')
-        if torch.cuda.is_available():  # elsewhere nobody expects the kernel
+        if torch.cuda.is_available():  # without a GPU nobody expects the kernel
             _warn(reason)
         return Plain()
 
-    def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
-        if store.backend is None:
-            store.backend = self._choose(store, q, softmax)
-        return store.backend.attend(store, q, position, scaling, softmax)
-
-    def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor:
-        return store.backend.write(store, k, v) if store.backend else store.write(k, v)
-
-    def move(self, store: Store, due: np.ndarray) -> None:
-        if store.backend:
-            store.backend.move(store, due)
-        else:
-            store.move(due)
-
-    def prepare(self, store: Store) -> Any:
-        return store.backend.prepare(store) if store.backend else None
-
     def tensors(self) -> dict[str, Tensor]:
+        """Scratch memory of the kernel, by name."""
         return self.kernel.tensors() if self.kernel else {}
 
 
-def choose_backend(name: str, **kernel_options: Any) -> Backend:
-    """The backend "auto" (kernel where possible), "torch" (plain PyTorch) or "triton" (kernel or RuntimeError).
+def choose_backend(name: str, **kernel_options: Any) -> BackendChoice:
+    """The choice of that name: "auto" (kernel where possible), "torch" (plain PyTorch) or "triton" (kernel or error).
 
-    "reference" is the name that "torch" had before; it works with a warning.
+    name: "reference" is the name that "torch" had before; it works with a warning
+    kernel_options: as for `launch.Kernel`
 
-    kernel_options: as for launch.Kernel. Raises ValueError for another name.
+    Raises ValueError for another name.
     """
     if name == "reference":
         warnings.warn('backend="reference" is called "torch" now', DeprecationWarning, stacklevel=3)

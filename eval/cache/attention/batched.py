@@ -1,13 +1,16 @@
-"""Attention over a sealed layer in plain PyTorch, all rows and heads at once: a few dozen operations, however large the
-batch is. `reference.attend` is the same, head by head.
+"""Attention over a sealed layer in plain PyTorch, all rows and heads at once.
 
-The ragged middle is gathered into padded tensors for the time of one call; what stays is index tensors. Shapes: X = B H
-KV heads of all rows; R = G Q rows of queries of one, a query head after the other; N padded tokens; C padded channels.
+A call takes a few dozen operations, however large the batch is. `reference.attend` computes the same head by head.
+
+The ragged middle is gathered into padded tensors for one call; only index tensors are kept between calls. Shapes:
+
+    X = B H     KV heads of all rows
+    R = G Q     query rows of one KV head: the queries of its first query head, then of the next
+    N           padded tokens
+    C           padded channels
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +24,7 @@ from eval.cache.storage.upload import upload
 
 
 def attend(store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
-    """As `reference.attend`."""
+    """Attention of q over everything held; parameters and result are those of `reference.attend`."""
     layout, (batch, q_heads, new, dim) = layout_of(store), q.shape
     heads, wide = store.ring_k.shape[1], torch.promote_types(q.dtype, torch.float32)
     rows, at = q.reshape(batch * heads, -1, dim).to(wide), position.repeat(1, q_heads // heads)  # [X, R, D], [B, R]
@@ -51,11 +54,12 @@ def attend(store: Store, q: Tensor, position: Tensor, scaling: float, softmax: S
 
 
 class PartLayout:
-    """Where the tokens of one store are in the padded tensors, kept until one moves.
+    """Where the tokens of one store lie in the padded tensors; it is kept until a token moves.
 
-    parts: of prompt and tail those that hold tokens. ends [B, sink + slots]: the real index of what lies in the sink,
-    then in each slot of the ring. middle [X, 1]: tokens of the middle; hidden [X, 1, N]: columns of the parts, side by
-    side, that hold none.
+    parts: those of prompt and tail that hold tokens
+    ends: [B, sink + slots], the real index of the token in each place of the sink, then of the ring
+    prompt, middle: [X, 1], tokens of the prompt's middle, and of the whole middle
+    hidden: [X, 1, N] bool, the columns of the parts, side by side, that hold no token
     """
 
     def __init__(self, store: Store) -> None:
@@ -77,19 +81,20 @@ class PartLayout:
         self._order = None if store.middle.eviction is None else self._find_order(start)
 
     def kept(self, rows: Tensor) -> Tensor:
-        """Of x [X, R, D] the kept channels of K, [X, R, C], then zeros."""
+        """The kept channels of K, then zeros, [X, R, C], of x [X, R, D]."""
         if self._channels is None:
             return rows
         return pad(rows, (0, 1)).gather(-1, self._channels[:, None].expand(-1, rows.shape[1], -1))
 
     def column(self, token: Tensor) -> Tensor:
-        """The column in the parts, side by side, of each head's middle token [X or 1, n], counted from the prompt's
-        first.
+        """The column of each head's middle token, in the parts side by side; the inverse of `token`.
+
+        token: [X or 1, n], counted from the first token of the prompt's middle
         """
         return torch.where(token < self.prompt, token, token + (self.prompt_columns - self.prompt))
 
     def token(self) -> Tensor:
-        """The inverse of `column`: [X, N]."""
+        """The middle token in each column, [X, N]; the inverse of `column`."""
         before = [self.prompt] * len(self.parts)
         if self.prompt_columns:
             before[0] = torch.zeros_like(self.prompt)
@@ -97,7 +102,7 @@ class PartLayout:
         return torch.cat([first + column[: p.columns] for first, p in zip(before, self.parts, strict=True)], 1)
 
     def _find_order(self, start: Tensor) -> Tensor:
-        """Of each head's tokens in order (sink, middle, window) the column in [ends | parts | one of zeros], [X, n]."""
+        """The column in [ends | parts | one of zeros] of each head's tokens (sink, middle, window) in order, [X, n]."""
         first = start.repeat_interleave(len(self.middle) // len(start), 0)
         token = torch.arange(self.sink + self.longest + self.slots, device=start.device)
         of_middle, of_window = token - self.sink, token - self.sink - self.middle
@@ -107,33 +112,34 @@ class PartLayout:
         return torch.where(token < self.sink, token, order)
 
     def in_order(self, weights: Tensor) -> Tensor:
-        """Weights [X, ends and parts] of each head's tokens in order, [X, n]; zero where it has no more tokens."""
+        """Weights [X, ends and parts] sorted by each head's tokens, [X, n]; zero past its last token."""
         assert self._order is not None
         return pad(weights, (0, 1)).gather(1, self._order)
 
     def held(self, store: Store) -> np.ndarray:
-        """Tokens of each row and head [B, H]: sink, middle and window."""
+        """Tokens that each row and head holds [B, H]: sink, middle and window."""
         ends = np.minimum(store.seen, self.sink) + np.maximum(0, store.seen - store.start)
         return ends[:, None] + store.prompt.length + store.tail.length
 
     @property
     def table(self) -> Tensor:
-        """All that is kept, as bytes, for `Store.tensors`."""
+        """All tensors of the layout as one tensor of bytes, so that memory counts them."""
         parts = [x for part in self.parts for x in vars(part).values()]
         kept = [x for x in (*vars(self).values(), *parts) if isinstance(x, Tensor)]
         return torch.cat([x.reshape(-1).view(torch.uint8) for x in kept])
 
 
 def layout_of(store: Store) -> PartLayout:
-    """The store's layout as it is now, kept as its plan."""
+    """The store's present layout, which is kept as its plan."""
     plan = store.plan
-    fits = isinstance(plan, PartLayout) and plan.segments == (store.prompt, store.tail) and plan.state == _state(store)
-    if not fits:
-        store.plan = PartLayout(store)
-    return store.plan
+    if isinstance(plan, PartLayout) and plan.segments == (store.prompt, store.tail) and plan.state == _state(store):
+        return plan
+    layout = PartLayout(store)
+    store.plan = layout
+    return layout
 
 
-def _state(store: Store) -> tuple[Any, ...]:
-    """What a layout depends on, besides the segments themselves."""
+def _state(store: Store) -> tuple[object, ...]:
+    """The values, besides the segments themselves, that a layout depends on."""
     counts = (store.start, store.prompt.length, store.tail.length)
     return store.version, store.seen_dev.device, *(n.tobytes() for n in counts)

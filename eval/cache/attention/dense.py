@@ -43,9 +43,9 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, softmax: Sof
 
 
 def _beyond_plain(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, softmax: Softmax) -> Tensor:
-    """`_causal` for soft-capped logits or attention sinks.
+    """Causal attention with soft-capped logits or attention sinks.
 
-    A sink divides the output by 1 + exp(sink - lse), so that the flash kernel's log-sum-exp is enough for it.
+    A sink divides the output by 1 + exp(sink - lse), so the flash kernel's log-sum-exp is all that it needs.
     """
     if softmax.softcap is not None or softmax.sink_logits is None or not flash_takes(q):
         return written_out(q, k, v, scaling, softmax)
@@ -56,13 +56,18 @@ def _beyond_plain(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, softma
 
 
 def latest(q: Tensor, k: Tensor, v: Tensor, scaling: float | None = None, real: Tensor | None = None) -> Tensor:
-    """Attention of the last column's query alone, q [B, Hq, 1, D], over k, v [B, H, T, D].
+    """Attention of the last column's query alone.
 
-    real [B, T] bool, False = padding, None = all real; the query's own column always counts. Returns [B, Hq, 1, D].
+    q: [B, Hq, 1, D]
+    k, v: [B, H, T, D]
+    scaling: factor of the logits, None = 1 / sqrt(D)
+    real: [B, T] bool, False = padding, None = no padding; the query's own column always counts as real
+
+    Returns [B, Hq, 1, D].
     """
     with sdpa_kernel(WITHOUT_PLANS):
         if real is None and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
-            # of one query flash makes a row per head of the group itself, and only then splits the keys over the GPU
+            # Flash itself turns the heads of a group into query rows; only then does it split the keys over the GPU.
             return scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
         grouped = q[:, :, 0].unflatten(1, (k.shape[1], -1))  # [B, H, G, D]: no kernel repeats K and V for a group
         bias = None if real is None else _bias(real, q.dtype)
@@ -70,8 +75,9 @@ def latest(q: Tensor, k: Tensor, v: Tensor, scaling: float | None = None, real: 
 
 
 def _bias(real: Tensor, dtype: torch.dtype) -> Tensor:
-    """What SDPA adds to the logits of one query, [B, 1, 1, T]: -inf in padding. The last column counts as real, so that
-    a padding query is finite, too.
+    """What SDPA adds to the logits of one query, [B, 1, 1, T]: -inf in padding.
+
+    The last column counts as real, so that the output of a padding query is finite, too.
     """
     batch, length = real.shape
     bias = torch.zeros(batch, 1, 1, round_up(length, ALIGNED), dtype=dtype, device=real.device)
@@ -87,10 +93,15 @@ def attend(
     real: Tensor | None = None,
     softmax: Softmax = PLAIN,
 ) -> Tensor:
-    """Causal attention of the last Q of T columns.
+    """Causal attention of the last Q of T columns; rows of equal padding are computed together, without their padding.
 
-    q [B, Hq, Q, D]; k, v [B, H, T, D]; real [B, T] bool, False = padding, None = all real. Returns [B, Q, Hq, D],
-    zero where the query is padding. Rows of equal padding are computed together, without their padding.
+    q: [B, Hq, Q, D]
+    k, v: [B, H, T, D]
+    scaling: factor of the logits, None = 1 / sqrt(D)
+    real: [B, T] bool, False = padding, None = no padding
+    softmax: the model's
+
+    Returns [B, Q, Hq, D], zero where the query is padding.
     """
     on_host = None if real is None else real.cpu().numpy()
     if on_host is None or on_host.all():
@@ -107,8 +118,9 @@ def attend(
 def _left_padded(
     q: Tensor, k: Tensor, v: Tensor, scaling: float | None, softmax: Softmax, starts: np.ndarray, out: Tensor
 ) -> None:
-    """Fill out [B, Hq, Q, D] for rows whose real columns begin at starts [B]: neighbours of one start at a time, all of
-    them views, so that nothing is copied but the output.
+    """Fill out [B, Hq, Q, D] for rows whose real columns begin at starts [B].
+
+    Neighbouring rows of one start are computed together from views, so that only the output is copied.
     """
     edges = [0, *(np.flatnonzero(np.diff(starts)) + 1).tolist(), len(starts)]
     for first, last in pairwise(edges):
@@ -122,7 +134,7 @@ def _left_padded(
 def _by_pattern(
     q: Tensor, k: Tensor, v: Tensor, scaling: float | None, softmax: Softmax, real: np.ndarray, out: Tensor
 ) -> None:
-    """Fill out [B, Hq, Q, D] for rows of any padding, real [B, T]: those of equal padding at a time, gathered."""
+    """Fill out [B, Hq, Q, D] for rows of any padding, real [B, T]; rows of equal padding are gathered together."""
     new, device = q.shape[2], q.device
     patterns, which = np.unique(real, axis=0, return_inverse=True)
     for i, pattern in enumerate(patterns):

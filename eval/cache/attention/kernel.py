@@ -14,8 +14,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from eval.cache.attention import work
 from eval.cache.attention.kernel_middle import middle, step
 from eval.cache.attention.quantised_kernel import packed_middle
+
+# What the kernel reads of the work table, as constants that Triton compiles in.
+WINDOW, TAIL = tl.constexpr(work.WINDOW), tl.constexpr(work.TAIL)
+PART = tl.constexpr(int(work.Column.PART))
+ROW = tl.constexpr(int(work.Column.ROW))
+HEAD = tl.constexpr(int(work.Column.HEAD))
+FIRST = tl.constexpr(int(work.Column.FIRST))
+LAST = tl.constexpr(int(work.Column.LAST))
+K_START = tl.constexpr(int(work.Column.K_START))
+V_START = tl.constexpr(int(work.Column.V_START))
+CHANNELS = tl.constexpr(int(work.Column.CHANNELS))
+FRESH = tl.constexpr(int(work.Column.FRESH))
+PARTIALS = tl.constexpr(int(work.Column.PARTIALS))
+NUMBER = tl.constexpr(int(work.Column.NUMBER))
+FIRST_NUMBER = tl.constexpr(int(work.Column.FIRST_NUMBER))
+NEXT = tl.constexpr(int(work.Column.NEXT))
 
 # fmt: off
 
@@ -49,8 +66,9 @@ def _read(
     C0: tl.constexpr, C1: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
     EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr,
 ):
-    """Tokens [first, last) of a middle part with up to C0 + C1 channels that begins at k_at, v_at: elements from base,
-    or, where it is packed, bytes.
+    """Tokens [first, last) of a middle part with up to C0 + C1 channels.
+
+    k_at, v_at: where the part begins, counted from base in elements, or in bytes where it is packed.
     """
     if BITS > 0:
         acc, m, z = packed_middle(acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
@@ -109,10 +127,13 @@ def decode(
 ):
     """Program (p, c): span p of the work table for the query tokens of chunk c.
 
-    base: first element of the ring's keys, bytes_base the same as bytes; BITS: of the middle's numbers, CELL of which
-    are a cell, 0 = not packed; table [lines, FIELDS]; q [B, Hq, Q, D] by strides; out [B, Q, Hq, D];
-    part [chunks, partials, ROWS, D] and stat [chunks, partials, ROWS, 2] fp32 partial results; done [chunks, places]
-    int32 zeros, zeros again afterwards; places = B * H.
+    base, bytes_base: first element of the ring's keys; the same address as a pointer to bytes
+    table: [lines, FIELDS] int64, with the columns of work.Column
+    q: [B, Hq, Q, D], by strides
+    out: [B, Q, Hq, D]
+    part, stat: [chunks, partials, ROWS, D] and [chunks, partials, ROWS, 2] fp32, partial results
+    done: [chunks, places] int32, zeros before and after; places = B * H
+    BITS, CELL: bits of a number of the middle, and numbers in a cell; 0 = not packed
     """
     chunk = tl.program_id(1)
     PER: tl.constexpr = M // GROUP  # query tokens of a chunk
@@ -127,27 +148,28 @@ def decode(
     line = tl.program_id(0).to(tl.int64)
     while line >= 0:
         entry = table + line * FIELDS
-        kind, row, head = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-        first, last = tl.multiple_of(tl.load(entry + 3).to(tl.int32), PAGE), tl.load(entry + 4).to(tl.int32)
-        k_at, v_at = tl.load(entry + 5), tl.load(entry + 6)
-        count, fresh, parts = tl.load(entry + 7).to(tl.int32), tl.load(entry + 8), tl.load(entry + 9).to(tl.int32)
-        number, first_number = tl.load(entry + 10), tl.load(entry + 11)
-        line = tl.load(entry + 12)
+        kind, row, head = tl.load(entry + PART), tl.load(entry + ROW), tl.load(entry + HEAD)
+        first, last = tl.multiple_of(tl.load(entry + FIRST).to(tl.int32), PAGE), tl.load(entry + LAST).to(tl.int32)
+        k_at, v_at = tl.load(entry + K_START), tl.load(entry + V_START)
+        count, fresh = tl.load(entry + CHANNELS).to(tl.int32), tl.load(entry + FRESH)
+        parts = tl.load(entry + PARTIALS).to(tl.int32)
+        number, first_number = tl.load(entry + NUMBER), tl.load(entry + FIRST_NUMBER)
+        line = tl.load(entry + NEXT)
 
         q_row = q + row * q_b + (head * GROUP + r % GROUP) * q_h + t * q_t
         m = tl.where(fresh != 0, float("-inf"), m)
         z = tl.where(fresh != 0, 0.0, z)
         acc = tl.where(fresh != 0, 0.0, acc)
-        if kind <= 1:
+        if kind <= WINDOW:  # sink or window
             k, v = base + tl.multiple_of(k_at, PAGE), base + tl.multiple_of(v_at, PAGE)
             position = tl.load(position_ptr + row * queries + t, mask=ok, other=-1).to(tl.int32)
             seen = tl.load(seen_ptr + row).to(tl.int32)
-            start = tl.where(kind == 1, tl.load(start_ptr + row).to(tl.int32), 0)
+            start = tl.where(kind == WINDOW, tl.load(start_ptr + row).to(tl.int32), 0)
             end = tl.minimum(last, seen)
             acc, m, z = _sink_and_window(
-                acc, m, z, q_row, ok, position, k, v, first, end, seen, start, slots, kind == 1, scale, TILE, D)
+                acc, m, z, q_row, ok, position, k, v, first, end, seen, start, slots, kind == WINDOW, scale, TILE, D)
         else:
-            if kind == 3:
+            if kind == TAIL:
                 last = tl.minimum(last, tl.load(tail_ptr + row * H + head).to(tl.int32))
             kept = index + row * index_b + head * D
             if count <= 32:
@@ -205,11 +227,12 @@ def move(
     index_b, slots, window, flush,
     H: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
 ):
-    """Program (b, h): put what is due of row b's window, a multiple of `flush`, behind the tokens that head h holds of
-    the middle; the row's last program moves its start.
+    """Program (b, h): put the tokens due of row b's window, a multiple of `flush`, behind those that head h holds.
 
-    places [B, H, 3]: where the head's K and V begin in k and v, and its channels, 0 = takes no tokens; done [>= B]
-    int32 zeros, zeros again afterwards.
+    The last program of a row moves the row's start.
+
+    places: [B, H, 3], where the head's K and V begin in k and v, and its channels, 0 = takes no tokens
+    done: [>= B] int32, zeros before and after
     """
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = tl.load(start_ptr + b)

@@ -17,9 +17,9 @@ from eval.cache.storage.quantised import Packing
 from eval.cache.storage.store import Store
 from eval.cache.storage.upload import update
 
-MAX_ROWS = 32  # query tokens x heads of a group in one tile; more query tokens take several passes, "chunks"
-MOVED = 32  # tokens that leave the window at a time, in registers
-MAX_CHUNKS = 4  # in one launch, which bounds the scratch memory
+MAX_ROWS = 32  # query tokens x heads of a group in one tile; more query tokens take several passes, called chunks
+MOVED = 32  # tokens that a program of `move` holds in registers at a time
+MAX_CHUNKS = 4  # chunks in one launch; the limit bounds the scratch memory
 
 
 @functools.cache
@@ -29,8 +29,13 @@ def _multiprocessors(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Config:
-    """tile: tokens read at a time (64 or 128); warps, stages, registers (0 = no limit): of a program; per_sm: programs
-    per multiprocessor; merge: lines of partial results, one a query row, that a merge reads at a time.
+    """How the decode kernel is launched.
+
+    tile: tokens that a program reads at a time, 64 or 128
+    warps, stages: of a program
+    registers: limit per thread, 0 = none
+    per_sm: programs per multiprocessor
+    merge: lines of partial results that a merge reads at a time; a line is one query row's
     """
 
     tile: int = 64
@@ -53,17 +58,17 @@ class LaunchPlan:
 
 
 class Kernel:
-    """The backend that runs in Triton; shared by the layers of a cache, because they run one after the other."""
+    """The backend in Triton. The layers of a cache share its scratch memory, because they run one after the other."""
 
     captures = True
 
     def __init__(self, config: Config | None = None, programs: int = 0) -> None:
-        """programs: number of programs, 0 = `config.per_sm` per multiprocessor."""
+        """Choose the launch; programs: number of programs, 0 = `config.per_sm` per multiprocessor."""
         self.config, self.programs = config or Config(), programs
         self._partials = self._done = torch.empty(0)
 
     def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor:
-        """See `Store.write`; one launch."""
+        """Put new tokens into the ring in one launch; the reference is `Store.write`."""
         batch, heads, new, dim = k.shape
         if new > MAX_ROWS:
             return store.write(k, v)
@@ -79,7 +84,7 @@ class Kernel:
         return position
 
     def move(self, store: Store, due: np.ndarray) -> None:
-        """See `Store.move`; one launch, which reads on the device what is due."""
+        """Move tokens that are due in one launch, which counts them on the device; the reference is `Store.move`."""
         if store.middle.bits is not None:  # the kernel does not pack
             store.move(due)
             return
@@ -97,7 +102,10 @@ class Kernel:
         tail.length += np.where(tail.capacity > 0, due[:, None], 0)
 
     def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
-        """See `reference.attend`; one launch. Raises ValueError for a softmax that is not plain."""
+        """Attention in one launch; parameters and result are those of `reference.attend`.
+
+        Raises ValueError for a softmax that is not plain.
+        """
         if not softmax.plain:
             raise ValueError(f'{softmax.why_not_kernel}; use backend="auto" or "torch"')
         plan = self.prepare(store)
@@ -114,7 +122,7 @@ class Kernel:
         config = self.config if tile_rows == 16 else Config(warps=8)
         chunks = -(-queries // per_chunk)
         rows = min(tile_rows, triton.next_power_of_2(group * min(queries, per_chunk)))
-        most = batch * heads + plan.programs  # partial results there can be, whatever the table
+        most = batch * heads + plan.programs  # upper bound on partial results, for any table
         partials, stats, done = self._scratch(chunks * most * rows, dim, chunks * batch * heads, q.device)
         out = torch.empty(batch, queries, q_heads, dim, dtype=q.dtype, device=q.device)
         packing = plan.packing
@@ -144,7 +152,7 @@ class Kernel:
 
     def prepare(self, store: Store) -> LaunchPlan:
         """The store's work table, made anew if addresses or capacities have changed; in place, for captured graphs."""
-        old: LaunchPlan | None = store.plan
+        old = store.plan if isinstance(store.plan, LaunchPlan) else None
         if old is not None and old.version == store.version:
             return old
         batch, heads, _, dim = store.ring_k.shape
@@ -161,8 +169,9 @@ class Kernel:
             table = torch.zeros(most, work.FIELDS, dtype=torch.int64, device=device)
         update(table[: len(lines)], lines)
         even = bool((store.channels.count % 32 == 0).all())
-        store.plan = LaunchPlan(table, store.version, programs, even, packing)
-        return store.plan
+        plan = LaunchPlan(table, store.version, programs, even, packing)
+        store.plan = plan
+        return plan
 
     def _scratch(self, lines: int, dim: int, counters: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Partial results [lines, D], their (max, sum) [lines, 2], and counters, which a launch leaves at zero."""

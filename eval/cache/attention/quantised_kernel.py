@@ -39,8 +39,10 @@ def _scale_and_zero(ends, cell, there, CODES: tl.constexpr, NUMBER: tl.constexpr
 
 @triton.jit
 def _numbers(codes, ends, cell, there, BITS: tl.constexpr, CELL: tl.constexpr):
-    """Numbers [R, G * CELL] of the cells number `cell` [R, G], zero where not there [R, G]. codes: bytes of cell 0;
-    ends: the same address as numbers of the model's dtype.
+    """Numbers [R, G * CELL] of the cells number `cell` [R, G], zero where not there [R, G].
+
+    codes: bytes of cell 0
+    ends: the same address as a pointer to the model's dtype
     """
     CODES: tl.constexpr = CELL * BITS // 8
     NUMBER: tl.constexpr = ends.dtype.element_ty.primitive_bitwidth // 8  # bytes
@@ -76,7 +78,10 @@ def packed_middle(
     C0: tl.constexpr, C1: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
     EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr,
 ):
-    """As kernel_middle.middle. base, bytes_base: one address; the head's K and V begin k_at and v_at bytes after it."""
+    """Tokens [first, last) of a packed part; the plain form is kernel_middle.middle.
+
+    base, bytes_base: one address, from which the head's K and V begin k_at and v_at bytes on
+    """
     NUMBER: tl.constexpr = base.dtype.element_ty.primitive_bitwidth // 8
     k, v = bytes_base + tl.multiple_of(k_at, 4), bytes_base + tl.multiple_of(v_at, 4)  # cells are whole words
     k_ends, v_ends = base + k_at // NUMBER, base + v_at // NUMBER

@@ -1,5 +1,6 @@
-"""Attention over a sealed layer in plain PyTorch: slow, obvious, any device and dtype. The kernel and
-`batched.attend`, which runs where the kernel cannot, are held equal to it.
+"""Attention over a sealed layer in plain PyTorch: slow and obvious, for any device and dtype.
+
+Tests hold the Triton kernel and `batched.attend`, which runs where the kernel cannot, equal to it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,16 @@ from eval.cache.storage.store import Store
 def attend(store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
     """softmax(q K_sink, q_kept K_middle, q K_window) V (LeanK, section 3.3), one row and KV head at a time.
 
-    q [B, Hq, Q, D]; position [B, Q] the real index of each query, -1 = padding (its output is zero). A query sees
-    sink and window tokens up to its own index and of the middle all that its choice of reads shows. softmax: of the
-    model, where it is not plain. Returns [B, Q, Hq, D] in q's dtype; computed in at least fp32. Hands the weights to
-    the layer's eviction policy.
+    A query sees sink and window up to its own index, and the tokens of the middle that the choice of reads shows. The
+    weights go to the layer's eviction policy.
+
+    store: the sealed layer
+    q: [B, Hq, Q, D]
+    position: [B, Q], the real index of each query, -1 for padding, whose output is zero
+    scaling: factor of the logits
+    softmax: the model's
+
+    Returns [B, Q, Hq, D] in q's dtype, computed in at least fp32.
     """
     batch, q_heads, new, dim = q.shape
     heads = store.ring_k.shape[1]

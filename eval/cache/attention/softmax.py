@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -9,22 +10,26 @@ from torch import Tensor
 
 from leank_train.forward.attention import SCORES_AT_ONCE
 
-UNKNOWN = ("position_bias", "indices", "block_indices", "sinks")  # what some models hand their attention, and we lack
+UNKNOWN = ("position_bias", "indices", "block_indices", "sinks")  # arguments of some models that are not implemented
 
 
 class Softmax(NamedTuple):
     """How logits become weights.
 
-    softcap: a logit x becomes c tanh(x / c), None = x stays as it is. sink_logits [Hq]: a learned logit per query head
-    that takes its share of the weight and adds nothing to the output ("attention sinks"), None = no such share.
+    softcap: c, with which a logit x becomes c tanh(x / c); None = x stays x
+    sink_logits: [Hq], a learned logit per query head that takes its share of the weight and adds nothing to the output
+        (an "attention sink"); None = no such share
     """
 
     softcap: float | None = None
     sink_logits: Tensor | None = None
 
     @classmethod
-    def of(cls, layer: Any, options: dict[str, Any]) -> Softmax:
-        """Read off the keyword arguments that a model's layer hands to its attention function.
+    def of(cls, layer: object, options: Mapping[str, Any]) -> Softmax:
+        """The softmax that a layer of a model asks for.
+
+        layer: its number, for messages
+        options: the keyword arguments that the layer hands to its attention function
 
         Raises ValueError for an argument that changes the attention in a way that is not implemented here.
         """
@@ -38,23 +43,24 @@ class Softmax(NamedTuple):
 
     @property
     def why_not_kernel(self) -> str | None:
-        """Why only plain PyTorch can compute it, or None for a plain softmax."""
+        """Why only plain PyTorch can compute this softmax, or None if it is plain."""
         if self.softcap is not None:
             return "the kernel has no soft-capped logits, this model's attention has"
         return None if self.sink_logits is None else "the kernel has no attention sinks, this model's attention has"
 
     @property
     def plain(self) -> bool:
-        """Whether it is the ordinary softmax."""
+        """Whether this is the ordinary softmax."""
         return self.softcap is None and self.sink_logits is None
 
     def cap(self, logits: Tensor) -> Tensor:
-        """The logits, soft-capped; they must be scaled, and not masked yet."""
+        """The logits, soft-capped; they must be scaled and not masked yet."""
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
     def weights(self, logits: Tensor) -> Tensor:
-        """Weights of capped and masked logits [..., Hq, Q, T], -inf = unseen. They are NaN in a row that sees nothing,
-        unless there are sinks.
+        """Weights of capped and masked logits [..., Hq, Q, T], -inf = unseen.
+
+        Without sinks, they are NaN in a row that sees nothing.
         """
         if self.sink_logits is None:
             return logits.softmax(-1)
@@ -80,9 +86,15 @@ def written_out(
 ) -> Tensor:
     """Attention of any softmax in plain PyTorch, a block of queries at a time, in float32 or wider; differentiable.
 
-    q [B, Hq, Q, D]; k, v [B, H, T, D]; scaling: None = 1 / sqrt(D). mask [B or 1, Hq or 1, Q, T]: bool, True = seen, or
-    numbers that are added to the logits; None = causal, the last query being that of the last key. Returns
-    [B, Hq, Q, D] in q's dtype, zero where a query sees nothing.
+    q: [B, Hq, Q, D]
+    k, v: [B, H, T, D]
+    scaling: factor of the logits, None = 1 / sqrt(D)
+    softmax: the model's
+    mask: [B or 1, Hq or 1, Q, T], bool, True = seen, or numbers that are added to the logits; None = causal, where the
+        last query belongs to the last key
+    dropout: share of weights that become zero
+
+    Returns [B, Hq, Q, D] in q's dtype, zero where a query sees nothing.
     """
     (batch, q_heads, new, dim), (heads, length) = q.shape, k.shape[1:3]
     wide, scale = torch.promote_types(q.dtype, torch.float32), dim**-0.5 if scaling is None else scaling
@@ -101,7 +113,7 @@ def written_out(
             logits = logits.masked_fill(~mask[..., start:stop, :length], -torch.inf)
         else:
             logits = logits + mask[..., start:stop, :length]
-        empty = logits.amax(-1, keepdim=True) == -torch.inf  # no NaN may come of it, in the gradient neither
+        empty = logits.amax(-1, keepdim=True) == -torch.inf  # neither values nor gradients may become NaN
         weight = softmax.weights(logits.masked_fill(empty, 0)).masked_fill(empty, 0)
         weight = torch.dropout(weight, dropout, train=True).unflatten(1, (heads, -1))
         out.append((weight @ values[..., :end, :]).flatten(1, 2))

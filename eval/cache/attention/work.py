@@ -1,12 +1,14 @@
-"""The table of work that lets one launch read a whole ragged layer with every program moving the same number of bytes.
+"""The work table, by which one launch reads a whole ragged layer while every program moves the same number of bytes.
 
 A *unit* is one part (sink, prompt's middle, decoded middle, window) of one row and KV head. Units follow each other
-row by row, head by head; the line of all their bytes is cut into equal spans, one per program, at tile boundaries. A
-*piece* is what a program reads of one unit. The pieces that a program reads of one (row, head) form one partial
-result; the last program to finish a (row, head) merges them.
+row by row, head by head. The line of all their bytes is cut into equal spans at tile boundaries, one span per program.
+A *piece* is what a program reads of one unit. The pieces that a program reads of one (row, head) form one partial
+result. The last program to finish a (row, head) merges its partial results.
 """
 
 from __future__ import annotations
+
+from enum import IntEnum
 
 import numpy as np
 from torch import Tensor
@@ -15,21 +17,40 @@ from eval.cache.storage.store import Store
 
 SINK, WINDOW, PROMPT, TAIL = range(4)
 STORAGE_PARTS = 4
-# One line of the table, int64: part; row; KV head; first and last token of the piece (slots of the part, last
-# excluded); first element of K and of V, counted from the ring's; channels; 1 = first piece of a partial result; how
-# many partial results this (row, head) has if this piece ends one, else 0; number of the partial result; number of the
-# (row, head)'s first one; next line, -1 = none
-FIELDS = 13
-PIECE_BYTES = 16384  # what starting a piece costs, as bytes that could have been read meanwhile
+PIECE_BYTES = 16384  # the cost of starting a piece, as bytes that could have been read meanwhile
+
+
+class Column(IntEnum):
+    """Columns of the work table; a line of the table is one piece, and its numbers are int64."""
+
+    PART = 0  # SINK, WINDOW, PROMPT or TAIL
+    ROW = 1
+    HEAD = 2  # KV head
+    FIRST = 3  # first token of the piece, counted from the part's first; in sink and window, its slot
+    LAST = 4  # the token behind the piece
+    K_START = 5  # first element of the unit's K, counted from the ring's first
+    V_START = 6  # first element of the unit's V, counted from the ring's first
+    CHANNELS = 7  # channels of K
+    FRESH = 8  # 1 if the piece begins a partial result, else 0
+    PARTIALS = 9  # partial results of this (row, head) if the piece ends one, else 0
+    NUMBER = 10  # number of the partial result
+    FIRST_NUMBER = 11  # number of the (row, head)'s first partial result
+    NEXT = 12  # the program's next line, -1 = none
+
+
+FIELDS = len(Column)
 
 
 def _elements_from(base: Tensor, tensor: Tensor) -> int:
-    """Where `tensor` begins, in its elements counted from `base`: the kernel reads all parts through one pointer."""
+    """Offset of `tensor` from `base` in elements of `tensor`: the kernel reads all parts through one pointer."""
     return (tensor.data_ptr() - base.data_ptr()) // tensor.element_size()
 
 
 def units(store: Store) -> np.ndarray:
-    """[U, 7] int64: part, row, head, tokens, first K element, first V element, channels; in the order they are read."""
+    """The units of a store in the order in which they are read.
+
+    Returns [U, 7] int64: part, row, head, tokens, first element of K, first element of V, channels.
+    """
     base = store.ring_k
     batch, heads, _, dim = base.shape
     row, head = np.divmod(np.arange(batch * heads), heads)
@@ -55,24 +76,37 @@ def units(store: Store) -> np.ndarray:
     return table[np.argsort(table[:, 0], kind="stable"), 1:]
 
 
-def cut(unit: np.ndarray, programs: int, tile: int, head_dim: int, share: float = 1.0) -> np.ndarray:
-    """Cut the units into equal spans: table [>= programs, FIELDS] int64.
+def _bounds(tiles: np.ndarray, weight: np.ndarray, programs: int) -> np.ndarray:
+    """The tile at which each program but the first begins, on the line of all tiles.
 
-    Program p starts at line p; an idle program's line is an empty piece of the first row's sink. share: bytes that a
-    number of the middle takes, over those of one in sink and window.
+    tiles: [U], tiles of each unit
+    weight: [U], bytes of one of its tiles
+    """
+    cost = tiles * weight + PIECE_BYTES
+    begin = np.cumsum(cost) - cost
+    goal = np.arange(1, programs) * (cost.sum() / programs)
+    at = np.searchsorted(begin, goal, side="right") - 1
+    into = np.clip(np.rint((goal - begin[at]) / weight[at]), 0, tiles[at]).astype(np.int64)
+    return np.maximum.accumulate((np.cumsum(tiles) - tiles)[at] + into)
+
+
+def cut(unit: np.ndarray, programs: int, tile: int, head_dim: int, share: float = 1.0) -> np.ndarray:
+    """Cut the units into equal spans, one per program.
+
+    unit: [U, 7], from `units`
+    programs: how many spans to make
+    tile: tokens that a program reads at a time
+    share: bytes of a number in the middle, over those of a number in sink and window
+
+    Returns the table [>= programs, FIELDS] int64. Program p starts at line p; the line of an idle program is an empty
+    piece of the first row's sink.
     """
     part, row, head, tokens, k_start, v_start, channels = unit.T
     tiles = -(-tokens // tile)
     weight = (channels + head_dim) * tile * 2 * np.where(part < PROMPT, 1, share)
-    cost = tiles * weight + PIECE_BYTES
-    begin = np.cumsum(cost) - cost
     line = np.cumsum(tiles) - tiles  # first tile of each unit on the line of all tiles
     total = int(tiles.sum())
-
-    goal = np.arange(1, programs) * (cost.sum() / programs)
-    at = np.searchsorted(begin, goal, side="right") - 1
-    into = np.clip(np.rint((goal - begin[at]) / weight[at]), 0, tiles[at]).astype(np.int64)
-    bounds = np.maximum.accumulate(line[at] + into)
+    bounds = _bounds(tiles, weight, programs)
     cuts = np.unique(np.concatenate([line, bounds[bounds < total]]))
     u = np.searchsorted(line, cuts, side="right") - 1
     program = np.searchsorted(bounds, cuts, side="right")
@@ -86,15 +120,27 @@ def cut(unit: np.ndarray, programs: int, tile: int, head_dim: int, share: float 
     first_number = number[np.searchsorted(place, place)]
     partials = np.bincount(place[fresh], minlength=int(place.max()) + 1)[place]
 
-    # line p is program p's first piece; its other pieces follow after all the first ones
+    # Line p is program p's first piece; its other pieces follow after the first pieces of all programs.
     begins = np.append(True, program[1:] != program[:-1])
     where = np.where(begins, program, programs + np.cumsum(~begins) - 1)
     follow = np.where(np.append(begins[1:], True), -1, np.append(where[1:], -1))
     table = np.zeros((programs + int((~begins).sum()), FIELDS), dtype=np.int64)
-    table[:, -1] = -1
-    columns = (
-        *(part[u], row[u], head[u], first, last, k_start[u], v_start[u], channels[u]),
-        *(fresh, np.where(ends, partials, 0), number, first_number, follow),
-    )
-    table[where] = np.stack([np.asarray(c, dtype=np.int64) for c in columns], 1)
+    table[:, Column.NEXT] = -1
+    columns = {
+        Column.PART: part[u],
+        Column.ROW: row[u],
+        Column.HEAD: head[u],
+        Column.FIRST: first,
+        Column.LAST: last,
+        Column.K_START: k_start[u],
+        Column.V_START: v_start[u],
+        Column.CHANNELS: channels[u],
+        Column.FRESH: fresh,
+        Column.PARTIALS: np.where(ends, partials, 0),
+        Column.NUMBER: number,
+        Column.FIRST_NUMBER: first_number,
+        Column.NEXT: follow,
+    }
+    for column, values in columns.items():
+        table[where, column] = values
     return table

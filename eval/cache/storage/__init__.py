@@ -1,1 +1,1 @@
-"""How sink, middle and window lie in memory: ragged, packed where bits are few."""
+"""How sink, middle and window lie in memory: the middle is ragged, and packed where it is kept in few bits."""

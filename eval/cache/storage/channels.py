@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from eval.cache.storage.upload import upload
+from leank_train.mask import ChannelMask
+
+MaskLike: TypeAlias = ChannelMask | Tensor | str | os.PathLike[str]
 
 
 @dataclass
 class KeptChannels:
     """Kept channels per row and KV head, ragged.
 
-    count: [B, H] how many channels a head keeps (host).
-    index: [B, H, D] int32, the kept channels in ascending order, then zeros (device of the cache).
+    count: [B, H] on the host, how many channels a head keeps
+    index: [B, H, D] int32 on the cache's device, the kept channels in ascending order, then zeros
     """
 
     count: np.ndarray
@@ -26,7 +29,10 @@ class KeptChannels:
 
     @classmethod
     def of(cls, keep: Tensor | None, k: Tensor) -> KeptChannels:
-        """The table for keys or values k [B, H, T, D] of a mask keep [H, D] or [B, H, D], True = kept; None = all.
+        """The table of a mask for keys or values.
+
+        keep: [H, D] or [B, H, D], True = kept, None = every channel
+        k: [B, H, T, D], the keys or values
 
         Raises ValueError if the mask was made for another batch, number of heads or head_dim.
         """
@@ -52,13 +58,11 @@ class KeptChannels:
         return KeptChannels(self.count[rows.cpu().numpy()], self.index[rows.to(self.index.device)])
 
 
-def layer_masks(mask: Any) -> Tensor:
-    """The bool tensor [L, H, D] (True = kept) of a ChannelMask, its file's path, or a bool tensor.
+def layer_masks(mask: object) -> Tensor:
+    """The bool tensor [L, H, D], True = kept, of a ChannelMask, of the path of its file, or of a bool tensor.
 
-    Raises ValueError if it holds anything but booleans (of .01, true would be made), or has another number of axes.
+    Raises ValueError for numbers that are not bool (0.01 would count as kept), or another number of axes.
     """
-    from leank_train.mask import ChannelMask
-
     if isinstance(mask, str | os.PathLike):
         return ChannelMask.load(mask).keep
     try:

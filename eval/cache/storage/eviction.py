@@ -1,4 +1,4 @@
-"""Eviction while decoding: what each held token has been attended so far, and which tokens of the middle stay."""
+"""Eviction while decoding: the attention that each token has received, and which tokens of the middle stay."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from eval.cache.storage.padded import compacted
 from eval.cache.storage.pages import Segment
 from eval.cache.storage.upload import upload
 
-SCORE = 4  # bytes of a token's score in one KV head
+SCORE = 4  # bytes of one token's score in one KV head
 
 
 class Eviction(ABC):
-    """A layer's policy; a subclass says which tokens `stay`.
+    """The eviction policy of a layer; a subclass says which tokens `stay`.
 
-    scores [B, H, n] float32: attention that each token held (sink, middle, window, in order, then zeros) has received
-    from the KV head's query heads, s_t = decay s_{t-1} + sum over heads and queries of A_t (Lethe, Eq. 5; H2O: decay
-    1). held [B, H]: how many tokens those are (host).
+    A score is the attention that a token has received from the query heads of its KV head:
+    s_t = decay s_{t-1} + sum over heads and queries of A_t (Lethe, Eq. 5; H2O has decay 1).
+
+    scores: [B, H, n] float32, of the tokens held: sink, middle and window in order, then zeros
+    held: [B, H] on the host, how many tokens a head holds
     """
 
     decay = 1.0
@@ -44,15 +46,17 @@ class Eviction(ABC):
         return self.scores[row, head, : int(self.held[row, head])]
 
     def add(self, weights: Tensor, held: np.ndarray) -> None:
-        """Take in one step's attention weights [B H, >= n] of all heads, each summed over its query heads and in the
-        order of `scores`, zero past `held` [B, H], the tokens that each now holds; new tokens are last.
+        """Add the attention weights of one step to the scores of all heads.
+
+        weights: [B H, >= n], summed over the query heads, in the order of `scores`, new tokens last, then zeros
+        held: [B, H], tokens that each head now holds
         """
         self.held, most = held, int(held.max())
         weights = weights[:, :most].float().view(*held.shape, most)
         self.scores = weights + pad(self.decay * self.scores, (0, most - self.scores.shape[-1]))
 
     def see(self, row: int, head: int, weights: Tensor) -> None:
-        """As `add`, of one head: weights [tokens]."""
+        """Add the attention weights [tokens] of one step to the scores of one head; the slow form of `add`."""
         more = max(0, len(weights) - self.scores.shape[-1])
         self.scores = pad(self.scores, (0, more))
         self.held[row, head] = len(weights)
@@ -61,13 +65,18 @@ class Eviction(ABC):
 
     @abstractmethod
     def stay(self, sink: np.ndarray, middle: np.ndarray, window: np.ndarray) -> Tensor | None:
-        """Which tokens of the middle stay, bool [B, H, most of middle], whatever past a head's own; None = all. sink,
-        middle, window: tokens held, [B], [B, H] and [B].
+        """Which tokens of the middle stay: bool [B, H, most of middle], None = all.
+
+        What it says past the end of a head's own middle is not read.
+
+        sink, middle, window: [B], [B, H] and [B], tokens held
         """
 
     def forget(self, row: int, head: int, first: int, stay: Tensor) -> None:
-        """Drop the scores of one head's tokens that have left; stay [n] bool says it of the n tokens held from `first`
-        on.
+        """Drop the scores of one head's tokens that have left.
+
+        first: the first token in question
+        stay: [n] bool, which of the n tokens from `first` on stay
         """
         scores = self.of(row, head)
         before, these, after = scores.split([first, len(stay), len(scores) - first - len(stay)])
@@ -75,10 +84,26 @@ class Eviction(ABC):
         self.held[row, head] = len(left)
         scores.copy_(pad(left, (0, len(scores) - len(left))))
 
+    def forget_moved(self, rows: np.ndarray, leaving: np.ndarray, first: np.ndarray, amount: int) -> None:
+        """Drop the scores of tokens that left the window of `rows` in heads whose middle does not take them.
+
+        rows: [R], the rows whose windows moved on
+        leaving: [B, H] bool, the heads whose middle takes no tokens
+        first: [B, H], where the tokens that left begin among the tokens held
+        amount: how many tokens left each window
+        """
+        for row, head in np.argwhere(leaving).tolist():
+            if row in rows:
+                gone = torch.zeros(amount, dtype=torch.bool, device=self.scores.device)
+                self.forget(row, head, int(first[row, head]), gone)
+
     def prune(
         self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray
     ) -> tuple[Segment, Segment] | None:
-        """Both parts of the middle without the tokens that leave; None = all stay. sink, window: tokens held, [B]."""
+        """Both parts of the middle without the tokens that leave, None if all stay.
+
+        sink, window: [B], tokens held
+        """
         middle = prompt.length + tail.length
         stay = self.stay(sink, middle, window)
         if stay is None:
@@ -87,13 +112,14 @@ class Eviction(ABC):
         token = torch.arange(stay.shape[-1], device=stay.device)
         self._keep(stay | (token >= of_both), int(sink.max()))
         stay = stay & (token < of_both)
-        after = (of_prompt + token).clamp(max=len(token) - 1)  # of each token of the tail, its place in the middle
+        after = (of_prompt + token).clamp(max=len(token) - 1)  # place in the middle of each token of the tail
         of_tail = stay.gather(-1, after) & (of_prompt + token < of_both)
         return compacted(prompt, stay & (token < of_prompt)), compacted(tail, of_tail)
 
     def _keep(self, stay: Tensor, sink: int) -> None:
-        """Drop the scores of tokens that leave: stay [B, H, n] bool says it of the n tokens behind the sink; those past
-        a head's own count as staying.
+        """Drop the scores of tokens that leave.
+
+        stay: [B, H, n] bool, of the n tokens behind the sink; those past a head's own count as staying
         """
         keep = torch.ones_like(self.scores, dtype=torch.bool)
         keep[..., sink : sink + stay.shape[-1]] = stay
@@ -116,15 +142,16 @@ class Eviction(ABC):
 
 
 class HeavyHitters(Eviction):
-    """The `heavy` tokens of a head's middle with the largest sums stay (H2O, Algorithm 1: a constant budget).
+    """The tokens of a head's middle with the largest scores stay (H2O, Algorithm 1: a constant budget).
 
-    heavy: tokens, beside sink and window. It is enforced whenever tokens have joined the middle, `flush` at a time.
+    heavy: tokens of the middle that stay; the rest leaves whenever tokens have joined the middle
     """
 
     def __init__(self, heavy: int) -> None:
         self.heavy = heavy
 
     def stay(self, sink: np.ndarray, middle: np.ndarray, window: np.ndarray) -> Tensor | None:
+        """Which tokens of the middle stay; see `Eviction.stay`."""
         if (middle <= self.heavy).all():
             return None
         first, most = int(sink.max()), int(middle.max())
@@ -133,6 +160,6 @@ class HeavyHitters(Eviction):
 
 
 def largest(scores: Tensor, count: int) -> Tensor:
-    """Bool [..., n]: the `count` largest of each row of scores [..., n]; of equals the later tokens."""
+    """Bool [..., n]: the `count` largest of each row of scores [..., n]; the later of equal ones come first."""
     last_first = torch.argsort(scores.flip(-1), dim=-1, descending=True, stable=True)[..., :count]
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.shape[-1] - 1 - last_first, True)

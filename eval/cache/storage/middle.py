@@ -1,4 +1,7 @@
-"""What one layer's middle is: its choice on each axis of a method. What is of one prompt only comes with seal()."""
+"""How one layer keeps its middle: its choice on each axis of a method.
+
+A choice here serves every prompt. Tokens and scores that belong to one prompt are arguments of `CompressedLayer.seal`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ class Codec(Protocol):
         dtype: torch.dtype,
         values: KeptChannels | None,
     ) -> Segment:
-        """As Segment(...), which it takes the place of."""
+        """An empty segment of this form; the parameters are those of `Segment`."""
 
     @property
     def why_not_kernel(self) -> str | None:
@@ -36,36 +39,47 @@ class ReadChoice(Protocol):
     """Which tokens of the middle a query reads."""
 
     def start(self, store: Any) -> ReadState:
-        """The choice's state for one sealed layer."""
+        """The choice's state for one sealed layer, whose Store it is given."""
 
 
 class Columns(Protocol):
-    """What the middle's tokens and channels are in padded tensors; see `eval.cache.attention.batched.PartLayout`."""
+    """Where the middle's tokens and channels lie in padded tensors (`eval.cache.attention.batched.PartLayout`).
+
+    hidden: [X, 1, N] bool, the columns that hold no token
+    """
 
     hidden: Tensor
 
     def kept(self, rows: Tensor) -> Tensor:
-        """Of x [X, R, D] the kept channels of K, [X, R, C], then zeros."""
+        """The kept channels of K, then zeros, [X, R, C], of x [X, R, D]."""
 
     def token(self) -> Tensor:
         """The middle token in each column, counted from the prompt's first: [X, N]."""
 
 
 class ReadState(Protocol):
-    """What a choice of reads keeps beside one layer."""
+    """What a choice of reads keeps for one layer."""
 
     def moved(self, store: Any) -> None:
         """The middle has other tokens than before, or the batch other rows."""
 
     def visible(self, row: int, head: int, q: Tensor, k: Tensor, channels: Tensor) -> Tensor:
-        """What queries q [G, Q, c] of one KV head read of its middle k [tokens, c], the prompt's then the tail's: bool,
-        expandable to [G, Q, tokens]. channels [c]: which channels are kept, the same in both.
+        """Which tokens of its middle the queries of one KV head read.
+
+        q: [G, Q, c]
+        k: [tokens, c], the prompt's tokens, then the tail's
+        channels: [c], the kept channels, which are those of q and k
+
+        Returns bool, expandable to [G, Q, tokens].
         """
 
     def sees(self, q: Tensor, keys: list[Tensor], layout: Columns) -> Tensor:
-        """As `visible`, of all heads at once: what queries q [X, R, C] read of keys [X, C, N] of each part of the
-        layout, bool [X, R, N], the parts side by side, in hidden columns anything. In channels that a head lacks q is
-        zero.
+        """Which tokens the queries of all heads read; the fast form of `visible`.
+
+        q: [X, R, C], zero in channels that a head lacks
+        keys: [X, C, N] of each part of the layout
+
+        Returns bool [X, R, N], the parts side by side; hidden columns may hold either value.
         """
 
     def tensors(self) -> dict[str, Tensor]:
@@ -74,10 +88,16 @@ class ReadState(Protocol):
 
 @dataclass(frozen=True)
 class Middle:
-    """channels, values: kept channels of K and V, bool [H, D] or [B, H, D], None = all; a head that keeps no channel of
-    K has no middle at all. joins: bool [H], whether tokens that leave the window while decoding join the middle, None =
-    all do. bits, reads: see above, None = as they come, and everything. eviction: which of its tokens leave while
-    decoding, None = none. Raises ValueError for choices that exclude each other.
+    """How a layer keeps its middle.
+
+    channels: kept channels of K, bool [H, D] or [B, H, D], None = all; a head without channels has no middle
+    values: kept channels of V, bool [H, D] or [B, H, D], None = all
+    joins: bool [H], whether tokens that leave the window while decoding join the middle, None = in every head
+    bits: how numbers are stored, None = in the model's dtype
+    reads: which tokens a query reads, None = every token
+    eviction: which tokens leave while decoding, None = none
+
+    Raises ValueError for choices that exclude each other.
     """
 
     channels: Tensor | None = None
@@ -108,6 +128,11 @@ class Middle:
             return "the kernel reads every token, this method chooses"
         return None if self.bits is None else self.bits.why_not_kernel
 
+    def joining(self, channels: KeptChannels) -> np.ndarray:
+        """Which heads [B, H] take tokens that leave the window, bool."""
+        has_middle = channels.count > 0
+        return has_middle if self.joins is None else has_middle & self.joins.cpu().numpy()
+
     def segment(
         self,
         channels: KeptChannels,
@@ -116,6 +141,6 @@ class Middle:
         dtype: torch.dtype,
         values: KeptChannels | None,
     ) -> Segment:
-        """Room for `capacity` [B, H] tokens."""
+        """An empty segment with room for `capacity` [B, H] tokens; the parameters are those of `Segment`."""
         make = Segment if self.bits is None else self.bits.segment
         return make(channels, capacity, head_dim, dtype, values)

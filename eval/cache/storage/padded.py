@@ -16,7 +16,7 @@ from eval.cache.storage.upload import upload
 
 
 def channel_columns(table: KeptChannels) -> Tensor:
-    """Kept channels of every head, then D: [X, C] int64."""
+    """Kept channels of every head, then D in place of missing ones: [X, C] int64."""
     dim = table.index.shape[-1]
     count = upload(table.count.reshape(-1, 1), table.index.device)
     index = table.index.reshape(-1, dim)[:, : int(table.count.max())].long()
@@ -24,16 +24,20 @@ def channel_columns(table: KeptChannels) -> Tensor:
 
 
 class Padded:
-    """A segment that holds tokens, as padded tensors; columns: N, whole pages. hidden [X, N]: columns without a token.
+    """A segment that holds tokens, as padded tensors.
 
-    What is gathered there is finite, so that its weight of zero makes it nothing, or it is hidden: of K a head's first
-    channel stands for those that it lacks (queries are zero there), of V another token for those that it lacks.
+    columns: N, whole pages
+    hidden: [X, N] bool, the columns without a token
+
+    Every padded place is read from a token that is held, so that it is finite and a weight of zero removes it. In K a
+    head's first channel stands for channels that the head lacks; queries are zero there. In V another token stands for
+    tokens that the head lacks.
     """
 
     def __init__(self, segment: Segment) -> None:
         self.segment, device = segment, segment.k.device
         (_, k_start, _, self._k_line), (_, v_start, _, self._v_line) = segment.flats()
-        if segment.values is not None:  # tokens lie at any number, not at whole lines
+        if segment.values is not None:  # a token begins at any number, not at a whole line
             self._v_line = 1
         holds = segment.length > 0
         starts = (k_start // self._k_line, segment.channels.count, v_start // self._v_line, segment.width)
@@ -56,7 +60,7 @@ class Padded:
         self._width = width
 
     def _numbers(self, of: Tensor, line: int, index: Tensor) -> Tensor:
-        """Lines `index` [n] of a flat tensor, as numbers [n, numbers]."""
+        """The numbers [n, numbers] of lines `index` [n] of a flat tensor."""
         found, segment = lines(of, line).index_select(0, index), self.segment
         if not isinstance(segment, QuantisedSegment):
             return found
@@ -69,7 +73,7 @@ class Padded:
         return self._numbers(self.segment.k, self._k_line, self._keys.flatten()).to(dtype).view(heads, channels, -1)
 
     def _kept_values(self, dtype: torch.dtype) -> Tensor:
-        """V [X, N, kept channels], which are all D where none are pruned."""
+        """V [X, N, kept channels]; where no channel is pruned, [X, N, D]."""
         heads, columns = self._values.shape
         if self._channels is None:
             found = self._numbers(self.segment.v, self._v_line, self._values.flatten())
@@ -79,18 +83,18 @@ class Padded:
         return self.segment.v[torch.where(there, self._values[..., None] + rank, self._some)].to(dtype)
 
     def weighted(self, weight: Tensor) -> Tensor:
-        """Weight V: [X, R, D] of weights [X, R, N]."""
+        """The product weight V, [X, R, D], of weights [X, R, N]."""
         return self._whole(torch.bmm(weight, self._kept_values(weight.dtype)), self._channels)
 
     def _whole(self, x: Tensor, channels: Tensor | None) -> Tensor:
-        """X [X, n, C] of the kept channels [X, C] with zeros in the others: [X, n, D]."""
+        """Values x [X, n, C] of the kept channels [X, C], with zeros in the others: [X, n, D]."""
         if channels is None:
             return x
-        whole = x.new_zeros(*x.shape[:2], self.segment.head_dim + 1)  # what a head lacks goes to the last
+        whole = x.new_zeros(*x.shape[:2], self.segment.head_dim + 1)  # missing channels go to the last column
         return whole.scatter_(-1, channels[:, None].expand_as(x), x)[..., :-1]
 
     def dense(self) -> tuple[Tensor, Tensor]:
-        """K and V as they were appended, [B, H, N, D], zero in pruned channels; hidden columns hold anything."""
+        """K and V as they were appended, [B, H, N, D]; pruned channels are zero, hidden columns hold any number."""
         segment = self.segment
         k = self._whole(self.keys(segment.dtype).mT, channel_columns(segment.channels))
         v = self._whole(self._kept_values(segment.dtype), self._channels)
@@ -98,8 +102,9 @@ class Padded:
 
 
 def compacted(segment: Segment, stay: Tensor) -> Segment:
-    """A copy of only the tokens that stay, with no more room than they need: stay [B, H, n] bool, n at least the tokens
-    that any head holds, False beyond a head's own.
+    """A copy of the tokens that stay, with no more room than they need.
+
+    stay: [B, H, n] bool, False past a head's own tokens; n is at least the most tokens that a head holds
     """
     count = stay.sum(-1).cpu().numpy()
     new = segment.fresh(segment.channels, count, segment.values)

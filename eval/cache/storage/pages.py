@@ -1,11 +1,25 @@
-"""Ragged storage of middle tokens: per row and KV head its own number of tokens and of K channels.
+"""Ragged storage of middle tokens: each row and KV head has its own number of tokens and of K channels.
 
-K lies channel-major in pages of 64 tokens, [page, channel, 64], so that any number of channels gives aligned,
-contiguous reads; V lies token-major, [token, D], or [token, kept channels] where V is pruned. Rows, then heads, follow
-each other in one flat K and one flat V tensor. A head that keeps no channels of K has no region in either.
+All K lie in one flat tensor and all V in another. Each head has a region in both, and the regions lie back to back, row
+by row, then head by head. Here head 0 keeps 2 channels and has room for 128 tokens, head 1 keeps none and has no region
+in either tensor, and head 2 keeps 3 channels and has room for 64 tokens:
+
+    k    | row 0, head 0                                      | row 0, head 2              | row 1, head 0 ...
+         | page 0                  | page 1                   | page 0                     |
+         | c0 x 64    | c1 x 64    | c0 x 64     | c1 x 64    | c0 x 64 | c1 x 64 | c2 x 64 |
+         ^ k_start[0, 0]                                      ^ k_start[0, 2]
+
+    v    | row 0, head 0                                      | row 0, head 2              | row 1, head 0 ...
+         | token 0, D numbers | token 1 | ...  | token 127    | token 0 | ... | token 63   |
+         ^ v_start[0, 0]                                      ^ v_start[0, 2]
+
+A region of K is channel-major in pages of 64 tokens, [page, channel, 64], so that reads are aligned and contiguous for
+any number of channels. A region of V is token-major, [token, D], or [token, kept channels] where V is pruned.
 """
 
 from __future__ import annotations
+
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -14,23 +28,25 @@ from torch import Tensor
 from eval.cache.storage.channels import KeptChannels
 from eval.cache.storage.upload import update, upload
 
-PAGE = 64
-COPIED = 1 << 24  # elements copied at once: bounds the temporaries of a long prompt
+PAGE = 64  # tokens
+COPIED = 1 << 24  # elements copied at once; the limit bounds the temporary tensors of a long prompt
+
+Count = TypeVar("Count", int, np.ndarray)
 
 
-def round_up(n, multiple: int):
-    """N (int or array) rounded up to a multiple."""
+def round_up(n: Count, multiple: int) -> Count:
+    """The smallest multiple of `multiple` that is at least n."""
     return -(-n // multiple) * multiple
 
 
 def _exclusive(sizes: np.ndarray) -> np.ndarray:
-    """Start of each of the regions of `sizes` [B, H] that follow each other."""
+    """Offset of each region when regions of `sizes` [B, H] are stored back to back (exclusive prefix sum)."""
     flat = sizes.reshape(-1)
     return (np.cumsum(flat) - flat).reshape(sizes.shape)
 
 
 def spread(starts: np.ndarray, sizes: np.ndarray, device: torch.device) -> Tensor:
-    """Concatenated ranges start, start+1, ..., start+size-1 of every region, int64 on `device`."""
+    """The ranges start, start + 1, ..., start + size - 1 of all regions, concatenated: int64 on `device`."""
     start, size = (upload(a.reshape(-1), device) for a in (starts, sizes))
     total = int(sizes.sum())
     first = torch.cumsum(size, 0) - size
@@ -45,7 +61,7 @@ def lines(flat: Tensor, width: int) -> Tensor:
 def _put(pages: Tensor, at: int, x: Tensor) -> None:
     """Write tokens x [R, n, channels] into pages [R, P, channels, 64], from token `at` on."""
     n, first = x.shape[1], at // PAGE
-    ahead = min(n, -at % PAGE)  # what the page that `at` lies in still takes
+    ahead = min(n, -at % PAGE)  # tokens for which the page of `at` still has room
     whole = (n - ahead) // PAGE
     rest = n - ahead - whole * PAGE
     if ahead:
@@ -58,10 +74,19 @@ def _put(pages: Tensor, at: int, x: Tensor) -> None:
 
 
 class Segment:
-    """Room for `capacity` [B, H] middle tokens (multiples of 64, 0 for heads that keep no channels).
+    """Middle tokens of all rows and heads.
 
-    values: kept channels of V, None = all. Attributes: k, v flat; k_start, v_start [B, H] first element of each region;
-    width [B, H] kept channels of V; length [B, H] tokens held (host), `length_dev` the same on the device.
+    channels: kept channels of K
+    capacity: [B, H], tokens for which there is room, rounded up to pages; 0 in heads that keep no channels of K
+    head_dim: D
+    dtype: of the model
+    values: kept channels of V, None = all
+
+    Attributes:
+    k, v: the flat tensors
+    k_start, v_start: [B, H], first element of each region
+    width: [B, H], kept channels of V
+    length, length_dev: [B, H], tokens held, on the host and on the device
     """
 
     def __init__(
@@ -86,23 +111,24 @@ class Segment:
         self._places: Tensor | None = None
 
     def fresh(self, channels: KeptChannels, capacity: np.ndarray, values: KeptChannels | None) -> Segment:
-        """An empty segment that stores as this one does."""
+        """An empty segment of the same form."""
         return Segment(channels, capacity, self.head_dim, self.dtype, values)
 
     def _form(self) -> tuple[torch.dtype, int, int]:
-        """Dtype of k and v, and how many of its elements hold how many numbers."""
+        """(dtype of k and v, elements, numbers): so many elements hold so many numbers."""
         return self.dtype, 1, 1
 
     def _sizes(self) -> tuple[tuple[np.ndarray, int], ...]:
-        """Of K and of V: elements of each region [B, H], and of a line that divides all."""
+        """For K and for V: (elements of each region [B, H], elements of a line, which divides every region)."""
         _, elements, numbers = self._form()
         v_line = self.head_dim if self.values is None else PAGE
         parts = ((self.channels.count, PAGE), (self.width, v_line))
         return tuple((self.capacity * n // numbers * elements, line // numbers * elements) for n, line in parts)
 
     def _alike(self, rows: np.ndarray, taken: np.ndarray) -> list[slice]:
-        """`rows` [R] in pieces that one copy can write: all of them where they follow each other, hold alike and take
-        the same [R, H] tokens, else one by one.
+        """`rows` [R] in pieces that one copy can write.
+
+        Neighbouring rows of the same layout that take the same number of tokens [R, H] are one piece, else each row.
         """
         same = [taken, *(a[rows] for a in (self.capacity, self.channels.count, self.width, self.length))]
         if (np.diff(rows) == 1).all() and all((a == a[:1]).all() for a in same):
@@ -110,10 +136,11 @@ class Segment:
         return [slice(i, i + 1) for i in range(len(rows))]
 
     def append(self, rows: np.ndarray, k: Tensor, v: Tensor, count: np.ndarray | None = None) -> None:
-        """Add n tokens to the heads of the batch rows [R] that have room: k, v [R, H, n, D], dense; kept channels are
-        picked here.
+        """Add n tokens to every head of some rows that has room; kept channels are picked here.
 
-        count [R, H]: how many of the n tokens each head takes, the first ones; None = all.
+        rows: [R], the rows of the batch
+        k, v: [R, H, n, D], dense
+        count: [R, H], each head takes its first `count` tokens; None = all n
         """
         taken = np.where(self.capacity[rows] > 0, k.shape[2] if count is None else count, 0)
         tables = [None if t is None else t.index.long() for t in (self.channels, self.values)]
@@ -138,8 +165,9 @@ class Segment:
         update(self.length_dev, self.length)
 
     def _room(self, row: int, number: int, head: int) -> tuple[Tensor, Tensor]:
-        """Views of one head's room in `number` alike rows from `row` on: K [number, pages, channels, 64], V [number,
-        capacity, kept channels].
+        """Views of one head's regions in `number` rows of the same layout from `row` on.
+
+        Returns K [number, pages, channels, 64] and V [number, capacity, kept channels].
         """
         cap, count, width = (int(a[row, head]) for a in (self.capacity, self.channels.count, self.width))
         k_row, v_row = (int(a[row + 1, head] - a[row, head]) if number > 1 else 0 for a in (self.k_start, self.v_start))
@@ -150,12 +178,12 @@ class Segment:
         )
 
     def _regions(self, row: int, head: int) -> tuple[Tensor, Tensor]:
-        """One head's room: K [pages, channels, 64], V [capacity, kept channels]."""
+        """One head's regions: K [pages, channels, 64], V [capacity, kept channels]."""
         k, v = self._room(row, 1, head)
         return k[0], v[0]
 
     def read(self, row: int, head: int) -> tuple[Tensor, Tensor]:
-        """(K [n, channels], V [n, D]) of one head; zero in pruned channels of V."""
+        """K [n, channels] and V [n, D] of one head; pruned channels of V are zero."""
         n, (k, v) = int(self.length[row, head]), self._regions(row, head)
         keys, v = k.transpose(1, 2).flatten(0, 1)[:n], v[:n]
         if self.values is None:
@@ -165,25 +193,25 @@ class Segment:
         return keys, whole
 
     def held(self) -> tuple[int, int]:
-        """Bytes of K and of V that the tokens held take, room not counted."""
+        """Bytes of K and of V of the tokens held; spare room is not counted."""
         k, v = (int((self.length * channels).sum()) for channels in (self.channels.count, self.width))
         return k * self.k.element_size(), v * self.v.element_size()
 
     def flats(self) -> tuple[tuple[Tensor, np.ndarray, np.ndarray, int], ...]:
-        """Of K and of V: flat tensor, first element and size of each region, elements per line, which divides all."""
+        """For K and for V: (flat tensor, first element of each region, size of each, elements of a line)."""
         k, v = self._sizes()
         return (self.k, self.k_start, *k), (self.v, self.v_start, *v)
 
     def places(self) -> Tensor:
-        """[B, H, 3] int64 on the device: first element of K and of V, kept channels, 0 where there is no room."""
+        """[B, H, 3] int64 on the device: first element of K and of V; kept channels, 0 where there is no room."""
         if self._places is None:
             count = np.where(self.capacity > 0, self.channels.count, 0)
             self._places = upload(np.stack([self.k_start, self.v_start, count], -1), self.k.device)
         return self._places
 
-    @torch.no_grad()  # a split's views cannot be written to otherwise
+    @torch.no_grad()  # with gradients, the views of a split cannot be written to
     def grown(self, capacity: np.ndarray) -> Segment:
-        """A copy with room for `capacity` [B, H] >= the present one."""
+        """A copy with room for `capacity` [B, H] tokens, in no head fewer than now."""
         new = self.fresh(self.channels, capacity, self.values)
         filled = np.flatnonzero(self.capacity).tolist()
         for (old, _, size, _), (flat, _, room, _) in zip(self.flats(), new.flats(), strict=True):
@@ -195,7 +223,7 @@ class Segment:
         return new
 
     def select(self, rows: Tensor, channels: KeptChannels, values: KeptChannels | None) -> Segment:
-        """The segment of the batch `rows` [R], in that order; `channels` and `values` are their tables."""
+        """The segment of the batch `rows` [R], in that order, whose tables are `channels` and `values`."""
         at = rows.cpu().numpy()
         new = self.fresh(channels, self.capacity[at], values)
         for (old, start, _, line), (flat, _, size, _) in zip(self.flats(), new.flats(), strict=True):

@@ -1,9 +1,9 @@
 """Middle K and V in 2 or 4 bits (KIVI, section 3): the packed form of eval.cache.storage.pages.
 
-A *cell* is `group` numbers that share a scale and a zero point: of K one channel's tokens, of V one token's channels.
+A *cell* is `group` numbers that share a scale and a zero point: tokens of one channel in K, channels of one token in V.
 It is stored as its codes, the first in the lowest bits, then scale and zero point in the model's dtype. Cells lie where
-their numbers lie in a Segment. KIVI keeps a residual of recent tokens whole until they fill a group; the window is that
-residual here: only what leaves it, `flush` tokens at a time, is quantised, and never again.
+their numbers lie in a Segment. KIVI keeps a residual of recent tokens whole until they fill a group. Here the window is
+that residual: tokens are quantised once, when they leave it, `flush` at a time.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from eval.cache.storage.channels import KeptChannels
 from eval.cache.storage.pages import PAGE, Segment, lines, round_up, spread
 from eval.cache.storage.upload import update, upload
 
-CHUNK = 1 << 22  # numbers packed at once: bounds the index tensors of a long prompt
+CHUNK = 1 << 22  # numbers packed at once; the limit bounds the index tensors of a long prompt
 
 
 @dataclass(frozen=True)
 class Packing:
-    """bits: 2 or 4, of a number; group: numbers in a cell, a divisor of 64 that fills whole bytes.
+    """How numbers are packed into cells.
 
-    Raises ValueError for others.
+    bits: of a number, 2 or 4
+    group: numbers in a cell, a divisor of 64 that fills whole bytes
+
+    Raises ValueError for other numbers.
     """
 
     bits: int = 2
@@ -45,7 +48,7 @@ class Packing:
         dtype: torch.dtype,
         values: KeptChannels | None = None,
     ) -> QuantisedSegment:
-        """As Segment(...); V keeps all its channels."""
+        """An empty packed segment; the parameters are those of `Segment`, and V keeps all its channels."""
         self.check(head_dim)
         assert values is None
         return QuantisedSegment(channels, capacity, head_dim, dtype, self)
@@ -65,8 +68,10 @@ class Packing:
         return self.group * self.bits // 8 + 2 * dtype.itemsize
 
     def pack(self, x: Tensor) -> Tensor:
-        """Cells [..., bytes] of x [..., group]: code = round((x - zero) / scale), zero = min, scale = (max - min) /
-        (2^bits - 1), 0 for a cell of equal numbers.
+        """Cells [..., bytes] of x [..., group].
+
+        code = round((x - zero) / scale), with zero = min and scale = (max - min) / (2^bits - 1). The scale of a cell of
+        equal numbers is 0.
         """
         top = 2**self.bits - 1
         low, high = torch.aminmax(x, dim=-1, keepdim=True)
@@ -79,7 +84,7 @@ class Packing:
         return torch.cat([codes, torch.cat([scale, low], -1).view(torch.uint8)], -1)
 
     def unpack(self, cells: Tensor, dtype: torch.dtype) -> Tensor:
-        """x̂ [..., group] = code * scale + zero of cells [..., bytes], rounded once, to dtype."""
+        """The numbers x̂ [..., group] = code * scale + zero of cells [..., bytes], rounded once, to dtype."""
         codes, ends = cells.split([self.group * self.bits // 8, 2 * dtype.itemsize], -1)
         ends = ends.clone(memory_format=torch.contiguous_format).view(dtype)  # a copy begins at a whole number
         scale, zero = ends.to(torch.promote_types(dtype, torch.float32)).split(1, -1)
@@ -89,7 +94,7 @@ class Packing:
 
 
 class QuantisedSegment(Segment):
-    """A Segment whose k and v are packed cells, uint8; what is appended begins at a whole group in every head."""
+    """A Segment whose k and v are packed cells, uint8; appended tokens begin at a whole group in every head."""
 
     def __init__(
         self, channels: KeptChannels, capacity: np.ndarray, head_dim: int, dtype: torch.dtype, packing: Packing
@@ -98,13 +103,16 @@ class QuantisedSegment(Segment):
         super().__init__(channels, capacity, head_dim, dtype)
 
     def fresh(self, channels: KeptChannels, capacity: np.ndarray, values: KeptChannels | None) -> QuantisedSegment:
+        """An empty segment of the same form."""
         return QuantisedSegment(channels, capacity, self.head_dim, self.dtype, self.packing)
 
     def _form(self) -> tuple[torch.dtype, int, int]:
         return torch.uint8, self.packing.cell(self.dtype), self.packing.group
 
     def append(self, rows: np.ndarray, k: Tensor, v: Tensor, count: np.ndarray | None = None) -> None:
-        """As Segment.append. A prompt's last group may be short of tokens: what follows must go to another segment.
+        """Add n tokens; the parameters are those of `Segment.append`.
+
+        A prompt's last group may be short of tokens; later tokens must then go to another segment.
 
         Raises ValueError if a head that takes tokens does not hold whole groups.
         """
@@ -167,6 +175,7 @@ class QuantisedSegment(Segment):
         return numbers[0].view(cap // PAGE, count, PAGE), numbers[1].view(cap, self.head_dim)
 
     def held(self) -> tuple[int, int]:
+        """Bytes of K and of V of the tokens held; a short group counts as a whole one."""
         group, width = self.packing.group, self.packing.cell(self.dtype)
         k = round_up(self.length, group) // group * self.channels.count
         return int(k.sum()) * width, int(self.length.sum()) * (self.head_dim // group) * width

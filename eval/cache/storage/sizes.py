@@ -1,4 +1,4 @@
-"""Sink, middle and window in tokens, and which of a prompt's columns belong to which."""
+"""The sizes of sink and window, and which columns of a prompt belong to the middle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from eval.cache.storage.pages import PAGE, round_up
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens kept whole at both ends, and how many leave the window at a time."""
+    """How many tokens are kept whole at both ends.
+
+    sink: first tokens of a row, at least 0
+    window: last tokens of a row, at least 1
+    flush: tokens that leave the window at a time while decoding, at least 1
+
+    Raises ValueError for other numbers.
+    """
 
     sink: int = 128
     window: int = 1024
@@ -29,14 +36,16 @@ class Sizes:
 
     @property
     def ring(self) -> int:
-        """Slots of the window's ring."""
+        """Slots of the window's ring, in whole pages."""
         return round_up(self.window + self.flush, PAGE)
 
 
 def real_positions(seen: Tensor, new: int, real: Tensor | None) -> Tensor:
-    """[B, new] the real index of each new column of rows that hold `seen` [B] tokens; -1 for padding.
+    """The real index of each new column, -1 for padding: [B, new].
 
-    real [B, new] bool, False = padding, None = no padding.
+    seen: [B], real tokens before these columns
+    new: number of columns
+    real: [B, new] bool, False = padding, None = no padding
     """
     if real is None:
         return seen[:, None] + torch.arange(new, device=seen.device)
@@ -45,6 +54,9 @@ def real_positions(seen: Tensor, new: int, real: Tensor | None) -> Tensor:
 
 
 def middle_columns(position: Tensor, sizes: Sizes) -> Tensor:
-    """Which of a prompt's columns are neither sink nor window, bool [B, T]; position [B, T] as from `number`."""
+    """Which columns of a prompt are neither sink nor window, bool [B, T].
+
+    position: [B, T], from `real_positions`
+    """
     start = (position.amax(-1, keepdim=True) + 1 - sizes.window).clamp(min=sizes.sink)
     return (position >= sizes.sink) & (position < start)

@@ -1,15 +1,15 @@
 """What a sealed layer holds: sink | middle | window, per row and in real tokens (LeanK, section 3.3).
 
-A row's real tokens are numbered 0, 1, ... whatever its padding. Tokens below `sink` stay in the sink, the last ones
-in the window, a ring in which token i has slot i mod capacity; those between are in the middle. The window holds
-`window` tokens after the prompt and up to `window + flush` while decoding; whenever it is that full its oldest
-`flush` tokens move to the middle.
+A row's real tokens are numbered 0, 1, ... whatever its padding. The first `sink` tokens stay in the sink. The last ones
+are in the window, a ring in which token i has slot i mod slots. The tokens between are in the middle. The window holds
+`window` tokens after the prompt and up to `window + flush` while decoding; when it holds that many, its oldest `flush`
+tokens move to the middle.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,34 +18,37 @@ from torch import Tensor
 from eval.cache.storage.channels import KeptChannels
 from eval.cache.storage.eviction import Eviction
 from eval.cache.storage.middle import Middle
-from eval.cache.storage.pages import PAGE, Segment, round_up
+from eval.cache.storage.pages import PAGE, round_up
+from eval.cache.storage.ring import resized, write_columns, write_prompt
+from eval.cache.storage.sealing import begin_eviction, padded_left_only, seal_chosen, seal_columns
 from eval.cache.storage.sizes import Sizes, middle_columns, real_positions
-from eval.cache.storage.upload import update, upload
+from eval.cache.storage.upload import capturing, update, upload
 
 Write = Callable[["Store", Tensor, Tensor], Tensor]
 Move = Callable[["Store", np.ndarray], None]
-GROWTH = 128  # smallest slack, in tokens, that a growing middle takes at once; 1/16 of its length if that is more
+GROWTH = 128  # tokens: a growing middle takes this much slack, or 1/16 of its length if that is more
 
 
-def capturing(x: Tensor) -> bool:
-    """Whether operations on x are being recorded into a CUDA graph, so that nothing is appended yet."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+class Plan(Protocol):
+    """What a backend derives from a store and keeps until the store's addresses or capacities change."""
 
-
-def _padded_left_only(real: Tensor | None, batch: int) -> np.ndarray:
-    """Of which rows [B] every column taken off the end is a real token until none is left; real [B, T], None = all."""
-    if real is None:
-        return np.ones(batch, dtype=bool)
-    return (real[:, 1:] >= real[:, :-1]).all(-1).cpu().numpy()
+    @property
+    def table(self) -> Tensor:
+        """What the plan holds on the device."""
 
 
 class Store:
     """The three parts of one layer for a batch of B rows.
 
-    Host: seen [B] real tokens, start [B] the first one in the window, floor [B] the length that `crop` cannot go below.
-    Device: sink_k, sink_v [B, H, sink, D]; ring_k, ring_v [B, H, slots, D]; seen_dev, start_dev [B] int64.
-    prompt, tail: the middle: the prompt's share, exactly as long as it is, then what decoding adds. channels, values:
-    its kept channels of K and V (values None = all).
+    seen, start: [B] on the host, real tokens, and the first of them in the window
+    floor: [B] on the host, the length below which `crop` cannot go
+    seen_dev, start_dev: [B] int64, seen and start on the device
+    sink_k, sink_v, ring_k, ring_v: [B, H, sink or slots, D]; the ring holds the window
+    prompt, tail: the middle: the prompt's share in exactly the room that it needs, then what decoding adds
+    channels, values: kept channels of the middle's K and V; values None = all
+    quiet: lower bound on the tokens that can arrive before the next flush moves any
+    version: grows when addresses or capacities change, so that a backend's plan can follow
+    plan: what the backend keeps for this store
     """
 
     def __init__(
@@ -58,112 +61,88 @@ class Store:
         tokens: Tensor | None = None,
         scores: Tensor | None = None,
     ) -> None:
-        """Seal a prompt: k, v [B, H, T, D]; real [B, T] bool, False = padding, None = all real.
+        """Seal a prompt k, v [B, H, T, D].
 
-        tokens: bool [B, H, T], those of the middle that stay, None = all; sink and window stay whatever it says.
-        scores: [B, H, T] attention that each token has received, where the middle evicts; None = zeros.
+        real: [B, T] bool, False = padding, None = no padding
+        tokens: [B, H, T] bool, the tokens of the middle that stay, None = all; sink and window always stay
+        scores: [B, H, T], the attention that each token has received, where the middle evicts; None = zeros
         """
-        batch, heads, length, dim = k.shape
         self.sizes, self.middle = sizes, middle
+        self.quiet, self.version = 0, 0
+        self.plan: Plan | None = None
         self.channels = KeptChannels.of(middle.channels, k)
         self.values = None if middle.values is None else KeptChannels.of(middle.values, v)
-        self.quiet = 0  # tokens that may come before `flush` has anything to do, at least
-        self.version = 0  # grows when addresses or capacities change, so that a kernel's plan can follow
-        self.plan: Any = None
-        self.backend: Any = None  # what runs over it, once chosen
-        self.seen = np.full(batch, length) if real is None else real.sum(-1).cpu().numpy()
-        self.start = np.maximum(sizes.sink, self.seen - sizes.window)
-        whole = self.start <= sizes.sink  # rows of which nothing goes to the middle
-        self.floor = np.where(whole & _padded_left_only(real, batch), 0, self.seen)
-        self.seen_dev, self.start_dev = (upload(a, k.device) for a in (self.seen, self.start))
-        self.sink_k, self.sink_v = (k.new_zeros(batch, heads, sizes.sink, dim) for _ in range(2))
-        slots = self._slots(int(np.maximum(0, self.seen - self.start).max()))
-        self.ring_k, self.ring_v = (k.new_zeros(batch, heads, slots, dim) for _ in range(2))
-        position = real_positions(torch.zeros_like(self.seen_dev), length, real)
-        if real is None:
-            self._write_whole(k, v)
-        else:
-            self._write(k, v, position)
+        self._count(k, real)
+        position = real_positions(torch.zeros_like(self.seen_dev), k.shape[2], real)
+        self._fill_ends(k, v, None if real is None else position)
         in_middle = middle_columns(position, sizes)
         chosen = None if tokens is None else in_middle[:, None] & tokens.to(k.device)  # [B, H, T]
-        moved = (self.start - sizes.sink)[:, None].repeat(heads, 1) if chosen is None else chosen.sum(-1).cpu().numpy()
-        self.prompt = self._segment(moved, k)
-        self.tail = self._segment(np.zeros_like(moved), k)
-        if chosen is not None:
-            self._seal_chosen(k, v, chosen, moved)
-        elif moved.any():
-            self._seal(k, v, None if real is None else in_middle)
+        self._fill_middle(k, v, None if real is None else in_middle, chosen)
         self.eviction = None
         if middle.eviction is not None:
-            ends = (position >= 0) & ~in_middle
             has_middle = upload(self.channels.count > 0, k.device)[..., None]
-            held = ends[:, None] | (has_middle & (in_middle[:, None] if chosen is None else chosen))
-            scores = k.new_zeros(batch, heads, length, dtype=torch.float32) if scores is None else scores.float()
-            pairs = zip(scores, held.expand_as(scores), strict=True)
-            self.eviction = middle.eviction.begin([[s[h] for s, h in zip(*row, strict=True)] for row in pairs])
+            held = has_middle & (in_middle[:, None] if chosen is None else chosen)
+            held = held | ((position >= 0) & ~in_middle)[:, None]
+            self.eviction = begin_eviction(middle.eviction, held, scores)
             self._evict(self.eviction)
         self.reads = None if middle.reads is None else middle.reads.start(self)
 
-    def _segment(self, capacity: np.ndarray, k: Tensor) -> Segment:
-        return self.middle.segment(self.channels, capacity, k.shape[-1], k.dtype, self.values)
+    def _count(self, k: Tensor, real: Tensor | None) -> None:
+        """Count the prompt's real tokens, and those before the window."""
+        batch, _, length, _ = k.shape
+        self.seen = np.full(batch, length) if real is None else real.sum(-1).cpu().numpy()
+        self.start = np.maximum(self.sizes.sink, self.seen - self.sizes.window)
+        whole = self.start <= self.sizes.sink  # rows of which nothing goes to the middle
+        self.floor = np.where(whole & padded_left_only(real, batch), 0, self.seen)
+        self.seen_dev, self.start_dev = (upload(a, k.device) for a in (self.seen, self.start))
 
-    def _seal(self, k: Tensor, v: Tensor, in_middle: Tensor | None) -> None:
-        """Store the prompt's middle, rows of equal padding together; in_middle [B, T], None = no padding."""
-        if in_middle is None:
+    def _fill_ends(self, k: Tensor, v: Tensor, position: Tensor | None) -> None:
+        """Make sink and window and fill them; position [B, T] of a padded prompt, None = no padding."""
+        batch, heads, _, dim = k.shape
+        self.sink_k, self.sink_v = (k.new_zeros(batch, heads, self.sizes.sink, dim) for _ in range(2))
+        slots = self._slots(int(np.maximum(0, self.seen - self.start).max()))
+        self.ring_k, self.ring_v = (k.new_zeros(batch, heads, slots, dim) for _ in range(2))
+        if position is not None:
+            self._write(k, v, position)
+            return
+        for sink, ring, new in ((self.sink_k, self.ring_k, k), (self.sink_v, self.ring_v, v)):
+            write_prompt(sink, ring, new, int(self.start[0]))
+
+    def _fill_middle(self, k: Tensor, v: Tensor, in_middle: Tensor | None, chosen: Tensor | None) -> None:
+        """Make both parts of the middle, and fill the prompt's with the columns of it that stay."""
+        if chosen is None:
+            moved = (self.start - self.sizes.sink)[:, None].repeat(k.shape[1], 1)
+        else:
+            moved = chosen.sum(-1).cpu().numpy()
+        self.prompt, self.tail = (
+            self.middle.segment(self.channels, capacity, k.shape[-1], k.dtype, self.values)
+            for capacity in (moved, np.zeros_like(moved))
+        )
+        if chosen is not None:
+            seal_chosen(self.prompt, k, v, chosen, moved)
+        elif in_middle is not None and moved.any():
+            seal_columns(self.prompt, k, v, in_middle)
+        elif moved.any():
             columns = slice(self.sizes.sink, int(self.start[0]))
             self.prompt.append(np.arange(len(k)), k[:, :, columns], v[:, :, columns])
-            return
-        alike: dict[bytes, list[int]] = {}
-        patterns = in_middle.cpu().numpy()
-        for row, pattern in enumerate(patterns):
-            alike.setdefault(pattern.tobytes(), []).append(row)
-        for rows in alike.values():
-            found = np.flatnonzero(patterns[rows[0]])
-            if len(found) == 0:
-                continue
-            first, last = int(found[0]), int(found[-1]) + 1
-            at = slice(first, last) if last - first == len(found) else upload(found, k.device)
-            follow = rows[-1] - rows[0] == len(rows) - 1  # views need no copy
-            some = slice(rows[0], rows[-1] + 1) if follow else upload(np.array(rows), k.device)
-            self.prompt.append(np.array(rows), k[:, :, at][some], v[:, :, at][some])
-
-    def _seal_chosen(self, k: Tensor, v: Tensor, chosen: Tensor, count: np.ndarray) -> None:
-        """Store of the prompt's middle the tokens chosen [B, H, T], count [B, H] of them."""
-        most = int(count.max())
-        columns = torch.argsort((~chosen).to(torch.uint8), dim=-1, stable=True)[..., :most, None]
-        columns = columns.expand(-1, -1, -1, k.shape[-1])
-        self.prompt.append(np.arange(len(k)), k.gather(2, columns), v.gather(2, columns), count)
-
-    def _write_whole(self, k: Tensor, v: Tensor) -> None:
-        """`_write` of a prompt without padding: slices, in every row the same."""
-        length, slots, start = k.shape[2], self.ring_k.shape[2], int(self.start[0])
-        turn = max(start, length // slots * slots)  # the token from which on slots begin at 0 again
-        for new, ring, sink in ((k, self.ring_k, self.sink_k), (v, self.ring_v, self.sink_v)):
-            ends = min(length, self.sizes.sink)
-            sink[:, :, :ends] = new[:, :, :ends]
-            for first, last in ((start, min(turn, length)), (turn, length)):
-                if first < last:
-                    ring[:, :, first % slots : first % slots + last - first] = new[:, :, first:last]
 
     def _write(self, k: Tensor, v: Tensor, position: Tensor) -> None:
         """Put columns of real index [start, ...) into the ring and [0, sink) into the sink."""
-        for keys, values, to, chosen in (
-            (self.ring_k, self.ring_v, position % self.ring_k.shape[2], position >= self.start_dev[:, None]),
-            (self.sink_k, self.sink_v, position, (position >= 0) & (position < self.sizes.sink)),
-        ):
-            row, column = chosen.nonzero(as_tuple=True)
-            keys[row, :, to[row, column]] = k[row, :, column]
-            values[row, :, to[row, column]] = v[row, :, column]
+        for sink, ring, new in ((self.sink_k, self.ring_k, k), (self.sink_v, self.ring_v, v)):
+            write_columns(sink, ring, new, position, self.start_dev)
 
     def append(self, k: Tensor, v: Tensor, real: Tensor | None = None, write: Write | None = None) -> Tensor:
-        """Take in new tokens k, v [B, H, n, D] (real [B, n], None = all real).
+        """Take in new tokens.
 
-        write: puts tokens that all belong into the ring and counts them on the device; None = `write` below. Returns
-        their real indices [B, n], -1 = padding.
+        k, v: [B, H, n, D]
+        real: [B, n] bool, False = padding, None = no padding
+        write: puts tokens that all belong into the ring, and counts them on the device; None = `Store.write`
+
+        Returns their real indices [B, n], -1 for padding.
         """
         new, self.quiet = k.shape[2], 0
         self._fit(new)
-        if real is None and (self.seen >= self.sizes.sink).all():  # every decoding step: no host waits for the device
+        if real is None and (self.seen >= self.sizes.sink).all():  # every decoding step; no wait for the device
             position = (write or Store.write)(self, k, v)
             self.seen += 0 if capturing(k) else new
             return position
@@ -176,7 +155,10 @@ class Store:
         return position
 
     def write(self, k: Tensor, v: Tensor) -> Tensor:
-        """Put new tokens k, v [B, H, n, D] into the ring and count them on the device: returns their indices [B, n]."""
+        """Put new tokens k, v [B, H, n, D] into the ring, and count them on the device.
+
+        Returns their real indices [B, n].
+        """
         position = real_positions(self.seen_dev, k.shape[2], None)
         row, slot = torch.arange(len(k), device=k.device)[:, None], position % self.ring_k.shape[2]
         self.ring_k[row, :, slot] = k.transpose(1, 2)
@@ -187,7 +169,7 @@ class Store:
     def flush(self, move: Move | None = None) -> None:
         """Move what is due from the window to the middle: `flush` tokens each time it holds `window + flush`.
 
-        move: puts `due` [B] tokens of each row into a tail that has room, None = `move` below.
+        move: puts `due` [B] tokens of each row into a tail that has room, None = `Store.move`
         """
         size = self.sizes
         over = np.maximum(0, self.seen - self.start - size.window)
@@ -205,7 +187,7 @@ class Store:
         self.quiet = size.window + size.flush - int((self.seen - self.start).max()) if self.eviction is None else 0
 
     def move(self, due: np.ndarray) -> None:
-        """Put the oldest `due` [B] tokens of each row's window into the tail; count them, there and in start_dev."""
+        """Put the oldest `due` [B] tokens of each row's window into the tail, and count them there and in start_dev."""
         for amount in np.unique(due[due > 0]).tolist():
             rows = np.nonzero(due == amount)[0]
             rows_dev = upload(rows, self.seen_dev.device)
@@ -214,31 +196,19 @@ class Store:
             k, v = (x[rows_dev[:, None], :, slot].transpose(1, 2) for x in (self.ring_k, self.ring_v))
             self.tail.append(rows, k, v)
             if self.eviction is not None:
-                self._forget(self.eviction, rows, amount)
+                first = np.minimum(self.seen, self.sizes.sink)[:, None] + self.prompt.length + self.tail.length
+                self.eviction.forget_moved(rows, ~self.middle.joining(self.channels), first, amount)
         update(self.start_dev, self.start + due)
 
-    def _joins(self) -> np.ndarray:
-        """Which heads [B, H] take tokens that leave the window."""
-        joins = self.channels.count > 0
-        return joins if self.middle.joins is None else joins & self.middle.joins.cpu().numpy()
-
     def _grow(self, due: np.ndarray) -> None:
-        """Give the tail room for `due` [B] more tokens, and some to spare, unless it has it."""
-        joins = self._joins()
+        """Give the tail room for `due` [B] more tokens and for some later ones, unless it has that room."""
+        joins = self.middle.joining(self.channels)
         if (self.tail.length + due[:, None] * joins <= self.tail.capacity).all():
             return
         need = self.tail.length + due.max() * joins
         slack = np.maximum(GROWTH, need // 16)
         self.tail = self.tail.grown(np.maximum(self.tail.capacity, np.where(need > 0, need + slack, 0)))
         self.version += 1
-
-    def _forget(self, policy: Eviction, rows: np.ndarray, amount: int) -> None:
-        """Drop the scores of the `amount` tokens that left the window of `rows` in heads that do not take them."""
-        end = np.minimum(self.seen, self.sizes.sink)[:, None] + self.prompt.length + self.tail.length
-        for row, head in np.argwhere(~self._joins()).tolist():
-            if row in rows:
-                gone = torch.zeros(amount, dtype=torch.bool, device=self.ring_k.device)
-                policy.forget(row, head, int(end[row, head]), gone)
 
     def _evict(self, policy: Eviction) -> None:
         """Drop the tokens of the middle that the policy gives up."""
@@ -249,38 +219,32 @@ class Store:
             self.version += 1
 
     def _slots(self, held: int) -> int:
-        """Slots that a ring of `held` tokens needs: its usual size once there is a middle, before it no spare page."""
+        """Slots of a ring that holds `held` tokens: no spare page before there is a middle, then the usual size."""
         needed = round_up(max(1, held), PAGE)
         return needed if (self.start <= self.sizes.sink).all() else max(self.sizes.ring, needed)
 
     def _fit(self, new: int) -> None:
-        """Give the ring room for `new` more tokens in every row, or its usual size back."""
+        """Grow the ring for `new` more tokens in every row, or give it its usual size back."""
         held = int(np.maximum(0, self.seen - self.start).max()) + new
         old = self.ring_k.shape[2]
-        # on a GPU a captured step may follow, which cannot grow the ring: decoding begins with all of it
+        # On a GPU a captured step may follow, and it cannot grow the ring: decoding begins with all of it.
         slots = max(self.sizes.ring, round_up(held, PAGE)) if self.ring_k.is_cuda else self._slots(held)
         if slots == old or (slots < old and new):
             return
-        index = self.start_dev[:, None] + torch.arange(min(held, old), device=self.start_dev.device)
-        row = torch.arange(len(index), device=index.device)[:, None]
-        for name in ("ring_k", "ring_v"):
-            ring = getattr(self, name)
-            moved = ring.new_zeros(*ring.shape[:2], slots, ring.shape[3])
-            moved[row, :, index % slots] = ring[row, :, index % old]
-            setattr(self, name, moved)
+        self.ring_k, self.ring_v = (resized(ring, self.start_dev, held, slots) for ring in (self.ring_k, self.ring_v))
         self.version += 1
 
     def crop(self, remove: int) -> None:
         """Forget the last `remove` tokens of every row.
 
-        Raises ValueError if that would need tokens back that have been compressed.
+        Raises ValueError if tokens would be needed that have been compressed or counted in eviction scores.
         """
         if (self.seen - remove < self.floor).any():
             can = int((self.seen - self.floor).min())
             raise ValueError(
                 f"cannot crop {remove} tokens: at most {can} came after the last move to the compressed middle, and "
-                "after the last padding behind a token. "
-                "Call cache.activate_past_recording() first; tokens then wait in the window until crop() is called"
+                "after the last padding behind a token. Call cache.activate_past_recording() first; tokens then wait "
+                "in the window until crop() is called"
             )
         if remove and self.eviction is not None:
             raise ValueError(
@@ -291,7 +255,7 @@ class Store:
         self.seen_dev -= remove
 
     def select(self, rows: Tensor) -> None:
-        """Make the batch `rows` [R] of the present one (beam search, repeats, dropped rows)."""
+        """Make the batch `rows` [R] of the present one, for beam search, repeated rows and dropped rows."""
         at, dev = rows.cpu().numpy(), rows.to(self.seen_dev.device)
         self.seen, self.start, self.floor = self.seen[at], self.start[at], self.floor[at]
         self.seen_dev, self.start_dev = self.seen_dev[dev], self.start_dev[dev]
@@ -302,12 +266,14 @@ class Store:
         self.prompt, self.tail = (part.select(rows, self.channels, self.values) for part in (self.prompt, self.tail))
         if self.eviction is not None:
             self.eviction.select(rows)
-        self.version += 1  # first: what is read off the parts now is of the new version
+        self.version += 1  # before `moved`, whose layout then belongs to the new version
         if self.reads is not None:
             self.reads.moved(self)
 
     def to(self, device: torch.device) -> None:
-        """Move everything held to `device`."""
+        """Move everything held to `device`, unless it is there."""
+        if self.ring_k.device == device:
+            return
         for name in ("sink_k", "sink_v", "ring_k", "ring_v", "seen_dev", "start_dev"):
             setattr(self, name, getattr(self, name).to(device))
         for table in (self.channels, self.values):

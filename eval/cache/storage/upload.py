@@ -1,4 +1,4 @@
-"""Small tables from the host to the device, without either waiting for the other."""
+"""Small tables go from the host to the device, and neither waits for the other."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 def _staged(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array where a copy to `device` may begin later: pinned for a GPU, whose allocator keeps it until then."""
-    tensor = torch.from_numpy(np.array(array, order="C"))  # a copy: the host goes on with its own
+    """A copy of the array on the host: pinned for a GPU, whose allocator keeps it until the transfer has begun."""
+    tensor = torch.from_numpy(np.array(array, order="C"))  # a copy, so that the host may change its own
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
@@ -21,3 +21,8 @@ def upload(array: np.ndarray, device: torch.device) -> Tensor:
 def update(tensor: Tensor, array: np.ndarray) -> None:
     """Overwrite a tensor, at its address, with the array."""
     tensor.copy_(_staged(array, tensor.device), non_blocking=True)
+
+
+def capturing(x: Tensor) -> bool:
+    """Whether operations on x are being recorded into a CUDA graph, so that nothing is appended yet."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()

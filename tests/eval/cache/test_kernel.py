@@ -127,7 +127,7 @@ def test_more_partial_results_than_a_merge_reads_in_a_round(merge):
     k, v = torch.randn(2, 1, 1, 2, 64).to(DEVICE, dtype)
     position = store.append(k, v, write=kernel.write)
     assert error(kernel, store, torch.randn(1, 8, 2, 64).to(DEVICE, dtype), position) < 5e-3
-    assert store.plan.table[:, 9].max() > 2 * (64 // rows)
+    assert store.plan.table[:, work.Column.PARTIALS].max() > 2 * (64 // rows)
 
 
 @pytest.mark.skipif(ON_GPU, reason="the same on the device below")
@@ -203,6 +203,20 @@ def test_spans_cover_every_token_once_and_are_even(parts, programs, tile, per_he
         assert all(first == numbers[0] and count == len(numbers) for _, first, count in results)
     largest_step = 256 * tile * 2 + 2 * work.PIECE_BYTES
     assert max(cost) <= sum(cost) / programs + 2 * largest_step + work.PIECE_BYTES * len(unit)
+
+
+def test_columns_of_the_work_table_lie_where_they_always_lay():
+    """Two programs over a sink and a middle of one head: every number of the table, by name and by place."""
+    units = np.array([(work.SINK, 0, 0, 64, 0, 1000, 128), (work.PROMPT, 0, 0, 640, 2000, 3000, 32)], dtype=np.int64)
+    table = work.cut(units, 2, 64, 128)
+    assert table.shape == (3, work.FIELDS) == (3, 13)
+    assert [column.value for column in work.Column] == list(range(13))
+    assert table.tolist() == [
+        [work.SINK, 0, 0, 0, 64, 0, 1000, 128, 1, 0, 0, 0, 2],
+        [work.PROMPT, 0, 0, 256, 640, 2000, 3000, 32, 1, 2, 1, 0, -1],
+        [work.PROMPT, 0, 0, 0, 256, 2000, 3000, 32, 0, 2, 0, 0, -1],
+    ]
+    assert table[:, work.Column.NEXT].tolist() == [2, -1, -1]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

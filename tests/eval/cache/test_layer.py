@@ -1,6 +1,7 @@
 """What transformers asks of a cache layer beyond generate(), the bytes it counts, and the errors it raises."""
 
 import warnings
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers import DynamicCache
 from eval.cache import CompressedLayer, Sizes, bytes_per_row, compressed_cache, max_batch
 from eval.cache.attention import backend
 from eval.cache.hook import ATTENTION
+from eval.cache.memory import Memory
 from eval.cache.storage.channels import KeptChannels
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, left_padded, oracle_cache, random_keep, run, tiny_model
 
@@ -171,6 +173,30 @@ def test_memory_is_what_the_tensors_hold_and_what_was_projected():
     row = bytes_per_row(keep, 300, torch.float64, sizes)
     assert memory.total - memory.tables == 2 * row
     assert max_batch(keep, 300, 10 * row + 1, torch.float64, sizes) == 10
+
+
+def test_memory_reads_in_megabytes_and_as_a_share_of_dense():
+    memory = Memory(
+        sink=500_000, window=3_100_000, middle_k=2_000_000, middle_v=5_900_000, tables=99_000, slack=1, dense=28_600_000
+    )
+    parts = "sink 0.5, window 3.1, middle K 2.0, middle V 5.9, tables 0.099, slack <0.001"
+    assert str(memory) == f"11.6 MB, 41% of dense (28.6 MB): {parts}"
+    assert str(memory + memory).startswith("23.2 MB, 41% of dense (57.2 MB): sink 1.0, ")
+    assert str(Memory()) == "0.0 MB"
+    assert str(Memory(other=2_000_000)) == "2.0 MB: other 2.0"
+    assert "dense" not in asdict(memory)  # rows of results keep their parts
+    assert memory.total == sum(asdict(memory).values())
+
+
+def test_the_share_is_of_the_real_tokens_that_were_seen():
+    model, lengths = tiny_model("llama"), [300, 200]
+    ids, mask = left_padded(lengths, 10)
+    cache = prefilled(model, random_keep(10, empty=0.5), ids, mask, sizes=(4, 32, 8))
+    step(model, cache, ids[:, :1])
+    dense = (sum(lengths) + 2) * 2 * LAYERS * HEADS * DIM * 8
+    memory = cache.memory()
+    assert f" MB, {memory.total / dense:.0%} of dense ({dense / 1e6:.1f} MB): sink 0" in str(memory)
+    assert memory.total < dense
 
 
 def test_an_empty_head_holds_no_middle():

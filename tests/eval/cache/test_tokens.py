@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from eval.cache import Sizes
-from eval.cache.attention.backend import Auto
+from eval.cache.attention.backend import Auto, Plain
 from eval.cache.hook import ATTENTION
 from eval.cache.memory import measure_store
 from eval.cache.storage.middle import Middle
@@ -397,8 +397,8 @@ def test_the_kernel_says_what_it_cannot(monkeypatch):
     monkeypatch.setattr("eval.cache.attention.backend.why_not", lambda *args: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     store = random_store(0, Middle(values=torch.ones(3, 16, dtype=torch.bool)))[0]
-    q, position = torch.randn(2, 3, 1, 16), torch.tensor([[60], [200]])
+    q = torch.randn(2, 3, 1, 16)
     with pytest.warns(RuntimeWarning, match="plain PyTorch: the kernel reads every channel of V"):
-        Auto().attend(store, q, position, 1.0)
+        assert isinstance(Auto().choose(store, q), Plain)
     with pytest.raises(RuntimeError, match="cannot run: the kernel reads every channel of V"):
-        Auto(insist=True).attend(random_store(0, store.middle)[0], q, position, 1.0)
+        Auto(insist=True).choose(store, q)

@@ -30,10 +30,10 @@ def test_only_caches_that_the_kernel_reads_whole_are_captured():
     assert not capturable(cache)  # nothing has been read yet
     DecodeLoop(model, cache, torch.tensor([[40]])).step(torch.tensor([[7]]))
     assert cache.get_seq_length() == 41
-    assert isinstance(cache.layers[0].store.backend, Plain)
+    assert isinstance(cache.layers[0].backend, Plain)
     assert not capturable(cache)
     for layer in cache.layers:
-        layer.store.backend = SimpleNamespace(captures=True)
+        layer.backend = SimpleNamespace(captures=True)
     assert capturable(cache)
     cache.layers[1].store.seen[0] = 3  # shorter than the sink
     assert not capturable(cache)

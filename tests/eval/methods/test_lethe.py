@@ -301,7 +301,7 @@ def test_what_cannot_be_is_refused(monkeypatch):
         Middle(eviction=HeavyHitters(3), reads=object())
     monkeypatch.setattr("eval.cache.attention.backend.why_not", lambda *args: None)
     with pytest.raises(RuntimeError, match="the kernel gives no attention weights"):
-        Auto(insist=True).attend(store, torch.randn(2, 4, 1, 8), torch.zeros(2, 1), 1.0)
+        Auto(insist=True).choose(store, torch.randn(2, 4, 1, 8))
     for change, message in (
         ({"reading": "mine"}, "reading='mine' must be one of text, printed"),
         ({"sparse_ratio": 1}, "sparse_ratio=1 must be a number above 1"),

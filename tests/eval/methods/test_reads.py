@@ -83,7 +83,7 @@ def test_a_step_reads_what_the_loops_choose(seed, lengths, page, budget, grow, l
     store = layer.store
     q = torch.randn(len(lengths), 2 * HEADS, 1, DIM, dtype=torch.float64)
     position = torch.tensor(store.seen)[:, None] - 1
-    out = layer.backend.attend(store, q, position, 1.0)
+    out = layer.choice.choose(store, q).attend(store, q, position, 1.0)
     for row, head in itertools.product(range(len(lengths)), range(2 * HEADS)):
         of, (k, v) = keep[head // 2], (x[head // 2] for x in rows[row])
         start, one = max(SIZES.sink, int(store.start[row])), q[row, head, 0]
@@ -121,8 +121,10 @@ def test_reordered_rows_keep_their_bounds():
     layer.reorder_cache(torch.tensor([1, 1, 0]))
     q = torch.randn(2, 2 * HEADS, 1, DIM, dtype=torch.float64)
     position = torch.tensor([[49], [30]])
-    out = layer.backend.attend(layer.store, q[[1, 1, 0]], position[[1, 1, 0]], 1.0)
-    torch.testing.assert_close(out, alone.backend.attend(alone.store, q, position, 1.0)[[1, 1, 0]])
+    out = layer.choice.choose(layer.store, q).attend(layer.store, q[[1, 1, 0]], position[[1, 1, 0]], 1.0)
+    torch.testing.assert_close(
+        out, alone.choice.choose(alone.store, q).attend(alone.store, q, position, 1.0)[[1, 1, 0]]
+    )
 
 
 def test_bounds_are_counted():
