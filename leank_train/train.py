@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 import warnings
@@ -75,7 +74,6 @@ def train(config: RunConfig, resolved: dict[str, Any], identity: str, out: Path,
     """What `run` does in a folder that is claimed."""
     started = time.time()
     torch.set_float32_matmul_precision("high")
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its notes on hardware and products
     L.seed_everything(config.seed, workers=True, verbose=False)
     place, shared = parallel.device(config.trainer), parallel.settings(config.trainer)
     kind = str(backbones.torch_dtype(config.model.dtype, place)).removeprefix("torch.")
