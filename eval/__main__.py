@@ -31,9 +31,9 @@ def run(config: dict[str, Any], directory: Path) -> int:
     """
     from eval.inference.models import load_model
     from eval.report import write_report
+    from eval.rows.result_row import check_rows
+    from eval.rows.results import Results, read
     from eval.run.build import build_job
-    from eval.run.results import Results, read
-    from eval.run.rows import check_rows
     from leank_train.common.typed import typed
     from leank_train.running.wandb_log import LoggerConfig, make_logger
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import warnings
 from collections.abc import Iterator
@@ -56,7 +55,6 @@ def train(current: Run, signals: Signals) -> dict[str, Any]:
     """Run all phases of a claimed run; see `run`."""
     started, config, out = time.time(), current.config, current.out
     torch.set_float32_matmul_precision("high")
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its notes on hardware and products
     L.seed_everything(config.seed, workers=True, verbose=False)
     shared = parallel.settings(config.trainer)
 

@@ -18,16 +18,17 @@ FORBIDDEN = {
 # the rooms (folders and files) of a package from the top floor down: each imports from its own floor's rooms below
 LAYERS = {
     "leank_train": [
-        {"__main__"}, {"train"}, {"validation"}, {"running"}, {"settings"}, {"stages"}, {"data"}, {"backbone"},
-        {"channel_scores"}, {"forward", "objective"}, {"mask"}, {"common"},
+        {"__main__"}, {"train"}, {"validation"}, {"run_folder"}, {"settings"}, {"stages"}, {"running"}, {"data"},
+        {"backbone"}, {"channel_scores"}, {"objective"}, {"forward"}, {"mask"}, {"common"},
     ],
     "eval": [
-        {"__main__"}, {"lm_eval"}, {"run"}, {"report"}, {"methods"}, {"benchmarks"}, {"metrics", "published"}, {"inference"},
-        {"cache"},
+        {"__main__"}, {"lm_eval"}, {"run"}, {"report"}, {"rows"}, {"methods"}, {"inference"}, {"benchmarks"},
+        {"metrics", "published"}, {"cache"},
     ],
-    "eval.cache": [{"cache"}, {"generate", "memory"}, {"graph"}, {"hook"}, {"attention"}, {"layer"}, {"storage"}],
+    "eval.cache": [{"cache"}, {"generate", "memory"}, {"graph"}, {"hook"}, {"layer"}, {"attention"}, {"storage"}],
     "eval.methods": [
-        {"match"}, {"memory"}, {"base"}, {"channels", "tokens", "bits", "reads", "prefill"}, {"common"}, {"axes"}, {"held"},
+        {"match"}, {"memory"}, {"base"}, {"tokens", "bits", "reads", "prefill"}, {"channels"}, {"common"},
+        {"registry"}, {"axes"}, {"held"},
     ],
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ import numpy as np
 from eval.report.groups import Pair, changed, group, labels, paired
 from eval.report.html import listing, page, title, to_table
 from eval.report.tables import Line, Table, markdown, number
-from eval.run.results import read
+from eval.rows.results import read
 from leank_train.common.bootstrap import interval, mean
 from leank_train.common.escape import markdown as escaped
 from leank_train.common.files import write_text

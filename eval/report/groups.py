@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from eval.run.rows import ResultRow, check_rows
+from eval.rows.result_row import ResultRow, check_rows
 
 Pair = tuple[ResultRow, ResultRow]
 

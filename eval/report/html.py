@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from eval.report.groups import Pair, changed
 from eval.report.records import RunSummary, Summary
 from eval.report.tables import Table, tables
-from eval.run.rows import ResultRow
+from eval.rows.result_row import ResultRow
 
 SHOWN = 40  # replies listed per method, of those that differ from dense
 

@@ -25,7 +25,7 @@ from eval.report.records import (
     Seconds,
     Summary,
 )  # fmt: skip
-from eval.run.rows import ResultRow
+from eval.rows.result_row import ResultRow
 from leank_train.common.bootstrap import DRAWS, LEVEL, interval, mean
 
 __all__ = ["MARKED", "changed", "group", "labels", "paired", "summarise"]

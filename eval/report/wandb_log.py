@@ -12,7 +12,7 @@ from eval.report.groups import changed, group
 from eval.report.html import SHOWN, title
 from eval.report.plots import FIGURES
 from eval.report.summary import summarise
-from eval.run.results import read
+from eval.rows.results import read
 from leank_train.running.wandb_log import mask_artifact, model_artifact, use
 
 CELL = ("method", "task", "length", "n", "score", "cache_bytes")

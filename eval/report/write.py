@@ -13,7 +13,7 @@ from eval.report.latex import document
 from eval.report.records import Summary
 from eval.report.summary import MARKED, summarise
 from eval.report.tables import markdown, tables
-from eval.run.results import read
+from eval.rows.results import read
 from leank_train.common.escape import csv_text
 from leank_train.common.escape import markdown as escaped
 from leank_train.common.files import write_bytes, write_text

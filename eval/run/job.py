@@ -20,11 +20,11 @@ from eval.benchmarks.scoring import score_row
 from eval.inference.models import ModelConfig
 from eval.inference.prompts import Prompt, encode, overhead
 from eval.methods import Method
+from eval.rows.result_row import ResultRow, RowSettings
+from eval.rows.results import Key, Results
 from eval.run.compression import Watch
 from eval.run.progress import Progress
 from eval.run.replay import Answer, Replay, Settings
-from eval.run.results import Key, Results
-from eval.run.rows import ResultRow, RowSettings
 
 FORMAT = 1  # version of what a row means; part of its key
 log = logging.getLogger("eval")

@@ -5,6 +5,8 @@ conf/train/trainer has the settings.
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
@@ -21,6 +23,7 @@ from leank_train.forward.kernels import KERNELS
 from leank_train.running.preempt import environments
 
 OURS = ("sequence_parallel", "shard_weights", "prefill_kernel")  # settings that lightning.Trainer does not take
+NOT_OURS = r"`isinstance\(treespec, LeafSpec\)` is deprecated"  # Lightning's own use of torch, at every start
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,8 @@ def trainer(config: TrainerConfig, **more: Any) -> L.Trainer:
 
     Raises ValueError if sequence_parallel does not divide the number of processes.
     """
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its notes on hardware and products
+    warnings.filterwarnings("ignore", NOT_OURS, FutureWarning)
     given = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in OURS}
     plugins = [*more.pop("plugins", []), *environments()]
     made = L.Trainer(**given, **more, plugins=plugins)

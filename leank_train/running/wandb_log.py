@@ -70,7 +70,9 @@ def wandb_logger(mode: str, save_dir: str, name: str | None = None, **settings: 
             f"W&B is offline: look with `wandb leet {save_dir}/wandb`, or `wandb sync` that folder later", flush=True
         )
     name = name or Path(save_dir).resolve().name
-    return WandbLogger(offline=mode == "offline", save_dir=save_dir, name=name, **settings)
+    logger = WandbLogger(offline=mode == "offline", save_dir=save_dir, name=name, **settings)
+    logger._wandb_init.pop("anonymous", None)  # Lightning passes it on in any case; W&B warns that it has no effect
+    return logger
 
 
 def _in_netrc() -> bool:

@@ -1,4 +1,4 @@
-"""Time a token of model.generate() itself: with transformers' caches, and with the compressed cache, eager and captured.
+"""Time per token of model.generate(): with transformers' caches, and with the compressed cache, eager and captured.
 
     python -m scripts.bench.generate OUT                       # Llama-3.1-8B shape, random weights, one GPU
     python -m scripts.bench.generate OUT --shape reference --case 2x600 --new 40 --warm-up 8      # a CPU, to look at it

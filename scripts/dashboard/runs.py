@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from eval.report.records import RunSummary, Summary
 from eval.report.summary import summarise
-from eval.run.results import GLOB, read
+from eval.rows.results import GLOB, read
 from leank_train.common.tensor_files import read_checkpoint
 from leank_train.mask import ChannelMask
 from leank_train.settings import plain

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
 from eval.report.summary import summarise
-from eval.run.results import GLOB, read
+from eval.rows.results import GLOB, read
 from leank_train.common.escape import csv_text, markdown_table
 from leank_train.common.escape import markdown as escaped
 from leank_train.common.files import write_bytes, write_text

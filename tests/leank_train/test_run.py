@@ -215,6 +215,7 @@ def test_command_line_killed_from_outside(finished, model, tmp_path):
     again = cli(model, tmp_path)
     output, _ = again.communicate(timeout=120)
     assert again.returncode == 0, output
+    assert not [note for note in ("deprecated", "GPU available", "Tip:", "no effect") if note in output], output
     assert "mask      here/mask.safetensors" in output or str(tmp_path / "here/mask.safetensors") in output
     assert [p.name for p in tmp_path.iterdir()] == ["here"]  # and nothing beside hydra.run.dir
     assert torch.equal(alpha(tmp_path / "here"), alpha(finished))

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
 from eval.report import summarise
-from eval.run.results import Results
+from eval.rows.results import Results
 from leank_train.mask import ChannelMask
 from scripts.dashboard.__main__ import against_ratio, main, set_loss_axis, training_table
 from scripts.dashboard.runs import evaluation_points, evaluations, training_points, trainings

@@ -15,8 +15,8 @@ from eval.benchmarks import infinitebench, mmlu, niah
 from eval.benchmarks.scoring import score_row
 from eval.inference.models import ModelConfig, load_model
 from eval.report import write_report
+from eval.rows.results import Results, read
 from eval.run.build import BENCHMARKS, build_job
-from eval.run.results import Results, read
 from tests import DATA
 from tests.helpers.gsm_solver import solve
 

@@ -12,6 +12,7 @@ from eval.cache.attention import backend
 from eval.cache.hook import ATTENTION
 from eval.cache.memory import Memory
 from eval.cache.storage.channels import KeptChannels
+from leank_train.mask import ChannelMask
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, left_padded, oracle_cache, random_keep, run, tiny_model
 
 SIZES = (2, 6, 3)
@@ -247,8 +248,7 @@ def test_falling_back_says_why_once(monkeypatch):
 
 
 def test_a_mask_file_is_enough(tmp_path):
-    masks = pytest.importorskip("leank_train.mask", reason="masks have no file format yet")
-    masks.ChannelMask(random_keep(15)).save(tmp_path / "mask.safetensors")
+    ChannelMask(random_keep(15)).save(tmp_path / "mask.safetensors")
     cache = compressed_cache(tiny_model("llama"), tmp_path / "mask.safetensors")
     assert torch.equal(torch.stack([layer.middle.channels for layer in cache.compressed]), random_keep(15))
 

@@ -214,8 +214,6 @@ def available() -> list[str]:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks of memory are read from Linux's /proc")
 @pytest.mark.parametrize("name", GRADERS)
 def test_every_kind_of_long_text_is_cheap(name):
-    if name in CHINESE:
-        pytest.importorskip("jieba")
     rows = [row for row in table(name.split()[0]) if row[0] == name]
     assert len(rows) == len(list(texts()))
     assert [row for row in rows if row[2] >= SECONDS or row[3] >= MEGABYTES] == []

@@ -8,8 +8,6 @@ from eval.metrics import math500, math_worker
 from eval.metrics.math_normalize import grader_normalize, mathd_normalize, strip_thousands
 from tests.helpers import parity
 
-pytest.importorskip("pylatexenc", reason="MATH-500 reads LaTeX with pylatexenc")
-
 
 @pytest.mark.parametrize("row", parity.rows("math500_grader"), ids=parity.label)
 def test_parity(row):

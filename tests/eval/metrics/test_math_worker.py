@@ -7,11 +7,10 @@ import sys
 import time
 
 import pytest
+from sympy.parsing import sympy_parser
 
 from eval.metrics import math500, math_equal, math_worker
 from tests import ROOT
-
-pytest.importorskip("pylatexenc", reason="MATH-500 reads LaTeX with pylatexenc")
 
 
 def _octal(code: str) -> str:
@@ -69,8 +68,6 @@ def test_no_answer_runs_code(tmp_path, nested, side, call):
     ],
 )
 def test_what_is_no_arithmetic_is_not_evaluated(text, monkeypatch):
-    sympy_parser = pytest.importorskip("sympy.parsing.sympy_parser")
-
     def evaluated(code, *_):
         raise AssertionError(f"evaluated {code!r}")
 

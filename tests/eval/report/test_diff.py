@@ -9,7 +9,7 @@ import pytest
 from eval.__main__ import command_line
 from eval.report import summarise, write_diff, write_report
 from eval.report.summary import changed, paired
-from eval.run.results import Results
+from eval.rows.results import Results
 from tests.eval.report.test_report import Checker, grid, row
 
 

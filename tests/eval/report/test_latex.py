@@ -38,6 +38,7 @@ def test_the_papers_figures_stand_apart():
     assert "resizebox" in latex(Table("T", [str(i) for i in range(9)], []))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     shutil.which("pdflatex") is None, reason="apt install texlive-latex-recommended to compile the tables"
 )

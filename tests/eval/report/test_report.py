@@ -14,7 +14,7 @@ from markdown_it import MarkdownIt
 from eval import published
 from eval.report import summarise, write_diff, write_report
 from eval.report.tables import by_length, by_task, differences, gsm, overall
-from eval.run.results import Results
+from eval.rows.results import Results
 from leank_train.common import bootstrap
 
 

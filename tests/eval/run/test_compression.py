@@ -20,10 +20,10 @@ from eval.methods.reads.quest import Quest
 from eval.methods.tokens.snapkv import SnapKV
 from eval.methods.tokens.streaming_llm import StreamingLLM
 from eval.report import write_report
+from eval.rows.results import Results, read
 from eval.run.compression import Watch
 from eval.run.job import Job
 from eval.run.replay import Replay, Settings
-from eval.run.results import Results, read
 from tests.eval.report.test_report import row
 from tests.eval.run.test_engine import NEW, Letters, rows
 from tests.helpers.cache_oracle import tiny_model

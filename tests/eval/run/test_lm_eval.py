@@ -1,16 +1,13 @@
-"""The lm-evaluation-harness adapter, held against plain transformers; needs lm_eval, else skipped."""
+"""The lm-evaluation-harness adapter, held against plain transformers."""
 
 import json
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import DynamicCache
-
-pytest.importorskip("lm_eval", reason="pip install 'leank[lm_eval]' to test the adapter")
-
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
+from transformers import DynamicCache
 
 from eval.cache import compressed_cache
 from eval.cache.hook import ATTENTION

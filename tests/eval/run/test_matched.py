@@ -12,8 +12,8 @@ from eval.inference.prompts import encode
 from eval.methods import AXES
 from eval.methods.match import share_of_dense
 from eval.report.summary import summarise
+from eval.rows.results import read
 from eval.run.build import build_job
-from eval.run.results import read
 from tests import ROOT
 
 

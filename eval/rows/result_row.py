@@ -42,7 +42,7 @@ class RowSettings(TypedDict):
 
 @with_config(ConfigDict(strict=True))
 class ResultRow(TypedDict):
-    """One method's answer to one sample. The first nine fields are the row's key (`eval.run.results.Key`).
+    """One method's answer to one sample. The first nine fields are the row's key (`eval.rows.results.Key`).
 
     model: label of the model.
     method: label of the method.

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from eval.__main__ import command_line
 from eval.report import summarise
-from eval.run.results import Key, Results
-from eval.run.rows import check_rows
+from eval.rows.result_row import check_rows
+from eval.rows.results import Key, Results
 from tests.eval.report.test_report import row
 
 KEY = {**Key("m", "dense", "c0", "ruler", "vt", 64, "0", 42, "after_question")._asdict(), "score": 1.0}

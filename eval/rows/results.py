@@ -1,4 +1,4 @@
-"""results.jsonl: one row per model, method and sample, appended durably (`eval.run.rows` says what a row holds).
+"""results.jsonl: one row per model, method and sample, appended durably (`eval.rows.result_row` says what a row holds).
 
 A row is complete on disk before the next begins: one write, then fsync. A kill can tear the last line only. The next
 run cuts a torn line off and does its sample anew.
@@ -14,7 +14,7 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eval.run.rows import ResultRow
+from eval.rows.result_row import ResultRow
 from leank_train.common.files import Lock
 
 NAME = "results.jsonl"
@@ -112,7 +112,7 @@ class Results:
 def read(path: str | os.PathLike[str]) -> Iterator[ResultRow]:
     """Yield the rows of a results file, or of all files in a run directory (each shard writes one).
 
-    Every row has a key; `eval.run.rows.check_rows` checks the other fields. A torn last line is left out.
+    Every row has a key; `eval.rows.result_row.check_rows` checks the other fields. A torn last line is left out.
 
     Raises FileNotFoundError, or ValueError naming the line that is damaged or no row.
     """
