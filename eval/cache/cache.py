@@ -206,5 +206,5 @@ def _middles(mask: MaskLike | list[Middle] | None, expected: tuple[int, int, int
     shapes = [(len(found), *m.channels.shape[-2:]) for m in found if m.channels is not None]
     for shape in shapes or [(len(found), *expected[1:])]:
         if shape != expected:
-            raise ValueError(f"mask has shape {shape}, the model needs {expected} (layers, KV heads, head_dim)")
+            raise ValueError(f"mask has shape {shape}, the model needs {tuple(expected)} (layers, KV heads, head_dim)")
     return found

@@ -1,11 +1,11 @@
 """The pictures of the README, drawn from the tables of docs/results.
 
-    python -m scripts.bench.pictures scores docs/results/reference/rows.jsonl.gz docs/results/reference/recall.csv
+    python -m scripts.bench.pictures scores outputs/eval/reference_ratios docs/results/reference/recall.csv
     python -m scripts.bench.pictures recall docs/results/reference/recall.csv docs/pictures/recall.svg
     python -m scripts.bench.pictures speed docs/results/h200 docs/pictures/speed.svg
 
-`scores` turns rows (task, length, index, method, recall) into mean recall with 95% bootstrap intervals per method and
-pruning ratio; seeds of one method and ratio are averaged per sample. `recall` draws any such table: label, ratio (% of
+`scores` turns the rows of an evaluation into mean recall with 95% bootstrap intervals per method and pruning ratio, which
+its label ends in; seeds of one method and ratio are averaged per sample. `recall` draws any such table: label, ratio (% of
 K channels pruned, empty for dense), recall, low, high. `speed` draws generation.csv and attention.csv of one folder.
 The files are SVG with a transparent background and colours that can be read on white and on black.
 """
@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import csv
-import gzip
 import io
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +26,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from eval.report.style import INK, SETTINGS, plain, sheet
+from eval.rows.result_row import ResultRow
+from eval.rows.results import read
 from leank_train.common import bootstrap
 from leank_train.common.escape import csv_rows
 from leank_train.common.files import write_text
@@ -39,7 +39,15 @@ COLOURS = {
 }  # fmt: skip
 OTHERS = ("#56B4E9", "#D55E00")
 TEXT = "#7b8088"  # contrast 4 to 1 on white, 4.8 to 1 on #0d1117
-LABELS = {"leank": "LeanK", "think": "ThinK", "static_norm": "static norm", "lowest_frequencies": "lowest frequencies"}
+LABELS = {
+    "leank": "LeanK",
+    "kl": "LeanK",
+    "paper": "paper's objective",
+    "l2steered": "L2, steered",
+    "think": "ThinK",
+    "static_norm": "static norm",
+    "lowest_frequencies": "lowest frequencies",
+}
 LOOK = SETTINGS | {"font.size": 11, "axes.titlesize": 11, "svg.fonttype": "none", "svg.hashsalt": "leank"}
 
 Table = Sequence[Mapping[str, str]]
@@ -51,20 +59,20 @@ def read_table(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def scores(rows: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:
+def scores(rows: Iterable[ResultRow]) -> list[dict[str, object]]:
     """Mean recall in % with its 95% interval of every method that `LABELS` names, and of dense.
 
-    rows: task, length, index, method and recall (0 to 1) of each reply. Methods are named NAME_70pct_seed1 or NAME@70%.
+    rows: of an evaluation whose methods are named such as think_70pct, leank_70pct_seed1 or kl_90_seed1.
     """
     samples: dict[tuple[str, str], dict[tuple[object, object], dict[object, list[float]]]] = defaultdict(
         lambda: defaultdict(lambda: defaultdict(list))
     )
     for row in rows:
-        method = str(row["method"])
-        found = re.fullmatch(r"(.+)[@_](\d+)(?:pct|%)(?:_seed\d+)?", method)
+        method = row["method"]
+        found = re.fullmatch(r"(.+?)_(\d+)(?:pct)?(?:_seed\d+)?", method)
         name, ratio = (LABELS.get(found[1]), found[2]) if found else (method if method == "dense" else None, "")
         if name is not None:
-            samples[name, ratio][row["task"], row["length"]][row["index"]].append(100 * float(str(row["recall"])))
+            samples[name, ratio][row["task"], row["length"]][row["sample"], row["seed"]].append(100 * row["score"])
     out = []
     for (name, ratio), cells in samples.items():
         strata = [[float(np.mean(values)) for values in cell.values()] for cell in cells.values()]
@@ -196,12 +204,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["scores", "recall", "speed"])
-    parser.add_argument("source", type=Path, help="rows, a table of recall, or a folder of benchmarks")
+    parser.add_argument("source", type=Path, help="folder of an evaluation, table of recall, or folder of benchmarks")
     parser.add_argument("out", type=Path)
     args = parser.parse_args(argv)
     if args.action == "scores":
-        with gzip.open(args.source, "rt") as file:
-            write_text(args.out, csv_rows(scores(map(json.loads, file))))
+        write_text(args.out, csv_rows(scores(read(args.source))))
         return
     with matplotlib.rc_context(LOOK):
         drawn = draw_recall(read_table(args.source)) if args.action == "recall" else draw_speed(args.source)

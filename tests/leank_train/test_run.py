@@ -243,7 +243,7 @@ def test_weights_and_biases_offline(model, tmp_path, monkeypatch):
     assert "validation" in text
     state = json.loads(inspect("--summary"))
     assert {"pruning_ratio", "empty_heads", "alpha_mean", *(f"recall/{m}" for m in METHODS)} <= {*state["summary"]}
-    assert state["config"]["mask"]["align"] == 4
+    assert state["config"]["pruning"]["align"] == 4
     media = folder / "files/media"
     assert {p.stem.rsplit("_", 2)[0] for p in media.rglob("*.png")} == PLOTS
     (table,) = media.rglob("*.table.json")

@@ -16,11 +16,11 @@ def texts(file):
 
 
 def test_seeds_are_averaged_per_sample_and_cells_count_alike():
-    def row(method, task, index, recall):
-        return {"task": task, "length": 1024, "index": index, "method": method, "recall": recall}
+    def row(method, task, sample, score):
+        return {"task": task, "length": 1024, "sample": str(sample), "seed": 1, "method": method, "score": score}
 
     rows = [row("dense", "a", 0, 1.0), row("leank_70pct_seed1", "a", 0, 1.0), row("leank_70pct_seed2", "a", 0, 0.5)]
-    rows += [row("leank_70pct_seed1", "b", i, 0.0) for i in range(3)] + [row("stage1_free_70", "a", 0, 0.0)]
+    rows += [row("leank_70pct_seed1", "b", i, 0.0) for i in range(3)] + [row("kl_90_seed1_cut_50pct", "a", 0, 0.0)]
     dense, leank = scores(rows)
     assert dense == {"label": "dense", "ratio": "", "recall": 100.0, "low": 100.0, "high": 100.0}
     assert leank == {"label": "LeanK", "ratio": "70", "recall": 37.5, "low": 37.5, "high": 37.5}

@@ -12,7 +12,7 @@ from tests.helpers.cache_oracle import random_keep, tiny_model
 
 def test_no_more_than_a_page_is_spare_before_there_is_a_middle():
     model = tiny_model("llama")
-    cache = compressed_cache(model, ChannelMask(random_keep(0)), 8, 1024, 32, "reference")
+    cache = compressed_cache(model, ChannelMask(random_keep(0)), 8, 1024, 32, "torch")
     ids = torch.randint(2, 80, (1, 265), generator=torch.Generator().manual_seed(0))
     model(ids, past_key_values=cache)
     token = 2 * 2 * 2 * 8 * 8  # K and V, layers, heads, channels, fp64
@@ -35,7 +35,7 @@ def test_tokens_are_those_of_a_ring_that_is_whole_from_the_start(lengths, monkey
     for whole in (False, True):
         if whole:
             monkeypatch.setattr(Store, "_slots", lambda self, held: max(self.sizes.ring, -(-held // PAGE) * PAGE))
-        cache = compressed_cache(model, ChannelMask(random_keep(0)), 8, 250, 32, "reference")
+        cache = compressed_cache(model, ChannelMask(random_keep(0)), 8, 250, 32, "torch")
         mask, found = real, []
         found.append(model(ids, attention_mask=mask.long(), past_key_values=cache).logits[:, -1])
         for step in range(150):

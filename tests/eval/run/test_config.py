@@ -51,7 +51,7 @@ def test_reference_ruler(masks):
 
 
 def test_reference_masks_makes_the_headline_table(monkeypatch):
-    monkeypatch.chdir(CONF.parent)  # its masks are in the repository
+    monkeypatch.chdir(ROOT)  # its masks are in the repository
     made, _ = job("+experiment=reference_masks", "+method.mine.channels={name:leank,mask:" + MASK + "}")
     learned = [f"leank_{ratio}pct_seed{seed}" for ratio in (70, 80) for seed in (1, 2)]
     untrained = [f"{m}_{r}pct" for m in ("lowest_frequencies", "think", "static_norm") for r in (70, 80)]

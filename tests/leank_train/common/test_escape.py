@@ -39,7 +39,7 @@ def test_a_csv_read_back_is_the_text_with_apostrophes_where_they_are_needed(line
                     harmless = part.strip().lstrip('" ').startswith("'") or re.fullmatch(r"[+-]?[\d.eE+-]+", cell)
                     assert start not in tuple("=+-@＝＋－＠") or harmless
             else:
-                assert float(cell) == value
+                assert float(cell) == float(value)
 
 
 def rendered(text):
