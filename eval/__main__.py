@@ -1,6 +1,6 @@
 """Evaluate methods on a benchmark, compute the report of a run again, or compare two of its methods by sample.
 
-python -m eval +experiment=reference_ruler mask=outputs/train/mask.safetensors
+python -m eval +experiment=reference_ruler mask=outputs/reference_70pct_seed1/mask.safetensors
 python -m eval report outputs/eval/reference_ruler
 python -m eval diff outputs/eval/reference_ruler dense leank
 """

@@ -106,7 +106,7 @@ def test_jobs_arrays_nodes_and_sacct(slurm, tmp_path):
 def train(slurm, cwd, model, options, *extra):
     """sbatch scripts/cluster/train.sbatch on the tiny run; (job's number, its log)."""
     script = ROOT / "scripts/cluster/train.sbatch"
-    number = submit(slurm, cwd, *options, script, *command(model), *SETTINGS, "trainer.accelerator=cpu", *extra)
+    number = submit(slurm, cwd, *options, script, *command(model), *SETTINGS, "trainer=ddp", "trainer.accelerator=cpu", *extra)
     return number, cwd / f"leank_train_{number}.log"
 
 
