@@ -6,7 +6,7 @@ A choice here serves every prompt. Tokens and scores that belong to one prompt a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,9 +15,6 @@ from torch import Tensor
 from eval.cache.storage.channels import KeptChannels
 from eval.cache.storage.eviction import Eviction
 from eval.cache.storage.pages import Segment
-
-if TYPE_CHECKING:
-    from eval.cache.storage.store import Store
 
 
 class Codec(Protocol):
@@ -41,7 +38,7 @@ class Codec(Protocol):
 class ReadChoice(Protocol):
     """Which tokens of the middle a query reads."""
 
-    def start(self, store: Store) -> ReadState:
+    def start(self, store: Any) -> ReadState:
         """The choice's state for one sealed layer, whose Store it is given."""
 
 
@@ -63,7 +60,7 @@ class Columns(Protocol):
 class ReadState(Protocol):
     """What a choice of reads keeps for one layer."""
 
-    def moved(self, store: Store) -> None:
+    def moved(self, store: Any) -> None:
         """The middle has other tokens than before, or the batch other rows."""
 
     def visible(self, row: int, head: int, q: Tensor, k: Tensor, channels: Tensor) -> Tensor:
