@@ -27,6 +27,7 @@ from eval.run.compression import Compression, Watch
 from eval.run.replay import Replay
 
 try:
+    from lm_eval.api.instance import Instance
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -49,7 +50,7 @@ class CompressedLM(TemplateLM):
 
     def __init__(
         self, method: str = "dense", batch_size: int | str = 1, max_batch_size: int | None = None,
-        device: str | None = None, max_gen_toks: int = 256, **settings: Any,
+        device: str | None = None, max_gen_toks: int = 256, **settings: object,
     ) -> None:  # fmt: skip
         """Load the model and check the settings. Raises ValueError or FileNotFoundError as python -m eval does.
 
@@ -113,14 +114,14 @@ class CompressedLM(TemplateLM):
             )
         )
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: object) -> list[int]:
         """Return the ids of a text; one that begins with the BOS token (a chat template's) gets no second one."""
         bos = self.tokenizer.bos_token
         if add_special_tokens is None:
             add_special_tokens = not (bos and string.startswith(bos))
         return self.tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"]
 
-    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return the replies; a prompt that is too long loses its start, as in lm_eval."""
         asked = [self._request(number, *request.args) for number, request in enumerate(requests)]
         order = sorted(range(len(asked)), key=lambda i: len(asked[i][0].ids), reverse=True)
@@ -152,7 +153,7 @@ class CompressedLM(TemplateLM):
         return Prompt(ids, len(ids) - 1), Row("lm_eval", str(number), context, "", (), reply, "", stop=stop)
 
     def _loglikelihood_tokens(
-        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: object
     ) -> list[Scored]:  # fmt: skip
         """Return each continuation's sum of log probabilities, and whether greedy decoding would give it.
 
@@ -196,7 +197,7 @@ class CompressedLM(TemplateLM):
             self._note(len(context), compressed if method.axes else None, False, broken)
             yield total, greedy
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log probability of each whole text, read in windows of all of the model's positions."""
         totals = []
         for request in requests:

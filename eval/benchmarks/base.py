@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from eval.benchmarks.row import Row
 
@@ -45,7 +45,7 @@ class Benchmark(Protocol):
         None = those.
         """
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """What every sample depends on beside its task, length, id and data, as JSON."""
 
     def data(self, task: str) -> str | None:

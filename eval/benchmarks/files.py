@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Generic, TypeVar
 
 from annotated_types import MinLen
 
@@ -30,10 +30,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 Tasks = Annotated[Sequence[str], MinLen(1)]
+Data = TypeVar("Data")  # what a line holds
 
 
 @dataclass
-class FromFiles(Checked, ABC):
+class FromFiles(Checked, ABC, Generic[Data]):
     """A benchmark of files; its subclasses say how a line is read and built.
 
     path: where the data is; None asks the hub.
@@ -44,7 +45,7 @@ class FromFiles(Checked, ABC):
     samples: Positive | None = None
     name: str = ""
     seed: Seed = 0
-    _lines: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
+    _lines: dict[str, dict[str, Data]] = field(default_factory=dict, repr=False)
     _digests: dict[str, str] = field(default_factory=dict, repr=False)
     _limit: int | None = field(default=None, repr=False)
     _reply: int | None = field(default=None, repr=False)
@@ -61,7 +62,7 @@ class FromFiles(Checked, ABC):
 
     @abstractmethod
     def build(
-        self, task: str, line: Any, tokenizer: PreTrainedTokenizerBase | None = None, max_length: int | None = None
+        self, task: str, line: Data, tokenizer: PreTrainedTokenizerBase | None = None, max_length: int | None = None
     ) -> Row:
         """One line as a row."""
 
@@ -117,7 +118,7 @@ class FromFiles(Checked, ABC):
             return {}
         return {"file": hashlib.sha256(Path(self.path).read_bytes()).hexdigest()[:10]}
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return the digest of a single file; `data` tells the files of a folder or the hub apart, task by task."""
         return dict(self._file)
 
@@ -143,7 +144,7 @@ class FromFiles(Checked, ABC):
 
 
 @dataclass
-class LongBench(FromFiles):
+class LongBench(FromFiles[longbench.LongBenchLine]):
     """LongBench v1.
 
     path: .jsonl, .jsonl.gz, data.zip or a folder of them.
@@ -169,18 +170,22 @@ class LongBench(FromFiles):
         return checked(longbench.read(task, self.path), schema.longbench_line(task))
 
     def build(
-        self, task: str, line: Any, tokenizer: PreTrainedTokenizerBase | None = None, max_length: int | None = None
+        self,
+        task: str,
+        line: longbench.LongBenchLine,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        max_length: int | None = None,
     ) -> Row:
         """Build a row of one line."""
         return longbench.build_row(task, line, tokenizer, max_length)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return what every sample depends on; see `Benchmark.identity`."""
         return {"max_length": self.max_length, **super().identity()}
 
 
 @dataclass
-class InfiniteBench(FromFiles):
+class InfiniteBench(FromFiles[infinitebench.InfiniteBenchLine]):
     """InfiniteBench.
 
     path: a folder of <task>.jsonl files.
@@ -205,18 +210,22 @@ class InfiniteBench(FromFiles):
         return checked(infinitebench.read(task, self.path), schema.infinitebench_line(task))
 
     def build(
-        self, task: str, line: Any, tokenizer: PreTrainedTokenizerBase | None = None, max_length: int | None = None
+        self,
+        task: str,
+        line: infinitebench.InfiniteBenchLine,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        max_length: int | None = None,
     ) -> Row:
         """Build a row of one line."""
         return infinitebench.build_row(task, line, tokenizer, max_length, self.style)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return what every sample depends on; see `Benchmark.identity`."""
         return {"max_length": self.max_length, "style": self.style, **super().identity()}
 
 
 @dataclass
-class Math500(FromFiles):
+class Math500(FromFiles[math500.Math500Line]):
     """MATH-500. path: test.jsonl of prm800k's math_splits, or its folder."""
 
     max_new_tokens: Positive = math500.MAX_NEW_TOKENS
@@ -227,18 +236,22 @@ class Math500(FromFiles):
         return checked(math500.read(self.path), schema.math500_line())
 
     def build(
-        self, task: str, line: Any, tokenizer: PreTrainedTokenizerBase | None = None, max_length: int | None = None
+        self,
+        task: str,
+        line: math500.Math500Line,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        max_length: int | None = None,
     ) -> Row:
         """Build a row of one line."""
         return math500.build_row(line, self.max_new_tokens)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return what every sample depends on; see `Benchmark.identity`."""
         return {"max_new_tokens": self.max_new_tokens, **super().identity()}
 
 
 @dataclass
-class Mmlu(FromFiles):
+class Mmlu(FromFiles[mmlu.Question]):
     """MMLU.
 
     path: the folder of the official CSV files, or a .jsonl.
@@ -277,14 +290,18 @@ class Mmlu(FromFiles):
         return digest(json.dumps(self._dev[task], sort_keys=True) + super()._known_by(task, lines))
 
     def build(
-        self, task: str, line: Any, tokenizer: PreTrainedTokenizerBase | None = None, max_length: int | None = None
+        self,
+        task: str,
+        line: mmlu.Question,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        max_length: int | None = None,
     ) -> Row:
         """Build a row of one line."""
         if self.reasoning:
             return mmlu.reasoning_row(task, self._dev[task], line, "", self.max_new_tokens)
         return mmlu.row_for(task, self._dev[task], line, "")
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return what every sample depends on; see `Benchmark.identity`."""
         reply = self.max_new_tokens if self.reasoning else 1
         return {"shots": self.shots, "reasoning": self.reasoning, "max_new_tokens": reply, **super().identity()}

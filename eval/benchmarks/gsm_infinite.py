@@ -7,7 +7,7 @@ so one template fills them; spelling and grammar are the benchmark's.
 from collections.abc import Mapping
 from typing import Any
 
-from eval.benchmarks.row import Message, Row
+from eval.benchmarks.row import Message, Row, kept
 from eval.metrics.gsm_infinite import gold_answer
 
 MODES = ("normalforward", "forwardreverse")
@@ -115,7 +115,7 @@ def realistic_row(data: Mapping[str, Any], merge_turns: bool = False) -> Row:
         max_new_tokens=MAX_NEW_TOKENS,
         metric="gsm_infinite",
         preamble=(system,) if merge_turns else (system, instructions),
-        meta={key: data[key] for key in ("op", "template", "mode", "length", "d") if key in data},
+        meta=kept(data, "op", "template", "mode", "length", "d"),
     )
 
 
@@ -129,5 +129,5 @@ def symbolic_row(data: Mapping[str, Any]) -> Row:
         answers=list(data["answer_list"]),
         max_new_tokens=MAX_NEW_TOKENS,
         metric="gsm_symbolic",
-        meta={key: data[key] for key in ("op", "n", "length") if key in data},
+        meta=kept(data, "op", "n", "length"),
     )

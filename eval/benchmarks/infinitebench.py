@@ -8,11 +8,11 @@ Data: <task>.jsonl files in a folder, else from the Hugging Face hub.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from eval.benchmarks import source
 from eval.benchmarks.mmlu import LETTERS
@@ -28,6 +28,16 @@ STYLES = ("completion", "chat")
 CHOICES = ("longbook_choice_eng", "code_debug")
 
 
+class InfiniteBenchLine(TypedDict):
+    """A published line. answer: a text, a number or a list; options: four texts, of multiple choice alone."""
+
+    context: str
+    input: str
+    answer: object
+    options: NotRequired[list[object]]
+    id: NotRequired[str | int | None]
+
+
 @cache
 def assets() -> dict[str, dict[str, Any]]:
     """Return by task the prompts of "completion" and of "chat", and the reply lengths in "max_new_tokens"."""
@@ -36,7 +46,7 @@ def assets() -> dict[str, dict[str, Any]]:
 
 def build_row(
     task: str,
-    data: Mapping[str, Any],
+    data: InfiniteBenchLine,
     tokenizer: Tokenizer | None = None,
     max_length: int | None = None,
     style: str = "completion",
@@ -68,7 +78,7 @@ def read(task: str, path: str | Path | None = None) -> Iterator[source.Line]:
     return source.read(f"InfiniteBench {task}", task, path, source.Hub(REPO, f"{task}.jsonl"))
 
 
-def label(task: str, data: Mapping[str, Any]) -> list[Any]:
+def label(task: str, data: InfiniteBenchLine) -> list[object]:
     """What the task's scorer compares with: the answers, and of multiple choice the right option and its letter."""
     answer = data["answer"]
     answers = list(answer) if isinstance(answer, list) else [answer]
@@ -79,17 +89,17 @@ def label(task: str, data: Mapping[str, Any]) -> list[Any]:
     return [answers[0], LETTERS[data["options"].index(answers[0])]]
 
 
-def _fields(task: str, data: Mapping[str, Any]) -> dict[str, Any]:
+def _fields(task: str, data: InfiniteBenchLine) -> dict[str, object]:
     """What a prompt's braces stand for, beside the context."""
     asked = data["input"]
-    fields = {"input": asked, "question": asked}
+    fields: dict[str, object] = {"input": asked, "question": asked}
     if task in CHOICES:
         fields |= {f"OPTION_{letter}": data["options"][i] for i, letter in enumerate(LETTERS)}
     if task == "math_find":
         fields["prefix"] = f"What is {_found('(The .+) of', asked).lower()} in the following list?"
     if task == "code_run":
-        fields["func_call"] = _found(r"(func_[0-9]+\(-?[0-9]+\))", asked)
-        fields["func"] = fields["func_call"].split("(")[0]
+        call = _found(r"(func_[0-9]+\(-?[0-9]+\))", asked)
+        fields |= {"func_call": call, "func": call.split("(")[0]}
     return fields
 
 

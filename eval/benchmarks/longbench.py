@@ -5,12 +5,12 @@ Data: <task>.jsonl files (or .jsonl.gz) in a folder, else the benchmark's data.z
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from eval.benchmarks import source
 from eval.benchmarks.prompting import Tokenizer, fill
@@ -54,9 +54,20 @@ def tasks(preset: str) -> tuple[str, ...]:
     return PRESETS[preset]
 
 
+class LongBenchLine(TypedDict):
+    """A line of the data set."""
+
+    context: str
+    input: str
+    answers: list[str]
+    all_classes: NotRequired[list[str] | None]
+    length: NotRequired[int | None]
+    _id: NotRequired[str | int | None]
+
+
 def build_row(
     task: str,
-    data: Mapping[str, Any],
+    data: LongBenchLine,
     tokenizer: Tokenizer | None = None,
     max_length: int | None = None,
 ) -> Row:

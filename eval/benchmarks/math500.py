@@ -5,18 +5,28 @@ request to reason and to box the answer, which eval.metrics.math500 grades.
 Data: test.jsonl of prm800k's math_splits, else HuggingFaceH4/MATH-500 from the hub (the same problems).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from eval.benchmarks import source
-from eval.benchmarks.row import Row
+from eval.benchmarks.row import Row, kept
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 MAX_NEW_TOKENS = 32_768  # Lethe does not say; what DeepSeek-R1, whose distilled models it uses, is evaluated with
 
 
-def build_row(data: Mapping[str, Any], max_new_tokens: int = MAX_NEW_TOKENS) -> Row:
+class Math500Line(TypedDict):
+    """A line of the data set."""
+
+    problem: str
+    answer: str
+    unique_id: NotRequired[str | int | None]
+    subject: NotRequired[str | None]
+    level: NotRequired[str | int | None]
+
+
+def build_row(data: Math500Line, max_new_tokens: int = MAX_NEW_TOKENS) -> Row:
     """One line ("problem", "answer"; "unique_id", "subject", "level" are kept) as a `Row`."""
     if not isinstance(data["answer"], str):
         raise TypeError(f"the answer must be a text, got {data['answer']!r}")
@@ -28,7 +38,7 @@ def build_row(data: Mapping[str, Any], max_new_tokens: int = MAX_NEW_TOKENS) -> 
         answers=[data["answer"]],
         max_new_tokens=max_new_tokens,
         metric="math500",
-        meta={key: data[key] for key in ("subject", "level") if key in data},
+        meta=kept(data, "subject", "level"),
     )
 
 

@@ -13,7 +13,7 @@ import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from data_gen.reading import read_text
 from eval.benchmarks import source
@@ -30,7 +30,16 @@ REPO = "cais/mmlu"
 SPLITS = ("dev", "test", "val", "validation", "train", "auxiliary_train")
 ANSWER_TOKENS = tuple(f" {letter}" for letter in LETTERS)
 
-Question = Mapping[str, Any] | Sequence[Any]
+
+class MmluLine(TypedDict):
+    """A question. answer: a letter or 0-3; the question that is put to the model needs none."""
+
+    question: str
+    choices: Sequence[str]
+    answer: NotRequired[str | int]
+
+
+Question = MmluLine | Sequence[str]
 
 
 def format_prompt(subject: str, dev_rows: Sequence[Question], row: Question) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 from annotated_types import Ge, Le, MinLen
@@ -165,7 +165,7 @@ class Niah(Checked):
     def _depths(self) -> list[int]:
         return list(self.depths) if self.depths is not None else grid(0, 100, self.count)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return what every sample depends on; see `Benchmark.identity`."""
         return {"essays": known_by(self.essays), "split": self.split}
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, MinLen
 
-from data_gen.gsm_infinite import nth
-from data_gen.gsm_symbolic import symbolic
+from data_gen.gsm_infinite import Problem, nth
+from data_gen.gsm_symbolic import SymbolicProblem, symbolic
 from data_gen.tokens import TokenCounter
 from eval.benchmarks import gsm_infinite
 from eval.benchmarks.base import Cell, check_fits
@@ -70,7 +70,7 @@ class GsmInfinite(Checked):
     def data(self, task: str) -> None:
         """A file counts in `identity`, the generator has none."""
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return what every sample depends on; see `Benchmark.identity`."""
         from_where = {"file": self._digest} if self.path is not None else {}
         return {**from_where, "merge_turns": self.merge_turns, "max_new_tokens": self.max_new_tokens}
@@ -94,7 +94,7 @@ class GsmInfinite(Checked):
     def _generate(self, planned: tuple[str, int, int, int], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         subset, length, op, index = planned
         if subset == "symbolic":
-            made: Any = symbolic(op, self.seed, index, length)
+            made: Problem | SymbolicProblem = symbolic(op, self.seed, index, length)
         else:
             counter = self._counters.setdefault(id(tokenizer), TokenCounter(tokenizer))
             made = nth(SUBSETS[subset], length, op, index, self.seed, counter)

@@ -31,7 +31,7 @@ def truncate_middle(text: str, max_length: int, tokenizer: Tokenizer) -> str:
 
 
 def fill(
-    template: str, context: str, fields: Mapping[str, Any], tokenizer: Tokenizer | None = None,
+    template: str, context: str, fields: Mapping[str, object], tokenizer: Tokenizer | None = None,
     max_length: int | None = None,
 ) -> tuple[str, str]:  # fmt: skip
     """(context with what stands before it, question: all that follows the context) of a filled template.

@@ -45,3 +45,8 @@ class Row:
     def messages(self) -> list[Message]:
         """The conversation up to the reply, without `answer_prefix`."""
         return [*self.preamble, {"role": "user", "content": self.prompt}]
+
+
+def kept(data: Mapping[str, object], *names: str) -> dict[str, object]:
+    """Return those of the named fields that a line has, for `Row.meta`."""
+    return {name: data[name] for name in names if name in data}

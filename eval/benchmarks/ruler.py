@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import MinLen
 
@@ -83,7 +83,7 @@ class Ruler(Checked):
                 _check_data(name, self._data(name), self.samples)
             self.row(Cell(name, min(self.lengths), ("0",)), "0", tokenizer, overhead)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return what every sample depends on; see `Benchmark.identity`."""
         return {"essays": haystack.known_by(self.essays), "split": self.split}
 

@@ -11,11 +11,11 @@ import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from eval.benchmarks.source import Line
 
-Test = Callable[[Any], bool]
+Test = Callable[[object], bool]
 Whole = Callable[[Mapping[str, Any]], str | None]
 
 
@@ -47,7 +47,7 @@ class Schema:
     same: tuple[str, ...] = ()
 
 
-def checked(lines: Iterable[Line], schema: Schema | Callable[[Mapping[str, Any]], Schema]) -> Iterator[Line]:
+def checked(lines: Iterable[Line], schema: Schema | Callable[[Mapping[str, object]], Schema]) -> Iterator[Line]:
     """Yield the lines as they are.
 
     schema: of all lines, or a function from a line's object to its own.
@@ -74,37 +74,37 @@ def checked(lines: Iterable[Line], schema: Schema | Callable[[Mapping[str, Any]]
         yield line
 
 
-def is_text(value: Any) -> bool:
+def is_text(value: object) -> TypeGuard[str]:
     """Return whether a value is a text that is not blank."""
     return isinstance(value, str) and bool(value.strip())
 
 
-def is_texts(value: Any) -> bool:
+def is_texts(value: object) -> TypeGuard[list[str]]:
     """Return whether a value is a list of such texts, at least one."""
     return isinstance(value, list) and bool(value) and all(map(is_text, value))
 
 
-def is_text_or_texts(value: Any) -> bool:
+def is_text_or_texts(value: object) -> TypeGuard[str | list[str]]:
     """Return whether a value is a text that is not blank, or a list of such texts."""
     return is_text(value) or is_texts(value)
 
 
-def is_whole(value: Any) -> bool:
+def is_whole(value: object) -> TypeGuard[int]:
     """Return whether a value is a whole number."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Return whether a value is a finite number."""
     return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
 
 
-def is_integer(value: Any) -> bool:
+def is_integer(value: object) -> TypeGuard[int | str]:
     """Return whether a value is a whole number, or a text that spells one."""
     return is_whole(value) or (isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,18}", value) is not None)
 
 
-def is_digits(value: Any) -> bool:
+def is_digits(value: object) -> TypeGuard[str]:
     """Return whether a value is a text of digits alone."""
     return isinstance(value, str) and re.fullmatch("[0-9]+", value) is not None
 

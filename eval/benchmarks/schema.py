@@ -82,7 +82,7 @@ def mmlu_line() -> Schema:
     return Schema(fields)
 
 
-def gsm_infinite_line(data: Mapping[str, Any]) -> Schema:
+def gsm_infinite_line(data: Mapping[str, object]) -> Schema:
     """Return the schema of a problem; "answer_list" makes it a symbolic one."""
     fields = {"problem": TEXT, "question": TEXT, "op": COUNT, "length": optional(NAME), "id": optional(NAME)}
     same = ("id", "problem", "question")
@@ -126,15 +126,15 @@ def _one_answer(data: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _letter(value: Any) -> bool:
+def _letter(value: object) -> bool:
     return (is_whole(value) and 0 <= value < 4) or (isinstance(value, str) and value in tuple(mmlu.LETTERS))
 
 
-def _variables(value: Any) -> bool:
+def _variables(value: object) -> bool:
     return is_texts(value) and all(re.fullmatch(r"V[0-9]+", name) for name in value)
 
 
-def _values(value: Any) -> bool:
+def _values(value: object) -> bool:
     inner = value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list) else value
     return isinstance(inner, list) and bool(inner) and all(map(is_whole, inner))
 

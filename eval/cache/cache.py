@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.generation.utils import GenerateOutput
 
 from eval.cache.attention.backend import BackendChoice, choose_backend
 from eval.cache.generate import generate
@@ -27,8 +29,8 @@ class CompressedCache(Cache):
     choice: chooses the backend of every compressed layer
     """
 
-    def __init__(self, layers: list[Any], choice: BackendChoice) -> None:
-        super().__init__(layers=layers)
+    def __init__(self, layers: Sequence[CacheLayerMixin], choice: BackendChoice) -> None:
+        super().__init__(layers=list(layers))
         self.choice = choice
         self._since_crop: int | None = None  # passes since the last crop() of a recorded past, None = no crop yet
 
@@ -48,7 +50,9 @@ class CompressedCache(Cache):
         for layer in self.compressed:
             layer.expect(tokens)
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Append the new tokens of one layer; raises ValueError for a layer that the cache's model does not have."""
         if layer_idx >= len(self.layers):
             raise ValueError(
@@ -130,7 +134,7 @@ class CompressedCache(Cache):
             isinstance(layer, CompressedLayer) and layer.capturable and not layer.record_past for layer in self.layers
         )
 
-    def generate(self, model: PreTrainedModel, **kwargs: Any) -> Any:
+    def generate(self, model: PreTrainedModel, **kwargs: object) -> GenerateOutput | Tensor:
         """`model.generate()` from this cache; decoding steps replay one captured CUDA graph where that is possible.
 
         model: the model that the cache was made for.
@@ -171,7 +175,7 @@ def compressed_cache(
     expected = kv_shape(config)
     middles = _middles(mask, expected)
     sizes, choice = Sizes(sink, window, flush), choose_backend(backend)
-    layers: list[Any] = []
+    layers: list[CacheLayerMixin] = []
     for index, layer in enumerate(DynamicCache(config=config).layers):
         if type(layer) is DynamicLayer:
             layers.append(CompressedLayer(middles[index], sizes, choice))

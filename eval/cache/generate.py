@@ -15,7 +15,9 @@ from typing import Any
 
 from torch import Tensor
 from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers.generation.utils import GenerateOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import ModelOutput
 
 from eval.cache.graph import CAPTURE_FOR, DecodeLoop, capturable
 
@@ -34,10 +36,10 @@ class _Stepped:
         self._model, self._cache, self._longest = model, cache, longest
         self._loop: DecodeLoop | None = None
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._model, name)
 
-    def __call__(self, **inputs: Any) -> Any:
+    def __call__(self, **inputs: Any) -> ModelOutput:
         tokens: Tensor | None = inputs.get("input_ids")
         positions: Tensor | None = inputs.get("position_ids")
         if tokens is None or positions is None or tokens.shape[1] != 1 or any(inputs.get(name) for name in PLAIN):
@@ -56,7 +58,7 @@ class _Stepped:
 
 def graph_decoding(
     model: PreTrainedModel, input_ids: Tensor, generation_config: GenerationConfig, **kwargs: Any
-) -> Any:
+) -> GenerateOutput | Tensor:
     """Greedy decoding and sampling for `model.generate(custom_generate=graph_decoding)`; beams run as usual.
 
     transformers hands no streamer and no assistant to a `custom_generate`; `CompressedCache.generate` takes both.
@@ -72,7 +74,7 @@ def graph_decoding(
     return mode._sample(stepped, input_ids, generation_config=generation_config, **kwargs)
 
 
-def generate(cache: Cache, model: PreTrainedModel, **kwargs: Any) -> Any:
+def generate(cache: Cache, model: PreTrainedModel, **kwargs: object) -> GenerateOutput | Tensor:
     """What model.generate(past_key_values=cache, **kwargs) returns; see `CompressedCache.generate`."""
     run: Any = model.generate
     streamer = kwargs.get("streamer")
@@ -83,7 +85,9 @@ def generate(cache: Cache, model: PreTrainedModel, **kwargs: Any) -> Any:
     if assisted:
         return run(past_key_values=cache, **kwargs)
 
-    def decode(model: PreTrainedModel, input_ids: Tensor, **given: Any) -> Any:
-        return graph_decoding(model, input_ids, streamer=streamer, **given)
+    def decode(
+        model: PreTrainedModel, input_ids: Tensor, generation_config: GenerationConfig, **given: object
+    ) -> GenerateOutput | Tensor:
+        return graph_decoding(model, input_ids, generation_config, streamer=streamer, **given)
 
     return run(past_key_values=cache, custom_generate=decode, **kwargs)

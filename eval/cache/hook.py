@@ -6,7 +6,8 @@ attention, plain key tensors go through SDPA, or through plain PyTorch where the
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +21,19 @@ from eval.cache.attention.softmax import Softmax, written_out
 ATTENTION = "leank"
 
 
+class AttendingLayer(Protocol):
+    """A cache layer that takes the place of its keys, and attends by itself."""
+
+    def attend(
+        self, q: Tensor, padding_mask: Tensor | None = None, scaling: float | None = None, softmax: Softmax = ...
+    ) -> Tensor:
+        """Attention of the queries q [B, Hq, Q, D] over what the layer holds: [B, Q, Hq, D]."""
+
+
 def attention(
     module: nn.Module,
     query: Tensor,
-    key: Any,
+    key: Tensor | AttendingLayer,
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
@@ -70,8 +80,8 @@ def mask(
     q_length: int,
     kv_length: int,
     q_offset: Any = 0,
-    kv_offset: Any = 0,
-    mask_function: Any = causal_mask_function,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Tensor | bool] = causal_mask_function,
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:

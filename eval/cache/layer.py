@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ class CompressedLayer(DynamicLayer):
 
     if not TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> Any:  # called for attributes that a layer lacks
+        def __getattr__(self, name: str) -> Never:  # called for attributes that a layer lacks
             if not name.startswith("_") and hasattr(Tensor, name):
                 raise AttributeError(
                     f"the keys of a compressed cache are no tensor, and the model asks for their {name!r}: its "
@@ -88,7 +88,7 @@ class CompressedLayer(DynamicLayer):
         self.device = key_states.device
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Any, Tensor]:
         """Append new tokens [B, H, n, D]; returns (the layer, values) for the attention function.
 
         Raises ValueError for another number of rows than the layer holds, or more tokens than were announced.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -51,7 +50,7 @@ class ModelConfig(backbone.ModelConfig):
     def _contents(self) -> dict[str, str]:
         return {} if self.folder is None else {"folder": folder_digest(self.folder)}
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """What the answers depend on, as JSON; a folder counts by what is in it, not by where it is."""
         dtype = str(self.torch_dtype).removeprefix("torch.")
         named = {"name": self.label, "dtype": dtype, "chat": self.chat, "overrides": dict(self.overrides)}

@@ -64,7 +64,7 @@ class PromptLayer(DynamicLayer):
         after = there.new_ones(len(there), new) if mask is None else mask[:, end - new : end].bool()
         return torch.cat([there, after], 1)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Any, Tensor]:
         """Append k, v [B, H, n, D]. Returns (the layer, v) for the attention function."""
         if self._buffer is None:
             self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True

@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -56,7 +55,7 @@ class Axis(Checked):
     def calibrate(self, observe: Observe, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
         """Look at samples once, before the first batch."""
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """What the answers depend on, as JSON; by default every setting."""
         names = [field.name for field in fields(self)]  # type: ignore[arg-type]  # every choice is a dataclass
         return {name: getattr(self, name) for name in names if not name.startswith("_")}

@@ -6,7 +6,6 @@ published files. Where the official code raises on a reply, the reply is wrong (
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from eval.metrics.rouge import rouge_lsum
 from eval.metrics.text import normalize_chinese, qa_f1, token_f1
@@ -14,7 +13,7 @@ from eval.metrics.text import normalize_chinese, qa_f1, token_f1
 _SENTENCE_MARKS = "\n:\"'.,?!{}"
 
 
-def score(task: str, prediction: str, answers: Any, drop_first_number: bool = False) -> float:
+def score(task: str, prediction: str, answers: object, drop_first_number: bool = False) -> float:
     """Score one reply, 0-1.
 
     task: official name (also "kv_retrieval_prefix" and "_both"). answers: the row's label: a string or number or a
@@ -32,23 +31,23 @@ def score(task: str, prediction: str, answers: Any, drop_first_number: bool = Fa
     return float(_SCORER_OF_TASK[task](prediction, labels))
 
 
-def first_integer(prediction: str, labels: list[Any]) -> bool:
+def first_integer(prediction: str, labels: Sequence[object]) -> bool:
     """passkey, number_string: the first run of 0-9 is the label, as text."""
     found = re.search("[0-9]+", prediction)
     return labels[0] == (found[0] if found else "")
 
 
-def word_member(prediction: str, labels: list[Any]) -> bool:
+def word_member(prediction: str, labels: Sequence[object]) -> bool:
     """kv_retrieval: the label is one of the words of the reply."""
     return labels[0] in _blank(prediction, _SENTENCE_MARKS).split()
 
 
-def speaker(prediction: str, labels: list[Any]) -> bool:
+def speaker(prediction: str, labels: Sequence[object]) -> bool:
     """longdialogue_qa_eng: the *first* label is a word of the upper-cased reply; a name of two words never is."""
     return labels[0] in [word.upper() for word in _blank(prediction, _SENTENCE_MARKS).split()]
 
 
-def code_run(prediction: str, labels: list[Any]) -> bool:
+def code_run(prediction: str, labels: Sequence[object]) -> bool:
     """The last word is an integer equal to the label; "2.5" ends in the word "5"."""
     words = _blank(prediction, "\n.`'\":").split()
     try:
@@ -57,7 +56,7 @@ def code_run(prediction: str, labels: list[Any]) -> bool:
         return False
 
 
-def code_debug(prediction: str, labels: list[Any]) -> bool:
+def code_debug(prediction: str, labels: Sequence[str]) -> bool:
     """The reply opens with the letter and "." or ":", or letter or name follow "answer is:", "is:" or "answer:"."""
     name, letter = _pair("code_debug", labels)
     reply = prediction.strip()
@@ -69,7 +68,7 @@ def code_debug(prediction: str, labels: list[Any]) -> bool:
     return bool(verdict)
 
 
-def choice(prediction: str, labels: list[Any]) -> bool:
+def choice(prediction: str, labels: Sequence[str]) -> bool:
     """longbook_choice_eng, in this order: opening A-D, whole reply, text after an answer phrase, first word in ABCD.
 
     Any reply that opens with one of A-D is judged by it ("Because" is B); a word "AB" ends the search as wrong.
@@ -89,7 +88,7 @@ def choice(prediction: str, labels: list[Any]) -> bool:
     return first in labels
 
 
-def math_find(prediction: str, labels: list[Any]) -> bool:
+def math_find(prediction: str, labels: Sequence[object]) -> bool:
     """Return whether the first unsigned number equals the label.
 
     A reply with a decimal number is wrong where the label is an integer; the official code ends in a ValueError there.
@@ -103,7 +102,7 @@ def math_find(prediction: str, labels: list[Any]) -> bool:
     return (_integer(found[0]) if isinstance(label, int) else float(found[0])) == label
 
 
-def math_calc(prediction: str, labels: list[Any], drop_first_number: bool = False) -> float:
+def math_calc(prediction: str, labels: Sequence[object], drop_first_number: bool = False) -> float:
     """Share of the expected values that the reply's unsigned integers match before the first mistake, 0-1."""
     expected = labels[0] if isinstance(labels[0], list) else labels
     numbers = [_integer(run) for run in re.findall("[0-9]+", prediction)][int(drop_first_number) :]
@@ -123,7 +122,7 @@ def _integer(digits: str) -> int | None:
         return None
 
 
-def _best(metric: Callable[[str, str], float]) -> Callable[[str, list[Any]], float]:
+def _best(metric: Callable[[str, str], float]) -> Callable[[str, Sequence[str]], float]:
     return lambda prediction, labels: max(metric(prediction, label) for label in labels)
 
 
@@ -146,7 +145,7 @@ def _after_prefix(reply: str, prefixes: Sequence[str], accepted: Sequence[str]) 
     return None
 
 
-def _pair(task: str, labels: list[Any]) -> tuple[str, str]:
+def _pair(task: str, labels: Sequence[str]) -> tuple[str, str]:
     if len(labels) != 2:
         raise ValueError(f"{task}: the label must be [name, letter], got {labels!r}")
     return labels[0], labels[1]

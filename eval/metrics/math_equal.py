@@ -14,7 +14,6 @@ import re
 import sys
 import token
 from collections.abc import Sequence
-from typing import Any
 
 from eval.metrics.math_normalize import grader_normalize, strip_thousands
 
@@ -96,7 +95,7 @@ def _sympy_equal(want: str, got: str) -> bool:
     from sympy.parsing import sympy_parser
 
     rules = (_arithmetic, *sympy_parser.standard_transformations, sympy_parser.implicit_multiplication_application)
-    table: dict[str, Any] = {"__builtins__": {}, **{name: getattr(sympy, name) for name in NAMES}}
+    table: dict[str, object] = {"__builtins__": {}, **{name: getattr(sympy, name) for name in NAMES}}
     try:
         parsed = sympy_parser.parse_expr(difference.replace("^", "**"), {}, rules, table)
         return bool(sympy.simplify(parsed) == 0)
@@ -114,7 +113,7 @@ def readable(expression: str) -> bool:
     return len(expression) <= MAX_EXPRESSION and _CHARACTERS.fullmatch(expression) is not None
 
 
-def _arithmetic(tokens: list[tuple[int, str]], local_dict: Any, global_dict: Any) -> list[tuple[int, str]]:
+def _arithmetic(tokens: list[tuple[int, str]], local_dict: object, global_dict: object) -> list[tuple[int, str]]:
     """A transformation of sympy's parser that changes nothing: ValueError for a token that is not on the lists.
 
     A name outside NAMES is a variable, unless Python or sympy know it: officially it would be what they know.

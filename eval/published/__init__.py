@@ -31,7 +31,7 @@ def tables(paper: str = "leank") -> dict[str, Any]:
     return json.loads(files("eval.published").joinpath(f"{paper}.json").read_text(encoding="utf-8"))["tables"]
 
 
-def find(benchmark: str, by: str, model: str, **where: Any) -> Iterator[Found]:
+def find(benchmark: str, by: str, model: str, **where: object) -> Iterator[Found]:
     """Every paper's rows for a benchmark and a model, such as "meta-llama/Llama-3.1-8B-Instruct".
 
     where: fields that a row must match if it has them, such as length=4096; None matches every value. Of a method

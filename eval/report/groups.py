@@ -68,7 +68,7 @@ def labels(rows: Sequence[ResultRow]) -> dict[str, str]:
     return names
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, value in tree.items():
         out |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TypedDict
 
 import matplotlib
 import numpy as np
@@ -18,14 +18,22 @@ from eval.report.style import INK, MARKERS, PALETTE, SETTINGS, plain, sheet
 CROWD = 8  # above so many methods a figure draws less of each
 
 
-def axes_of(config: Mapping[str, Any]) -> str:
+def axes_of(config: Mapping[str, object]) -> str:
     """Name the axes on which a method chooses, such as "channels + bits"."""
     return " + ".join(axis for axis, choice in config.items() if isinstance(choice, Mapping)) or "dense"
 
 
-def _styles(run: RunSummary) -> dict[str, dict[str, Any]]:
+class Style(TypedDict):
+    """How the points of a method are drawn."""
+
+    color: str
+    marker: str
+
+
+def _styles(run: RunSummary) -> dict[str, Style]:
     """Return colour and marker of each method."""
-    styles, number = {}, 0
+    styles: dict[str, Style] = {}
+    number = 0
     for method in run["methods"]:
         if method == run["dense"]:
             styles[method] = {"color": INK, "marker": "o"}

@@ -116,7 +116,7 @@ class RunSummary(TypedDict):
     model: str
     benchmark: str
     compress: str
-    settings: dict[str, Any]
+    settings: dict[str, object]
     versions: list[str]
     dense: str | None
     methods: dict[str, dict[str, Any]]

@@ -112,7 +112,7 @@ def _figures(tasks: Mapping[str, Sequence[ResultRow]], dense: Mapping[str, BySam
     return out
 
 
-def _common(rows: Sequence[ResultRow]) -> dict[str, Any]:
+def _common(rows: Sequence[ResultRow]) -> dict[str, object]:
     """The settings that all rows of a run share, and the digest of each task's data where there is one."""
     shared = {name: value for name, value in rows[0]["settings"].items() if name not in ("method", "data")}
     data = {row["task"]: row["settings"]["data"] for row in rows if "data" in row["settings"]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eval.methods import Method
 from eval.methods.channels.leank import LeanK
@@ -15,11 +15,14 @@ from eval.report.summary import summarise
 from eval.rows.results import read
 from leank_train.running.wandb_log import mask_artifact, model_artifact, use
 
+if TYPE_CHECKING:
+    from lightning.pytorch.loggers import WandbLogger
+
 CELL = ("method", "task", "length", "n", "score", "cache_bytes")
 CHANGED = ("method", "task", "length", "sample", "answers", "dense", "reply", "dense score", "score")
 
 
-def log_report(logger: Any, config: Mapping[str, Any], methods: Sequence[Method], directory: Path) -> None:
+def log_report(logger: WandbLogger, config: Mapping[str, Any], methods: Sequence[Method], directory: Path) -> None:
     """Log the report of `directory`, as `write_report` has left it.
 
     logger: Lightning's WandbLogger.

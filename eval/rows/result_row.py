@@ -33,9 +33,9 @@ class RowSettings(TypedDict):
 
     method: dict[str, Any]
     format: NotRequired[int]
-    model: NotRequired[dict[str, Any]]
-    benchmark: NotRequired[dict[str, Any]]
-    decode: NotRequired[dict[str, Any]]
+    model: NotRequired[dict[str, object]]
+    benchmark: NotRequired[dict[str, object]]
+    decode: NotRequired[dict[str, object]]
     data: NotRequired[str | None]
     specials: NotRequired[Annotated[str, OneOf("text", "as_is")] | None]
 
@@ -81,7 +81,7 @@ class ResultRow(TypedDict):
     compress: str
     score: FiniteFloat
     prediction: str
-    answers: list[Any]
+    answers: list[object]
     metric: str
     meta: dict[str, Any]
     prompt_tokens: int
@@ -102,7 +102,7 @@ def _adapter() -> TypeAdapter[ResultRow]:
     return TypeAdapter(ResultRow)
 
 
-def check_rows(rows: Iterable[Mapping[str, Any]]) -> None:
+def check_rows(rows: Iterable[Mapping[str, object]]) -> None:
     """Raise ValueError, naming the sample and the field, at the first row that no report can be computed from."""
     for row in rows:
         try:

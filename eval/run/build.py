@@ -69,7 +69,7 @@ def build_methods(
 
 
 def build_model(
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
 ) -> tuple[ModelConfig, Settings, PreTrainedConfig, PreTrainedTokenizerBase]:
     """Return the model's settings, those of the replay, the model's own config and the tokenizer; load no weights.
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from data_gen.sample import Sample
@@ -129,7 +129,7 @@ class Replay:
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Any, settings: Settings, pad: int | None = None
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: Settings, pad: int | None = None
     ) -> None:  # fmt: skip
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
         self.eos = eos_ids(model, tokenizer)
@@ -212,7 +212,7 @@ class Replay:
             middle, compressed = found[row] if method.axes else (None, None)
             one = len(t) == 0 or replies.most[row] == 1 or (len(t) == 1 and stopped is not None and stopped(row, t))
             dense = one and broken[row] is None and not before and method.prefill is None
-            text = self.tokenizer.decode(t, skip_special_tokens=True)
+            text = str(self.tokenizer.decode(t, skip_special_tokens=True))
             answers.append(Answer(t, text, seconds, steps, len(rows), share, middle, compressed, dense, broken[row]))
         return answers
 
@@ -244,7 +244,7 @@ class Replay:
             return None
 
         def stopped(row: int, tokens: list[int]) -> bool:
-            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+            text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
             return bool(rows[row].stop) and cut_at_stop(text, rows[row].stop) != text
 
         return stopped

@@ -64,7 +64,7 @@ class ByLength(Channels):
         for one in self.choices.values():
             one.calibrate(observe, tokenizer, config)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         return {"at": self.at, **{s: {"name": name_of(one), **one.identity()} for s, one in self.choices.items()}}
 
     def keep_mask(self, prefill: Prefill, config: PreTrainedConfig) -> Tensor:

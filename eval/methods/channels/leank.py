@@ -9,7 +9,6 @@ import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from pydantic import InstanceOf
@@ -56,7 +55,7 @@ class LeanK(Channels):
         except ValueError as error:
             raise ValueError(f"mask={self.mask if isinstance(self.mask, str) else 'given'}: {error}") from error
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """The mask's contents, not its path."""
         digest = hashlib.sha256(self.loaded.keep.numpy().tobytes()).hexdigest()[:16]
         return {"mask": digest, "pruning_ratio": round(self.loaded.pruning_ratio, 6)}

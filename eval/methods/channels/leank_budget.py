@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -39,7 +39,7 @@ class LeanKBudget(LeanK):
     def obs_queries(self) -> int:
         return self.queries
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         return {**super().identity(), "queries": self.queries, "group": self.group}
 
     def keep_mask(self, prefill: Prefill, config: PreTrainedConfig) -> Tensor:

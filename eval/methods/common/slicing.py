@@ -6,13 +6,13 @@ Each row may drop other tokens at another layer, so rows run one by one without 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import avg_pool1d, pad
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
@@ -37,7 +37,9 @@ def slicing(model: PreTrainedModel, choose: Choose) -> Iterator[None]:
     """
     going: Tensor | None = None  # columns of the prompt that have come as far as this layer
 
-    def before(index: int, module: Any, args: Any, kwargs: Any) -> Any:
+    def before(
+        index: int, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[object, ...], dict[str, Any]] | None:
         if going is None:
             return None
         cos, sin = kwargs["position_embeddings"]
@@ -45,7 +47,9 @@ def slicing(model: PreTrainedModel, choose: Choose) -> Iterator[None]:
         sliced = {"position_embeddings": (cos[:, going], sin[:, going])}
         return args, {**kwargs, **sliced, "position_ids": kwargs["position_ids"][:, going]}
 
-    def after(index: int, module: Any, args: Any, kwargs: Any, hidden: Tensor) -> Tensor | None:
+    def after(
+        index: int, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, Any], hidden: Tensor
+    ) -> Tensor | None:
         nonlocal going
         chosen = choose(index, kwargs["past_key_values"].layers[index])
         if chosen is None:

@@ -10,7 +10,7 @@ import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -98,7 +98,7 @@ class DuoAttention(Tokens):
         lowest_frequencies(config, 0.5)
         self._sample(tokenizer)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """The settings; a pattern counts by its contents, not by its path."""
         if self.pattern is None:
             return {name: getattr(self, name) for name in ("ratio", *CALIBRATION)}
