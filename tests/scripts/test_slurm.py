@@ -106,7 +106,8 @@ def test_jobs_arrays_nodes_and_sacct(slurm, tmp_path):
 def train(slurm, cwd, model, options, *extra):
     """sbatch scripts/cluster/train.sbatch on the tiny run; (job's number, its log)."""
     script = ROOT / "scripts/cluster/train.sbatch"
-    number = submit(slurm, cwd, *options, script, *command(model), *SETTINGS, "trainer=ddp", "trainer.accelerator=cpu", *extra)
+    settings = [*command(model), *SETTINGS, "trainer=ddp", "trainer.accelerator=cpu", *extra]
+    number = submit(slurm, cwd, *options, script, *settings)
     return number, cwd / f"leank_train_{number}.log"
 
 
