@@ -94,7 +94,7 @@ def train(current: Run, signals: Signals) -> Metrics:
     figures = plots.training_plots(record1, record2, alpha, mask, out / "plots")
     metrics["seconds"]["all"] = round(time.time() - started, 1)
     write_json(out / "metrics.json", metrics)
-    log_results(logger, metrics, figures, current, mask)
+    log_results(logger, metrics, figures, config.model.name, current.resolved, mask, out)
     return metrics
 
 

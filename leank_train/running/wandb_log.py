@@ -22,7 +22,6 @@ if TYPE_CHECKING:  # W&B and Lightning take seconds to import
     import wandb
     from lightning.pytorch.loggers import Logger, WandbLogger
 
-    from leank_train.run_folder import Run
     from leank_train.running.metrics import Metrics
 
 
@@ -130,13 +129,21 @@ def use(run: wandb.Run, artifact: wandb.Artifact) -> None:
 
 
 def log_results(
-    logger: Logger | None, metrics: Metrics, figures: dict[str, Path], current: Run, mask: ChannelMask
+    logger: Logger | None,
+    metrics: Metrics,
+    figures: dict[str, Path],
+    model: str,
+    config: Mapping[str, object],
+    mask: ChannelMask,
+    out: Path,
 ) -> None:
     """Log the results of a finished training run, and end its W&B run; does nothing for another logger.
 
     metrics: those of metrics.json.
     figures: name -> PNG.
-    mask: the learned one, stored in the run's folder as mask.safetensors.
+    model: name of the model.
+    config: of the run, resolved.
+    mask: the learned one, stored in `out` as mask.safetensors.
     """
     experiment = getattr(logger, "experiment", None)
     if experiment is None or not hasattr(experiment, "summary"):
@@ -157,7 +164,7 @@ def log_results(
         experiment.log(
             {"validation": wandb.Table(columns=["method", *tasks], data=[[m, *r.values()] for m, r in rows.items()])}
         )
-    use(experiment, model_artifact(current.config.model.name))
-    use(experiment, _artifact("config", current.identity, current.resolved))
-    experiment.log_artifact(mask_artifact(current.out / "mask.safetensors", mask))
+    use(experiment, model_artifact(model))
+    use(experiment, _artifact("config", metrics["config"], config))
+    experiment.log_artifact(mask_artifact(out / "mask.safetensors", mask))
     experiment.finish()
