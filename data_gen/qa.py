@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from data_gen import haystack
 from data_gen.reading import digest, parse_json, read_text
@@ -28,6 +28,7 @@ QUESTION = f"\n\n{_INSTRUCTION}\n\nQuestion: {{question}}"
 PREFIX = " Answer:"
 DOCUMENT = "Document {number}:\n{text}"
 FILES = {"squad": "SQuAD's dev-v2.0.json", "hotpotqa": "HotpotQA's hotpot_dev_distractor_v1.json"}
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ def _loaded(dataset: str, path: str | None) -> tuple[tuple[Asked, ...], tuple[st
     return tuple(questions), tuple(texts), digest(text)
 
 
-def _squad(raw: Any) -> tuple[list[Asked], list[str]]:
+def _squad(raw: object) -> tuple[list[Asked], list[str]]:
     articles = [
         [
             (_text(paragraph, "context", where), _list(paragraph, "qas", where), where)
@@ -191,12 +192,12 @@ def _squad(raw: Any) -> tuple[list[Asked], list[str]]:
                     answers = tuple(_text(answer, "text", place) for place, answer in found)
                     if not answers:
                         raise ValueError(f"{where} has no answers, and is_impossible is false")
-                    _check_new(qa.get("id"), where, seen)
+                    _check_new(_given(qa, "id"), where, seen)
                     questions.append(Asked(_text(qa, "question", where), answers, (gold,), related))
     return questions, texts
 
 
-def _hotpotqa(raw: Any) -> tuple[list[Asked], list[str]]:
+def _hotpotqa(raw: object) -> tuple[list[Asked], list[str]]:
     if not isinstance(raw, list):
         raise ValueError("the file must be a list of questions")
     rows, seen = [], set[str]()
@@ -208,7 +209,7 @@ def _hotpotqa(raw: Any) -> tuple[list[Asked], list[str]]:
             documents.append(f"{pair[0]}\n{''.join(pair[1])}")
         if not documents:
             raise ValueError(f"{where}.context is empty")
-        _check_new(row.get("_id"), where, seen)
+        _check_new(_given(row, "_id"), where, seen)
         rows.append((_text(row, "question", where), _text(row, "answer", where), documents))
     texts = sorted({text for _, _, documents in rows for text in documents})
     number = {text: i for i, text in enumerate(texts)}
@@ -219,33 +220,39 @@ def _hotpotqa(raw: Any) -> tuple[list[Asked], list[str]]:
     return questions, texts
 
 
-def _numbered(items: list[Any], name: str) -> list[tuple[str, Any]]:
+def _numbered(items: Sequence[object], name: str) -> list[tuple[str, object]]:
     """Pair each item with its name in messages."""
     return [(f"{name}[{i}]", item) for i, item in enumerate(items)]
 
 
-def _field(holder: Any, name: str, kind: type, where: str, must: str) -> Any:
-    if not isinstance(holder, dict) or not isinstance(holder.get(name), kind):
+def _field(holder: object, name: str, kind: type[T], where: str, must: str) -> T:
+    found = _given(holder, name)
+    if not isinstance(found, kind):
         raise ValueError(f'{where} has no "{name}" that is {must}')
-    return holder[name]
+    return found
 
 
-def _list(holder: Any, name: str, where: str) -> list[Any]:
+def _given(holder: object, name: str) -> object:
+    """Return the value of a name in an object; None where there is none."""
+    return holder.get(name) if isinstance(holder, dict) else None
+
+
+def _list(holder: object, name: str, where: str) -> list[object]:
     return _field(holder, name, list, where, "a list")
 
 
-def _text(holder: Any, name: str, where: str) -> str:
+def _text(holder: object, name: str, where: str) -> str:
     found = _field(holder, name, str, where, "a text")
     if not found.strip():
         raise ValueError(f'"{name}" of {where} is blank')
     return found
 
 
-def _are_texts(value: Any) -> bool:
+def _are_texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
-def _check_new(name: Any, where: str, seen: set[str]) -> None:
+def _check_new(name: object, where: str, seen: set[str]) -> None:
     """Raise ValueError for an id that an earlier question has: the question would count twice."""
     if name is not None and repr(name) in seen:
         raise ValueError(f"{where} has the id {str(name)[:60]!r} of another question")

@@ -11,7 +11,7 @@ import json
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 UNREADABLE = (OSError, EOFError, zlib.error)  # what a damaged .gz, a folder or a missing permission raises
 
@@ -30,7 +30,7 @@ def read_text(source: Path) -> str:
         raise ValueError(f"{source} cannot be read: {why(error)}; copy it again") from None
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str) -> object:
     """Return the value of a JSON text.
 
     Raises ValueError with a few words on what is wrong. Python's own parser accepts some of it: NaN, a name that occurs
@@ -64,11 +64,11 @@ def digest(content: str | bytes) -> str:
     return hashlib.sha256(content.encode("utf-8") if isinstance(content, str) else content).hexdigest()[:16]
 
 
-def _no_number(name: str) -> Any:
+def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

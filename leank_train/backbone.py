@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from transformers import (
@@ -42,7 +42,7 @@ class ModelConfig(Checked):
     name: str = "reference"
     dtype: Annotated[str, OneOf(*DTYPES)] = "auto"
     chat: bool | None = None
-    overrides: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def resolve(name: str) -> str:
     return str(files("leank_train") / "assets" / "reference") if name == "reference" else name
 
 
-def load_config(name: str, overrides: Mapping[str, Any] | None = None) -> PreTrainedConfig:
+def load_config(name: str, overrides: Mapping[str, object] | None = None) -> PreTrainedConfig:
     """Load the model's config, without weights.
 
     name, overrides: see `ModelConfig`.
@@ -116,6 +116,10 @@ def load_config(name: str, overrides: Mapping[str, Any] | None = None) -> PreTra
     refuse_unknown(overrides or {}, known, "model.overrides.")
     for key, value in (overrides or {}).items():
         if key == "rope_parameters":
+            if not isinstance(value, Mapping):
+                raise BadConfig(
+                    f"model.overrides.{key}={value!r} must be a mapping, e.g. {{rope_type: yarn, factor: 4}}"
+                )
             before = getattr(config, key, None) or {}
             refuse_unknown(value, [*RopeParameters.__annotations__, *before], "model.overrides.rope_parameters.")
             value = {**before, **value}
@@ -158,7 +162,7 @@ def load(
     dtype: str = "auto",
     device: str | torch.device = "cpu",
     chat: bool | None = None,
-    overrides: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, object] | None = None,
     attention: str = "sdpa",
 ) -> Backbone:
     """Load and freeze a decoder.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import lightning as L
 import torch
@@ -31,9 +30,9 @@ class Ragged:
         """Pad rows of at least one token id."""
         return cls(pad(rows), torch.tensor([len(row) for row in rows]))
 
-    def to(self, device: torch.device | str, **kwargs: Any) -> Ragged:
-        """A copy with the ids on another device; kwargs are those of `Tensor.to`."""
-        return Ragged(self.ids.to(device, **kwargs), self.lengths)
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Ragged:
+        """A copy with the ids on another device; `non_blocking` is that of `Tensor.to`."""
+        return Ragged(self.ids.to(device, non_blocking=non_blocking), self.lengths)
 
     def pin_memory(self) -> Ragged:
         """A copy in page-locked memory."""
@@ -58,9 +57,10 @@ class Batch:
         """Tokens of each prompt before its answer, [R] on the host."""
         return self.prompts.lengths - self.answers.lengths
 
-    def to(self, device: torch.device | str, **kwargs: Any) -> Batch:
-        """A copy with the ids on another device; kwargs are those of `Tensor.to`."""
-        return Batch(*(rows.to(device, **kwargs) for rows in (self.documents, self.prompts, self.answers)))
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """A copy with the ids on another device; `non_blocking` is that of `Tensor.to`."""
+        parts = (self.documents, self.prompts, self.answers)
+        return Batch(*(rows.to(device, non_blocking) for rows in parts))
 
     def pin_memory(self) -> Batch:
         """A copy in page-locked memory."""

@@ -12,9 +12,9 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class ChannelMask:
         versions; empty by default.
     """
 
-    def __init__(self, keep: Tensor, metadata: dict[str, Any] | None = None) -> None:
+    def __init__(self, keep: Tensor, metadata: Mapping[str, object] | None = None) -> None:
         """Raise ValueError unless `keep` is a bool tensor of three dimensions, none of them empty."""
         if keep.dtype != torch.bool or keep.dim() != 3 or keep.numel() == 0:
             raise ValueError(
@@ -62,7 +62,7 @@ class ChannelMask:
 
     @classmethod
     def from_scores(
-        cls, alpha: Tensor, ratio: float, align: int, rounding: str, metadata: dict[str, Any] | None = None
+        cls, alpha: Tensor, ratio: float, align: int, rounding: str, metadata: Mapping[str, object] | None = None
     ) -> ChannelMask:
         """Return beta = Top_{s%, r}(alpha) (section 3.2): the best channels, a multiple of r in each head.
 
@@ -170,7 +170,7 @@ class ChannelMask:
                 f"the mask (model {mine or 'unknown'}) has the shape {list(self.keep.shape)}, the model "
                 f"{theirs or 'unnamed'} needs [layers, kv_heads, head_dim] = {wanted}; take a mask trained for it"
             )
-        if mine and theirs and Path(mine).name.lower() != Path(theirs).name.lower():
+        if mine and theirs and Path(str(mine)).name.lower() != Path(theirs).name.lower():
             warnings.warn(f"the mask was trained on {mine} and is used on {theirs}", stacklevel=2)
 
 
@@ -216,7 +216,7 @@ def check_ratio(shape: Sequence[int], ratio: float, align: int, rounding: str) -
         )
 
 
-def _read(path: str | os.PathLike) -> tuple[Tensor, dict[str, Any]]:
+def _read(path: str | os.PathLike) -> tuple[Tensor, dict[str, object]]:
     """Return (keep, metadata) of a file that ChannelMask.save wrote."""
     cure = "copy it again, train again, or read a published .pth mask with ChannelMask.from_official"
     tensors, header = read_tensors(path, {"keep"}, cure, {"format", "metadata"})

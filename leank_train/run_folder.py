@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -30,14 +29,14 @@ class Run:
     """
 
     config: RunConfig
-    resolved: dict[str, Any]
+    resolved: dict[str, object]
     identity: str
     out: Path
     first: bool
 
 
 @contextmanager
-def claimed(config: RunConfig, resolved: dict[str, Any], out: Path) -> Iterator[Run]:
+def claimed(config: RunConfig, resolved: dict[str, object], out: Path) -> Iterator[Run]:
     """Claim the folder `out` for this run alone, and leave the config and its fingerprint there.
 
     The first process holds the lock during the run. A requeued Slurm job waits for its predecessor, whose lock a file

@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 from annotated_types import Ge, MinLen
 from omegaconf import DictConfig, OmegaConf
@@ -170,9 +170,9 @@ class RunConfig(Checked):
         )
 
 
-def plain(given: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
+def plain(given: DictConfig | Mapping[str, object]) -> dict[str, object]:
     """Resolve a configuration into built-in types and today's names; warn if it has the old name of `pruning`."""
-    found = OmegaConf.to_container(given, resolve=True) if isinstance(given, DictConfig) else dict(given)
+    found: object = OmegaConf.to_container(given, resolve=True) if isinstance(given, DictConfig) else dict(given)
     assert isinstance(found, dict)
     config = {str(key): value for key, value in found.items()}
     old, pruning = config.pop(OLD_NAME, None) or {}, config.get("pruning") or {}
@@ -187,7 +187,7 @@ def plain(given: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "pruning": {**pruning, **changed}}
 
 
-def check(given: DictConfig | Mapping[str, Any]) -> RunConfig:
+def check(given: DictConfig | Mapping[str, object]) -> RunConfig:
     """Return the typed settings of a configuration, after all checks that need no weights.
 
     Raises BadConfig for a setting that cannot work, ValueError for an unknown task, FileNotFoundError if the model or
@@ -245,7 +245,7 @@ def check_lengths(model: PreTrainedConfig, kind: str, longest: dict[str, int]) -
         )
 
 
-def check_rope(config: RunConfig, rope: Mapping[str, Any], kind: str) -> None:
+def check_rope(config: RunConfig, rope: Mapping[str, object], kind: str) -> None:
     """Raise BadConfig for rotary positions that the trainer or validation cannot use."""
     need(
         config.trainer.sequence_parallel == 1 or rope.get("rope_type") not in ("dynamic", "longrope"),
@@ -261,7 +261,7 @@ def check_rope(config: RunConfig, rope: Mapping[str, Any], kind: str) -> None:
     )
 
 
-def fingerprint(given: DictConfig | Mapping[str, Any]) -> str:
+def fingerprint(given: DictConfig | Mapping[str, object]) -> str:
     """Return twelve hexadecimal digits that change with every setting that changes the mask.
 
     The group `pruning` enters under its old name, so that folders written before keep their fingerprint.

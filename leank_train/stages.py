@@ -9,14 +9,18 @@ the next-token distributions that the model's head makes of them (objective=kl).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import lightning as L
 import torch
 import torch.distributed as dist
 from annotated_types import Ge, Gt, Le
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
+from torch.optim import Optimizer
 
 from leank_train.backbone import Backbone
 from leank_train.common.typed import Checked, Count, OneOf
@@ -143,7 +147,7 @@ class Stage(L.LightningModule):
         self._loss_of_all_ranks = mean + penalty.detach()
         return {"loss": distillation + penalty, **values}
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         """Run the backward pass; raise ValueError if the loss of all ranks is not finite."""
         distill.backward(loss, self._loss_of_all_ranks)
 
@@ -168,7 +172,7 @@ class Stage(L.LightningModule):
         tokens = all_tokens.sum() / self.parallel.sequence_parallel  # the ranks of a context have the same ones
         return loss * share[self.trainer.global_rank] * len(share), (losses * share).sum(), tokens
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return Adam (the paper's choice), and the schedule of its learning rate."""
         lr = self.config.lr
         rate = float(lr) if lr != steering.AUTO else steering.learning_rate(self.config.steps)
@@ -178,9 +182,15 @@ class Stage(L.LightningModule):
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": factor, "interval": "step"}}
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: Optimizer | LightningOptimizer,
+        optimizer_closure: Callable[[], object] | None = None,
+    ) -> None:
         """Make a step, then clamp alpha to [0, 1] if the config says so."""
-        super().optimizer_step(*args, **kwargs)
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         if self.config.clamp:
             with torch.no_grad():
                 self.alpha.clamp_(0.0, 1.0)
@@ -221,10 +231,16 @@ class Stage1(Stage):
         self.log("stage1/lam", lam)
         return {**found, "lam": lam}
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: Optimizer | LightningOptimizer,
+        optimizer_closure: Callable[[], object] | None = None,
+    ) -> None:
         """Make a step of alpha, then steer lambda; it depends on alpha alone, so all ranks get the same."""
         step, before = self.trainer.global_step + 1, self.alpha.detach().mean()
-        super().optimizer_step(*args, **kwargs)
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         if isinstance(self.lam, Tensor):
             after = self.alpha.detach().mean()
             steering.steer(self.lam, before, after, step, self.config.steps, self.ratio)

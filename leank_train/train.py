@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import torch
@@ -26,6 +25,7 @@ from leank_train.mask import ChannelMask, check_ratio
 from leank_train.objective.steering import Separation
 from leank_train.run_folder import Run, claimed
 from leank_train.running import parallel, plots
+from leank_train.running.metrics import Metrics
 from leank_train.running.preempt import SaveOnSignal, Signals
 from leank_train.running.recorder import AtomicCheckpointIO, Progress, Recorder
 from leank_train.running.wandb_log import log_results, make_logger
@@ -33,8 +33,10 @@ from leank_train.settings import BadConfig, RunConfig, check, plain
 from leank_train.stages import Stage, Stage1, Stage2
 from leank_train.validation.compare import check_lengths, validate
 
+log = logging.getLogger("leank_train")
 
-def run(given: DictConfig, out: Path, signals: Signals | None = None) -> dict[str, Any]:
+
+def run(given: DictConfig, out: Path, signals: Signals | None = None) -> Metrics:
     """Train a mask into the folder `out`, or go on with what is there.
 
     given: the configuration, conf/train/train.yaml.
@@ -51,7 +53,7 @@ def run(given: DictConfig, out: Path, signals: Signals | None = None) -> dict[st
         return train(current, signals or Signals())
 
 
-def train(current: Run, signals: Signals) -> dict[str, Any]:
+def train(current: Run, signals: Signals) -> Metrics:
     """Run all phases of a claimed run; see `run`."""
     started, config, out = time.time(), current.config, current.out
     torch.set_float32_matmul_precision("high")
@@ -92,7 +94,7 @@ def train(current: Run, signals: Signals) -> dict[str, Any]:
     figures = plots.training_plots(record1, record2, alpha, mask, out / "plots")
     metrics["seconds"]["all"] = round(time.time() - started, 1)
     write_json(out / "metrics.json", metrics)
-    log_results(logger, metrics, figures, current.resolved, mask, out)
+    log_results(logger, metrics, figures, config.model.name, current.resolved, mask, out)
     return metrics
 
 
@@ -138,7 +140,7 @@ def save_masks(current: Run, scores1: Tensor, alpha: Tensor) -> ChannelMask:
 
     mask = cut(alpha, pruning.ratio, pruning.align)
     for doubt in mask.doubts():
-        warnings.warn(f"{out / 'mask.safetensors'}: {doubt}", stacklevel=1)
+        log.warning("%s: %s", out / "mask.safetensors", doubt)
     mask.save(out / "mask.safetensors")
     write_tensors(out / "alpha.safetensors", {"alpha": alpha, "stage1": scores1})
     for align in {1, pruning.align}:  # what stage 2 is worth (appendix E): the same scores without it
@@ -148,14 +150,12 @@ def save_masks(current: Run, scores1: Tensor, alpha: Tensor) -> ChannelMask:
     return mask
 
 
-def measured(
-    current: Run, mask: ChannelMask, scores1: Tensor, alpha: Tensor, records: dict[str, Recorder]
-) -> dict[str, Any]:
+def measured(current: Run, mask: ChannelMask, scores1: Tensor, alpha: Tensor, records: dict[str, Recorder]) -> Metrics:
     """Return the metrics of training; warn if the cut of stage 1's scores was arbitrary."""
     ratio = current.config.pruning.ratio
     separation = Separation.of(scores1, ratio)
     if warning := separation.warning(ratio):
-        warnings.warn(warning, stacklevel=2)
+        log.warning("%s: %s", current.out, warning)
     return {
         "pruning_ratio": mask.pruning_ratio,
         "empty_heads": int((mask.channels_per_head == 0).sum()),

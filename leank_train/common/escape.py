@@ -7,7 +7,6 @@ import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Number
-from typing import Any
 
 PLAIN_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 # Where a spreadsheet may begin a cell: at the start, and after the separators that it may take for the comma.
@@ -17,7 +16,7 @@ ALWAYS = re.compile(r"[\\`*|<>~$]")
 SOMETIMES = re.compile(r"&(?=[#\w])|(?<![^\W_])_|_(?![^\W_])|\](?=[(\[:])|:(?=//)|(?<=www)\.", re.IGNORECASE)
 
 
-def csv_cell(value: Any) -> Any:
+def csv_cell(value: object) -> object:
     """A value for a cell of a CSV file: numbers and None as they are, else its text, which no spreadsheet runs.
 
     A text that a spreadsheet could take for a formula gets an apostrophe before it, which spreadsheets read as "text".
@@ -28,18 +27,18 @@ def csv_cell(value: Any) -> Any:
     return text if PLAIN_NUMBER.fullmatch(text) else FORMULA.sub(r"\g<0>'", text)
 
 
-def csv_text(lines: Iterable[Iterable[Any]]) -> str:
+def csv_text(lines: Iterable[Iterable[object]]) -> str:
     """Lines of values as CSV; each value goes through `csv_cell`."""
     return "".join(_csv_line(line) for line in lines)
 
 
-def csv_rows(rows: Sequence[Mapping[str, Any]]) -> str:
+def csv_rows(rows: Sequence[Mapping[str, object]]) -> str:
     """Rows as CSV, under the names that any of them has."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     return csv_text([names, *([row.get(name) for name in names] for row in rows)])
 
 
-def _csv_line(values: Iterable[Any]) -> str:
+def _csv_line(values: Iterable[object]) -> str:
     out = io.StringIO()
     csv.writer(out, lineterminator="\r\n").writerow(map(csv_cell, values))  # with "\n" alone it leaves "\r" unquoted
     return out.getvalue()[:-2] + "\n"

@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialise
 from torch import Tensor
+from torch.serialization import MAP_LOCATION
 
 from leank_train.common.files import write_bytes
 
@@ -92,7 +93,7 @@ def read_tensors(
     return tensors, metadata
 
 
-def write_checkpoint(path: str | os.PathLike, state: Mapping[str, Any]) -> None:
+def write_checkpoint(path: str | os.PathLike, state: Mapping[str, object]) -> None:
     """`torch.save` with the digest of the bytes at their end: whole or not at all. Made in memory, written at once."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
@@ -100,7 +101,7 @@ def write_checkpoint(path: str | os.PathLike, state: Mapping[str, Any]) -> None:
     write_bytes(path, content + MARK + hashlib.sha256(content).hexdigest().encode())
 
 
-def read_checkpoint(path: str | os.PathLike, cure: str, map_location: Any = "cpu") -> dict[str, Any]:
+def read_checkpoint(path: str | os.PathLike, cure: str, map_location: MAP_LOCATION = "cpu") -> dict[str, Any]:
     """What `write_checkpoint` wrote, tensors and plain values alone. cure: what the user can do about a damaged file.
 
     Raises DamagedFile; warns where the file has no digest (its CRC-32 sums are compared then).

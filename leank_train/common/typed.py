@@ -12,7 +12,7 @@ of the configuration and names the dotted key of a setting that is unknown, miss
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from types import NoneType, UnionType
@@ -23,7 +23,9 @@ from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationEr
 from pydantic_core import core_schema
 
 STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
-WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text", NoneType: "null"}
+WORDS: dict[object, str] = {
+    bool: "true or false", int: "an integer", float: "a number", str: "a text", NoneType: "null", object: "any value",
+}  # fmt: skip
 BOUNDS = {Ge: ("ge", "of at least {}", "[{}"), Gt: ("gt", "above {}", "({}"), Le: ("le", "of at most {}", "{}]"),
           Lt: ("lt", "below {}", "{})")}  # fmt: skip
 T = TypeVar("T")
@@ -100,7 +102,7 @@ def typed(target: type[T], given: object, where: str = "") -> T:
         raise BadConfig(f"{where}{error}") from None
 
 
-def refuse_unknown(given: Mapping[Any, object], known: Sequence[str], where: str) -> None:
+def refuse_unknown(given: Iterable[object], known: Sequence[str], where: str) -> None:
     """Raise BadConfig for an unknown key, and name the nearest known one; `where`: see `typed`."""
     for key in given:
         if key not in known:
@@ -109,19 +111,19 @@ def refuse_unknown(given: Mapping[Any, object], known: Sequence[str], where: str
             raise BadConfig(f"{where}{key} is no setting; {hint} are {', '.join(known)}")
 
 
-def _is_group(hint: Any) -> bool:
+def _is_group(hint: object) -> bool:
     return isinstance(hint, type) and issubclass(hint, Checked)
 
 
 @cache
-def _rules(target: type) -> dict[str, tuple[TypeAdapter[Any], str]]:
+def _rules(target: type) -> dict[str, tuple[TypeAdapter[object], str]]:
     """Return for every setting its checker and what it accepts in words; groups check themselves."""
     hints = get_type_hints(target, include_extras=True)
     names = [f.name for f in fields(target) if not f.name.startswith("_") and not _is_group(hints[f.name])]
     return {name: (TypeAdapter(hints[name], config=STRICT), _words(hints[name])) for name in names}
 
 
-def _words(hint: Any) -> str:
+def _words(hint: object) -> str:
     """Say what an annotation accepts, such as "an integer of at least 1, or null"."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
@@ -138,7 +140,7 @@ def _words(hint: Any) -> str:
     return "any value" if hint is Any else WORDS.get(hint) or f"a {getattr(hint, '__name__', hint)}"
 
 
-def _bounds(rules: Sequence[Any]) -> str:
+def _bounds(rules: Sequence[object]) -> str:
     found = [(getattr(rule, name), alone, pair) for rule in rules for kind, (name, alone, pair) in BOUNDS.items()
              if isinstance(rule, kind)]  # fmt: skip
     if len(found) == 2:

@@ -9,12 +9,13 @@ of document r // M, which are not copied.
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from leank_train.common.autograd import AutogradContext
 from leank_train.forward.kernels import HALF
 from leank_train.forward.visibility import Visibility
 from leank_train.forward.visibility import visibility as visibility  # it was defined here before
@@ -64,11 +65,19 @@ def partial_attention_reference(
     return out, logits.logsumexp(-1).masked_fill(~some, -torch.inf)
 
 
+class _Context(AutogradContext, Protocol):
+    scale: float
+    sees: Visibility
+    block: int
+
+
 class _PartialAttention(torch.autograd.Function):
     """Online softmax over key blocks; the backward pass recomputes each block's probabilities from lse."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, sees: Visibility, block: int) -> Any:
+    def forward(
+        ctx: _Context, q: Tensor, k: Tensor, v: Tensor, scale: float, sees: Visibility, block: int
+    ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros(q.shape[:-1] + v.shape[-1:], dtype=dtype)  # [B, H, rows, D]
         top = q.new_full(q.shape[:-1], -torch.inf, dtype=dtype)  # running maximum
@@ -89,7 +98,7 @@ class _PartialAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> Any:
+    def backward(ctx: _Context, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         needs_q, needs_k, needs_v = ctx.needs_input_grad[:3]
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # rows that see nothing get the probability 0

@@ -8,13 +8,14 @@ range: its log-sum-exp. `attention.scaled_attention` is the slow reference with 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from leank_train.common.autograd import AutogradContext
 from leank_train.forward.attention import SCORES_AT_ONCE, exp_, product
 from leank_train.forward.kernels import HALF, flash_backward, flash_forward, flash_takes
 from leank_train.forward.plan import Group, Layout, Piece, Plan, Run
@@ -89,6 +90,15 @@ def _read(tensors: Sequence[Tensor], run: Run) -> Tensor:
     return found[0] if len(found) == 1 else torch.cat(found, 2)
 
 
+class _Context(AutogradContext, Protocol):
+    scale: float
+    layout: Layout
+    folded: int
+    parts: int
+    ranks: dist.ProcessGroup | None
+    rests: list[list[tuple[object, ...]]]
+
+
 class _Fused(torch.autograd.Function):
     """Online softmax over the groups; the backward pass recomputes each group's probabilities from lse.
 
@@ -99,7 +109,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, dense: Tensor, factor: Tensor | None, empty: Tensor | None, scale: float,
+        ctx: _Context, dense: Tensor, factor: Tensor | None, empty: Tensor | None, scale: float,
         layout: Layout, ranks: dist.ProcessGroup | None, folded: int, parts: int, *kv: Tensor,
     ) -> Tensor:  # fmt: skip
         keys, values = kv[:parts], kv[parts:]
@@ -130,7 +140,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> Any:
+    def backward(ctx: _Context, d_out: Tensor) -> tuple[Tensor | None, ...]:
         dense, scaled, factor, empty, out, lse, both, lse_both, *kv = ctx.saved_tensors
         needs, keys, values, scale = ctx.needs_input_grad, kv[: ctx.parts], kv[ctx.parts :], ctx.scale
         d_kv: list[Tensor | None] = [None] * len(kv)

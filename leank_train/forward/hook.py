@@ -6,7 +6,7 @@ function is registered for the whole process; the model's own choice of attentio
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -109,22 +109,22 @@ def _attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _attend(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **kwargs: Any
-) -> tuple[Tensor, None]:
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, scaling: float,
+    leank_state: State | None = None, sliding_window: int | None = None, **kwargs: object,
+) -> tuple[Tensor, None]:  # fmt: skip
     kind = module.config.model_type  # type: ignore[union-attr]
-    if "leank_state" not in kwargs:
+    if leank_state is None:
         raise ValueError(f"model={kind} does not hand keyword arguments down to its attention; choose another model")
-    state: State = kwargs["leank_state"]
-    window = kwargs.get("sliding_window")
-    if window is not None and state.longest > window:
+    if sliding_window is not None and leank_state.longest > sliding_window:
         raise ValueError(
-            f"layer {module.layer_idx} of the model has sliding_window={window}, but a sequence has {state.longest} "
-            "tokens; such a layer has no middle to prune: use shorter contexts or a model without sliding_window"
+            f"layer {module.layer_idx} of the model has sliding_window={sliding_window}, but a sequence has "
+            f"{leank_state.longest} tokens; such a layer has no middle to prune: use shorter contexts or a model "
+            "without sliding_window"
         )
     for name, meaning in BEYOND_EQ_1.items():
         if kwargs.get(name) is not None:
             raise ValueError(f"model={kind}: its attention has {meaning} ({name}), which training does not know")
-    out = state.attend(module.layer_idx, query, key, value, kwargs["scaling"])  # type: ignore[arg-type]
+    out = leank_state.attend(module.layer_idx, query, key, value, scaling)  # type: ignore[arg-type]
     return out.transpose(1, 2).contiguous(), None  # [R, n, Hq, D]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +63,7 @@ def flash_takes(q: Tensor) -> bool:
 
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False
-) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+) -> tuple[Tensor, Tensor, tuple[object, ...]]:
     """Attention by the library's flash kernel, with the log-sum-exp.
 
     F.scaled_dot_product_attention does not return the log-sum-exp. For few rows the kernel splits the keys among the
@@ -86,7 +85,7 @@ def flash_forward(
 
 
 def flash_backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, state: tuple[Any, ...]
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, state: tuple[object, ...]
 ) -> Tensor:
     """Gradient of q through the keys k alone, where k may be a part of the keys that made out and lse.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from leank_train.common.autograd import AutogradContext
 from leank_train.forward.attention import HALF
 from leank_train.forward.prefix import to_device
 from leank_train.objective.distill import REDUCTIONS, counted
@@ -98,7 +99,7 @@ class _Fixed(torch.nn.Module):
         super().__init__()
         self.hidden = hidden
 
-    def forward(self, *args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
+    def forward(self, *args: object, **kwargs: object) -> MoeModelOutputWithPast:
         return MoeModelOutputWithPast(last_hidden_state=self.hidden)
 
 
@@ -138,11 +139,15 @@ def _rows(hidden: Tensor, lengths: Tensor, reduction: str) -> tuple[Tensor, floa
     return to_device(rows, hidden.device), 1 / (len(rows) if reduction == "official" else len(lengths))
 
 
+class _Context(AutogradContext, Protocol):
+    dtype: torch.dtype
+
+
 class _KL(torch.autograd.Function):
     """The sum over rows; d logits = softmax(student) - softmax(teacher) is pulled back at once: no logits are kept."""
 
     @staticmethod
-    def forward(ctx: Any, scaled: Tensor, full: Tensor, head: Head, chunk: int) -> Tensor:
+    def forward(ctx: _Context, scaled: Tensor, full: Tensor, head: Head, chunk: int) -> Tensor:
         total, gradients = [], []
         for full_rows, scaled_rows in zip(full.split(chunk), scaled.split(chunk), strict=True):
             logits = head.logits(scaled_rows)
@@ -158,7 +163,7 @@ class _KL(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_total: Tensor) -> Any:
+    def backward(ctx: _Context, d_total: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         return (gradient * d_total).to(ctx.dtype), None, None, None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib import rc_context
@@ -20,10 +20,14 @@ from leank_train.common.files import write_bytes
 from leank_train.mask import ChannelMask
 
 if TYPE_CHECKING:
+    from matplotlib.typing import RcKeyType
+
     from leank_train.running.recorder import Recorder
 
 BLUE, VERMILION, GREEN, ORANGE = "#0072B2", "#D55E00", "#009E73", "#E69F00"  # of Okabe and Ito
-STYLE: Any = {"font.size": 12, "axes.titlesize": 13, "legend.frameon": False, "lines.linewidth": 2.0}
+STYLE: dict[RcKeyType, object] = {
+    "font.size": 12, "axes.titlesize": 13, "legend.frameon": False, "lines.linewidth": 2.0,
+}  # fmt: skip
 MOST_NUMBERS = 512  # heads; a map of more of them shows colours alone
 
 

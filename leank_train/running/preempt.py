@@ -10,14 +10,16 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import lightning as L
 import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 
+Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 
@@ -32,7 +34,7 @@ class Signals:
     def __init__(self, requeues: int = 0) -> None:
         self.requeues, self.received, self.agreed = requeues, 0, False
         self._at_once = False
-        self._before: dict[signal.Signals, Any] = {}  # handlers that `_note` replaces
+        self._before: dict[signal.Signals, Handler] = {}  # handlers that `_note` replaces
 
     def listen(self) -> None:
         """Install the handler again, after a library has installed its own; does nothing outside of the context."""
@@ -75,7 +77,7 @@ class Signals:
         self.listen()
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
@@ -87,11 +89,11 @@ class SaveOnSignal(L.Callback):
     def __init__(self, signals: Signals, path: Path) -> None:
         self.signals, self.path = signals, path
 
-    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_start(self, trainer: L.Trainer, *_: object) -> None:
         """Replace Lightning's handler of TERM, which broadcasts within the handler."""
         self.signals.listen()
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: object) -> None:
         """Save and stop if any rank has received a signal."""
         flag = torch.tensor(self.signals.received, device=module.device)
         number = int(trainer.strategy.reduce(flag, reduce_op="max"))

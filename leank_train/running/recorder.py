@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch.serialization import MAP_LOCATION
 
 from leank_train.common.files import write_bytes
 from leank_train.common.tensor_files import read_checkpoint, write_checkpoint
@@ -26,14 +29,18 @@ PHASES = {
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Checkpoints that appear whole or not at all; the one before the last is kept as `PREVIOUS`."""
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: Mapping[str, object], path: str | Path, storage_options: object = None
+    ) -> None:
         """Make the checkpoint in memory, where it is small (alpha and two moments), and write it at once."""
         last = Path(path)
         if last.exists():
             write_bytes(last.with_name(PREVIOUS), last.read_bytes())
         write_checkpoint(last, checkpoint)
 
-    def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: str | Path, map_location: MAP_LOCATION = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """Read a checkpoint without unpickling anything, whatever `weights_only` says.
 
         Raises DamagedFile, which says how to go on.
@@ -61,12 +68,15 @@ class Recorder(L.Callback):
         self.times: list[float] = []
         self.seconds = 0.0
 
-    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_start(self, trainer: L.Trainer, *_: object) -> None:
         """Start the clock."""
         self._last = time.time()
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: STEP_OUTPUT, batch: object, index: int
+    ) -> None:
         """Keep the step's values."""
+        assert isinstance(outputs, Mapping)  # as `Stage.training_step` returns them
         values = {k: float(v.detach()) for k, v in outputs.items() if k != "loss"}  # tensors of this process
         now = time.time()  # reading the values has waited for the GPU
         self.times.append(now - self._last)
@@ -74,10 +84,10 @@ class Recorder(L.Callback):
         step = trainer.global_step
         self.steps.append({"step": step, **values, "lr": trainer.optimizers[0].param_groups[0]["lr"]})
         if step % self.every == 0 or step == trainer.max_steps:
-            alpha = module.alpha.detach().float().cpu()
+            alpha = module.get_parameter("alpha").detach().float().cpu()
             self.histograms.append((step, torch.histc(alpha, BINS, 0.0, 1.0).int().tolist()))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """The record so far."""
         return {"steps": self.steps, "histograms": self.histograms, "times": self.times, "seconds": self.seconds}
 
@@ -107,20 +117,20 @@ class Progress(ProgressBar):
         """Report again."""
         self._enabled = True
 
-    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_start(self, trainer: L.Trainer, *_: object) -> None:
         """Say what the stage does, and how many steps it has."""
         if self._enabled:
             phase = f"{self.name}: {PHASES[self.name]}"
             self._meter = Meter(phase, trainer.max_steps, done=trainer.global_step)
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: object) -> None:
         """Report the step, with loss and mean alpha."""
         if self._meter is not None:
             shown = self.get_metrics(trainer, module)
             shown.pop("v_num", None)  # the logger's name of the run
             self._meter.advance(trainer.global_step - self._meter.done, shown)
 
-    def teardown(self, *_: Any, **__: Any) -> None:
+    def teardown(self, *_: object, **__: object) -> None:
         """End the bar, also where an error or a signal ends the stage."""
         if self._meter is not None:
             self._meter.close()

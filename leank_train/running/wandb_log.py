@@ -13,10 +13,16 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from leank_train.common.typed import Checked, OneOf
 from leank_train.mask import ChannelMask
+
+if TYPE_CHECKING:  # W&B and Lightning take seconds to import
+    import wandb
+    from lightning.pytorch.loggers import Logger, WandbLogger
+
+    from leank_train.running.metrics import Metrics
 
 
 @dataclass(frozen=True)
@@ -39,18 +45,19 @@ class LoggerConfig(Checked):
     notes: str | None = None
 
 
-def make_logger(config: LoggerConfig, folder: Path, **more: Any) -> Any:
+def make_logger(config: LoggerConfig, folder: Path, job_type: str | None = None) -> Logger | None:
     """Lightning's logger of a run in `folder`, or None for kind "none".
 
-    more: further arguments of `wandb.init`.
+    job_type: what W&B calls the kind of the run.
     """
     if config.kind == "none":
         return None
-    given = {key: value for key, value in asdict(config).items() if key != "kind" and value is not None}
-    return wandb_logger(**given, save_dir=str(folder), **more)
+    given = {**asdict(config), "job_type": job_type}
+    given = {key: value for key, value in given.items() if key != "kind" and value is not None}
+    return wandb_logger(**given, save_dir=str(folder))
 
 
-def wandb_logger(mode: str, save_dir: str, name: str | None = None, **settings: Any) -> Any:
+def wandb_logger(mode: str, save_dir: str, name: str | None = None, **settings: Any) -> WandbLogger:
     """Lightning's W&B logger; offline, it prints how to look at the run.
 
     mode: auto, online or offline.
@@ -84,7 +91,7 @@ def _in_netrc() -> bool:
     return any("wandb" in host for host in hosts)
 
 
-def _artifact(kind: str, name: str, content: Mapping[str, Any]) -> Any:
+def _artifact(kind: str, name: str, content: Mapping[str, object]) -> wandb.Artifact:
     """An artifact that holds `content` as JSON; W&B gives equal content the same version."""
     import wandb
 
@@ -94,13 +101,13 @@ def _artifact(kind: str, name: str, content: Mapping[str, Any]) -> Any:
     return made
 
 
-def model_artifact(name: str) -> Any:
+def model_artifact(name: str) -> wandb.Artifact:
     """An artifact that names a model (a folder by its last part); it does not hold the weights."""
     label = Path(name).name
     return _artifact("model", label, {"name": label})
 
 
-def mask_artifact(path: Path, mask: ChannelMask) -> Any:
+def mask_artifact(path: Path, mask: ChannelMask) -> wandb.Artifact:
     """An artifact that holds the file of a mask, named after its training config or, without one, its channels.
 
     Training logs the artifact and an evaluation uses it. The bytes are the same, so the server has it once.
@@ -114,7 +121,7 @@ def mask_artifact(path: Path, mask: ChannelMask) -> Any:
     return made
 
 
-def use(run: Any, artifact: Any) -> None:
+def use(run: wandb.Run, artifact: wandb.Artifact) -> None:
     """Record that a run uses an artifact: by name in its config, and as lineage unless the run is offline."""
     run.config.update({f"uses/{artifact.type}": artifact.name}, allow_val_change=True)
     if not run.offline:
@@ -122,12 +129,19 @@ def use(run: Any, artifact: Any) -> None:
 
 
 def log_results(
-    logger: Any, metrics: dict[str, Any], figures: dict[str, Path], config: dict[str, Any], mask: ChannelMask, out: Path
+    logger: Logger | None,
+    metrics: Metrics,
+    figures: dict[str, Path],
+    model: str,
+    config: Mapping[str, object],
+    mask: ChannelMask,
+    out: Path,
 ) -> None:
     """Log the results of a finished training run, and end its W&B run; does nothing for another logger.
 
     metrics: those of metrics.json.
     figures: name -> PNG.
+    model: name of the model.
     config: of the run, resolved.
     mask: the learned one, stored in `out` as mask.safetensors.
     """
@@ -150,7 +164,7 @@ def log_results(
         experiment.log(
             {"validation": wandb.Table(columns=["method", *tasks], data=[[m, *r.values()] for m, r in rows.items()])}
         )
-    use(experiment, model_artifact(config["model"]["name"]))
+    use(experiment, model_artifact(model))
     use(experiment, _artifact("config", metrics["config"], config))
     experiment.log_artifact(mask_artifact(out / "mask.safetensors", mask))
     experiment.finish()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from data_gen.request import Request
 from data_gen.sample import Document
@@ -17,6 +16,7 @@ from leank_train.common.files import write_text
 from leank_train.data import collate
 from leank_train.forward.branching import branch, prefill
 from leank_train.mask import ChannelMask
+from leank_train.running.metrics import Metrics
 from leank_train.running.progress import Meter
 from leank_train.settings import RunConfig
 from leank_train.validation import evaluate as validation
@@ -26,7 +26,7 @@ from leank_train.validation.evaluate import PerSample
 UNSEEN = 1_000_003  # added to the seed of a run: validation samples have seeds of their own
 
 
-def validate(config: RunConfig, backbone: Backbone, mask: ChannelMask, out: Path, metrics: dict[str, Any]) -> None:
+def validate(config: RunConfig, backbone: Backbone, mask: ChannelMask, out: Path, metrics: Metrics) -> None:
     """Score the mask, dense, ThinK and the masks that need no training on the same unseen samples.
 
     Writes `validation.md` into the folder `out`, prints its table, and adds "validation" and its seconds to `metrics`.

@@ -43,7 +43,7 @@ from scripts.bench.attention_cases import (
     needed_bytes,
     query,
 )
-from scripts.bench.common import device_name, write_rows
+from scripts.bench.common import Record, device_name, write_rows
 
 if TYPE_CHECKING:  # Triton is imported where a GPU is used
     from eval.cache.attention.launch import Config, Kernel
@@ -158,7 +158,7 @@ def time_layers(shape: Shape, config: Config) -> list[dict[str, Any]]:
     return rows
 
 
-def bench(shape: Shape, try_variants: bool) -> list[dict[str, Any]]:
+def bench(shape: Shape, try_variants: bool) -> list[Record]:
     """Rows of the table for one shape: every dense method, then every layer of the published mask."""
     from eval.cache.attention.launch import Config
 
@@ -243,7 +243,7 @@ def run(folder: Path, shapes: Sequence[Shape], try_variants: bool) -> None:
     if try_variants:
         compile_variants()
     check()
-    rows: list[dict[str, Any]] = []
+    rows: list[Record] = []
     for shape in shapes:
         rows += bench(shape, try_variants)
         torch.cuda.empty_cache()

@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ ROOM = 16  # tokens that a cache has room for beside the prompt and the timed st
 ATTENTIONS = ("decode", "flash", "fmha", "sdpa", "attention", "softmax")  # in the names of kernels
 PRODUCTS = ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk")
 
-Record = dict[str, Any]  # one row of a CSV; numbers, words, and what formats as such
+Record = dict[str, object]  # one row of a CSV; numbers, words, and what formats as such
 
 
 @dataclass(frozen=True)
@@ -222,7 +221,7 @@ def said(row: Mapping[str, object], digits: int = 3) -> str:
     return "  ".join(f"{k} {v:.{digits}f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
 
 
-def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def write_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     """Rows as CSV, with the columns that any of them has."""
     write_text(path, csv_rows(rows))
 

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from eval.cache.generate import generate
 from eval.methods.channels.leank import LeanK
-from scripts.bench.common import Contender, attempt, clear, complain, contenders, fill, subject, write_rows
+from scripts.bench.common import Contender, Record, attempt, clear, complain, contenders, fill, subject, write_rows
 from scripts.bench.generation import decode
 
 CASES = ("1x32768", "8x16384", "32x8192")
@@ -51,8 +52,8 @@ def call(model: Any, contender: Contender, rows: int, prompt: int, new: int, cap
 
 
 def per_token(
-    model: Any, contender: Contender, rows: int, prompt: int, new: int, warm_up: int, captured: bool
-) -> dict[str, Any]:
+    model: PreTrainedModel, contender: Contender, rows: int, prompt: int, new: int, warm_up: int, captured: bool
+) -> Record:
     """Milliseconds of a token once decoding runs, and seconds until it does."""
     call(model, contender, rows, prompt, warm_up, captured)  # compiles kernels
     clear()
@@ -74,10 +75,10 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     model, mask, sizes = subject(args.shape)
     cuda = model.device.type == "cuda"
-    rows: list[dict[str, Any]] = []
+    rows: list[Record] = []
     args.out.mkdir(parents=True, exist_ok=True)
 
-    def do(work: Callable[[], dict[str, Any]], **row: Any) -> None:
+    def do(work: Callable[[], Record], **row: object) -> None:
         rows.append(attempt(row, lambda found: found.update(work())))
         print("  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
         write_rows(args.out / "generate.csv", rows)

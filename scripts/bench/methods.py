@@ -30,13 +30,12 @@ from dataclasses import asdict
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, PreTrainedConfig, PreTrainedTokenizerBase
 
 from eval.cache import CompressedCache, Sizes
 from eval.cache.graph import capturable
@@ -51,6 +50,7 @@ from scripts.bench.common import (
     WARM_UP,
     Contender,
     Decoding,
+    Record,
     attempt,
     clear,
     complain,
@@ -76,13 +76,16 @@ COLUMNS = ("ttft_s", "prefill_s", "cache_s", "gb", "eager_ms", "graph_ms", "gpu_
 SAMPLES, LONGEST = 4, 8  # most samples to calibrate on; kernels of each method that are written
 
 
-def configured(name: str, shape: str, mask: Path, sizes: Sizes, model_config: Any, tokenizer: Any) -> Method:
+def configured(
+    name: str, shape: str, mask: Path, sizes: Sizes, model_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> Method:
     """The method `name` of conf/eval/method, with the settings for the reference model where it has some."""
     small = shape == "reference" and (files("conf.eval") / "method" / "reference" / f"{name}.yaml").is_file()
     with initialize_config_module("conf.eval", version_base="1.3"):
         given = compose("eval", [f"method=[{'reference/' if small else ''}{name}]"])
     given.mask, given.cache = str(mask), asdict(sizes)
-    config: Any = OmegaConf.to_container(given, resolve=True)
+    config: object = OmegaConf.to_container(given, resolve=True)
+    assert isinstance(config, dict)
     for choice in config["method"][name].values():
         if isinstance(choice, dict) and "samples" in choice:
             choice["samples"] = min(SAMPLES, choice["samples"])
@@ -105,8 +108,8 @@ class Bench:
     def __init__(self, replay: Replay, ids: Tensor, new: int) -> None:
         self.replay, self.model, self.ids, self.new = replay, replay.model, ids, new
         self.cuda = self.model.device.type == "cuda"
-        self.warm: set[Any] = set()  # kinds of passes that have run before
-        self.launches: list[dict[str, Any]] = []
+        self.warm: set[tuple[object, bool]] = set()  # kinds of passes that have run before
+        self.launches: list[Record] = []
 
     def _pass(self, method: Method) -> tuple[Prefill, float]:
         """The method's own pass, and its seconds."""
@@ -124,24 +127,24 @@ class Bench:
         return cache, now() - start
 
     @torch.no_grad()
-    def method(self, row: dict[str, Any], method: Method) -> None:
+    def method(self, row: Record, method: Method) -> None:
         """Fill the row of a method."""
         self.replay.calibrate([method])
         kind = (method.prefill, method.column_sums)
         if kind not in self.warm:
             self._pass(method)
             self.warm.add(kind)
-        prompt, row["prefill_s"] = self._pass(method)
+        prompt, prefill_s = self._pass(method)
         self._built(method, prompt)
-        cache, row["cache_s"] = self._built(method, prompt)
-        row["ttft_s"] = row["prefill_s"] + row["cache_s"]
+        cache, cache_s = self._built(method, prompt)
+        row.update(prefill_s=prefill_s, cache_s=cache_s, ttft_s=prefill_s + cache_s)
         row["gb"] = cache_bytes(cache, prompt)["total"] / 1e9
         position = prompt.lengths[:, None]
         del prompt  # its K and V, of which a compressed cache needs nothing more
         self._decoding(row, cache, position, None)
 
     @torch.no_grad()
-    def contender(self, row: dict[str, Any], contender: Contender) -> None:
+    def contender(self, row: Record, contender: Contender) -> None:
         """Fill the row of a cache of random keys and values."""
         self.model.set_attn_implementation(contender.attention)
         length = self.ids.shape[1]
@@ -150,7 +153,7 @@ class Bench:
         row["gb"] = (cache.memory().total if isinstance(cache, CompressedCache) else contender.bytes(length)) / 1e9
         self._decoding(row, cache, torch.full((1, 1), length, device=self.model.device), contender.graph)
 
-    def _decoding(self, row: dict[str, Any], cache: Cache, position: Tensor, graph: bool | None) -> None:
+    def _decoding(self, row: Record, cache: Cache, position: Tensor, graph: bool | None) -> None:
         """Time steps: eager, under the profiler, and as a graph.
 
         graph: whether a graph can be captured; None asks the cache.
@@ -168,7 +171,7 @@ class Bench:
             row["graph_ms"] = seconds(decoding.graphed(), self.new, self.cuda) * 1e3
 
 
-def line(row: dict[str, Any] | None = None) -> str:
+def line(row: Record | None = None) -> str:
     """A row as one line of the printed table; None gives the head."""
     if row is None:
         return f"{'method':32}" + "".join(f"{name:>13}" for name in COLUMNS)
@@ -190,11 +193,11 @@ def main(argv: list[str] | None = None) -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(10, model.config.vocab_size, (1, args.length), generator=generator).to(model.device)
     bench = Bench(Replay(model, tokenizer, Settings()), ids, args.new)
-    rows: list[dict[str, Any]] = []
+    rows: list[Record] = []
     args.out.mkdir(parents=True, exist_ok=True)
     print(line(), flush=True)
 
-    def done(row: dict[str, Any]) -> None:
+    def done(row: Record) -> None:
         rows.append(row)
         print(line(row), flush=True)
         write_rows(args.out / "methods.csv", [{k: r.get(k, "") for k in ("method", *COLUMNS, "error")} for r in rows])
@@ -202,11 +205,11 @@ def main(argv: list[str] | None = None) -> None:
             write_rows(args.out / "kernels.csv", bench.launches)
         clear()
 
-    def method(row: dict[str, Any]) -> None:
-        bench.method(row, configured(row["method"], args.shape, mask, sizes, model.config, tokenizer))
+    def method(row: Record, name: str) -> None:
+        bench.method(row, configured(name, args.shape, mask, sizes, model.config, tokenizer))
 
     for name in args.methods:
-        done(attempt({"method": name}, method))
+        done(attempt({"method": name}, partial(method, name=name)))
         if name == "dense":
             for contender in contenders(model, LeanK(str(mask)).loaded, sizes):
                 if contender.name in DENSE:

@@ -28,7 +28,7 @@ import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 from unittest.mock import patch
 
 import torch
@@ -48,6 +48,21 @@ WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace
 WORK_CPU = ("cpu_op",)
 
 
+class Result(TypedDict, total=False):
+    """What scaling.json holds.
+
+    length: tokens, or the shortest and the longest.
+    runs: figures of each number of GPUs (`speed`).
+    trace: share of idle time and the longest gap, where a run was traced (`idle`).
+    """
+
+    device: str
+    shape: str
+    length: list[int]
+    runs: list[dict[str, float]]
+    trace: dict[str, float]
+
+
 class Trace(Logger):
     """Traces training steps into save_dir/trace.json.gz and writes their seconds to save_dir/trace.json.
 
@@ -63,7 +78,7 @@ class Trace(Logger):
         self.out, self.first, self.steps, self.taken = save_dir, first, steps, 0
         self.activity = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
 
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+    def log_hyperparams(self, *args: object, **kwargs: object) -> None:
         """Ignore the settings: a trace has none."""
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
@@ -172,9 +187,9 @@ def speed(out: Path, gpus: int, warm_up: int, steps: int) -> dict[str, float]:
     }  # fmt: skip
 
 
-def kept(file: Path, result: dict[str, Any]) -> dict[str, Any]:
+def kept(file: Path, result: Result) -> Result:
     """What an earlier call wrote if its device, shape and length are those of `result`, else `result`."""
-    before = json.loads(file.read_text()) if file.exists() else {}
+    before: Result = json.loads(file.read_text()) if file.exists() else {}
     return before if all(before.get(k) == v for k, v in result.items() if k != "runs") else result
 
 
@@ -189,7 +204,7 @@ def model_name(args: argparse.Namespace, scratch: Path) -> str:
     return str(folder)
 
 
-def bench(gpus: int, args: argparse.Namespace, settings: Sequence[str], scratch: Path, result: dict[str, Any]) -> None:
+def bench(gpus: int, args: argparse.Namespace, settings: Sequence[str], scratch: Path, result: Result) -> None:
     """Run the program on so many processes and add what it took to `result`."""
     timed = args.warm_up + args.steps
     traced = None if gpus > 1 or not args.trace else (timed + SETTLE, args.trace)

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -51,6 +51,23 @@ SAME = ", same kernel"  # as the prefill of this project
 WARM = 2048  # tokens of the runs before all others, which load kernels
 
 Results = dict[int, dict[str, dict[str, float]]]  # length -> run -> seconds, first, peak_gb
+
+
+class Hours(TypedDict):
+    """What an experiment takes; hours.json has the device and the shape besides.
+
+    lengths: the shortest and the longest of the experiment.
+    pairs: (context, answer) pairs of the experiment.
+    measured: lengths that the seconds are fitted through.
+    runs: run -> its figures.
+    """
+
+    experiment: str
+    lengths: list[int]
+    pairs: int
+    measured: list[int]
+    fit: str
+    runs: dict[str, dict[str, float]]
 
 
 def prefill_once(model: PreTrainedModel, ids: Tensor, alpha: Tensor, questions: int, sink: int, window: int) -> Tensor:
@@ -88,7 +105,7 @@ def chosen_kernel(model: PreTrainedModel, length: int, order: Sequence[SDPBacken
         return SDPBackend(torch._fused_sdp_choice(q, k, k, None, 0.0, True, scale=None, enable_gqa=True)).name
 
 
-def measure(run: Callable[[], Any], repeats: int, cuda: bool) -> dict[str, float]:
+def measure(run: Callable[[], object], repeats: int, cuda: bool) -> dict[str, float]:
     """Seconds of a first run and the median of `repeats` more, and on a GPU the allocator's peak in GB over those."""
     clear()
     wait()
@@ -131,7 +148,7 @@ def cheaper(found: dict[str, dict[str, float]]) -> list[str]:
     ]
 
 
-def hours(results: Results, experiment: str) -> dict[str, Any] | None:
+def hours(results: Results, experiment: str) -> Hours | None:
     """Hours of the steps of an experiment, from seconds fitted over lengths and averaged over the lengths it draws.
 
     Returns None where fewer than three lengths are measured, or not the shortest and longest: nothing is extrapolated.
@@ -243,7 +260,7 @@ class Bench:
             print(*cheaper(self.results[length]), sep="\n", flush=True)
 
 
-def write_hours(found: dict[str, Any], args: argparse.Namespace) -> None:
+def write_hours(found: Hours, args: argparse.Namespace) -> None:
     """Write OUT/hours.json and print it."""
     write_json(args.out / "hours.json", {"device": device_name(), "shape": args.shape, **found})
     shortest, longest = found["lengths"]

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -16,6 +15,7 @@ from eval.report.summary import summarise
 from eval.rows.results import GLOB, read
 from leank_train.common.tensor_files import read_checkpoint
 from leank_train.mask import ChannelMask
+from leank_train.running.metrics import Metrics
 from leank_train.settings import plain
 
 STAGES = ("stage1", "stage2")
@@ -27,15 +27,15 @@ class Training:
 
     name: str
     config: DictConfig
-    metrics: dict[str, Any]
+    metrics: Metrics
     mask: ChannelMask
     steps: dict[str, list[dict[str, float]]]  # of each stage
 
     @property
     def recall(self) -> dict[str, float]:
         """Validation's average of each method, %."""
-        rows = self.metrics.get("validation", {}).get("recall", {})
-        return {method: row["average"] for method, row in rows.items()}
+        validation = self.metrics.get("validation")
+        return {method: row["average"] for method, row in validation["recall"].items()} if validation else {}
 
 
 def trainings(roots: Sequence[Path]) -> list[Training]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import wandb_workspaces.workspaces as workspaces
 
 # section -> panels (kind, title, keys); docs/dashboards.md lists the keys, a test holds them to what is logged
 PANELS: dict[str, list[tuple[str, str, list[str]]]] = {
@@ -26,7 +29,7 @@ PANELS: dict[str, list[tuple[str, str, list[str]]]] = {
 }
 
 
-def workspace(project: str) -> Any:
+def workspace(project: str) -> workspaces.Workspace:
     """PANELS as a W&B workspace of "ENTITY/PROJECT", not yet saved; runs are grouped by sweep."""
     import wandb_workspaces.reports.v2 as reports
     import wandb_workspaces.workspaces as workspaces
@@ -34,7 +37,9 @@ def workspace(project: str) -> Any:
     entity, _, name = project.partition("/")
     if not entity or not name:
         raise ValueError(f"--wandb {project}: give ENTITY/PROJECT, such as my-team/leank")
-    make: dict[str, Callable[[str, list[str]], Any]] = {
+    make: dict[
+        str, Callable[[str, list[str]], reports.LinePlot | reports.BarPlot | reports.ScatterPlot | reports.MediaBrowser]
+    ] = {
         "line": lambda title, keys: reports.LinePlot(title=title, x="Step", y=[*keys]),
         "bar": lambda title, keys: reports.BarPlot(title=title, metrics=[*keys]),
         "ratio": lambda title, keys: reports.ScatterPlot(

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from data_gen.niah import Niah
 from data_gen.passkey import Passkey
@@ -36,6 +36,7 @@ ROOM = {
     "niah_multiquery": (256, 110), "vt": (512, 75), "cwe": (1024, 0), "fwe": (512, 0), "passkey": (1024, 80),
 }  # fmt: skip
 _HAYSTACKS = ("noise", "essay", "needle")
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # see `Batches`
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Row:
 class RowMaker:
     """Makes one row from a random generator; `early` (1 to 0) is how much of the easy material it mixes in."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.tokenizer = tokenizer
         self.counter = TokenCounter(tokenizer)
         self.bos, self.eos = tokenizer.bos_token_id, tokenizer.eos_token_id
@@ -144,7 +145,16 @@ class Batches(torch.utils.data.Dataset):
     [rows * length] hidden states whose next token is the label.
     """
 
-    def __init__(self, tokenizer: Any, tokens: int, steps: int, seed: int, rank: int, start: int, longest: int) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        tokens: int,
+        steps: int,
+        seed: int,
+        rank: int,
+        start: int,
+        longest: int,
+    ) -> None:
         self.maker = RowMaker(tokenizer)
         self.tokens, self.steps, self.seed, self.rank, self.start = tokens, steps, seed, rank, start
         self.lengths = [n for n in LENGTHS if n <= longest]
@@ -158,7 +168,7 @@ class Batches(torch.utils.data.Dataset):
         rng = random.Random(f"length/{self.seed}/{step}")
         return self.lengths[reached if rng.random() < 0.65 or not reached else rng.randrange(reached)]
 
-    def __getitem__(self, item: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def __getitem__(self, item: int) -> Batch:
         step = self.start + item
         length = self.length_of(step)
         early = max(0.0, 1 - step / (STAGES[2] * self.steps))
@@ -167,7 +177,7 @@ class Batches(torch.utils.data.Dataset):
         return collate(rows, length)
 
 
-def collate(rows: list[Row], length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def collate(rows: list[Row], length: int) -> Batch:
     """Right-padded ids [rows, length], flat supervised positions [n], labels [n]."""
     ids = np.zeros((len(rows), length), dtype=np.int64)
     positions, labels = [], []
@@ -180,7 +190,7 @@ def collate(rows: list[Row], length: int) -> tuple[torch.Tensor, torch.Tensor, t
     return torch.from_numpy(ids), torch.tensor(positions), torch.tensor(labels)
 
 
-def evaluation_rows(tokenizer: Any, length: int, count: int, seed: int) -> dict[str, list[Row]]:
+def evaluation_rows(tokenizer: PreTrainedTokenizerFast, length: int, count: int, seed: int) -> dict[str, list[Row]]:
     """Unseen samples of the RULER tasks, one question per document, on text that training never shows."""
     maker = RowMaker(tokenizer)
     found: dict[str, list[Row]] = {}

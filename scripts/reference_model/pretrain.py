@@ -14,16 +14,16 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 from torch import nn
+from torch.optim import Optimizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from leank_train.common.tensor_files import read_checkpoint, write_checkpoint
-from scripts.reference_model.batches import Batches, Row, collate, evaluation_rows
+from scripts.reference_model.batches import Batch, Batches, Row, collate, evaluation_rows
 
 SPECIAL = ("<pad>", "<s>", "</s>")
 
@@ -135,7 +135,7 @@ def make_optimizer(lm: LlamaForCausalLM, lr: float, fused: bool) -> torch.optim.
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), fused=fused)
 
 
-def update(model: nn.Module, optimizer: Any, batch: Any, lr: float, fabric: Fabric) -> torch.Tensor:
+def update(model: nn.Module, optimizer: Optimizer, batch: Batch, lr: float, fabric: Fabric) -> torch.Tensor:
     """One optimiser step on a batch of `Batches`; returns the loss."""
     ids, positions, labels = batch
     for group in optimizer.param_groups:
@@ -156,6 +156,7 @@ def train(args: argparse.Namespace) -> None:
     fabric.launch()
     fabric.seed_everything(args.seed, verbose=False)
     tokenizer = AutoTokenizer.from_pretrained(args.out)
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)  # as `make_tokenizer` wrote it
     lm = start_model(args, tokenizer)
     plain = Answers(lm)
     model, optimizer = fabric.setup(plain, make_optimizer(lm, args.lr, fabric.device.type == "cuda"))
@@ -201,7 +202,7 @@ def evaluate(model: nn.Module, probes: dict[int, dict[str, list[Row]]], step: in
             record(out, fabric, step=step, eval_length=length, **exact_match(model, rows, length, fabric))
 
 
-def record(out: Path, fabric: Fabric, **values: Any) -> None:
+def record(out: Path, fabric: Fabric, **values: object) -> None:
     """Write one line to the screen and to log.jsonl."""
     if fabric.is_global_zero:
         print(json.dumps(values), flush=True)
@@ -213,7 +214,7 @@ def save(
     out: Path,
     fabric: Fabric,
     lm: LlamaForCausalLM,
-    optimizer: Any,
+    optimizer: Optimizer,
     step: int,
     seconds: float,
     tokenizer: PreTrainedTokenizerBase,

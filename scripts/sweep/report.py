@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -35,7 +34,7 @@ ROWS = {  # what varies -> the paper's tables
     "stage2.steps": "Tables 12 and 22: the second stage (0 steps: without it)",
 }
 EVERYTHING = "Tables 9 and 23: budget and mask; every method and setting"
-Settings = tuple[tuple[str, Any], ...]
+Settings = tuple[tuple[str, object], ...]
 
 
 @dataclass(frozen=True)
@@ -43,16 +42,16 @@ class Score:
     """Score (0-100) of one method on one task under one member's mask. source: validation, or a benchmark's name."""
 
     settings: Settings
-    seed: int
+    seed: object
     source: str
     method: str
     task: str
     score: float
 
 
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
     """Nested settings under dotted names; those of WHOLE stay one value."""
-    out: dict[str, Any] = {}
+    out: dict[str, object] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict) and name not in WHOLE:
@@ -85,7 +84,7 @@ def collect(sweep: Path) -> list[Score]:
         raise ValueError(f"{sweep} has no member with scores: see `status`, and validation.samples of its runs")
     names = dict.fromkeys(name for config in configs.values() for name in config)
     varied = [n for n in names if n != "seed" and len({str(c.get(n)) for c in configs.values()}) > 1]
-    seen: dict[Any, Path] = {}
+    seen: dict[tuple[str, object], Path] = {}
     scores = []
     for folder, config in configs.items():
         settings = tuple((name, config.get(name)) for name in varied)
@@ -110,7 +109,7 @@ class Row:
 
 def rows(scores: Sequence[Score], tasks: Sequence[str]) -> list[Row]:
     """Group by method and settings, dense first; tasks count alike in the average."""
-    groups: dict[tuple[Settings, str], dict[int, dict[str, float]]] = {}
+    groups: dict[tuple[Settings, str], dict[object, dict[str, float]]] = {}
     for s in scores:
         settings = tuple((n, v if s.method != DENSE or n.startswith(OF_DENSE) else None) for n, v in s.settings)
         groups.setdefault((settings, s.method), {}).setdefault(s.seed, {})[s.task] = s.score
@@ -152,6 +151,7 @@ def figure4(table: Sequence[Row], source: str) -> Figure:
         if row.method == DENSE:
             axis.axhline(mean, color="black", lw=1, ls="--", label=f"{label} {mean:.1f}")
         else:
+            assert isinstance(ratio, float | int)
             lines.setdefault(label, []).append((100 * ratio, mean, deviation or 0.0))
     ordered = sorted(lines.items(), key=lambda line: not line[0].startswith("leank"))
     for (label, points), marker in zip(ordered, itertools.cycle("os^vDPX*"), strict=False):

@@ -183,6 +183,10 @@ def test_every_number_of_a_benchmark_has_its_type_and_a_bound(name):
             r"rope_parameters\.rope_tetha is no setting; did you mean rope_theta\?",
         ),
         (
+            lambda: backbone.load_config("reference", {"rope_parameters": 5}),
+            r"model\.overrides\.rope_parameters=5 must be a mapping",
+        ),
+        (
             lambda: backbone.load_config("reference", {"max_position_embeddings": "many"}),
             r"model\.overrides\.max_position_embeddings='many' is of another type than the model's own 8192",
         ),

@@ -1,0 +1,53 @@
+"""The types of metrics.json, the results of a training run."""
+
+from typing import TypedDict
+
+
+class Interval(TypedDict):
+    """Mean difference of two methods in points, and the bounds of its confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+class SampleCounts(TypedDict):
+    """Which samples validation has scored."""
+
+    per_task_and_length: int
+    lengths: list[int]
+
+
+class Validation(TypedDict):
+    """Scores of validation, %.
+
+    recall, exact_match: method -> task, or "average" -> score.
+    leank_minus: method -> how far the learned mask is above it.
+    """
+
+    recall: dict[str, dict[str, float]]
+    exact_match: dict[str, dict[str, float]]
+    leank_minus: dict[str, Interval]
+    samples: SampleCounts
+
+
+class Metrics(TypedDict, total=False):
+    """The results of a training run; a run without validation has no "validation".
+
+    pruning_ratio: share of K channels that the mask prunes.
+    empty_heads, heads: KV heads without kept channels, and all KV heads.
+    separation: how far stage 1 has driven the scores apart (`Separation.metrics`).
+    distillation: stage -> distillation loss of its last step.
+    seconds: phase -> seconds.
+    config: fingerprint of the settings.
+    """
+
+    pruning_ratio: float
+    empty_heads: int
+    heads: int
+    alpha_mean: float
+    separation: dict[str, float]
+    distillation: dict[str, float]
+    seconds: dict[str, float]
+    config: str
+    validation: Validation
