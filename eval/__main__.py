@@ -54,10 +54,10 @@ def run(config: dict[str, Any], directory: Path) -> int:
             new = job.run(results, load_model(job.model), tokenizer)
     write_report(directory)
     log.info("%d new rows; report: %s", new, directory / "report.html")
-    if logging_to.kind != "none" and shards == 1:  # of shards, the same command without shard= logs all of them
+    # one shard logs nothing: the same command without shard= logs all of them
+    if shards == 1 and (logger := make_logger(logging_to, directory, job_type="eval")) is not None:
         from eval.report.wandb_log import log_report
 
-        logger = make_logger(logging_to, directory, job_type="eval")
         log_report(logger, config, job.methods, directory)
     return new
 

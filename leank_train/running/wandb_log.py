@@ -45,7 +45,7 @@ class LoggerConfig(Checked):
     notes: str | None = None
 
 
-def make_logger(config: LoggerConfig, folder: Path, job_type: str | None = None) -> Logger | None:
+def make_logger(config: LoggerConfig, folder: Path, job_type: str | None = None) -> WandbLogger | None:
     """Lightning's logger of a run in `folder`, or None for kind "none".
 
     job_type: what W&B calls the kind of the run.
