@@ -4,9 +4,10 @@
     python -m scripts.bench.pictures recall docs/results/reference/recall.csv docs/pictures/recall.svg
     python -m scripts.bench.pictures speed docs/results/h200 docs/pictures/speed.svg
 
-`scores` turns the rows of an evaluation into mean recall with 95% bootstrap intervals per method and pruning ratio, which
-its label ends in; seeds of one method and ratio are averaged per sample. `recall` draws any such table: label, ratio (% of
-K channels pruned, empty for dense), recall, low, high. `speed` draws generation.csv and attention.csv of one folder.
+`scores` turns the rows of an evaluation into mean recall with 95% bootstrap intervals per method and pruning ratio,
+which its label ends in; seeds of one method and ratio are averaged per sample. `recall` draws any such table: label,
+ratio (% of K channels pruned, empty for dense), recall, low, high. `speed` draws generation.csv and attention.csv of
+one folder.
 The files are SVG with a transparent background and colours that can be read on white and on black.
 """
 
