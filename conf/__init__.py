@@ -19,3 +19,17 @@ def of_other_command(arguments: list[str], own: str) -> str | None:
                 command = COMMANDS[homes[0]]
                 return f"experiment={name} belongs to another command: python -m {command} +experiment={name}"
     return None
+
+
+def set_twice(arguments: list[str]) -> str | None:
+    """Say so where arguments set one value of the group `pruning` under both of its names; the old one is `mask`."""
+    given: dict[tuple[str, str], str] = {}
+    for argument in arguments:
+        found = re.fullmatch(r"\+{0,2}(mask|pruning)\.(\w+)=(.*)", argument, re.DOTALL)
+        if found:
+            given[found[1], found[2]] = found[3]
+    for (group, key), value in given.items():
+        if group == "mask" and given.get(("pruning", key), value) != value:
+            new = given["pruning", key]
+            return f"mask.{key}={value} and pruning.{key}={new} are one setting, which is called pruning now; give one"
+    return None

@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from conf import of_other_command
+from conf import of_other_command, set_twice
 
 CONF = str(files("conf.train"))
 
@@ -51,9 +51,9 @@ def main(config: DictConfig) -> float:
 
 
 def command_line() -> None:
-    """Run Hydra's command line, or say that the experiment is one of evaluation."""
-    if other := of_other_command(sys.argv[1:], "train"):
-        sys.exit(f"leank_train: {other}")
+    """Run Hydra's command line, or say why its arguments cannot be meant."""
+    if wrong := of_other_command(sys.argv[1:], "train") or set_twice(sys.argv[1:]):
+        sys.exit(f"leank_train: {wrong}")
     main()
 
 

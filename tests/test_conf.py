@@ -13,9 +13,10 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from transformers import LlamaConfig, Qwen2Config
 
-from conf import of_other_command
+from conf import of_other_command, set_twice
 from eval.__main__ import refuse_repeated
 from leank_train import backbone, settings
+from leank_train.__main__ import command_line
 from leank_train.common import typed
 from leank_train.stages import StageConfig
 from tests import ROOT
@@ -175,3 +176,17 @@ def test_a_method_named_twice_is_refused():
     for again in ("h2o", "reference/h2o"):
         with pytest.raises(ValueError, match="h2o is there twice; leave one out"):
             refuse_repeated(["seed=1", f"method=[dense, h2o, {again}]"])
+
+
+def test_one_setting_under_two_names_is_refused():
+    told = "mask.ratio=0.5 and pruning.ratio=0.6 are one setting, which is called pruning now; give one"
+    assert set_twice(["seed=2", "mask.ratio=0.5", "pruning.ratio=0.6"]) == told
+    assert set_twice(["++pruning.ratio=0.6", "+mask.ratio=0.5"]) == told
+    assert set_twice(["mask.ratio=0.5", "pruning.ratio=0.5", "mask.align=8", "pruning.sink=4"]) is None
+    assert set_twice([]) is None
+
+
+def test_training_says_that_a_setting_has_two_values(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["leank_train", "mask.align=8", "pruning.align=4"])
+    with pytest.raises(SystemExit, match=r"leank_train: mask\.align=8 and pruning\.align=4 are one setting"):
+        command_line()
