@@ -86,6 +86,11 @@ def main(config: DictConfig) -> None:
         run(plain, directory)  # type: ignore[arg-type]
     except (ValueError, FileNotFoundError, BlockingIOError, MemoryError) as error:
         sys.exit(f"eval: {error}")
+    except KeyboardInterrupt:
+        print(
+            f"eval: stopped; the rows in {directory} are kept, and the same command goes on from there", file=sys.stderr
+        )
+        sys.exit(130)
 
 
 def report(directory: str) -> None:
@@ -93,6 +98,7 @@ def report(directory: str) -> None:
     from eval.report import write_report
 
     write_report(Path(directory))
+    print(f"report: {Path(directory) / 'report.html'}")
 
 
 def diff(directory: str, first: str, second: str) -> None:
