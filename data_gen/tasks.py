@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from data_gen.chain import Chain
 from data_gen.niah import Niah
 from data_gen.passkey import Passkey
 from data_gen.qa import QuestionAnswering
@@ -41,8 +42,14 @@ RULER: dict[str, Task] = {
     "qa_1": QuestionAnswering("squad"),
     "qa_2": QuestionAnswering("hotpotqa"),
 }
+# replies of hundreds of tokens whose end can be checked
+CHAINS: dict[str, Task] = {
+    "chain": Chain(),
+    "chain_long": Chain(steps=160, max_new_tokens=2048),
+}
 TASKS: dict[str, Task] = {
     **RULER,
+    **CHAINS,
     # training tasks: LeanK section 3.1 (kv, multivalue), its multi-key and multi-query kin, Appendix K (passkey)
     "kv": Niah("needle", "uuids", "uuids"),
     "multivalue": Niah("essay", num_keys=4, num_values=4),

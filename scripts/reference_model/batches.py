@@ -1,4 +1,4 @@
-"""Training rows of the reference model: a document, then questions and answers; loss on the answers alone.
+"""Training rows of the reference models: a document, then questions and answers with the loss on the answers; or text.
 
 Three things make retrieval emerge early (found by experiment, see the model card): a share of needles has the value
 right behind the key, a share of prompts repeats the needle's own words, and some rows are plain induction (random
@@ -8,50 +8,44 @@ tokens with repeated spans). All of it fades as the rows grow longer.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from data_gen.chain import Chain
 from data_gen.niah import Niah
 from data_gen.passkey import Passkey
 from data_gen.request import Request
 from data_gen.sample import Document
 from data_gen.task import Task
-from data_gen.tasks import RULER_NIAH, TASKS
+from data_gen.tasks import CHAINS, RULER_NIAH, TASKS
 from data_gen.tokens import TokenCounter
 from data_gen.vt import VariableTracking
+from scripts.reference_model.recipe import LENGTHS, RECIPES, ROOM, STAGES, Recipe
 
-LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
-# the share of training after which rows of LENGTHS[i + 1] tokens come in
-STAGES = (0.06, 0.12, 0.20, 0.32, 0.48)
-WEIGHTS = {
-    "niah_single_1": 5, "niah_single_2": 5, "niah_single_3": 7, "niah_multikey_1": 6, "niah_multikey_2": 9,
-    "niah_multikey_3": 14, "niah_multivalue": 20, "niah_multiquery": 16, "vt": 12, "cwe": 4, "fwe": 4, "passkey": 3,
-}  # fmt: skip
-# the shortest row that a task fits into, and the tokens that each further question takes
-ROOM = {
-    "niah_single_3": (256, 85), "niah_multikey_3": (512, 150), "niah_multivalue": (256, 75),
-    "niah_multiquery": (256, 110), "vt": (512, 75), "cwe": (1024, 0), "fwe": (512, 0), "passkey": (1024, 80),
-}  # fmt: skip
 _HAYSTACKS = ("noise", "essay", "needle")
-Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # see `Batches`
+_LONGEST_CHAIN = 160
+_REPEATED = 0.2  # of the rows of text: their end repeats a passage that stands anywhere before
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # see `Batches`
 
 
 @dataclass(frozen=True)
 class Row:
-    """Token ids [n] and the positions whose next token is supervised."""
+    """Token ids [n] and the positions whose next token is supervised; whether it is natural text."""
 
     ids: list[int]
     supervised: list[int]
+    text: bool = False
 
 
 class RowMaker:
     """Makes one row from a random generator; `early` (1 to 0) is how much of the easy material it mixes in."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, recipe: Recipe = RECIPES["retrieval"]) -> None:
+        self.tokenizer, self.recipe = tokenizer, recipe
         self.counter = TokenCounter(tokenizer)
         self.bos, self.eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         self.plain = [i for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids]
@@ -62,8 +56,9 @@ class RowMaker:
         """A row of at most `length` + 1 ids."""
         if rng.random() < 0.04 + 0.2 * early:
             return self._induction(length, rng)
-        names = [n for n in WEIGHTS if ROOM.get(n, (0, 0))[0] <= length]
-        name = rng.choices(names, weights=[WEIGHTS[n] for n in names])[0]
+        tasks = self.recipe.tasks
+        names = [n for n in tasks if ROOM.get(n, (0, 0))[0] <= length]
+        name = rng.choices(names, weights=[tasks[n] for n in names])[0]
         return self.row(self._document(name, length, early, rng), length)
 
     def row(self, document: Document, length: int) -> Row:
@@ -90,6 +85,10 @@ class RowMaker:
             questions = 1 if rng.random() < 0.5 else min(questions, 4)
             if length < 1024 or rng.random() < early:
                 spec = replace(spec, num_hops=rng.randint(1, 4), example_lines=rng.randint(1, 4))
+        if isinstance(spec, Chain):  # a step takes a line of the table and one of the reply, 11 tokens each
+            spec = replace(spec, steps=rng.randint(2, min(_LONGEST_CHAIN, length // 48)))
+            questions = rng.randint(1, max(1, length // (44 * spec.steps)))
+            cost = 22 * spec.steps
         if isinstance(spec, Passkey):
             questions = min(questions, spec.num_passkeys)
         room = length - (questions - 1) * cost - 1
@@ -138,11 +137,27 @@ class RowMaker:
         return Row(ids, supervised)
 
 
-class Batches(torch.utils.data.Dataset):
-    """Batch number `step` of one rank, a function of (seed, step, rank) alone: exact resume is a slice.
+def text_row(stream: np.ndarray, bos: int, length: int, rng: random.Random) -> Row:
+    """A slice of a token stream; the end of some slices repeats a passage of theirs, so that far context pays early."""
+    start = rng.randrange(len(stream) - length)
+    ids = [bos, *stream[start : start + length].tolist()]
+    if rng.random() < _REPEATED:
+        size = rng.randint(32, length // 4)
+        at = rng.randint(1, length - 2 * size)
+        ids[-size:] = ids[at : at + size]
+    return Row(ids, list(range(length)), text=True)
 
-    Yields (ids [rows, length] int64, positions [n] int64, labels [n] int64): `positions` index the flattened
-    [rows * length] hidden states whose next token is the label.
+
+class Batches(torch.utils.data.Dataset):
+    """Batch number `step` of one rank, a function of (seed, step, rank, share) alone: exact resume is a slice.
+
+    Yields (ids [rows, length] int64, positions [n] int64, labels [n] int64, weights [n] float32): `positions` index the
+    flattened [rows * length] hidden states whose next token is the label.
+
+    tokens: per batch. seed, rank: which batches. start: the first step.
+    share: step -> how much of the training is over, from 0 to 1.
+    longest: the longest row.
+    recipe, text: what rows are made of; the token stream of natural text.
     """
 
     def __init__(
@@ -154,48 +169,72 @@ class Batches(torch.utils.data.Dataset):
         rank: int,
         start: int,
         longest: int,
+        share: Callable[[int], float],
+        recipe: Recipe,
+        text: np.ndarray | None,
     ) -> None:
-        self.maker = RowMaker(tokenizer)
+        self.maker = RowMaker(tokenizer, recipe)
         self.tokens, self.steps, self.seed, self.rank, self.start = tokens, steps, seed, rank, start
         self.lengths = [n for n in LENGTHS if n <= longest]
+        self.share, self.text = share, text
 
     def __len__(self) -> int:
         return self.steps - self.start
 
-    def length_of(self, step: int) -> int:
+    def length_of(self, step: int, share: float) -> int:
         """Row length of a step, the same on every rank: mostly the longest so far, else a shorter one."""
-        reached = sum(step >= share * self.steps for share in STAGES[: len(self.lengths) - 1])
+        reached = sum(share >= stage for stage in STAGES[: len(self.lengths) - 1])
         rng = random.Random(f"length/{self.seed}/{step}")
         return self.lengths[reached if rng.random() < 0.65 or not reached else rng.randrange(reached)]
 
     def __getitem__(self, item: int) -> Batch:
         step = self.start + item
-        length = self.length_of(step)
-        early = max(0.0, 1 - step / (STAGES[2] * self.steps))
+        share = self.share(step)
+        length = self.length_of(step, share)
+        early = max(0.0, 1 - share / STAGES[2])
         rng = random.Random(f"rows/{self.seed}/{step}/{self.rank}")
-        rows = [self.maker.make(length, early, rng) for _ in range(max(1, self.tokens // length))]
-        return collate(rows, length)
+        count = max(1, self.tokens // length)
+        texts = 0
+        if self.text is not None and self.maker.recipe.text:
+            texts = int(self.maker.recipe.text * count + rng.random())  # the share in the mean, of few long rows too
+        rows = [text_row(self.text, self.maker.bos, length, rng) for _ in range(texts)]
+        rows += [self.maker.make(length, early, rng) for _ in range(count - texts)]
+        return collate(rows, length, self.maker.recipe)
 
 
-def collate(rows: list[Row], length: int) -> Batch:
-    """Right-padded ids [rows, length], flat supervised positions [n], labels [n]."""
+def collate(rows: list[Row], length: int, recipe: Recipe = RECIPES["retrieval"]) -> Batch:
+    """Right-padded ids [rows, length], flat supervised positions [n], labels [n], their weights in the loss [n]."""
     ids = np.zeros((len(rows), length), dtype=np.int64)
-    positions, labels = [], []
+    positions, labels, weights = [], [], []
     for r, row in enumerate(rows):
         kept = row.ids[:length]
         ids[r, : len(kept)] = kept
         inside = [p for p in row.supervised if p < length and p + 1 < len(row.ids)]
         positions += [r * length + p for p in inside]
         labels += [row.ids[p + 1] for p in inside]
-    return torch.from_numpy(ids), torch.tensor(positions), torch.tensor(labels)
+        low, high = recipe.labels or (0, length)
+        each = 1.0 if row.text else min(max(len(inside), low), high) / max(1, len(inside))
+        weights.append(np.full(len(inside), each, dtype=np.float32))
+    for text, total in ((False, 1.0), (True, recipe.text_weight)):
+        mine = [w for row, w in zip(rows, weights, strict=True) if row.text is text]
+        summed = sum(float(w.sum()) for w in mine)
+        for w in mine:
+            w *= total / max(summed, 1.0)
+    return (
+        torch.from_numpy(ids),
+        torch.tensor(positions),
+        torch.tensor(labels),
+        torch.from_numpy(np.concatenate(weights)),
+    )
 
 
 def evaluation_rows(tokenizer: PreTrainedTokenizerFast, length: int, count: int, seed: int) -> dict[str, list[Row]]:
     """Unseen samples of the RULER tasks, one question per document, on text that training never shows."""
     maker = RowMaker(tokenizer)
     found: dict[str, list[Row]] = {}
-    for name in [*RULER_NIAH, "vt", "cwe", "fwe"]:
-        if length < (1024 if name == "vt" else ROOM.get(name, (0, 0))[0]):  # vt: the example alone is 500 tokens
+    shortest = {"vt": 1024, "chain": 2048, "chain_long": 8192}  # vt: the example alone is 500 tokens
+    for name in [*RULER_NIAH, "vt", "cwe", "fwe", *CHAINS]:
+        if length < shortest.get(name, ROOM.get(name, (0, 0))[0]):
             continue
         requests = (Request(name, length, maker.counter, seed, i, exact=False, split="test") for i in range(count))
         found[name] = [maker.row(TASKS[name].build(r), length) for r in requests]

@@ -1,20 +1,31 @@
-"""Pretrain the reference model: a small LlamaForCausalLM that retrieves, made on one to four GPUs in minutes.
+"""Pretrain a reference model: a small LlamaForCausalLM that retrieves, made on one to four GPUs in minutes.
 
     python -m scripts.reference_model.pretrain tokenizer OUT
     python -m scripts.reference_model.pretrain train OUT --devices 4 --steps 20000
 
+and one with fewer and busier heads that knows natural text too (TEXT: see `scripts.reference_model.text`):
+
+    python -m scripts.reference_model.pretrain tokenizer OUT --vocabulary 8192 --text TEXT
+    python -m scripts.reference_model.text tokens TEXT OUT
+    python -m scripts.reference_model.pretrain train OUT --recipe mixed --text TEXT --layers 6 --heads 4 --kv-heads 1 \
+        --head-dim 128 --mlp 1536 --tokens 131072 --devices 2 --seconds 800
+
 OUT receives the tokenizer, `log.jsonl`, `state.pt` (resume: run the same command again) and `model/` in bf16.
-A batch is a function of (seed, step, rank), so a killed run goes on exactly where it stopped.
+A batch is a function of (seed, step, rank), so a killed run goes on exactly where it stopped. `--seconds` in place of
+`--steps` makes the schedule a function of the time that training has taken; such a run cannot be repeated bit for bit.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import time
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
@@ -24,12 +35,17 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from leank_train.common.tensor_files import read_checkpoint, write_checkpoint
 from scripts.reference_model.batches import Batch, Batches, Row, collate, evaluation_rows
+from scripts.reference_model.recipe import RECIPES
+from scripts.reference_model.text import read
 
 SPECIAL = ("<pad>", "<s>", "</s>")
+_TICK = 10  # steps after which the ranks agree on the time
+_TEXT_ROWS = 32
+_NO_STEPS = 10**7  # more than any run takes
 
 
-def make_tokenizer(folder: Path, vocabulary: int = 4096) -> None:
-    """Byte-level BPE over the shipped text and word lists; digits are split one by one."""
+def make_tokenizer(folder: Path, vocabulary: int = 4096, text: Path | None = None) -> None:
+    """Byte-level BPE over the shipped text and word lists, and a quarter of `text`; digits are split one by one."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     from data_gen import haystack
@@ -47,6 +63,7 @@ def make_tokenizer(folder: Path, vocabulary: int = 4096) -> None:
     )
     names = [w for kind in ("nouns", "adjectives", "verbs") for w in haystack.words(kind)]
     texts = [*haystack.sentences(None, "train"), *names, *(" " + w for w in names)]
+    texts += [] if text is None else read(text, "train")[::4]
     tokenizer.train_from_iterator(texts, trainer)
     # a second pass that has seen the tasks' own wording
     first = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
@@ -66,11 +83,13 @@ def make_tokenizer(folder: Path, vocabulary: int = 4096) -> None:
     print(f"tokenizer of {len(fast)} tokens in {folder}")
 
 
-def make_model(tokenizer: PreTrainedTokenizerBase, layers: int, width: int) -> LlamaForCausalLM:
-    """A Llama with two query heads per KV head, head_dim 64 and tied embeddings."""
+def make_model(tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> LlamaForCausalLM:
+    """A Llama with tied embeddings; unless said otherwise with two query heads per KV head and head_dim 64."""
+    heads = args.heads or args.width // args.head_dim
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
-        num_attention_heads=width // 64, num_key_value_heads=width // 128, head_dim=64,
+        vocab_size=len(tokenizer), hidden_size=args.width, intermediate_size=args.mlp or 2 * args.width,
+        num_hidden_layers=args.layers, num_attention_heads=heads, num_key_value_heads=args.kv_heads or heads // 2,
+        head_dim=args.head_dim,
         max_position_embeddings=8192, rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
@@ -100,7 +119,7 @@ def exact_match(model: nn.Module, rows: dict[str, list[Row]], length: int, fabri
         counts = torch.zeros(4, device=fabric.device)  # rows right, rows, tokens right, tokens
         per = max(1, 65_536 // length)
         for i in range(0, len(mine), per):
-            ids, positions, labels = (x.to(fabric.device) for x in collate(mine[i : i + per], length))
+            ids, positions, labels, _ = (x.to(fabric.device) for x in collate(mine[i : i + per], length))
             with fabric.autocast():
                 right = model(ids, positions).argmax(-1) == labels
             wrong = torch.zeros(len(ids), device=fabric.device).index_add_(0, positions // length, (~right).float())
@@ -110,15 +129,63 @@ def exact_match(model: nn.Module, rows: dict[str, list[Row]], length: int, fabri
     return found
 
 
-def lr_factor(step: int, steps: int, warmup: int) -> float:
+@torch.no_grad()
+def text_loss(model: nn.Module, stream: np.ndarray, bos: int, length: int, fabric: Fabric) -> list[float]:
+    """Mean loss on held-out text at the positions below 512, from there to the middle, and in the second half."""
+    bounds = [0, min(512, length // 4), length // 2, length]
+    sums = torch.zeros(len(bounds) - 1, device=fabric.device)
+    rows = min(_TEXT_ROWS, (len(stream) - 1) // length)
+    for row in range(fabric.global_rank, rows, fabric.world_size):
+        ids = torch.from_numpy(stream[row * length : (row + 1) * length].astype(np.int64)).to(fabric.device)
+        shown = torch.cat([ids.new_tensor([bos]), ids[:-1]])[None]
+        with fabric.autocast():
+            logits = model(shown, torch.arange(length, device=fabric.device))
+        losses = nn.functional.cross_entropy(logits.float(), ids, reduction="none")
+        sums += torch.stack([losses[a:b].mean() for a, b in pairwise(bounds)])
+    total = fabric.all_reduce(sums, reduce_op="sum")
+    return [round(x / max(1, rows), 4) for x in total.tolist()]  # type: ignore[union-attr]
+
+
+class Clock:
+    """Tells how much of the training is over: by steps, or by the seconds it has taken where a limit is given.
+
+    Data workers read it too, which make their batches a little ahead.
+    """
+
+    def __init__(self, steps: int, limit: float | None, seconds: float) -> None:
+        self.steps, self.limit, self.before, self.start = steps, limit, seconds, time.time()
+        self.over = multiprocessing.Value("d", seconds / limit if limit else 0.0)
+
+    def share(self, step: int) -> float:
+        """The share that is over before step number `step`, counted from 0."""
+        return self.over.value if self.limit else step / self.steps
+
+    @property
+    def here(self) -> float:
+        """Seconds since this process began to train."""
+        return time.time() - self.start
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training in all."""
+        return self.before + self.here
+
+    def tick(self, step: int, fabric: Fabric) -> None:
+        """Let the time go on, alike on every rank."""
+        if self.limit and step % _TICK == 0:
+            seconds = fabric.all_reduce(torch.tensor(self.seconds, device=fabric.device), reduce_op="mean")
+            self.over.value = min(1.0, float(seconds) / self.limit)  # type: ignore[arg-type]
+
+
+def lr_factor(step: int, share: float, warmup: int) -> float:
     """Warm-up, constant, linear decay to zero over the last quarter."""
-    return min(1.0, (step + 1) / warmup, (steps - step) / (0.25 * steps))
+    return min(1.0, (step + 1) / warmup, (1 - share) / 0.25)
 
 
 def start_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
     """A fresh model, or one of saved weights that warms up anew: the way on across machines."""
     if args.init is None:
-        lm = make_model(tokenizer, args.layers, args.width)
+        lm = make_model(tokenizer, args)
     else:
         lm = LlamaForCausalLM.from_pretrained(args.init, dtype=torch.float32, attn_implementation="sdpa")
     if args.compile:
@@ -137,15 +204,31 @@ def make_optimizer(lm: LlamaForCausalLM, lr: float, fused: bool) -> torch.optim.
 
 def update(model: nn.Module, optimizer: Optimizer, batch: Batch, lr: float, fabric: Fabric) -> torch.Tensor:
     """One optimiser step on a batch of `Batches`; returns the loss."""
-    ids, positions, labels = batch
+    ids, positions, labels, weights = batch
     for group in optimizer.param_groups:
         group["lr"] = lr
-    loss = nn.functional.cross_entropy(model(ids, positions).float(), labels)
+    losses = nn.functional.cross_entropy(model(ids, positions).float(), labels, reduction="none")
+    loss = losses @ weights
     fabric.backward(loss)
     fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return loss
+
+
+def make_loader(
+    args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast, clock: Clock, done: int, fabric: Fabric
+) -> torch.utils.data.DataLoader:
+    """The batches of this rank from step number `done` on."""
+    text = None if args.text is None else np.load(args.text / "train.npy", mmap_mode="r")
+    batches = Batches(
+        tokenizer, args.tokens // fabric.world_size, args.steps, args.seed, fabric.global_rank, done, args.longest,
+        clock.share, RECIPES[args.recipe], text,
+    )  # fmt: skip
+    return torch.utils.data.DataLoader(
+        batches, batch_size=None, num_workers=args.workers, pin_memory=fabric.device.type == "cuda",
+        prefetch_factor=8 if args.workers else None,
+    )  # fmt: skip
 
 
 def train(args: argparse.Namespace) -> None:
@@ -167,39 +250,55 @@ def train(args: argparse.Namespace) -> None:
         optimizer.load_state_dict(state["optimizer"])
         done, seconds = state["step"], state["seconds"]
         fabric.print(f"resumed at step {done}")
-    tokens = args.tokens // fabric.world_size
-    batches = Batches(tokenizer, tokens, args.steps, args.seed, fabric.global_rank, done, args.longest)
-    loader = torch.utils.data.DataLoader(
-        batches, batch_size=None, num_workers=args.workers, pin_memory=fabric.device.type == "cuda",
-        prefetch_factor=8 if args.workers else None,
-    )  # fmt: skip
+    clock = Clock(args.steps, args.seconds, seconds)
+    begun = clock.share(done)
+    if begun >= 1:
+        fabric.print("nothing is left to train")
+        return
+    loader = make_loader(args, tokenizer, clock, done, fabric)
     probes = {n: evaluation_rows(tokenizer, n, args.eval_rows, args.seed + 1) for n in args.eval_lengths}
-    start = last = time.time()
-    last_step = done
+    heldout = None if args.text is None else np.load(args.text / "test.npy")
+    last, last_step = clock.here, done
     for step, batch in enumerate(loader, start=done + 1):
         batch = fabric.to_device(batch)
-        loss = update(model, optimizer, batch, args.lr * lr_factor(step - 1, args.steps, args.warmup), fabric)
-        ended = step in (args.steps, args.stop_at)
+        share = clock.share(step - 1)
+        loss = update(model, optimizer, batch, args.lr * lr_factor(step - 1, share, args.warmup), fabric)
+        clock.tick(step, fabric)
+        ended = step in (args.steps, args.stop_at) or clock.share(step) >= 1
+        paused = args.pause is not None and (clock.share(step) - begun) * args.seconds >= args.pause
         if step % args.log_every == 0 or ended:
-            total, now = loss.item(), time.time()
-            speed = (step - last_step) * tokens * fabric.world_size / (now - last)
-            length = batch[0].shape[1]
-            record(args.out, fabric, step=step, loss=round(total, 4), length=length, tokens_per_s=int(speed))
+            total, now = loss.item(), clock.here
+            speed = (step - last_step) * args.tokens / (now - last)
+            length, over = batch[0].shape[1], round(share, 4)
+            record(
+                args.out, fabric, step=step, loss=round(total, 4), length=length, share=over, tokens_per_s=int(speed)
+            )
             last, last_step = now, step
         if step % args.eval_every == 0 or ended:
-            evaluate(plain, probes, step, args.out, fabric)
-        if step % args.save_every == 0 or ended:
-            save(args.out, fabric, lm, optimizer, step, seconds + time.time() - start, tokenizer)
-        if ended:
+            evaluate(plain, probes, heldout, step, args.out, fabric)
+        if step % args.save_every == 0 or ended or paused:
+            save(args.out, fabric, lm, optimizer, step, clock.seconds, tokenizer)
+        if ended or paused:
             break
-    fabric.print(f"{seconds + time.time() - start:.0f} s of training in all")
+    fabric.print(f"{clock.seconds:.0f} s of training in all")
 
 
-def evaluate(model: nn.Module, probes: dict[int, dict[str, list[Row]]], step: int, out: Path, fabric: Fabric) -> None:
-    """Record the exact match of every length's probes."""
+def evaluate(
+    model: Answers,
+    probes: dict[int, dict[str, list[Row]]],
+    heldout: np.ndarray | None,
+    step: int,
+    out: Path,
+    fabric: Fabric,
+) -> None:
+    """Record the exact match of every length's probes, and the loss on held-out text."""
     with torch.compiler.set_stance("force_eager"):  # no new graph for each number of rows
         for length, rows in probes.items():
             record(out, fabric, step=step, eval_length=length, **exact_match(model, rows, length, fabric))
+        if heldout is not None:
+            length = max(probes)
+            losses = text_loss(model, heldout, model.lm.config.bos_token_id, length, fabric)
+            record(out, fabric, step=step, text_length=length, text_loss=losses)
 
 
 def record(out: Path, fabric: Fabric, **values: object) -> None:
@@ -240,8 +339,19 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--stop-at", type=int, default=-1, help="end early at this step (the schedule stays)")
     parser.add_argument("--tokens", type=int, default=262_144, help="tokens per step over all devices")
     parser.add_argument("--longest", type=int, default=8192)
+    parser.add_argument("--seconds", type=float, help="let the schedule end after this time in place of --steps")
+    parser.add_argument(
+        "--pause", type=float, help="with --seconds: save and stop after so many seconds of this process"
+    )
+    parser.add_argument("--recipe", choices=list(RECIPES), default="retrieval")
     parser.add_argument("--layers", type=int, default=7)
     parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--mlp", type=int, help="width of the MLP (default: twice the width)")
+    parser.add_argument("--heads", type=int, help="query heads (default: width / head_dim)")
+    parser.add_argument("--kv-heads", type=int, help="KV heads (default: half the query heads)")
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--vocabulary", type=int, default=4096, help="tokens of a new tokenizer")
+    parser.add_argument("--text", type=Path, help="folder of natural text that `text` wrote")
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--warmup", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
@@ -256,9 +366,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--eval-lengths", type=int, nargs="*", default=[1024, 4096, 8192])
     parser.add_argument("--save-every", type=int, default=1000)
     args = parser.parse_args(argv)
+    if args.pause is not None and args.seconds is None:
+        parser.error("--pause goes with --seconds; --stop-at ends a run of --steps early")
+    if args.seconds is not None:
+        args.steps = _NO_STEPS
     args.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    make_tokenizer(args.out) if args.action == "tokenizer" else train(args)
+    make_tokenizer(args.out, args.vocabulary, args.text) if args.action == "tokenizer" else train(args)
 
 
 if __name__ == "__main__":
