@@ -169,8 +169,11 @@ def tokenise(folder: Path, tokenizer_folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     for split in SPLITS:
         texts = read(folder, split)
-        streams = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        ids = np.array([i for stream in streams for i in [*stream.ids, tokenizer.eos_token_id]], dtype=np.uint16)
+        pieces = []
+        for i in range(0, len(texts), 32):  # the encodings of all texts at once would take gigabytes
+            encoded = tokenizer.backend_tokenizer.encode_batch_fast(texts[i : i + 32], add_special_tokens=False)
+            pieces += [np.array([*e.ids, tokenizer.eos_token_id], dtype=np.uint16) for e in encoded]
+        ids = np.concatenate(pieces)
         np.save(folder / f"{split}.npy", ids)
         size = sum(len(t.encode()) for t in texts)
         print(f"{split}: {len(ids) / 1e6:.2f} M tokens, {size / len(ids):.2f} bytes per token")
