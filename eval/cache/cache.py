@@ -13,9 +13,11 @@ from transformers.generation.utils import GenerateOutput
 
 from eval.cache.attention.backend import BackendChoice, choose_backend
 from eval.cache.generate import generate
+from eval.cache.graph import KeptSteps
 from eval.cache.hook import ATTENTION
 from eval.cache.layer import CompressedLayer
 from eval.cache.memory import Memory, measure
+from eval.cache.storage.addresses import Addresses
 from eval.cache.storage.channels import MaskLike, layer_masks
 from eval.cache.storage.middle import Middle
 from eval.cache.storage.store import Sizes
@@ -27,11 +29,15 @@ class CompressedCache(Cache):
 
     layers: one per layer of the model
     choice: chooses the backend of every compressed layer
+
+    Attributes:
+    steps: decoding steps that generate() has captured
     """
 
     def __init__(self, layers: Sequence[CacheLayerMixin], choice: BackendChoice) -> None:
         super().__init__(layers=list(layers))
         self.choice = choice
+        self.steps = KeptSteps()
         self._since_crop: int | None = None  # passes since the last crop() of a recorded past, None = no crop yet
 
     @property
@@ -102,13 +108,25 @@ class CompressedCache(Cache):
         self._since_crop = 0
 
     def reset(self) -> None:
-        """Make the cache new: no tokens, no announcement, no recording."""
-        super().reset()
+        """Make the cache new: no tokens, no announcement, no recording.
+
+        Steps that generate() has captured stay, with the windows that they read; the next prompt's window goes there.
+        """
         self._since_crop = None
         layers: list[Any] = self.layers
         for layer in layers:
+            if isinstance(layer, CompressedLayer) and self.steps.loop is not None:
+                layer.reset_in_place()
+            else:
+                layer.reset()
             if hasattr(layer, "record_past"):
                 layer.record_past = False
+
+    def addresses(self) -> tuple[object, ...]:
+        """Addresses and shapes of what a captured step reads; equal at two moments if one step can serve both."""
+        stores = (layer.store for layer in self.compressed)
+        scratch = (tensor.data_ptr() for tensor in self.choice.tensors().values())
+        return *scratch, *(Addresses.of(store).key() for store in stores if store is not None)
 
     def advance(self, tokens: int = 1) -> None:
         """Count the tokens of a replayed decoding step, and move tokens that are due out of the window.

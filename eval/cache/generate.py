@@ -4,9 +4,11 @@
     cache.generate(model, **inputs, max_new_tokens=256)     # the same, and a streamer works
 
 A decoding step in Python launches over a thousand kernels and waits for each launch. The first step of a call runs as
-usual, which compiles the kernels; the second is captured, and those after it are replays. All else stays transformers':
-its loop, logits processors, sampling, stopping criteria and outputs. Where a step cannot be captured (on a CPU, for a
-method that the kernel cannot read, for beams and assisted decoding), it runs as usual, with the same result.
+usual, which compiles the kernels; the second is captured, and those after it are replays. The cache keeps what was
+captured, so that a later call, also one after reset(), replays it from its second step on. All else stays
+transformers': its loop, logits processors, sampling, stopping criteria and outputs. Where a step cannot be captured (on
+a CPU, for a method that the kernel cannot read, for beams and assisted decoding), it runs as usual, with the same
+result.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from transformers.generation.utils import GenerateOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput
 
-from eval.cache.graph import CAPTURE_FOR, DecodeLoop, capturable
+from eval.cache.graph import CAPTURE_FOR, DecodeLoop, KeptSteps, capturable, step_key
 
 PLAIN = {"inputs_embeds", "output_attentions", "output_hidden_states"}  # inputs that a captured step does not have
 
@@ -47,10 +49,24 @@ class _Stepped:
             return self._model(**inputs)
         if self._loop is None:
             self._loop = DecodeLoop(self._model, self._cache, positions)
-        elif not self._loop.captured and self._pays() and capturable(self._cache):
-            self._loop.capture()
+        elif not self._loop.captured:
+            self._loop = self._captured(self._loop)
         logits = self._loop.step(tokens, inputs.get("attention_mask"))
         return CausalLMOutputWithPast(logits=logits[:, None], past_key_values=self._cache)
+
+    def _captured(self, loop: DecodeLoop) -> DecodeLoop:
+        """The loop of an earlier call, if its step reads what is held now; else this one, captured if that pays."""
+        if not capturable(self._cache):
+            return loop
+        cache: Any = self._cache
+        kept: KeptSteps = cache.steps
+        if kept.loop is not None and kept.key == step_key(self._model, cache.addresses()):
+            kept.loop.resume(loop.positions)
+            return kept.loop
+        if self._pays():
+            loop.capture()
+            kept.loop, kept.key = loop, step_key(self._model, cache.addresses())
+        return loop
 
     def _pays(self) -> bool:
         return self._longest - self._cache.get_seq_length() > CAPTURE_FOR

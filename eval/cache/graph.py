@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
@@ -61,6 +63,11 @@ class DecodeLoop:
         self.positions.add_(1)
         return out.logits[:, -1]
 
+    def resume(self, positions: Tensor) -> None:
+        """Go on from another prompt, which lies where the captured step reads; positions: as for a new loop."""
+        self._advance(0)
+        self.positions.copy_(positions)
+
     def capture(self) -> None:
         """Make the steps that follow replays of a captured one; a first step must have compiled the kernels.
 
@@ -79,3 +86,27 @@ class DecodeLoop:
                 raise torch.OutOfMemoryError(str(error)) from error
             raise
         self._graph = graph
+
+
+@dataclass
+class KeptSteps:
+    """Captured steps that a cache keeps from one call of generate() to the next, through reset().
+
+    loop: the loop whose step was captured, None = none yet
+    key: of `step_key` when it was captured
+    """
+
+    loop: DecodeLoop | None = None
+    key: tuple[object, ...] = ()
+
+    def __reduce__(self) -> tuple[type[KeptSteps], tuple[()]]:  # a copy of a cache lies at other addresses
+        return KeptSteps, ()
+
+
+def step_key(model: PreTrainedModel, addresses: tuple[object, ...]) -> tuple[object, ...]:
+    """Equal at two moments if a step captured at one can be replayed at the other.
+
+    addresses: those of the cache.
+    """
+    weights = (tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
+    return id(model), model.training, model.config._attn_implementation, *weights, *addresses

@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer
 from eval.cache.attention import dense
 from eval.cache.attention.backend import Backend, BackendChoice
 from eval.cache.attention.softmax import PLAIN, Softmax
+from eval.cache.storage.addresses import Addresses
 from eval.cache.storage.middle import Middle
 from eval.cache.storage.sealing import PromptRoom
 from eval.cache.storage.store import Sizes, Store
@@ -39,6 +40,7 @@ class CompressedLayer(DynamicLayer):
         super().__init__()
         self.middle, self.sizes, self.choice = middle, sizes, choice
         self.record_past = False
+        self._kept: Addresses | None = None  # where a captured step reads the layer; the next prompt goes there
         self._clear()
 
     def _clear(self) -> None:
@@ -149,6 +151,9 @@ class CompressedLayer(DynamicLayer):
         self.store.to(q.device)
         if self.backend is None:
             self.backend = self.choice.choose(self.store, q, softmax)
+            if self._kept is not None:
+                self._kept.take(self.store)
+                self._kept = None
         position = self.store.append(self.keys, self.values, real, self.backend.write)  # type: ignore[arg-type]
         self.keys = self.values = None
         scale = 1 / math.sqrt(q.shape[-1]) if scaling is None else scaling
@@ -206,7 +211,14 @@ class CompressedLayer(DynamicLayer):
     def reset(self) -> None:
         """Make the layer new."""
         self.record_past = False
+        self._kept = None
         self._clear()
+
+    def reset_in_place(self) -> None:
+        """Make the layer new, but put the next prompt where a captured step reads this one, if it has as many rows."""
+        kept = self._kept if self.store is None else Addresses.of(self.store)
+        self.reset()
+        self._kept = kept
 
     def activate_past_recording(self) -> None:
         """Let tokens wait in the window until crop() is called, so that any can be taken back (assisted decoding).

@@ -6,9 +6,11 @@
 
 Prints, per shape, the speed-up over the fastest dense attention, GB/s, and the limit: the speed-up that the bytes left
 to read would allow (LeanK, figures 5 and 10, measure the same). Every call is captured in a CUDA graph that rotates
-over copies larger than the L2 cache; times are medians of replays. A least-squares line through a shape's layers, which
-differ in bytes, time = fixed + bytes / rate, separates the fixed cost of a launch from the speed of reading: columns
-fixed_us and line_gb_per_s.
+over copies larger than the L2 cache; times are medians of replays. "reading alone" is a kernel that reads a layer's
+bytes in one piece and does nothing else: what any kernel takes at least.
+
+A least-squares line through a shape's layers, which differ in bytes, time = fixed + bytes / rate, separates the fixed
+cost of a launch from the speed of reading: columns fixed_us and line_gb_per_s.
 """
 
 from __future__ import annotations
@@ -144,17 +146,23 @@ def dense_size(shape: Shape) -> int:
 
 
 def time_layers(shape: Shape, config: Config) -> list[dict[str, Any]]:
-    """Layer, microseconds and bytes of the kernel at every layer of the published mask."""
+    """Layer, microseconds and bytes at every layer of the published mask, of the kernel and of reading alone."""
     from eval.cache.attention.launch import Kernel
+    from scripts.bench.reading_kernel import reading_us
 
-    rows = []
+    rows, floor = [], {}  # bytes of a layer -> microseconds of reading them
     for layer, keep in enumerate(shape.keep()):
         stores = [make_store(keep, shape.batch, shape.context)]
         left = needed_bytes(stores[0])
         stores += [make_store(keep, shape.batch, shape.context) for _ in range(copies_of(left) - 1)]
         us = kernel_us(shape, stores, Kernel(config))
-        rows.append({"layer": layer, "method": "LeanK", "us": us, "bytes": left, "limit": dense_size(shape) / left})
         del stores
+        if left not in floor:
+            floor[left] = reading_us(left)
+        for method, found in (("LeanK", us), ("reading alone", floor[left])):
+            rows.append(
+                {"layer": layer, "method": method, "us": found, "bytes": left, "limit": dense_size(shape) / left}
+            )
     return rows
 
 
@@ -170,14 +178,17 @@ def bench(shape: Shape, try_variants: bool) -> list[Record]:
     if try_variants:
         config = tune(shape, dense[fastest])
         check_case(shape.keep()[13], shape.q_heads // shape.kv_heads, 1, config)
-    pruned = time_layers(shape, config)
+    layers = time_layers(shape, config)
+    pruned = [row for row in layers if row["method"] == "LeanK"]
+    floor = sum(row["us"] for row in layers) - sum(row["us"] for row in pruned)
     us, left = (sum(r[key] for r in pruned) / len(pruned) for key in ("us", "bytes"))
     gained, limit = dense[fastest] / us, size / left
     print(f"{shape.name}: {us:.1f} us per layer, {left / us / 1e3:.0f} GB/s, {gained:.3f}x over {fastest}; "
           f"the bytes allow {limit:.3f}x, so {gained / limit:.1%} of the limit  [{config}]")  # fmt: skip
+    print(f"{shape.name}: reading alone takes {floor / len(pruned):.1f} us, {floor / len(pruned) / us:.1%} of that")
     fixed, rate = fitted(pruned)
     print(f"{shape.name}: {fixed:.1f} us per launch, then {rate:.0f} GB/s; the launch is {fixed / us:.1%} of the time")
-    rows = [{"layer": "", "method": n, "us": t, "bytes": size, "limit": 1.0} for n, t in dense.items()] + pruned
+    rows = [{"layer": "", "method": n, "us": t, "bytes": size, "limit": 1.0} for n, t in dense.items()] + layers
     common = {"shape": shape.name, "dense_us": dense[fastest], "dense": fastest}
     line = {"LeanK": (fixed, rate)}
     return [

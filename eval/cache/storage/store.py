@@ -141,7 +141,7 @@ class Store:
         Returns their real indices [B, n], -1 for padding.
         """
         new, self.quiet = k.shape[2], 0
-        self._fit(new)
+        self.fit(new)
         if real is None and (self.seen >= self.sizes.sink).all():  # every decoding step; no wait for the device
             position = (write or Store.write)(self, k, v)
             self.seen += 0 if capturing(k) else new
@@ -183,7 +183,7 @@ class Store:
                 self.reads.moved(self)
         if self.eviction is not None:
             self._evict(self.eviction)
-        self._fit(0)
+        self.fit(0)
         self.quiet = size.window + size.flush - int((self.seen - self.start).max()) if self.eviction is None else 0
 
     def move(self, due: np.ndarray) -> None:
@@ -223,7 +223,7 @@ class Store:
         needed = round_up(max(1, held), PAGE)
         return needed if (self.start <= self.sizes.sink).all() else max(self.sizes.ring, needed)
 
-    def _fit(self, new: int) -> None:
+    def fit(self, new: int) -> None:
         """Grow the ring for `new` more tokens in every row, or give it its usual size back."""
         held = int(np.maximum(0, self.seen - self.start).max()) + new
         old = self.ring_k.shape[2]

@@ -6,6 +6,8 @@ import torch
 from eval.cache import compressed_cache, graph
 from eval.cache.generate import graph_decoding
 from eval.cache.graph import DecodeLoop
+from eval.cache.storage.middle import Middle
+from eval.cache.storage.quantised import Packing
 from eval.inference.models import ModelConfig, load_model
 from tests.helpers.cache_oracle import tiny_model
 
@@ -144,3 +146,28 @@ def test_a_captured_call_gives_the_tokens_of_an_eager_one(way, padded, monkeypat
         assert cache.get_seq_length() == 499
     assert captures == [1]
     assert same(*found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [None, 4])
+def test_later_calls_replay_what_the_first_captured(bits, monkeypatch):
+    """After a reset with prompts of other lengths, and in another turn; only other rows are captured anew."""
+    model = load_model(ModelConfig())
+    mask = random_mask(model.config)
+    middles = [Middle(keep, bits=None if bits is None else Packing(bits, 64)) for keep in mask]
+    captures, capture = [], DecodeLoop.capture
+    monkeypatch.setattr(DecodeLoop, "capture", lambda loop: (captures.append(1), capture(loop)))
+
+    def run(cache, length, rows=2, **more):
+        ids = torch.randint(5, 4000, (rows, length), generator=torch.Generator().manual_seed(length)).to(model.device)
+        options = {"max_new_tokens": 80, "min_new_tokens": 80, "do_sample": False, "pad_token_id": 0}
+        return cache.generate(model, input_ids=ids, **options, **more)
+
+    kept = compressed_cache(model, middles, 16, 96)
+    for length, rows, so_far in ((400, 2, 1), (900, 2, 1), (150, 2, 1), (400, 1, 2), (1200, 1, 2)):
+        found = run(kept, length, rows)
+        assert len(captures) == so_far
+        monkeypatch.setattr("eval.cache.generate.CAPTURE_FOR", 1000)  # the other cache decodes step by step
+        assert torch.equal(found, run(compressed_cache(model, middles, 16, 96), length, rows))
+        monkeypatch.setattr("eval.cache.generate.CAPTURE_FOR", graph.CAPTURE_FOR)
+        kept.reset()
