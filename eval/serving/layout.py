@@ -147,7 +147,7 @@ class Group:
         """
         at = slots // self.block, slots % self.block
         heads = self.layers[layer].heads
-        k, v = (torch.zeros(len(slots), len(heads), head_dim, dtype=pages.dtype) for _ in range(2))
+        k, v = (pages.new_zeros(len(slots), len(heads), head_dim) for _ in range(2))
         for head, runs in enumerate(heads):
             if runs.k.width:
                 k[:, head, runs.channels] = self.run(pages, runs.k)[at][:, : runs.k.count]
@@ -189,7 +189,7 @@ class PageLayout:
             what = "nothing" if keep.all() else "every channel"
             raise ValueError(f"the mask prunes {what}; serve the model without it, or take another mask")
         some = keep.any(-1)  # [L, H], heads whose V is kept
-        kept, others = _lay_out(keep, some), _lay_out(~keep, ~some)
+        kept, others = lay_out(keep, some), lay_out(~keep, ~some)
         columns = [sum(layer.columns for layer in layers) for layers in (kept, others)]
         fitting = [n for n in range(1, block + 1) if block % n == 0 and n * columns[1] <= block * columns[0]]
         return cls(Group(block, kept), Group(max(fitting, default=1), others), sink, window, keep.shape[-1])
@@ -210,7 +210,7 @@ class PageLayout:
         return min(both, math.ceil(first / block))
 
 
-def _lay_out(stored: Tensor, values: Tensor) -> tuple[LayerRuns, ...]:
+def lay_out(stored: Tensor, values: Tensor) -> tuple[LayerRuns, ...]:
     """The runs of a group.
 
     stored: bool [L, H, D], the K channels
