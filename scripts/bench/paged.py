@@ -2,9 +2,10 @@
 
     python -m scripts.bench.paged OUT --block 64
 
-The shapes are those of `scripts.bench.attention`; every STEP-th layer of a published mask is timed. "dense pages" is the
-same kernel over pages that hold every channel. Block tables are random permutations, rows have the whole context, and
-the pages hold the columns of one layer. Timing is that of `scripts.bench.attention`. Prints and writes OUT/paged.csv.
+The shapes are those of `scripts.bench.attention`; every STEP-th layer of a published mask is timed. "dense pages" is
+the same kernel over pages that hold every channel. Block tables are random permutations, rows have the whole context,
+and the pages hold the columns of one layer. Timing is that of `scripts.bench.attention`. Prints and writes
+OUT/paged.csv.
 """
 
 from __future__ import annotations
