@@ -23,7 +23,7 @@ LAYERS = {
     ],
     "eval": [
         {"__main__"}, {"lm_eval"}, {"run"}, {"report"}, {"rows"}, {"methods"}, {"inference"}, {"benchmarks"},
-        {"metrics", "published"}, {"cache"},
+        {"metrics", "published"}, {"serving"}, {"cache"},
     ],
     "eval.cache": [{"cache"}, {"generate", "memory"}, {"graph"}, {"hook"}, {"layer"}, {"attention"}, {"storage"}],
     "eval.methods": [

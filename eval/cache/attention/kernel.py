@@ -81,7 +81,7 @@ def _read(
 
 
 @triton.jit
-def _merge(part, stat, first, parts, ROWS: tl.constexpr, MERGE_LINES: tl.constexpr, D: tl.constexpr):
+def merge(part, stat, first, parts, ROWS: tl.constexpr, MERGE_LINES: tl.constexpr, D: tl.constexpr):
     """Combine partial results first .. first + parts - 1 by log-sum-exp: [ROWS, D], zero where nothing was seen."""
     r, p, d = tl.arange(0, ROWS), tl.arange(0, MERGE_LINES), tl.arange(0, D)
     acc = tl.zeros([ROWS, D], tl.float32)
@@ -198,7 +198,7 @@ def decode(
             tl.debug_barrier()  # all of it is written before the ticket says so
             ticket = done + chunk * places + row * H + head
             if tl.atomic_add(ticket, 1, sem="acq_rel") == parts - 1:
-                merged = _merge(part, stat, first_number, parts, ROWS, MERGE_LINES, D)
+                merged = merge(part, stat, first_number, parts, ROWS, MERGE_LINES, D)
                 _store(out, merged, row, head, position_ptr, queries, chunk, ROWS, M, GROUP, H, D)
                 tl.store(ticket, 0)
 

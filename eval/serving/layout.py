@@ -1,0 +1,239 @@
+"""Which K and V columns of a token lie where in the pages of a served cache.
+
+A served cache has two groups of pages, with a block table each:
+
+    kept   every token: the K channels that the mask keeps, and V of the heads that keep any
+    rest   sink and window tokens only: all other K channels, and V of the heads that keep none
+
+So a token of the sink or the window is whole in both groups together, and a middle token has its kept part alone.
+
+One page holds the columns of all layers for `group.block` tokens. The pages of a group are one tensor
+`pages` [blocks, page_columns] of the model's dtype; both groups share the pool of blocks, and a block belongs to one
+group at a time. stride(0) is `layout.page_columns`, which both groups fit. Block 0 is vLLM's null block: block tables
+point to it where a token is not stored, and it is never written nor read.
+
+Within a page lie runs. A run is one head's K or V: `width` columns that begin at column `start` of a token, for all
+tokens of the page side by side. Channel i of token t (0 <= t < block) of the run lies at
+
+    pages[b, block * start + t * width + i]
+
+so `run()` is a strided view [blocks, block, width] whose last two dimensions are contiguous. A K run holds the channels
+`channels[:count]` in ascending order, then zeros up to `width`, a multiple of RUN. A V run holds head_dim columns, and
+zeros up to a multiple of RUN. The runs of a layer follow each other (K, V of head 0, K, V of head 1, ...), and each
+layer begins at a multiple of LINE columns.
+
+Position p of a request lies in the page `table[p // block]`, at token `p % block`. A step that computes the positions
+[first, end) of a request reads
+
+    whole         [0, sink), [first - window, first) and, causally, [first, end)
+    kept alone    [sink, first - window); heads that keep no channel do not see these
+
+A decoding step is such a step with end = first + 1. The new positions of a decoding step are written to both groups
+before they are read, so all that it reads is in pages. A longer step (prefill) takes its new positions from the
+projections instead, because the rest of most of them is never stored.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+RUN = 16  # columns: a run is a whole number of them, so that a GPU reads whole sectors of 32 bytes
+LINE = 32  # columns: a layer begins at a multiple of them
+
+
+@dataclass(frozen=True)
+class Run:
+    """One head's K or V in a group.
+
+    start: first column in a token of the whole model
+    count: columns that hold channels, at most `width`; 0 = nothing is stored
+    width: columns, a multiple of RUN
+    """
+
+    start: int
+    count: int
+    width: int
+
+
+@dataclass(frozen=True)
+class HeadRuns:
+    """What a group stores of one KV head.
+
+    k, v: where
+    channels: int64 [k.count], the K channels stored, ascending
+    """
+
+    k: Run
+    v: Run
+    channels: Tensor
+
+
+@dataclass(frozen=True)
+class LayerRuns:
+    """What a group stores of one layer.
+
+    start: first column of the layer
+    columns: a multiple of LINE; 0 = the group stores nothing of this layer
+    heads: [H]
+    """
+
+    start: int
+    columns: int
+    heads: tuple[HeadRuns, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """One of the two groups of pages.
+
+    block: tokens of a page
+    layers: [L]
+    """
+
+    block: int
+    layers: tuple[LayerRuns, ...]
+
+    @property
+    def columns(self) -> int:
+        """Columns of a token over all layers."""
+        return sum(layer.columns for layer in self.layers)
+
+    def run(self, pages: Tensor, run: Run) -> Tensor:
+        """The view [blocks, block, width] of a run; pages [blocks, page_columns]."""
+        first = pages.storage_offset() + self.block * run.start
+        return pages.as_strided((len(pages), self.block, run.width), (pages.stride(0), run.width, 1), first)
+
+    def table(self, layer: int) -> Tensor:
+        """The runs of a layer for a kernel: int32 [H, 5].
+
+        The columns are the start, width and count of the head's K run, and the start and width of its V run. A width
+        of 0 says that the run is not stored.
+        """
+        heads = self.layers[layer].heads
+        rows = [(h.k.start, h.k.width, h.k.count, h.v.start, h.v.width) for h in heads]
+        return torch.tensor(rows, dtype=torch.int32)
+
+    def channels(self, layer: int) -> Tensor:
+        """The K channels of a layer for a kernel: int32 [H, widest run], -1 where a run holds zeros."""
+        heads = self.layers[layer].heads
+        table = torch.full((len(heads), max(head.k.width for head in heads)), -1, dtype=torch.int32)
+        for row, head in zip(table, heads, strict=True):
+            row[: head.k.count] = head.channels
+        return table
+
+    def write(self, pages: Tensor, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store the tokens k, v [n, H, D] of a layer; what the group does not hold of them is dropped.
+
+        slots: int64 [n], block * group.block + token; a slot below group.block (the null block, or -1) stores nothing
+        """
+        real = slots >= self.block
+        if not real.all():
+            slots, k, v = slots[real], k[real], v[real]
+        at = slots // self.block, slots % self.block
+        for head, runs in enumerate(self.layers[layer].heads):
+            for run, values in ((runs.k, k[:, head, runs.channels]), (runs.v, v[:, head])):
+                if run.width:
+                    pad = run.width - values.shape[-1]
+                    self.run(pages, run)[at] = torch.nn.functional.pad(values, (0, pad)).to(pages.dtype)
+
+    def read(self, pages: Tensor, layer: int, slots: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+        """Return K, V [n, H, D] of the tokens at `slots`, with zeros for what the group does not hold.
+
+        So the sum of both groups is the whole token.
+        """
+        at = slots // self.block, slots % self.block
+        heads = self.layers[layer].heads
+        k, v = (pages.new_zeros(len(slots), len(heads), head_dim) for _ in range(2))
+        for head, runs in enumerate(heads):
+            if runs.k.width:
+                k[:, head, runs.channels] = self.run(pages, runs.k)[at][:, : runs.k.count]
+            if runs.v.width:
+                v[:, head] = self.run(pages, runs.v)[at][:, : runs.v.count]
+        return k, v
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """The two groups of a mask, and the sizes that both share.
+
+    kept, rest: the groups; each stores something
+    sink, window: tokens kept whole
+    head_dim: D
+    """
+
+    kept: Group
+    rest: Group
+    sink: int
+    window: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, keep: Tensor, block: int, sink: int, window: int) -> PageLayout:
+        """Lay out a mask.
+
+        keep: bool [L, H, D], True = kept
+        block: tokens of a page of `kept`, a multiple of 16; a page of `rest` has a divisor of them, the largest that
+            fits into the bytes of a page of `kept`
+
+        Raises ValueError for other blocks, sizes below 0, and masks that prune nothing or everything.
+        """
+        if block < 16 or block % 16:
+            raise ValueError(f"block_size={block} must be a multiple of 16; take 16, 32, 64 or 128")
+        if sink < 0 or window < 1:
+            raise ValueError(f"need sink >= 0 and window >= 1, got sink={sink}, window={window}")
+        if keep.all() or not keep.any():
+            what = "nothing" if keep.all() else "every channel"
+            raise ValueError(f"the mask prunes {what}; serve the model without it, or take another mask")
+        some = keep.any(-1)  # [L, H], heads whose V is kept
+        kept, others = lay_out(keep, some), lay_out(~keep, ~some)
+        columns = [sum(layer.columns for layer in layers) for layers in (kept, others)]
+        fitting = [n for n in range(1, block + 1) if block % n == 0 and n * columns[1] <= block * columns[0]]
+        return cls(Group(block, kept), Group(max(fitting, default=1), others), sink, window, keep.shape[-1])
+
+    @property
+    def page_columns(self) -> int:
+        """Columns of a page, the stride of blocks in both groups."""
+        return max(group.block * group.columns for group in (self.kept, self.rest))
+
+    def whole_from(self, first: int) -> int:
+        """The first position behind the sink that a step from position `first` on reads whole."""
+        return max(self.sink, first - self.window)
+
+    def rest_blocks(self, first: int) -> int:
+        """Pages of `rest` that hold the sink and the window of a step from position `first` on, at most."""
+        block = self.rest.block
+        both = math.ceil(self.sink / block) + math.ceil(self.window / block) + 1
+        return min(both, math.ceil(first / block))
+
+
+def lay_out(stored: Tensor, values: Tensor) -> tuple[LayerRuns, ...]:
+    """The runs of a group.
+
+    stored: bool [L, H, D], the K channels
+    values: bool [L, H], whether V is stored
+    """
+    layers: list[LayerRuns] = []
+    start, dim = 0, stored.shape[-1]
+    for of_layer, with_values in zip(stored, values.tolist(), strict=True):
+        heads, at = [], start
+        for channels, with_v in zip(of_layer, with_values, strict=True):
+            k = _run(at, int(channels.sum()))
+            v = _run(at + k.width, dim if with_v else 0)
+            heads.append(HeadRuns(k, v, channels.nonzero().flatten()))
+            at = v.start + v.width
+        columns = _up(at - start, LINE)
+        layers.append(LayerRuns(start, columns, tuple(heads)))
+        start += columns
+    return tuple(layers)
+
+
+def _run(start: int, count: int) -> Run:
+    return Run(start, count, _up(count, RUN))
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

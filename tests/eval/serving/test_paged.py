@@ -1,0 +1,143 @@
+"""The paged decode kernel against its reference: in Triton's interpreter on a CPU, on the device with `-m gpu`."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eval.serving.layout import PageLayout
+from eval.serving.paged import PagedAttention, attend, splits_of
+from tests.eval.cache.test_kernel import interpreter_takes_numpys_scalars
+
+pytest.importorskip("triton")  # Linux only
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+scalars = pytest.fixture(autouse=True)(interpreter_takes_numpys_scalars.__wrapped__)
+
+
+def a_mask(seed, layers=2, heads=3, dim=64):
+    generator = torch.Generator().manual_seed(seed)
+    keep = torch.rand(layers, heads, dim, generator=generator) < torch.rand(layers, heads, 1, generator=generator)
+    keep[torch.rand(layers, heads, generator=generator) < 0.3] = False
+    keep[0, 0], keep[0, 1] = True, False  # a whole head and an empty one
+    return keep
+
+
+def served(layout, lengths, seed, spare=0, layers=2, heads=3):
+    """(pages, kept table, rest table) of rows of random tokens, all other memory NaN.
+
+    spare: tokens by which rows may be taken to be shorter.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    groups = layout.kept, layout.rest
+    longest = max(lengths)
+    widths = [-(-longest // group.block) for group in groups]
+    blocks = len(lengths) * sum(widths) + 1
+    free = iter((torch.randperm(blocks - 1, generator=generator) + 1).tolist())
+    pages = torch.full((blocks, layout.page_columns), torch.nan, dtype=DTYPE, device=DEVICE)
+    k, v = torch.randn(2, layers, len(lengths), longest, heads, layout.head_dim, generator=generator).to(DEVICE, DTYPE)
+    tables = [torch.zeros(len(lengths), width, dtype=torch.int32) for width in widths]
+    for row, length in enumerate(lengths):
+        position = torch.arange(length)
+        whole = (position < layout.sink) | (position >= layout.whole_from(length - 1 - spare))
+        for group, table, stored in zip(groups, tables, (position, position[whole]), strict=True):
+            for block in (stored // group.block).unique().tolist():
+                table[row, block] = next(free)
+            slots = table[row, stored // group.block].long() * group.block + stored % group.block
+            for layer in range(layers):
+                values = (x[layer, row, stored.to(DEVICE)] for x in (k, v))
+                group.write(pages, layer, slots.to(DEVICE), *values)
+    return pages, *(table.to(DEVICE) for table in tables)
+
+
+def compare(seed, lengths, block, group, dim, programs, sizes=(4, 24)):
+    layout = PageLayout.of(a_mask(seed, dim=dim), block, *sizes)
+    pages, kept, rest = served(layout, lengths, seed)
+    paged = PagedAttention(layout, DEVICE, programs)
+    q = torch.randn(len(lengths), 3 * group, dim, generator=torch.Generator().manual_seed(seed)).to(DEVICE, DTYPE)
+    tokens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    for layer in range(2):
+        want = attend(layout, layer, pages, q, tokens, kept, rest, dim**-0.5)
+        for _ in range(2):  # the counters are as before
+            got = paged.attend(pages, layer, q, tokens, kept, rest, dim**-0.5)
+            assert got.isfinite().all()
+            torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=1e-2 if ON_GPU else 1e-5)
+
+
+@settings(max_examples=4 if not ON_GPU else 60, deadline=None, derandomize=True)
+@given(
+    st.integers(0, 999),
+    st.lists(st.integers(0, 120), min_size=1, max_size=2).filter(any),
+    st.sampled_from([16, 32, 48]),
+    st.integers(1, 16),
+)
+def test_the_kernel_is_the_reference(seed, lengths, block, programs):
+    """Rows of any length, some shorter than the sink, some absent; memory that is not theirs is NaN."""
+    compare(seed, lengths, block, 2, 64, programs)
+
+
+@pytest.mark.gpu
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    st.integers(0, 999),
+    st.lists(st.integers(0, 5000), min_size=1, max_size=6).filter(any),
+    st.sampled_from([16, 32, 64, 128]),
+    st.sampled_from([1, 4, 7, 16]),
+    st.sampled_from([0, 7, 64]),
+)
+def test_the_kernel_is_the_reference_on_a_device(seed, lengths, block, group, programs):
+    compare(seed, lengths, block, group, 128, programs, sizes=(100, 500))
+
+
+@settings(max_examples=2 if not ON_GPU else 40, deadline=None, derandomize=True)
+@given(st.integers(0, 999), st.sampled_from([16, 32]))
+def test_new_tokens_are_written_as_the_layout_says(seed, block):
+    layout = PageLayout.of(a_mask(seed), block, 4, 24)
+    generator = torch.Generator().manual_seed(seed)
+    k, v = torch.randn(2, 5, 3, 64, generator=generator).to(DEVICE, DTYPE)
+    slots = []
+    for group, first in ((layout.kept, 1), (layout.rest, 4)):
+        at = first * group.block + torch.randperm(3 * group.block, generator=generator)[:5]
+        at[2] = 1  # of the null block
+        slots.append(at.to(DEVICE))
+    want, got = (torch.full((8, layout.page_columns), torch.nan, dtype=DTYPE, device=DEVICE) for _ in range(2))
+    paged = PagedAttention(layout, DEVICE, 4)
+    for layer in range(2):
+        for group, at in zip((layout.kept, layout.rest), slots, strict=True):
+            group.write(want, layer, at, k, v)
+        paged.write(got, layer, k, v, *slots)
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 256), min_size=1, max_size=8), st.integers(1, 300))
+def test_every_head_is_cut_into_all_its_splits(weights, programs):
+    lines = splits_of(np.array(weights), programs)
+    for head in range(len(weights)):
+        of = lines[lines[:, 0] == head]
+        assert len(of) >= 1
+        assert of[:, 1].tolist() == list(range(len(of)))
+        assert set(of[:, 2]) == {len(of)}
+        assert set(of[:, 3]) == {int(np.flatnonzero(lines[:, 0] == head)[0])}
+
+
+@pytest.mark.gpu
+def test_a_captured_step_is_replayed_while_rows_grow():
+    layout = PageLayout.of(a_mask(3, dim=128), 32, 64, 256)
+    lengths = [700, 1500, 3000]
+    pages, kept, rest = served(layout, lengths, 0, spare=250)
+    paged = PagedAttention(layout, DEVICE)
+    q = torch.randn(3, 12, 128, device=DEVICE, dtype=DTYPE)
+    tokens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    paged.attend(pages, 1, q, tokens, kept, rest, 0.1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = paged.attend(pages, 1, q, tokens, kept, rest, 0.1)
+    for less in (250, 100, 1, 0):
+        tokens.copy_(torch.tensor(lengths) - less)
+        graph.replay()
+        torch.testing.assert_close(
+            out.float(), attend(layout, 1, pages, q, tokens, kept, rest, 0.1).float(), rtol=0, atol=1e-2
+        )
