@@ -178,8 +178,8 @@ def decode(
         if tl.atomic_add(ticket, 1, sem="acq_rel") == splits - 1:
             merged = merge(part, stat, b * programs + first_line, splits, ROWS, MERGE_LINES, D)
             rows = tl.arange(0, ROWS)
-            to = out + b * (H * GROUP * D) + (head * GROUP + rows)[:, None] * D + d[None, :]
-            tl.store(to, merged.to(out.dtype.element_ty), mask=(rows < GROUP)[:, None])
+            place = out + b * (H * GROUP * D) + (head * GROUP + rows)[:, None] * D + d[None, :]
+            tl.store(place, merged.to(out.dtype.element_ty), mask=(rows < GROUP)[:, None])
             tl.store(ticket, 0)
 
 

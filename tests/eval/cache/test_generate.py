@@ -154,7 +154,7 @@ def test_later_calls_replay_what_the_first_captured(bits, monkeypatch):
     """After a reset with prompts of other lengths, and in another turn; only other rows are captured anew."""
     model = load_model(ModelConfig())
     mask = random_mask(model.config)
-    middles = [Middle(keep, bits=None if bits is None else Packing(bits, 64)) for keep in mask]
+    middles = [Middle(keep, bits=None if bits is None else Packing(bits, 32)) for keep in mask]
     captures, capture = [], DecodeLoop.capture
     monkeypatch.setattr(DecodeLoop, "capture", lambda loop: (captures.append(1), capture(loop)))
 
