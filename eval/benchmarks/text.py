@@ -65,7 +65,7 @@ class Text(Checked):
                     "drop that length or extend the model's RoPE"
                 )
         special = tokenizer.num_special_tokens_to_add(pair=False)
-        texts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in self._texts()]
+        texts = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in self._texts()]
         for length in self.lengths:
             size = length - special
             if min(round(self.prefilled * size), size - round(self.prefilled * size)) < 2:

@@ -56,14 +56,14 @@ class Asked:
 class Course:
     """The tokens that every method of a batch reads, and the dense model's hidden states after them.
 
-    asked: the questions before them.
+    questions: the tokens of each row's question before them; empty where the prompt has it.
     ids: int [B, n]: tokens to read, with padding behind shorter rows.
     counts: how many distributions of each row count.
     targets: int [B, n], the text's next token after each of ids; None where ids are a reply.
     dense: [B, n or n + 1, hidden]; after the question first where one is read.
     """
 
-    asked: Asked
+    questions: Sequence[list[int]]
     ids: Tensor
     counts: list[int]
     targets: Tensor | None
@@ -96,33 +96,33 @@ class Comparison:
         tokens: of each row, what is to be read.
         text: whether the tokens are a text, whose next tokens are known, or a reply.
         """
-        asked = Asked.of(prompt, questions, self.pad)
-        read_first = asked.ids.shape[1] > 0
+        first = any(questions)
         width = max(map(len, tokens))
-        padded = torch.tensor([t + [self.pad] * (width - len(t)) for t in tokens], device=asked.ids.device).long()
+        padded = torch.tensor([t + [self.pad] * (width - len(t)) for t in tokens], device=self.model.device).long()
         ids, targets = (padded[:, :-1], padded[:, 1:]) if text else (padded, None)
-        counts = [max(0, len(t) - 1) if text else len(t) + read_first for t in tokens]
-        return Course(asked, ids, counts, targets, self._states(prompt.fork(), asked, ids))
+        counts = [max(0, len(t) - 1) if text else len(t) + first for t in tokens]
+        return Course(questions, ids, counts, targets, self._states(prompt.fork(), prompt, questions, ids))
 
-    def fidelity(self, cache: Cache, course: Course) -> list[Compared]:
-        """Read a course through a method's cache, which holds the prompts.
+    def fidelity(self, cache: Cache, prompt: Prefill, course: Course) -> list[Compared]:
+        """Read a course through a method's cache, which holds the prompts of `prompt`, the method's own pass.
 
         Returns for each row its fidelity, None if nothing is to be compared, and the share of a text's tokens that the
         method ranks first, None for a reply and where logits are not finite.
         """
-        mine, found = self._states(cache, course.asked, course.ids), []
+        mine, found = self._states(cache, prompt, course.questions, course.ids), []
         for row, count in enumerate(course.counts):
             targets = None if course.targets is None else course.targets[row, :count]
             compared = compare(self.head, course.dense[row, :count], mine[row, :count], targets) if count else None
             found.append((None, None) if compared is None else _figures(compared))
         return found
 
-    def _states(self, cache: Cache, asked: Asked, ids: Tensor) -> Tensor:
+    def _states(self, cache: Cache, prompt: Prefill, questions: Sequence[list[int]], ids: Tensor) -> Tensor:
         """Hidden states after the question, if one is read, and after each of ids."""
-        found, real = [], asked.real
+        asked, found = Asked.of(prompt, questions, self.pad), []
         if asked.ids.shape[1]:
-            found.append(states(self.model, cache, asked.ids, real)[:, -1:])
+            found.append(states(self.model, cache, asked.ids, asked.real)[:, -1:])
         if ids.shape[1]:
+            real = asked.real
             real = None if real is None else torch.cat([real, torch.ones_like(ids, dtype=torch.bool)], 1)
             found.append(read(self.model, cache, ids, real))
         empty = torch.empty(len(ids), 0, self.head.weight.shape[1], device=ids.device)

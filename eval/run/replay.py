@@ -144,7 +144,7 @@ class Replay:
         near: list[Compared] = [(None, None)] * count
         if course is not None and replies.texts is not None:
             start = self._now()
-            near = self._comparison.fidelity(cache, course)
+            near = self._comparison.fidelity(cache, prompt, course)
             broken = [None if found is None else found["non_finite"] for found, _ in near]
             decoded = Decoded.of_texts(replies.texts, broken, self._now() - start)
         else:
@@ -152,7 +152,7 @@ class Replay:
         found = compression.found(decoded.fed)
         if course is not None and replies.texts is None:
             del cache, compression  # before the second cache, which begins where this one began
-            near = self._comparison.fidelity(method.cache(self.model, prompt), course)
+            near = self._comparison.fidelity(method.cache(self.model, prompt), prompt, course)
         seconds = {"prefill": prefilled, "seal": sealed, "question": decoded.asked, "decode": decoded.seconds}
         share: dict[str, float] = {name: value // count for name, value in held.items()}
         answers = []
