@@ -1,13 +1,11 @@
 """Every method reads the same tokens as it would decode them, and is compared with the dense model there."""
 
-import dataclasses
-
 import pytest
 import torch
 
 from eval.benchmarks.row import Row
 from eval.inference import reading
-from eval.inference.prefill import pad_left, prefill
+from eval.inference.prefill import pad_left
 from eval.inference.prompts import Prompt
 from eval.methods import Method
 from eval.methods.bits.kivi import KIVI
