@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from eval.report import fidelity_plots
 from eval.report.needle import by_depth
 from eval.report.records import AgainstDense, Figures, Interval, RunSummary
 from eval.report.style import INK, MARKERS, PALETTE, SETTINGS, plain, sheet
@@ -213,6 +214,11 @@ FIGURES: dict[str, tuple[str, Callable[[RunSummary], Figure | None]]] = {
     "needle_by_depth": ("Needle in a haystack: score by length and depth", by_depth),
     "difference_from_dense": ("Difference from dense, by task", differences),
     "accuracy_against_bytes": ("Accuracy against bytes of cache", against_bytes),
+    "kl_by_length": ("Distance from dense by length", lambda run: fidelity_plots.by_length(run, _styles(run))),
+    "kl_against_bytes": (
+        "Distance from dense against bytes of cache",
+        lambda run: fidelity_plots.against_bytes(run, _styles(run)),
+    ),
 }
 
 
