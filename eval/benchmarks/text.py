@@ -9,7 +9,7 @@ method ranks first.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,19 +25,16 @@ from leank_train.common.typed import Checked, OneOf, Positive, Seed
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-TASK = "text"
+Window = tuple[str, str]  # what is prefilled, and the rest
 
 
 @dataclass
 class Text(Checked):
     """Windows of a text that do not overlap (eval.benchmarks.base), in an order drawn from the seed.
 
-    path: a .txt or .txt.gz file, a RULER .json file, or a folder of .txt files; None is the text shipped with the
-    package. No window crosses from one file of a folder into the next.
-    split: of the shipped text; a `path` is used whole.
-    lengths: tokens of a window.
-    samples: windows of each length.
-    prefilled: share of a window that is prefilled.
+    path: a .txt or .txt.gz file, or a folder of .txt files, no two of which share a window; None is the text shipped
+    with the package. split: of the shipped text; a `path` is used whole. lengths: tokens of a window. samples: windows
+    of each length. prefilled: share of a window's tokens that is prefilled.
     """
 
     path: str | None = None
@@ -47,7 +44,7 @@ class Text(Checked):
     prefilled: Annotated[float, Gt(0), Lt(1)] = 0.5
     name: str = "text"
     seed: Seed = 0
-    _windows: dict[int, list[list[int]]] = field(default_factory=dict, repr=False)
+    _windows: dict[int, list[Window]] = field(default_factory=dict, repr=False)
 
     def check(
         self,
@@ -58,35 +55,60 @@ class Text(Checked):
     ) -> None:
         """Cut the text into windows before any weights are loaded; see `Benchmark.check`."""
         limit = getattr(config, "max_position_embeddings", None)
+        texts = list(self._texts())
+        spans = [
+            tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+            for text in texts
+        ]
         for length in self.lengths:
             if limit is not None and length > limit:
                 raise ValueError(
                     f"benchmark.lengths: {length} is more than the model's max_position_embeddings={limit}; "
                     "drop that length or extend the model's RoPE"
                 )
-        special = tokenizer.num_special_tokens_to_add(pair=False)
-        texts = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in self._texts()]
-        for length in self.lengths:
-            size = length - special
+            size = length - tokenizer.num_special_tokens_to_add(pair=False)
             if min(round(self.prefilled * size), size - round(self.prefilled * size)) < 2:
                 raise ValueError(
                     f"benchmark.prefilled={self.prefilled} of {length} tokens leaves fewer than 2 tokens to prefill or "
                     "to read; choose a middle value or a larger length"
                 )
-            found = [ids[at : at + size] for ids in texts for at in range(0, len(ids) - size + 1, size)]
-            if len(found) < self.samples:
+            places = [(n, at) for n, of in enumerate(spans) for at in range(0, len(of) - size + 1, size)]
+            if len(places) < self.samples:
                 raise ValueError(
-                    f"benchmark.samples={self.samples}: the text has {len(found)} windows of {length} tokens; lower "
+                    f"benchmark.samples={self.samples}: the text has {len(places)} windows of {length} tokens; lower "
                     "samples, drop that length, or give a longer text as benchmark.path"
                 )
-            random.Random(f"{self.seed} {length}").shuffle(found)
-            self._windows[length] = found[: self.samples]
+            random.Random(f"{self.seed} {length}").shuffle(places)
+            self._windows[length] = [
+                self._cut(texts[n], spans[n][at : at + size], length, tokenizer) for n, at in places[: self.samples]
+            ]
 
-    def _texts(self) -> list[str]:
-        """The texts that windows are cut from."""
-        if self.path is not None and Path(self.path).is_dir():
-            return [read_text(file) for file in sorted(Path(self.path).glob("*.txt"))]
-        return ["\n".join(paragraphs(self.path, "all" if self.path else self.split))]
+    def _texts(self) -> Iterator[str]:
+        """Yield the texts that windows are cut from. Raises FileNotFoundError or ValueError for a wrong path."""
+        if self.path is None:
+            yield "\n".join(paragraphs(None, self.split))
+            return
+        source = Path(self.path)
+        files = sorted(source.glob("*.txt")) if source.is_dir() else [source]
+        if not source.exists() or not files or (source.is_file() and not source.name.endswith((".txt", ".txt.gz"))):
+            raise FileNotFoundError(
+                f"benchmark.path={self.path!r} is no text; give a .txt or .txt.gz file or a folder of .txt files, or "
+                "leave it out for the shipped text"
+            )
+        yield from map(read_text, files)
+
+    def _cut(
+        self, text: str, spans: Sequence[tuple[int, int]], length: int, tokenizer: PreTrainedTokenizerBase
+    ) -> Window:  # fmt: skip
+        """Cut the tokens at `spans` of a text into what is prefilled and the rest.
+
+        A window that takes more tokens by itself than within the text loses its end.
+        """
+        size = len(spans)
+        start, middle = spans[0][0], spans[round(self.prefilled * size)][0]
+        while len(tokenizer(text[start : spans[size - 1][1]])["input_ids"]) > length:
+            size -= 1
+        return text[start:middle], text[middle : spans[size - 1][1]]
 
     def identity(self) -> dict[str, object]:
         """Return what every sample depends on; see `Benchmark.identity`."""
@@ -99,18 +121,13 @@ class Text(Checked):
     def cells(self) -> list[Cell]:
         """Return all cells in the order of the run."""
         ids = tuple(str(index) for index in range(self.samples))
-        return [Cell(TASK, length, ids) for length in self.lengths]
+        return [Cell("text", length, ids) for length in self.lengths]
 
     def row(self, cell: Cell, sample: str, tokenizer: PreTrainedTokenizerBase, overhead: int) -> Row:
         """Build one sample; see `Benchmark.row`. To be asked after `check`."""
         assert cell.length is not None
-        window = self._windows[cell.length][int(sample)]
-        cut = round(self.prefilled * len(window))
-        head, rest = str(tokenizer.decode(window[:cut])), str(tokenizer.decode(window[cut:]))
-        whole = str(tokenizer.decode(window))
-        # a tokenizer may decode pieces otherwise than the whole: the whole is what counts
-        context = head if whole.startswith(head) else whole[: len(whole) - len(rest)]
+        context, rest = self._windows[cell.length][int(sample)]
         return Row(
-            task=cell.task, id=sample, context=context, question=whole[len(context) :], answers=(), max_new_tokens=0,
+            task=cell.task, id=sample, context=context, question=rest, answers=(), max_new_tokens=0,
             metric="next_token", chat=False, length=cell.length, read=True,
         )  # fmt: skip

@@ -14,6 +14,11 @@ BROKEN = "§"
 NEAR = ("kl", "kl_low", "kl_high", "top1", "top1_low", "top1_high", "loss", "loss_minus_dense")
 
 
+def is_text(run: RunSummary | ResultRow) -> bool:
+    """Return whether texts were read in a run, in place of replies."""
+    return run["benchmark"] == "text"
+
+
 def measured(row: ResultRow) -> Fidelity | None:
     """Return what a row says of its distance from dense; None if that was not measured, as in rows of old versions."""
     return row.get("fidelity")

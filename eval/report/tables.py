@@ -87,14 +87,14 @@ def _shade(cell: Figures | None) -> float | None:
 
 def overall(run: RunSummary) -> Table:
     """Make a table with one line per method: score, difference, bytes, times."""
-    lines = []
+    lines, text = [], fidelity.is_text(run)
     for cell in run["overall"]:
         against, seconds = cell.get("against_dense"), cell["seconds"]
         lines.append(
             Line(
                 [
                     *(cell["method"], str(cell["n"]), mean(cell), difference(against)),
-                    f"{100 * against['same_reply']:.0f}%" if against else "",
+                    f"{100 * against['same_reply']:.0f}%" if against and not text else "",
                     size(cell["cache_bytes"]),
                     f"{100 * against['bytes']:.0f}%" if against else "",
                     *(ms(seconds["first_token"]), ms(seconds["per_token"])),
@@ -104,6 +104,7 @@ def overall(run: RunSummary) -> Table:
         )
     head = ["method", "n", "score", "difference", "same reply", "cache", "of dense", "first token, ms", "a token, ms"]
     note = "Cache: mean bytes after the prompt. Score and difference from dense (paired): 95% bootstrap intervals."
+    note += " Score: share of the text's tokens that the method ranks first." if text else ""
     return Table("Overall", head, lines, " ".join([note, *remarks(run["overall"])]))
 
 

@@ -200,7 +200,12 @@ class Job:
             for key, (row, prompt), answer in zip(keys[id(method)], samples, answers, strict=True):
                 if key not in results.keys:
                     watch.see(
-                        method, cell.place, len(prompt.ids), answer.compressed, answer.dense_only, answer.non_finite
+                        method,
+                        cell.place,
+                        _tokens(row, prompt),
+                        answer.compressed,
+                        answer.dense_only,
+                        answer.non_finite,
                     )
                     results.append(self.result(key, method, row, prompt, answer))
 
@@ -216,7 +221,7 @@ class Job:
             "answers": list(row.answers),
             "metric": row.metric,
             "meta": dict(row.meta),
-            "prompt_tokens": prompt.question if row.read else len(prompt.ids),
+            "prompt_tokens": _tokens(row, prompt),
             "new_tokens": len(answer.tokens),
             "cache_bytes": answer.bytes,
             "middle_tokens": answer.middle_tokens,
@@ -233,6 +238,11 @@ class Job:
                 "per_token": seconds["decode"] / answer.steps if answer.steps else None,
             },
         }  # fmt: skip
+
+
+def _tokens(row: Row, prompt: Prompt) -> int:
+    """Count the tokens of a prompt, without a text that is read behind it."""
+    return prompt.question if row.read else len(prompt.ids)
 
 
 def _score(row: Row, answer: Answer) -> float:
