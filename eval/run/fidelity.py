@@ -2,8 +2,8 @@
 
 Every method of a batch reads the same tokens through its cache, as it would decode them, and its next-token
 distributions are compared with those of the dense model after the same tokens. The course is the dense model's own
-greedy reply, which every benchmark has, and which needs no reference answer in the model's words: then top-1 agreement
-is 1 if and only if the method would write that reply, too. A row with `read` gives a text instead.
+greedy reply, which every benchmark has, and which needs no reference answer in the model's words. Where all of it is
+read, top-1 agreement is 1 exactly if the method writes that reply, too. A row with `read` gives a text instead.
 
 The first token of a reply comes from the prefill, so the first distribution compared is the one after it. With
 compress=before_question the question is read through the cache, and the distribution after the question counts, too.
