@@ -9,13 +9,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from eval.report.records import FidelityFigures, LengthFigures, RunSummary
-from eval.report.style import plain, sheet
+from eval.report.style import Style, plain, sheet
 
 LABEL = "KL from dense, nats a token"
 Place = Callable[[LengthFigures], float]
 
 
-def by_length(run: RunSummary, styles: Mapping[str, Mapping[str, str]]) -> Figure | None:
+def by_length(run: RunSummary, styles: Mapping[str, Style]) -> Figure | None:
     """Draw KL over lengths, one line per method. styles: colour and marker of each method."""
     lengths = [n for n in run["lengths"] if n is not None]
     if len(lengths) < 2:
@@ -28,7 +28,7 @@ def by_length(run: RunSummary, styles: Mapping[str, Mapping[str, str]]) -> Figur
     return figure
 
 
-def against_bytes(run: RunSummary, styles: Mapping[str, Mapping[str, str]]) -> Figure | None:
+def against_bytes(run: RunSummary, styles: Mapping[str, Style]) -> Figure | None:
     """Draw KL over MiB of cache, one point per length. styles: colour and marker of each method."""
     figure = _draw(run, styles, lambda cell: (cell["cache_bytes"] or np.nan) / 2**20)
     if figure is not None:
@@ -37,7 +37,7 @@ def against_bytes(run: RunSummary, styles: Mapping[str, Mapping[str, str]]) -> F
     return figure
 
 
-def _draw(run: RunSummary, styles: Mapping[str, Mapping[str, str]], place: Place) -> Figure | None:
+def _draw(run: RunSummary, styles: Mapping[str, Style], place: Place) -> Figure | None:
     """Draw KL on a logarithmic axis; None if no method but dense has any. A KL of zero has no place there."""
     figure = sheet(4.2)
     axes: Axes = plain(figure.add_subplot())
@@ -49,7 +49,7 @@ def _draw(run: RunSummary, styles: Mapping[str, Mapping[str, str]], place: Place
         found = np.array([_ends(c["fidelity"]) for c in cells])
         errors = np.stack([found[:, 0] - found[:, 1], found[:, 2] - found[:, 0]])
         axes.errorbar([place(c) for c in cells], found[:, 0], np.maximum(0, errors), label=method, capsize=2,
-                      markersize=5, elinewidth=0.8, linewidth=1.2, **style)  # type: ignore[arg-type]  # fmt: skip
+                      markersize=5, elinewidth=0.8, linewidth=1.2, **style)  # fmt: skip
         shown = True
     if not shown:
         return None

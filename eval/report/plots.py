@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypedDict
 
 import matplotlib
 import numpy as np
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from eval.report import fidelity_plots
 from eval.report.needle import by_depth
 from eval.report.records import AgainstDense, Figures, Interval, RunSummary
-from eval.report.style import INK, MARKERS, PALETTE, SETTINGS, plain, sheet
+from eval.report.style import INK, MARKERS, PALETTE, SETTINGS, Style, plain, sheet
 
 CROWD = 8  # above so many methods a figure draws less of each
 
@@ -22,13 +21,6 @@ CROWD = 8  # above so many methods a figure draws less of each
 def axes_of(config: Mapping[str, object]) -> str:
     """Name the axes on which a method chooses, such as "channels + bits"."""
     return " + ".join(axis for axis, choice in config.items() if isinstance(choice, Mapping)) or "dense"
-
-
-class Style(TypedDict):
-    """How the points of a method are drawn."""
-
-    color: str
-    marker: str
 
 
 def _styles(run: RunSummary) -> dict[str, Style]:
