@@ -51,18 +51,29 @@ def sentences(path: str | None, split: str) -> tuple[str, ...]:
     """
     if split not in SPLITS:
         raise ValueError(f"split={split!r} is unknown; choose one of {', '.join(SPLITS)}")
-    paragraphs = [split_sentences(" ".join(p.split())) for p in _read(path).splitlines() if p.strip()]
-    test = [s for p in paragraphs[_TEST_SHARE - 1 :: _TEST_SHARE] for s in p]
+    parts = [split_sentences(p) for p in paragraphs(path, "all")]
+    test = [s for p in parts[_TEST_SHARE - 1 :: _TEST_SHARE] for s in p]
     if split == "test":
         found = test
     elif split == "train":  # a sentence that is also in a test paragraph belongs to the test
         unseen = set(test)
-        found = [s for i, p in enumerate(paragraphs, 1) if i % _TEST_SHARE for s in p if s not in unseen]
+        found = [s for i, p in enumerate(parts, 1) if i % _TEST_SHARE for s in p if s not in unseen]
     else:
-        found = [s for p in paragraphs for s in p]
+        found = [s for p in parts for s in p]
     if not found:
         raise ValueError(f"essays={path!r} (split={split!r}) holds no sentences; give a longer text or split='all'")
     return tuple(found)
+
+
+def paragraphs(path: str | None, split: str) -> list[str]:
+    """Return the paragraphs of a text, in order, with single blanks between words.
+
+    path, split: see `sentences`; "train" has every paragraph but the test's, even those that share sentences with it.
+    """
+    found = [" ".join(p.split()) for p in _read(path).splitlines() if p.strip()]
+    if split == "all":
+        return found
+    return [p for i, p in enumerate(found, 1) if (i % _TEST_SHARE == 0) == (split == "test")]
 
 
 def split_sentences(text: str) -> list[str]:

@@ -74,6 +74,8 @@ class CompressedLM(TemplateLM):
                 f"match={self.settings.match} needs all prompts beforehand, which lm_eval does not give; set what the"
                 " method keeps by its own setting"
             )
+        if self.settings.fidelity:
+            raise ValueError(f"fidelity={self.settings.fidelity} has no place in lm_eval's results; use python -m eval")
         (self.method,) = build_methods(config, model_config, self.tokenizer)
         self.model = load_model(model)
         self.replay = Replay(self.model, self.tokenizer, self.settings)

@@ -18,7 +18,8 @@ class Row:
     answers: what `metric` compares with (strings; for GSM-Infinite the integer; for InfiniteBench its label).
     stop: the reply ends at the first of these strings. min_new_tokens: end-of-text is not allowed earlier.
     preamble: messages before the user's turn. all_classes: class names of a classification task. length: the data
-    set's own length, in its own unit. meta: whatever else the tables group by (op, template, depth, ...).
+    set's own length, in its own unit. read: the question is a text that is read through the cache, and no reply
+    follows. meta: whatever else the tables group by (op, template, depth, ...).
     """
 
     task: str
@@ -35,6 +36,7 @@ class Row:
     preamble: tuple[Message, ...] = ()
     all_classes: Sequence[str] | None = None
     length: int | None = None
+    read: bool = False
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     @property

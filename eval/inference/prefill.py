@@ -198,11 +198,7 @@ def extend(model: PreTrainedModel, cache: Cache, ids: Tensor, real: Tensor | Non
     Returns the last logits [B, vocabulary].
     """
     before, new = cache.get_seq_length(), ids.shape[1]
-    device = ids.device
-    if real is None:
-        positions = torch.arange(before, before + new, device=device).expand_as(ids)
-    else:
-        positions = (real.long().cumsum(-1) - 1).clamp(min=0)[:, -new:]
+    positions = positions_of(ids, real, before)
     out = None
     for start in range(0, new, chunk or new):
         stop = min(new, start + (chunk or new))
@@ -216,6 +212,14 @@ def extend(model: PreTrainedModel, cache: Cache, ids: Tensor, real: Tensor | Non
         ).logits[:, -1]
     assert out is not None
     return out
+
+
+def positions_of(ids: Tensor, real: Tensor | None, before: int) -> Tensor:
+    """Positions [B, n] of new tokens ids [B, n]; `real`: see `extend`. before: columns that came earlier."""
+    new = ids.shape[1]
+    if real is None:
+        return torch.arange(before, before + new, device=ids.device).expand_as(ids)
+    return (real.long().cumsum(-1) - 1).clamp(min=0)[:, -new:]
 
 
 def pad_left(prompts: list[list[int]], pad: int, device: torch.device | str) -> tuple[Tensor, Tensor | None]:

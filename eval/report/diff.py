@@ -9,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
+from eval.report import fidelity
 from eval.report.groups import Pair, changed, group, labels, paired
 from eval.report.html import listing, page, title, to_table
-from eval.report.tables import Line, Table, markdown, number
+from eval.report.table import Line, Table
+from eval.report.tables import markdown, number
 from eval.rows.results import read
 from leank_train.common.bootstrap import interval, mean
 from leank_train.common.escape import markdown as escaped
@@ -26,9 +28,14 @@ def table(pairs: Sequence[Pair], first: str, second: str) -> Table:
     lines = [_line(t if n is None else f"{t}, {n} tokens", [some]) for (t, n), some in groups.items()]
     if len(lines) > 1:
         lines.append(_line("all samples", list(groups.values())))
+    near = fidelity.difference(list(groups.values())) is not None
+    if not near:
+        lines = [Line(line.cells[:-3], line.shade) for line in lines]
     head = ["", "n", first, second, "difference", "worse", "better", "same reply"]
+    head += [f"KL {first}", f"KL {second}", "KL difference"] if near else []
     note = (
         f"Difference: {second} minus {first}, paired by sample, 95% bootstrap interval. Tasks and lengths count alike."
+        + (" KL from dense: nats a token, paired likewise." if near else "")
     )
     return Table(f"{first} and {second}", head, lines, note)
 
@@ -38,12 +45,15 @@ def _line(name: str, strata: Sequence[Sequence[Pair]]) -> Line:
     scores = [np.array([[100 * a["score"], 100 * b["score"]] for a, b in pairs]) for pairs in strata]
     gains = [of[:, 1] - of[:, 0] for of in scores]
     gain, (low, high), every = mean(gains), interval(gains), np.concatenate(gains)
+    near = [fidelity.figures([[pair[i] for pair in pairs] for pairs in strata]) for i in (0, 1)]
     same = sum(a["prediction"] == b["prediction"] for pairs in strata for a, b in pairs)
     return Line(
         [
             *(name, str(len(every)), *(number(mean([of[:, i] for of in scores])) for i in (0, 1))),
             f"{gain:+.1f} [{low:+.1f}, {high:+.1f}]",
             *(str(int((every < 0).sum())), str(int((every > 0).sum())), str(same)),
+            *(fidelity.digits(None if of is None else of["kl"]) for of in near),
+            fidelity.nats_difference(fidelity.difference(strata)),
         ],
         [None, None, None, None, gain],
     )

@@ -6,6 +6,7 @@ import html
 import json
 from collections.abc import Iterable, Sequence
 
+from eval.report.fidelity import is_text
 from eval.report.groups import Pair, changed
 from eval.report.records import RunSummary, Summary
 from eval.report.tables import Table, tables
@@ -93,7 +94,8 @@ def _replies(rows: Sequence[ResultRow], run: RunSummary) -> str:
 
 def title(run: RunSummary | ResultRow) -> str:
     """Name a run in words."""
-    return f"{run['benchmark']} on {run['model']}, compressed {run['compress'].replace('_', ' the ')}"
+    how = "read through the cache" if is_text(run) else f"compressed {run['compress'].replace('_', ' the ')}"
+    return f"{run['benchmark']} on {run['model']}, {how}"
 
 
 def page(name: str, body: str) -> str:

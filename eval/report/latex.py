@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterable
 
-from eval.report.tables import Table
+from eval.report.table import Table
 
 HEADER = "% \\usepackage{booktabs,graphicx} in the preamble, \\input{tables.tex} in the text\n"
 SPECIAL = {

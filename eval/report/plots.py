@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypedDict
 
 import matplotlib
 import numpy as np
@@ -11,9 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from eval.report import fidelity_plots
 from eval.report.needle import by_depth
 from eval.report.records import AgainstDense, Figures, Interval, RunSummary
-from eval.report.style import INK, MARKERS, PALETTE, SETTINGS, plain, sheet
+from eval.report.style import INK, MARKERS, PALETTE, SETTINGS, Style, plain, sheet
 
 CROWD = 8  # above so many methods a figure draws less of each
 
@@ -21,13 +21,6 @@ CROWD = 8  # above so many methods a figure draws less of each
 def axes_of(config: Mapping[str, object]) -> str:
     """Name the axes on which a method chooses, such as "channels + bits"."""
     return " + ".join(axis for axis, choice in config.items() if isinstance(choice, Mapping)) or "dense"
-
-
-class Style(TypedDict):
-    """How the points of a method are drawn."""
-
-    color: str
-    marker: str
 
 
 def _styles(run: RunSummary) -> dict[str, Style]:
@@ -213,6 +206,11 @@ FIGURES: dict[str, tuple[str, Callable[[RunSummary], Figure | None]]] = {
     "needle_by_depth": ("Needle in a haystack: score by length and depth", by_depth),
     "difference_from_dense": ("Difference from dense, by task", differences),
     "accuracy_against_bytes": ("Accuracy against bytes of cache", against_bytes),
+    "kl_by_length": ("Distance from dense by length", lambda run: fidelity_plots.by_length(run, _styles(run))),
+    "kl_against_bytes": (
+        "Distance from dense against bytes of cache",
+        lambda run: fidelity_plots.against_bytes(run, _styles(run)),
+    ),
 }
 
 

@@ -34,6 +34,32 @@ class MethodDifference(Difference):
     minus: str
 
 
+class NatsDifference(Difference):
+    """Mean difference of two methods in nats a token, paired by sample."""
+
+
+class FidelityFigures(TypedDict):
+    """How near one method's next-token distributions are to dense's over some samples (`eval.inference.divergence`).
+
+    n: samples that were measured.
+    tokens: distributions that were compared, over all samples.
+    kl: mean KL(dense || method) of the samples, nats a token; None if all logits failed.
+    top1: mean top-1 agreement with dense, 0-100; None like kl.
+    loss, loss_difference: of texts, nats a token: the method's, and minus dense's; missing for replies.
+    non_finite: samples with NaN or infinite logits, which no mean contains.
+    """
+
+    n: int
+    tokens: int
+    kl: float | None
+    kl_interval: NotRequired[Interval]
+    top1: float | None
+    top1_interval: NotRequired[Interval]
+    loss: NotRequired[float]
+    loss_difference: NotRequired[NatsDifference]
+    non_finite: int
+
+
 class Seconds(TypedDict):
     """Mean seconds; None where no row has them."""
 
@@ -52,6 +78,7 @@ class Figures(TypedDict):
     not_compressed, dense_only, non_finite: samples whose score says nothing about the method, see eval.report.tables.
     prompt_tokens: mean.
     against_dense: missing for dense and where dense has none of the samples.
+    fidelity: missing where no sample was compared with dense token by token.
     """
 
     n: int
@@ -65,6 +92,7 @@ class Figures(TypedDict):
     prompt_tokens: float | None
     seconds: Seconds
     against_dense: NotRequired[AgainstDense]
+    fidelity: NotRequired[FidelityFigures]
 
 
 class MethodFigures(Figures):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from typing import Any
+from typing import Any, TypedDict
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -19,6 +19,13 @@ SETTINGS: Any = {
     "ytick.color": INK, "font.size": 9, "axes.titlesize": 9, "font.family": "sans-serif", "legend.frameon": False,
     "text.parse_math": False,  # a "$" in a label is a letter
 }  # fmt: skip
+
+
+class Style(TypedDict):
+    """How the points of a method are drawn."""
+
+    color: str
+    marker: str
 
 
 def sheet(height: float = 3.4, width: float = 7.2) -> Figure:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from eval.report import fidelity
 from eval.report.groups import changed, group, labels, paired, which
 from eval.report.records import (
     AgainstDense,
@@ -109,6 +110,8 @@ def _figures(tasks: Mapping[str, Sequence[ResultRow]], dense: Mapping[str, BySam
     }  # fmt: skip
     if dense is not None and (against := _against_dense(tasks, dense)) is not None:
         out["against_dense"] = against
+    if (near := fidelity.figures(list(tasks.values()))) is not None:
+        out["fidelity"] = near
     return out
 
 

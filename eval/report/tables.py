@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from eval import published
 from eval.metrics.gsm_infinite import auc
+from eval.report import fidelity
 from eval.report.records import Difference, Figures, Mark, MethodFigures, RunSummary
+from eval.report.table import Line, Table
 from leank_train.common.escape import markdown as escaped
 from leank_train.common.escape import markdown_table
 
@@ -20,30 +21,6 @@ MARKS: dict[Mark, tuple[str, str]] = {
     "non_finite": ("§", "Logits were NaN or infinite; such a sample scores 0"),
 }  # fmt: skip
 PAPER_LENGTHS = {4096: "4K", 8192: "8K", 16384: "16K", 32768: "32K", 65536: "64K", 131072: "128K"}
-
-
-@dataclass
-class Line:
-    """A line of a table.
-
-    cells: texts of its columns.
-    shade: difference from dense of each cell, in points; None where there is none.
-    published: whether a paper printed the figures.
-    """
-
-    cells: list[str]
-    shade: list[float | None] = field(default_factory=list)
-    published: bool = False
-
-
-@dataclass
-class Table:
-    """A table with its heading; `note` stands below it."""
-
-    title: str
-    head: list[str]
-    lines: list[Line]
-    note: str = ""
 
 
 def size(count: float | None) -> str:
@@ -110,14 +87,14 @@ def _shade(cell: Figures | None) -> float | None:
 
 def overall(run: RunSummary) -> Table:
     """Make a table with one line per method: score, difference, bytes, times."""
-    lines = []
+    lines, text = [], fidelity.is_text(run)
     for cell in run["overall"]:
         against, seconds = cell.get("against_dense"), cell["seconds"]
         lines.append(
             Line(
                 [
                     *(cell["method"], str(cell["n"]), mean(cell), difference(against)),
-                    f"{100 * against['same_reply']:.0f}%" if against else "",
+                    f"{100 * against['same_reply']:.0f}%" if against and not text else "",
                     size(cell["cache_bytes"]),
                     f"{100 * against['bytes']:.0f}%" if against else "",
                     *(ms(seconds["first_token"]), ms(seconds["per_token"])),
@@ -127,6 +104,7 @@ def overall(run: RunSummary) -> Table:
         )
     head = ["method", "n", "score", "difference", "same reply", "cache", "of dense", "first token, ms", "a token, ms"]
     note = "Cache: mean bytes after the prompt. Score and difference from dense (paired): 95% bootstrap intervals."
+    note += " Score: share of the text's tokens that the method ranks first." if text else ""
     return Table("Overall", head, lines, " ".join([note, *remarks(run["overall"])]))
 
 
@@ -238,7 +216,8 @@ def tables(run: RunSummary) -> list[Table]:
     alike = lengths is not None and len(run["tasks"]) == 1  # a table of tasks at each length would repeat it
     tasks = [] if alike else [by_task(run, n) for n in run["lengths"]]
     minus = differences(run)
-    return [overall(run), *([minus] if minus else []), *([lengths] if lengths else []), *gsm(run), *tasks]
+    near = [table for table in (fidelity.overall(run), fidelity.by_length(run)) if table is not None]
+    return [overall(run), *near, *([minus] if minus else []), *([lengths] if lengths else []), *gsm(run), *tasks]
 
 
 def markdown(table: Table) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from eval.methods import Method
 from eval.methods.channels.leank import LeanK
+from eval.report.fidelity import near
 from eval.report.groups import changed, group
 from eval.report.html import SHOWN, title
 from eval.report.plots import FIGURES
@@ -18,7 +19,7 @@ from leank_train.running.wandb_log import mask_artifact, model_artifact, use
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import WandbLogger
 
-CELL = ("method", "task", "length", "n", "score", "cache_bytes")
+CELL = ("method", "task", "length", "n", "score", "cache_bytes", "kl", "top1", "loss")
 CHANGED = ("method", "task", "length", "sample", "answers", "dense", "reply", "dense score", "score")
 
 
@@ -47,12 +48,15 @@ def log_report(logger: WandbLogger, config: Mapping[str, Any], methods: Sequence
         for cell in part["overall"]:
             run.summary[f"score{ending}/{cell['method']}"] = cell["score"]
             run.summary[f"cache_bytes{ending}/{cell['method']}"] = cell["cache_bytes"]
+            for name in ("kl", "top1", "loss"):
+                if (value := near(cell)[name]) is not None:
+                    run.summary[f"{name}{ending}/{cell['method']}"] = value
             if "against_dense" in cell:
                 run.summary[f"difference{ending}/{cell['method']}"] = cell["against_dense"]["difference"]
                 run.summary[f"cache_share{ending}/{cell['method']}"] = cell["against_dense"]["bytes"]
         pictures = {f"plots/{name}{ending}": directory / f"{name}{ending}.png" for name in FIGURES}
         run.log({key: wandb.Image(str(path)) for key, path in pictures.items() if path.exists()})
-        cells = [[dict(cell)[name] for name in CELL] for cell in part["cells"]]
+        cells = [[({**cell, **near(cell)})[name] for name in CELL] for cell in part["cells"]]
         replies = [
             [method, b["task"], b["length"], b["sample"], ", ".join(map(str, b["answers"])), a["prediction"],
              b["prediction"], a["score"], b["score"]]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eval.report import plots, style
+from eval.report.fidelity import NEAR, near
 from eval.report.groups import group
 from eval.report.html import title, to_html
 from eval.report.latex import document
@@ -30,7 +31,8 @@ def to_markdown(summary: Summary) -> str:
 def to_csv(summary: Summary) -> str:
     """Make cells.csv: one line per method, task and length."""
     names = ("model", "benchmark", "compress", "method", "task", "length", "n", "score", "low", "high", "difference",
-             "difference_low", "difference_high", "cache_bytes", "first_token", "per_token", *MARKED)  # fmt: skip
+             "difference_low", "difference_high", "cache_bytes", "first_token", "per_token", *MARKED,
+             *NEAR)  # fmt: skip
     lines: list[Sequence[object]] = [names]
     for run in summary["runs"]:
         for cell in run["cells"]:
@@ -42,6 +44,7 @@ def to_csv(summary: Summary) -> str:
                 *gain, cell["cache_bytes"],
                 *(cell["seconds"]["first_token"], cell["seconds"]["per_token"]),
                 *(cell[name] for name in MARKED),
+                *near(cell).values(),
             ])  # fmt: skip
     return csv_text(lines)
 

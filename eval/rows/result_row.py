@@ -27,6 +27,7 @@ class RowSettings(TypedDict):
     model: the model's name, type and contents.
     benchmark: the benchmark's settings.
     decode: max_new_tokens and min_new_tokens where they replace the benchmark's own.
+    fidelity: reply tokens at which methods were compared with dense; missing where none were.
     data: digest of the files that the task's samples come from; missing for a task without files.
     specials: how special tokens in the sample's own text were read; missing where the text spells none.
     """
@@ -36,8 +37,30 @@ class RowSettings(TypedDict):
     model: NotRequired[dict[str, object]]
     benchmark: NotRequired[dict[str, object]]
     decode: NotRequired[dict[str, object]]
+    fidelity: NotRequired[int]
     data: NotRequired[str | None]
     specials: NotRequired[Annotated[str, OneOf("text", "as_is")] | None]
+
+
+@with_config(ConfigDict(strict=True))
+class Fidelity(TypedDict):
+    """How near a method's next-token distributions are to dense's on one sample (`eval.inference.divergence`).
+
+    Both read the same tokens: a reply of dense, or a given text. Means over tokens are None if `non_finite` is not.
+
+    tokens: how many distributions were compared.
+    kl: KL(dense || method), nats per token.
+    top1: share of the tokens after which both have the same likeliest next token, 0 to 1.
+    loss, dense_loss: -log of the probability of a text's next token, nats per token; None where a reply was read.
+    non_finite: first token (0 is the first compared) with NaN or infinite logits of either; None without any.
+    """
+
+    tokens: int
+    kl: FiniteFloat | None
+    top1: FiniteFloat | None
+    loss: FiniteFloat | None
+    dense_loss: FiniteFloat | None
+    non_finite: int | None
 
 
 @with_config(ConfigDict(strict=True))
@@ -64,6 +87,7 @@ class ResultRow(TypedDict):
     compressed: whether less than the dense cache is held or read; None for dense.
     dense_only: whether the dense pass's logits alone decided the reply.
     non_finite: step at which logits were NaN or infinite (0: the first token); None if they never were.
+    fidelity: see `Fidelity`; None where it was not measured, or where dense's reply is empty.
     batch: samples in the batch.
     settings: see `RowSettings`.
     versions: of Python and the libraries.
@@ -87,10 +111,11 @@ class ResultRow(TypedDict):
     prompt_tokens: int
     new_tokens: NotRequired[int]
     cache_bytes: Annotated[dict[str, float], AfterValidator(_with_total)]
-    middle_tokens: NotRequired[int | None]  # these four and `new_tokens`, `batch`: rows of earlier versions lack them
+    middle_tokens: NotRequired[int | None]  # these five and `new_tokens`, `batch`: rows of earlier versions lack them
     compressed: NotRequired[bool | None]
     dense_only: NotRequired[bool]
     non_finite: NotRequired[int | None]
+    fidelity: NotRequired[Fidelity | None]
     batch: NotRequired[int]
     settings: RowSettings
     versions: dict[str, str]

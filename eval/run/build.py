@@ -29,6 +29,7 @@ BENCHMARKS = {
     "mmlu": "eval.benchmarks.files:Mmlu",
     "niah": "eval.benchmarks.niah:Niah",
     "ruler": "eval.benchmarks.ruler:Ruler",
+    "text": "eval.benchmarks.text:Text",
 }
 GROUPS = ("model", "benchmark", "method", "cache", "mask", "name", "logger")
 log = logging.getLogger("eval")

@@ -79,6 +79,8 @@ class Job:
             "benchmark": self.benchmark.identity(),
             "decode": {name: getattr(self.settings, name) for name in ("max_new_tokens", "min_new_tokens")},
         }
+        if self.settings.fidelity:
+            found["fidelity"] = self.settings.fidelity
         if (data := self.benchmark.data(task)) is not None:
             found["data"] = data
         if specials is not None:
@@ -157,7 +159,7 @@ class Job:
         rows = [self.benchmark.row(cell, sample, tokenizer, extra) for sample in samples]
         prompts = [encode(tokenizer, row, self.model.chat, self.settings.specials) for row in rows]
         for row, prompt in zip(rows, prompts, strict=True):
-            total = len(prompt.ids) + (self.settings.max_new_tokens or row.max_new_tokens)
+            total = len(prompt.ids) + (0 if row.read else self.settings.max_new_tokens or row.max_new_tokens)
             if limit is not None and total > limit:
                 raise ValueError(
                     f"sample {row.id} of {cell.task} takes {total} tokens with its reply, more than the model's "
@@ -198,7 +200,12 @@ class Job:
             for key, (row, prompt), answer in zip(keys[id(method)], samples, answers, strict=True):
                 if key not in results.keys:
                     watch.see(
-                        method, cell.place, len(prompt.ids), answer.compressed, answer.dense_only, answer.non_finite
+                        method,
+                        cell.place,
+                        _tokens(row, prompt),
+                        answer.compressed,
+                        answer.dense_only,
+                        answer.non_finite,
                     )
                     results.append(self.result(key, method, row, prompt, answer))
 
@@ -209,18 +216,19 @@ class Job:
         return {
             "model": key.model, "method": key.method, "config": key.config, "benchmark": key.benchmark,
             "task": key.task, "length": key.length, "sample": key.sample, "seed": key.seed, "compress": key.compress,
-            "score": score_row(row, answer.text) if answer.non_finite is None else 0.0,
+            "score": _score(row, answer),
             "prediction": answer.text,
             "answers": list(row.answers),
             "metric": row.metric,
             "meta": dict(row.meta),
-            "prompt_tokens": len(prompt.ids),
+            "prompt_tokens": _tokens(row, prompt),
             "new_tokens": len(answer.tokens),
             "cache_bytes": answer.bytes,
             "middle_tokens": answer.middle_tokens,
             "compressed": answer.compressed,
             "dense_only": answer.dense_only,
             "non_finite": answer.non_finite,
+            "fidelity": answer.fidelity,
             "batch": answer.batch,
             "settings": self.config(method, key.task, prompt.specials),
             "versions": versions(),
@@ -230,3 +238,15 @@ class Job:
                 "per_token": seconds["decode"] / answer.steps if answer.steps else None,
             },
         }  # fmt: skip
+
+
+def _tokens(row: Row, prompt: Prompt) -> int:
+    """Count the tokens of a prompt, without a text that is read behind it."""
+    return prompt.question if row.read else len(prompt.ids)
+
+
+def _score(row: Row, answer: Answer) -> float:
+    """Score a reply, or take the score of a text that was read; 0 where logits were NaN or infinite."""
+    if answer.non_finite is not None:
+        return 0.0
+    return score_row(row, answer.text) if answer.score is None else answer.score

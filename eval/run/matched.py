@@ -67,5 +67,5 @@ def _lengths(job: Job, cell: Cell, tokenizer: PreTrainedTokenizerBase) -> list[i
     chat, before = job.model.chat, job.settings.compress == "before_question"
     extra = overhead(tokenizer, chat)
     rows = (job.benchmark.row(cell, sample, tokenizer, extra) for sample in cell.samples)
-    prompts = (encode(tokenizer, row, chat, job.settings.specials) for row in rows)
-    return [prompt.question if before else len(prompt.ids) for prompt in prompts]
+    prompts = ((row, encode(tokenizer, row, chat, job.settings.specials)) for row in rows)
+    return [prompt.question if before or row.read else len(prompt.ids) for row, prompt in prompts]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Annotated
+from dataclasses import asdict, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -23,77 +23,15 @@ from eval.benchmarks.scoring import cut_at_stop
 from eval.cache import CompressedCache
 from eval.inference.decode import Stopped, greedy
 from eval.inference.prefill import Prefill, extend, pad_left, prefill
-from eval.inference.prompts import SPECIALS, Prompt, encode
+from eval.inference.prompts import Prompt, encode
 from eval.methods import Method
+from eval.run.answer import Answer, Decoded, Replies
 from eval.run.compression import Compression
+from eval.run.fidelity import Asked, Compared, Comparison, Course
+from eval.run.settings import Settings
 from leank_train.backbone import eos_ids
-from leank_train.common.typed import BadConfig, Checked, Count, OneOf, Positive
 
-COMPRESS = ("after_question", "before_question")
-
-
-@dataclass(frozen=True)
-class Settings(Checked):
-    """Settings of the replay.
-
-    compress: "after_question" compresses the whole prompt, "before_question" only what stands before the question.
-    batch_size: samples of one task and length that are decoded together.
-    prefill_chunk: prompt tokens per prefill call; None reads the prompt in one call.
-    max_new_tokens, min_new_tokens: bounds of a reply that replace the benchmark's; None keeps the benchmark's.
-    match: share of dense bytes, or label of a method, that every method is brought to; see eval.run.matched.
-    shard: "i/n" does every n-th batch, beginning with batch i (0 is the first), for several GPUs or a Slurm array.
-    specials: how special tokens in a sample's own text are read, see eval.inference.prompts.encode.
-    """
-
-    compress: Annotated[str, OneOf(*COMPRESS)] = "after_question"
-    batch_size: Positive = 1
-    prefill_chunk: Positive | None = None
-    max_new_tokens: Positive | None = None
-    min_new_tokens: Count | None = None
-    match: float | str | None = None
-    shard: str = "0/1"
-    specials: Annotated[str, OneOf(*SPECIALS)] = "text"
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Number of this shard and number of shards. Raises ValueError if there is no such shard."""
-        number, _, count = self.shard.partition("/")
-        if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
-            raise ValueError(f"shard={self.shard!r} is no shard; the first of four is shard=0/4, the last shard=3/4")
-        return int(number), int(count)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _ = self.place
-        if self.min_new_tokens and self.max_new_tokens and self.min_new_tokens > self.max_new_tokens:
-            raise BadConfig(f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}")
-
-
-@dataclass
-class Answer:
-    """One method's answer to one sample.
-
-    tokens, text: the reply.
-    seconds: prefill, seal, question and decode of the whole batch.
-    steps: decoding steps of the batch.
-    batch: samples in the batch.
-    bytes: bytes held after the prompt, per part; this sample's share of the batch.
-    middle_tokens: tokens between sink and window at the end of the reply; None for dense.
-    compressed: whether less than the dense cache is held or read; None for dense.
-    dense_only: whether the dense pass's logits alone decide the reply.
-    non_finite: step (0: the first token) at which logits were NaN or infinite and the reply ended; None if never.
-    """
-
-    tokens: list[int]
-    text: str
-    seconds: dict[str, float]
-    steps: int
-    batch: int
-    bytes: dict[str, float] = field(default_factory=dict)
-    middle_tokens: int | None = None
-    compressed: bool | None = None
-    dense_only: bool = False
-    non_finite: int | None = None
+__all__ = ["Answer", "Replay", "Settings"]
 
 
 def cache_bytes(cache: Cache, prompt: Prefill) -> dict[str, int]:
@@ -105,16 +43,6 @@ def cache_bytes(cache: Cache, prompt: Prefill) -> dict[str, int]:
         memory = cache.memory()
         return {**asdict(memory), "total": memory.total}
     return {"dense": prompt.bytes(), "total": prompt.bytes()}
-
-
-@dataclass(frozen=True)
-class _Replies:
-    """What the replies of a batch may be: per row the question that is still to be read, and the bounds of tokens."""
-
-    rows: Sequence[Row]
-    questions: list[list[int]]
-    most: list[int]
-    least: list[int]
 
 
 class Replay:
@@ -163,58 +91,101 @@ class Replay:
 
         Raises ValueError if compress=before_question meets a sample without a context.
         """
-        before = self.settings.compress == "before_question"
-        most = [self.settings.max_new_tokens or row.max_new_tokens for row in rows]
-        least = [min(n, self.settings.min_new_tokens or row.min_new_tokens) for n, row in zip(most, rows, strict=True)]
-        first = [p.ids[: p.question] if before else p.ids for p in prompts]
-        if before and min(map(len, first)) == 0:
+        reading = any(row.read for row in rows)
+        split = reading or self.settings.compress == "before_question"
+        first = [p.ids[: p.question] if split else p.ids for p in prompts]
+        if split and min(map(len, first)) == 0:
             empty = rows[min(range(len(rows)), key=lambda i: len(first[i]))]
             raise ValueError(
                 f"sample {empty.id} of {empty.task} has no context before its question; use compress=after_question"
             )
-        replies = _Replies(rows, [p.ids[p.question :] if before else [] for p in prompts], most, least)
+        rest = [p.ids[p.question :] if split else [] for p in prompts]
+        most = [0 if row.read else self.settings.max_new_tokens or row.max_new_tokens for row in rows]
+        least = [min(n, self.settings.min_new_tokens or row.min_new_tokens) for n, row in zip(most, rows, strict=True)]
+        asked, texts = ([[] for _ in rows], rest) if reading else (rest, None)
+        replies = Replies(rows, asked, most, least, texts)
         ids, real = pad_left(first, self.pad, self.model.device)
-        after = max(most) + max(map(len, replies.questions))
-        for method, prompt, spent in self._prefills(methods, ids, real, after, self.settings.prefill_chunk):
-            answers = self._answers(method, prompt, replies, *spent)
+        course = None
+        for method, prompt, spent in self._prefills(methods, ids, real, replies.room, self.settings.prefill_chunk):
+            if course is None and (reading or self.settings.fidelity):
+                course = self._course(prompt if method.prefill is None else None, ids, real, replies)
+            answers = self._answers(method, prompt, replies, course, *spent)
             del prompt  # before the next pass
             yield method, answers
 
+    def _course(self, prompt: Prefill | None, ids: Tensor, real: Tensor | None, replies: Replies) -> Course:
+        """Return what all methods of a batch read: the texts, or dense's own replies. prompt: a dense pass, if any."""
+        if prompt is None:
+            prompt = prefill(self.model, ids, real, replies.room, 0, self.settings.prefill_chunk)
+        if replies.texts is not None:
+            return self._comparison.course(prompt, replies.questions, replies.texts, True)
+        most = [min(n, self.settings.fidelity) for n in replies.most]
+        least = [min(pair) for pair in zip(most, replies.least, strict=True)]
+        tokens = self._decode(prompt.fork(), prompt, replace(replies, most=most, least=least)).tokens
+        return self._comparison.course(prompt, replies.questions, tokens, False)
+
+    @cached_property
+    def _comparison(self) -> Comparison:
+        return Comparison(self.model, self.pad)
+
     def _answers(
-        self, method: Method, prompt: Prefill, replies: _Replies, prefilled: float, taken: int
-    ) -> list[Answer]:  # fmt: skip
+        self, method: Method, prompt: Prefill, replies: Replies, course: Course | None, prefilled: float, taken: int
+    ) -> list[Answer]:
         """Seal the prompt in the cache, read the questions, decode. taken: bytes that the prefill allocated."""
-        rows, device, before = replies.rows, self.model.device, self.settings.compress == "before_question"
+        rows, count = replies.rows, len(replies.rows)
         start, allocated = self._now(), self._allocated()
         cache = method.cache(self.model, prompt)
         sealed = self._now() - start
         held, compression = cache_bytes(cache, prompt), Compression(method, cache, prompt)
-        if method.prefill is not None:
+        if method.prefill is not None and (course is None or replies.texts is not None):
             prompt.layers.clear()  # the cache has what it needs of them
-        if device.type == "cuda":
+        if self.model.device.type == "cuda":
             held["allocated"] = taken if "dense" in held else self._allocated() - allocated
-        logits, mask, lengths, asked, start = prompt.logits, prompt.real, prompt.lengths, 0.0, self._now()
-        if before:
-            question, there = pad_left(replies.questions, self.pad, device)
-            mask = _joined(mask, there, prompt.columns, question)
-            logits = extend(self.model, cache, question, mask)
-            lengths = lengths + torch.tensor([len(q) for q in replies.questions], device=device)
-            asked = self._now() - start
-        start, stopped = self._now(), self._stops(rows)
-        tokens, steps, broken = greedy(
-            self.model, cache, logits, mask, lengths, self.eos, replies.most, replies.least, stopped
-        )
-        seconds = {"prefill": prefilled, "seal": sealed, "question": asked, "decode": self._now() - start}
-        share: dict[str, float] = {name: value // len(rows) for name, value in held.items()}
-        found = compression.found([len(q) + min(steps, len(t)) for q, t in zip(replies.questions, tokens, strict=True)])
+        near: list[Compared] = [(None, None)] * count
+        if course is not None and replies.texts is not None:
+            start = self._now()
+            near = self._comparison.fidelity(cache, prompt, course)
+            broken = [None if found is None else found["non_finite"] for found, _ in near]
+            decoded = Decoded.of_texts(replies.texts, broken, self._now() - start)
+        else:
+            decoded = self._decode(cache, prompt, replies)
+        found = compression.found(decoded.fed)
+        if course is not None and replies.texts is None:
+            del cache, compression  # before the second cache, which begins where this one began
+            near = self._comparison.fidelity(method.cache(self.model, prompt), prompt, course)
+        seconds = {"prefill": prefilled, "seal": sealed, "question": decoded.asked, "decode": decoded.seconds}
+        share: dict[str, float] = {name: value // count for name, value in held.items()}
         answers = []
-        for row, t in enumerate(tokens):
+        for row, t in enumerate(decoded.tokens):
             middle, compressed = found[row] if method.axes else (None, None)
-            one = len(t) == 0 or replies.most[row] == 1 or (len(t) == 1 and stopped is not None and stopped(row, t))
-            dense = one and broken[row] is None and not before and method.prefill is None
-            text = str(self.tokenizer.decode(t, skip_special_tokens=True))
-            answers.append(Answer(t, text, seconds, steps, len(rows), share, middle, compressed, dense, broken[row]))
+            text = "" if rows[row].read else str(self.tokenizer.decode(t, skip_special_tokens=True))
+            dense_only = self._dense_only(method, replies, decoded, row)
+            said = (middle, compressed, dense_only, decoded.broken[row], *near[row])
+            answers.append(Answer(t, text, seconds, decoded.steps, count, share, *said))
         return answers
+
+    def _dense_only(self, method: Method, replies: Replies, decoded: Decoded, row: int) -> bool:
+        """Whether the dense pass's logits alone decide a row's reply."""
+        if replies.texts is not None or replies.questions[row] or method.prefill is not None:
+            return False
+        tokens, stopped = decoded.tokens[row], self._stops(replies.rows)
+        one = len(tokens) == 0 or replies.most[row] == 1
+        one = one or (len(tokens) == 1 and stopped is not None and stopped(row, tokens))
+        return one and decoded.broken[row] is None
+
+    def _decode(self, cache: Cache, prompt: Prefill, replies: Replies) -> Decoded:
+        """Read the questions through the cache that holds the prompts, then decode greedily."""
+        start, logits, spent = self._now(), prompt.logits, 0.0
+        asked = Asked.of(prompt, replies.questions, self.pad)
+        if asked.ids.shape[1]:
+            logits = extend(self.model, cache, asked.ids, asked.real)
+            spent = self._now() - start
+        start, stopped = self._now(), self._stops(replies.rows)
+        tokens, steps, broken = greedy(
+            self.model, cache, logits, asked.real, asked.lengths, self.eos, replies.most, replies.least, stopped
+        )
+        fed = [len(q) + min(steps, len(t)) for q, t in zip(replies.questions, tokens, strict=True)]
+        return Decoded(tokens, steps, broken, fed, spent, self._now() - start)
 
     def _prefills(
         self, methods: Sequence[Method], ids: Tensor, real: Tensor | None, room: int, chunk: int | None
@@ -264,12 +235,3 @@ def _slides(model: PreTrainedModel) -> bool:
     """Whether any layer's own attention has a sliding window."""
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     return any(isinstance(layer, DynamicSlidingWindowLayer) for layer in layers)
-
-
-def _joined(first: Tensor | None, then: Tensor | None, columns: int, then_ids: Tensor) -> Tensor | None:
-    """Join which columns are real tokens of two neighbouring pieces; None stands for all. columns: of the first."""
-    if first is None and then is None:
-        return None
-    ones = torch.ones_like(then_ids[:, :1], dtype=torch.bool)
-    pieces = ((first, columns), (then, then_ids.shape[1]))
-    return torch.cat([ones.expand(-1, width) if real is None else real for real, width in pieces], 1)

@@ -4,10 +4,11 @@
     python -m scripts.bench.pictures recall docs/results/reference/recall.csv docs/pictures/recall.svg
     python -m scripts.bench.pictures speed docs/results/h200 docs/pictures/speed.svg
 
-`scores` turns the rows of an evaluation into mean recall with 95% bootstrap intervals per method and pruning ratio,
-which its label ends in; seeds of one method and ratio are averaged per sample. `recall` draws any such table: label,
-ratio (% of K channels pruned, empty for dense), recall, low, high. `speed` draws generation.csv and attention.csv of
-one folder. The files are SVG with a transparent background and colours that can be read on white and on black.
+`scores` turns the rows of an evaluation into mean recall, KL from dense and top-1 agreement with 95% bootstrap
+intervals per method and pruning ratio, which its label ends in; seeds of one method and ratio are averaged per sample.
+`recall` draws any such table: label, ratio (% of K channels pruned, empty for dense), recall, low, high. `speed` draws
+generation.csv and attention.csv of one folder. The files are SVG with a transparent background and colours that can be
+read on white and on black.
 """
 
 from __future__ import annotations
@@ -60,11 +61,15 @@ def read_table(path: Path) -> list[dict[str, str]]:
 
 
 def scores(rows: Iterable[ResultRow]) -> list[dict[str, object]]:
-    """Mean recall in % with its 95% interval of every method that `LABELS` names, and of dense.
+    """Mean recall in %, KL from dense and top-1 agreement in % of every method that `LABELS` names, and of dense.
+
+    Each has its 95% interval. KL and agreement are missing where no row has them.
 
     rows: of an evaluation whose methods are named such as think_70pct, leank_70pct_seed1 or kl_90_seed1.
     """
-    samples: dict[tuple[str, str], dict[tuple[object, object], dict[object, list[float]]]] = defaultdict(
+    rows = list(rows)
+    near = any(row.get("fidelity") for row in rows)
+    samples: dict[tuple[str, str], dict[tuple[object, object], dict[object, list[ResultRow]]]] = defaultdict(
         lambda: defaultdict(lambda: defaultdict(list))
     )
     for row in rows:
@@ -72,13 +77,40 @@ def scores(rows: Iterable[ResultRow]) -> list[dict[str, object]]:
         found = re.fullmatch(r"(.+?)_(\d+)(?:pct)?(?:_seed\d+)?", method)
         name, ratio = (LABELS.get(found[1]), found[2]) if found else (method if method == "dense" else None, "")
         if name is not None:
-            samples[name, ratio][row["task"], row["length"]][row["sample"], row["seed"]].append(100 * row["score"])
+            samples[name, ratio][row["task"], row["length"]][row["sample"], row["seed"]].append(row)
     out = []
     for (name, ratio), cells in samples.items():
-        strata = [[float(np.mean(values)) for values in cell.values()] for cell in cells.values()]
+        strata = [
+            [float(np.mean([100 * row["score"] for row in some])) for some in of.values()] for of in cells.values()
+        ]
         low, high = bootstrap.interval(strata)
-        out.append({"label": name, "ratio": ratio, "recall": bootstrap.mean(strata), "low": low, "high": high})
+        line = {"label": name, "ratio": ratio, "recall": bootstrap.mean(strata), "low": low, "high": high}
+        out.append(line | (_distance([list(of.values()) for of in cells.values()]) if near else {}))
     return out
+
+
+def _distance(cells: Sequence[Sequence[Sequence[ResultRow]]]) -> dict[str, float | None]:
+    """KL from dense and top-1 agreement in % with their intervals; None unless every row has them.
+
+    cells: of each task and length, of each sample, the rows of all seeds, which are averaged.
+    """
+    near = [[[_near(row) for row in some] for some in of] for of in cells]
+    out: dict[str, float | None] = {}
+    for i, name in enumerate(("kl", "top1")):
+        strata = [[float(np.mean([pair[i] for pair in some])) for some in of] for of in near]
+        low, high = bootstrap.interval(strata)
+        there = bool(np.isfinite([low, high]).all())
+        values = (bootstrap.mean(strata), low, high) if there else (None, None, None)
+        out |= dict(zip((name, f"{name}_low", f"{name}_high"), values, strict=True))
+    return out
+
+
+def _near(row: ResultRow) -> tuple[float, float]:
+    """KL and top-1 agreement in % of a row; NaN where there are none."""
+    found = row.get("fidelity")
+    if found is None or found["kl"] is None or found["top1"] is None:
+        return np.nan, np.nan
+    return found["kl"], 100 * found["top1"]
 
 
 def spread(values: Sequence[float], gap: float) -> list[float]:

@@ -26,6 +26,21 @@ def test_seeds_are_averaged_per_sample_and_cells_count_alike():
     assert leank == {"label": "LeanK", "ratio": "70", "recall": 37.5, "low": 37.5, "high": 37.5}
 
 
+def test_kl_and_agreement_stand_beside_recall_where_rows_have_them():
+    def row(method, sample, kl, top1):
+        near = {"tokens": 9, "kl": kl, "top1": top1, "loss": None, "dense_loss": None, "non_finite": None}
+        return {"task": "a", "length": 1024, "sample": str(sample), "seed": 1, "method": method, "score": 1.0,
+                "fidelity": near}  # fmt: skip
+
+    rows = [row("dense", i, 0.0, 1.0) for i in range(2)]
+    rows += [row(f"kl_90_seed{seed}", i, 0.5 * seed, 1 - 0.25 * seed) for i in range(2) for seed in (1, 2)]
+    dense, leank = scores([*rows, row("think_90pct", 0, None, None)])[:2]
+    assert (dense["kl"], dense["top1"]) == (0, 100)
+    assert [leank[name] for name in ("kl", "kl_low", "kl_high", "top1")] == [0.75, 0.75, 0.75, 62.5]
+    broken = scores([*rows, row("think_90pct", 0, None, None)])[2]
+    assert (broken["kl"], broken["top1_high"]) == (None, None)
+
+
 def test_labels_move_apart_and_keep_their_order():
     moved = spread([7.1, 99.0, 7.9, 11.9], 6)
     assert moved[0] < moved[2] < moved[3] < moved[1]

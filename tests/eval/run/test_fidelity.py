@@ -1,0 +1,204 @@
+"""Every method reads the same tokens as it would decode them, and is compared with the dense model there."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from eval.benchmarks.row import Row
+from eval.inference import reading
+from eval.inference.prefill import pad_left
+from eval.inference.prompts import Prompt
+from eval.methods import Method
+from eval.methods.bits.kivi import KIVI
+from eval.methods.channels.leank import LeanK
+from eval.methods.prefill.gemfilter import GemFilter
+from eval.methods.reads.quest import Quest
+from eval.methods.tokens.h2o import H2O
+from eval.methods.tokens.lethe import Lethe
+from eval.run.replay import Replay, Settings
+from leank_train.mask import ChannelMask
+from tests.eval.run.test_engine import Letters
+from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, random_keep, tiny_model
+from tests.helpers.replay_tools import SIZES, methods, prompts
+
+NEW = 14
+
+
+def every():
+    """Methods of every axis, those that evict or choose while decoding among them."""
+    return [
+        *methods(),
+        Method("h2o", tokens=H2O(12), **SIZES),
+        Method("lethe", tokens=Lethe(sparse_ratio=2.0, evict_at=12, segments=4), **SIZES),
+        Method("kivi", bits=KIVI(bits=2, group=4), **SIZES),
+        Method("quest", reads=Quest(budget=16, page=4), **SIZES),
+        Method("gemfilter", prefill=GemFilter(layer=0, budget=20), **SIZES),
+    ]
+
+
+def rows(count, **settings):
+    return [Row("t", str(i), "c", "q", ("x",), NEW, "ruler_all", **settings) for i in range(count)]
+
+
+def replayed(model, ids, made=None, chosen=None, question=None, **settings):
+    engine = Replay(model, Letters(), Settings(**settings))
+    cuts = [len(i) - 5 if question is None else question for i in ids]
+    asked = [Prompt(i, cut) for i, cut in zip(ids, cuts, strict=True)]
+    return {m.label: a for m, a in engine.answers(asked, made or rows(len(ids)), chosen or every())}
+
+
+@pytest.mark.parametrize("lengths", [[40], [31, 12, 40]], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_several_tokens_at_once_give_what_token_by_token_gives(family, lengths):
+    """In float64, so that only the order of additions differs."""
+    model, ids = tiny_model(family), prompts(lengths)
+    padded, real = pad_left(ids, 0, "cpu")
+    follow = torch.tensor(prompts([23] * len(ids), seed=3))
+    for method in every():
+        found = []
+        for read in (reading.read, reading.read_one_by_one):
+            prompt = method.run_prefill(model, padded, real, 23)
+            more = torch.ones_like(follow, dtype=torch.bool)
+            mask = None if prompt.real is None else torch.cat([prompt.real, more], 1)
+            found.append(read(model, method.cache(model, prompt), follow, mask))
+        torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+
+
+def test_the_fast_form_takes_fewer_passes_except_where_tokens_are_evicted(monkeypatch):
+    model, ids = tiny_model("llama"), torch.tensor(prompts([40]))
+    follow, passes = torch.tensor(prompts([24])), {}
+    whole = reading.states
+    for method in every():
+        widths = []
+        monkeypatch.setattr(reading, "states", lambda *a, w=widths: (w.append(a[2].shape[1]), whole(*a))[1])
+        reading.read(model, method.cache(model, method.run_prefill(model, ids, None, 24)), follow, None)
+        passes[method.label] = widths
+    assert passes["h2o"] == passes["lethe"] == [1] * 24
+    assert passes["dense"] == [24]
+    assert passes["leank"] == passes["quest"] == [1, 3, 4, 4, 4, 4, 4]  # window 6, flush 4: moves after 4, 8, ...
+
+
+@pytest.mark.parametrize("compress", ["after_question", "before_question"])
+@pytest.mark.parametrize("lengths", [[40], [40, 29, 33]], ids=str)
+def test_a_method_agrees_everywhere_if_and_only_if_it_writes_the_same_reply(compress, lengths):
+    found = replayed(tiny_model("llama"), prompts(lengths), fidelity=NEW, compress=compress)
+    different = 0
+    for label, answers in found.items():
+        for mine, dense in zip(answers, found["dense"], strict=True):
+            first = compress == "before_question"
+            assert mine.fidelity["tokens"] == NEW + first
+            if label == "dense":
+                assert (mine.fidelity["kl"], mine.fidelity["top1"]) == (0, 1)
+            # the last distribution decides a token behind the reply, and a prefill of its own the first one
+            if mine.fidelity["top1"] == 1 and label != "gemfilter":
+                assert mine.tokens == dense.tokens
+            if mine.tokens != dense.tokens:
+                different += 1
+                assert mine.fidelity["kl"] > 0
+                assert mine.fidelity["top1"] < 1 or label == "gemfilter"
+    assert different >= 3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("lengths", [[40], [31, 17, 40]], ids=str)
+def test_the_figures_of_a_reply_are_those_of_decoding_by_hand(lengths):
+    """Each row alone, each token alone, logits of the whole model; replies of a batch differ in length."""
+    model, ids = tiny_model("qwen2"), prompts(lengths)
+    made = [replace(row, max_new_tokens=9 - 3 * i) for i, row in enumerate(rows(len(ids)))]
+    found = replayed(model, ids, made, fidelity=8)
+    for method in every():
+        for row, prompt in enumerate(ids):
+            most = min(8, 9 - 3 * row)
+            reply, logits = found["dense"][row].tokens[:most], []
+            for one in (Method("dense"), method):
+                alone = one.run_prefill(model, torch.tensor([prompt]), None, most)
+                cache = one.cache(model, alone)
+                steps = [
+                    model(torch.tensor([[token]]), past_key_values=cache, position_ids=alone.lengths[:, None] + i)
+                    for i, token in enumerate(reply)
+                ]  # fmt: skip
+                logits.append(torch.cat([step.logits[0] for step in steps]).log_softmax(-1))
+            p, q = logits
+            got = found[method.label][row].fidelity
+            assert got["kl"] == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-6, abs=1e-9)
+            assert got["top1"] == float((p.argmax(-1) == q.argmax(-1)).double().mean())
+            assert (got["tokens"], got["loss"], got["non_finite"]) == (most, None, None)
+
+
+def test_a_cache_that_keeps_everything_is_dense_but_for_rounding():
+    model = tiny_model("llama", torch.float32)
+    whole = Method("whole", LeanK(ChannelMask(torch.ones(LAYERS, HEADS, DIM, dtype=torch.bool))), **SIZES)
+    (answer,) = replayed(model, prompts([40]), chosen=[whole], fidelity=NEW)["whole"]
+    assert answer.fidelity["kl"] < 1e-9
+    assert answer.fidelity["top1"] == 1
+
+
+def test_measuring_changes_no_reply_and_costs_no_time_of_the_reply():
+    model, ids = tiny_model("llama"), prompts([40, 22])
+    without, with_it = (replayed(model, ids, fidelity=n) for n in (0, 6))
+    for label, answers in without.items():
+        for a, b in zip(answers, with_it[label], strict=True):
+            assert (a.tokens, a.bytes, a.middle_tokens, a.compressed, a.steps) == (
+                b.tokens, b.bytes, b.middle_tokens, b.compressed, b.steps,
+            )  # fmt: skip
+            assert a.fidelity is None
+            assert b.fidelity["tokens"] == 6
+
+
+def test_methods_without_a_dense_pass_of_their_own_are_compared_with_one():
+    model, ids = tiny_model("llama"), prompts([40, 33])
+    alone, among = (replayed(model, ids, chosen=c, fidelity=5) for c in ([every()[-1]], every()))
+    assert [a.fidelity for a in alone["gemfilter"]] == [a.fidelity for a in among["gemfilter"]]
+
+
+def text_rows(count):
+    return rows(count, read=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("batch", [[40], [44, 40, 31]], ids=str)
+def test_a_text_is_read_behind_its_prefilled_beginning(batch):
+    model, ids, cut = tiny_model("llama"), prompts(batch), 20
+    found = replayed(model, ids, text_rows(len(ids)), question=cut)
+    for row, prompt in enumerate(ids):
+        whole = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        targets = torch.tensor(prompt[cut + 1 :])
+        loss = -whole[cut:-1].gather(-1, targets[:, None]).mean()
+        dense = found["dense"][row]
+        assert dense.fidelity["loss"] == dense.fidelity["dense_loss"] == pytest.approx(float(loss))
+        assert dense.fidelity["tokens"] == len(prompt) - cut - 1
+        assert dense.score == float((whole[cut:-1].argmax(-1) == targets).double().mean())
+        for answers in found.values():
+            assert answers[row].fidelity["dense_loss"] == pytest.approx(float(loss))
+            assert (answers[row].text, answers[row].dense_only) == ("", False)
+        assert found["leank"][row].compressed
+        assert found["leank"][row].fidelity["kl"] > 0
+
+
+def test_logits_that_are_not_finite_are_said_so(monkeypatch):
+    model, ids = tiny_model("llama"), prompts([40, 40])
+    broken = Method("broken", LeanK(ChannelMask(random_keep(0))), **SIZES)
+    made = Method.cache
+
+    def cache(self, *given):
+        found = made(self, *given)
+        if self.label == "broken":
+            found.layers[0].store.sink_v[1] = torch.nan
+        return found
+
+    monkeypatch.setattr(Method, "cache", cache)
+    whole, nan = replayed(model, ids, chosen=[broken], fidelity=4)["broken"]
+    assert whole.fidelity["non_finite"] is None
+    assert nan.fidelity == {
+        "tokens": 4, "kl": None, "top1": None, "loss": None, "dense_loss": None, "non_finite": 0,
+    }  # fmt: skip
+    _, nan = replayed(model, ids, text_rows(2), [broken], question=20)["broken"]
+    assert (nan.non_finite, nan.score) == (0, None)
+
+
+def test_a_head_that_is_not_known_is_refused(monkeypatch):
+    model = tiny_model("llama")
+    monkeypatch.setattr(type(model.lm_head), "forward", lambda self, x: x @ self.weight.mT * 3)
+    with pytest.raises(ValueError, match="compared with dense by KL"):
+        replayed(model, prompts([40]), fidelity=4)
