@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
@@ -109,6 +110,26 @@ class CompressedCache(Cache):
         for layer in layers:
             if hasattr(layer, "record_past"):
                 layer.record_past = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        vars(new).update(copy.deepcopy(vars(self), memo))
+        for layer in new.compressed:
+            layer.ended_at = -1  # what is copied is no prompt that still lacks chunks
+        return new
+
+    def repeat(self, repeats: int) -> Self:
+        """A new cache with each row `repeats` times, the copies of a row side by side; this cache stays as it is.
+
+        Raises ValueError unless `repeats` is a positive integer.
+        """
+        if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 1:
+            raise ValueError(f"repeat({repeats!r}): give the number of copies of each row, at least 1")
+        new = copy.deepcopy(self)
+        if repeats > 1:
+            new.batch_repeat_interleave(repeats)
+        return new
 
     def advance(self, tokens: int = 1) -> None:
         """Count the tokens of a replayed decoding step, and move tokens that are due out of the window.
