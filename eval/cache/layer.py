@@ -158,11 +158,11 @@ class CompressedLayer(RowsLayer):
         scale = 1 / math.sqrt(q.shape[-1]) if scaling is None else scaling
         if new == 1 or self.record_past:
             return self._pass(store, q, keys, values, real, scale, softmax)
-        out = []
+        outs = []
         for part in pieces(store, new):  # of a later turn
             there = None if real is None else real[:, part]
-            out.append(self._pass(store, q[:, :, part], keys[:, :, part], values[:, :, part], there, scale, softmax))
-        return torch.cat(out, 1)
+            outs.append(self._pass(store, q[:, :, part], keys[:, :, part], values[:, :, part], there, scale, softmax))
+        return torch.cat(outs, 1)
 
     def _pass(
         self, store: Store, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, scale: float, softmax: Softmax

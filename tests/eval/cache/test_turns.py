@@ -4,10 +4,7 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from eval.cache import compressed_cache
 from eval.cache import Sizes, compressed_cache
 from eval.cache.hook import ATTENTION
 from eval.cache.storage.middle import Middle
