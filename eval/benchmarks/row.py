@@ -1,5 +1,7 @@
 """The row that every benchmark yields. `eval.benchmarks.scoring` scores it."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +21,7 @@ class Row:
     stop: the reply ends at the first of these strings. min_new_tokens: end-of-text is not allowed earlier.
     preamble: messages before the user's turn. all_classes: class names of a classification task. length: the data
     set's own length, in its own unit. meta: whatever else the tables group by (op, template, depth, ...).
+    target: the true answer as a conversation goes on with it. later: its later turns, which share the context.
     """
 
     task: str
@@ -36,6 +39,8 @@ class Row:
     all_classes: Sequence[str] | None = None
     length: int | None = None
     meta: Mapping[str, Any] = field(default_factory=dict)
+    target: str = ""
+    later: tuple[Row, ...] = ()
 
     @property
     def prompt(self) -> str:

@@ -164,8 +164,7 @@ class Replay:
         Raises ValueError if compress=before_question meets a sample without a context.
         """
         before = self.settings.compress == "before_question"
-        most = [self.settings.max_new_tokens or row.max_new_tokens for row in rows]
-        least = [min(n, self.settings.min_new_tokens or row.min_new_tokens) for n, row in zip(most, rows, strict=True)]
+        most, least = self.bounds(rows)
         first = [p.ids[: p.question] if before else p.ids for p in prompts]
         if before and min(map(len, first)) == 0:
             empty = rows[min(range(len(rows)), key=lambda i: len(first[i]))]
@@ -175,7 +174,7 @@ class Replay:
         replies = _Replies(rows, [p.ids[p.question :] if before else [] for p in prompts], most, least)
         ids, real = pad_left(first, self.pad, self.model.device)
         after = max(most) + max(map(len, replies.questions))
-        for method, prompt, spent in self._prefills(methods, ids, real, after, self.settings.prefill_chunk):
+        for method, prompt, spent in self.prefills(methods, ids, real, after, self.settings.prefill_chunk):
             answers = self._answers(method, prompt, replies, *spent)
             del prompt  # before the next pass
             yield method, answers
@@ -185,26 +184,26 @@ class Replay:
     ) -> list[Answer]:  # fmt: skip
         """Seal the prompt in the cache, read the questions, decode. taken: bytes that the prefill allocated."""
         rows, device, before = replies.rows, self.model.device, self.settings.compress == "before_question"
-        start, allocated = self._now(), self._allocated()
+        start, allocated = self.now(), self._allocated()
         cache = method.cache(self.model, prompt)
-        sealed = self._now() - start
+        sealed = self.now() - start
         held, compression = cache_bytes(cache, prompt), Compression(method, cache, prompt)
         if method.prefill is not None:
             prompt.layers.clear()  # the cache has what it needs of them
         if device.type == "cuda":
             held["allocated"] = taken if "dense" in held else self._allocated() - allocated
-        logits, mask, lengths, asked, start = prompt.logits, prompt.real, prompt.lengths, 0.0, self._now()
+        logits, mask, lengths, asked, start = prompt.logits, prompt.real, prompt.lengths, 0.0, self.now()
         if before:
             question, there = pad_left(replies.questions, self.pad, device)
-            mask = _joined(mask, there, prompt.columns, question)
+            mask = joined(mask, there, prompt.columns, question)
             logits = extend(self.model, cache, question, mask)
             lengths = lengths + torch.tensor([len(q) for q in replies.questions], device=device)
-            asked = self._now() - start
-        start, stopped = self._now(), self._stops(rows)
+            asked = self.now() - start
+        start, stopped = self.now(), self.stops(rows)
         tokens, steps, broken = greedy(
             self.model, cache, logits, mask, lengths, self.eos, replies.most, replies.least, stopped
         )
-        seconds = {"prefill": prefilled, "seal": sealed, "question": asked, "decode": self._now() - start}
+        seconds = {"prefill": prefilled, "seal": sealed, "question": asked, "decode": self.now() - start}
         share: dict[str, float] = {name: value // len(rows) for name, value in held.items()}
         found = compression.found([len(q) + min(steps, len(t)) for q, t in zip(replies.questions, tokens, strict=True)])
         answers = []
@@ -216,7 +215,7 @@ class Replay:
             answers.append(Answer(t, text, seconds, steps, len(rows), share, middle, compressed, dense, broken[row]))
         return answers
 
-    def _prefills(
+    def prefills(
         self, methods: Sequence[Method], ids: Tensor, real: Tensor | None, room: int, chunk: int | None
     ) -> Iterator[tuple[Method, Prefill, tuple[float, int]]]:
         """Yield each method with its pass over the prompts, and the seconds and bytes of that pass.
@@ -227,18 +226,24 @@ class Replay:
         groups = [[m for m in methods if m.prefill is None and m.column_sums == sums] for sums in (False, True)]
         groups += [[m] for m in methods if m.prefill is not None]
         for group in filter(None, groups):
-            start, allocated = self._now(), self._allocated()
+            start, allocated = self.now(), self._allocated()
             obs, one = max(method.obs_queries for method in group), group[0]
             if one.prefill is None:
                 prompt = prefill(self.model, ids, real, room, obs, chunk, one.column_sums)
             else:
                 prompt = one.prefill.run(self.model, ids, real, room, obs, chunk)
-            spent = self._now() - start, self._allocated() - allocated
+            spent = self.now() - start, self._allocated() - allocated
             for method in group:
                 yield method, prompt, spent
             del prompt
 
-    def _stops(self, rows: Sequence[Row]) -> Stopped | None:
+    def bounds(self, rows: Sequence[Row]) -> tuple[list[int], list[int]]:
+        """Return the most and the least tokens of each row's reply."""
+        most = [self.settings.max_new_tokens or row.max_new_tokens for row in rows]
+        least = [min(n, self.settings.min_new_tokens or row.min_new_tokens) for n, row in zip(most, rows, strict=True)]
+        return most, least
+
+    def stops(self, rows: Sequence[Row]) -> Stopped | None:
         """Return whether a reply has reached a stop string, as a function of its row and tokens; None without any."""
         if not any(row.stop for row in rows):
             return None
@@ -253,7 +258,7 @@ class Replay:
         device = self.model.device
         return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
-    def _now(self) -> float:
+    def now(self) -> float:
         """Read the clock after the GPU has finished."""
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
@@ -266,7 +271,7 @@ def _slides(model: PreTrainedModel) -> bool:
     return any(isinstance(layer, DynamicSlidingWindowLayer) for layer in layers)
 
 
-def _joined(first: Tensor | None, then: Tensor | None, columns: int, then_ids: Tensor) -> Tensor | None:
+def joined(first: Tensor | None, then: Tensor | None, columns: int, then_ids: Tensor) -> Tensor | None:
     """Join which columns are real tokens of two neighbouring pieces; None stands for all. columns: of the first."""
     if first is None and then is None:
         return None
