@@ -1,5 +1,7 @@
 """Several questions about one context, turn after turn on one cache or each on a copy of the context's."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -58,8 +60,9 @@ def by_hand(model, method, conversation, one_cache):
 
 
 @pytest.mark.parametrize("one_cache", [True, False], ids=["conversation", "reuse"])
-def test_answers_are_those_of_caches_fed_by_hand(one_cache, count=3):
-    model, made = tiny_model("llama"), turns_of(one_cache, count)
+def test_answers_are_those_of_caches_fed_by_hand(one_cache):
+    model, count = tiny_model("llama"), len(CONTEXTS)
+    made = turns_of(one_cache, count)
     engine = Conversations(Replay(model, Letters(), Settings()), 3, one_cache)
     replies = {}
     for method, answers in engine.answers(made, rows(len(made), NEW), every_method()):
@@ -84,12 +87,12 @@ def test_a_turn_follows_the_turns_before_it(kind):
     """The text is the chat template's whole conversation; without a template, text after text."""
     words = tokenizer(kind)
     made = encode_turns(words, ROWS, one_cache=True)
-    for before, after in zip(made, made[1:], strict=False):
+    for before, after in pairwise(made):
         assert after.ids[: after.question] == before.ids
     text = words.decode(made[-1].ids)
     if words.chat_template:
         messages = [{"role": "user", "content": ROWS[0].prompt}]
-        for before, row in zip(ROWS, ROWS[1:], strict=False):
+        for before, row in pairwise(ROWS):
             messages.append({"role": "assistant", "content": before.answer_prefix + before.target})
             messages.append({"role": "user", "content": row.question})
         want = words.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + ROWS[-1].answer_prefix
