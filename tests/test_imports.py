@@ -26,7 +26,7 @@ LAYERS = {
         {"metrics", "published"}, {"cache"},
     ],
     "eval.cache": [
-        {"cache"}, {"generate", "memory"}, {"graph"}, {"hook"}, {"layer"}, {"rows_layer"}, {"attention"}, {"storage"},
+        {"cache"}, {"generate", "memory", "saved"}, {"graph"}, {"hook"}, {"layer"}, {"rows_layer"}, {"attention"}, {"storage"},
     ],
     "eval.methods": [
         {"match"}, {"memory"}, {"base"}, {"tokens", "bits", "reads", "prefill"}, {"channels"}, {"common"},

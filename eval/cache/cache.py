@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -12,6 +14,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.utils import GenerateOutput
 
+from eval.cache import saved
 from eval.cache.attention.backend import BackendChoice, choose_backend
 from eval.cache.generate import generate
 from eval.cache.hook import ATTENTION
@@ -28,11 +31,15 @@ class CompressedCache(Cache):
 
     layers: one per layer of the model
     choice: chooses the backend of every compressed layer
+    model: the model that it is made for, which `save` notes, None = not known
     """
 
-    def __init__(self, layers: Sequence[CacheLayerMixin], choice: BackendChoice) -> None:
+    def __init__(
+        self, layers: Sequence[CacheLayerMixin], choice: BackendChoice, model: PreTrainedModel | None = None
+    ) -> None:
         super().__init__(layers=list(layers))
         self.choice = choice
+        self._model = None if model is None else weakref.ref(model)
         self._since_crop: int | None = None  # passes since the last crop() of a recorded past, None = no crop yet
 
     @property
@@ -131,6 +138,43 @@ class CompressedCache(Cache):
             new.batch_repeat_interleave(repeats)
         return new
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything that the cache holds to a safetensors file, whole or not at all; `load` reads it.
+
+        Raises ValueError for a cache without a whole prompt, or one that evicts tokens while decoding or chooses what
+        it reads, and RuntimeError if its model is gone.
+        """
+        model = None if self._model is None else self._model()
+        if model is None:
+            raise RuntimeError("save() notes which model made the cache, and that model is gone: keep it until then")
+        saved.save(path, self.layers, model)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: PreTrainedModel,
+        mask: MaskLike | None = None,
+        backend: str = "auto",
+    ) -> CompressedCache:
+        """The cache that `save` wrote, on the model's device; it goes on with the same tokens.
+
+        model: the model that made it
+        mask: the mask that it must have been made with, None = whichever it was
+        backend: as in `compressed_cache`
+
+        Raises FileNotFoundError, or ValueError if the file is damaged or was made by another model or mask.
+        """
+        if not os.path.isfile(path):
+            raise FileNotFoundError(f"{path} does not exist; give a file that CompressedCache.save() wrote")
+        found = saved.Saved(path)
+        sizes, indices = found.sizes, [i for i, one in enumerate(found.about) if one["kind"] == "compressed"]
+        keep = None if mask is None else layer_masks(mask)
+        found.check(model, None if keep is None else {i: keep[i] for i in indices if i < len(keep)})
+        cache = compressed_cache(model, found.middles, sizes.sink, sizes.window, sizes.flush, backend)
+        found.fill(cache.layers, model)
+        return cache
+
     def advance(self, tokens: int = 1) -> None:
         """Count the tokens of a replayed decoding step, and move tokens that are due out of the window.
 
@@ -217,7 +261,7 @@ def compressed_cache(
         model.set_attn_implementation(ATTENTION)
     if config._attn_implementation != ATTENTION:
         raise ValueError(f"{config.model_type} takes no registered attention function; use another model")
-    return CompressedCache(layers, choice)
+    return CompressedCache(layers, choice, model)
 
 
 def _middles(mask: MaskLike | list[Middle] | None, expected: tuple[int, int, int]) -> list[Middle]:

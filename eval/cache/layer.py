@@ -197,6 +197,11 @@ class CompressedLayer(RowsLayer):
         self._columns = k.shape[2] if columns is None else columns
         self._begin(k.to(self.dtype), v.to(self.dtype), real, tokens, scores)
 
+    def resume(self, store: Store, columns: int) -> None:
+        """Go on from the store of a prompt of `columns` columns that was sealed before (`eval.cache.saved`)."""
+        self.lazy_initialization(store.ring_k, store.ring_v)
+        self.store, self._columns = store, columns
+
     def _begin(self, k: Tensor, v: Tensor, real: Tensor | None, *of_prompt: Tensor | None) -> None:
         real = None if real is None or bool(real.all()) else real
         self.store = Store(k, v, real, self.middle, self.sizes, *of_prompt)
