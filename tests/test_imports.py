@@ -26,7 +26,8 @@ LAYERS = {
         {"metrics", "published"}, {"cache"},
     ],
     "eval.cache": [
-        {"cache"}, {"generate", "memory", "saved"}, {"graph"}, {"hook"}, {"layer"}, {"rows_layer"}, {"attention"}, {"storage"},
+        {"cache"}, {"generate", "memory", "saved"}, {"graph"}, {"hook"}, {"layer"}, {"rows_layer"}, {"attention"},
+        {"storage"},
     ],
     "eval.methods": [
         {"match"}, {"memory"}, {"base"}, {"tokens", "bits", "reads", "prefill"}, {"channels"}, {"common"},

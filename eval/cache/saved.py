@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from eval.cache.layer import CompressedLayer
 from eval.cache.storage.channels import KeptChannels
@@ -51,7 +51,7 @@ def mask_digest(masks: Mapping[int, Tensor | None]) -> str:
     return digest(there, {})
 
 
-def save(path: str | os.PathLike[str], layers: Sequence[CacheLayerMixin], model: PreTrainedModel) -> None:
+def save(path: str | os.PathLike[str], layers: Sequence[Any], model: PreTrainedModel) -> None:
     """Write the layers of a cache.
 
     Raises ValueError for a cache without a whole prompt, or with a part that a file cannot hold.
@@ -64,9 +64,9 @@ def save(path: str | os.PathLike[str], layers: Sequence[CacheLayerMixin], model:
             masks[index] = layer.middle.channels
             about, own = _compressed(layer)
         else:
-            about, own = _sliding(layer)
+            about, own = _sliding(layer if isinstance(layer, DynamicSlidingWindowLayer) else None)
         header.append(about)
-        tensors |= {f"{index}.{name}": tensor.detach().cpu().contiguous() for name, tensor in own.items()}
+        tensors |= {f"{index}.{name}": _own_copy(tensor) for name, tensor in own.items()}
     sizes = next(layer.sizes for layer in layers if isinstance(layer, CompressedLayer))
     about_all = {
         "format": FORMAT,
@@ -76,6 +76,11 @@ def save(path: str | os.PathLike[str], layers: Sequence[CacheLayerMixin], model:
         "layers": json.dumps(header),
     }
     write_tensors(path, tensors, about_all)
+
+
+def _own_copy(tensor: Tensor) -> Tensor:
+    """A copy on the CPU: layers may share memory, and a safetensors file cannot."""
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 def _compressed(layer: CompressedLayer) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -123,8 +128,8 @@ def _without_spare(segment: Segment) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def _sliding(layer: CacheLayerMixin) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    if not isinstance(layer, DynamicSlidingWindowLayer) or not layer.is_initialized or layer.record_past:
+def _sliding(layer: DynamicSlidingWindowLayer | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    if layer is None or not layer.is_initialized or layer.record_past:
         raise ValueError("save() needs a cache whose prompt is complete, and no assisted decoding under way")
     assert isinstance(layer.keys, Tensor)
     assert isinstance(layer.values, Tensor)
@@ -170,13 +175,13 @@ class Saved:
 
     def _middle(self, index: int) -> Middle:
         one = self.about[index]
-        of = {name: self.tensors.get(f"{index}.middle.{name}") for name in ("channels", "values", "joins")}
+        channels, values, joins = (self.tensors.get(f"{index}.middle.{n}") for n in ("channels", "values", "joins"))
         try:
-            return Middle(**of, bits=Packing(*one["bits"]) if one.get("bits") else None)
+            return Middle(channels, values, joins, Packing(*one["bits"]) if one.get("bits") else None)
         except (ValueError, TypeError) as error:
             raise DamagedFile(self.path, error, CURE) from error
 
-    def fill(self, layers: Sequence[CacheLayerMixin], model: PreTrainedModel) -> None:
+    def fill(self, layers: Sequence[Any], model: PreTrainedModel) -> None:
         """Put what the file holds into the new layers of this model. Raises DamagedFile for tables that cannot be."""
         kinds = ["compressed" if isinstance(layer, CompressedLayer) else "sliding" for layer in layers]
         if kinds != [one["kind"] for one in self.about]:
@@ -206,10 +211,8 @@ def _store(own: Mapping[str, Tensor], layer: CompressedLayer, model: PreTrainedM
         setattr(store, name, own[name].to(device))
     batch, heads, slots, dim = store.ring_k.shape
     store.seen_dev, store.start_dev = (torch.from_numpy(n.copy()).to(device) for n in (store.seen, store.start))
-    store.channels, store.values = (
-        _kept(own, name, (batch, heads, dim), device) if f"{name}.count" in own else None
-        for name in ("channels", "values")
-    )
+    store.channels = _kept(own, "channels", (batch, heads, dim), device)
+    store.values = _kept(own, "values", (batch, heads, dim), device) if "values.count" in own else None
     held = store.seen - store.start
     right = (
         store.ring_v.shape == store.ring_k.shape

