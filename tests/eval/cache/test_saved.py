@@ -121,8 +121,8 @@ def test_tables_that_point_elsewhere_are_refused(file, tmp_path):
         header = {name: value for name, value in one.metadata().items() if name != "sha256"}
     wrong = {
         "0.channels.index": lambda t: t + 8, "0.channels.count": lambda t: t + 9, "1.tail.length": lambda t: t + 500,
-        "0.prompt.capacity": lambda t: t + 64, "1.seen": lambda t: t + 500, "0.start": lambda t: t - 400,
-        "1.ring_v": lambda t: t[:, :1].contiguous(), "0.prompt.k": lambda t: t[:-1].clone(), "1.seen ": torch.clone,
+        "1.prompt.capacity": lambda t: t + 64, "1.seen": lambda t: t + 500, "0.start": lambda t: t - 400,
+        "1.ring_v": lambda t: t[:, :1].contiguous(), "1.prompt.k": lambda t: t[:-1].clone(), "1.seen ": torch.clone,
         "0.sink_k": lambda t: t.float(), "0.middle.channels": lambda t: t[:, :-1].contiguous(),
     }  # fmt: skip
     outcomes = {}
