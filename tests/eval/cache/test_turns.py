@@ -22,7 +22,7 @@ from leank_train.mask import ChannelMask
 from tests.helpers.cache_oracle import left_padded, random_keep, tiny_model
 
 SIZES = {"sink": 2, "window": 6, "flush": 4, "backend": "torch"}
-LEANK = LeanK(ChannelMask(random_keep(3)))
+LEANK = LeanK(ChannelMask(random_keep(9)))
 METHODS = {
     "leank": Method("leank", LEANK, **SIZES),
     "think": Method("think", ThinK(0.6, 4), **SIZES),
@@ -115,7 +115,7 @@ def test_a_copied_prompt_is_complete(recwarn):
     """Nothing warns of a chunk where a question follows the copy of a context."""
     model = tiny_model("llama")
     ids = left_padded([40], 1)[0]
-    cache = compressed_cache(model, random_keep(3), 2, 6, 4)
+    cache = compressed_cache(model, random_keep(9), 2, 6, 4)
     with torch.no_grad():
         model(ids, past_key_values=cache)
         model(ids[:, :9], past_key_values=copy.deepcopy(cache))
