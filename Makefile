@@ -1,13 +1,14 @@
 # make demo   learn a 70% mask for the reference model on a CPU and compare it, in minutes
 # make test   the default test suite, a process per core
 # make lint   ruff, mypy, spelling
+# make families   the tests of all model families, then the table of docs/families.md
 # make docs   the pages and the API reference, into site/
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 OUT ?= outputs/demo
 
-.PHONY: demo test lint docs gpu-test slurm-test clean
+.PHONY: demo test lint docs families gpu-test slurm-test clean
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
@@ -36,6 +37,10 @@ test: $(VENV)/installed
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/codespell
+
+families: $(VENV)/installed
+	@$(BIN)/python -m pytest -q tests/eval/cache/test_families.py tests/leank_train/forward/test_families.py -k "not page"
+	@$(BIN)/python -m tests.helpers.families docs/families.md
 
 docs: $(VENV)/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -q

@@ -25,7 +25,10 @@ LAYERS = {
         {"__main__"}, {"lm_eval"}, {"run"}, {"report"}, {"rows"}, {"methods"}, {"inference"}, {"benchmarks"},
         {"metrics", "published"}, {"serving"}, {"cache"},
     ],
-    "eval.cache": [{"cache"}, {"generate", "memory"}, {"graph"}, {"hook"}, {"layer"}, {"attention"}, {"storage"}],
+    "eval.cache": [
+        {"cache"}, {"generate", "memory", "saved"}, {"graph"}, {"hook"}, {"layer"}, {"rows_layer"}, {"attention"},
+        {"storage"},
+    ],
     "eval.methods": [
         {"match"}, {"memory"}, {"base"}, {"tokens", "bits", "reads", "prefill"}, {"channels"}, {"common"},
         {"registry"}, {"axes"}, {"held"},

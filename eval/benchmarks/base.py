@@ -14,11 +14,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cell:
-    """The samples of one task at one length (None where a benchmark has no lengths), by id, in order."""
+    """The samples of one task at one length (None where a benchmark has no lengths), by id, in order.
+
+    turns: questions of each sample; with several, a sample is a conversation, and `Row.later` has its later turns.
+    one_cache: whether a conversation's turns follow each other on one cache; else each has a copy of the context's.
+    """
 
     task: str
     length: int | None
     samples: tuple[str, ...]
+    turns: int = 1
+    one_cache: bool = False
+
+    def ids(self, sample: str) -> list[str]:
+        """The ids of a sample's rows: its own, or one for each turn."""
+        return [sample] if self.turns == 1 else [f"{sample}.{turn}" for turn in range(1, self.turns + 1)]
 
     @property
     def place(self) -> str:

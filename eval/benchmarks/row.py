@@ -1,5 +1,7 @@
 """The row that every benchmark yields. `eval.benchmarks.scoring` scores it."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +22,7 @@ class Row:
     preamble: messages before the user's turn. all_classes: class names of a classification task. length: the data
     set's own length, in its own unit. read: the question is a text that is read through the cache, and no reply
     follows. meta: whatever else the tables group by (op, template, depth, ...).
+    target: the true answer as a conversation goes on with it. later: its later turns, which share the context.
     """
 
     task: str
@@ -38,6 +41,8 @@ class Row:
     length: int | None = None
     read: bool = False
     meta: Mapping[str, Any] = field(default_factory=dict)
+    target: str = ""
+    later: tuple[Row, ...] = ()
 
     @property
     def prompt(self) -> str:

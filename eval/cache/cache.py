@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import os
 import warnings
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.utils import GenerateOutput
 
+from eval.cache import saved
 from eval.cache.attention.backend import BackendChoice, choose_backend
 from eval.cache.generate import generate
 from eval.cache.graph import KeptSteps
@@ -29,15 +33,19 @@ class CompressedCache(Cache):
 
     layers: one per layer of the model
     choice: chooses the backend of every compressed layer
+    model: the model that it is made for, which `save` notes, None = not known
 
     Attributes:
     steps: decoding steps that generate() has captured
     """
 
-    def __init__(self, layers: Sequence[CacheLayerMixin], choice: BackendChoice) -> None:
+    def __init__(
+        self, layers: Sequence[CacheLayerMixin], choice: BackendChoice, model: PreTrainedModel | None = None
+    ) -> None:
         super().__init__(layers=list(layers))
         self.choice = choice
         self.steps = KeptSteps()
+        self._model = None if model is None else weakref.ref(model)
         self._since_crop: int | None = None  # passes since the last crop() of a recorded past, None = no crop yet
 
     @property
@@ -128,6 +136,63 @@ class CompressedCache(Cache):
         scratch = (tensor.data_ptr() for tensor in self.choice.tensors().values())
         return *scratch, *(Addresses.of(store).key() for store in stores if store is not None)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        vars(new).update(copy.deepcopy(vars(self), memo))
+        for layer in new.compressed:
+            layer.ended_at = -1  # what is copied is no prompt that still lacks chunks
+        return new
+
+    def repeat(self, repeats: int) -> Self:
+        """A new cache with each row `repeats` times, the copies of a row side by side; this cache stays as it is.
+
+        Raises ValueError unless `repeats` is a positive integer.
+        """
+        if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 1:
+            raise ValueError(f"repeat({repeats!r}): give the number of copies of each row, at least 1")
+        new = copy.deepcopy(self)
+        if repeats > 1:
+            new.batch_repeat_interleave(repeats)
+        return new
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything that the cache holds to a safetensors file, whole or not at all; `load` reads it.
+
+        Raises ValueError for a cache without a whole prompt, or one that evicts tokens while decoding or chooses what
+        it reads, and RuntimeError if its model is gone.
+        """
+        model = None if self._model is None else self._model()
+        if model is None:
+            raise RuntimeError("save() notes which model made the cache, and that model is gone: keep it until then")
+        saved.save(path, self.layers, model)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: PreTrainedModel,
+        mask: MaskLike | None = None,
+        backend: str = "auto",
+    ) -> CompressedCache:
+        """The cache that `save` wrote, on the model's device; it goes on with the same tokens.
+
+        model: the model that made it
+        mask: the mask that it must have been made with, None = whichever it was
+        backend: as in `compressed_cache`
+
+        Raises FileNotFoundError, or ValueError if the file is damaged or was made by another model or mask.
+        """
+        if not os.path.isfile(path):
+            raise FileNotFoundError(f"{path} does not exist; give a file that CompressedCache.save() wrote")
+        found = saved.Saved(path)
+        sizes, indices = found.sizes, [i for i, one in enumerate(found.about) if one["kind"] == "compressed"]
+        keep = None if mask is None else layer_masks(mask)
+        found.check(model, None if keep is None else {i: keep[i] for i in indices if i < len(keep)})
+        cache = compressed_cache(model, found.middles, sizes.sink, sizes.window, sizes.flush, backend)
+        found.fill(cache.layers, model)
+        return cache
+
     def advance(self, tokens: int = 1) -> None:
         """Count the tokens of a replayed decoding step, and move tokens that are due out of the window.
 
@@ -214,7 +279,7 @@ def compressed_cache(
         model.set_attn_implementation(ATTENTION)
     if config._attn_implementation != ATTENTION:
         raise ValueError(f"{config.model_type} takes no registered attention function; use another model")
-    return CompressedCache(layers, choice)
+    return CompressedCache(layers, choice, model)
 
 
 def _middles(mask: MaskLike | list[Middle] | None, expected: tuple[int, int, int]) -> list[Middle]:

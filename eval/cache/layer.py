@@ -13,19 +13,20 @@ from typing import TYPE_CHECKING, Any, Never
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
 
 from eval.cache.attention import dense
 from eval.cache.attention.backend import Backend, BackendChoice
 from eval.cache.attention.softmax import PLAIN, Softmax
+from eval.cache.rows_layer import RowsLayer
 from eval.cache.storage.addresses import Addresses
+from eval.cache.storage.arrival import pieces
 from eval.cache.storage.middle import Middle
 from eval.cache.storage.sealing import PromptRoom
 from eval.cache.storage.store import Sizes, Store
 from eval.cache.storage.upload import capturing
 
 
-class CompressedLayer(DynamicLayer):
+class CompressedLayer(RowsLayer):
     """The three parts sink | middle | window of one attention layer (LeanK, section 3.3).
 
     middle: how the middle is kept
@@ -46,11 +47,11 @@ class CompressedLayer(DynamicLayer):
     def _clear(self) -> None:
         self.is_initialized = False
         self.keys = self.values = None  # the prompt until it is sealed, then the tokens that await attend()
-        self.store: Store | None = None
+        self.store = None
         self.backend: Backend | None = None  # what runs over the store, once a query has come
         self._columns = 0  # logical length, padding included
         self._expected = 0  # columns of a prompt that comes in chunks
-        self._real: Tensor | None = None  # [B, columns] of an unsealed prompt
+        self._real = None  # [B, columns] of an unsealed prompt
         self._room: PromptRoom | None = None  # where an announced prompt is collected
         self.ended_at = -1  # columns of a prompt that came unannounced, once it is sealed
 
@@ -125,6 +126,9 @@ class CompressedLayer(DynamicLayer):
     ) -> Tensor:
         """Attention of the last queries over everything held; then tokens that are due leave the window.
 
+        Several tokens after the prompt, such as a later turn, give what they give one by one: each query reads the
+        tokens whole that are in the window when it comes, and through the middle those that have left it by then.
+
         q: [B, Hq, Q, D]
         padding_mask: [B, >= columns] bool or 0/1, False = padding, None = no padding
         scaling: factor of the logits, None = 1 / sqrt(D)
@@ -148,16 +152,31 @@ class CompressedLayer(DynamicLayer):
             return out
         new = q.shape[2]
         real = None if real is None or new == 1 or bool(real[:, -new:].all()) else real[:, -new:]
-        self.store.to(q.device)
-        if self.backend is None:
-            self.backend = self.choice.choose(self.store, q, softmax)
-            if self._kept is not None:
-                self._kept.take(self.store)
-                self._kept = None
-        position = self.store.append(self.keys, self.values, real, self.backend.write)  # type: ignore[arg-type]
+        store, keys, values = self.store, self.keys, self.values
+        assert isinstance(keys, Tensor)
+        assert isinstance(values, Tensor)
         self.keys = self.values = None
+        store.to(q.device)
         scale = 1 / math.sqrt(q.shape[-1]) if scaling is None else scaling
-        out = self.backend.attend(self.store, q, position, scale, softmax)
+        if new == 1 or self.record_past:
+            return self._pass(store, q, keys, values, real, scale, softmax)
+        outs = []
+        for part in pieces(store, new):  # of a later turn
+            there = None if real is None else real[:, part]
+            outs.append(self._pass(store, q[:, :, part], keys[:, :, part], values[:, :, part], there, scale, softmax))
+        return torch.cat(outs, 1)
+
+    def _pass(
+        self, store: Store, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, scale: float, softmax: Softmax
+    ) -> Tensor:
+        """Take in new tokens, attend, and move tokens that are due out of the window."""
+        if self.backend is None:
+            self.backend = self.choice.choose(store, q, softmax)
+            if self._kept is not None:
+                self._kept.take(store)
+                self._kept = None
+        position = store.append(k, v, real, self.backend.write)
+        out = self.backend.attend(store, q, position, scale, softmax)
         if not (self.record_past or capturing(q)):
             self._settle()
         return out
@@ -182,6 +201,11 @@ class CompressedLayer(DynamicLayer):
         self.lazy_initialization(k, v)
         self._columns = k.shape[2] if columns is None else columns
         self._begin(k.to(self.dtype), v.to(self.dtype), real, tokens, scores)
+
+    def resume(self, store: Store, columns: int) -> None:
+        """Go on from the store of a prompt of `columns` columns that was sealed before (`eval.cache.saved`)."""
+        self.lazy_initialization(store.ring_k, store.ring_v)
+        self.store, self._columns = store, columns
 
     def _begin(self, k: Tensor, v: Tensor, real: Tensor | None, *of_prompt: Tensor | None) -> None:
         real = None if real is None or bool(real.all()) else real
@@ -268,36 +292,6 @@ class CompressedLayer(DynamicLayer):
         """Whether a decoding step can be captured now: the kernel runs here, and every row is longer than the sink."""
         store = self.store if self.backend is not None and self.backend.captures else None
         return store is not None and bool((store.seen >= store.sizes.sink).all())
-
-    def _select(self, rows: Tensor) -> None:
-        if self.store is not None:
-            self.store.select(rows)
-        elif self.keys is not None and self.values is not None:
-            at = rows.to(self.keys.device)
-            self.keys, self.values = self.keys[at], self.values[at]
-            self._real = None if self._real is None else self._real[at]
-
-    def _count(self) -> int:
-        """Rows held, 0 before the first token."""
-        held = self.keys if self.store is None else self.store.ring_k
-        return 0 if held is None else len(held)
-
-    def _rows(self) -> Tensor:
-        return torch.arange(self._count())
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Make the batch the rows `beam_idx` [R] of the present one."""
-        if not torch.equal(beam_idx.cpu(), self._rows()):
-            self._select(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row `repeats` times."""
-        self._select(self._rows().repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows that `indices`, numbers or bool, select."""
-        rows = self._rows()
-        self._select(rows[indices.to(rows.device)])
 
     def offload(self) -> None:
         """Move everything held to the CPU; attend() fetches it back."""

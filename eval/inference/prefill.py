@@ -230,3 +230,12 @@ def pad_left(prompts: list[list[int]], pad: int, device: torch.device | str) -> 
     if int(lengths.min()) == width:
         return ids, None
     return ids, torch.arange(width, device=device) >= width - lengths[:, None]
+
+
+def joined(first: Tensor | None, then: Tensor | None, columns: int, then_ids: Tensor) -> Tensor | None:
+    """Join which columns are real tokens of two neighbouring pieces; None stands for all. columns: of the first."""
+    if first is None and then is None:
+        return None
+    ones = torch.ones_like(then_ids[:, :1], dtype=torch.bool)
+    pieces = ((first, columns), (then, then_ids.shape[1]))
+    return torch.cat([ones.expand(-1, width) if real is None else real for real, width in pieces], 1)

@@ -120,6 +120,23 @@ class OpScores(TypedDict):
     methods: dict[str, dict[str, float]]
 
 
+class TurnFigures(TypedDict):
+    """Mean score (0-100) of one method in one turn of its conversations, tasks counted alike."""
+
+    turn: int
+    n: int
+    score: float
+    interval: tuple[float, float]
+
+
+class TurnScores(TypedDict):
+    """Conversations of one mode and length: figures of each method by turn."""
+
+    mode: str
+    length: int | None
+    methods: dict[str, list[TurnFigures]]
+
+
 class DepthMap(TypedDict):
     """Needle in a haystack: mean score of one method by depth (lines) and length (columns)."""
 
@@ -157,6 +174,7 @@ class RunSummary(TypedDict):
     differences: list[MethodDifference]
     by_op: list[OpScores]
     by_depth: list[DepthMap]
+    by_turn: list[TurnScores]
 
 
 class Summary(TypedDict):

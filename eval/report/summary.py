@@ -26,6 +26,7 @@ from eval.report.records import (
     Seconds,
     Summary,
 )  # fmt: skip
+from eval.report.turns import by_turn
 from eval.rows.result_row import ResultRow
 from leank_train.common.bootstrap import DRAWS, LEVEL, interval, mean
 
@@ -147,6 +148,7 @@ def _run(rows: Sequence[ResultRow]) -> RunSummary:
         "differences": _differences(rows, named, methods),
         "by_op": _by_op(rows, named),
         "by_depth": _by_depth(rows, named),
+        "by_turn": by_turn(rows, named),
     }
 
 

@@ -20,6 +20,8 @@ MARKS: dict[Mark, tuple[str, str]] = {
                    "nothing about the method"),
     "non_finite": ("§", "Logits were NaN or infinite; such a sample scores 0"),
 }  # fmt: skip
+# the modes of conversations in words
+TURNS = {"conversation": "all turns on one cache", "reuse": "each question on a copy of the context's cache"}
 PAPER_LENGTHS = {4096: "4K", 8192: "8K", 16384: "16K", 32768: "32K", 65536: "64K", 131072: "128K"}
 
 
@@ -69,9 +71,14 @@ def scored(cell: Figures) -> str:
     return number(cell["score"]) + marks(cell)
 
 
+def bounds(interval: tuple[float, float]) -> str:
+    """Write an interval."""
+    return f"[{interval[0]:.1f}, {interval[1]:.1f}]"
+
+
 def mean(cell: Figures) -> str:
     """Write a mean with its marks and interval."""
-    return f"{scored(cell)} [{cell['interval'][0]:.1f}, {cell['interval'][1]:.1f}]"
+    return f"{scored(cell)} {bounds(cell['interval'])}"
 
 
 def difference(found: Difference | None) -> str:
@@ -210,6 +217,21 @@ def gsm(run: RunSummary) -> list[Table]:
     return out
 
 
+def turns(run: RunSummary) -> list[Table]:
+    """Make a table of methods by turn for conversations of each mode and length."""
+    out = []
+    for group in run["by_turn"]:
+        numbers = sorted({one["turn"] for scores in group["methods"].values() for one in scores})
+        lines = []
+        for method, scores in group["methods"].items():
+            texts = {one["turn"]: f"{number(one['score'])} {bounds(one['interval'])}" for one in scores}
+            lines.append(Line([method, *(texts.get(turn, "") for turn in numbers)]))
+        length = "" if group["length"] is None else f", {group['length']} tokens"
+        how = TURNS.get(group["mode"], group["mode"])
+        out.append(Table(f"By turn{length}: {how}", ["method", *(f"turn {n}" for n in numbers)], lines))
+    return out
+
+
 def tables(run: RunSummary) -> list[Table]:
     """Make all tables of one run of a summary."""
     lengths = by_length(run)
@@ -217,7 +239,15 @@ def tables(run: RunSummary) -> list[Table]:
     tasks = [] if alike else [by_task(run, n) for n in run["lengths"]]
     minus = differences(run)
     near = [table for table in (fidelity.overall(run), fidelity.by_length(run)) if table is not None]
-    return [overall(run), *near, *([minus] if minus else []), *([lengths] if lengths else []), *gsm(run), *tasks]
+    return [
+        overall(run),
+        *near,
+        *([minus] if minus else []),
+        *([lengths] if lengths else []),
+        *turns(run),
+        *gsm(run),
+        *tasks,
+    ]
 
 
 def markdown(table: Table) -> str:

@@ -27,6 +27,7 @@ BENCHMARKS = {
     "longbench": "eval.benchmarks.files:LongBench",
     "math500": "eval.benchmarks.files:Math500",
     "mmlu": "eval.benchmarks.files:Mmlu",
+    "multi_turn": "eval.benchmarks.multi_turn:MultiTurn",
     "niah": "eval.benchmarks.niah:Niah",
     "ruler": "eval.benchmarks.ruler:Ruler",
     "text": "eval.benchmarks.text:Text",
@@ -90,6 +91,9 @@ def build_job(config: Mapping[str, Any]) -> tuple[Job, PreTrainedTokenizerBase]:
     model, settings, model_config, tokenizer = build_model(config)
     methods = build_methods(config, model_config, tokenizer)
     benchmark = build_benchmark(config.get("benchmark") or {})
+    wanted = getattr(benchmark, "compress", settings.compress)
+    if settings.compress != wanted:
+        raise ValueError(f"compress={settings.compress}: benchmark={benchmark.name} needs compress={wanted}")
     text_config = model_config.get_text_config(decoder=True)
     benchmark.check(text_config, tokenizer, overhead(tokenizer, model.chat), settings.max_new_tokens)
     job = Job(model, methods, benchmark, settings)

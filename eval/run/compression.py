@@ -10,6 +10,7 @@ import numpy as np
 from transformers import Cache
 
 from eval.cache import CompressedLayer
+from eval.cache.storage.store import Store
 from eval.inference.prefill import Prefill, PromptLayer
 from eval.methods import Method
 
@@ -24,22 +25,23 @@ class Compression:
 
     def __init__(self, method: Method, cache: Cache, prompt: Prefill) -> None:
         self.method, self.rows = method, len(prompt.logits)
-        layers = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
-        self.stores = [layer.store for layer in layers if layer.store is not None]
+        self.stores = _stores(cache)
         self.sealed = [store.seen.copy() for store in self.stores]
         self.dropped = np.zeros(self.rows, dtype=bool)  # by the method's own prefill
         for layer in prompt.layers:
             if isinstance(layer, PromptLayer) and layer.kept is not None:
                 self.dropped |= ((layer.kept >= 0).sum(-1) < prompt.lengths).cpu().numpy()
 
-    def found(self, fed: Sequence[int]) -> list[tuple[int, bool]]:
+    def found(self, fed: Sequence[int], branch: Cache | None = None) -> list[tuple[int, bool]]:
         """Return, per row, the middle tokens of the layer with most, and whether less than all of them is held or read.
 
         fed: per row, the tokens that followed its prompt.
+        branch: the copy of the cache that they were fed to; None: the cache itself.
         """
+        stores = self.stores if branch is None else _stores(branch)
         middle, less = np.zeros(self.rows, dtype=int), self.dropped.copy()
         budget = getattr(self.method.reads, "budget", None)
-        for store, seen in zip(self.stores, self.sealed, strict=True):
+        for store, seen in zip(stores, self.sealed, strict=True):
             size = store.sizes
             start = np.maximum(size.sink, seen - size.window)
             moved = np.maximum(0, seen + np.array(fed) - start - size.window) // size.flush * size.flush
@@ -52,6 +54,12 @@ class Compression:
                 narrow |= mine > (budget or 0) - size.sink - size.window
             middle, less = np.maximum(middle, mine), less | (mine > 0) & (narrow | (store.middle.bits is not None))
         return list(zip(middle.tolist(), less.tolist(), strict=True))
+
+
+def _stores(cache: Cache) -> list[Store]:
+    """What the compressed layers of a cache hold."""
+    layers = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
+    return [layer.store for layer in layers if layer.store is not None]
 
 
 @dataclass

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from eval.inference.divergence import Divergence, compare
-from eval.inference.prefill import Prefill, pad_left
+from eval.inference.prefill import Prefill, joined, pad_left
 from eval.inference.reading import read, states
 from eval.rows.result_row import Fidelity
 from leank_train.objective.kl import Head, check_head
@@ -45,11 +45,7 @@ class Asked:
         """Put the questions, which may all be empty, behind the prompts. pad: id that fills shorter ones."""
         lengths = torch.tensor([len(q) for q in questions], device=prompt.logits.device)
         ids, there = pad_left(list(questions), pad, prompt.logits.device)
-        if prompt.real is None and there is None:
-            return cls(ids.long(), None, prompt.lengths + lengths)
-        before = ids.new_ones(len(ids), prompt.columns, dtype=torch.bool) if prompt.real is None else prompt.real
-        real = torch.cat([before, torch.ones_like(ids, dtype=torch.bool) if there is None else there], 1)
-        return cls(ids.long(), real, prompt.lengths + lengths)
+        return cls(ids.long(), joined(prompt.real, there, prompt.columns, ids), prompt.lengths + lengths)
 
 
 @dataclass(frozen=True)

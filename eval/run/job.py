@@ -18,11 +18,13 @@ from eval.benchmarks.base import Benchmark, Cell
 from eval.benchmarks.row import Row
 from eval.benchmarks.scoring import score_row
 from eval.inference.models import ModelConfig
-from eval.inference.prompts import Prompt, encode, overhead
+from eval.inference.prompts import Prompt, overhead
+from eval.inference.turns import encode_turns
 from eval.methods import Method
 from eval.rows.result_row import ResultRow, RowSettings
 from eval.rows.results import Key, Results
 from eval.run.compression import Watch
+from eval.run.conversations import Conversations
 from eval.run.progress import Progress
 from eval.run.replay import Answer, Replay, Settings
 
@@ -37,7 +39,10 @@ def versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples of one cell that are replayed together, as rows and as the tokens that the model reads."""
+    """Samples of one cell that are replayed together, as rows and as the tokens that the model reads.
+
+    A conversation has a row and a prompt for each turn, one after the other.
+    """
 
     cell: Cell
     rows: Sequence[Row]
@@ -45,8 +50,8 @@ class Batch:
 
     def parts(self, size: int) -> Iterator[Batch]:
         """Yield the batch in pieces of at most `size` samples."""
-        for start in range(0, len(self.rows), size):
-            end = start + size
+        for start in range(0, len(self.rows), size * self.cell.turns):
+            end = start + size * self.cell.turns
             yield Batch(self.cell, self.rows[start:end], self.prompts[start:end])
 
 
@@ -114,8 +119,9 @@ class Job:
                 samples = cell.samples[start : start + size]
                 methods = self.by_cell.get(cell, self.methods)
                 either = (None, self.settings.specials)  # a sample's text is not known before it is built
+                ids = [row for sample in samples for row in cell.ids(sample)]
                 lacking = [
-                    m for m in methods if any(not {self.key(m, cell, s, how) for how in either} & done for s in samples)
+                    m for m in methods if any(not {self.key(m, cell, i, how) for how in either} & done for i in ids)
                 ]
                 if lacking:
                     work.append((cell, samples, lacking))
@@ -156,8 +162,13 @@ class Job:
     ) -> Batch:
         """Build a batch's rows and prompts. Raises ValueError for one that is longer than the model's positions."""
         extra, limit = overhead(tokenizer, self.model.chat), getattr(model.config, "max_position_embeddings", None)
-        rows = [self.benchmark.row(cell, sample, tokenizer, extra) for sample in samples]
-        prompts = [encode(tokenizer, row, self.model.chat, self.settings.specials) for row in rows]
+        rows: list[Row] = []
+        prompts: list[Prompt] = []
+        for sample in samples:
+            made = self.benchmark.row(cell, sample, tokenizer, extra)
+            turns = [made, *made.later]
+            rows += turns
+            prompts += encode_turns(tokenizer, turns, cell.one_cache, self.model.chat, self.settings.specials)
         for row, prompt in zip(rows, prompts, strict=True):
             total = len(prompt.ids) + (0 if row.read else self.settings.max_new_tokens or row.max_new_tokens)
             if limit is not None and total > limit:
@@ -178,12 +189,13 @@ class Job:
                     self._replay(results, replay, part, methods, watch)
                 return len(results.keys) - before, size
             except torch.OutOfMemoryError as error:
-                if min(size, len(batch.rows)) == 1:
+                samples = len(batch.rows) // cell.turns
+                if min(size, samples) == 1:
                     raise MemoryError(
                         f"out of GPU memory with one sample of {cell.place}; lower prefill_chunk (such as 8192), leave "
                         "out that length, or use a larger GPU"
                     ) from error
-            size = math.ceil(min(size, len(batch.rows)) / 2)
+            size = math.ceil(min(size, samples) / 2)
             torch.cuda.empty_cache()
             log.warning("out of GPU memory at %s: going on with batch_size=%d", cell.place, size)
 
@@ -196,7 +208,8 @@ class Job:
         lacking = [m for m in methods if not results.keys.issuperset(keys[id(m)])]
         if not lacking:
             return
-        for method, answers in replay.answers(batch.prompts, batch.rows, lacking):
+        how = replay if cell.turns == 1 else Conversations(replay, cell.turns, cell.one_cache)
+        for method, answers in how.answers(batch.prompts, batch.rows, lacking):
             for key, (row, prompt), answer in zip(keys[id(method)], samples, answers, strict=True):
                 if key not in results.keys:
                     watch.see(

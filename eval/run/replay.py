@@ -100,13 +100,12 @@ class Replay:
                 f"sample {empty.id} of {empty.task} has no context before its question; use compress=after_question"
             )
         rest = [p.ids[p.question :] if split else [] for p in prompts]
-        most = [0 if row.read else self.settings.max_new_tokens or row.max_new_tokens for row in rows]
-        least = [min(n, self.settings.min_new_tokens or row.min_new_tokens) for n, row in zip(most, rows, strict=True)]
+        most, least = self.bounds(rows)
         asked, texts = ([[] for _ in rows], rest) if reading else (rest, None)
         replies = Replies(rows, asked, most, least, texts)
         ids, real = pad_left(first, self.pad, self.model.device)
         course = None
-        for method, prompt, spent in self._prefills(methods, ids, real, replies.room, self.settings.prefill_chunk):
+        for method, prompt, spent in self.prefills(methods, ids, real, replies.room, self.settings.prefill_chunk):
             if course is None and (reading or self.settings.fidelity):
                 course = self._course(prompt if method.prefill is None else None, ids, real, replies)
             answers = self._answers(method, prompt, replies, course, *spent)
@@ -133,9 +132,9 @@ class Replay:
     ) -> list[Answer]:
         """Seal the prompt in the cache, read the questions, decode. taken: bytes that the prefill allocated."""
         rows, count = replies.rows, len(replies.rows)
-        start, allocated = self._now(), self._allocated()
+        start, allocated = self.now(), self._allocated()
         cache = method.cache(self.model, prompt)
-        sealed = self._now() - start
+        sealed = self.now() - start
         held, compression = cache_bytes(cache, prompt), Compression(method, cache, prompt)
         if method.prefill is not None and (course is None or replies.texts is not None):
             prompt.layers.clear()  # the cache has what it needs of them
@@ -143,10 +142,10 @@ class Replay:
             held["allocated"] = taken if "dense" in held else self._allocated() - allocated
         near: list[Compared] = [(None, None)] * count
         if course is not None and replies.texts is not None:
-            start = self._now()
+            start = self.now()
             near = self._comparison.fidelity(cache, prompt, course)
             broken = [None if found is None else found["non_finite"] for found, _ in near]
-            decoded = Decoded.of_texts(replies.texts, broken, self._now() - start)
+            decoded = Decoded.of_texts(replies.texts, broken, self.now() - start)
         else:
             decoded = self._decode(cache, prompt, replies)
         found = compression.found(decoded.fed)
@@ -168,26 +167,26 @@ class Replay:
         """Whether the dense pass's logits alone decide a row's reply."""
         if replies.texts is not None or replies.questions[row] or method.prefill is not None:
             return False
-        tokens, stopped = decoded.tokens[row], self._stops(replies.rows)
+        tokens, stopped = decoded.tokens[row], self.stops(replies.rows)
         one = len(tokens) == 0 or replies.most[row] == 1
         one = one or (len(tokens) == 1 and stopped is not None and stopped(row, tokens))
         return one and decoded.broken[row] is None
 
     def _decode(self, cache: Cache, prompt: Prefill, replies: Replies) -> Decoded:
         """Read the questions through the cache that holds the prompts, then decode greedily."""
-        start, logits, spent = self._now(), prompt.logits, 0.0
+        start, logits, spent = self.now(), prompt.logits, 0.0
         asked = Asked.of(prompt, replies.questions, self.pad)
         if asked.ids.shape[1]:
             logits = extend(self.model, cache, asked.ids, asked.real)
-            spent = self._now() - start
-        start, stopped = self._now(), self._stops(replies.rows)
+            spent = self.now() - start
+        start, stopped = self.now(), self.stops(replies.rows)
         tokens, steps, broken = greedy(
             self.model, cache, logits, asked.real, asked.lengths, self.eos, replies.most, replies.least, stopped
         )
         fed = [len(q) + min(steps, len(t)) for q, t in zip(replies.questions, tokens, strict=True)]
-        return Decoded(tokens, steps, broken, fed, spent, self._now() - start)
+        return Decoded(tokens, steps, broken, fed, spent, self.now() - start)
 
-    def _prefills(
+    def prefills(
         self, methods: Sequence[Method], ids: Tensor, real: Tensor | None, room: int, chunk: int | None
     ) -> Iterator[tuple[Method, Prefill, tuple[float, int]]]:
         """Yield each method with its pass over the prompts, and the seconds and bytes of that pass.
@@ -198,18 +197,24 @@ class Replay:
         groups = [[m for m in methods if m.prefill is None and m.column_sums == sums] for sums in (False, True)]
         groups += [[m] for m in methods if m.prefill is not None]
         for group in filter(None, groups):
-            start, allocated = self._now(), self._allocated()
+            start, allocated = self.now(), self._allocated()
             obs, one = max(method.obs_queries for method in group), group[0]
             if one.prefill is None:
                 prompt = prefill(self.model, ids, real, room, obs, chunk, one.column_sums)
             else:
                 prompt = one.prefill.run(self.model, ids, real, room, obs, chunk)
-            spent = self._now() - start, self._allocated() - allocated
+            spent = self.now() - start, self._allocated() - allocated
             for method in group:
                 yield method, prompt, spent
             del prompt
 
-    def _stops(self, rows: Sequence[Row]) -> Stopped | None:
+    def bounds(self, rows: Sequence[Row]) -> tuple[list[int], list[int]]:
+        """Return the most and the least tokens of each row's reply."""
+        most = [0 if row.read else self.settings.max_new_tokens or row.max_new_tokens for row in rows]
+        least = [min(n, self.settings.min_new_tokens or row.min_new_tokens) for n, row in zip(most, rows, strict=True)]
+        return most, least
+
+    def stops(self, rows: Sequence[Row]) -> Stopped | None:
         """Return whether a reply has reached a stop string, as a function of its row and tokens; None without any."""
         if not any(row.stop for row in rows):
             return None
@@ -224,7 +229,7 @@ class Replay:
         device = self.model.device
         return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
-    def _now(self) -> float:
+    def now(self) -> float:
         """Read the clock after the GPU has finished."""
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)

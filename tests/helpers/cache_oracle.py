@@ -92,9 +92,33 @@ class OracleLayer(DynamicLayer):
         return stay
 
     def attend(self, q, mask, scaling, softcap=None, s_aux=None):
+        """A sealed layer takes the columns one by one: each query finds the window as it is when its token comes."""
+        new, length = q.shape[2], self.keys.shape[2]
+        real = torch.ones(len(q), length, dtype=torch.bool) if mask is None else mask[:, :length].bool()
+        sealed = self.left is not None
+        out, size = [], 1 if sealed else new
+        for first in range(0, new, size):
+            end = length - new + first + size
+            out.append(self._columns(q[:, :, first : first + size], real[:, :end], scaling, softcap, s_aux))
+            if sealed:
+                over = [
+                    n - left - self.window for n, left in zip(real[:, :end].sum(1).tolist(), self.left, strict=True)
+                ]
+                self.leave(real[:, :end], [max(0, n) // self.flush * self.flush for n in over])
+        if not sealed and length >= self.expected:
+            self.left = [self.sink] * len(q)
+            self.leave(real, [max(0, n - self.window - self.sink) for n in real.sum(1).tolist()])
+            self.sealed = list(self.left)
+        return torch.cat(out, 2).transpose(1, 2)
+
+    def leave(self, real, due):
+        """The oldest `due` [B] tokens of each row's window become middle; real [B, T]."""
+        self.left = [left + n for left, n in zip(self.left, due, strict=True)]
+
+    def _columns(self, q, real, scaling, softcap, s_aux):
+        """Attention of q [B, Hq, n, D], the last n columns of real [B, T]: [B, Hq, n, D]."""
         batch, _, new, _ = q.shape
-        length = self.keys.shape[2]
-        real = torch.ones(batch, length, dtype=torch.bool) if mask is None else mask[:, :length].bool()
+        length = real.shape[1]
         out = torch.zeros_like(q)
         group = q.shape[1] // self.keep.shape[0]
         for b in range(batch):
@@ -103,7 +127,7 @@ class OracleLayer(DynamicLayer):
             queries = [(t, int((columns < length - new + t).sum())) for t in range(new) if real[b, length - new + t]]
             left = self.sink if self.left is None else self.left[b]
             middle = (index >= self.sink) & (index < left)
-            for h in range(q.shape[1]):
+            for h in range(q.shape[1]) if queries else ():
                 keep = self.keep[h // group]
                 k, v = (x[b, h // group, columns].clone() for x in (self.keys, self.values))
                 k[middle] *= keep
@@ -114,16 +138,7 @@ class OracleLayer(DynamicLayer):
                     sees = (index <= i) & ~gone
                     weight = softmax((k[sees] @ q[b, h, t]) * scaling, softcap, None if s_aux is None else s_aux[h])
                     out[b, h, t] = weight @ v[sees]
-        counts = real.sum(1).tolist()
-        if self.left is None:
-            if length >= self.expected:
-                self.left = [max(self.sink, n - self.window) for n in counts]
-                self.sealed = list(self.left)
-        else:
-            for b, n in enumerate(counts):
-                while n - self.left[b] >= self.window + self.flush:
-                    self.left[b] += self.flush
-        return out.transpose(1, 2)
+        return out
 
 
 def oracle_cache(keep, sink, window, flush, expected=0, **by_layer):

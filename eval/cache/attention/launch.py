@@ -56,6 +56,9 @@ class LaunchPlan:
     even: bool  # every channel count is a multiple of 32: no masks in the main loop
     packing: Packing | None
 
+    def __deepcopy__(self, memo: object) -> None:
+        """Nothing: the table holds addresses, and a copied store, which lies elsewhere, makes its own."""
+
 
 class Kernel:
     """The backend in Triton. The layers of a cache share its scratch memory, because they run one after the other."""

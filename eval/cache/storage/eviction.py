@@ -27,9 +27,11 @@ class Eviction(ABC):
 
     scores: [B, H, n] float32, of the tokens held: sink, middle and window in order, then zeros
     held: [B, H] on the host, how many tokens a head holds
+    every_step: whether single steps matter, by decay or by the tokens held; else only tokens that join the middle do
     """
 
     decay = 1.0
+    every_step = True
     scores: Tensor
     held: np.ndarray
 
@@ -146,6 +148,8 @@ class HeavyHitters(Eviction):
 
     heavy: tokens of the middle that stay; the rest leaves whenever tokens have joined the middle
     """
+
+    every_step = False
 
     def __init__(self, heavy: int) -> None:
         self.heavy = heavy

@@ -143,18 +143,14 @@ class QuantisedOracle(OracleLayer):
         super().__init__(keep, *sizes)
         self.bits, self.group = bits, group
 
-    def attend(self, q, mask, scaling):
-        batch, length = len(q), self.keys.shape[2]
-        real = torch.ones(batch, length, dtype=torch.bool) if mask is None else mask[:, :length].bool()
-        before = [self.sink] * batch if self.left is None else list(self.left)
-        out = super().attend(q, mask, scaling)
-        for b, first in enumerate(before if self.left is not None else []):
-            moved = real[b].nonzero()[first : self.left[b], 0]
+    def leave(self, real, due):
+        for b, (first, n) in enumerate(zip(self.left, due, strict=True)):
+            moved = real[b].nonzero()[first : first + n, 0]
             for h in range(len(self.keep)):
                 k, v = self.keys[b, h, moved], self.values[b, h, moved]
                 k, v = fake_quantise_middle(k, v, self.bits, self.group)
                 self.keys[b, h, moved], self.values[b, h, moved] = k, v
-        return out
+        super().leave(real, due)
 
 
 def quantised(model, keep, sizes, bits, group):

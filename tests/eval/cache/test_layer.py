@@ -59,7 +59,7 @@ def test_crop_takes_back_tokens_since_the_last_move():
 
 
 def test_tokens_wait_in_the_window_while_past_is_recorded():
-    """Ten tokens stay whole until crop() says how many were right; then the same tokens have moved as without."""
+    """Twelve tokens stay whole until crop() says how many were right; then those move that would have without."""
     model, keep = tiny_model("llama"), random_keep(3)
     ids, _ = left_padded([40], 3)
     cache = prefilled(model, keep, ids[:, :20])
@@ -69,9 +69,14 @@ def test_tokens_wait_in_the_window_while_past_is_recorded():
     cache.crop(-4)
     assert cache.get_seq_length() == 28
     assert cache.compressed[0].store.start.tolist() == [20]
-    other = prefilled(model, keep, ids[:, :20])
+    other, plain = prefilled(model, keep, ids[:, :20]), prefilled(model, keep, ids[:, :20])
+    other.activate_past_recording()
     step(model, other, ids[:, 20:28])
+    other.crop(0)
     torch.testing.assert_close(step(model, cache, ids[:, 28:29]), step(model, other, ids[:, 28:29]))
+    for token in ids[:, 20:28].split(1, 1):
+        step(model, plain, token)
+    assert plain.compressed[0].store.start.tolist() == [20]
 
 
 def test_assisted_decoding_runs_and_agrees_with_nothing_pruned():

@@ -1,0 +1,131 @@
+"""Several questions about one document, which is compressed before any of them is known.
+
+The shared-context modes of SCBench ("SCBench: A KV Cache-Centric Analysis of Long-Context Methods", arXiv 2412.10319)
+on documents of data_gen. A method that chooses tokens by a question's attention has to choose here without one.
+
+- conversation: one cache; every question, and then its true answer, is appended before the next question.
+- reuse: every question goes to a copy of the cache that holds the document alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Ge, MinLen
+
+from data_gen import haystack
+from data_gen.haystack import SPLITS
+from data_gen.niah import Niah
+from data_gen.request import Request
+from data_gen.tasks import TASKS, task
+from data_gen.tokens import TokenCounter
+from eval.benchmarks.base import Cell
+from eval.benchmarks.row import Row
+from leank_train.common.typed import Checked, OneOf, Positive, Seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+MODES = ("conversation", "reuse")
+
+
+@dataclass
+class MultiTurn(Checked):
+    """Conversations about needles; a task of a table is a task of data_gen in one of the modes, such as kv_reuse.
+
+    tasks: of data_gen's needle tasks, whose documents have as many questions as are asked.
+    lengths: tokens of the document with its longest question and answer; the other turns come on top.
+    samples: documents of each task and length.
+    turns: questions about each.
+    modes: see the module.
+    seed: of the generators.
+    essays, split: the natural text of essay haystacks, see data_gen.haystack.
+    """
+
+    tasks: Annotated[Sequence[str], MinLen(1)] = ("niah_multikey_1", "multikey", "kv", "niah_multiquery")
+    lengths: Annotated[Sequence[Positive], MinLen(1)] = (4096,)
+    samples: Positive = 50
+    turns: Annotated[int, Ge(2)] = 5
+    modes: Annotated[Sequence[Annotated[str, OneOf(*MODES)]], MinLen(1)] = MODES
+    seed: Seed = 42
+    essays: str | None = None
+    split: Annotated[str, OneOf(*SPLITS)] = "all"
+    name: str = "multi_turn"
+    _counters: dict[int, TokenCounter] = field(default_factory=dict, repr=False)
+
+    compress = "before_question"  # what the run must be set to, because the document is compressed without a question
+
+    def check(
+        self,
+        config: PreTrainedConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        overhead: int,
+        max_new_tokens: int | None = None,
+    ) -> None:
+        """Check settings before any weights are loaded; see `Benchmark.check`."""
+        known = [name for name, one in TASKS.items() if isinstance(one, Niah)]
+        for name in self.tasks:
+            if name not in known:
+                raise ValueError(
+                    f"benchmark.tasks: {name!r} has no documents with several questions; choose from {', '.join(known)}"
+                )
+        limit = getattr(config, "max_position_embeddings", None)
+        for length in self.lengths:
+            if limit is not None and length > limit:
+                raise ValueError(
+                    f"benchmark.lengths: {length} is more than the model's max_position_embeddings={limit}; "
+                    "drop that length or extend the model's RoPE"
+                )
+        shortest = min(self.lengths)
+        for cell in self.cells():  # too short a length and missing essays are found here, not hours later
+            if cell.length == shortest:
+                self.row(cell, "0", tokenizer, overhead)
+
+    def identity(self) -> dict[str, object]:
+        """Return what every sample depends on; see `Benchmark.identity`."""
+        return {"essays": haystack.known_by(self.essays), "split": self.split, "turns": self.turns}
+
+    def data(self, task: str) -> str | None:
+        """Return None: no task has files; see `Benchmark.data`."""
+        return None
+
+    def cells(self) -> list[Cell]:
+        """Return all cells in the order of the run."""
+        ids = tuple(str(index) for index in range(self.samples))
+        return [
+            Cell(f"{name}_{mode}", length, ids, self.turns, mode == "conversation")
+            for length in self.lengths
+            for mode in self.modes
+            for name in self.tasks
+        ]
+
+    def row(self, cell: Cell, sample: str, tokenizer: PreTrainedTokenizerBase, overhead: int) -> Row:
+        """Build one conversation, as the row of its first turn; see `Benchmark.row`."""
+        counter = self._counters.setdefault(id(tokenizer), TokenCounter(tokenizer))
+        assert cell.length is not None
+        name, _, mode = cell.task.rpartition("_")
+        wanted = Request(
+            name, cell.length, counter, self.seed, int(sample), self.turns,
+            essays=self.essays, split=self.split, reserve=overhead,
+        )  # fmt: skip
+        made = task(name).build(wanted)
+        later: tuple[Row, ...] = ()
+        for turn, asked in reversed(list(enumerate(made.questions, 1))):
+            row = Row(
+                task=cell.task,
+                id=f"{sample}.{turn}",
+                context=made.context,
+                question=asked.question,
+                answers=asked.answers,
+                max_new_tokens=made.max_new_tokens,
+                metric="ruler_all",
+                answer_prefix=asked.answer_prefix,
+                length=cell.length,
+                meta={"turn": turn, "mode": mode},
+                target=asked.target,
+                later=later if turn == 1 else (),
+            )
+            later = (row, *later)
+        return later[0]

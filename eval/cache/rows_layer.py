@@ -1,0 +1,49 @@
+"""The rows of a cache layer's batch: reordered for beam search, repeated, and dropped."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+from eval.cache.storage.store import Store
+
+
+class RowsLayer(DynamicLayer):
+    """A layer whose tokens lie in `keys` and `values` until they are sealed into a store.
+
+    store: what a sealed layer holds, None before
+    """
+
+    store: Store | None
+    _real: Tensor | None  # [B, columns] of an unsealed prompt
+
+    def _select(self, rows: Tensor) -> None:
+        if self.store is not None:
+            self.store.select(rows)
+        elif self.keys is not None and self.values is not None:
+            at = rows.to(self.keys.device)
+            self.keys, self.values = self.keys[at], self.values[at]
+            self._real = None if self._real is None else self._real[at]
+
+    def _count(self) -> int:
+        """Rows held, 0 before the first token."""
+        held = self.keys if self.store is None else self.store.ring_k
+        return 0 if held is None else len(held)
+
+    def _rows(self) -> Tensor:
+        return torch.arange(self._count())
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make the batch the rows `beam_idx` [R] of the present one."""
+        if not torch.equal(beam_idx.cpu(), self._rows()):
+            self._select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times."""
+        self._select(self._rows().repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows that `indices`, numbers or bool, select."""
+        rows = self._rows()
+        self._select(rows[indices.to(rows.device)])

@@ -1,0 +1,44 @@
+"""Scores of conversations by turn."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from eval.report.records import TurnScores
+from eval.rows.result_row import ResultRow
+from leank_train.common.bootstrap import interval, mean
+
+
+def by_turn(rows: Sequence[ResultRow], named: Mapping[str, str]) -> list[TurnScores]:
+    """Scores of each method by turn, one group per mode and length; tasks count alike.
+
+    named: the methods' names by `config`, see `eval.report.groups.labels`.
+    """
+    found: dict[tuple[str, int | None], dict[str, dict[int, dict[str, list[float]]]]] = {}
+    for row in rows:
+        meta = row["meta"]
+        if "turn" not in meta or "mode" not in meta:
+            continue
+        group = found.setdefault((str(meta["mode"]), row["length"]), {})
+        turns = group.setdefault(named[row["config"]], {})
+        turns.setdefault(int(meta["turn"]), defaultdict(list))[row["task"]].append(100 * row["score"])
+    return [
+        {
+            "mode": mode,
+            "length": length,
+            "methods": {
+                method: [
+                    {
+                        "turn": turn,
+                        "n": sum(map(len, tasks.values())),
+                        "score": mean(list(tasks.values())),
+                        "interval": interval(list(tasks.values())),
+                    }
+                    for turn, tasks in sorted(turns.items())
+                ]
+                for method, turns in methods.items()
+            },
+        }
+        for (mode, length), methods in found.items()
+    ]

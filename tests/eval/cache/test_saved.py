@@ -1,0 +1,161 @@
+"""A cache that was saved and loaded goes on with exactly the same numbers; what cannot be right is refused by name."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from eval.cache import CompressedCache, compressed_cache
+from eval.methods import Method
+from eval.methods.bits.kivi import KIVI
+from eval.methods.tokens.snapkv import SnapKV
+from leank_train.common.tensor_files import write_tensors
+from leank_train.mask import ChannelMask
+from tests.eval.cache.test_turns import LEANK, METHODS, SIZES, begin, conversation, go_on
+from tests.helpers.cache_oracle import left_padded, random_keep, tiny_model
+
+KEPT = {name: method for name, method in METHODS.items() if name not in ("h2o", "lethe", "quest")}
+KEPT["snapkv in 2 bits"] = Method("snapkv in 2 bits", tokens=SnapKV(14, 4), bits=KIVI(2, 4), **SIZES)
+TURNS = [(13, 5), (9, 12)]
+
+
+def talked(method, model):
+    """A cache after a padded prompt and a turn, which has moved tokens into the tail and round the ring."""
+    ids, mask, columns = conversation((40, 22), TURNS)
+    cache = begin(method, model, ids[:, : columns[0]], mask[:, : columns[0]])
+    go_on(model, cache, ids, mask, columns[0], columns[1:2])
+    return cache, ids, mask, columns
+
+
+def last_turn(model, cache, ids, mask, columns):
+    start = sum(columns[:2])
+    return torch.stack(go_on(model, cache, ids, mask, start, [4, *[1] * (columns[2] - 4)]))
+
+
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_loaded_cache_goes_on_as_the_saved_one(name, dtype, tmp_path):
+    model = tiny_model("llama", dtype)
+    cache, *rest = talked(KEPT[name], model)
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = CompressedCache.load(tmp_path / "cache.safetensors", model, backend="torch")
+    loaded.save(tmp_path / "again.safetensors")
+    assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "cache.safetensors").read_bytes()
+    assert loaded.get_seq_length() == cache.get_seq_length()
+    assert str(loaded.memory()) == str(copy.deepcopy(loaded).memory())
+    assert torch.equal(last_turn(model, loaded, *rest), last_turn(model, cache, *rest))
+
+
+def test_layers_with_a_sliding_window_are_saved_too(tmp_path):
+    model = tiny_model("qwen2", sliding_window=16, use_sliding_window=True, max_window_layers=1)
+    ids = left_padded([60], 4)[0]
+    cache = compressed_cache(model, random_keep(10), 2, 6, 4)
+    with torch.no_grad():
+        cache.expect(40)
+        model(ids[:, :40], past_key_values=cache)
+        cache.save(tmp_path / "c")
+        loaded = CompressedCache.load(tmp_path / "c", model, random_keep(10))
+        want, got = (model(ids[:, 40:], past_key_values=one).logits for one in (cache, loaded))
+    assert torch.equal(got, want)
+
+
+def test_a_loaded_cache_can_begin_anew(tmp_path):
+    """reset() leaves the mask."""
+    model, ids = tiny_model("llama"), left_padded([40], 4)[0]
+    cache, *_ = talked(KEPT["leank"], model)
+    cache.save(tmp_path / "c")
+    loaded = CompressedCache.load(tmp_path / "c", model)
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    found = []
+    for one in (loaded, cache):
+        one.reset()
+        found.append(model.generate(ids, past_key_values=one, **options))
+    assert torch.equal(*found)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("cache") / "c.safetensors"
+    talked(KEPT["leank"], tiny_model("llama"))[0].save(path)
+    return path
+
+
+def refused(path, match, *args, error=ValueError):
+    with pytest.raises(error, match=match) as found:
+        CompressedCache.load(path, *args)
+    assert "\n" not in str(found.value)
+
+
+def test_another_model_mask_or_file_is_refused(file, tmp_path):
+    model = tiny_model("llama")
+    CompressedCache.load(file, model, LEANK.loaded)
+    refused(file, "was made with another mask; load that one", model, random_keep(4))
+    refused(file, "was made with another mask", model, torch.ones(2, 2, 8, dtype=torch.bool))
+    refused(file, "was made by another model than this qwen2", tiny_model("qwen2"))
+    refused(file, "was made by another model than this llama", tiny_model("llama", torch.float32))
+    tuned = copy.deepcopy(model)
+    tuned.model.layers[1].mlp.up_proj.weight.data += 1e-3
+    refused(file, "was made by another model than this llama", tuned)
+    refused(tmp_path / "none", "does not exist; give a file", model, error=FileNotFoundError)
+    ChannelMask(random_keep(1)).save(tmp_path / "mask")
+    refused(tmp_path / "mask", "is damaged or cut off: it is no cache that save", model)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.3, 0.6, 0.999])
+def test_damage_is_noticed(share, file, tmp_path):
+    content, path = bytearray(file.read_bytes()), tmp_path / "c"
+    at = int(share * len(content))
+    path.write_bytes(bytes(content[:at]))
+    refused(path, "damaged or cut off", tiny_model("llama"))
+    content[at] ^= 64
+    path.write_bytes(bytes(content))
+    refused(path, "damaged or cut off", tiny_model("llama"))
+
+
+def test_tables_that_point_elsewhere_are_refused(file, tmp_path):
+    """Whoever writes a file can write its digest, too."""
+    with safe_open(file, framework="pt") as one:
+        header = {name: value for name, value in one.metadata().items() if name != "sha256"}
+    wrong = {
+        "0.channels.index": lambda t: t + 8, "0.channels.count": lambda t: t + 9, "1.tail.length": lambda t: t + 500,
+        "1.prompt.capacity": lambda t: t + 64, "1.seen": lambda t: t + 500, "0.start": lambda t: t - 400,
+        "1.ring_v": lambda t: t[:, :1].contiguous(), "1.prompt.k": lambda t: t[:-1].clone(), "1.seen ": torch.clone,
+        "0.sink_k": lambda t: t.float(), "0.middle.channels": lambda t: t[:, :-1].contiguous(),
+    }  # fmt: skip
+    outcomes = {}
+    for name, change in wrong.items():
+        tensors = load_file(file)
+        tensors[name] = change(tensors[name.strip()])
+        write_tensors(tmp_path / "c", tensors, header)
+        try:
+            CompressedCache.load(tmp_path / "c", tiny_model("llama"))
+            outcomes[name] = "accepted"
+        except ValueError as error:
+            outcomes[name] = str(error)
+    assert not [name for name, said in outcomes.items() if said == "accepted" or "\n" in said]
+
+
+def test_what_a_file_cannot_hold_is_refused_before_it_is_written(tmp_path):
+    model, path = tiny_model("llama"), tmp_path / "c"
+    empty, recording = (compressed_cache(model, random_keep(1), 2, 6, 4) for _ in range(2))
+    with torch.no_grad():
+        model(left_padded([20], 1)[0], past_key_values=recording)
+    recording.activate_past_recording()
+    for cache, match in [
+        (empty, "needs a cache whose prompt is complete"),
+        (recording, "no assisted decoding under way"),
+        (talked(METHODS["h2o"], model)[0], "evicts tokens while decoding, or chooses what it reads, cannot be saved"),
+        (talked(METHODS["quest"], model)[0], "cannot be saved"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            cache.save(path)
+    gone = copy.deepcopy(model)
+    cache = talked(KEPT["leank"], gone)[0]
+    del gone
+    gc.collect()
+    with pytest.raises(RuntimeError, match="that model is gone"):
+        cache.save(path)
+    assert not path.exists()
