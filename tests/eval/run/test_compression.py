@@ -193,7 +193,7 @@ def test_the_report_marks_such_cells_and_old_rows_still_report(tmp_path):
                 mark in line for line in text.split("\n") for mark in "†‡§" if line.startswith(f"| {plain} ")
             )
     assert r"\textdagger{}\textdaggerdbl{}" in (tmp_path / "tables.tex").read_text()
-    assert (tmp_path / "cells.csv").read_text().split("\n")[0].endswith(",not_compressed,dense_only,non_finite")
+    assert ",not_compressed,dense_only,non_finite," in (tmp_path / "cells.csv").read_text().split("\n")[0]
 
 
 def test_a_watch_goes_on_while_one_dense_sample_is_sound():
