@@ -67,7 +67,10 @@ SOURCES = {
     "ghc-doc": ("usr/share/doc/ghc-doc/html/users_guide/**/*.html",),
     "sphinx-doc": ("usr/share/doc/sphinx-doc/html/**/*.html",),
 }
-_NO_PROSE = ("/_modules/", "/wx-", "/genindex", "/py-modindex", "/search.html", "/AMDGPU/")  # listings and indices
+# listings and indices, and licences, which nobody may change
+_NO_PROSE = (
+    "/_modules/", "/wx-", "/genindex", "/py-modindex", "/search.html", "/AMDGPU/", "/perlgpl.pod", "/perlartistic.pod",
+)  # fmt: skip
 SPLITS = ("train", "test")
 _TEST_SHARE = 20
 _SHORTEST = 1500  # characters of a document that is worth keeping
