@@ -84,12 +84,12 @@ def prefill(model: LlamaForCausalLM, rows: Sequence[Row]) -> Probe:
     ids = torch.zeros(len(rows), widest + longest, dtype=torch.long)
     labels = torch.full((len(rows), widest + longest), _IGNORED)
     for i, (row, cut) in enumerate(zip(rows, cuts, strict=True)):
-        first = widest - cut
-        ids[i, first : first + len(row.ids)] = torch.tensor(row.ids)
-        supervised = torch.tensor([p for p in row.supervised if p + 1 < len(row.ids)])
-        labels[i, first + supervised] = torch.tensor(row.ids)[supervised + 1]
+        padding, tokens = widest - cut, torch.tensor(row.ids)
+        ids[i, padding : padding + len(tokens)] = tokens
+        supervised = torch.tensor([p for p in row.supervised if p + 1 < len(tokens)])
+        labels[i, padding + supervised] = tokens[supervised + 1]
     ids, labels = ids.to(model.device), labels.to(model.device)
-    first = torch.tensor([widest - cut for cut in cuts], device=model.device)
+    first = widest - torch.tensor(cuts, device=model.device)
     seen, _ = visible(first, widest, widest, 0, 0)
     cache = DynamicCache(config=model.config)
     positions = (torch.arange(widest, device=model.device) - first[:, None]).clamp(min=0)
