@@ -194,11 +194,11 @@ class Batches(torch.utils.data.Dataset):
         early = max(0.0, 1 - share / STAGES[2])
         rng = random.Random(f"rows/{self.seed}/{step}/{self.rank}")
         count = max(1, self.tokens // length)
-        texts = 0
+        rows: list[Row] = []
         if self.text is not None and self.maker.recipe.text:
             texts = int(self.maker.recipe.text * count + rng.random())  # the share in the mean, of few long rows too
-        rows = [text_row(self.text, self.maker.bos, length, rng) for _ in range(texts)]
-        rows += [self.maker.make(length, early, rng) for _ in range(count - texts)]
+            rows += [text_row(self.text, self.maker.bos, length, rng) for _ in range(texts)]
+        rows += [self.maker.make(length, early, rng) for _ in range(count - len(rows))]
         return collate(rows, length, self.maker.recipe)
 
 

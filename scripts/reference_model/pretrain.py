@@ -18,11 +18,7 @@ A batch is a function of (seed, step, rank), so a killed run goes on exactly whe
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
 import os
-import time
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -34,13 +30,13 @@ from torch.optim import Optimizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from leank_train.common.tensor_files import read_checkpoint, write_checkpoint
-from scripts.reference_model.batches import Batch, Batches, Row, collate, evaluation_rows
+from scripts.reference_model.batches import Batch, Batches, evaluation_rows
+from scripts.reference_model.clock import Clock
+from scripts.reference_model.evaluation import Answers, evaluate, record
 from scripts.reference_model.recipe import RECIPES
 from scripts.reference_model.text import read
 
 SPECIAL = ("<pad>", "<s>", "</s>")
-_TICK = 10  # steps after which the ranks agree on the time
-_TEXT_ROWS = 32
 _NO_STEPS = 10**7  # more than any run takes
 
 
@@ -95,86 +91,6 @@ def make_model(tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> 
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     return LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
-
-
-class Answers(nn.Module):
-    """Logits at the supervised positions only: the vocabulary projection of a whole row would be waste."""
-
-    def __init__(self, model: LlamaForCausalLM) -> None:
-        super().__init__()
-        self.lm = model
-
-    def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits [n, vocabulary] of ids [rows, length] at the flattened positions [n]."""
-        hidden = self.lm.model(ids, use_cache=False).last_hidden_state.flatten(0, 1)  # [rows * length, width]
-        return self.lm.lm_head(hidden[positions])  # [n, vocabulary]
-
-
-@torch.no_grad()
-def exact_match(model: nn.Module, rows: dict[str, list[Row]], length: int, fabric: Fabric) -> dict[str, list[float]]:
-    """Per task, teacher-forced: the share of rows with every supervised token right, and of tokens that are right."""
-    found = {}
-    for name, all_rows in rows.items():
-        mine = all_rows[fabric.global_rank :: fabric.world_size]
-        counts = torch.zeros(4, device=fabric.device)  # rows right, rows, tokens right, tokens
-        per = max(1, 65_536 // length)
-        for i in range(0, len(mine), per):
-            ids, positions, labels, _ = (x.to(fabric.device) for x in collate(mine[i : i + per], length))
-            with fabric.autocast():
-                right = model(ids, positions).argmax(-1) == labels
-            wrong = torch.zeros(len(ids), device=fabric.device).index_add_(0, positions // length, (~right).float())
-            counts += torch.tensor([(wrong == 0).sum(), len(ids), right.sum(), len(right)], device=fabric.device)
-        a, b, c, d = fabric.all_reduce(counts, reduce_op="sum").tolist()  # type: ignore[union-attr]
-        found[name] = [round(a / b, 3), round(c / d, 3)]
-    return found
-
-
-@torch.no_grad()
-def text_loss(model: nn.Module, stream: np.ndarray, bos: int, length: int, fabric: Fabric) -> list[float]:
-    """Mean loss on held-out text at the positions below 512, from there to the middle, and in the second half."""
-    bounds = [0, min(512, length // 4), length // 2, length]
-    sums = torch.zeros(len(bounds) - 1, device=fabric.device)
-    rows = min(_TEXT_ROWS, (len(stream) - 1) // length)
-    for row in range(fabric.global_rank, rows, fabric.world_size):
-        ids = torch.from_numpy(stream[row * length : (row + 1) * length].astype(np.int64)).to(fabric.device)
-        shown = torch.cat([ids.new_tensor([bos]), ids[:-1]])[None]
-        with fabric.autocast():
-            logits = model(shown, torch.arange(length, device=fabric.device))
-        losses = nn.functional.cross_entropy(logits.float(), ids, reduction="none")
-        sums += torch.stack([losses[a:b].mean() for a, b in pairwise(bounds)])
-    total = fabric.all_reduce(sums, reduce_op="sum")
-    return [round(x / max(1, rows), 4) for x in total.tolist()]  # type: ignore[union-attr]
-
-
-class Clock:
-    """Tells how much of the training is over: by steps, or by the seconds it has taken where a limit is given.
-
-    Data workers read it too, which make their batches a little ahead.
-    """
-
-    def __init__(self, steps: int, limit: float | None, seconds: float) -> None:
-        self.steps, self.limit, self.before, self.start = steps, limit, seconds, time.time()
-        self.over = multiprocessing.Value("d", seconds / limit if limit else 0.0)
-
-    def share(self, step: int) -> float:
-        """The share that is over before step number `step`, counted from 0."""
-        return self.over.value if self.limit else step / self.steps
-
-    @property
-    def here(self) -> float:
-        """Seconds since this process began to train."""
-        return time.time() - self.start
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of training in all."""
-        return self.before + self.here
-
-    def tick(self, step: int, fabric: Fabric) -> None:
-        """Let the time go on, alike on every rank."""
-        if self.limit and step % _TICK == 0:
-            seconds = fabric.all_reduce(torch.tensor(self.seconds, device=fabric.device), reduce_op="mean")
-            self.over.value = min(1.0, float(seconds) / self.limit)  # type: ignore[arg-type]
 
 
 def lr_factor(step: int, share: float, warmup: int) -> float:
@@ -281,32 +197,6 @@ def train(args: argparse.Namespace) -> None:
         if ended or paused:
             break
     fabric.print(f"{clock.seconds:.0f} s of training in all")
-
-
-def evaluate(
-    model: Answers,
-    probes: dict[int, dict[str, list[Row]]],
-    heldout: np.ndarray | None,
-    step: int,
-    out: Path,
-    fabric: Fabric,
-) -> None:
-    """Record the exact match of every length's probes, and the loss on held-out text."""
-    with torch.compiler.set_stance("force_eager"):  # no new graph for each number of rows
-        for length, rows in probes.items():
-            record(out, fabric, step=step, eval_length=length, **exact_match(model, rows, length, fabric))
-        if heldout is not None:
-            length = max(probes)
-            losses = text_loss(model, heldout, model.lm.config.bos_token_id, length, fabric)
-            record(out, fabric, step=step, text_length=length, text_loss=losses)
-
-
-def record(out: Path, fabric: Fabric, **values: object) -> None:
-    """Write one line to the screen and to log.jsonl."""
-    if fabric.is_global_zero:
-        print(json.dumps(values), flush=True)
-        with (out / "log.jsonl").open("a") as log:
-            log.write(json.dumps(values) + "\n")
 
 
 def save(

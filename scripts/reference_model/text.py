@@ -8,7 +8,7 @@
 
 `extract` writes TEXT/train.txt.gz and TEXT/test.txt.gz, one document a line (line ends as form feeds); every twentieth
 document is kept for the test. `tokens` writes TEXT/train.npy and TEXT/test.npy (uint16, an EOS behind each document).
-Neither the text nor the tokens are part of the repository. Licences, as the packages state them:
+Neither the text nor the tokens are part of the repository. Licences, as the packages' copyright files state them:
 
     bible-kjv-text            King James Version, public domain (its reader, bible-kjv, is GPL-2+ and only unpacks it)
     postgresql-doc-15         PostgreSQL License
@@ -19,7 +19,8 @@ Neither the text nor the tokens are part of the repository. Licences, as the pac
     apache2-doc               Apache-2.0
     libreoffice-help-en-us    MPL-2.0
     rust-doc                  MIT or Apache-2.0
-    perl-doc                  Artistic License or GPL-1+
+    perl-doc                  Artistic License or GPL-1+ (one page, `perlpodstyle`: a permissive notice); the texts of
+                              the two licences, which nobody may change, are left out
     llvm-15-doc               Apache-2.0 with LLVM exception
     cmake-doc, ghc-doc        BSD-3-Clause
     nodejs-doc                MIT
@@ -67,7 +68,10 @@ SOURCES = {
     "ghc-doc": ("usr/share/doc/ghc-doc/html/users_guide/**/*.html",),
     "sphinx-doc": ("usr/share/doc/sphinx-doc/html/**/*.html",),
 }
-_NO_PROSE = ("/_modules/", "/wx-", "/genindex", "/py-modindex", "/search.html", "/AMDGPU/")  # listings and indices
+# listings and indices, and licences, which nobody may change
+_NO_PROSE = (
+    "/_modules/", "/wx-", "/genindex", "/py-modindex", "/search.html", "/AMDGPU/", "/perlgpl.pod", "/perlartistic.pod",
+)  # fmt: skip
 SPLITS = ("train", "test")
 _TEST_SHARE = 20
 _SHORTEST = 1500  # characters of a document that is worth keeping

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from data_gen.chain import Chain
 from data_gen.niah import Niah
 from data_gen.passkey import Passkey
 from data_gen.request import Request
@@ -27,6 +28,8 @@ def build(name: str, length: int, kind: str, questions: int) -> Document:
     task = TASKS[name]
     if isinstance(task, Passkey) and length < 2048:  # ten passkeys of 32 words take a thousand tokens
         task = replace(task, num_passkeys=4)
+    if isinstance(task, Chain) and length < 4096:  # a step takes some 22 tokens
+        task = replace(task, steps=length // 64)
     return task.build(Request(name, length, TokenCounter(tokenizer(kind)), 5, 2, questions))
 
 

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 
@@ -53,3 +54,20 @@ def test_a_finished_run_is_left_alone(tmp_path):
     pretrain(tmp_path, "--steps", "2")
     assert (tmp_path / "state.pt").read_bytes() == before
     assert len(losses(tmp_path)) == 2
+
+
+def test_text_is_learned_beside_answers_until_the_time_is_over(tmp_path):
+    for split, size in (("train", 4000), ("test", 1500)):
+        np.save(tmp_path / f"{split}.npy", (np.arange(size) % 50 + 100).astype(np.uint16))
+    options = ["--recipe=mixed", f"--text={tmp_path}", "--seconds=2", "--heads=2", "--kv-heads=1", "--eval-every=1000"]
+    pretrain(tmp_path, *options)
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    shares = [line["share"] for line in lines if "loss" in line]
+    assert shares == sorted(shares)
+    assert shares[-1] < 1
+    (text,) = [line for line in lines if "text_loss" in line]
+    assert text["step"] == len(shares) == torch.load(tmp_path / "state.pt", weights_only=True)["step"]
+    assert all(0 < loss < 10 for loss in text["text_loss"])
+    assert len(text["text_loss"]) == 3
+    pretrain(tmp_path, *options)  # nothing is left to train
+    assert len(losses(tmp_path)) == len(shares)
