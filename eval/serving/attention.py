@@ -68,8 +68,8 @@ def prefill(
     if dense:
         for heads, some in _by_sight(layout, layer, step, keys, values):
             of_heads = heads.repeat_interleave(q.shape[1] // len(heads))
-            mine = (x[: len(x) - step.generated, heads] for x in some)
-            out[:dense, of_heads] = _causal(q[:dense, of_heads], *mine, scaling)
+            mine_k, mine_v = (x[: len(x) - step.generated, heads] for x in some)
+            out[:dense, of_heads] = _causal(q[:dense, of_heads], mine_k, mine_v, scaling)
     for start in range(dense, len(q), QUERIES):
         at = torch.arange(start, min(start + QUERIES, len(q)))
         out[at] = _as_decoding(layout, layer, q[at], keys, values, step.first + at, scaling)

@@ -177,7 +177,7 @@ class PrunedAttention(AttentionImpl[GroupStep]):
         if attn_metadata is None:
             return output.fill_(0)
         context = get_forward_context()
-        kept, rest = (context.no_compile_layers[name] for name in (KEPT, REST))
+        rest = context.no_compile_layers[REST]
         if attn_metadata.step is None:
             tables = attn_metadata.table, context.attn_metadata[REST].table
             own = attn_metadata
