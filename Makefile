@@ -2,14 +2,14 @@
 # make test   the default test suite, a process per core
 # make lint   ruff, mypy, spelling
 # make docs   the pages and the API reference, into site/
-# make vllm-test   the plug-in for vLLM, in an environment of its own
+# make vllm   vLLM with the plug-in, into .venv-vllm/; make vllm-test tests it there
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 OUT ?= outputs/demo
 
-.PHONY: demo test lint docs gpu-test slurm-test vllm-test clean
+.PHONY: demo test lint docs gpu-test slurm-test vllm vllm-test clean
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
@@ -56,6 +56,8 @@ $(VLLM_VENV)/installed: pyproject.toml
 	@$(VLLM_VENV)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
 	@$(VLLM_VENV)/bin/pip install -q --no-deps -e .
 	@touch $@
+
+vllm: $(VLLM_VENV)/installed
 
 vllm-test: $(VLLM_VENV)/installed
 	$(VLLM_VENV)/bin/python -m pytest -q tests/eval/serving
