@@ -60,7 +60,8 @@ def serve(
     """
     from vllm import SamplingParams
 
-    draw, core, done, sent = random.Random(seed), llm.llm_engine, {}, 0
+    draw, core, sent = random.Random(seed), llm.llm_engine, 0
+    done: dict[int, Served] = {}
     scheduler = core.engine_core.engine_core.scheduler
     preempted: set[tuple[str, int]] = set()
     while len(done) < len(prompts):

@@ -52,7 +52,7 @@ def measure(args: argparse.Namespace, out: Path) -> None:
         served, _ = serve(llm, prompts, [row.max_new_tokens for row in rows], at_once=4)
         with out.open("a") as file:
             for (cell, i), row, of in zip(some, rows, served, strict=True):
-                reply = tokenizer.decode(of.tokens, skip_special_tokens=True)
+                reply = str(tokenizer.decode(of.tokens, skip_special_tokens=True))
                 line = {"task": cell.task, "sample": i, "score": score_row(row, reply), "cached": of.cached}
                 print(json.dumps(line), file=file)
 

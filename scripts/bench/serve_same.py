@@ -56,7 +56,8 @@ def requests(count: int, seed: int) -> tuple[list[list[int]], list[int]]:
 def by_cache(model: PreTrainedModel, mask: ChannelMask, prompt: list[int], tokens: int, ends: list[int]) -> Served:
     """The reply of `compressed_cache`; each token leaves the window by itself, as in a server."""
     cache = compressed_cache(model, mask, SINK, WINDOW, flush=1)
-    ids, reply, logprobs = torch.tensor([prompt]), [], []
+    ids, logprobs = torch.tensor([prompt]), []
+    reply: list[int] = []
     while len(reply) < tokens and not (reply and reply[-1] in ends):
         logits = model(input_ids=ids, past_key_values=cache).logits[0, -1].float().log_softmax(-1)
         reply.append(int(logits.argmax()))
