@@ -34,7 +34,7 @@ SINK, WINDOW, REPLY = 16, 144, 32
 WHOLE = {"enable_chunked_prefill": False, "enable_prefix_caching": False, "max_num_batched_tokens": 4096}
 VARIANTS: dict[str, dict[str, Any]] = {
     "together": {**WHOLE, "kv_cache_memory_bytes": 2**28},
-    "preempted": {**WHOLE, "num_gpu_blocks_override": 160, "kv_cache_memory_bytes": 2**28},
+    "preempted": {**WHOLE, "num_gpu_blocks_override": 80, "kv_cache_memory_bytes": 2**28},
     "prefixes": {**WHOLE, "enable_prefix_caching": True, "kv_cache_memory_bytes": 2**28},
     "chunks": {**WHOLE, "enable_chunked_prefill": True, "max_num_batched_tokens": 128, "kv_cache_memory_bytes": 2**28},
 }
