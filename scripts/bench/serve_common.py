@@ -48,19 +48,25 @@ def engine(mask: Path | None, **settings: Any) -> Any:
 
 
 def serve(
-    llm: Any, prompts: Sequence[Sequence[int]], tokens: Sequence[int], seed: int = 0, at_once: float = 1.0
+    llm: Any,
+    prompts: Sequence[Sequence[int]],
+    tokens: Sequence[int],
+    seed: int = 0,
+    at_once: float = 1.0,
+    preempt_every: int = 0,
 ) -> tuple[list[Served], int]:
     """Let requests arrive at random while others decode.
 
     prompts: token ids of each prompt
     tokens: most tokens of each reply; a reply also ends at the model's end of text
     at_once: requests that arrive before each step, on average
+    preempt_every: steps after which all that run are preempted, 0 = only when pages run out
 
     Returns what became of each, and how often one was preempted.
     """
     from vllm import SamplingParams
 
-    draw, core, sent = random.Random(seed), llm.llm_engine, 0
+    draw, core, sent, steps = random.Random(seed), llm.llm_engine, 0, 0
     done: dict[int, Served] = {}
     scheduler = core.engine_core.engine_core.scheduler
     preempted: set[tuple[str, int]] = set()
@@ -71,6 +77,9 @@ def serve(
             params = SamplingParams(temperature=0, max_tokens=tokens[sent], logprobs=0)
             core.add_request(str(sent), {"prompt_token_ids": list(prompts[sent])}, params)
             sent += 1
+        steps += 1
+        if preempt_every and not steps % preempt_every:
+            scheduler.reset_prefix_cache(reset_running_requests=True)
         for output in core.step():
             if output.finished:
                 reply = output.outputs[0]

@@ -2,7 +2,7 @@
 
     python -m scripts.bench.serve_same OUT cache         # transformers, one request at a time
     python -m scripts.bench.serve_same OUT together      # vLLM, each prompt in one step
-    python -m scripts.bench.serve_same OUT preempted     # so few pages that requests are preempted and resumed
+    python -m scripts.bench.serve_same OUT preempted     # all that run are preempted now and then, and resumed
     python -m scripts.bench.serve_same OUT prefixes      # with the prefix cache
     python -m scripts.bench.serve_same OUT chunks        # prompts in steps of 128 tokens
     python -m scripts.bench.serve_same OUT               # the table of what OUT holds
@@ -31,10 +31,11 @@ TASKS = ("niah_single_2", "niah_multikey_2", "niah_multivalue", "vt")
 LENGTHS = (800, 1200, 1600)
 LAST = (8, 40, 150, 400, 2000, 2000, 2000)  # tokens that stay of a prompt, counted from its end
 SINK, WINDOW, REPLY = 16, 144, 32
+PREEMPT_EVERY = 12  # steps
 WHOLE = {"enable_chunked_prefill": False, "enable_prefix_caching": False, "max_num_batched_tokens": 4096}
 VARIANTS: dict[str, dict[str, Any]] = {
     "together": {**WHOLE, "kv_cache_memory_bytes": 2**28},
-    "preempted": {**WHOLE, "num_gpu_blocks_override": 80, "kv_cache_memory_bytes": 2**28},
+    "preempted": {**WHOLE, "num_gpu_blocks_override": 160, "kv_cache_memory_bytes": 2**28},
     "prefixes": {**WHOLE, "enable_prefix_caching": True, "kv_cache_memory_bytes": 2**28},
     "chunks": {**WHOLE, "enable_chunked_prefill": True, "max_num_batched_tokens": 128, "kv_cache_memory_bytes": 2**28},
 }
@@ -76,7 +77,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         return {"replies": [vars(reply) for reply in replies]}
     settings = {"max_model_len": 2048, "max_num_seqs": 16, "block_size": args.block_size, "dtype": args.dtype}
     llm = engine(args.mask, **{**settings, **VARIANTS[args.variant]})
-    replies, preempted = serve(llm, prompts, tokens, args.seed, at_once=2.0)
+    every = PREEMPT_EVERY if args.variant == "preempted" else 0
+    replies, preempted = serve(llm, prompts, tokens, args.seed, at_once=2.0, preempt_every=every)
     pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
     return {"replies": [vars(reply) for reply in replies], "preempted": preempted, "held": held}
