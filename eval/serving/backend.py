@@ -69,6 +69,7 @@ class PageHolder(AttentionLayerBase):
             sink=layout.sink,
             hit=layout.kept.block,
             every=cache.prefix_cache_retention_interval or 0,
+            hits=bool(cache.enable_prefix_caching),
         )
 
     @property

@@ -56,22 +56,23 @@ class RestBlocks:
         """Whether each page from index `held` up to position `end` is stored."""
         return [self.stored(page, end) for page in range(held, _ceil(end, self.block))]
 
-    def most(self, in_flight: int, longest: int) -> int:
+    def most(self, in_flight: int, longest: int, hits: bool) -> int:
         """Pages that one request holds at most.
 
         in_flight: tokens of a step
         longest: tokens of a request
+        hits: whether a prompt can begin with a prefix hit
 
-        The sink, and the window of one step. A prompt longer than a step holds the window that a step reads and the one
-        that it leaves.
+        The sink, and the window that a step leaves. A step behind another one, or behind a prefix hit, also holds the
+        window that it reads.
         """
         of_tail = _ceil(self.window + self.hit, self.block) + 1
         marks = 0
         if self.every:
             of_mark = _ceil(self.window, self.block) + 1
             marks = min(min(in_flight, longest) // self.every * of_mark, _ceil(min(in_flight, longest), self.block))
-        steps = 2 if in_flight < longest else 1
-        return min(self.sink_pages + steps * of_tail + marks, _ceil(longest, self.block))
+        windows = 2 if hits or in_flight < longest else 1
+        return min(self.sink_pages + windows * of_tail + marks, _ceil(longest, self.block))
 
 
 def _ceil(n: int, by: int) -> int:

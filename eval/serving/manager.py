@@ -25,11 +25,13 @@ class RestSpec(SlidingWindowSpec):
     sink: tokens kept whole at the beginning
     hit: tokens; prefix hits end at multiples of them
     every: tokens between the positions where prefix hits can end besides the ends of steps, 0 = none
+    hits: whether there is a prefix cache
     """
 
     sink: int
     hit: int
     every: int
+    hits: bool
 
     @property
     def pages(self) -> RestBlocks:
@@ -38,7 +40,7 @@ class RestSpec(SlidingWindowSpec):
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
         """Pages that one request holds at most; both vLLM's planner and its admission reckon with them."""
-        return self.pages.most(max_in_flight_tokens, max_model_len)
+        return self.pages.most(max_in_flight_tokens, max_model_len, self.hits)
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, Any]) -> bool:
         """Whether all layers have this very spec."""

@@ -26,6 +26,7 @@ class Server:
     step: tokens of a step (max-num-batched-tokens)
     block: tokens of a page
     itemsize: bytes of a number
+    hits: whether there is a prefix cache
     """
 
     memory: int
@@ -33,6 +34,7 @@ class Server:
     step: int
     block: int = 32
     itemsize: int = 2
+    hits: bool = True
 
     def tokens(self, page_columns: int, pages: int) -> int:
         """Tokens that requests of the greatest length hold in the memory, if each takes this many pages."""
@@ -42,7 +44,7 @@ class Server:
         """Tokens admitted with the mask `keep` [L, H, D]."""
         layout = PageLayout.of(keep, self.block, sink, window)
         rest = RestBlocks(layout.rest.block, self.block, sink, window)
-        pages = -(-self.longest // self.block) + rest.most(self.step, self.longest)
+        pages = -(-self.longest // self.block) + rest.most(self.step, self.longest, self.hits)
         return self.tokens(layout.page_columns, pages)
 
     def stock(self, keep: Tensor) -> int:
@@ -65,11 +67,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--memory", type=float, default=1, help="GiB for pages")
     parser.add_argument("--block", type=int, default=32, help="block-size")
     parser.add_argument("--itemsize", type=int, default=2, help="bytes of a number: 2 for bfloat16, 4 for float32")
+    parser.add_argument("--no-hits", action="store_true", help="no-enable-prefix-caching")
     args = parser.parse_args(argv)
     settings = Settings.find({"leank": {"mask": args.mask}})
     assert settings is not None
     keep, server = load_mask(args.mask).keep, Server(
-        int(args.memory * 2**30), args.longest, args.step, args.block, args.itemsize
+        int(args.memory * 2**30), args.longest, args.step, args.block, args.itemsize, not args.no_hits
     )  # fmt: skip
     stock, pruned = server.stock(keep), server.pruned(keep, settings.sink, settings.window)
     print(f"tokens admitted: {stock:,} without the mask, {pruned:,} with it, {pruned / stock:.2f} times as many "

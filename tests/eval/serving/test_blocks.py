@@ -18,7 +18,7 @@ def pages_of(first, end, block):
 @settings(max_examples=200, deadline=None)
 @given(rest=sizes, steps=st.lists(st.integers(1, 300), min_size=1, max_size=6))
 def test_what_the_next_step_reads_is_stored_and_the_bound_holds(rest, steps):
-    table, end, most = [], 0, rest.most(max(steps), sum(steps))
+    table, end, most = [], 0, rest.most(max(steps), sum(steps), hits=False)
     for new in steps:
         for page in range(rest.sink_pages, min(len(table), rest.first_in_window(end))):
             table[page] = False
@@ -28,6 +28,16 @@ def test_what_the_next_step_reads_is_stored_and_the_bound_holds(rest, steps):
         assert len(held) <= most
         whole = pages_of(0, min(rest.sink, end), rest.block) | pages_of(end - rest.window, end, rest.block)
         assert whole <= held
+
+
+@settings(max_examples=200, deadline=None)
+@given(rest=sizes, start=st.integers(0, 20), new=st.integers(1, 300))
+def test_the_bound_holds_behind_a_prefix_hit(rest, start, new):
+    hit, end = start * rest.hit, start * rest.hit + new
+    held = pages_of(0, min(rest.sink, hit), rest.block) | pages_of(hit - rest.window, hit, rest.block)
+    pages = -(-hit // rest.block)
+    held |= {pages + i for i, real in enumerate(rest.new(pages, end)) if real}
+    assert len(held) <= rest.most(end, end, hits=True)
 
 
 @settings(max_examples=200, deadline=None)
@@ -44,5 +54,5 @@ def test_a_prompt_sent_again_finds_its_window(rest, end):
 def test_a_long_step_stores_little():
     rest = RestBlocks(block=16, hit=32, sink=16, window=144)
     assert sum(rest.new(0, 8192)) == 1 + 11
-    assert rest.most(8192, 8192) == 1 + 12
-    assert rest.most(2048, 8192) == 1 + 2 * 12
+    assert rest.most(8192, 8192, hits=False) == 1 + 12
+    assert rest.most(2048, 8192, hits=False) == rest.most(8192, 8192, hits=True) == 1 + 2 * 12

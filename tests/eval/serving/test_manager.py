@@ -39,7 +39,7 @@ class Books:
         sizes = {"block_size": layout.rest.block, "sliding_window": WINDOW + 1, "sink": SINK, "hit": BLOCK}
         groups = [
             KVCacheGroupSpec(["kept"], kept),
-            KVCacheGroupSpec(["rest"], RestSpec(**sizes, every=every, **common)),
+            KVCacheGroupSpec(["rest"], RestSpec(**sizes, every=every, hits=caching, **common)),
         ]
         config = KVCacheConfig(blocks, [], groups, prefix_cache_retention_interval=every)
         self.manager = KVCacheManager(
