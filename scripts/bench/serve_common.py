@@ -32,6 +32,20 @@ class Served:
     cached: int
 
 
+@dataclass(frozen=True)
+class Run:
+    """What became of all requests.
+
+    served: each
+    preempted: how often one was preempted
+    together: most requests that ran in one step
+    """
+
+    served: list[Served]
+    preempted: int
+    together: int
+
+
 def engine(mask: Path | None, **settings: Any) -> Any:
     """Start vLLM in this process; a process can start one engine.
 
@@ -54,19 +68,17 @@ def serve(
     seed: int = 0,
     at_once: float = 1.0,
     preempt_every: int = 0,
-) -> tuple[list[Served], int]:
+) -> Run:
     """Let requests arrive at random while others decode.
 
     prompts: token ids of each prompt
     tokens: most tokens of each reply; a reply also ends at the model's end of text
     at_once: requests that arrive before each step, on average
     preempt_every: steps after which all that run are preempted, 0 = only when pages run out
-
-    Returns what became of each, and how often one was preempted.
     """
     from vllm import SamplingParams
 
-    draw, core, sent, steps = random.Random(seed), llm.llm_engine, 0, 0
+    draw, core, sent, steps, together = random.Random(seed), llm.llm_engine, 0, 0, 0
     done: dict[int, Served] = {}
     scheduler = core.engine_core.engine_core.scheduler
     preempted: set[tuple[str, int]] = set()
@@ -86,5 +98,6 @@ def serve(
                 ids = list(reply.token_ids)
                 logprobs = [found[token].logprob for token, found in zip(ids, reply.logprobs, strict=True)]
                 done[int(output.request_id.split("-")[0])] = Served(ids, logprobs, output.num_cached_tokens or 0)
+        together = max(together, len(scheduler.running))
         preempted |= {(r.request_id, r.num_preemptions) for r in scheduler.requests.values() if r.num_preemptions}
-    return [done[i] for i in range(len(prompts))], len(preempted)
+    return Run([done[i] for i in range(len(prompts))], len(preempted), together)

@@ -49,7 +49,7 @@ def measure(args: argparse.Namespace, out: Path) -> None:
             contexts = [tokenizer(row.context)["input_ids"] for row in rows]
             serve(llm, contexts, [1] * len(rows))
         prompts = [tokenizer(row.prompt + row.answer_prefix)["input_ids"] for row in rows]
-        served, _ = serve(llm, prompts, [row.max_new_tokens for row in rows], at_once=4)
+        served = serve(llm, prompts, [row.max_new_tokens for row in rows], at_once=4).served
         with out.open("a") as file:
             for (cell, i), row, of in zip(some, rows, served, strict=True):
                 reply = str(tokenizer.decode(of.tokens, skip_special_tokens=True))

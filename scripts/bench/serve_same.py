@@ -5,6 +5,8 @@
     python -m scripts.bench.serve_same OUT preempted     # all that run are preempted now and then, and resumed
     python -m scripts.bench.serve_same OUT prefixes      # with the prefix cache
     python -m scripts.bench.serve_same OUT chunks        # prompts in steps of 128 tokens
+    python -m scripts.bench.serve_same OUT crowded       # 32 MiB for pages, which limit how many run at once
+    python -m scripts.bench.serve_same OUT stock         # the same without the mask
     python -m scripts.bench.serve_same OUT               # the table of what OUT holds
 
 Replies are greedy; a logprob is that of a reply's token.
@@ -38,6 +40,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "preempted": {**WHOLE, "num_gpu_blocks_override": 160, "kv_cache_memory_bytes": 2**28},
     "prefixes": {**WHOLE, "enable_prefix_caching": True, "kv_cache_memory_bytes": 2**28},
     "chunks": {**WHOLE, "enable_chunked_prefill": True, "max_num_batched_tokens": 128, "kv_cache_memory_bytes": 2**28},
+    "crowded": {**WHOLE, "kv_cache_memory_bytes": 2**25},
+    "stock": {**WHOLE, "kv_cache_memory_bytes": 2**25},
 }
 
 
@@ -76,12 +80,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         replies = [by_cache(model, mask, *request, ends) for request in zip(prompts, tokens, strict=True)]
         return {"replies": [vars(reply) for reply in replies]}
     settings = {"max_model_len": 2048, "max_num_seqs": 16, "block_size": args.block_size, "dtype": args.dtype}
-    llm = engine(args.mask, **{**settings, **VARIANTS[args.variant]})
+    mask = None if args.variant == "stock" else args.mask
+    llm = engine(mask, **{**settings, **VARIANTS[args.variant]})
     every = PREEMPT_EVERY if args.variant == "preempted" else 0
-    replies, preempted = serve(llm, prompts, tokens, args.seed, at_once=2.0, preempt_every=every)
+    run = serve(llm, prompts, tokens, args.seed, at_once=4.0, preempt_every=every)
     pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
-    return {"replies": [vars(reply) for reply in replies], "preempted": preempted, "held": held}
+    counts = {"preempted": run.preempted, "together": run.together, "held": held}
+    return {"replies": [vars(reply) for reply in run.served], **counts}
 
 
 def compare(wanted: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
@@ -99,7 +105,7 @@ def compare(wanted: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
         "requests": len(found["replies"]), "equal": same, "largest difference of logprobs": round(off, 6),
         "at the token that differs": [round(gap, 6) for gap in at_split],
         "tokens from the prefix cache": sum(reply["cached"] for reply in found["replies"]),
-        "preemptions": found.get("preempted", 0), "pages held at the end": found.get("held", 0),
+        "preemptions": found["preempted"], "most at once": found["together"], "pages held at the end": found["held"],
     }  # fmt: skip
 
 
