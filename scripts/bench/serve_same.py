@@ -80,8 +80,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         replies = [by_cache(model, mask, *request, ends) for request in zip(prompts, tokens, strict=True)]
         return {"replies": [vars(reply) for reply in replies]}
     settings = {"max_model_len": 2048, "max_num_seqs": 16, "block_size": args.block_size, "dtype": args.dtype}
-    mask = None if args.variant == "stock" else args.mask
-    llm = engine(mask, **{**settings, **VARIANTS[args.variant]})
+    llm = engine(None if args.variant == "stock" else args.mask, **{**settings, **VARIANTS[args.variant]})
     every = PREEMPT_EVERY if args.variant == "preempted" else 0
     run = serve(llm, prompts, tokens, args.seed, at_once=4.0, preempt_every=every)
     pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
