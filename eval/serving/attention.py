@@ -1,0 +1,151 @@
+"""Attention over the pages of a served cache in plain PyTorch: clear, for any device and dtype.
+
+`decode` takes all requests that decode at once, `prefill` one chunk of one request. What each query reads is said in
+`eval.serving.layout`. A query of a position that the model generated itself reads as a decoding step does, also when a
+preempted request computes it again among others.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from eval.serving.layout import Group, PageLayout, Run
+from eval.serving.step import Chunk, Decoding, Places
+
+QUERIES = 64  # queries of generated positions that are computed at a time
+
+
+def decode(layout: PageLayout, layer: int, pages: Tensor, q: Tensor, step: Decoding, scaling: float) -> Tensor:
+    """Attention of R requests with one new position each, which is in pages already.
+
+    pages: [blocks, page_columns]
+    q: [R, Hq, D]
+    scaling: factor of the logits
+
+    Returns [R, Hq, D] in q's dtype, computed in at least fp32.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    of_kept, of_rest = (group.layers[layer].heads for group in (layout.kept, layout.rest))
+    grouped = q.unflatten(1, (len(of_kept), -1)).to(wide)  # [R, H, G, D]
+    unseen = ~step.seen[:, None]  # [R, 1, T]
+    out = torch.empty_like(grouped)
+    for head, (kept, rest) in enumerate(zip(of_kept, of_rest, strict=True)):
+        of_head = grouped[:, head] * scaling
+        extra = None
+        if rest.k.width:
+            k = _at(layout.rest, pages, rest.k, step.whole).to(wide)
+            extra = of_head[..., rest.channels] @ k.mT  # [R, G, S]
+        if not kept.k.width:  # the head sees sink and window alone
+            assert extra is not None
+            values = _at(layout.rest, pages, rest.v, step.whole).to(wide)
+            out[:, head] = _weighted(extra, values, ~step.whole.real[:, None])
+            continue
+        k, values = (_blocks(layout.kept, pages, run, step.blocks).to(wide) for run in (kept.k, kept.v))
+        logits = of_head[..., kept.channels] @ k.mT  # [R, G, T]
+        if extra is not None:
+            extra = extra.masked_fill(~step.whole.real[:, None], 0)
+            logits.scatter_add_(2, step.whole.at[:, None].expand_as(extra), extra)
+        out[:, head] = _weighted(logits, values, unseen)
+    return out.flatten(1, 2).to(q.dtype)
+
+
+def prefill(
+    layout: PageLayout, layer: int, pages: Tensor, q: Tensor, k: Tensor, v: Tensor, step: Chunk, scaling: float
+) -> Tensor:
+    """Attention of one request's new positions, whose K and V come from the projections.
+
+    q: [n, Hq, D]
+    k, v: [n, H, D]
+
+    Returns [n, Hq, D].
+    """
+    dense = len(q) - step.generated
+    out = torch.empty_like(q)
+    past_k, past_v = _past(layout, layer, pages, step, k)
+    keys, values = torch.cat([past_k, k]), torch.cat([past_v, v])
+    if dense:
+        for heads, some in _by_sight(layout, layer, step, keys, values):
+            of_heads = heads.repeat_interleave(q.shape[1] // len(heads))
+            mine_k, mine_v = (x[: len(x) - step.generated, heads] for x in some)
+            out[:dense, of_heads] = _causal(q[:dense, of_heads], mine_k, mine_v, scaling)
+    for start in range(dense, len(q), QUERIES):
+        at = torch.arange(start, min(start + QUERIES, len(q)))
+        out[at] = _as_decoding(layout, layer, q[at], keys, values, step.first + at, scaling)
+    return out
+
+
+def _by_sight(
+    layout: PageLayout, layer: int, step: Chunk, k: Tensor, v: Tensor
+) -> list[tuple[Tensor, tuple[Tensor, Tensor]]]:
+    """The KV heads [H] bool that see the same of the past and the chunk, and K and V [T, H, D] of what they see."""
+    empty = torch.tensor([not head.k.width for head in layout.kept.layers[layer].heads])
+    if not step.first or not empty.any():
+        return [(torch.ones_like(empty), (k, v))]
+    seen = torch.cat([step.whole.at[0], torch.arange(step.first, len(k))])  # empty heads see no middle
+    of_empty = empty, (k[seen], v[seen])
+    return [of_empty] if empty.all() else [(~empty, (k, v)), of_empty]
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+    """Causal attention [n, Hq, D]; the last of q [n, Hq, D] belongs to the last of k, v [T, H, D]."""
+    mask = None
+    if len(k) > len(q):
+        mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def _as_decoding(layout: PageLayout, layer: int, q: Tensor, k: Tensor, v: Tensor, at: Tensor, scaling: float) -> Tensor:
+    """Attention of queries q [n, Hq, D] at positions `at` [n] as if each were decoded, over k, v [T, H, D]."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    heads = layout.kept.layers[layer].heads
+    keep = torch.zeros(k.shape[1:], dtype=torch.bool)
+    for row, head in zip(keep, heads, strict=True):
+        row[head.channels] = True
+    token, query = torch.arange(len(k)), at[:, None]
+    middle = (token >= layout.sink) & (token < query - layout.window)  # [n, T]
+    of_heads = q.unflatten(1, (len(heads), -1)).permute(1, 2, 0, 3).to(wide) * scaling  # [H, G, n, D]
+    keys = k.to(wide)
+    whole, kept = (of_heads @ x.permute(1, 2, 0)[:, None] for x in (keys, keys * keep))  # [H, G, n, T]
+    kept = kept.masked_fill(~keep.any(-1)[:, None, None, None], -torch.inf)
+    logits = torch.where(middle, kept, whole).masked_fill(token > query, -torch.inf)
+    out = logits.softmax(-1) @ v.transpose(0, 1)[:, None].to(wide)  # [H, G, n, D]
+    return out.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
+
+
+def _past(layout: PageLayout, layer: int, pages: Tensor, step: Chunk, like: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V [first, H, D] before the chunk, with zeros for what is not stored."""
+    k, v = (like.new_zeros(step.first, *like.shape[1:]) for _ in range(2))
+    if not step.first:
+        return k, v
+    at = step.whole.at[0]
+    for head, (kept, rest) in enumerate(
+        zip(*(group.layers[layer].heads for group in (layout.kept, layout.rest)), strict=True)
+    ):
+        for x, runs in ((k, (kept.k, rest.k)), (v, (kept.v, rest.v))):
+            to = kept.channels if x is k else slice(None)
+            if runs[0].width:
+                x[:, head, to] = _blocks(layout.kept, pages, runs[0], step.blocks[None])[0, : step.first]
+            to = rest.channels if x is k else slice(None)
+            if runs[1].width:
+                x[at[:, None] if x is k else at, head, to] = _at(layout.rest, pages, runs[1], step.whole)[0]
+    return k, v
+
+
+def _weighted(logits: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
+    """softmax(logits [R, G, T]) values [R, T, D] without the hidden tokens [R, 1, T], whatever their values are."""
+    weight = logits.masked_fill(hidden, -torch.inf).softmax(-1)
+    return weight @ values.masked_fill(hidden.mT, 0)
+
+
+def _blocks(group: Group, pages: Tensor, run: Run, blocks: Tensor) -> Tensor:
+    """A run of all tokens in the pages `blocks` [R, n]: [R, n * block, count]."""
+    return group.run(pages, run)[blocks].flatten(1, 2)[..., : run.count]
+
+
+def _at(group: Group, pages: Tensor, run: Run, places: Places) -> Tensor:
+    """A run of the tokens at `places` [R, S]: [R, S, count]."""
+    return group.run(pages, run)[places.block, places.token][..., : run.count]

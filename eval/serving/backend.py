@@ -1,0 +1,227 @@
+"""The attention backend that vLLM runs: each step it writes the new tokens to their pages, and attends over these.
+
+The pages of all layers belong to two holders, `kept` and `rest`, each a cache group of its own for vLLM. The model's
+attention layers share the cache of `kept`, so that vLLM hands every one of them the block table of that group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout
+
+from eval.serving.attention import decode, prefill
+from eval.serving.layout import PageLayout
+from eval.serving.manager import RestSpec
+from eval.serving.settings import Settings, load_mask
+from eval.serving.step import Step
+
+KEPT, REST = "leank.1000000.kept", "leank.1000001.rest"  # vLLM sorts caches by the number in their name
+
+
+class PageHolder(AttentionLayerBase):
+    """Owns the pages of one group for all layers."""
+
+    def __init__(self, settings: Settings, kept: bool) -> None:
+        self.settings, self.kept = settings, kept
+        self.keep = load_mask(settings.mask).keep
+        self.layout: PageLayout | None = None
+        self.kv_cache = torch.tensor([])
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        """The backend of every layer."""
+        return PrunedBackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
+        """Say how large a page is; both groups have pages of equal bytes, since they share the blocks."""
+        cache, dtype = vllm_config.cache_config, vllm_config.model_config.dtype
+        self.layout = layout = PageLayout.of(self.keep, cache.block_size, self.settings.sink, self.settings.window)
+        group = layout.kept if self.kept else layout.rest
+        common = {
+            "block_size": group.block,
+            "num_kv_heads": 1,
+            "head_size": layout.head_dim,
+            "dtype": dtype,
+            "num_head_slots": 1,
+            "state_content_bytes": group.columns * dtype.itemsize,
+            "page_size_padded": layout.page_columns * dtype.itemsize,
+        }
+        if self.kept:
+            return FullAttentionSpec(**common)
+        return RestSpec(
+            **common,
+            sliding_window=layout.window + 1,
+            sink=layout.sink,
+            hit=layout.kept.block,
+            every=cache.prefix_cache_retention_interval or 0,
+            hits=bool(cache.enable_prefix_caching),
+        )
+
+    @property
+    def pages(self) -> Tensor:
+        """All pages, [blocks, page_columns]."""
+        assert self.layout is not None
+        size = len(self.kv_cache), self.layout.page_columns
+        return self.kv_cache.as_strided(size, (self.kv_cache.stride(0), 1))
+
+
+@dataclass
+class GroupStep:
+    """What vLLM says of one step to one group.
+
+    starts, ends, prompts, table: those of `Step`
+    step: the step of both groups, once a layer has asked for it
+    """
+
+    starts: list[int]
+    ends: list[int]
+    prompts: list[int]
+    table: Tensor
+    step: Step | None = None
+
+
+class GroupStepBuilder(AttentionMetadataBuilder[GroupStep]):
+    """Copies what a step needs out of vLLM's metadata."""
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> GroupStep:
+        """Make the metadata of a step."""
+        common = common_attn_metadata
+        assert common.rswa_prefix_lens is not None, "the plug-in asks vLLM for the lengths of prompts"
+        starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
+        ends, prompts = (x[: common.num_reqs].tolist() for x in (common.seq_lens, common.rswa_prefix_lens))
+        return GroupStep(starts, ends, prompts, common.block_table_tensor)
+
+
+class PrunedAttention(AttentionImpl[GroupStep]):
+    """Attention of one layer over kept channels, sink and window."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        **others: object,
+    ) -> None:
+        """Raise ValueError for attention that is more than softmax(QK)V over the whole context."""
+        wrong = {
+            "ALiBi": alibi_slopes,
+            f"a sliding window of {sliding_window}": sliding_window,
+            "soft-capped logits": logits_soft_cap,
+            "attention without a causal mask": attn_type != AttentionType.DECODER,
+            "a KV cache shared between layers": kv_sharing_target_layer_name,
+            **{name: value is not None for name, value in others.items()},
+        }
+        found = [name for name, value in wrong.items() if value]
+        if found:
+            raise ValueError(f"LEANK_MASK: the model's attention has {found[0]}; serve it without the mask")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
+        self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
+        self._layers = get_current_vllm_config().compilation_config.static_forward_context
+        if KEPT not in self._layers:
+            settings = Settings.find(None)
+            assert settings is not None, "the plug-in registers this backend only with a mask"
+            self._layers[KEPT], self._layers[REST] = PageHolder(settings, True), PageHolder(settings, False)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Let the layers share the pages; vLLM calls this before it asks them for their caches."""
+        for layer in self._layers.values():
+            if isinstance(layer, Attention):
+                layer.kv_sharing_target_layer_name = KEPT
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: GroupStep | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Store the step's K and V, and write its attention to `output` [tokens, Hq, D].
+
+        query: [tokens, Hq, D]
+        key, value: [tokens, H, D]
+        attn_metadata: None in vLLM's trial run, which has no pages
+        """
+        if attn_metadata is None:
+            return output.fill_(0)
+        context = get_forward_context()
+        rest = context.no_compile_layers[REST]
+        if attn_metadata.step is None:
+            tables = attn_metadata.table, context.attn_metadata[REST].table
+            own = attn_metadata
+            attn_metadata.step = Step(rest.layout, own.starts, own.ends, own.prompts, *tables)
+        step, index, pages = attn_metadata.step, extract_layer_index(layer.layer_name), rest.pages
+        layout, tokens = step.layout, step.starts[-1]
+        for group, slots in zip((layout.kept, layout.rest), step.slots, strict=True):
+            group.write(pages, index, slots, key[:tokens], value[:tokens])
+        if step.decoding is not None:
+            rows = step.decoding.rows
+            output[rows] = decode(layout, index, pages, query[rows], step.decoding, self.scale)
+        for chunk in step.chunks:
+            at = chunk.rows
+            output[at] = prefill(layout, index, pages, query[at], key[at], value[at], chunk, self.scale)
+        return output
+
+
+class PrunedBackend(AttentionBackend):
+    """The backend in the place of vLLM's own for CPUs."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
+
+    @staticmethod
+    def get_name() -> str:
+        """The entry of vLLM's registry that this backend stands for."""
+        return "CPU_ATTN"
+
+    @staticmethod
+    def get_impl_cls() -> type[PrunedAttention]:
+        """The attention of one layer."""
+        return PrunedAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[GroupStepBuilder]:
+        """What makes the metadata of a step."""
+        return GroupStepBuilder
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Pages side by side, each in one piece."""
+        return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        """Tell vLLM that this backend takes the lengths of prompts."""
+        return True

@@ -1,0 +1,84 @@
+"""How many tokens a server's memory admits, with a mask and without: the arithmetic of vLLM's planner.
+
+    python -m eval.serving.plan MASK --longest 32768 --memory 16
+
+MASK is a mask.safetensors or a published .pth mask.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from eval.serving.blocks import RestBlocks
+from eval.serving.layout import PageLayout
+from eval.serving.settings import Settings, load_mask
+
+
+@dataclass(frozen=True)
+class Server:
+    """What the planner knows of a server.
+
+    memory: bytes for pages
+    longest: tokens of the longest request (max-model-len)
+    step: tokens of a step (max-num-batched-tokens)
+    block: tokens of a page
+    itemsize: bytes of a number
+    hits: whether there is a prefix cache
+    """
+
+    memory: int
+    longest: int
+    step: int
+    block: int = 32
+    itemsize: int = 2
+    hits: bool = True
+
+    def tokens(self, page_columns: int, pages: int) -> int:
+        """Tokens that requests of the greatest length hold in the memory, if each takes this many pages."""
+        return int(self.memory // (page_columns * self.itemsize) / pages * self.longest)
+
+    def pruned(self, keep: Tensor, sink: int, window: int) -> int:
+        """Tokens admitted with the mask `keep` [L, H, D]."""
+        layout = PageLayout.of(keep, self.block, sink, window)
+        rest = RestBlocks(layout.rest.block, self.block, sink, window)
+        pages = -(-self.longest // self.block) + rest.most(self.step, self.longest, self.hits)
+        return self.tokens(layout.page_columns, pages)
+
+    def stock(self, keep: Tensor) -> int:
+        """Tokens admitted without a mask, for a model of the shape of `keep`."""
+        return self.tokens(2 * keep.numel() * self.block, -(-self.longest // self.block))
+
+    def by_bytes(self, keep: Tensor, sink: int, window: int) -> float:
+        """How many times the tokens fit if nothing is lost to pages: the ratio of the bytes of a longest request."""
+        kept = int(keep.sum() + keep.any(-1).sum() * keep.shape[-1])
+        ends = min(self.longest, sink + window)
+        return 2 * keep.numel() * self.longest / (kept * self.longest + (2 * keep.numel() - kept) * ends)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mask")
+    parser.add_argument("--longest", type=int, default=8192, help="max-model-len")
+    parser.add_argument("--step", type=int, default=8192, help="max-num-batched-tokens")
+    parser.add_argument("--memory", type=float, default=1, help="GiB for pages")
+    parser.add_argument("--block", type=int, default=32, help="block-size")
+    parser.add_argument("--itemsize", type=int, default=2, help="bytes of a number: 2 for bfloat16, 4 for float32")
+    parser.add_argument("--no-hits", action="store_true", help="no-enable-prefix-caching")
+    args = parser.parse_args(argv)
+    settings = Settings.find({"leank": {"mask": args.mask}})
+    assert settings is not None
+    keep, server = load_mask(args.mask).keep, Server(
+        int(args.memory * 2**30), args.longest, args.step, args.block, args.itemsize, not args.no_hits
+    )  # fmt: skip
+    stock, pruned = server.stock(keep), server.pruned(keep, settings.sink, settings.window)
+    print(f"tokens admitted: {stock:,} without the mask, {pruned:,} with it, {pruned / stock:.2f} times as many "
+          f"(sink {settings.sink}, window {settings.window}; by the bytes alone "
+          f"{server.by_bytes(keep, settings.sink, settings.window):.2f})")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""The entry point of the plug-in: vLLM calls `register` in each of its processes.
+
+Without a mask it changes nothing. With one, the configuration of the server is checked before any weights load, and the
+backend of this package takes the place of vLLM's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from eval.serving.settings import Settings
+
+BACKEND = "eval.serving.backend.PrunedBackend"
+
+
+def register() -> None:
+    """Read the settings wherever vLLM makes a configuration, and register the backend if they name a mask."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    if not hasattr(EngineArgs.create_engine_config, "leank"):
+        EngineArgs.create_engine_config = _checked(EngineArgs.create_engine_config)
+    if Settings.find(None) is not None:
+        use_backend()
+
+
+def use_backend() -> None:
+    """Let vLLM choose the backend and the manager of this package."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+    from eval.serving.manager import RestManager, RestSpec
+
+    register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
+    register_all_kvcache_specs(None)  # vLLM registers its own only while the registry is empty
+    KVCacheSpecRegistry.register(RestSpec, RestManager)
+
+
+def _checked(create: Callable[..., Any]) -> Callable[..., Any]:
+    """EngineArgs.create_engine_config with the plug-in's settings read before it and checked after it."""
+
+    @functools.wraps(create)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        settings = Settings.find(self.additional_config)
+        if settings is None:
+            return create(self, *args, **kwargs)
+        from eval.serving.check import check
+
+        os.environ.update(settings.export())  # for the processes that vLLM starts
+        use_backend()
+        config = create(self, *args, **kwargs)
+        check(config, settings)
+        config.model_config.model_arch_config.rswa_window = settings.window  # vLLM then tells the lengths of prompts
+        return config
+
+    create_engine_config.leank = True  # type: ignore[attr-defined]
+    return create_engine_config

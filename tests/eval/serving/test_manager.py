@@ -1,0 +1,127 @@
+"""vLLM's own cache manager with this package's: pages that a step reads hold what it needs, and none stays held."""
+
+import random
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from eval.serving.layout import PageLayout
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, in an environment of its own: make vllm-test"),
+]
+SINK, WINDOW, BLOCK = 4, 24, 16
+
+
+class Books:
+    """A manager, and what was written to each page of each group: the whole prefix up to each position."""
+
+    def __init__(self, blocks, caching, every, step):
+        from vllm.sampling_params import SamplingParams
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_manager import KVCacheManager
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.request import Request
+
+        from eval.serving.manager import RestSpec
+        from eval.serving.plugin import use_backend
+
+        use_backend()
+        init_none_hash(sha256)
+        keep = torch.zeros(1, 2, 32, dtype=torch.bool)
+        keep[0, 0, :16] = True
+        self.layout = layout = PageLayout.of(keep, BLOCK, SINK, WINDOW)
+        common = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32, "page_size_padded": 10**6}
+        kept = FullAttentionSpec(block_size=BLOCK, **common)
+        sizes = {"block_size": layout.rest.block, "sliding_window": WINDOW + 1, "sink": SINK, "hit": BLOCK}
+        groups = [
+            KVCacheGroupSpec(["kept"], kept),
+            KVCacheGroupSpec(["rest"], RestSpec(**sizes, every=every, hits=caching, **common)),
+        ]
+        config = KVCacheConfig(blocks, [], groups, prefix_cache_retention_interval=every)
+        self.manager = KVCacheManager(
+            config, 1000, BLOCK, layout.rest.block, max_in_flight_tokens=step, enable_caching=caching
+        )
+        self.most = self.manager.coordinator.single_type_managers[1].max_admission_blocks_per_request
+        self.content, self.hits = {}, 0
+        hasher = get_request_block_hasher(layout.rest.block, sha256)
+        self.request = lambda name, tokens: Request(
+            name, tokens, SamplingParams(max_tokens=1000), None, block_hasher=hasher
+        )
+
+    def step(self, request, new):
+        """Compute up to `new` positions; returns False if there is no room."""
+        hits, cached = None, 0
+        if request.num_computed_tokens == 0:
+            hits, cached, _ = self.manager.get_computed_blocks(request)
+        first = request.num_computed_tokens + cached
+        self.hits += bool(cached)
+        end = min(first + new, request.num_tokens)
+        fits = request.num_computed_tokens == 0
+        if self.manager.allocate_slots(request, end - first, cached, hits, full_sequence_must_fit=fits) is None:
+            return False
+        self.read(request, first)
+        self.write(request, first, end)
+        request.num_computed_tokens = end
+        return True
+
+    def pages(self, request):
+        return zip((self.layout.kept, self.layout.rest), self.manager.get_block_ids(request.request_id), strict=True)
+
+    def read(self, request, first):
+        tokens = tuple(request.all_token_ids)
+        for group, table in self.pages(request):
+            whole = {*range(min(SINK, first)), *range(max(0, first - WINDOW), first)}
+            for at in whole if group is self.layout.rest else range(first):
+                block = table[at // group.block]
+                assert block, (request.request_id, at, first)
+                assert self.content[block, at % group.block] == (id(group), tokens[: at + 1])
+
+    def write(self, request, first, end):
+        tokens = tuple(request.all_token_ids)
+        for group, table in self.pages(request):
+            assert len(table) == -(-end // group.block)
+            if group is self.layout.rest:
+                assert sum(map(bool, table)) <= self.most
+            for at in range(first, end):
+                if table[at // group.block]:
+                    self.content[table[at // group.block], at % group.block] = id(group), tokens[: at + 1]
+
+
+@pytest.mark.parametrize(("caching", "every"), [(False, 0), (True, 0), (True, 32), (True, 96)])
+@pytest.mark.parametrize("step", [20, 64, 1000])
+def test_every_step_finds_its_pages(caching, every, step):
+    draw = random.Random(step + every)
+    books = Books(60, caching, every, step)
+    pool, running, made, preempted = books.manager.block_pool, [], 0, 0
+    prefixes = [[draw.randrange(50) for _ in range(draw.choice([16, 70, 160]))] for _ in range(3)]
+    for _ in range(1500):
+        if len(running) < 6 and made < 60:
+            prompt = draw.choice(prefixes) + [draw.randrange(50) for _ in range(draw.randint(1, 90))]
+            running.append(books.request(str(made), prompt))
+            made += 1
+        if not running:
+            break
+        request = draw.choice(running)
+        if not books.step(request, step):
+            victim = max((r for r in running if r.num_computed_tokens), key=running.index, default=None)
+            assert victim is not None, "a single request always fits"
+            books.manager.free(victim)  # as the scheduler preempts
+            victim.num_computed_tokens = 0
+            preempted += 1
+            continue
+        if request.num_computed_tokens == request.num_tokens:
+            if request.num_output_tokens >= 60 or draw.random() < 0.02:
+                books.manager.free(request)
+                running.remove(request)
+            else:
+                request.append_output_token_ids(draw.randrange(50))
+    for request in running:
+        books.manager.free(request)
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+    assert preempted
+    assert made > 10
+    assert bool(books.hits) == caching

@@ -1,0 +1,63 @@
+"""What a server is told, and what its memory admits."""
+
+import pytest
+
+from eval.serving import plan
+from eval.serving.plan import Server
+from eval.serving.settings import Settings, load_mask
+from tests import ROOT
+
+MASK = ROOT / "leank_train/assets/reference/mask_70pct.safetensors"
+
+
+def test_nothing_is_served_without_a_mask():
+    assert Settings.find(None, {}) is None
+    assert Settings.find({"other": 1}, {"LEANK_WINDOW": "3"}) is None
+
+
+def test_sink_and_window_are_those_of_the_training_unless_given():
+    assert Settings.find(None, {"LEANK_MASK": str(MASK)}) == Settings(str(MASK), 16, 144)
+    given = Settings.find({"leank": {"mask": str(MASK), "window": 64}}, {"LEANK_MASK": "other", "LEANK_SINK": "4"})
+    assert given == Settings(str(MASK), 4, 64)
+    assert Settings.find(None, given.export()) == given
+
+
+@pytest.mark.parametrize(
+    ("additional", "environment", "words"),
+    [
+        ({"leank": {"mask": str(MASK), "windows": 3}}, {}, "windows"),
+        ({"leank": str(MASK)}, {}, "must be a mapping"),
+        (None, {"LEANK_MASK": str(MASK), "LEANK_WINDOW": "many"}, "LEANK_WINDOW=many"),
+        (None, {"LEANK_MASK": str(MASK), "LEANK_SINK": "-1"}, "LEANK_SINK=-1"),
+        (None, {"LEANK_MASK": str(MASK), "LEANK_WINDOW": "0"}, "LEANK_WINDOW=0"),
+        (None, {"LEANK_MASK": str(ROOT / "pyproject.toml")}, "pyproject.toml"),
+    ],
+)
+def test_wrong_settings_are_named(additional, environment, words):
+    with pytest.raises(ValueError, match=words):
+        Settings.find(additional, environment)
+
+
+@pytest.mark.parametrize("name", ["none.safetensors", "none.pth"])
+def test_a_missing_mask_is_named(name):
+    with pytest.raises(FileNotFoundError, match=name):
+        Settings.find(None, {"LEANK_MASK": name})
+
+
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_the_bytes_that_the_reference_mask_saves_become_tokens(block):
+    keep = load_mask(str(MASK)).keep
+    server = Server(2**30, longest=8192, step=8192, block=block, itemsize=4, hits=False)
+    gain = server.pruned(keep, 16, 144) / server.stock(keep)
+    assert 2.25 < gain < server.by_bytes(keep, 16, 144) < 2.54
+
+
+def test_a_longer_step_and_a_larger_page_never_admit_more_than_the_bytes():
+    keep = load_mask(str(MASK)).keep
+    whole, in_steps = (Server(2**30, 8192, step, hits=False).pruned(keep, 16, 144) for step in (8192, 512))
+    assert in_steps < whole
+
+
+def test_the_plan_is_printed(capsys):
+    plan.main([str(MASK), "--itemsize", "4", "--no-hits"])
+    assert "74,880 without the mask, 181,411 with it, 2.42 times" in capsys.readouterr().out

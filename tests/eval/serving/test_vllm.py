@@ -1,0 +1,171 @@
+"""vLLM with the plug-in, end to end on a CPU; `make vllm-test` makes the environment that these tests need."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+
+import pytest
+
+from eval.serving.plan import Server
+from eval.serving.settings import load_mask
+from scripts.bench.serve_same import compare
+from tests import ROOT
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, in an environment of its own: make vllm-test"),
+]
+REFERENCE = ROOT / "leank_train/assets/reference"
+MASK = REFERENCE / "mask_70pct.safetensors"
+REQUESTS = ("--requests", "16")
+
+
+def python(*args, **environment):
+    """Run a module in a process of its own, since a process can start one engine."""
+    done = subprocess.run(
+        [sys.executable, *args], cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
+    )
+    assert not done.returncode, done.stderr[-3000:]
+    return done.stdout
+
+
+def served(folder, variant, *args):
+    python("-m", "scripts.bench.serve_same", str(folder), variant, *REQUESTS, *args)
+    return json.loads((folder / f"{variant}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def by_cache(tmp_path_factory):
+    return served(tmp_path_factory.mktemp("cache"), "cache")
+
+
+@pytest.mark.parametrize("block", ["16", "128"])
+def test_replies_are_those_of_the_compressed_cache(tmp_path, by_cache, block):
+    found = compare(by_cache, served(tmp_path, "together", "--block-size", block))
+    assert found["equal"] == found["requests"]
+    assert found["largest difference of logprobs"] < 1e-3
+    assert found["pages held at the end"] == 0
+
+
+def test_preempted_requests_give_the_same_replies(tmp_path, by_cache):
+    found = compare(by_cache, served(tmp_path, "preempted"))
+    assert found["preemptions"] > 0
+    assert found["equal"] == found["requests"]
+    assert found["pages held at the end"] == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_prefix_hits_hold_no_pages_and_hardly_change_replies(tmp_path, by_cache, dtype):
+    found = compare(by_cache, served(tmp_path, "prefixes", "--dtype", dtype))
+    assert found["pages held at the end"] == 0
+    assert found["equal"] >= 0.75 * found["requests"]
+
+
+ENGINE = """
+import json, sys
+from scripts.bench.serve_common import MASK, engine
+from vllm import SamplingParams
+llm = engine(MASK, max_model_len=8192, max_num_batched_tokens=8192, kv_cache_memory_bytes=2**30)
+config = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+prompt = "one two three four five six seven. " * 60
+params = SamplingParams(n=3, temperature=0.8, seed=1, max_tokens=12)
+several = llm.generate([prompt], params)[0]
+params = SamplingParams(temperature=0, max_tokens=12)
+first = llm.generate([prompt + "What comes next?"], params)[0]
+again = llm.generate([prompt + "What comes next?"], params)[0]
+other = llm.generate([prompt + "What comes next?", prompt + "Which number is last?"], params)[1]
+print(json.dumps({
+    "blocks": config.num_blocks, "groups": [g.kv_cache_spec.block_size for g in config.kv_cache_groups],
+    "several": [list(o.token_ids) for o in several.outputs], "tokens": len(first.prompt_token_ids),
+    "first": list(first.outputs[0].token_ids), "again": list(again.outputs[0].token_ids),
+    "cached": [first.num_cached_tokens, again.num_cached_tokens, other.num_cached_tokens],
+}))
+"""
+
+
+def test_several_replies_prefix_hits_and_the_planner():
+    found = json.loads(python("-c", ENGINE).splitlines()[-1])
+    pages = 8192 // 32 + 1 + 2 * 12
+    plan = Server(2**30, longest=8192, step=8192, block=32, itemsize=4)
+    assert int(found["blocks"] / pages * 8192) == plan.pruned(load_mask(str(MASK)).keep, 16, 144)
+    assert found["groups"] == [32, 16]
+    assert len({tuple(tokens) for tokens in found["several"]}) == 3
+    assert found["again"] == found["first"]
+    assert found["cached"][1] == (found["tokens"] - 1) // 32 * 32
+
+
+REFUSAL = """
+import sys, json
+from vllm.engine.arg_utils import EngineArgs
+for settings in json.loads(sys.argv[1]):
+    try:
+        EngineArgs(**settings).create_engine_config()
+    except Exception as error:
+        print("refused:", str(error).replace(chr(10), " "))
+    else:
+        print("taken")
+"""
+
+
+def test_what_cannot_be_served_is_refused_before_weights_load(tmp_path):
+    def model(**changes):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (folder / name).write_bytes((REFERENCE / name).read_bytes())
+        config = json.loads((REFERENCE / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **changes}))
+        return str(folder)
+
+    mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    beside = model()
+    (tmp_path / "0" / "mask.safetensors").write_bytes(MASK.read_bytes())
+    ours = {"model": str(REFERENCE), "additional_config": {"leank": {"mask": str(MASK)}}}
+    cases = [
+        (ours, "taken"),
+        ({**ours, "model": model(num_hidden_layers=6)}, "shape"),
+        ({**ours, "block_size": 24}, "block_size=24"),
+        ({**ours, "kv_cache_dtype": "fp8"}, "kv-cache-dtype=fp8"),
+        ({**ours, "tensor_parallel_size": 2}, "tensor-parallel-size=2"),
+        ({**ours, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative"),
+        ({**ours, "disable_hybrid_kv_cache_manager": True}, "hybrid"),
+        ({**ours, "model": model(sliding_window=64, **mistral)}, "sliding"),
+        ({"model": beside, "additional_config": {"leank": {"mask": beside + "/mask.safetensors"}}}, "another folder"),
+        ({**ours, "additional_config": {"leank": {"mask": "none.safetensors"}}}, "none.safetensors"),
+        ({**ours, "additional_config": {"leank": {"masks": ""}}}, "masks"),
+    ]  # fmt: skip
+    out = python("-c", REFUSAL, json.dumps([settings for settings, _ in cases]))
+    said = [line for line in out.splitlines() if line.startswith(("refused:", "taken"))]
+    assert [words in line for line, (_, words) in zip(said, cases, strict=True)] == [True] * len(cases), said
+
+
+@pytest.fixture
+def url(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(REFERENCE)]
+    settings = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
+    environment = {**os.environ, "LEANK_MASK": str(MASK), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        server = subprocess.Popen([*command, *settings], env=environment, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        while "Application startup complete" not in log.read_text():
+            assert server.poll() is None, log.read_text()[-3000:]
+            time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait(timeout=60)
+
+
+def test_no_request_is_lost_and_no_page_stays_held(url):
+    found = json.loads(python("-m", "scripts.bench.serve_load", url, "--requests", "60").splitlines()[-1])
+    assert found["finished by length"] + found["cancelled"] == 60
+    assert found["cancelled"] > 0
+    assert found["kv_cache_usage_perc"] == found["num_requests_running"] == found["num_requests_waiting"] == 0
