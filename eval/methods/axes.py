@@ -32,19 +32,20 @@ class Axis(Checked):
     Its fields hold what their annotations say (`leank_train.common.typed`); `check` adds what depends on the model.
     Fields whose names begin with an underscore are no settings.
 
-    obs_queries: int, default 0: how many of the prompt's last queries it needs (`PromptLayer.queries`).
-    column_sums: bool, default False: whether it needs the attention that each key receives from all queries
-    (`PromptLayer.column_sums`).
     free: str or None: the setting that says how much is kept, one of its own or the cache's `window`; `match` moves it.
     """
 
-    column_sums = False
     free: str | None = None
 
     @property
     def obs_queries(self) -> int:
-        """How many of the prompt's last queries it needs."""
+        """How many of the prompt's last queries it needs (`PromptLayer.queries`)."""
         return 0
+
+    @property
+    def column_sums(self) -> bool:
+        """Whether it needs the attention that each key receives from all queries (`PromptLayer.column_sums`)."""
+        return False
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise ValueError or FileNotFoundError if this cannot run on such a model; no weights are loaded yet."""

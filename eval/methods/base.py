@@ -47,7 +47,7 @@ class Method(Checked):
     reads: Reads | None = None
     prefill: PromptPass | None = None
     sink: Count = 128
-    window: Positive = 1024
+    window: Count = 1024
     flush: Positive = 32
     backend: Annotated[str, OneOf(*BACKENDS)] = "auto"
     matched: Mapping[str, Any] | None = None

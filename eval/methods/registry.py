@@ -78,12 +78,16 @@ REGISTRY: dict[str, Registry[Axis]] = {
         "think": "eval.methods.channels.think:ThinK",
     }),
     "tokens": Registry("choice of tokens", Tokens, {
+        "adakv": "eval.methods.tokens.adakv:AdaKV",
         "duo_attention": "eval.methods.tokens.duo_attention:DuoAttention",
+        "expected_attention": "eval.methods.tokens.expected_attention:ExpectedAttention",
         "h2o": "eval.methods.tokens.h2o:H2O",
+        "keydiff": "eval.methods.tokens.keydiff:KeyDiff",
         "lethe": "eval.methods.tokens.lethe:Lethe",
         "pyramidkv": "eval.methods.tokens.pyramidkv:PyramidKV",
         "snapkv": "eval.methods.tokens.snapkv:SnapKV",
         "streaming_llm": "eval.methods.tokens.streaming_llm:StreamingLLM",
+        "tova": "eval.methods.tokens.tova:TOVA",
     }),
     "bits": Registry("choice of bits", Bits, {
         "kivi": "eval.methods.bits.kivi:KIVI",

@@ -15,7 +15,6 @@ from transformers import PreTrainedConfig
 from eval.cache.storage.store import Sizes
 from eval.inference.models import shape_of
 from eval.inference.prefill import Prefill, PromptLayer
-from eval.methods.common.selection import middle_budget
 from eval.methods.tokens.snapkv import SnapKV
 from leank_train.common.typed import Positive
 
@@ -36,7 +35,7 @@ class PyramidKV(SnapKV):
       methods differ in nothing but the layers' shares.
 
     Settings
-    budget: int, tokens, default 1024: mean over the layers of what a KV head keeps in all, sink and window included.
+    budget: see eval.methods.common.scored; default 1024. It is the mean over the layers.
     queries: int, default 32: last queries that are observed; their tokens always stay.
     kernel: int, odd, default 7: neighbours over which a score is pooled.
     pooling: "avg" or "max", default "avg": how a score is pooled.
@@ -47,10 +46,12 @@ class PyramidKV(SnapKV):
     beta: Positive = 20
 
     def counts(self, prefill: Prefill, sizes: Sizes) -> list[int | Tensor]:
-        mean = middle_budget(self.budget, sizes)
         full = [index for index, layer in enumerate(prefill.layers) if isinstance(layer, PromptLayer)]
         middles = (prefill.lengths - sizes.sink - sizes.window).clamp(min=0).tolist()
-        rows = torch.tensor([pyramid(mean, middle, len(full), self.beta) for middle in middles])  # [B, full layers]
+        means = [self.between(length, sizes) for length in prefill.lengths.tolist()]
+        rows = torch.tensor(
+            [pyramid(mean, middle, len(full), self.beta) for mean, middle in zip(means, middles, strict=True)]
+        )  # [B, full layers]
         counts: list[int | Tensor] = [0] * len(prefill.layers)
         for place, index in enumerate(full):
             counts[index] = rows[:, place]
@@ -58,9 +59,9 @@ class PyramidKV(SnapKV):
 
     def kept_counts(self, config: PreTrainedConfig, columns: list[int], sizes: Sizes) -> np.ndarray:
         layers, heads, _ = shape_of(config)
-        protected = self._protected(sizes)
+        protected = self.protected(sizes)
         middle = max(0, max(columns) - protected.sink - protected.window)
-        counts = pyramid(middle_budget(self.budget, protected), middle, layers, self.beta)
+        counts = pyramid(self.between(max(columns), protected), middle, layers, self.beta)
         return np.tile(np.array(counts)[:, None] + protected.window - sizes.window, heads)
 
 

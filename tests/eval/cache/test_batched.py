@@ -17,6 +17,7 @@ from eval.cache.storage.store import Store
 from eval.methods.reads.double_sparsity import Labels
 from eval.methods.reads.quest import Quest
 from eval.methods.tokens.lethe import Lethe, Rounds
+from eval.methods.tokens.tova import LastQuery
 
 HEADS, DIM, GROUP = 3, 8, 2
 SIZES = Sizes(2, 5, 3)
@@ -26,6 +27,7 @@ CHOICES = {
     "quest": {"reads": Quest(16, 3, 0)},
     "quest of bits": {"reads": Quest(16, 3, 0), "bits": Packing(2, 4)},
     "h2o": {"eviction": HeavyHitters(9)},
+    "tova": {"eviction": LastQuery(9)},
     "lethe": {"eviction": Rounds(Lethe(3.0, 0.2, 5, 0.9, evict_at=14, limit=40))},
 }
 
