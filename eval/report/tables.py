@@ -18,6 +18,8 @@ MARKS: dict[Mark, tuple[str, str]] = {
     "dense_only": ("‡", "The first token alone decided the reply, and the dense pass chose it: such a score says "
                    "nothing about the method"),
     "non_finite": ("§", "Logits were NaN or infinite; such a sample scores 0"),
+    "not_selected": ("¶", "No layer was selected, as the ranks of the tokens never settled or the budget holds the "
+                     "whole prompt"),
 }  # fmt: skip
 PAPER_LENGTHS = {4096: "4K", 8192: "8K", 16384: "16K", 32768: "32K", 65536: "64K", 131072: "128K"}
 

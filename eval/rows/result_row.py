@@ -64,6 +64,8 @@ class ResultRow(TypedDict):
     compressed: whether less than the dense cache is held or read; None for dense.
     dense_only: whether the dense pass's logits alone decided the reply.
     non_finite: step at which logits were NaN or infinite (0: the first token); None if they never were.
+    selected_layer: layer above which the prefill dropped tokens, where it looks for that layer itself (ASL); -1 if it
+      found none, None for other methods.
     batch: samples in the batch.
     settings: see `RowSettings`.
     versions: of Python and the libraries.
@@ -87,10 +89,11 @@ class ResultRow(TypedDict):
     prompt_tokens: int
     new_tokens: NotRequired[int]
     cache_bytes: Annotated[dict[str, float], AfterValidator(_with_total)]
-    middle_tokens: NotRequired[int | None]  # these four and `new_tokens`, `batch`: rows of earlier versions lack them
+    middle_tokens: NotRequired[int | None]  # these five and `new_tokens`, `batch`: rows of earlier versions lack them
     compressed: NotRequired[bool | None]
     dense_only: NotRequired[bool]
     non_finite: NotRequired[int | None]
+    selected_layer: NotRequired[int | None]
     batch: NotRequired[int]
     settings: RowSettings
     versions: dict[str, str]

@@ -221,6 +221,7 @@ class Job:
             "compressed": answer.compressed,
             "dense_only": answer.dense_only,
             "non_finite": answer.non_finite,
+            "selected_layer": answer.selected_layer,
             "batch": answer.batch,
             "settings": self.config(method, key.task, prompt.specials),
             "versions": versions(),

@@ -82,6 +82,7 @@ class Answer:
     compressed: whether less than the dense cache is held or read; None for dense.
     dense_only: whether the dense pass's logits alone decide the reply.
     non_finite: step (0: the first token) at which logits were NaN or infinite and the reply ended; None if never.
+    selected_layer: layer that the prefill selected, -1 if it found none; None for a prefill that looks for none.
     """
 
     tokens: list[int]
@@ -94,6 +95,7 @@ class Answer:
     compressed: bool | None = None
     dense_only: bool = False
     non_finite: int | None = None
+    selected_layer: int | None = None
 
 
 def cache_bytes(cache: Cache, prompt: Prefill) -> dict[str, int]:
@@ -213,7 +215,10 @@ class Replay:
             one = len(t) == 0 or replies.most[row] == 1 or (len(t) == 1 and stopped is not None and stopped(row, t))
             dense = one and broken[row] is None and not before and method.prefill is None
             text = str(self.tokenizer.decode(t, skip_special_tokens=True))
-            answers.append(Answer(t, text, seconds, steps, len(rows), share, middle, compressed, dense, broken[row]))
+            layer = None if prompt.selected_at is None else prompt.selected_at[row]
+            answers.append(
+                Answer(t, text, seconds, steps, len(rows), share, middle, compressed, dense, broken[row], layer)
+            )
         return answers
 
     def _prefills(

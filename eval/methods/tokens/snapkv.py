@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -17,10 +16,9 @@ from eval.cache.storage.store import Sizes
 from eval.inference.observe import received
 from eval.inference.prefill import PromptLayer
 from eval.methods.common.scored import Scored
-from eval.methods.common.slicing import check_kernel
+from eval.methods.common.slicing import POOLING, check_kernel
 from leank_train.common.typed import OneOf, Positive
 
-POOLING = {"avg": torch.avg_pool1d, "max": torch.max_pool1d}
 GROUP = ("mean", "max")
 
 
@@ -36,7 +34,8 @@ class SnapKV(Scored):
     Deviations
     - The authors' code keeps separate tokens for every query head, repeating K and V. Here a KV head has one set, by
       the mean of its group as in kvpress; a sum chooses the same.
-    - Pooling averages by default. The authors' LongBench settings pool by maximum over 7, and so do ThinK and IAP.
+    - Pooling averages by default. The authors' LongBench settings pool by maximum over 7, and so do ThinK and IAP:
+      `snapkv_max`. Every query head is pooled by itself.
 
     Settings
     budget: see eval.methods.common.scored; default 1024.

@@ -25,7 +25,7 @@ from tests.conftest import tiny_model
 
 LENGTH, ITEM = 2500, 4
 NAMES = sorted(p.stem for p in (ROOT / "conf" / "eval" / "method").glob("*.yaml"))
-BY_PROMPT = {"asl_two_pass", "lethe", "lethe_printed"}  # when they drop tokens, the prompt decides
+BY_PROMPT = {"lethe", "lethe_printed"}  # when they drop tokens, the prompt decides
 
 
 @pytest.fixture(scope="module")
