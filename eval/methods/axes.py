@@ -139,6 +139,10 @@ class Bits(Axis, ABC):
     def of_layer(self, index: int, config: PreTrainedConfig) -> middle.Codec | None:
         """The codec of one layer; None stores the numbers in the model's type."""
 
+    def of_prompts(self, index: int, config: PreTrainedConfig, prefill: Prefill) -> middle.Codec | None:
+        """The codec of one layer for these prompts; by default `of_layer`, which is the same for all prompts."""
+        return self.of_layer(index, config)
+
     @abstractmethod
     def packed(self, held: Held) -> float:
         """Bytes of the middle's K and V."""

@@ -73,6 +73,7 @@ REGISTRY: dict[str, Registry[Axis]] = {
         "leank_budget": "eval.methods.channels.leank_budget:LeanKBudget",
         "lowest_frequencies": "eval.methods.channels.lowest_frequencies:LowestFrequencies",
         "magnitude": "eval.methods.channels.magnitude:Magnitude",
+        "pair_energy": "eval.methods.channels.pair_energy:PairEnergy",
         "random": "eval.methods.channels.random:Random",
         "static_norm": "eval.methods.channels.static_norm:StaticNorm",
         "think": "eval.methods.channels.think:ThinK",
@@ -85,12 +86,15 @@ REGISTRY: dict[str, Registry[Axis]] = {
         "keydiff": "eval.methods.tokens.keydiff:KeyDiff",
         "lethe": "eval.methods.tokens.lethe:Lethe",
         "pyramidkv": "eval.methods.tokens.pyramidkv:PyramidKV",
+        "rkv": "eval.methods.tokens.rkv:RKV",
         "snapkv": "eval.methods.tokens.snapkv:SnapKV",
         "streaming_llm": "eval.methods.tokens.streaming_llm:StreamingLLM",
         "tova": "eval.methods.tokens.tova:TOVA",
     }),
     "bits": Registry("choice of bits", Bits, {
         "kivi": "eval.methods.bits.kivi:KIVI",
+        "pca": "eval.methods.bits.pca:PCA",
+        "spark": "eval.methods.bits.spark:SparK",
     }),
     "reads": Registry("choice of reads", Reads, {
         "double_sparsity": "eval.methods.reads.double_sparsity:DoubleSparsity",

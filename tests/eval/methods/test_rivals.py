@@ -1,4 +1,4 @@
-"""TOVA, KeyDiff, Expected Attention and AdaKV against obvious loops over each prompt alone, and end to end."""
+"""TOVA, KeyDiff, Expected Attention, AdaKV and R-KV against obvious loops over each prompt alone, and end to end."""
 
 import math
 
@@ -14,9 +14,11 @@ from eval.inference.decode import greedy
 from eval.inference.prefill import PromptLayer, prefill
 from eval.methods import method
 from eval.methods.axes import Tokens
+from eval.methods.tokens import rkv
 from eval.methods.tokens.adakv import AdaKV
 from eval.methods.tokens.expected_attention import ExpectedAttention, frequencies
 from eval.methods.tokens.keydiff import KeyDiff
+from eval.methods.tokens.rkv import RKV
 from eval.methods.tokens.snapkv import SnapKV
 from eval.methods.tokens.tova import TOVA
 from tests.eval.methods.test_tokens import alone, attention, kept_of, observed
@@ -232,3 +234,61 @@ def evicted_by_hand(model, found, chosen, new):
                 best = sorted(middle, key=lambda n: -float(weights[n]))[:8]
                 held[index] = [j for n, j in enumerate(held[index]) if n not in middle or n in best]
     return out
+
+
+def rkv_by_hand(layer, choice, config):
+    keys, count = layer.keys[0], layer.keys.shape[2]
+    weights = attention(layer.queries[0, :, -choice.queries :], keys).mean(1).unflatten(0, (HEADS, -1)).mean(1)
+    found, reach = [], choice.kernel // 2
+    for of_head, head in zip(weights, keys, strict=True):
+        alike = [[float(a @ b / a.norm() / b.norm()) if i != j else 0.0 for j, b in enumerate(head)]
+                 for i, a in enumerate(head)]  # fmt: skip
+        for line in alike:
+            over = [j for j, value in enumerate(line) if value > choice.threshold]
+            if over:
+                line[over[-1]] = 0.0
+        mean = [sum(line[j] for line in alike) / count for j in range(count)]
+        total = sum(math.exp(x) for x in mean)
+        found.append([
+            choice.mix * float(of_head[max(0, j - reach) : j + reach + 1].max())
+            - (1 - choice.mix) * math.exp(mean[j]) / total
+            for j in range(count)
+        ])  # fmt: skip
+    return found
+
+
+@settings(deadline=None, max_examples=15)
+@given(lengths=LENGTHS, budget=st.integers(10, 24), mix=st.sampled_from([0.0, 0.1, 0.9]),
+       threshold=st.sampled_from([0.0, 0.5]))  # fmt: skip
+def test_rkv_keeps_what_is_important_and_not_redundant(lengths, budget, mix, threshold):
+    choice = RKV(budget, 3, 5, mix, threshold)
+    model, found = whole(lengths)
+    keeps = choice.keep_mask(found, model.config, Sizes(1, 2, 4))
+    for row, length in enumerate(lengths):
+        for layer, keep in zip(whole(lengths, row)[1].layers, keeps, strict=True):
+            scores = rkv_by_hand(layer, choice, model.config) if length >= 3 else []
+            assert kept_of(keep, row, length) == highest(scores, length, Sizes(1, 3), budget)
+
+
+def test_many_keys_are_compared_block_by_block(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    keys, there = torch.randn(2, 3, 37, 8, generator=generator), torch.rand(2, 3, 37, generator=generator) < 0.9
+    want = rkv.redundancy(keys, there, 0.3)
+    monkeypatch.setattr(rkv, "BLOCK", 5)
+    torch.testing.assert_close(rkv.redundancy(keys, there, 0.3), want)
+    torch.testing.assert_close(want.sum(-1), torch.ones(2, 3))
+    assert not want[~there].any()
+
+
+@torch.no_grad()
+def test_rkv_holds_its_budget_through_a_long_reply():
+    chosen = method(
+        "rkv", {"tokens": {"name": "rkv", "budget": 20, "queries": 3}}, {"sink": 2, "window": 4, "flush": 6}
+    )
+    model, lengths, new = tiny_model("llama"), (34, 9), 60
+    ids, mask = left_padded(lengths, 5)
+    found = prefill(model, ids, mask.bool(), new, 3)
+    cache = chosen.cache(model, found)
+    greedy(model, cache, found.logits, found.real, found.lengths, [], [new] * 2, [new] * 2, None)
+    for layer in cache.compressed:
+        assert (layer.store.prompt.length + layer.store.tail.length == 14).all()
