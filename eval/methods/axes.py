@@ -33,9 +33,11 @@ class Axis(Checked):
     Fields whose names begin with an underscore are no settings.
 
     free: str or None: the setting that says how much is kept, one of its own or the cache's `window`; `match` moves it.
+    later: settings that were added when rows without them existed; they count where they differ from their default.
     """
 
     free: str | None = None
+    later: tuple[str, ...] = ()
 
     @property
     def obs_queries(self) -> int:
@@ -58,8 +60,9 @@ class Axis(Checked):
 
     def identity(self) -> dict[str, object]:
         """What the answers depend on, as JSON; by default every setting."""
-        names = [field.name for field in fields(self)]  # type: ignore[arg-type]  # every choice is a dataclass
-        return {name: getattr(self, name) for name in names if not name.startswith("_")}
+        found = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]  # all are dataclasses
+        same = {field.name for field in fields(self) if found[field.name] == field.default}  # type: ignore[arg-type]
+        return {k: v for k, v in found.items() if not (k.startswith("_") or (k in self.later and k in same))}
 
     def extra_bytes(self, held: Held) -> float:
         """Bytes that this holds for one prompt in addition to K and V."""

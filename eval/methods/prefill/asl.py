@@ -64,7 +64,7 @@ class ASL(RowPass):
     layer: int or None, default None: select at this layer, whatever the ranks, for curves of cost and of quality.
     """
 
-    free = "budget"
+    free, later = "budget", ("layer",)
     budget: Positive = 2048
     threshold: Annotated[float, Gt(0), Lt(1), "the paper uses 0.3"] | None = None
     window: Positive = 32

@@ -50,6 +50,7 @@ class FastKV(RowPass):
     pooling: "avg" or "max", default "avg": how a head's scores are pooled.
     """
 
+    later = ("pooling",)
     budget: Budget = 2048
     layer: Count | None = None
     window: Positive = 8

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from eval.cache.storage.store import Sizes
 from eval.inference.models import shape_of
 from eval.inference.prefill import Prefill, PromptLayer
 from eval.methods.tokens.snapkv import SnapKV
-from leank_train.common.typed import Positive
+from leank_train.common.typed import OneOf, Positive
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class PyramidKV(SnapKV):
     remainders, the lower layer first, so that all layers together choose L C exactly.
 
     Deviations
-    - The authors' code rounds the step between layers down and so holds up to 15% more tokens at small budgets. It
-      leaves prompts of less than 2 C tokens to SnapKV.
+    - The authors' code rounds the step between layers down and so holds up to 15% more tokens at small budgets:
+      rounding="authors". It leaves prompts of less than 2 C tokens to SnapKV.
     - The authors' window is 8, and their pooling is max by default. Here both are SnapKV's defaults, so that the two
       methods differ in nothing but the layers' shares.
 
@@ -41,16 +42,27 @@ class PyramidKV(SnapKV):
     pooling: "avg" or "max", default "avg": how a score is pooled.
     group: "mean" or "max", default "mean": how the scores of a KV head's query heads become one.
     beta: int, default 20: the top layer gets 1 / beta of the mean.
+    rounding: "exact" or "authors", default "exact": whether the shares add up, or the step is rounded down.
     """
 
+    later = ("rounding",)
     beta: Positive = 20
+    rounding: Annotated[str, OneOf("exact", "authors")] = "exact"
+
+    def shares(self, mean: int, available: int, layers: int) -> list[int]:
+        """Tokens of each layer between sink and window, the lowest first; see `pyramid`."""
+        if self.rounding == "exact" or layers < 2:
+            return pyramid(mean, available, layers, self.beta)
+        most = min(2 * mean - mean // self.beta, available)
+        step = (2 * (most - mean)) // (layers - 1)
+        return [most - index * step for index in range(layers)]
 
     def counts(self, prefill: Prefill, sizes: Sizes) -> list[int | Tensor]:
         full = [index for index, layer in enumerate(prefill.layers) if isinstance(layer, PromptLayer)]
         middles = (prefill.lengths - sizes.sink - sizes.window).clamp(min=0).tolist()
         means = [self.between(length, sizes) for length in prefill.lengths.tolist()]
         rows = torch.tensor(
-            [pyramid(mean, middle, len(full), self.beta) for mean, middle in zip(means, middles, strict=True)]
+            [self.shares(mean, middle, len(full)) for mean, middle in zip(means, middles, strict=True)]
         )  # [B, full layers]
         counts: list[int | Tensor] = [0] * len(prefill.layers)
         for place, index in enumerate(full):
@@ -61,7 +73,7 @@ class PyramidKV(SnapKV):
         layers, heads, _ = shape_of(config)
         protected = self.protected(sizes)
         middle = max(0, max(columns) - protected.sink - protected.window)
-        counts = pyramid(self.between(max(columns), protected), middle, layers, self.beta)
+        counts = self.shares(self.between(max(columns), protected), middle, layers)
         return np.tile(np.array(counts)[:, None] + protected.window - sizes.window, heads)
 
 

@@ -14,10 +14,13 @@ from eval.inference.decode import greedy
 from eval.inference.prefill import PromptLayer, prefill
 from eval.methods import method
 from eval.methods.axes import Tokens
+from eval.methods.reads.double_sparsity import rounded
 from eval.methods.tokens import rkv
 from eval.methods.tokens.adakv import AdaKV
+from eval.methods.tokens.duo_attention import DuoAttention
 from eval.methods.tokens.expected_attention import ExpectedAttention, frequencies
 from eval.methods.tokens.keydiff import KeyDiff
+from eval.methods.tokens.pyramidkv import PyramidKV
 from eval.methods.tokens.rkv import RKV
 from eval.methods.tokens.snapkv import SnapKV
 from eval.methods.tokens.tova import TOVA
@@ -142,6 +145,40 @@ def test_adakv_refuses_what_has_no_scores():
         _ = AdaKV(scores_of={"name": "streaming_llm"}).inner
     with pytest.raises(ValueError, match=r"adakv.scores_of.budget=9 does not count; set adakv.budget"):
         _ = AdaKV(scores_of={"name": "snapkv", "budget": 9}).inner
+
+
+def test_pyramidkv_can_round_as_its_authors_do():
+    """The step between layers is rounded down, so the sum is larger."""
+    choice = PyramidKV(100, rounding="authors")
+    assert choice.shares(100, 10**6, 4) == [195, 132, 69, 6]  # 2 * 100 - 5, less 63 a layer
+    assert sum(choice.shares(10, 10**6, 32)) > sum(PyramidKV(100).shares(10, 10**6, 32)) == 320
+    assert "rounding" not in PyramidKV(100).identity()  # rows made before it was a setting stay the same
+
+
+def test_duo_attention_can_count_as_its_authors_do(tmp_path):
+    gates = [[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]]
+    path = tmp_path / "gates.tsv"
+    path.write_text("\n".join("\t".join(map(str, row)) for row in gates))
+    for ratio, nearest, authors in ((0.0, 0, 0), (0.5, 3, 3), (0.6, 4, 3), (1.0, 6, 5)):
+        assert DuoAttention(str(path), ratio).streaming().sum() == nearest
+        assert DuoAttention(str(path), ratio, count="authors").streaming().sum() == authors
+    assert DuoAttention(count="authors").identity() == {**DuoAttention().identity(), "count": "authors"}
+
+
+@settings(deadline=None, max_examples=20)
+@given(bits=st.sampled_from([2, 4]), seed=st.integers(0, 99))
+def test_labels_are_rounded_token_by_token(bits, seed):
+    generator = torch.Generator().manual_seed(seed)
+    keys, chosen = torch.randn(6, 5, generator=generator), torch.rand(6, 1, generator=generator) < 0.7
+    found = rounded(keys, chosen, bits)
+    for token in range(5):
+        labels = [float(keys[c, token]) for c in range(6) if chosen[c]]
+        for c in range(6):
+            want = float(keys[c, token])
+            if chosen[c]:
+                step = (max(labels) - min(labels)) / (2**bits - 1) or 1.0
+                want = min(labels) + round((want - min(labels)) / step) * step
+            assert float(found[c, token]) == pytest.approx(want, abs=1e-5)
 
 
 CHOICES = [TOVA(12, False), KeyDiff(12), ExpectedAttention(12), AdaKV(12, {"name": "keydiff"}), SnapKV(0.4, 3)]
