@@ -59,10 +59,13 @@ class Axis(Checked):
         """Look at samples once, before the first batch."""
 
     def identity(self) -> dict[str, object]:
-        """What the answers depend on, as JSON; by default every setting."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]  # all are dataclasses
-        same = {field.name for field in fields(self) if found[field.name] == field.default}  # type: ignore[arg-type]
-        return {k: v for k, v in found.items() if not (k.startswith("_") or (k in self.later and k in same))}
+        """What the answers depend on, as JSON; by default every setting, those of `later` as it says."""
+        found = {}
+        for field in fields(self):  # type: ignore[arg-type]  # every choice is a dataclass
+            value = getattr(self, field.name)
+            if not (field.name.startswith("_") or (field.name in self.later and value == field.default)):
+                found[field.name] = value
+        return found
 
     def extra_bytes(self, held: Held) -> float:
         """Bytes that this holds for one prompt in addition to K and V."""
