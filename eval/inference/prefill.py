@@ -123,6 +123,8 @@ class Prefill:
     columns: int: T.
     selected: list or None, default None: for each layer the tokens that the current method keeps, sink and window
       included: bool [B, H, columns of the layer], None if all stay.
+    selected_at: list or None, default None: for each row the layer above which a pass dropped tokens, where the pass
+      looks for that layer itself; -1 if it found none.
     """
 
     layers: list[Any]
@@ -130,6 +132,7 @@ class Prefill:
     logits: Tensor
     columns: int
     selected: list[Tensor | None] | None = None
+    selected_at: list[int] | None = None
 
     @property
     def lengths(self) -> Tensor:

@@ -32,19 +32,22 @@ class Axis(Checked):
     Its fields hold what their annotations say (`leank_train.common.typed`); `check` adds what depends on the model.
     Fields whose names begin with an underscore are no settings.
 
-    obs_queries: int, default 0: how many of the prompt's last queries it needs (`PromptLayer.queries`).
-    column_sums: bool, default False: whether it needs the attention that each key receives from all queries
-    (`PromptLayer.column_sums`).
     free: str or None: the setting that says how much is kept, one of its own or the cache's `window`; `match` moves it.
+    later: settings that were added when rows without them existed; they count where they differ from their default.
     """
 
-    column_sums = False
     free: str | None = None
+    later: tuple[str, ...] = ()
 
     @property
     def obs_queries(self) -> int:
-        """How many of the prompt's last queries it needs."""
+        """How many of the prompt's last queries it needs (`PromptLayer.queries`)."""
         return 0
+
+    @property
+    def column_sums(self) -> bool:
+        """Whether it needs the attention that each key receives from all queries (`PromptLayer.column_sums`)."""
+        return False
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise ValueError or FileNotFoundError if this cannot run on such a model; no weights are loaded yet."""
@@ -56,9 +59,13 @@ class Axis(Checked):
         """Look at samples once, before the first batch."""
 
     def identity(self) -> dict[str, object]:
-        """What the answers depend on, as JSON; by default every setting."""
-        names = [field.name for field in fields(self)]  # type: ignore[arg-type]  # every choice is a dataclass
-        return {name: getattr(self, name) for name in names if not name.startswith("_")}
+        """What the answers depend on, as JSON; by default every setting, those of `later` as it says."""
+        found = {}
+        for field in fields(self):  # type: ignore[arg-type]  # every choice is a dataclass
+            value = getattr(self, field.name)
+            if not (field.name.startswith("_") or (field.name in self.later and value == field.default)):
+                found[field.name] = value
+        return found
 
     def extra_bytes(self, held: Held) -> float:
         """Bytes that this holds for one prompt in addition to K and V."""
@@ -137,6 +144,10 @@ class Bits(Axis, ABC):
     @abstractmethod
     def of_layer(self, index: int, config: PreTrainedConfig) -> middle.Codec | None:
         """The codec of one layer; None stores the numbers in the model's type."""
+
+    def of_prompts(self, index: int, config: PreTrainedConfig, prefill: Prefill) -> middle.Codec | None:
+        """The codec of one layer for these prompts; by default `of_layer`, which is the same for all prompts."""
+        return self.of_layer(index, config)
 
     @abstractmethod
     def packed(self, held: Held) -> float:

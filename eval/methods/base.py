@@ -47,7 +47,7 @@ class Method(Checked):
     reads: Reads | None = None
     prefill: PromptPass | None = None
     sink: Count = 128
-    window: Positive = 1024
+    window: Count = 1024
     flush: Positive = 32
     backend: Annotated[str, OneOf(*BACKENDS)] = "auto"
     matched: Mapping[str, Any] | None = None
@@ -145,7 +145,7 @@ class Method(Checked):
                 channels=None if channels is None else channels[..., index, :, :],
                 values=None if values is None else values[..., index, :, :],
                 joins=None if joins is None else joins[index],
-                bits=None if self.bits is None else self.bits.of_layer(index, config),
+                bits=None if self.bits is None else self.bits.of_prompts(index, config, prefill),
                 reads=None if self.reads is None else self.reads.of_layer(index, config),
                 eviction=self.tokens.eviction(layer, config, sizes)
                 if self.tokens is not None and isinstance(layer, PromptLayer)

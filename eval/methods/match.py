@@ -34,13 +34,13 @@ def share_of_dense(method: Method, config: PreTrainedConfig, lengths: Sequence[i
 def free_settings(method: Method) -> list[str]:
     """The settings that `match` moves, as "axis.setting" or "window".
 
-    They are all budgets of the method. Without a budget it is the first free setting of tokens, prefill and channels,
-    so that of two axes one stays as it is (ThinK, table 7, moves H2O's and SnapKV's budget).
+    They are all budgets of the method. Without a budget it is the first free setting of tokens, prefill, channels and
+    bits, so that of two axes one stays as it is (ThinK, table 7, moves H2O's and SnapKV's budget).
     """
     free = {axis: choice.free for axis, choice in method.axes.items() if choice.free is not None}
     budgets = [f"{axis}.budget" for axis, setting in free.items() if setting == "budget"]
-    first = [setting if setting == "window" else f"{axis}.{setting}"
-             for axis in ("tokens", "prefill", "channels") if (setting := free.get(axis)) is not None][:1]  # fmt: skip
+    others = [(axis, free[axis]) for axis in ("tokens", "prefill", "channels", "bits") if axis in free]
+    first = [setting if setting == "window" else f"{axis}.{setting}" for axis, setting in others[:1]]
     return budgets or first
 
 

@@ -14,7 +14,7 @@ SPECIAL = {
     **{c: f"\\{c}" for c in "&%$#_{}"},
     **{c: f"{{{c}}}" for c in "[]*"},  # after the end of a row they would be its options
     "–": "--", "—": "---", "×": r"$\times$", "±": r"$\pm$", "≤": r"$\leq$", "≥": r"$\geq$", "−": "$-$",
-    "†": r"\textdagger{}", "‡": r"\textdaggerdbl{}", "§": r"\textsection{}",
+    "†": r"\textdagger{}", "‡": r"\textdaggerdbl{}", "§": r"\textsection{}", "¶": r"\textparagraph{}",
     "α": r"$\alpha$", "β": r"$\beta$", "λ": r"$\lambda$", "τ": r"$\tau$",
 }  # fmt: skip
 WIDE = 8  # columns; a table of more is scaled to the width of the text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, NotRequired, TypedDict
 
 Interval = tuple[float, float]
-Mark = Literal["not_compressed", "dense_only", "non_finite"]
+Mark = Literal["not_compressed", "dense_only", "non_finite", "not_selected"]
 
 
 class Difference(TypedDict):
@@ -75,7 +75,8 @@ class Figures(TypedDict):
     n: samples.
     score: mean over tasks and lengths, which count alike.
     cache_bytes, allocated_bytes: mean bytes after the prompt, from the tensors and from the GPU's allocator.
-    not_compressed, dense_only, non_finite: samples whose score says nothing about the method, see eval.report.tables.
+    not_compressed, dense_only, non_finite, not_selected: samples whose score says little about the method, see
+      eval.report.tables.
     prompt_tokens: mean.
     against_dense: missing for dense and where dense has none of the samples.
     fidelity: missing where no sample was compared with dense token by token.
@@ -89,6 +90,7 @@ class Figures(TypedDict):
     not_compressed: int
     dense_only: int
     non_finite: int
+    not_selected: int
     prompt_tokens: float | None
     seconds: Seconds
     against_dense: NotRequired[AgainstDense]

@@ -38,6 +38,7 @@ MARKED: dict[Mark, Callable[[ResultRow], bool]] = {
     "not_compressed": lambda row: row.get("compressed") is False,
     "dense_only": lambda row: bool(row.get("dense_only")) and bool(row["settings"]["method"]),
     "non_finite": lambda row: row.get("non_finite") is not None,
+    "not_selected": lambda row: row.get("selected_layer") == -1,
 }
 
 
@@ -103,6 +104,7 @@ def _figures(tasks: Mapping[str, Sequence[ResultRow]], dense: Mapping[str, BySam
         "not_compressed": sum(map(MARKED["not_compressed"], rows)),
         "dense_only": sum(map(MARKED["dense_only"], rows)),
         "non_finite": sum(map(MARKED["non_finite"], rows)),
+        "not_selected": sum(map(MARKED["not_selected"], rows)),
         "prompt_tokens": _mean(r["prompt_tokens"] for r in rows),
         "seconds": Seconds(
             prefill=seconds("prefill"), seal=seconds("seal"), first_token=seconds("first_token"),

@@ -19,6 +19,8 @@ MARKS: dict[Mark, tuple[str, str]] = {
     "dense_only": ("‡", "The first token alone decided the reply, and the dense pass chose it: such a score says "
                    "nothing about the method"),
     "non_finite": ("§", "Logits were NaN or infinite; such a sample scores 0"),
+    "not_selected": ("¶", "No layer was selected, as the ranks of the tokens never settled or the budget holds the "
+                     "whole prompt"),
 }  # fmt: skip
 # the modes of conversations in words
 TURNS = {"conversation": "all turns on one cache", "reuse": "each question on a copy of the context's cache"}

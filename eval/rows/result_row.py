@@ -88,6 +88,8 @@ class ResultRow(TypedDict):
     dense_only: whether the dense pass's logits alone decided the reply.
     non_finite: step at which logits were NaN or infinite (0: the first token); None if they never were.
     fidelity: see `Fidelity`; None where it was not measured, or where dense's reply is empty.
+    selected_layer: layer above which the prefill dropped tokens, where it looks for that layer itself (ASL); -1 if it
+      found none, None for other methods.
     batch: samples in the batch.
     settings: see `RowSettings`.
     versions: of Python and the libraries.
@@ -116,6 +118,7 @@ class ResultRow(TypedDict):
     dense_only: NotRequired[bool]
     non_finite: NotRequired[int | None]
     fidelity: NotRequired[Fidelity | None]
+    selected_layer: NotRequired[int | None]
     batch: NotRequired[int]
     settings: RowSettings
     versions: dict[str, str]

@@ -24,6 +24,7 @@ class Answer:
     non_finite: step (0: the first token) at which logits were NaN or infinite and the reply ended; None if never.
     fidelity: how near the next-token distributions are to dense's; None where that was not measured.
     score: share of a text's tokens that the method ranks first; None for a reply, which a scorer reads.
+    selected_layer: layer that the prefill selected, -1 if it found none; None for a prefill that looks for none.
     """
 
     tokens: list[int]
@@ -38,6 +39,7 @@ class Answer:
     non_finite: int | None = None
     fidelity: Fidelity | None = None
     score: float | None = None
+    selected_layer: int | None = None
 
 
 @dataclass(frozen=True)

@@ -242,6 +242,7 @@ class Job:
             "dense_only": answer.dense_only,
             "non_finite": answer.non_finite,
             "fidelity": answer.fidelity,
+            "selected_layer": answer.selected_layer,
             "batch": answer.batch,
             "settings": self.config(method, key.task, prompt.specials),
             "versions": versions(),

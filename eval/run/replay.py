@@ -159,7 +159,8 @@ class Replay:
             middle, compressed = found[row] if method.axes else (None, None)
             text = "" if rows[row].read else str(self.tokenizer.decode(t, skip_special_tokens=True))
             dense_only = self._dense_only(method, replies, decoded, row)
-            said = (middle, compressed, dense_only, decoded.broken[row], *near[row])
+            layer = None if prompt.selected_at is None else prompt.selected_at[row]
+            said = (middle, compressed, dense_only, decoded.broken[row], *near[row], layer)
             answers.append(Answer(t, text, seconds, decoded.steps, count, share, *said))
         return answers
 

@@ -160,7 +160,11 @@ class HeavyHitters(Eviction):
             return None
         first, most = int(sink.max()), int(middle.max())
         own = torch.arange(most, device=self.scores.device) < upload(middle, self.scores.device)[..., None]
-        return largest(self.scores[..., first : first + most].masked_fill(~own, -torch.inf), self.heavy)
+        return largest(self.ranking(middle)[..., first : first + most].masked_fill(~own, -torch.inf), self.heavy)
+
+    def ranking(self, middle: np.ndarray) -> Tensor:
+        """What the tokens are ranked by, [B, H, n] like `scores`; middle: [B, H], tokens held there."""
+        return self.scores
 
 
 def largest(scores: Tensor, count: int) -> Tensor:

@@ -70,7 +70,8 @@ class Padded:
     def keys(self, dtype: torch.dtype) -> Tensor:
         """K, channel-major: [X, C, N]."""
         heads, channels, _ = self._keys.shape
-        return self._numbers(self.segment.k, self._k_line, self._keys.flatten()).to(dtype).view(heads, channels, -1)
+        found = self._numbers(self.segment.k, self._k_line, self._keys.flatten()).view(heads, channels, -1)
+        return self.segment.keys_of(found).to(dtype)
 
     def _kept_values(self, dtype: torch.dtype) -> Tensor:
         """V [X, N, kept channels]; where no channel is pruned, [X, N, D]."""

@@ -192,6 +192,10 @@ class Segment:
         whole[:, self.values.index[row, head, : v.shape[1]].long()] = v
         return keys, whole
 
+    def keys_of(self, stored: Tensor) -> Tensor:
+        """The keys [B H, channels, N] of all heads from what is stored of them, of the same shape here."""
+        return stored
+
     def held(self) -> tuple[int, int]:
         """Bytes of K and of V of the tokens held; spare room is not counted."""
         k, v = (int((self.length * channels).sum()) for channels in (self.channels.count, self.width))

@@ -16,7 +16,7 @@ class Sizes:
     """How many tokens are kept whole at both ends.
 
     sink: first tokens of a row, at least 0
-    window: last tokens of a row, at least 1
+    window: last tokens of a row, at least 0
     flush: tokens that leave the window at a time while decoding, at least 1
 
     Raises ValueError for other numbers.
@@ -31,8 +31,8 @@ class Sizes:
             value = getattr(self, name)
             if not isinstance(value, Integral) or isinstance(value, bool):
                 raise ValueError(f"{name}={value!r} must be a whole number of tokens")
-        if self.sink < 0 or self.window < 1 or self.flush < 1:
-            raise ValueError(f"need sink >= 0, window >= 1, flush >= 1, got {self.sink}, {self.window}, {self.flush}")
+        if self.sink < 0 or self.window < 0 or self.flush < 1:
+            raise ValueError(f"need sink >= 0, window >= 0, flush >= 1, got {self.sink}, {self.window}, {self.flush}")
 
     @property
     def ring(self) -> int:

@@ -1,1 +1,1 @@
-"""Axis *bits*: in how many bits the middle is stored. One method a file."""
+"""Axis *bits*: how the numbers of the middle are stored. One method a file."""

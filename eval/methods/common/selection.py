@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from eval.cache.storage.store import Sizes, middle_columns, real_positions
-from eval.inference.models import shape_of
 from eval.inference.prefill import Prefill, PromptLayer
 from leank_train.channel_scores import top
 
@@ -29,11 +26,6 @@ def middle_budget(budget: int, sizes: Sizes) -> int:
             f"raise it to at least {budget - left}, or lower sink or window"
         )
     return left
-
-
-def same_in_every_head(budget: int, config: PreTrainedConfig, sizes: Sizes) -> np.ndarray:
-    """`Tokens.kept_counts` of a choice that gives every head the same budget, [L, H]."""
-    return np.full(shape_of(config)[:2], middle_budget(budget, sizes))
 
 
 def keep_highest(prefill: Prefill, sizes: Sizes, counts: Sequence[int | Tensor], scores: Scores) -> list[Tensor | None]:

@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import avg_pool1d, pad
+from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
 from eval.inference.observe import received
 from eval.inference.prefill import Prefill, PromptLayer
 from eval.methods.axes import PromptPass
+from eval.methods.common.scored import Budget
 
+POOLING = {"avg": torch.avg_pool1d, "max": torch.max_pool1d}
 Choose = Callable[[int, PromptLayer], Tensor | None]
 
 
@@ -102,7 +104,8 @@ def stack(rows: Sequence[Prefill], room: int) -> Prefill:
         _stack_layer(layers, columns, lengths, room) for layers in zip(*(row.layers for row in rows), strict=True)
     ]
     logits = torch.cat([row.logits for row in rows])
-    return Prefill(layers, None if min(lengths) == columns else real, logits, columns)
+    at = [place for row in rows for place in row.selected_at or ()]
+    return Prefill(layers, None if min(lengths) == columns else real, logits, columns, selected_at=at or None)
 
 
 def _stack_layer(layers: Sequence[PromptLayer], columns: int, lengths: Sequence[int], room: int) -> PromptLayer:
@@ -127,12 +130,16 @@ def _stack_layer(layers: Sequence[PromptLayer], columns: int, lengths: Sequence[
     return together
 
 
-def window_scores(layer: PromptLayer, window: int, kernel: int) -> Tensor:
-    """Pooled attention of the last `window` queries to what precedes them, summed over all heads, [T' - window]."""
+def window_scores(layer: PromptLayer, window: int, kernel: int, pooling: str = "avg") -> Tensor:
+    """Attention of the last `window` queries to what precedes them, pooled by head, summed over all heads.
+
+    pooling: one of POOLING, default "avg".
+
+    Returns [T' - window].
+    """
     assert layer.queries is not None
     attention = received(layer.queries[:, :, -window:], layer.keys, scaling=layer.scaling, softmax=layer.softmax)
-    scores = attention[..., :-window].sum(1)
-    return avg_pool1d(scores, kernel, 1, kernel // 2)[0]
+    return POOLING[pooling](attention[..., :-window], kernel, 1, kernel // 2)[0].sum(0)
 
 
 def window_and_best(scores: Tensor, count: int, window: int) -> Tensor:
@@ -141,9 +148,9 @@ def window_and_best(scores: Tensor, count: int, window: int) -> Tensor:
     return torch.cat([scores.topk(count).indices.sort().values, following])
 
 
-def check_window(budget: int, window: int, kernel: int) -> None:
+def check_window(budget: Budget, window: int, kernel: int) -> None:
     """Raise ValueError if the budget leaves nothing outside the window, or for a kernel without a middle."""
-    if budget <= window:
+    if isinstance(budget, int) and budget <= window:
         raise ValueError(f"budget={budget} must be more than window={window}")
     check_kernel(kernel)
 

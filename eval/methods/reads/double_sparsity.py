@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from eval.methods.axes import Observe, Reads
 from eval.methods.channels.double_sparsity_channels import DoubleSparsityChannels
 from eval.methods.common.calibrated import Calibration
 from eval.methods.common.selection import middle_budget
-from leank_train.common.typed import Positive, Seed, Share
+from leank_train.common.typed import Count, OneOf, Positive, Seed, Share
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class DoubleSparsity(Reads):
 
     Deviations
     - The labels are read from the stored keys, whose channels lie apart, so no second copy in 2 or 4 bits is held.
-    - The authors leave layers 0 and 1 dense; here every layer reads by its labels.
+      With `label_bits` they are rounded as such a copy is, per token and head, without the copy's bytes.
+    - The authors leave layers 0 and 1 dense: dense_layers=2. Here every layer reads by its labels by default.
     - Plain PyTorch reads the other tokens too and masks them: answers are the method's, time is not.
 
     Settings
@@ -43,14 +45,20 @@ class DoubleSparsity(Reads):
     length: int, tokens, default 512: longest calibration sample.
     samples: int, default 256: number of calibration samples.
     seed: int, default 7: seed of the calibration samples.
+    dense_layers: int, default 0: first layers that read everything.
+    label_bits: 2, 4 or 16, default 16: bits that labels are rounded to before tokens are chosen; 16 leaves them as they
+      are. Each token's labels share a scale and a zero point in a KV head.
     """
 
+    later = ("dense_layers", "label_bits")
     budget: Positive = 1024
     ratio: Share = 0.875
     task: str = "niah_single_2"
     length: Positive = 512
     samples: Positive = 256
     seed: Seed = 7
+    dense_layers: Count = 0
+    label_bits: Annotated[int, OneOf(2, 4, 16)] = 16
     _scores: Calibration = field(default_factory=Calibration, repr=False, compare=False)
 
     @cached_property
@@ -67,8 +75,8 @@ class DoubleSparsity(Reads):
     def calibrate(self, observe: Observe, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
         self.labels.calibrate(observe, tokenizer, config)
 
-    def of_layer(self, index: int, config: PreTrainedConfig) -> Labels:
-        return Labels(self.labels.mask()[index], self.budget)
+    def of_layer(self, index: int, config: PreTrainedConfig) -> Labels | None:
+        return None if index < self.dense_layers else Labels(self.labels.mask()[index], self.budget, self.label_bits)
 
 
 @dataclass(frozen=True)
@@ -77,11 +85,13 @@ class Labels:
 
     channels: bool [H, D]: label channels.
     budget: int, tokens: what a query head reads in all.
+    bits: int, default 16: bits that labels are rounded to; 16 leaves them as they are.
     most: int, tokens, default 0: what it reads of the middle, known once the layer has sizes.
     """
 
     channels: Tensor
     budget: int
+    bits: int = 16
     most: int = 0
 
     def start(self, store: Store) -> Labels:
@@ -95,17 +105,33 @@ class Labels:
 
     def visible(self, row: int, head: int, q: Tensor, k: Tensor, channels: Tensor) -> Tensor:
         label = self.channels.to(q.device)[head, channels]
-        score = q[..., label] @ k[:, label].T  # [G, Q, tokens]
+        labels = rounded(k[:, label].T, label[label][:, None], self.bits)
+        score = q[..., label] @ labels  # [G, Q, tokens]
         chosen = score.topk(min(self.most, len(k))).indices
         return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, chosen, True)
 
     def sees(self, q: Tensor, keys: list[Tensor], layout: Columns) -> Tensor:
         label = self.channels.to(q.device).repeat(len(q) // len(self.channels), 1)  # [X, D]
-        few = q * layout.kept(label[:, None].to(q.dtype))
-        score = torch.cat([torch.bmm(few, k) for k in keys], -1).masked_fill(layout.hidden, -torch.inf)
+        among = layout.kept(label[:, None].to(q.dtype))  # [X, 1, C]
+        labels = [rounded(k, among.mT > 0, self.bits) for k in keys]
+        score = torch.cat([torch.bmm(q * among, k) for k in labels], -1).masked_fill(layout.hidden, -torch.inf)
         chosen = score.topk(min(self.most, score.shape[-1])).indices
         return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, chosen, True)
 
     def tensors(self) -> dict[str, Tensor]:
         """The labels."""
         return {"labels": self.channels}
+
+
+def rounded(keys: Tensor, chosen: Tensor, bits: int) -> Tensor:
+    """Keys [..., C, N] whose chosen channels [..., C, 1] are rounded to `bits`, with a scale and zero point per token.
+
+    Q(x) = round((x - z) / s) s + z,   z = min x,   s = (max x - min x) / (2^bits - 1), over a token's chosen channels
+    """
+    if bits == 16:
+        return keys
+    low = keys.masked_fill(~chosen, torch.inf).amin(-2, keepdim=True)
+    high = keys.masked_fill(~chosen, -torch.inf).amax(-2, keepdim=True)
+    step = (high - low) / (2**bits - 1)
+    near = ((keys - low) / torch.where(step > 0, step, 1)).round() * step + low
+    return torch.where(chosen, near, keys)

@@ -7,6 +7,7 @@ w_hf is of LeanK (arXiv 2508.02215), section 5.2 and appendix D.
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -28,9 +29,10 @@ from eval.inference.prefill import Prefill, PromptLayer
 from eval.methods.axes import Observe, Tokens
 from eval.methods.common.calibrated import Calibration
 from leank_train.channel_scores import lowest_frequencies
-from leank_train.common.typed import Positive, Seed
+from leank_train.common.typed import OneOf, Positive, Seed
 
 CALIBRATION = ("task", "length", "seed", "queries")
+COUNTS = ("nearest", "authors")
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class DuoAttention(Tokens):
     - Without a pattern nothing is trained. LeanK measures w_hf at 64K, on RULER's vt in appendix D and on a niah task
       in section 5.2; the default here is vt at 2K.
     - Of equal gates the lower layer's head streams first; the authors' code draws lots.
-    - int(ratio * heads + 0.5) heads stream. The authors' code takes ceil(ratio * (heads - 1)), at times one head fewer.
+    - int(ratio * heads + 0.5) heads stream by default. The authors' code takes ceil(ratio * (heads - 1)), at times one
+      head fewer: count="authors".
 
     Settings
     pattern: str or None, default None: the authors' full_attention_heads.tsv, gates [L, H]; None uses w_hf.
@@ -55,15 +58,17 @@ class DuoAttention(Tokens):
     length: int, tokens, default 2048: longest sample.
     seed: int, default 7: seed of the sample.
     queries: int, default 32: last queries of the sample, q.
+    count: "nearest" or "authors", default "nearest": how many heads stream, see above.
     """
 
-    free = "ratio"
+    free, later = "ratio", ("count",)
     pattern: str | None = None
     ratio: Annotated[float, Ge(0), Le(1)] = 0.5
     task: str = "vt"
     length: Positive = 2048
     seed: Seed = 7
     queries: Positive = 32
+    count: Annotated[str, OneOf(*COUNTS)] = "nearest"
     _ratios: Calibration = field(default_factory=Calibration, repr=False, compare=False)
 
     @property
@@ -100,9 +105,11 @@ class DuoAttention(Tokens):
 
     def identity(self) -> dict[str, object]:
         """The settings; a pattern counts by its contents, not by its path."""
+        found = super().identity()
         if self.pattern is None:
-            return {name: getattr(self, name) for name in ("ratio", *CALIBRATION)}
-        return {"ratio": self.ratio, "pattern": hashlib.sha256(self.gates.numpy().tobytes()).hexdigest()[:16]}
+            return {name: value for name, value in found.items() if name != "pattern"}
+        digest = hashlib.sha256(self.gates.numpy().tobytes()).hexdigest()[:16]
+        return {name: value for name, value in found.items() if name not in CALIBRATION} | {"pattern": digest}
 
     def calibrate(self, observe: Observe, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
         if not self.settled:
@@ -115,8 +122,12 @@ class DuoAttention(Tokens):
     def streaming(self) -> Tensor:
         """Heads that stream, bool [L, H]; by w_hf never those of layers with sliding-window attention."""
         full = -self._ratios[self.calibrated_on] if self.pattern is None else self.gates
-        count = int(self.ratio * int(full.isfinite().sum()) + 0.5)
+        count = self.how_many(int(full.isfinite().sum()))
         return (full.flatten().argsort(stable=True).argsort() < count).view_as(full)
+
+    def how_many(self, heads: int) -> int:
+        """How many of `heads` KV heads stream."""
+        return int(self.ratio * heads + 0.5) if self.count == "nearest" else math.ceil(self.ratio * (heads - 1))
 
     def keep_mask(self, prefill: Prefill, config: PreTrainedConfig, sizes: Sizes) -> list[Tensor | None]:
         kept: list[Tensor | None] = []
@@ -138,7 +149,7 @@ class DuoAttention(Tokens):
             retrieval = ~self.streaming().numpy()
         else:
             layers, heads, _ = shape_of(config)
-            retrieval = np.full((layers, heads), 1 - int(self.ratio * layers * heads + 0.5) / (layers * heads))
+            retrieval = np.full((layers, heads), 1 - self.how_many(layers * heads) / (layers * heads))
         return np.maximum(0, np.array(columns) - sizes.sink - sizes.window)[:, None] * retrieval
 
     def joins(self, config: PreTrainedConfig) -> Tensor:

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from eval.cache.storage.eviction import SCORE, HeavyHitters
 from eval.cache.storage.store import Sizes
-from eval.inference.prefill import Prefill, PromptLayer
-from eval.methods.axes import Tokens
-from eval.methods.common.selection import keep_highest, middle_budget, same_in_every_head
+from eval.inference.prefill import PromptLayer
+from eval.methods.common.scored import Scored
 from eval.methods.held import Held
-from leank_train.common.typed import Positive
 
 
 @dataclass(frozen=True)
-class H2O(Tokens):
+class H2O(Scored):
     """Every KV head keeps the recent tokens and its heavy hitters.
 
       score_j = sum over all queries t >= j of softmax(q_t K^T / sqrt(D))_j        (summed over the group's query heads)
@@ -34,32 +31,27 @@ class H2O(Tokens):
     tokens have left the window.
 
     Settings
-    budget: int, tokens, default 1024: tokens of the prompt that a KV head keeps in all, sink and window included.
+    budget: see eval.methods.common.scored; default 1024.
     evict: bool, default True: whether the budget also holds while decoding. If not, every new token stays, and the
       choice may be combined with bits and reads.
     """
 
-    column_sums, free = True, "budget"
-    budget: Positive = 1024
     evict: bool = True
 
-    def check_sizes(self, sizes: Sizes) -> None:
-        middle_budget(self.budget, sizes)
+    @property
+    def column_sums(self) -> bool:
+        return True
 
-    def keep_mask(self, prefill: Prefill, config: PreTrainedConfig, sizes: Sizes) -> list[Tensor | None]:
-        return keep_highest(prefill, sizes, [middle_budget(self.budget, sizes)] * len(prefill.layers), self.scores)
+    def check_sizes(self, sizes: Sizes) -> None:
+        super().check_sizes(sizes)
+        self.refuse_share(self.evict)
+
+    def scores(self, layer: PromptLayer, real: Tensor | None, config: PreTrainedConfig) -> Tensor:
+        assert layer.column_sums is not None
+        return layer.column_sums
 
     def eviction(self, layer: PromptLayer, config: PreTrainedConfig, sizes: Sizes) -> HeavyHitters | None:
-        return HeavyHitters(middle_budget(self.budget, sizes)) if self.evict else None
-
-    def kept_counts(self, config: PreTrainedConfig, columns: list[int], sizes: Sizes) -> np.ndarray:
-        return same_in_every_head(self.budget, config, sizes)
+        return HeavyHitters(self.between(0, sizes)) if self.evict else None
 
     def extra_bytes(self, held: Held) -> float:
         return SCORE * float((held.ends + held.middle).sum()) if self.evict else 0
-
-    @staticmethod
-    def scores(layer: PromptLayer, real: Tensor | None) -> Tensor:
-        """Attention that each token has received, [B, H, T]."""
-        assert layer.column_sums is not None
-        return layer.column_sums

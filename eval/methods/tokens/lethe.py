@@ -64,7 +64,6 @@ class Lethe(Tokens):
     min_sparsity: float in [0, 1], default 0: Hoyer sparsity below which a layer waits.
     """
 
-    column_sums = True
     sparse_ratio: Annotated[float, Gt(1)] = 400.0
     recent_ratio: Share = 0.3
     segments: Annotated[int, Ge(2)] = 8
@@ -73,6 +72,10 @@ class Lethe(Tokens):
     reading: Annotated[str, OneOf(*READINGS)] = "text"
     limit: Count = 0
     min_sparsity: Annotated[float, Ge(0), Le(1)] = 0.0
+
+    @property
+    def column_sums(self) -> bool:
+        return True
 
     def check_sizes(self, sizes: Sizes) -> None:
         if self.evict_at <= sizes.sink + sizes.window:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -15,9 +16,8 @@ from transformers import PreTrainedConfig
 from eval.cache.storage.store import Sizes
 from eval.inference.models import shape_of
 from eval.inference.prefill import Prefill, PromptLayer
-from eval.methods.common.selection import middle_budget
 from eval.methods.tokens.snapkv import SnapKV
-from leank_train.common.typed import Positive
+from leank_train.common.typed import OneOf, Positive
 
 
 @dataclass(frozen=True)
@@ -30,27 +30,40 @@ class PyramidKV(SnapKV):
     remainders, the lower layer first, so that all layers together choose L C exactly.
 
     Deviations
-    - The authors' code rounds the step between layers down and so holds up to 15% more tokens at small budgets. It
-      leaves prompts of less than 2 C tokens to SnapKV.
+    - The authors' code rounds the step between layers down and so holds up to 15% more tokens at small budgets:
+      rounding="authors". It leaves prompts of less than 2 C tokens to SnapKV.
     - The authors' window is 8, and their pooling is max by default. Here both are SnapKV's defaults, so that the two
       methods differ in nothing but the layers' shares.
 
     Settings
-    budget: int, tokens, default 1024: mean over the layers of what a KV head keeps in all, sink and window included.
+    budget: see eval.methods.common.scored; default 1024. It is the mean over the layers.
     queries: int, default 32: last queries that are observed; their tokens always stay.
     kernel: int, odd, default 7: neighbours over which a score is pooled.
     pooling: "avg" or "max", default "avg": how a score is pooled.
     group: "mean" or "max", default "mean": how the scores of a KV head's query heads become one.
     beta: int, default 20: the top layer gets 1 / beta of the mean.
+    rounding: "exact" or "authors", default "exact": whether the shares add up, or the step is rounded down.
     """
 
+    later = ("rounding",)
     beta: Positive = 20
+    rounding: Annotated[str, OneOf("exact", "authors")] = "exact"
+
+    def shares(self, mean: int, available: int, layers: int) -> list[int]:
+        """Tokens of each layer between sink and window, the lowest first; see `pyramid`."""
+        if self.rounding == "exact" or layers < 2:
+            return pyramid(mean, available, layers, self.beta)
+        most = min(2 * mean - mean // self.beta, available)
+        step = (2 * (most - mean)) // (layers - 1)
+        return [most - index * step for index in range(layers)]
 
     def counts(self, prefill: Prefill, sizes: Sizes) -> list[int | Tensor]:
-        mean = middle_budget(self.budget, sizes)
         full = [index for index, layer in enumerate(prefill.layers) if isinstance(layer, PromptLayer)]
         middles = (prefill.lengths - sizes.sink - sizes.window).clamp(min=0).tolist()
-        rows = torch.tensor([pyramid(mean, middle, len(full), self.beta) for middle in middles])  # [B, full layers]
+        means = [self.between(length, sizes) for length in prefill.lengths.tolist()]
+        rows = torch.tensor(
+            [self.shares(mean, middle, len(full)) for mean, middle in zip(means, middles, strict=True)]
+        )  # [B, full layers]
         counts: list[int | Tensor] = [0] * len(prefill.layers)
         for place, index in enumerate(full):
             counts[index] = rows[:, place]
@@ -58,9 +71,9 @@ class PyramidKV(SnapKV):
 
     def kept_counts(self, config: PreTrainedConfig, columns: list[int], sizes: Sizes) -> np.ndarray:
         layers, heads, _ = shape_of(config)
-        protected = self._protected(sizes)
+        protected = self.protected(sizes)
         middle = max(0, max(columns) - protected.sink - protected.window)
-        counts = pyramid(middle_budget(self.budget, protected), middle, layers, self.beta)
+        counts = self.shares(self.between(max(columns), protected), middle, layers)
         return np.tile(np.array(counts)[:, None] + protected.window - sizes.window, heads)
 
 

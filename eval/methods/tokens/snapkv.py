@@ -8,26 +8,22 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-import numpy as np
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from eval.cache.storage.store import Sizes
 from eval.inference.observe import received
-from eval.inference.prefill import Prefill, PromptLayer
-from eval.methods.axes import Tokens
-from eval.methods.common.selection import keep_highest, middle_budget, same_in_every_head
-from eval.methods.common.slicing import check_kernel
+from eval.inference.prefill import PromptLayer
+from eval.methods.common.scored import Scored
+from eval.methods.common.slicing import POOLING, check_kernel
 from leank_train.common.typed import OneOf, Positive
 
-POOLING = {"avg": torch.avg_pool1d, "max": torch.max_pool1d}
 GROUP = ("mean", "max")
 
 
 @dataclass(frozen=True)
-class SnapKV(Tokens):
+class SnapKV(Scored):
     """Every KV head keeps the observed tokens and those with the highest pooled attention.
 
       score_j = pool_j(sum over the observed queries t of softmax(q_t K^T / sqrt(D))_j)
@@ -38,18 +34,17 @@ class SnapKV(Tokens):
     Deviations
     - The authors' code keeps separate tokens for every query head, repeating K and V. Here a KV head has one set, by
       the mean of its group as in kvpress; a sum chooses the same.
-    - Pooling averages by default. The authors' LongBench settings pool by maximum over 7, and so do ThinK and IAP.
+    - Pooling averages by default. The authors' LongBench settings pool by maximum over 7, and so do ThinK and IAP:
+      `snapkv_max`. Every query head is pooled by itself.
 
     Settings
-    budget: int, tokens, default 1024: tokens of the prompt that a KV head keeps in all, sink and window included.
+    budget: see eval.methods.common.scored; default 1024.
     queries: int, default 32: last queries that are observed; their tokens always stay.
     kernel: int, odd, default 7: neighbours over which a score is pooled.
     pooling: "avg" or "max", default "avg": how a score is pooled.
     group: "mean" or "max", default "mean": how the scores of a KV head's query heads become one.
     """
 
-    free = "budget"
-    budget: Positive = 1024
     queries: Positive = 32
     kernel: Positive = 7
     pooling: Annotated[str, OneOf(*POOLING)] = "avg"
@@ -62,21 +57,7 @@ class SnapKV(Tokens):
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         check_kernel(self.kernel)
 
-    def check_sizes(self, sizes: Sizes) -> None:
-        middle_budget(self.budget, self._protected(sizes))
-
-    def keep_mask(self, prefill: Prefill, config: PreTrainedConfig, sizes: Sizes) -> list[Tensor | None]:
-        sizes = self._protected(sizes)
-        return keep_highest(prefill, sizes, self.counts(prefill, sizes), self.scores)
-
-    def kept_counts(self, config: PreTrainedConfig, columns: list[int], sizes: Sizes) -> np.ndarray:
-        return same_in_every_head(self.budget, config, sizes)
-
-    def counts(self, prefill: Prefill, sizes: Sizes) -> list[int | Tensor]:
-        """For each layer, how many tokens between sink and window stay, in all rows or [B]."""
-        return [middle_budget(self.budget, sizes)] * len(prefill.layers)
-
-    def scores(self, layer: PromptLayer, real: Tensor | None) -> Tensor:
+    def scores(self, layer: PromptLayer, real: Tensor | None, config: PreTrainedConfig) -> Tensor:
         """Pooled attention that each token receives from the observed queries, [B, H, T]; theirs is 0."""
         assert layer.queries is not None
         queries = layer.queries[:, :, -self.queries :]
@@ -86,6 +67,6 @@ class SnapKV(Tokens):
         grouped = pooled.unflatten(1, (layer.keys.shape[1], -1))
         return pad(grouped.mean(2) if self.group == "mean" else grouped.amax(2), (0, queries.shape[2]))
 
-    def _protected(self, sizes: Sizes) -> Sizes:
-        """The window with all tokens that are observed."""
+    def protected(self, sizes: Sizes) -> Sizes:
+        """Sink and window; the window with all tokens that are observed."""
         return replace(sizes, window=max(sizes.window, self.queries))

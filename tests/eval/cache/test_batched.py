@@ -10,13 +10,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from eval.cache import Sizes
 from eval.cache.attention import batched, reference
 from eval.cache.attention.softmax import PLAIN, Softmax
+from eval.cache.storage.coded import Coding
 from eval.cache.storage.eviction import HeavyHitters
 from eval.cache.storage.middle import Middle
 from eval.cache.storage.quantised import Packing
 from eval.cache.storage.store import Store
+from eval.methods.bits.pca import Coordinates
+from eval.methods.bits.spark import Records
 from eval.methods.reads.double_sparsity import Labels
 from eval.methods.reads.quest import Quest
 from eval.methods.tokens.lethe import Lethe, Rounds
+from eval.methods.tokens.rkv import RKV, Redundant
+from eval.methods.tokens.tova import LastQuery
 
 HEADS, DIM, GROUP = 3, 8, 2
 SIZES = Sizes(2, 5, 3)
@@ -26,6 +31,9 @@ CHOICES = {
     "quest": {"reads": Quest(16, 3, 0)},
     "quest of bits": {"reads": Quest(16, 3, 0), "bits": Packing(2, 4)},
     "h2o": {"eviction": HeavyHitters(9)},
+    "tova": {"eviction": LastQuery(9)},
+    "rkv": {"eviction": Redundant(9, RKV(kernel=3, queries=3, mix=0.4, threshold=0.2))},
+    "pca": {"bits": Coding(Coordinates(torch.linalg.qr(torch.randn(3, 8, 3, generator=torch.manual_seed(0)))[0]))},
     "lethe": {"eviction": Rounds(Lethe(3.0, 0.2, 5, 0.9, evict_at=14, limit=40))},
 }
 
@@ -73,7 +81,7 @@ def check(stores, generator, new, real, softmax=PLAIN):
 @pytest.mark.usefixtures("no_memory_is_clean")
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(
-    choice=st.sampled_from([*CHOICES, "labels"]),
+    choice=st.sampled_from([*CHOICES, "labels", "spark"]),
     lengths=st.lists(st.integers(1, 90), min_size=1, max_size=3),
     channels=st.sampled_from(["all", "some", "by row"]),
     values=st.booleans(),
@@ -93,7 +101,8 @@ def test_it_is_the_reference(choice, lengths, channels, values, chosen, joins, s
         return torch.rand(*shape, generator=generator) < share
 
     keep = None
-    channels = "all" if choice == "quest of bits" else channels  # pages of one channel's few numbers tie
+    if choice in ("quest of bits", "pca", "spark"):  # pages of one channel's few numbers tie; records need all
+        channels = "all"
     if channels != "all":
         keep = some(*([batch] if channels == "by row" else []), HEADS, DIM, share=0.6)
         keep[..., 1, :] &= some(DIM, share=0.3)
@@ -102,7 +111,9 @@ def test_it_is_the_reference(choice, lengths, channels, values, chosen, joins, s
         label = some(HEADS, DIM, share=0.7)
         assume(keep is None or ((keep & label).any(-1) | ~keep.any(-1)).all())  # else all tokens tie
         assume(label.any(-1).all())
-        chooses["reads"] = Labels(label, 16)
+        chooses["reads"] = Labels(label, 16, 4 if seed % 2 else 16)
+    if choice == "spark":
+        chooses["bits"] = Coding(Records(torch.rand(batch, HEADS, DIM, generator=generator), 3, 6, torch.int64, True))
     if values and "bits" not in chooses:
         chooses["values"] = some(HEADS, DIM, share=0.5)
     if joins:

@@ -136,7 +136,7 @@ def test_more_partial_results_than_a_merge_reads_in_a_round(merge):
     st.lists(st.integers(0, 64), min_size=1, max_size=3),
     st.integers(1, 8),
     st.lists(st.integers(1, 260), min_size=1, max_size=2),
-    st.tuples(st.integers(0, 70), st.integers(1, 80), st.integers(1, 40)),
+    st.tuples(st.integers(0, 70), st.integers(0, 80), st.integers(1, 40)),
     st.integers(1, 3),
     st.integers(1, 9),
     st.integers(0, 99),

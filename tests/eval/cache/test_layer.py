@@ -221,8 +221,8 @@ def test_bad_input_is_named():
     model, keep = tiny_model("llama"), random_keep(12)
     with pytest.raises(ValueError, match=r"mask has shape \(2, 2, 4\), the model needs \(2, 2, 8\)"):
         compressed_cache(model, keep[..., :4])
-    with pytest.raises(ValueError, match="window >= 1"):
-        compressed_cache(model, keep, window=0)
+    with pytest.raises(ValueError, match="window >= 0"):
+        compressed_cache(model, keep, window=-1)
     with pytest.raises(ValueError, match='"auto", "torch" or "triton"'):
         compressed_cache(model, keep, backend="cuda")
     with pytest.raises(ValueError, match="mask is for 2 KV heads"):

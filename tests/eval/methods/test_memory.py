@@ -25,7 +25,7 @@ from tests.conftest import tiny_model
 
 LENGTH, ITEM = 2500, 4
 NAMES = sorted(p.stem for p in (ROOT / "conf" / "eval" / "method").glob("*.yaml"))
-BY_PROMPT = {"asl_two_pass", "lethe", "lethe_printed"}  # when they drop tokens, the prompt decides
+BY_PROMPT = {"lethe", "lethe_printed"}  # when they drop tokens, the prompt decides
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def made(model, masks):
         for choice in axes.values():
             if isinstance(choice, dict) and choice["name"] in ("double_sparsity", "double_sparsity_channels"):
                 choice.update(samples=1, length=256)
-            if isinstance(choice, dict) and choice["name"] in ("duo_attention", "static_norm"):
+            if isinstance(choice, dict) and choice["name"] in ("duo_attention", "pair_energy", "pca", "static_norm"):
                 choice["length"] = 1024
     found = [method(name, given[name]) for name in NAMES]
     _, tokenizer = load_config(ModelConfig())

@@ -14,11 +14,15 @@ from eval.inference.decode import greedy
 from eval.inference.models import ModelConfig, load_config
 from eval.inference.prefill import PromptLayer, prefill
 from eval.methods import method
+from eval.methods.tokens.adakv import AdaKV
 from eval.methods.tokens.duo_attention import DuoAttention, high_frequency_ratio
+from eval.methods.tokens.expected_attention import ExpectedAttention
 from eval.methods.tokens.h2o import H2O
+from eval.methods.tokens.keydiff import KeyDiff
 from eval.methods.tokens.pyramidkv import PyramidKV, pyramid
 from eval.methods.tokens.snapkv import SnapKV
 from eval.methods.tokens.streaming_llm import StreamingLLM
+from eval.methods.tokens.tova import TOVA
 from tests import DATA
 from tests.helpers import kvpress_tokens
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, left_padded, oracle_cache, run, tiny_model
@@ -169,13 +173,20 @@ def test_pyramidkv_is_snapkv_with_each_layers_budget(beta):
 def test_kvpress_keeps_the_same_tokens():
     """Where settings coincide: no sink (StreamingLLM: 4), the window observed; its pyramid's top counts the window."""
     model = kvpress_tokens.random_model()
-    found = prefill(model, kvpress_tokens.prompt(), None, 0, obs_queries=kvpress_tokens.WINDOW)
+    found = prefill(model, kvpress_tokens.prompt(), None, 0, obs_queries=kvpress_tokens.LENGTH)
     window, recorded = Sizes(0, kvpress_tokens.WINDOW), json.loads(KVPRESS.read_text())
     choices = {
         "snapkv": (SnapKV(32, kvpress_tokens.WINDOW, 5), window),
         "snapkv_wide": (SnapKV(64, kvpress_tokens.WINDOW, 7), window),
         "pyramidkv": (PyramidKV(32, kvpress_tokens.WINDOW, 5, beta=3), window),  # 8 + 24 / 3 = 32 / 2
         "streaming_llm": (StreamingLLM(), Sizes(4, 28)),
+        "tova": (TOVA(32, evict=False), Sizes(0, 1)),
+        "keydiff": (KeyDiff(32), Sizes(0, 0)),
+        "expected": (ExpectedAttention(32, future=32), Sizes(4, 0)),
+        "expected_mean": (ExpectedAttention(64, covariance=False, epsilon=0.02), Sizes(4, 0)),
+        "adakv": (AdaKV(32, {"name": "snapkv", "queries": kvpress_tokens.WINDOW, "kernel": 5}), window),
+        "adakv_loose": (AdaKV(64, {"name": "snapkv", "queries": kvpress_tokens.WINDOW}, 0.0), window),
+        "adakv_expected": (AdaKV(32, {"name": "expected_attention", "future": 32}, 0.5), Sizes(4, 0)),
     }
     assert set(recorded) == set(choices)
     for name, (choice, sizes) in choices.items():
@@ -184,7 +195,7 @@ def test_kvpress_keeps_the_same_tokens():
         ):
             if name == "streaming_llm":  # sink and window stay whatever it says
                 keep = keep | (torch.arange(layer.keys.shape[2]) < 4) | (torch.arange(layer.keys.shape[2]) >= 100)
-            assert [head.nonzero()[:, 0].tolist() for head in keep[0]] == expected
+            assert [head.nonzero()[:, 0].tolist() for head in keep[0]] == expected, name
 
 
 @pytest.mark.parametrize("choice", [SnapKV(12, 3), PyramidKV(12, 3), H2O(12), StreamingLLM(), "duo"])
@@ -341,7 +352,7 @@ def test_h2o_holds_its_budget_while_decoding():
             "method.x.tokens.budget='many' must be an integer of at least 1",
         ),
         ({"tokens": {"name": "streaming_llm", "budget": 9}}, "method.x.tokens.budget is no setting"),
-        ({"tokens": {"name": "snap"}}, "method.x.tokens.name='snap' is unknown; choose one of duo_attention, h2o"),
+        ({"tokens": {"name": "snap"}}, "method.x.tokens.name='snap' is unknown; choose one of adakv, duo_attention"),
     ],
 )
 def test_bad_sizes_are_named_when_a_method_is_made(given, message):

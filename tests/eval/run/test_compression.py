@@ -175,6 +175,7 @@ def test_the_report_marks_such_cells_and_old_rows_still_report(tmp_path):
     rows_ = [row("dense", i, 1.0, dense_only=True) for i in range(3)]
     rows_ += [row("leank", i, 1.0, **marked) for i in range(3)]
     rows_ += [row("think", i, 0.0, non_finite=2 if i else None) for i in range(3)]
+    rows_ += [row("asl", i, 0.5, selected_layer=(-1, 4, -1)[i]) for i in range(3)]
     rows_ += [row("old", i, 1.0) for i in range(3)]
     with Results(tmp_path) as results:
         for r in rows_:
@@ -188,12 +189,15 @@ def test_the_report_marks_such_cells_and_old_rows_still_report(tmp_path):
         assert "(leank 3 of 3 samples of the marked cells)" in text
         assert "‡ The first token alone" in text
         assert "§ Logits were NaN or infinite; such a sample scores 0 (think 2 of 3 samples" in text
+        assert "50.0¶" in text
+        assert "¶ No layer was selected" in text
+        assert "(asl 2 of 3 samples of the marked cells)" in text
         for plain in ("dense", "old"):
             assert not any(
-                mark in line for line in text.split("\n") for mark in "†‡§" if line.startswith(f"| {plain} ")
+                mark in line for line in text.split("\n") for mark in "†‡§¶" if line.startswith(f"| {plain} ")
             )
     assert r"\textdagger{}\textdaggerdbl{}" in (tmp_path / "tables.tex").read_text()
-    assert ",not_compressed,dense_only,non_finite," in (tmp_path / "cells.csv").read_text().split("\n")[0]
+    assert ",dense_only,non_finite,not_selected," in (tmp_path / "cells.csv").read_text().split("\n")[0]
 
 
 def test_a_watch_goes_on_while_one_dense_sample_is_sound():

@@ -127,7 +127,7 @@ def test_every_experiment_composes(name):
         (["method=[think]", "+method.think.channels.rate=0.5"], "method.think.channels.rate is no setting"),
         (["method=[random]", "method.random.channels.name=rnd"], "name='rnd' is unknown; choose one of leank"),
         (["method=[dense]", "+method.h2o.window=9"], "method.h2o has no choice on any axis .*only window"),
-        (["method=[random]", "cache.window=0"], "method.random.window=0 must be an integer of at least 1"),
+        (["method=[random]", "cache.window=-1"], "method.random.window=-1 must be an integer of at least 0"),
         (["method=[random]", "+cache.size=0"], "cache.size is no setting"),
         (["method=[static_norm]", "+method.static_norm.channels.length=100"], "length=100 is too short"),
     ],

@@ -10,6 +10,7 @@ from eval.inference.decode import greedy
 from eval.inference.prefill import PromptLayer, pad_left, prefill
 from eval.inference.prompts import Prompt
 from eval.methods import Method
+from eval.methods.prefill.asl import ASL
 from eval.run.replay import Replay, Settings
 from tests.helpers.cache_oracle import FAMILIES, tiny_model
 from tests.helpers.replay_tools import SIZES, alone, methods, prompts
@@ -159,6 +160,14 @@ def test_bytes_are_those_of_the_prompt():
     )  # K and V, layers, heads, channels, fp64, tokens
     parts = answers["leank"][0].bytes
     assert parts["total"] == sum(v for k, v in parts.items() if k != "total")
+
+
+def test_answers_say_at_which_layer_a_pass_selected():
+    """None for a method that looks for no layer, -1 where it found none: the short prompt is read whole."""
+    some = [Method("dense"), Method("asl", prefill=ASL(20, None, 4, 3, layer=0))]
+    made = [Prompt(i, 3) for i in prompts([40, 12])]
+    found = Replay(tiny_model("llama"), Letters(), Settings()).answers(made, rows(2, 3), some)
+    assert [[a.selected_layer for a in answers] for _, answers in found] == [[None, None], [0, -1]]
 
 
 def test_a_full_buffer_is_refused():

@@ -1,0 +1,126 @@
+"""PCA: every head stores its keys by their coordinates in a static basis of fewer dimensions.
+
+The basis is that of "Loki: Low-rank Keys for Efficient Sparse Attention", arXiv 2406.02542, section 3. Storing the
+coordinates is "Eigen Attention: Attention in Low-Rank Space for KV Cache Compression", arXiv 2408.05646.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from data_gen.tasks import task
+from data_gen.tokens import TokenCounter
+from eval.benchmarks.ruler import draw
+from eval.cache.storage.coded import Coding
+from eval.methods.axes import Bits, Observe
+from eval.methods.common.calibrated import Calibration
+from eval.methods.common.observed import seen
+from eval.methods.held import Held
+from leank_train.channel_scores import pruned, wide
+from leank_train.common.typed import Positive, Seed, Share
+
+
+@dataclass(frozen=True)
+class PCA(Bits):
+    """A key k is stored as k U and read as k U U^T.
+
+      U = the D - floor(ratio D) eigenvectors of the largest eigenvalues of the mean of k^T k
+
+    The mean is over the keys, after RoPE, of calibration samples, per layer and KV head. No other static basis of a
+    head has a smaller mean ||k - k U U^T||^2. A mask of channels is such a basis whose vectors are axes, so this shows
+    what the choice of axes costs. `pair_energy` is the form that RoPE leaves as it is.
+
+    U takes D - floor(ratio D) times D numbers of every KV head. It serves all prompts, so it counts as weights and not
+    as cache.
+
+    Deviations
+    - Loki reads all of K and uses the coordinates to choose tokens. Eigen Attention takes its basis from queries and
+      keys before RoPE, of the heads of a layer together, and compresses V as well.
+    - Plain PyTorch turns the coordinates back: answers are the method's, time is not.
+
+    Settings
+    ratio: float in [0, 1), default 0.7: share of dimensions that are left out; floor(ratio D) in every head.
+    task: str, default "niah_multikey_3": task of the calibration samples.
+    length: int, tokens, default 2048: longest sample.
+    samples: int, default 8: number of samples.
+    seed: int, default 7: seed of the samples.
+    """
+
+    free = "ratio"
+    ratio: Share = 0.7
+    task: str = "niah_multikey_3"
+    length: Positive = 2048
+    samples: Positive = 8
+    seed: Seed = 7
+    _moments: Calibration = field(default_factory=Calibration, repr=False, compare=False)
+
+    @property
+    def calibrated_on(self) -> tuple[object, ...]:
+        """Every setting but the ratio: what the basis depends on."""
+        return (self.task, self.length, self.samples, self.seed)
+
+    def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        task(self.task)
+        draw(self.task, self.length, TokenCounter(tokenizer), self.seed, 0)
+
+    def calibrate(self, observe: Observe, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
+        if self.calibrated_on in self._moments:
+            return
+        counter, total, tokens = TokenCounter(tokenizer), torch.zeros(()), 0
+        for index in range(self.samples):
+            prefill = observe(draw(self.task, self.length, counter, self.seed, index), 0)
+            layers = [(layer.keys.mT @ layer.keys)[0].double().cpu() for layer in seen(prefill)]
+            total, tokens = total + torch.stack(layers), tokens + prefill.columns
+        self._moments[self.calibrated_on] = total / tokens
+
+    def basis(self) -> Tensor:
+        """U of every head [L, H, D, r], float64. Raises RuntimeError before calibration."""
+        moments = self._moments[self.calibrated_on]
+        dim = moments.shape[-1]
+        return torch.linalg.eigh(moments).eigenvectors.flip(-1)[..., : dim - pruned(dim, self.ratio)]
+
+    def of_layer(self, index: int, config: PreTrainedConfig) -> Coding:
+        return Coding(Coordinates(self.basis()[index]))
+
+    def packed(self, held: Held) -> float:
+        """Bytes of the middle: the coordinates of K, and V."""
+        kept = held.dim - pruned(held.dim, self.ratio)
+        return held.itemsize * float((held.middle * (np.minimum(held.k, kept) + held.v)).sum())
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """The code of one layer: coordinates in a basis [H, D, r], the same for all prompts."""
+
+    basis: Tensor
+
+    @property
+    def width(self) -> int:
+        """Numbers in a record."""
+        return self.basis.shape[-1]
+
+    def encode(self, keys: Tensor, rows: np.ndarray) -> Tensor:
+        """Coordinates of keys."""
+        return keys.to(wide(keys)) @ self.basis.to(wide(keys))
+
+    def decode(self, records: Tensor, rows: np.ndarray) -> Tensor:
+        """Keys from their coordinates."""
+        return records.to(wide(records)) @ self.basis.to(wide(records)).mT
+
+    def select(self, rows: Tensor) -> Self:
+        """Nothing here belongs to a row."""
+        return self
+
+    def to(self, device: torch.device) -> Self:
+        """The basis on a device."""
+        return replace(self, basis=self.basis.to(device))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Nothing here belongs to a prompt."""
+        return {}

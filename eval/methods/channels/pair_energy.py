@@ -1,0 +1,43 @@
+"""The RoPE pairs of the largest energy stay: the form of PCA whose basis RoPE leaves as it is.
+
+No paper proposes this baseline. It stands beside eval.methods.bits.pca.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eval.inference.prefill import Prefill
+from eval.methods.common.calibrated import Calibrated
+from eval.methods.common.observed import seen
+
+
+@dataclass(frozen=True)
+class PairEnergy(Calibrated):
+    """Every head keeps the channels of the RoPE pairs with the largest mean energy of keys.
+
+      Score[p] = mean over samples and tokens of k_p^2 + k_{p + D/2}^2
+
+    RoPE turns each pair at a frequency of its own, so the subspaces that it leaves as they are at all positions are
+    those spanned by whole pairs. Among them these keep the most of K. The queries are not looked at. If the number of
+    kept channels is odd, one pair is split.
+
+    Settings
+    ratio: float in [0, 1), default 0.7: share of K channels pruned; floor(ratio * D) go in every head.
+    task: str, default "niah_multikey_3": task of the samples.
+    length: int, tokens, default 2048: longest sample.
+    samples: int, default 8: number of samples.
+    seed: int, default 7: seed of the samples.
+    """
+
+    @property
+    def observed(self) -> int:
+        return 0
+
+    def scores(self, prefill: Prefill) -> Tensor:
+        energy = torch.stack([layer.keys.square().mean(2) for layer in seen(prefill)], 1)  # [B, L, H, D]
+        low, high = energy.chunk(2, -1)
+        return (low + high).repeat(1, 1, 1, 2)

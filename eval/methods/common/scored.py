@@ -1,0 +1,79 @@
+"""The base of choices that keep, in every head, the tokens of the highest scores within a budget."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+import torch
+from annotated_types import Gt, Lt
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from eval.cache.storage.store import Sizes
+from eval.inference.models import shape_of
+from eval.inference.prefill import Prefill, PromptLayer
+from eval.methods.axes import Tokens
+from eval.methods.common.selection import keep_highest, middle_budget
+from leank_train.common.typed import Positive
+
+Budget = Positive | Annotated[float, Gt(0), Lt(1)]
+
+
+@dataclass(frozen=True)
+class Scored(Tokens):
+    """Sink and window stay, and between them the tokens of the highest scores.
+
+    Settings
+    budget: int, tokens, or float in (0, 1), share of the prompt, default 1024: what a KV head keeps of the prompt in
+      all, sink and window included. A share is rounded down.
+    """
+
+    free = "budget"
+    budget: Budget = 1024
+
+    @abstractmethod
+    def scores(self, layer: PromptLayer, real: Tensor | None, config: PreTrainedConfig) -> Tensor:
+        """The score of every token of one layer, [B, H, T]; of equal scores the earlier token stays.
+
+        layer: PromptLayer: its K, V, and what the choice asked to observe.
+        real: bool [B, T] or None: False marks padding; None is no padding.
+        config: the model's.
+        """
+
+    def check_sizes(self, sizes: Sizes) -> None:
+        if isinstance(self.budget, int):
+            middle_budget(self.budget, self.protected(sizes))
+
+    def refuse_share(self, evicts: bool) -> None:
+        """Raise ValueError for a budget that is a share of the prompt if it is to hold while decoding, too."""
+        if evicts and not isinstance(self.budget, int):
+            raise ValueError(f"budget={self.budget} is a share of the prompt; evict=true needs a number of tokens")
+
+    def protected(self, sizes: Sizes) -> Sizes:
+        """Sink and window, widened to all tokens that stay whatever their score."""
+        return sizes
+
+    def between(self, length: int, sizes: Sizes) -> int:
+        """Tokens between sink and window that stay of a prompt of `length` tokens. sizes: from `protected`."""
+        if isinstance(self.budget, int):
+            return middle_budget(self.budget, sizes)
+        return max(0, int(self.budget * length) - sizes.sink - sizes.window)
+
+    def counts(self, prefill: Prefill, sizes: Sizes) -> list[int | Tensor]:
+        """For each layer, how many tokens between sink and window stay in each row [B]. sizes: from `protected`."""
+        rows = torch.tensor([self.between(length, sizes) for length in prefill.lengths.tolist()])
+        return [rows] * len(prefill.layers)
+
+    def keep_mask(self, prefill: Prefill, config: PreTrainedConfig, sizes: Sizes) -> list[Tensor | None]:
+        sizes = self.protected(sizes)
+        return keep_highest(
+            prefill, sizes, self.counts(prefill, sizes), lambda layer, real: self.scores(layer, real, config)
+        )
+
+    def kept_counts(self, config: PreTrainedConfig, columns: list[int], sizes: Sizes) -> np.ndarray | None:
+        protected = self.protected(sizes)
+        count = self.between(max(columns), protected) + protected.window - sizes.window
+        return np.full(shape_of(config)[:2], count)

@@ -1,0 +1,110 @@
+"""AdaKV: the heads of a layer share one budget, by the scores of another choice of tokens.
+
+"Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference", arXiv 2407.11550,
+section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from eval.cache.storage.sizes import middle_columns, real_positions
+from eval.cache.storage.store import Sizes
+from eval.inference.prefill import Prefill, PromptLayer
+from eval.methods.common.scored import Scored
+from eval.methods.registry import choice, name_of
+from leank_train.channel_scores import top
+from leank_train.common.typed import Share
+
+
+@dataclass(frozen=True)
+class AdaKV(Scored):
+    """A layer keeps the H B tokens of the highest scores over all its H KV heads, B the budget of a head.
+
+      kept = top H B of {score_hj : h = 1 ... H, j = 1 ... T},   of every head at least its floor(safeguard B) best
+
+    Deviations
+    - The paper gives head h the budget safeguard B + (1 - safeguard) B_h, where B_h of the H B best tokens are its own.
+      Here, as in kvpress, the best floor(safeguard B) of every head are certain, and the others compete.
+    - The budget holds for the prompt, and new tokens all stay.
+
+    Settings
+    scores_of: mapping {name: ..., its settings}, default SnapKV: the choice of tokens whose scores count; it needs
+      scores of its own and takes no budget.
+    budget: see eval.methods.common.scored; default 1024. It is the mean over the heads of a layer.
+    safeguard: float in [0, 1), default 0.2: share of the budget that is certain in every head.
+    """
+
+    scores_of: Mapping[str, Any] | None = None
+    safeguard: Share = 0.2
+
+    @cached_property
+    def inner(self) -> Scored:
+        """The choice whose scores count. Raises ValueError naming the setting at fault."""
+        given = {"name": "snapkv"} if self.scores_of is None else dict(self.scores_of)
+        if "budget" in given:
+            raise ValueError(f"adakv.scores_of.budget={given['budget']} does not count; set adakv.budget")
+        found = choice("tokens", given, "adakv.scores_of")
+        if not isinstance(found, Scored) or isinstance(found, AdaKV):
+            raise ValueError(f"adakv.scores_of.name={given['name']} has no scores; choose snapkv, h2o or tova")
+        return replace(found, budget=self.budget)
+
+    @property
+    def obs_queries(self) -> int:
+        return self.inner.obs_queries
+
+    @property
+    def column_sums(self) -> bool:
+        return self.inner.column_sums
+
+    @property
+    def settled(self) -> bool:
+        return False
+
+    def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.inner.check(config, tokenizer)
+
+    def identity(self) -> dict[str, object]:
+        """The settings, and those of the choice whose scores count."""
+        inner = {"name": name_of(self.inner), **self.inner.identity()}
+        return {"budget": self.budget, "safeguard": self.safeguard, "scores_of": inner}
+
+    def protected(self, sizes: Sizes) -> Sizes:
+        return self.inner.protected(sizes)
+
+    def scores(self, layer: PromptLayer, real: Tensor | None, config: PreTrainedConfig) -> Tensor:
+        return self.inner.scores(layer, real, config)
+
+    def keep_mask(self, prefill: Prefill, config: PreTrainedConfig, sizes: Sizes) -> list[Tensor | None]:
+        sizes = self.protected(sizes)
+        return [
+            self._shared(layer, layer.real(prefill.real), count, sizes, config)
+            if isinstance(layer, PromptLayer)
+            else None
+            for layer, count in zip(prefill.layers, self.inner.counts(prefill, sizes), strict=True)
+        ]
+
+    def _shared(
+        self, layer: PromptLayer, real: Tensor | None, count: int | Tensor, sizes: Sizes, config: PreTrainedConfig
+    ) -> Tensor | None:
+        """The tokens of one layer that stay. count: of a head between sink and window, in all rows or [B]."""
+        none_seen = torch.zeros(len(layer.keys), dtype=torch.long, device=layer.keys.device)
+        position = real_positions(none_seen, layer.keys.shape[2], real)
+        middle = middle_columns(position, sizes)
+        each = torch.as_tensor(count, device=middle.device).expand(len(middle))
+        if bool((middle.sum(-1) <= each).all()):
+            return None
+        ends = sizes.sink + sizes.window
+        certain = (((each + ends) * self.safeguard).long() - ends).clamp(min=0)
+        scores = self.scores(layer, real, config).masked_fill(~middle[:, None], -torch.inf)
+        first = top(scores, certain[:, None, None]) & middle[:, None]
+        shared = scores.masked_fill(first, torch.inf).flatten(1)
+        stay = top(shared, each[:, None] * scores.shape[1]).view_as(first)
+        return stay & middle[:, None] | ((position >= 0) & ~middle)[:, None]

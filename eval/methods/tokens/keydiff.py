@@ -1,0 +1,42 @@
+"""KeyDiff: the tokens whose keys are least like the others stay; no query is looked at.
+
+"KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in Resource-Constrained Environments",
+arXiv 2504.15364, section 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, normalize
+from transformers import PreTrainedConfig
+
+from eval.inference.prefill import PromptLayer
+from eval.methods.common.scored import Scored
+from leank_train.channel_scores import wide
+
+
+@dataclass(frozen=True)
+class KeyDiff(Scored):
+    """Every KV head keeps the tokens whose keys lie furthest from the mean direction of its keys.
+
+      score_j = -cos(k_j, a),   a = mean over the prompt's tokens i of k_i / ||k_i||
+
+    Deviations
+    - The paper goes through the prompt block by block and evicts after each. Here the prompt is read whole and cut
+      once, as kvpress does without its block-wise wrapper.
+    - The budget holds for the prompt. New tokens all stay; the paper goes on evicting while decoding.
+    - Sink and window always stay and count as part of the budget.
+
+    Settings
+    budget: see eval.methods.common.scored; default 1024.
+    """
+
+    def scores(self, layer: PromptLayer, real: Tensor | None, config: PreTrainedConfig) -> Tensor:
+        keys = layer.keys.to(wide(layer.keys))
+        there = torch.ones_like(keys[:, 0, :, 0]) if real is None else real.to(keys)
+        each = normalize(keys, dim=-1) * there[:, None, :, None]
+        anchor = each.sum(2, keepdim=True) / there.sum(-1)[:, None, None, None]
+        return -cosine_similarity(keys, anchor, dim=-1)

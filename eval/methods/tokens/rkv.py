@@ -1,0 +1,145 @@
+"""R-KV: tokens stay that the latest queries attend to and that are not repeated by others; made for long replies.
+
+"R-KV: Redundancy-aware KV Cache Compression for Reasoning Models", arXiv 2505.24133, section 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+import torch
+from annotated_types import Ge, Le
+from torch import Tensor
+from torch.nn.functional import max_pool1d, normalize, pad
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from eval.cache.storage.eviction import SCORE, HeavyHitters
+from eval.cache.storage.pages import Segment
+from eval.cache.storage.store import Sizes
+from eval.inference.observe import received
+from eval.inference.prefill import PromptLayer
+from eval.methods.common.scored import Scored
+from eval.methods.common.slicing import check_kernel
+from eval.methods.held import Held
+from leank_train.channel_scores import wide
+from leank_train.common.typed import Positive
+
+BLOCK = 1024  # keys compared at once with all others; the limit bounds memory
+
+
+@dataclass(frozen=True)
+class RKV(Scored):
+    """Every KV head keeps the tokens of the largest Z = mix I - (1 - mix) R.
+
+      I_j = maxpool_j(mean over the last alpha queries t of softmax(q_t K^T / sqrt(D))_j)          importance
+      R_j = softmax_j(mean over tokens i of S_ij),   S_ij = cos(k_i, k_j), S_ii = 0                 redundancy
+
+    Of the tokens j with S_ij above the threshold, the latest one has S_ij = 0, so that the newest of several that are
+    alike is not called redundant. While decoding, tokens leave whenever `flush` of them have left the window. The
+    paper's sizes are sink=0, window=8 (alpha) and flush=128 (its buffer).
+
+    Deviations
+    - While decoding, importance is a decayed sum of attention whose weights fall by 1 - 1 / alpha per step, in place of
+      the mean of the last alpha, and redundancy is among the middle's tokens alone.
+    - Attention is averaged over the group's query heads; the authors' code takes the largest logit of the group and
+      leaves the observed tokens out of the softmax.
+    - A prompt longer than the budget is cut by the same rule at its end.
+
+    Settings
+    budget: see eval.methods.common.scored; default 1024.
+    queries: int, default 8: alpha, last queries that are observed; their tokens always stay.
+    kernel: int, odd, default 7: neighbours over which importance is pooled.
+    mix: float in [0, 1], default 0.1: weight of importance; the authors' code has 0.07.
+    threshold: float in [0, 1], default 0.5: cosine above which two keys are alike.
+    evict: bool, default True: whether the budget also holds while decoding.
+    """
+
+    queries: Positive = 8
+    kernel: Positive = 7
+    mix: Annotated[float, Ge(0), Le(1)] = 0.1
+    threshold: Annotated[float, Ge(0), Le(1)] = 0.5
+    evict: bool = True
+
+    @property
+    def obs_queries(self) -> int:
+        return self.queries
+
+    def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        check_kernel(self.kernel)
+
+    def check_sizes(self, sizes: Sizes) -> None:
+        super().check_sizes(sizes)
+        self.refuse_share(self.evict)
+
+    def protected(self, sizes: Sizes) -> Sizes:
+        return Sizes(sizes.sink, max(sizes.window, self.queries), sizes.flush)
+
+    def scores(self, layer: PromptLayer, real: Tensor | None, config: PreTrainedConfig) -> Tensor:
+        assert layer.queries is not None
+        last = layer.queries[:, :, -self.queries :]
+        attention = received(last, layer.keys, real=real, scaling=layer.scaling, softmax=layer.softmax)
+        each = attention.unflatten(1, (layer.keys.shape[1], -1)).mean(2) / last.shape[2]
+        there = torch.ones_like(each[:, 0], dtype=torch.bool) if real is None else real
+        return self.ranked(each, redundancy(layer.keys, there[:, None].expand(each.shape), self.threshold))
+
+    def ranked(self, importance: Tensor, redundant: Tensor) -> Tensor:
+        """Z [B, H, n] of attention that is not pooled yet and of redundancy."""
+        pooled = max_pool1d(importance, self.kernel, 1, self.kernel // 2)
+        return self.mix * pooled - (1 - self.mix) * redundant
+
+    def eviction(self, layer: PromptLayer, config: PreTrainedConfig, sizes: Sizes) -> Redundant | None:
+        return Redundant(self.between(0, sizes), self) if self.evict else None
+
+    def extra_bytes(self, held: Held) -> float:
+        return SCORE * float((held.ends + held.middle).sum()) if self.evict else 0
+
+
+class Redundant(HeavyHitters):
+    """The tokens of a head's middle with the largest Z stay.
+
+    heavy: int: tokens of the middle that stay.
+    settings: RKV: the settings.
+    """
+
+    def __init__(self, heavy: int, settings: RKV) -> None:
+        super().__init__(heavy)
+        self.settings, self.decay = settings, 1 - 1 / settings.queries
+        self.redundant: Tensor | None = None  # [B, H, most of middle], while tokens are being dropped
+
+    def prune(
+        self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray
+    ) -> tuple[Segment, Segment] | None:
+        middle = prompt.length + tail.length
+        if (middle <= self.heavy).all():
+            return None
+        found = torch.zeros(*middle.shape, int(middle.max()), device=self.scores.device)
+        for row, head in np.argwhere(middle > self.heavy).tolist():
+            keys = torch.cat([part.read(row, head)[0] for part in (prompt, tail)])[None, None]
+            there = torch.ones(1, 1, keys.shape[2], dtype=torch.bool, device=keys.device)
+            found[row, head, : keys.shape[2]] = redundancy(keys, there, self.settings.threshold)[0, 0]
+        self.redundant = pad(found, (int(sink.max()), 0))
+        pruned = super().prune(prompt, tail, sink, window)
+        self.redundant = None
+        return pruned
+
+    def ranking(self, middle: np.ndarray) -> Tensor:
+        assert self.redundant is not None
+        share = self.scores / self.scores.sum(-1, keepdim=True).clamp(min=torch.finfo(self.scores.dtype).tiny)
+        return self.settings.ranked(share, pad(self.redundant, (0, share.shape[-1] - self.redundant.shape[-1])))
+
+
+def redundancy(keys: Tensor, there: Tensor, threshold: float) -> Tensor:
+    """R [B, H, n] of keys [B, H, n, D]; there: bool [B, H, n], the tokens that count."""
+    each = normalize(keys.to(wide(keys)), dim=-1) * there[..., None]
+    count, place = each.shape[2], torch.arange(each.shape[2], device=keys.device)
+    total = torch.zeros_like(each[..., 0])
+    for start in range(0, count, BLOCK):
+        rows = place[start : start + BLOCK]
+        alike = each[:, :, rows] @ each.mT  # [B, H, block, n]
+        alike = alike.masked_fill(rows[:, None] == place, 0)
+        latest = torch.where(alike > threshold, place, -1).amax(-1, keepdim=True)
+        total += alike.masked_fill(place == latest, 0).sum(2)
+    mean = total / there.sum(-1, keepdim=True).clamp(min=1)
+    return mean.masked_fill(~there, -torch.inf).softmax(-1).masked_fill(~there, 0)

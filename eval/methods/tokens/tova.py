@@ -1,0 +1,74 @@
+"""TOVA: the tokens that the last query attends to stay, the same in all heads of a layer.
+
+"Transformers are Multi-State RNNs", arXiv 2401.06104, section 3.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from eval.cache.storage.eviction import SCORE, HeavyHitters
+from eval.cache.storage.store import Sizes
+from eval.cache.storage.upload import upload
+from eval.inference.observe import received
+from eval.inference.prefill import PromptLayer
+from eval.methods.common.scored import Scored
+from eval.methods.held import Held
+
+
+@dataclass(frozen=True)
+class TOVA(Scored):
+    """A layer keeps the tokens with the largest attention of the last query, averaged over all its heads.
+
+      score_j = mean over query heads of softmax(q_T K^T / sqrt(D))_j
+
+    While decoding, the tokens with the least attention of the newest query leave.
+
+    Deviations
+    - The paper evicts one token per step, in the prompt as well. Here the prompt is cut once, as in kvpress, and then
+      tokens leave whenever `flush` tokens have left the window.
+    - Sink and window always stay and count as part of the budget; the paper protects no token. sink=0 and a window of
+      one flush are closest.
+    - Where several tokens are read at once while decoding, their attention is added up.
+
+    Settings
+    budget: see eval.methods.common.scored; default 1024.
+    evict: bool, default True: whether the budget also holds while decoding. If not, every new token stays, and the
+      choice may be combined with bits and reads.
+    """
+
+    evict: bool = True
+
+    @property
+    def obs_queries(self) -> int:
+        return 1
+
+    def check_sizes(self, sizes: Sizes) -> None:
+        super().check_sizes(sizes)
+        self.refuse_share(self.evict)
+
+    def scores(self, layer: PromptLayer, real: Tensor | None, config: PreTrainedConfig) -> Tensor:
+        assert layer.queries is not None
+        last = layer.queries[:, :, -1:]
+        attention = received(last, layer.keys, real=real, scaling=layer.scaling, softmax=layer.softmax)
+        return attention.mean(1, keepdim=True).expand(-1, layer.keys.shape[1], -1)
+
+    def eviction(self, layer: PromptLayer, config: PreTrainedConfig, sizes: Sizes) -> LastQuery | None:
+        return LastQuery(self.between(0, sizes)) if self.evict else None
+
+    def extra_bytes(self, held: Held) -> float:
+        return SCORE * float((held.ends + held.middle).sum()) if self.evict else 0
+
+
+class LastQuery(HeavyHitters):
+    """The tokens of a layer's middle with the largest attention of the newest query stay, the same in all heads."""
+
+    decay = 0.0
+
+    def ranking(self, middle: np.ndarray) -> Tensor:
+        there = upload(middle > 0, self.scores.device)[..., None]  # a head without channels has no middle
+        return (self.scores * there).sum(1, keepdim=True).expand_as(self.scores)
