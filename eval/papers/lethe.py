@@ -1,0 +1,58 @@
+"""Lethe: Layer- and Time-Adaptive KV Cache Pruning for Reasoning-Intensive LLM Serving. 6 figures, 6 tables."""
+
+from __future__ import annotations
+
+from eval.papers.item import Analysed, Item
+from eval.papers.presets import gpu, real
+
+MODELS = ("r1_qwen_7b", "r1_qwen_32b", "r1_llama_8b", "r1_llama_70b")
+NAMES = "DeepSeek-R1-Distill-Qwen-7B and -32B, -Llama-8B and -70B"
+RIVALS = ("h2o", "streaming_llm", "pyramidkv", "papers/lethe")
+SLOW = (
+    "Plain PyTorch reads Lethe's cache: 66 ms per token against 7.6 dense (docs/results.md). So its bytes count here, "
+    "its seconds do not."
+)
+SPEED = gpu("python -m scripts.bench.methods OUT --methods dense lethe")
+
+ITEMS = (
+    Item("lethe:fig1", "Hoyer sparsity of attention by layer and decoding step.",
+         "Layers differ, and a layer changes over time, so each needs a budget of its own that moves.",
+         here=(Analysed("sparsity"),), real=(Analysed("sparsity", overrides=("model=r1_llama_8b",)),
+                                             Analysed("sparsity", overrides=("model=r1_qwen_7b",))),
+         needs="DeepSeek-R1-Distill-Llama-8B, -Qwen-7B"),
+    Item("lethe:fig2", "How Lethe runs beside decoding, as a drawing.",
+         note="docs/architecture.md has the way of a step; eval/cache/storage/eviction.py evicts."),
+    Item("lethe:fig3", "Which tokens two layers still hold after 1,000 and 2,000 steps.",
+         "Layers keep different tokens, hundreds of thousands of them.",
+         here=(Analysed("retained_tokens"),), real=(Analysed("retained_tokens", overrides=("model=r1_qwen_7b",)),),
+         needs="DeepSeek-R1-Distill-Qwen-7B"),
+    Item("lethe:fig4", "Latency, memory and throughput against the tokens generated, dense and Lethe.",
+         "Memory stops growing after some thousand tokens, and tokens come faster.",
+         here=(Analysed("retained_tokens"),), real=(SPEED,), needs="a GPU",
+         note="Memory as tokens held, from retained_tokens. " + SLOW),
+    Item("lethe:fig5", "Attention of four heads of a layer.", "Heads of a layer look at the same tokens.",
+         here=(Analysed("head_similarity"),), real=(Analysed("head_similarity", overrides=("model=r1_qwen_7b",)),),
+         needs="DeepSeek-R1-Distill-Qwen-7B"),
+    Item("lethe:fig6", "The KV cache's share of all GPU memory by length, 8B and 70B.",
+         "It grows to half of all memory.",
+         here=(gpu("python -m scripts.bench.memory OUT --context 20480 --batch 1"),),
+         note="The bytes follow from the model's shape: eval.methods.memory.dense_bytes."),
+    Item("lethe:table1", "MATH-500 and eight subjects of MMLU, with reasoning: Lethe, H2O, StreamingLLM, PyramidKV.",
+         "Lethe stays near the full cache, the others fall behind on MATH-500.",
+         real=tuple(real(model, benchmark, *RIVALS) for model in MODELS for benchmark in ("math500", "mmlu")),
+         needs=f"{NAMES}; MATH-500, MMLU", tables=("1", "1 (MATH-500)"),
+         note="The reference model cannot reason. The paper does not give the rivals' budgets; 1024 here."),
+    Item("lethe:table2", "Memory while generating, by batch size.", "Lethe needs less, and never runs out where dense does.",
+         here=(Analysed("retained_tokens"),), real=(SPEED,), needs="a GPU",
+         note="Memory as tokens held, of one row. " + SLOW),
+    Item("lethe:table3", "Throughput by batch size.", "Lethe is faster, the larger the batch, the more so.",
+         here=(SPEED,), note=SLOW),
+    Item("lethe:table4", "Which adaptations related methods have, as a list.",
+         note="docs/methods.md lists the methods here by axis."),
+    Item("lethe:table5", "MATH-500 by recent ratio, 0.1 to 0.4.", "0.3 is best or close to it.",
+         real=tuple(real(model, "math500", "papers/lethe_recent") for model in ("r1_qwen_7b", "r1_llama_8b")),
+         needs="DeepSeek-R1-Distill-Qwen-7B, -Llama-8B; MATH-500", note="The reference model cannot reason."),
+    Item("lethe:table6", "MATH-500 by sparse ratio (tau), 20 to 1000.", "Larger is better, up to 400.",
+         real=tuple(real(model, "math500", "papers/lethe_sparse") for model in ("r1_qwen_7b", "r1_llama_8b")),
+         needs="DeepSeek-R1-Distill-Qwen-7B, -Llama-8B; MATH-500", note="The reference model cannot reason."),
+)  # fmt: skip
