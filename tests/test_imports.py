@@ -22,8 +22,8 @@ LAYERS = {
         {"backbone"}, {"channel_scores"}, {"objective"}, {"forward"}, {"mask"}, {"common"},
     ],
     "eval": [
-        {"__main__"}, {"lm_eval"}, {"run"}, {"report"}, {"rows"}, {"methods"}, {"inference"}, {"benchmarks"},
-        {"metrics", "published"}, {"cache"},
+        {"__main__"}, {"lm_eval"}, {"papers"}, {"run"}, {"report"}, {"rows"}, {"methods"}, {"inference"},
+        {"benchmarks"}, {"metrics", "published"}, {"cache"},
     ],
     "eval.cache": [{"cache"}, {"generate", "memory"}, {"graph"}, {"hook"}, {"layer"}, {"attention"}, {"storage"}],
     "eval.methods": [

@@ -1,0 +1,30 @@
+"""The analyses behind the papers' figures: `analysis(name)` is a frozen dataclass of settings that measures and plots.
+
+from eval.papers.analyses import analysis
+from eval.papers.analyses.source import Source
+
+kept = analysis("kept_by_pair")()
+rows = kept.measure(Source.load(mask="mask.safetensors"))
+kept.plot(rows).savefig("kept_by_pair.png")
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from eval.papers.analyses.analysis import Analysis
+
+# name -> class, in the module of that name; imported when first used
+ANALYSES = {
+    "kept_by_pair": "KeptByPair",
+    "staticity": "Staticity",
+}
+
+__all__ = ["ANALYSES", "Analysis", "analysis"]
+
+
+def analysis(name: str) -> type[Analysis]:
+    """Return the analysis of this name. Raises ValueError with the known names if there is none."""
+    if name not in ANALYSES:
+        raise ValueError(f"analysis={name!r} is unknown; choose one of {', '.join(ANALYSES)}")
+    return getattr(import_module(f"eval.papers.analyses.{name}"), ANALYSES[name])
