@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import fields
+from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
@@ -36,10 +37,12 @@ class Axis(Checked):
     column_sums: bool, default False: whether it needs the attention that each key receives from all queries
     (`PromptLayer.column_sums`).
     free: str or None: the setting that says how much is kept, one of its own or the cache's `window`; `match` moves it.
+    later: set of str: settings that were added after rows of this choice had been written.
     """
 
     column_sums = False
     free: str | None = None
+    later: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def obs_queries(self) -> int:
@@ -56,9 +59,16 @@ class Axis(Checked):
         """Look at samples once, before the first batch."""
 
     def identity(self) -> dict[str, object]:
-        """What the answers depend on, as JSON; by default every setting."""
-        names = [field.name for field in fields(self)]  # type: ignore[arg-type]  # every choice is a dataclass
-        return {name: getattr(self, name) for name in names if not name.startswith("_")}
+        """What the answers depend on, as JSON: every setting, without those of `later` that have their default.
+
+        So rows that were written before a setting existed are still those of the same method.
+        """
+        settings = [field for field in fields(self) if not field.name.startswith("_")]  # type: ignore[arg-type]
+        return {
+            field.name: getattr(self, field.name)
+            for field in settings
+            if field.name not in self.later or getattr(self, field.name) != field.default
+        }
 
     def extra_bytes(self, held: Held) -> float:
         """Bytes that this holds for one prompt in addition to K and V."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from eval.papers.item import Analysed, Contrast, Item, Replay
-from eval.papers.presets import here, real, ruler
+from eval.papers.presets import here, on, real, ruler
 
 UL, QWEN = "Llama-3.1-Nemotron-8B-UltraLong-1M-Instruct", "Qwen2.5-7B-Instruct-1M"
 BOTH = f"{UL}, {QWEN}"
@@ -60,13 +60,13 @@ ITEMS = (
     Item("asl:fig2", "FastKV and ASL side by side, as a drawing.", note="eval/methods/prefill has both."),
     Item("asl:fig3", "Attention over the prompt in early, middle and late layers, KV retrieval and QA.",
          "Attention is spread in early layers, and settles on few tokens later.", here=(Analysed("relative_variance"),),
-         real=(Analysed("relative_variance", overrides=("model=qwen25_7b_1m",)),), needs=QWEN),
+         real=(on("qwen25_7b_1m", "relative_variance"),), needs=QWEN),
     Item("asl:fig4", "Ranks of the tokens across layers, KV retrieval and QA.", "The top ranks settle with depth.",
-         here=(Analysed("relative_variance"),), real=(Analysed("relative_variance", overrides=("model=qwen25_7b_1m",)),),
+         here=(Analysed("relative_variance"),), real=(on("qwen25_7b_1m", "relative_variance"),),
          needs=QWEN),
     Item("asl:fig5", "How the relative variance is computed, as a drawing.", note="eval/methods/prefill/asl.py."),
     Item("asl:fig6", "Relative variance by layer for ten tasks.", "Hard tasks settle later.",
-         here=(Analysed("relative_variance"),), real=(Analysed("relative_variance", overrides=("model=qwen25_7b_1m",)),),
+         here=(Analysed("relative_variance"),), real=(on("qwen25_7b_1m", "relative_variance"),),
          needs=f"{QWEN}, InfiniteBench", note="RULER's tasks instead of InfiniteBench's."),
     Item("asl:fig7", "Needle in a haystack on Qwen to 256K: ASL, ASL in two passes, SnapKV, FastKV, GemFilter.",
          "ASL finds every needle in one pass and in two.",
@@ -74,22 +74,23 @@ ITEMS = (
                                                        *QWEN_LAYERS)),),
          needs=QWEN, note="The reference model was not trained on such needles; asl:table3 has RULER's."),
     Item("asl:fig8", "Relative variance for several L_min and L_obs.", "A small L_obs and an early L_min react faster.",
-         here=(Analysed("relative_variance"),), real=(Analysed("relative_variance", overrides=("model=qwen25_7b_1m",)),),
+         here=(Analysed("relative_variance"),), real=(on("qwen25_7b_1m", "relative_variance"),),
          needs=f"{QWEN}, InfiniteBench"),
     Item("asl:fig9", "Which layer selects, by task, on Llama.", "Hard tasks select later than FastKV's layer.",
          here=(Analysed("selection_layers"),),
-         real=(Analysed("selection_layers", overrides=("model=llama31_8b_ultralong",)),), needs=UL, note=RESCALED),
+         real=(on("llama31_8b_ultralong", "selection_layers"),), needs=UL, note=RESCALED),
     Item("asl:fig10", "Which layer selects, by task, on Qwen.", "Hard tasks select later than FastKV's layer.",
          here=(Analysed("selection_layers"),),
-         real=(Analysed("selection_layers", overrides=("model=qwen25_7b_1m",)),), needs=QWEN, note=RESCALED),
+         real=(on("qwen25_7b_1m", "selection_layers"),), needs=QWEN, note=RESCALED),
     Item("asl:table1", "Methods that prune tokens layer by layer, as a list.",
          note="FastKV, GemFilter, PyramidInfer, PyramidKV and ASL are here; LazyLLM, PromptDistill, SlimInfer, OmniKV, "
          "SqueezeAttention, EvolKV, DynamicKV and CAKE are not."),
-    Item("asl:table2", "InfiniteBench: ASL, FastKV, GemFilter, SnapKV, with and without compression below the selection.",
+    Item("asl:table2", "InfiniteBench: ASL, FastKV, GemFilter, SnapKV, compressed below the selection or not.",
          "ASL keeps KV retrieval where a fixed layer loses it.",
          real=on_infinitebench(*ROWS, *FULL), needs=f"{BOTH}, InfiniteBench", tables=("2",),
          note="The reference model reads 8,192 tokens."),
-    Item("asl:table3", "RULER by length for the same methods.", "ASL is above FastKV, clearly so without compression below.",
+    Item("asl:table3", "RULER by length for the same methods.",
+         "ASL is above FastKV, most of all if nothing is compressed below.",
          here=(main,), real=on_ruler(ALL, *ROWS, *FULL, "pyramid_infer"), needs=BOTH, tables=("3",),
          claims=(Contrast("asl", "fastkv"), Contrast("asl_full_0.9", "fastkv_full_3"),
                  Contrast("asl_two_pass", "gemfilter")), note=RESCALED),
@@ -123,6 +124,7 @@ ITEMS = (
     Item("asl:table11", "Time per token on InfiniteBench.", "As table 5.",
          real=on_infinitebench(*ROWS, *FULL), needs=f"{BOTH}, InfiniteBench", note="Table 5 has RULER's here."),
     Item("asl:table12", "RULER by task and tau, the detail of table 9.", "Hard tasks are the ones that tau decides.",
-         here=(main,), real=on_ruler(ALL[5:], "papers/asl_tau", "papers/asl_full", sets=TAUS), needs=BOTH, tables=("12",),
+         here=(main,), real=on_ruler(ALL[5:], "papers/asl_tau", "papers/asl_full", sets=TAUS),
+         needs=BOTH, tables=("12",),
          claims=(Contrast("asl_full_0.8", "asl_full_0.95"),), note=RESCALED),
 )  # fmt: skip

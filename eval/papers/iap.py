@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from eval.papers.item import Analysed, Contrast, Item
-from eval.papers.presets import SIZES, gpu, here, longbench, sized
+from eval.papers.presets import SIZES, gpu, here, longbench, on, sized
 from eval.papers.think import EQUAL, LLAMA2, LLAMA3, MISTRAL, SMALL
 
 CHANNELS = (*(f"papers/{t}_{m}" for t in ("snapkv", "h2o") for m in ("think", "iap_free", "iap")),)
@@ -21,6 +21,7 @@ grid = here(
     sets=(*sized(SIZES, *(name.removeprefix("papers/") for name in CHANNELS)),
           "method.snapkv_think.each.channels.ratio=[0.5,0.6]", "method.h2o_think.each.channels.ratio=[0.5,0.6]"),
 )  # fmt: skip
+protected = here("papers/snapkv_iap", "papers/snapkv_iap_free", sets=sized(SIZES, "snapkv_iap", "snapkv_iap_free"))
 kivi = here("papers/kivi4", "papers/kivi4_iap")
 
 
@@ -32,19 +33,19 @@ def against_think(tokens: str, ratio: float) -> tuple[Contrast, ...]:
 ITEMS = (
     Item("iap:fig1", "How much each pair of channels adds to the error together, in layers of growing depth.",
          "Channels interact: many terms off the diagonal are large, fewer so in deep layers.",
-         here=(Analysed("interaction"),), real=(Analysed("interaction", overrides=("model=llama3_8b",)),), needs=LLAMA3),
+         here=(Analysed("interaction"),), real=(on("llama3_8b", "interaction"),), needs=LLAMA3),
     Item("iap:fig2", "Mean and standard deviation of the queries' channels in the observation window.",
          "Queries vary more than their mean says, so a window cannot stand for all queries.",
-         here=(Analysed("query_spread"),), real=(Analysed("query_spread", overrides=("model=llama3_8b",)),),
+         here=(Analysed("query_spread"),), real=(on("llama3_8b", "query_spread"),),
          needs=LLAMA3),
     Item("iap:fig3", "By how much IAP's error of the logits is below ThinK's, by layer.",
          "IAP's error is smaller, most of all in shallow layers.",
-         here=(Analysed("layer_error"),), real=(Analysed("layer_error", overrides=("model=llama3_8b",)),
-                                                Analysed("layer_error", overrides=("model=mistral_7b",))),
+         here=(Analysed("layer_error"),), real=(on("llama3_8b", "layer_error"),
+                                                on("mistral_7b", "layer_error")),
          needs=f"{LLAMA3}, {MISTRAL}"),
     Item("iap:fig4", "More interaction maps, of two models.", "The same holds on both models.",
-         here=(Analysed("interaction"),), real=(Analysed("interaction", overrides=("model=llama3_8b",)),
-                                                Analysed("interaction", overrides=("model=mistral_7b",))),
+         here=(Analysed("interaction"),), real=(on("llama3_8b", "interaction"),
+                                                on("mistral_7b", "interaction")),
          needs=f"{LLAMA3}, {MISTRAL}"),
     Item(
         "iap:table1", "LongBench on LLaMA-3: IAP and ThinK at 50 and 60% on SnapKV and H2O, by KV size.",
@@ -74,7 +75,7 @@ ITEMS = (
     Item(
         "iap:table5", "IAP with [a, b] of [0, 0] and [3, 7]: how many channels of a large norm are protected.",
         "Protecting them helps at a KV size of 1024 and more.",
-        here=(here("papers/snapkv_iap", "papers/snapkv_iap_free", sets=sized(SIZES, "snapkv_iap", "snapkv_iap_free")),),
+        here=(protected,),
         real=(longbench("llama3_8b", "iap", "papers/snapkv_iap", "papers/snapkv_iap_free",
                         sets=sized((512, 1024, 2048), "snapkv_iap", "snapkv_iap_free")),),
         needs=f"{LLAMA3}, LongBench", claims=(Contrast("snapkv_iap_512_0.6", "snapkv_iap_free_512_0.6"),), note=SMALL,
@@ -85,7 +86,7 @@ ITEMS = (
          claims=(Contrast("kivi4_iap_0.5", "kivi4", "bytes", 1), Contrast("kivi4_iap_0.6", "kivi4", "bytes", 1)),
          note="Bytes are those of the method; seconds are of the machine that runs this."),
     Item("iap:table7", "Which [a, b] the paper chose on LLaMA-3, by KV size.", "None below 1024, [3, 7] from there on.",
-         here=(here("papers/snapkv_iap", "papers/snapkv_iap_free", sets=sized(SIZES, "snapkv_iap", "snapkv_iap_free")),),
+         here=(protected,),
          real=(longbench("llama3_8b", "iap", "papers/snapkv_iap", "papers/snapkv_iap_free", "papers/h2o_iap",
                          "papers/h2o_iap_free"),),
          needs=f"{LLAMA3}, LongBench", claims=(Contrast("snapkv_iap_free_128_0.5", "snapkv_iap_128_0.5"),),
@@ -93,7 +94,8 @@ ITEMS = (
     Item("iap:table8", "Which [a, b] the paper chose on Mistral, by KV size.", "[3, 7] or [5, 10] on SnapKV.",
          here=(here("papers/snapkv_iap", "papers/snapkv_iap_free",
                     sets=(*sized(SIZES, "snapkv_iap", "snapkv_iap_free"), *PROTECT)),),
-         real=(longbench("mistral_7b", "iap", "papers/snapkv_iap", sets=(*sized((512, 1024), "snapkv_iap"), *PROTECT)),),
+         real=(longbench("mistral_7b", "iap", "papers/snapkv_iap",
+                         sets=(*sized((512, 1024), "snapkv_iap"), *PROTECT)),),
          needs=f"{MISTRAL}, LongBench", claims=(Contrast("snapkv_iap_512_0.5", "snapkv_iap_free_512_0.5"),),
          note="[5, 10] here."),
 )  # fmt: skip

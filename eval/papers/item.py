@@ -1,4 +1,4 @@
-"""What an item of a paper is: a figure or table, how ours is made, and which comparisons decide on the paper's claim."""
+"""What an item of a paper is: a figure or table, how ours is made, and what decides on the paper's claim."""
 
 from __future__ import annotations
 
@@ -126,4 +126,4 @@ class Item:
     def number(self) -> str:
         """Its name in the paper, such as "figure 7"."""
         kind, digits = self.id.partition(":")[2].rstrip("0123456789"), self.id.lstrip("abcdefghijklmnopqrstuvwxyz:")
-        return f"{ {'fig': 'figure', 'table': 'table'}[kind]} {digits}"
+        return f"{ {'fig': 'figure', 'table': 'table'}[kind] } {digits}"

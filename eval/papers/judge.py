@@ -24,7 +24,7 @@ SAID = {
     "undecided": "These samples do not decide.",
     "not compared": "There is nothing to compare yet.",
 }
-FEW = 10
+FEW = 10  # samples of a comparison of methods; fewer decide nothing, whatever their interval
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,9 @@ def _sentence(
     middle, low, high = figures
     right, wrong = (low > bound, high < bound) if above else (high < bound, low > bound)
     verdict: Verdict = "shows" if right else "contradicts" if wrong else "undecided"
+    if unit and count < FEW:
+        verdict = "undecided"
     number = "{:+.1f}" if unit == "points" else "{:.3g}"
     said = f"{number} {unit} [{number}, {number}]".replace("  ", " ").format(middle, low, high)
     claimed = f"{'above' if above else 'below'} {bound:g}"
-    few = " There are few samples." if count < FEW else ""
-    return Judgement(f"{name}: {said}, n = {count}; the claim is {claimed}. {SAID[verdict]}{few}", verdict)
+    return Judgement(f"{name}: {said}, n = {count}; the claim is {claimed}. {SAID[verdict]}", verdict)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from eval.papers.item import Analysed, Command, Contrast, Expect, Item
-from eval.papers.presets import LLAMA_MASK, QWEN_MASK, gpu, here, longbench, real, ruler
+from eval.papers.presets import LLAMA_MASK, QWEN_MASK, gpu, here, longbench, on, real, ruler
 
 LLAMA, QWEN = "Llama-3.1-8B-Instruct", "Qwen2.5-7B-Instruct"
 RULER = f"{LLAMA}; SQuAD and HotpotQA for qa_1 and qa_2"
 K = 1024
 ALL = (4 * K, 8 * K, 16 * K, 32 * K, 64 * K, 128 * K)
+HIGH, LOW = range(32), range(32, 64)  # RoPE pairs of a head of 128 channels, by frequency
 NO_LOSS = -2.0  # points that a method may lose and still count as equal
 STATIC = "method.static_norm.channels.samples=100", "method.static_norm.channels.length=4096"
 QUICK_STATIC = "method.static_norm.channels.samples=8", "method.static_norm.channels.length=1024"
@@ -36,7 +37,7 @@ ITEMS = (
         here=(Analysed("staticity", quick={"samples": 1, "lengths": [512, 1024], "length": 1024}),
               Analysed("group_removal")),
         real=(Analysed("staticity", {"length": 64 * K, "lengths": ALL[:5]}, overrides=("model=llama31_8b",)),
-              Analysed("group_removal", overrides=("model=llama31_8b",))),
+              on("llama31_8b", "group_removal")),
         needs=LLAMA,
         claims=(Expect("correlation of channel norms between two tasks", lambda r: r["measure"] == "pearson"
                        and r.get("axis") == "tasks" and r["task"] != r.get("other_task"), bound=0.9),
@@ -72,10 +73,10 @@ ITEMS = (
         here=(Analysed("kept_by_pair", {"samples": 0}, overrides=(LLAMA_MASK,), model=False),),
         real=(Analysed("kept_by_pair", {"length": 64 * K}, overrides=("model=llama31_8b", LLAMA_MASK)),),
         needs=f"{LLAMA}, for ThinK's curve beside it",
-        claims=(Expect("kept share of the low-frequency half", lambda r: r["layer"] is None and r["pair"] >= 32,
-                       lambda r: r["layer"] is None and r["pair"] < 32),
+        claims=(Expect("kept share of the low-frequency half", lambda r: r["layer"] is None and r["pair"] in LOW,
+                       lambda r: r["layer"] is None and r["pair"] in HIGH),
                 Expect("kept share of pair 22", lambda r: r["layer"] is not None and r["pair"] == 22,
-                       lambda r: r["layer"] is not None and r["pair"] < 32 and r["pair"] != 22)),
+                       lambda r: r["layer"] is not None and r["pair"] in HIGH and r["pair"] != 22)),
         note="From the mask that the authors published; ThinK's curve needs the weights.",
     ),
     Item(
@@ -83,7 +84,7 @@ ITEMS = (
         "Accuracy when heads with the highest, the lowest or random w_hf keep sink and window alone.",
         "Heads of low w_hf carry retrieval; those of high w_hf can be cut.",
         here=(Analysed("w_hf"),),
-        real=(Analysed("w_hf", overrides=("model=llama31_8b",)),),
+        real=(on("llama31_8b", "w_hf"),),
         needs=LLAMA,
     ),
     Item(
@@ -93,10 +94,10 @@ ITEMS = (
         here=(Analysed("kept_by_pair", {"samples": 0}, overrides=(QWEN_MASK,), model=False),),
         real=(Analysed("kept_by_pair", {"length": 32 * K}, overrides=("model=qwen25_7b", QWEN_MASK)),),
         needs=f"{QWEN}, for ThinK's curve beside it",
-        claims=(Expect("kept share of the low-frequency half", lambda r: r["layer"] is None and r["pair"] >= 32,
-                       lambda r: r["layer"] is None and r["pair"] < 32),
+        claims=(Expect("kept share of the low-frequency half", lambda r: r["layer"] is None and r["pair"] in LOW,
+                       lambda r: r["layer"] is None and r["pair"] in HIGH),
                 Expect("kept share of pair 31", lambda r: r["layer"] is not None and r["pair"] == 31,
-                       lambda r: r["layer"] is not None and r["pair"] < 31)),
+                       lambda r: r["layer"] is not None and r["pair"] in HIGH and r["pair"] != 31)),
         note="From the mask that the authors published. It empties 31% of the heads, not the paper's 16%.",
     ),
     Item("leank:fig10", "Time of decode attention in every layer of Qwen, dense and LeanK.",
@@ -134,7 +135,7 @@ ITEMS = (
         needs=f"{LLAMA}, {QWEN}", tables=("4",), note="The reference model cannot reason.",
     ),
     Item(
-        "leank:table5", "LeanK on top of DuoAttention.", "Half of the heads stream, and LeanK prunes the others for free.",
+        "leank:table5", "LeanK on top of DuoAttention.", "Half of the heads stream, LeanK prunes the others for free.",
         here=(on_top,), real=(ruler("llama31_8b", [64 * K], "duo_attention", "duo_leank", sets=(LLAMA_MASK,)),),
         needs=RULER, tables=("21",), claims=(Contrast("duo_leank", "duo_attention", bound=NO_LOSS),
                                             Contrast("duo_leank", "duo_attention", "bytes", 1)),
@@ -216,7 +217,8 @@ ITEMS = (
               ruler("qwen25_7b", [32 * K], "leank", "snapkv", sets=(QWEN_MASK, "match=leank"))),
         needs=f"{RULER}; {QWEN}", tables=("18",), claims=(Contrast("leank", "snapkv"),),
     ),
-    Item("leank:table19", "Double Sparsity's channels by task, the detail of table 10.", "They lose every retrieval task.",
+    Item("leank:table19", "Double Sparsity's channels by task, the detail of table 10.",
+         "They lose every retrieval task.",
          here=(double,), real=(ruler("llama31_8b", [64 * K], "leank", "papers/double_sparsity_channels",
                                      sets=(LLAMA_MASK,)),),
          needs=RULER, tables=("19",), claims=(Contrast("leank", "double_sparsity_channels_0.7"),)),
@@ -239,5 +241,6 @@ ITEMS = (
     Item("leank:table23", "Budget and choice of channels by task, the detail of table 9.",
          "Budget per head and learned choice both help.", here=(budget,),
          real=(ruler("llama31_8b", [64 * K], "leank", "leank_budget", "papers/think", sets=(LLAMA_MASK,)),),
-         needs=RULER, tables=("23",), claims=(Contrast("leank_budget", "think_0.7"), Contrast("leank", "leank_budget"))),
+         needs=RULER, tables=("23",),
+         claims=(Contrast("leank_budget", "think_0.7"), Contrast("leank", "leank_budget"))),
 )  # fmt: skip

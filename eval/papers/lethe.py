@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from eval.papers.item import Analysed, Item
-from eval.papers.presets import gpu, real
+from eval.papers.presets import gpu, on, real
 
 MODELS = ("r1_qwen_7b", "r1_qwen_32b", "r1_llama_8b", "r1_llama_70b")
 NAMES = "DeepSeek-R1-Distill-Qwen-7B and -32B, -Llama-8B and -70B"
@@ -17,21 +17,21 @@ SPEED = gpu("python -m scripts.bench.methods OUT --methods dense lethe")
 ITEMS = (
     Item("lethe:fig1", "Hoyer sparsity of attention by layer and decoding step.",
          "Layers differ, and a layer changes over time, so each needs a budget of its own that moves.",
-         here=(Analysed("sparsity"),), real=(Analysed("sparsity", overrides=("model=r1_llama_8b",)),
-                                             Analysed("sparsity", overrides=("model=r1_qwen_7b",))),
+         here=(Analysed("sparsity"),), real=(on("r1_llama_8b", "sparsity"),
+                                             on("r1_qwen_7b", "sparsity")),
          needs="DeepSeek-R1-Distill-Llama-8B, -Qwen-7B"),
     Item("lethe:fig2", "How Lethe runs beside decoding, as a drawing.",
          note="docs/architecture.md has the way of a step; eval/cache/storage/eviction.py evicts."),
     Item("lethe:fig3", "Which tokens two layers still hold after 1,000 and 2,000 steps.",
          "Layers keep different tokens, hundreds of thousands of them.",
-         here=(Analysed("retained_tokens"),), real=(Analysed("retained_tokens", overrides=("model=r1_qwen_7b",)),),
+         here=(Analysed("retained_tokens"),), real=(on("r1_qwen_7b", "retained_tokens"),),
          needs="DeepSeek-R1-Distill-Qwen-7B"),
     Item("lethe:fig4", "Latency, memory and throughput against the tokens generated, dense and Lethe.",
          "Memory stops growing after some thousand tokens, and tokens come faster.",
          here=(Analysed("retained_tokens"),), real=(SPEED,), needs="a GPU",
          note="Memory as tokens held, from retained_tokens. " + SLOW),
     Item("lethe:fig5", "Attention of four heads of a layer.", "Heads of a layer look at the same tokens.",
-         here=(Analysed("head_similarity"),), real=(Analysed("head_similarity", overrides=("model=r1_qwen_7b",)),),
+         here=(Analysed("head_similarity"),), real=(on("r1_qwen_7b", "head_similarity"),),
          needs="DeepSeek-R1-Distill-Qwen-7B"),
     Item("lethe:fig6", "The KV cache's share of all GPU memory by length, 8B and 70B.",
          "It grows to half of all memory.",
@@ -42,7 +42,7 @@ ITEMS = (
          real=tuple(real(model, benchmark, *RIVALS) for model in MODELS for benchmark in ("math500", "mmlu")),
          needs=f"{NAMES}; MATH-500, MMLU", tables=("1", "1 (MATH-500)"),
          note="The reference model cannot reason. The paper does not give the rivals' budgets; 1024 here."),
-    Item("lethe:table2", "Memory while generating, by batch size.", "Lethe needs less, and never runs out where dense does.",
+    Item("lethe:table2", "Memory while generating, by batch size.", "Lethe needs less, and fits where dense does not.",
          here=(Analysed("retained_tokens"),), real=(SPEED,), needs="a GPU",
          note="Memory as tokens held, of one row. " + SLOW),
     Item("lethe:table3", "Throughput by batch size.", "Lethe is faster, the larger the batch, the more so.",

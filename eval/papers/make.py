@@ -1,4 +1,4 @@
-"""Make items: replays append their rows to one file that all items share, an analysis writes its rows when it is done."""
+"""Make items: replays append their rows to one file that all items share, an analysis writes its rows at its end."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from eval.papers.item import Command, Replay
+from eval.papers.item import Analysed, Command, Replay
 
 # --quick: two samples of four tasks at 1K
 QUICK = (
@@ -51,6 +51,11 @@ def ruler(model: str, lengths: Sequence[int], *names: str, sets: Sequence[str] =
 def longbench(model: str, preset: str, *names: str, sets: Sequence[str] = ()) -> Replay:
     """Replay LongBench with a paper's tasks."""
     return real(model, "longbench", *names, sets=(f"benchmark.preset={preset}", *sets))
+
+
+def on(model: str, name: str) -> Analysed:
+    """Run an analysis on a model of conf/shared/model."""
+    return Analysed(name, overrides=(f"model={model}",))
 
 
 def gpu(line: str) -> Command:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from eval.papers.item import Analysed, Contrast, Item
-from eval.papers.presets import SIZES, gpu, here, longbench, real, sized
+from eval.papers.presets import SIZES, gpu, here, longbench, on, real, sized
 
 LLAMA3, MISTRAL, LLAMA2 = "LLaMA-3-8B-Instruct", "Mistral-7B-Instruct-v0.2", "LLaMA-2-7B-chat"
 EQUAL = -2.0  # points that a method may lose and still count as equal
@@ -57,10 +57,10 @@ ITEMS = (
     ),
     Item("think:fig4", "Magnitude of keys and values by token and channel in two heads.",
          "Keys have a few strong channels, values have none.", here=(Analysed("magnitudes"),),
-         real=(Analysed("magnitudes", overrides=("model=llama2_7b",)),), needs=LLAMA2),
+         real=(on("llama2_7b", "magnitudes"),), needs=LLAMA2),
     Item("think:fig5", "Energy of the singular values of attention, alone and added up.",
          "Attention has low rank: 50 values hold 90% of the energy.", here=(Analysed("singular_energy"),),
-         real=(Analysed("singular_energy", overrides=("model=llama2_7b",)),), needs=LLAMA2),
+         real=(on("llama2_7b", "singular_energy"),), needs=LLAMA2),
     Item("think:fig6", "Needle in a haystack by length and depth: SnapKV and SnapKV + ThinK.",
          "ThinK finds the needles that SnapKV finds.",
          real=(real("mistral_7b", "niah", "papers/snapkv", "papers/snapkv_think", sets=("benchmark.longest=32000",)),),
@@ -131,7 +131,8 @@ ITEMS = (
     Item(
         "think:table8", "K and V both pruned (ThinKV), on H2O and SnapKV.", "30% of both is acceptable; V is harder.",
         here=(values,),
-        real=(longbench("llama3_8b", "think", "papers/h2o", "papers/h2o_thinkv", "papers/snapkv", "papers/snapkv_thinkv"),
+        real=(longbench("llama3_8b", "think", "papers/h2o", "papers/h2o_thinkv", "papers/snapkv",
+                        "papers/snapkv_thinkv"),
               longbench("mistral_7b", "think", "papers/h2o", "papers/h2o_thinkv", "papers/snapkv",
                         "papers/snapkv_thinkv")),
         needs=f"{LLAMA3}, {MISTRAL}, LongBench", tables=("8",),
@@ -141,7 +142,7 @@ ITEMS = (
     Item(
         "think:table9", "ThinK alone, on the whole cache.", "40% costs nothing, 60% little.",
         here=(here("papers/think_alone"),),
-        real=(longbench("llama3_8b", "think", "papers/think_alone"), longbench("mistral_7b", "think", "papers/think_alone")),
+        real=tuple(longbench(model, "think", "papers/think_alone") for model in ("llama3_8b", "mistral_7b")),
         needs=f"{LLAMA3}, {MISTRAL}, LongBench", tables=("9",),
         claims=tuple(Contrast(f"think_alone_{r}", "dense", bound=EQUAL) for r in (0.4, 0.5, 0.6)),
     ),

@@ -57,7 +57,9 @@ def _lists(tree: object, place: Place, where: str) -> Iterator[tuple[Place, list
         for key, below in tree.items():
             yield from _lists(below, (*place, str(key)), f"{where}.{key}")
     else:
-        raise ValueError(f"{where}={tree!r} must be a list of values, such as each: {{channels: {{ratio: [0.5, 0.7]}}}}")
+        raise ValueError(
+            f"{where}={tree!r} must be a list of values, such as each: {{channels: {{ratio: [0.5, 0.7]}}}}"
+        )
 
 
 def _word(value: object) -> str:

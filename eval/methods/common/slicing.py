@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import avg_pool1d, pad
+from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
@@ -22,6 +22,7 @@ from eval.inference.prefill import Prefill, PromptLayer
 from eval.methods.axes import PromptPass
 
 Choose = Callable[[int, PromptLayer], Tensor | None]
+POOLING = {"avg": torch.avg_pool1d, "max": torch.max_pool1d}
 
 
 @contextmanager
@@ -127,12 +128,17 @@ def _stack_layer(layers: Sequence[PromptLayer], columns: int, lengths: Sequence[
     return together
 
 
-def window_scores(layer: PromptLayer, window: int, kernel: int) -> Tensor:
-    """Pooled attention of the last `window` queries to what precedes them, summed over all heads, [T' - window]."""
+def window_scores(layer: PromptLayer, window: int, kernel: int, pooling: str = "avg") -> Tensor:
+    """Pooled attention of the last `window` queries to what precedes them, summed over all heads, [T' - window].
+
+    pooling: one of POOLING; a maximum is taken in each head before the sum.
+    """
     assert layer.queries is not None
     attention = received(layer.queries[:, :, -window:], layer.keys, scaling=layer.scaling, softmax=layer.softmax)
-    scores = attention[..., :-window].sum(1)
-    return avg_pool1d(scores, kernel, 1, kernel // 2)[0]
+    earlier = attention[..., :-window]
+    if pooling == "max":
+        return POOLING["max"](earlier, kernel, 1, kernel // 2).sum(1)[0]
+    return POOLING["avg"](earlier.sum(1), kernel, 1, kernel // 2)[0]
 
 
 def window_and_best(scores: Tensor, count: int, window: int) -> Tensor:

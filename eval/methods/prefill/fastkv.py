@@ -7,13 +7,22 @@ section 4.1.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.inference.prefill import Prefill, PromptLayer, prefill
-from eval.methods.common.slicing import RowPass, check_window, layer_at, slicing, window_and_best, window_scores
-from leank_train.common.typed import Count, Positive
+from eval.methods.common.slicing import (
+    POOLING,
+    RowPass,
+    check_window,
+    layer_at,
+    slicing,
+    window_and_best,
+    window_scores,
+)
+from leank_train.common.typed import Count, OneOf, Positive
 
 
 @dataclass(frozen=True)
@@ -27,21 +36,24 @@ class FastKV(RowPass):
     SnapKV with the same window: that is a choice on the tokens axis, with a budget of its own.
 
     Deviations
-    - The authors' scripts pool by maximum, and their budgets are shares of the prompt (a rate of 0.2 for propagation
-      and 0.1 for decoding). Here pooling averages and budgets are fixed.
+    - The authors' scripts pool by maximum (`pooling`), and their budgets are shares of the prompt (a rate of 0.2 for
+      propagation and 0.1 for decoding). Here pooling averages by default and budgets are fixed, as in ASL's tables.
     - The layer for another number of layers than 32 is proportional; ASL's experiments use layer 14 for Qwen's 28.
 
     Settings
     budget: int, tokens, default 2048: tokens that go on up, the window included.
     layer: int or None, default None: last layer that reads the whole prompt; None is as deep as layer 15 of 32.
     window: int, tokens, default 8: last queries, which score the tokens before them.
-    kernel: int, odd, default 7: neighbours over which a score is averaged.
+    kernel: int, odd, default 7: neighbours over which a score is pooled.
+    pooling: "avg" or "max", default "avg": how; a maximum is taken in each head before the heads are summed.
     """
 
+    later = frozenset({"pooling"})
     budget: Positive = 2048
     layer: Count | None = None
     window: Positive = 8
     kernel: Positive = 7
+    pooling: Annotated[str, OneOf(*POOLING)] = "avg"
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         super().check(config, tokenizer)
@@ -61,7 +73,7 @@ class FastKV(RowPass):
         def choose(index: int, layer: PromptLayer) -> Tensor | None:
             if index != last:
                 return None
-            scores = window_scores(layer, self.window, self.kernel)
+            scores = window_scores(layer, self.window, self.kernel, self.pooling)
             return window_and_best(scores, self.budget - self.window, self.window)
 
         with slicing(model, choose):

@@ -18,7 +18,7 @@ from eval.methods.axes import Observe, Reads
 from eval.methods.channels.double_sparsity_channels import DoubleSparsityChannels
 from eval.methods.common.calibrated import Calibration
 from eval.methods.common.selection import middle_budget
-from leank_train.common.typed import Positive, Seed, Share
+from leank_train.common.typed import Count, Positive, Seed, Share
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class DoubleSparsity(Reads):
 
     Deviations
     - The labels are read from the stored keys, whose channels lie apart, so no second copy in 2 or 4 bits is held.
-    - The authors leave layers 0 and 1 dense; here every layer reads by its labels.
+    - The authors leave layers 0 and 1 dense; here every layer reads by its labels unless `dense_layers` says otherwise.
     - Plain PyTorch reads the other tokens too and masks them: answers are the method's, time is not.
 
     Settings
@@ -43,14 +43,17 @@ class DoubleSparsity(Reads):
     length: int, tokens, default 512: longest calibration sample.
     samples: int, default 256: number of calibration samples.
     seed: int, default 7: seed of the calibration samples.
+    dense_layers: int, default 0: first layers that read everything; 2 is the authors'.
     """
 
+    later = frozenset({"dense_layers"})
     budget: Positive = 1024
     ratio: Share = 0.875
     task: str = "niah_single_2"
     length: Positive = 512
     samples: Positive = 256
     seed: Seed = 7
+    dense_layers: Count = 0
     _scores: Calibration = field(default_factory=Calibration, repr=False, compare=False)
 
     @cached_property
@@ -67,8 +70,8 @@ class DoubleSparsity(Reads):
     def calibrate(self, observe: Observe, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
         self.labels.calibrate(observe, tokenizer, config)
 
-    def of_layer(self, index: int, config: PreTrainedConfig) -> Labels:
-        return Labels(self.labels.mask()[index], self.budget)
+    def of_layer(self, index: int, config: PreTrainedConfig) -> Labels | None:
+        return None if index < self.dense_layers else Labels(self.labels.mask()[index], self.budget)
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,10 @@ from eval.inference.prefill import Prefill, PromptLayer
 from eval.methods.axes import Observe, Tokens
 from eval.methods.common.calibrated import Calibration
 from leank_train.channel_scores import lowest_frequencies
-from leank_train.common.typed import Positive, Seed
+from leank_train.common.typed import OneOf, Positive, Seed
 
 CALIBRATION = ("task", "length", "seed", "queries")
+ORDERS = ("highest", "lowest", "random")
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class DuoAttention(Tokens):
     length: int, tokens, default 2048: longest sample.
     seed: int, default 7: seed of the sample.
     queries: int, default 32: last queries of the sample, q.
+    order: "highest", "lowest" or "random", default "highest": which heads stream by their w_hf. With a pattern, the
+      highest w_hf are the lowest gates. "lowest" and "random" (by `seed`) are the controls of LeanK's figure 8.
     """
 
     free = "ratio"
@@ -64,6 +67,7 @@ class DuoAttention(Tokens):
     length: Positive = 2048
     seed: Seed = 7
     queries: Positive = 32
+    order: Annotated[str, OneOf(*ORDERS)] = "highest"
     _ratios: Calibration = field(default_factory=Calibration, repr=False, compare=False)
 
     @property
@@ -100,9 +104,13 @@ class DuoAttention(Tokens):
 
     def identity(self) -> dict[str, object]:
         """The settings; a pattern counts by its contents, not by its path."""
+        order = {} if self.order == "highest" else {"order": self.order}
         if self.pattern is None:
-            return {name: getattr(self, name) for name in ("ratio", *CALIBRATION)}
-        return {"ratio": self.ratio, "pattern": hashlib.sha256(self.gates.numpy().tobytes()).hexdigest()[:16]}
+            return {name: getattr(self, name) for name in ("ratio", *CALIBRATION)} | order
+        if self.order == "random":
+            order["seed"] = str(self.seed)
+        pattern = hashlib.sha256(self.gates.numpy().tobytes()).hexdigest()[:16]
+        return {"ratio": self.ratio, "pattern": pattern, **order}
 
     def calibrate(self, observe: Observe, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
         if not self.settled:
@@ -115,8 +123,11 @@ class DuoAttention(Tokens):
     def streaming(self) -> Tensor:
         """Heads that stream, bool [L, H]; by w_hf never those of layers with sliding-window attention."""
         full = -self._ratios[self.calibrated_on] if self.pattern is None else self.gates
-        count = int(self.ratio * int(full.isfinite().sum()) + 0.5)
-        return (full.flatten().argsort(stable=True).argsort() < count).view_as(full)
+        count, finite = int(self.ratio * int(full.isfinite().sum()) + 0.5), full.isfinite()
+        if self.order == "random":
+            full = torch.rand(full.shape, generator=torch.Generator().manual_seed(self.seed))
+        first = (-full if self.order == "lowest" else full).masked_fill(~finite, torch.inf)
+        return (first.flatten().argsort(stable=True).argsort() < count).view_as(full)
 
     def keep_mask(self, prefill: Prefill, config: PreTrainedConfig, sizes: Sizes) -> list[Tensor | None]:
         kept: list[Tensor | None] = []

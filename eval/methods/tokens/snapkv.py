@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -19,10 +18,9 @@ from eval.inference.observe import received
 from eval.inference.prefill import Prefill, PromptLayer
 from eval.methods.axes import Tokens
 from eval.methods.common.selection import keep_highest, middle_budget, same_in_every_head
-from eval.methods.common.slicing import check_kernel
+from eval.methods.common.slicing import POOLING, check_kernel
 from leank_train.common.typed import OneOf, Positive
 
-POOLING = {"avg": torch.avg_pool1d, "max": torch.max_pool1d}
 GROUP = ("mean", "max")
 
 
