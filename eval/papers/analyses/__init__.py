@@ -16,8 +16,14 @@ from eval.papers.analyses.analysis import Analysis
 
 # name -> class, in the module of that name; imported when first used
 ANALYSES = {
+    "empty_heads": "EmptyHeads",
+    "group_removal": "GroupRemoval",
+    "interaction": "Interaction",
     "kept_by_pair": "KeptByPair",
+    "layer_error": "LayerError",
+    "query_spread": "QuerySpread",
     "staticity": "Staticity",
+    "w_hf": "HighFrequencyRatio",
 }
 
 __all__ = ["ANALYSES", "Analysis", "analysis"]

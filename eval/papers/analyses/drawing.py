@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 from eval.report.style import MARKERS, PALETTE, plain
 
 SEQUENTIAL, DIVERGING = "cividis", "PuOr"  # colour-blind readers can read both
-MOST_TICKS, MOST_NUMBERS = 12, 64
+MOST_NUMBERS = 64
 
 
 def heat_map(
@@ -26,19 +26,21 @@ def heat_map(
     limits: tuple[float, float] | None = None,
     cmap: str = SEQUENTIAL,
     numbers: str | None = None,
+    most: int = 12,
 ) -> AxesImage:
     """Draw a matrix [len(y), len(x)]; NaN stays empty.
 
-    x, y: names of columns and of rows; where they are many, some of them are written.
+    x, y: names of columns and of rows; where there are more than `most`, some are written.
     limits: values of the first and the last colour; None takes the least and the largest.
     numbers: format of the numbers written into the cells, such as "{:.2f}"; None writes none, and neither are they
       written into more than 64 cells.
+    most: names written along an axis.
     """
     matrix = np.ma.masked_invalid(np.asarray(found, dtype=float))
     low, high = limits or (float(matrix.min()), float(matrix.max()))
     image = axes.imshow(matrix, aspect="auto", cmap=cmap, vmin=low, vmax=high, interpolation="nearest")
     for axis, names in ((axes.xaxis, x), (axes.yaxis, y)):
-        every = -(-len(names) // MOST_TICKS)
+        every = -(-len(names) // most)
         axis.set_ticks(range(0, len(names), every), [str(name) for name in names[::every]])
     if numbers is not None and matrix.size <= MOST_NUMBERS:
         for (i, j), value in np.ndenumerate(matrix):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from data_gen.chat import template as chat_template
 from data_gen.sample import Sample
 from data_gen.tokens import TokenCounter
 from eval.benchmarks.row import Row
@@ -21,6 +22,7 @@ from eval.inference.models import ModelConfig, load_config, load_model
 from eval.inference.prefill import Prefill, PromptLayer, prefill
 from eval.inference.prompts import encode, overhead
 from eval.methods.channels.leank import LeanK
+from leank_train.backbone import Backbone
 from leank_train.mask import ChannelMask
 
 
@@ -92,6 +94,14 @@ class Source:
             raise ValueError(f"length={length} is more than the model's max_position_embeddings={limit}; lower it")
         room = length - overhead(tokenizer, self.chat)
         return draw(task, room, TokenCounter(tokenizer), self.seed, index, self.essays, self.split)
+
+    @property
+    def backbone(self) -> Backbone:
+        """Model and tokenizer as training knows them."""
+        model, tokenizer = self.need_model()
+        wrap = tokenizer.chat_template is not None if self.chat is None else self.chat
+        before, after = chat_template(tokenizer) if wrap else ("", "")
+        return Backbone(model, tokenizer, self.name, before, after)
 
     def ids(self, sample: Sample) -> Tensor:
         """The prompt's tokens up to the reply, [1, T], on the model's device."""
