@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eval.papers.item import Analysed, Contrast, Item
+from eval.papers.item import Analysed, Contrast, Expect, Item, Row
 from eval.papers.presets import SIZES, gpu, here, longbench, on, sized
 from eval.papers.think import EQUAL, LLAMA2, LLAMA3, MISTRAL, SMALL
 
@@ -30,23 +30,37 @@ def against_think(tokens: str, ratio: float) -> tuple[Contrast, ...]:
     return tuple(Contrast(f"{tokens}_iap_free_{n}_{ratio:g}", f"{tokens}_think_{n}_{ratio:g}") for n in SIZES)
 
 
+def _logits(row: Row, method: str) -> bool:
+    """Whether a row is a method's error of the logits in one of the first three layers."""
+    return row["measure"] == "logits" and row.get("method") == method and row["layer"] in range(3)
+
+
+INTERACT = (
+    Expect("share of the largest terms that lie off the diagonal", lambda r: r["measure"] == "extreme", bound=0.1),
+    Expect("the same, first three layers over the others", lambda r: r["measure"] == "extreme"
+           and r["layer"] in range(3), lambda r: r["measure"] == "extreme" and r["layer"] not in range(3)),
+)  # fmt: skip
+
 ITEMS = (
     Item("iap:fig1", "How much each pair of channels adds to the error together, in layers of growing depth.",
          "Channels interact: many terms off the diagonal are large, fewer so in deep layers.",
-         here=(Analysed("interaction"),), real=(on("llama3_8b", "interaction"),), needs=LLAMA3),
+         here=(Analysed("interaction"),), real=(on("llama3_8b", "interaction"),), needs=LLAMA3, claims=INTERACT),
     Item("iap:fig2", "Mean and standard deviation of the queries' channels in the observation window.",
          "Queries vary more than their mean says, so a window cannot stand for all queries.",
          here=(Analysed("query_spread"),), real=(on("llama3_8b", "query_spread"),),
-         needs=LLAMA3),
+         needs=LLAMA3, claims=(Expect("share of channels that vary by more than their mean",
+                                      lambda r: r["measure"] == "unsteady", bound=0.5),)),
     Item("iap:fig3", "By how much IAP's error of the logits is below ThinK's, by layer.",
          "IAP's error is smaller, most of all in shallow layers.",
          here=(Analysed("layer_error"),), real=(on("llama3_8b", "layer_error"),
                                                 on("mistral_7b", "layer_error")),
-         needs=f"{LLAMA3}, {MISTRAL}"),
+         needs=f"{LLAMA3}, {MISTRAL}",
+         claims=(Expect("relative error of the logits in the first three layers, ThinK over IAP",
+                        lambda r: _logits(r, "ThinK"), lambda r: _logits(r, "IAP")),)),
     Item("iap:fig4", "More interaction maps, of two models.", "The same holds on both models.",
          here=(Analysed("interaction"),), real=(on("llama3_8b", "interaction"),
                                                 on("mistral_7b", "interaction")),
-         needs=f"{LLAMA3}, {MISTRAL}"),
+         needs=f"{LLAMA3}, {MISTRAL}", claims=INTERACT),
     Item(
         "iap:table1", "LongBench on LLaMA-3: IAP and ThinK at 50 and 60% on SnapKV and H2O, by KV size.",
         "IAP is better in most settings.", here=(grid,),

@@ -99,10 +99,10 @@ def keys_of(job: Job) -> set[Key]:
 
 
 class Task:
-    """A step of an item under a request: a replay's checked job, or an analysis with its settings and its model."""
+    """A step under a request: a replay's checked job, or an analysis with its settings, its model and its mask."""
 
-    def __init__(self, item: Item, step: Replay | Analysed, request: Request) -> None:
-        self.item, self.step = item, step
+    def __init__(self, step: Replay | Analysed, request: Request) -> None:
+        self.step = step
         quick = step.quick if isinstance(step, Replay) and request.quick else ()
         first = () if isinstance(step, Replay) else (HERE,)
         self.config = composed([*first, *step.overrides, *quick, *request.overrides])
@@ -124,9 +124,10 @@ class Task:
     @property
     def file(self) -> str:
         """The name of an analysis' file: another one for other settings, another model or another mask."""
-        model = self.model.identity() if isinstance(self.step, Analysed) and self.step.model else None
+        assert isinstance(self.step, Analysed)
+        model = self.model.identity() if self.step.model else None
         settings = repr((self.analysis, model, self.config.get("mask")))
-        return f"{self.item.id.replace(':', '_')}-{hashlib.sha256(settings.encode()).hexdigest()[:10]}.json"
+        return f"{self.step.name}-{hashlib.sha256(settings.encode()).hexdigest()[:10]}.json"
 
 
 @dataclass
@@ -140,21 +141,22 @@ class Workshop:
     directory: Path
     request: Request
     _models: dict[str, PreTrainedModel] = field(default_factory=dict)
+    _tasks: dict[str, Task] = field(default_factory=dict)
 
     def make(self, items: Sequence[Item]) -> dict[str, str]:
         """Make what is missing of these items. Returns the errors by item; an item that fails stops no other."""
         failed: dict[str, str] = {}
         with Results(self.directory / "rows") as results:
             plans = list(self._plans(items, results, failed))
-            total, done, began = sum(cost for _, cost in plans), 0, time.perf_counter()
-            for number, (task, cost) in enumerate(plans, 1):
+            total, done, began = sum(cost for *_, cost in plans), 0, time.perf_counter()
+            for number, (item, task, cost) in enumerate(plans, 1):
                 gone = time.perf_counter() - began
                 left = f", about {duration(gone / done * (total - done))} left" if done else ""
-                log.info("%s, %d of %d; %s gone%s", task.item.id, number, len(plans), duration(gone), left)
+                log.info("%s, %d of %d; %s gone%s", item.id, number, len(plans), duration(gone), left)
                 try:
                     self._run(task, results)
                 except (ValueError, FileNotFoundError, MemoryError) as error:
-                    failed[task.item.id] = str(error)
+                    failed[item.id] = str(error)
                 done += cost
         return failed
 
@@ -168,9 +170,8 @@ class Workshop:
         rows: dict[Key, ResultRow] = {}
         measured, whole = [], True
         for step in self.request.steps(item):
-            assert isinstance(step, Replay | Analysed)
             try:
-                task = Task(item, step, self.request)
+                task = self._task(step)
                 wanted = keys_of(task.job) if task.job is not None else set()
             except (ValueError, FileNotFoundError):  # `make` has said so
                 whole = False
@@ -186,18 +187,30 @@ class Workshop:
         order = {key: number for number, key in enumerate(stored)}
         return Made(item, [rows[key] for key in sorted(rows, key=order.__getitem__)], measured, whole)
 
-    def _plans(self, items: Sequence[Item], results: Results, failed: dict[str, str]) -> Iterator[tuple[Task, int]]:
-        """Yield what is to be made, checked, with its cost in tokens of prompts times methods."""
+    def _task(self, step: Step) -> Task:
+        """Return the task of a step; items that share a step share it."""
+        assert isinstance(step, Replay | Analysed)
+        if repr(step) not in self._tasks:
+            self._tasks[repr(step)] = Task(step, self.request)
+        return self._tasks[repr(step)]
+
+    def _plans(
+        self, items: Sequence[Item], results: Results, failed: dict[str, str]
+    ) -> Iterator[tuple[Item, Task, int]]:  # fmt: skip
+        """Yield what is to be made, checked, with its cost in tokens of prompts times methods; shared steps once."""
+        seen: set[int] = set()
         for item in items:
             for step in self.request.steps(item):
-                assert isinstance(step, Replay | Analysed)
                 try:
-                    task = Task(item, step, self.request)
+                    task = self._task(step)
+                    if id(task) in seen:
+                        continue
+                    seen.add(id(task))
                     if task.job is None:
                         if not (self.directory / "analyses" / task.file).is_file():
-                            yield task, COST_OF_AN_ANALYSIS
+                            yield item, task, COST_OF_AN_ANALYSIS
                     elif missing := task.job.missing(results.keys):
-                        yield task, sum(len(m) * len(s) * (cell.length or 4096) for cell, s, m in missing)
+                        yield item, task, sum(len(m) * len(s) * (cell.length or 4096) for cell, s, m in missing)
                 except (ValueError, FileNotFoundError) as error:
                     failed[item.id] = str(error)
 
