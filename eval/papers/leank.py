@@ -115,7 +115,7 @@ ITEMS = (
                        lambda r: _kept(r) and r["pair"] in HIGH and r["pair"] != 31),
                 Expect("share of the empty heads in the first five layers", lambda r: r["measure"] == "empty_in_first",
                        bound=0.4)),
-        note="From the mask that the authors published, with its empty heads (appendix M). It empties 31% of the heads, "
+        note="From the mask that the authors published, with its empty heads (appendix M): 31% of the heads, "
         "not the paper's 16%.",
     ),
     Item("leank:fig10", "Time of decode attention in every layer of Qwen, dense and LeanK.",
