@@ -18,10 +18,18 @@ from eval.papers.analyses.analysis import Analysis
 ANALYSES = {
     "empty_heads": "EmptyHeads",
     "group_removal": "GroupRemoval",
+    "head_similarity": "HeadSimilarity",
     "interaction": "Interaction",
     "kept_by_pair": "KeptByPair",
     "layer_error": "LayerError",
+    "magnitudes": "Magnitudes",
     "query_spread": "QuerySpread",
+    "ranks": "Ranks",
+    "relative_variance": "RelativeVariance",
+    "retained_tokens": "RetainedTokens",
+    "selection_layers": "SelectionLayers",
+    "singular_energy": "SingularEnergy",
+    "sparsity": "Sparsity",
     "staticity": "Staticity",
     "w_hf": "HighFrequencyRatio",
 }

@@ -119,7 +119,7 @@ class GroupRemoval(Analysis):
         axes.set(xlabel=f"mean norm ratio of a group of {self.channels} channels",
                  ylabel="loss when the group is removed,\nnats per answer token more",
                  title=f"rank correlation of norm and impact: {found:.2f}")  # fmt: skip
-        axes.set_yscale("symlog", linthresh=1e-2)
+        axes.set_yscale("symlog", linthresh=1e-4)
         if self.per != "model":
             figure.colorbar(points, ax=axes, label="layer")
         return figure
