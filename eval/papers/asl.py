@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from eval.papers.item import Analysed, Contrast, Item, Replay
-from eval.papers.presets import here, on, real, ruler
+from eval.papers.item import Analysed, Contrast, Expect, Item, Replay
+from eval.papers.presets import here, on, real, ruler, where
 
 UL, QWEN = "Llama-3.1-Nemotron-8B-UltraLong-1M-Instruct", "Qwen2.5-7B-Instruct-1M"
 BOTH = f"{UL}, {QWEN}"
@@ -47,6 +47,18 @@ def on_infinitebench(*names: str) -> tuple[Replay, ...]:
             real(MODELS[1], "infinitebench", *names, sets=(*sets, *QWEN_LAYERS, *QWEN_FULL)))  # fmt: skip
 
 
+HARD, EASY = ("niah_multikey_3", "niah_multikey_2"), ("niah_single_1", "niah_single_2")
+VARIANCE, ABOVE = {"measure": "relative_variance"}, range(4, 99)  # layers above every L_min
+LATER = (
+    Expect(
+        "relative variance above L_min, many similar keys over a single one",
+        where(**VARIANCE, task=HARD, layer=ABOVE),
+        where(**VARIANCE, task=EASY, layer=ABOVE),
+    ),
+)
+SELECTS = (Expect("selection layer at tau = 0.9, many similar keys over a single one",
+                  where(measure="selection_layer", threshold=0.9, task=HARD),
+                  where(measure="selection_layer", threshold=0.9, task=EASY)),)  # fmt: skip
 TAUS = ("method.asl_full.each.prefill.threshold=[0.2,0.3,0.4,0.5,0.6]",)
 
 ITEMS = (
@@ -59,29 +71,38 @@ ITEMS = (
          claims=(Contrast("fastkv_full_5", "fastkv_full_1"),)),
     Item("asl:fig2", "FastKV and ASL side by side, as a drawing.", note="eval/methods/prefill has both."),
     Item("asl:fig3", "Attention over the prompt in early, middle and late layers, KV retrieval and QA.",
-         "Attention is spread in early layers, and settles on few tokens later.", here=(Analysed("relative_variance"),),
-         real=(on("qwen25_7b_1m", "relative_variance"),), needs=QWEN),
+         "Attention is spread in early layers, and settles on few tokens later.", here=(Analysed("ranks"),),
+         real=(on("qwen25_7b_1m", "ranks"),), needs=QWEN,
+         claims=(Expect("attention on the first 128 tokens, layers 4 to 6 over 0 to 2",
+                        where(measure="top_share", layer=range(4, 7)), where(measure="top_share", layer=range(3))),)),
     Item("asl:fig4", "Ranks of the tokens across layers, KV retrieval and QA.", "The top ranks settle with depth.",
-         here=(Analysed("relative_variance"),), real=(on("qwen25_7b_1m", "relative_variance"),),
-         needs=QWEN),
+         here=(Analysed("ranks"),), real=(on("qwen25_7b_1m", "ranks"),), needs=QWEN,
+         claims=(Expect("rank of the tokens that the last layer prefers, layers 0 to 2 over 4 and 5",
+                        where(measure="rank", quantile=0.5, layer=range(3)),
+                        where(measure="rank", quantile=0.5, layer=range(4, 6))),)),
     Item("asl:fig5", "How the relative variance is computed, as a drawing.", note="eval/methods/prefill/asl.py."),
     Item("asl:fig6", "Relative variance by layer for ten tasks.", "Hard tasks settle later.",
          here=(Analysed("relative_variance"),), real=(on("qwen25_7b_1m", "relative_variance"),),
-         needs=f"{QWEN}, InfiniteBench", note="RULER's tasks instead of InfiniteBench's."),
+         needs=QWEN, note="RULER's tasks instead of InfiniteBench's. " + RESCALED, claims=LATER),
     Item("asl:fig7", "Needle in a haystack on Qwen to 256K: ASL, ASL in two passes, SnapKV, FastKV, GemFilter.",
          "ASL finds every needle in one pass and in two.",
          real=(real("qwen25_7b_1m", "niah", *ROWS, sets=("benchmark.longest=256000", "prefill_chunk=8192",
                                                        *QWEN_LAYERS)),),
          needs=QWEN, note="The reference model was not trained on such needles; asl:table3 has RULER's."),
     Item("asl:fig8", "Relative variance for several L_min and L_obs.", "A small L_obs and an early L_min react faster.",
-         here=(Analysed("relative_variance"),), real=(on("qwen25_7b_1m", "relative_variance"),),
-         needs=f"{QWEN}, InfiniteBench"),
+         here=(Analysed("relative_variance", {"observed": [2, 3, 4], "firsts": [1, 2, 3]}),),
+         real=(Analysed("relative_variance", {"observed": [4, 8, 12], "firsts": [5, 9, 13]},
+                        overrides=("model=qwen25_7b_1m",)),),
+         needs=QWEN,
+         claims=(Expect("relative variance above L_min, L_obs of 4 over 2", where(**VARIANCE, observed=4, layer=ABOVE),
+                        where(**VARIANCE, observed=2, layer=ABOVE)),),
+         note="RULER's tasks instead of InfiniteBench's."),
     Item("asl:fig9", "Which layer selects, by task, on Llama.", "Hard tasks select later than FastKV's layer.",
          here=(Analysed("selection_layers"),),
-         real=(on("llama31_8b_ultralong", "selection_layers"),), needs=UL, note=RESCALED),
+         real=(on("llama31_8b_ultralong", "selection_layers"),), needs=UL, note=RESCALED, claims=SELECTS),
     Item("asl:fig10", "Which layer selects, by task, on Qwen.", "Hard tasks select later than FastKV's layer.",
          here=(Analysed("selection_layers"),),
-         real=(on("qwen25_7b_1m", "selection_layers"),), needs=QWEN, note=RESCALED),
+         real=(on("qwen25_7b_1m", "selection_layers"),), needs=QWEN, note=RESCALED, claims=SELECTS),
     Item("asl:table1", "Methods that prune tokens layer by layer, as a list.",
          note="FastKV, GemFilter, PyramidInfer, PyramidKV and ASL are here; LazyLLM, PromptDistill, SlimInfer, OmniKV, "
          "SqueezeAttention, EvolKV, DynamicKV and CAKE are not."),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from eval.papers.item import Analysed, Contrast, Expect, Item, Row
-from eval.papers.presets import SIZES, gpu, here, longbench, on, sized
+from eval.papers.item import Analysed, Contrast, Expect, Item
+from eval.papers.presets import SIZES, gpu, here, longbench, on, sized, where
 from eval.papers.think import EQUAL, LLAMA2, LLAMA3, MISTRAL, SMALL
 
 CHANNELS = (*(f"papers/{t}_{m}" for t in ("snapkv", "h2o") for m in ("think", "iap_free", "iap")),)
@@ -30,15 +30,11 @@ def against_think(tokens: str, ratio: float) -> tuple[Contrast, ...]:
     return tuple(Contrast(f"{tokens}_iap_free_{n}_{ratio:g}", f"{tokens}_think_{n}_{ratio:g}") for n in SIZES)
 
 
-def _logits(row: Row, method: str) -> bool:
-    """Whether a row is a method's error of the logits in one of the first three layers."""
-    return row["measure"] == "logits" and row.get("method") == method and row["layer"] in range(3)
-
-
+SHALLOW, DEEP = range(3), range(3, 99)  # layers of the reference model, which has 7
 INTERACT = (
-    Expect("share of the largest terms that lie off the diagonal", lambda r: r["measure"] == "extreme", bound=0.1),
-    Expect("the same, first three layers over the others", lambda r: r["measure"] == "extreme"
-           and r["layer"] in range(3), lambda r: r["measure"] == "extreme" and r["layer"] not in range(3)),
+    Expect("share of the largest terms that lie off the diagonal", where(measure="extreme"), bound=0.1),
+    Expect("the same, first three layers over the others", where(measure="extreme", layer=SHALLOW),
+           where(measure="extreme", layer=DEEP)),
 )  # fmt: skip
 
 ITEMS = (
@@ -49,14 +45,15 @@ ITEMS = (
          "Queries vary more than their mean says, so a window cannot stand for all queries.",
          here=(Analysed("query_spread"),), real=(on("llama3_8b", "query_spread"),),
          needs=LLAMA3, claims=(Expect("share of channels that vary by more than their mean",
-                                      lambda r: r["measure"] == "unsteady", bound=0.5),)),
+                                      where(measure="unsteady"), bound=0.5),)),
     Item("iap:fig3", "By how much IAP's error of the logits is below ThinK's, by layer.",
          "IAP's error is smaller, most of all in shallow layers.",
          here=(Analysed("layer_error"),), real=(on("llama3_8b", "layer_error"),
                                                 on("mistral_7b", "layer_error")),
          needs=f"{LLAMA3}, {MISTRAL}",
          claims=(Expect("relative error of the logits in the first three layers, ThinK over IAP",
-                        lambda r: _logits(r, "ThinK"), lambda r: _logits(r, "IAP")),)),
+                        where(measure="logits", method="ThinK", layer=SHALLOW),
+                        where(measure="logits", method="IAP", layer=SHALLOW)),)),
     Item("iap:fig4", "More interaction maps, of two models.", "The same holds on both models.",
          here=(Analysed("interaction"),), real=(on("llama3_8b", "interaction"),
                                                 on("mistral_7b", "interaction")),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from eval.papers.item import Analysed, Command, Contrast, Expect, Item, Replay, Row
-from eval.papers.presets import LLAMA_MASK, QWEN_MASK, gpu, here, longbench, on, real, ruler
+from eval.papers.presets import LLAMA_MASK, QWEN_MASK, gpu, here, longbench, on, real, ruler, where
 
 LLAMA, QWEN = "Llama-3.1-8B-Instruct", "Qwen2.5-7B-Instruct"
 RULER = f"{LLAMA}; SQuAD and HotpotQA for qa_1 and qa_2"
@@ -29,14 +31,22 @@ stages = Command("python -m leank_train -m +experiment=sweep_reference +sweep=st
 WHOLE = "Prompts are compressed from 160 tokens on here, from 1,152 in the paper."
 
 
-def _kept(row: Row) -> bool:
-    """Whether a row is the mask's kept share of a RoPE pair in one layer."""
-    return row["measure"] == "kept" and row.get("method") == "mask" and row["layer"] is not None
+KEPT = {"measure": "kept", "method": "mask", "layer": range(99)}  # the mask's share of a RoPE pair in each layer
 
 
-def _exact(row: Row, order: str) -> bool:
-    """Whether a row is the share of right answers with a quarter of the heads streaming, chosen in this order."""
-    return row["measure"] == "exact" and row.get("order") == order and row.get("share") == 0.25
+def different(axis: str, name: str) -> Callable[[Row], bool]:
+    """Whether a row is the correlation of two tasks, or of two lengths, that differ."""
+    chosen = where(measure="pearson", axis=axis)
+    return lambda row: chosen(row) and row[name] != row[f"other_{name}"]
+
+
+def halves(pair: int) -> tuple[Expect, Expect]:
+    """Claim that low frequencies are kept more often, and that `pair` stands out of the high ones."""
+    others = tuple(number for number in HIGH if number != pair)
+    return (
+        Expect("kept share of the low-frequency half", where(**KEPT, pair=LOW), where(**KEPT, pair=HIGH)),
+        Expect(f"kept share of pair {pair}", where(**KEPT, pair=pair), where(**KEPT, pair=others)),
+    )
 
 
 ITEMS = (
@@ -50,10 +60,8 @@ ITEMS = (
         real=(Analysed("staticity", {"length": 64 * K, "lengths": ALL[:5]}, overrides=("model=llama31_8b",)),
               on("llama31_8b", "group_removal")),
         needs=LLAMA,
-        claims=(Expect("correlation of channel norms between two tasks", lambda r: r["measure"] == "pearson"
-                       and r.get("axis") == "tasks" and r["task"] != r.get("other_task"), bound=0.9),
-                Expect("correlation of channel norms between two lengths", lambda r: r["measure"] == "pearson"
-                       and r.get("axis") == "lengths" and r["length"] != r.get("other_length"), bound=0.9)),
+        claims=(Expect("correlation of channel norms between two tasks", different("tasks", "task"), bound=0.9),
+                Expect("correlation of channel norms between two lengths", different("lengths", "length"), bound=0.9)),
     ),
     Item("leank:fig2", "The two training stages and the cache that is deployed, as a drawing.",
          note="docs/architecture.md draws ours."),
@@ -85,10 +93,7 @@ ITEMS = (
               Analysed("empty_heads", overrides=(LLAMA_MASK,), model=False)),
         real=(Analysed("kept_by_pair", {"length": 64 * K}, overrides=("model=llama31_8b", LLAMA_MASK)),),
         needs=f"{LLAMA}, for ThinK's curve beside it",
-        claims=(Expect("kept share of the low-frequency half", lambda r: _kept(r) and r["pair"] in LOW,
-                       lambda r: _kept(r) and r["pair"] in HIGH),
-                Expect("kept share of pair 22", lambda r: _kept(r) and r["pair"] == 22,
-                       lambda r: _kept(r) and r["pair"] in HIGH and r["pair"] != 22)),
+        claims=halves(22),
         note="From the mask that the authors published; ThinK's curve needs the weights.",
     ),
     Item(
@@ -99,7 +104,10 @@ ITEMS = (
         real=(on("llama31_8b", "w_hf"),),
         needs=LLAMA,
         claims=(Expect("right answers (%) with a quarter of the heads streaming, highest w_hf over lowest",
-                       lambda r: _exact(r, "highest"), lambda r: _exact(r, "lowest")),),
+                       where(measure="exact", order="highest", share=0.25),
+                       where(measure="exact", order="lowest", share=0.25)),
+                Expect("the same, highest w_hf over random heads", where(measure="exact", order="highest", share=0.25),
+                       where(measure="exact", order="random", share=0.25))),
     ),
     Item(
         "leank:fig9",
@@ -109,12 +117,8 @@ ITEMS = (
               Analysed("empty_heads", overrides=(QWEN_MASK,), model=False)),
         real=(Analysed("kept_by_pair", {"length": 32 * K}, overrides=("model=qwen25_7b", QWEN_MASK)),),
         needs=f"{QWEN}, for ThinK's curve beside it",
-        claims=(Expect("kept share of the low-frequency half", lambda r: _kept(r) and r["pair"] in LOW,
-                       lambda r: _kept(r) and r["pair"] in HIGH),
-                Expect("kept share of pair 31", lambda r: _kept(r) and r["pair"] == 31,
-                       lambda r: _kept(r) and r["pair"] in HIGH and r["pair"] != 31),
-                Expect("share of the empty heads in the first five layers", lambda r: r["measure"] == "empty_in_first",
-                       bound=0.4)),
+        claims=(*halves(31), Expect("share of empty heads in the first five layers", where(measure="empty_in_first"),
+                                    bound=0.4)),
         note="From the mask that the authors published, with its empty heads (appendix M): 31% of the heads, "
         "not the paper's 16%.",
     ),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from eval.papers.item import Analysed, Command, Replay
+from eval.papers.item import Analysed, Command, Replay, Row
 
 # --quick: two samples of four tasks at 1K
 QUICK = (
@@ -56,6 +56,18 @@ def longbench(model: str, preset: str, *names: str, sets: Sequence[str] = ()) ->
 def on(model: str, name: str) -> Analysed:
     """Run an analysis on a model of conf/shared/model."""
     return Analysed(name, overrides=(f"model={model}",))
+
+
+def where(**wanted: object) -> Callable[[Row], bool]:
+    """Whether a row of an analysis has these values; a range or a tuple accepts any of its own."""
+
+    def counts(row: Row) -> bool:
+        return all(
+            row.get(name) in value if isinstance(value, range | tuple) else row.get(name) == value
+            for name, value in wanted.items()
+        )
+
+    return counts
 
 
 def gpu(line: str) -> Command:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from eval.papers.item import Analysed, Contrast, Item
-from eval.papers.presets import SIZES, gpu, here, longbench, on, real, sized
+from eval.papers.item import Analysed, Contrast, Expect, Item
+from eval.papers.presets import SIZES, gpu, here, longbench, on, real, sized, where
 
 LLAMA3, MISTRAL, LLAMA2 = "LLaMA-3-8B-Instruct", "Mistral-7B-Instruct-v0.2", "LLaMA-2-7B-chat"
 EQUAL = -2.0  # points that a method may lose and still count as equal
@@ -57,10 +57,17 @@ ITEMS = (
     ),
     Item("think:fig4", "Magnitude of keys and values by token and channel in two heads.",
          "Keys have a few strong channels, values have none.", here=(Analysed("magnitudes"),),
-         real=(on("llama2_7b", "magnitudes"),), needs=LLAMA2),
+         real=(on("llama2_7b", "magnitudes"),), needs=LLAMA2,
+         claims=(Expect("spread of the channels' sizes, K over V", where(measure="spread", part="K"),
+                        where(measure="spread", part="V")),)),
     Item("think:fig5", "Energy of the singular values of attention, alone and added up.",
          "Attention has low rank: 50 values hold 90% of the energy.", here=(Analysed("singular_energy"),),
-         real=(on("llama2_7b", "singular_energy"),), needs=LLAMA2),
+         real=(on("llama2_7b", "singular_energy"),), needs=LLAMA2,
+         claims=(Expect("energy of the first 50 singular values",
+                        where(measure="cumulative", number=50, layer=range(99)), bound=0.9),
+                 Expect("the same, over uniform attention", where(measure="cumulative", number=50, layer=range(99)),
+                        where(measure="cumulative", number=50, layer=None))),
+         note="Uniform causal attention is of low rank, too."),
     Item("think:fig6", "Needle in a haystack by length and depth: SnapKV and SnapKV + ThinK.",
          "ThinK finds the needles that SnapKV finds.",
          real=(real("mistral_7b", "niah", "papers/snapkv", "papers/snapkv_think", sets=("benchmark.longest=32000",)),),
