@@ -16,6 +16,7 @@ from eval.report.records import RunSummary
 from eval.report.summary import summarise
 from eval.report.tables import Line, Table, by_length, markdown, number, overall
 
+LONG = 14  # lines above which a table is folded
 DRAWN = ("accuracy_by_length", "accuracy_against_bytes")  # of eval.report.plots.FIGURES
 LAYOUT = """
 nav { columns: 22rem; font-size: .86rem; } nav a { display: block; color: inherit; text-decoration: none;
@@ -39,7 +40,7 @@ def judgements(made: Made) -> list[Judgement]:
             found.append(contrast(claim, made.rows))
         elif isinstance(claim, Expect) and measured:
             found.append(expect(claim, measured))
-    return found
+    return [one for one in found if one.verdict != "not compared"]
 
 
 def published_tables(item: Item) -> list[Table]:
@@ -150,7 +151,9 @@ def _article(made: Made) -> str:
     ours = _drawings(made) + "".join(map(_small, our_tables(made)))
     theirs = "".join(map(_small, published_tables(item)))
     if not ours:
-        ours = f"<p>Nothing of ours: {html.escape(status(item))}.</p>"
+        ours = f"<p>{'Not made yet' if status(item) == 'runs here' else html.escape(status(item).capitalize())}.</p>"
+    elif not made.whole:
+        ours += "<p>Some of it is not made yet.</p>"
     both = " both" if theirs else ""
     parts.append(f'<div class="sides{both}"><div>{ours}</div>' + (f"<div>{theirs}</div>" if theirs else "") + "</div>")
     if item.note:
@@ -162,7 +165,11 @@ def _article(made: Made) -> str:
 
 
 def _small(table: Table) -> str:
-    return to_table(table).replace("<h2>", "<h3>").replace("</h2>", "</h3>")
+    """Make a table under a small heading; a long one is folded."""
+    made = to_table(table).replace("<h2>", "<h3>").replace("</h2>", "</h3>")
+    if len(table.lines) <= LONG:
+        return made
+    return f"<details><summary>{html.escape(table.title)}: {len(table.lines)} lines</summary>{made}</details>"
 
 
 def _drawings(made: Made) -> str:
