@@ -125,5 +125,5 @@ class Item:
     @property
     def number(self) -> str:
         """Its name in the paper, such as "figure 7"."""
-        kind, digits = self.id.partition(":")[2].rstrip("0123456789"), self.id.lstrip("abcdefghijklmnopqrstuvwxyz:")
-        return f"{ {'fig': 'figure', 'table': 'table'}[kind] } {digits}"
+        place = self.id.partition(":")[2]
+        return f"figure {place[3:]}" if place.startswith("fig") else f"table {place.removeprefix('table')}"
