@@ -59,6 +59,7 @@ LATER = (
 SELECTS = (Expect("selection layer at tau = 0.9, many similar keys over a single one",
                   where(measure="selection_layer", threshold=0.9, task=HARD),
                   where(measure="selection_layer", threshold=0.9, task=EASY)),)  # fmt: skip
+SHORT = {"samples": 1, "length": 1024, "budget": 256}
 TAUS = ("method.asl_full.each.prefill.threshold=[0.2,0.3,0.4,0.5,0.6]",)
 
 ITEMS = (
@@ -71,18 +72,18 @@ ITEMS = (
          claims=(Contrast("fastkv_full_5", "fastkv_full_1"),)),
     Item("asl:fig2", "FastKV and ASL side by side, as a drawing.", note="eval/methods/prefill has both."),
     Item("asl:fig3", "Attention over the prompt in early, middle and late layers, KV retrieval and QA.",
-         "Attention is spread in early layers, and settles on few tokens later.", here=(Analysed("ranks"),),
+         "Attention is spread in early layers, and settles on few tokens later.", here=(Analysed("ranks", quick={"length": 1024}),),
          real=(on("qwen25_7b_1m", "ranks"),), needs=QWEN,
          claims=(Expect("attention on the first 128 tokens, layers 4 to 6 over 0 to 2",
                         where(measure="top_share", layer=range(4, 7)), where(measure="top_share", layer=range(3))),)),
     Item("asl:fig4", "Ranks of the tokens across layers, KV retrieval and QA.", "The top ranks settle with depth.",
-         here=(Analysed("ranks"),), real=(on("qwen25_7b_1m", "ranks"),), needs=QWEN,
+         here=(Analysed("ranks", quick={"length": 1024}),), real=(on("qwen25_7b_1m", "ranks"),), needs=QWEN,
          claims=(Expect("rank of the tokens that the last layer prefers, layers 0 to 2 over 4 and 5",
                         where(measure="rank", quantile=0.5, layer=range(3)),
                         where(measure="rank", quantile=0.5, layer=range(4, 6))),)),
     Item("asl:fig5", "How the relative variance is computed, as a drawing.", note="eval/methods/prefill/asl.py."),
     Item("asl:fig6", "Relative variance by layer for ten tasks.", "Hard tasks settle later.",
-         here=(Analysed("relative_variance"),), real=(on("qwen25_7b_1m", "relative_variance"),),
+         here=(Analysed("relative_variance", quick=SHORT),), real=(on("qwen25_7b_1m", "relative_variance"),),
          needs=QWEN, note="RULER's tasks instead of InfiniteBench's. " + RESCALED, claims=LATER),
     Item("asl:fig7", "Needle in a haystack on Qwen to 256K: ASL, ASL in two passes, SnapKV, FastKV, GemFilter.",
          "ASL finds every needle in one pass and in two.",
@@ -90,7 +91,7 @@ ITEMS = (
                                                        *QWEN_LAYERS)),),
          needs=QWEN, note="The reference model was not trained on such needles; asl:table3 has RULER's."),
     Item("asl:fig8", "Relative variance for several L_min and L_obs.", "A small L_obs and an early L_min react faster.",
-         here=(Analysed("relative_variance", {"observed": [2, 3, 4], "firsts": [1, 2, 3]}),),
+         here=(Analysed("relative_variance", {"observed": [2, 3, 4], "firsts": [1, 2, 3]}, quick=SHORT),),
          real=(Analysed("relative_variance", {"observed": [4, 8, 12], "firsts": [5, 9, 13]},
                         overrides=("model=qwen25_7b_1m",)),),
          needs=QWEN,
@@ -98,10 +99,10 @@ ITEMS = (
                         where(**VARIANCE, observed=2, layer=ABOVE)),),
          note="RULER's tasks instead of InfiniteBench's."),
     Item("asl:fig9", "Which layer selects, by task, on Llama.", "Hard tasks select later than FastKV's layer.",
-         here=(Analysed("selection_layers"),),
+         here=(Analysed("selection_layers", quick={"samples": 2}),),
          real=(on("llama31_8b_ultralong", "selection_layers"),), needs=UL, note=RESCALED, claims=SELECTS),
     Item("asl:fig10", "Which layer selects, by task, on Qwen.", "Hard tasks select later than FastKV's layer.",
-         here=(Analysed("selection_layers"),),
+         here=(Analysed("selection_layers", quick={"samples": 2}),),
          real=(on("qwen25_7b_1m", "selection_layers"),), needs=QWEN, note=RESCALED, claims=SELECTS),
     Item("asl:table1", "Methods that prune tokens layer by layer, as a list.",
          note="FastKV, GemFilter, PyramidInfer, PyramidKV and ASL are here; LazyLLM, PromptDistill, SlimInfer, OmniKV, "

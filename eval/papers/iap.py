@@ -30,6 +30,8 @@ def against_think(tokens: str, ratio: float) -> tuple[Contrast, ...]:
     return tuple(Contrast(f"{tokens}_iap_free_{n}_{ratio:g}", f"{tokens}_think_{n}_{ratio:g}") for n in SIZES)
 
 
+SHORT = {"samples": 1, "length": 1024}
+INTERACTION = Analysed("interaction", quick=SHORT)
 SHALLOW, DEEP = range(3), range(3, 99)  # layers of the reference model, which has 7
 INTERACT = (
     Expect("share of the largest terms that lie off the diagonal", where(measure="extreme"), bound=0.1),
@@ -40,22 +42,22 @@ INTERACT = (
 ITEMS = (
     Item("iap:fig1", "How much each pair of channels adds to the error together, in layers of growing depth.",
          "Channels interact: many terms off the diagonal are large, fewer so in deep layers.",
-         here=(Analysed("interaction"),), real=(on("llama3_8b", "interaction"),), needs=LLAMA3, claims=INTERACT),
+         here=(INTERACTION,), real=(on("llama3_8b", "interaction"),), needs=LLAMA3, claims=INTERACT),
     Item("iap:fig2", "Mean and standard deviation of the queries' channels in the observation window.",
          "Queries vary more than their mean says, so a window cannot stand for all queries.",
-         here=(Analysed("query_spread"),), real=(on("llama3_8b", "query_spread"),),
+         here=(Analysed("query_spread", quick={"length": 1024}),), real=(on("llama3_8b", "query_spread"),),
          needs=LLAMA3, claims=(Expect("share of channels that vary by more than their mean",
                                       where(measure="unsteady"), bound=0.5),)),
     Item("iap:fig3", "By how much IAP's error of the logits is below ThinK's, by layer.",
          "IAP's error is smaller, most of all in shallow layers.",
-         here=(Analysed("layer_error"),), real=(on("llama3_8b", "layer_error"),
+         here=(Analysed("layer_error", quick=SHORT),), real=(on("llama3_8b", "layer_error"),
                                                 on("mistral_7b", "layer_error")),
          needs=f"{LLAMA3}, {MISTRAL}",
          claims=(Expect("relative error of the logits in the first three layers, ThinK over IAP",
                         where(measure="logits", method="ThinK", layer=SHALLOW),
                         where(measure="logits", method="IAP", layer=SHALLOW)),)),
     Item("iap:fig4", "More interaction maps, of two models.", "The same holds on both models.",
-         here=(Analysed("interaction"),), real=(on("llama3_8b", "interaction"),
+         here=(INTERACTION,), real=(on("llama3_8b", "interaction"),
                                                 on("mistral_7b", "interaction")),
          needs=f"{LLAMA3}, {MISTRAL}", claims=INTERACT),
     Item(

@@ -56,7 +56,7 @@ ITEMS = (
         "Sizes of (b) are of one row; batches add up.",
     ),
     Item("think:fig4", "Magnitude of keys and values by token and channel in two heads.",
-         "Keys have a few strong channels, values have none.", here=(Analysed("magnitudes"),),
+         "Keys have a few strong channels, values have none.", here=(Analysed("magnitudes", quick={"length": 1024}),),
          real=(on("llama2_7b", "magnitudes"),), needs=LLAMA2,
          claims=(Expect("spread of the channels' sizes, K over V", where(measure="spread", part="K"),
                         where(measure="spread", part="V")),)),
