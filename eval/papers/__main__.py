@@ -50,6 +50,8 @@ def listing(paper: Sequence[str] = ()) -> str:
         lines.append(f"{item.id:<14} {state}\n    {item.shows}")
         if state != "runs here":
             lines += [f"    {line}" for _, line in commands(item)]
+        elif item.real:
+            lines.append(f"    with {item.needs}: python -m eval.papers {item.id} --real")
     runs = sum(status(ITEMS[name]) == "runs here" for name in ITEMS)
     return "\n".join([*lines, f"{len(ITEMS)} items, {runs} run here: python -m eval.papers ID"])
 

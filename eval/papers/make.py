@@ -156,7 +156,7 @@ class Workshop:
                 try:
                     self._run(task, results)
                 except (ValueError, FileNotFoundError, MemoryError) as error:
-                    failed[item.id] = str(error)
+                    failed.setdefault(item.id, str(error))
                 done += cost
         return failed
 
@@ -212,7 +212,7 @@ class Workshop:
                     elif missing := task.job.missing(results.keys):
                         yield item, task, sum(len(m) * len(s) * (cell.length or 4096) for cell, s, m in missing)
                 except (ValueError, FileNotFoundError) as error:
-                    failed[item.id] = str(error)
+                    failed.setdefault(item.id, str(error))
 
     def _run(self, task: Task, results: Results) -> None:
         if task.job is not None:

@@ -95,8 +95,9 @@ def as_markdown(made: Made) -> str:
     parts += [item.note] if item.note else []
     parts += [markdown(table) for table in our_tables(made)]
     if not made.rows and not made.measured:
-        parts.append(f"Nothing is there yet; {status(item)}.")
-        parts += [f"    {line}" for _, line in commands(item)]
+        state = status(item)
+        parts.append("Nothing is made yet." if state == "runs here" else f"{state.capitalize()}.")
+        parts += [f"{what}:\n\n    {line}" for what, line in commands(item)]
     return "\n\n".join(parts) + "\n"
 
 
