@@ -35,7 +35,8 @@ INTERACTION = Analysed("interaction", quick=SHORT)
 SHALLOW, DEEP = range(3), range(3, 99)  # layers of the reference model, which has 7
 INTERACT = (
     Expect("share of the largest terms that lie off the diagonal", where(measure="extreme"), bound=0.1),
-    Expect("the same, first three layers over the others", where(measure="extreme", layer=SHALLOW),
+    Expect("share of the largest terms off the diagonal, first three layers over the others",
+           where(measure="extreme", layer=SHALLOW),
            where(measure="extreme", layer=DEEP)),
 )  # fmt: skip
 

@@ -106,7 +106,8 @@ ITEMS = (
         claims=(Expect("right answers (%) with a quarter of the heads streaming, highest w_hf over lowest",
                        where(measure="exact", order="highest", share=0.25),
                        where(measure="exact", order="lowest", share=0.25)),
-                Expect("the same, highest w_hf over random heads", where(measure="exact", order="highest", share=0.25),
+                Expect("right answers (%) with a quarter of the heads streaming, highest w_hf over random",
+                       where(measure="exact", order="highest", share=0.25),
                        where(measure="exact", order="random", share=0.25))),
     ),
     Item(

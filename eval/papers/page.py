@@ -109,7 +109,8 @@ def as_html(everything: Sequence[Made], quick: bool) -> str:
         "<h1>Figures and tables of five papers</h1>",
         f"<p>{len(everything)} items. Of the {len(verdicts)} comparisons made here, {counts['shows']} show the paper's "
         f"claim, {counts['contradicts']} contradict it, {counts['undecided']} do not decide. Intervals are 95% "
-        "bootstrap intervals over samples, paired where two methods are compared."
+        "bootstrap intervals: of two methods over the samples that both have, paired; of an analysis over its rows, "
+        "such as layers, heads or pairs of tasks."
         + (" This is the quick form, with few samples." if quick else "") + "</p>",
         _contradictions(verdicts),
         "<nav>" + "".join(_link(made) for made in everything) + "</nav>",
