@@ -22,7 +22,7 @@ LAYERS = {
         {"backbone"}, {"channel_scores"}, {"objective"}, {"forward"}, {"mask"}, {"common"},
     ],
     "eval": [
-        {"__main__"}, {"lm_eval"}, {"run"}, {"report"}, {"rows"}, {"methods"}, {"inference"}, {"benchmarks"},
+        {"__main__"}, {"lm_eval"}, {"papers"}, {"run"}, {"report"}, {"rows"}, {"methods"}, {"inference"}, {"benchmarks"},
         {"metrics", "published"}, {"serving"}, {"cache"},
     ],
     "eval.cache": [

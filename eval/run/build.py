@@ -15,6 +15,7 @@ from eval.inference.models import ModelConfig, load_config
 from eval.inference.prompts import overhead
 from eval.methods import Method, method
 from eval.methods.channels.leank import LeanK
+from eval.run.grid import expanded
 from eval.run.job import Job
 from eval.run.matched import matched
 from eval.run.replay import Settings
@@ -52,7 +53,7 @@ def build_methods(
 
     Raises ValueError or FileNotFoundError, naming the setting at fault.
     """
-    labels = config.get("method") or {}
+    labels = expanded(config.get("method") or {})
     if not labels:
         raise ValueError("method is empty; give method=[dense,leank] or other names of conf/eval/method")
     methods = [method(label, given, config.get("cache")) for label, given in labels.items()]

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from eval.inference.prefill import Prefill
 from eval.methods.channels.think import think_scores
 from eval.methods.common.calibrated import Calibrated
+from eval.methods.common.observed import seen
 from leank_train.common.typed import Positive
 
 
@@ -23,7 +25,7 @@ class StaticNorm(Calibrated):
 
     Deviations
     - The paper has 100 samples of niah_multikey_3 at 64K; the defaults here are 8 at 2K.
-    - Raw norms are averaged. Appendix A divides them by the norm of QK^T for each sample and head.
+    - Raw norms are averaged. Appendix A divides them by the norm of QK^T for each sample and head: `relative`.
 
     Settings
     ratio: float in [0, 1), default 0.7: share of K channels pruned; floor(ratio * D) go in every head.
@@ -32,13 +34,29 @@ class StaticNorm(Calibrated):
     samples: int, default 8: number of samples.
     seed: int, default 7: seed of the samples.
     queries: int, default 32: last queries of a sample that are observed.
+    relative: bool, default False: whether a query head's norms of one sample are divided by its ||Q K^T||_F first.
     """
 
+    later = ("relative",)
     queries: Positive = 32
+    relative: bool = False
 
     @property
     def observed(self) -> int:
         return self.queries
 
     def scores(self, prefill: Prefill) -> Tensor:
-        return think_scores(prefill, self.queries, "norms")
+        if not self.relative:
+            return think_scores(prefill, self.queries, "norms")
+        return torch.stack([relative_norms(s.queries(self.queries), s.keys) for s in seen(prefill, self.queries)], 1)
+
+
+def relative_norms(queries: Tensor, keys: Tensor) -> Tensor:
+    """Mean over the query heads of a group of ||q_j|| ||k_j|| / ||Q K^T||_F, [B, H, D].
+
+    queries: [B, Hq, n, D].
+    keys: [B, H, T, D].
+    """
+    q = queries.unflatten(1, (keys.shape[1], -1))  # [B, H, G, n, D]
+    both = (q.mT @ q) * (keys.mT @ keys)[:, :, None]  # its sum is ||Q K^T||_F^2, its diagonal ||q_j||^2 ||k_j||^2
+    return (both.diagonal(dim1=-2, dim2=-1) / both.sum((-2, -1))[..., None]).sqrt().mean(2)

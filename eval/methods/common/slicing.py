@@ -24,6 +24,7 @@ from eval.methods.common.scored import Budget
 
 POOLING = {"avg": torch.avg_pool1d, "max": torch.max_pool1d}
 Choose = Callable[[int, PromptLayer], Tensor | None]
+POOLING = {"avg": torch.avg_pool1d, "max": torch.max_pool1d}
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from leank_train.common.typed import OneOf, Positive, Seed
 
 CALIBRATION = ("task", "length", "seed", "queries")
 COUNTS = ("nearest", "authors")
+ORDERS = ("highest", "lowest", "random")
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,11 @@ class DuoAttention(Tokens):
     seed: int, default 7: seed of the sample.
     queries: int, default 32: last queries of the sample, q.
     count: "nearest" or "authors", default "nearest": how many heads stream, see above.
+    order: "highest", "lowest" or "random", default "highest": which heads stream by their w_hf. With a pattern, the
+      highest w_hf are the lowest gates. "lowest" and "random" (by `seed`) are the controls of LeanK's figure 8.
     """
 
-    free, later = "ratio", ("count",)
+    free, later = "ratio", ("count", "order")
     pattern: str | None = None
     ratio: Annotated[float, Ge(0), Le(1)] = 0.5
     task: str = "vt"
@@ -69,6 +72,7 @@ class DuoAttention(Tokens):
     seed: Seed = 7
     queries: Positive = 32
     count: Annotated[str, OneOf(*COUNTS)] = "nearest"
+    order: Annotated[str, OneOf(*ORDERS)] = "highest"
     _ratios: Calibration = field(default_factory=Calibration, repr=False, compare=False)
 
     @property
@@ -108,8 +112,9 @@ class DuoAttention(Tokens):
         found = super().identity()
         if self.pattern is None:
             return {name: value for name, value in found.items() if name != "pattern"}
+        dropped = [name for name in CALIBRATION if not (name == "seed" and self.order == "random")]
         digest = hashlib.sha256(self.gates.numpy().tobytes()).hexdigest()[:16]
-        return {name: value for name, value in found.items() if name not in CALIBRATION} | {"pattern": digest}
+        return {name: value for name, value in found.items() if name not in dropped} | {"pattern": digest}
 
     def calibrate(self, observe: Observe, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
         if not self.settled:
@@ -122,8 +127,12 @@ class DuoAttention(Tokens):
     def streaming(self) -> Tensor:
         """Heads that stream, bool [L, H]; by w_hf never those of layers with sliding-window attention."""
         full = -self._ratios[self.calibrated_on] if self.pattern is None else self.gates
-        count = self.how_many(int(full.isfinite().sum()))
-        return (full.flatten().argsort(stable=True).argsort() < count).view_as(full)
+        finite = full.isfinite()
+        count = self.how_many(int(finite.sum()))
+        if self.order == "random":
+            full = torch.rand(full.shape, generator=torch.Generator().manual_seed(self.seed))
+        first = (-full if self.order == "lowest" else full).masked_fill(~finite, torch.inf)
+        return (first.flatten().argsort(stable=True).argsort() < count).view_as(full)
 
     def how_many(self, heads: int) -> int:
         """How many of `heads` KV heads stream."""

@@ -279,6 +279,22 @@ def test_static_norm_averages_thinks_norms():
             assert torch.equal(keep[layer, head].nonzero().flatten(), means[layer, head].topk(4).indices.sort().values)
 
 
+def test_relative_static_norm_divides_by_the_norm_of_all_logits():
+    """Appendix A, one query head and sample after the other."""
+    keep, samples = calibrated(StaticNorm(0.6, samples=3, queries=QUERIES, relative=True))
+    means = torch.zeros(2, 2, 8, dtype=torch.float64)
+    for sample in samples:
+        for layer, dense in enumerate(sample.layers):
+            for member in range(4):
+                q, k = dense.queries[0, member, -QUERIES:], dense.keys[0, member // 2]
+                each = torch.stack([torch.outer(q[:, j], k[:, j]).norm() for j in range(8)])
+                means[layer, member // 2] += each / (q @ k.T).norm()
+    for layer in range(2):
+        for head in range(2):
+            assert torch.equal(keep[layer, head].nonzero().flatten(), means[layer, head].topk(4).indices.sort().values)
+    assert "relative" not in StaticNorm(0.6).identity()
+
+
 @pytest.mark.parametrize("ratio", kvpress_think.RATIOS)
 @pytest.mark.parametrize("family", kvpress_think.FAMILIES)
 def test_think_is_kvpress(family, ratio):

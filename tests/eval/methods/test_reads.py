@@ -156,3 +156,12 @@ def test_messages(config, message):
 
     with pytest.raises(ValueError, match=message):
         use()
+
+
+def test_double_sparsity_leaves_its_first_layers_dense():
+    choice, config = DoubleSparsity(dense_layers=1), tiny_model("llama").config
+    choice._scores[choice.labels.calibrated_on] = torch.rand(LAYERS, HEADS, DIM)
+    assert choice.of_layer(0, config) is None
+    assert isinstance(choice.of_layer(1, config), Labels)
+    assert "dense_layers" in choice.identity()
+    assert "dense_layers" not in DoubleSparsity().identity()

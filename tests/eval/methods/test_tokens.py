@@ -254,6 +254,18 @@ def test_duo_attention_streams_the_lowest_gates(tmp_path):
     assert choice.identity() != one.identity()
 
 
+def test_duo_attention_streams_in_another_order(tmp_path):
+    """The controls of LeanK's figure 8: the highest gates are the lowest w_hf; at random, another choice by seed."""
+    choice = duo(tmp_path, [[0.3, 0.9], [0.1, 0.4]], 0.25)
+    assert replace(choice, order="lowest").streaming().nonzero().tolist() == [[0, 1]]
+    drawn = {tuple(replace(choice, order="random", seed=s).streaming().flatten().tolist()) for s in range(20)}
+    assert {sum(streams) for streams in drawn} == {1}
+    assert len(drawn) == 4
+    assert "order" not in choice.identity()  # rows of before there was an order stay those of the same method
+    identities = {str(replace(choice, order="random", seed=s).identity()) for s in (1, 2)}
+    assert len({*identities, str(replace(choice, order="lowest").identity())}) == 3
+
+
 def test_high_frequency_ratio():
     """Every product by itself; RoPE's pair p rotates channels p and p + D / 2, the lower p the faster."""
     _, found = observed((20,))

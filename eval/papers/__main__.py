@@ -1,0 +1,116 @@
+"""Make the figures and tables of LeanK, ThinK, IAP, Lethe and ASL, each with a command of its own.
+
+python -m eval.papers --list                          every item, and whether it runs here
+python -m eval.papers leank:fig7 think:table2         these, on the shipped reference model
+python -m eval.papers --paper asl --quick             all of a paper, few samples
+python -m eval.papers --all --html                    everything, and one page of it
+python -m eval.papers think:table2 --real model.name=/path/to/Llama-3-8B      with the paper's model and data
+
+What was made before is not made again. Rows are written one by one, so a run that was stopped goes on where it was.
+Arguments like key=value are passed on to the configuration of python -m eval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+log = logging.getLogger("eval")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m eval.papers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "items", nargs="*", metavar="ITEM", help="ids such as leank:fig7; key=value goes to python -m eval"
+    )
+    made.add_argument("--list", action="store_true", help="print the items and make none")
+    made.add_argument("--paper", action="append", default=[], help="all items of leank, think, iap, lethe or asl")
+    made.add_argument("--all", action="store_true", help="all items")
+    made.add_argument("--quick", action="store_true", help="two samples of four tasks at 1K: a look, not a result")
+    made.add_argument("--real", action="store_true", help="with the paper's models, settings and data")
+    made.add_argument("--html", action="store_true", help="also write OUT/papers.html")
+    made.add_argument("--out", type=Path, default=Path("outputs/papers"), help="folder, %(default)s by default")
+    return made
+
+
+def listing(paper: Sequence[str] = ()) -> str:
+    """Return the lines of --list: id, status, what it shows, and the command with real weights where it needs them."""
+    from eval.papers.page import commands
+    from eval.papers.registry import ITEMS, PAPERS, of_papers, status
+
+    lines = []
+    for item in of_papers(paper or PAPERS):
+        state = status(item)
+        lines.append(f"{item.id:<14} {state}\n    {item.shows}")
+        if state != "runs here":
+            lines += [f"    {line}" for _, line in commands(item)]
+        elif item.real:
+            lines.append(f"    with {item.needs}: python -m eval.papers {item.id} --real")
+    runs = sum(status(ITEMS[name]) == "runs here" for name in ITEMS)
+    return "\n".join([*lines, f"{len(ITEMS)} items, {runs} run here: python -m eval.papers ID"])
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Make the items that were asked for, print or write them. Returns the exit status."""
+    from eval.papers.make import Request, Workshop
+    from eval.papers.page import as_html, as_markdown
+    from eval.papers.registry import ITEMS, find, of_papers, status
+    from leank_train.common.files import write_text
+
+    overrides = tuple(one for one in arguments.items if "=" in one)
+    named = [find(one) for one in arguments.items if "=" not in one]
+    chosen = {item.id: item for item in (*of_papers(arguments.paper), *named)}
+    items = list((ITEMS if arguments.all else chosen).values())
+    if not items:
+        raise ValueError("no item is named; give ids such as leank:fig7, --paper NAME, --all or --list")
+    request = Request(arguments.quick, arguments.real, overrides)
+    workshop = Workshop(arguments.out, request)
+    failed = workshop.make(items)
+    everything = workshop.collect(items)
+    for made in everything:
+        text = as_markdown(made)
+        write_text(arguments.out / "items" / f"{made.item.id.replace(':', '_')}.md", text)
+        if made.item in named:
+            print(text)
+    if arguments.html:
+        write_text(arguments.out / "papers.html", as_html(everything, request.quick))
+        print(f"page: {arguments.out / 'papers.html'}")
+    whole = sum(bool(made.rows or made.measured) and made.whole for made in everything)
+    print(f"{whole} of {len(items)} items are there, in {arguments.out}")
+    for made in everything:
+        if made.item in named and not request.steps(made.item):
+            print(f"{made.item.id}: {status(made.item)}")
+    for name, error in failed.items():
+        print(f"eval.papers: {name}: {error}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def main() -> None:
+    """Run what the command line says."""
+    arguments = parser().parse_intermixed_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    for name in ("httpx", "matplotlib"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    try:
+        if arguments.list:
+            print(listing(arguments.paper))
+            return
+        status = run(arguments)
+    except (ValueError, FileNotFoundError, BlockingIOError) as error:
+        sys.exit(f"eval.papers: {error}")
+    except KeyboardInterrupt:
+        print(
+            f"eval.papers: stopped; what is in {arguments.out} is kept, and the same command goes on", file=sys.stderr
+        )
+        sys.exit(130)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

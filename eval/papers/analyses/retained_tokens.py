@@ -1,0 +1,164 @@
+"""Which tokens Lethe retains in every layer while a reply is written.
+
+Zeng et al., "Lethe: Layer- and Time-Adaptive KV Cache Pruning for Reasoning-Intensive LLM Serving", figure 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from eval.cache.storage.store import Sizes
+from eval.inference.decode import greedy
+from eval.inference.prefill import PromptLayer
+from eval.methods.base import Method
+from eval.methods.tokens.lethe import Lethe, Rounds
+from eval.papers.analyses.analysis import Analysis, Rows, Value, distinct, only, row, values
+from eval.papers.analyses.drawing import heat_map
+from eval.papers.analyses.source import Source
+from eval.report.style import sheet
+from leank_train.common.typed import Count, Positive
+
+
+@dataclass(frozen=True)
+class RetainedTokens(Analysis):
+    """Run Lethe's cache, and record what every layer holds after each of its rounds.
+
+    Settings
+    task: str, default "niah_multikey_3": task of the sample.
+    length: int, tokens, default 1024: of the prompt.
+    steps: int, default 192: tokens that are written; the model goes on past its end-of-text token.
+    sink, window, flush: int, tokens, default 16, 32, 16: of the cache; a round can come every `flush` steps.
+    evict_at: int, tokens, default 512: what a layer holds before its first round.
+    sparse_ratio: float > 1, default 400: Lethe's tau.
+    bins: int, default 64: equal parts of prompt and reply, for the map of places.
+    """
+
+    task: str = "niah_multikey_3"
+    length: Positive = 1024
+    steps: Positive = 192
+    sink: Count = 16
+    window: Positive = 32
+    flush: Positive = 16
+    evict_at: Positive = 512
+    sparse_ratio: float = 400.0
+    bins: Positive = 64
+
+    def measure(self, source: Source) -> Rows:
+        """Rows "held" and "seen" by layer and every `flush` steps, and "retained" by layer and bin at the end."""
+        at: dict[str, Value] = {"task": self.task, "length": self.length}
+        rows: Rows = []
+        records, total = self.run(source)
+        for layer, record in enumerate(records):
+            for seen, held in record.history[:: self.flush]:
+                step = seen - record.prompt
+                rows.append(row("held", held, "tokens", layer=layer, step=step, **at))
+                rows.append(row("seen", seen, "tokens", layer=layer, step=step, **at))
+            there = torch.zeros(total, dtype=torch.double)
+            there[record.places()] = 1
+            edges = [total * number // self.bins for number in range(self.bins + 1)]
+            rows += [
+                row("retained", float(there[first:last].mean()), "share of tokens", layer=layer, bin=number, **at)
+                for number, (first, last) in enumerate(pairwise(edges))
+                if last > first
+            ]
+        return rows
+
+    @torch.no_grad()
+    def run(self, source: Source) -> tuple[list[Record], int]:
+        """Write the reply. Returns the record of every layer, and the tokens of prompt and reply in the cache."""
+        model, _ = source.need_model()
+        lethe = _Recorded(evict_at=self.evict_at, sparse_ratio=self.sparse_ratio)
+        lethe.check_sizes(Sizes(self.sink, self.window, self.flush))
+        method = Method("lethe", tokens=lethe, sink=self.sink, window=self.window, flush=self.flush)
+        prompt = source.observe(source.ids(source.sample(self.task, self.length, 0)), column_sums=True)
+        cache = method.cache(model, prompt)
+        greedy(model, cache, prompt.logits, None, prompt.lengths, [], [self.steps], [0])
+        total = cache.get_seq_length()
+        for record in lethe.records:
+            record.finish(total)
+        return lethe.records, total
+
+    def draw(self, rows: Rows) -> Figure:
+        """Left: the share of all tokens so far that a layer holds, by step. Right: which parts it holds at the end."""
+        figure = sheet(3.6)
+        left, right = figure.subplots(1, 2, sharey=True)
+        held, seen = only(rows, measure="held"), only(rows, measure="seen")
+        layers, steps = distinct(held, "layer"), distinct(held, "step")
+        share = 100 * np.array(values(held)) / np.array(values(seen))
+        shown = heat_map(left, share.reshape(len(layers), len(steps)), steps, layers, (0, 100), most=7)
+        left.set(xlabel="step", ylabel="layer", title="tokens held, % of all so far")
+        retained = only(rows, measure="retained")
+        matrix = 100 * np.array(values(retained)).reshape(len(layers), -1)
+        places = [f"{round(100 * i / matrix.shape[1])}%" for i in range(matrix.shape[1])]
+        heat_map(right, matrix, places, layers, (0, 100), most=6)
+        right.set(xlabel="place in prompt and reply", title="tokens held at the end, %")
+        figure.colorbar(shown, ax=[left, right], label="%")
+        return figure
+
+
+@dataclass
+class Record:
+    """What one layer holds, by place in the sequence.
+
+    sink: tokens at the start that always stay.
+    prompt: tokens of the prompt.
+    middle: places of the middle's tokens, ascending.
+    history: tokens seen and held, after every chance for a round.
+    """
+
+    sink: int
+    prompt: int
+    middle: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    joined: int = 0  # places before this one are in the middle, or have left it, or are the sink's
+    window: int = 0
+    history: list[tuple[int, int]] = field(default_factory=list)
+
+    def note(self, middle: int, window: int, stay: Tensor | None) -> None:
+        """Take up the tokens that have joined the middle since, and drop those of it [middle] that do not stay."""
+        self.joined = max(self.joined, self.sink)
+        new = middle - len(self.middle)
+        self.middle = torch.cat([self.middle, torch.arange(self.joined, self.joined + new)])
+        self.joined += new
+        if stay is not None:
+            self.middle = self.middle[stay]
+        self.window = window
+        self.history.append((self.joined + window, self.sink + len(self.middle) + window))
+
+    def finish(self, total: int) -> None:
+        """Count the tokens that came after the last chance for a round; none of them has left the window."""
+        self.window = total - self.joined
+
+    def places(self) -> Tensor:
+        """Places of all tokens held."""
+        return torch.cat([torch.arange(self.sink), self.middle, torch.arange(self.joined, self.joined + self.window)])
+
+
+@dataclass(frozen=True)
+class _Recorded(Lethe):
+    """Lethe that records every round of every layer."""
+
+    records: list[Record] = field(default_factory=list)
+
+    def eviction(self, layer: PromptLayer, config: PreTrainedConfig, sizes: Sizes) -> _RecordedRounds:
+        self.records.append(Record(sizes.sink, layer.get_seq_length()))
+        return _RecordedRounds(self, self.records[-1])
+
+
+class _RecordedRounds(Rounds):
+    def __init__(self, settings: Lethe, record: Record) -> None:
+        super().__init__(settings)
+        self.record = record
+
+    def stay(self, sink: np.ndarray, middle: np.ndarray, window: np.ndarray) -> Tensor | None:
+        """What stays (`Rounds.stay`), which is recorded: all heads keep the same tokens."""
+        found = super().stay(sink, middle, window)
+        most = int(middle.max())
+        self.record.note(most, int(window[0]), None if found is None else found[0, 0, :most].cpu())
+        return found

@@ -1,0 +1,129 @@
+"""What an item of a paper is: a figure or table, how ours is made, and what decides on the paper's claim."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Row = dict[str, str | float | int | None]
+Measure = Literal["score", "bytes", "first_token", "per_token"]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A run of python -m eval.
+
+    overrides: what stands on its command line, such as "+experiment=papers/here".
+    quick: what `--quick` adds to it.
+    """
+
+    overrides: tuple[str, ...]
+    quick: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> str:
+        """The command line that makes the same rows without this package."""
+        return "python -m eval " + " ".join(f"'{one}'" if set(one) & set(" {}$*?") else one for one in self.overrides)
+
+
+@dataclass(frozen=True)
+class Analysed:
+    """A run of an analysis.
+
+    name: of eval.papers.analyses.
+    settings: those that differ from the analysis' defaults.
+    quick: those that `--quick` sets besides.
+    overrides: of python -m eval, for the model and the mask.
+    model: whether it runs a model; some read a mask alone.
+    """
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    quick: Mapping[str, Any] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
+    model: bool = True
+
+
+@dataclass(frozen=True)
+class Command:
+    """Another command of this repository, which this one does not run: training, or a benchmark on a GPU.
+
+    line: what is typed.
+    needs: what must be there, such as "a GPU"; empty if a CPU will do.
+    """
+
+    line: str
+    needs: str = ""
+
+
+Step = Replay | Analysed | Command
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """A claim that compares two methods on the same samples.
+
+    first, second: labels of methods.
+    measure: "score" compares points, first minus second; the others compare the ratio first / second of cache bytes or
+        of seconds.
+    bound: what the claim says of it. A difference of scores is above the bound, a ratio is below it.
+    """
+
+    first: str
+    second: str
+    measure: Measure = "score"
+    bound: float = 0.0
+
+
+@dataclass(frozen=True)
+class Expect:
+    """A claim about the rows of an analysis: the mean of some values, or the difference of two such means.
+
+    says: what is averaged, in words.
+    of: whether a row counts.
+    minus: whether a row counts among those whose mean is subtracted; None subtracts nothing.
+    bound: what the mean, or the difference, lies above.
+    """
+
+    says: str
+    of: Callable[[Row], bool]
+    minus: Callable[[Row], bool] | None = None
+    bound: float = 0.0
+
+
+@dataclass(frozen=True)
+class Item:
+    """A numbered figure or table of a paper.
+
+    id: "leank:fig7" or "think:table2".
+    shows: what it shows, in our own words.
+    claim: what the paper concludes from it, in our own words; empty for a drawing or a list.
+    here: how ours is made on the shipped reference model; empty if it cannot be.
+    real: how ours is made with the paper's models, settings and data; empty if it cannot be.
+    needs: the weights and data that `real` takes.
+    tables: numbers of the paper's tables in eval/published that stand beside ours.
+    claims: the comparisons that decide on the claim.
+    note: what differs from the paper, or why there is none of ours.
+    """
+
+    id: str
+    shows: str
+    claim: str = ""
+    here: tuple[Step, ...] = ()
+    real: tuple[Step, ...] = ()
+    needs: str = ""
+    tables: tuple[str, ...] = ()
+    claims: tuple[Contrast | Expect, ...] = ()
+    note: str = ""
+
+    @property
+    def paper(self) -> str:
+        """The paper's short name."""
+        return self.id.partition(":")[0]
+
+    @property
+    def number(self) -> str:
+        """Its name in the paper, such as "figure 7"."""
+        place = self.id.partition(":")[2]
+        return f"figure {place[3:]}" if place.startswith("fig") else f"table {place.removeprefix('table')}"

@@ -1,0 +1,66 @@
+"""Lethe: Layer- and Time-Adaptive KV Cache Pruning for Reasoning-Intensive LLM Serving. 6 figures, 6 tables."""
+
+from __future__ import annotations
+
+from eval.papers.item import Analysed, Expect, Item
+from eval.papers.presets import gpu, on, real, where
+
+MODELS = ("r1_qwen_7b", "r1_qwen_32b", "r1_llama_8b", "r1_llama_70b")
+NAMES = "DeepSeek-R1-Distill-Qwen-7B and -32B, -Llama-8B and -70B"
+RIVALS = ("h2o", "streaming_llm", "pyramidkv", "papers/lethe")
+SLOW = (
+    "Plain PyTorch reads Lethe's cache: 66 ms per token against 7.6 dense (docs/results.md). So its bytes count here, "
+    "its seconds do not."
+)
+LATE = range(128, 10**6)  # decoding steps
+HELD = (Expect("tokens seen over tokens held after 128 steps and more", where(measure="seen", step=LATE),
+               where(measure="held", step=LATE)),)  # fmt: skip
+SPEED = gpu("python -m scripts.bench.methods OUT --methods dense lethe")
+
+ITEMS = (
+    Item("lethe:fig1", "Hoyer sparsity of attention by layer and decoding step.",
+         "Layers differ, and a layer changes over time, so each needs a budget of its own that moves.",
+         here=(Analysed("sparsity"),), real=(on("r1_llama_8b", "sparsity"),
+                                             on("r1_qwen_7b", "sparsity")),
+         needs="DeepSeek-R1-Distill-Llama-8B, -Qwen-7B",
+         note="The paper gives no number. Rows have the standard deviations between layers and over steps."),
+    Item("lethe:fig2", "How Lethe runs beside decoding, as a drawing.",
+         note="docs/architecture.md has the way of a step; eval/cache/storage/eviction.py evicts."),
+    Item("lethe:fig3", "Which tokens two layers still hold after 1,000 and 2,000 steps.",
+         "Layers keep different tokens, some hundreds instead of thousands.",
+         here=(Analysed("retained_tokens"),), real=(on("r1_qwen_7b", "retained_tokens"),),
+         needs="DeepSeek-R1-Distill-Qwen-7B", claims=HELD),
+    Item("lethe:fig4", "Latency, memory and throughput against the tokens generated, dense and Lethe.",
+         "Memory stops growing after some thousand tokens, and tokens come faster.",
+         here=(Analysed("retained_tokens"),), real=(SPEED,), needs="a GPU", claims=HELD,
+         note="Memory as tokens held, from retained_tokens. " + SLOW),
+    Item("lethe:fig5", "Attention of four heads of a layer.", "Heads of a layer look at the same tokens.",
+         here=(Analysed("head_similarity"),), real=(on("r1_qwen_7b", "head_similarity"),),
+         needs="DeepSeek-R1-Distill-Qwen-7B",
+         claims=(Expect("cosine of the attention of two heads of a layer", where(measure="mean_cosine", part="all"),
+                        bound=0.5),),
+         note="The paper gives no number; 0.5 is ours. The figure has the tokens between sink and window apart; these "
+         "alone may leave."),
+    Item("lethe:fig6", "The KV cache's share of all GPU memory by length, 8B and 70B.",
+         "It grows to half of all memory.",
+         here=(gpu("python -m scripts.bench.memory OUT --context 20480 --batch 1"),),
+         note="The bytes follow from the model's shape: eval.methods.memory.dense_bytes."),
+    Item("lethe:table1", "MATH-500 and eight subjects of MMLU, with reasoning: Lethe, H2O, StreamingLLM, PyramidKV.",
+         "Lethe stays near the full cache, the others fall behind on MATH-500.",
+         real=tuple(real(model, benchmark, *RIVALS) for model in MODELS for benchmark in ("math500", "mmlu")),
+         needs=f"{NAMES}; MATH-500, MMLU", tables=("1", "1 (MATH-500)"),
+         note="The reference model cannot reason. The paper does not give the rivals' budgets; 1024 here."),
+    Item("lethe:table2", "Memory while generating, by batch size.", "Lethe needs less, and fits where dense does not.",
+         here=(Analysed("retained_tokens"),), real=(SPEED,), needs="a GPU", claims=HELD,
+         note="Memory as tokens held, of one row. " + SLOW),
+    Item("lethe:table3", "Throughput by batch size.", "Lethe is faster, the larger the batch, the more so.",
+         here=(SPEED,), note=SLOW),
+    Item("lethe:table4", "Which adaptations related methods have, as a list.",
+         note="docs/methods.md lists the methods here by axis."),
+    Item("lethe:table5", "MATH-500 by recent ratio, 0.1 to 0.4.", "0.3 is best or close to it.",
+         real=tuple(real(model, "math500", "papers/lethe_recent") for model in ("r1_qwen_7b", "r1_llama_8b")),
+         needs="DeepSeek-R1-Distill-Qwen-7B, -Llama-8B; MATH-500", note="The reference model cannot reason."),
+    Item("lethe:table6", "MATH-500 by sparse ratio (tau), 20 to 1000.", "Larger is better, up to 400.",
+         real=tuple(real(model, "math500", "papers/lethe_sparse") for model in ("r1_qwen_7b", "r1_llama_8b")),
+         needs="DeepSeek-R1-Distill-Qwen-7B, -Llama-8B; MATH-500", note="The reference model cannot reason."),
+)  # fmt: skip

@@ -1,0 +1,75 @@
+"""Short names for the runs that the papers' items share: on the reference model, and with real weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from eval.papers.item import Analysed, Command, Replay, Row
+
+# --quick: two samples of four tasks at 1K
+QUICK = (
+    "benchmark.samples=2", "benchmark.lengths=[1024]", "batch_size=2",
+    "benchmark.tasks=[niah_multikey_2,niah_multikey_3,niah_multivalue,niah_multiquery]",
+)  # fmt: skip
+MASKS = "tests/data/masks/leank-official-"  # LeanK's published masks, from the repository's root
+LLAMA_MASK, QWEN_MASK = f"mask={MASKS}llama3.1-8b-instruct.pth", f"mask={MASKS}qwen2.5-7b-instruct.pth"
+SIZES = (128, 256, 512)  # KV sizes for prompts of 1K to 4K
+GPU = "a GPU"
+
+
+def methods(names: Sequence[str]) -> str:
+    """Choose dense and these methods of conf/eval/method."""
+    return f"method=[{','.join(['dense', *names])}]"
+
+
+def here(*names: str, sets: Sequence[str] = (), quick: Sequence[str] = QUICK) -> Replay:
+    """Replay RULER's retrieval tasks on the reference model.
+
+    names: of conf/eval/method.
+    sets: overrides after these.
+    quick: what `--quick` adds.
+    """
+    return Replay(("+experiment=papers/here", methods(names), *sets), tuple(quick))
+
+
+def sized(sizes: Sequence[int], *labels: str) -> tuple[str, ...]:
+    """Set the KV sizes of methods that list them under `each`."""
+    return tuple(f"method.{label}.each.tokens.budget=[{','.join(map(str, sizes))}]" for label in labels)
+
+
+def real(model: str, benchmark: str, *names: str, sets: Sequence[str] = ()) -> Replay:
+    """Replay a benchmark on a model of conf/shared/model."""
+    return Replay((f"model={model}", f"benchmark={benchmark}", methods(names), *sets))
+
+
+def ruler(model: str, lengths: Sequence[int], *names: str, sets: Sequence[str] = ()) -> Replay:
+    """Replay RULER at these lengths, prompts in pieces that fit a GPU."""
+    length = f"benchmark.lengths=[{','.join(map(str, lengths))}]"
+    return real(model, "ruler", *names, sets=(length, "prefill_chunk=8192", *sets))
+
+
+def longbench(model: str, preset: str, *names: str, sets: Sequence[str] = ()) -> Replay:
+    """Replay LongBench with a paper's tasks."""
+    return real(model, "longbench", *names, sets=(f"benchmark.preset={preset}", *sets))
+
+
+def on(model: str, name: str) -> Analysed:
+    """Run an analysis on a model of conf/shared/model."""
+    return Analysed(name, overrides=(f"model={model}",))
+
+
+def where(**wanted: object) -> Callable[[Row], bool]:
+    """Whether a row of an analysis has these values; a range or a tuple accepts any of its own."""
+
+    def counts(row: Row) -> bool:
+        return all(
+            row.get(name) in value if isinstance(value, range | tuple) else row.get(name) == value
+            for name, value in wanted.items()
+        )
+
+    return counts
+
+
+def gpu(line: str) -> Command:
+    """Name a benchmark that needs a GPU."""
+    return Command(line, GPU)

@@ -1,0 +1,56 @@
+"""All items by id, and what can be said of one without making it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from eval.papers import asl, iap, leank, lethe, think
+from eval.papers.analyses import ANALYSES
+from eval.papers.item import Analysed, Command, Item, Step
+
+ITEMS: dict[str, Item] = {
+    item.id: item for items in (leank.ITEMS, think.ITEMS, iap.ITEMS, lethe.ITEMS, asl.ITEMS) for item in items
+}
+PAPERS = tuple(dict.fromkeys(item.paper for item in ITEMS.values()))
+SPELLINGS = {"figure": "fig", "tab": "table"}
+
+
+def find(name: str) -> Item:
+    """Return the item called `name`; "LeanK:Figure7" is leank:fig7. Raises ValueError with the nearest known ids."""
+    paper, _, place = name.lower().replace(" ", "").partition(":")
+    kind, digits = place.rstrip("0123456789"), place.lstrip("abcdefghijklmnopqrstuvwxyz")
+    known = ITEMS.get(f"{paper}:{SPELLINGS.get(kind, kind)}{digits}")
+    if known is None:
+        near = difflib.get_close_matches(name.lower(), ITEMS, 3)
+        hint = f"did you mean {', '.join(near)}? " if near else ""
+        raise ValueError(f"{name} is no item; {hint}python -m eval.papers --list shows all")
+    return known
+
+
+def of_papers(names: Iterable[str]) -> list[Item]:
+    """Return the items of some papers. Raises ValueError for an unknown paper."""
+    chosen = [name.lower() for name in names]
+    for name in chosen:
+        if name not in PAPERS:
+            raise ValueError(f"--paper {name} is unknown; choose from {', '.join(PAPERS)}")
+    return [item for item in ITEMS.values() if item.paper in chosen]
+
+
+def makes(step: Step) -> bool:
+    """Return whether this command can make a step by itself."""
+    return not isinstance(step, Command) and not (isinstance(step, Analysed) and step.name not in ANALYSES)
+
+
+def status(item: Item) -> str:
+    """Say whether an item can be made here, in a few words."""
+    for step in item.here:
+        if isinstance(step, Analysed) and step.name not in ANALYSES:
+            return f"analysis {step.name} is missing"
+        if isinstance(step, Command):
+            return f"needs {step.needs}" if step.needs else "runs here by another command"
+    if item.here:
+        return "runs here"
+    if item.real:
+        return f"needs {item.needs}"
+    return "published figures only" if item.tables else "nothing to measure"

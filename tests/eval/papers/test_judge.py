@@ -1,0 +1,66 @@
+"""What a comparison says: the paired mean, its interval, and the paper's claim against it."""
+
+import pytest
+
+from eval.papers.item import Contrast, Expect
+from eval.papers.judge import contrast, expect
+
+
+def rows(method, scores, task="t", bytes_=100.0, first=None):
+    return [
+        {"method": method, "task": task, "length": 1, "sample": str(i), "seed": 1, "score": score,
+         "cache_bytes": {"total": bytes_}, "seconds": {"first_token": first, "per_token": None}}
+        for i, score in enumerate(scores)
+    ]  # fmt: skip
+
+
+BETTER = [*rows("a", [1.0] * 20), *rows("b", [0.0] * 10 + [1.0] * 10)]
+
+
+def test_a_claim_that_shows_and_its_opposite():
+    found = contrast(Contrast("a", "b"), BETTER)
+    assert found.verdict == "shows"
+    assert found.sentence.startswith("a minus b: +50.0 points [+")
+    assert "n = 20; the claim is above 0. The claim shows here." in found.sentence
+    against = contrast(Contrast("b", "a"), BETTER)
+    assert (against.verdict, against.sentence.endswith("This contradicts the paper.")) == ("contradicts", True)
+
+
+def test_a_margin_decides_where_methods_are_equal():
+    equal = [*rows("a", [1.0] * 12), *rows("b", [1.0] * 12)]
+    assert contrast(Contrast("a", "b"), equal).verdict == "undecided"
+    assert contrast(Contrast("a", "b", bound=-2), equal).verdict == "shows"
+
+
+def test_few_samples_decide_nothing():
+    assert contrast(Contrast("a", "b"), [*rows("a", [1.0] * 9), *rows("b", [0.0] * 9)]).verdict == "undecided"
+
+
+def test_tasks_count_alike_and_only_common_samples_count():
+    two = [*rows("a", [1.0] * 30, "t"), *rows("b", [1.0] * 30, "t"), *rows("a", [1.0] * 10, "u"),
+           *rows("b", [0.0] * 8, "u")]  # fmt: skip
+    assert contrast(Contrast("a", "b"), two).sentence.startswith("a minus b: +50.0 points [+50.0, +50.0], n = 38")
+
+
+@pytest.mark.parametrize(("measure", "verdict"), [("bytes", "shows"), ("first_token", "contradicts")])
+def test_ratios(measure, verdict):
+    cheap = [*rows("a", [1.0] * 12, bytes_=50.0, first=3.0), *rows("b", [1.0] * 12, first=2.0)]
+    found = contrast(Contrast("a", "b", measure, 1), cheap)
+    assert found.verdict == verdict
+    assert found.sentence.startswith(f"a / b: {'0.5' if measure == 'bytes' else '1.5'} times")
+
+
+def test_nothing_to_compare():
+    assert contrast(Contrast("a", "c"), BETTER).verdict == "not compared"
+    assert contrast(Contrast("a", "b", "per_token", 1), BETTER).verdict == "not compared"
+    assert expect(Expect("x", lambda row: False), [{"value": 1.0}]).verdict == "not compared"
+
+
+def test_means_of_an_analysis():
+    found = [{"kind": kind, "value": value} for kind in "ab" for value in ((1.0, 1.2) if kind == "a" else (0.1, 0.2))]
+    found.append({"kind": "a", "value": None})
+    high = expect(Expect("kind a", lambda row: row["kind"] == "a", bound=0.9), found)
+    assert (high.verdict, high.sentence[:24]) == ("shows", "kind a: 1.1 [1, 1.2], n ")
+    apart = Expect("a over b", lambda row: row["kind"] == "a", lambda row: row["kind"] == "b")
+    assert expect(apart, found).sentence.startswith("a over b, difference: 0.95 [")
+    assert expect(apart, found).verdict == "shows"

@@ -1,0 +1,105 @@
+"""Sparsity while decoding, similarity of heads, and the tokens that Lethe's cache holds."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from eval.cache.layer import CompressedLayer
+from eval.methods.base import Method
+from eval.papers.analyses import retained_tokens
+from eval.papers.analyses.analysis import only
+from eval.papers.analyses.head_similarity import HeadSimilarity
+from eval.papers.analyses.retained_tokens import RetainedTokens
+from eval.papers.analyses.sparsity import Sparsity
+from tests.helpers.analysis_source import GROUP, HEADS, LAYERS, LENGTH, attention, qkv, source, tiny_model
+
+TASK = "niah_single_2"
+
+
+def prompt():
+    found = source()
+    return found.ids(found.sample(TASK, LENGTH, 0))
+
+
+@torch.no_grad()
+def written(ids, steps):
+    """The prompt and the tokens that greedy decoding adds, each from a whole pass."""
+    for _ in range(steps):
+        ids = torch.cat([ids, tiny_model()(ids).logits[:, -1:].argmax(-1)], 1)
+    return ids
+
+
+def test_sparsity_of_every_step():
+    settings = Sparsity((TASK,), LENGTH, steps=4, every=2)
+    rows = settings.measure(source())
+    ids = prompt()
+    end, whole = ids.shape[1], written(ids, 4)
+    for layer, (q, k, _) in enumerate(qkv(whole)):
+        for step in (0, 2, 4):
+            s = attention(q, k)[:, end - 1 + step, : end + step].sum(0)
+            n = len(s) ** 0.5
+            wanted = (n - s.sum() / s.square().sum().sqrt()) / (n - 1)
+            mine = only(rows, measure="hoyer", layer=layer, step=step)
+            assert [one["value"] for one in mine] == pytest.approx([wanted.item()], abs=1e-6)
+    assert len(only(rows, measure="hoyer")) == 3 * LAYERS
+    assert settings.plot(rows).get_axes()
+
+
+def test_similarity_of_heads():
+    settings = HeadSimilarity(TASK, LENGTH, queries=8, sink=4, window=24)
+    rows = settings.measure(source())
+    for layer, (q, k, _) in enumerate(qkv(prompt())):
+        given = attention(q, k)[:, -8:].sum(1)
+        for part, some in (("all", given), ("middle", given[:, 4:-24])):
+            found = []
+            for i in range(HEADS * GROUP):
+                for j in range(i + 1, HEADS * GROUP):
+                    found.append(((some[i] @ some[j]) / some[i].norm() / some[j].norm()).item())
+                    one = only(rows, measure="cosine", layer=layer, part=part, head=i, other_head=j)
+                    assert one[0]["value"] == pytest.approx(found[-1], abs=1e-6)
+            mean = only(rows, measure="mean_cosine", layer=layer, part=part)[0]["value"]
+            assert mean == pytest.approx(sum(found) / len(found), abs=1e-6)
+    assert settings.plot(rows).get_axes()
+
+
+def test_recorded_places_are_those_that_the_cache_holds(monkeypatch):
+    """The keys of the prompt that are in the cache are the dense keys at the places that the record names."""
+    caches = []
+    make = Method.cache
+    monkeypatch.setattr(Method, "cache", lambda *args: caches.append(make(*args)) or caches[-1])
+    settings = RetainedTokens(TASK, LENGTH, 40, sink=4, window=12, flush=4, evict_at=64, sparse_ratio=2.0, bins=8)
+    records, total = settings.run(source())
+    dense, end = qkv(prompt()), prompt().shape[1]
+    assert total == end + 39  # the last token is not read
+    fewer = 0
+    for layer, record, (_, k, _) in zip(caches[0].layers, records, dense, strict=True):
+        assert isinstance(layer, CompressedLayer)
+        assert layer.store is not None
+        places = record.middle
+        of_prompt = places[places < end]
+        held = [layer.store.prompt.read(0, head)[0] for head in range(HEADS)]
+        for head, keys in enumerate(held):
+            count = keys.shape[-1] if keys.shape[0] == k.shape[-1] else keys.shape[0]
+            assert int(layer.store.prompt.length[0, head] + layer.store.tail.length[0, head]) == len(places)
+            keys = keys.T if keys.shape[0] == k.shape[-1] and count != k.shape[-1] else keys
+            some = of_prompt[: len(keys)]  # keys of the prompt's end came through the window
+            assert torch.allclose(keys, k[head * GROUP, some], atol=1e-6)
+        assert len(record.places()) == 4 + len(places) + int(layer.store.seen[0] - layer.store.start[0])
+        fewer += len(record.places()) < total
+    assert fewer
+
+
+def test_rows_of_retained_tokens():
+    settings = RetainedTokens(TASK, LENGTH, 40, sink=4, window=12, flush=4, evict_at=64, sparse_ratio=2.0, bins=8)
+    found = source()
+    records, total = settings.run(found)
+    rows = settings.measure(found)
+    for layer, record in enumerate(records):
+        places, edges = record.places().tolist(), [total * number // 8 for number in range(9)]
+        wanted = [sum(a <= x < b for x in places) / (b - a) for a, b in pairwise(edges)]
+        assert [one["value"] for one in only(rows, measure="retained", layer=layer)] == pytest.approx(wanted)
+        held, seen = (only(rows, measure=name, layer=layer) for name in ("held", "seen"))
+        assert all(a["value"] <= b["value"] for a, b in zip(held, seen, strict=True))
+    assert settings.plot(rows).get_axes()
+    assert retained_tokens.Record(2, 9).places().tolist() == [0, 1]

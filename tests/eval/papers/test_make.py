@@ -1,0 +1,112 @@
+"""python -m eval.papers from the command line to the page, on a tiny random model."""
+
+import json
+import sys
+
+import pytest
+
+from eval.papers.__main__ import listing, main, parser, run
+from eval.papers.item import Analysed, Contrast, Item, Replay
+from eval.papers.make import Request, Workshop
+from eval.papers.page import as_html, as_markdown
+from eval.papers.registry import ITEMS, find
+from tests.helpers.tiny_run import save_model
+
+LITTLE = ("benchmark.samples=1", "benchmark.tasks=[niah_multikey_2]", "benchmark.lengths=[512]", "max_new_tokens=2")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"), max_position_embeddings=4096)
+
+
+def little(model, *more):
+    return (f"model.name={model}", "+model.device=cpu", *LITTLE, *more)
+
+
+ONE = Item(
+    "think:table9", "ThinK alone.", "It costs nothing.",
+    here=(Replay(("+experiment=papers/here", "method=[dense,papers/think_alone]")),),
+    claims=(Contrast("think_alone_0.4", "dense", "bytes", 1),),
+)  # fmt: skip
+
+
+def test_what_is_there_is_not_made_again(tmp_path, model):
+    workshop = Workshop(tmp_path, Request(overrides=little(model)))
+    assert workshop.make([ONE]) == {}
+    rows = tmp_path / "rows" / "results.jsonl"
+    whole = rows.read_bytes()
+    assert len(whole.splitlines()) == 4
+    rows.write_bytes(whole[:-40])  # killed while the last row was being written
+    again = Workshop(tmp_path, Request(overrides=little(model)))
+    (torn,) = again.collect([ONE])
+    assert (torn.whole, len(torn.rows)) == (False, 3)
+    assert again.make([ONE]) == {}
+    assert rows.read_bytes()[: len(whole) - 400] == whole[: len(whole) - 400]
+    (made,) = again.collect([ONE])
+    assert (made.whole, len(made.rows)) == (True, 4)
+    text = as_markdown(made)
+    assert "| think_alone_0.6 | 1 |" in text
+    assert "n = 1; the claim is below 1. These samples do not decide." in text
+    page = as_html([made], quick=False)
+    assert "table 9" in page
+    assert "ThinK, table 9" in page  # published
+
+
+def test_an_item_that_fails_stops_no_other(tmp_path, model):
+    wrong = Item("leank:fig1", "x", here=(Replay(("+experiment=papers/here", "method=[dense,no_such]")),))
+    late = Item("leank:fig8", "x", here=(Analysed("kept_by_pair", {"samples": 0}, overrides=("mask=none.pth",)),))
+    workshop = Workshop(tmp_path, Request(overrides=little(model)))
+    failed = workshop.make([wrong, late, ONE])
+    assert set(failed) == {"leank:fig1", "leank:fig8"}
+    assert "no_such" in failed["leank:fig1"]
+    assert "none.pth" in failed["leank:fig8"]
+    assert [made.whole for made in workshop.collect([wrong, late, ONE])] == [False, False, True]
+
+
+def test_a_figure_from_a_mask_alone(tmp_path, capsys):
+    assert run(parser().parse_intermixed_args(["leank:fig7", "--html", f"--out={tmp_path}"])) == 0
+    said = capsys.readouterr().out
+    assert "kept share of the low-frequency half, difference: 0.441" in said  # the published mask: .53 and .09
+    assert "The claim shows here." in said
+    page = (tmp_path / "papers.html").read_text()
+    assert page.count("<svg") == 2
+    assert "LeanK, figure 7" in page
+    assert not run(parser().parse_intermixed_args(["leank:fig7", f"--out={tmp_path}"]))
+    assert len(list((tmp_path / "analyses").iterdir())) == 2
+
+
+def test_the_list_has_every_item_and_its_command():
+    said = listing()
+    assert all(f"\n{name} " in f"\n{said}" for name in ITEMS)
+    assert "python -m scripts.bench.attention OUT" in said
+    assert "+experiment=sweep_reference +sweep=lam" in said
+    assert "98 items" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [(["leank:fig99"], "leank:fig99 is no item; did you mean leank:fig9"), ([], "no item is named"),
+     (["--paper", "duo"], "--paper duo is unknown")],
+)  # fmt: skip
+def test_mistakes_are_told_in_a_line(arguments, told, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["eval.papers", *arguments, f"--out={tmp_path}"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert told in str(stopped.value)
+
+
+@pytest.mark.slow
+def test_quick_items_from_end_to_end(tmp_path, model, capsys):
+    names = ["think:table9", "iap:table4", "iap:fig1"]
+    overrides = [f"model.name={model}", "+model.device=cpu", "max_new_tokens=4", "benchmark.samples=3"]
+    arguments = [*names, "--quick", "--html", f"--out={tmp_path}", *overrides]
+    assert run(parser().parse_intermixed_args(arguments)) == 0
+    assert "3 of 3 items are there" in capsys.readouterr().out
+    page = (tmp_path / "papers.html").read_text()
+    assert "IAP, table 4" in page
+    assert 'class="verdict' in page
+    stored = [json.loads(line) for line in (tmp_path / "rows" / "results.jsonl").read_text().splitlines()]
+    assert {row["method"] for row in stored} >= {"dense", "think_alone_0.4", "snapkv_iap_recent_256_32"}
+    assert (tmp_path / "items" / "iap_fig1.md").is_file()
+    assert find("iap:fig1").here

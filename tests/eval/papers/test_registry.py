@@ -1,0 +1,118 @@
+"""The registry holds every figure and table of the papers, and all that its items name is there."""
+
+import re
+from collections import Counter
+
+import pytest
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+
+from eval import published
+from eval.methods import method
+from eval.papers.analyses import ANALYSES, analysis
+from eval.papers.item import Analysed, Command, Contrast, Expect, Replay
+from eval.papers.make import HERE
+from eval.papers.page import commands
+from eval.papers.registry import ITEMS, PAPERS, find, of_papers, status
+from eval.run.grid import expanded
+from leank_train.common.typed import typed
+from tests import ROOT
+
+NUMBERS = {"leank": (10, 23), "think": (7, 12), "iap": (4, 8), "lethe": (6, 6), "asl": (10, 12)}
+STEPS = [(item, step) for item in ITEMS.values() for step in (*item.here, *item.real)]
+
+
+def run_of(step):
+    """The overrides of a step in its quick form, which has those of the whole form first."""
+    return (*step.overrides, *step.quick) if isinstance(step, Replay) else (HERE, *step.overrides)
+
+
+@pytest.fixture(scope="module")
+def composed():
+    """The configuration of every run of the registry, by its overrides; resolved, and without weights."""
+    found = {}
+    with initialize_config_module("conf.eval", version_base="1.3"):
+        for _, step in STEPS:
+            if isinstance(step, Command):
+                continue
+            overrides = run_of(step)
+            if overrides not in found:
+                found[overrides] = OmegaConf.to_container(compose("eval", list(overrides)), resolve=True)
+    return found
+
+
+@pytest.mark.parametrize("paper", NUMBERS)
+def test_every_number_is_there_once(paper):
+    figures, tables = NUMBERS[paper]
+    wanted = [*(f"figure {n + 1}" for n in range(figures)), *(f"table {n + 1}" for n in range(tables))]
+    items = of_papers([paper])
+    assert [item.number for item in items] == wanted
+    assert len({item.id for item in items}) == len(items)
+    assert paper in PAPERS
+
+
+def test_every_run_composes_and_its_methods_are_checked(composed):
+    for config in composed.values():
+        labels = expanded(config["method"])
+        assert {method(label, given, config["cache"]).label for label, given in labels.items()} == {*labels}
+
+
+def test_claims_compare_methods_that_the_item_runs(composed):
+    for item in ITEMS.values():
+        for claim in item.claims:
+            if isinstance(claim, Contrast):
+                runs = [composed[run_of(step)] for step in item.here if isinstance(step, Replay)]
+                assert any({claim.first, claim.second} <= {*expanded(run["method"])} for run in runs), item.id
+            else:
+                assert isinstance(claim, Expect)
+                assert any(isinstance(step, Analysed) for step in item.here), item.id
+
+
+def test_settings_of_analyses_are_theirs():
+    for item, step in STEPS:
+        if isinstance(step, Analysed):
+            assert step.name in ANALYSES
+            typed(analysis(step.name), {**step.settings, **step.quick}, f"{item.id} {step.name}.")
+
+
+def test_published_tables_are_there():
+    for item in ITEMS.values():
+        assert {*item.tables} <= {*published.tables(item.paper)}, item.id
+
+
+def test_every_item_says_what_makes_it_or_why_nothing_does():
+    for item in ITEMS.values():
+        assert item.shows
+        if status(item) != "nothing to measure":
+            assert item.claim, item.id
+            assert commands(item), item.id
+        else:
+            assert item.note, item.id
+        if status(item).startswith("needs"):
+            assert commands(item), item.id
+        if item.real and not item.here:
+            assert item.needs, item.id
+    assert Counter(status(item) for item in ITEMS.values())["runs here"] >= 66
+
+
+def test_commands_name_files_that_are_there():
+    for _, step in STEPS:
+        line = step.line if isinstance(step, Command) else step.command if isinstance(step, Replay) else ""
+        for module in re.findall(r"-m (scripts[\w.]+)", line):
+            assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
+        for experiment in re.findall(r"leank_train.*\+experiment=(\w+)", line):
+            assert (ROOT / "conf" / "train" / "experiment" / f"{experiment}.yaml").is_file()
+        for mask in re.findall(r"mask=(\S+)", line):
+            assert (ROOT / mask).is_file()
+
+
+@pytest.mark.parametrize("spelling", ["LeanK:Figure7", "leank:fig7", "leank: figure 7"])
+def test_an_item_by_its_name(spelling):
+    assert find(spelling).id == "leank:fig7"
+
+
+def test_an_unknown_item_is_answered_with_the_nearest():
+    with pytest.raises(ValueError, match=r"leank:fig77 is no item; did you mean leank:fig7, .*--list shows all"):
+        find("leank:fig77")
+    with pytest.raises(ValueError, match="--paper quest is unknown; choose from leank, think"):
+        of_papers(["quest"])
