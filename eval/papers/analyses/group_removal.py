@@ -74,6 +74,8 @@ class GroupRemoval(Analysis):
         before = 0.0
         for index in range(self.samples):
             seen = source.layers(self.task, self.length, index, self.queries)
+            if len(seen) < len(keep[0]):
+                raise ValueError("a layer of the model has a sliding window: it has no middle to remove channels from")
             ratios = torch.stack([norm_ratios(layer.queries, layer.keys) for _, layer in seen]).double().cpu()
             norm += torch.stack([ratios[self._place(group)].mean() for group in groups]) / self.samples
             sample = source.sample(self.task, self.length, index)
