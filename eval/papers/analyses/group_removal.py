@@ -74,6 +74,8 @@ class GroupRemoval(Analysis):
         before = 0.0
         for index in range(self.samples):
             seen = source.layers(self.task, self.length, index, self.queries)
+            if len(seen) < len(keep[0]):
+                raise ValueError("a layer of the model has a sliding window: it has no middle to remove channels from")
             ratios = torch.stack([norm_ratios(layer.queries, layer.keys) for _, layer in seen]).double().cpu()
             norm += torch.stack([ratios[self._place(group)].mean() for group in groups]) / self.samples
             sample = source.sample(self.task, self.length, index)
@@ -120,6 +122,7 @@ class GroupRemoval(Analysis):
                  ylabel="loss when the group is removed,\nnats per answer token more",
                  title=f"rank correlation of norm and impact: {found:.2f}")  # fmt: skip
         axes.set_yscale("symlog", linthresh=1e-4)
+        axes.set_ylim(min(-1e-4, 3 * min(values(loss))), max(1e-3, 3 * max(values(loss))))
         if self.per != "model":
             figure.colorbar(points, ax=axes, label="layer")
         return figure

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
 
 from eval.papers.analyses.analysis import Analysis, Rows, Value, chosen_layers, distinct, only, row, values
@@ -55,7 +56,9 @@ class Magnitudes(Analysis):
                     continue
                 if self.head >= len(size):
                     raise ValueError(f"head={self.head}: the model has the KV heads 0 to {len(size) - 1}")
-                low, high = size[self.head].quantile(size.new_tensor([0.1, 0.9]), dim=0)
+                # one channel at a time: torch.quantile takes no more than 2^24 numbers
+                deciles = size.new_tensor([0.1, 0.9])
+                low, high = torch.stack([channel.quantile(deciles) for channel in size[self.head].T], 1)
                 rows += [
                     row(name, x, "activation", head=self.head, channel=channel, **at)
                     for name, each in (("mean", mean[self.head]), ("low", low), ("high", high))

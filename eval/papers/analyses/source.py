@@ -7,6 +7,7 @@ many of its last queries as the analysis wants. So memory grows with the tokens,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -84,6 +85,10 @@ class Source:
         """The decoder's config."""
         return self.need_model()[0].config.get_text_config(decoder=True)
 
+    @cached_property
+    def _counter(self) -> TokenCounter:
+        return TokenCounter(self.need_model()[1])
+
     def sample(self, task: str, length: int, index: int) -> Sample:
         """Sample number `index` of a task at `length` tokens of prompt and reply.
 
@@ -93,7 +98,7 @@ class Source:
         if limit is not None and length > limit:
             raise ValueError(f"length={length} is more than the model's max_position_embeddings={limit}; lower it")
         room = length - overhead(tokenizer, self.chat)
-        return draw(task, room, TokenCounter(tokenizer), self.seed, index, self.essays, self.split)
+        return draw(task, room, self._counter, self.seed, index, self.essays, self.split)
 
     @property
     def backbone(self) -> Backbone:

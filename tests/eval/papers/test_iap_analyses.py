@@ -76,13 +76,6 @@ def test_errors_of_pruned_layers():
                 assert one[0]["value"] == pytest.approx(wanted, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    "settings", [Interaction(TASK, LENGTH, 1), QuerySpread(TASK, LENGTH), LayerError(TASK, LENGTH, 2)]
-)
-def test_figures_are_drawn_from_rows(settings):
-    assert settings.plot(settings.measure(source())).get_axes()
-
-
 @pytest.mark.parametrize("settings", [Interaction(layers=[7]), QuerySpread(layers=[7])])
 def test_layers_that_the_model_lacks_are_refused(settings):
     with pytest.raises(ValueError, match="layers 0 to 2, not 7"):

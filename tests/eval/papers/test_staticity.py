@@ -46,8 +46,3 @@ def test_correlations_are_those_of_the_whole_matrices():
         if one["task"] == one["other_task"] and one["length"] == one["other_length"]
     ]
     assert [one["value"] for one in same] == pytest.approx([1.0] * 4)
-
-
-def test_the_figure_is_drawn_from_rows():
-    figure = SETTINGS.plot(SETTINGS.measure(source()))
-    assert len([axes for axes in figure.axes if axes.images]) == 4
