@@ -22,8 +22,8 @@ LAYERS = {
         {"backbone"}, {"channel_scores"}, {"objective"}, {"forward"}, {"mask"}, {"common"},
     ],
     "eval": [
-        {"__main__"}, {"lm_eval"}, {"papers"}, {"run"}, {"report"}, {"rows"}, {"methods"}, {"inference"}, {"benchmarks"},
-        {"metrics", "published"}, {"serving"}, {"cache"},
+        {"__main__"}, {"lm_eval"}, {"papers"}, {"run"}, {"report"}, {"rows"}, {"methods"}, {"inference"},
+        {"benchmarks"}, {"metrics", "published"}, {"serving"}, {"cache"},
     ],
     "eval.cache": [
         {"cache"}, {"generate", "memory", "saved"}, {"graph"}, {"hook"}, {"layer"}, {"rows_layer"}, {"attention"},

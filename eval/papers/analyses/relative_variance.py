@@ -121,11 +121,8 @@ def layer_scores(source: Source, rule: ASL, task: str, length: int, sample: int)
 def relative_variances(source: Source, rule: ASL, scores: list[Tensor]) -> tuple[int, list[float]]:
     """L_min, and the relative variance of the layers from there on."""
     places = [ranks(one) for one in scores]
-    first = max(1, len(scores) // 3) if rule.first is None else rule.first
-    found = [
-        float(
-            rank_variance(torch.stack(places[max(0, layer - rule.observed + 1) : layer + 1]), rule.budget - rule.window)
-        )
-        for layer in range(first, len(scores))
-    ]
+    model, _ = source.need_model()
+    first, observed, _ = rule.rule(model.config.get_text_config(decoder=True))
+    compared = [torch.stack(places[max(0, layer - observed + 1) : layer + 1]) for layer in range(first, len(scores))]
+    found = [float(rank_variance(some, rule.budget - rule.window)) for some in compared]
     return first, [variance / found[0] for variance in found]

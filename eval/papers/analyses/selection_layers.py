@@ -51,16 +51,16 @@ class SelectionLayers(Analysis):
         """Rows "selection_layer" by task, sample and threshold; their value is the layer, or None for never."""
         rows: Rows = []
         observed = self.observed or lookback(source)
-        rules = [ASL(self.budget, tau, self.window, self.kernel, observed, self.first) for tau in self.thresholds]
+        rule = ASL(self.budget, self.thresholds[0], self.window, self.kernel, observed, self.first)
         for task in self.tasks:
             for sample in range(self.samples):
-                scores = layer_scores(source, rules[0], task, self.length, sample)
-                first, found = relative_variances(source, rules[0], scores)
-                for rule in rules:
-                    layer = next((first + i for i, value in enumerate(found) if value < rule.threshold), None)
+                scores = layer_scores(source, rule, task, self.length, sample)
+                first, found = relative_variances(source, rule, scores)
+                for tau in self.thresholds:
+                    layer = next((first + i for i, value in enumerate(found) if value < tau), None)
                     rows.append(
                         row("selection_layer", layer, "layer", task=task, length=self.length, sample=sample,
-                            threshold=rule.threshold, observed=observed, first=first, layers=len(scores))
+                            threshold=tau, observed=observed, first=first, layers=len(scores))
                     )  # fmt: skip
         return rows
 
