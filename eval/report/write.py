@@ -11,7 +11,7 @@ from eval.report.groups import group
 from eval.report.html import title, to_html
 from eval.report.latex import document
 from eval.report.records import Summary
-from eval.report.summary import MARKED, summarise
+from eval.report.summary import MARKED, summarise_groups
 from eval.report.tables import markdown, tables
 from eval.rows.results import read
 from leank_train.common.escape import csv_text
@@ -54,7 +54,8 @@ def write_report(directory: Path) -> None:
     rows = list(read(directory))
     if not rows:
         raise ValueError(f"{directory} holds no rows yet; run python -m eval first")
-    summary = summarise(rows)
+    groups = group(rows)
+    summary = summarise_groups(groups)
     write_text(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
     write_text(directory / "summary.md", to_markdown(summary))
     write_text(directory / "tables.tex", document((title(run), t) for run in summary["runs"] for t in tables(run)))
@@ -69,4 +70,4 @@ def write_report(directory: Path) -> None:
                 write_bytes(directory / f"{name}{ending}.png", style.png(figure))
                 drawn.append((caption, style.svg(figure, f"{name}-{number}")))
         figures.append(drawn)
-    write_text(directory / "report.html", to_html(summary, group(rows), figures))
+    write_text(directory / "report.html", to_html(summary, groups, figures))

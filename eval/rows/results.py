@@ -14,6 +14,8 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic_core import from_json
+
 from eval.rows.result_row import ResultRow
 from leank_train.common.files import Lock
 
@@ -37,7 +39,7 @@ class Key(NamedTuple):
 
 def key_of(row: Mapping[str, Any]) -> Key:
     """Return the key of a stored row. Raises KeyError if a field of the key is missing."""
-    return Key(**{name: row[name] for name in Key._fields})
+    return Key._make(map(row.__getitem__, Key._fields))
 
 
 class Results:
@@ -119,8 +121,8 @@ def read(path: str | os.PathLike[str]) -> Iterator[ResultRow]:
     if Path(path).is_dir() and (parts := sorted(Path(path).glob(GLOB))):
         seen: set[Key] = set()
         for row in _in_turn(parts):
-            if key_of(row) not in seen:  # two shards may have done the same row
-                seen.add(key_of(row))
+            if (key := key_of(row)) not in seen:  # two shards may have done the same row
+                seen.add(key)
                 yield row
         return
     file = Path(path) / NAME if Path(path).is_dir() else Path(path)
@@ -139,13 +141,18 @@ def _in_turn(parts: list[Path]) -> Iterator[ResultRow]:
 
 
 def _read(file: Path) -> Iterator[ResultRow]:
+    """Yield the rows of one file; those of equal settings or versions share one object, which saves much memory."""
+    shared: dict[str, object] = {}
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.endswith(b"\n"):
                 return
             try:
-                row = json.loads(line)
+                row = from_json(line)
                 hash(key_of(row))
+                for name in ("settings", "versions"):
+                    if name in row:
+                        row[name] = shared.setdefault(json.dumps(row[name]), row[name])
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ValueError(
                     f"{file}, line {number} is no result row ({error!r}); take that line out and run again to redo it"
