@@ -39,6 +39,11 @@ def stopped(command: str, number: int, kept: str) -> str:
     return f"{command}: stopped by {how}; {kept}"
 
 
+def in_one_line(text: str) -> str:
+    """Join the lines of a message, also at the separators that no text editor shows."""
+    return " ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that the memory of the CPU is used up."""
     return isinstance(error, MemoryError) or (
@@ -49,7 +54,7 @@ def out_of_memory(error: BaseException) -> bool:
 def of_system(error: OSError) -> str:
     """Say in one line what a file could not do, where, and what helps."""
     if error.errno is None or error.strerror is None:  # one of our own, with a message
-        return " ".join(str(error).split())
+        return in_one_line(str(error))
     where = f"{error.filename}: " if error.filename is not None else ""
     cure = CURES.get(error.errno)
     return f"{where}{error.strerror}" + (f"; {cure}" if cure else "")
@@ -69,7 +74,7 @@ def ending(command: str, kept: Callable[[], str] | None = None) -> Iterator[None
         signal.signal(signal.SIGTERM, _terminate)
 
     def left() -> str:
-        return kept() if kept is not None else f"nothing was written; again: {again(command)}"
+        return kept() if kept is not None else f"nothing is saved yet; to go on: {again(command)}"
 
     try:
         yield
@@ -77,12 +82,13 @@ def ending(command: str, kept: Callable[[], str] | None = None) -> Iterator[None
         number = signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
         _leave(stopped(command, number, left()), 128 + number)
     except OSError as error:
-        _leave(f"{command}: {of_system(error)}" + ("" if error.errno is None else f"; {left()}"), 1)
+        said = left()
+        _leave(f"{command}: {of_system(error)}" + ("" if error.errno is None else f"; {said}"), 1)
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
-        said = str(error) if isinstance(error, MemoryError) else ""
-        _leave(f"{command}: {said or f'out of memory; free some, or lower sizes; {left()}'}", 1)
+        said = str(error) if isinstance(error, MemoryError) and str(error) else "out of memory; free some"
+        _leave(f"{command}: {said}; {left()}", 1)
     finally:
         if mine:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -51,6 +51,8 @@ def write_report(directory: Path) -> None:
 
     Raises FileNotFoundError or ValueError if there are no rows, or if one of them is damaged or of an old form.
     """
+    if directory.is_file():
+        raise ValueError(f"{directory} is a file; give the directory that holds it")
     rows = list(read(directory))
     if not rows:
         raise ValueError(f"{directory} holds no rows yet; run python -m eval first")
