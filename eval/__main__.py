@@ -41,7 +41,7 @@ def run(config: dict[str, Any], directory: Path) -> int:
     from leank_train.common.typed import typed
     from leank_train.running.wandb_log import LoggerConfig, make_logger
 
-    logging_to = typed(LoggerConfig, config.get("logger") or {}, "logger.")
+    logging_to = typed(LoggerConfig, {} if config.get("logger") is None else config["logger"], "logger.")
     job, tokenizer = build_job(config)
     shard, shards = job.settings.place
     with Results(directory, f"-{shard}-of-{shards}" if shards > 1 else "") as results:

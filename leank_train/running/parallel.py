@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
-from leank_train.common.typed import BadConfig, Checked, OneOf, Positive
+from data_gen.ending import in_one_line
+from leank_train.common.typed import BadConfig, Checked, OneOf, Positive, shown
 from leank_train.forward.kernels import KERNELS
 from leank_train.running.preempt import environments
 
@@ -105,7 +106,11 @@ def trainer(config: TrainerConfig, **more: Any) -> L.Trainer:
         warnings.filterwarnings("ignore", words)
     given = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in OURS}
     plugins = [*more.pop("plugins", []), *environments()]
-    made = L.Trainer(**given, **more, plugins=plugins)
+    try:
+        made = L.Trainer(**given, **more, plugins=plugins)
+    except Exception as error:  # Lightning raises many kinds for settings that it does not understand
+        told = ", ".join(f"trainer.{name}={shown(value)}" for name, value in given.items() if value is not None)
+        raise BadConfig(f"{told} cannot work: {in_one_line(str(error))}") from error
     ranks = config.sequence_parallel
     if made.world_size % ranks:
         raise ValueError(

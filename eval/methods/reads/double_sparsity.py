@@ -18,7 +18,7 @@ from eval.methods.axes import Observe, Reads
 from eval.methods.channels.double_sparsity_channels import DoubleSparsityChannels
 from eval.methods.common.calibrated import Calibration
 from eval.methods.common.selection import middle_budget
-from leank_train.common.typed import Positive, Seed, Share
+from leank_train.common.typed import Positive, Samples, Seed, Share
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class DoubleSparsity(Reads):
     ratio: Share = 0.875
     task: str = "niah_single_2"
     length: Positive = 512
-    samples: Positive = 256
+    samples: Samples = 256
     seed: Seed = 7
     _scores: Calibration = field(default_factory=Calibration, repr=False, compare=False)
 
