@@ -10,7 +10,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from leank_train.common.files import Lock, write_text
+from leank_train.common.files import Lock, remove_partial, write_text
 from leank_train.running import parallel
 from leank_train.settings import RunConfig, fingerprint, need
 
@@ -54,6 +54,7 @@ def claimed(config: RunConfig, resolved: dict[str, object], out: Path) -> Iterat
     busy = f"{out} is being written by another training; wait for it, or set hydra.run.dir to a new folder"
     with Lock(out / "run.lock", busy, patience=REQUEUED if "SLURM_RESTART_COUNT" in os.environ else 0):
         check_folder(out, identity, config.resume)
+        remove_partial(out)
         write_text(out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)))
         write_text(out / "config.hash", identity + "\n")
         yield current

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 from pydantic_core import from_json
 
 from eval.rows.result_row import ResultRow
-from leank_train.common.files import Lock
+from leank_train.common.files import Lock, remove_partial, sync_folder
 
 NAME = "results.jsonl"
 GLOB = "results*.jsonl"
+HOUR = 3600.0
 
 
 class Key(NamedTuple):
@@ -65,10 +66,9 @@ class Results:
         try:
             self._cut_torn_line()
             self.keys = {key_of(row) for row in read(directory)}
+            remove_partial(self.path.parent, HOUR)  # other shards may be writing a report
             if new:
-                folder = os.open(self.path.parent, os.O_RDONLY)
-                os.fsync(folder)
-                os.close(folder)
+                sync_folder(self.path.parent)
         except BaseException:
             self.close()
             raise
@@ -94,9 +94,12 @@ class Results:
         if key in self.keys:
             raise ValueError(f"this row is in {self.path} already: {key}")
         line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
-        while line:
-            line = line[os.write(self._file, line) :]
-        os.fsync(self._file)
+        try:
+            while line:
+                line = line[os.write(self._file, line) :]
+            os.fsync(self._file)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
         self.keys.add(key)
 
     def close(self) -> None:

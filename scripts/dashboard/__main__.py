@@ -21,6 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
+from data_gen.ending import again, ending
 from eval.report.html import figure, page, title, to_table
 from eval.report.plots import draw
 from eval.report.records import RunSummary, Summary
@@ -218,4 +219,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ending("dashboard", lambda: f"the runs are as they were; again: {again('scripts.dashboard')}"):
+        main()
