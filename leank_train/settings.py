@@ -22,7 +22,7 @@ from data_gen.tasks import task
 from leank_train import backbone as backbones
 from leank_train.backbone import ModelConfig
 from leank_train.common.shape import kv_shape
-from leank_train.common.typed import BadConfig, Checked, Count, OneOf, Positive, Samples, Seed, Share, typed
+from leank_train.common.typed import BadConfig, Checked, Count, OneOf, Positive, Samples, Seed, Share, shown, typed
 from leank_train.forward.hook import has_rope
 from leank_train.mask import ROUNDINGS
 from leank_train.objective import steering
@@ -178,7 +178,8 @@ def plain(given: DictConfig | Mapping[str, object]) -> dict[str, object]:
     old, pruning = config.pop(OLD_NAME, None) or {}, config.get("pruning") or {}
     need(
         isinstance(old, dict) and isinstance(pruning, dict),
-        f"{OLD_NAME}={old}, pruning={pruning}: give settings of the mask to learn, such as pruning.ratio=0.7",
+        f"{OLD_NAME}={shown(old)}, pruning={shown(pruning)}: give settings of the mask to learn, such as "
+        "pruning.ratio=0.7",
     )
     changed = {key: value for key, value in old.items() if key not in pruning or pruning[key] != value}
     if changed and pruning:
@@ -196,8 +197,12 @@ def check(given: DictConfig | Mapping[str, object]) -> RunConfig:
     resolved = plain(given)
     config = typed(RunConfig, {**resolved, "logger": {} if resolved.get("logger") is None else resolved["logger"]})
     data, validation = config.data, config.validation
-    for name in [*data.tasks, *((validation.tasks or []) if validation.samples else [])]:
-        task(name)
+    for where, names in (("data", data.tasks), ("validation", (validation.tasks or []) if validation.samples else [])):
+        for name in names:
+            try:
+                task(name)
+            except ValueError as error:
+                raise BadConfig(f"{where}.tasks: {error}") from None
     if data.essays is not None:
         haystack.sentences(data.essays, "train")
     longest = {"data.max_length": data.max_length}

@@ -51,9 +51,13 @@ def summarise(rows: Iterable[ResultRow]) -> Summary:
     return summarise_groups(group(rows))
 
 
-def summarise_groups(groups: Iterable[Sequence[ResultRow]]) -> Summary:
-    """Compute the same from rows that `group` has grouped already."""
-    return {"resamples": DRAWS, "level": LEVEL, "runs": [_run(rows) for rows in groups]}
+def summarise_groups(groups: Iterable[Sequence[ResultRow]], parts: bool = True) -> Summary:
+    """Compute the same from rows that `group` has grouped already.
+
+    parts: whether cells, lengths, differences, ops and depths are wanted, too; without them the intervals of `overall`
+        alone are drawn, and the other lists are empty.
+    """
+    return {"resamples": DRAWS, "level": LEVEL, "runs": [_run(rows, parts) for rows in groups]}
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
@@ -123,14 +127,14 @@ def _common(rows: Sequence[ResultRow]) -> dict[str, object]:
     return {**shared, "data": data} if data else shared
 
 
-def _run(rows: Sequence[ResultRow]) -> RunSummary:
+def _run(rows: Sequence[ResultRow], parts: bool) -> RunSummary:
     """The summary of rows that differ in method, task, length and sample alone."""
     named, configs = labels(rows), {r["config"]: r["settings"]["method"] for r in rows}
     tasks = list(dict.fromkeys(r["task"] for r in rows))
     lengths = sorted(dict.fromkeys(r["length"] for r in rows), key=lambda n: (n is None, n))
     methods = {name: configs[config] for config, name in named.items()}
     dense = next((name for name, config in methods.items() if not config), None)
-    cells, by_length, overall = _tables(rows, named, dense, lengths, tasks)
+    cells, by_length, overall = _tables(rows, named, dense, lengths, tasks, parts)
     return {
         "model": rows[0]["model"],
         "benchmark": rows[0]["benchmark"],
@@ -145,15 +149,15 @@ def _run(rows: Sequence[ResultRow]) -> RunSummary:
         "cells": cells,
         "by_length": by_length,
         "overall": overall,
-        "differences": _differences(rows, named, methods),
-        "by_op": _by_op(rows, named),
-        "by_depth": _by_depth(rows, named),
+        "differences": _differences(rows, named, methods) if parts else [],
+        "by_op": _by_op(rows, named) if parts else [],
+        "by_depth": _by_depth(rows, named) if parts else [],
     }
 
 
 def _tables(
     rows: Sequence[ResultRow], named: Mapping[str, str], dense: str | None, lengths: Sequence[int | None],
-    tasks: Sequence[str],
+    tasks: Sequence[str], parts: bool,
 ) -> tuple[list[CellFigures], list[LengthFigures], list[MethodFigures]]:  # fmt: skip
     """Figures by task and length, by length, and overall, each method in turn. dense: its label, None without any."""
     table: dict[tuple[str, int | None, str], list[ResultRow]] = defaultdict(list)
@@ -171,10 +175,11 @@ def _tables(
             if not mine:
                 continue
             base = {t: {which(r): r for r in table.get((dense or "", length, t), [])} for t in mine}
-            for task, of_task in mine.items():
+            for task, of_task in mine.items() if parts else ():
                 figures = _figures({task: of_task}, base if compare else None)
                 cells.append({"method": method, "length": length, "task": task, **figures})
-            by_length.append({"method": method, "length": length, **_figures(mine, base if compare else None)})
+            if parts:
+                by_length.append({"method": method, "length": length, **_figures(mine, base if compare else None)})
             everything |= {f"{t}@{length}": r for t, r in mine.items()}
             all_dense |= {f"{t}@{length}": d for t, d in base.items()}
         return cells, by_length, {"method": method, **_figures(everything, all_dense if compare else None)}
