@@ -13,6 +13,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -179,7 +180,7 @@ class ChannelMask:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _nearest_integer(value: float) -> int:
