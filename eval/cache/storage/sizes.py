@@ -32,7 +32,7 @@ class Sizes:
             value = getattr(self, name)
             if not isinstance(value, Integral) or isinstance(value, bool):
                 raise ValueError(f"{name}={value!r} must be a whole number of tokens")
-            if value > LONGEST:
+            if int(value) > LONGEST:
                 raise ValueError(f"{name}={value} is beyond {LONGEST} tokens, which no model reads; lower it")
         if self.sink < 0 or self.window < 1 or self.flush < 1:
             raise ValueError(f"need sink >= 0, window >= 1, flush >= 1, got {self.sink}, {self.window}, {self.flush}")
