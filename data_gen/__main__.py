@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_gen.chat import template_tokens
+from data_gen.ending import again, ending, in_one_line
 from data_gen.request import Request
 from data_gen.sample import Sample
 from data_gen.tasks import TASKS, task
@@ -51,11 +52,16 @@ def write(samples: Iterator[Sample], out: Path) -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".jsonl":
         count = 0
-        with partial.open("w", encoding="utf-8") as lines:
-            for sample in samples:
-                lines.write(json.dumps(dataclasses.asdict(sample), ensure_ascii=False) + "\n")
-                count += 1
-        os.replace(partial, out)
+        try:
+            with partial.open("w", encoding="utf-8") as lines:
+                for sample in samples:
+                    lines.write(json.dumps(dataclasses.asdict(sample), ensure_ascii=False) + "\n")
+                    count += 1
+                lines.flush()
+                os.fsync(lines.fileno())
+            os.replace(partial, out)
+        finally:
+            partial.unlink(missing_ok=True)
         return count
 
     from datasets import Dataset
@@ -73,10 +79,11 @@ def write(samples: Iterator[Sample], out: Path) -> int:
 def main(argv: list[str] | None = None) -> None:
     """Run the command line of the module's docstring."""
     args = arguments(argv)
-    try:
-        count = write(rows(args, load_tokenizer(args.tokenizer)), args.out)
-    except (ValueError, OSError) as error:
-        sys.exit(f"data_gen: {error}")
+    with ending("data_gen", lambda: f"{args.out} is as it was; again: {again('data_gen')}"):
+        try:
+            count = write(rows(args, load_tokenizer(args.tokenizer)), args.out)
+        except ValueError as error:
+            sys.exit(f"data_gen: {in_one_line(str(error))}")
     print(f"wrote {count} samples of {args.task} at {args.length} tokens to {args.out}")
 
 

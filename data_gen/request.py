@@ -10,6 +10,8 @@ from data_gen.haystack import SPLITS
 from data_gen.sample import Question
 from data_gen.tokens import TokenCounter
 
+LONGEST = 2**24  # tokens; no model reads more, and a slip must not fill the memory
+
 
 @dataclass(frozen=True)
 class Request:
@@ -42,10 +44,13 @@ class Request:
     reserve: int = 0
 
     def __post_init__(self) -> None:
-        if self.length < 1:
-            raise ValueError(f"length={self.length} must be at least 1; give the tokens a sample should have")
-        if self.questions < 1:
-            raise ValueError(f"questions={self.questions} must be at least 1; give the questions per document")
+        if not 1 <= self.length <= LONGEST:
+            raise ValueError(f"length={self.length} must lie in [1, {LONGEST}]; give the tokens a sample should have")
+        if not 1 <= self.questions <= self.length:
+            raise ValueError(
+                f"questions={self.questions} must lie in [1, length={self.length}], as each takes tokens; give the "
+                "questions per document"
+            )
         if self.split not in SPLITS:
             raise ValueError(f"split={self.split!r} is unknown; choose one of {', '.join(SPLITS)}")
 

@@ -15,10 +15,14 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from conf import of_other_command
+from conf.launch import launch, leave_no_trace
+from data_gen.ending import again, ending, in_one_line
 
+GLOB = "results*.jsonl"
 log = logging.getLogger("eval")
 
 
@@ -37,7 +41,7 @@ def run(config: dict[str, Any], directory: Path) -> int:
     from leank_train.common.typed import typed
     from leank_train.running.wandb_log import LoggerConfig, make_logger
 
-    logging_to = typed(LoggerConfig, config.get("logger") or {}, "logger.")
+    logging_to = typed(LoggerConfig, {} if config.get("logger") is None else config["logger"], "logger.")
     job, tokenizer = build_job(config)
     shard, shards = job.settings.place
     with Results(directory, f"-{shard}-of-{shards}" if shards > 1 else "") as results:
@@ -79,18 +83,24 @@ def refuse_repeated(overrides: Sequence[str]) -> None:
 @hydra.main(version_base="1.3", config_path="pkg://conf.eval", config_name="eval")
 def main(config: DictConfig) -> None:
     """Run what the command line says; see the module's docstring."""
-    directory = Path(HydraConfig.get().runtime.output_dir)
-    plain = OmegaConf.to_container(config, resolve=True)
+    directory, alone = Path(HydraConfig.get().runtime.output_dir), HydraConfig.get().mode == RunMode.RUN
+
+    def kept() -> str:
+        """Say what is saved, and how to go on; Hydra's own files alone are not worth keeping."""
+        if alone:
+            leave_no_trace(directory)
+        what = f"the rows in {directory} are kept" if any(directory.glob(GLOB)) else "there are no rows yet"
+        return f"{what}; to go on: {again('eval')}"
+
     try:
-        refuse_repeated(HydraConfig.get().overrides.task)
-        run(plain, directory)  # type: ignore[arg-type]
-    except (ValueError, FileNotFoundError, BlockingIOError, MemoryError) as error:
-        sys.exit(f"eval: {error}")
-    except KeyboardInterrupt:
-        print(
-            f"eval: stopped; the rows in {directory} are kept, and the same command goes on from there", file=sys.stderr
-        )
-        sys.exit(130)
+        with ending("eval", kept):
+            plain = OmegaConf.to_container(config, resolve=True)
+            refuse_repeated(HydraConfig.get().overrides.task)
+            run(plain, directory)  # type: ignore[arg-type]
+    except ValueError as error:
+        if alone:
+            leave_no_trace(directory)
+        sys.exit(f"eval: {in_one_line(str(error))}")
 
 
 def report(directory: str) -> None:
@@ -105,6 +115,8 @@ def diff(directory: str, first: str, second: str) -> None:
     """Compare two methods of a run, sample by sample."""
     from eval.report import write_diff
 
+    if first == second:
+        raise ValueError(f"{first} and {second} are the same method; give two of a run")
     path, text = write_diff(Path(directory), first, second)
     print(f"{text}\n\nevery sample: {path}")
 
@@ -112,20 +124,32 @@ def diff(directory: str, first: str, second: str) -> None:
 COMMANDS: dict[str, tuple[Callable[..., None], str]] = {"report": (report, "DIR"), "diff": (diff, "DIR METHOD METHOD")}
 
 
+def from_rows(name: str, given: Sequence[str]) -> None:
+    """Run one of COMMANDS, or say how it is used."""
+    command, arguments = COMMANDS[name]
+    usage = f"usage: python -m eval {name} {arguments}"
+    if {"-h", "--help"} & {*given}:
+        print(f"{usage}\n\n{command.__doc__}")
+        return
+    try:
+        if len(given) != len(arguments.split()):
+            raise ValueError(usage)
+        command(*given)
+    except ValueError as error:
+        sys.exit(f"eval: {in_one_line(str(error))}")
+
+
 def command_line() -> None:
     """Run one of COMMANDS if the first argument names it, else let Hydra compose the configuration."""
     if sys.argv[1:2] and sys.argv[1] in COMMANDS:
-        command, arguments = COMMANDS[sys.argv[1]]
-        try:
-            if len(sys.argv) - 2 != len(arguments.split()):
-                raise ValueError(f"usage: python -m eval {sys.argv[1]} {arguments}")
-            command(*sys.argv[2:])
-        except (ValueError, FileNotFoundError) as error:
-            sys.exit(f"eval: {error}")
-    else:
-        if other := of_other_command(sys.argv[1:], "eval"):
-            sys.exit(f"eval: {other}")
-        main()
+        with ending("eval", lambda: f"the rows are as they were; again: {again('eval')}"):
+            from_rows(sys.argv[1], sys.argv[2:])
+        return
+    if other := of_other_command(sys.argv[1:], "eval"):
+        sys.exit(f"eval: {other}")
+    usage = ", ".join(f"python -m eval {name} {arguments}" for name, (_, arguments) in COMMANDS.items())
+    with ending("eval"):
+        launch(main, "eval", f"; beside settings there are {usage}, and --help")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from conf import of_other_command, set_twice
+from conf.launch import launch, leave_no_trace
+from data_gen.ending import again, ending, in_one_line
 
 CONF = str(files("conf.train"))
 
@@ -27,15 +29,26 @@ def main(config: DictConfig) -> float:
     from leank_train.running.preempt import Signals
     from leank_train.train import run
 
-    out = Path(HydraConfig.get().runtime.output_dir)
+    out, alone = Path(HydraConfig.get().runtime.output_dir), HydraConfig.get().mode == RunMode.RUN
+
+    def kept() -> str:
+        """Say what is saved, and how to go on; Hydra's own files alone are not worth keeping."""
+        if alone:
+            leave_no_trace(out)
+        what = f"{out} keeps its checkpoints" if (out / "checkpoints").exists() else "nothing is saved yet"
+        return f"{what}; to go on: {again('leank_train')}"
+
     try:
-        with Signals(config.requeues) as signals:
+        requeues = config.get("requeues")
+        with ending("leank_train", kept), Signals(requeues if isinstance(requeues, int) else 0, kept) as signals:
             rank_zero_only(print)(f"outputs   {out}", flush=True)
             metrics = run(config, out, signals)
-    except (ValueError, FileNotFoundError, BlockingIOError) as error:
-        sys.exit(f"leank_train: {error}")
+    except ValueError as error:
+        if alone:
+            leave_no_trace(out)
+        sys.exit(f"leank_train: {in_one_line(str(error))}")
     except Exception:
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
+        if not alone:
             traceback.print_exc()  # the launcher of a sweep keeps it from the job's log
         raise
     if not metrics:  # another process of the run reports them
@@ -54,7 +67,8 @@ def command_line() -> None:
     """Run Hydra's command line, or say why its arguments cannot be meant."""
     if wrong := of_other_command(sys.argv[1:], "train") or set_twice(sys.argv[1:]):
         sys.exit(f"leank_train: {wrong}")
-    main()
+    with ending("leank_train"):
+        launch(main, "leank_train", "; python -m leank_train --help shows what there is")
 
 
 if __name__ == "__main__":

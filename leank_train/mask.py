@@ -13,6 +13,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,6 +83,8 @@ class ChannelMask:
 
         Raises ValueError that names the setting at fault, such as a ratio that no scores can meet (`check_ratio`).
         """
+        if not isinstance(alpha, Tensor):
+            raise ValueError(f"alpha is a {type(alpha).__name__}; give a tensor of scores [layers, kv_heads, head_dim]")
         _check_scores(alpha)
         check_ratio(alpha.shape, ratio, align, rounding)
         scores = alpha.detach().double().cpu()
@@ -132,6 +135,8 @@ class ChannelMask:
 
         Raises FileNotFoundError if there is no file, ValueError if it is damaged or of another form.
         """
+        if not isinstance(path, str | os.PathLike):
+            raise ValueError(f"mask={path!r} is no path; give the mask.safetensors of a training run")
         if not Path(path).is_file():
             raise FileNotFoundError(f"mask={path} does not exist; give the mask.safetensors of a training run")
         try:
@@ -174,6 +179,10 @@ class ChannelMask:
             warnings.warn(f"the mask was trained on {mine} and is used on {theirs}", stacklevel=2)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def _nearest_integer(value: float) -> int:
     return int(value + 0.5)
 
@@ -195,10 +204,10 @@ def check_ratio(shape: Sequence[int], ratio: float, align: int, rounding: str) -
     ratio, align, rounding: see `ChannelMask.from_scores`.
     """
     total, dim = math.prod(shape), shape[-1]
-    if not 0 <= ratio < 1:
-        raise ValueError(f"ratio={ratio} is not in [0, 1); it is the share of K channels to prune, such as 0.7")
-    if align < 1 or dim % align:
-        raise ValueError(f"align={align} does not divide head_dim={dim}; use 1 or a divisor such as 16")
+    if not _is_number(ratio) or not 0 <= ratio < 1:
+        raise ValueError(f"ratio={ratio!r} is not in [0, 1); it is the share of K channels to prune, such as 0.7")
+    if not _is_number(align) or align != int(align) or align < 1 or dim % align:
+        raise ValueError(f"align={align!r} does not divide head_dim={dim}; use 1 or a divisor such as 16")
     if rounding not in ROUNDINGS:
         raise ValueError(f"rounding={rounding!r} is unknown; use one of {', '.join(ROUNDINGS)}")
     if rounding == "official" or ratio == 0:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from leank_train.common.files import Lock, write_text
+from leank_train.common.files import Lock, remove_partial, write_text
 from leank_train.running import parallel
 from leank_train.settings import RunConfig, fingerprint, need
 
@@ -26,6 +26,7 @@ class Run:
     identity: their fingerprint.
     out: the run directory.
     first: whether this is the first of the run's processes, which alone writes results.
+    alone: whether it is the only one.
     """
 
     config: RunConfig
@@ -33,6 +34,7 @@ class Run:
     identity: str
     out: Path
     first: bool
+    alone: bool
 
 
 @contextmanager
@@ -42,8 +44,8 @@ def claimed(config: RunConfig, resolved: dict[str, object], out: Path) -> Iterat
     The first process holds the lock during the run. A requeued Slurm job waits for its predecessor, whose lock a file
     server may keep for a while after its end.
     """
-    identity, first = fingerprint(resolved), parallel.is_first(config.trainer)
-    current = Run(config, resolved, identity, out, first)
+    identity, (first, alone) = fingerprint(resolved), parallel.place(config.trainer)
+    current = Run(config, resolved, identity, out, first, alone)
     if not first:
         check_folder(out, identity, config.resume)
         yield current
@@ -52,6 +54,7 @@ def claimed(config: RunConfig, resolved: dict[str, object], out: Path) -> Iterat
     busy = f"{out} is being written by another training; wait for it, or set hydra.run.dir to a new folder"
     with Lock(out / "run.lock", busy, patience=REQUEUED if "SLURM_RESTART_COUNT" in os.environ else 0):
         check_folder(out, identity, config.resume)
+        remove_partial(out)
         write_text(out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)))
         write_text(out / "config.hash", identity + "\n")
         yield current

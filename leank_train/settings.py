@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from annotated_types import Ge, MinLen
+from annotated_types import Ge, Le, MinLen
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedConfig
 
@@ -22,7 +22,7 @@ from data_gen.tasks import task
 from leank_train import backbone as backbones
 from leank_train.backbone import ModelConfig
 from leank_train.common.shape import kv_shape
-from leank_train.common.typed import BadConfig, Checked, Count, OneOf, Positive, Seed, Share, typed
+from leank_train.common.typed import BadConfig, Checked, Count, OneOf, Positive, Samples, Seed, Share, shown, typed
 from leank_train.forward.hook import has_rope
 from leank_train.mask import ROUNDINGS
 from leank_train.objective import steering
@@ -58,7 +58,7 @@ class DataConfig(Checked):
     min_length: Positive
     max_length: Positive
     questions: Positive = 4
-    documents: Positive = 1
+    documents: Annotated[int, Ge(1), Le(4096)] = 1
     essays: str | None = None
 
     def __post_init__(self) -> None:
@@ -102,12 +102,12 @@ class ValidationConfig(Checked):
     calibration: samples for the static norm mask.
     """
 
-    samples: Count = 8
+    samples: Annotated[int, Ge(0), Le(1_000_000)] = 8
     lengths: Sequence[Positive] = ()
     tasks: Annotated[Sequence[str], MinLen(1)] | None = None
     batch: Positive = 1
     max_new_tokens: Positive | None = None
-    calibration: Positive = 8
+    calibration: Samples = 8
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -139,7 +139,7 @@ class RunConfig(Checked):
     seed: Seed = 1
     resume: bool = True
     checkpoint_every: Positive = 50
-    workers: Count = 1
+    workers: Annotated[int, Ge(0), Le(1024)] = 1
     requeues: Count = 50
     extra_ratios: Sequence[Annotated[Share, "it is a share of channels to prune, e.g. 0.9"]] = ()
 
@@ -178,7 +178,8 @@ def plain(given: DictConfig | Mapping[str, object]) -> dict[str, object]:
     old, pruning = config.pop(OLD_NAME, None) or {}, config.get("pruning") or {}
     need(
         isinstance(old, dict) and isinstance(pruning, dict),
-        f"{OLD_NAME}={old}, pruning={pruning}: give settings of the mask to learn, such as pruning.ratio=0.7",
+        f"{OLD_NAME}={shown(old)}, pruning={shown(pruning)}: give settings of the mask to learn, such as "
+        "pruning.ratio=0.7",
     )
     changed = {key: value for key, value in old.items() if key not in pruning or pruning[key] != value}
     if changed and pruning:
@@ -194,10 +195,14 @@ def check(given: DictConfig | Mapping[str, object]) -> RunConfig:
     the essays are missing.
     """
     resolved = plain(given)
-    config = typed(RunConfig, {**resolved, "logger": resolved.get("logger") or {}})
+    config = typed(RunConfig, {**resolved, "logger": {} if resolved.get("logger") is None else resolved["logger"]})
     data, validation = config.data, config.validation
-    for name in [*data.tasks, *((validation.tasks or []) if validation.samples else [])]:
-        task(name)
+    for where, names in (("data", data.tasks), ("validation", (validation.tasks or []) if validation.samples else [])):
+        for name in names:
+            try:
+                task(name)
+            except ValueError as error:
+                raise BadConfig(f"{where}.tasks: {error}") from None
     if data.essays is not None:
         haystack.sentences(data.essays, "train")
     longest = {"data.max_length": data.max_length}

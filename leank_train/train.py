@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig
 from torch import Tensor
 
+from data_gen.ending import out_of_memory
 from data_gen.tasks import Mixture
 from leank_train import backbone as backbones
 from leank_train.backbone import Backbone
@@ -56,6 +57,8 @@ def run(given: DictConfig, out: Path, signals: Signals | None = None) -> Metrics
 def train(current: Run, signals: Signals) -> Metrics:
     """Run all phases of a claimed run; see `run`."""
     started, config, out = time.time(), current.config, current.out
+    if current.alone:
+        signals.leave_at_once()  # until the first step
     torch.set_float32_matmul_precision("high")
     L.seed_everything(config.seed, workers=True, verbose=False)
     shared = parallel.settings(config.trainer)
@@ -170,10 +173,14 @@ def measured(current: Run, mask: ChannelMask, scores1: Tensor, alpha: Tensor, re
 
 @contextmanager
 def memory(when: str, settings: str) -> Iterator[None]:
-    """Name the settings that need less memory if the GPU's runs out; `when` says in which phase."""
+    """Name the settings that need less memory if it runs out; `when` says in which phase."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (MemoryError, RuntimeError) as error:
+        if out_of_memory(error):
+            raise BadConfig(f"out of memory {when}; lower {settings}") from error
+        if not isinstance(error, torch.OutOfMemoryError):
+            raise
         raise BadConfig(
             f"out of GPU memory {when}; lower {settings}, or take a larger GPU, or several: "
             "trainer=sequence_parallel for long contexts, trainer=fsdp for large weights"

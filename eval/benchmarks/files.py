@@ -24,7 +24,7 @@ from eval.benchmarks.row import Row
 from eval.benchmarks.rules import checked
 from eval.benchmarks.scoring import score_row
 from eval.benchmarks.source import Line
-from leank_train.common.typed import Checked, Count, OneOf, Positive, Seed
+from leank_train.common.typed import Checked, Count, OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -42,7 +42,7 @@ class FromFiles(Checked, ABC, Generic[Data]):
     """
 
     path: str | None = None
-    samples: Positive | None = None
+    samples: Samples | None = None
     name: str = ""
     seed: Seed = 0
     _lines: dict[str, dict[str, Data]] = field(default_factory=dict, repr=False)

@@ -15,9 +15,10 @@ import numpy as np
 from annotated_types import Ge, Le, MinLen
 
 from data_gen.haystack import SPLITS, known_by, sentences
+from data_gen.request import LONGEST
 from eval.benchmarks.base import Cell, check_fits
 from eval.benchmarks.row import Row
-from leank_train.common.typed import Checked, OneOf, Positive, Seed
+from leank_train.common.typed import Checked, OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -138,7 +139,7 @@ class Niah(Checked):
     depths: Annotated[Sequence[Annotated[int, Ge(0), Le(100)]], MinLen(1)] | None = None
     shortest: Positive = 1000
     longest: Positive = 16_000
-    count: Positive = 35
+    count: Samples = 35
     essays: str | None = None
     split: Annotated[str, OneOf(*SPLITS)] = "all"
     name: str = "niah"
@@ -153,6 +154,12 @@ class Niah(Checked):
         max_new_tokens: int | None = None,
     ) -> None:
         """Check settings and data before any weights are loaded; see `Benchmark.check`."""
+        limit = getattr(config, "max_position_embeddings", None) or LONGEST
+        if max(self._lengths) > limit:
+            raise ValueError(
+                f"benchmark.longest={self.longest}, benchmark.lengths={self.lengths}: {max(self._lengths)} is more "
+                f"than the model's max_position_embeddings={limit}; leave that length out or extend the model's RoPE"
+            )
         for length in (min(self._lengths), max(self._lengths)):
             row = self.row(Cell("niah", length, ()), str(max(self._depths)), tokenizer, overhead)
             check_fits(row, tokenizer, overhead, getattr(config, "max_position_embeddings", None), max_new_tokens)

@@ -19,7 +19,7 @@ from eval.benchmarks.row import Row
 from eval.benchmarks.rules import checked
 from eval.benchmarks.schema import gsm_infinite_line
 from eval.benchmarks.source import read_file
-from leank_train.common.typed import Checked, Count, OneOf, Positive, Seed
+from leank_train.common.typed import Checked, Count, OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -40,7 +40,7 @@ class GsmInfinite(Checked):
     subsets: Annotated[Sequence[Annotated[str, OneOf(*SUBSETS)]], MinLen(1)] = ("medium", "hard")
     lengths: Annotated[Sequence[Count], MinLen(1)] = (8000, 16_000, 32_000)
     ops: Annotated[Sequence[Annotated[int, Ge(2)]], MinLen(1)] | None = (2, 4, 6, 8, 10, 12)
-    samples: Positive | None = 256
+    samples: Samples | None = 256
     merge_turns: bool = False
     max_new_tokens: Positive = gsm_infinite.MAX_NEW_TOKENS
     name: str = "gsm_infinite"

@@ -19,7 +19,7 @@ from data_gen.tasks import CHAINS, task
 from data_gen.tokens import TokenCounter
 from eval.benchmarks.base import Cell
 from eval.benchmarks.row import Row
-from leank_train.common.typed import Checked, OneOf, Positive, Seed
+from leank_train.common.typed import Checked, OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -51,7 +51,7 @@ class Ruler(Checked):
 
     tasks: Annotated[Sequence[str], MinLen(1)] = OFFICIAL
     lengths: Annotated[Sequence[Positive], MinLen(1)] = (4096, 8192, 16384, 32768, 65536, 131072)
-    samples: Positive = 200
+    samples: Samples = 200
     seed: Seed = 42
     essays: str | None = None
     split: Annotated[str, OneOf(*SPLITS)] = "all"

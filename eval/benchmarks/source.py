@@ -63,7 +63,9 @@ def read(what: str, name: str, path: str | Path | None, hub: Hub) -> Iterator[Li
             raise FileNotFoundError(f"{what}: none of {', '.join(names)} in {source}; put one there")
         source = found
     if not source.is_file():
-        raise FileNotFoundError(f"{what}: {source} does not exist; give a .jsonl file, {hub.file} or a folder")
+        raise FileNotFoundError(
+            f"{what}: benchmark.path={source} does not exist; give a .jsonl file, {hub.file} or a folder"
+        )
     if source.suffix == ".zip":
         yield from _zipped(what, name, source, hub)
     else:

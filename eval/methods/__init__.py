@@ -5,21 +5,28 @@ method("think", {"channels": {"name": "think", "ratio": 0.6}}, {"sink": 16, "win
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from eval.methods.axes import Axis, Channels
 from eval.methods.base import Method
 from eval.methods.registry import AXES, REGISTRY, Registry, choice, name_of
-from leank_train.common.typed import refuse_unknown, typed
+from leank_train.common.typed import group, refuse_unknown, refuse_unsound, typed
 
 CACHE_SETTINGS = ("sink", "window", "flush", "backend")
 
-__all__ = ["AXES", "REGISTRY", "Axis", "Channels", "Method", "Registry", "choice", "method", "name_of"]
+__all__ = [
+    "AXES",
+    "CACHE_SETTINGS",
+    "REGISTRY",
+    "Axis",
+    "Channels",
+    "Method",
+    "Registry",
+    "choice",
+    "method",
+    "name_of",
+]
 
 
-def method(
-    label: str, config: Mapping[str, object] | None = None, shared: Mapping[str, object] | None = None
-) -> Method:
+def method(label: str, config: object = None, shared: object = None) -> Method:
     """The method called `label`.
 
     config: mapping, default empty: for each axis {"name": ..., its settings}, and the cache settings (sink, window,
@@ -28,14 +35,19 @@ def method(
 
     Raises ValueError naming the setting at fault.
     """
-    config, where = dict(config or {}), f"method.{label}"
+    where = f"method.{label}"
+    refuse_unsound(label, "method")
+    config = {} if config is None else group(config, where)
+    shared = {} if shared is None else group(shared, "cache")
     refuse_unknown(config, (*AXES, *CACHE_SETTINGS), f"{where}.")
-    refuse_unknown(shared or {}, CACHE_SETTINGS, "cache.")
-    settings = {**(shared or {}), **{key: config[key] for key in CACHE_SETTINGS if key in config}}
+    refuse_unknown(shared, CACHE_SETTINGS, "cache.")
+    settings = {**shared, **{key: config[key] for key in CACHE_SETTINGS if key in config}}
     given = {axis: config[axis] for axis in AXES if config.get(axis) is not None}
     chosen = {axis: choice(axis, one, f"{where}.{axis}") for axis, one in given.items()}
     if not chosen and any(key in config for key in CACHE_SETTINGS):
         raise ValueError(
             f"{where} has no choice on any axis ({', '.join(AXES)}), only {', '.join(config)}; leave it out"
         )
-    return typed(Method, {"label": label, **chosen, **settings}, f"{where}.")
+    made = typed(Method, {"label": label, **chosen, **settings}, f"{where}.")
+    typed(Method, {"label": label, **shared}, "cache.")  # what this method replaces must make sense, too
+    return made

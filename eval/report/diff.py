@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from eval.report import fidelity
-from eval.report.groups import Pair, changed, group, labels, paired
+from eval.report.groups import Pair, by_label, changed, group, paired
 from eval.report.html import listing, page, title, to_table
 from eval.report.table import Line, Table
 from eval.report.tables import markdown, number
@@ -85,11 +85,12 @@ def write_diff(directory: Path, first: str, second: str) -> tuple[Path, str]:
     known: dict[str, None] = {}
     rows = list(read(directory))
     for some in group(rows):
-        known |= dict.fromkeys(labels(some).values())
-        pairs = paired(some, first, second)
+        methods = by_label(some)
+        known |= dict.fromkeys(methods)
+        pairs = paired(methods, first, second)
         if not pairs:
             continue
-        of, about = changed(some, first, second), title(some[0])
+        of, about = changed(methods, first, second), title(some[0])
         counts, heading = table(pairs, first, second), f"{len(of)} samples with other replies, largest loss first"
         shown.append(f"{escaped(about)}\n\n{markdown(counts)}")
         texts.append(f"# {shown[-1]}\n\n## {heading}\n\n{to_markdown(of, (first, second))}")

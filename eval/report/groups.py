@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from eval.rows.result_row import ResultRow, check_rows
+from eval.rows.result_row import ResultRow, RowSettings, check_rows
 
 Pair = tuple[ResultRow, ResultRow]
 
@@ -25,13 +25,13 @@ def group(rows: Iterable[ResultRow]) -> list[list[ResultRow]]:
     rows = list(rows)
     check_rows(rows)
     runs: dict[tuple[str, ...], dict[tuple[object, ...], ResultRow]] = defaultdict(dict)
+    written: dict[int, tuple[str, str]] = {}  # id of settings, which many rows share -> their texts
     for row in rows:
-        common = {
-            n: value for n, value in row["settings"].items() if n not in ("method", "data", "specials", "fidelity")
-        }
-        run = runs[row["model"], row["benchmark"], row["compress"], json.dumps(common, sort_keys=True)]
-        method = row["method"], json.dumps(row["settings"]["method"], sort_keys=True)
-        sample = (*method, row["task"], row["length"], row["settings"].get("data"), *which(row))
+        if id(row["settings"]) not in written:
+            written[id(row["settings"])] = _texts(row["settings"])
+        common, method = written[id(row["settings"])]
+        run = runs[row["model"], row["benchmark"], row["compress"], common]
+        sample = (row["method"], method, row["task"], row["length"], row["settings"].get("data"), *which(row))
         if sample not in run or _rank(row) > _rank(run[sample]):
             run[sample] = row
     groups: dict[tuple[object, ...], list[ResultRow]] = defaultdict(list)
@@ -44,6 +44,12 @@ def group(rows: Iterable[ResultRow]) -> list[list[ResultRow]]:
             of_task = known[row["task"]]
             groups[key, len(of_task) - of_task.index(row["settings"].get("data"))].append(row)
     return list(groups.values())
+
+
+def _texts(settings: RowSettings) -> tuple[str, str]:
+    """Return the settings that the rows of a run share, and those of the method, as texts to compare."""
+    common = {name: value for name, value in settings.items() if name not in ("method", "data", "specials", "fidelity")}
+    return json.dumps(common, sort_keys=True), json.dumps(settings["method"], sort_keys=True)
 
 
 def _rank(row: ResultRow) -> tuple[int, int]:
@@ -59,9 +65,11 @@ def labels(rows: Sequence[ResultRow]) -> dict[str, str]:
     """
     found: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
     for row in rows:
+        if row["config"] in found[row["method"]]:
+            continue
         flat = _flat(row["settings"]["method"])
         own = {name: value for name, value in flat.items() if name not in flat.get("matched.settings", ())}
-        found[row["method"]].setdefault(row["config"], own)
+        found[row["method"]][row["config"]] = own
     names = {}
     for label, variants in found.items():
         every = list(variants.values())
@@ -84,15 +92,26 @@ def which(row: ResultRow) -> tuple[str, int]:
     return row["sample"], row["seed"]
 
 
-def paired(rows: Sequence[ResultRow], first: str, second: str) -> list[tuple[ResultRow, ResultRow]]:
-    """Return (row of `first`, row of `second`) for every sample that both methods have, as `labels` names them."""
+def by_label(rows: Sequence[ResultRow]) -> dict[str, list[ResultRow]]:
+    """Return the rows of every method, in order, as `labels` names the methods."""
     named = labels(rows)
-    place = {(r["task"], r["length"], *which(r)): r for r in rows if named[r["config"]] == first}
-    mine = [(place.get((r["task"], r["length"], *which(r))), r) for r in rows if named[r["config"]] == second]
+    found: dict[str, list[ResultRow]] = {name: [] for name in named.values()}
+    for row in rows:
+        found[named[row["config"]]].append(row)
+    return found
+
+
+def paired(methods: Mapping[str, Sequence[ResultRow]], first: str, second: str) -> list[Pair]:
+    """Return (row of `first`, row of `second`) for every sample that both methods have.
+
+    methods: the rows of each, see `by_label`.
+    """
+    place = {(r["task"], r["length"], *which(r)): r for r in methods.get(first, ())}
+    mine = [(place.get((r["task"], r["length"], *which(r))), r) for r in methods.get(second, ())]
     return [(a, b) for a, b in mine if a is not None]
 
 
-def changed(rows: Sequence[ResultRow], first: str, second: str) -> list[tuple[ResultRow, ResultRow]]:
+def changed(methods: Mapping[str, Sequence[ResultRow]], first: str, second: str) -> list[Pair]:
     """Return the pairs of `paired` whose replies differ, the largest loss of `second` first."""
-    differing = [(a, b) for a, b in paired(rows, first, second) if a["prediction"] != b["prediction"]]
+    differing = [(a, b) for a, b in paired(methods, first, second) if a["prediction"] != b["prediction"]]
     return sorted(differing, key=lambda pair: pair[1]["score"] - pair[0]["score"])

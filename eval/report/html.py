@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Sequence
 
 from eval.report.fidelity import is_text
-from eval.report.groups import Pair, changed
+from eval.report.groups import Pair, by_label, changed
 from eval.report.records import RunSummary, Summary
 from eval.report.tables import Table, tables
 from eval.rows.result_row import ResultRow
@@ -82,8 +82,9 @@ def _replies(rows: Sequence[ResultRow], run: RunSummary) -> str:
     parts, dense = [], run["dense"]
     if dense is None:
         return ""
+    methods = by_label(rows)
     for method in run["methods"]:
-        pairs = changed(rows, dense, method)
+        pairs = changed(methods, dense, method)
         if pairs:
             more = f" ({SHOWN} shown, largest loss first)" if len(pairs) > SHOWN else ""
             head = f"{html.escape(method)}: {len(pairs)} replies that differ from {html.escape(dense)}{more}"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from eval.report import fidelity
-from eval.report.groups import changed, group, labels, paired, which
+from eval.report.groups import group, labels, which
 from eval.report.records import (
     AgainstDense,
     CellFigures,
@@ -29,8 +30,6 @@ from eval.report.records import (
 from eval.report.turns import by_turn
 from eval.rows.result_row import ResultRow
 from leank_train.common.bootstrap import DRAWS, LEVEL, interval, mean
-
-__all__ = ["MARKED", "changed", "group", "labels", "paired", "summarise"]
 
 BySample = Mapping[tuple[str, int], ResultRow]
 # samples of a cell whose score says less than it seems to; rows of earlier versions lack the fields and count as none
@@ -52,7 +51,16 @@ def summarise(rows: Iterable[ResultRow]) -> Summary:
 
     Raises ValueError for a row that no report can be computed from.
     """
-    return {"resamples": DRAWS, "level": LEVEL, "runs": [_run(rows) for rows in group(rows)]}
+    return summarise_groups(group(rows))
+
+
+def summarise_groups(groups: Iterable[Sequence[ResultRow]], parts: bool = True) -> Summary:
+    """Compute the same from rows that `group` has grouped already.
+
+    parts: whether cells, lengths, differences, ops and depths are wanted, too; without them the intervals of `overall`
+        alone are drawn, and the other lists are empty.
+    """
+    return {"resamples": DRAWS, "level": LEVEL, "runs": [_run(rows, parts) for rows in groups]}
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
@@ -125,14 +133,14 @@ def _common(rows: Sequence[ResultRow]) -> dict[str, object]:
     return {**shared, "data": data} if data else shared
 
 
-def _run(rows: Sequence[ResultRow]) -> RunSummary:
+def _run(rows: Sequence[ResultRow], parts: bool) -> RunSummary:
     """The summary of rows that differ in method, task, length and sample alone."""
     named, configs = labels(rows), {r["config"]: r["settings"]["method"] for r in rows}
     tasks = list(dict.fromkeys(r["task"] for r in rows))
     lengths = sorted(dict.fromkeys(r["length"] for r in rows), key=lambda n: (n is None, n))
     methods = {name: configs[config] for config, name in named.items()}
     dense = next((name for name, config in methods.items() if not config), None)
-    cells, by_length, overall = _tables(rows, named, dense, lengths, tasks)
+    cells, by_length, overall = _tables(rows, named, dense, lengths, tasks, parts)
     return {
         "model": rows[0]["model"],
         "benchmark": rows[0]["benchmark"],
@@ -147,25 +155,25 @@ def _run(rows: Sequence[ResultRow]) -> RunSummary:
         "cells": cells,
         "by_length": by_length,
         "overall": overall,
-        "differences": _differences(rows, named, methods),
-        "by_op": _by_op(rows, named),
-        "by_depth": _by_depth(rows, named),
-        "by_turn": by_turn(rows, named),
+        "differences": _differences(rows, named, methods) if parts else [],
+        "by_op": _by_op(rows, named) if parts else [],
+        "by_depth": _by_depth(rows, named) if parts else [],
+        "by_turn": by_turn(rows, named) if parts else [],
     }
 
 
 def _tables(
     rows: Sequence[ResultRow], named: Mapping[str, str], dense: str | None, lengths: Sequence[int | None],
-    tasks: Sequence[str],
+    tasks: Sequence[str], parts: bool,
 ) -> tuple[list[CellFigures], list[LengthFigures], list[MethodFigures]]:  # fmt: skip
     """Figures by task and length, by length, and overall, each method in turn. dense: its label, None without any."""
     table: dict[tuple[str, int | None, str], list[ResultRow]] = defaultdict(list)
     for row in rows:
         table[named[row["config"]], row["length"], row["task"]].append(row)
-    cells: list[CellFigures] = []
-    by_length: list[LengthFigures] = []
-    overall: list[MethodFigures] = []
-    for method in dict.fromkeys(named.values()):
+
+    def of_method(method: str) -> tuple[list[CellFigures], list[LengthFigures], MethodFigures]:
+        cells: list[CellFigures] = []
+        by_length: list[LengthFigures] = []
         everything: dict[str, list[ResultRow]] = {}
         all_dense: dict[str, BySample] = {}
         compare = dense is not None and method != dense
@@ -174,14 +182,19 @@ def _tables(
             if not mine:
                 continue
             base = {t: {which(r): r for r in table.get((dense or "", length, t), [])} for t in mine}
-            for task, of_task in mine.items():
+            for task, of_task in mine.items() if parts else ():
                 figures = _figures({task: of_task}, base if compare else None)
                 cells.append({"method": method, "length": length, "task": task, **figures})
-            by_length.append({"method": method, "length": length, **_figures(mine, base if compare else None)})
+            if parts:
+                by_length.append({"method": method, "length": length, **_figures(mine, base if compare else None)})
             everything |= {f"{t}@{length}": r for t, r in mine.items()}
             all_dense |= {f"{t}@{length}": d for t, d in base.items()}
-        overall.append({"method": method, **_figures(everything, all_dense if compare else None)})
-    return cells, by_length, overall
+        return cells, by_length, {"method": method, **_figures(everything, all_dense if compare else None)}
+
+    with ThreadPoolExecutor() as pool:  # NumPy lets other threads run while it draws the samples of an interval
+        found = list(pool.map(of_method, dict.fromkeys(named.values())))
+    cells, by_length, overall = zip(*found, strict=True)
+    return [c for of in cells for c in of], [c for of in by_length for c in of], list(overall)
 
 
 def _differences(
@@ -192,14 +205,15 @@ def _differences(
     for row in rows:
         table[named[row["config"]]][f"{row['task']}@{row['length']}"][which(row)] = row
     learned = [name for name, config in methods.items() if config.get("channels", {}).get("name") == "leank"]
-    found: list[MethodDifference] = []
-    for method in learned:
-        mine = {task: list(of_task.values()) for task, of_task in table[method].items()}
-        for other in methods:
-            difference = None if other == method else _difference(mine, table[other])
-            if difference is not None:
-                found.append({"method": method, "minus": other, **difference})
-    return found
+    mine = {name: {task: list(of_task.values()) for task, of_task in table[name].items()} for name in learned}
+    pairs = [(method, other) for method in learned for other in methods if other != method]
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(lambda pair: _difference(mine[pair[0]], table[pair[1]]), pairs))
+    return [
+        {"method": method, "minus": other, **difference}
+        for (method, other), difference in zip(pairs, found, strict=True)
+        if difference is not None
+    ]
 
 
 def _by_op(rows: Sequence[ResultRow], named: Mapping[str, str]) -> list[OpScores]:

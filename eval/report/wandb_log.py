@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from eval.methods import Method
 from eval.methods.channels.leank import LeanK
 from eval.report.fidelity import near
-from eval.report.groups import changed, group
+from eval.report.groups import by_label, changed, group
 from eval.report.html import SHOWN, title
 from eval.report.plots import FIGURES
 from eval.report.summary import summarise
@@ -57,11 +57,12 @@ def log_report(logger: WandbLogger, config: Mapping[str, Any], methods: Sequence
         pictures = {f"plots/{name}{ending}": directory / f"{name}{ending}.png" for name in FIGURES}
         run.log({key: wandb.Image(str(path)) for key, path in pictures.items() if path.exists()})
         cells = [[({**cell, **near(cell)})[name] for name in CELL] for cell in part["cells"]]
+        by_method = by_label(some)
         replies = [
             [method, b["task"], b["length"], b["sample"], ", ".join(map(str, b["answers"])), a["prediction"],
              b["prediction"], a["score"], b["score"]]
             for method in part["methods"] if part["dense"] is not None
-            for a, b in changed(some, part["dense"], method)[:SHOWN]
+            for a, b in changed(by_method, part["dense"], method)[:SHOWN]
         ]  # fmt: skip
         run.log({
             f"cells{ending}": wandb.Table(columns=list(CELL), data=cells),

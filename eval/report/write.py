@@ -12,7 +12,7 @@ from eval.report.groups import group
 from eval.report.html import title, to_html
 from eval.report.latex import document
 from eval.report.records import Summary
-from eval.report.summary import MARKED, summarise
+from eval.report.summary import MARKED, summarise_groups
 from eval.report.tables import markdown, tables
 from eval.rows.results import read
 from leank_train.common.escape import csv_text
@@ -54,10 +54,13 @@ def write_report(directory: Path) -> None:
 
     Raises FileNotFoundError or ValueError if there are no rows, or if one of them is damaged or of an old form.
     """
+    if directory.is_file():
+        raise ValueError(f"{directory} is a file; give the directory that holds it")
     rows = list(read(directory))
     if not rows:
         raise ValueError(f"{directory} holds no rows yet; run python -m eval first")
-    summary = summarise(rows)
+    groups = group(rows)
+    summary = summarise_groups(groups)
     write_text(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
     write_text(directory / "summary.md", to_markdown(summary))
     write_text(directory / "tables.tex", document((title(run), t) for run in summary["runs"] for t in tables(run)))
@@ -72,4 +75,4 @@ def write_report(directory: Path) -> None:
                 write_bytes(directory / f"{name}{ending}.png", style.png(figure))
                 drawn.append((caption, style.svg(figure, f"{name}-{number}")))
         figures.append(drawn)
-    write_text(directory / "report.html", to_html(summary, group(rows), figures))
+    write_text(directory / "report.html", to_html(summary, groups, figures))

@@ -14,11 +14,14 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic_core import from_json
+
 from eval.rows.result_row import ResultRow
-from leank_train.common.files import Lock
+from leank_train.common.files import Lock, remove_partial, sync_folder
 
 NAME = "results.jsonl"
 GLOB = "results*.jsonl"
+HOUR = 3600.0
 
 
 class Key(NamedTuple):
@@ -37,7 +40,7 @@ class Key(NamedTuple):
 
 def key_of(row: Mapping[str, Any]) -> Key:
     """Return the key of a stored row. Raises KeyError if a field of the key is missing."""
-    return Key(**{name: row[name] for name in Key._fields})
+    return Key._make(map(row.__getitem__, Key._fields))
 
 
 class Results:
@@ -63,10 +66,9 @@ class Results:
         try:
             self._cut_torn_line()
             self.keys = {key_of(row) for row in read(directory)}
+            remove_partial(self.path.parent, HOUR)  # other shards may be writing a report
             if new:
-                folder = os.open(self.path.parent, os.O_RDONLY)
-                os.fsync(folder)
-                os.close(folder)
+                sync_folder(self.path.parent)
         except BaseException:
             self.close()
             raise
@@ -92,9 +94,12 @@ class Results:
         if key in self.keys:
             raise ValueError(f"this row is in {self.path} already: {key}")
         line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
-        while line:
-            line = line[os.write(self._file, line) :]
-        os.fsync(self._file)
+        try:
+            while line:
+                line = line[os.write(self._file, line) :]
+            os.fsync(self._file)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
         self.keys.add(key)
 
     def close(self) -> None:
@@ -119,8 +124,8 @@ def read(path: str | os.PathLike[str]) -> Iterator[ResultRow]:
     if Path(path).is_dir() and (parts := sorted(Path(path).glob(GLOB))):
         seen: set[Key] = set()
         for row in _in_turn(parts):
-            if key_of(row) not in seen:  # two shards may have done the same row
-                seen.add(key_of(row))
+            if (key := key_of(row)) not in seen:  # two shards may have done the same row
+                seen.add(key)
                 yield row
         return
     file = Path(path) / NAME if Path(path).is_dir() else Path(path)
@@ -139,13 +144,18 @@ def _in_turn(parts: list[Path]) -> Iterator[ResultRow]:
 
 
 def _read(file: Path) -> Iterator[ResultRow]:
+    """Yield the rows of one file; those of equal settings or versions share one object, which saves much memory."""
+    shared: dict[str, object] = {}
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.endswith(b"\n"):
                 return
             try:
-                row = json.loads(line)
+                row = from_json(line)
                 hash(key_of(row))
+                for name in ("settings", "versions"):
+                    if name in row:
+                        row[name] = shared.setdefault(json.dumps(row[name]), row[name])
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ValueError(
                     f"{file}, line {number} is no result row ({error!r}); take that line out and run again to redo it"

@@ -19,7 +19,7 @@ from eval.run.grid import expanded
 from eval.run.job import Job
 from eval.run.matched import matched
 from eval.run.replay import Settings
-from leank_train.common.typed import refuse_unknown, typed
+from leank_train.common.typed import group, refuse_unknown, shown, typed
 
 # name -> "module:class"; imported when first used
 BENCHMARKS = {
@@ -39,9 +39,9 @@ log = logging.getLogger("eval")
 
 def build_benchmark(config: Mapping[str, Any]) -> Benchmark:
     """Return the benchmark that `config.name` names. Raises ValueError for an unknown one."""
-    name = config.get("name")
-    if name not in BENCHMARKS:
-        raise ValueError(f"benchmark.name={name!r} is unknown; choose one of {', '.join(BENCHMARKS)}")
+    name = group(config, "benchmark").get("name")
+    if not isinstance(name, str) or name not in BENCHMARKS:
+        raise ValueError(f"benchmark.name={shown(name)} is unknown; choose one of {', '.join(BENCHMARKS)}")
     module, attribute = BENCHMARKS[name].split(":")
     return typed(getattr(importlib.import_module(module), attribute), config, "benchmark.")
 
@@ -53,7 +53,7 @@ def build_methods(
 
     Raises ValueError or FileNotFoundError, naming the setting at fault.
     """
-    labels = expanded(config.get("method") or {})
+    labels = expanded(group({} if config.get("method") is None else config["method"], "method"))
     if not labels:
         raise ValueError("method is empty; give method=[dense,leank] or other names of conf/eval/method")
     methods = [method(label, given, config.get("cache")) for label, given in labels.items()]
@@ -80,7 +80,7 @@ def build_model(
     """
     refuse_unknown(config, [*GROUPS, *(f.name for f in fields(Settings))], "")
     settings = typed(Settings, {k: v for k, v in config.items() if k not in GROUPS})
-    model = typed(ModelConfig, config.get("model") or {}, "model.")
+    model = typed(ModelConfig, {} if config.get("model") is None else config["model"], "model.")
     return model, settings, *load_config(model)
 
 
@@ -91,7 +91,7 @@ def build_job(config: Mapping[str, Any]) -> tuple[Job, PreTrainedTokenizerBase]:
     """
     model, settings, model_config, tokenizer = build_model(config)
     methods = build_methods(config, model_config, tokenizer)
-    benchmark = build_benchmark(config.get("benchmark") or {})
+    benchmark = build_benchmark({} if config.get("benchmark") is None else config["benchmark"])
     wanted = getattr(benchmark, "compress", settings.compress)
     if settings.compress != wanted:
         raise ValueError(f"compress={settings.compress}: benchmark={benchmark.name} needs compress={wanted}")

@@ -14,6 +14,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from data_gen.ending import out_of_memory
 from eval.benchmarks.base import Benchmark, Cell
 from eval.benchmarks.row import Row
 from eval.benchmarks.scoring import score_row
@@ -181,23 +182,25 @@ class Job:
     def _halved_until_it_fits(
         self, results: Results, replay: Replay, batch: Batch, methods: Sequence[Method], size: int, watch: Watch
     ) -> tuple[int, int]:
-        """Replay a batch, and halve `size` while GPU memory runs out. Returns the new rows and the size that fitted."""
+        """Replay a batch, and halve `size` while memory runs out. Returns the new rows and the size that fitted."""
         before, cell = len(results.keys), batch.cell
         while True:
             try:
                 for part in batch.parts(size):
                     self._replay(results, replay, part, methods, watch)
                 return len(results.keys) - before, size
-            except torch.OutOfMemoryError as error:
+            except (MemoryError, RuntimeError) as error:
+                if not isinstance(error, torch.OutOfMemoryError) and not out_of_memory(error):
+                    raise
                 samples = len(batch.rows) // cell.turns
                 if min(size, samples) == 1:
                     raise MemoryError(
-                        f"out of GPU memory with one sample of {cell.place}; lower prefill_chunk (such as 8192), leave "
-                        "out that length, or use a larger GPU"
+                        f"out of memory with one sample of {cell.place}; lower prefill_chunk (such as 8192), leave "
+                        "out that length, or use a larger machine"
                     ) from error
             size = math.ceil(min(size, samples) / 2)
             torch.cuda.empty_cache()
-            log.warning("out of GPU memory at %s: going on with batch_size=%d", cell.place, size)
+            log.warning("out of memory at %s: going on with batch_size=%d", cell.place, size)
 
     def _replay(
         self, results: Results, replay: Replay, batch: Batch, methods: Sequence[Method], watch: Watch

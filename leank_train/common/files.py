@@ -5,11 +5,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import tempfile
 import time
 import warnings
 import weakref
 from pathlib import Path
+
+PARTIAL = re.compile(r"\..+\.[a-z0-9_]{8}")  # what `write_bytes` calls a file before it is whole
 
 
 def write_bytes(path: str | os.PathLike, content: bytes) -> None:
@@ -24,9 +27,34 @@ def write_bytes(path: str | os.PathLike, content: bytes) -> None:
             os.fsync(file.fileno())  # or a power cut may leave the name with half of the bytes
         os.chmod(partial, 0o644)  # mkstemp makes it private; results are to be shared
         os.replace(partial, target)
-    except BaseException:
-        os.unlink(partial)
+        sync_folder(target.parent)
+    except OSError as error:
+        Path(partial).unlink(missing_ok=True)
+        if error.filename is None and error.errno is not None:  # a disk that is full does not say for which file
+            raise OSError(error.errno, error.strerror, str(target)) from error
         raise
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove_partial(folder: Path, age: float = 0.0) -> None:
+    """Remove the temporary files that killed runs left in a folder and below it.
+
+    age: seconds; younger files stay, as another process may still be writing them.
+    """
+    for file in folder.rglob(".*"):
+        if PARTIAL.fullmatch(file.name) and file.is_file() and time.time() - file.stat().st_mtime >= age:
+            file.unlink(missing_ok=True)
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:

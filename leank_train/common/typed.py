@@ -12,6 +12,8 @@ of the configuration and names the dotted key of a setting that is unknown, miss
 from __future__ import annotations
 
 import difflib
+import math
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
@@ -28,6 +30,9 @@ WORDS: dict[object, str] = {
 }  # fmt: skip
 BOUNDS = {Ge: ("ge", "of at least {}", "[{}"), Gt: ("gt", "above {}", "({}"), Le: ("le", "of at most {}", "{}]"),
           Lt: ("lt", "below {}", "{})")}  # fmt: skip
+SHOWN = 200  # characters of a value in a message
+LINE_ENDS = str.maketrans("\n\t\r", "   ")
+LARGEST = 2**53  # beyond it a number of steps, tokens or samples is a slip
 T = TypeVar("T")
 
 
@@ -53,10 +58,15 @@ class OneOf:
         return value
 
 
+class Lines:
+    """Annotation of a text that may have several lines; any other has one."""
+
+
 Count = Annotated[int, Ge(0)]
 Positive = Annotated[int, Ge(1)]
 Share = Annotated[float, Ge(0), Lt(1)]  # a share to prune, which is never everything
 Seed = Annotated[int, Ge(0), Le(2**32 - 1)]
+Samples = Annotated[int, Ge(1), Le(1_000_000)]
 
 
 class Checked:
@@ -73,7 +83,8 @@ class Checked:
             try:
                 adapter.validate_python(value)
             except ValidationError:
-                raise BadConfig(f"{name}={value!r} must be {words}") from None
+                raise BadConfig(f"{name}={shown(value)} must be {words}") from None
+            refuse_unsound(value, name, lines="several lines" in words)
 
 
 def typed(target: type[T], given: object, where: str = "") -> T:
@@ -85,8 +96,7 @@ def typed(target: type[T], given: object, where: str = "") -> T:
 
     Raises BadConfig that names the dotted key at fault, and for an unknown key the nearest known one.
     """
-    if not isinstance(given, Mapping):
-        raise BadConfig(f"{where.rstrip('.')}={given!r} must be a group of settings")
+    given = group(given, where.rstrip("."))
     hints = get_type_hints(target, include_extras=True)
     known = [f for f in fields(target) if not f.name.startswith("_")]  # type: ignore[arg-type]
     refuse_unknown(given, [f.name for f in known], where)
@@ -102,13 +112,57 @@ def typed(target: type[T], given: object, where: str = "") -> T:
         raise BadConfig(f"{where}{error}") from None
 
 
+def group(given: object, name: str) -> Mapping[str, object]:
+    """Return a group of settings as it is. Raises BadConfig, with its name, for anything else."""
+    if not isinstance(given, Mapping):
+        raise BadConfig(f"{name}={shown(given)} must be a group of settings")
+    return given
+
+
+def shown(value: object) -> str:
+    """Return a value as one line of a message shows it, cut where it is long."""
+    if isinstance(value, int) and not -LARGEST <= value <= LARGEST:
+        return f"a number of {value.bit_length()} bits"  # Python refuses to write very long ones
+    try:
+        text = repr(value)
+    except ValueError:  # a very long number within
+        return f"a {type(value).__name__}"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def unprintable(text: str) -> bool:
+    """Whether a line cannot show a text as it is, because of line ends, control characters or half characters."""
+    return any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in text)
+
+
+def refuse_unsound(value: object, name: str, lines: bool = False) -> None:
+    """Raise BadConfig for a value with a part that no setting can mean, however deep in a list or a mapping it stands.
+
+    That is NaN, an infinite or too large number, or a text that a line cannot show; lines: may have several.
+    """
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            refuse_unsound(key, name)
+            refuse_unsound(one, name)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            refuse_unsound(one, name)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise BadConfig(f"{name}={value} must be a finite number")
+    elif isinstance(value, int) and not -LARGEST <= value <= LARGEST:
+        raise BadConfig(f"{name}={shown(value)} is beyond 2**53; give a smaller one")
+    elif isinstance(value, str) and unprintable(value.translate(LINE_ENDS) if lines else value):
+        raise BadConfig(f"{name}={shown(value)} holds a character that cannot be seen; leave it out")
+
+
 def refuse_unknown(given: Iterable[object], known: Sequence[str], where: str) -> None:
     """Raise BadConfig for an unknown key, and name the nearest known one; `where`: see `typed`."""
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, 1)
             hint = f"did you mean {near[0]}? There" if near else "there"
-            raise BadConfig(f"{where}{key} is no setting; {hint} are {', '.join(known)}")
+            name = shown(key).strip("'") if unprintable(str(key)) or len(str(key)) > SHOWN else key
+            raise BadConfig(f"{where}{name} is no setting; {hint} are {', '.join(known)}")
 
 
 def _is_group(hint: object) -> bool:
@@ -130,6 +184,7 @@ def _words(hint: object) -> str:
         base, *rules = args
         choices = [str(choice) for rule in rules if isinstance(rule, OneOf) for choice in rule.choices]
         hints = [f": {rule}" for rule in rules if isinstance(rule, str)]
+        hints += [" of one or several lines" for rule in rules if isinstance(rule, Lines)]
         return (f"one of {', '.join(choices)}" if choices else f"{_words(base)}{_bounds(rules)}") + "".join(hints)
     if origin in (Union, UnionType):
         return ", or ".join(_words(one) for one in args)

@@ -18,12 +18,16 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
-from leank_train.common.typed import BadConfig, Checked, OneOf, Positive
+from data_gen.ending import in_one_line
+from leank_train.common.typed import BadConfig, Checked, OneOf, Positive, shown
 from leank_train.forward.kernels import KERNELS
 from leank_train.running.preempt import environments
 
 OURS = ("sequence_parallel", "shard_weights", "prefill_kernel")  # settings that lightning.Trainer does not take
-NOT_OURS = r"`isinstance\(treespec, LeafSpec\)` is deprecated"  # Lightning's own use of torch, at every start
+NOT_OURS = (  # what Lightning says at every start, of its own use of torch and of Slurm
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+    r"The `srun` command is available on your system but is not used",
+)
 
 
 @dataclass(frozen=True)
@@ -98,10 +102,15 @@ def trainer(config: TrainerConfig, **more: Any) -> L.Trainer:
     Raises ValueError if sequence_parallel does not divide the number of processes.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its notes on hardware and products
-    warnings.filterwarnings("ignore", NOT_OURS, FutureWarning)
+    for words in NOT_OURS:
+        warnings.filterwarnings("ignore", words)
     given = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in OURS}
     plugins = [*more.pop("plugins", []), *environments()]
-    made = L.Trainer(**given, **more, plugins=plugins)
+    try:
+        made = L.Trainer(**given, **more, plugins=plugins)
+    except Exception as error:  # Lightning raises many kinds for settings that it does not understand
+        told = ", ".join(f"trainer.{name}={shown(value)}" for name, value in given.items() if value is not None)
+        raise BadConfig(f"{told} cannot work: {in_one_line(str(error))}") from error
     ranks = config.sequence_parallel
     if made.world_size % ranks:
         raise ValueError(
@@ -117,9 +126,10 @@ def device(config: TrainerConfig) -> torch.device:
     return trainer(config, logger=False).strategy.root_device
 
 
-def is_first(config: TrainerConfig) -> bool:
-    """Whether this is the first process of the run; it can be called before the processes are connected."""
-    return trainer(config, logger=False).is_global_zero
+def place(config: TrainerConfig) -> tuple[bool, bool]:
+    """Whether this process is the run's first, and whether it is the only one; the processes need not be connected."""
+    made = trainer(config, logger=False)
+    return made.is_global_zero, made.world_size == 1
 
 
 def shard(model: PreTrainedModel, place: torch.device, head: bool = False) -> None:

@@ -1,8 +1,9 @@
 """Stop on a signal without losing a step: a handler sets a flag; at the end of a step the ranks agree, save and leave.
 
 Slurm sends USR1 when a job's time is nearly up (sbatch --signal=USR1@120): the run saves, and the job goes back into
-the queue. TERM comes with scancel, or when Slurm itself requeues the job: the run saves. A handler starts no collective
-operation, because other ranks may be in another one, and both would wait for ever.
+the queue. TERM comes with scancel, or when Slurm itself requeues the job, and INT with Ctrl-C: the run saves. A second
+Ctrl-C does not wait for the end of the step. A handler starts no collective operation, because other ranks may be in
+another one, and both would wait for ever.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -19,31 +21,47 @@ import lightning as L
 import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 
+from data_gen.ending import again, stopped
+
 Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
-SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+
+
+def same_command() -> str:
+    """Say how a run goes on whose folder is not known."""
+    return f"to go on: {again('leank_train')}"
 
 
 class Signals:
     """Listens for SIGNALS within its context.
 
     requeues: how many times a job may put itself back into the queue.
+    kept: says what is saved and how to go on.
     received: the first signal that came, 0 if none.
     agreed: whether the ranks have stopped a stage because of it.
     """
 
-    def __init__(self, requeues: int = 0) -> None:
-        self.requeues, self.received, self.agreed = requeues, 0, False
+    def __init__(self, requeues: int = 0, kept: Callable[[], str] = same_command) -> None:
+        self.requeues, self.kept, self.received, self.agreed = requeues, kept, 0, False
+        self._process = os.getpid()  # data workers inherit the handlers, and the signal is not for them
         self._at_once = False
         self._before: dict[signal.Signals, Handler] = {}  # handlers that `_note` replaces
 
     def listen(self) -> None:
-        """Install the handler again, after a library has installed its own; does nothing outside of the context."""
+        """Note signals from here on, also after a library has installed its own handlers.
+
+        Does nothing outside of the context.
+        """
+        self._at_once = False
         for number in self._before:
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            return
+        impatient = number == self.received == signal.SIGINT
         self.received = self.received or number
-        if self._at_once:
+        if self._at_once or impatient:
             self.leave(first=True)
 
     def leave_at_once(self) -> None:
@@ -69,7 +87,7 @@ class Signals:
                     "command again: it goes on from its checkpoint"
                 )
         elif first:
-            print(f"signal {self.received}: saved; the same command goes on (requeues={self.requeues})", flush=True)
+            print(stopped("leank_train", self.received, self.kept()), file=sys.stderr, flush=True)
         raise SystemExit(0 if again else 128 + self.received)
 
     def __enter__(self) -> Signals:
@@ -90,7 +108,7 @@ class SaveOnSignal(L.Callback):
         self.signals, self.path = signals, path
 
     def on_train_start(self, trainer: L.Trainer, *_: object) -> None:
-        """Replace Lightning's handler of TERM, which broadcasts within the handler."""
+        """Replace Lightning's handler of TERM, which broadcasts within the handler; from here on, steps are saved."""
         self.signals.listen()
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: object) -> None:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from leank_train.common.typed import Checked, OneOf
+from leank_train.common.typed import Checked, Lines, OneOf
 from leank_train.mask import ChannelMask
 
 if TYPE_CHECKING:  # W&B and Lightning take seconds to import
@@ -42,7 +42,7 @@ class LoggerConfig(Checked):
     mode: Annotated[str, OneOf("auto", "online", "offline")] = "auto"
     entity: str | None = None
     tags: Sequence[str] | None = None
-    notes: str | None = None
+    notes: Annotated[str, Lines()] | None = None
 
 
 def make_logger(config: LoggerConfig, folder: Path, job_type: str | None = None) -> WandbLogger | None:

@@ -21,6 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
+from data_gen.ending import again, ending
 from eval.report.html import figure, page, title, to_table
 from eval.report.plots import draw
 from eval.report.records import RunSummary, Summary
@@ -31,6 +32,8 @@ from scripts.dashboard.runs import Points, Training, evaluation_points, evaluati
 from scripts.dashboard.wandb_workspace import workspace
 
 MAPS = 12  # masks drawn
+FIGURES = 24  # evaluations with a figure; it takes a third of a second, and every one has its own report
+NAMES = 40  # runs that a legend names
 
 
 def training_table(runs: Sequence[Training]) -> Table:
@@ -64,7 +67,7 @@ def curves(runs: Sequence[Training]) -> Figure:
         for place, run in enumerate(runs):
             steps = run.steps[stage]
             colour = PALETTE[place % len(PALETTE)]
-            label = run.name if panel is panels[0] else None
+            label = run.name if panel is panels[0] and place < NAMES else None
             panel.plot([s["step"] for s in steps], [s[key] for s in steps], color=colour, linewidth=1.2, label=label)
         plain(panel).set(title=caption, xlabel="step")
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -140,6 +143,7 @@ class Page:
 
     def __init__(self) -> None:
         self.parts = ["<h1>Runs</h1>"]
+        self.figures = 0  # of evaluations
 
     def add(self, caption: str, drawn: Figure | None) -> None:
         """Append a figure, if there is one."""
@@ -151,7 +155,8 @@ class Page:
         self.parts.append(to_table(training_table(runs)))
         self.add("Validation recall against pruning ratio; bars: from the least to the best of a ratio's runs",
                  against_ratio(training_points(runs)))  # fmt: skip
-        self.add("Losses and mean score", curves(runs))
+        named = f" (the legend names the first {NAMES} of {len(runs)} runs)" if len(runs) > NAMES else ""
+        self.add(f"Losses and mean score{named}", curves(runs))
         more = f" (the first {MAPS} of {len(runs)} runs)" if len(runs) > MAPS else ""
         self.add(f"Kept channels of every KV head{more}", masks(runs))
 
@@ -173,7 +178,9 @@ class Page:
                 where = html.escape(quote(report.relative_to(out.resolve().parent).as_posix()))
                 self.parts.append(f'<p><a href="{where}">whole report</a></p>')
             self.parts.append(to_table(overall(run)))
-            self.add("Accuracy against share of the dense cache", draw("accuracy_by_axes", run))
+            if self.figures < FIGURES:
+                self.figures += 1
+                self.add("Accuracy against share of the dense cache", draw("accuracy_by_axes", run))
 
 
 def to_page(roots: Sequence[Path], out: Path) -> str:
@@ -218,4 +225,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ending("dashboard", lambda: f"the runs are as they were; again: {again('scripts.dashboard')}"):
+        main()

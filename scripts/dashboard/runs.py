@@ -10,8 +10,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from eval.report.groups import group
 from eval.report.records import RunSummary, Summary
-from eval.report.summary import summarise
+from eval.report.summary import summarise_groups
 from eval.rows.results import GLOB, read
 from leank_train.common.tensor_files import read_checkpoint
 from leank_train.mask import ChannelMask
@@ -63,10 +64,10 @@ def _steps(checkpoint: Path) -> list[dict[str, float]]:
 
 
 def evaluations(roots: Sequence[Path]) -> list[tuple[Path, Summary]]:
-    """(folder, summary) of every run of python -m eval below the folders that has rows."""
+    """(folder, summary) of every run of python -m eval below the folders that has rows; of all its cells together."""
     folders = dict.fromkeys(file.parent for root in roots for file in sorted(root.rglob(GLOB)))
-    found = [(folder, list(read(folder))) for folder in folders]
-    return [(folder, summarise(rows)) for folder, rows in found if rows]
+    found = ((folder, list(read(folder))) for folder in folders)
+    return [(folder, summarise_groups(group(rows), parts=False)) for folder, rows in found if rows]
 
 
 Points = dict[str, dict[float, list[float]]]  # method -> pruning ratio -> scores

@@ -21,6 +21,8 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
+from data_gen.ending import again, ending
+
 RESULT, RECORD, AGAIN = "metrics.json", "multirun.yaml", ".rerun"
 NOISE = ("srun:", "slurmstepd:", "submitit ", "[", "Exiting")
 
@@ -159,4 +161,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ending("sweep", lambda: f"the runs are as they were; again: {again('scripts.sweep')}"):
+        main()

@@ -114,3 +114,12 @@ def test_a_word_list_helps(request_kv, tmp_path):
     (tmp_path / "words.txt").write_text("\n".join(f"word{'abcdefghij'[i % 10]}{i:x}" for i in range(20_000)))
     request = replace(request_kv, name="cwe", length=250_000, data=str(tmp_path / "words.txt"))
     assert TASKS["cwe"].build(request).length > 0.98 * 250_000
+
+
+def test_a_length_is_checked_before_anything_is_built():
+    for given, message in (
+        ({"length": 10**12}, r"length=1000000000000 must lie in \[1, 16777216\]"),
+        ({"questions": 10**9}, r"questions=1000000000 must lie in \[1, length=4096\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Request(**{"name": "vt", "length": 4096, "counter": None, "seed": 0, "index": 0, **given})

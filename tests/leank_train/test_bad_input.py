@@ -217,6 +217,14 @@ def test_a_folder_of_another_config(model, tmp_path):
     assert (tmp_path / "mask.safetensors").read_bytes() == mask
 
 
+def test_out_of_memory_on_a_cpu(model, tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+
+    monkeypatch.setattr("leank_train.backbone.load", full)
+    says(lambda: run(settings(model), tmp_path), "out of memory while loading the model; lower the precision")
+
+
 @pytest.mark.parametrize("where", ["loading", "stage1", "stage2", "validation"])
 def test_out_of_gpu_memory(model, tmp_path, monkeypatch, where):
     def full(*args, **kwargs):

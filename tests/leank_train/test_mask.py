@@ -238,3 +238,21 @@ def test_check_model():
         ChannelMask(keep[:1], {"model": "org/large"}).check_model(config)
     with pytest.warns(UserWarning, match="org/large"):
         ChannelMask(keep, {"model": "org/large"}).check_model(config)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda scores: ChannelMask.from_scores(scores, "x", 4, "exact"), r"ratio='x' is not in \[0, 1\)"),
+        (lambda scores: ChannelMask.from_scores(scores, True, 4, "exact"), r"ratio=True is not in \[0, 1\)"),
+        (lambda scores: ChannelMask.from_scores(scores, 0.5, None, "exact"), "align=None does not divide head_dim=16"),
+        (
+            lambda scores: ChannelMask.from_scores([[[1.0]]], 0.5, 1, "exact"),
+            "alpha is a list; give a tensor of scores",
+        ),
+        (lambda scores: ChannelMask.load(None), "mask=None is no path; give the mask.safetensors of a training run"),
+    ],
+)
+def test_a_value_of_another_type_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(torch.rand(2, 2, 16))

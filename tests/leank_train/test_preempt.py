@@ -52,7 +52,7 @@ def signalled(at, number):
     return hook
 
 
-@pytest.mark.parametrize(("step", "number"), [(1, signal.SIGUSR1), (6, signal.SIGTERM), (8, signal.SIGUSR1)])
+@pytest.mark.parametrize(("step", "number"), [(1, signal.SIGUSR1), (6, signal.SIGTERM), (8, signal.SIGINT)])
 def test_a_signal_saves_the_step_and_the_run_goes_on(model, tmp_path, monkeypatch, step, number):
     config, before = settings(model, NEVER), [signal.getsignal(n) for n in (signal.SIGUSR1, signal.SIGTERM)]
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
@@ -82,6 +82,24 @@ def test_a_signal_during_validation_ends_at_once(model, tmp_path, monkeypatch):
         run(config, tmp_path, signals)
     assert (tmp_path / "mask.safetensors").exists()
     assert not (tmp_path / "metrics.json").exists()
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_step(capsys):
+    with Signals(kept=lambda: "3 steps are kept") as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.received == signal.SIGINT
+        with pytest.raises(SystemExit) as stopped:
+            os.kill(os.getpid(), signal.SIGINT)
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err == "leank_train: stopped by Ctrl-C; 3 steps are kept\n"
+
+
+def test_ctrl_c_before_the_first_step_stops_at_once():
+    with Signals() as signals:
+        signals.leave_at_once()
+        with pytest.raises(SystemExit) as stopped:
+            os.kill(os.getpid(), signal.SIGINT)
+    assert stopped.value.code == 130
 
 
 def leave(requeues, number=signal.SIGUSR1, first=True):

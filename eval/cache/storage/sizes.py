@@ -8,6 +8,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
+from data_gen.request import LONGEST
 from eval.cache.storage.pages import PAGE, round_up
 
 
@@ -19,7 +20,7 @@ class Sizes:
     window: last tokens of a row, at least 0
     flush: tokens that leave the window at a time while decoding, at least 1
 
-    Raises ValueError for other numbers.
+    Raises ValueError for other numbers, and for more than `LONGEST`.
     """
 
     sink: int = 128
@@ -31,6 +32,8 @@ class Sizes:
             value = getattr(self, name)
             if not isinstance(value, Integral) or isinstance(value, bool):
                 raise ValueError(f"{name}={value!r} must be a whole number of tokens")
+            if int(value) > LONGEST:
+                raise ValueError(f"{name}={value} is beyond {LONGEST} tokens, which no model reads; lower it")
         if self.sink < 0 or self.window < 0 or self.flush < 1:
             raise ValueError(f"need sink >= 0, window >= 0, flush >= 1, got {self.sink}, {self.window}, {self.flush}")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from eval.inference.prefill import Prefill
 from eval.methods.common.calibrated import Calibrated
 from eval.methods.common.observed import seen
-from leank_train.common.typed import Positive
+from leank_train.common.typed import Positive, Samples
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class DoubleSparsityChannels(Calibrated):
 
     task: str = "niah_single_2"
     length: Positive = 512
-    samples: Positive = 256
+    samples: Samples = 256
 
     @property
     def observed(self) -> int:

@@ -15,7 +15,7 @@ from eval.benchmarks.ruler import draw
 from eval.inference.prefill import Prefill
 from eval.methods.axes import Observe, Uniform
 from leank_train.channel_scores import MeanScores, best
-from leank_train.common.typed import Positive, Seed, Share
+from leank_train.common.typed import Positive, Samples, Seed, Share
 
 
 class Calibration(dict[tuple[object, ...], Tensor]):
@@ -44,7 +44,7 @@ class Calibrated(Uniform):
     ratio: Share = 0.7
     task: str = "niah_multikey_3"
     length: Positive = 2048
-    samples: Positive = 8
+    samples: Samples = 8
     seed: Seed = 7
     _scores: Calibration = field(default_factory=Calibration, repr=False, compare=False)
 

@@ -19,7 +19,7 @@ from eval.methods.axes import Observe, Reads
 from eval.methods.channels.double_sparsity_channels import DoubleSparsityChannels
 from eval.methods.common.calibrated import Calibration
 from eval.methods.common.selection import middle_budget
-from leank_train.common.typed import Count, OneOf, Positive, Seed, Share
+from leank_train.common.typed import Count, OneOf, Positive, Samples, Seed, Share
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class DoubleSparsity(Reads):
     ratio: Share = 0.875
     task: str = "niah_single_2"
     length: Positive = 512
-    samples: Positive = 256
+    samples: Samples = 256
     seed: Seed = 7
     dense_layers: Count = 0
     label_bits: Annotated[int, OneOf(2, 4, 16)] = 16

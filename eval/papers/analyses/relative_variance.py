@@ -99,9 +99,8 @@ class RelativeVariance(Analysis):
 
 
 def lookback(source: Source) -> int:
-    """L_obs for a model: ASL's 8 where it has 24 layers or more, otherwise a quarter of the layers, at least 2."""
-    layers = source.config.num_hidden_layers
-    return 8 if layers >= 24 else max(2, layers // 4)
+    """L_obs as ASL takes it for a model."""
+    return ASL().rule(source.config).observed
 
 
 def layer_scores(source: Source, rule: ASL, task: str, length: int, sample: int) -> list[Tensor]:

@@ -8,7 +8,7 @@ import pytest
 
 from eval.__main__ import command_line
 from eval.report import summarise, write_diff, write_report
-from eval.report.summary import changed, paired
+from eval.report.groups import by_label, changed, paired
 from eval.rows.results import Results
 from tests.eval.report.test_report import Checker, grid, row
 
@@ -25,12 +25,13 @@ def folder(tmp_path):
 
 def test_pairs_are_the_samples_that_both_have():
     rows = [*grid(), row("dense", 99, 1.0), row("think", 98, 0.0)]
-    found = paired(rows, "dense", "think")
+    methods = by_label(rows)
+    found = paired(methods, "dense", "think")
     assert len(found) == 2 * 2 * 12
     for a, b in found:
         assert (a["method"], b["method"]) == ("dense", "think")
         assert all(a[name] == b[name] for name in ("task", "length", "sample", "seed"))
-    other = changed(rows, "dense", "think")
+    other = changed(methods, "dense", "think")
     gains = [b["score"] - a["score"] for a, b in other]
     assert gains == sorted(gains)
     assert len(other) == sum(a["prediction"] != b["prediction"] for a, b in found)
@@ -40,7 +41,7 @@ def test_files_show_every_changed_reply_once(folder):
     path, rows = folder
     page, text = write_diff(path, "dense", "think")
     assert page.name == "diff_dense_think.html"
-    of = changed(rows, "dense", "think")
+    of = changed(by_label(rows), "dense", "think")
     shown = page.read_text()
     checker = Checker()
     checker.feed(shown)

@@ -13,6 +13,8 @@ from markdown_it import MarkdownIt
 
 from eval import published
 from eval.report import summarise, write_diff, write_report
+from eval.report.groups import group
+from eval.report.summary import summarise_groups
 from eval.report.tables import by_length, by_task, differences, gsm, overall
 from eval.rows.results import Results
 from leank_train.common import bootstrap
@@ -325,3 +327,11 @@ def test_no_rows_no_report(tmp_path):
     (tmp_path / "results.jsonl").touch()
     with pytest.raises(ValueError, match="holds no rows yet"):
         write_report(tmp_path)
+
+
+def test_overall_figures_alone_are_those_of_the_whole_summary():
+    rows = group(grid())
+    whole, alone = summarise_groups(rows)["runs"][0], summarise_groups(rows, parts=False)["runs"][0]
+    assert whole["overall"] == alone["overall"]
+    assert whole["cells"]
+    assert not alone["cells"]

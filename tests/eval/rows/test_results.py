@@ -125,14 +125,17 @@ def test_shards_together_are_the_whole(tmp_path, model, tokenizer):
         job(shard="3/3")
 
 
-def test_out_of_memory_goes_on_with_a_smaller_batch(tmp_path, model, tokenizer, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+def test_out_of_memory_goes_on_with_a_smaller_batch(tmp_path, model, tokenizer, monkeypatch, caplog, error):
     from eval.run.replay import Replay
 
     answers = Replay.answers
 
     def limited(self, prompts, *rest):
         if len(prompts) > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise error
         return answers(self, prompts, *rest)
 
     plain, fallen = tmp_path / "plain", tmp_path / "fallen"
@@ -145,7 +148,7 @@ def test_out_of_memory_goes_on_with_a_smaller_batch(tmp_path, model, tokenizer, 
     assert scores[0] == scores[1]
 
     def always(self, *rest):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     monkeypatch.setattr(Replay, "answers", always)
     with pytest.raises(MemoryError, match="prefill_chunk"):
