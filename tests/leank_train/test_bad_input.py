@@ -87,7 +87,7 @@ BEFORE_TRAINING = {
     "learning rate": (["stage2.lr=0"], [r"stage2\.lr=0 must be a number in \(0, 1\]"]),
     "lambda": (["stage1.lam=-1"], [r"stage1\.lam=-1 must be a number in \[0, 1000\]"]),
     "steps": (["stage2.steps=-1"], [r"stage2\.steps=-1 must be an integer of at least 0"]),
-    "half a document": (["data.documents=0.5"], [r"data\.documents=0\.5 must be an integer of at least 1"]),
+    "half a document": (["data.documents=0.5"], [r"data\.documents=0\.5 must be an integer in \[1, 4096\]"]),
     "questions": (["data.questions=0"], [r"data\.questions=0 must be an integer of at least 1"]),
     "lengths": (["data.min_length=500"], [r"data\.min_length=500 is above data\.max_length=400"]),
     "batch": ([*VALIDATION, "validation.batch=0"], [r"validation\.batch=0 must be an integer of at least 1"]),

@@ -325,7 +325,7 @@ def test_all_baselines_prune_as_many_channels():
         ({"name": "magnitude", "norm": 3}, "norm=3 must be one of 1, 2"),
         ({"name": "magnitude", "ratio": -0.1}, "ratio=-0.1 must be a number in \\[0, 1\\)"),
         ({"name": "leank_budget"}, "mask is not set"),
-        ({"name": "double_sparsity_channels", "samples": 0}, "samples=0 must be an integer of at least 1"),
+        ({"name": "double_sparsity_channels", "samples": 0}, r"samples=0 must be an integer in \[1, 1000000\]"),
         ({"name": "by_length", "below": LOWEST}, "by_length.above is not set"),
         ({"name": "by_length", "below": LOWEST, "above": {"name": "leank"}}, "above: mask is not set"),
         ({"name": "by_length", "below": LOWEST, "above": {"name": "leanc"}}, "by_length.above.name='leanc' is unknown"),

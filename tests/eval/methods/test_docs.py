@@ -48,7 +48,7 @@ def test_the_example_of_a_new_method(largest_key):
 
 def test_every_method_is_in_a_table():
     rows = [line.split("|")[1] for line in DOCS.splitlines() if line.startswith("| `")]
-    named = {name for cell in rows for name in re.findall(r"`(\w+)`", cell)}
+    named = {name for cell in rows for name in re.findall(r"`(\w+)`", cell)} - set(REGISTRY)  # a table of axes
     configured = {p.stem for p in (ROOT / "conf" / "eval" / "method").glob("*.yaml")} - {"dense"}
     mentioned = {name for name in configured if f"`{name}`" in DOCS}
     assert mentioned == configured
