@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")  # Linux only
 
-from scripts.bench.reading_kernel import LAUNCHES, _read  # noqa: E402
-from tests.eval.cache.test_kernel import DEVICE, interpreter_takes_numpys_scalars  # noqa: E402
+from scripts.bench.reading_kernel import LAUNCHES, _read
+from tests.eval.cache.test_kernel import DEVICE, interpreter_takes_numpys_scalars
 
 scalars = pytest.fixture(autouse=True)(interpreter_takes_numpys_scalars.__wrapped__)
 
