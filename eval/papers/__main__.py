@@ -57,7 +57,7 @@ def listing(paper: Sequence[str] = ()) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make the items that were asked for, print or write them. Returns the exit status."""
+    """Make the items of the command line, and print or write them. Returns the exit status."""
     from eval.papers.make import Request, Workshop
     from eval.papers.page import as_html, as_markdown
     from eval.papers.registry import ITEMS, find, of_papers, status

@@ -16,7 +16,8 @@ from eval.cache.storage.store import Sizes
 from eval.inference.models import shape_of
 from eval.inference.prefill import Prefill, PromptLayer
 from eval.methods.axes import Tokens
-from eval.methods.common.selection import keep_highest, middle_budget
+from eval.methods.common.selection import keep_chosen, middle_budget
+from leank_train.channel_scores import top
 from leank_train.common.typed import Positive
 
 Budget = Positive | Annotated[float, Gt(0), Lt(1)]
@@ -67,10 +68,23 @@ class Scored(Tokens):
         rows = torch.tensor([self.between(length, sizes) for length in prefill.lengths.tolist()])
         return [rows] * len(prefill.layers)
 
+    def highest(self, scores: Tensor, count: Tensor, sizes: Sizes) -> Tensor:
+        """The tokens of the middle that stay, bool [B, H, T]; here every head has the same number.
+
+        scores: [B, H, T], -inf outside the middle.
+        count: int [B], tokens per head.
+        sizes: from `protected`.
+        """
+        return top(scores, count[:, None, None])
+
     def keep_mask(self, prefill: Prefill, config: PreTrainedConfig, sizes: Sizes) -> list[Tensor | None]:
         sizes = self.protected(sizes)
-        return keep_highest(
-            prefill, sizes, self.counts(prefill, sizes), lambda layer, real: self.scores(layer, real, config)
+        return keep_chosen(
+            prefill,
+            sizes,
+            self.counts(prefill, sizes),
+            lambda layer, real: self.scores(layer, real, config),
+            lambda scores, count: self.highest(scores, count, sizes),
         )
 
     def kept_counts(self, config: PreTrainedConfig, columns: list[int], sizes: Sizes) -> np.ndarray | None:
