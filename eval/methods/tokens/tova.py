@@ -33,7 +33,6 @@ class TOVA(Scored):
       tokens leave whenever `flush` tokens have left the window.
     - Sink and window always stay and count as part of the budget; the paper protects no token. sink=0 and a window of
       one flush are closest.
-    - Where several tokens are read at once while decoding, their attention is added up.
 
     Settings
     budget: see eval.methods.common.scored; default 1024.
