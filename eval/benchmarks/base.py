@@ -71,6 +71,17 @@ class Benchmark(Protocol):
         """One sample; overhead: tokens that the chat template will add."""
 
 
+def check_lengths(lengths: Sequence[int], config: PreTrainedConfig) -> None:
+    """Raise ValueError if a length of a benchmark is more than the model's positions."""
+    limit = getattr(config, "max_position_embeddings", None)
+    for length in lengths:
+        if limit is not None and length > limit:
+            raise ValueError(
+                f"benchmark.lengths: {length} is more than the model's max_position_embeddings={limit}; "
+                "drop that length or extend the model's RoPE"
+            )
+
+
 def check_fits(
     row: Row, tokenizer: PreTrainedTokenizerBase, overhead: int, limit: int | None, max_new_tokens: int | None
 ) -> None:

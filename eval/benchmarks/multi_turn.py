@@ -21,7 +21,7 @@ from data_gen.niah import Niah
 from data_gen.request import Request
 from data_gen.tasks import TASKS, task
 from data_gen.tokens import TokenCounter
-from eval.benchmarks.base import Cell
+from eval.benchmarks.base import Cell, check_lengths
 from eval.benchmarks.row import Row
 from leank_train.common.typed import Checked, OneOf, Positive, Seed
 
@@ -71,13 +71,7 @@ class MultiTurn(Checked):
                 raise ValueError(
                     f"benchmark.tasks: {name!r} has no documents with several questions; choose from {', '.join(known)}"
                 )
-        limit = getattr(config, "max_position_embeddings", None)
-        for length in self.lengths:
-            if limit is not None and length > limit:
-                raise ValueError(
-                    f"benchmark.lengths: {length} is more than the model's max_position_embeddings={limit}; "
-                    "drop that length or extend the model's RoPE"
-                )
+        check_lengths(self.lengths, config)
         shortest = min(self.lengths)
         for cell in self.cells():  # too short a length and missing essays are found here, not hours later
             if cell.length == shortest:

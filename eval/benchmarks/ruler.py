@@ -17,7 +17,7 @@ from data_gen.request import Request
 from data_gen.sample import Sample
 from data_gen.tasks import CHAINS, task
 from data_gen.tokens import TokenCounter
-from eval.benchmarks.base import Cell
+from eval.benchmarks.base import Cell, check_lengths
 from eval.benchmarks.row import Row
 from leank_train.common.typed import Checked, OneOf, Positive, Samples, Seed
 
@@ -72,13 +72,7 @@ class Ruler(Checked):
         for name in self.tasks:
             if name not in known:
                 raise ValueError(f"benchmark.tasks: {name!r} is unknown; choose from {', '.join(known)}")
-        limit = getattr(config, "max_position_embeddings", None)
-        for length in self.lengths:
-            if limit is not None and length > limit:
-                raise ValueError(
-                    f"benchmark.lengths: {length} is more than the model's max_position_embeddings={limit}; "
-                    "drop that length or extend the model's RoPE"
-                )
+        check_lengths(self.lengths, config)
         for name in self.tasks:  # too short a length and missing essays or data are found here, not hours later
             if name in QA:
                 _check_data(name, self._data(name), self.samples)

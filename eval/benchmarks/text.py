@@ -18,7 +18,7 @@ from annotated_types import Gt, Lt, MinLen
 
 from data_gen.haystack import SPLITS, known_by, paragraphs
 from data_gen.reading import read_text
-from eval.benchmarks.base import Cell
+from eval.benchmarks.base import Cell, check_lengths
 from eval.benchmarks.row import Row
 from leank_train.common.typed import Checked, OneOf, Positive, Seed
 
@@ -54,18 +54,13 @@ class Text(Checked):
         max_new_tokens: int | None = None,
     ) -> None:
         """Cut the text into windows before any weights are loaded; see `Benchmark.check`."""
-        limit = getattr(config, "max_position_embeddings", None)
+        check_lengths(self.lengths, config)
         texts = list(self._texts())
         spans = [
             tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
             for text in texts
         ]
         for length in self.lengths:
-            if limit is not None and length > limit:
-                raise ValueError(
-                    f"benchmark.lengths: {length} is more than the model's max_position_embeddings={limit}; "
-                    "drop that length or extend the model's RoPE"
-                )
             size = length - tokenizer.num_special_tokens_to_add(pair=False)
             if min(round(self.prefilled * size), size - round(self.prefilled * size)) < 2:
                 raise ValueError(

@@ -292,13 +292,3 @@ class CompressedLayer(RowsLayer):
         """Whether a decoding step can be captured now: the kernel runs here, and every row is longer than the sink."""
         store = self.store if self.backend is not None and self.backend.captures else None
         return store is not None and bool((store.seen >= store.sizes.sink).all())
-
-    def offload(self) -> None:
-        """Move everything held to the CPU; attend() fetches it back."""
-        if self.store is not None:
-            self.store.to(torch.device("cpu"))
-
-    def prefetch(self) -> None:
-        """Fetch everything held back to the device of the prompt."""
-        if self.store is not None:
-            self.store.to(self.device)

@@ -1,4 +1,4 @@
-"""The rows of a cache layer's batch: reordered for beam search, repeated, and dropped."""
+"""A cache layer's batch as a whole: its rows reordered, repeated or dropped, and its tensors moved between devices."""
 
 from __future__ import annotations
 
@@ -47,3 +47,13 @@ class RowsLayer(DynamicLayer):
         """Keep the rows that `indices`, numbers or bool, select."""
         rows = self._rows()
         self._select(rows[indices.to(rows.device)])
+
+    def offload(self) -> None:
+        """Move everything held to the CPU; attend() fetches it back."""
+        if self.store is not None:
+            self.store.to(torch.device("cpu"))
+
+    def prefetch(self) -> None:
+        """Fetch everything held back to the device of the prompt."""
+        if self.store is not None:
+            self.store.to(self.device)

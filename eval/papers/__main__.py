@@ -18,6 +18,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from data_gen.ending import again, ending, in_one_line
+
 log = logging.getLogger("eval")
 
 
@@ -57,7 +59,7 @@ def listing(paper: Sequence[str] = ()) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make the items that were asked for, print or write them. Returns the exit status."""
+    """Make the items of the command line, and print or write them. Returns the exit status."""
     from eval.papers.make import Request, Workshop
     from eval.papers.page import as_html, as_markdown
     from eval.papers.registry import ITEMS, find, of_papers, status
@@ -98,17 +100,13 @@ def main() -> None:
     for name in ("httpx", "matplotlib"):
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
-        if arguments.list:
-            print(listing(arguments.paper))
-            return
-        status = run(arguments)
-    except (ValueError, FileNotFoundError, BlockingIOError) as error:
-        sys.exit(f"eval.papers: {error}")
-    except KeyboardInterrupt:
-        print(
-            f"eval.papers: stopped; what is in {arguments.out} is kept, and the same command goes on", file=sys.stderr
-        )
-        sys.exit(130)
+        with ending("eval.papers", lambda: f"what is in {arguments.out} is kept; to go on: {again('eval.papers')}"):
+            if arguments.list:
+                print(listing(arguments.paper))
+                return
+            status = run(arguments)
+    except ValueError as error:
+        sys.exit(f"eval.papers: {in_one_line(str(error))}")
     sys.exit(status)
 
 

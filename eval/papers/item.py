@@ -1,4 +1,4 @@
-"""What an item of a paper is: a figure or table, how ours is made, and what decides on the paper's claim."""
+"""What an item of a paper is: a figure or table, how it is made here, and what decides on the paper's claim."""
 
 from __future__ import annotations
 
@@ -97,14 +97,14 @@ class Item:
     """A numbered figure or table of a paper.
 
     id: "leank:fig7" or "think:table2".
-    shows: what it shows, in our own words.
-    claim: what the paper concludes from it, in our own words; empty for a drawing or a list.
-    here: how ours is made on the shipped reference model; empty if it cannot be.
-    real: how ours is made with the paper's models, settings and data; empty if it cannot be.
+    shows: what it shows.
+    claim: what the paper concludes from it; empty for a drawing or a list.
+    here: how it is made on the shipped reference model; empty if it cannot be.
+    real: how it is made with the paper's models, settings and data; empty if it cannot be.
     needs: the weights and data that `real` takes.
-    tables: numbers of the paper's tables in eval/published that stand beside ours.
+    tables: numbers of the paper's tables in eval/published that stand beside the rows made here.
     claims: the comparisons that decide on the claim.
-    note: what differs from the paper, or why there is none of ours.
+    note: what differs from the paper, or why it is not made here.
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""Whether a paper's claim shows in our rows: a mean with its 95% interval, and one sentence."""
+"""Whether a paper's claim shows in the rows made here: a mean with its 95% interval, and one sentence."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FEW = 10  # samples of a comparison of methods; fewer decide nothing, whatever t
 
 @dataclass(frozen=True)
 class Judgement:
-    """What our rows say of one comparison.
+    """What the rows say of one comparison.
 
     sentence: the figures and what follows from them.
     verdict: whether the claim shows.

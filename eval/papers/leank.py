@@ -64,7 +64,7 @@ ITEMS = (
                 Expect("correlation of channel norms between two lengths", different("lengths", "length"), bound=0.9)),
     ),
     Item("leank:fig2", "The two training stages and the cache that is deployed, as a drawing.",
-         note="docs/architecture.md draws ours."),
+         note="docs/architecture.md describes it."),
     Item("leank:fig3", "What the two training stages minimise, as a drawing.",
          note="docs/architecture.md has both objectives in a table."),
     Item(
@@ -192,7 +192,7 @@ ITEMS = (
         needs=RULER, tables=("19",),
         claims=(Contrast("leank", "double_sparsity_channels_0.7"),
                 Contrast("think_0.7", "double_sparsity_channels_0.7")),
-        note="The authors' calibration keeps the sums of its last block alone and mixes heads; ours sums all blocks. "
+        note="The authors' calibration keeps the sums of its last block alone and mixes heads; here all blocks count. "
         "That may be why theirs fares so much worse.",
     ),
     Item(

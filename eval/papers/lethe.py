@@ -39,8 +39,8 @@ ITEMS = (
          needs="DeepSeek-R1-Distill-Qwen-7B",
          claims=(Expect("cosine of the attention of two heads of a layer", where(measure="mean_cosine", part="all"),
                         bound=0.5),),
-         note="The paper gives no number; 0.5 is ours. The figure has the tokens between sink and window apart; these "
-         "alone may leave."),
+         note="The paper gives no number; 0.5 is a choice made here. The figure has the tokens between sink and window "
+         "apart; these alone may leave."),
     Item("lethe:fig6", "The KV cache's share of all GPU memory by length, 8B and 70B.",
          "It grows to half of all memory.",
          here=(gpu("python -m scripts.bench.memory OUT --context 20480 --batch 1"),),

@@ -90,10 +90,11 @@ def composed(overrides: Sequence[str]) -> dict[str, Any]:
 def keys_of(job: Job) -> set[Key]:
     """Return the keys that the rows of a job have, whether or not they are there."""
     return {
-        job.key(method, cell, sample, how)
+        job.key(method, cell, row, how)
         for cell in job.benchmark.cells()
         for method in job.by_cell.get(cell, job.methods)
         for sample in cell.samples
+        for row in cell.ids(sample)
         for how in (None, job.settings.specials)
     }
 

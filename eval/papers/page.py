@@ -1,4 +1,4 @@
-"""What is shown of items: Markdown for the terminal and for files, and one HTML page with ours beside the published."""
+"""What is shown of items: Markdown for the terminal and for files, and one HTML page beside the printed figures."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _contradictions(verdicts: Iterable[tuple[Made, Judgement]]) -> str:
 
 
 def _article(made: Made) -> str:
-    """Make the part of one item: claim, verdicts, ours beside the published, commands."""
+    """Make the part of one item: claim, verdicts, what is made here beside what is printed, commands."""
     item = made.item
     name = f"{published.PAPERS[item.paper]}, {item.number}"
     parts = [f'<article id="{_anchor(item)}"><h2>{name}</h2><p>{html.escape(item.shows)}</p>']

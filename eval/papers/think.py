@@ -42,7 +42,7 @@ kivi4 = here("papers/kivi4", "papers/kivi4_think")
 SPEED = gpu("python -m scripts.bench.methods OUT --length 512 --methods kivi4 kivi_think dense")
 
 ITEMS = (
-    Item("think:fig1", "The pruning of one head's key cache, as a drawing.", note="docs/architecture.md draws ours."),
+    Item("think:fig1", "The pruning of one head's key cache, as a drawing.", note="docs/architecture.md describes it."),
     Item("think:fig2", "What is stored while decoding, as a drawing.",
          note="Generated keys are pruned here when they leave the window; the paper keeps them whole."),
     Item(

@@ -49,7 +49,7 @@ def attend(store: Store, q: Tensor, position: Tensor, scaling: float, softmax: S
     for part, of_part in zip(layout.parts, of_parts, strict=True):
         out += part.weighted(of_part)
     if store.eviction is not None:
-        store.eviction.add(layout.in_order(weight.sum(1)), layout.held(store))
+        store.eviction.add(layout.in_order(weight.sum(1)), layout.held(store), (position >= 0).any(1))
     return out.view(batch, q_heads, new, dim).transpose(1, 2).to(q.dtype)
 
 

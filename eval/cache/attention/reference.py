@@ -54,6 +54,6 @@ def attend(store: Store, q: Tensor, position: Tensor, scaling: float, softmax: S
             values = torch.cat([store.sink_v[row, head, : len(sink)], *(v for _, v in parts), ring_v])
             head_out = weight @ values.to(dtype)  # [G, Q, D]
             out[row, :, head * group : (head + 1) * group] = head_out.transpose(0, 1).to(q.dtype)
-            if store.eviction is not None:
+            if store.eviction is not None and bool((at >= 0).any()):
                 store.eviction.see(row, head, weight.sum((0, 1)))
     return out

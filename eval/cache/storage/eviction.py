@@ -27,13 +27,16 @@ class Eviction(ABC):
 
     scores: [B, H, n] float32, of the tokens held: sink, middle and window in order, then zeros
     held: [B, H] on the host, how many tokens a head holds
-    every_step: whether single steps matter, by decay or by the tokens held; else only tokens that join the middle do
     """
 
     decay = 1.0
-    every_step = True
     scores: Tensor
     held: np.ndarray
+
+    @property
+    def every_step(self) -> bool:
+        """Whether single steps matter, by decay or by the tokens held; else only tokens that join the middle do."""
+        return True
 
     def begin(self, scores: list[list[Tensor]]) -> Self:
         """A copy for one sealed layer, whose tokens have received `scores` [row][head] from the prompt."""
@@ -47,15 +50,17 @@ class Eviction(ABC):
         """The scores of one head's tokens, [tokens]."""
         return self.scores[row, head, : int(self.held[row, head])]
 
-    def add(self, weights: Tensor, held: np.ndarray) -> None:
+    def add(self, weights: Tensor, held: np.ndarray, real: Tensor | None = None) -> None:
         """Add the attention weights of one step to the scores of all heads.
 
         weights: [B H, >= n], summed over the query heads, in the order of `scores`, new tokens last, then zeros
         held: [B, H], tokens that each head now holds
+        real: [B] bool, the rows that have a token in this step, for the scores of others do not decay; None = all
         """
         self.held, most = held, int(held.max())
         weights = weights[:, :most].float().view(*held.shape, most)
-        self.scores = weights + pad(self.decay * self.scores, (0, most - self.scores.shape[-1]))
+        decay = self.decay if real is None else torch.where(real, self.decay, 1.0)[:, None, None]
+        self.scores = weights + pad(decay * self.scores, (0, most - self.scores.shape[-1]))
 
     def see(self, row: int, head: int, weights: Tensor) -> None:
         """Add the attention weights [tokens] of one step to the scores of one head; the slow form of `add`."""
@@ -149,10 +154,13 @@ class HeavyHitters(Eviction):
     heavy: tokens of the middle that stay; the rest leaves whenever tokens have joined the middle
     """
 
-    every_step = False
-
     def __init__(self, heavy: int) -> None:
         self.heavy = heavy
+
+    @property
+    def every_step(self) -> bool:
+        """Whether the scores decay; sums of attention are the same however many tokens come at once."""
+        return self.decay != 1
 
     def stay(self, sink: np.ndarray, middle: np.ndarray, window: np.ndarray) -> Tensor | None:
         """Which tokens of the middle stay; see `Eviction.stay`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import numpy as np
@@ -12,11 +12,14 @@ from annotated_types import Gt, Lt
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from eval.cache.storage.eviction import SCORE, HeavyHitters
 from eval.cache.storage.store import Sizes
 from eval.inference.models import shape_of
 from eval.inference.prefill import Prefill, PromptLayer
 from eval.methods.axes import Tokens
-from eval.methods.common.selection import keep_highest, middle_budget
+from eval.methods.common.selection import keep_chosen, middle_budget
+from eval.methods.held import Held
+from leank_train.channel_scores import top
 from leank_train.common.typed import Positive
 
 Budget = Positive | Annotated[float, Gt(0), Lt(1)]
@@ -47,11 +50,6 @@ class Scored(Tokens):
         if isinstance(self.budget, int):
             middle_budget(self.budget, self.protected(sizes))
 
-    def refuse_share(self, evicts: bool) -> None:
-        """Raise ValueError for a budget that is a share of the prompt if it is to hold while decoding, too."""
-        if evicts and not isinstance(self.budget, int):
-            raise ValueError(f"budget={self.budget} is a share of the prompt; evict=true needs a number of tokens")
-
     def protected(self, sizes: Sizes) -> Sizes:
         """Sink and window, widened to all tokens that stay whatever their score."""
         return sizes
@@ -67,13 +65,54 @@ class Scored(Tokens):
         rows = torch.tensor([self.between(length, sizes) for length in prefill.lengths.tolist()])
         return [rows] * len(prefill.layers)
 
+    def highest(self, scores: Tensor, count: Tensor, sizes: Sizes) -> Tensor:
+        """The tokens of the middle that stay, bool [B, H, T]; here every head has the same number.
+
+        scores: [B, H, T], -inf outside the middle.
+        count: int [B], tokens per head.
+        sizes: from `protected`.
+        """
+        return top(scores, count[:, None, None])
+
     def keep_mask(self, prefill: Prefill, config: PreTrainedConfig, sizes: Sizes) -> list[Tensor | None]:
         sizes = self.protected(sizes)
-        return keep_highest(
-            prefill, sizes, self.counts(prefill, sizes), lambda layer, real: self.scores(layer, real, config)
+        return keep_chosen(
+            prefill,
+            sizes,
+            self.counts(prefill, sizes),
+            lambda layer, real: self.scores(layer, real, config),
+            lambda scores, count: self.highest(scores, count, sizes),
         )
 
     def kept_counts(self, config: PreTrainedConfig, columns: list[int], sizes: Sizes) -> np.ndarray | None:
         protected = self.protected(sizes)
         count = self.between(max(columns), protected) + protected.window - sizes.window
         return np.full(shape_of(config)[:2], count)
+
+
+@dataclass(frozen=True)
+class Evicting(Scored):
+    """A choice whose budget also holds while decoding, by scores that every step renews.
+
+    Settings
+    budget: as in `Scored`; a number of tokens if `evict`.
+    evict: bool, default True: whether the budget also holds while decoding. If not, every new token stays, and the
+      choice may be combined with bits and reads.
+    """
+
+    evict: bool = field(default=True, kw_only=True)
+
+    def check_sizes(self, sizes: Sizes) -> None:
+        super().check_sizes(sizes)
+        if self.evict and not isinstance(self.budget, int):
+            raise ValueError(f"budget={self.budget} is a share of the prompt; evict=true needs a number of tokens")
+
+    def eviction(self, layer: PromptLayer, config: PreTrainedConfig, sizes: Sizes) -> HeavyHitters | None:
+        return self.policy(self.between(0, sizes)) if self.evict else None
+
+    @abstractmethod
+    def policy(self, heavy: int) -> HeavyHitters:
+        """How tokens leave while decoding. heavy: tokens of the middle that stay."""
+
+    def extra_bytes(self, held: Held) -> float:
+        return SCORE * float((held.ends + held.middle).sum()) if self.evict else 0

@@ -1,4 +1,4 @@
-"""What the choices of tokens share: a budget of tokens, and the highest scores of the middle within it."""
+"""What the choices of tokens share: a budget of tokens, and the tokens of the middle that fill it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from eval.cache.storage.store import Sizes, middle_columns, real_positions
 from eval.inference.prefill import Prefill, PromptLayer
-from leank_train.channel_scores import top
 
 Scores = Callable[[PromptLayer, Tensor | None], Tensor]  # (layer, its real columns [B, T]) -> scores [B, H, T]
+Choose = Callable[[Tensor, Tensor], Tensor]  # (scores [B, H, T], -inf outside the middle; count [B]) -> bool [B, H, T]
 
 
 def middle_budget(budget: int, sizes: Sizes) -> int:
@@ -28,16 +28,19 @@ def middle_budget(budget: int, sizes: Sizes) -> int:
     return left
 
 
-def keep_highest(prefill: Prefill, sizes: Sizes, counts: Sequence[int | Tensor], scores: Scores) -> list[Tensor | None]:
-    """For each layer the tokens that stay, bool [B, H, T]: sink, window, and the highest scores between them.
+def keep_chosen(
+    prefill: Prefill, sizes: Sizes, counts: Sequence[int | Tensor], scores: Scores, choose: Choose
+) -> list[Tensor | None]:
+    """For each layer the tokens that stay, bool [B, H, T]: sink, window, and those chosen between them.
 
     counts: for each layer, how many tokens between sink and window stay: an int for all rows, or [B].
-    scores: gives a layer's scores [B, H, T]; of equal scores the earlier token stays.
+    scores: gives a layer's scores.
+    choose: marks the tokens of that many per head.
 
     Returns None for a layer that keeps all its tokens and for one with sliding-window attention.
     """
     return [
-        _keep_in_layer(layer, layer.real(prefill.real), sizes, count, scores)
+        _keep_in_layer(layer, layer.real(prefill.real), sizes, count, scores, choose)
         if isinstance(layer, PromptLayer)
         else None
         for layer, count in zip(prefill.layers, counts, strict=True)
@@ -45,7 +48,7 @@ def keep_highest(prefill: Prefill, sizes: Sizes, counts: Sequence[int | Tensor],
 
 
 def _keep_in_layer(
-    layer: PromptLayer, real: Tensor | None, sizes: Sizes, count: int | Tensor, scores: Scores
+    layer: PromptLayer, real: Tensor | None, sizes: Sizes, count: int | Tensor, scores: Scores, choose: Choose
 ) -> Tensor | None:
     none_seen = torch.zeros(len(layer.keys), dtype=torch.long, device=layer.keys.device)
     position = real_positions(none_seen, layer.keys.shape[2], real)
@@ -55,4 +58,4 @@ def _keep_in_layer(
         return None
     ends = (position >= 0) & ~middle
     candidates = scores(layer, real).masked_fill(~middle[:, None], -torch.inf)
-    return top(candidates, count[:, None, None]) & middle[:, None] | ends[:, None]
+    return choose(candidates, count) & middle[:, None] | ends[:, None]

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from eval.cache.storage.sizes import middle_columns, real_positions
 from eval.cache.storage.store import Sizes
 from eval.inference.prefill import Prefill, PromptLayer
 from eval.methods.common.scored import Scored
@@ -82,29 +81,12 @@ class AdaKV(Scored):
     def scores(self, layer: PromptLayer, real: Tensor | None, config: PreTrainedConfig) -> Tensor:
         return self.inner.scores(layer, real, config)
 
-    def keep_mask(self, prefill: Prefill, config: PreTrainedConfig, sizes: Sizes) -> list[Tensor | None]:
-        sizes = self.protected(sizes)
-        return [
-            self._shared(layer, layer.real(prefill.real), count, sizes, config)
-            if isinstance(layer, PromptLayer)
-            else None
-            for layer, count in zip(prefill.layers, self.inner.counts(prefill, sizes), strict=True)
-        ]
+    def counts(self, prefill: Prefill, sizes: Sizes) -> list[int | Tensor]:
+        return self.inner.counts(prefill, sizes)
 
-    def _shared(
-        self, layer: PromptLayer, real: Tensor | None, count: int | Tensor, sizes: Sizes, config: PreTrainedConfig
-    ) -> Tensor | None:
-        """The tokens of one layer that stay. count: of a head between sink and window, in all rows or [B]."""
-        none_seen = torch.zeros(len(layer.keys), dtype=torch.long, device=layer.keys.device)
-        position = real_positions(none_seen, layer.keys.shape[2], real)
-        middle = middle_columns(position, sizes)
-        each = torch.as_tensor(count, device=middle.device).expand(len(middle))
-        if bool((middle.sum(-1) <= each).all()):
-            return None
+    def highest(self, scores: Tensor, count: Tensor, sizes: Sizes) -> Tensor:
         ends = sizes.sink + sizes.window
-        certain = (((each + ends) * self.safeguard).long() - ends).clamp(min=0)
-        scores = self.scores(layer, real, config).masked_fill(~middle[:, None], -torch.inf)
-        first = top(scores, certain[:, None, None]) & middle[:, None]
+        certain = (((count + ends) * self.safeguard).long() - ends).clamp(min=0)
+        first = top(scores, certain[:, None, None]) & ~scores.isneginf()
         shared = scores.masked_fill(first, torch.inf).flatten(1)
-        stay = top(shared, each[:, None] * scores.shape[1]).view_as(first)
-        return stay & middle[:, None] | ((position >= 0) & ~middle)[:, None]
+        return top(shared, count[:, None] * scores.shape[1]).view_as(first)

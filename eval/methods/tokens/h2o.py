@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from eval.cache.storage.eviction import SCORE, HeavyHitters
-from eval.cache.storage.store import Sizes
+from eval.cache.storage.eviction import HeavyHitters
 from eval.inference.prefill import PromptLayer
-from eval.methods.common.scored import Scored
-from eval.methods.held import Held
+from eval.methods.common.scored import Evicting
 
 
 @dataclass(frozen=True)
-class H2O(Scored):
+class H2O(Evicting):
     """Every KV head keeps the recent tokens and its heavy hitters.
 
       score_j = sum over all queries t >= j of softmax(q_t K^T / sqrt(D))_j        (summed over the group's query heads)
@@ -36,22 +34,13 @@ class H2O(Scored):
       choice may be combined with bits and reads.
     """
 
-    evict: bool = True
-
     @property
     def column_sums(self) -> bool:
         return True
-
-    def check_sizes(self, sizes: Sizes) -> None:
-        super().check_sizes(sizes)
-        self.refuse_share(self.evict)
 
     def scores(self, layer: PromptLayer, real: Tensor | None, config: PreTrainedConfig) -> Tensor:
         assert layer.column_sums is not None
         return layer.column_sums
 
-    def eviction(self, layer: PromptLayer, config: PreTrainedConfig, sizes: Sizes) -> HeavyHitters | None:
-        return HeavyHitters(self.between(0, sizes)) if self.evict else None
-
-    def extra_bytes(self, held: Held) -> float:
-        return SCORE * float((held.ends + held.middle).sum()) if self.evict else 0
+    def policy(self, heavy: int) -> HeavyHitters:
+        return HeavyHitters(heavy)

@@ -15,14 +15,13 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize, pad
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from eval.cache.storage.eviction import SCORE, HeavyHitters
+from eval.cache.storage.eviction import HeavyHitters
 from eval.cache.storage.pages import Segment
 from eval.cache.storage.store import Sizes
 from eval.inference.observe import received
 from eval.inference.prefill import PromptLayer
-from eval.methods.common.scored import Scored
+from eval.methods.common.scored import Evicting
 from eval.methods.common.slicing import check_kernel
-from eval.methods.held import Held
 from leank_train.channel_scores import wide
 from leank_train.common.typed import Positive
 
@@ -30,7 +29,7 @@ BLOCK = 1024  # keys compared at once with all others; the limit bounds memory
 
 
 @dataclass(frozen=True)
-class RKV(Scored):
+class RKV(Evicting):
     """Every KV head keeps the tokens of the largest Z = mix I - (1 - mix) R.
 
       I_j = maxpool_j(mean over the last alpha queries t of softmax(q_t K^T / sqrt(D))_j)          importance
@@ -60,7 +59,6 @@ class RKV(Scored):
     kernel: Positive = 7
     mix: Annotated[float, Ge(0), Le(1)] = 0.1
     threshold: Annotated[float, Ge(0), Le(1)] = 0.5
-    evict: bool = True
 
     @property
     def obs_queries(self) -> int:
@@ -68,10 +66,6 @@ class RKV(Scored):
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         check_kernel(self.kernel)
-
-    def check_sizes(self, sizes: Sizes) -> None:
-        super().check_sizes(sizes)
-        self.refuse_share(self.evict)
 
     def protected(self, sizes: Sizes) -> Sizes:
         return Sizes(sizes.sink, max(sizes.window, self.queries), sizes.flush)
@@ -89,11 +83,8 @@ class RKV(Scored):
         pooled = max_pool1d(importance, self.kernel, 1, self.kernel // 2)
         return self.mix * pooled - (1 - self.mix) * redundant
 
-    def eviction(self, layer: PromptLayer, config: PreTrainedConfig, sizes: Sizes) -> Redundant | None:
-        return Redundant(self.between(0, sizes), self) if self.evict else None
-
-    def extra_bytes(self, held: Held) -> float:
-        return SCORE * float((held.ends + held.middle).sum()) if self.evict else 0
+    def policy(self, heavy: int) -> Redundant:
+        return Redundant(heavy, self)
 
 
 class Redundant(HeavyHitters):

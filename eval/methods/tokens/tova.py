@@ -11,17 +11,15 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from eval.cache.storage.eviction import SCORE, HeavyHitters
-from eval.cache.storage.store import Sizes
+from eval.cache.storage.eviction import HeavyHitters
 from eval.cache.storage.upload import upload
 from eval.inference.observe import received
 from eval.inference.prefill import PromptLayer
-from eval.methods.common.scored import Scored
-from eval.methods.held import Held
+from eval.methods.common.scored import Evicting
 
 
 @dataclass(frozen=True)
-class TOVA(Scored):
+class TOVA(Evicting):
     """A layer keeps the tokens with the largest attention of the last query, averaged over all its heads.
 
       score_j = mean over query heads of softmax(q_T K^T / sqrt(D))_j
@@ -33,7 +31,6 @@ class TOVA(Scored):
       tokens leave whenever `flush` tokens have left the window.
     - Sink and window always stay and count as part of the budget; the paper protects no token. sink=0 and a window of
       one flush are closest.
-    - Where several tokens are read at once while decoding, their attention is added up.
 
     Settings
     budget: see eval.methods.common.scored; default 1024.
@@ -41,15 +38,9 @@ class TOVA(Scored):
       choice may be combined with bits and reads.
     """
 
-    evict: bool = True
-
     @property
     def obs_queries(self) -> int:
         return 1
-
-    def check_sizes(self, sizes: Sizes) -> None:
-        super().check_sizes(sizes)
-        self.refuse_share(self.evict)
 
     def scores(self, layer: PromptLayer, real: Tensor | None, config: PreTrainedConfig) -> Tensor:
         assert layer.queries is not None
@@ -57,11 +48,8 @@ class TOVA(Scored):
         attention = received(last, layer.keys, real=real, scaling=layer.scaling, softmax=layer.softmax)
         return attention.mean(1, keepdim=True).expand(-1, layer.keys.shape[1], -1)
 
-    def eviction(self, layer: PromptLayer, config: PreTrainedConfig, sizes: Sizes) -> LastQuery | None:
-        return LastQuery(self.between(0, sizes)) if self.evict else None
-
-    def extra_bytes(self, held: Held) -> float:
-        return SCORE * float((held.ends + held.middle).sum()) if self.evict else 0
+    def policy(self, heavy: int) -> LastQuery:
+        return LastQuery(heavy)
 
 
 class LastQuery(HeavyHitters):

@@ -17,7 +17,7 @@ from leank_train.mask import ChannelMask
 from tests.eval.cache.test_turns import LEANK, METHODS, SIZES, begin, conversation, go_on
 from tests.helpers.cache_oracle import left_padded, random_keep, tiny_model
 
-KEPT = {name: method for name, method in METHODS.items() if name not in ("h2o", "lethe", "quest")}
+KEPT = {name: method for name, method in METHODS.items() if name not in ("h2o", "tova", "rkv", "lethe", "quest")}
 KEPT["snapkv in 2 bits"] = Method("snapkv in 2 bits", tokens=SnapKV(14, 4), bits=KIVI(2, 4), **SIZES)
 TURNS = [(13, 5), (9, 12)]
 

@@ -17,7 +17,9 @@ from eval.methods.channels.think import ThinK
 from eval.methods.reads.quest import Quest
 from eval.methods.tokens.h2o import H2O
 from eval.methods.tokens.lethe import Lethe
+from eval.methods.tokens.rkv import RKV
 from eval.methods.tokens.snapkv import SnapKV
+from eval.methods.tokens.tova import TOVA
 from leank_train.mask import ChannelMask
 from tests.helpers.cache_oracle import left_padded, random_keep, tiny_model
 
@@ -28,6 +30,8 @@ METHODS = {
     "think": Method("think", ThinK(0.6, 4), **SIZES),
     "snapkv": Method("snapkv", tokens=SnapKV(14, 4), **SIZES),
     "h2o": Method("h2o", tokens=H2O(14), **SIZES),
+    "tova": Method("tova", tokens=TOVA(14), **SIZES),
+    "rkv": Method("rkv", tokens=RKV(14, 4), **SIZES),
     "lethe": Method("lethe", tokens=Lethe(evict_at=16, sparse_ratio=40.0), **SIZES),
     "kivi": Method("kivi", bits=KIVI(2, 4), **SIZES),
     "leank in 2 bits": Method("leank in 2 bits", LEANK, bits=KIVI(2, 4), **SIZES),

@@ -181,7 +181,7 @@ def test_labels_are_rounded_token_by_token(bits, seed):
             assert float(found[c, token]) == pytest.approx(want, abs=1e-5)
 
 
-CHOICES = [TOVA(12, False), KeyDiff(12), ExpectedAttention(12), AdaKV(12, {"name": "keydiff"}), SnapKV(0.4, 3)]
+CHOICES = [TOVA(12, evict=False), KeyDiff(12), ExpectedAttention(12), AdaKV(12, {"name": "keydiff"}), SnapKV(0.4, 3)]
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda c: type(c).__name__)
