@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from eval.inference.model_folder import check_folder, folder_digest
 from leank_train import backbone
 from leank_train.common.shape import kv_shape as shape_of
+from leank_train.common.typed import shown
 
 __all__ = ["ModelConfig", "load_config", "load_model", "shape_of"]
 
@@ -32,9 +33,15 @@ class ModelConfig(backbone.ModelConfig):
 
     @property
     def torch_device(self) -> torch.device:
-        """The device to run on."""
+        """The device to run on. Raises ValueError if the setting names none."""
         automatic = "cuda" if torch.cuda.is_available() else "cpu"
-        return torch.device(automatic if self.device == "auto" else self.device)
+        try:
+            found = torch.device(automatic if self.device == "auto" else self.device)
+        except RuntimeError:
+            found = None
+        if found is None or found.type == "meta":  # tensors on meta hold no numbers
+            raise ValueError(f"model.device={shown(self.device)} is no device; give auto, cpu, cuda or cuda:1")
+        return found
 
     @property
     def torch_dtype(self) -> torch.dtype:

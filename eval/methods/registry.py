@@ -8,7 +8,7 @@ from dataclasses import is_dataclass
 from typing import Generic, TypeVar
 
 from eval.methods.axes import Axis, Bits, Channels, PromptPass, Reads, Tokens
-from leank_train.common.typed import typed
+from leank_train.common.typed import shown, typed
 
 T = TypeVar("T")
 
@@ -117,7 +117,8 @@ def choice(axis: str, config: object, where: str) -> Axis:
     with such a name is trusted code.
     """
     if not isinstance(config, Mapping):
-        raise ValueError(f"{where}={config!r} is no choice; give {{name: {config}}}, with its settings if any")
+        said, name = shown(config), shown(config).strip("'")
+        raise ValueError(f"{where}={said} is no choice; give {{name: {name}}}, with its settings if any")
     settings = {key: value for key, value in config.items() if key != "name"}
     return typed(REGISTRY[axis].load(config.get("name"), f"{where}.name"), settings, f"{where}.")
 

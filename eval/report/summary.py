@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,7 @@ from eval.rows.result_row import ResultRow
 from leank_train.common.bootstrap import DRAWS, LEVEL, interval, mean
 
 BySample = Mapping[tuple[str, int], ResultRow]
+SECONDS = ("prefill", "seal", "first_token", "per_token")
 # samples of a cell whose score says less than it seems to; rows of earlier versions lack the fields and count as none
 MARKED: dict[Mark, Callable[[ResultRow], bool]] = {
     "not_compressed": lambda row: row.get("compressed") is False,
@@ -68,60 +71,88 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return float(np.mean(there)) if there else None
 
 
-def _difference(tasks: Mapping[str, Sequence[ResultRow]], other: Mapping[str, BySample]) -> Difference | None:
-    """Mean paired difference in points over the samples that both have; None if there are none.
-
-    tasks: rows of one method by task.
-    other: by task and sample, rows of the method to subtract.
-    """
-    strata = [
-        [100 * (r["score"] - other[task][which(r)]["score"]) for r in rows if which(r) in other.get(task, {})]
-        for task, rows in tasks.items()
-    ]
+def _difference(strata: Iterable[Sequence[float]]) -> Difference | None:
+    """Mean of paired differences in points; None if there are none. strata: those of each task at each length."""
     strata = [stratum for stratum in strata if stratum]
     if not strata:
         return None
     return {"n": sum(map(len, strata)), "difference": mean(strata), "interval": interval(strata)}
 
 
-def _against_dense(tasks: Mapping[str, Sequence[ResultRow]], dense: Mapping[str, BySample]) -> AgainstDense | None:
+@dataclass(frozen=True)
+class _Cell:
+    """Rows of one method in one task at one length, with their columns, which all tables of these rows share.
+
+    scores: points. numbers: by name of the column. marked: samples with each mark.
+    gains, same, mine, whole: of the samples that dense has, too: points above dense, whether the replies are equal, and
+      both cache bytes.
+    """
+
+    rows: Sequence[ResultRow]
+    scores: Sequence[float]
+    numbers: Mapping[str, Sequence[float | None]]
+    marked: Mapping[Mark, int]
+    gains: Sequence[float]
+    same: Sequence[bool]
+    mine: Sequence[float]
+    whole: Sequence[float]
+
+
+def _cell(rows: Sequence[ResultRow], dense: BySample) -> _Cell:
+    """Read the columns of some rows. dense: the rows to compare with, by sample; empty without any."""
+    numbers: dict[str, list[float | None]] = {name: [r["seconds"].get(name) for r in rows] for name in SECONDS}
+    numbers["cache_bytes"] = [r["cache_bytes"]["total"] for r in rows]
+    numbers["allocated_bytes"] = [r["cache_bytes"].get("allocated") for r in rows]
+    numbers["prompt_tokens"] = [r["prompt_tokens"] for r in rows]
+    pairs = [(r, d) for r in rows if (d := dense.get(which(r))) is not None] if dense else []
+    return _Cell(
+        rows,
+        [100 * r["score"] for r in rows],
+        numbers,
+        {mark: sum(map(has, rows)) for mark, has in MARKED.items()},
+        [100 * (r["score"] - d["score"]) for r, d in pairs],
+        [r["prediction"] == d["prediction"] for r, d in pairs],
+        [r["cache_bytes"]["total"] for r, _ in pairs],
+        [d["cache_bytes"]["total"] for _, d in pairs],
+    )
+
+
+def _against_dense(cells: Sequence[_Cell]) -> AgainstDense | None:
     """The paired difference from dense, and the share of equal replies and of bytes; None without common samples."""
-    found = _difference(tasks, dense)
+    found = _difference(cell.gains for cell in cells)
     if found is None:
         return None
-    pairs = [(r, dense[t][which(r)]) for t, rows in tasks.items() for r in rows if which(r) in dense.get(t, {})]
-    mine, whole = (sum(pair[i]["cache_bytes"]["total"] for pair in pairs) for i in (0, 1))
-    same = float(np.mean([r["prediction"] == d["prediction"] for r, d in pairs]))
+    same = float(np.mean([equal for cell in cells for equal in cell.same]))
+    mine, whole = sum(chain.from_iterable(c.mine for c in cells)), sum(chain.from_iterable(c.whole for c in cells))
     return {**found, "same_reply": same, "bytes": mine / whole}
 
 
-def _figures(tasks: Mapping[str, Sequence[ResultRow]], dense: Mapping[str, BySample] | None) -> Figures:
-    """Figures of one method over some tasks, which count alike. dense: rows to compare with, by task and sample."""
-    groups = [[100 * r["score"] for r in rows] for rows in tasks.values()]
-    rows = [r for rows in tasks.values() for r in rows]
+def _figures(cells: Sequence[_Cell]) -> Figures:
+    """Figures of one method over some cells, which count alike."""
 
-    def seconds(name: str) -> float | None:
-        return _mean(r["seconds"].get(name) for r in rows)
+    def average(name: str) -> float | None:
+        return _mean(chain.from_iterable(cell.numbers[name] for cell in cells))
 
+    groups = [cell.scores for cell in cells]
     out: Figures = {
-        "n": len(rows),
+        "n": sum(map(len, groups)),
         "score": mean(groups),
         "interval": interval(groups),
-        "cache_bytes": _mean(r["cache_bytes"]["total"] for r in rows),
-        "allocated_bytes": _mean(r["cache_bytes"].get("allocated") for r in rows),
-        "not_compressed": sum(map(MARKED["not_compressed"], rows)),
-        "dense_only": sum(map(MARKED["dense_only"], rows)),
-        "non_finite": sum(map(MARKED["non_finite"], rows)),
-        "not_selected": sum(map(MARKED["not_selected"], rows)),
-        "prompt_tokens": _mean(r["prompt_tokens"] for r in rows),
+        "cache_bytes": average("cache_bytes"),
+        "allocated_bytes": average("allocated_bytes"),
+        "not_compressed": sum(cell.marked["not_compressed"] for cell in cells),
+        "dense_only": sum(cell.marked["dense_only"] for cell in cells),
+        "non_finite": sum(cell.marked["non_finite"] for cell in cells),
+        "not_selected": sum(cell.marked["not_selected"] for cell in cells),
+        "prompt_tokens": average("prompt_tokens"),
         "seconds": Seconds(
-            prefill=seconds("prefill"), seal=seconds("seal"), first_token=seconds("first_token"),
-            per_token=seconds("per_token"),
+            prefill=average("prefill"), seal=average("seal"), first_token=average("first_token"),
+            per_token=average("per_token"),
         ),
     }  # fmt: skip
-    if dense is not None and (against := _against_dense(tasks, dense)) is not None:
+    if (against := _against_dense(cells)) is not None:
         out["against_dense"] = against
-    if (near := fidelity.figures(list(tasks.values()))) is not None:
+    if (near := fidelity.figures([cell.rows for cell in cells])) is not None:
         out["fidelity"] = near
     return out
 
@@ -146,7 +177,9 @@ def _run(rows: Sequence[ResultRow], parts: bool) -> RunSummary:
         "benchmark": rows[0]["benchmark"],
         "compress": rows[0]["compress"],
         "settings": _common(rows),
-        "versions": sorted({json.dumps(r["versions"], sort_keys=True) for r in rows}),
+        "versions": sorted(
+            {json.dumps(v, sort_keys=True) for v in {id(r["versions"]): r["versions"] for r in rows}.values()}
+        ),
         "dense": dense,
         "methods": methods,
         "lengths": lengths,
@@ -174,22 +207,19 @@ def _tables(
     def of_method(method: str) -> tuple[list[CellFigures], list[LengthFigures], MethodFigures]:
         cells: list[CellFigures] = []
         by_length: list[LengthFigures] = []
-        everything: dict[str, list[ResultRow]] = {}
-        all_dense: dict[str, BySample] = {}
+        everything: list[_Cell] = []
         compare = dense is not None and method != dense
         for length in lengths:
-            mine = {t: table[method, length, t] for t in tasks if (method, length, t) in table}
-            if not mine:
-                continue
-            base = {t: {which(r): r for r in table.get((dense or "", length, t), [])} for t in mine}
-            for task, of_task in mine.items() if parts else ():
-                figures = _figures({task: of_task}, base if compare else None)
-                cells.append({"method": method, "length": length, "task": task, **figures})
-            if parts:
-                by_length.append({"method": method, "length": length, **_figures(mine, base if compare else None)})
-            everything |= {f"{t}@{length}": r for t, r in mine.items()}
-            all_dense |= {f"{t}@{length}": d for t, d in base.items()}
-        return cells, by_length, {"method": method, **_figures(everything, all_dense if compare else None)}
+            mine: dict[str, _Cell] = {}
+            for task in tasks:
+                if (method, length, task) in table:
+                    base = table.get((dense or "", length, task), []) if compare else []
+                    mine[task] = _cell(table[method, length, task], {which(r): r for r in base})
+            everything += mine.values()
+            if mine and parts:
+                cells += ({"method": method, "length": length, "task": t, **_figures([c])} for t, c in mine.items())
+                by_length.append({"method": method, "length": length, **_figures(list(mine.values()))})
+        return cells, by_length, {"method": method, **_figures(everything)}
 
     with ThreadPoolExecutor() as pool:  # NumPy lets other threads run while it draws the samples of an interval
         found = list(pool.map(of_method, dict.fromkeys(named.values())))
@@ -205,10 +235,15 @@ def _differences(
     for row in rows:
         table[named[row["config"]]][f"{row['task']}@{row['length']}"][which(row)] = row
     learned = [name for name, config in methods.items() if config.get("channels", {}).get("name") == "leank"]
-    mine = {name: {task: list(of_task.values()) for task, of_task in table[name].items()} for name in learned}
     pairs = [(method, other) for method in learned for other in methods if other != method]
+
+    def gains(method: str, other: str) -> Iterator[list[float]]:
+        for task, of_task in table[method].items():
+            base = table[other].get(task, {})
+            yield [100 * (r["score"] - base[at]["score"]) for at, r in of_task.items() if at in base]
+
     with ThreadPoolExecutor() as pool:
-        found = list(pool.map(lambda pair: _difference(mine[pair[0]], table[pair[1]]), pairs))
+        found = list(pool.map(lambda pair: _difference(gains(*pair)), pairs))
     return [
         {"method": method, "minus": other, **difference}
         for (method, other), difference in zip(pairs, found, strict=True)

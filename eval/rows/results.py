@@ -14,7 +14,7 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from eval.rows.result_row import ResultRow
 from leank_train.common.files import Lock, remove_partial, sync_folder
@@ -145,7 +145,7 @@ def _in_turn(parts: list[Path]) -> Iterator[ResultRow]:
 
 def _read(file: Path) -> Iterator[ResultRow]:
     """Yield the rows of one file; those of equal settings or versions share one object, which saves much memory."""
-    shared: dict[str, object] = {}
+    shared: dict[bytes, object] = {}
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.endswith(b"\n"):
@@ -155,7 +155,7 @@ def _read(file: Path) -> Iterator[ResultRow]:
                 hash(key_of(row))
                 for name in ("settings", "versions"):
                     if name in row:
-                        row[name] = shared.setdefault(json.dumps(row[name]), row[name])
+                        row[name] = shared.setdefault(to_json(row[name], inf_nan_mode="constants"), row[name])
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ValueError(
                     f"{file}, line {number} is no result row ({error!r}); take that line out and run again to redo it"

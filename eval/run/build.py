@@ -19,7 +19,7 @@ from eval.run.grid import expanded
 from eval.run.job import Job
 from eval.run.matched import matched
 from eval.run.replay import Settings
-from leank_train.common.typed import group, refuse_unknown, shown, typed
+from leank_train.common.typed import group, refuse_unknown, refuse_unsound, shown, typed
 
 # name -> "module:class"; imported when first used
 BENCHMARKS = {
@@ -63,9 +63,17 @@ def build_methods(
             for key in ("sink", "window"):
                 if trained.get(key) not in (None, getattr(one, key)):
                     log.warning("mask was trained with %s=%s; cache.%s=%s", key, trained[key], key, getattr(one, key))
-        for choice in one.axes.values():
+        text_config = model_config.get_text_config(decoder=True)
+        limit = getattr(text_config, "max_position_embeddings", None)
+        for axis, choice in one.axes.items():
+            length = getattr(choice, "length", None)  # of calibration samples
+            if limit is not None and length is not None and length > limit:
+                raise ValueError(
+                    f"method.{one.label}.{axis}.length={length} is more than the model's max_position_embeddings="
+                    f"{limit}; give a shorter one"
+                )
             try:
-                choice.check(model_config.get_text_config(decoder=True), tokenizer)
+                choice.check(text_config, tokenizer)
             except ValueError as error:
                 raise ValueError(f"method.{one.label}: {error}") from error
     return methods
@@ -79,6 +87,10 @@ def build_model(
     Raises ValueError or FileNotFoundError, naming the setting at fault.
     """
     refuse_unknown(config, [*GROUPS, *(f.name for f in fields(Settings))], "")
+    for key in ("name", "mask"):  # no class of settings has these
+        refuse_unsound(config.get(key), key)
+    if isinstance(config.get("name"), Mapping | list):
+        raise ValueError(f"name={shown(config['name'])} must be a text; the run's folder is called so")
     settings = typed(Settings, {k: v for k, v in config.items() if k not in GROUPS})
     model = typed(ModelConfig, {} if config.get("model") is None else config["model"], "model.")
     return model, settings, *load_config(model)

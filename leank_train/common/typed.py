@@ -32,6 +32,7 @@ BOUNDS = {Ge: ("ge", "of at least {}", "[{}"), Gt: ("gt", "above {}", "({}"), Le
           Lt: ("lt", "below {}", "{})")}  # fmt: skip
 SHOWN = 200  # characters of a value in a message
 LINE_ENDS = str.maketrans("\n\t\r", "   ")
+LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes that file systems take
 LARGEST = 2**53  # beyond it a number of steps, tokens or samples is a slip
 T = TypeVar("T")
 
@@ -135,10 +136,17 @@ def unprintable(text: str) -> bool:
     return any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in text)
 
 
+def too_long(text: str) -> bool:
+    """Whether no file can have a text as its path; a setting of one line is a path, a name or a word."""
+    parts = [part.encode() for part in text.split("/")]
+    return sum(map(len, parts)) + len(parts) > LONGEST_PATH or max(map(len, parts)) > LONGEST_NAME
+
+
 def refuse_unsound(value: object, name: str, lines: bool = False) -> None:
     """Raise BadConfig for a value with a part that no setting can mean, however deep in a list or a mapping it stands.
 
-    That is NaN, an infinite or too large number, or a text that a line cannot show; lines: may have several.
+    That is NaN, an infinite or too large number, or a text that a line cannot show or that is too long for a path;
+    lines: may have several, and any length.
     """
     if isinstance(value, Mapping):
         for key, one in value.items():
@@ -153,6 +161,8 @@ def refuse_unsound(value: object, name: str, lines: bool = False) -> None:
         raise BadConfig(f"{name}={shown(value)} is beyond 2**53; give a smaller one")
     elif isinstance(value, str) and unprintable(value.translate(LINE_ENDS) if lines else value):
         raise BadConfig(f"{name}={shown(value)} holds a character that cannot be seen; leave it out")
+    elif isinstance(value, str) and not lines and too_long(value):
+        raise BadConfig(f"{name}={shown(value)} is too long for a name or a path; give a shorter one")
 
 
 def refuse_unknown(given: Iterable[object], known: Sequence[str], where: str) -> None:

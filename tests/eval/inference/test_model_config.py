@@ -1,0 +1,11 @@
+"""Settings of the model under test that no run can use."""
+
+import pytest
+
+from eval.inference.models import ModelConfig
+
+
+@pytest.mark.parametrize("device", ["", " ", "gpu", "cuda:x", "meta"])
+def test_a_device_that_is_none_is_named(device):
+    with pytest.raises(ValueError, match=f"model.device='{device}' is no device; give auto"):
+        ModelConfig(device=device).identity()
