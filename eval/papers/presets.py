@@ -53,9 +53,9 @@ def longbench(model: str, preset: str, *names: str, sets: Sequence[str] = ()) ->
     return real(model, "longbench", *names, sets=(f"benchmark.preset={preset}", *sets))
 
 
-def on(model: str, name: str) -> Analysed:
-    """Run an analysis on a model of conf/shared/model."""
-    return Analysed(name, overrides=(f"model={model}",))
+def on(model: str, name: str, **settings: object) -> Analysed:
+    """Run an analysis with these settings on a model of conf/shared/model."""
+    return Analysed(name, settings, overrides=(f"model={model}",))
 
 
 def where(**wanted: object) -> Callable[[Row], bool]:
