@@ -56,9 +56,14 @@ LATER = (
         where(**VARIANCE, task=EASY, layer=ABOVE),
     ),
 )
-SELECTS = (Expect("selection layer at tau = 0.9, many similar keys over a single one",
-                  where(measure="selection_layer", threshold=0.9, task=HARD),
-                  where(measure="selection_layer", threshold=0.9, task=EASY)),)  # fmt: skip
+SELECTS = tuple(
+    Expect(
+        f"selection layer at tau = {tau}, many similar keys over a single one",
+        where(measure="selection_layer", threshold=tau, task=HARD),
+        where(measure="selection_layer", threshold=tau, task=EASY),
+    )
+    for tau in (0.3, 0.9)
+)
 SHORT = {"samples": 1, "length": 1024, "budget": 256}
 LONG = 32 * K  # tokens: analyses of an 8B model
 OWN: dict[str, object] = {"length": LONG, "budget": 2048, "thresholds": [0.3]}  # the paper's k and tau
