@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from eval.papers.item import Analysed, Contrast, Expect, Item, Replay
-from eval.papers.presets import here, on, real, ruler, where
+from eval.papers.presets import QUICK, here, on, real, ruler, where
 
 UL, QWEN = "Llama-3.1-Nemotron-8B-UltraLong-1M-Instruct", "Qwen2.5-7B-Instruct-1M"
 BOTH = f"{UL}, {QWEN}"
@@ -29,6 +29,7 @@ large = here(
     "papers/snapkv_asl", "papers/fastkv", "papers/gemfilter", "papers/asl_here",
     sets=(*FORCED[:6], *(f"method.{m}.prefill.budget=1024" for m in ("fastkv", "gemfilter", "asl", "asl_two_pass")),
           *(f"method.{m}.tokens.budget=1024" for m in ("snapkv", "fastkv", "asl"))),
+    quick=(*QUICK, "benchmark.lengths=[2048]"),  # prompts of 1K are whole at this budget
 )  # fmt: skip
 layers = here("papers/fastkv_full", sets=("method.fastkv_full.prefill.budget=512",
                                           "method.fastkv_full.each.prefill.layer=[1,2,3,4,5]"))  # fmt: skip
