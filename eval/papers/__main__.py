@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--list", action="store_true", help="print the items and make none")
     made.add_argument("--paper", action="append", default=[], help="all items of leank, think, iap, lethe or asl")
     made.add_argument("--all", action="store_true", help="all items")
-    made.add_argument("--quick", action="store_true", help="two samples of four tasks at 1K: a look, not a result")
+    made.add_argument("--quick", action="store_true", help="five samples of two tasks at 1K: a look, not a result")
     made.add_argument("--real", action="store_true", help="with the paper's models, settings and data")
     made.add_argument("--html", action="store_true", help="also write OUT/papers.html")
     made.add_argument("--out", type=Path, default=Path("outputs/papers"), help="folder, %(default)s by default")

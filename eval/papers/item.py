@@ -83,12 +83,14 @@ class Expect:
     says: what is averaged, in words.
     of: whether a row counts.
     minus: whether a row counts among those whose mean is subtracted; None subtracts nothing.
+    by: fields that pair a row of `of` with one of `minus`, such as the layer; empty: the two means are independent.
     bound: what the mean, or the difference, lies above.
     """
 
     says: str
     of: Callable[[Row], bool]
     minus: Callable[[Row], bool] | None = None
+    by: tuple[str, ...] = ()
     bound: float = 0.0
 
 

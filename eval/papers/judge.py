@@ -55,6 +55,8 @@ def contrast(claim: Contrast, rows: Sequence[ResultRow]) -> Judgement:
 
 def expect(claim: Expect, rows: Sequence[Row]) -> Judgement:
     """Judge the mean value of some rows of an analysis, or the difference of two such means."""
+    if claim.by:
+        return _judged(f"{claim.says}, difference", "", [_pairs(claim, rows)], claim.bound, True)
     first, second = _values(claim.of, rows), _values(claim.minus, rows) if claim.minus is not None else [0.0]
     name = claim.says if claim.minus is None else f"{claim.says}, difference"
     if not first or not second:
@@ -80,8 +82,19 @@ def _values(counts: Callable[[Row], bool], rows: Sequence[Row]) -> list[float]:
     return [float(value) for row in rows if counts(row) and (value := row.get("value")) is not None]
 
 
+def _pairs(claim: Expect, rows: Sequence[Row]) -> list[float]:
+    """Differences of the rows that agree in the fields by which they are paired."""
+    assert claim.minus is not None
+    of, minus = (
+        {tuple(row[name] for name in claim.by): float(value)
+         for row in rows if counts(row) and (value := row.get("value")) is not None}
+        for counts in (claim.of, claim.minus)
+    )  # fmt: skip
+    return [of[key] - minus[key] for key in of if key in minus]
+
+
 def _judged(name: str, unit: str, strata: list[list[float]], bound: float, above: bool) -> Judgement:
-    if not strata:
+    if not any(strata):
         return Judgement(f"{name}: {SAID['not compared']}", "not compared")
     figures = (mean(strata), *interval(strata))
     return _sentence(name, unit, figures, sum(map(len, strata)), bound, above)

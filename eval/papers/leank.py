@@ -198,7 +198,7 @@ ITEMS = (
     Item(
         "leank:table11", "RULER with heads of the highest, lowest and random w_hf made streaming, by task.",
         "Half of the heads, those of the highest w_hf, can go; a quarter of the lowest cannot.",
-        here=(here("papers/w_hf", quick=("benchmark.samples=2", "benchmark.lengths=[1024]", "batch_size=2")),),
+        here=(here("papers/w_hf"),),
         real=(ruler("llama31_8b", [64 * K], "papers/w_hf"),), needs=RULER, tables=("11",),
         claims=(Contrast("w_hf_highest_0.25", "w_hf_lowest_0.25"), Contrast("w_hf_highest_0.25", "w_hf_random_0.25"),
                 Contrast("w_hf_highest_0.5", "dense", bound=NO_LOSS)),

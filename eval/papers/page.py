@@ -95,8 +95,7 @@ def as_markdown(made: Made) -> str:
     parts += [item.note] if item.note else []
     parts += [markdown(table) for table in our_tables(made)]
     if not made.rows and not made.measured:
-        state = status(item)
-        parts.append("Nothing is made yet." if state == "runs here" else f"{state.capitalize()}.")
+        parts.append(_not_there(item))
         parts += [f"{what}:\n\n    {line}" for what, line in commands(item)]
     return "\n\n".join(parts) + "\n"
 
@@ -122,6 +121,12 @@ def as_html(everything: Sequence[Made], quick: bool) -> str:
 
 def _runs(made: Made) -> list[RunSummary]:
     return summarise(made.rows)["runs"] if made.rows else []
+
+
+def _not_there(item: Item) -> str:
+    """Say why there is nothing to show of an item; names keep their capitals."""
+    state = status(item)
+    return "Not made yet." if state == "runs here" else f"{state[0].upper()}{state[1:]}."
 
 
 def _link(made: Made) -> str:
@@ -153,7 +158,7 @@ def _article(made: Made) -> str:
     ours = _drawings(made) + "".join(map(_small, our_tables(made)))
     theirs = "".join(map(_small, published_tables(item)))
     if not ours:
-        ours = f"<p>{'Not made yet' if status(item) == 'runs here' else html.escape(status(item).capitalize())}.</p>"
+        ours = f"<p>{html.escape(_not_there(item))}</p>"
     elif not made.whole:
         ours += "<p>Some of it is not made yet.</p>"
     both = " both" if theirs else ""

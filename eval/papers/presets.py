@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 from eval.papers.item import Analysed, Command, Replay, Row
 
-# --quick: two samples of four tasks at 1K
+# --quick: the two hardest tasks at 1K, and as few samples as a verdict takes
 QUICK = (
-    "benchmark.samples=2", "benchmark.lengths=[1024]", "batch_size=2",
-    "benchmark.tasks=[niah_multikey_2,niah_multikey_3,niah_multivalue,niah_multiquery]",
+    "benchmark.samples=5", "benchmark.lengths=[1024]", "batch_size=5",
+    "benchmark.tasks=[niah_multikey_3,niah_multivalue]",
 )  # fmt: skip
 MASKS = "tests/data/masks/leank-official-"  # LeanK's published masks, from the repository's root
 LLAMA_MASK, QWEN_MASK = f"mask={MASKS}llama3.1-8b-instruct.pth", f"mask={MASKS}qwen2.5-7b-instruct.pth"
@@ -53,9 +53,9 @@ def longbench(model: str, preset: str, *names: str, sets: Sequence[str] = ()) ->
     return real(model, "longbench", *names, sets=(f"benchmark.preset={preset}", *sets))
 
 
-def on(model: str, name: str) -> Analysed:
-    """Run an analysis on a model of conf/shared/model."""
-    return Analysed(name, overrides=(f"model={model}",))
+def on(model: str, name: str, **settings: object) -> Analysed:
+    """Run an analysis with these settings on a model of conf/shared/model."""
+    return Analysed(name, settings, overrides=(f"model={model}",))
 
 
 def where(**wanted: object) -> Callable[[Row], bool]:

@@ -64,3 +64,14 @@ def test_means_of_an_analysis():
     apart = Expect("a over b", lambda row: row["kind"] == "a", lambda row: row["kind"] == "b")
     assert expect(apart, found).sentence.startswith("a over b, difference: 0.95 [")
     assert expect(apart, found).verdict == "shows"
+
+
+def test_rows_of_the_same_prompt_are_compared_in_pairs():
+    found = [{"kind": kind, "layer": n, "value": n + more} for kind, more in (("a", 0.5), ("b", 0.0)) for n in range(9)]
+    found.append({"kind": "a", "layer": 9, "value": 100.0})  # without a partner
+    both = (lambda row: row["kind"] == "a"), (lambda row: row["kind"] == "b")
+    assert expect(Expect("a over b", *both), found[:-1]).verdict == "undecided"  # layers differ more than the kinds
+    paired = expect(Expect("a over b", *both, by=("layer",)), found)
+    assert paired.verdict == "shows"
+    assert "0.5 [0.5, 0.5], n = 9" in paired.sentence
+    assert expect(Expect("a over b", *both, by=("layer",)), found[:9]).verdict == "not compared"

@@ -1,6 +1,7 @@
 """The registry holds every figure and table of the papers, and all that its items name is there."""
 
 import re
+import shlex
 from collections import Counter
 
 import pytest
@@ -11,8 +12,9 @@ from eval import published
 from eval.methods import method
 from eval.papers.analyses import ANALYSES, analysis
 from eval.papers.item import Analysed, Command, Contrast, Expect, Replay
-from eval.papers.make import HERE
-from eval.papers.page import commands
+from eval.papers.make import HERE, Made
+from eval.papers.make import composed as composed_here
+from eval.papers.page import as_markdown, commands
 from eval.papers.registry import ITEMS, PAPERS, find, of_papers, status
 from eval.run.grid import expanded
 from leank_train.common.typed import typed
@@ -104,6 +106,20 @@ def test_commands_name_files_that_are_there():
             assert (ROOT / "conf" / "train" / "experiment" / f"{experiment}.yaml").is_file()
         for mask in re.findall(r"mask=(\S+)", line):
             assert (ROOT / mask).is_file()
+
+
+def test_replays_that_stand_as_commands_compose():
+    lines = {step.line for _, step in STEPS if isinstance(step, Command) and step.line.startswith("python -m eval ")}
+    assert lines
+    for line in lines:
+        config = composed_here(shlex.split(line)[3:])
+        labels = expanded(config["method"])
+        assert {method(label, given, config["cache"]).label for label, given in labels.items()} == {*labels}
+
+
+def test_what_an_item_needs_keeps_its_capitals():
+    text = as_markdown(Made(find("asl:table2"), [], [], whole=False))
+    assert "Needs Llama-3.1-Nemotron-8B-UltraLong-1M-Instruct" in text
 
 
 @pytest.mark.parametrize("spelling", ["LeanK:Figure7", "leank:fig7", "leank: figure 7"])
