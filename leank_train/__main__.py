@@ -67,6 +67,8 @@ def command_line() -> None:
     """Run Hydra's command line, or say why its arguments cannot be meant."""
     if wrong := of_other_command(sys.argv[1:], "train") or set_twice(sys.argv[1:]):
         sys.exit(f"leank_train: {wrong}")
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        sys.argv.append("~pruning@mask")  # help shows the settings of the mask under their new name alone
     with ending("leank_train"):
         launch(main, "leank_train", "; python -m leank_train --help shows what there is")
 

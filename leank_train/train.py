@@ -117,7 +117,10 @@ def check_inputs(config: RunConfig, backbone: Backbone) -> None:
     pruning ratio that no scores can meet.
     """
     first = mixture(config, backbone, "stage1", 1)
-    documents = [first.build(name, config.data.min_length, 0) for name, share in config.data.tasks.items() if share]
+    try:
+        documents = [first.build(name, config.data.min_length, 0) for name, share in config.data.tasks.items() if share]
+    except ValueError as error:
+        raise ValueError(f"data.min_length: {error}") from error
     for together in [documents] if config.data.documents > 1 else [[d] for d in documents]:
         collate(backbone, together)
     check_lengths(config, backbone)

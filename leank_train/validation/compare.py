@@ -111,7 +111,10 @@ def check_lengths(config: RunConfig, backbone: Backbone) -> None:
         counter = TokenCounter(backbone.tokenizer)
         calibration(backbone, counter, config.data.max_length, config.seed, 0)
         for name in _tasks(config):
-            unseen(backbone, counter, name, min(config.validation.lengths), config.seed, 0)
+            try:
+                unseen(backbone, counter, name, min(config.validation.lengths), config.seed, 0)
+            except ValueError as error:
+                raise ValueError(f"validation.lengths: {error}") from error
 
 
 def static_norm_mask(backbone: Backbone, length: int, samples: int, seed: int, ratio: float) -> ChannelMask:

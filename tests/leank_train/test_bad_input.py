@@ -100,11 +100,11 @@ BEFORE_TRAINING = {
     "no length": ([*VALIDATION, "validation.lengths=[]"], [r"validation\.lengths is empty", r"validation\.samples=0"]),
     "short for a task": (
         ["++data.tasks.passkey=1", "data.questions=1"],
-        ["length=300 is too short for task 'passkey'", "raise length"],
+        [r"data\.min_length: length=300 is too short for task 'passkey'", "raise length"],
     ),
     "short for a task of the validation": (
         [*VALIDATION, "validation.tasks=[niah_multivalue]", "validation.lengths=[200]"],
-        ["length=200 is too short for task 'niah_multivalue'", "raise length"],
+        [r"validation\.lengths: length=200 is too short for task 'niah_multivalue'", "raise length"],
     ),
     "tasks with other numbers of questions": (
         ["++data.tasks.fwe=1", "data.documents=2", "data.min_length=400"],
