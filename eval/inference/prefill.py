@@ -125,6 +125,8 @@ class Prefill:
       included: bool [B, H, columns of the layer], None if all stay.
     selected_at: list or None, default None: for each row the layer above which a pass dropped tokens, where the pass
       looks for that layer itself; -1 if it found none.
+    given: list or None, default None: for each row the real tokens of its prompt, where a pass may have left some out
+      in every layer.
     """
 
     layers: list[Any]
@@ -133,6 +135,7 @@ class Prefill:
     columns: int
     selected: list[Tensor | None] | None = None
     selected_at: list[int] | None = None
+    given: list[int] | None = None
 
     @property
     def lengths(self) -> Tensor:

@@ -28,6 +28,8 @@ class Compression:
         self.stores = _stores(cache)
         self.sealed = [store.seen.copy() for store in self.stores]
         self.dropped = np.zeros(self.rows, dtype=bool)  # by the method's own prefill
+        if prompt.given is not None:
+            self.dropped |= np.array(prompt.given) > prompt.lengths.cpu().numpy()
         for layer in prompt.layers:
             if isinstance(layer, PromptLayer) and layer.kept is not None:
                 self.dropped |= ((layer.kept >= 0).sum(-1) < prompt.lengths).cpu().numpy()

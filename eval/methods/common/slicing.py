@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -92,8 +93,10 @@ class RowPass(PromptPass):
     ) -> Prefill:
         prompts = [ids[b : b + 1] if real is None else ids[b : b + 1, real[b]] for b in range(len(ids))]
         if len(prompts) == 1:
-            return self.row(model, prompts[0], room, obs_queries)
-        return stack([self.row(model, prompt, 0, obs_queries) for prompt in prompts], room)
+            found = self.row(model, prompts[0], room, obs_queries)
+        else:
+            found = stack([self.row(model, prompt, 0, obs_queries) for prompt in prompts], room)
+        return replace(found, given=[prompt.shape[1] for prompt in prompts])
 
 
 def stack(rows: Sequence[Prefill], room: int) -> Prefill:

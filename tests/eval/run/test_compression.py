@@ -16,6 +16,8 @@ from eval.inference.prompts import Prompt
 from eval.methods import Method
 from eval.methods.channels.leank import LeanK
 from eval.methods.channels.random import Random
+from eval.methods.prefill.asl import ASL
+from eval.methods.prefill.gemfilter import GemFilter
 from eval.methods.reads.quest import Quest
 from eval.methods.tokens.snapkv import SnapKV
 from eval.methods.tokens.streaming_llm import StreamingLLM
@@ -54,6 +56,13 @@ def answers(model, method, lengths, new=NEW, **settings):
     made = [Prompt(ids, len(ids) - 3) for ids in prompts(lengths)]
     ((_, found),) = engine.answers(made, rows(len(lengths), new), [method])
     return found
+
+
+@pytest.mark.parametrize("lengths", [[40], [40, 12]], ids=str)
+@pytest.mark.parametrize("choice", [GemFilter(budget=16), ASL(budget=16, window=4, two_pass=True)], ids=str)
+def test_a_prefill_that_hands_fewer_tokens_to_every_layer_compresses(choice, lengths):
+    found = answers(tiny_model("llama"), Method("m", prefill=choice, sink=0, window=60), lengths)
+    assert [answer.compressed for answer in found] == [length > choice.budget for length in lengths]
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
