@@ -6,6 +6,7 @@ import resource
 import signal
 
 import pytest
+import torch
 
 from data_gen.ending import ending, out_of_memory
 
@@ -56,7 +57,6 @@ def test_a_defect_keeps_its_traceback():
 
 
 def test_memory_of_the_cpu():
-    torch = pytest.importorskip("torch")
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (2**36, hard))
     try:

@@ -11,9 +11,8 @@ from transformers import AttentionInterface
 
 from eval.cache import Sizes
 from eval.inference.decode import greedy
-from eval.inference.prefill import PromptLayer, prefill
+from eval.inference.prefill import prefill
 from eval.methods import method
-from eval.methods.axes import Tokens
 from eval.methods.reads.double_sparsity import rounded
 from eval.methods.tokens import rkv
 from eval.methods.tokens.adakv import AdaKV
@@ -179,37 +178,6 @@ def test_labels_are_rounded_token_by_token(bits, seed):
                 step = (max(labels) - min(labels)) / (2**bits - 1) or 1.0
                 want = min(labels) + round((want - min(labels)) / step) * step
             assert float(found[c, token]) == pytest.approx(want, abs=1e-5)
-
-
-CHOICES = [TOVA(12, evict=False), KeyDiff(12), ExpectedAttention(12), AdaKV(12, {"name": "keydiff"}), SnapKV(0.4, 3)]
-
-
-@pytest.mark.parametrize("choice", CHOICES, ids=lambda c: type(c).__name__)
-def test_rows_of_a_batch_keep_what_they_keep_alone(choice: Tokens):
-    lengths = (33, 7, 21)
-    model, found = observed(lengths, family="qwen3")
-    keeps = choice.keep_mask(found, model.config, SIZES)
-    assert any(keep is not None for keep in keeps)
-    for row, length in enumerate(lengths):
-        one = choice.keep_mask(alone(model, lengths, row), model.config, SIZES)
-        for keep, expected in zip(keeps, one, strict=True):
-            assert kept_of(keep, row, length) == kept_of(expected, 0, length)
-
-
-@pytest.mark.parametrize("choice", CHOICES, ids=lambda c: type(c).__name__)
-def test_layers_that_slide_or_hold_part_of_the_prompt(choice: Tokens):
-    model, found = observed((30,), family="mistral", sliding_window=16)
-    assert choice.keep_mask(found, model.config, SIZES) == [None, None]
-    model, found = observed((30,))
-    kept = torch.tensor([[-1, 3, *range(10, 30)]])
-    part = PromptLayer(30)
-    part.hold(kept, 30)
-    part.update(found.layers[1].keys[:, :, kept[0]], found.layers[1].values[:, :, kept[0]])
-    part.queries = found.layers[1].queries
-    found.layers[1] = part
-    (_, of_part) = choice.keep_mask(found, model.config, SIZES)
-    assert of_part.shape[2] == 22
-    assert not of_part[:, :, 0].any()
 
 
 def test_a_budget_may_be_a_share_of_each_prompt():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from eval.cache import Sizes
 from eval.inference.decode import greedy
 from eval.inference.models import ModelConfig, load_config
-from eval.inference.prefill import PromptLayer, prefill
+from eval.inference.prefill import prefill
 from eval.methods import method
 from eval.methods.tokens.adakv import AdaKV
 from eval.methods.tokens.duo_attention import DuoAttention, high_frequency_ratio
@@ -196,41 +196,6 @@ def test_kvpress_keeps_the_same_tokens():
             if name == "streaming_llm":  # sink and window stay whatever it says
                 keep = keep | (torch.arange(layer.keys.shape[2]) < 4) | (torch.arange(layer.keys.shape[2]) >= 100)
             assert [head.nonzero()[:, 0].tolist() for head in keep[0]] == expected, name
-
-
-@pytest.mark.parametrize("choice", [SnapKV(12, 3), PyramidKV(12, 3), H2O(12), StreamingLLM(), "duo"])
-def test_rows_of_a_batch_keep_what_they_keep_alone(choice, tmp_path):
-    lengths = (33, 7, 21)
-    model, found = observed(lengths, family="qwen3")
-    choice = duo(tmp_path, [[0.1, 0.9], [0.8, 0.2]]) if choice == "duo" else choice
-    keeps = choice.keep_mask(found, model.config, SIZES)
-    assert any(keep is not None for keep in keeps)
-    for row, length in enumerate(lengths):
-        one = choice.keep_mask(alone(model, lengths, row), model.config, SIZES)
-        for keep, expected in zip(keeps, one, strict=True):
-            assert kept_of(keep, row, length) == kept_of(expected, 0, length)
-
-
-@pytest.mark.parametrize("choice", [SnapKV(40, 4), PyramidKV(40, 4), H2O(40)])
-def test_short_prompts_stay_whole(choice):
-    model, found = observed((40, 3))
-    assert choice.keep_mask(found, model.config, SIZES) == [None, None]
-
-
-@pytest.mark.parametrize("choice", [SnapKV(12, 4), PyramidKV(12, 4), StreamingLLM()])
-def test_layers_that_slide_or_hold_part_of_the_prompt(choice):
-    model, found = observed((30,), family="mistral", sliding_window=16)
-    assert choice.keep_mask(found, model.config, SIZES) == [None, None]
-    model, found = observed((30,))
-    kept = torch.tensor([[-1, 3, *range(10, 30)]])
-    part = PromptLayer(30)
-    part.hold(kept, 30)
-    part.update(found.layers[1].keys[:, :, kept[0]], found.layers[1].values[:, :, kept[0]])
-    part.queries = found.layers[1].queries
-    whole, of_part = choice.keep_mask(replace(found, layers=[found.layers[0], part]), model.config, SIZES)
-    assert whole.shape[2] == 30
-    assert of_part.shape[2] == 22
-    assert not of_part[:, :, 0].any()
 
 
 def duo(folder, gates, ratio=0.5):
