@@ -1,0 +1,115 @@
+"""ASL: where it selects, what its rule gives for a model, and its two passes."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eval.inference.prefill import pad_left
+from eval.methods.prefill.asl import ASL, rank_variance, ranks
+from eval.methods.prefill.fastkv import FastKV
+from tests.conftest import tiny_model
+from tests.eval.methods.test_prefill import (
+    CASES,
+    LAYERS,
+    LENGTH,
+    ByHand,
+    highest,
+    model_of,
+    run,
+    slow_asl,
+    window_attention,
+)
+from tests.helpers.replay_tools import prompts
+
+
+@torch.no_grad()
+def test_asl_two_pass_reads_what_one_pass_selects():
+    one, two = ASL(24, 0.95, 4, 3, 2), ASL(24, 0.95, 4, 3, 2, two_pass=True)
+    model, (prompt,) = model_of(), prompts([LENGTH], seed=5)
+    selected = run(one, model, torch.tensor([prompt])).layers[-1].kept[0]
+    again = ByHand(model, [prompt[i] for i in selected])
+    found = run(two, model, torch.tensor([prompt]))
+    assert found.columns == len(selected) == 24
+    torch.testing.assert_close(found.logits, again.logits)
+
+
+@torch.no_grad()
+def test_asl_in_two_passes_reads_the_last_layers_choice_if_the_ranks_never_settle():
+    method, model, (prompt,) = ASL(20, 1e-9, 4, 3, two_pass=True), model_of(), prompts([LENGTH], seed=5)
+    kept = {}
+
+    def select(index, queries, keys, attention):
+        scores = window_attention(attention, 4, 3)
+        kept[index] = highest(scores, 16) + list(range(LENGTH - 4, LENGTH))
+
+    ByHand(model, prompt, select)
+    again = ByHand(model, [prompt[i] for i in kept[LAYERS - 1]])
+    found = run(method, model, torch.tensor([prompt]))
+    assert (found.columns, found.selected_at) == (20, [-1])
+    torch.testing.assert_close(found.logits, again.logits)
+
+
+@pytest.mark.parametrize("layer", [0, 2, LAYERS - 2])
+@torch.no_grad()
+def test_asl_selects_at_the_layer_that_it_is_given(layer):
+    """Which is then FastKV's choice at that layer."""
+    model, (prompt,) = model_of(), prompts([LENGTH], seed=5)
+    ids = torch.tensor([prompt])
+    asl, fastkv = ASL(20, None, 4, 3, layer=layer), FastKV(20, layer, 4, 3)
+    found, expected = run(asl, model, ids), run(fastkv, model, ids)
+    assert found.selected_at == [layer]
+    assert torch.equal(found.logits, expected.logits)
+    assert asl.kept_counts(model.config, LENGTH) == fastkv.kept_counts(model.config, LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [(2, (1, 2, 0.75)), (7, (2, 2, 0.75)), (12, (4, 4, 0.6)), (24, (8, 8, 0.3)), (28, (9, 8, 0.3)), (32, (10, 8, 0.3)),
+     (80, (26, 8, 0.3))],
+)  # fmt: skip
+def test_asl_has_the_papers_settings_for_models_that_are_deep_enough(layers, expected):
+    config = tiny_model("llama", num_hidden_layers=2).config
+    config.num_hidden_layers = layers
+    assert ASL().rule(config) == expected
+
+
+@torch.no_grad()
+def test_a_pass_says_for_each_row_where_it_selected():
+    method, model, rows = CASES["asl"][0], model_of("qwen3"), prompts((60, 41, 12), seed=5)
+    ids, real = pad_left(rows, 0, "cpu")
+    slow = [slow_asl(method, LAYERS) for _ in rows]
+    for prompt, select in zip(rows[:2], slow, strict=False):
+        ByHand(model, prompt, select)
+    wanted = [select.state.get("done", -1) for select in slow]
+    assert run(method, model, ids, real).selected_at == wanted
+    assert len(set(wanted)) > 1
+
+
+@torch.no_grad()
+def test_rows_of_a_batch_may_select_at_different_layers():
+    """Else the batch above would not test it."""
+    model, method = model_of("qwen3"), CASES["asl"][0]
+    kept = [[layer.kept is None for layer in run(method, model, torch.tensor([p])).layers]
+            for p in prompts((60, 60), seed=5)]  # fmt: skip
+    assert kept[0] != kept[1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_rank_variance(data):
+    layers, tokens = data.draw(st.integers(1, 8)), data.draw(st.integers(2, 30))
+    scores = [data.draw(st.permutations(range(tokens))) for _ in range(layers)]
+    k = data.draw(st.integers(1, tokens))
+    found = torch.stack([ranks(torch.tensor(s, dtype=torch.float32)) for s in scores])
+    assert found.tolist() == [[tokens - value for value in s] for s in scores]
+    union = sorted(set(itertools.chain(*(np.argsort(s)[::-1][:k].tolist() for s in scores))))
+    direct = 0.0
+    for token in union:
+        mine = [sum(other >= s[token] for other in s) for s in scores]
+        mean = sum(mine) / layers
+        direct += sum((r - mean) ** 2 for r in mine) / layers / len(union)
+    assert float(rank_variance(found, k)) == pytest.approx(direct, abs=1e-9)
