@@ -25,6 +25,8 @@ from data_gen.sample import Sample
 from data_gen.tasks import TASKS, task
 from data_gen.tokens import TokenCounter
 
+LARGEST = 2**53  # beyond it a number of samples is a slip
+
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
 
@@ -50,7 +52,7 @@ def write(samples: Iterator[Sample], out: Path) -> int:
     """
     partial = out.with_name(out.name + ".partial")
     out.parent.mkdir(parents=True, exist_ok=True)
-    if out.suffix == ".jsonl":
+    if out.name.endswith(".jsonl"):
         count = 0
         try:
             with partial.open("w", encoding="utf-8") as lines:
@@ -109,8 +111,11 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", required=True, type=Path)
     args = parser.parse_args(argv)
 
-    if args.count < 1 or args.start < 0:
-        sys.exit(f"data_gen: count={args.count}, start={args.start}: give at least 1 and 0")
+    for name, least, most in (("count", 1, LARGEST), ("start", 0, LARGEST), ("seed", 0, 2**32 - 1)):
+        if not least <= getattr(args, name) <= most:
+            sys.exit(f"data_gen: {name}={getattr(args, name)} must lie in [{least}, {most}]")
+    if not args.out.name or "\0" in str(args.out):
+        sys.exit(f"data_gen: out={str(args.out)!r} is no name of a file; give FILE.jsonl or the name of a folder")
     return args
 
 

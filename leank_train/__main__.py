@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import traceback
+from contextlib import redirect_stdout
 from importlib.resources import files
 from pathlib import Path
 
@@ -67,10 +69,18 @@ def command_line() -> None:
     """Run Hydra's command line, or say why its arguments cannot be meant."""
     if wrong := of_other_command(sys.argv[1:], "train") or set_twice(sys.argv[1:]):
         sys.exit(f"leank_train: {wrong}")
-    if {"--help", "-h"} & set(sys.argv[1:]):
-        sys.argv.append("~pruning@mask")  # help shows the settings of the mask under their new name alone
+    hint = "; python -m leank_train --help shows what there is"
     with ending("leank_train"):
-        launch(main, "leank_train", "; python -m leank_train --help shows what there is")
+        if {"--help", "-h"} & set(sys.argv[1:]):
+            sys.argv.append("~pruning@mask")  # help shows the settings of the mask under their new name alone
+            said = io.StringIO()
+            try:
+                with redirect_stdout(said):
+                    launch(main, "leank_train", hint)
+            finally:
+                print(said.getvalue().replace("pruning: old_name, ", "pruning: "), end="")
+            return
+        launch(main, "leank_train", hint)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from data_gen.ending import of_system
+from eval.methods import REGISTRY
 from eval.run.build import build_job
 from leank_train import backbone
 from leank_train import settings as training
@@ -26,10 +27,15 @@ from tests.test_conf import composed
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))  # how many the long test tries; 0: its own number
 MASK = str(ROOT / "leank_train/assets/reference/mask_70pct.safetensors")
-HANGS = 10  # seconds after which a call counts as hanging
+HANGS = {  # seconds after which a call counts as hanging: of its own work, and of waiting, on a machine that is busy
+    signal.SIGPROF: (signal.ITIMER_PROF, 10),
+    signal.SIGALRM: (signal.ITIMER_REAL, 120),
+}
 SMALL = {
     "ruler": {"tasks": ["niah_single_1"], "lengths": [1024], "samples": 3},
     "niah": {"lengths": [600], "depths": [50]},
+    "multi_turn": {"tasks": ["multikey"], "lengths": [1024], "samples": 2},
+    "text": {"lengths": [256], "samples": 2},
     "gsm_infinite": {"subsets": ["medium"], "lengths": [0], "ops": [2], "samples": 2, "max_new_tokens": 64},
 }
 QUICK = {"min_length": 400, "max_length": 500, "questions": 1, "tasks": {"multikey": 1}}
@@ -80,9 +86,13 @@ def base_of_evaluation(choice):
     method = {kind: {"name": name}} if name and kind != "benchmark" else {"channels": {"name": "random"}}
     if name.startswith("leank"):
         method["channels"]["mask"] = MASK
+    if name == "by_length":
+        method["channels"] |= {"below": {"name": "random"}, "above": {"name": "magnitude"}}
     model = {"name": "reference", "dtype": "auto", "chat": None, "overrides": {}, "device": "cpu"}
+    compress = "before_question" if benchmark["name"] == "multi_turn" else "after_question"
     return {"model": model, "benchmark": benchmark, "method": {"fuzzed": method}, "logger": {"kind": "none"},
-            "cache": {"sink": 16, "window": 144, "flush": 32}, "name": "fuzz", "mask": None}  # fmt: skip
+            "cache": {"sink": 16, "window": 144, "flush": 32}, "name": "fuzz", "mask": None,
+            "compress": compress}  # fmt: skip
 
 
 def describe_training(config):
@@ -108,8 +118,9 @@ def answer(describe, config, keys):
     def late(*_):
         raise Hangs(keys)
 
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, HANGS)
+    before = {number: signal.signal(number, late) for number in HANGS}
+    for timer, seconds in HANGS.values():
+        signal.setitimer(timer, seconds)
     try:
         describe(config)
         return True
@@ -121,8 +132,9 @@ def answer(describe, config, keys):
         assert named or "dev/null" in said, said  # the benchmarks of files have none
         return False
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for number, (timer, _) in HANGS.items():
+            signal.setitimer(timer, 0)
+            signal.signal(number, before[number])
 
 
 def with_values(config, keys, values):
@@ -165,7 +177,15 @@ def test_every_key_is_found():
 
 def test_the_configurations_that_are_changed_are_right():
     assert answer(describe_training, base_of_training(), [])
-    assert answer(describe_evaluation, base_of_evaluation(""), [])
+    choices = ["", *(f"benchmark {name}" for name in SMALL)]
+    choices += [f"{axis} {name}" for axis, names in REGISTRY.items() for name in names]
+    refused = []
+    for choice in choices:
+        try:
+            describe_evaluation(base_of_evaluation(choice))
+        except (ValueError, OSError) as error:
+            refused.append((choice, str(error)))
+    assert not refused
 
 
 @settings(max_examples=250, **CHECKS)

@@ -11,6 +11,7 @@ import math
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Never
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -161,8 +162,9 @@ class CompressedLayer(RowsLayer):
         if new == 1 or self.record_past:
             return self._pass(store, q, keys, values, real, scale, softmax)
         outs = []
+        padded = np.zeros(new, dtype=bool) if real is None else ~real.all(0).cpu().numpy()
         for part in pieces(store, new):  # of a later turn
-            there = None if real is None else real[:, part]
+            there = real[:, part] if real is not None and padded[part].any() else None
             outs.append(self._pass(store, q[:, :, part], keys[:, :, part], values[:, :, part], there, scale, softmax))
         return torch.cat(outs, 1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
@@ -41,6 +41,9 @@ class ModelConfig(backbone.ModelConfig):
             found = None
         if found is None or found.type == "meta":  # tensors on meta hold no numbers
             raise ValueError(f"model.device={shown(self.device)} is no device; give auto, cpu, cuda or cuda:1")
+        if not _is_there(found):
+            cure = f"it has {torch.cuda.device_count()} of CUDA" if found.type == "cuda" else "give auto, cpu or cuda"
+            raise ValueError(f"model.device={shown(self.device)} is no device of this machine; {cure}")
         return found
 
     @property
@@ -62,6 +65,17 @@ class ModelConfig(backbone.ModelConfig):
         dtype = str(self.torch_dtype).removeprefix("torch.")
         named = {"name": self.label, "dtype": dtype, "chat": self.chat, "overrides": dict(self.overrides)}
         return {**named, **self._contents}
+
+
+@cache
+def _is_there(device: torch.device) -> bool:
+    """Whether this machine and this PyTorch have the device."""
+    if device.type == "cuda":  # asked without making a context there, so that processes can still be forked
+        return (device.index or 0) < torch.cuda.device_count()
+    try:
+        return len(torch.empty(1, device=device)) == 1
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError):
+        return False
 
 
 def load_config(settings: ModelConfig) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:

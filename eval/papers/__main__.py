@@ -66,6 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
     from leank_train.common.files import write_text
 
     overrides = tuple(one for one in arguments.items if "=" in one)
+    if of_hydra := [one for one in overrides if one.lstrip("+~").startswith("hydra")]:
+        raise ValueError(f"{of_hydra[0]} is a setting of Hydra, which does not run here; the folder is --out")
+    if "\0" in str(arguments.out):
+        raise ValueError(f"--out {str(arguments.out)!r} is no name of a folder: it holds a zero byte")
     named = [find(one) for one in arguments.items if "=" not in one]
     chosen = {item.id: item for item in (*of_papers(arguments.paper), *named)}
     items = list((ITEMS if arguments.all else chosen).values())

@@ -81,7 +81,7 @@ def composed(overrides: Sequence[str]) -> dict[str, Any]:
     try:
         with initialize_config_module("conf.eval", version_base="1.3"):
             config = OmegaConf.to_container(compose("eval", overrides=list(overrides)), resolve=True)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ValueError(f"{' '.join(overrides)}: {str(error).splitlines()[0]}") from None
     assert isinstance(config, dict)
     return {str(key): value for key, value in config.items()}
@@ -147,7 +147,7 @@ class Workshop:
     def make(self, items: Sequence[Item]) -> dict[str, str]:
         """Make what is missing of these items. Returns the errors by item; an item that fails stops no other."""
         failed: dict[str, str] = {}
-        with Results(self.directory / "rows") as results:
+        with Results(self.directory / "rows", folder="--out") as results:
             plans = list(self._plans(items, results, failed))
             total, done, began = sum(cost for *_, cost in plans), 0, time.perf_counter()
             for number, (item, task, cost) in enumerate(plans, 1):

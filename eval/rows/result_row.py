@@ -6,10 +6,13 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Annotated, Any, NotRequired
 
+from annotated_types import Ge, Le
 from pydantic import AfterValidator, ConfigDict, FiniteFloat, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
-from leank_train.common.typed import OneOf
+from leank_train.common.typed import LARGEST, OneOf, shown
+
+Count = Annotated[int, Ge(0), Le(LARGEST)]
 
 
 def _with_total(found: dict[str, float]) -> dict[str, float]:
@@ -55,12 +58,12 @@ class Fidelity(TypedDict):
     non_finite: first token (0 is the first compared) with NaN or infinite logits of either; None without any.
     """
 
-    tokens: int
+    tokens: Count
     kl: FiniteFloat | None
     top1: FiniteFloat | None
     loss: FiniteFloat | None
     dense_loss: FiniteFloat | None
-    non_finite: int | None
+    non_finite: Count | None
 
 
 @with_config(ConfigDict(strict=True))
@@ -101,25 +104,25 @@ class ResultRow(TypedDict):
     config: str
     benchmark: str
     task: str
-    length: int | None
+    length: Count | None
     sample: str
     seed: int
     compress: str
-    score: FiniteFloat
+    score: Annotated[FiniteFloat, Ge(0), Le(1)]
     prediction: str
     answers: list[object]
     metric: str
     meta: dict[str, Any]
-    prompt_tokens: int
-    new_tokens: NotRequired[int]
+    prompt_tokens: Count
+    new_tokens: NotRequired[Count]
     cache_bytes: Annotated[dict[str, float], AfterValidator(_with_total)]
-    middle_tokens: NotRequired[int | None]  # these five and `new_tokens`, `batch`: rows of earlier versions lack them
+    middle_tokens: NotRequired[Count | None]  # these five and `new_tokens`, `batch`: rows of earlier versions lack them
     compressed: NotRequired[bool | None]
     dense_only: NotRequired[bool]
-    non_finite: NotRequired[int | None]
+    non_finite: NotRequired[Count | None]
     fidelity: NotRequired[Fidelity | None]
-    selected_layer: NotRequired[int | None]
-    batch: NotRequired[int]
+    selected_layer: NotRequired[Annotated[int, Ge(-1), Le(LARGEST)] | None]
+    batch: NotRequired[Count]
     settings: RowSettings
     versions: dict[str, str]
     seconds: dict[str, float | None]
@@ -139,8 +142,8 @@ def check_rows(rows: Iterable[Mapping[str, object]]) -> None:
             first = error.errors(include_url=False, include_input=False, include_context=False)[0]
             field = ".".join(map(str, first["loc"]))
             what = "is missing" if first["type"] == "missing" else f"is wrong ({first['msg']})"
-            named = {name: row.get(name) for name in ("method", "task", "length", "sample")}
+            key = ", ".join(f"{name!r}: {shown(row.get(name))}" for name in ("method", "task", "length", "sample"))
             raise ValueError(
-                f"results row {named}: {field!r} {what}; an old version wrote it or it was edited: move its "
+                f"results row {{{key}}}: {field!r} {what}; an old version wrote it or it was edited: move its "
                 "results*.jsonl to another folder and run python -m eval again"
             ) from None

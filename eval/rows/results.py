@@ -49,18 +49,19 @@ class Results:
     One process at a time may write to a file.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], part: str = "") -> None:
+    def __init__(self, directory: str | os.PathLike[str], part: str = "", folder: str = "hydra.run.dir") -> None:
         """Open or create the file, cut off a torn last line, and read the keys of all parts.
 
         directory: of the run.
         part: ending of a shard's own file, such as "-0-of-4"; empty without shards.
+        folder: what sets the directory, for the message to a second writer.
 
         Raises BlockingIOError if another run is writing here, ValueError for a damaged line in the middle.
         """
         self.path = Path(directory) / NAME.replace(".", f"{part}.")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         new = not self.path.exists()
-        busy = f"{self.path} is being written by another run; wait for it or choose another hydra.run.dir"
+        busy = f"{self.path} is being written by another run; wait for it or choose another {folder}"
         self._lock = Lock(self.path, busy)
         self._file = os.open(self.path, os.O_RDWR | os.O_APPEND)
         try:
@@ -156,7 +157,7 @@ def _read(file: Path) -> Iterator[ResultRow]:
                 for name in ("settings", "versions"):
                     if name in row:
                         row[name] = shared.setdefault(to_json(row[name], inf_nan_mode="constants"), row[name])
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise ValueError(
                     f"{file}, line {number} is no result row ({error!r}); take that line out and run again to redo it"
                 ) from None

@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
-from data_gen.ending import again, ending
+from data_gen.ending import again, ending, in_one_line
 from eval.report.html import figure, page, title, to_table
 from eval.report.plots import draw
 from eval.report.records import RunSummary, Summary
@@ -29,7 +29,7 @@ from eval.report.style import PALETTE, SETTINGS, plain, sheet, svg
 from eval.report.tables import Line, Table, number, overall
 from leank_train.common.files import write_text
 from scripts.dashboard.runs import Points, Training, evaluation_points, evaluations, training_points, trainings
-from scripts.dashboard.wandb_workspace import workspace
+from scripts.dashboard.wandb_workspace import saved, workspace
 
 MAPS = 12  # masks drawn
 FIGURES = 24  # evaluations with a figure; it takes a third of a second, and every one has its own report
@@ -209,8 +209,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--wandb", metavar="ENTITY/PROJECT", help="save a workspace there instead")
     given = parser.parse_args(arguments)
     try:
-        if given.wandb:
-            print(workspace(given.wandb).save().url)
+        if given.wandb is not None:
+            print(saved(workspace(given.wandb)))
             return
         missing = [str(folder) for folder in given.folders if not folder.is_dir()]
         if missing or not given.folders:
@@ -221,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ModuleNotFoundError as error:
         sys.exit(f"dashboard: {error}; pip install 'leank[dashboard]'")
     except ValueError as error:
-        sys.exit(f"dashboard: {error}")
+        sys.exit(f"dashboard: {in_one_line(str(error))}")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def workspace(project: str) -> workspaces.Workspace:
     import wandb_workspaces.workspaces as workspaces
 
     entity, _, name = project.partition("/")
-    if not entity or not name:
+    if not entity or not name or "/" in name:
         raise ValueError(f"--wandb {project}: give ENTITY/PROJECT, such as my-team/leank")
     make: dict[
         str, Callable[[str, list[str]], reports.LinePlot | reports.BarPlot | reports.ScatterPlot | reports.MediaBrowser]
@@ -53,3 +53,13 @@ def workspace(project: str) -> workspaces.Workspace:
     ]
     groups = workspaces.RunsetSettings(groupby=[workspaces.Metric("Group")])
     return workspaces.Workspace(entity=entity, project=name, name="LeanK", sections=sections, runset_settings=groups)
+
+
+def saved(made: workspaces.Workspace) -> str:
+    """Save a workspace; returns its address. Raises ValueError for what W&B refuses, such as a missing login."""
+    import wandb
+
+    try:
+        return str(made.save().url)
+    except (wandb.Error, ConnectionError) as error:
+        raise ValueError(f"--wandb {made.entity}/{made.project}: {error}") from error

@@ -13,15 +13,20 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
-from data_gen.ending import again, ending
+from data_gen.ending import again, ending, in_one_line
 
 RESULT, RECORD, AGAIN = "metrics.json", "multirun.yaml", ".rerun"
 NOISE = ("srun:", "slurmstepd:", "submitit ", "[", "Exiting")
@@ -46,14 +51,29 @@ class Member:
         return self.state in ("failed", "not started")
 
 
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Raise ValueError that names the file where what Hydra wrote into it is damaged."""
+    wrong = (YAMLError, OmegaConfBaseException, HydraException, UnicodeDecodeError, AttributeError, TypeError, OSError)
+    try:
+        yield
+    except wrong as error:
+        if isinstance(error, OSError) and error.errno is not None:  # OmegaConf raises it for a file of one number, too
+            raise
+        said = in_one_line(str(error))[:200]
+        raise ValueError(f"{file} is not what Hydra wrote ({said}); copy it again, or start the sweep anew") from error
+
+
 def record(sweep: Path) -> DictConfig:
     """What Hydra wrote down when the sweep began. Raises ValueError for a folder without a sweep of leank_train."""
     file = sweep / RECORD
     if not file.is_file():
         raise ValueError(f"{file} does not exist; give the hydra.sweep.dir of a python -m leank_train -m ...")
-    found = OmegaConf.load(file)
-    assert isinstance(found, DictConfig)
-    name = found.hydra.job.config_name
+    with reading(file):
+        found = OmegaConf.load(file)
+        if not isinstance(found, DictConfig):
+            raise TypeError("no mapping")
+        name = found.hydra.job.config_name
     if name != "train":
         raise ValueError(f"{file} is of {name}.yaml; only sweeps of python -m leank_train are understood")
     return found
@@ -76,14 +96,19 @@ def queue() -> dict[str, str]:
 
 def members(sweep: Path) -> list[Member]:
     """Every member that the sweep was to have."""
-    written = record(sweep)
-    alive = queue() if written.hydra.launcher._target_.endswith("SlurmLauncher") else {}
-    folders = {tuple(OmegaConf.load(f)): f.parents[1] for f in sweep.rglob(".hydra/overrides.yaml")}
+    written, folders = record(sweep), {}
+    with reading(sweep / RECORD):
+        slurm, planned = written.hydra.launcher._target_.endswith("SlurmLauncher"), plan(written)
+    alive = queue() if slurm else {}
+    for file in sweep.rglob(".hydra/overrides.yaml"):
+        with reading(file):
+            folders[tuple(OmegaConf.load(file))] = file.parents[1]
     found = []
-    for number, overrides in enumerate(plan(written)):
+    for number, overrides in enumerate(planned):
         folder, job = folders.get(overrides), None
         if folder is not None:
-            job = str(OmegaConf.load(folder / ".hydra/hydra.yaml").hydra.job.id)
+            with reading(file := folder / ".hydra/hydra.yaml"):
+                job = str(OmegaConf.load(file).hydra.job.id)
         elif submitted := sorted(sweep.glob(f".submitit/*_{number}"), key=lambda p: p.stat().st_mtime):
             job = submitted[-1].name
         log = next(iter(sweep.glob(f"**/.submitit/{job}/{job}_0_log.out")), None)
@@ -148,6 +173,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--at-once", type=int, default=8, help="members that rerun waits for side by side (default 8)")
     args = parser.parse_args(argv)
     try:
+        if args.at_once < 1:
+            raise ValueError(f"--at-once={args.at_once} must be at least 1")
         if args.action == "report":
             from scripts.sweep.report import write_report
 
@@ -156,7 +183,7 @@ def main(argv: list[str] | None = None) -> None:
             return
         lost = status(args.sweep) if args.action == "status" else rerun(args.sweep, args.at_once)
     except ValueError as error:
-        sys.exit(f"sweep: {error}")
+        sys.exit(f"sweep: {in_one_line(str(error))}")
     sys.exit(1 if lost else 0)
 
 

@@ -91,3 +91,27 @@ def test_other_folders_are_left_alone(tmp_path, capsys):
 def test_no_torch_is_imported():
     code = "import sys, data_gen.tasks, data_gen.chat; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (["--seed", "-1"], "seed=-1"),
+        (["--seed", str(2**40)], f"seed={2**40}"),
+        (["--start", str(10**30)], "start=1000"),
+        (["--count", "0"], "count=0"),
+        (["--out", ""], "out='.'"),
+        (["--out", "/"], "out='/'"),
+        (["--out", "a\0b"], r"out='a\x00b'"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name(more, named, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=re.escape(named)):
+        run(tmp_path / "kv.jsonl", *more)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_without_a_stem_is_jsonl_too(tmp_path):
+    run(tmp_path / ".jsonl")
+    assert len((tmp_path / ".jsonl").read_text("utf-8").splitlines()) == 6

@@ -4,8 +4,10 @@ import json
 
 import pytest
 import torch
+import wandb
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
+from wandb_workspaces.workspaces import Workspace
 
 from eval.report import summarise
 from eval.rows.results import Results
@@ -124,3 +126,16 @@ def test_bad_arguments_say_what_to_give(tmp_path):
         main([str(tmp_path)])
     with pytest.raises(SystemExit, match=r"no folder .*none; give those of runs"):
         main([str(tmp_path / "none")])
+    with pytest.raises(SystemExit, match="--wandb : give ENTITY/PROJECT"):
+        main(["--wandb", ""])
+    with pytest.raises(SystemExit, match="--wandb a/b/c: give ENTITY/PROJECT"):
+        main(["--wandb", "a/b/c"])
+
+
+def test_what_weights_and_biases_refuses_is_one_line(monkeypatch):
+    def save(made):
+        raise wandb.errors.UsageError("No API key configured.")
+
+    monkeypatch.setattr(Workspace, "save", save)
+    with pytest.raises(SystemExit, match=r"dashboard: --wandb team/leank: No API key configured\."):
+        main(["--wandb", "team/leank"])

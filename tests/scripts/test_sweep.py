@@ -126,6 +126,51 @@ def cells(table):
     return [re.split(r"\s*\|\s*", line.strip("| ")) for line in table.splitlines() if line.startswith("|")][2:]
 
 
+WHOLE = """hydra:
+  job: {config_name: train}
+  runtime: {cwd: /, config_sources: []}
+  launcher: {_target_: a.BasicLauncher}
+  sweeper: {params: null}
+  sweep: {dir: a, subdir: b}
+  overrides: {task: ["seed=1"], hydra: []}
+"""
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["", "- a", "3", "hydra: 3", "{unclosed", "hydra: {job: {}}", "hydra: {job: {config_name: train}}", "hydra: ${c}",
+     b"\xa3\x80", WHOLE.replace("a.BasicLauncher", "3"), WHOLE.replace('"seed=1"', '"[[["'),
+     WHOLE.replace('"seed=1"', "3")],
+)  # fmt: skip
+def test_a_damaged_record_is_one_line_that_names_it(tmp_path, written):
+    file = tmp_path / "multirun.yaml"
+    file.write_bytes(written if isinstance(written, bytes) else written.encode())
+    with pytest.raises(SystemExit) as ended:
+        sweep.main(["status", str(tmp_path)])
+    assert f"sweep: {file} is not what Hydra wrote" in str(ended.value)
+    assert len(str(ended.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("overrides", "{{{"), ("overrides", "3"), ("hydra", "x"), ("hydra", "hydra: 3")]
+)
+def test_a_members_damaged_record_is_named_too(tmp_path, name, text):
+    (tmp_path / "multirun.yaml").write_text(WHOLE)
+    own = tmp_path / "0/.hydra"
+    own.mkdir(parents=True)
+    (own / "overrides.yaml").write_text("- seed=1")
+    (own / "hydra.yaml").write_text("hydra: {job: {id: 1}}")
+    assert sweep.members(tmp_path)[0].state == "failed"
+    (own / f"{name}.yaml").write_text(text)
+    with pytest.raises(ValueError, match=f"{name}.yaml is not what Hydra wrote"):
+        sweep.members(tmp_path)
+
+
+def test_no_rerun_waits_for_no_members(tmp_path):
+    with pytest.raises(SystemExit, match="--at-once=0 must be at least 1"):
+        sweep.main(["rerun", str(tmp_path), "--at-once", "0"])
+
+
 @given(st.data())
 def test_rows_are_means_over_seeds(data):
     """Against statistics.mean and .stdev, over any scores and any order of them."""

@@ -30,6 +30,7 @@ from eval.cache.storage.upload import update, upload
 
 PAGE = 64  # tokens
 COPIED = 1 << 24  # elements copied at once; the limit bounds the temporary tensors of a long prompt
+SCATTERED = 4  # pieces of rows that are not alike from which all are written at once, see `Segment._append_scattered`
 
 Count = TypeVar("Count", int, np.ndarray)
 
@@ -71,6 +72,27 @@ def _put(pages: Tensor, at: int, x: Tensor) -> None:
         pages[:, first : first + whole] = x[:, ahead : n - rest].unflatten(1, (whole, PAGE)).transpose(2, 3)
     if rest:
         pages[:, first + whole, :, :rest] = x[:, n - rest :].transpose(1, 2)
+
+
+def _picked(
+    x: Tensor, table: KeptChannels, rows: np.ndarray, head: Tensor, token: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The kept channels of some tokens, one after the other.
+
+    x: [R, H, n, D], dense; table: of all rows; rows: [R]
+    head, token: [N], which head of the R H, and which of its tokens
+
+    Returns the numbers [N, most channels], the number of channels of each token [N], and the place of each number among
+    them [N, most channels]: those that a head lacks repeat its last.
+    """
+    count = upload(table.count[rows].reshape(-1), x.device)
+    number, most = count[head], int(table.count[rows].max())
+    place = torch.minimum(torch.arange(most, device=x.device), (number[:, None] - 1).clamp(min=0))
+    new = x.flatten(0, 1)[head, token]
+    if most == x.shape[-1] and (table.count[rows] == most).all():
+        return new, number, place
+    index = table.index[upload(rows, x.device)].flatten(0, 1).long()[head]
+    return new.gather(1, index.gather(1, place)), number, place
 
 
 class Segment:
@@ -143,8 +165,18 @@ class Segment:
         count: [R, H], each head takes its first `count` tokens; None = all n
         """
         taken = np.where(self.capacity[rows] > 0, k.shape[2] if count is None else count, 0)
+        pieces = self._alike(rows, taken) if taken.any() else []
+        if len(pieces) < SCATTERED:
+            self._append_pieces(pieces, rows, k, v, taken)
+        else:
+            self._append_scattered(rows, k, v, taken)
+        self.length[rows] += taken
+        update(self.length_dev, self.length)
+
+    def _append_pieces(self, pieces: list[slice], rows: np.ndarray, k: Tensor, v: Tensor, taken: np.ndarray) -> None:
+        """Write the tokens that each head takes [R, H], piece by piece and head by head."""
         tables = [None if t is None else t.index.long() for t in (self.channels, self.values)]
-        for piece in self._alike(rows, taken) if taken.any() else ():
+        for piece in pieces:
             row, number = int(rows[piece.start]), piece.stop - piece.start
             step = max(PAGE, COPIED // (number * self.head_dim) // PAGE * PAGE)
             for head in np.flatnonzero(taken[piece.start]).tolist():
@@ -161,8 +193,32 @@ class Segment:
                     )
                     _put(pages, held + first, picked_k)
                     values[:, held + first : held + last] = picked_v
-        self.length[rows] += taken
-        update(self.length_dev, self.length)
+
+    def _append_scattered(self, rows: np.ndarray, k: Tensor, v: Tensor, taken: np.ndarray) -> None:
+        """Do what `_append_pieces` does for all rows and heads at once: no launch more, however many there are.
+
+        A head with fewer channels than another writes its last one several times, always the same number.
+        """
+        device, total = self.k.device, int(taken.sum())
+        head = torch.repeat_interleave(upload(taken.reshape(-1), device), output_size=total)
+        token = spread(np.zeros_like(taken), taken, device)
+        for some in torch.arange(total, device=device).split(max(1, COPIED // (4 * self.head_dim))):
+            of, n = head[some], token[some]
+
+            def each(of_head: np.ndarray, of: Tensor = of) -> Tensor:
+                return upload(of_head[rows].reshape(-1), device)[of]
+
+            at = each(self.length) + n
+            new, _, channel = _picked(k, self.channels, rows, of, n)
+            page = each(self.k_start) + at // PAGE * each(self.channels.count) * PAGE + at % PAGE
+            self.k[page[:, None] + channel * PAGE] = new
+            if self.values is None:
+                lines(self.v, self.head_dim)[each(self.v_start) // self.head_dim + at] = v.flatten(0, 1)[of, n]
+                continue
+            new, number, channel = _picked(v, self.values, rows, of, n)
+            first = each(self.v_start) + at * number
+            there = number > 0  # a head can keep no channel of V
+            self.v[(first[:, None] + channel)[there]] = new[there]
 
     def _room(self, row: int, number: int, head: int) -> tuple[Tensor, Tensor]:
         """Views of one head's regions in `number` rows of the same layout from `row` on.

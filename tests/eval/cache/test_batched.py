@@ -168,11 +168,20 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operators(attend, middle, batch, steps):
-    """Operators of a decoding step, its append and its share of the flushes between, mean of `steps`."""
+def operators(attend, middle, batch, steps, asked=None):
+    """Operators of a decoding step, its append and its share of the flushes between, mean of `steps`.
+
+    asked: real tokens of each row's question [batch], which comes first, so that windows are full at different steps
+    """
     generator = torch.Generator().manual_seed(0)
     k, v = (random_like(generator, batch, HEADS, 200, DIM, dtype=torch.bfloat16) for _ in range(2))
     store = Store(k, v, None, middle, Sizes(4, 40, 32))
+    if asked is not None:
+        new = int(asked.max())
+        k, v = (random_like(generator, batch, HEADS, new, DIM, dtype=torch.bfloat16) for _ in range(2))
+        q = random_like(generator, batch, HEADS * GROUP, new, DIM, dtype=torch.bfloat16)
+        attend(store, q, store.append(k, v, torch.arange(new) >= new - asked[:, None]), 0.3)
+        store.flush()
     with Operators() as seen:
         for _ in range(steps):
             k, v = (random_like(generator, batch, HEADS, 1, DIM, dtype=torch.bfloat16) for _ in range(2))
@@ -194,4 +203,12 @@ STEPS = {
 def test_a_step_takes_few_operators_whatever_the_batch(choice):
     few, many = (operators(batched.attend, Middle(**STEPS[choice]), batch, 64) for batch in (2, 8))
     assert many <= 70
+    assert many <= 1.2 * few
+
+
+def test_rows_whose_windows_are_full_at_different_steps_take_few_operators_too():
+    few, many = (
+        operators(batched.attend, Middle(**STEPS["h2o"]), batch, 64, torch.arange(batch) % 31 + 1) for batch in (31, 62)
+    )
+    assert many <= 400
     assert many <= 1.2 * few

@@ -24,7 +24,7 @@ def random_masks(batch, generator, per_row):
     return k.expand(batch, -1, -1), v.expand(batch, -1, -1)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(
     st.booleans(),
     st.booleans(),
@@ -33,9 +33,10 @@ def random_masks(batch, generator, per_row):
         min_size=1,
         max_size=5,
     ),
+    st.sampled_from([1, pages.SCATTERED]),  # all rows at once, and row by row
     st.integers(0, 2**20),
 )
-def test_tokens_are_where_they_were_put(per_row, prune_v, appends, seed):
+def test_tokens_are_where_they_were_put(per_row, prune_v, appends, scattered, seed):
     """Rows alike and not, some of them at a time, pages begun and ended anywhere, heads with counts of their own."""
     generator = torch.Generator().manual_seed(seed)
     keep, keep_v = random_masks(3, generator, per_row)
@@ -49,6 +50,7 @@ def test_tokens_are_where_they_were_put(per_row, prune_v, appends, seed):
         count = torch.randint(0, tokens + 1, (len(rows), HEADS), generator=generator).numpy() if ragged else None
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pages, "COPIED", 1 << 10)  # several copies a head
+            patch.setattr(pages, "SCATTERED", scattered)
             segment.append(np.array(rows), k, v, count)
         for r, head in np.ndindex(len(rows), HEADS):
             n = tokens if count is None else count[r, head]

@@ -9,3 +9,9 @@ from eval.inference.models import ModelConfig
 def test_a_device_that_is_none_is_named(device):
     with pytest.raises(ValueError, match=f"model.device='{device}' is no device; give auto"):
         ModelConfig(device=device).identity()
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "xpu", "hpu", "mps:7"])
+def test_a_device_of_another_machine_is_named(device):
+    with pytest.raises(ValueError, match=f"model.device='{device}' is no device of this machine"):
+        ModelConfig(device=device).identity()

@@ -1,6 +1,7 @@
 """python -m eval.papers from the command line to the page, on a tiny random model."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -110,3 +111,22 @@ def test_quick_items_from_end_to_end(tmp_path, model, capsys):
     assert {row["method"] for row in stored} >= {"dense", "think_alone_0.4", "snapkv_iap_recent_256_32"}
     assert (tmp_path / "items" / "iap_fig1.md").is_file()
     assert find("iap:fig1").here
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["hydra.run.dir=x"], "hydra.run.dir=x is a setting of Hydra"),
+        (["--out", "a\0b"], r"--out 'a\x00b' is no name of a folder"),
+    ],
+)
+def test_arguments_that_mean_nothing_here_are_refused(arguments, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        run(parser().parse_intermixed_args(["leank:fig9", *arguments]))
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_override_that_hydra_cannot_read_is_shown(tmp_path):
+    failed = Workshop(tmp_path, Request(overrides=("model=3",))).make([ONE])
+    assert "model=3: Config group override" in failed[ONE.id]

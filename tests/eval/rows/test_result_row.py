@@ -41,6 +41,8 @@ def test_a_row_without_settings_is_named():
     [
         ("score", float("nan")), ("score", "1"), ("settings", {}), ("settings", {"method": {}, "specials": "neither"}),
         ("cache_bytes", {}), ("seconds", None), ("meta", []), ("length", "4096"), ("non_finite", "x"),
+        ("score", -5), ("score", 1.5), ("length", -1), ("prompt_tokens", 10**400), ("new_tokens", 10**20),
+        ("batch", -3), ("selected_layer", -2), ("method", 10**400),
     ],
 )  # fmt: skip
 def test_a_field_of_another_kind_is_named(field, value):

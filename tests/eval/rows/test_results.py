@@ -179,7 +179,7 @@ def test_a_damaged_line_is_named(tmp_path):
     (tmp_path / NAME).write_text(json.dumps(ROW) + "\nnot json\n" + json.dumps({**ROW, "sample": "1"}) + "\n")
     with pytest.raises(ValueError, match="line 2 is no result row"):
         Results(tmp_path)
-    for damaged in ('{"score": 1}', "[" * 100_000, json.dumps({**ROW, "sample": ["0"]}), '"row"'):
+    for damaged in ('{"score": 1}', "[" * 100_000, json.dumps({**ROW, "sample": ["0"]}), '"row"', "null", "3"):
         (tmp_path / NAME).write_text(damaged + "\n")
         with pytest.raises(ValueError, match="line 1 is no result row"):
             list(read(tmp_path))
@@ -192,6 +192,8 @@ def test_one_writer_and_no_row_twice(tmp_path):
             results.append(ROW)
         with pytest.raises(BlockingIOError, match=r"another run.*hydra\.run\.dir"):
             Results(tmp_path)
+        with pytest.raises(BlockingIOError, match=r"another run.*choose another --out"):
+            Results(tmp_path, folder="--out")
 
 
 def test_missing_results_say_what_to_give(tmp_path):

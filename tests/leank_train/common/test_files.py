@@ -2,10 +2,24 @@
 
 import os
 import resource
+import subprocess
+import sys
+import time
 
 import pytest
 
 from leank_train.common.files import remove_partial, write_bytes
+from tests import ROOT
+
+HALF = """
+import os, sys, time
+from leank_train.common import files
+def wait(handle):
+    print("half", flush=True)
+    time.sleep(60)
+files.os.fsync = wait
+files.write_bytes(sys.argv[1], b"x" * 100)
+"""
 
 
 def test_a_full_disk_names_the_file_and_leaves_what_was_there(tmp_path):
@@ -32,3 +46,29 @@ def test_leftovers_of_killed_runs_go_and_nothing_else(tmp_path):
     assert (tmp_path / ".results.png.abcd1234").exists()
     remove_partial(tmp_path)
     assert {str(f.relative_to(tmp_path)) for f in tmp_path.rglob("*") if f.is_file()} == kept
+
+
+def test_what_a_process_is_writing_stays_and_goes_once_it_is_dead(tmp_path):
+    """A report that was killed leaves nothing, also where another shard begins within the hour."""
+    writer = subprocess.Popen(
+        [sys.executable, "-c", HALF, str(tmp_path / "report.html")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == b"half\n"
+    (partial,) = tmp_path.iterdir()
+    os.utime(partial, (time.time() - 60,) * 2)
+    remove_partial(tmp_path, age=3600)
+    assert partial.exists()
+    writer.kill()
+    writer.wait()
+    remove_partial(tmp_path, age=3600)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_path_that_is_no_files_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"a\\x00b' is no name of a file"):
+        write_bytes(f"{tmp_path}/a\0b", b"")
+    with pytest.raises(IsADirectoryError) as error:
+        write_bytes(tmp_path, b"")
+    assert error.value.filename == str(tmp_path)
