@@ -4,6 +4,8 @@ python -m eval.papers --list                          every item, and whether it
 python -m eval.papers leank:fig7 think:table2         these, on the shipped reference model
 python -m eval.papers --paper asl --quick             all of a paper, few samples
 python -m eval.papers --all --html                    everything, and one page of it
+python -m eval.papers --all --jobs 16                 sixteen processes side by side, spread over the visible GPUs
+python -m eval.papers --all --show --html             nothing is made: tables, verdicts and page of what is there
 python -m eval.papers think:table2 --real model.name=/path/to/Llama-3-8B      with the paper's model and data
 
 What was made before is not made again. Rows are written one by one, so a run that was stopped goes on where it was.
@@ -36,6 +38,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--all", action="store_true", help="all items")
     made.add_argument("--quick", action="store_true", help="five samples of two tasks at 1K: a look, not a result")
     made.add_argument("--real", action="store_true", help="with the paper's models, settings and data")
+    made.add_argument("--jobs", type=int, default=1, metavar="N", help="processes side by side; logs in OUT/logs")
+    made.add_argument("--show", action="store_true", help="make nothing; write again what is there")
     made.add_argument("--html", action="store_true", help="also write OUT/papers.html")
     made.add_argument("--out", type=Path, default=Path("outputs/papers"), help="folder, %(default)s by default")
     return made
@@ -60,20 +64,23 @@ def listing(paper: Sequence[str] = ()) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the items of the command line, and print or write them. Returns the exit status."""
-    from eval.papers.make import Request, Workshop
+    from eval.papers.make import Workshop
     from eval.papers.page import as_html, as_markdown
     from eval.papers.registry import ITEMS, find, of_papers, status
+    from eval.papers.task import Request
     from leank_train.common.files import write_text
 
     overrides = tuple(one for one in arguments.items if "=" in one)
     named = [find(one) for one in arguments.items if "=" not in one]
     chosen = {item.id: item for item in (*of_papers(arguments.paper), *named)}
     items = list((ITEMS if arguments.all else chosen).values())
+    if arguments.jobs < 1:
+        raise ValueError(f"--jobs {arguments.jobs} makes nothing; give 1 or more")
     if not items:
         raise ValueError("no item is named; give ids such as leank:fig7, --paper NAME, --all or --list")
     request = Request(arguments.quick, arguments.real, overrides)
     workshop = Workshop(arguments.out, request)
-    failed = workshop.make(items)
+    failed = {} if arguments.show else workshop.make(items, arguments.jobs)
     everything = workshop.collect(items)
     for made in everything:
         text = as_markdown(made)

@@ -7,9 +7,10 @@ import pytest
 
 from eval.papers.__main__ import listing, main, parser, run
 from eval.papers.item import Analysed, Contrast, Item, Replay
-from eval.papers.make import Request, Workshop
+from eval.papers.make import Workshop
 from eval.papers.page import as_html, as_markdown
 from eval.papers.registry import ITEMS, find
+from eval.papers.task import Request
 from tests.helpers.tiny_run import save_model
 
 LITTLE = ("benchmark.samples=1", "benchmark.tasks=[niah_multikey_2]", "benchmark.lengths=[512]", "max_new_tokens=2")

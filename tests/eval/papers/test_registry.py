@@ -12,10 +12,11 @@ from eval import published
 from eval.methods import method
 from eval.papers.analyses import ANALYSES, analysis
 from eval.papers.item import Analysed, Command, Contrast, Expect, Replay
-from eval.papers.make import HERE, Made
-from eval.papers.make import composed as composed_here
+from eval.papers.make import Made
 from eval.papers.page import as_markdown, commands
 from eval.papers.registry import ITEMS, PAPERS, find, of_papers, status
+from eval.papers.task import HERE
+from eval.papers.task import composed as composed_here
 from eval.run.grid import expanded
 from leank_train.common.typed import typed
 from tests import ROOT
