@@ -8,8 +8,9 @@ python -m eval.papers --all --jobs 16                 sixteen processes side by 
 python -m eval.papers --all --show --html             nothing is made: tables, verdicts and page of what is there
 python -m eval.papers think:table2 --real model.name=/path/to/Llama-3-8B      with the paper's model and data
 
-What was made before is not made again. Rows are written one by one, so a run that was stopped goes on where it was.
-Arguments like key=value are passed on to the configuration of python -m eval.
+What was made before is not made again: rows are written one by one, so a run that was stopped goes on where it was.
+OUT/verdicts.md says which of the papers' claims show. Arguments like key=value are passed on to the configuration of
+python -m eval.
 """
 
 from __future__ import annotations
@@ -48,17 +49,17 @@ def parser() -> argparse.ArgumentParser:
 def listing(paper: Sequence[str] = ()) -> str:
     """Return the lines of --list: id, status, what it shows, and the command with real weights where it needs them."""
     from eval.papers.page import commands
-    from eval.papers.registry import ITEMS, PAPERS, of_papers, status
+    from eval.papers.registry import ITEMS, PAPERS, RUNS, of_papers, status
 
     lines = []
     for item in of_papers(paper or PAPERS):
         state = status(item)
         lines.append(f"{item.id:<14} {state}\n    {item.shows}")
-        if state != "runs here":
+        if not state.startswith(RUNS):
             lines += [f"    {line}" for _, line in commands(item)]
         elif item.real:
             lines.append(f"    with {item.needs}: python -m eval.papers {item.id} --real")
-    runs = sum(status(ITEMS[name]) == "runs here" for name in ITEMS)
+    runs = sum(status(item).startswith(RUNS) for item in ITEMS.values())
     return "\n".join([*lines, f"{len(ITEMS)} items, {runs} run here: python -m eval.papers ID"])
 
 
@@ -68,6 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     from eval.papers.page import as_html, as_markdown
     from eval.papers.registry import ITEMS, find, of_papers, status
     from eval.papers.task import Request
+    from eval.papers.verdicts import as_markdown as as_verdicts
     from leank_train.common.files import write_text
 
     overrides = tuple(one for one in arguments.items if "=" in one)
@@ -87,6 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
         write_text(arguments.out / "items" / f"{made.item.id.replace(':', '_')}.md", text)
         if made.item in named:
             print(text)
+    write_text(arguments.out / "verdicts.md", as_verdicts(everything))
     if arguments.html:
         write_text(arguments.out / "papers.html", as_html(everything, request.quick))
         print(f"page: {arguments.out / 'papers.html'}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from eval.papers.item import Analysed, Item, Replay
@@ -14,8 +14,9 @@ from eval.rows.results import Key
 from eval.run.job import Job
 from eval.run.progress import EVERY, duration
 
-ANALYSIS = 50_000  # what an analysis costs beside a method's samples times tokens
-PREFILL = 2  # the dense pass costs as much as so many methods
+STEP = 64  # a decoding step takes as long as so many tokens of a prompt
+REPLY = 1024  # steps where a task sets its own bound
+ANALYSIS = 500_000  # what an analysis costs, in samples times tokens
 EACH = 8  # portions for each process: enough to share out evenly, and few enough to share prefills,
 LEAST = 4  # if they have so many methods on a batch
 log = logging.getLogger("eval")
@@ -83,16 +84,28 @@ def portions(plans: Sequence[tuple[Item, Task]], done: set[Key], processes: int)
             for method in lacking:
                 if (key := job.key(method, cell, samples[0])) not in planned:
                     planned.add(key)
-                    cost = len(samples) * (cell.length or 4096)
+                    steps = job.settings.max_new_tokens or REPLY
+                    cost = len(samples) * ((cell.length or 4096) + STEP * steps)
                     part = Part(item.id, task.step, (method.label,))
                     batches[like, numbers[cell, samples[0]]].append((part, cost))
-    most = max(LEAST, sum(map(len, batches.values())) // (EACH * processes))
+    costs = [cost for one in batches.values() for _, cost in one]
+    enough = max(sum(costs) // (EACH * processes), LEAST * min(costs, default=0))
     for (like, batch), one in batches.items():
-        for first in range(0, len(one), most):
-            some = one[first : first + most]
-            cost = sum(cost for _, cost in some) + PREFILL * some[0][1]
+        for some in _cut(one, enough):
+            cost = sum(cost for _, cost in some)
             found.append(Portion(_joined([part for part, _ in some]), cost, f"{batch}/{totals[like]}"))
     return found
+
+
+def _cut(one: Sequence[tuple[Part, int]], enough: int) -> Iterator[list[tuple[Part, int]]]:
+    """Yield neighbours whose costs add up to `enough`; one alone may cost more."""
+    some: list[tuple[Part, int]] = []
+    for part, cost in one:
+        if some and sum(cost for _, cost in some) + cost > enough:
+            yield some
+            some = []
+        some.append((part, cost))
+    yield some
 
 
 def _joined(parts: Sequence[Part]) -> tuple[Part, ...]:
