@@ -7,12 +7,15 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from eval.papers.item import Analysed, Item, Replay
-from eval.papers.task import Task
 from eval.rows.results import Key
-from eval.run.job import Job
 from eval.run.progress import EVERY, duration
+
+if TYPE_CHECKING:  # a process that deals out portions needs no torch
+    from eval.papers.task import Task
+    from eval.run.job import Job
 
 STEP = 64  # a decoding step takes as long as so many tokens of a prompt
 REPLY = 1024  # steps where a task sets its own bound

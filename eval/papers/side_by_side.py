@@ -19,8 +19,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
-import torch
-
 from eval.papers.portions import Line, Portion
 from eval.rows.results import Results
 
@@ -79,10 +77,8 @@ class Hand:
     @classmethod
     def started(cls, make: Make, portion: Portion, number: int, jobs: int, directory: Path) -> Hand:
         """Start a process on its share of the cores and on one GPU, if there is any, and give it a portion."""
-        given = os.environ.get("CUDA_VISIBLE_DEVICES")
-        devices = given.split(",") if given else [str(device) for device in range(torch.cuda.device_count())]
         settings = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // jobs))}
-        if devices:
+        if devices := _devices():
             settings["CUDA_VISIBLE_DEVICES"] = devices[number % len(devices)]
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
@@ -109,6 +105,15 @@ class Hand:
         except (EOFError, OSError):
             self.process.join()
             return False, f"its process ended with status {self.process.exitcode}; {self.log} says more"
+
+
+def _devices() -> list[str]:
+    """Return the GPUs that this process may use, by the names that CUDA_VISIBLE_DEVICES takes."""
+    if given := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return given.split(",")
+    import torch
+
+    return [str(device) for device in range(torch.cuda.device_count())]
 
 
 @contextmanager
