@@ -18,7 +18,7 @@ LATE = range(128, 10**6)  # decoding steps
 HELD = (Expect("tokens seen over tokens held after 128 steps and more", where(measure="seen", step=LATE),
                where(measure="held", step=LATE)),)  # fmt: skip
 # long replies: the model writes a path of 64 steps, some 700 tokens
-ON_CHAINS = (f"model.name={MIXED.path}", "mask=null")
+ON_CHAINS = (f"model.name={MIXED.path}",)
 REPLIES = Analysed(
     "retained_tokens", {"task": "chain", "length": 2048, "samples": 16, "steps": 640}, quick={"samples": 2},
     overrides=ON_CHAINS, need=MIXED,
@@ -39,8 +39,8 @@ def chains(*names: str, sets: Sequence[str] = ()) -> Replay:
 
 rivals = chains("reference/h2o", "streaming_llm", "pyramidkv", "reference/lethe",
                 sets=("method.pyramidkv.tokens.budget=512", "method.streaming_llm.window=496"))  # fmt: skip
-recent = chains("papers/lethe_recent", sets=("method.lethe_recent.tokens.evict_at=512",))
-sparse = chains("papers/lethe_sparse", sets=("method.lethe_sparse.tokens.evict_at=512",))
+recent = chains("papers/lethe_recent", sets=("+method.lethe_recent.tokens.evict_at=512",))
+sparse = chains("papers/lethe_sparse", sets=("+method.lethe_sparse.tokens.evict_at=512",))
 ON_MATH = "On chains here, whose replies of 700 tokens have an end that can be checked; no reasoning. "
 
 ITEMS = (
