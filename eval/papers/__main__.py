@@ -49,18 +49,18 @@ def parser() -> argparse.ArgumentParser:
 def listing(paper: Sequence[str] = ()) -> str:
     """Return the lines of --list: id, status, what it shows, and the command with real weights where it needs them."""
     from eval.papers.page import commands
-    from eval.papers.registry import ITEMS, PAPERS, RUNS, of_papers, status
+    from eval.papers.registry import ITEMS, PAPERS, of_papers, runs, status
 
     lines = []
     for item in of_papers(paper or PAPERS):
         state = status(item)
         lines.append(f"{item.id:<14} {state}\n    {item.shows}")
-        if not state.startswith(RUNS):
+        if not runs(item):
             lines += [f"    {line}" for _, line in commands(item)]
         elif item.real:
             lines.append(f"    with {item.needs}: python -m eval.papers {item.id} --real")
-    runs = sum(status(item).startswith(RUNS) for item in ITEMS.values())
-    return "\n".join([*lines, f"{len(ITEMS)} items, {runs} run here: python -m eval.papers ID"])
+    there = sum(map(runs, ITEMS.values()))
+    return "\n".join([*lines, f"{len(ITEMS)} items, {there} run here: python -m eval.papers ID"])
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -69,8 +69,8 @@ class Workshop:
             waiting = portions(list(self._plans(items, failed)), results.keys, jobs)
             if jobs == 1:
                 return failed | one_by_one(self.make_portion, waiting, results)
-            make = Workshop(self.directory, self.request).make_portion  # without what is loaded here
-            return failed | side_by_side(make, waiting, jobs, self.directory)
+            # each process gets a copy of this workshop: its steps are checked, and no model is loaded yet
+            return failed | side_by_side(self.make_portion, waiting, jobs, self.directory)
 
     def make_portion(self, portion: Portion, results: Results) -> None:
         """Make one portion. Raises what its replay or its analysis raises."""

@@ -9,7 +9,7 @@ from eval import published
 from eval.papers.item import Command, Item, Replay
 from eval.papers.judge import Judgement
 from eval.papers.make import Made
-from eval.papers.registry import RUNS, status
+from eval.papers.registry import runs, status
 from eval.papers.verdicts import headlines, judgements
 from eval.report import plots, style
 from eval.report.html import figure, page, to_table
@@ -64,7 +64,7 @@ def our_tables(made: Made) -> list[Table]:
 
 def commands(item: Item) -> list[tuple[str, str]]:
     """Return (what it makes, the command line) for everything that makes an item."""
-    lines = [("with the reference model", f"python -m eval.papers {item.id}")] if status(item).startswith(RUNS) else []
+    lines = [("with the reference model", f"python -m eval.papers {item.id}")] if runs(item) else []
     lines += [(f"needs {s.needs}" if s.needs else "training", s.line) for s in item.here if isinstance(s, Command)]
     if any(not isinstance(step, Command) for step in item.real):
         lines.append((f"with {item.needs}", f"python -m eval.papers {item.id} --real"))
@@ -116,7 +116,7 @@ def _runs(made: Made) -> list[RunSummary]:
 def _not_there(item: Item) -> str:
     """Say why there is nothing to show of an item; names keep their capitals."""
     state = status(item)
-    return "Not made yet." if state.startswith(RUNS) else f"{state[0].upper()}{state[1:]}."
+    return "Not made yet." if runs(item) else f"{state[0].upper()}{state[1:]}."
 
 
 def _link(made: Made) -> str:

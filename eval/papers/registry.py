@@ -14,7 +14,6 @@ ITEMS: dict[str, Item] = {
     item.id: item for items in (leank.ITEMS, think.ITEMS, iap.ITEMS, lethe.ITEMS, asl.ITEMS) for item in items
 }
 PAPERS = tuple(dict.fromkeys(item.paper for item in ITEMS.values()))
-RUNS = "runs here"
 SPELLINGS = {"figure": "fig", "tab": "table"}
 
 
@@ -46,11 +45,16 @@ def makes(step: Step) -> bool:
     return step.need is None or Path(step.need.path).exists()
 
 
+def runs(item: Item) -> bool:
+    """Return whether this command can make an item here, or a part of it."""
+    return any(map(makes, item.here))
+
+
 def status(item: Item) -> str:
     """Say whether an item can be made here, in a few words."""
     lacking = dict.fromkeys(lack for step in item.here if (lack := _lack(step)) is not None)
-    if any(map(makes, item.here)):
-        return f"{RUNS}, in part: {', '.join(filter(None, lacking))}" if any(lacking) else RUNS
+    if runs(item):
+        return f"runs here, in part: {', '.join(filter(None, lacking))}" if any(lacking) else "runs here"
     if item.here:
         return next(iter(lacking)) or "runs here by another command"
     if item.real:
