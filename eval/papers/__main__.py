@@ -4,10 +4,13 @@ python -m eval.papers --list                          every item, and whether it
 python -m eval.papers leank:fig7 think:table2         these, on the shipped reference model
 python -m eval.papers --paper asl --quick             all of a paper, few samples
 python -m eval.papers --all --html                    everything, and one page of it
+python -m eval.papers --all --jobs 16                 sixteen processes side by side, spread over the visible GPUs
+python -m eval.papers --all --show --html             nothing is made: tables, verdicts and page of what is there
 python -m eval.papers think:table2 --real model.name=/path/to/Llama-3-8B      with the paper's model and data
 
-What was made before is not made again. Rows are written one by one, so a run that was stopped goes on where it was.
-Arguments like key=value are passed on to the configuration of python -m eval.
+What was made before is not made again: rows are written one by one, so a run that was stopped goes on where it was.
+OUT/verdicts.md says which of the papers' claims show. Arguments like key=value are passed on to the configuration of
+python -m eval.
 """
 
 from __future__ import annotations
@@ -36,6 +39,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--all", action="store_true", help="all items")
     made.add_argument("--quick", action="store_true", help="five samples of two tasks at 1K: a look, not a result")
     made.add_argument("--real", action="store_true", help="with the paper's models, settings and data")
+    made.add_argument("--jobs", type=int, default=1, metavar="N", help="processes side by side; logs in OUT/logs")
+    made.add_argument("--show", action="store_true", help="make nothing; write again what is there")
     made.add_argument("--html", action="store_true", help="also write OUT/papers.html")
     made.add_argument("--out", type=Path, default=Path("outputs/papers"), help="folder, %(default)s by default")
     return made
@@ -44,25 +49,27 @@ def parser() -> argparse.ArgumentParser:
 def listing(paper: Sequence[str] = ()) -> str:
     """Return the lines of --list: id, status, what it shows, and the command with real weights where it needs them."""
     from eval.papers.page import commands
-    from eval.papers.registry import ITEMS, PAPERS, of_papers, status
+    from eval.papers.registry import ITEMS, PAPERS, of_papers, runs, status
 
     lines = []
     for item in of_papers(paper or PAPERS):
         state = status(item)
         lines.append(f"{item.id:<14} {state}\n    {item.shows}")
-        if state != "runs here":
+        if not runs(item):
             lines += [f"    {line}" for _, line in commands(item)]
         elif item.real:
             lines.append(f"    with {item.needs}: python -m eval.papers {item.id} --real")
-    runs = sum(status(ITEMS[name]) == "runs here" for name in ITEMS)
-    return "\n".join([*lines, f"{len(ITEMS)} items, {runs} run here: python -m eval.papers ID"])
+    there = sum(map(runs, ITEMS.values()))
+    return "\n".join([*lines, f"{len(ITEMS)} items, {there} run here: python -m eval.papers ID"])
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the items of the command line, and print or write them. Returns the exit status."""
-    from eval.papers.make import Request, Workshop
+    from eval.papers.make import Workshop
     from eval.papers.page import as_html, as_markdown
     from eval.papers.registry import ITEMS, find, of_papers, status
+    from eval.papers.task import Request
+    from eval.papers.verdicts import as_markdown as as_verdicts
     from leank_train.common.files import write_text
 
     overrides = tuple(one for one in arguments.items if "=" in one)
@@ -73,17 +80,20 @@ def run(arguments: argparse.Namespace) -> int:
     named = [find(one) for one in arguments.items if "=" not in one]
     chosen = {item.id: item for item in (*of_papers(arguments.paper), *named)}
     items = list((ITEMS if arguments.all else chosen).values())
+    if arguments.jobs < 1:
+        raise ValueError(f"--jobs {arguments.jobs} makes nothing; give 1 or more")
     if not items:
         raise ValueError("no item is named; give ids such as leank:fig7, --paper NAME, --all or --list")
     request = Request(arguments.quick, arguments.real, overrides)
     workshop = Workshop(arguments.out, request)
-    failed = workshop.make(items)
+    failed = {} if arguments.show else workshop.make(items, arguments.jobs)
     everything = workshop.collect(items)
     for made in everything:
         text = as_markdown(made)
         write_text(arguments.out / "items" / f"{made.item.id.replace(':', '_')}.md", text)
         if made.item in named:
             print(text)
+    write_text(arguments.out / "verdicts.md", as_verdicts(everything))
     if arguments.html:
         write_text(arguments.out / "papers.html", as_html(everything, request.quick))
         print(f"page: {arguments.out / 'papers.html'}")

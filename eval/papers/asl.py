@@ -50,25 +50,30 @@ def on_infinitebench(*names: str) -> tuple[Replay, ...]:
 
 HARD, EASY = ("niah_multikey_3", "niah_multikey_2"), ("niah_single_1", "niah_single_2")
 VARIANCE, ABOVE = {"measure": "relative_variance"}, range(4, 99)  # layers above every L_min
+UNIT = ("task", "sample")
 LATER = (
     Expect(
         "relative variance above L_min, many similar keys over a single one",
         where(**VARIANCE, task=HARD, layer=ABOVE),
         where(**VARIANCE, task=EASY, layer=ABOVE),
+        over=UNIT,
     ),
 )
 SELECTS = tuple(
     Expect(
-        f"selection layer at tau = {tau}, many similar keys over a single one",
-        where(measure="selection_layer", threshold=tau, task=HARD),
-        where(measure="selection_layer", threshold=tau, task=EASY),
+        f"layers that read all tokens at tau = {tau}, many similar keys over a single one",
+        where(measure="whole_layers", threshold=tau, task=HARD),
+        where(measure="whole_layers", threshold=tau, task=EASY),
+        over=UNIT,
     )
-    for tau in (0.3, 0.9)
+    for tau in (0.6, 0.75, 0.9)
 )
 SHORT = {"samples": 1, "length": 1024, "budget": 256}
 LONG = 32 * K  # tokens: analyses of an 8B model
 OWN: dict[str, object] = {"length": LONG, "budget": 2048, "thresholds": [0.3]}  # the paper's k and tau
-NEVER = "L_obs is 2 for 7 layers. A sample in which no layer selects counts in the picture, not in the mean."
+SELECTION = Analysed("selection_layers", {"samples": 50, "thresholds": [0.6, 0.75, 0.9]}, quick={"samples": 5})
+SETTLING = Analysed("relative_variance", {"samples": 25}, quick=SHORT)
+NEVER = "L_obs is 2 for 7 layers. Where no layer selects, all layers read all tokens."
 TAUS = ("method.asl_full.each.prefill.threshold=[0.2,0.3,0.4,0.5,0.6]",)
 
 ITEMS = (
@@ -94,7 +99,7 @@ ITEMS = (
                         where(measure="rank", quantile=0.5, layer=range(4, 6))),)),
     Item("asl:fig5", "How the relative variance is computed, as a drawing.", note="eval/methods/prefill/asl.py."),
     Item("asl:fig6", "Relative variance by layer for ten tasks.", "Hard tasks settle later.",
-         here=(Analysed("relative_variance", quick=SHORT),),
+         here=(SETTLING,),
          real=(on("qwen25_7b_1m", "relative_variance", length=LONG, budget=2048),),
          needs=QWEN, note="RULER's tasks instead of InfiniteBench's. L_obs is 2 for 7 layers.", claims=LATER),
     Item("asl:fig7", "Needle in a haystack on Qwen to 256K: ASL, ASL in two passes, SnapKV, FastKV, GemFilter.",
@@ -111,10 +116,10 @@ ITEMS = (
                         where(**VARIANCE, observed=2, layer=ABOVE)),),
          note="RULER's tasks instead of InfiniteBench's."),
     Item("asl:fig9", "Which layer selects, by task, on Llama.", "Hard tasks select later than FastKV's layer.",
-         here=(Analysed("selection_layers", quick={"samples": 2}),),
+         here=(SELECTION,),
          real=(on("llama31_8b_ultralong", "selection_layers", **OWN),), needs=UL, note=NEVER, claims=SELECTS),
     Item("asl:fig10", "Which layer selects, by task, on Qwen.", "Hard tasks select later than FastKV's layer.",
-         here=(Analysed("selection_layers", quick={"samples": 2}),),
+         here=(SELECTION,),
          real=(on("qwen25_7b_1m", "selection_layers", **OWN),), needs=QWEN, note=NEVER, claims=SELECTS),
     Item("asl:table1", "Methods that prune tokens layer by layer, as a list.",
          note="FastKV, GemFilter, PyramidInfer, PyramidKV and ASL are here; LazyLLM, PromptDistill, SlimInfer, OmniKV, "

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Row = dict[str, str | float | int | None]
 Measure = Literal["score", "bytes", "first_token", "per_token"]
+
+
+class Need(NamedTuple):
+    """A model or a file that a step cannot do without, and that may not be there.
+
+    what: its name, as in "needs the model reference_mixed".
+    path: where it lies, from the repository's root.
+    """
+
+    what: str
+    path: str
 
 
 @dataclass(frozen=True)
@@ -16,10 +27,12 @@ class Replay:
 
     overrides: what stands on its command line, such as "+experiment=papers/here".
     quick: what `--quick` adds to it.
+    need: what must be there before it can run.
     """
 
     overrides: tuple[str, ...]
     quick: tuple[str, ...] = ()
+    need: Need | None = None
 
     @property
     def command(self) -> str:
@@ -36,6 +49,7 @@ class Analysed:
     quick: those that `--quick` sets besides.
     overrides: of python -m eval, for the model and the mask.
     model: whether it runs a model; some read a mask alone.
+    need: what must be there before it can run.
     """
 
     name: str
@@ -43,6 +57,7 @@ class Analysed:
     quick: Mapping[str, Any] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
     model: bool = True
+    need: Need | None = None
 
 
 @dataclass(frozen=True)
@@ -84,14 +99,19 @@ class Expect:
     of: whether a row counts.
     minus: whether a row counts among those whose mean is subtracted; None subtracts nothing.
     by: fields that pair a row of `of` with one of `minus`, such as the layer; empty: the two means are independent.
+    over: fields whose values make a unit of the interval, such as the sample; rows of a unit count as their mean.
+        Empty: every row is a unit.
     bound: what the mean, or the difference, lies above.
+    above: whether it lies above the bound; else below.
     """
 
     says: str
     of: Callable[[Row], bool]
     minus: Callable[[Row], bool] | None = None
     by: tuple[str, ...] = ()
+    over: tuple[str, ...] = ()
     bound: float = 0.0
+    above: bool = True
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from eval.papers.item import Analysed, Command, Expect, Item
-from eval.papers.presets import gpu, on, real, where
+from collections.abc import Sequence
+
+from eval.papers.item import Analysed, Contrast, Expect, Item, Replay
+from eval.papers.presets import MIXED, gpu, methods, on, real, where
 
 MODELS = ("r1_qwen_7b", "r1_qwen_32b", "r1_llama_8b", "r1_llama_70b")
 NAMES = "DeepSeek-R1-Distill-Qwen-7B and -32B, -Llama-8B and -70B"
@@ -15,14 +17,31 @@ SLOW = (
 LATE = range(128, 10**6)  # decoding steps
 HELD = (Expect("tokens seen over tokens held after 128 steps and more", where(measure="seen", step=LATE),
                where(measure="held", step=LATE)),)  # fmt: skip
+# long replies: the model writes a path of 64 steps, some 700 tokens
+ON_CHAINS = (f"model.name={MIXED.path}",)
+REPLIES = Analysed(
+    "retained_tokens", {"task": "chain", "length": 2048, "samples": 16, "steps": 640}, quick={"samples": 2},
+    overrides=ON_CHAINS, need=MIXED,
+)  # fmt: skip
+LEVEL = (Expect("growth of the most that a layer holds from the first half of long replies to the second, as a share "
+                "of the tokens written in between", where(measure="growth", task="chain"), over=("sample",), bound=0.1,
+                above=False),)  # fmt: skip
+PLATEAU = "A tenth is a choice made here; a dense cache has 1."
 SPEED = gpu("python -m scripts.bench.methods OUT --methods dense lethe")
-CHAINS = Command(
-    "python -m eval +experiment=papers/here model.name=FOLDER 'benchmark.tasks=[chain]' "
-    "'benchmark.lengths=[2048,4096]' max_new_tokens=null "
-    "'method=[dense,reference/h2o,streaming_llm,pyramidkv,reference/lethe]' "
-    "method.pyramidkv.tokens.budget=512 method.streaming_llm.window=496",
-    "a model trained on chains (scripts/reference_model/pretrain.py, --recipe mixed)",
-)
+QUICK_CHAINS = ("benchmark.samples=2", "benchmark.lengths=[2048]", "batch_size=2")
+
+
+def chains(*names: str, sets: Sequence[str] = ()) -> Replay:
+    """Replay the task of long replies on the model that was trained on it."""
+    tasks = ("benchmark.tasks=[chain]", "benchmark.lengths=[2048,4096]", "max_new_tokens=null")
+    return Replay(("+experiment=papers/here", *ON_CHAINS, *tasks, methods(names), *sets), QUICK_CHAINS, MIXED)
+
+
+rivals = chains("reference/h2o", "streaming_llm", "pyramidkv", "reference/lethe",
+                sets=("method.pyramidkv.tokens.budget=512", "method.streaming_llm.window=496"))  # fmt: skip
+recent = chains("papers/lethe_recent", sets=("+method.lethe_recent.tokens.evict_at=512",))
+sparse = chains("papers/lethe_sparse", sets=("+method.lethe_sparse.tokens.evict_at=512",))
+ON_MATH = "On chains here, whose replies of 700 tokens have an end that can be checked; no reasoning. "
 
 ITEMS = (
     Item("lethe:fig1", "Hoyer sparsity of attention by layer and decoding step.",
@@ -35,12 +54,13 @@ ITEMS = (
          note="docs/architecture.md has the way of a step; eval/cache/storage/eviction.py evicts."),
     Item("lethe:fig3", "Which tokens two layers still hold after 1,000 and 2,000 steps.",
          "Layers keep different tokens, some hundreds instead of thousands.",
-         here=(Analysed("retained_tokens"),), real=(on("r1_qwen_7b", "retained_tokens", steps=2000, evict_at=1024),),
+         here=(Analysed("retained_tokens"), REPLIES),
+         real=(on("r1_qwen_7b", "retained_tokens", steps=2000, evict_at=1024),),
          needs="DeepSeek-R1-Distill-Qwen-7B", claims=HELD),
     Item("lethe:fig4", "Latency, memory and throughput against the tokens generated, dense and Lethe.",
          "Memory stops growing after some thousand tokens, and tokens come faster.",
-         here=(Analysed("retained_tokens"),), real=(SPEED,), needs="a GPU", claims=HELD,
-         note="Memory as tokens held, from retained_tokens. " + SLOW),
+         here=(REPLIES, Analysed("retained_tokens")), real=(SPEED,), needs="a GPU", claims=(*LEVEL, *HELD),
+         note=f"Memory as tokens held, from retained_tokens. {PLATEAU} {SLOW}"),
     Item("lethe:fig5", "Attention of four heads of a layer.", "Heads of a layer look at the same tokens.",
          here=(Analysed("head_similarity"),), real=(on("r1_qwen_7b", "head_similarity"),),
          needs="DeepSeek-R1-Distill-Qwen-7B",
@@ -53,23 +73,25 @@ ITEMS = (
          here=(gpu("python -m scripts.bench.memory OUT --context 20480 --batch 1"),),
          note="The bytes follow from the model's shape: eval.methods.memory.dense_bytes."),
     Item("lethe:table1", "MATH-500 and eight subjects of MMLU, with reasoning: Lethe, H2O, StreamingLLM, PyramidKV.",
-         "Lethe stays near the full cache, the others fall behind on MATH-500.", here=(CHAINS,),
+         "Lethe stays near the full cache, the others fall behind on MATH-500.", here=(rivals,),
          real=tuple(real(model, benchmark, *RIVALS) for model in MODELS for benchmark in ("math500", "mmlu")),
          needs=f"{NAMES}; MATH-500, MMLU", tables=("1", "1 (MATH-500)"),
-         note="The reference model cannot reason. The chain task has replies of 700 tokens whose end can be "
-         "checked. The shipped model was not trained on it; one of the recipe `mixed` is. The paper does not give the "
-         "rivals' budgets: 1024 here, 512 on chains."),
+         claims=(Contrast("lethe", "dense", bound=-2), *(Contrast("lethe", one) for one in ("h2o", "streaming_llm",
+                                                                                          "pyramidkv"))),
+         note=ON_MATH + "The paper does not give the rivals' budgets: 1024 with real weights, 512 on chains."),
     Item("lethe:table2", "Memory while generating, by batch size.", "Lethe needs less, and fits where dense does not.",
-         here=(Analysed("retained_tokens"),), real=(SPEED,), needs="a GPU", claims=HELD,
+         here=(REPLIES, Analysed("retained_tokens")), real=(SPEED,), needs="a GPU", claims=(*LEVEL, *HELD),
          note="Memory as tokens held, of one row. " + SLOW),
     Item("lethe:table3", "Throughput by batch size.", "Lethe is faster, the larger the batch, the more so.",
          here=(SPEED,), note=SLOW),
     Item("lethe:table4", "Which adaptations related methods have, as a list.",
          note="docs/methods.md lists the methods here by axis."),
     Item("lethe:table5", "MATH-500 by recent ratio, 0.1 to 0.4.", "0.3 is best or close to it.",
+         here=(recent,), claims=(Contrast("lethe_recent_0.3", "lethe_recent_0.1"),),
          real=tuple(real(model, "math500", "papers/lethe_recent") for model in ("r1_qwen_7b", "r1_llama_8b")),
-         needs="DeepSeek-R1-Distill-Qwen-7B, -Llama-8B; MATH-500", note="The reference model cannot reason."),
+         needs="DeepSeek-R1-Distill-Qwen-7B, -Llama-8B; MATH-500", note=ON_MATH),
     Item("lethe:table6", "MATH-500 by sparse ratio (tau), 20 to 1000.", "Larger is better, up to 400.",
+         here=(sparse,), claims=(Contrast("lethe_sparse_400", "lethe_sparse_20"),),
          real=tuple(real(model, "math500", "papers/lethe_sparse") for model in ("r1_qwen_7b", "r1_llama_8b")),
-         needs="DeepSeek-R1-Distill-Qwen-7B, -Llama-8B; MATH-500", note="The reference model cannot reason."),
+         needs="DeepSeek-R1-Distill-Qwen-7B, -Llama-8B; MATH-500", note=ON_MATH),
 )  # fmt: skip

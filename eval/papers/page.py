@@ -6,10 +6,11 @@ import html
 from collections.abc import Iterable, Sequence
 
 from eval import published
-from eval.papers.item import Command, Contrast, Expect, Item, Replay
-from eval.papers.judge import Judgement, contrast, expect
+from eval.papers.item import Command, Item, Replay
+from eval.papers.judge import Judgement
 from eval.papers.make import Made
-from eval.papers.registry import status
+from eval.papers.registry import runs, status
+from eval.papers.verdicts import headlines, judgements
 from eval.report import plots, style
 from eval.report.html import figure, page, to_table
 from eval.report.records import RunSummary
@@ -29,18 +30,6 @@ article h3 { font-size: 1rem; margin: 1.5rem 0 .25rem; } .sides { display: grid;
 .shows { border-color: rgb(var(--better)); } .contradicts { border-color: rgb(var(--worse)); }
 code { font-size: .86rem; overflow-wrap: anywhere; }
 """
-
-
-def judgements(made: Made) -> list[Judgement]:
-    """Judge every claim of an item on what is there."""
-    measured = [row for one in made.measured for row in one.rows]
-    found = []
-    for claim in made.item.claims:
-        if isinstance(claim, Contrast) and made.rows:
-            found.append(contrast(claim, made.rows))
-        elif isinstance(claim, Expect) and measured:
-            found.append(expect(claim, measured))
-    return [one for one in found if one.verdict != "not compared"]
 
 
 def published_tables(item: Item) -> list[Table]:
@@ -75,7 +64,7 @@ def our_tables(made: Made) -> list[Table]:
 
 def commands(item: Item) -> list[tuple[str, str]]:
     """Return (what it makes, the command line) for everything that makes an item."""
-    lines = [("with the reference model", f"python -m eval.papers {item.id}")] if status(item) == "runs here" else []
+    lines = [("with the reference model", f"python -m eval.papers {item.id}")] if runs(item) else []
     lines += [(f"needs {s.needs}" if s.needs else "training", s.line) for s in item.here if isinstance(s, Command)]
     if any(not isinstance(step, Command) for step in item.real):
         lines.append((f"with {item.needs}", f"python -m eval.papers {item.id} --real"))
@@ -108,9 +97,10 @@ def as_html(everything: Sequence[Made], quick: bool) -> str:
         "<h1>Figures and tables of five papers</h1>",
         f"<p>{len(everything)} items. Of the {len(verdicts)} comparisons made here, {counts['shows']} show the paper's "
         f"claim, {counts['contradicts']} contradict it, {counts['undecided']} do not decide. Intervals are 95% "
-        "bootstrap intervals: of two methods over the samples that both have, paired; of an analysis over its rows, "
-        "such as layers, heads or pairs of tasks."
+        "bootstrap intervals: of two methods over the samples that both have, paired; of an analysis over its samples, "
+        "layers, heads or pairs of tasks."
         + (" This is the quick form, with few samples." if quick else "") + "</p>",
+        *(to_table(table).replace("<table>", '<table class="claims">') for table in headlines(everything)),
         _contradictions(verdicts),
         "<nav>" + "".join(_link(made) for made in everything) + "</nav>",
         *(_article(made) for made in everything),
@@ -126,7 +116,7 @@ def _runs(made: Made) -> list[RunSummary]:
 def _not_there(item: Item) -> str:
     """Say why there is nothing to show of an item; names keep their capitals."""
     state = status(item)
-    return "Not made yet." if state == "runs here" else f"{state[0].upper()}{state[1:]}."
+    return "Not made yet." if runs(item) else f"{state[0].upper()}{state[1:]}."
 
 
 def _link(made: Made) -> str:

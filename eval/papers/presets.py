@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from eval.papers.item import Analysed, Command, Replay, Row
+from eval.papers.item import Analysed, Command, Need, Replay, Row
 
 # --quick: the two hardest tasks at 1K, and as few samples as a verdict takes
 QUICK = (
@@ -15,6 +15,8 @@ MASKS = "tests/data/masks/leank-official-"  # LeanK's published masks, from the 
 LLAMA_MASK, QWEN_MASK = f"mask={MASKS}llama3.1-8b-instruct.pth", f"mask={MASKS}qwen2.5-7b-instruct.pth"
 SIZES = (128, 256, 512)  # KV sizes for prompts of 1K to 4K
 GPU = "a GPU"
+# the reference model that was trained on long replies, too; the shipped one was not
+MIXED = Need("the model reference_mixed", "leank_train/assets/reference_mixed")
 
 
 def methods(names: Sequence[str]) -> str:

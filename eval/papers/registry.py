@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 from eval.papers import asl, iap, leank, lethe, think
 from eval.papers.analyses import ANALYSES
@@ -38,19 +39,33 @@ def of_papers(names: Iterable[str]) -> list[Item]:
 
 
 def makes(step: Step) -> bool:
-    """Return whether this command can make a step by itself."""
-    return not isinstance(step, Command) and not (isinstance(step, Analysed) and step.name not in ANALYSES)
+    """Return whether this command can make a step by itself, with what is there."""
+    if isinstance(step, Command) or (isinstance(step, Analysed) and step.name not in ANALYSES):
+        return False
+    return step.need is None or Path(step.need.path).exists()
+
+
+def runs(item: Item) -> bool:
+    """Return whether this command can make an item here, or a part of it."""
+    return any(map(makes, item.here))
 
 
 def status(item: Item) -> str:
     """Say whether an item can be made here, in a few words."""
-    for step in item.here:
-        if isinstance(step, Analysed) and step.name not in ANALYSES:
-            return f"analysis {step.name} is missing"
-        if isinstance(step, Command):
-            return f"needs {step.needs}" if step.needs else "runs here by another command"
+    lacking = dict.fromkeys(lack for step in item.here if (lack := _lack(step)) is not None)
+    if runs(item):
+        return f"runs here, in part: {', '.join(filter(None, lacking))}" if any(lacking) else "runs here"
     if item.here:
-        return "runs here"
+        return next(iter(lacking)) or "runs here by another command"
     if item.real:
         return f"needs {item.needs}"
     return "published figures only" if item.tables else "nothing to measure"
+
+
+def _lack(step: Step) -> str | None:
+    """Say what a step lacks: "" for a command that can be given here, None for what this one makes."""
+    if isinstance(step, Command):
+        return f"needs {step.needs}" if step.needs else ""
+    if isinstance(step, Analysed) and step.name not in ANALYSES:
+        return f"analysis {step.name} is missing"
+    return None if makes(step) or step.need is None else f"needs {step.need.what}"

@@ -6,7 +6,7 @@ Zeng et al., "Lethe: Layer- and Time-Adaptive KV Cache Pruning for Reasoning-Int
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from eval.cache.storage.store import Sizes
 from eval.inference.decode import greedy
-from eval.inference.prefill import PromptLayer
+from eval.inference.prefill import PromptLayer, pad_left, prefill
 from eval.methods.base import Method
 from eval.methods.tokens.lethe import Lethe, Rounds
 from eval.papers.analyses.analysis import Analysis, Rows, Value, distinct, only, row, values
@@ -31,8 +31,9 @@ class RetainedTokens(Analysis):
     """Run Lethe's cache, and record what every layer holds after each of its rounds.
 
     Settings
-    task: str, default "niah_multikey_3": task of the sample.
-    length: int, tokens, default 1024: of the prompt.
+    task: str, default "niah_multikey_3": task of the samples.
+    length: int, tokens, default 1024: of the prompts.
+    samples: int, default 1: how many replies are written side by side.
     steps: int, default 192: tokens that are written; the model goes on past its end-of-text token.
     sink, window, flush: int, tokens, default 16, 32, 16: of the cache; a round can come every `flush` steps.
     evict_at: int, tokens, default 512: what a layer holds before its first round.
@@ -42,6 +43,7 @@ class RetainedTokens(Analysis):
 
     task: str = "niah_multikey_3"
     length: Positive = 1024
+    samples: Positive = 1
     steps: Positive = 192
     sink: Count = 16
     window: Positive = 32
@@ -51,51 +53,66 @@ class RetainedTokens(Analysis):
     bins: Positive = 64
 
     def measure(self, source: Source) -> Rows:
-        """Rows "held" and "seen" by layer and every `flush` steps, and "retained" by layer and bin at the end."""
-        at: dict[str, Value] = {"task": self.task, "length": self.length}
+        """Rows of every layer and sample.
+
+        "held" and "seen" every `flush` steps; "retained" by bin at the end; and "growth": by how much the most that a
+        layer held in the second half of the reply exceeds the most that it held in the first half, as a share of the
+        tokens written in between. A dense cache has 1, a plateau 0.
+        """
         rows: Rows = []
-        records, total = self.run(source)
-        for layer, record in enumerate(records):
-            for seen, held in record.history[:: self.flush]:
-                step = seen - record.prompt
-                rows.append(row("held", held, "tokens", layer=layer, step=step, **at))
-                rows.append(row("seen", seen, "tokens", layer=layer, step=step, **at))
-            there = torch.zeros(total, dtype=torch.double)
-            there[record.places()] = 1
-            edges = [total * number // self.bins for number in range(self.bins + 1)]
-            rows += [
-                row("retained", float(there[first:last].mean()), "share of tokens", layer=layer, bin=number, **at)
-                for number, (first, last) in enumerate(pairwise(edges))
-                if last > first
-            ]
+        records = self.run(source)
+        for layer, each in enumerate(records):
+            for sample, record in enumerate(each):
+                at: dict[str, Value] = {"layer": layer, "task": self.task, "length": self.length, "sample": sample}
+                for seen, held in record.history[:: self.flush]:
+                    step = seen - record.prompt
+                    rows.append(row("held", held, "tokens", step=step, **at))
+                    rows.append(row("seen", seen, "tokens", step=step, **at))
+                rows.append(row("growth", record.growth(), "share of tokens written", **at))
+                there = torch.zeros(record.total, dtype=torch.double)
+                there[record.places()] = 1
+                edges = [record.total * number // self.bins for number in range(self.bins + 1)]
+                rows += [
+                    row("retained", float(there[first:last].mean()), "share of tokens", bin=number, **at)
+                    for number, (first, last) in enumerate(pairwise(edges))
+                    if last > first
+                ]
         return rows
 
     @torch.no_grad()
-    def run(self, source: Source) -> tuple[list[Record], int]:
-        """Write the reply. Returns the record of every layer, and the tokens of prompt and reply in the cache."""
-        model, _ = source.need_model()
-        lethe = _Recorded(evict_at=self.evict_at, sparse_ratio=self.sparse_ratio)
+    def run(self, source: Source) -> list[list[Record]]:
+        """Write the replies. Returns the record of every layer and sample."""
+        model, tokenizer = source.need_model()
+        prompts = [source.ids(source.sample(self.task, self.length, index))[0].tolist()
+                   for index in range(self.samples)]  # fmt: skip
+        ids, real = pad_left(prompts, getattr(tokenizer, "pad_token_id", None) or 0, model.device)
+        lethe = _Recorded(evict_at=self.evict_at, sparse_ratio=self.sparse_ratio, prompts=tuple(map(len, prompts)))
         lethe.check_sizes(Sizes(self.sink, self.window, self.flush))
         method = Method("lethe", tokens=lethe, sink=self.sink, window=self.window, flush=self.flush)
-        prompt = source.observe(source.ids(source.sample(self.task, self.length, 0)), column_sums=True)
+        prompt = prefill(model, ids, real, 0, column_sums=True)
         cache = method.cache(model, prompt)
-        greedy(model, cache, prompt.logits, None, prompt.lengths, [], [self.steps], [0])
-        total = cache.get_seq_length()
-        for record in lethe.records:
-            record.finish(total)
-        return lethe.records, total
+        least = [0] * self.samples
+        greedy(model, cache, prompt.logits, real, prompt.lengths, [], [self.steps] * self.samples, least)
+        for record in chain.from_iterable(lethe.records):
+            record.finish(record.prompt + self.steps - 1)  # the last token is not read
+        return lethe.records
 
     def draw(self, rows: Rows) -> Figure:
-        """Left: the share of all tokens so far that a layer holds, by step. Right: which parts it holds at the end."""
+        """Left: the share of all tokens so far that a layer holds, by step. Right: which parts it holds at the end.
+
+        Both are the mean over samples.
+        """
         figure = sheet(3.6)
         left, right = figure.subplots(1, 2, sharey=True)
         held, seen = only(rows, measure="held"), only(rows, measure="seen")
         layers, steps = distinct(held, "layer"), distinct(held, "step")
         share = 100 * np.array(values(held)) / np.array(values(seen))
-        shown = heat_map(left, share.reshape(len(layers), len(steps)), steps, layers, (0, 100), most=7)
+        share = share.reshape(len(layers), -1, len(steps)).mean(1)
+        shown = heat_map(left, share, steps, layers, (0, 100), most=7)
         left.set(xlabel="step", ylabel="layer", title="tokens held, % of all so far")
         retained = only(rows, measure="retained")
-        matrix = 100 * np.array(values(retained)).reshape(len(layers), -1)
+        bins = distinct(retained, "bin")
+        matrix = 100 * np.array(values(retained)).reshape(len(layers), -1, len(bins)).mean(1)
         places = [f"{round(100 * i / matrix.shape[1])}%" for i in range(matrix.shape[1])]
         heat_map(right, matrix, places, layers, (0, 100), most=6)
         right.set(xlabel="place in prompt and reply", title="tokens held at the end, %")
@@ -105,16 +122,18 @@ class RetainedTokens(Analysis):
 
 @dataclass
 class Record:
-    """What one layer holds, by place in the sequence.
+    """What one layer holds of one sample, by place in the sequence.
 
     sink: tokens at the start that always stay.
     prompt: tokens of the prompt.
+    total: tokens of prompt and reply in the cache, once the reply is written.
     middle: places of the middle's tokens, ascending.
     history: tokens seen and held, after every chance for a round.
     """
 
     sink: int
     prompt: int
+    total: int = 0
     middle: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
     joined: int = 0  # places before this one are in the middle, or have left it, or are the sink's
     window: int = 0
@@ -133,7 +152,13 @@ class Record:
 
     def finish(self, total: int) -> None:
         """Count the tokens that came after the last chance for a round; none of them has left the window."""
-        self.window = total - self.joined
+        self.total, self.window = total, total - self.joined
+
+    def growth(self) -> float:
+        """By how much the peak of the second half exceeds that of the first, as a share of the tokens in between."""
+        half = len(self.history) // 2
+        first, second = self.history[:half], self.history[half:]
+        return (max(held for _, held in second) - max(held for _, held in first)) / (second[-1][0] - first[-1][0])
 
     def places(self) -> Tensor:
         """Places of all tokens held."""
@@ -142,23 +167,26 @@ class Record:
 
 @dataclass(frozen=True)
 class _Recorded(Lethe):
-    """Lethe that records every round of every layer."""
+    """Lethe that records every round of every layer. prompts: tokens of each prompt."""
 
-    records: list[Record] = field(default_factory=list)
+    prompts: tuple[int, ...] = ()
+    records: list[list[Record]] = field(default_factory=list)
 
     def eviction(self, layer: PromptLayer, config: PreTrainedConfig, sizes: Sizes) -> _RecordedRounds:
-        self.records.append(Record(sizes.sink, layer.get_seq_length()))
+        self.records.append([Record(sizes.sink, prompt) for prompt in self.prompts])
         return _RecordedRounds(self, self.records[-1])
 
 
 class _RecordedRounds(Rounds):
-    def __init__(self, settings: Lethe, record: Record) -> None:
+    def __init__(self, settings: Lethe, records: list[Record]) -> None:
         super().__init__(settings)
-        self.record = record
+        self.records = records
 
     def stay(self, sink: np.ndarray, middle: np.ndarray, window: np.ndarray) -> Tensor | None:
         """What stays (`Rounds.stay`), which is recorded: all heads keep the same tokens."""
         found = super().stay(sink, middle, window)
-        most = int(middle.max())
-        self.record.note(most, int(window[0]), None if found is None else found[0, 0, :most].cpu())
+        of_first_head = None if found is None else found[:, 0].cpu()
+        for index, record in enumerate(self.records):
+            most = int(middle[index].max())
+            record.note(most, int(window[index]), None if of_first_head is None else of_first_head[index, :most])
         return found

@@ -48,7 +48,11 @@ class SelectionLayers(Analysis):
     first: Positive | None = None
 
     def measure(self, source: Source) -> Rows:
-        """Rows "selection_layer" by task, sample and threshold; their value is the layer, or None for never."""
+        """Rows by task, sample and threshold.
+
+        "selection_layer": the layer, or None for never; "whole_layers": how many layers read all tokens, which are
+        those up to the selection, or all of the model where none selects.
+        """
         rows: Rows = []
         observed = self.observed or lookback(source)
         rule = ASL(self.budget, self.thresholds[0], self.window, self.kernel, observed, self.first)
@@ -58,14 +62,18 @@ class SelectionLayers(Analysis):
                 first, found = relative_variances(source, rule, scores)
                 for tau in self.thresholds:
                     layer = next((first + i for i, value in enumerate(found) if value < tau), None)
-                    rows.append(
-                        row("selection_layer", layer, "layer", task=task, length=self.length, sample=sample,
-                            threshold=tau, observed=observed, first=first, layers=len(scores))
-                    )  # fmt: skip
+                    whole = len(scores) if layer is None else layer + 1
+                    rows += [
+                        row(measure, value, unit, task=task, length=self.length, sample=sample, threshold=tau,
+                            observed=observed, first=first, layers=len(scores))
+                        for measure, value, unit in (
+                            ("selection_layer", layer, "layer"), ("whole_layers", whole, "layers"))
+                    ]  # fmt: skip
         return rows
 
     def draw(self, rows: Rows) -> Figure:
         """A heat map per threshold: the share of a task's samples that select at a layer, or never."""
+        rows = only(rows, measure="selection_layer")
         tasks, thresholds = distinct(rows, "task"), distinct(rows, "threshold")
         begin, end = int(values(rows, "first")[0]), int(values(rows, "layers")[0])
         names = [*map(str, range(begin, end)), "never"]

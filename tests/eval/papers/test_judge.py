@@ -20,16 +20,21 @@ BETTER = [*rows("a", [1.0] * 20), *rows("b", [0.0] * 10 + [1.0] * 10)]
 def test_a_claim_that_shows_and_its_opposite():
     found = contrast(Contrast("a", "b"), BETTER)
     assert found.verdict == "shows"
-    assert found.sentence.startswith("a minus b: +50.0 points [+")
-    assert "n = 20; the claim is above 0. The claim shows here." in found.sentence
+    assert found.sentence.startswith("a minus b, above 0: +50.0 points [+")
+    assert "n = 20. The claim shows here." in found.sentence
     against = contrast(Contrast("b", "a"), BETTER)
     assert (against.verdict, against.sentence.endswith("This contradicts the paper.")) == ("contradicts", True)
 
 
 def test_a_margin_decides_where_methods_are_equal():
-    equal = [*rows("a", [1.0] * 12), *rows("b", [1.0] * 12)]
-    assert contrast(Contrast("a", "b"), equal).verdict == "undecided"
+    equal = [*rows("a", [1.0] * 150), *rows("b", [1.0] * 150)]
+    nothing = contrast(Contrast("a", "b"), equal)
+    assert nothing.sentence.endswith("n = 150. Not decided: the interval holds 0.")
     assert contrast(Contrast("a", "b", bound=-2), equal).verdict == "shows"
+    few = contrast(Contrast("a", "b", bound=-1), equal)  # a loss in one sample of 150 may not be among them
+    assert few.sentence.endswith("Not decided: it takes 300 samples.")
+    worse = [*rows("a", [0.0] * 12), *rows("b", [1.0] * 12)]
+    assert contrast(Contrast("a", "b", bound=-1), worse).verdict == "contradicts"
 
 
 def test_few_samples_decide_nothing():
@@ -39,7 +44,9 @@ def test_few_samples_decide_nothing():
 def test_tasks_count_alike_and_only_common_samples_count():
     two = [*rows("a", [1.0] * 30, "t"), *rows("b", [1.0] * 30, "t"), *rows("a", [1.0] * 10, "u"),
            *rows("b", [0.0] * 8, "u")]  # fmt: skip
-    assert contrast(Contrast("a", "b"), two).sentence.startswith("a minus b: +50.0 points [+50.0, +50.0], n = 38")
+    assert contrast(Contrast("a", "b"), two).sentence.startswith(
+        "a minus b, above 0: +50.0 points [+50.0, +50.0], n = 38"
+    )
 
 
 @pytest.mark.parametrize(("measure", "verdict"), [("bytes", "shows"), ("first_token", "contradicts")])
@@ -47,7 +54,7 @@ def test_ratios(measure, verdict):
     cheap = [*rows("a", [1.0] * 12, bytes_=50.0, first=3.0), *rows("b", [1.0] * 12, first=2.0)]
     found = contrast(Contrast("a", "b", measure, 1), cheap)
     assert found.verdict == verdict
-    assert found.sentence.startswith(f"a / b: {'0.5' if measure == 'bytes' else '1.5'} times")
+    assert found.sentence.startswith(f"a / b, below 1: {'0.5' if measure == 'bytes' else '1.5'} times")
 
 
 def test_nothing_to_compare():
@@ -60,9 +67,9 @@ def test_means_of_an_analysis():
     found = [{"kind": kind, "value": value} for kind in "ab" for value in ((1.0, 1.2) if kind == "a" else (0.1, 0.2))]
     found.append({"kind": "a", "value": None})
     high = expect(Expect("kind a", lambda row: row["kind"] == "a", bound=0.9), found)
-    assert (high.verdict, high.sentence[:24]) == ("shows", "kind a: 1.1 [1, 1.2], n ")
+    assert (high.verdict, high.figures) == ("shows", "1.1 [1, 1.2], n = 2")
     apart = Expect("a over b", lambda row: row["kind"] == "a", lambda row: row["kind"] == "b")
-    assert expect(apart, found).sentence.startswith("a over b, difference: 0.95 [")
+    assert expect(apart, found).sentence.startswith("a over b, difference, above 0: 0.95 [")
     assert expect(apart, found).verdict == "shows"
 
 
@@ -75,3 +82,26 @@ def test_rows_of_the_same_prompt_are_compared_in_pairs():
     assert paired.verdict == "shows"
     assert "0.5 [0.5, 0.5], n = 9" in paired.sentence
     assert expect(Expect("a over b", *both, by=("layer",)), found[:9]).verdict == "not compared"
+
+
+def test_a_claim_can_lie_below_its_bound():
+    found = [{"value": value} for value in (0.1, 0.2)]
+    assert expect(Expect("x", lambda row: True, bound=0.5, above=False), found).verdict == "shows"
+    assert expect(Expect("x", lambda row: True, bound=0.05, above=False), found).verdict == "contradicts"
+
+
+def test_rows_of_a_sample_are_one_unit():
+    """Twenty layers of one sample are no twenty samples: their mean counts once, and ten samples decide."""
+    found = [{"sample": sample, "layer": layer, "kind": kind, "value": sample + layer + more}
+             for sample in range(10) for layer in range(20) for kind, more in (("a", 0.5), ("b", 0.0))]  # fmt: skip
+    claim = Expect("a over b", lambda row: row["kind"] == "a", lambda row: row["kind"] == "b",
+                   by=("sample", "layer"), over=("sample",))  # fmt: skip
+    assert expect(claim, found).figures == "0.5 [0.5, 0.5], n = 10"
+    assert expect(claim, found).verdict == "shows"
+    few = [row for row in found if row["sample"] < 9]
+    assert expect(claim, few).said == "Not decided: it takes 10 samples."
+    means = expect(Expect("a", lambda row: row["kind"] == "a", over=("sample",)), found)
+    assert means.figures.startswith("14.5 [")  # 4.5 of the samples, 9.5 of the layers, 0.5
+    apart = Expect("a over b", lambda row: row["kind"] == "a", lambda row: row["kind"] == "b", over=("sample",))
+    assert expect(apart, found).figures.endswith("n = 20")
+    assert expect(apart, found).verdict == "undecided"

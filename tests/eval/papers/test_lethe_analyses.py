@@ -1,5 +1,6 @@
 """Sparsity while decoding, similarity of heads, and the tokens that Lethe's cache holds."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,6 +12,7 @@ from eval.papers.analyses import retained_tokens
 from eval.papers.analyses.analysis import only
 from eval.papers.analyses.head_similarity import HeadSimilarity
 from eval.papers.analyses.retained_tokens import RetainedTokens
+from eval.papers.analyses.source import Source
 from eval.papers.analyses.sparsity import Sparsity
 from tests.helpers.analysis_source import GROUP, HEADS, LAYERS, LENGTH, attention, qkv, source, tiny_model
 
@@ -68,12 +70,13 @@ def test_recorded_places_are_those_that_the_cache_holds(monkeypatch):
     caches = []
     make = Method.cache
     monkeypatch.setattr(Method, "cache", lambda *args: caches.append(make(*args)) or caches[-1])
-    settings = RetainedTokens(TASK, LENGTH, 20, sink=4, window=12, flush=4, evict_at=64, sparse_ratio=2.0, bins=8)
-    records, total = settings.run(source())
+    settings = RetainedTokens(TASK, LENGTH, steps=20, sink=4, window=12, flush=4, evict_at=64, sparse_ratio=2.0, bins=8)
+    records = settings.run(source())
     dense, end = qkv(prompt()), prompt().shape[1]
-    assert total == end + 19  # the last token is not read
+    total = end + 19  # the last token is not read
     fewer = 0
-    for layer, record, (_, k, _) in zip(caches[0].layers, records, dense, strict=True):
+    for layer, (record,), (_, k, _) in zip(caches[0].layers, records, dense, strict=True):
+        assert record.total == total
         assert isinstance(layer, CompressedLayer)
         assert layer.store is not None
         places = record.middle
@@ -89,15 +92,48 @@ def test_recorded_places_are_those_that_the_cache_holds(monkeypatch):
 
 
 def test_rows_of_retained_tokens():
-    settings = RetainedTokens(TASK, LENGTH, 20, sink=4, window=12, flush=4, evict_at=64, sparse_ratio=2.0, bins=8)
+    settings = RetainedTokens(TASK, LENGTH, steps=20, sink=4, window=12, flush=4, evict_at=64, sparse_ratio=2.0, bins=8)
     found = source()
-    records, total = settings.run(found)
     rows = settings.measure(found)
-    for layer, record in enumerate(records):
-        places, edges = record.places().tolist(), [total * number // 8 for number in range(9)]
+    for layer, (record,) in enumerate(settings.run(found)):
+        places, edges = record.places().tolist(), [record.total * number // 8 for number in range(9)]
         wanted = [sum(a <= x < b for x in places) / (b - a) for a, b in pairwise(edges)]
         assert [one["value"] for one in only(rows, measure="retained", layer=layer)] == pytest.approx(wanted)
         held, seen = (only(rows, measure=name, layer=layer) for name in ("held", "seen"))
         assert all(a["value"] <= b["value"] for a, b in zip(held, seen, strict=True))
     assert settings.plot(rows).get_axes()
     assert retained_tokens.Record(2, 9).places().tolist() == [0, 1]
+
+
+def test_samples_side_by_side_hold_what_each_holds_alone():
+    """Prompts of other lengths stand beside each other, padded; index 2 alone is what it is in their company."""
+    settings = RetainedTokens(
+        "vt", LENGTH, samples=3, steps=24, sink=4, window=12, flush=4, evict_at=64, sparse_ratio=2.0
+    )
+    together = settings.run(source())
+    assert len({record.prompt for record in together[0]}) > 1
+    found = source()
+    alone = replace(settings, samples=1)
+    for index in range(3):
+        one = Shifted(found.model, found.tokenizer)
+        object.__setattr__(one, "shift", index)
+        for layer, (record,) in enumerate(alone.run(one)):
+            other = together[layer][index]
+            assert record.history == other.history
+            assert record.places().tolist() == other.places().tolist()
+
+
+class Shifted(Source):
+    """A source whose first sample is another one's number `shift`."""
+
+    shift = 0
+
+    def sample(self, task, length, index):
+        return super().sample(task, length, index + self.shift)
+
+
+@pytest.mark.parametrize(("held", "growth"), [([4, 5, 6, 7, 8, 9], 1.0), ([4, 9, 4, 9, 4, 9], 0.0),
+                                              ([4, 5, 6, 6, 6, 6], 0.0), ([4, 6, 4, 5, 4, 5], -1 / 3)])  # fmt: skip
+def test_growth_is_that_of_the_peak(held, growth):
+    record = retained_tokens.Record(0, 4, history=[(4 + step, count) for step, count in enumerate(held)])
+    assert record.growth() == pytest.approx(growth)

@@ -1,8 +1,7 @@
 """The registry holds every figure and table of the papers, and all that its items name is there."""
 
 import re
-import shlex
-from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hydra import compose, initialize_config_module
@@ -11,11 +10,12 @@ from omegaconf import OmegaConf
 from eval import published
 from eval.methods import method
 from eval.papers.analyses import ANALYSES, analysis
-from eval.papers.item import Analysed, Command, Contrast, Expect, Replay
-from eval.papers.make import HERE, Made
-from eval.papers.make import composed as composed_here
+from eval.papers.item import Analysed, Command, Contrast, Expect, Item, Need, Replay
+from eval.papers.make import Made
 from eval.papers.page import as_markdown, commands
-from eval.papers.registry import ITEMS, PAPERS, find, of_papers, status
+from eval.papers.registry import ITEMS, PAPERS, find, of_papers, runs, status
+from eval.papers.task import HERE, Request
+from eval.papers.verdicts import CLAIMS
 from eval.run.grid import expanded
 from leank_train.common.typed import typed
 from tests import ROOT
@@ -94,7 +94,22 @@ def test_every_item_says_what_makes_it_or_why_nothing_does():
             assert commands(item), item.id
         if item.real and not item.here:
             assert item.needs, item.id
-    assert Counter(status(item) for item in ITEMS.values())["runs here"] >= 66
+    assert sum(map(runs, ITEMS.values())) >= 66
+
+
+def test_a_step_whose_model_is_not_there_is_named_and_not_made(tmp_path):
+    there, absent = (Replay(("x",), need=Need(name, str(path))) for name, path in
+                     (("a folder", tmp_path), ("the model huge", tmp_path / "huge")))  # fmt: skip
+    item = Item("lethe:table1", "x", here=(there, absent))
+    assert status(item) == "runs here, in part: needs the model huge"
+    assert Request().steps(item) == (there,)
+    assert status(replace(item, here=(absent,))) == "needs the model huge"
+    assert status(replace(item, here=(there,))) == "runs here"
+
+
+def test_the_claims_that_are_asked_first_have_comparisons():
+    for names in CLAIMS.values():
+        assert all(find(name).claims for name in names)
 
 
 def test_commands_name_files_that_are_there():
@@ -106,15 +121,6 @@ def test_commands_name_files_that_are_there():
             assert (ROOT / "conf" / "train" / "experiment" / f"{experiment}.yaml").is_file()
         for mask in re.findall(r"mask=(\S+)", line):
             assert (ROOT / mask).is_file()
-
-
-def test_replays_that_stand_as_commands_compose():
-    lines = {step.line for _, step in STEPS if isinstance(step, Command) and step.line.startswith("python -m eval ")}
-    assert lines
-    for line in lines:
-        config = composed_here(shlex.split(line)[3:])
-        labels = expanded(config["method"])
-        assert {method(label, given, config["cache"]).label for label, given in labels.items()} == {*labels}
 
 
 def test_what_an_item_needs_keeps_its_capitals():

@@ -1,0 +1,98 @@
+"""What is to be made of an item: its steps under a request, each with its checked configuration."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from hydra import compose, initialize_config_module
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from eval.inference.models import ModelConfig
+from eval.papers.analyses import Analysis, analysis
+from eval.papers.item import Analysed, Item, Replay, Step
+from eval.papers.registry import makes
+from eval.rows.results import Key
+from eval.run.build import build_job
+from eval.run.job import Job
+from leank_train.common.typed import typed
+
+HERE = "+experiment=papers/here"  # the model and the mask of analyses
+
+
+@dataclass(frozen=True)
+class Request:
+    """How items are made.
+
+    quick: fewer samples and shorter prompts.
+    real: with the paper's models, settings and data instead of the reference model.
+    overrides: of python -m eval, after those of the item.
+    """
+
+    quick: bool = False
+    real: bool = False
+    overrides: tuple[str, ...] = ()
+
+    def steps(self, item: Item) -> tuple[Step, ...]:
+        """Return what is to be run for an item, without what is another command's."""
+        return tuple(step for step in (item.real if self.real else item.here) if makes(step))
+
+
+def composed(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the resolved configuration of python -m eval. Raises ValueError naming what Hydra refuses."""
+    try:
+        with initialize_config_module("conf.eval", version_base="1.3"):
+            config = OmegaConf.to_container(compose("eval", overrides=list(overrides)), resolve=True)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise ValueError(f"{' '.join(overrides)}: {str(error).splitlines()[0]}") from None
+    assert isinstance(config, dict)
+    return {str(key): value for key, value in config.items()}
+
+
+def keys_of(job: Job) -> list[Key]:
+    """Return the keys that the rows of a job have, whether or not they are there, in the order of its plan."""
+    return [
+        job.key(method, cell, row, how)
+        for cell in job.benchmark.cells()
+        for method in job.by_cell.get(cell, job.methods)
+        for sample in cell.samples
+        for row in cell.ids(sample)
+        for how in (None, job.settings.specials)
+    ]
+
+
+class Task:
+    """A step under a request: a replay's checked job, or an analysis with its settings, its model and its mask."""
+
+    def __init__(self, step: Replay | Analysed, request: Request) -> None:
+        self.step = step
+        quick = step.quick if isinstance(step, Replay) and request.quick else ()
+        first = () if isinstance(step, Replay) else (HERE,)
+        self.config = composed([*first, *step.overrides, *quick, *request.overrides])
+        self.analysis: Analysis | None = None
+        if isinstance(step, Analysed):
+            settings: Mapping[str, Any] = {**step.settings, **(step.quick if request.quick else {})}
+            self.analysis = typed(analysis(step.name), settings, f"{step.name}.")
+
+    @cached_property
+    def job(self) -> Job | None:
+        """The job of a replay."""
+        return build_job(self.config)[0] if self.analysis is None else None
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model that is loaded."""
+        return typed(ModelConfig, self.config.get("model") or {}, "model.")
+
+    @property
+    def file(self) -> str:
+        """The name of an analysis' file: another one for other settings, another model or another mask."""
+        assert isinstance(self.step, Analysed)
+        model = self.model.identity() if self.step.model else None
+        settings = repr((self.analysis, model, self.config.get("mask")))
+        return f"{self.step.name}-{hashlib.sha256(settings.encode()).hexdigest()[:10]}.json"

@@ -1,0 +1,125 @@
+"""Portions cover what is missing once, and processes that make them survive errors, kills and each other."""
+
+import time
+from dataclasses import replace
+from multiprocessing import get_context
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eval.papers import make as make_module
+from eval.papers.item import Analysed, Item, Replay
+from eval.papers.make import Workshop
+from eval.papers.portions import Line, Part, Portion, portions
+from eval.papers.side_by_side import one_by_one, side_by_side
+from eval.papers.task import Request, Task, keys_of
+from eval.rows.results import Results, key_of, read
+from tests.helpers.portion_making import make
+from tests.helpers.tiny_run import save_model
+
+LITTLE = ("benchmark.samples=3", "benchmark.tasks=[niah_multikey_2]", "benchmark.lengths=[512]", "max_new_tokens=2",
+          "batch_size=2", "+model.device=cpu")  # fmt: skip
+FIRST = Replay(("+experiment=papers/here", "method=[dense,papers/think_alone]"))
+SECOND = Replay(("+experiment=papers/here", "method=[dense,snapkv,papers/think_alone]"))
+MATCHED = Replay(("+experiment=papers/here", "method=[dense,snapkv,h2o]", "match=0.7"))
+WRONG = Analysed("kept_by_pair", {"samples": 0}, overrides=("mask=none.pth",), model=False)
+ITEMS = [Item(f"think:table{number + 1}", "x", here=(step,))
+         for number, step in enumerate((FIRST, SECOND, MATCHED, WRONG))]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def request_(tmp_path_factory):
+    model = save_model(tmp_path_factory.mktemp("model"), max_position_embeddings=4096)
+    return Request(overrides=(f"model.name={model}", *LITTLE))
+
+
+@pytest.fixture(scope="module")
+def tasks(request_):
+    return {repr(step): Task(step, request_) for step in (FIRST, SECOND, MATCHED)}
+
+
+@settings(max_examples=10, deadline=None)
+@given(chosen=st.permutations([FIRST, SECOND, MATCHED]), processes=st.integers(1, 40), data=st.data())
+def test_every_missing_row_is_in_one_portion(tasks, chosen, processes, data):
+    plans = [(Item(f"think:table{number}", "x"), tasks[repr(step)]) for number, step in enumerate(chosen)]
+    wanted = {key for _, task in plans for key in keys_of(task.job)}
+    # a batch of a method is there or lacks rows; rows of a half of it are made again by the same portion
+    done = data.draw(st.sets(st.sampled_from(sorted(wanted, key=repr))))
+    made = []
+    for portion in portions(plans, done, processes):
+        job = portion.of([tasks[repr(part.step)].job for part in portion.parts])
+        made += [(cell, samples, method.label, job.digest(method, cell.task))
+                 for cell, samples, methods in job.missing(set()) for method in methods]  # fmt: skip
+    assert len(made) == len({*map(repr, made)})  # nothing twice
+    lacking = set()
+    for _, task in plans:
+        lacking |= {(cell, samples, method.label, task.job.digest(method, cell.task))
+                    for cell, samples, methods in task.job.missing(done) for method in methods}  # fmt: skip
+    assert {*made} == lacking
+
+
+def test_side_by_side_makes_the_same_rows_and_names_what_fails(tmp_path, request_, monkeypatch):
+    failed = {}
+    for jobs in (1, 2):
+        workshop = Workshop(tmp_path / str(jobs), request_)
+        failed[jobs] = workshop.make(ITEMS, jobs)
+        assert [made.whole for made in workshop.collect(ITEMS)] == [True, True, True, False]
+    assert failed[1] == failed[2]
+    assert list(failed[1]) == ["think:table4"]
+    assert "none.pth" in failed[1]["think:table4"]
+    alone, together = (
+        {key_of(row): row["prediction"] for row in read(tmp_path / str(jobs) / "rows")} for jobs in (1, 2)
+    )
+    assert alone == together
+    assert {file.name for file in (tmp_path / "2" / "logs").iterdir()} == {"00.log", "01.log"}
+    lines = [line for file in (tmp_path / "2" / "rows").iterdir() for line in file.read_text().splitlines()]
+    assert len(lines) == len(together)  # no row was made twice
+    monkeypatch.setattr(make_module, "side_by_side", lambda make, waiting, jobs, directory: dict.fromkeys(waiting, ""))
+    assert Workshop(tmp_path / "2", request_).make(ITEMS[:3], 2) == {}  # nothing waits
+
+
+def of(*names):
+    return Portion(tuple(Part(name, FIRST, (name,)) for name in names), len(names))
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_part_that_fails_is_found_and_stops_no_other(tmp_path, jobs):
+    waiting = [of("a", "fail", "b"), of("c"), of("d", "e")]
+    with Results(tmp_path / "rows") as results:
+        failed = one_by_one(make, waiting, results) if jobs == 1 else side_by_side(make, waiting, jobs, tmp_path)
+    assert failed == {"fail": "fail cannot be made"}
+    assert {file.name for file in (tmp_path / "rows").iterdir()} >= {"a", "b", "c", "d", "e"}
+
+
+def test_a_process_that_dies_is_replaced(tmp_path):
+    failed = side_by_side(make, [of("die"), *(of(name) for name in "abcd")], 2, tmp_path)
+    assert list(failed) == ["die"]
+    assert "status -9" in failed["die"]
+    assert {file.name for file in (tmp_path / "rows").iterdir()} >= {*"abcd"}
+
+
+def test_processes_end_with_the_one_that_deals_out(tmp_path):
+    parent = get_context("spawn").Process(target=side_by_side, args=(make, [of("slow"), of("slow")], 2, tmp_path))
+    parent.start()
+    logs = [tmp_path / "logs" / f"0{number}.log" for number in range(2)]
+    deadline = time.monotonic() + 120
+    while not all(log.is_file() and "slow" in log.read_text() for log in logs) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    parent.kill()
+    parent.join()
+    for number in range(2):  # their files of rows are free again
+        for _ in range(100):
+            try:
+                Results(tmp_path / "rows", f"-{number}-of-2").close()
+                break
+            except BlockingIOError:
+                time.sleep(0.1)
+        else:
+            pytest.fail("a process lives on")
+
+
+def test_analyses_come_first_then_what_costs_most():
+    cheap, dear = of("a"), replace(of("b"), cost=9)
+    line = Line([cheap, Portion((Part("c", WRONG),), 0), dear])
+    assert [line.take().parts[0].item for _ in range(3)] == ["c", "b", "a"]
