@@ -59,6 +59,7 @@ class Recorder(L.Callback):
     histograms: (step, channels per bin of alpha).
     times: seconds of each step, with the wait for its data; the first one includes the set-up.
     seconds: their sum.
+    peak_bytes: most memory that tensors of this process took on its GPU; 0 on a CPU.
     """
 
     def __init__(self, every: int) -> None:
@@ -67,6 +68,7 @@ class Recorder(L.Callback):
         self.histograms: list[tuple[int, list[int]]] = []
         self.times: list[float] = []
         self.seconds = 0.0
+        self.peak_bytes = 0
 
     def on_train_start(self, trainer: L.Trainer, *_: object) -> None:
         """Start the clock."""
@@ -81,6 +83,8 @@ class Recorder(L.Callback):
         now = time.time()  # reading the values has waited for the GPU
         self.times.append(now - self._last)
         self.seconds, self._last = self.seconds + self.times[-1], now
+        if module.device.type == "cuda":
+            self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(module.device))
         step = trainer.global_step
         self.steps.append({"step": step, **values, "lr": trainer.optimizers[0].param_groups[0]["lr"]})
         if step % self.every == 0 or step == trainer.max_steps:
@@ -89,12 +93,16 @@ class Recorder(L.Callback):
 
     def state_dict(self) -> dict[str, object]:
         """The record so far."""
-        return {"steps": self.steps, "histograms": self.histograms, "times": self.times, "seconds": self.seconds}
+        return {
+            "steps": self.steps, "histograms": self.histograms, "times": self.times, "seconds": self.seconds,
+            "peak_bytes": self.peak_bytes,
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with an earlier record."""
         self.steps, self.histograms = list(state["steps"]), [tuple(h) for h in state["histograms"]]
         self.times, self.seconds = list(state.get("times", [])), state["seconds"]  # older checkpoints have no times
+        self.peak_bytes = state.get("peak_bytes", 0)
 
 
 class Progress(ProgressBar):
