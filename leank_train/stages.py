@@ -42,7 +42,7 @@ class StageConfig(Checked):
     """Settings of one stage; `stage1` and `stage2` of conf hold the paper's values and name the official code's.
 
     steps: optimizer steps; 0 skips the stage.
-    lr: Adam's learning rate, or "auto", which depends on the number of steps.
+    lr: Adam's learning rate, or "auto", which chooses it and Adam's momentum by the number of steps.
     schedule: of the learning rate; see `distill.lr_factor`.
     reduction: of the distance; see `distill.l2_loss`.
     clamp: whether alpha stays in [0, 1].
@@ -190,11 +190,12 @@ class Stage(L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return Adam (the paper's choice), and the schedule of its learning rate."""
-        lr = self.config.lr
-        rate = float(lr) if lr != steering.AUTO else steering.learning_rate(self.config.steps)
-        optimizer = torch.optim.Adam([self.alpha], lr=rate)
+        lr, steps = self.config.lr, self.config.steps
+        auto = lr == steering.AUTO
+        rate, momentum = (steering.learning_rate(steps), steering.momentum(steps)) if auto else (float(lr), 0.9)
+        optimizer = torch.optim.Adam([self.alpha], lr=rate, betas=(momentum, 0.999))
         factor = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: distill.lr_factor(step, self.config.steps, self.config.schedule)
+            optimizer, lambda step: distill.lr_factor(step, steps, self.config.schedule)
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": factor, "interval": "step"}}
 
