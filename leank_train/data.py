@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from data_gen.sample import Document
 from data_gen.tasks import Mixture
 from leank_train.backbone import Backbone
+
+HELD_OUT = 2**31  # the first step that no training reaches
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ class Steps(torch.utils.data.Dataset):
         self.start, self.rank, self.world = start, rank, world
 
     def __len__(self) -> int:
-        return 2**31  # Trainer(max_steps) ends the run
+        return HELD_OUT  # Trainer(max_steps) ends the run
 
     def __getitem__(self, item: int) -> Batch:
         first = ((self.start + item) * self.world + self.rank) * self.documents
@@ -134,17 +137,24 @@ class RetrievalData(L.LightningDataModule):
 
     def train_dataloader(self) -> torch.utils.data.DataLoader:
         """Return the batches in order, from the next step on."""
-        rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         return torch.utils.data.DataLoader(
-            Steps(
-                self.backbone, self.mixture, self.documents, self.start, rank // self.together, world // self.together
-            ),
+            self._steps(self.start),
             batch_size=None,
             sampler=_Forever(),
             num_workers=self.workers,
             prefetch_factor=4 if self.workers else None,
             pin_memory=torch.cuda.is_available(),
         )
+
+    def held_out(self, documents: int) -> list[Batch]:
+        """Return batches of this rank that no step trains on; those of all ranks have `documents` documents or more."""
+        steps = self._steps(HELD_OUT)
+        return [steps[i] for i in range(math.ceil(documents / (self.documents * steps.world)))]
+
+    def _steps(self, start: int) -> Steps:
+        rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        together = self.together
+        return Steps(self.backbone, self.mixture, self.documents, start, rank // together, world // together)
 
     def state_dict(self) -> dict[str, int]:
         """Return the next step."""
@@ -157,4 +167,4 @@ class RetrievalData(L.LightningDataModule):
 
 class _Forever(torch.utils.data.Sampler[int]):
     def __iter__(self) -> Iterator[int]:
-        return iter(range(2**31))
+        return iter(range(HELD_OUT))

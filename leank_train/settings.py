@@ -33,6 +33,7 @@ from leank_train.stages import StageConfig
 NOT_IN_HASH = (
     "trainer", "logger", "validation", "resume", "workers", "name", "checkpoint_every", "requeues", "extra_ratios",
 )  # fmt: skip
+STOPPING = ("patience", "heldout_every", "heldout_documents")  # settings of a stage's early stopping
 OLD_NAME = "mask"  # of the group `pruning`: in configurations and folders written before, and in fingerprints
 log = logging.getLogger("leank_train")
 
@@ -269,8 +270,13 @@ def check_rope(config: RunConfig, rope: Mapping[str, object], kind: str) -> None
 def fingerprint(given: DictConfig | Mapping[str, object]) -> str:
     """Return twelve hexadecimal digits that change with every setting that changes the mask.
 
-    The group `pruning` enters under its old name, so that folders written before keep their fingerprint.
+    The group `pruning` enters under its old name, and a stage without early stopping has no settings of it, so that
+    folders written before keep their fingerprint.
     """
     kept = {key: value for key, value in plain(given).items() if key not in NOT_IN_HASH}
     kept[OLD_NAME] = kept.pop("pruning")
+    for name in ("stage1", "stage2"):
+        stage = kept.get(name)
+        if isinstance(stage, dict) and not stage.get("patience"):
+            kept[name] = {key: value for key, value in stage.items() if key not in STOPPING}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]

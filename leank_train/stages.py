@@ -9,7 +9,7 @@ the next-token distributions that the model's head makes of them (objective=kl).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from leank_train.backbone import Backbone
-from leank_train.common.typed import Checked, Count, OneOf
+from leank_train.common.typed import Checked, Count, OneOf, Positive
 from leank_train.data import Batch
 from leank_train.forward.attention import EMPTY_HEADS
 from leank_train.forward.branching import branch, prefill, prefill_and_branch, student
@@ -42,7 +42,7 @@ class StageConfig(Checked):
     """Settings of one stage; `stage1` and `stage2` of conf hold the paper's values and name the official code's.
 
     steps: optimizer steps; 0 skips the stage.
-    lr: Adam's learning rate, or "auto", which depends on the number of steps.
+    lr: Adam's learning rate, or "auto", which chooses it and Adam's momentum by the number of steps.
     schedule: of the learning rate; see `distill.lr_factor`.
     reduction: of the distance; see `distill.l2_loss`.
     clamp: whether alpha stays in [0, 1].
@@ -51,6 +51,9 @@ class StageConfig(Checked):
     l1: stage 1's penalty; see `distill.l1_penalty`.
     straight_through: stage 2's gradient; see `distill.straight_through`.
     objective: "l2" (hidden states) or "kl" (next-token distributions).
+    patience: looks at held-out documents in a row without a gain, after which the stage ends; 0 never looks.
+    heldout_every: steps between two looks.
+    heldout_documents: held-out documents, of all ranks together.
     """
 
     steps: Count
@@ -63,6 +66,9 @@ class StageConfig(Checked):
     l1: Annotated[str, OneOf(*distill.L1_FORMS)] = "mean"
     straight_through: Annotated[str, OneOf(*distill.STRAIGHT_THROUGH)] = "binary"
     objective: Annotated[str, OneOf(*objectives.OBJECTIVES)] = "l2"
+    patience: Count = 0
+    heldout_every: Positive = 20
+    heldout_documents: Positive = 8
 
 
 class Stage(L.LightningModule):
@@ -110,8 +116,11 @@ class Stage(L.LightningModule):
         """Return the regulariser of the loss."""
         return self.alpha.new_zeros(())
 
-    def distillation(self, batch: Batch) -> Tensor:
-        """Return the distance of student and teacher at the answer tokens, by the stage's objective."""
+    def distillation(self, batch: Batch, beta: Tensor | None = None) -> Tensor:
+        """Return the distance of student and teacher at the answer tokens, by the stage's objective.
+
+        beta: a mask, bool [L, H, D], to measure as it is deployed; by default the student has the stage's scores.
+        """
         model, kernel = self.backbone.model, self.parallel.prefill_kernel
         documents, prompts, answers = batch.documents, batch.prompts, batch.answers
         if len(prompts.ids) == len(documents.ids) and not self.parallel.in_step:
@@ -126,9 +135,10 @@ class Stage(L.LightningModule):
             teacher = branch(model, prefix, prompts.ids, prompts.lengths)
         full = distill.answer_rows(teacher.hidden, batch.question_lengths, answers.ids.shape[1])
         question = teacher.cut(batch.question_lengths)
+        scores, empty = (self.scores(), self.config.empty_heads) if beta is None else (beta.to(self.alpha), "drop")
         scaled = student(
-            model, prefix, question, answers.ids, answers.lengths, self.scores(),
-            sink=self.sink, window=self.window, empty_heads=self.config.empty_heads,
+            model, prefix, question, answers.ids, answers.lengths, scores,
+            sink=self.sink, window=self.window, empty_heads=empty,
         )  # fmt: skip
         if self.config.objective == "kl":
             head = objectives.Head.of(model)
@@ -146,6 +156,12 @@ class Stage(L.LightningModule):
         self.log("alpha", values["alpha_mean"], prog_bar=True, logger=False)
         self._loss_of_all_ranks = mean + penalty.detach()
         return {"loss": distillation + penalty, **values}
+
+    @torch.no_grad()
+    def heldout(self, batches: Sequence[Batch], beta: Tensor) -> float:
+        """Return the distance under the mask beta, the mean over these batches of every rank."""
+        losses = [self._over_ranks(batch, self.distillation(batch, beta))[1] for batch in batches]
+        return float(torch.stack(losses).mean())
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         """Run the backward pass; raise ValueError if the loss of all ranks is not finite."""
@@ -174,11 +190,12 @@ class Stage(L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return Adam (the paper's choice), and the schedule of its learning rate."""
-        lr = self.config.lr
-        rate = float(lr) if lr != steering.AUTO else steering.learning_rate(self.config.steps)
-        optimizer = torch.optim.Adam([self.alpha], lr=rate)
+        lr, steps = self.config.lr, self.config.steps
+        auto = lr == steering.AUTO
+        rate, momentum = (steering.learning_rate(steps), steering.momentum(steps)) if auto else (float(lr), 0.9)
+        optimizer = torch.optim.Adam([self.alpha], lr=rate, betas=(momentum, 0.999))
         factor = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: distill.lr_factor(step, self.config.steps, self.config.schedule)
+            optimizer, lambda step: distill.lr_factor(step, steps, self.config.schedule)
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": factor, "interval": "step"}}
 

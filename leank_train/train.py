@@ -32,6 +32,7 @@ from leank_train.running.recorder import AtomicCheckpointIO, Progress, Recorder
 from leank_train.running.wandb_log import log_results, make_logger
 from leank_train.settings import BadConfig, RunConfig, check, plain
 from leank_train.stages import Stage, Stage1, Stage2
+from leank_train.stopping import EarlyStop, best_look
 from leank_train.validation.compare import check_lengths, validate
 
 log = logging.getLogger("leank_train")
@@ -162,6 +163,8 @@ def measured(current: Run, mask: ChannelMask, scores1: Tensor, alpha: Tensor, re
     separation = Separation.of(scores1, ratio)
     if warning := separation.warning(ratio):
         log.warning("%s: %s", current.out, warning)
+    best = {name: best_look(record.looks) for name, record in records.items() if record.looks}
+    heldout = {name: {"step": step, "loss": loss} for name, (step, loss) in best.items()}
     return {
         "pruning_ratio": mask.pruning_ratio,
         "empty_heads": int((mask.channels_per_head == 0).sum()),
@@ -169,6 +172,7 @@ def measured(current: Run, mask: ChannelMask, scores1: Tensor, alpha: Tensor, re
         "alpha_mean": float(alpha.mean()),
         "separation": separation.metrics,
         "distillation": {name: r.steps[-1]["distillation"] for name, r in records.items() if r.steps},
+        **({"heldout": heldout} if heldout else {}),
         "seconds": {"training": round(sum(r.seconds for r in records.values()), 1)},  # those before a stop included
         "config": current.identity,
     }
@@ -210,12 +214,15 @@ def fit(current: Run, stage: Stage, name: str, logger: Logger | None, signals: S
     stage: learns in place; its alpha is the result.
     name: "stage1" or "stage2".
 
-    Returns the course of the stage. Raises KeyboardInterrupt if the stage stopped before its last step.
+    Returns the course of the stage. Raises KeyboardInterrupt if the stage was interrupted before its end.
     """
-    config, recorder = current.config, Recorder(stage.config.steps // 20)
+    config, recorder, pruning = current.config, Recorder(stage.config.steps // 20), current.config.pruning
     folder = current.out / "checkpoints" / name
     done, last = folder / "done.ckpt", folder / "last.ckpt"
-    trainer = stage_trainer(current, stage, recorder, name, logger, signals)
+    stopper = EarlyStop(
+        stage.config, lambda alpha: ChannelMask.from_scores(alpha, pruning.ratio, pruning.align, pruning.rounding).keep
+    )
+    trainer = stage_trainer(current, stage, recorder, name, logger, signals, stopper)
     finished = done.exists()
     trainer.strategy.barrier()  # a stage without steps is written at once, maybe before another rank has looked
     if finished:
@@ -233,8 +240,14 @@ def fit(current: Run, stage: Stage, name: str, logger: Logger | None, signals: S
             trainer.fit(stage, module, ckpt_path=str(last) if last.exists() else None, weights_only=True)
         if signals.agreed:
             signals.leave(first=trainer.is_global_zero)
-        if trainer.global_step < stage.config.steps:
+        if trainer.global_step < stage.config.steps and not stopper.over:
             raise KeyboardInterrupt(f"{name} stopped at step {trainer.global_step}; run the same command to go on")
+        if stopper.looks:
+            stopper.restore(stage)
+            recorder.looks = stopper.looks
+            at, loss = best_look(stopper.looks)
+            if current.first:
+                log.info("%s ended at step %d; held-out loss %.4g at step %d", name, trainer.global_step, loss, at)
     if trainer.is_global_zero:
         write_checkpoint(done, {"alpha": stage.alpha.detach().cpu(), "record": recorder.state_dict()})
     trainer.strategy.barrier()
@@ -242,7 +255,13 @@ def fit(current: Run, stage: Stage, name: str, logger: Logger | None, signals: S
 
 
 def stage_trainer(
-    current: Run, stage: Stage, recorder: Recorder, name: str, logger: Logger | None, signals: Signals
+    current: Run,
+    stage: Stage,
+    recorder: Recorder,
+    name: str,
+    logger: Logger | None,
+    signals: Signals,
+    stopper: EarlyStop,
 ) -> L.Trainer:
     """Return the trainer of a stage, with its checkpoints under checkpoints/NAME."""
     config, steps = current.config, stage.config.steps
@@ -257,6 +276,7 @@ def stage_trainer(
         callbacks=[
             recorder,
             Progress(name),
+            *([stopper] if stage.config.patience else []),  # before what saves, so that a checkpoint has its look
             SaveOnSignal(signals, folder / "last.ckpt"),
             ModelCheckpoint(
                 folder, filename="last", every_n_train_steps=config.checkpoint_every,

@@ -18,8 +18,8 @@ FORBIDDEN = {
 # the rooms (folders and files) of a package from the top floor down: each imports from its own floor's rooms below
 LAYERS = {
     "leank_train": [
-        {"__main__"}, {"train"}, {"validation"}, {"run_folder"}, {"settings"}, {"stages"}, {"running"}, {"data"},
-        {"backbone"}, {"channel_scores"}, {"objective"}, {"forward"}, {"mask"}, {"common"},
+        {"__main__"}, {"train"}, {"validation"}, {"run_folder"}, {"settings"}, {"stopping"}, {"stages"}, {"running"},
+        {"data"}, {"backbone"}, {"channel_scores"}, {"objective"}, {"forward"}, {"mask"}, {"common"},
     ],
     "eval": [
         {"__main__"}, {"lm_eval"}, {"papers"}, {"run"}, {"report"}, {"rows"}, {"methods"}, {"inference"},

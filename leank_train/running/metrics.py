@@ -38,6 +38,7 @@ class Metrics(TypedDict, total=False):
     empty_heads, heads: KV heads without kept channels, and all KV heads.
     separation: how far stage 1 has driven the scores apart (`Separation.metrics`).
     distillation: stage -> distillation loss of its last step.
+    heldout: stage with early stopping -> "step" of its best look, and its "loss".
     seconds: phase -> seconds.
     config: fingerprint of the settings.
     """
@@ -48,6 +49,7 @@ class Metrics(TypedDict, total=False):
     alpha_mean: float
     separation: dict[str, float]
     distillation: dict[str, float]
+    heldout: dict[str, dict[str, float]]
     seconds: dict[str, float]
     config: str
     validation: Validation

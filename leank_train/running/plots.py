@@ -70,6 +70,9 @@ def losses(stage1: Recorder, stage2: Recorder) -> Figure:
         left.plot(x, y, color=colour, alpha=0.25, linewidth=1)
         left.plot(x, _smooth(y), line, color=colour, label=f"distillation loss, {name}")
         right.plot(x, [s["alpha_mean"] for s in record.steps], line, color=colour)
+        if record.looks:
+            steps, found = zip(*record.looks, strict=True)
+            left.plot(np.array(steps) + offset, found, "o", color=colour, label=f"held-out documents, {name}")
         if name == "stage 1":
             left.plot(x, [s["penalty"] for s in record.steps], ":", color=GREEN, label="penalty on alpha, stage 1")
         offset = int(x[-1])

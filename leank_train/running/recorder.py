@@ -60,6 +60,7 @@ class Recorder(L.Callback):
     times: seconds of each step, with the wait for its data; the first one includes the set-up.
     seconds: their sum.
     peak_bytes: most memory that tensors of this process took on its GPU; 0 on a CPU.
+    looks: (step, loss) of each look at held-out documents, set at the end of a stage with early stopping.
     """
 
     def __init__(self, every: int) -> None:
@@ -69,6 +70,7 @@ class Recorder(L.Callback):
         self.times: list[float] = []
         self.seconds = 0.0
         self.peak_bytes = 0
+        self.looks: list[tuple[int, float]] = []
 
     def on_train_start(self, trainer: L.Trainer, *_: object) -> None:
         """Start the clock."""
@@ -95,7 +97,7 @@ class Recorder(L.Callback):
         """The record so far."""
         return {
             "steps": self.steps, "histograms": self.histograms, "times": self.times, "seconds": self.seconds,
-            "peak_bytes": self.peak_bytes,
+            "peak_bytes": self.peak_bytes, "looks": self.looks,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -103,6 +105,7 @@ class Recorder(L.Callback):
         self.steps, self.histograms = list(state["steps"]), [tuple(h) for h in state["histograms"]]
         self.times, self.seconds = list(state.get("times", [])), state["seconds"]  # older checkpoints have no times
         self.peak_bytes = state.get("peak_bytes", 0)
+        self.looks = [tuple(look) for look in state.get("looks", [])]
 
 
 class Progress(ProgressBar):

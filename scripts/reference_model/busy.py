@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoTokenizer, DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from scripts.reference_model.batches import Row, evaluation_rows
+from scripts.reference_model.evaluation import right_tokens
+from scripts.reference_model.recipe import UNORDERED
 
 NAME = "busy_heads"
 _QUESTION = 63  # tokens before the answer that are read after the prefill: question and prefix, which the window holds
@@ -97,8 +99,13 @@ def prefill(model: LlamaForCausalLM, rows: Sequence[Row]) -> Probe:
     return Probe([(k, v) for k, v, *_ in cache], first, ids[:, widest:], labels[:, widest:])
 
 
-def score(model: LlamaForCausalLM, probe: Probe, removed: Tensor, sink: int, window: int) -> tuple[Tensor, Tensor]:
-    """Per sample [B]: whether every token of the answer is right, teacher-forced, and its mean log-likelihood."""
+def score(
+    model: LlamaForCausalLM, probe: Probe, removed: Tensor, sink: int, window: int, unordered: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Per sample [B]: whether every token of the answer is right, teacher-forced, and its mean log-likelihood.
+
+    unordered: see `right_tokens`.
+    """
     cache = DynamicCache(config=model.config)
     for i, (k, v) in enumerate(probe.kv):
         cache.update(k, v, i)
@@ -112,9 +119,8 @@ def score(model: LlamaForCausalLM, probe: Probe, removed: Tensor, sink: int, win
     logits, labels = model.lm_head(hidden[rows, at]).float(), probe.labels[rows, at]
     counts = torch.zeros(3, len(probe.tail), device=model.device)  # labels, wrong ones, their log-likelihood
     likelihoods = -nn.functional.cross_entropy(logits, labels, reduction="none")
-    counts.index_add_(
-        1, rows, torch.stack([torch.ones_like(likelihoods), (logits.argmax(-1) != labels).float(), likelihoods])
-    )
+    wrong = ~right_tokens(logits.argmax(-1), labels, rows, unordered)
+    counts.index_add_(1, rows, torch.stack([torch.ones_like(likelihoods), wrong.float(), likelihoods]))
     return counts[1] == 0, counts[2] / counts[0]
 
 
@@ -134,7 +140,7 @@ class Score:
 @torch.no_grad()
 def measure(model: LlamaForCausalLM, probes: Mapping[str, Probe], removed: Tensor, sink: int, window: int) -> Score:
     """Score all tasks with some heads removed."""
-    found = {task: score(model, probe, removed, sink, window) for task, probe in probes.items()}
+    found = {t: score(model, probe, removed, sink, window, t in UNORDERED) for t, probe in probes.items()}
     match = {task: 100 * right.float().mean().item() for task, (right, _) in found.items()}
     return Score(match, torch.cat([likelihoods for _, likelihoods in found.values()]).mean().item())
 

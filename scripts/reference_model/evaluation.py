@@ -13,6 +13,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from scripts.reference_model.batches import Row, collate
+from scripts.reference_model.recipe import UNORDERED
 
 _TEXT_ROWS = 32
 
@@ -30,6 +31,21 @@ class Answers(nn.Module):
         return self.lm.lm_head(hidden[positions])  # [n, vocabulary]
 
 
+def right_tokens(predicted: torch.Tensor, labels: torch.Tensor, rows: torch.Tensor, unordered: bool) -> torch.Tensor:
+    """Which predictions are right, bool [n].
+
+    predicted, labels: token ids [n], teacher-forced. rows: int [n], the row of each, in order.
+    unordered: whether any label of the same row that has not come yet is right too.
+    """
+    right = predicted == labels
+    if unordered:
+        for row in rows.unique():
+            at = (rows == row).nonzero()[:, 0]
+            left = torch.ones(len(at), len(at), dtype=torch.bool, device=at.device).triu()  # [prediction, label]
+            right[at] = ((predicted[at, None] == labels[None, at]) & left).any(-1)
+    return right
+
+
 @torch.no_grad()
 def exact_match(model: nn.Module, rows: dict[str, list[Row]], length: int, fabric: Fabric) -> dict[str, list[float]]:
     """Per task, teacher-forced: the share of rows with every supervised token right, and of tokens that are right."""
@@ -41,7 +57,8 @@ def exact_match(model: nn.Module, rows: dict[str, list[Row]], length: int, fabri
         for i in range(0, len(mine), per):
             ids, positions, labels, _ = (x.to(fabric.device) for x in collate(mine[i : i + per], length))
             with fabric.autocast():
-                right = model(ids, positions).argmax(-1) == labels
+                predicted = model(ids, positions).argmax(-1)
+            right = right_tokens(predicted, labels, positions // length, name in UNORDERED)
             wrong = torch.zeros(len(ids), device=fabric.device).index_add_(0, positions // length, (~right).float())
             counts += torch.tensor([(wrong == 0).sum(), len(ids), right.sum(), len(right)], device=fabric.device)
         a, b, c, d = fabric.all_reduce(counts, reduce_op="sum").tolist()  # type: ignore[union-attr]

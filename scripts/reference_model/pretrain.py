@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -110,25 +111,31 @@ def start_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) ->
     return lm
 
 
-def make_optimizer(lm: LlamaForCausalLM, lr: float, fused: bool) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices alone."""
-    matrices = [p for p in lm.parameters() if p.ndim >= 2]
+def make_optimizers(lm: LlamaForCausalLM, lr: float, fused: bool, muon: bool) -> list[Optimizer]:
+    """AdamW with weight decay on matrices alone; with `muon`, Muon has the matrices of the layers."""
+    inner = [p for p in lm.model.layers.parameters() if p.ndim >= 2] if muon else []
+    taken = {id(p) for p in inner}
+    matrices = [p for p in lm.parameters() if p.ndim >= 2 and id(p) not in taken]
     vectors = [p for p in lm.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), fused=fused)
+    found: list[Optimizer] = [torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), fused=fused)]
+    if muon:  # scaled so that the rate and the decay of AdamW fit it too
+        found.append(torch.optim.Muon(inner, lr=lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"))
+    return found
 
 
-def update(model: nn.Module, optimizer: Optimizer, batch: Batch, lr: float, fabric: Fabric) -> torch.Tensor:
+def update(model: nn.Module, optimizers: Sequence[Optimizer], batch: Batch, lr: float, fabric: Fabric) -> torch.Tensor:
     """One optimiser step on a batch of `Batches`; returns the loss."""
     ids, positions, labels, weights = batch
-    for group in optimizer.param_groups:
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["lr"] = lr
     losses = nn.functional.cross_entropy(model(ids, positions).float(), labels, reduction="none")
     loss = losses @ weights
     fabric.backward(loss)
-    fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
     return loss
 
 
@@ -158,27 +165,29 @@ def train(args: argparse.Namespace) -> None:
     assert isinstance(tokenizer, PreTrainedTokenizerFast)  # as `make_tokenizer` wrote it
     lm = start_model(args, tokenizer)
     plain = Answers(lm)
-    model, optimizer = fabric.setup(plain, make_optimizer(lm, args.lr, fabric.device.type == "cuda"))
+    cuda = fabric.device.type == "cuda"
+    model, *optimizers = fabric.setup(plain, *make_optimizers(lm, args.lr, cuda, args.muon))
     state_file, done, seconds = args.out / "state.pt", 0, 0.0
     if state_file.exists():
         state = read_checkpoint(state_file, "remove it to start anew")
         lm.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
         done, seconds = state["step"], state["seconds"]
         fabric.print(f"resumed at step {done}")
+    probes = {n: evaluation_rows(tokenizer, n, args.eval_rows, args.seed + 1) for n in args.eval_lengths}
     clock = Clock(args.steps, args.seconds, seconds)
     begun = clock.share(done)
     if begun >= 1:
         fabric.print("nothing is left to train")
         return
     loader = make_loader(args, tokenizer, clock, done, fabric)
-    probes = {n: evaluation_rows(tokenizer, n, args.eval_rows, args.seed + 1) for n in args.eval_lengths}
     heldout = None if args.text is None else np.load(args.text / "test.npy")
     last, last_step = clock.here, done
     for step, batch in enumerate(loader, start=done + 1):
         batch = fabric.to_device(batch)
         share = clock.share(step - 1)
-        loss = update(model, optimizer, batch, args.lr * lr_factor(step - 1, share, args.warmup), fabric)
+        loss = update(model, optimizers, batch, args.lr * lr_factor(step - 1, share, args.warmup), fabric)
         clock.tick(step, fabric)
         ended = step in (args.steps, args.stop_at) or clock.share(step) >= 1
         paused = args.pause is not None and (clock.share(step) - begun) * args.seconds >= args.pause
@@ -193,7 +202,7 @@ def train(args: argparse.Namespace) -> None:
         if step % args.eval_every == 0 or ended:
             evaluate(plain, probes, heldout, step, args.out, fabric)
         if step % args.save_every == 0 or ended or paused:
-            save(args.out, fabric, lm, optimizer, step, clock.seconds, tokenizer)
+            save(args.out, fabric, lm, optimizers, step, clock.seconds, tokenizer)
         if ended or paused:
             break
     fabric.print(f"{clock.seconds:.0f} s of training in all")
@@ -203,14 +212,15 @@ def save(
     out: Path,
     fabric: Fabric,
     lm: LlamaForCausalLM,
-    optimizer: Optimizer,
+    optimizers: Sequence[Optimizer],
     step: int,
     seconds: float,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Write state.pt for an exact resume and model/ in bf16 for use; state.pt is never half-written."""
     if fabric.is_global_zero:
-        state = {"model": lm.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "seconds": seconds}
+        moments = [optimizer.state_dict() for optimizer in optimizers]
+        state = {"model": lm.state_dict(), "optimizers": moments, "step": step, "seconds": seconds}
         write_checkpoint(out / "state.pt", state)
         small = LlamaForCausalLM(lm.config).bfloat16()
         small.load_state_dict(lm.state_dict())
@@ -243,6 +253,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--vocabulary", type=int, default=4096, help="tokens of a new tokenizer")
     parser.add_argument("--text", type=Path, help="folder of natural text that `text` wrote")
     parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--muon", action="store_true", help="train the matrices of the layers with Muon")
     parser.add_argument("--warmup", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--init", help="folder of weights to start from")

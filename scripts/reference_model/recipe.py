@@ -14,6 +14,7 @@ ROOM = {
     "niah_multiquery": (256, 110), "vt": (512, 75), "cwe": (1024, 0), "fwe": (512, 0), "passkey": (1024, 80),
     "chain": (256, 0),
 }  # fmt: skip
+UNORDERED = ("cwe",)  # tasks whose answers may come in any order: a token is right if any answer that is left has it
 
 
 @dataclass(frozen=True)
@@ -43,5 +44,10 @@ RECIPES = {
         "niah_single_1": 3, "niah_single_2": 4, "niah_single_3": 5, "niah_multikey_1": 5, "niah_multikey_2": 7,
         "niah_multikey_3": 12, "niah_multivalue": 18, "niah_multiquery": 14, "vt": 12, "cwe": 10, "fwe": 9,
         "passkey": 3, "chain": 12,
+    }, labels=(64, 256), text=0.25, text_weight=0.3),
+    "busy": Recipe({  # mostly of what one head alone cannot do: counts, several values, chains
+        "niah_single_1": 2, "niah_single_2": 2, "niah_single_3": 3, "niah_multikey_1": 3, "niah_multikey_2": 5,
+        "niah_multikey_3": 9, "niah_multivalue": 22, "niah_multiquery": 12, "vt": 12, "cwe": 15, "fwe": 13,
+        "passkey": 2, "chain": 12,
     }, labels=(64, 256), text=0.25, text_weight=0.3),
 }  # fmt: skip

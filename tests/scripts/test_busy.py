@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from scripts.reference_model.batches import Row
 from scripts.reference_model.busy import NAME, Probe, greedy, main, measure, no_heads, prefill, score, text_losses
+from scripts.reference_model.evaluation import right_tokens
 from tests.helpers.text_tokenizers import tokenizer
 
 SINK, WINDOW = 4, 16
@@ -78,6 +79,14 @@ def test_every_token_of_the_answer_counts(model):
         changed = [*ids[:190], 3 if ids[190] != 3 else 4, *ids[191:]]
         right, _ = score(model, prefill(model, [Row(ids, [*at]), Row(changed, [*at])]), no_heads(model), SINK, WINDOW)
     assert right.tolist() == [True, False]
+
+
+def test_answers_without_an_order_are_right_in_any():
+    """Rows of labels 5 6 7 and 8 9: any label that is left is right, one of another row or one that is over is not."""
+    labels, rows = torch.tensor([5, 6, 7, 8, 9]), torch.tensor([0, 0, 0, 2, 2])
+    predicted = torch.tensor([7, 5, 7, 9, 8])
+    assert right_tokens(predicted, labels, rows, unordered=True).tolist() == [True, False, True, True, False]
+    assert right_tokens(predicted, labels, rows, unordered=False).tolist() == [False, False, True, False, False]
 
 
 def test_heads_go_one_by_one_least_harmful_first(model):

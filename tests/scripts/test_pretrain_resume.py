@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -28,17 +29,20 @@ def losses(folder):
     return [(line["step"], line["loss"], line["length"]) for line in lines if "loss" in line]
 
 
-def test_stopped_and_resumed_is_uninterrupted(tmp_path, capsys):
-    pretrain(tmp_path / "whole")
-    pretrain(tmp_path / "parts", "--stop-at", "3")
+@pytest.mark.parametrize("extra", [(), ("--muon",)])
+def test_stopped_and_resumed_is_uninterrupted(tmp_path, capsys, extra):
+    pretrain(tmp_path / "whole", *extra)
+    pretrain(tmp_path / "parts", "--stop-at", "3", *extra)
     assert torch.load(tmp_path / "parts/state.pt", weights_only=True)["step"] == 3
-    pretrain(tmp_path / "parts")
+    pretrain(tmp_path / "parts", *extra)
     assert "resumed at step 3" in capsys.readouterr().out
     whole, parts = (torch.load(tmp_path / name / "state.pt", weights_only=True) for name in ("whole", "parts"))
     assert whole["step"] == parts["step"] == 6
     assert all(torch.equal(value, parts["model"][name]) for name, value in whole["model"].items())
-    for moments, others in zip(whole["optimizer"]["state"].values(), parts["optimizer"]["state"].values(), strict=True):
-        assert all(torch.equal(value, others[name]) for name, value in moments.items())
+    assert len(whole["optimizers"]) == 1 + len(extra)
+    for optimizer, other in zip(whole["optimizers"], parts["optimizers"], strict=True):
+        for moments, others in zip(optimizer["state"].values(), other["state"].values(), strict=True):
+            assert all(torch.equal(value, others[name]) for name, value in moments.items())
     assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
     assert len(losses(tmp_path / "whole")) == 6
     saved = load_file(tmp_path / "parts/model/model.safetensors")

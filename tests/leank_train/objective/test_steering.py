@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from leank_train.mask import ChannelMask
 from leank_train.objective import steering
+from leank_train.objective.distill import lr_factor
 from leank_train.objective.steering import Separation, learning_rate, steer, wanted_mean
 from leank_train.running.recorder import Recorder
 from leank_train.settings import BadConfig, check, fingerprint
@@ -56,6 +57,57 @@ def test_scores_can_travel_the_whole_way(steps):
     assert learning_rate(steps) * 0.6 * steps > 1
     assert learning_rate(steps) >= learning_rate(steps + 1)
     assert 0 < steering.gain(steps + 1) <= steering.gain(steps)
+
+
+def steered(steps, ratio, spread):
+    """Stage 1 on a loss whose answer is known: mean(w * (1 - alpha)^2), noisy weights w from step to step.
+
+    spread: standard deviation of log w over channels.
+
+    Returns the means of alpha and lambda by step, and the scores and weights at the end.
+    """
+    generator = torch.Generator().manual_seed(int(10 * spread))
+    weights = torch.exp(spread * torch.randn(1000, generator=generator) - 4)
+    scores = torch.nn.Parameter(torch.ones(1000))
+    adam = torch.optim.Adam([scores], betas=(steering.momentum(steps), 0.999))
+    lam, means, lams = torch.tensor(steering.START), [1.0], [steering.START]
+    for step in range(1, steps + 1):
+        adam.param_groups[0]["lr"] = learning_rate(steps) * lr_factor(step - 1, steps, "official")
+        noisy = weights * torch.exp(0.5 * torch.randn(1000, generator=generator))
+        before = scores.detach().mean()
+        scores.grad = lam / 1000 - 2 * noisy * (1 - scores.detach()) / 1000
+        adam.step()
+        scores.data.clamp_(0, 1)
+        after = scores.detach().mean()
+        steer(lam, before, after, step, steps, ratio)
+        means.append(float(after))
+        lams.append(float(lam))
+    return means, lams, scores.detach(), weights
+
+
+@pytest.mark.parametrize("spread", [2.0, 3.0])
+@pytest.mark.parametrize("ratio", [0.5, 0.9, 0.97])
+@pytest.mark.parametrize("steps", [20, 25, 30, 40, 50, 70, 100, 200, 500, 2000])
+def test_the_mean_follows_its_line_for_any_number_of_steps(steps, ratio, spread):
+    """It ends at 1 - ratio, does not swing about it, and the channels that matter most are on top."""
+    means, lams, scores, weights = steered(steps, ratio, spread)
+    offs = [mean - wanted_mean(t, steps, ratio) for t, mean in enumerate(means)]
+    settled = round(0.8 * steps)
+    assert max(map(abs, offs)) < 0.25
+    assert max(map(abs, offs[settled:])) < 0.04
+    assert abs(offs[-1]) < 0.01
+    assert steering.LEAST < min(lams[settled:]) <= max(lams[settled:]) < steering.MOST
+    assert Separation.of(scores, ratio).margin > 2 * steering.LEAST_MARGIN  # far from arbitrary
+    kept = round(1000 * (1 - ratio))
+    found = set(scores.topk(kept).indices.tolist()) & set(weights.topk(kept).indices.tolist())
+    assert len(found) > 0.8 * kept
+
+
+@given(st.integers(1, 3000))
+def test_momentum_forgets_within_the_stage(steps):
+    assert 0.5 <= steering.momentum(steps) <= steering.momentum(steps + 1) <= 0.9
+    assert 1 / (1 - steering.momentum(steps)) <= max(2, steps / 10) + 1e-9
+    assert steering.momentum(100) == 0.9
 
 
 @given(st.floats(1e-4, 10), st.floats(0, 1), st.floats(0, 1), st.integers(1, 50), st.floats(0, 0.95))
