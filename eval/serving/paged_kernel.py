@@ -2,9 +2,8 @@
 
 The tiles (eval.serving.paged_kernel_tiles) of all rows and heads follow each other on one line: row by row, head by
 head, the ends of a head before its middle. On this line a tile is as long as the columns that it reads; the first of
-the ends and the first of the middle are START longer, which is what it costs to begin. The line is cut into equal spans,
-one for a program, and a tile belongs to the program in whose span it begins. So all programs read about the same number
-of bytes.
+the ends and the first of the middle are START longer, which is what it costs to begin. Programs have equal spans of the
+line, and a tile belongs to the program in whose span it begins. So all programs read about the same number of bytes.
 
 What a program reads of one (row, head) is a partial result, unless it reads all of it. The last program to finish a
 (row, head) merges its partial results by log-sum-exp. Each program finds its span by itself, from lengths and block
