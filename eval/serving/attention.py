@@ -1,8 +1,8 @@
 """Attention over the pages of a served cache in plain PyTorch: clear, for any device and dtype.
 
-`decode` takes all requests that decode at once, `prefill` one chunk of one request. What each query reads is said in
-`eval.serving.layout`. A query of a position that the model generated itself reads as a decoding step does, also when a
-preempted request computes it again among others.
+`attend` computes a step: `decode` takes all requests that decode at once, `prefill` one chunk of one request. What each
+query reads is said in `eval.serving.layout`. A query of a position that the model generated itself reads as a decoding
+step does, also when a preempted request computes it again among others.
 """
 
 from __future__ import annotations
@@ -12,9 +12,25 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from eval.serving.layout import Group, PageLayout, Run
-from eval.serving.step import Chunk, Decoding, Places
+from eval.serving.step import Chunk, Decoding, Places, Step
 
 QUERIES = 64  # queries of generated positions that are computed at a time
+
+
+def attend(step: Step, layer: int, pages: Tensor, q: Tensor, k: Tensor, v: Tensor, scaling: float, out: Tensor) -> None:
+    """Write a step's attention to `out`; the step's tokens are in pages already.
+
+    pages: [blocks, page_columns]
+    q, out: [tokens, Hq, D]
+    k, v: [tokens, H, D], from the projections
+    scaling: factor of the logits
+    """
+    if step.decoding is not None:
+        rows = step.decoding.rows
+        out[rows] = decode(step.layout, layer, pages, q[rows], step.decoding, scaling)
+    for chunk in step.chunks:
+        at = chunk.rows
+        out[at] = prefill(step.layout, layer, pages, q[at], k[at], v[at], chunk, scaling)
 
 
 def decode(layout: PageLayout, layer: int, pages: Tensor, q: Tensor, step: Decoding, scaling: float) -> Tensor:
@@ -71,7 +87,7 @@ def prefill(
             mine_k, mine_v = (x[: len(x) - step.generated, heads] for x in some)
             out[:dense, of_heads] = _causal(q[:dense, of_heads], mine_k, mine_v, scaling)
     for start in range(dense, len(q), QUERIES):
-        at = torch.arange(start, min(start + QUERIES, len(q)))
+        at = torch.arange(start, min(start + QUERIES, len(q)), device=q.device)
         out[at] = _as_decoding(layout, layer, q[at], keys, values, step.first + at, scaling)
     return out
 
@@ -80,10 +96,10 @@ def _by_sight(
     layout: PageLayout, layer: int, step: Chunk, k: Tensor, v: Tensor
 ) -> list[tuple[Tensor, tuple[Tensor, Tensor]]]:
     """The KV heads [H] bool that see the same of the past and the chunk, and K and V [T, H, D] of what they see."""
-    empty = torch.tensor([not head.k.width for head in layout.kept.layers[layer].heads])
+    empty = torch.tensor([not head.k.width for head in layout.kept.layers[layer].heads], device=k.device)
     if not step.first or not empty.any():
         return [(torch.ones_like(empty), (k, v))]
-    seen = torch.cat([step.whole.at[0], torch.arange(step.first, len(k))])  # empty heads see no middle
+    seen = torch.cat([step.whole.at[0], torch.arange(step.first, len(k), device=k.device)])  # empty heads see no middle
     of_empty = empty, (k[seen], v[seen])
     return [of_empty] if empty.all() else [(~empty, (k, v)), of_empty]
 
@@ -92,7 +108,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
     """Causal attention [n, Hq, D]; the last of q [n, Hq, D] belongs to the last of k, v [T, H, D]."""
     mask = None
     if len(k) > len(q):
-        mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+        mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     out = scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=True)
     return out[0].transpose(0, 1)
@@ -102,10 +118,10 @@ def _as_decoding(layout: PageLayout, layer: int, q: Tensor, k: Tensor, v: Tensor
     """Attention of queries q [n, Hq, D] at positions `at` [n] as if each were decoded, over k, v [T, H, D]."""
     wide = torch.promote_types(q.dtype, torch.float32)
     heads = layout.kept.layers[layer].heads
-    keep = torch.zeros(k.shape[1:], dtype=torch.bool)
+    keep = torch.zeros(k.shape[1:], dtype=torch.bool, device=k.device)
     for row, head in zip(keep, heads, strict=True):
         row[head.channels] = True
-    token, query = torch.arange(len(k)), at[:, None]
+    token, query = torch.arange(len(k), device=k.device), at[:, None]
     middle = (token >= layout.sink) & (token < query - layout.window)  # [n, T]
     of_heads = q.unflatten(1, (len(heads), -1)).permute(1, 2, 0, 3).to(wide) * scaling  # [H, G, n, D]
     keys = k.to(wide)

@@ -1,13 +1,14 @@
 """The attention backend that vLLM runs: each step it writes the new tokens to their pages, and attends over these.
 
-The pages of all layers belong to two holders, `kept` and `rest`, each a cache group of its own for vLLM. The model's
-attention layers share the cache of `kept`, so that vLLM hands every one of them the block table of that group.
+On a CPU a step is computed by `eval.serving.attention`, on a GPU by `eval.serving.device_step`. The pages of all layers
+belong to two holders, `kept` and `rest`, each a cache group of its own for vLLM. The model's attention layers share the
+cache of `kept`, so that vLLM hands every one of them the block table of that group.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,8 +17,10 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
     AttentionType,
@@ -25,11 +28,15 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout
 
-from eval.serving.attention import decode, prefill
+from eval.serving.attention import attend
+from eval.serving.device_step import DeviceStep, decoding_first
 from eval.serving.layout import PageLayout
 from eval.serving.manager import RestSpec
 from eval.serving.settings import Settings, load_mask
 from eval.serving.step import Step
+
+if TYPE_CHECKING:
+    from eval.serving.paged import PagedAttention
 
 KEPT, REST = "leank.1000000.kept", "leank.1000001.rest"  # vLLM sorts caches by the number in their name
 
@@ -41,6 +48,7 @@ class PageHolder(AttentionLayerBase):
         self.settings, self.kept = settings, kept
         self.keep = load_mask(settings.mask).keep
         self.layout: PageLayout | None = None
+        self.paged: PagedAttention | None = None
         self.kv_cache = torch.tensor([])
 
     def get_attn_backend(self) -> type[AttentionBackend]:
@@ -79,39 +87,82 @@ class PageHolder(AttentionLayerBase):
         size = len(self.kv_cache), self.layout.page_columns
         return self.kv_cache.as_strided(size, (self.kv_cache.stride(0), 1))
 
+    def use_kernel(self, device: torch.device, vllm_config: VllmConfig) -> None:
+        """Take the memory that the kernel needs for the largest step, before any step is captured."""
+        from eval.serving.paged import PagedAttention
+
+        assert self.layout is not None
+        heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
+        captured = vllm_config.compilation_config.cudagraph_capture_sizes or []
+        rows = max(vllm_config.scheduler_config.max_num_seqs, *captured, 1)
+        self.paged = PagedAttention(self.layout, device, heads, rows)
+
 
 @dataclass
 class GroupStep:
     """What vLLM says of one step to one group.
 
-    starts, ends, prompts, table: those of `Step`
+    starts: [R + 1], the first row of each request in the step's tokens
+    lengths: int32 [R], positions of each request once the step is done
+    known: the same on the host, exact but for speculative decoding; None = not said
+    prompts: int [R], tokens of each prompt, None = not said; only a captured step, which has none, is not told
+    table: int32 [R, blocks], block table
+    slots: int64 [tokens], the slots of the new positions
     step: the step of both groups, once a layer has asked for it
     """
 
     starts: list[int]
-    ends: list[int]
-    prompts: list[int]
+    lengths: Tensor
+    known: Tensor | None
+    prompts: Tensor | None
     table: Tensor
-    step: Step | None = None
+    slots: Tensor
+    step: Step | DeviceStep | None = None
+
+    def requests(self, layout: PageLayout, rest: GroupStep, first: int = 0) -> Step:
+        """The step of the requests from number `first` on, with the tables of both groups."""
+        assert self.prompts is not None, "the plug-in asks vLLM for the lengths of prompts"
+        requests = slice(first, len(self.starts) - 1)
+        lengths = self.known if self.lengths.is_cuda and self.known is not None else self.lengths
+        ends, prompts = (x[requests].tolist() for x in (lengths, self.prompts))
+        return Step(layout, self.starts[first:], ends, prompts, self.table[requests], rest.table[requests])
+
+    def join(self, layout: PageLayout, rest: GroupStep) -> Step | DeviceStep:
+        """Make the step of both groups; self is that of `kept`."""
+        if not self.table.is_cuda:
+            return self.requests(layout, rest)
+        decodes = decoding_first(self.starts, len(self.slots))
+        others = self.requests(layout, rest, decodes) if self.starts[-1] > self.starts[decodes] else None
+        return DeviceStep(decodes, self.lengths, (self.table, rest.table), (self.slots, rest.slots), others)
 
 
 class GroupStepBuilder(AttentionMetadataBuilder[GroupStep]):
-    """Copies what a step needs out of vLLM's metadata."""
+    """Copies what a step needs out of vLLM's metadata, or points to it."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if device.type == "cuda":
+            self._init_reorder_batch_threshold(1)  # requests that decode come first
+            vllm_config.compilation_config.static_forward_context[REST].use_kernel(device, vllm_config)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> GroupStep:
         """Make the metadata of a step."""
         common = common_attn_metadata
-        assert common.rswa_prefix_lens is not None, "the plug-in asks vLLM for the lengths of prompts"
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
-        ends, prompts = (x[: common.num_reqs].tolist() for x in (common.seq_lens, common.rswa_prefix_lens))
-        return GroupStep(starts, ends, prompts, common.block_table_tensor)
+        return GroupStep(
+            starts,
+            common.seq_lens,
+            common.seq_lens_cpu_upper_bound,
+            common.rswa_prefix_lens,
+            common.block_table_tensor,
+            common.slot_mapping[: common.num_actual_tokens],
+        )
 
 
 class PrunedAttention(AttentionImpl[GroupStep]):
@@ -180,31 +231,27 @@ class PrunedAttention(AttentionImpl[GroupStep]):
         context = get_forward_context()
         rest = context.no_compile_layers[REST]
         if attn_metadata.step is None:
-            tables = attn_metadata.table, context.attn_metadata[REST].table
-            own = attn_metadata
-            attn_metadata.step = Step(rest.layout, own.starts, own.ends, own.prompts, *tables)
+            attn_metadata.step = attn_metadata.join(rest.layout, context.attn_metadata[REST])
         step, index, pages = attn_metadata.step, extract_layer_index(layer.layer_name), rest.pages
-        layout, tokens = step.layout, step.starts[-1]
-        for group, slots in zip((layout.kept, layout.rest), step.slots, strict=True):
+        if isinstance(step, DeviceStep):
+            step.attend(rest.paged, index, pages, query, key, value, self.scale, output)
+            return output
+        tokens = step.starts[-1]
+        for group, slots in zip((rest.layout.kept, rest.layout.rest), step.slots, strict=True):
             group.write(pages, index, slots, key[:tokens], value[:tokens])
-        if step.decoding is not None:
-            rows = step.decoding.rows
-            output[rows] = decode(layout, index, pages, query[rows], step.decoding, self.scale)
-        for chunk in step.chunks:
-            at = chunk.rows
-            output[at] = prefill(layout, index, pages, query[at], key[at], value[at], chunk, self.scale)
+        attend(step, index, pages, query, key, value, self.scale, output)
         return output
 
 
 class PrunedBackend(AttentionBackend):
-    """The backend in the place of vLLM's own for CPUs."""
+    """The backend in the place of vLLM's own for CPUs, and its CUSTOM one on a GPU."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
 
     @staticmethod
     def get_name() -> str:
         """The entry of vLLM's registry that this backend stands for."""
-        return "CPU_ATTN"
+        return "CPU_ATTN" if current_platform.is_cpu() else "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[PrunedAttention]:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from eval.serving.layout import PageLayout
 from eval.serving.settings import Settings, load_mask
 
@@ -22,6 +24,17 @@ def check(config: Any, settings: Settings) -> None:
     PageLayout.of(mask.keep, config.cache_config.block_size, settings.sink, settings.window)
 
 
+def _wrong_on_gpu(config: Any) -> Iterator[tuple[bool, str]]:
+    """The same, of what the kernel cannot do."""
+    from eval.serving.paged import HEAD_DIMS
+
+    model, backend = config.model_config, config.attention_config.backend
+    yield getattr(backend, "name", None) != "CUSTOM", "on a GPU, add --attention-backend CUSTOM"
+    yield model.dtype not in (torch.bfloat16, torch.float16), f"on a GPU, take bfloat16 or float16, not {model.dtype}"
+    size = model.get_head_size()
+    yield size not in HEAD_DIMS, f"on a GPU, the heads must have {HEAD_DIMS} channels, not {size}"
+
+
 def _wrong(config: Any, settings: Settings) -> Iterator[tuple[bool, str]]:
     """(whether it is so, what is wrong and what to do)."""
     import vllm
@@ -31,7 +44,8 @@ def _wrong(config: Any, settings: Settings) -> Iterator[tuple[bool, str]]:
     text = model.hf_text_config
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
     yield not vllm.__version__.startswith(VERSION), f"this plug-in is for vLLM {VERSION}, not {vllm.__version__}"
-    yield not current_platform.is_cpu(), "this plug-in serves on CPUs only; unset the mask"
+    yield not (current_platform.is_cpu() or current_platform.is_cuda()), "this plug-in serves on CPUs and NVIDIA's GPUs"
+    yield from _wrong_on_gpu(config) if current_platform.is_cuda() else ()
     yield model.runner_type != "generate", f"runner={model.runner_type} has no decoding; take --runner generate"
     yield model.use_mla, f"{text.model_type} has latent attention (MLA), whose cache has no K channels"
     yield model.is_multimodal_model, f"{text.model_type} takes more than text; serve its language model alone"

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from eval.serving.layout import Group, PageLayout
 
 TILE = 64  # tokens that a program reads at a time
-PER_SM = 8  # programs per multiprocessor that a launch aims at, so that ragged heads even out
+PER_SM = 2  # programs per multiprocessor: all run at once
+START = 24  # what it costs to begin to read, in units of 16 columns of a tile
 MERGE = 128  # lines of partial results that a merge reads at a time
+HEAD_DIMS = (32, 64, 128)
 
 
 def attend(
@@ -63,48 +64,53 @@ def _read(
     return group.read(pages, layer, slots, head_dim)
 
 
-def splits_of(weights: np.ndarray, programs: int) -> np.ndarray:
-    """How the heads of a row are cut among about `programs` programs, each head by its bytes.
-
-    weights: [H], bytes of a token of the middle
-
-    Returns int32 [lines, 4]: head, split, splits of the head, and the head's first line.
-    """
-    share = np.maximum(1, np.rint(programs * weights / max(1, weights.sum()))).astype(int)
-    first = np.cumsum(share) - share
-    return np.array([(h, s, n, first[h]) for h, n in enumerate(share) for s in range(n)], dtype=np.int32)
-
-
-@dataclass
+@dataclass(frozen=True)
 class _Layer:
-    """The tables of one layer on the device; `weights` [H] are the kept columns of each head."""
+    """The tables of one layer on the device.
+
+    kept, rest: runs and channels of each group
+    even: whether every head keeps a multiple of 32 channels, so that columns need no masks
+    """
 
     kept: tuple[Tensor, Tensor]
     rest: tuple[Tensor, Tensor]
-    weights: np.ndarray
+    even: bool
 
 
 class PagedAttention:
-    """The kernel over the pages of one layout.
+    """The kernel over the pages of one layout, with all the memory that its launches need.
 
     layout: whose pages are read
     device: of the pages
-    programs: that a launch aims at, 0 = PER_SM per multiprocessor
+    q_heads: query heads of a layer
+    rows: the most rows of a launch
+    programs: of a launch, 0 = PER_SM per multiprocessor
+
+    Raises ValueError for a layout that the kernel cannot read.
     """
 
-    def __init__(self, layout: PageLayout, device: torch.device, programs: int = 0) -> None:
-        self.layout = layout
+    def __init__(
+        self, layout: PageLayout, device: torch.device, q_heads: int, rows: int = 256, programs: int = 0
+    ) -> None:
+        if layout.head_dim not in HEAD_DIMS:
+            raise ValueError(f"the paged kernel reads heads of {HEAD_DIMS} channels, not {layout.head_dim}")
+        self.layout, self.rows = layout, rows
+        self.heads = len(layout.kept.layers[0].heads)
+        self.group = q_heads // self.heads
         self.programs = programs or PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
         self._layers = [self._tables(layer, device) for layer in range(len(layout.kept.layers))]
-        self._work: dict[tuple[int, int], Tensor] = {}  # (layer, rows) -> lines
         self._every = torch.arange(layout.head_dim, dtype=torch.int32, device=device)
-        self._partials, self._done = (torch.zeros(0, dtype=t, device=device) for t in (torch.float32, torch.int32))
+        # a captured launch must find its memory where it was, so all of it is taken now
+        self._padded = 1 << (self.group - 1).bit_length()
+        lines = (self.programs + rows * self.heads) * self._padded
+        self._part = torch.empty(lines, layout.head_dim, device=device)
+        self._stat = torch.empty(lines, 2, device=device)
+        self._done = torch.zeros(rows * self.heads, dtype=torch.int32, device=device)
 
     def _tables(self, layer: int, device: torch.device) -> _Layer:
         groups = self.layout.kept, self.layout.rest
         kept, rest = ((g.table(layer).to(device), g.channels(layer).to(device)) for g in groups)
-        heads = self.layout.kept.layers[layer].heads
-        return _Layer(kept, rest, np.array([head.k.width + head.v.width for head in heads]))
+        return _Layer(kept, rest, all(head.k.count % 32 == 0 for head in self.layout.kept.layers[layer].heads))
 
     def write(self, pages: Tensor, layer: int, k: Tensor, v: Tensor, kept_slots: Tensor, rest_slots: Tensor) -> None:
         """Put tokens k, v [n, H, D] of a layer into both groups; the reference is `Group.write` of each.
@@ -132,54 +138,44 @@ class PagedAttention:
         kept_table: Tensor,
         rest_table: Tensor,
         scaling: float,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Attention of one decoding step in one launch; parameters and result are those of `attend`.
 
-        lengths and the tables are int32 on the device, and may change between replays of a captured launch.
+        lengths and the tables are int32 on the device, and may change between replays of a captured launch; what the
+        tables hold behind a row's last page is not read
+        out: contiguous like the result, which is put there; None = new memory
+
+        Raises ValueError for more rows than the memory is for.
         """
         import triton
 
         from eval.serving import paged_kernel
 
-        of, layout = self._layers[layer], self.layout
-        batch, q_heads, dim = q.shape
-        heads = len(of.weights)
-        group = q_heads // heads
-        rows = triton.next_power_of_2(group)
-        work = self._lines(layer, batch)
-        partials, stats, done = self._scratch(batch * len(work) * rows, dim, batch * heads)
-        out = torch.empty(batch, q_heads, dim, dtype=q.dtype, device=q.device)
-        paged_kernel.decode[(len(work), batch)](
-            *(pages, q, out, lengths, kept_table, rest_table, work, *of.kept, *of.rest, partials, stats, done),
-            *(scaling * 1.4426950408889634, pages.stride(0), q.stride(0), q.stride(1)),
+        of, layout, batch = self._layers[layer], self.layout, len(q)
+        if batch > self.rows:
+            raise ValueError(f"{batch} rows at once are more than the {self.rows} that this kernel was made for")
+        if out is None:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        paged_kernel.decode[(self.programs,)](
+            *(pages, q, out, lengths, kept_table, rest_table, *of.kept, *of.rest, self._part, self._stat, self._done),
+            *(scaling * 1.4426950408889634, pages.stride(0), q.stride(0), q.stride(1), batch, self.programs),
             *(kept_table.stride(0), rest_table.stride(0), of.kept[1].shape[1], of.rest[1].shape[1]),
-            *(layout.sink, layout.window, len(work)),
-            H=heads,
-            GROUP=group,
-            D=dim,
+            *(layout.sink, layout.window),
+            H=self.heads,
+            HEADS=triton.next_power_of_2(self.heads),
+            BATCH=triton.next_power_of_2(self.rows),
+            GROUP=self.group,
+            D=layout.head_dim,
             TILE=TILE,
-            M=max(16, rows),
-            ROWS=rows,
-            MERGE_LINES=max(1, MERGE // rows),
+            START=START,
+            EVEN=of.even,
+            M=max(16, self._padded),
+            ROWS=self._padded,
+            MERGE_LINES=max(1, MERGE // self._padded),
             KEPT_BLOCK=layout.kept.block,
             REST_BLOCK=layout.rest.block,
             num_warps=4,
             num_stages=3,
         )
         return out
-
-    def _lines(self, layer: int, batch: int) -> Tensor:
-        """The work of a row, kept for each number of rows: a captured launch must find it where it was."""
-        found = self._work.get((layer, batch))
-        if found is None:
-            lines = splits_of(self._layers[layer].weights, -(-self.programs // batch))
-            found = self._work[layer, batch] = torch.from_numpy(lines).to(self._every.device)
-        return found
-
-    def _scratch(self, lines: int, dim: int, counters: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Partial results [lines, D], their (max, sum) [lines, 2], and counters, which a launch leaves at zero."""
-        if self._partials.numel() < lines * (dim + 2):
-            self._partials = self._partials.new_empty(lines * (dim + 2))
-        if self._done.numel() < counters:
-            self._done = self._done.new_zeros(counters)
-        return self._partials, self._partials[lines * dim :], self._done

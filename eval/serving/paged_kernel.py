@@ -1,11 +1,14 @@
 """Decode attention over the pages of a served cache, and writing new tokens to them, in one Triton launch each.
 
-A program takes one (row, KV head) and one split of its tokens: an equal share of the middle, of which only the kept
-group is read, and an equal share of the sink and window, of which both groups are read. The last program to finish a
-(row, head) merges the partial results by log-sum-exp. Lengths and block tables are read on the device and the grid
-depends on the number of rows alone, so that a captured CUDA graph can be replayed while requests grow.
+The tiles (eval.serving.paged_kernel_tiles) of all rows and heads follow each other on one line: row by row, head by
+head, the ends of a head before its middle. On this line a tile is as long as the columns that it reads; the first of
+the ends and the first of the middle are START longer, which is what it costs to begin. Programs have equal spans of the
+line, and a tile belongs to the program in whose span it begins. So all programs read about the same number of bytes.
 
-Names as in eval.cache.attention.kernel; the page layout and its runs are those of eval.serving.layout.
+What a program reads of one (row, head) is a partial result, unless it reads all of it. The last program to finish a
+(row, head) merges its partial results by log-sum-exp. Each program finds its span by itself, from lengths and block
+tables on the device, and the grid is fixed, so that a captured CUDA graph can be replayed while requests come, grow
+and go.
 """
 
 from __future__ import annotations
@@ -14,173 +17,165 @@ import triton
 import triton.language as tl
 
 from eval.cache.attention.kernel import merge
-from eval.cache.attention.kernel_middle import step
-
-RUN = tl.constexpr(16)  # columns: every offset within a page is a multiple of them
+from eval.serving.paged_kernel_tiles import RUN, read, run_of, tiles_of
 
 # fmt: off
 
 
 @triton.jit
-def _head_runs(runs, head):
-    """Start and width of a head's K run, its channels, start and width of its V run."""
-    at = runs + head * 5
-    return (tl.multiple_of(tl.load(at), RUN), tl.multiple_of(tl.load(at + 1), RUN), tl.load(at + 2),
-            tl.multiple_of(tl.load(at + 3), RUN), tl.multiple_of(tl.load(at + 4), RUN))
+def _length(n, cost, START: tl.constexpr):
+    """Length on the line of n tiles, of which the first is START longer."""
+    return tl.where(n > 0, START + n * cost, 0)
 
 
 @triton.jit
-def _channels_of(q_row, ok, channels, c, count):
-    """Query channels [M, C] of a run; zero past `count`."""
-    index = tl.load(channels + c, mask=c < count, other=0)
-    return tl.load(q_row[:, None] + index[None, :], mask=ok[:, None] & (c < count)[None, :], other=0.0)
+def _before(x, begin, n, cost, START: tl.constexpr):
+    """How many of n tiles, of which the first begins at `begin`, begin before x."""
+    with_first = tl.maximum(tl.cdiv(x - begin - START, tl.maximum(cost, 1)), 1)
+    return tl.where(x <= begin, 0, tl.minimum(n, with_first))
 
 
 @triton.jit
-def _lines(table, token, there, start, width, page, BLOCK: tl.constexpr):
-    """Offset [T] of each token's line of a run."""
-    number = tl.load(table + token // BLOCK, mask=there, other=0).to(tl.int64)
-    return tl.multiple_of(number * page, RUN) + BLOCK * start + (token % BLOCK) * width
-
-
-@triton.jit
-def _run(pages, line, there, c, count):
-    """Columns c [C] of a run at the lines [T]: [T, C], zero where not there."""
-    return tl.load(pages + line[:, None] + c[None, :], mask=there[:, None] & (c < count)[None, :], other=0.0)
-
-
-@triton.jit
-def _middle(
-    acc, m, z, pages, q_row, ok, channels, table, first, last, k_start, k_width, count, v_start, v_width, page, scale,
-    C0: tl.constexpr, C1: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+def _span(
+    lengths, kept_runs, rest_runs, sink_size, window, batch, programs, p,
+    H: tl.constexpr, HEADS: tl.constexpr, BATCH: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, START: tl.constexpr,
 ):
-    """Tokens [first, last) of the middle: the kept group alone, up to C0 + C1 channels."""
-    c0, d = tl.arange(0, C0), tl.arange(0, D)
-    q0 = _channels_of(q_row, ok, channels, c0, count)
-    if C1 > 0:
-        c1 = C0 + tl.arange(0, C1)
-        q1 = _channels_of(q_row, ok, channels, c1, count)
-    for at in range(first, last, TILE):
-        token = at + tl.arange(0, TILE)
-        there = token < last
-        number = tl.load(table + token // BLOCK, mask=there, other=0).to(tl.int64)
-        base = tl.multiple_of(number * page, RUN)
-        slot = token % BLOCK
-        k_line = base + BLOCK * k_start + slot * k_width
-        s = tl.dot(q0, tl.trans(_run(pages, k_line, there, c0, k_width)))
-        if C1 > 0:
-            s = tl.dot(q1, tl.trans(_run(pages, k_line, there, c1, k_width)), s)
-        s = tl.where(there[None, :], s * scale, float("-inf"))
-        acc, m, z = step(acc, m, z, s, _run(pages, base + BLOCK * v_start + slot * v_width, there, d, D))
-    return acc, m, z
+    """The length of a span, the (row, head) in which program p's span begins, and where that (row, head) begins."""
+    rows, heads = tl.arange(0, BATCH), tl.arange(0, HEADS)
+    kept = tl.load(kept_runs + heads * 5 + 1, mask=heads < H, other=0)
+    rest = tl.load(rest_runs + heads * 5 + 1, mask=heads < H, other=0)
+    middle_cost = tl.where(kept > 0, (kept + D) // RUN, 0)
+    end_cost = tl.where(heads < H, (kept + rest + D) // RUN, 0)
+
+    tiles, _, middle = tiles_of(tl.load(lengths + rows, mask=rows < batch, other=0), sink_size, window, TILE)
+    # an absent row has one tile, which is empty
+    of_row = (START * H + tl.maximum(tiles - middle, 1) * tl.sum(end_cost, 0)
+              + tl.where(middle > 0, START * tl.sum((kept > 0).to(tl.int32), 0) + middle * tl.sum(middle_cost, 0), 0))
+    of_row = tl.where(rows < batch, of_row, 0)
+    # no tile is longer than a span, so every program between two that read of a (row, head) reads of it, too
+    span = tl.maximum(tl.cdiv(tl.sum(of_row, 0), programs), tl.max(end_cost, 0) + START)
+    row = tl.sum((tl.cumsum(of_row, 0) <= p * span).to(tl.int32), 0)
+    begin = tl.sum(tl.where(rows < row, of_row, 0), 0)
+
+    length = tl.load(lengths + row, mask=row < batch, other=0)
+    row_tiles, _sink, row_middle = tiles_of(length, sink_size, window, TILE)
+    of_head = (_length(tl.maximum(row_tiles - row_middle, 1), end_cost, START)
+               + tl.where(kept > 0, _length(row_middle, middle_cost, START), 0))
+    of_head = tl.where(heads < H, of_head, 0)
+    head = tl.sum(((heads < H) & (tl.cumsum(of_head, 0) <= p * span - begin)).to(tl.int32), 0)
+    return span, row, head, begin + tl.sum(tl.where(heads < head, of_head, 0), 0)
 
 
 @triton.jit
-def _whole(
-    acc, m, z, pages, q_row, ok, first, last, sink, window_from, page, scale,
-    kept, kept_channels, k_start, k_width, k_count, kv_start, kv_width,
-    rest, rest_channels, r_start, r_width, r_count, rv_start, rv_width,
-    TILE: tl.constexpr, D: tl.constexpr, KEPT_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
+def _read(
+    q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_run, rest_run, length, sink_size, window,
+    first, last, middle_first, middle_last, scale,
+    M: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
+    KEPT_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
 ):
-    """Tokens number first .. last - 1 of the sink and, behind it, the window: both groups, all channels."""
-    d = tl.arange(0, D)
-    q_kept = _channels_of(q_row, ok, kept_channels, d, k_count)
-    q_rest = _channels_of(q_row, ok, rest_channels, d, r_count)
-    for at in range(first, last, TILE):
-        n = at + tl.arange(0, TILE)
-        there = n < last
-        token = tl.where(n < sink, n, window_from + n - sink)
-        k_line = _lines(kept, token, there, k_start, k_width, page, KEPT_BLOCK)
-        r_line = _lines(rest, token, there, r_start, r_width, page, REST_BLOCK)
-        s = tl.dot(q_kept, tl.trans(_run(pages, k_line, there, d, k_width)))
-        s = tl.dot(q_rest, tl.trans(_run(pages, r_line, there, d, r_width)), s)
-        s = tl.where(there[None, :], s * scale, float("-inf"))
-        if kv_width > 0:
-            v_line = _lines(kept, token, there, kv_start, kv_width, page, KEPT_BLOCK)
-        else:
-            v_line = _lines(rest, token, there, rv_start, rv_width, page, REST_BLOCK)
-        acc, m, z = step(acc, m, z, s, _run(pages, v_line, there, d, D))
-    return acc, m, z
-
-
-@triton.jit
-def _share(total, split, splits, TILE: tl.constexpr):
-    """First and last of a split's share of `total` tokens, whole tiles but for the last."""
-    share = tl.cdiv(tl.cdiv(total, splits), TILE) * TILE
-    first = tl.minimum(split * share, total)
-    return first, tl.minimum(first + share, total)
-
-
-@triton.jit
-def decode(
-    pages, q, out, lengths, kept_tables, rest_tables, work, kept_runs, kept_channels, rest_runs, rest_channels,
-    part, stat, done, scale, page, q_b, q_h, kept_b, rest_b, kept_w, rest_w, sink_size, window, programs,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
-    MERGE_LINES: tl.constexpr, KEPT_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
-):
-    """Program (p, b): a split of a head of row b, as line p of `work` says.
-
-    q: [B, H * GROUP, D], by strides. out: [B, H * GROUP, D].
-    lengths: int32 [B], tokens of a row, the query's own included; 0 = no row.
-    work: int32 [programs, 4], head, split, splits of the head, and the head's first line.
-    part, stat: [B * programs, ROWS, D] and [.., ROWS, 2] fp32. done: [B * H] int32, zeros before and after.
-    page: elements of a page. kept_w, rest_w: columns of the channel tables.
-    """
-    p, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    page = tl.multiple_of(page.to(tl.int64), RUN)
-    head, split = tl.load(work + p * 4), tl.load(work + p * 4 + 1)
-    splits, first_line = tl.load(work + p * 4 + 2), tl.load(work + p * 4 + 3)
-    length = tl.load(lengths + b)
-    r, d = tl.arange(0, M), tl.arange(0, D)
-    ok = r < GROUP
-    q_row = q + b * q_b + (head * GROUP + r) * q_h
+    """Numerator [M, D], maximum [M] and denominator [M] of the softmax over the tiles that `read` is told."""
     acc = tl.zeros([M, D], tl.float32)
     m = tl.full([M], float("-inf"), tl.float32)
     z = tl.zeros([M, TILE], tl.float32)
-    k_start, k_width, k_count, kv_start, kv_width = _head_runs(kept_runs, head)
-    r_start, r_width, r_count, rv_start, rv_width = _head_runs(rest_runs, head)
-    kept, rest = kept_tables + b * kept_b, rest_tables + b * rest_b
-    sink = tl.minimum(sink_size, length)
-    window_from = tl.maximum(sink, length - 1 - window)
-    of_kept, of_rest = kept_channels + head * kept_w, rest_channels + head * rest_w
-
-    first, last = _share(tl.where(k_width > 0, window_from - sink, 0), split, splits, TILE)
-    first, last = sink + first, sink + last
-    if k_width <= 32:
-        acc, m, z = _middle(acc, m, z, pages, q_row, ok, of_kept, kept, first, last, k_start, k_width, k_count,
-                            kv_start, kv_width, page, scale, 32, 0, TILE, D, KEPT_BLOCK)
-    elif k_width <= 64:
-        acc, m, z = _middle(acc, m, z, pages, q_row, ok, of_kept, kept, first, last, k_start, k_width, k_count,
-                            kv_start, kv_width, page, scale, 64, 0, TILE, D, KEPT_BLOCK)
+    width = kept_run[1]
+    if width == 0:
+        acc, m, z = read(acc, m, z, q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_run,
+                         rest_run, length, sink_size, window, first, last, middle_first, middle_last, scale,
+                         0, EVEN, TILE, D, KEPT_BLOCK, REST_BLOCK)
+    elif width <= 32:
+        acc, m, z = read(acc, m, z, q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_run,
+                         rest_run, length, sink_size, window, first, last, middle_first, middle_last, scale,
+                         32, EVEN, TILE, D, KEPT_BLOCK, REST_BLOCK)
+    elif width <= 64:
+        acc, m, z = read(acc, m, z, q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_run,
+                         rest_run, length, sink_size, window, first, last, middle_first, middle_last, scale,
+                         64, EVEN, TILE, D, KEPT_BLOCK, REST_BLOCK)
     elif D > 64:
-        if k_width <= 96:
-            acc, m, z = _middle(acc, m, z, pages, q_row, ok, of_kept, kept, first, last, k_start, k_width, k_count,
-                                kv_start, kv_width, page, scale, 64, 32, TILE, D, KEPT_BLOCK)
+        if width <= 96:
+            acc, m, z = read(acc, m, z, q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_run,
+                             rest_run, length, sink_size, window, first, last, middle_first, middle_last, scale,
+                             96, EVEN, TILE, D, KEPT_BLOCK, REST_BLOCK)
         else:
-            acc, m, z = _middle(acc, m, z, pages, q_row, ok, of_kept, kept, first, last, k_start, k_width, k_count,
-                                kv_start, kv_width, page, scale, 128, 0, TILE, D, KEPT_BLOCK)
-    first, last = _share(sink + length - window_from, split, splits, TILE)
-    acc, m, z = _whole(acc, m, z, pages, q_row, ok, first, last, sink, window_from, page, scale,
-                       kept, of_kept, k_start, k_width, k_count, kv_start, kv_width,
-                       rest, of_rest, r_start, r_width, r_count, rv_start, rv_width, TILE, D, KEPT_BLOCK, REST_BLOCK)
+            acc, m, z = read(acc, m, z, q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_run,
+                             rest_run, length, sink_size, window, first, last, middle_first, middle_last, scale,
+                             128, EVEN, TILE, D, KEPT_BLOCK, REST_BLOCK)
+    return acc, m, tl.sum(z, 1)
 
-    to = out + b * (H * GROUP * D) + (head * GROUP + r)[:, None] * D + d[None, :]
-    total = tl.sum(z, 1)
-    if splits == 1:
-        tl.store(to, (acc / tl.where(total == 0.0, 1.0, total)[:, None]).to(out.dtype.element_ty), mask=ok[:, None])
+
+@triton.jit
+def _finish(
+    out, acc, m, z, ok, p, place, first, last, part, stat, done,
+    GROUP: tl.constexpr, D: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, MERGE_LINES: tl.constexpr,
+):
+    """Put a result that programs first .. last have computed into out [places, GROUP, D], if p is the last to come."""
+    r, d, few = tl.arange(0, M), tl.arange(0, D), tl.arange(0, ROWS)
+    to = out + place.to(tl.int64) * (GROUP * D)
+    if first == last:
+        result = acc / tl.where(z == 0.0, 1.0, z)[:, None]
+        tl.store(to + r[:, None] * D + d[None, :], result.to(out.dtype.element_ty), mask=ok[:, None])
     else:
-        at = (b * programs + p) * ROWS + r
+        at = (p + place) * ROWS + r  # with each partial result, the program or the place is the next one
         tl.store(part + at[:, None] * D + d[None, :], acc, mask=ok[:, None])
         tl.store(stat + 2 * at, m, mask=ok)
-        tl.store(stat + 2 * at + 1, total, mask=ok)
+        tl.store(stat + 2 * at + 1, z, mask=ok)
         tl.debug_barrier()  # all of it is written before the ticket says so
-        ticket = done + b * H + head
-        if tl.atomic_add(ticket, 1, sem="acq_rel") == splits - 1:
-            merged = merge(part, stat, b * programs + first_line, splits, ROWS, MERGE_LINES, D)
-            rows = tl.arange(0, ROWS)
-            place = out + b * (H * GROUP * D) + (head * GROUP + rows)[:, None] * D + d[None, :]
-            tl.store(place, merged.to(out.dtype.element_ty), mask=(rows < GROUP)[:, None])
-            tl.store(ticket, 0)
+        if tl.atomic_add(done + place, 1, sem="acq_rel") == last - first:
+            merged = merge(part, stat, first + place, last - first + 1, ROWS, MERGE_LINES, D)
+            tl.store(to + few[:, None] * D + d[None, :], merged.to(out.dtype.element_ty), mask=(few < GROUP)[:, None])
+            tl.store(done + place, 0)
+
+
+@triton.jit(do_not_specialize=["batch", "programs", "kept_b", "rest_b", "kept_w", "rest_w", "sink_size", "window"])
+def decode(
+    pages, q, out, lengths, kept_tables, rest_tables, kept_runs, kept_channels, rest_runs, rest_channels,
+    part, stat, done, scale, page, q_b, q_h, batch, programs, kept_b, rest_b, kept_w, rest_w, sink_size, window,
+    H: tl.constexpr, HEADS: tl.constexpr, BATCH: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    TILE: tl.constexpr, START: tl.constexpr, EVEN: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
+    MERGE_LINES: tl.constexpr, KEPT_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
+):
+    """Program p: its span of the line of all tiles.
+
+    q: [batch, H * GROUP, D], by strides. out: [batch, H * GROUP, D].
+    lengths: int32 [batch], tokens of a row, the query's own included; 0 = no row.
+    part, stat: [programs + batch * H, ROWS, D] and [.., ROWS, 2] fp32. done: [batch * H] int32, zeros before and after.
+    page: elements of a page. kept_w, rest_w: columns of the channel tables.
+    BATCH, HEADS: powers of two, at least batch and H. START: columns / RUN of a tile, the cost of beginning.
+    """
+    p = tl.program_id(0)
+    page = tl.multiple_of(page.to(tl.int64), RUN)
+    r = tl.arange(0, M)
+    ok = r < GROUP
+    span, row, head, begin = _span(lengths, kept_runs, rest_runs, sink_size, window, batch, programs, p,
+                                   H, HEADS, BATCH, D, TILE, START)
+    at, stop = p * span, (p + 1) * span
+    while (row < batch) & (begin < stop):
+        length = tl.load(lengths + row)
+        kept_run, rest_run = run_of(kept_runs, head), run_of(rest_runs, head)
+        tiles, in_sink, middle = tiles_of(length, sink_size, window, TILE)
+        ends, some = tl.maximum(tiles - middle, 1), tl.where(kept_run[1] > 0, middle, 0)
+        middle_cost = (kept_run[1] + D) // RUN
+        end_cost = middle_cost + rest_run[1] // RUN
+        middle_begin = begin + _length(ends, end_cost, START)
+        newest = tl.where(some > 0, middle_begin + _length(some - 1, middle_cost, START),
+                          begin + _length(ends - 1, end_cost, START))  # where the last tile begins
+        first, last = begin // span, newest // span
+        if (first <= p) & (p <= last):
+            b = row.to(tl.int64)
+            acc, m, z = _read(
+                q + b * q_b + (head * GROUP + r) * q_h, ok, pages, page,
+                kept_tables + b * kept_b, rest_tables + b * rest_b,
+                kept_channels + head * kept_w, rest_channels + head * rest_w, kept_run, rest_run,
+                length, sink_size, window,
+                _before(at, begin, ends, end_cost, START), _before(stop, begin, ends, end_cost, START),
+                in_sink + _before(at, middle_begin, some, middle_cost, START),
+                in_sink + _before(stop, middle_begin, some, middle_cost, START),
+                scale, M, EVEN, TILE, D, KEPT_BLOCK, REST_BLOCK)
+            _finish(out, acc, m, z, ok, p, row * H + head, first, last, part, stat, done,
+                    GROUP, D, M, ROWS, MERGE_LINES)
+        begin = middle_begin + _length(some, middle_cost, START)
+        head += 1
+        row = tl.where(head == H, row + 1, row)
+        head = tl.where(head == H, 0, head)
 
 
 @triton.jit
@@ -210,11 +205,13 @@ def write(
     v += t * v_t + head * v_h
     slot = tl.load(kept_slots + t)
     if slot >= KEPT_BLOCK:
-        k_start, k_width, k_count, v_start, v_width = _head_runs(kept_runs, head)
-        _store(pages, k, slot, kept_channels + head * kept_w, k_start, k_width, k_count, page, KEPT_BLOCK, D)
+        start, width, count, v_start = run_of(kept_runs, head)
+        v_width = tl.load(kept_runs + head * 5 + 4)
+        _store(pages, k, slot, kept_channels + head * kept_w, start, width, count, page, KEPT_BLOCK, D)
         _store(pages, v, slot, every_channel, v_start, v_width, v_width, page, KEPT_BLOCK, D)
     slot = tl.load(rest_slots + t)
     if slot >= REST_BLOCK:
-        k_start, k_width, k_count, v_start, v_width = _head_runs(rest_runs, head)
-        _store(pages, k, slot, rest_channels + head * rest_w, k_start, k_width, k_count, page, REST_BLOCK, D)
+        start, width, count, v_start = run_of(rest_runs, head)
+        v_width = tl.load(rest_runs + head * 5 + 4)
+        _store(pages, k, slot, rest_channels + head * rest_w, start, width, count, page, REST_BLOCK, D)
         _store(pages, v, slot, every_channel, v_start, v_width, v_width, page, REST_BLOCK, D)

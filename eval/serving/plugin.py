@@ -34,7 +34,8 @@ def use_backend() -> None:
 
     from eval.serving.manager import RestManager, RestSpec
 
-    register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
+    for backend in (AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum.CUSTOM):  # the latter on a GPU
+        register_backend(backend, BACKEND)
     register_all_kvcache_specs(None)  # vLLM registers its own only while the registry is empty
     KVCacheSpecRegistry.register(RestSpec, RestManager)
 

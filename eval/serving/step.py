@@ -72,7 +72,7 @@ class Step:
     starts: [R + 1], the first row of each request in the step's tokens
     ends: [R], positions of each request once the step is done
     prompts: [R], tokens of each prompt
-    kept, rest: int [R, blocks], block tables
+    kept, rest: int [R, blocks], block tables; what the step makes lies on their device
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class Step:
         if not which:
             return None
         kept, rest = (table[which].long() for table in self.tables)
-        ends = torch.tensor([self.ends[i] for i in which])
+        ends = torch.tensor([self.ends[i] for i in which], device=kept.device)
         block = self.layout.kept.block
         blocks = kept[:, : -(-int(ends.max()) // block)]
-        seen = torch.arange(blocks.shape[1] * block) < ends[:, None]
-        rows = torch.tensor([self.starts[i] for i in which])
+        seen = torch.arange(blocks.shape[1] * block, device=kept.device) < ends[:, None]
+        rows = torch.tensor([self.starts[i] for i in which], device=kept.device)
         return Decoding(rows, blocks, seen, places(self.layout, rest, ends - 1, ends))
 
     @cached_property
@@ -104,7 +104,7 @@ class Step:
             if new > 1:
                 end, first = self.ends[i], self.ends[i] - new
                 blocks = self.tables[0][i, : -(-first // self.layout.kept.block)].long()
-                at = torch.tensor([first])
+                at = torch.tensor([first], device=blocks.device)
                 whole = places(self.layout, self.tables[1][i : i + 1].long(), at, at).only_real()
                 rows = slice(self.starts[i], self.starts[i + 1])
                 found.append(Chunk(rows, first, min(new, max(0, end - self.prompts[i])), blocks, whole))
@@ -114,9 +114,9 @@ class Step:
     def slots(self) -> tuple[Tensor, Tensor]:
         """The slots of the new positions in `kept` and `rest`, int64 [tokens]; -1 = not stored."""
         tokens = self.starts[-1]
-        both = torch.full((2, tokens), -1, dtype=torch.long)
+        both = torch.full((2, tokens), -1, dtype=torch.long, device=self.tables[0].device)
         for i, new in enumerate(self._new):
-            at = torch.arange(self.ends[i] - new, self.ends[i])
+            at = torch.arange(self.ends[i] - new, self.ends[i], device=both.device)
             for slots, group, table in zip(both, (self.layout.kept, self.layout.rest), self.tables, strict=True):
                 slots[self.starts[i] : self.starts[i + 1]] = slots_of(group, table[i].long(), at)
         return both[0], both[1]
@@ -135,9 +135,9 @@ def places(layout: PageLayout, table: Tensor, first: Tensor, end: Tensor) -> Pla
     first, end: int64 [R]
     """
     window = torch.clamp(first - layout.window, min=layout.sink)
-    sink = torch.arange(layout.sink).expand(len(first), -1)
+    sink = torch.arange(layout.sink, device=table.device).expand(len(first), -1)
     longest = max(0, int((end - window).max()))
-    at = torch.cat([sink, window[:, None] + torch.arange(longest)], 1)
+    at = torch.cat([sink, window[:, None] + torch.arange(longest, device=table.device)], 1)
     real = at < end[:, None]
     at = at.where(real, 0)
     block = table.gather(1, at // layout.rest.block) if at.shape[1] else at

@@ -4,8 +4,8 @@
 
 The shapes are those of `scripts.bench.attention`; every STEP-th layer of a published mask is timed. "dense pages" is
 the same kernel over pages that hold every channel. Block tables are random permutations, rows have the whole context,
-and the pages hold the columns of one layer. Timing is that of `scripts.bench.attention`. Prints and writes
-OUT/paged.csv.
+and the pages hold the columns of one layer, for as many tokens as those of the whole mask. Timing is that of
+`scripts.bench.attention`. Prints and writes OUT/paged.csv.
 """
 
 from __future__ import annotations
@@ -43,10 +43,17 @@ def dense_layout(heads: int, block: int) -> PageLayout:
     return PageLayout(Group(block, kept), Group(block, rest), SIZES.sink, SIZES.window, DIM)
 
 
-def paged_us(shape: Shape, layout: PageLayout, programs: int = 0) -> float:
+def layout_of(masks: Tensor, layer: int, block: int) -> PageLayout:
+    """Pages that hold one layer of a mask [L, H, D]."""
+    whole, keep = PageLayout.of(masks, block, SIZES.sink, SIZES.window), masks[layer : layer + 1]
+    kept, rest = lay_out(keep, keep.any(-1)), lay_out(~keep, ~keep.any(-1))
+    return PageLayout(Group(block, kept), Group(whole.rest.block, rest), SIZES.sink, SIZES.window, DIM)
+
+
+def paged_us(shape: Shape, layout: PageLayout) -> float:
     """Microseconds of one launch over random pages."""
     device = torch.device("cuda")
-    paged = PagedAttention(layout, device, programs)
+    paged = PagedAttention(layout, device, shape.q_heads)
     widths = [-(-shape.context // group.block) for group in (layout.kept, layout.rest)]
     ends = layout.rest_blocks(shape.context - 1) if layout.rest.columns else 0
     blocks = 1 + shape.batch * (widths[0] + ends)
@@ -83,7 +90,7 @@ def bench(shape: Shape, block: int, step: int) -> list[Record]:
     rows: list[Record] = []
     for layer in range(0, len(masks), step):
         keep = masks[layer]
-        paged = paged_us(shape, PageLayout.of(keep[None], block, SIZES.sink, SIZES.window))
+        paged = paged_us(shape, layout_of(masks, layer, block))
         clear()
         stores = [make_store(keep, shape.batch, shape.context)]
         left = needed_bytes(stores[0])

@@ -9,7 +9,7 @@ from eval.cache.attention import reference
 from eval.cache.storage.middle import Middle
 from eval.cache.storage.sizes import Sizes
 from eval.cache.storage.store import Store
-from eval.serving.attention import decode, prefill
+from eval.serving.attention import attend
 from eval.serving.blocks import RestBlocks
 from eval.serving.layout import PageLayout
 from eval.serving.step import Step
@@ -53,12 +53,7 @@ class Server:
         for group, slots in zip((self.layout.kept, self.layout.rest), step.slots, strict=True):
             group.write(self.pages, 0, slots, k, v)
         out = torch.full_like(q, torch.nan)
-        if step.decoding is not None:
-            rows = step.decoding.rows
-            out[rows] = decode(self.layout, 0, self.pages, q[rows], step.decoding, SCALE)
-        for chunk in step.chunks:
-            at = chunk.rows
-            out[at] = prefill(self.layout, 0, self.pages, q[at], k[at], v[at], chunk, SCALE)
+        attend(step, 0, self.pages, q, k, v, SCALE, out)
         return [out[a:b] for a, b in pairwise(starts)]
 
 
