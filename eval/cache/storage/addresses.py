@@ -44,8 +44,11 @@ class Addresses:
     def of(cls, store: Store) -> Addresses:
         """Those of a sealed layer."""
         ring, counts = (store.ring_k, store.ring_v), (store.seen_dev, store.start_dev)
-        tables = store.channels.index, store.tail.length_dev, None if store.values is None else store.values.ranks()
-        return cls(*ring, *counts, *tables, store.channels.count, store.prompt.width, store.plan, store.version)
+        tables, ranks = (store.channels.index, store.tail.length_dev), None
+        if store.values is not None:
+            ranks = store.values.ranks()
+        kept = store.channels.count, store.prompt.width
+        return cls(*ring, *counts, *tables, ranks, *kept, store.plan, store.version)
 
     def key(self) -> tuple[object, ...]:
         """Equal for two layers of which one captured step can read either."""
