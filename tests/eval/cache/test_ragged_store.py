@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 from eval.cache import Sizes
 from eval.cache.attention.backend import Auto, Plain
 from eval.cache.memory import measure_store
+from eval.cache.storage.eviction import HeavyHitters
 from eval.cache.storage.middle import Middle
 from eval.cache.storage.padded import compacted
 from eval.cache.storage.quantised import Packing
@@ -117,3 +118,10 @@ def test_the_kernel_says_what_it_cannot(monkeypatch):
         assert isinstance(Auto().choose(store, q), Plain)
     with pytest.raises(RuntimeError, match="cannot run: the kernel reads groups of 16, 32 or 64 numbers"):
         Auto(insist=True).choose(store, q)
+
+
+def test_pruned_v_stays_out_of_kernels_that_evict_or_choose():
+    pruned = {"values": torch.ones(3, 16, dtype=torch.bool)}
+    assert Middle(**pruned).why_not_kernel is None
+    for more in ({"eviction": HeavyHitters(4)}, {"reads": object()}):
+        assert "every channel of V" in Middle(**pruned, **more).why_not_kernel
