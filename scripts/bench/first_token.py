@@ -29,9 +29,11 @@ from pathlib import Path
 
 import matplotlib
 import torch
+from transformers import PreTrainedConfig
 
 from eval.inference.models import ModelConfig, load_config
 from eval.methods import Method
+from eval.methods.common.slicing import layer_at
 from eval.methods.prefill.asl import ASL
 from eval.methods.prefill.fastkv import FastKV
 from eval.methods.prefill.gemfilter import GemFilter
@@ -81,18 +83,18 @@ def timed(bench: Bench, method: Method, length: int, repeats: int) -> tuple[floa
     return min(best, ttft_s), layer
 
 
-def selection(method: Method, layers: int, found: int) -> tuple[int, int, bool]:
+def selection(method: Method, config: PreTrainedConfig, found: int) -> tuple[int, int, bool]:
     """The layer above which a method drops tokens, how many tokens go on, and whether all layers read these anew.
 
-    layers: of the model. found: the layer that the pass names, -1 = none.
+    config: the model's. found: the layer that the pass names, -1 = none.
     """
     choice = method.prefill
     if isinstance(choice, ASL):
         return found, choice.budget, choice.two_pass
     if isinstance(choice, GemFilter):
-        return 13 * layers // 32 if choice.layer is None else choice.layer, choice.budget, True
+        return layer_at(choice.layer, 13, config), choice.budget, True
     if isinstance(choice, FastKV) and isinstance(choice.budget, int):
-        return 15 * layers // 32 if choice.layer is None else choice.layer, choice.budget, False
+        return layer_at(choice.layer, 15, config), choice.budget, False
     return -1, 0, False
 
 
@@ -112,14 +114,14 @@ class Dense:
 
 def fill(row: Record, bench: Bench, method: Method, dense: Dense) -> None:
     """Fill one row."""
-    length, layers = int(str(row["length"])), bench.model.config.num_hidden_layers
+    length, config = int(str(row["length"])), bench.model.config
     whole = dense(length)
     spent, found = (whole, -1) if method is dense.method else timed(bench, method, length, dense.repeats)
     row.update(ttft_s=spent, share=spent / whole)
-    layer, budget, anew = selection(method, layers, found)
+    layer, budget, anew = selection(method, config, found)
     row["layer"] = layer
     if layer >= 0 and budget < length:
-        depth, less = (layer + 1) / layers, dense(budget) / whole
+        depth, less = (layer + 1) / config.num_hidden_layers, dense(budget) / whole
         row.update(depth=depth, expected=depth + (less if anew else (1 - depth) * less))
 
 

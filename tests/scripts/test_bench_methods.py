@@ -86,7 +86,8 @@ def test_first_token_as_a_share_of_dense(tmp_path):
         assert (row["layer"], depth) == ("3", pytest.approx(4 / 7))
         less = expected - depth if anew else (expected - depth) / (1 - depth)
         assert 0 < less < 1.5  # of a prompt of 128 tokens
-    assert rows["fastkv", "its own"]["layer"] == "3"  # as deep as 15 of 32
+    assert rows["fastkv", "its own"]["layer"] == "5"  # of its configuration for this model
+    assert rows["gemfilter", "its own"]["layer"] == "4"
     assert (tmp_path / "first_token.png").is_file()
 
 
