@@ -152,7 +152,7 @@ def test_a_captured_step_finds_the_next_prompts_channels_where_it_reads_them():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("config", [Config(), Config(tile=128, stages=2)], ids=str)
+@pytest.mark.parametrize("config", [Config(), Config(tile=128, stages=2)], ids=["tiles_of_64", "tiles_of_128"])
 @pytest.mark.parametrize(
     ("counts", "widths", "dim", "group", "queries"),
     [
