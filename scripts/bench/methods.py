@@ -48,7 +48,7 @@ from eval.run.replay import Replay, Settings
 from scripts.bench.common import Record, attempt, clear, complain, subject, write_rows
 from scripts.bench.methods_plot import draw
 from scripts.bench.one_method import FOLDER, NAMES, Bench, configured, kind_of
-from scripts.bench.table import Table, final, noted
+from scripts.bench.table import Table, final, noted, read_table
 
 LEFT_OUT = {"by_length"}  # two masks, of which each prompt uses one: it costs what leank does
 METHODS = ("dense", *sorted({p.name[:-5] for p in FOLDER.iterdir() if p.name.endswith(".yaml")} - LEFT_OUT - {"dense"}))
@@ -76,8 +76,13 @@ def measure(bench: Bench, table: Table, methods: Sequence[Method], length: int, 
                 attempt(row, partial(one, bench=bench, method=method, prompt=prompt, prefill_s=prefill_s))
             table.add(row)
             if bench.launches:
-                write_rows(table.path.with_name("kernels.csv"), bench.launches)
+                write_rows(kernels_of(table), bench.launches)
             clear()
+
+
+def kernels_of(table: Table) -> Path:
+    """The file of the longest kernels."""
+    return table.path.with_name("kernels.csv")
 
 
 def one(row: Record, bench: Bench, method: Method, prompt: Prefill, prefill_s: float) -> None:
@@ -121,6 +126,8 @@ def main(argv: list[str] | None = None) -> None:
         Bench(Replay(model, tokenizer, Settings()), args.new),
         Table(args.out / "methods.csv", NAMES, COLUMNS),
     )
+    if kernels_of(table).is_file():
+        bench.launches = read_table(kernels_of(table))
     ready: list[Method] = []
     failed: list[Record] = []
     for name in args.methods:

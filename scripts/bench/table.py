@@ -28,6 +28,12 @@ def final(row: Record) -> bool:
     return not error or error.startswith(NO_ROOM)
 
 
+def read_table(path: Path) -> list[Record]:
+    """Rows of a CSV by column."""
+    with path.open(newline="") as file:
+        return [dict(row) for row in csv.DictReader(file)]
+
+
 class Table:
     """The rows of a CSV, those of an earlier run included; what failed there is measured again.
 
@@ -38,11 +44,7 @@ class Table:
     def __init__(self, path: Path, names: Sequence[str], columns: Sequence[str]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.names, self.columns = path, names, columns
-        self.rows: list[Record] = []
-        if path.is_file():
-            with path.open(newline="") as file:
-                self.rows = [dict(row) for row in csv.DictReader(file)]
-            self.rows = [row for row in self.rows if final(row)]
+        self.rows = [row for row in read_table(path) if final(row)] if path.is_file() else []
 
     def has(self, *names: object) -> bool:
         """Whether the row of these names is there."""
