@@ -26,7 +26,7 @@ from eval.cache.storage.quantised import Packing, QuantisedSegment
 from eval.cache.storage.store import Sizes, Store
 from leank_train.common.tensor_files import DamagedFile, digest, read_tensors, write_tensors
 
-FORMAT = "leank-cache-1"
+FORMAT = "leank-cache-2"
 CURE = "copy it again, or make it anew with save()"
 SAMPLED = 64  # numbers of each weight that tell models apart
 COUNTS = ("seen", "start", "floor")  # of each row, on the host
@@ -113,18 +113,19 @@ def _without_spare(segment: Segment) -> tuple[Tensor, Tensor]:
     """K and V on the CPU, with zeros where room is left, whose memory may hold anything."""
     k, v = segment.k.cpu().clone(), segment.v.cpu().clone()
     group = segment.packing.group if isinstance(segment, QuantisedSegment) else 1
-    (_, k_start, k_size, _), (_, v_start, v_size, _) = segment.flats()
     for row, head in np.argwhere(segment.capacity > 0).tolist():
         held, room = int(segment.length[row, head]), int(segment.capacity[row, head])
-        first, size = int(k_start[row, head]), int(k_size[row, head])
-        pages = k[first : first + size].view(room // PAGE, int(segment.channels.count[row, head]), PAGE // group, -1)
-        whole, rest = divmod(held, PAGE)
-        pages[whole + (rest > 0) :] = 0
-        if rest:
-            pages[whole, :, -(-rest // group) :] = 0
-        first, size = int(v_start[row, head]), int(v_size[row, head])
-        if size:
-            v[first : first + size].view(room, -1)[held:] = 0
+        for flat, (of, start, size, _) in zip((k, v), segment.flats(), strict=True):
+            region = flat[int(start[row, head]) :][: int(size[row, head])]
+            if of is segment.v and segment.values is None:
+                region.view(room, -1)[held:] = 0
+                continue
+            channels = int((segment.channels.count if of is segment.k else segment.width)[row, head])
+            if channels:
+                pages, (whole, rest) = region.view(room // PAGE, channels, PAGE // group, -1), divmod(held, PAGE)
+                pages[whole + (rest > 0) :] = 0
+                if rest:
+                    pages[whole, :, -(-rest // group) :] = 0
     return k, v
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
-from eval.cache import CompressedLayer, Sizes, compressed_cache
+from eval.cache import CompressedCache, CompressedLayer, Sizes, compressed_cache
 from eval.cache.storage.middle import Middle
 from eval.cache.storage.store import middle_columns, real_positions
 from eval.inference.prefill import Prefill, PromptLayer
@@ -116,9 +116,12 @@ class Method(Checked):
 
         prefill: what `run_prefill` of this method, or of one that shares its pass, returned.
         """
-        compresses = self.axes.keys() - {"prefill"}
-        if not compresses or not any(isinstance(layer, PromptLayer) for layer in prefill.layers):
+        if not self.axes or not any(isinstance(layer, PromptLayer) for layer in prefill.layers):
             return prefill.fork()
+        return self.compressed(model, prefill)
+
+    def compressed(self, model: PreTrainedModel, prefill: Prefill) -> CompressedCache:
+        """`cache` in this project's own storage, which the kernel reads, also where no axis has a choice."""
         config, sizes = model.config.get_text_config(decoder=True), Sizes(self.sink, self.window, self.flush)
         if self.tokens is not None:
             prefill = replace(

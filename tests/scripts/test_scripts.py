@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from eval.cache import Sizes
-from eval.inference.models import ModelConfig, load_config, load_model
+from eval.inference.models import ModelConfig, load_model
 from scripts.bench import generation as bench_generation
 from scripts.bench import memory as bench_memory
-from scripts.bench import methods as bench_methods
-from scripts.bench.common import ROOT, Decoding, Launches, fill, where
+from scripts.bench.common import Decoding, Launches, fill, where
 from scripts.bench.generation import largest, timed
 
 
@@ -91,32 +90,3 @@ def test_every_cache_decodes_what_the_model_does(model):
         assert decoding.loop.positions.tolist() == [[305], [305]]
         found.append(tokens)
     assert found[1:] == found[:1] * 3
-
-
-def test_methods_beside_dense(tmp_path, capsys):
-    """Every kind of pass and of cache; one that fails is named and costs the others nothing."""
-    names = ["dense", "leank", "nonesuch", "h2o", "gemfilter", "quest_leank"]
-    line = f"--shape reference --length 600 --new 2 --methods {' '.join(names)}"
-    with pytest.raises(SystemExit, match="failed: nonesuch"):
-        bench_methods.main([str(tmp_path), *line.split()])
-    rows = {r["method"]: r for r in csv.DictReader((tmp_path / "methods.csv").open())}
-    assert list(rows) == [names[0], "dense, own cache, nothing pruned", "dense, StaticCache", *names[1:]]
-    assert "nonesuch" in rows.pop("nonesuch")["error"]
-    assert all(float(r["eager_ms"]) > 0 and not r["error"] for r in rows.values())
-    for name in ("dense", "leank", "h2o", "gemfilter"):
-        parts = [float(rows[name][part]) for part in ("ttft_s", "prefill_s", "cache_s")]
-        assert parts[0] == pytest.approx(parts[1] + parts[2])
-    assert float(rows["leank"]["gb"]) < 0.7 * float(rows["dense"]["gb"])
-    assert "nonesuch" in capsys.readouterr().out
-
-
-def test_every_method_of_the_bench_is_configured(model):
-    tokenizer = load_config(ModelConfig())[1]
-    mask, sizes = (
-        ROOT / "leank_train/assets/reference/mask_70pct.safetensors",
-        Sizes(16, 144),
-    )
-    for name in bench_methods.METHODS:
-        found = bench_methods.configured(name, "reference", mask, sizes, model.config, tokenizer)
-        assert found.label == name
-        assert all(getattr(choice, "samples", 0) <= 8 for choice in found.axes.values())

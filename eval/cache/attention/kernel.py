@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from eval.cache.attention import work
-from eval.cache.attention.kernel_middle import middle, step
+from eval.cache.attention.kernel_middle import add_kept, middle, step
 from eval.cache.attention.quantised_kernel import packed_middle
 
 # What the kernel reads of the work table, as constants that Triton compiles in.
@@ -33,6 +33,7 @@ PARTIALS = tl.constexpr(int(work.Column.PARTIALS))
 NUMBER = tl.constexpr(int(work.Column.NUMBER))
 FIRST_NUMBER = tl.constexpr(int(work.Column.FIRST_NUMBER))
 NEXT = tl.constexpr(int(work.Column.NEXT))
+WIDTH = tl.constexpr(int(work.Column.WIDTH))
 
 # fmt: off
 
@@ -62,21 +63,28 @@ def _sink_and_window(
 
 @triton.jit
 def _read(
-    acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
-    C0: tl.constexpr, C1: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
+    acc, m, z, q_row, ok, index, ranks, base, bytes_base, k_at, v_at, first, last, count, width, scale,
+    C0: tl.constexpr, C1: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, VALUES: tl.constexpr,
     EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr,
 ):
-    """Tokens [first, last) of a middle part with up to C0 + C1 channels.
+    """Tokens [first, last) of a middle part with up to C0 + C1 channels of K.
 
     k_at, v_at: where the part begins, counted from base in elements, or in bytes where it is packed.
+    ranks, width: of the kept channels of V, at most VALUES; VALUES 0 = V has all its channels
     """
     if BITS > 0:
         acc, m, z = packed_middle(acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
                                   C0, C1, TILE, D, EVEN, PAGE, BITS, CELL)
     else:
         k, v = base + tl.multiple_of(k_at, PAGE), base + tl.multiple_of(v_at, PAGE)
-        acc, m, z = middle(acc, m, z, q_row, ok, index, k, v, first, last, count, scale,
-                           C0, C1, TILE, D, EVEN, PAGE)
+        if VALUES == 0:
+            acc, m, z = middle(acc, m, z, q_row, ok, index, k, v, first, last, count, width, scale,
+                               C0, C1, TILE, D, VALUES, EVEN, PAGE)
+        else:
+            before, of_kept = m, tl.zeros([acc.shape[0], VALUES], tl.float32)
+            of_kept, m, z = middle(of_kept, m, z, q_row, ok, index, k, v, first, last, count, width, scale,
+                                   C0, C1, TILE, D, VALUES, EVEN, PAGE)
+            acc = add_kept(acc, of_kept, before, m, ranks, D)
     return acc, m, z
 
 
@@ -119,11 +127,11 @@ def _store(
 
 @triton.jit(do_not_specialize=["partials", "places"])
 def decode(
-    base, bytes_base, q, out, index, table, seen_ptr, start_ptr, tail_ptr, position_ptr, part, stat, done,
-    scale, q_b, q_h, q_t, index_b, queries, partials, places, slots,
+    base, bytes_base, q, out, index, ranks, table, seen_ptr, start_ptr, tail_ptr, position_ptr, part, stat, done,
+    scale, q_b, q_h, q_t, index_b, ranks_b, queries, partials, places, slots,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
     MERGE_LINES: tl.constexpr, EVEN: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr,
-    BITS: tl.constexpr, CELL: tl.constexpr,
+    BITS: tl.constexpr, CELL: tl.constexpr, VALUES: tl.constexpr,
 ):
     """Program (p, c): span p of the work table for the query tokens of chunk c.
 
@@ -134,6 +142,8 @@ def decode(
     part, stat: [chunks, partials, ROWS, D] and [chunks, partials, ROWS, 2] fp32, partial results
     done: [chunks, places] int32, zeros before and after; places = B * H
     BITS, CELL: bits of a number of the middle, and numbers in a cell; 0 = not packed
+    VALUES: the most channels that the middle's V has, rounded up to a power of two; 0 = every channel
+    ranks: [B, H, D], by a stride; the place of each channel of V among the kept, read unless VALUES is 0
     """
     chunk = tl.program_id(1)
     PER: tl.constexpr = M // GROUP  # query tokens of a chunk
@@ -152,6 +162,7 @@ def decode(
         first, last = tl.multiple_of(tl.load(entry + FIRST).to(tl.int32), PAGE), tl.load(entry + LAST).to(tl.int32)
         k_at, v_at = tl.load(entry + K_START), tl.load(entry + V_START)
         count, fresh = tl.load(entry + CHANNELS).to(tl.int32), tl.load(entry + FRESH)
+        width = tl.load(entry + WIDTH).to(tl.int32)
         parts = tl.load(entry + PARTIALS).to(tl.int32)
         number, first_number = tl.load(entry + NUMBER), tl.load(entry + FIRST_NUMBER)
         line = tl.load(entry + NEXT)
@@ -171,20 +182,20 @@ def decode(
         else:
             if kind == TAIL:
                 last = tl.minimum(last, tl.load(tail_ptr + row * H + head).to(tl.int32))
-            kept = index + row * index_b + head * D
+            kept, of_v = index + row * index_b + head * D, ranks + row * ranks_b + head * D
             if count <= 32:
-                acc, m, z = _read(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count, scale,
-                                32, 0, TILE, D, EVEN, PAGE, BITS, CELL)
+                acc, m, z = _read(acc, m, z, q_row, ok, kept, of_v, base, bytes_base, k_at, v_at, first, last, count,
+                                  width, scale, 32, 0, TILE, D, VALUES, EVEN, PAGE, BITS, CELL)
             elif count <= 64:
-                acc, m, z = _read(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count, scale,
-                                64, 0, TILE, D, EVEN, PAGE, BITS, CELL)
+                acc, m, z = _read(acc, m, z, q_row, ok, kept, of_v, base, bytes_base, k_at, v_at, first, last, count,
+                                  width, scale, 64, 0, TILE, D, VALUES, EVEN, PAGE, BITS, CELL)
             elif D > 64:
                 if count <= 96:
-                    acc, m, z = _read(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count,
-                                        scale, 64, 32, TILE, D, EVEN, PAGE, BITS, CELL)
+                    acc, m, z = _read(acc, m, z, q_row, ok, kept, of_v, base, bytes_base, k_at, v_at, first, last,
+                                      count, width, scale, 64, 32, TILE, D, VALUES, EVEN, PAGE, BITS, CELL)
                 else:
-                    acc, m, z = _read(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count,
-                                        scale, 128, 0, TILE, D, EVEN, PAGE, BITS, CELL)
+                    acc, m, z = _read(acc, m, z, q_row, ok, kept, of_v, base, bytes_base, k_at, v_at, first, last,
+                                      count, width, scale, 128, 0, TILE, D, VALUES, EVEN, PAGE, BITS, CELL)
 
         if parts == 1:
             total = tl.sum(z, 1)
@@ -223,15 +234,16 @@ def write(
 
 @triton.jit
 def move(
-    ring_k, ring_v, k, v, index, places, seen_ptr, start_ptr, length_ptr, done,
-    index_b, slots, window, flush,
-    H: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
+    ring_k, ring_v, k, v, index, ranks, places, seen_ptr, start_ptr, length_ptr, done,
+    index_b, ranks_b, slots, window, flush,
+    H: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, VALUES: tl.constexpr,
 ):
     """Program (b, h): put the tokens due of row b's window, a multiple of `flush`, behind those that head h holds.
 
     The last program of a row moves the row's start.
 
-    places: [B, H, 3], where the head's K and V begin in k and v, and its channels, 0 = takes no tokens
+    places: [B, H, 4], where the head's K and V begin in k and v, and the channels of both, 0 of K = takes no tokens
+    ranks: [B, H, D], by a stride; the place of each channel of V among the kept, read unless VALUES is 0
     done: [>= B] int32, zeros before and after
     """
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -239,7 +251,7 @@ def move(
     due = tl.maximum(tl.load(seen_ptr + b) - start - window, 0) // flush * flush
     if due > 0:
         head = b * H + h
-        place = places + head * 3
+        place = places + head * 4
         k += tl.multiple_of(tl.load(place), PAGE)
         v += tl.multiple_of(tl.load(place + 1), PAGE)
         count = tl.load(place + 2).to(tl.int32)
@@ -261,7 +273,13 @@ def move(
                 line = to // PAGE * (count * PAGE) + to % PAGE
                 # turned over first, so that neighbouring threads write neighbouring tokens of a channel
                 tl.store(k + (line[None, :] + d[:, None] * PAGE), tl.trans(keys), mask=kept[:, None] & ok[None, :])
-                tl.store(v + (to[:, None] * D + d[None, :]), values, mask=ok[:, None])
+                if VALUES == 0:
+                    tl.store(v + (to[:, None] * D + d[None, :]), values, mask=ok[:, None])
+                else:
+                    rank = tl.load(ranks + b * ranks_b + h * D + d)
+                    at_v = to // PAGE * (tl.load(place + 3).to(tl.int32) * PAGE) + to % PAGE
+                    chosen = (rank >= 0)[:, None] & ok[None, :]
+                    tl.store(v + (at_v[None, :] + rank[:, None] * PAGE), tl.trans(values), mask=chosen)
             tl.debug_barrier()  # every thread has read the length before one of them changes it
             tl.store(length_ptr + head, length + due)
         tl.debug_barrier()  # and the start

@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def step(acc, m, z, s, v):
-    """One tile: s [M, T] logits, v [T, D]; z [M, T] is summed over T only at the end."""
+    """One tile: s [M, T] logits, v [T, columns of acc]; z [M, T] is summed over T only at the end."""
     m_new = tl.maximum(m, tl.max(s, 1))
     safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     alpha = tl.exp2(m - safe)
@@ -48,26 +48,58 @@ def _keys(k, channel, count, token, tokens, EVEN: tl.constexpr, PAGE: tl.constex
 
 
 @triton.jit
+def _values(
+    v, at, width, token, tokens, D: tl.constexpr, VALUES: tl.constexpr, PAGE: tl.constexpr, WHOLE: tl.constexpr,
+):
+    """V tile of tokens at .. at + tokens - 1, zeros behind them unless the tile is whole: [T, D], or [T, VALUES]."""
+    if VALUES == 0:
+        v_at = v + tl.multiple_of(at * D, PAGE) + (token[:, None] * D + tl.arange(0, D)[None, :])
+        if WHOLE:
+            return tl.load(v_at)
+        return tl.load(v_at, mask=(token < tokens)[:, None], other=0.0)
+    channel = tl.arange(0, VALUES)
+    page = v + tl.multiple_of((at // PAGE) * (width * PAGE), PAGE)
+    tile = _keys(page, channel, width, token, tokens, False, PAGE)
+    if WHOLE:
+        return tl.trans(tile)
+    return tl.trans(tl.where((token < tokens)[None, :], tile, 0.0))
+
+
+@triton.jit
+def add_kept(acc, of_kept, m_before, m, ranks, D: tl.constexpr):
+    """The numerator acc [M, D] of maximum m_before, and of_kept [M, VALUES] of maximum m, of the kept channels of V.
+
+    ranks: the place of every channel among the kept, [D], -1 = pruned, which receives nothing
+    """
+    rank = tl.load(ranks + tl.arange(0, D))
+    place = tl.broadcast_to(tl.maximum(rank, 0)[None, :], acc.shape)
+    found = tl.where((rank >= 0)[None, :], tl.gather(of_kept, place, 1), 0.0)
+    return acc * tl.exp2(m_before - tl.where(m == float("-inf"), 0.0, m))[:, None] + found
+
+
+@triton.jit
 def middle(
-    acc, m, z, q_row, ok, index, k, v, first, last, count, scale,
-    C0: tl.constexpr, C1: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
+    acc, m, z, q_row, ok, index, k, v, first, last, count, width, scale,
+    C0: tl.constexpr, C1: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, VALUES: tl.constexpr,
     EVEN: tl.constexpr, PAGE: tl.constexpr,
 ):
-    """Tokens [first, last) of a middle part with up to C0 + C1 channels; whole tiles without masks, then the rest."""
-    token, d = tl.arange(0, TILE), tl.arange(0, D)
+    """Tokens [first, last) of a middle part with up to C0 + C1 channels; whole tiles without masks, then the rest.
+
+    acc: [M, D], or [M, VALUES] where V is pruned to `width` channels, at most VALUES
+    """
+    token = tl.arange(0, TILE)
     c0 = tl.arange(0, C0)
     q0 = gather(q_row, ok, index, c0, count, EVEN)
     if C1 > 0:
         c1 = C0 + tl.arange(0, C1)
         q1 = gather(q_row, ok, index, c1, count, EVEN)
-    v_at = token[:, None] * D + d[None, :]
     whole = first + (last - first) // TILE * TILE
     for at in range(first, whole, TILE):
         page = k + tl.multiple_of((at // PAGE) * (count * PAGE), PAGE)
         s = tl.dot(q0, _keys(page, c0, count, token, TILE, EVEN, PAGE))
         if C1 > 0:
             s = tl.dot(q1, _keys(page, c1, count, token, TILE, EVEN, PAGE), s)
-        acc, m, z = step(acc, m, z, s * scale, tl.load(v + tl.multiple_of(at * D, PAGE) + v_at))
+        acc, m, z = step(acc, m, z, s * scale, _values(v, at, width, token, TILE, D, VALUES, PAGE, True))
     if whole < last:
         there = token < last - whole
         page = k + tl.multiple_of((whole // PAGE) * (count * PAGE), PAGE)
@@ -75,6 +107,6 @@ def middle(
         if C1 > 0:
             s = tl.dot(q1, _keys(page, c1, count, token, last - whole, EVEN, PAGE), s)
         s = tl.where(there[None, :], s * scale, float("-inf"))
-        rest = tl.load(v + tl.multiple_of(whole * D, PAGE) + v_at, mask=there[:, None], other=0.0)
-        acc, m, z = step(acc, m, z, s, rest)
+        values = _values(v, whole, width, token, last - whole, D, VALUES, PAGE, False)
+        acc, m, z = step(acc, m, z, s, values)
     return acc, m, z

@@ -54,6 +54,7 @@ class LaunchPlan:
     version: int
     programs: int
     even: bool  # every channel count is a multiple of 32: no masks in the main loop
+    values: int  # the most channels that V keeps, rounded up to a power of two; 0 = all
     packing: Packing | None
 
     def __deepcopy__(self, memo: object) -> None:
@@ -93,14 +94,16 @@ class Kernel:
             return
         batch, heads, slots, dim = store.ring_k.shape
         tail, index = store.tail, store.channels.index
+        ranks = index if store.values is None else store.values.ranks()
         done = self._scratch(0, dim, batch, tail.k.device)[2]
         kernel.move[(batch, heads)](
-            *(store.ring_k, store.ring_v, tail.k, tail.v, index, tail.places(), store.seen_dev, store.start_dev),
-            *(tail.length_dev, done, index.stride(0), slots, store.sizes.window, store.sizes.flush),
+            *(store.ring_k, store.ring_v, tail.k, tail.v, index, ranks, tail.places(), store.seen_dev, store.start_dev),
+            *(tail.length_dev, done, index.stride(0), ranks.stride(0), slots, store.sizes.window, store.sizes.flush),
             H=heads,
             D=dim,
             TILE=MOVED,
             PAGE=PAGE,
+            VALUES=int(store.values is not None),
         )
         tail.length += np.where(tail.capacity > 0, due[:, None], 0)
 
@@ -128,12 +131,13 @@ class Kernel:
         most = batch * heads + plan.programs  # upper bound on partial results, for any table
         partials, stats, done = self._scratch(chunks * most * rows, dim, chunks * batch * heads, q.device)
         out = torch.empty(batch, queries, q_heads, dim, dtype=q.dtype, device=q.device)
-        packing = plan.packing
+        packing, index = plan.packing, store.channels.index
+        ranks = index if store.values is None else store.values.ranks()
         kernel.decode[(plan.programs, chunks)](
             *(store.ring_k, store.ring_k if packing is None else store.ring_k.view(torch.uint8), q, out),
-            *(store.channels.index, plan.table, store.seen_dev, store.start_dev),
+            *(index, ranks, plan.table, store.seen_dev, store.start_dev),
             *(store.tail.length_dev, position.contiguous(), partials, stats, done),
-            *(scaling * 1.4426950408889634, q.stride(0), q.stride(1), q.stride(2), store.channels.index.stride(0)),
+            *(scaling * 1.4426950408889634, q.stride(0), q.stride(1), q.stride(2), index.stride(0), ranks.stride(0)),
             *(queries, most, batch * heads, slots),
             H=heads,
             GROUP=group,
@@ -147,6 +151,7 @@ class Kernel:
             FIELDS=work.FIELDS,
             BITS=packing.bits if packing else 0,
             CELL=packing.group if packing else 0,
+            VALUES=plan.values,
             num_warps=config.warps,
             num_stages=config.stages,
             maxnreg=config.registers or None,
@@ -158,13 +163,13 @@ class Kernel:
         old = store.plan if isinstance(store.plan, LaunchPlan) else None
         if old is not None and old.version == store.version:
             return old
-        batch, heads, _, dim = store.ring_k.shape
+        batch, heads = store.ring_k.shape[:2]
         device = store.ring_k.device
         programs = self.programs or _multiprocessors(device) * self.config.per_sm
         bits, dtype = store.middle.bits, store.ring_k.dtype
         packing = bits if isinstance(bits, Packing) else None
         share = packing.cell(dtype) / (packing.group * dtype.itemsize) if packing else 1.0
-        lines = work.cut(work.units(store), programs, self.config.tile, dim, share)
+        lines = work.cut(work.units(store), programs, self.config.tile, share)
         most = programs + work.STORAGE_PARTS * batch * heads  # every cut and every unit begins at most one piece
         if old is not None and len(old.table) == most and old.table.device == device:
             table = old.table
@@ -172,7 +177,8 @@ class Kernel:
             table = torch.zeros(most, work.FIELDS, dtype=torch.int64, device=device)
         update(table[: len(lines)], lines)
         even = bool((store.channels.count % 32 == 0).all())
-        plan = LaunchPlan(table, store.version, programs, even, packing)
+        values = 0 if store.values is None else max(16, triton.next_power_of_2(int(store.values.count.max())))
+        plan = LaunchPlan(table, store.version, programs, even, values, packing)
         store.plan = plan
         return plan
 

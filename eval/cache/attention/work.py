@@ -36,6 +36,7 @@ class Column(IntEnum):
     NUMBER = 10  # number of the partial result
     FIRST_NUMBER = 11  # number of the (row, head)'s first partial result
     NEXT = 12  # the program's next line, -1 = none
+    WIDTH = 13  # channels of V
 
 
 FIELDS = len(Column)
@@ -49,28 +50,28 @@ def _elements_from(base: Tensor, tensor: Tensor) -> int:
 def units(store: Store) -> np.ndarray:
     """The units of a store in the order in which they are read.
 
-    Returns [U, 7] int64: part, row, head, tokens, first element of K, first element of V, channels.
+    Returns [U, 8] int64: part, row, head, tokens, first element of K, first element of V, channels of K and of V.
     """
     base = store.ring_k
     batch, heads, _, dim = base.shape
     row, head = np.divmod(np.arange(batch * heads), heads)
     parts = []
 
-    def add(part: int, tokens: np.ndarray, k_start: np.ndarray, v_start: np.ndarray, channels: np.ndarray) -> None:
+    def add(part: int, tokens: np.ndarray, k_start: np.ndarray, v_start: np.ndarray, *channels: np.ndarray) -> None:
         order = np.arange(batch * heads) * 4 + (SINK, PROMPT, TAIL, WINDOW).index(part)
-        columns = (order, np.full_like(order, part), row, head, tokens, k_start, v_start, channels)
+        columns = (order, np.full_like(order, part), row, head, tokens, k_start, v_start, *channels)
         parts.append(np.stack([np.broadcast_to(np.asarray(c).reshape(-1), order.shape) for c in columns], 1))
 
     number, all_channels = np.arange(batch * heads), np.full(1, dim)
     for part, k, v in ((SINK, store.sink_k, store.sink_v), (WINDOW, store.ring_k, store.ring_v)):
         start = number * k.shape[2] * dim
-        add(
-            part, np.full(1, k.shape[2]), _elements_from(base, k) + start, _elements_from(base, v) + start, all_channels
-        )
+        starts = _elements_from(base, k) + start, _elements_from(base, v) + start
+        add(part, np.full(1, k.shape[2]), *starts, all_channels, all_channels)
     for part, segment in ((PROMPT, store.prompt), (TAIL, store.tail)):
         tokens = segment.length if part == PROMPT else segment.capacity
         k_start, v_start = _elements_from(base, segment.k), _elements_from(base, segment.v)
-        add(part, tokens, k_start + segment.k_start, v_start + segment.v_start, segment.channels.count)
+        starts = k_start + segment.k_start, v_start + segment.v_start
+        add(part, tokens, *starts, segment.channels.count, segment.width)
     table = np.concatenate(parts)
     table = table[table[:, 4] > 0]
     return table[np.argsort(table[:, 0], kind="stable"), 1:]
@@ -90,10 +91,10 @@ def _bounds(tiles: np.ndarray, weight: np.ndarray, programs: int) -> np.ndarray:
     return np.maximum.accumulate((np.cumsum(tiles) - tiles)[at] + into)
 
 
-def cut(unit: np.ndarray, programs: int, tile: int, head_dim: int, share: float = 1.0) -> np.ndarray:
+def cut(unit: np.ndarray, programs: int, tile: int, share: float = 1.0) -> np.ndarray:
     """Cut the units into equal spans, one per program.
 
-    unit: [U, 7], from `units`
+    unit: [U, 8], from `units`
     programs: how many spans to make
     tile: tokens that a program reads at a time
     share: bytes of a number in the middle, over those of a number in sink and window
@@ -101,9 +102,9 @@ def cut(unit: np.ndarray, programs: int, tile: int, head_dim: int, share: float 
     Returns the table [>= programs, FIELDS] int64. Program p starts at line p; the line of an idle program is an empty
     piece of the first row's sink.
     """
-    part, row, head, tokens, k_start, v_start, channels = unit.T
+    part, row, head, tokens, k_start, v_start, channels, width = unit.T
     tiles = -(-tokens // tile)
-    weight = (channels + head_dim) * tile * 2 * np.where(part < PROMPT, 1, share)
+    weight = (channels + width) * tile * 2 * np.where(part < PROMPT, 1, share)
     line = np.cumsum(tiles) - tiles  # first tile of each unit on the line of all tiles
     total = int(tiles.sum())
     bounds = _bounds(tiles, weight, programs)
@@ -140,6 +141,7 @@ def cut(unit: np.ndarray, programs: int, tile: int, head_dim: int, share: float 
         Column.NUMBER: number,
         Column.FIRST_NUMBER: first_number,
         Column.NEXT: follow,
+        Column.WIDTH: width[u],
     }
     for column, values in columns.items():
         table[where, column] = values

@@ -22,7 +22,8 @@ class Addresses:
     seen, start: int64 [B], on the device
     channels: int32 [B, H, D]
     tail_length: int64 [B, H], on the device
-    count: [B, H], kept channels
+    ranks: int32 [B, H, D], of the kept channels of V, None = all are kept
+    count, width: [B, H], kept channels of K and of V
     plan: that whose table is read
     version: of the store
     """
@@ -33,7 +34,9 @@ class Addresses:
     start: Tensor
     channels: Tensor
     tail_length: Tensor
+    ranks: Tensor | None
     count: np.ndarray
+    width: np.ndarray
     plan: Plan | None
     version: int
 
@@ -41,16 +44,20 @@ class Addresses:
     def of(cls, store: Store) -> Addresses:
         """Those of a sealed layer."""
         ring, counts = (store.ring_k, store.ring_v), (store.seen_dev, store.start_dev)
-        tables = store.channels.index, store.tail.length_dev
-        return cls(*ring, *counts, *tables, store.channels.count, store.plan, store.version)
+        tables, ranks = (store.channels.index, store.tail.length_dev), None
+        if store.values is not None:
+            ranks = store.values.ranks()
+        kept = store.channels.count, store.prompt.width
+        return cls(*ring, *counts, *tables, ranks, *kept, store.plan, store.version)
 
     def key(self) -> tuple[object, ...]:
         """Equal for two layers of which one captured step can read either."""
         tensors = (*self._tensors(), *(() if self.plan is None else (self.plan.table,)))
-        return *(_key(tensor) for tensor in tensors), self.count.tobytes()
+        return *(_key(tensor) for tensor in tensors), self.count.tobytes(), self.width.tobytes()
 
     def _tensors(self) -> tuple[Tensor, ...]:
-        return self.ring_k, self.ring_v, self.seen, self.start, self.channels, self.tail_length
+        always = self.ring_k, self.ring_v, self.seen, self.start, self.channels, self.tail_length
+        return always if self.ranks is None else (*always, self.ranks)
 
     def take(self, store: Store) -> None:
         """Move what `store` holds to these addresses, whose own content is lost; not if any shape differs."""
@@ -63,6 +70,8 @@ class Addresses:
             (here[:1] if shared else here).copy_(there[:1] if shared else there)
         store.ring_k, store.ring_v, store.seen_dev, store.start_dev = self._tensors()[:4]
         store.channels.index, store.tail.length_dev = self.channels, self.tail_length
+        if store.values is not None and self.ranks is not None:
+            store.values.keep_ranks(self.ranks)
         store.plan, store.version = self.plan, self.version + 1  # the table is out of date, and its address stays
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
@@ -26,6 +26,7 @@ class KeptChannels:
 
     count: np.ndarray
     index: Tensor
+    _ranks: Tensor | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def of(cls, keep: Tensor | None, k: Tensor) -> KeptChannels:
@@ -52,6 +53,31 @@ class KeptChannels:
             np.broadcast_to(count.cpu().numpy().astype(np.int64), (batch, heads)),
             on_device.expand(batch, heads, dim),
         )
+
+    def ranks(self) -> Tensor:
+        """The place of each channel among those that its head keeps, -1 = pruned: [B, H, D] int32; made once."""
+        if self._ranks is None:
+            batch, heads, dim = self.index.shape
+            shared = self.index.stride(0) == 0  # one table for all rows
+            index, count = (self.index[:1], self.count[:1]) if shared else (self.index, self.count)
+            place = torch.arange(dim, device=index.device, dtype=torch.int32)
+            own = place < upload(count, index.device)[..., None]
+            ranks = torch.full((len(index), heads, dim + 1), -1, dtype=torch.int32, device=index.device)
+            ranks.scatter_(2, torch.where(own, index, dim).long(), place.expand_as(index).contiguous())
+            self._ranks = ranks[..., :dim].contiguous().expand(batch, heads, dim)
+        return self._ranks
+
+    def keep_ranks(self, at: Tensor) -> None:
+        """Let `ranks` lie at the tensor `at`, which holds them."""
+        self._ranks = at
+
+    def to(self, device: torch.device) -> None:
+        """Move the table to a device."""
+        self.index, self._ranks = self.index.to(device), None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor held, by name."""
+        return {"index": self.index} | ({} if self._ranks is None else {"ranks": self._ranks})
 
     def select(self, rows: Tensor) -> KeptChannels:
         """The table of the batch `rows` [R], in that order."""

@@ -120,8 +120,8 @@ class Middle:
     @property
     def why_not_kernel(self) -> str | None:
         """Why only plain PyTorch can run over such a middle, or None."""
-        if self.values is not None:
-            return "the kernel reads every channel of V, this method prunes some"
+        if self.values is not None and (self.eviction is not None or self.reads is not None):
+            return "the kernels that evict, or choose what they read, take every channel of V, this method prunes some"
         if self.eviction is not None:
             return "the kernel gives no attention weights, this method evicts tokens by them while decoding"
         if self.reads is not None:

@@ -37,27 +37,31 @@ class Padded:
     def __init__(self, segment: Segment) -> None:
         self.segment, device = segment, segment.k.device
         (_, k_start, _, self._k_line), (_, v_start, _, self._v_line) = segment.flats()
-        if segment.values is not None:  # a token begins at any number, not at a whole line
-            self._v_line = 1
-        holds = segment.length > 0
-        starts = (k_start // self._k_line, segment.channels.count, v_start // self._v_line, segment.width)
-        of_heads = np.stack([np.where(holds, n, 0).reshape(-1) for n in (segment.length, *starts)])
-        length, first, count, v_first, width = upload(of_heads, device)[..., None]  # each [X, 1]
-        self.columns = round_up(int(segment.length.max()), PAGE)
-        token, page, channel = (
-            torch.arange(n, device=device)
-            for n in (self.columns, self.columns // PAGE, int(segment.channels.count.max()))
-        )
-        self.hidden = token >= length
-        page, channel = torch.where(page * PAGE < length, page, 0), torch.where(channel < count, channel, 0)
-        self._keys = (first[..., None] + page[:, None] * count[..., None] + channel[..., None]).int()  # [X, C, pages]
-        some = v_start[holds & (segment.width > 0)] // self._v_line
-        self._some = int(some[0]) if len(some) else 0
-        tokens = token if segment.values is None else token * width
-        values = torch.where(self.hidden, self._some, v_first + tokens)  # [X, N]
-        self._values = values.int() if segment.values is None else values  # single numbers may be too many for int32
+        length, lines_k, lines_v = segment.length, k_start // self._k_line, v_start // self._v_line
+        self.columns = round_up(int(length.max()), PAGE)
+        token = torch.arange(self.columns, device=device)
+        self.hidden = token >= upload(length.reshape(-1, 1), device)
+        self._keys = self._pages(lines_k, segment.channels.count)
         self._channels = None if segment.values is None else channel_columns(segment.values)
-        self._width = width
+        if segment.values is None:
+            some, first = int(lines_v[length > 0][0]), upload(lines_v.reshape(-1, 1), device)
+            self._values = torch.where(self.hidden, some, first + token).int()  # [X, N]
+        else:
+            self._values = self._pages(lines_v, segment.width)
+
+    def _pages(self, first: np.ndarray, count: np.ndarray) -> Tensor:
+        """The lines of K, or of V that is stored as K is: [X, C, pages].
+
+        first: [B, H], the first line of each region
+        count: [B, H], channels of each head
+        """
+        device, length = self.segment.k.device, self.segment.length
+        there = (length > 0) & (count > 0)
+        of_heads = np.stack([np.where(there, n, 0).reshape(-1) for n in (length, first, count)])
+        held, line, own = upload(of_heads, device)[..., None]  # each [X, 1]
+        page, channel = (torch.arange(n, device=device) for n in (self.columns // PAGE, int(count.max())))
+        page, channel = torch.where(page * PAGE < held, page, 0), torch.where(channel < own, channel, 0)
+        return (line[..., None] + page[:, None] * own[..., None] + channel[..., None]).int()
 
     def _numbers(self, of: Tensor, line: int, index: Tensor) -> Tensor:
         """The numbers [n, numbers] of lines `index` [n] of a flat tensor."""
@@ -69,19 +73,20 @@ class Padded:
 
     def keys(self, dtype: torch.dtype) -> Tensor:
         """K, channel-major: [X, C, N]."""
-        heads, channels, _ = self._keys.shape
-        found = self._numbers(self.segment.k, self._k_line, self._keys.flatten()).view(heads, channels, -1)
-        return self.segment.keys_of(found).to(dtype)
+        return self.segment.keys_of(self._of_pages(self.segment.k, self._k_line, self._keys)).to(dtype)
+
+    def _of_pages(self, of: Tensor, line: int, index: Tensor) -> Tensor:
+        """The numbers [X, C, N] of a flat tensor's lines `index` [X, C, pages]; zeros where it is empty."""
+        shape = (*index.shape[:2], self.columns)
+        return self._numbers(of, line, index.flatten()).view(shape) if of.numel() else of.new_zeros(shape)
 
     def _kept_values(self, dtype: torch.dtype) -> Tensor:
         """V [X, N, kept channels]; where no channel is pruned, [X, N, D]."""
-        heads, columns = self._values.shape
         if self._channels is None:
             found = self._numbers(self.segment.v, self._v_line, self._values.flatten())
-            return found.to(dtype).view(heads, columns, -1)
-        rank = torch.arange(self._channels.shape[1], device=self._values.device)
-        there = (rank < self._width)[:, None] & ~self.hidden[..., None]
-        return self.segment.v[torch.where(there, self._values[..., None] + rank, self._some)].to(dtype)
+            return found.to(dtype).view(*self._values.shape, -1)
+        found = self._of_pages(self.segment.v, self._v_line, self._values)
+        return found.to(dtype).masked_fill(self.hidden[:, None], 0).mT
 
     def weighted(self, weight: Tensor) -> Tensor:
         """The product weight V, [X, R, D], of weights [X, R, N]."""

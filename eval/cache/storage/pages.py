@@ -14,7 +14,7 @@ in either tensor, and head 2 keeps 3 channels and has room for 64 tokens:
          ^ v_start[0, 0]                                      ^ v_start[0, 2]
 
 A region of K is channel-major in pages of 64 tokens, [page, channel, 64], so that reads are aligned and contiguous for
-any number of channels. A region of V is token-major, [token, D], or [token, kept channels] where V is pruned.
+any number of channels. A region of V is token-major, [token, D]; where V is pruned, it is stored as K is.
 """
 
 from __future__ import annotations
@@ -192,7 +192,10 @@ class Segment:
                         for x, i, w in zip(new, index, widths, strict=True)
                     )
                     _put(pages, held + first, picked_k)
-                    values[:, held + first : held + last] = picked_v
+                    if self.values is None:
+                        values[:, held + first : held + last] = picked_v
+                    else:
+                        _put(values, held + first, picked_v)
 
     def _append_scattered(self, rows: np.ndarray, k: Tensor, v: Tensor, taken: np.ndarray) -> None:
         """Do what `_append_pieces` does for all rows and heads at once: no launch more, however many there are.
@@ -216,36 +219,42 @@ class Segment:
                 lines(self.v, self.head_dim)[each(self.v_start) // self.head_dim + at] = v.flatten(0, 1)[of, n]
                 continue
             new, number, channel = _picked(v, self.values, rows, of, n)
-            first = each(self.v_start) + at * number
+            page = each(self.v_start) + at // PAGE * number * PAGE + at % PAGE
             there = number > 0  # a head can keep no channel of V
-            self.v[(first[:, None] + channel)[there]] = new[there]
+            self.v[(page[:, None] + channel * PAGE)[there]] = new[there]
 
     def _room(self, row: int, number: int, head: int) -> tuple[Tensor, Tensor]:
         """Views of one head's regions in `number` rows of the same layout from `row` on.
 
-        Returns K [number, pages, channels, 64] and V [number, capacity, kept channels].
+        Returns K [number, pages, channels, 64] and V [number, capacity, D], where it is pruned as K.
         """
         cap, count, width = (int(a[row, head]) for a in (self.capacity, self.channels.count, self.width))
         k_row, v_row = (int(a[row + 1, head] - a[row, head]) if number > 1 else 0 for a in (self.k_start, self.v_start))
-        k_shape, k_steps = (number, cap // PAGE, count, PAGE), (k_row, count * PAGE, PAGE, 1)
-        return (
-            self.k.as_strided(k_shape, k_steps, int(self.k_start[row, head])),
-            self.v.as_strided((number, cap, width), (v_row, width, 1), int(self.v_start[row, head])),
-        )
+        k_start, v_start = int(self.k_start[row, head]), int(self.v_start[row, head])
+
+        def pages(flat: Tensor, step: int, channels: int, start: int) -> Tensor:
+            shape = (number, cap // PAGE, channels, PAGE)
+            return flat.as_strided(shape, (step, channels * PAGE, PAGE, 1), start)
+
+        if self.values is None:
+            values = self.v.as_strided((number, cap, width), (v_row, width, 1), v_start)
+        else:
+            values = pages(self.v, v_row, width, v_start)
+        return pages(self.k, k_row, count, k_start), values
 
     def _regions(self, row: int, head: int) -> tuple[Tensor, Tensor]:
-        """One head's regions: K [pages, channels, 64], V [capacity, kept channels]."""
+        """One head's regions: K [pages, channels, 64], V [capacity, D], where it is pruned as K."""
         k, v = self._room(row, 1, head)
         return k[0], v[0]
 
     def read(self, row: int, head: int) -> tuple[Tensor, Tensor]:
         """K [n, channels] and V [n, D] of one head; pruned channels of V are zero."""
         n, (k, v) = int(self.length[row, head]), self._regions(row, head)
-        keys, v = k.transpose(1, 2).flatten(0, 1)[:n], v[:n]
+        keys = k.transpose(1, 2).flatten(0, 1)[:n]
         if self.values is None:
-            return keys, v
+            return keys, v[:n]
         whole = v.new_zeros(n, self.head_dim)
-        whole[:, self.values.index[row, head, : v.shape[1]].long()] = v
+        whole[:, self.values.index[row, head, : v.shape[1]].long()] = v.transpose(1, 2).flatten(0, 1)[:n]
         return keys, whole
 
     def keys_of(self, stored: Tensor) -> Tensor:
@@ -263,10 +272,10 @@ class Segment:
         return (self.k, self.k_start, *k), (self.v, self.v_start, *v)
 
     def places(self) -> Tensor:
-        """[B, H, 3] int64 on the device: first element of K and of V; kept channels, 0 where there is no room."""
+        """[B, H, 4] int64 on the device: first element of K and of V, then kept channels of both, 0 without room."""
         if self._places is None:
-            count = np.where(self.capacity > 0, self.channels.count, 0)
-            self._places = upload(np.stack([self.k_start, self.v_start, count], -1), self.k.device)
+            count, width = (np.where(self.capacity > 0, n, 0) for n in (self.channels.count, self.width))
+            self._places = upload(np.stack([self.k_start, self.v_start, count, width], -1), self.k.device)
         return self._places
 
     @torch.no_grad()  # with gradients, the views of a split cannot be written to

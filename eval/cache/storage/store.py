@@ -278,7 +278,7 @@ class Store:
             setattr(self, name, getattr(self, name).to(device))
         for table in (self.channels, self.values):
             if table is not None:
-                table.index = table.index.to(device)
+                table.to(device)
         for segment in (self.prompt, self.tail):
             segment.to(device)
         if self.eviction is not None:
@@ -293,7 +293,7 @@ class Store:
         middle = {f"{p}.{n}": t for p in ("prompt", "tail") for n, t in getattr(self, p).tensors().items()}
         more = {} if self.plan is None else {"plan": self.plan.table}
         if self.values is not None:
-            more["values"] = self.values.index
+            more |= {f"values.{n}": t for n, t in self.values.tensors().items()}
         for name, part in (("eviction", self.eviction), ("reads", self.reads)):
             more |= {} if part is None else {f"{name}.{n}": t for n, t in part.tensors().items()}
         return {**{n: getattr(self, n) for n in names}, "channels": self.channels.index, **middle, **more}

@@ -36,16 +36,26 @@ def interpreter_takes_numpys_scalars(monkeypatch):
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
-def make_store(counts, dim, lengths, sizes, dtype, seed=0, bits=None):
-    """A sealed layer of random keys: counts[h] channels per head, rows of the given lengths, left-padded."""
-    generator = torch.Generator().manual_seed(seed)
+def some_channels(counts, dim, generator):
+    """A mask [H, dim] of counts[h] random channels in head h."""
     keep = torch.zeros(len(counts), dim, dtype=torch.bool)
     for head, count in enumerate(counts):
         keep[head, torch.randperm(dim, generator=generator)[:count]] = True
+    return keep
+
+
+def make_store(counts, dim, lengths, sizes, dtype, seed=0, bits=None, widths=None, per_row=False):
+    """A sealed layer of random keys: counts[h] channels of K and widths[h] of V (None = all) per head, rows of the
+    given lengths, left-padded. per_row: every row keeps other channels of V."""
+    generator = torch.Generator().manual_seed(seed)
+    keep, values = some_channels(counts, dim, generator), None
+    if widths is not None:
+        values = torch.stack([some_channels(widths, dim, generator) for _ in (lengths if per_row else [0])])
+        values = values if per_row else values[0]
     shape = (2, len(lengths), len(counts), max(lengths), dim)
     k, v = torch.randn(shape, generator=generator).to(DEVICE, dtype)
     real = torch.arange(shape[3]) >= shape[3] - torch.tensor(lengths)[:, None]
-    return Store(k, v, None if real.all() else real.to(DEVICE), Middle(keep, bits=bits), sizes)
+    return Store(k, v, None if real.all() else real.to(DEVICE), Middle(keep, values, bits=bits), sizes)
 
 
 def poison(store):
@@ -59,12 +69,13 @@ def poison(store):
             part[row, :, seen:] = torch.nan
     for segment in (store.prompt, store.tail):
         for row, head in np.ndindex(*segment.length.shape):
-            n, cap, count = (int(a[row, head]) for a in (segment.length, segment.capacity, segment.channels.count))
-            k_start, v_start = int(segment.k_start[row, head]), int(segment.v_start[row, head])
-            pages = segment.k[k_start : k_start + cap * count].view(cap // PAGE, count, PAGE)
-            for token in range(n, cap):
-                pages[token // PAGE, :, token % PAGE] = torch.nan
-            segment.v[v_start : v_start + cap * segment.head_dim].view(cap, segment.head_dim)[n:] = torch.nan
+            n, cap = int(segment.length[row, head]), int(segment.capacity[row, head])
+            k, v = segment._regions(row, head)
+            for pages in (k,) if segment.values is None else (k, v):
+                for token in range(n, cap):
+                    pages[token // PAGE, :, token % PAGE] = torch.nan
+            if segment.values is None:
+                v[n:] = torch.nan
 
 
 def error(kernel, store, q, position, scaling=0.2):
@@ -85,9 +96,9 @@ def error(kernel, store, q, position, scaling=0.2):
     return ((got.double() - want).norm() / want.norm()).item()
 
 
-def check_decoding(counts, dim, group, lengths, sizes, dtype, queries, steps, config, programs, seed=0):
-    """Append and attend a few times, past moves out of the window, comparing every step."""
-    store = make_store(counts, dim, lengths, sizes, dtype, seed)
+def check_decoding(counts, dim, group, lengths, sizes, dtype, queries, steps, config, programs, seed=0, **pruned):
+    """Append and attend a few times, past moves out of the window, comparing every step; pruned: of `make_store`."""
+    store = make_store(counts, dim, lengths, sizes, dtype, seed, **pruned)
     kernel = Kernel(config, programs)
     generator = torch.Generator().manual_seed(seed + 1)
     heads, batch = len(counts), len(lengths)
@@ -98,7 +109,7 @@ def check_decoding(counts, dim, group, lengths, sizes, dtype, queries, steps, co
         assert position.tolist() == [[n - queries + i for i in range(queries)] for n in store.seen]
         poison(store)
         assert error(kernel, store, q, position) < (5e-3 if dtype == torch.bfloat16 else 1e-3)
-        store.flush()
+        store.flush(kernel.move if pruned else None)
 
 
 @pytest.mark.skipif(ON_GPU, reason="the same on the device below")
@@ -164,27 +175,27 @@ def test_padding_among_the_queries():
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     st.lists(
-        st.tuples(st.integers(1, 700), st.integers(0, 128)), min_size=1, max_size=12
-    ),  # tokens and channels of each unit
+        st.tuples(st.integers(1, 700), st.integers(1, 128), st.integers(0, 128)), min_size=1, max_size=12
+    ),  # tokens, channels of K and of V of each unit
     st.integers(1, 40),
     st.sampled_from([64, 128]),
     st.integers(1, 4),
 )
 def test_spans_cover_every_token_once_and_are_even(parts, programs, tile, per_head):
     """Walking every program's span reads each unit's tokens once, in partial results that are numbered without gaps."""
-    unit = np.array([(2, i // per_head, 0, tokens, 0, 0, c) for i, (tokens, c) in enumerate(parts)], dtype=np.int64)
-    unit[:, 5] = np.arange(len(unit))  # V's start names the unit
-    table = work.cut(unit, programs, tile, 128)
+    unit = [(2, i // per_head, 0, tokens, 0, i, *channels) for i, (tokens, *channels) in enumerate(parts)]
+    table = work.cut(np.array(unit, dtype=np.int64), programs, tile)  # V's start names the unit
     assert len(table) <= programs + len(unit)
     read = {i: [] for i in range(len(unit))}
     partials, cost = {}, []
     for program in range(programs):
         line, spent, open_result = program, 0, None
         while line >= 0:
-            _, row, _, first, last, _, name, count, fresh, ends, number, first_number, line = table[line].tolist()
+            _, row, _, first, last, _, name, *values = table[line].tolist()
+            count, fresh, ends, number, first_number, line, width = values
             if last > first:
                 read[name].append((first, last))
-                spent += (-(-(last - first) // tile)) * (count + 128) * tile * 2 + work.PIECE_BYTES
+                spent += (-(-(last - first) // tile)) * (count + width) * tile * 2 + work.PIECE_BYTES
                 assert fresh == (open_result is None)
                 open_result = number
                 if ends:
@@ -192,7 +203,7 @@ def test_spans_cover_every_token_once_and_are_even(parts, programs, tile, per_he
                     open_result = None
         assert open_result is None
         cost.append(spent)
-    for i, (tokens, _) in enumerate(parts):
+    for i, (tokens, *_) in enumerate(parts):
         spans = sorted(read[i])
         assert spans[0][0] == 0
         assert spans[-1][1] == tokens
@@ -207,14 +218,14 @@ def test_spans_cover_every_token_once_and_are_even(parts, programs, tile, per_he
 
 def test_columns_of_the_work_table_lie_where_they_always_lay():
     """Two programs over a sink and a middle of one head: every number of the table, by name and by place."""
-    units = np.array([(work.SINK, 0, 0, 64, 0, 1000, 128), (work.PROMPT, 0, 0, 640, 2000, 3000, 32)], dtype=np.int64)
-    table = work.cut(units, 2, 64, 128)
-    assert table.shape == (3, work.FIELDS) == (3, 13)
-    assert [column.value for column in work.Column] == list(range(13))
+    units = [(work.SINK, 0, 0, 64, 0, 1000, 128, 128), (work.PROMPT, 0, 0, 640, 2000, 3000, 32, 128)]
+    table = work.cut(np.array(units, dtype=np.int64), 2, 64)
+    assert table.shape == (3, work.FIELDS) == (3, 14)
+    assert [column.value for column in work.Column] == list(range(14))
     assert table.tolist() == [
-        [work.SINK, 0, 0, 0, 64, 0, 1000, 128, 1, 0, 0, 0, 2],
-        [work.PROMPT, 0, 0, 256, 640, 2000, 3000, 32, 1, 2, 1, 0, -1],
-        [work.PROMPT, 0, 0, 0, 256, 2000, 3000, 32, 0, 2, 0, 0, -1],
+        [work.SINK, 0, 0, 0, 64, 0, 1000, 128, 1, 0, 0, 0, 2, 128],
+        [work.PROMPT, 0, 0, 256, 640, 2000, 3000, 32, 1, 2, 1, 0, -1, 128],
+        [work.PROMPT, 0, 0, 0, 256, 2000, 3000, 32, 0, 2, 0, 0, -1, 128],
     ]
     assert table[:, work.Column.NEXT].tolist() == [2, -1, -1]
 

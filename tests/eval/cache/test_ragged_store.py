@@ -10,8 +10,10 @@ from torch.nn.functional import pad
 from eval.cache import Sizes
 from eval.cache.attention.backend import Auto, Plain
 from eval.cache.memory import measure_store
+from eval.cache.storage.eviction import HeavyHitters
 from eval.cache.storage.middle import Middle
 from eval.cache.storage.padded import compacted
+from eval.cache.storage.quantised import Packing
 from eval.cache.storage.store import Store
 
 
@@ -110,9 +112,16 @@ def test_bytes_are_what_the_formula_says(pruned_values):
 def test_the_kernel_says_what_it_cannot(monkeypatch):
     monkeypatch.setattr("eval.cache.attention.backend.why_not", lambda *args: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    store = random_store(0, Middle(values=torch.ones(3, 16, dtype=torch.bool)))[0]
+    store = random_store(0, Middle(bits=Packing(4, 8)))[0]
     q = torch.randn(2, 3, 1, 16)
-    with pytest.warns(RuntimeWarning, match="plain PyTorch: the kernel reads every channel of V"):
+    with pytest.warns(RuntimeWarning, match="plain PyTorch: the kernel reads groups of 16, 32 or 64 numbers"):
         assert isinstance(Auto().choose(store, q), Plain)
-    with pytest.raises(RuntimeError, match="cannot run: the kernel reads every channel of V"):
+    with pytest.raises(RuntimeError, match="cannot run: the kernel reads groups of 16, 32 or 64 numbers"):
         Auto(insist=True).choose(store, q)
+
+
+def test_pruned_v_stays_out_of_kernels_that_evict_or_choose():
+    pruned = {"values": torch.ones(3, 16, dtype=torch.bool)}
+    assert Middle(**pruned).why_not_kernel is None
+    for more in ({"eviction": HeavyHitters(4)}, {"reads": object()}):
+        assert "every channel of V" in Middle(**pruned, **more).why_not_kernel
