@@ -176,7 +176,7 @@ def decode(
         tl.debug_barrier()  # all of it is written before the ticket says so
         ticket = done + b * H + head
         if tl.atomic_add(ticket, 1, sem="acq_rel") == splits - 1:
-            merged = merge(part, stat, b * programs + first_line, splits, ROWS, MERGE_LINES, D)
+            merged, _, _ = merge(part, stat, b * programs + first_line, splits, ROWS, MERGE_LINES, D)
             rows = tl.arange(0, ROWS)
             place = out + b * (H * GROUP * D) + (head * GROUP + rows)[:, None] * D + d[None, :]
             tl.store(place, merged.to(out.dtype.element_ty), mask=(rows < GROUP)[:, None])

@@ -19,7 +19,7 @@ from eval.cache.attention.kernel_middle import middle, step
 from eval.cache.attention.quantised_kernel import packed_middle
 
 # What the kernel reads of the work table, as constants that Triton compiles in.
-WINDOW, TAIL = tl.constexpr(work.WINDOW), tl.constexpr(work.TAIL)
+SINK, WINDOW, TAIL = tl.constexpr(work.SINK), tl.constexpr(work.WINDOW), tl.constexpr(work.TAIL)
 PART = tl.constexpr(int(work.Column.PART))
 ROW = tl.constexpr(int(work.Column.ROW))
 HEAD = tl.constexpr(int(work.Column.HEAD))
@@ -39,10 +39,13 @@ NEXT = tl.constexpr(int(work.Column.NEXT))
 
 @triton.jit
 def _sink_and_window(
-    acc, m, z, q_row, ok, position, k, v, first, last, seen, start, slots, ring, scale,
-    TILE: tl.constexpr, D: tl.constexpr,
+    acc, m, z, q_row, ok, position, k, v, first, last, seen, start, slots, ring, scale, logits,
+    TILE: tl.constexpr, D: tl.constexpr, WEIGHTS: tl.constexpr,
 ):
-    """Slots [first, last) of the sink (slot = token) or the window's ring (slot = token mod slots), all channels."""
+    """Slots [first, last) of the sink (slot = token) or the window's ring (slot = token mod slots), all channels.
+
+    logits: [M], where the logit of token 0 would be written; used if WEIGHTS.
+    """
     tile, d = tl.arange(0, TILE), tl.arange(0, D)
     q = tl.load(q_row[:, None] + d[None, :], mask=ok[:, None], other=0.0)
     offset = tile[:, None] * D + d[None, :]
@@ -56,17 +59,19 @@ def _sink_and_window(
         keys = tl.load(k + at * D + offset, mask=there[:, None], other=0.0)
         s = tl.dot(q, tl.trans(keys)) * scale
         s = tl.where(there[None, :] & (token[None, :] <= position[:, None]), s, float("-inf"))
+        if WEIGHTS:
+            tl.store(logits[:, None] + token[None, :], s, mask=ok[:, None] & there[None, :])
         acc, m, z = step(acc, m, z, s, tl.load(v + at * D + offset, mask=there[:, None], other=0.0))
     return acc, m, z
 
 
 @triton.jit
 def _read(
-    acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
+    acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale, logits,
     C0: tl.constexpr, C1: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
-    EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr,
+    EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, WEIGHTS: tl.constexpr,
 ):
-    """Tokens [first, last) of a middle part with up to C0 + C1 channels.
+    """Tokens [first, last) of a middle part with up to C0 + C1 channels; numbers in cells give no logits.
 
     k_at, v_at: where the part begins, counted from base in elements, or in bytes where it is packed.
     """
@@ -75,14 +80,17 @@ def _read(
                                   C0, C1, TILE, D, EVEN, PAGE, BITS, CELL)
     else:
         k, v = base + tl.multiple_of(k_at, PAGE), base + tl.multiple_of(v_at, PAGE)
-        acc, m, z = middle(acc, m, z, q_row, ok, index, k, v, first, last, count, scale,
-                           C0, C1, TILE, D, EVEN, PAGE)
+        acc, m, z = middle(acc, m, z, q_row, ok, index, k, v, first, last, count, scale, logits,
+                           C0, C1, TILE, D, EVEN, PAGE, WEIGHTS)
     return acc, m, z
 
 
 @triton.jit
 def merge(part, stat, first, parts, ROWS: tl.constexpr, MERGE_LINES: tl.constexpr, D: tl.constexpr):
-    """Combine partial results first .. first + parts - 1 by log-sum-exp: [ROWS, D], zero where nothing was seen."""
+    """Combine partial results first .. first + parts - 1 by log-sum-exp.
+
+    Returns [ROWS, D], zero where nothing was seen, and the maximum and denominator [ROWS].
+    """
     r, p, d = tl.arange(0, ROWS), tl.arange(0, MERGE_LINES), tl.arange(0, D)
     acc = tl.zeros([ROWS, D], tl.float32)
     m = tl.full([ROWS], float("-inf"), tl.float32)
@@ -100,7 +108,7 @@ def merge(part, stat, first, parts, ROWS: tl.constexpr, MERGE_LINES: tl.constexp
         acc = acc * alpha[:, None] + tl.sum(acc_part * weight[:, :, None], 1)
         z = z * alpha + tl.sum(z_part * weight, 1)
         m = m_new
-    return acc / tl.where(z == 0.0, 1.0, z)[:, None]
+    return acc / tl.where(z == 0.0, 1.0, z)[:, None], m, z
 
 
 @triton.jit
@@ -117,13 +125,19 @@ def _store(
     tl.store(out + to, tl.where(real[:, None], result, 0.0).to(out.dtype.element_ty), mask=ok[:, None])
 
 
+@triton.jit
+def _store_lse(to, m, z, ok):
+    """Write log-sum-exps [R], base 2; inf where nothing was seen, so that weights are zero."""
+    tl.store(to, tl.where(z == 0.0, float("inf"), m + tl.log2(tl.where(z == 0.0, 1.0, z))), mask=ok)
+
+
 @triton.jit(do_not_specialize=["partials", "places"])
 def decode(
-    base, bytes_base, q, out, index, table, seen_ptr, start_ptr, tail_ptr, position_ptr, part, stat, done,
-    scale, q_b, q_h, q_t, index_b, queries, partials, places, slots,
+    base, bytes_base, q, out, index, table, seen_ptr, start_ptr, tail_ptr, position_ptr, part, stat, done, scratch, room,
+    scale, q_b, q_h, q_t, index_b, queries, partials, places, slots, sink,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
     MERGE_LINES: tl.constexpr, EVEN: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr,
-    BITS: tl.constexpr, CELL: tl.constexpr,
+    BITS: tl.constexpr, CELL: tl.constexpr, WEIGHTS: tl.constexpr,
 ):
     """Program (p, c): span p of the work table for the query tokens of chunk c.
 
@@ -134,6 +148,8 @@ def decode(
     part, stat: [chunks, partials, ROWS, D] and [chunks, partials, ROWS, 2] fp32, partial results
     done: [chunks, places] int32, zeros before and after; places = B * H
     BITS, CELL: bits of a number of the middle, and numbers in a cell; 0 = not packed
+    WEIGHTS: whether to leave logits and log-sum-exp for weights_kernel.add_weights, which says what scratch and room
+        are; there is one chunk then
     """
     chunk = tl.program_id(1)
     PER: tl.constexpr = M // GROUP  # query tokens of a chunk
@@ -146,6 +162,9 @@ def decode(
     m = tl.full([M], float("-inf"), tl.float32)
     z = tl.zeros([M, TILE], tl.float32)
     line = tl.program_id(0).to(tl.int64)
+    if WEIGHTS:
+        lse = tl.load(scratch).to(tl.pointer_type(tl.float32))
+        columns = tl.load(room + 1)
     while line >= 0:
         entry = table + line * FIELDS
         kind, row, head = tl.load(entry + PART), tl.load(entry + ROW), tl.load(entry + HEAD)
@@ -160,6 +179,13 @@ def decode(
         m = tl.where(fresh != 0, float("-inf"), m)
         z = tl.where(fresh != 0, 0.0, z)
         acc = tl.where(fresh != 0, 0.0, acc)
+        logits = q_row
+        if WEIGHTS:
+            logits = lse + places * ROWS + ((row * H + head) * ROWS + r) * columns
+            if kind != SINK:
+                logits += tl.minimum(tl.load(seen_ptr + row), sink)
+            if kind == WINDOW:
+                logits += tl.load(tail_ptr + row * H + head) - tl.load(start_ptr + row)
         if kind <= WINDOW:  # sink or window
             k, v = base + tl.multiple_of(k_at, PAGE), base + tl.multiple_of(v_at, PAGE)
             position = tl.load(position_ptr + row * queries + t, mask=ok, other=-1).to(tl.int32)
@@ -167,29 +193,32 @@ def decode(
             start = tl.where(kind == WINDOW, tl.load(start_ptr + row).to(tl.int32), 0)
             end = tl.minimum(last, seen)
             acc, m, z = _sink_and_window(
-                acc, m, z, q_row, ok, position, k, v, first, end, seen, start, slots, kind == WINDOW, scale, TILE, D)
+                acc, m, z, q_row, ok, position, k, v, first, end, seen, start, slots, kind == WINDOW, scale, logits,
+                TILE, D, WEIGHTS)
         else:
             if kind == TAIL:
                 last = tl.minimum(last, tl.load(tail_ptr + row * H + head).to(tl.int32))
             kept = index + row * index_b + head * D
             if count <= 32:
                 acc, m, z = _read(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count, scale,
-                                32, 0, TILE, D, EVEN, PAGE, BITS, CELL)
+                                  logits, 32, 0, TILE, D, EVEN, PAGE, BITS, CELL, WEIGHTS)
             elif count <= 64:
                 acc, m, z = _read(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count, scale,
-                                64, 0, TILE, D, EVEN, PAGE, BITS, CELL)
+                                  logits, 64, 0, TILE, D, EVEN, PAGE, BITS, CELL, WEIGHTS)
             elif D > 64:
                 if count <= 96:
                     acc, m, z = _read(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count,
-                                        scale, 64, 32, TILE, D, EVEN, PAGE, BITS, CELL)
+                                      scale, logits, 64, 32, TILE, D, EVEN, PAGE, BITS, CELL, WEIGHTS)
                 else:
                     acc, m, z = _read(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count,
-                                        scale, 128, 0, TILE, D, EVEN, PAGE, BITS, CELL)
+                                      scale, logits, 128, 0, TILE, D, EVEN, PAGE, BITS, CELL, WEIGHTS)
 
         if parts == 1:
             total = tl.sum(z, 1)
             result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
             _store(out, result, row, head, position_ptr, queries, chunk, M, M, GROUP, H, D)
+            if WEIGHTS:
+                _store_lse(lse + (row * H + head) * ROWS + r, m, total, ok)
         elif parts > 1:
             at = number * ROWS + r
             tl.store(part + at[:, None] * D + d[None, :], acc, mask=ok[:, None])
@@ -198,8 +227,11 @@ def decode(
             tl.debug_barrier()  # all of it is written before the ticket says so
             ticket = done + chunk * places + row * H + head
             if tl.atomic_add(ticket, 1, sem="acq_rel") == parts - 1:
-                merged = merge(part, stat, first_number, parts, ROWS, MERGE_LINES, D)
+                merged, most, total = merge(part, stat, first_number, parts, ROWS, MERGE_LINES, D)
                 _store(out, merged, row, head, position_ptr, queries, chunk, ROWS, M, GROUP, H, D)
+                if WEIGHTS:
+                    rows = tl.arange(0, ROWS)
+                    _store_lse(lse + (row * H + head) * ROWS + rows, most, total, rows < GROUP * queries)
                 tl.store(ticket, 0)
 
 

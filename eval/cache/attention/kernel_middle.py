@@ -49,11 +49,14 @@ def _keys(k, channel, count, token, tokens, EVEN: tl.constexpr, PAGE: tl.constex
 
 @triton.jit
 def middle(
-    acc, m, z, q_row, ok, index, k, v, first, last, count, scale,
+    acc, m, z, q_row, ok, index, k, v, first, last, count, scale, logits,
     C0: tl.constexpr, C1: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
-    EVEN: tl.constexpr, PAGE: tl.constexpr,
+    EVEN: tl.constexpr, PAGE: tl.constexpr, WEIGHTS: tl.constexpr,
 ):
-    """Tokens [first, last) of a middle part with up to C0 + C1 channels; whole tiles without masks, then the rest."""
+    """Tokens [first, last) of a middle part with up to C0 + C1 channels; whole tiles without masks, then the rest.
+
+    logits: [M], where the logit of the part's first token is written; used if WEIGHTS.
+    """
     token, d = tl.arange(0, TILE), tl.arange(0, D)
     c0 = tl.arange(0, C0)
     q0 = gather(q_row, ok, index, c0, count, EVEN)
@@ -67,6 +70,8 @@ def middle(
         s = tl.dot(q0, _keys(page, c0, count, token, TILE, EVEN, PAGE))
         if C1 > 0:
             s = tl.dot(q1, _keys(page, c1, count, token, TILE, EVEN, PAGE), s)
+        if WEIGHTS:
+            tl.store(logits[:, None] + (at + token)[None, :], s * scale, mask=ok[:, None])
         acc, m, z = step(acc, m, z, s * scale, tl.load(v + tl.multiple_of(at * D, PAGE) + v_at))
     if whole < last:
         there = token < last - whole
@@ -75,6 +80,8 @@ def middle(
         if C1 > 0:
             s = tl.dot(q1, _keys(page, c1, count, token, last - whole, EVEN, PAGE), s)
         s = tl.where(there[None, :], s * scale, float("-inf"))
+        if WEIGHTS:
+            tl.store(logits[:, None] + (whole + token)[None, :], s, mask=ok[:, None] & there[None, :])
         rest = tl.load(v + tl.multiple_of(whole * D, PAGE) + v_at, mask=there[:, None], other=0.0)
         acc, m, z = step(acc, m, z, s, rest)
     return acc, m, z

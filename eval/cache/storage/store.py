@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from eval.cache.storage.channels import KeptChannels
-from eval.cache.storage.eviction import Eviction
 from eval.cache.storage.middle import Middle
 from eval.cache.storage.pages import PAGE, round_up
 from eval.cache.storage.ring import resized, write_columns, write_prompt
@@ -26,6 +25,7 @@ from eval.cache.storage.upload import capturing, update, upload
 
 Write = Callable[["Store", Tensor, Tensor], Tensor]
 Move = Callable[["Store", np.ndarray], None]
+Evict = Callable[["Store"], None]
 GROWTH = 128  # tokens: a growing middle takes this much slack, or 1/16 of its length if that is more
 
 
@@ -44,7 +44,8 @@ class Store:
     floor: [B] on the host, the length below which `crop` cannot go
     seen_dev, start_dev: [B] int64, seen and start on the device
     sink_k, sink_v, ring_k, ring_v: [B, H, sink or slots, D]; the ring holds the window
-    prompt, tail: the middle: the prompt's share in exactly the room that it needs, then what decoding adds
+    prompt, tail: the middle: the prompt's share in exactly the room that it needs, then what decoding adds; where
+        tokens leave (and every head takes new ones), all is in the tail, whose length is read on the device
     channels, values: kept channels of the middle's K and V; values None = all
     quiet: lower bound on the tokens that can arrive before the next flush moves any
     version: grows when addresses or capacities change, so that a backend's plan can follow
@@ -84,7 +85,7 @@ class Store:
             held = has_middle & (in_middle[:, None] if chosen is None else chosen)
             held = held | ((position >= 0) & ~in_middle)[:, None]
             self.eviction = begin_eviction(middle.eviction, held, scores)
-            self._evict(self.eviction)
+            self.evict()
         self.reads = None if middle.reads is None else middle.reads.start(self)
 
     def _count(self, k: Tensor, real: Tensor | None) -> None:
@@ -109,22 +110,25 @@ class Store:
             write_prompt(sink, ring, new, int(self.start[0]))
 
     def _fill_middle(self, k: Tensor, v: Tensor, in_middle: Tensor | None, chosen: Tensor | None) -> None:
-        """Make both parts of the middle, and fill the prompt's with the columns of it that stay."""
+        """Make both parts of the middle, and fill one with the columns of the prompt that stay."""
         if chosen is None:
             moved = (self.start - self.sizes.sink)[:, None].repeat(k.shape[1], 1)
         else:
             moved = chosen.sum(-1).cpu().numpy()
-        self.prompt, self.tail = (
+        parts = [
             self.middle.segment(self.channels, capacity, k.shape[-1], k.dtype, self.values)
             for capacity in (moved, np.zeros_like(moved))
-        )
+        ]
+        filled, empty = parts
+        in_tail = self.middle.eviction is not None and self.middle.joins is None  # room in the tail is what joins
+        self.prompt, self.tail = (empty, filled) if in_tail else parts
         if chosen is not None:
-            seal_chosen(self.prompt, k, v, chosen, moved)
+            seal_chosen(filled, k, v, chosen, moved)
         elif in_middle is not None and moved.any():
-            seal_columns(self.prompt, k, v, in_middle)
+            seal_columns(filled, k, v, in_middle)
         elif moved.any():
             columns = slice(self.sizes.sink, int(self.start[0]))
-            self.prompt.append(np.arange(len(k)), k[:, :, columns], v[:, :, columns])
+            filled.append(np.arange(len(k)), k[:, :, columns], v[:, :, columns])
 
     def _write(self, k: Tensor, v: Tensor, position: Tensor) -> None:
         """Put columns of real index [start, ...) into the ring and [0, sink) into the sink."""
@@ -166,10 +170,11 @@ class Store:
         self.seen_dev += k.shape[2]
         return position
 
-    def flush(self, move: Move | None = None) -> None:
+    def flush(self, move: Move | None = None, evict: Evict | None = None) -> None:
         """Move what is due from the window to the middle: `flush` tokens each time it holds `window + flush`.
 
         move: puts `due` [B] tokens of each row into a tail that has room, None = `Store.move`
+        evict: drops tokens of the middle that the policy gives up, None = `Store.evict`
         """
         size = self.sizes
         over = np.maximum(0, self.seen - self.start - size.window)
@@ -182,9 +187,11 @@ class Store:
             if self.reads is not None:
                 self.reads.moved(self)
         if self.eviction is not None:
-            self._evict(self.eviction)
+            (evict or Store.evict)(self)
         self.fit(0)
-        self.quiet = size.window + size.flush - int((self.seen - self.start).max()) if self.eviction is None else 0
+        self.quiet = size.window + size.flush - int((self.seen - self.start).max())
+        if self.eviction is not None:
+            self.quiet = min(self.quiet, self.eviction.quiet(self.held()))
 
     def move(self, due: np.ndarray) -> None:
         """Put the oldest `due` [B] tokens of each row's window into the tail, and count them there and in start_dev."""
@@ -195,10 +202,22 @@ class Store:
             slot = index % self.ring_k.shape[2]
             k, v = (x[rows_dev[:, None], :, slot].transpose(1, 2) for x in (self.ring_k, self.ring_v))
             self.tail.append(rows, k, v)
-            if self.eviction is not None:
-                first = np.minimum(self.seen, self.sizes.sink)[:, None] + self.prompt.length + self.tail.length
-                self.eviction.forget_moved(rows, ~self.middle.joining(self.channels), first, amount)
+        self.forget(due)
         update(self.start_dev, self.start + due)
+
+    def forget(self, due: np.ndarray) -> None:
+        """Drop the scores of the `due` [B] tokens that each row's window has given to the middle, where none took them."""
+        if self.eviction is not None:
+            first = self.ends()[0][:, None] + self.prompt.length + self.tail.length
+            self.eviction.forget_moved(due[:, None] * ~self.middle.joining(self.channels), first)
+
+    def ends(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens that each row holds in the sink [B], and in the window [B]."""
+        return np.minimum(self.seen, self.sizes.sink), np.maximum(0, self.seen - self.start)
+
+    def held(self) -> np.ndarray:
+        """Tokens that each row and head holds [B, H]: sink, middle and window."""
+        return sum(self.ends())[:, None] + self.prompt.length + self.tail.length
 
     def _grow(self, due: np.ndarray) -> None:
         """Give the tail room for `due` [B] more tokens and for some later ones, unless it has that room."""
@@ -210,10 +229,9 @@ class Store:
         self.tail = self.tail.grown(np.maximum(self.tail.capacity, np.where(need > 0, need + slack, 0)))
         self.version += 1
 
-    def _evict(self, policy: Eviction) -> None:
+    def evict(self) -> None:
         """Drop the tokens of the middle that the policy gives up."""
-        sink, window = np.minimum(self.seen, self.sizes.sink), np.maximum(0, self.seen - self.start)
-        pruned = policy.prune(self.prompt, self.tail, sink, window)
+        pruned = None if self.eviction is None else self.eviction.prune(self.prompt, self.tail, *self.ends())
         if pruned is not None:
             self.prompt, self.tail = pruned
             self.version += 1

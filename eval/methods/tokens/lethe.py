@@ -119,6 +119,9 @@ class Rounds(Eviction):
         super().select(rows)
         self.evict_at = self.evict_at[rows.cpu().numpy()]
 
+    def quiet(self, held: np.ndarray) -> int:
+        return int((self.evict_at + 1 - held.max(1)).min())
+
     def stay(self, sink: np.ndarray, middle: np.ndarray, window: np.ndarray) -> Tensor | None:
         most = middle.max(1)
         due = np.flatnonzero((sink + most + window > self.evict_at) & (most > 0))

@@ -300,7 +300,8 @@ def test_what_cannot_be_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="cannot be combined with a choice on the axis reads"):
         Middle(eviction=HeavyHitters(3), reads=object())
     monkeypatch.setattr("eval.cache.attention.backend.why_not", lambda *args: None)
-    with pytest.raises(RuntimeError, match="the kernel gives no attention weights"):
+    store.middle = Middle(eviction=HeavyHitters(3), joins=torch.tensor([True, False]))
+    with pytest.raises(RuntimeError, match="the kernel evicts where every head takes new tokens"):
         Auto(insist=True).choose(store, torch.randn(2, 4, 1, 8))
     for change, message in (
         ({"reading": "mine"}, "reading='mine' must be one of text, printed"),
