@@ -126,15 +126,31 @@ def _store(
 
 
 @triton.jit
-def _store_lse(to, m, z, ok):
-    """Write log-sum-exps [R], base 2; inf where nothing was seen, so that weights are zero."""
-    tl.store(to, tl.where(z == 0.0, float("inf"), m + tl.log2(tl.where(z == 0.0, 1.0, z))), mask=ok)
+def _logits(scratch, room, seen_ptr, start_ptr, tail_ptr, row, place, places, kind, r, sink,
+            ROWS: tl.constexpr, WEIGHTS: tl.constexpr):
+    """Where the logits of a part's token 0 go, [M], if WEIGHTS; tokens are in the order of the scores."""
+    at = scratch + r
+    if WEIGHTS:
+        at = tl.load(scratch).to(tl.pointer_type(tl.float32)) + places * ROWS + (place * ROWS + r) * tl.load(room + 1)
+        if kind != SINK:
+            at += tl.minimum(tl.load(seen_ptr + row), sink)
+        if kind == WINDOW:
+            at += tl.load(tail_ptr + place) - tl.load(start_ptr + row)
+    return at
+
+
+@triton.jit
+def _store_lse(scratch, at, m, z, ok, WEIGHTS: tl.constexpr):
+    """Write log-sum-exps [R], base 2, if WEIGHTS; inf where nothing was seen, so that weights are zero."""
+    if WEIGHTS:
+        total = tl.where(z == 0.0, float("inf"), m + tl.log2(tl.where(z == 0.0, 1.0, z)))
+        tl.store(tl.load(scratch).to(tl.pointer_type(tl.float32)) + at, total, mask=ok)
 
 
 @triton.jit(do_not_specialize=["partials", "places"])
 def decode(
-    base, bytes_base, q, out, index, table, seen_ptr, start_ptr, tail_ptr, position_ptr, part, stat, done, scratch, room,
-    scale, q_b, q_h, q_t, index_b, queries, partials, places, slots, sink,
+    base, bytes_base, q, out, index, table, seen_ptr, start_ptr, tail_ptr, position_ptr, part, stat, done,
+    scratch, room, scale, q_b, q_h, q_t, index_b, queries, partials, places, slots, sink,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
     MERGE_LINES: tl.constexpr, EVEN: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr,
     BITS: tl.constexpr, CELL: tl.constexpr, WEIGHTS: tl.constexpr,
@@ -162,9 +178,6 @@ def decode(
     m = tl.full([M], float("-inf"), tl.float32)
     z = tl.zeros([M, TILE], tl.float32)
     line = tl.program_id(0).to(tl.int64)
-    if WEIGHTS:
-        lse = tl.load(scratch).to(tl.pointer_type(tl.float32))
-        columns = tl.load(room + 1)
     while line >= 0:
         entry = table + line * FIELDS
         kind, row, head = tl.load(entry + PART), tl.load(entry + ROW), tl.load(entry + HEAD)
@@ -179,13 +192,8 @@ def decode(
         m = tl.where(fresh != 0, float("-inf"), m)
         z = tl.where(fresh != 0, 0.0, z)
         acc = tl.where(fresh != 0, 0.0, acc)
-        logits = q_row
-        if WEIGHTS:
-            logits = lse + places * ROWS + ((row * H + head) * ROWS + r) * columns
-            if kind != SINK:
-                logits += tl.minimum(tl.load(seen_ptr + row), sink)
-            if kind == WINDOW:
-                logits += tl.load(tail_ptr + row * H + head) - tl.load(start_ptr + row)
+        logits = _logits(scratch, room, seen_ptr, start_ptr, tail_ptr, row, row * H + head, places, kind, r, sink,
+                         ROWS, WEIGHTS)
         if kind <= WINDOW:  # sink or window
             k, v = base + tl.multiple_of(k_at, PAGE), base + tl.multiple_of(v_at, PAGE)
             position = tl.load(position_ptr + row * queries + t, mask=ok, other=-1).to(tl.int32)
@@ -217,8 +225,7 @@ def decode(
             total = tl.sum(z, 1)
             result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
             _store(out, result, row, head, position_ptr, queries, chunk, M, M, GROUP, H, D)
-            if WEIGHTS:
-                _store_lse(lse + (row * H + head) * ROWS + r, m, total, ok)
+            _store_lse(scratch, (row * H + head) * ROWS + r, m, total, ok, WEIGHTS)
         elif parts > 1:
             at = number * ROWS + r
             tl.store(part + at[:, None] * D + d[None, :], acc, mask=ok[:, None])
@@ -229,9 +236,8 @@ def decode(
             if tl.atomic_add(ticket, 1, sem="acq_rel") == parts - 1:
                 merged, most, total = merge(part, stat, first_number, parts, ROWS, MERGE_LINES, D)
                 _store(out, merged, row, head, position_ptr, queries, chunk, ROWS, M, GROUP, H, D)
-                if WEIGHTS:
-                    rows = tl.arange(0, ROWS)
-                    _store_lse(lse + (row * H + head) * ROWS + rows, most, total, rows < GROUP * queries)
+                rows = tl.arange(0, ROWS)
+                _store_lse(scratch, (row * H + head) * ROWS + rows, most, total, rows < GROUP * queries, WEIGHTS)
                 tl.store(ticket, 0)
 
 

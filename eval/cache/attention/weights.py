@@ -1,4 +1,4 @@
-"""Launches what evicts on the GPU: weights are added to scores, and tokens leave the middle. `batched` is the slow form.
+"""Launches what evicts on the GPU: weights are added to scores, and tokens leave the middle.
 
 A captured step reads the addresses of scores and scratch memory on the device, so that both can be replaced by larger
 ones between steps.

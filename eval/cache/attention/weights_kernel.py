@@ -31,7 +31,7 @@ def add_weights(
     scratch, room, position_ptr, seen_ptr, start_ptr, tail_ptr, decay, queries, sink, places,
     H: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Program (place, i): scores = decay * scores + weights summed over query rows, for every so many-th block of tokens.
+    """Program (place, i): scores = decay * scores + weights summed over query rows, for every n-th block of tokens.
 
     place: b * H + h; places = B * H
     position_ptr: [B, queries], -1 = padding; a row of padding alone does not decay
@@ -53,7 +53,8 @@ def add_weights(
     for at in range(tl.program_id(1) * BLOCK, tokens, tl.num_programs(1) * BLOCK):
         t = at + tl.arange(0, BLOCK)
         there = t < tokens
-        s = tl.load(logits + r[:, None] * columns + t[None, :], mask=used[:, None] & there[None, :], other=float("-inf"))
+        at_row = logits + r[:, None] * columns + t[None, :]
+        s = tl.load(at_row, mask=used[:, None] & there[None, :], other=float("-inf"))
         weight = tl.sum(tl.exp2(s - total[:, None]), 0)
         tl.store(scores + t, tl.load(scores + t, mask=there, other=0.0) * decay + weight, mask=there)
 
@@ -124,7 +125,7 @@ def _compact_scores(scores, stay, tokens, window, TILE: tl.constexpr):
     return kept
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["whole"])
 def compact(
     k, v, new_k, new_v, places, new_places, stay, room, seen_ptr, start_ptr, length_ptr, done, most, sink, whole,
     H: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,

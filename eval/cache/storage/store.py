@@ -206,7 +206,7 @@ class Store:
         update(self.start_dev, self.start + due)
 
     def forget(self, due: np.ndarray) -> None:
-        """Drop the scores of the `due` [B] tokens that each row's window has given to the middle, where none took them."""
+        """Drop the scores of the `due` [B] tokens that each row's window gave up, in heads whose middle took none."""
         if self.eviction is not None:
             first = self.ends()[0][:, None] + self.prompt.length + self.tail.length
             self.eviction.forget_moved(due[:, None] * ~self.middle.joining(self.channels), first)

@@ -10,14 +10,21 @@ from hypothesis import strategies as st
 from tests.eval.cache.test_kernel import DEVICE, ON_GPU, interpreter_takes_numpys_scalars, poison  # noqa: F401
 
 from eval.cache.attention.backend import Plain, choose_backend  # isort: skip  (Triton, which the line above asks for)
+from eval.cache import graph
 from eval.cache.attention.launch import Kernel
+from eval.cache.graph import DecodeLoop
 from eval.cache.layer import CompressedLayer
 from eval.cache.storage.eviction import HeavyHitters
 from eval.cache.storage.middle import Middle
 from eval.cache.storage.store import Sizes, Store
+from eval.inference.decode import greedy
+from eval.inference.models import ModelConfig, load_model
+from eval.methods import Method
+from eval.methods.tokens.h2o import H2O
 from eval.methods.tokens.lethe import Lethe, Rounds
 from eval.methods.tokens.rkv import RKV, Redundant
-from eval.methods.tokens.tova import LastQuery
+from eval.methods.tokens.tova import TOVA, LastQuery
+from tests.helpers.cache_oracle import left_padded
 
 POLICIES = {
     "h2o": lambda: HeavyHitters(23),
@@ -64,7 +71,7 @@ class Pair:
         batch, _, dim = self.shape
         return torch.randn(batch, heads, tokens, dim, generator=self.generator).to(DEVICE, self.dtype)
 
-    def step(self, new, real=None):
+    def step(self, new, real=None, bits=True):
         """Append, attend and flush; the slow layer takes over the scores, so that rounding leaves no other tokens."""
         heads, fast, slow = self.shape[1], self.fast, self.slow
         k, v, q = self.random(heads, new), self.random(heads, new), self.random(heads * self.group, new) * 2
@@ -78,7 +85,8 @@ class Pair:
         assert fast.held().tolist() == slow.held().tolist()
         assert fast.quiet == slow.quiet
         self.check_scores()
-        self.check_tokens()
+        if bits:
+            self.check_tokens()
 
     def check_scores(self):
         fast, slow, held = self.fast.eviction, self.slow.eviction, int(self.slow.held().max())
@@ -124,14 +132,13 @@ def test_interpreted_on_random_shapes(policy, lengths, counts, sizes, group, ste
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_many_steps_interpreted(policy):
     """Rows of unequal length, one without a token now and then; a head of few channels and one of none."""
-    pair = Pair(POLICIES[policy](), [90, 31], [64, 0, 9], Sizes(3, 8, 4), 64, 2, 1)
+    pair = Pair(POLICIES[policy](), [60, 31], [64, 0], Sizes(3, 8, 4), 64, 2, 1)
     pages = set()
-    for step in range(60):
+    for step in range(20):
         real = torch.tensor([[True], [step % 7 != 3]], device=DEVICE)
-        pair.step(1, None if real.all() else real)
+        pair.step(1, None if real.all() else real, bits=step % 4 == 3)
         pages.add(pair.fast.tail.k.data_ptr())
-    assert pair.fast.held()[:, 0].max() < 110
-    assert len(pages) < 12  # tokens leave in place, and the tail seldom moves
+    assert len(pages) < 4  # tokens leave in place, and the tail seldom moves
 
 
 @pytest.mark.gpu
@@ -140,15 +147,45 @@ def test_a_thousand_steps_on_the_device(policy):
     pair = Pair(POLICIES[policy](), [300, 41, 170], [128, 0, 33, 96], Sizes(4, 32, 16), 128, 4, 1)
     for step in range(1000):
         real = torch.tensor([[True], [step % 7 != 3], [True]], device=DEVICE)
-        pair.step(1, None if real.all() else real)
+        pair.step(1, None if real.all() else real, bits=step % 20 == 0)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heavy", [1000, 9000])
 def test_large_budgets_on_the_device(heavy):
     pair = Pair(HeavyHitters(heavy), [10_000, 7_000], [128, 64], Sizes(4, 64, 32), 128, 4, 1)
-    for _ in range(100):
-        pair.step(1)
+    for step in range(100):
+        pair.step(1, bits=step % 20 == 0)
+
+
+CHOICES = {
+    "h2o": H2O(budget=100),
+    "tova": TOVA(budget=100),
+    "rkv": RKV(budget=100),
+    "lethe": Lethe(3.0, evict_at=120),
+    "lethe, printed": Lethe(evict_at=120, reading="printed", limit=300),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_captured_step_decodes_what_single_steps_do(choice, monkeypatch):
+    """A thousand tokens of two rows, one of them padded, through evictions and a tail that moves."""
+    model, captures, capture = load_model(ModelConfig()), [], DecodeLoop.capture
+    monkeypatch.setattr(DecodeLoop, "capture", lambda loop: (captures.append(1), capture(loop)))
+    method = Method("m", tokens=CHOICES[choice], sink=4, window=32, flush=8, backend="triton")
+    ids, mask = left_padded((400, 250), 5)
+    ids, real, new = ids.to(model.device), mask.bool().to(model.device), 1000
+    found = []
+    for least in (10**6, graph.CAPTURE_FOR):  # never captured, captured
+        monkeypatch.setattr("eval.inference.decode.CAPTURE_FOR", least)
+        prompt = method.run_prefill(model, ids, real, new)
+        cache = method.cache(model, prompt)
+        tokens, _, _ = greedy(model, cache, prompt.logits, real, prompt.lengths, [], [new] * 2, [new] * 2)
+        found.append((tokens, [layer.store.held().tolist() for layer in cache.layers]))
+    assert captures == [1]
+    assert found[0] == found[1]
+    assert np.array(found[0][1]).max() < 600
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
