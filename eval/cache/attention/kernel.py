@@ -17,6 +17,7 @@ import triton.language as tl
 from eval.cache.attention import work
 from eval.cache.attention.kernel_middle import middle, step
 from eval.cache.attention.quantised_kernel import packed_middle
+from eval.cache.attention.weights_kernel import logits_of, store_lse
 
 # What the kernel reads of the work table, as constants that Triton compiles in.
 SINK, WINDOW, TAIL = tl.constexpr(work.SINK), tl.constexpr(work.WINDOW), tl.constexpr(work.TAIL)
@@ -125,28 +126,6 @@ def _store(
     tl.store(out + to, tl.where(real[:, None], result, 0.0).to(out.dtype.element_ty), mask=ok[:, None])
 
 
-@triton.jit
-def _logits(scratch, room, seen_ptr, start_ptr, tail_ptr, row, place, places, kind, r, sink,
-            ROWS: tl.constexpr, WEIGHTS: tl.constexpr):
-    """Where the logits of a part's token 0 go, [M], if WEIGHTS; tokens are in the order of the scores."""
-    at = scratch + r
-    if WEIGHTS:
-        at = tl.load(scratch).to(tl.pointer_type(tl.float32)) + places * ROWS + (place * ROWS + r) * tl.load(room + 1)
-        if kind != SINK:
-            at += tl.minimum(tl.load(seen_ptr + row), sink)
-        if kind == WINDOW:
-            at += tl.load(tail_ptr + place) - tl.load(start_ptr + row)
-    return at
-
-
-@triton.jit
-def _store_lse(scratch, at, m, z, ok, WEIGHTS: tl.constexpr):
-    """Write log-sum-exps [R], base 2, if WEIGHTS; inf where nothing was seen, so that weights are zero."""
-    if WEIGHTS:
-        total = tl.where(z == 0.0, float("inf"), m + tl.log2(tl.where(z == 0.0, 1.0, z)))
-        tl.store(tl.load(scratch).to(tl.pointer_type(tl.float32)) + at, total, mask=ok)
-
-
 @triton.jit(do_not_specialize=["partials", "places"])
 def decode(
     base, bytes_base, q, out, index, table, seen_ptr, start_ptr, tail_ptr, position_ptr, part, stat, done,
@@ -192,8 +171,8 @@ def decode(
         m = tl.where(fresh != 0, float("-inf"), m)
         z = tl.where(fresh != 0, 0.0, z)
         acc = tl.where(fresh != 0, 0.0, acc)
-        logits = _logits(scratch, room, seen_ptr, start_ptr, tail_ptr, row, row * H + head, places, kind, r, sink,
-                         ROWS, WEIGHTS)
+        logits = logits_of(scratch, room, seen_ptr, start_ptr, tail_ptr, row, row * H + head, places, r, sink,
+                           kind != SINK, kind == WINDOW, ROWS, WEIGHTS)
         if kind <= WINDOW:  # sink or window
             k, v = base + tl.multiple_of(k_at, PAGE), base + tl.multiple_of(v_at, PAGE)
             position = tl.load(position_ptr + row * queries + t, mask=ok, other=-1).to(tl.int32)
@@ -225,7 +204,7 @@ def decode(
             total = tl.sum(z, 1)
             result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
             _store(out, result, row, head, position_ptr, queries, chunk, M, M, GROUP, H, D)
-            _store_lse(scratch, (row * H + head) * ROWS + r, m, total, ok, WEIGHTS)
+            store_lse(scratch, (row * H + head) * ROWS + r, m, total, ok, WEIGHTS)
         elif parts > 1:
             at = number * ROWS + r
             tl.store(part + at[:, None] * D + d[None, :], acc, mask=ok[:, None])
@@ -237,7 +216,7 @@ def decode(
                 merged, most, total = merge(part, stat, first_number, parts, ROWS, MERGE_LINES, D)
                 _store(out, merged, row, head, position_ptr, queries, chunk, ROWS, M, GROUP, H, D)
                 rows = tl.arange(0, ROWS)
-                _store_lse(scratch, (row * H + head) * ROWS + rows, most, total, rows < GROUP * queries, WEIGHTS)
+                store_lse(scratch, (row * H + head) * ROWS + rows, most, total, rows < GROUP * queries, WEIGHTS)
                 tl.store(ticket, 0)
 
 

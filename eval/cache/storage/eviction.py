@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 
 from eval.cache.storage.padded import compacted
 from eval.cache.storage.pages import Segment
@@ -39,12 +38,14 @@ class Eviction(ABC):
         """Whether single steps matter, by decay or by the tokens held; else only tokens that join the middle do."""
         return True
 
-    def begin(self, scores: list[list[Tensor]]) -> Self:
-        """A copy for one sealed layer, whose tokens have received `scores` [row][head] from the prompt."""
+    def begin(self, scores: Tensor, held: np.ndarray) -> Self:
+        """A copy for one sealed layer.
+
+        scores: [B, H, n], what the tokens held have received from the prompt, then zeros
+        held: [B, H], tokens that each head holds
+        """
         new = copy.copy(self)
-        new.held = np.array([[len(s) for s in heads] for heads in scores], dtype=np.int64)
-        flat = pad_sequence([s.float() for heads in scores for s in heads], batch_first=True)
-        new.scores = flat.view(*new.held.shape, flat.shape[1])
+        new.scores, new.held = scores.float(), held
         return new
 
     def of(self, row: int, head: int) -> Tensor:
@@ -157,9 +158,7 @@ class Eviction(ABC):
         keep = torch.ones_like(self.scores, dtype=torch.bool)
         keep[..., sink : sink + stay.shape[-1]] = stay
         self.held = self.held - (~keep).sum(-1).cpu().numpy()
-        first = torch.argsort((~keep).to(torch.uint8), dim=-1, stable=True)[..., : int(self.held.max())]
-        own = torch.arange(first.shape[-1], device=keep.device) < upload(self.held, keep.device)[..., None]
-        self.scores = self.scores.gather(-1, first) * own
+        self.scores = moved_up(self.scores, keep, self.held)
 
     def select(self, rows: Tensor) -> None:
         """Make the batch `rows` [R] of the present one."""
@@ -209,7 +208,18 @@ class HeavyHitters(Eviction):
         return self.scores
 
 
-def largest(scores: Tensor, count: int) -> Tensor:
-    """Bool [..., n]: the `count` largest of each row of scores [..., n]; the later of equal ones come first."""
-    last_first = torch.argsort(scores.flip(-1), dim=-1, descending=True, stable=True)[..., :count]
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.shape[-1] - 1 - last_first, True)
+def moved_up(scores: Tensor, keep: Tensor, count: np.ndarray) -> Tensor:
+    """The scores [B, H, n] of the tokens to keep, bool [B, H, n], in order, then zeros; count: [B, H], tokens kept."""
+    first = torch.argsort((~keep).to(torch.uint8), dim=-1, stable=True)[..., : int(count.max())]
+    own = torch.arange(first.shape[-1], device=keep.device) < upload(count, keep.device)[..., None]
+    return scores.gather(-1, first) * own
+
+
+def largest(scores: Tensor, count: int | Tensor) -> Tensor:
+    """Bool [..., n]: the `count` largest of each row of scores [..., n]; the later of equal ones come first.
+
+    count: int, or [..., 1] for each row its own
+    """
+    last_first = torch.argsort(scores.flip(-1), dim=-1, descending=True, stable=True)
+    chosen = (torch.arange(scores.shape[-1], device=scores.device) < count).expand(scores.shape)
+    return torch.zeros_like(chosen).scatter_(-1, scores.shape[-1] - 1 - last_first, chosen)

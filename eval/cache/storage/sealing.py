@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.cache.storage.eviction import Eviction
+from eval.cache.storage.eviction import Eviction, moved_up
 from eval.cache.storage.pages import Segment
 from eval.cache.storage.upload import upload
 
@@ -71,12 +71,24 @@ def seal_chosen(prompt: Segment, k: Tensor, v: Tensor, chosen: Tensor, count: np
     prompt.append(np.arange(len(k)), k.gather(2, columns), v.gather(2, columns), count)
 
 
-def begin_eviction(policy: Eviction, held: Tensor, scores: Tensor | None) -> Eviction:
+def begin_eviction(
+    policy: Eviction,
+    has_middle: np.ndarray,
+    position: Tensor,
+    in_middle: Tensor,
+    chosen: Tensor | None,
+    scores: Tensor | None,
+) -> Eviction:
     """The policy's state for a sealed layer.
 
-    held: [B, H, T] bool, the prompt's tokens that the layer holds
+    has_middle: [B, H], whether a head has one
+    position: [B, T], the real index of each column, -1 for padding
+    in_middle: [B, T] bool, the columns of the middle
+    chosen: [B, H, T] bool, those that stay, None = all
     scores: [B, H, T], the attention that each token has received, None = zeros
     """
-    scores = torch.zeros(held.shape, device=held.device) if scores is None else scores.float()
-    pairs = zip(scores, held, strict=True)
-    return policy.begin([[s[h] for s, h in zip(*row, strict=True)] for row in pairs])
+    held = upload(has_middle, position.device)[..., None] & (in_middle[:, None] if chosen is None else chosen)
+    held = held | ((position >= 0) & ~in_middle)[:, None]
+    count = held.sum(-1).cpu().numpy()
+    scores = torch.zeros(held.shape, device=held.device) if scores is None else scores.to(held.device)
+    return policy.begin(moved_up(scores, held, count), count)

@@ -81,10 +81,8 @@ class Store:
         self._fill_middle(k, v, None if real is None else in_middle, chosen)
         self.eviction = None
         if middle.eviction is not None:
-            has_middle = upload(self.channels.count > 0, k.device)[..., None]
-            held = has_middle & (in_middle[:, None] if chosen is None else chosen)
-            held = held | ((position >= 0) & ~in_middle)[:, None]
-            self.eviction = begin_eviction(middle.eviction, held, scores)
+            has_middle = self.channels.count > 0
+            self.eviction = begin_eviction(middle.eviction, has_middle, position, in_middle, chosen, scores)
             self.evict()
         self.reads = None if middle.reads is None else middle.reads.start(self)
 
@@ -217,7 +215,8 @@ class Store:
 
     def held(self) -> np.ndarray:
         """Tokens that each row and head holds [B, H]: sink, middle and window."""
-        return sum(self.ends())[:, None] + self.prompt.length + self.tail.length
+        sink, window = self.ends()
+        return (sink + window)[:, None] + self.prompt.length + self.tail.length
 
     def _grow(self, due: np.ndarray) -> None:
         """Give the tail room for `due` [B] more tokens and for some later ones, unless it has that room."""
