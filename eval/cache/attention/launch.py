@@ -106,7 +106,6 @@ class Kernel:
             PAGE=PAGE,
         )
         tail.length += np.where(tail.capacity > 0, due[:, None], 0)
-        store.forget(due)
 
     def evict(self, store: Store) -> None:
         """Drop the tokens of the middle that the policy gives up, in one launch; the reference is `Store.evict`."""

@@ -35,6 +35,32 @@ def padded_left_only(real: Tensor | None, batch: int) -> np.ndarray:
     return (real[:, 1:] >= real[:, :-1]).all(-1).cpu().numpy()
 
 
+def seal_middle(
+    segment: Segment,
+    k: Tensor,
+    v: Tensor,
+    count: np.ndarray,
+    columns: slice,
+    in_middle: Tensor | None,
+    chosen: Tensor | None,
+) -> None:
+    """Store the middle of a prompt.
+
+    segment: has room for exactly these tokens
+    k, v: [B, H, T, D]
+    count: [B, H], how many tokens each head keeps
+    columns: the middle of a prompt without padding
+    in_middle: [B, T] bool, the columns of each row's middle; None = no padding
+    chosen: [B, H, T] bool, the tokens of the middle that stay; None = all
+    """
+    if chosen is not None:
+        seal_chosen(segment, k, v, chosen, count)
+    elif in_middle is not None and count.any():
+        seal_columns(segment, k, v, in_middle)
+    elif count.any():
+        segment.append(np.arange(len(k)), k[:, :, columns], v[:, :, columns])
+
+
 def seal_columns(prompt: Segment, k: Tensor, v: Tensor, in_middle: Tensor) -> None:
     """Store the middle of a padded prompt; rows of equal padding are stored together.
 

@@ -19,7 +19,7 @@ from eval.cache.storage.channels import KeptChannels
 from eval.cache.storage.middle import Middle
 from eval.cache.storage.pages import PAGE, round_up
 from eval.cache.storage.ring import resized, write_columns, write_prompt
-from eval.cache.storage.sealing import begin_eviction, padded_left_only, seal_chosen, seal_columns
+from eval.cache.storage.sealing import begin_eviction, padded_left_only, seal_middle
 from eval.cache.storage.sizes import Sizes, middle_columns, real_positions
 from eval.cache.storage.upload import capturing, update, upload
 
@@ -88,31 +88,28 @@ class Store:
 
     def _count(self, k: Tensor, real: Tensor | None) -> None:
         """Count the prompt's real tokens, and those before the window."""
-        batch, _, length, _ = k.shape
-        self.seen = np.full(batch, length) if real is None else real.sum(-1).cpu().numpy()
+        self.seen = np.full(len(k), k.shape[2]) if real is None else real.sum(-1).cpu().numpy()
         self.start = np.maximum(self.sizes.sink, self.seen - self.sizes.window)
         whole = self.start <= self.sizes.sink  # rows of which nothing goes to the middle
-        self.floor = np.where(whole & padded_left_only(real, batch), 0, self.seen)
+        self.floor = np.where(whole & padded_left_only(real, len(k)), 0, self.seen)
         self.seen_dev, self.start_dev = (upload(a, k.device) for a in (self.seen, self.start))
 
     def _fill_ends(self, k: Tensor, v: Tensor, position: Tensor | None) -> None:
         """Make sink and window and fill them; position [B, T] of a padded prompt, None = no padding."""
         batch, heads, _, dim = k.shape
+        slots = self._slots(int(self.ends()[1].max()))
         self.sink_k, self.sink_v = (k.new_zeros(batch, heads, self.sizes.sink, dim) for _ in range(2))
-        slots = self._slots(int(np.maximum(0, self.seen - self.start).max()))
         self.ring_k, self.ring_v = (k.new_zeros(batch, heads, slots, dim) for _ in range(2))
         if position is not None:
             self._write(k, v, position)
             return
-        for sink, ring, new in ((self.sink_k, self.ring_k, k), (self.sink_v, self.ring_v, v)):
-            write_prompt(sink, ring, new, int(self.start[0]))
+        write_prompt(self.sink_k, self.ring_k, k, int(self.start[0]))
+        write_prompt(self.sink_v, self.ring_v, v, int(self.start[0]))
 
     def _fill_middle(self, k: Tensor, v: Tensor, in_middle: Tensor | None, chosen: Tensor | None) -> None:
         """Make both parts of the middle, and fill one with the columns of the prompt that stay."""
-        if chosen is None:
-            moved = (self.start - self.sizes.sink)[:, None].repeat(k.shape[1], 1)
-        else:
-            moved = chosen.sum(-1).cpu().numpy()
+        of_rows = (self.start - self.sizes.sink)[:, None].repeat(k.shape[1], 1)
+        moved = of_rows if chosen is None else chosen.sum(-1).cpu().numpy()
         parts = [
             self.middle.segment(self.channels, capacity, k.shape[-1], k.dtype, self.values)
             for capacity in (moved, np.zeros_like(moved))
@@ -120,18 +117,12 @@ class Store:
         filled, empty = parts
         in_tail = self.middle.eviction is not None and self.middle.joins is None  # room in the tail is what joins
         self.prompt, self.tail = (empty, filled) if in_tail else parts
-        if chosen is not None:
-            seal_chosen(filled, k, v, chosen, moved)
-        elif in_middle is not None and moved.any():
-            seal_columns(filled, k, v, in_middle)
-        elif moved.any():
-            columns = slice(self.sizes.sink, int(self.start[0]))
-            filled.append(np.arange(len(k)), k[:, :, columns], v[:, :, columns])
+        seal_middle(filled, k, v, moved, slice(self.sizes.sink, int(self.start[0])), in_middle, chosen)
 
     def _write(self, k: Tensor, v: Tensor, position: Tensor) -> None:
         """Put columns of real index [start, ...) into the ring and [0, sink) into the sink."""
-        for sink, ring, new in ((self.sink_k, self.ring_k, k), (self.sink_v, self.ring_v, v)):
-            write_columns(sink, ring, new, position, self.start_dev)
+        write_columns(self.sink_k, self.ring_k, k, position, self.start_dev)
+        write_columns(self.sink_v, self.ring_v, v, position, self.start_dev)
 
     def append(self, k: Tensor, v: Tensor, real: Tensor | None = None, write: Write | None = None) -> Tensor:
         """Take in new tokens.
@@ -175,11 +166,13 @@ class Store:
         evict: drops tokens of the middle that the policy gives up, None = `Store.evict`
         """
         size = self.sizes
-        over = np.maximum(0, self.seen - self.start - size.window)
-        due = over // size.flush * size.flush
+        due = np.maximum(0, self.seen - self.start - size.window) // size.flush * size.flush
         if due.any():
             self._grow(due)
             (move or Store.move)(self, due)
+            if self.eviction is not None:
+                first = self.ends()[0][:, None] + self.prompt.length + self.tail.length
+                self.eviction.forget_moved(due[:, None] * ~self.middle.joining(self.channels), first)
             self.start = self.start + due
             self.floor = np.where(due > 0, self.seen, self.floor)
             if self.reads is not None:
@@ -200,14 +193,7 @@ class Store:
             slot = index % self.ring_k.shape[2]
             k, v = (x[rows_dev[:, None], :, slot].transpose(1, 2) for x in (self.ring_k, self.ring_v))
             self.tail.append(rows, k, v)
-        self.forget(due)
         update(self.start_dev, self.start + due)
-
-    def forget(self, due: np.ndarray) -> None:
-        """Drop the scores of the `due` [B] tokens that each row's window gave up, in heads whose middle took none."""
-        if self.eviction is not None:
-            first = self.ends()[0][:, None] + self.prompt.length + self.tail.length
-            self.eviction.forget_moved(due[:, None] * ~self.middle.joining(self.channels), first)
 
     def ends(self) -> tuple[np.ndarray, np.ndarray]:
         """Tokens that each row holds in the sink [B], and in the window [B]."""
@@ -215,18 +201,16 @@ class Store:
 
     def held(self) -> np.ndarray:
         """Tokens that each row and head holds [B, H]: sink, middle and window."""
-        sink, window = self.ends()
-        return (sink + window)[:, None] + self.prompt.length + self.tail.length
+        return np.add(*self.ends())[:, None] + self.prompt.length + self.tail.length
 
     def _grow(self, due: np.ndarray) -> None:
         """Give the tail room for `due` [B] more tokens and for some later ones, unless it has that room."""
-        joins = self.middle.joining(self.channels)
-        if (self.tail.length + due[:, None] * joins <= self.tail.capacity).all():
-            return
-        need = self.tail.length + due.max() * joins
-        slack = np.maximum(GROWTH, need // 16)
-        self.tail = self.tail.grown(np.maximum(self.tail.capacity, np.where(need > 0, need + slack, 0)))
-        self.version += 1
+        joins, tail = self.middle.joining(self.channels), self.tail
+        if (tail.length + due[:, None] * joins > tail.capacity).any():
+            need = tail.length + due.max() * joins
+            slack = np.maximum(GROWTH, need // 16)
+            self.tail = tail.grown(np.maximum(tail.capacity, np.where(need > 0, need + slack, 0)))
+            self.version += 1
 
     def evict(self) -> None:
         """Drop the tokens of the middle that the policy gives up."""
@@ -242,8 +226,7 @@ class Store:
 
     def fit(self, new: int) -> None:
         """Grow the ring for `new` more tokens in every row, or give it its usual size back."""
-        held = int(np.maximum(0, self.seen - self.start).max()) + new
-        old = self.ring_k.shape[2]
+        held, old = int(self.ends()[1].max()) + new, self.ring_k.shape[2]
         # On a GPU a captured step may follow, and it cannot grow the ring: decoding begins with all of it.
         slots = max(self.sizes.ring, round_up(held, PAGE)) if self.ring_k.is_cuda else self._slots(held)
         if slots == old or (slots < old and new):
