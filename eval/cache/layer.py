@@ -224,7 +224,10 @@ class CompressedLayer(RowsLayer):
             self._room = None
 
     def _flush(self, store: Store) -> None:
-        store.flush(None if self.backend is None else self.backend.move)
+        if self.backend is None:
+            store.flush()
+        else:
+            store.flush(self.backend.move, self.backend.evict)
 
     def get_seq_length(self) -> int:
         """The logical length: columns seen, padding included."""

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from eval.cache.attention import dense
 from eval.cache.attention.softmax import PLAIN, Softmax
 from eval.cache.hook import ATTENTION
-from eval.inference.observe import received
+from eval.inference.column_sums import attend_and_sum
 
 
 class PromptLayer(DynamicLayer):
@@ -92,11 +92,11 @@ class PromptLayer(DynamicLayer):
             self.queries = queries[:, :, -self.obs_queries :].clone()
         real, self.scaling, self.softmax = self.real(padding_mask), scaling, softmax
         if self._sums:
-            each = received(q, self.keys, real=real, scaling=scaling, softmax=softmax)
-            sums = each.unflatten(1, (self.keys.shape[1], -1)).sum(2)
+            out, sums = attend_and_sum(q, self.keys, self.values, scaling, real, softmax)
             if self.column_sums is not None:
                 sums[:, :, : self.column_sums.shape[2]] += self.column_sums
             self.column_sums = sums
+            return out
         if q.shape[2] > 1 or not softmax.plain:
             return dense.attend(q, self.keys, self.values, scaling, real, softmax)
         return dense.latest(q, self.keys, self.values, scaling, real).transpose(1, 2)

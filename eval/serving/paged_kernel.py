@@ -120,7 +120,7 @@ def _finish(
         tl.store(stat + 2 * at + 1, z, mask=ok)
         tl.debug_barrier()  # all of it is written before the ticket says so
         if tl.atomic_add(done + place, 1, sem="acq_rel") == last - first:
-            merged = merge(part, stat, first + place, last - first + 1, ROWS, MERGE_LINES, D)
+            merged, _, _ = merge(part, stat, first + place, last - first + 1, ROWS, MERGE_LINES, D)
             tl.store(to + few[:, None] * D + d[None, :], merged.to(out.dtype.element_ty), mask=(few < GROUP)[:, None])
             tl.store(done + place, 0)
 

@@ -72,7 +72,7 @@ def flash_forward(
     q: [B, Hq, n, D].
     k, v: [B, H, T, D] with any strides. On a CPU, H must be Hq.
     scale: factor of the logits.
-    causal: query i sees the keys up to i; then n must be T.
+    causal: the last query sees every key, and each one before it a key less; on a CPU, n must then be T.
 
     Returns out [B, Hq, n, D] in q's type, lse [B, Hq, n] in float32 (float64 for float64 inputs), and the state that
     `flash_backward` needs.
@@ -82,6 +82,24 @@ def flash_forward(
         return out, lse, ()
     found = torch.ops.aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, False, scale=scale)
     return found[0], found[1], tuple(found[2:8])  # lengths (None, None, n, T) and the state of an unused dropout
+
+
+def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Causal attention by cuDNN, with the log-sum-exp; by the library's flash kernel where cuDNN cannot run.
+
+    q: [B, Hq, T, D].
+    k, v: [B, H, T, D] with any strides.
+    scale: factor of the logits.
+
+    Returns out [B, Hq, T, D] in q's type, and lse [B, Hq, T] in float32.
+    """
+    gqa = q.shape[1] != k.shape[1]
+    choice = torch.ops.aten._fused_sdp_choice.default(q, k, v, None, 0.0, True, scale=scale, enable_gqa=gqa)
+    if choice != SDPBackend.CUDNN_ATTENTION.value:
+        return flash_forward(q, k, v, scale, causal=True)[:2]
+    kernel = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    out, lse, *_ = kernel(q, k, v, None, True, 0.0, True, False, scale=scale)
+    return out, lse.reshape(q.shape[:3])
 
 
 def flash_backward(

@@ -37,6 +37,9 @@ class Backend(Protocol):
     def move(self, store: Store, due: np.ndarray) -> None:
         """Move tokens from the window to the middle; the reference is `Store.move`."""
 
+    def evict(self, store: Store) -> None:
+        """Drop tokens of the middle that the layer's policy gives up; the reference is `Store.evict`."""
+
     def prepare(self, store: Store) -> object:
         """Bring what depends on addresses and capacities up to date."""
 
@@ -71,6 +74,10 @@ class Plain:
     def move(self, store: Store, due: np.ndarray) -> None:
         """Move tokens from the window to the middle."""
         store.move(due)
+
+    def evict(self, store: Store) -> None:
+        """Drop tokens of the middle that the layer's policy gives up."""
+        store.evict()
 
     def prepare(self, store: Store) -> None:
         """Nothing depends on addresses here."""

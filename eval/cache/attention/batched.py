@@ -12,7 +12,6 @@ The ragged middle is gathered into padded tensors for one call; only index tenso
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -49,7 +48,7 @@ def attend(store: Store, q: Tensor, position: Tensor, scaling: float, softmax: S
     for part, of_part in zip(layout.parts, of_parts, strict=True):
         out += part.weighted(of_part)
     if store.eviction is not None:
-        store.eviction.add(layout.in_order(weight.sum(1)), layout.held(store), (position >= 0).any(1))
+        store.eviction.add(layout.in_order(weight.sum(1)), store.held(), (position >= 0).any(1))
     return out.view(batch, q_heads, new, dim).transpose(1, 2).to(q.dtype)
 
 
@@ -115,11 +114,6 @@ class PartLayout:
         """Weights [X, ends and parts] sorted by each head's tokens, [X, n]; zero past its last token."""
         assert self._order is not None
         return pad(weights, (0, 1)).gather(1, self._order)
-
-    def held(self, store: Store) -> np.ndarray:
-        """Tokens that each row and head holds [B, H]: sink, middle and window."""
-        ends = np.minimum(store.seen, self.sink) + np.maximum(0, store.seen - store.start)
-        return ends[:, None] + store.prompt.length + store.tail.length
 
     @property
     def table(self) -> Tensor:

@@ -17,9 +17,10 @@ import triton.language as tl
 from eval.cache.attention import work
 from eval.cache.attention.kernel_middle import add_kept, middle, step
 from eval.cache.attention.quantised_kernel import packed_middle
+from eval.cache.attention.weights_kernel import logits_of, store_lse
 
 # What the kernel reads of the work table, as constants that Triton compiles in.
-WINDOW, TAIL = tl.constexpr(work.WINDOW), tl.constexpr(work.TAIL)
+SINK, WINDOW, TAIL = tl.constexpr(work.SINK), tl.constexpr(work.WINDOW), tl.constexpr(work.TAIL)
 PART = tl.constexpr(int(work.Column.PART))
 ROW = tl.constexpr(int(work.Column.ROW))
 HEAD = tl.constexpr(int(work.Column.HEAD))
@@ -40,10 +41,13 @@ WIDTH = tl.constexpr(int(work.Column.WIDTH))
 
 @triton.jit
 def _sink_and_window(
-    acc, m, z, q_row, ok, position, k, v, first, last, seen, start, slots, ring, scale,
-    TILE: tl.constexpr, D: tl.constexpr,
+    acc, m, z, q_row, ok, position, k, v, first, last, seen, start, slots, ring, scale, logits,
+    TILE: tl.constexpr, D: tl.constexpr, WEIGHTS: tl.constexpr,
 ):
-    """Slots [first, last) of the sink (slot = token) or the window's ring (slot = token mod slots), all channels."""
+    """Slots [first, last) of the sink (slot = token) or the window's ring (slot = token mod slots), all channels.
+
+    logits: [M], where the logit of token 0 would be written; used if WEIGHTS.
+    """
     tile, d = tl.arange(0, TILE), tl.arange(0, D)
     q = tl.load(q_row[:, None] + d[None, :], mask=ok[:, None], other=0.0)
     offset = tile[:, None] * D + d[None, :]
@@ -57,17 +61,19 @@ def _sink_and_window(
         keys = tl.load(k + at * D + offset, mask=there[:, None], other=0.0)
         s = tl.dot(q, tl.trans(keys)) * scale
         s = tl.where(there[None, :] & (token[None, :] <= position[:, None]), s, float("-inf"))
+        if WEIGHTS:
+            tl.store(logits[:, None] + token[None, :], s, mask=ok[:, None] & there[None, :])
         acc, m, z = step(acc, m, z, s, tl.load(v + at * D + offset, mask=there[:, None], other=0.0))
     return acc, m, z
 
 
 @triton.jit
 def _read(
-    acc, m, z, q_row, ok, index, ranks, base, bytes_base, k_at, v_at, first, last, count, width, scale,
+    acc, m, z, q_row, ok, index, ranks, base, bytes_base, k_at, v_at, first, last, count, width, scale, logits,
     C0: tl.constexpr, C1: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, VALUES: tl.constexpr,
-    EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr,
+    EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, WEIGHTS: tl.constexpr,
 ):
-    """Tokens [first, last) of a middle part with up to C0 + C1 channels of K.
+    """Tokens [first, last) of a middle part with up to C0 + C1 channels of K; numbers in cells give no logits.
 
     k_at, v_at: where the part begins, counted from base in elements, or in bytes where it is packed.
     ranks, width: of the kept channels of V, at most VALUES; VALUES 0 = V has all its channels
@@ -78,19 +84,22 @@ def _read(
     else:
         k, v = base + tl.multiple_of(k_at, PAGE), base + tl.multiple_of(v_at, PAGE)
         if VALUES == 0:
-            acc, m, z = middle(acc, m, z, q_row, ok, index, k, v, first, last, count, width, scale,
-                               C0, C1, TILE, D, VALUES, EVEN, PAGE)
+            acc, m, z = middle(acc, m, z, q_row, ok, index, k, v, first, last, count, width, scale, logits,
+                               C0, C1, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
         else:
             before, of_kept = m, tl.zeros([acc.shape[0], VALUES], tl.float32)
-            of_kept, m, z = middle(of_kept, m, z, q_row, ok, index, k, v, first, last, count, width, scale,
-                                   C0, C1, TILE, D, VALUES, EVEN, PAGE)
+            of_kept, m, z = middle(of_kept, m, z, q_row, ok, index, k, v, first, last, count, width, scale, logits,
+                                   C0, C1, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
             acc = add_kept(acc, of_kept, before, m, ranks, D)
     return acc, m, z
 
 
 @triton.jit
 def merge(part, stat, first, parts, ROWS: tl.constexpr, MERGE_LINES: tl.constexpr, D: tl.constexpr):
-    """Combine partial results first .. first + parts - 1 by log-sum-exp: [ROWS, D], zero where nothing was seen."""
+    """Combine partial results first .. first + parts - 1 by log-sum-exp.
+
+    Returns [ROWS, D], zero where nothing was seen, and the maximum and denominator [ROWS].
+    """
     r, p, d = tl.arange(0, ROWS), tl.arange(0, MERGE_LINES), tl.arange(0, D)
     acc = tl.zeros([ROWS, D], tl.float32)
     m = tl.full([ROWS], float("-inf"), tl.float32)
@@ -108,7 +117,7 @@ def merge(part, stat, first, parts, ROWS: tl.constexpr, MERGE_LINES: tl.constexp
         acc = acc * alpha[:, None] + tl.sum(acc_part * weight[:, :, None], 1)
         z = z * alpha + tl.sum(z_part * weight, 1)
         m = m_new
-    return acc / tl.where(z == 0.0, 1.0, z)[:, None]
+    return acc / tl.where(z == 0.0, 1.0, z)[:, None], m, z
 
 
 @triton.jit
@@ -128,10 +137,10 @@ def _store(
 @triton.jit(do_not_specialize=["partials", "places"])
 def decode(
     base, bytes_base, q, out, index, ranks, table, seen_ptr, start_ptr, tail_ptr, position_ptr, part, stat, done,
-    scale, q_b, q_h, q_t, index_b, ranks_b, queries, partials, places, slots,
+    scratch, room, scale, q_b, q_h, q_t, index_b, ranks_b, queries, partials, places, slots, sink,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
     MERGE_LINES: tl.constexpr, EVEN: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr,
-    BITS: tl.constexpr, CELL: tl.constexpr, VALUES: tl.constexpr,
+    BITS: tl.constexpr, CELL: tl.constexpr, VALUES: tl.constexpr, WEIGHTS: tl.constexpr,
 ):
     """Program (p, c): span p of the work table for the query tokens of chunk c.
 
@@ -144,6 +153,8 @@ def decode(
     BITS, CELL: bits of a number of the middle, and numbers in a cell; 0 = not packed
     VALUES: the most channels that the middle's V has, rounded up to a power of two; 0 = every channel
     ranks: [B, H, D], by a stride; the place of each channel of V among the kept, read unless VALUES is 0
+    WEIGHTS: whether to leave logits and log-sum-exp for weights_kernel.add_weights, which says what scratch and room
+        are; there is one chunk then
     """
     chunk = tl.program_id(1)
     PER: tl.constexpr = M // GROUP  # query tokens of a chunk
@@ -171,6 +182,8 @@ def decode(
         m = tl.where(fresh != 0, float("-inf"), m)
         z = tl.where(fresh != 0, 0.0, z)
         acc = tl.where(fresh != 0, 0.0, acc)
+        logits = logits_of(scratch, room, seen_ptr, start_ptr, tail_ptr, row, row * H + head, places, r, sink,
+                           kind != SINK, kind == WINDOW, ROWS, WEIGHTS)
         if kind <= WINDOW:  # sink or window
             k, v = base + tl.multiple_of(k_at, PAGE), base + tl.multiple_of(v_at, PAGE)
             position = tl.load(position_ptr + row * queries + t, mask=ok, other=-1).to(tl.int32)
@@ -178,29 +191,31 @@ def decode(
             start = tl.where(kind == WINDOW, tl.load(start_ptr + row).to(tl.int32), 0)
             end = tl.minimum(last, seen)
             acc, m, z = _sink_and_window(
-                acc, m, z, q_row, ok, position, k, v, first, end, seen, start, slots, kind == WINDOW, scale, TILE, D)
+                acc, m, z, q_row, ok, position, k, v, first, end, seen, start, slots, kind == WINDOW, scale, logits,
+                TILE, D, WEIGHTS)
         else:
             if kind == TAIL:
                 last = tl.minimum(last, tl.load(tail_ptr + row * H + head).to(tl.int32))
             kept, of_v = index + row * index_b + head * D, ranks + row * ranks_b + head * D
             if count <= 32:
                 acc, m, z = _read(acc, m, z, q_row, ok, kept, of_v, base, bytes_base, k_at, v_at, first, last, count,
-                                  width, scale, 32, 0, TILE, D, VALUES, EVEN, PAGE, BITS, CELL)
+                                  width, scale, logits, 32, 0, TILE, D, VALUES, EVEN, PAGE, BITS, CELL, WEIGHTS)
             elif count <= 64:
                 acc, m, z = _read(acc, m, z, q_row, ok, kept, of_v, base, bytes_base, k_at, v_at, first, last, count,
-                                  width, scale, 64, 0, TILE, D, VALUES, EVEN, PAGE, BITS, CELL)
+                                  width, scale, logits, 64, 0, TILE, D, VALUES, EVEN, PAGE, BITS, CELL, WEIGHTS)
             elif D > 64:
                 if count <= 96:
                     acc, m, z = _read(acc, m, z, q_row, ok, kept, of_v, base, bytes_base, k_at, v_at, first, last,
-                                      count, width, scale, 64, 32, TILE, D, VALUES, EVEN, PAGE, BITS, CELL)
+                                      count, width, scale, logits, 64, 32, TILE, D, VALUES, EVEN, PAGE, BITS, CELL, WEIGHTS)
                 else:
                     acc, m, z = _read(acc, m, z, q_row, ok, kept, of_v, base, bytes_base, k_at, v_at, first, last,
-                                      count, width, scale, 128, 0, TILE, D, VALUES, EVEN, PAGE, BITS, CELL)
+                                      count, width, scale, logits, 128, 0, TILE, D, VALUES, EVEN, PAGE, BITS, CELL, WEIGHTS)
 
         if parts == 1:
             total = tl.sum(z, 1)
             result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
             _store(out, result, row, head, position_ptr, queries, chunk, M, M, GROUP, H, D)
+            store_lse(scratch, (row * H + head) * ROWS + r, m, total, ok, WEIGHTS)
         elif parts > 1:
             at = number * ROWS + r
             tl.store(part + at[:, None] * D + d[None, :], acc, mask=ok[:, None])
@@ -209,8 +224,10 @@ def decode(
             tl.debug_barrier()  # all of it is written before the ticket says so
             ticket = done + chunk * places + row * H + head
             if tl.atomic_add(ticket, 1, sem="acq_rel") == parts - 1:
-                merged = merge(part, stat, first_number, parts, ROWS, MERGE_LINES, D)
+                merged, most, total = merge(part, stat, first_number, parts, ROWS, MERGE_LINES, D)
                 _store(out, merged, row, head, position_ptr, queries, chunk, ROWS, M, GROUP, H, D)
+                rows = tl.arange(0, ROWS)
+                store_lse(scratch, (row * H + head) * ROWS + rows, most, total, rows < GROUP * queries, WEIGHTS)
                 tl.store(ticket, 0)
 
 

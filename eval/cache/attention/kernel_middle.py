@@ -79,13 +79,14 @@ def add_kept(acc, of_kept, m_before, m, ranks, D: tl.constexpr):
 
 @triton.jit
 def middle(
-    acc, m, z, q_row, ok, index, k, v, first, last, count, width, scale,
+    acc, m, z, q_row, ok, index, k, v, first, last, count, width, scale, logits,
     C0: tl.constexpr, C1: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, VALUES: tl.constexpr,
-    EVEN: tl.constexpr, PAGE: tl.constexpr,
+    EVEN: tl.constexpr, PAGE: tl.constexpr, WEIGHTS: tl.constexpr,
 ):
     """Tokens [first, last) of a middle part with up to C0 + C1 channels; whole tiles without masks, then the rest.
 
     acc: [M, D], or [M, VALUES] where V is pruned to `width` channels, at most VALUES
+    logits: [M], where the logit of the part's first token is written; used if WEIGHTS.
     """
     token = tl.arange(0, TILE)
     c0 = tl.arange(0, C0)
@@ -99,6 +100,8 @@ def middle(
         s = tl.dot(q0, _keys(page, c0, count, token, TILE, EVEN, PAGE))
         if C1 > 0:
             s = tl.dot(q1, _keys(page, c1, count, token, TILE, EVEN, PAGE), s)
+        if WEIGHTS:
+            tl.store(logits[:, None] + (at + token)[None, :], s * scale, mask=ok[:, None])
         acc, m, z = step(acc, m, z, s * scale, _values(v, at, width, token, TILE, D, VALUES, PAGE, True))
     if whole < last:
         there = token < last - whole
@@ -107,6 +110,8 @@ def middle(
         if C1 > 0:
             s = tl.dot(q1, _keys(page, c1, count, token, last - whole, EVEN, PAGE), s)
         s = tl.where(there[None, :], s * scale, float("-inf"))
+        if WEIGHTS:
+            tl.store(logits[:, None] + (whole + token)[None, :], s, mask=ok[:, None] & there[None, :])
         values = _values(v, whole, width, token, last - whole, D, VALUES, PAGE, False)
         acc, m, z = step(acc, m, z, s, values)
     return acc, m, z

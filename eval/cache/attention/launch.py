@@ -12,6 +12,7 @@ from torch import Tensor
 
 from eval.cache.attention import kernel, work
 from eval.cache.attention.softmax import PLAIN, Softmax
+from eval.cache.attention.weights import Room, Weights
 from eval.cache.storage.pages import PAGE
 from eval.cache.storage.quantised import Packing
 from eval.cache.storage.store import Store
@@ -56,6 +57,7 @@ class LaunchPlan:
     even: bool  # every channel count is a multiple of 32: no masks in the main loop
     values: int  # the most channels that V keeps, rounded up to a power of two; 0 = all
     packing: Packing | None
+    room: Room | None = None  # where the scores of a layer that evicts lie; see weights_kernel
 
     def __deepcopy__(self, memo: object) -> None:
         """Nothing: the table holds addresses, and a copied store, which lies elsewhere, makes its own."""
@@ -70,6 +72,7 @@ class Kernel:
         """Choose the launch; programs: number of programs, 0 = `config.per_sm` per multiprocessor."""
         self.config, self.programs = config or Config(), programs
         self._partials = self._done = torch.empty(0)
+        self.weights = Weights()
 
     def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor:
         """Put new tokens into the ring in one launch; the reference is `Store.write`."""
@@ -107,6 +110,15 @@ class Kernel:
         )
         tail.length += np.where(tail.capacity > 0, due[:, None], 0)
 
+    def evict(self, store: Store) -> None:
+        """Drop the tokens of the middle that the policy gives up, in one launch; the reference is `Store.evict`."""
+        policy = store.eviction
+        stay = None if policy is None else policy.chosen(store.prompt, store.tail, *store.ends())
+        if policy is not None and stay is not None:
+            room, places = self.prepare(store).room, store.tail.length.size
+            assert room is not None
+            self.weights.compact(store, policy, stay, room, self._scratch(0, 0, places, stay.device)[2])
+
     def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
         """Attention in one launch; parameters and result are those of `reference.attend`.
 
@@ -122,8 +134,9 @@ class Kernel:
             q = q.contiguous()
         tile_rows = min(MAX_ROWS, max(16, triton.next_power_of_2(group * queries)))
         per_chunk = tile_rows // group
-        if queries > MAX_CHUNKS * per_chunk:
-            pieces = zip(q.split(MAX_CHUNKS * per_chunk, 2), position.split(MAX_CHUNKS * per_chunk, 1), strict=True)
+        at_once = per_chunk if store.eviction is not None else MAX_CHUNKS * per_chunk
+        if queries > at_once:
+            pieces = zip(q.split(at_once, 2), position.split(at_once, 1), strict=True)
             return torch.cat([self.attend(store, *piece, scaling) for piece in pieces], 1)
         config = self.config if tile_rows == 16 else Config(warps=8)
         chunks = -(-queries // per_chunk)
@@ -131,14 +144,15 @@ class Kernel:
         most = batch * heads + plan.programs  # upper bound on partial results, for any table
         partials, stats, done = self._scratch(chunks * most * rows, dim, chunks * batch * heads, q.device)
         out = torch.empty(batch, queries, q_heads, dim, dtype=q.dtype, device=q.device)
-        packing, index = plan.packing, store.channels.index
+        packing, index, position = plan.packing, store.channels.index, position.contiguous()
         ranks = index if store.values is None else store.values.ranks()
+        where = (done, done) if plan.room is None else (self.weights.scratch(store, rows, plan.room), plan.room.at)
         kernel.decode[(plan.programs, chunks)](
             *(store.ring_k, store.ring_k if packing is None else store.ring_k.view(torch.uint8), q, out),
             *(index, ranks, plan.table, store.seen_dev, store.start_dev),
-            *(store.tail.length_dev, position.contiguous(), partials, stats, done),
+            *(store.tail.length_dev, position, partials, stats, done, *where),
             *(scaling * 1.4426950408889634, q.stride(0), q.stride(1), q.stride(2), index.stride(0), ranks.stride(0)),
-            *(queries, most, batch * heads, slots),
+            *(queries, most, batch * heads, slots, store.sizes.sink),
             H=heads,
             GROUP=group,
             D=dim,
@@ -152,16 +166,20 @@ class Kernel:
             BITS=packing.bits if packing else 0,
             CELL=packing.group if packing else 0,
             VALUES=plan.values,
+            WEIGHTS=plan.room is not None,
             num_warps=config.warps,
             num_stages=config.stages,
             maxnreg=config.registers or None,
         )
+        if store.eviction is not None and plan.room is not None:
+            self.weights.add(store, store.eviction.decay, plan.room, position, group, rows)
         return out
 
     def prepare(self, store: Store) -> LaunchPlan:
         """The store's work table, made anew if addresses or capacities have changed; in place, for captured graphs."""
         old = store.plan if isinstance(store.plan, LaunchPlan) else None
         if old is not None and old.version == store.version:
+            self.weights.fit(store, old.room)
             return old
         batch, heads = store.ring_k.shape[:2]
         device = store.ring_k.device
@@ -178,7 +196,8 @@ class Kernel:
         update(table[: len(lines)], lines)
         even = bool((store.channels.count % 32 == 0).all())
         values = 0 if store.values is None else max(16, triton.next_power_of_2(int(store.values.count.max())))
-        plan = LaunchPlan(table, store.version, programs, even, values, packing)
+        room = self.weights.fit(store, None if old is None else old.room)
+        plan = LaunchPlan(table, store.version, programs, even, values, packing, room)
         store.plan = plan
         return plan
 
@@ -192,4 +211,4 @@ class Kernel:
 
     def tensors(self) -> dict[str, Tensor]:
         """Scratch memory held, by name."""
-        return {"partials": self._partials, "done": self._done}
+        return {"partials": self._partials, "done": self._done, **self.weights.tensors()}

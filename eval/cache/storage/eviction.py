@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 
 from eval.cache.storage.padded import compacted
 from eval.cache.storage.pages import Segment
 from eval.cache.storage.upload import upload
 
 SCORE = 4  # bytes of one token's score in one KV head
+ENDLESS = 1 << 40  # tokens: more than ever come
 
 
 class Eviction(ABC):
@@ -38,12 +38,14 @@ class Eviction(ABC):
         """Whether single steps matter, by decay or by the tokens held; else only tokens that join the middle do."""
         return True
 
-    def begin(self, scores: list[list[Tensor]]) -> Self:
-        """A copy for one sealed layer, whose tokens have received `scores` [row][head] from the prompt."""
+    def begin(self, scores: Tensor, held: np.ndarray) -> Self:
+        """A copy for one sealed layer.
+
+        scores: [B, H, n], what the tokens held have received from the prompt, then zeros
+        held: [B, H], tokens that each head holds
+        """
         new = copy.copy(self)
-        new.held = np.array([[len(s) for s in heads] for heads in scores], dtype=np.int64)
-        flat = pad_sequence([s.float() for heads in scores for s in heads], batch_first=True)
-        new.scores = flat.view(*new.held.shape, flat.shape[1])
+        new.scores, new.held = scores.float(), held
         return new
 
     def of(self, row: int, head: int) -> Tensor:
@@ -91,18 +93,44 @@ class Eviction(ABC):
         self.held[row, head] = len(left)
         scores.copy_(pad(left, (0, len(scores) - len(left))))
 
-    def forget_moved(self, rows: np.ndarray, leaving: np.ndarray, first: np.ndarray, amount: int) -> None:
-        """Drop the scores of tokens that left the window of `rows` in heads whose middle does not take them.
+    def forget_moved(self, gone: np.ndarray, first: np.ndarray) -> None:
+        """Drop, in place, the scores of tokens that left the window of heads whose middle does not take them.
 
-        rows: [R], the rows whose windows moved on
-        leaving: [B, H] bool, the heads whose middle takes no tokens
-        first: [B, H], where the tokens that left begin among the tokens held
-        amount: how many tokens left each window
+        gone: [B, H], how many tokens left that no middle took
+        first: [B, H], where they begin among the tokens held
         """
-        for row, head in np.argwhere(leaving).tolist():
-            if row in rows:
-                gone = torch.zeros(amount, dtype=torch.bool, device=self.scores.device)
-                self.forget(row, head, int(first[row, head]), gone)
+        if gone.any():
+            amount, begin = (upload(n, self.scores.device)[..., None] for n in (gone, first))
+            token = torch.arange(self.scores.shape[-1], device=self.scores.device)
+            source = token + amount * (token >= begin)
+            there = source < self.scores.shape[-1]
+            self.scores.copy_(self.scores.gather(-1, source * there) * there)
+            self.held = self.held - gone
+
+    def chosen(self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray) -> Tensor | None:
+        """What `stay` says of both parts of a middle; here a subclass can look at their keys."""
+        return self.stay(sink, prompt.length + tail.length, window)
+
+    def left(self, stay: Tensor, middle: np.ndarray) -> np.ndarray:
+        """How many tokens of each head's middle stay [B, H], on the host.
+
+        stay: what `stay` said
+        middle: [B, H], tokens held
+        """
+        token = torch.arange(stay.shape[-1], device=stay.device)
+        return (stay & (token < upload(middle, stay.device)[..., None])).sum(-1).cpu().numpy()
+
+    def quiet(self, held: np.ndarray) -> int:
+        """Lower bound on the tokens to come, all of which stay in the window, before any leave the middle.
+
+        held: [B, H], tokens held
+        """
+        return 0
+
+    def reserve(self, columns: int) -> None:
+        """Give `scores` exactly `columns` >= held columns, the last of them zeros."""
+        if self.scores.shape[-1] != columns:
+            self.scores = pad(self.scores, (0, columns - self.scores.shape[-1])).contiguous()
 
     def prune(
         self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray
@@ -111,8 +139,7 @@ class Eviction(ABC):
 
         sink, window: [B], tokens held
         """
-        middle = prompt.length + tail.length
-        stay = self.stay(sink, middle, window)
+        middle, stay = prompt.length + tail.length, self.chosen(prompt, tail, sink, window)
         if stay is None:
             return None
         of_prompt, of_both = (upload(n, stay.device)[..., None] for n in (prompt.length, middle))
@@ -131,9 +158,7 @@ class Eviction(ABC):
         keep = torch.ones_like(self.scores, dtype=torch.bool)
         keep[..., sink : sink + stay.shape[-1]] = stay
         self.held = self.held - (~keep).sum(-1).cpu().numpy()
-        first = torch.argsort((~keep).to(torch.uint8), dim=-1, stable=True)[..., : int(self.held.max())]
-        own = torch.arange(first.shape[-1], device=keep.device) < upload(self.held, keep.device)[..., None]
-        self.scores = self.scores.gather(-1, first) * own
+        self.scores = moved_up(self.scores, keep, self.held)
 
     def select(self, rows: Tensor) -> None:
         """Make the batch `rows` [R] of the present one."""
@@ -170,12 +195,31 @@ class HeavyHitters(Eviction):
         own = torch.arange(most, device=self.scores.device) < upload(middle, self.scores.device)[..., None]
         return largest(self.ranking(middle)[..., first : first + most].masked_fill(~own, -torch.inf), self.heavy)
 
+    def left(self, stay: Tensor, middle: np.ndarray) -> np.ndarray:
+        """How many stay; nothing is asked of the device."""
+        return np.minimum(middle, self.heavy)
+
+    def quiet(self, held: np.ndarray) -> int:
+        """A budget is exceeded only when tokens leave the window."""
+        return ENDLESS
+
     def ranking(self, middle: np.ndarray) -> Tensor:
         """What the tokens are ranked by, [B, H, n] like `scores`; middle: [B, H], tokens held there."""
         return self.scores
 
 
-def largest(scores: Tensor, count: int) -> Tensor:
-    """Bool [..., n]: the `count` largest of each row of scores [..., n]; the later of equal ones come first."""
-    last_first = torch.argsort(scores.flip(-1), dim=-1, descending=True, stable=True)[..., :count]
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.shape[-1] - 1 - last_first, True)
+def moved_up(scores: Tensor, keep: Tensor, count: np.ndarray) -> Tensor:
+    """The scores [B, H, n] of the tokens to keep, bool [B, H, n], in order, then zeros; count: [B, H], tokens kept."""
+    first = torch.argsort((~keep).to(torch.uint8), dim=-1, stable=True)[..., : int(count.max())]
+    own = torch.arange(first.shape[-1], device=keep.device) < upload(count, keep.device)[..., None]
+    return scores.gather(-1, first) * own
+
+
+def largest(scores: Tensor, count: int | Tensor) -> Tensor:
+    """Bool [..., n]: the `count` largest of each row of scores [..., n]; the later of equal ones come first.
+
+    count: int, or [..., 1] for each row its own
+    """
+    last_first = torch.argsort(scores.flip(-1), dim=-1, descending=True, stable=True)
+    chosen = (torch.arange(scores.shape[-1], device=scores.device) < count).expand(scores.shape)
+    return torch.zeros_like(chosen).scatter_(-1, scores.shape[-1] - 1 - last_first, chosen)

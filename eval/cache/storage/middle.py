@@ -122,8 +122,8 @@ class Middle:
         """Why only plain PyTorch can run over such a middle, or None."""
         if self.values is not None and (self.eviction is not None or self.reads is not None):
             return "the kernels that evict, or choose what they read, take every channel of V, this method prunes some"
-        if self.eviction is not None:
-            return "the kernel gives no attention weights, this method evicts tokens by them while decoding"
+        if self.eviction is not None and self.joins is not None:
+            return "the kernel evicts where every head takes new tokens, here some do not"
         if self.reads is not None:
             return "the kernel reads every token, this method chooses"
         return None if self.bits is None else self.bits.why_not_kernel

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.cache.storage.eviction import Eviction
+from eval.cache.storage.eviction import Eviction, moved_up
 from eval.cache.storage.pages import Segment
 from eval.cache.storage.upload import upload
 
@@ -33,6 +33,32 @@ def padded_left_only(real: Tensor | None, batch: int) -> np.ndarray:
     if real is None:
         return np.ones(batch, dtype=bool)
     return (real[:, 1:] >= real[:, :-1]).all(-1).cpu().numpy()
+
+
+def seal_middle(
+    segment: Segment,
+    k: Tensor,
+    v: Tensor,
+    count: np.ndarray,
+    columns: slice,
+    in_middle: Tensor | None,
+    chosen: Tensor | None,
+) -> None:
+    """Store the middle of a prompt.
+
+    segment: has room for exactly these tokens
+    k, v: [B, H, T, D]
+    count: [B, H], how many tokens each head keeps
+    columns: the middle of a prompt without padding
+    in_middle: [B, T] bool, the columns of each row's middle; None = no padding
+    chosen: [B, H, T] bool, the tokens of the middle that stay; None = all
+    """
+    if chosen is not None:
+        seal_chosen(segment, k, v, chosen, count)
+    elif in_middle is not None and count.any():
+        seal_columns(segment, k, v, in_middle)
+    elif count.any():
+        segment.append(np.arange(len(k)), k[:, :, columns], v[:, :, columns])
 
 
 def seal_columns(prompt: Segment, k: Tensor, v: Tensor, in_middle: Tensor) -> None:
@@ -71,12 +97,24 @@ def seal_chosen(prompt: Segment, k: Tensor, v: Tensor, chosen: Tensor, count: np
     prompt.append(np.arange(len(k)), k.gather(2, columns), v.gather(2, columns), count)
 
 
-def begin_eviction(policy: Eviction, held: Tensor, scores: Tensor | None) -> Eviction:
+def begin_eviction(
+    policy: Eviction,
+    has_middle: np.ndarray,
+    position: Tensor,
+    in_middle: Tensor,
+    chosen: Tensor | None,
+    scores: Tensor | None,
+) -> Eviction:
     """The policy's state for a sealed layer.
 
-    held: [B, H, T] bool, the prompt's tokens that the layer holds
+    has_middle: [B, H], whether a head has one
+    position: [B, T], the real index of each column, -1 for padding
+    in_middle: [B, T] bool, the columns of the middle
+    chosen: [B, H, T] bool, those that stay, None = all
     scores: [B, H, T], the attention that each token has received, None = zeros
     """
-    scores = torch.zeros(held.shape, device=held.device) if scores is None else scores.float()
-    pairs = zip(scores, held, strict=True)
-    return policy.begin([[s[h] for s, h in zip(*row, strict=True)] for row in pairs])
+    held = upload(has_middle, position.device)[..., None] & (in_middle[:, None] if chosen is None else chosen)
+    held = held | ((position >= 0) & ~in_middle)[:, None]
+    count = held.sum(-1).cpu().numpy()
+    scores = torch.zeros(held.shape, device=held.device) if scores is None else scores.to(held.device)
+    return policy.begin(moved_up(scores, held, count), count)

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from eval.cache.storage.channels import KeptChannels
-from eval.cache.storage.eviction import Eviction
 from eval.cache.storage.middle import Middle
 from eval.cache.storage.pages import PAGE, round_up
 from eval.cache.storage.ring import resized, write_columns, write_prompt
-from eval.cache.storage.sealing import begin_eviction, padded_left_only, seal_chosen, seal_columns
+from eval.cache.storage.sealing import begin_eviction, padded_left_only, seal_middle
 from eval.cache.storage.sizes import Sizes, middle_columns, real_positions
 from eval.cache.storage.upload import capturing, update, upload
 
 Write = Callable[["Store", Tensor, Tensor], Tensor]
 Move = Callable[["Store", np.ndarray], None]
+Evict = Callable[["Store"], None]
 GROWTH = 128  # tokens: a growing middle takes this much slack, or 1/16 of its length if that is more
 
 
@@ -44,7 +44,8 @@ class Store:
     floor: [B] on the host, the length below which `crop` cannot go
     seen_dev, start_dev: [B] int64, seen and start on the device
     sink_k, sink_v, ring_k, ring_v: [B, H, sink or slots, D]; the ring holds the window
-    prompt, tail: the middle: the prompt's share in exactly the room that it needs, then what decoding adds
+    prompt, tail: the middle: the prompt's share in exactly the room that it needs, then what decoding adds; where
+        tokens leave (and every head takes new ones), all is in the tail, whose length is read on the device
     channels, values: kept channels of the middle's K and V; values None = all
     quiet: lower bound on the tokens that can arrive before the next flush moves any
     version: grows when addresses or capacities change, so that a backend's plan can follow
@@ -80,56 +81,48 @@ class Store:
         self._fill_middle(k, v, None if real is None else in_middle, chosen)
         self.eviction = None
         if middle.eviction is not None:
-            has_middle = upload(self.channels.count > 0, k.device)[..., None]
-            held = has_middle & (in_middle[:, None] if chosen is None else chosen)
-            held = held | ((position >= 0) & ~in_middle)[:, None]
-            self.eviction = begin_eviction(middle.eviction, held, scores)
-            self._evict(self.eviction)
+            has_middle = self.channels.count > 0
+            self.eviction = begin_eviction(middle.eviction, has_middle, position, in_middle, chosen, scores)
+            self.evict()
         self.reads = None if middle.reads is None else middle.reads.start(self)
 
     def _count(self, k: Tensor, real: Tensor | None) -> None:
         """Count the prompt's real tokens, and those before the window."""
-        batch, _, length, _ = k.shape
-        self.seen = np.full(batch, length) if real is None else real.sum(-1).cpu().numpy()
+        self.seen = np.full(len(k), k.shape[2]) if real is None else real.sum(-1).cpu().numpy()
         self.start = np.maximum(self.sizes.sink, self.seen - self.sizes.window)
         whole = self.start <= self.sizes.sink  # rows of which nothing goes to the middle
-        self.floor = np.where(whole & padded_left_only(real, batch), 0, self.seen)
+        self.floor = np.where(whole & padded_left_only(real, len(k)), 0, self.seen)
         self.seen_dev, self.start_dev = (upload(a, k.device) for a in (self.seen, self.start))
 
     def _fill_ends(self, k: Tensor, v: Tensor, position: Tensor | None) -> None:
         """Make sink and window and fill them; position [B, T] of a padded prompt, None = no padding."""
         batch, heads, _, dim = k.shape
+        slots = self._slots(int(self.ends()[1].max()))
         self.sink_k, self.sink_v = (k.new_zeros(batch, heads, self.sizes.sink, dim) for _ in range(2))
-        slots = self._slots(int(np.maximum(0, self.seen - self.start).max()))
         self.ring_k, self.ring_v = (k.new_zeros(batch, heads, slots, dim) for _ in range(2))
         if position is not None:
             self._write(k, v, position)
             return
-        for sink, ring, new in ((self.sink_k, self.ring_k, k), (self.sink_v, self.ring_v, v)):
-            write_prompt(sink, ring, new, int(self.start[0]))
+        write_prompt(self.sink_k, self.ring_k, k, int(self.start[0]))
+        write_prompt(self.sink_v, self.ring_v, v, int(self.start[0]))
 
     def _fill_middle(self, k: Tensor, v: Tensor, in_middle: Tensor | None, chosen: Tensor | None) -> None:
-        """Make both parts of the middle, and fill the prompt's with the columns of it that stay."""
-        if chosen is None:
-            moved = (self.start - self.sizes.sink)[:, None].repeat(k.shape[1], 1)
-        else:
-            moved = chosen.sum(-1).cpu().numpy()
-        self.prompt, self.tail = (
+        """Make both parts of the middle, and fill one with the columns of the prompt that stay."""
+        of_rows = (self.start - self.sizes.sink)[:, None].repeat(k.shape[1], 1)
+        moved = of_rows if chosen is None else chosen.sum(-1).cpu().numpy()
+        parts = [
             self.middle.segment(self.channels, capacity, k.shape[-1], k.dtype, self.values)
             for capacity in (moved, np.zeros_like(moved))
-        )
-        if chosen is not None:
-            seal_chosen(self.prompt, k, v, chosen, moved)
-        elif in_middle is not None and moved.any():
-            seal_columns(self.prompt, k, v, in_middle)
-        elif moved.any():
-            columns = slice(self.sizes.sink, int(self.start[0]))
-            self.prompt.append(np.arange(len(k)), k[:, :, columns], v[:, :, columns])
+        ]
+        filled, empty = parts
+        in_tail = self.middle.eviction is not None and self.middle.joins is None  # room in the tail is what joins
+        self.prompt, self.tail = (empty, filled) if in_tail else parts
+        seal_middle(filled, k, v, moved, slice(self.sizes.sink, int(self.start[0])), in_middle, chosen)
 
     def _write(self, k: Tensor, v: Tensor, position: Tensor) -> None:
         """Put columns of real index [start, ...) into the ring and [0, sink) into the sink."""
-        for sink, ring, new in ((self.sink_k, self.ring_k, k), (self.sink_v, self.ring_v, v)):
-            write_columns(sink, ring, new, position, self.start_dev)
+        write_columns(self.sink_k, self.ring_k, k, position, self.start_dev)
+        write_columns(self.sink_v, self.ring_v, v, position, self.start_dev)
 
     def append(self, k: Tensor, v: Tensor, real: Tensor | None = None, write: Write | None = None) -> Tensor:
         """Take in new tokens.
@@ -166,25 +159,30 @@ class Store:
         self.seen_dev += k.shape[2]
         return position
 
-    def flush(self, move: Move | None = None) -> None:
+    def flush(self, move: Move | None = None, evict: Evict | None = None) -> None:
         """Move what is due from the window to the middle: `flush` tokens each time it holds `window + flush`.
 
         move: puts `due` [B] tokens of each row into a tail that has room, None = `Store.move`
+        evict: drops tokens of the middle that the policy gives up, None = `Store.evict`
         """
         size = self.sizes
-        over = np.maximum(0, self.seen - self.start - size.window)
-        due = over // size.flush * size.flush
+        due = np.maximum(0, self.seen - self.start - size.window) // size.flush * size.flush
         if due.any():
             self._grow(due)
             (move or Store.move)(self, due)
+            if self.eviction is not None:
+                first = self.ends()[0][:, None] + self.prompt.length + self.tail.length
+                self.eviction.forget_moved(due[:, None] * ~self.middle.joining(self.channels), first)
             self.start = self.start + due
             self.floor = np.where(due > 0, self.seen, self.floor)
             if self.reads is not None:
                 self.reads.moved(self)
         if self.eviction is not None:
-            self._evict(self.eviction)
+            (evict or Store.evict)(self)
         self.fit(0)
-        self.quiet = size.window + size.flush - int((self.seen - self.start).max()) if self.eviction is None else 0
+        self.quiet = size.window + size.flush - int((self.seen - self.start).max())
+        if self.eviction is not None:
+            self.quiet = min(self.quiet, self.eviction.quiet(self.held()))
 
     def move(self, due: np.ndarray) -> None:
         """Put the oldest `due` [B] tokens of each row's window into the tail, and count them there and in start_dev."""
@@ -195,25 +193,28 @@ class Store:
             slot = index % self.ring_k.shape[2]
             k, v = (x[rows_dev[:, None], :, slot].transpose(1, 2) for x in (self.ring_k, self.ring_v))
             self.tail.append(rows, k, v)
-            if self.eviction is not None:
-                first = np.minimum(self.seen, self.sizes.sink)[:, None] + self.prompt.length + self.tail.length
-                self.eviction.forget_moved(rows, ~self.middle.joining(self.channels), first, amount)
         update(self.start_dev, self.start + due)
+
+    def ends(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens that each row holds in the sink [B], and in the window [B]."""
+        return np.minimum(self.seen, self.sizes.sink), np.maximum(0, self.seen - self.start)
+
+    def held(self) -> np.ndarray:
+        """Tokens that each row and head holds [B, H]: sink, middle and window."""
+        return np.add(*self.ends())[:, None] + self.prompt.length + self.tail.length
 
     def _grow(self, due: np.ndarray) -> None:
         """Give the tail room for `due` [B] more tokens and for some later ones, unless it has that room."""
-        joins = self.middle.joining(self.channels)
-        if (self.tail.length + due[:, None] * joins <= self.tail.capacity).all():
-            return
-        need = self.tail.length + due.max() * joins
-        slack = np.maximum(GROWTH, need // 16)
-        self.tail = self.tail.grown(np.maximum(self.tail.capacity, np.where(need > 0, need + slack, 0)))
-        self.version += 1
+        joins, tail = self.middle.joining(self.channels), self.tail
+        if (tail.length + due[:, None] * joins > tail.capacity).any():
+            need = tail.length + due.max() * joins
+            slack = np.maximum(GROWTH, need // 16)
+            self.tail = tail.grown(np.maximum(tail.capacity, np.where(need > 0, need + slack, 0)))
+            self.version += 1
 
-    def _evict(self, policy: Eviction) -> None:
+    def evict(self) -> None:
         """Drop the tokens of the middle that the policy gives up."""
-        sink, window = np.minimum(self.seen, self.sizes.sink), np.maximum(0, self.seen - self.start)
-        pruned = policy.prune(self.prompt, self.tail, sink, window)
+        pruned = None if self.eviction is None else self.eviction.prune(self.prompt, self.tail, *self.ends())
         if pruned is not None:
             self.prompt, self.tail = pruned
             self.version += 1
@@ -225,8 +226,7 @@ class Store:
 
     def fit(self, new: int) -> None:
         """Grow the ring for `new` more tokens in every row, or give it its usual size back."""
-        held = int(np.maximum(0, self.seen - self.start).max()) + new
-        old = self.ring_k.shape[2]
+        held, old = int(self.ends()[1].max()) + new, self.ring_k.shape[2]
         # On a GPU a captured step may follow, and it cannot grow the ring: decoding begins with all of it.
         slots = max(self.sizes.ring, round_up(held, PAGE)) if self.ring_k.is_cuda else self._slots(held)
         if slots == old or (slots < old and new):

@@ -110,8 +110,8 @@ class Rounds(Eviction):
     def __init__(self, settings: Lethe) -> None:
         self.settings, self.decay = settings, settings.gamma
 
-    def begin(self, scores: list[list[Tensor]]) -> Self:
-        new = super().begin(scores)
+    def begin(self, scores: Tensor, held: np.ndarray) -> Self:
+        new = super().begin(scores, held)
         new.evict_at = np.full(len(scores), self.settings.evict_at)
         return new
 
@@ -119,53 +119,75 @@ class Rounds(Eviction):
         super().select(rows)
         self.evict_at = self.evict_at[rows.cpu().numpy()]
 
+    def quiet(self, held: np.ndarray) -> int:
+        return int((self.evict_at + 1 - held.max(1)).min())
+
     def stay(self, sink: np.ndarray, middle: np.ndarray, window: np.ndarray) -> Tensor | None:
         most = middle.max(1)
-        due = np.flatnonzero((sink + most + window > self.evict_at) & (most > 0))
+        held = sink + most + window
+        due = np.flatnonzero((held > self.evict_at) & (most > 0))
         if not len(due):
             return None
-        stay = torch.ones(*middle.shape, int(most.max()), dtype=torch.bool, device=self.scores.device)
-        for row in due.tolist():
-            stay[row, :, : int(most[row])] = self._stay_in(row, int(sink[row]), middle[row], int(window[row]))
+        device, columns = self.scores.device, int(held[due].max())
+        has_middle, rows = upload(middle[due] > 0, device), upload(due, device)
+        scores = (self.scores[rows, :, :columns] * has_middle[..., None]).sum(1)
+        chosen = self._round(due, scores, held[due], sink[due], window[due])
+        token = torch.arange(int(most.max()), device=device)
+        stay = torch.ones(*middle.shape, len(token), dtype=torch.bool, device=device)
+        place = (upload(sink[due], device)[:, None] + token).clamp(max=columns - 1)
+        stay[rows] = chosen.gather(1, place)[:, None]
         return stay
 
-    def _stay_in(self, row: int, sink: int, middle: np.ndarray, window: int) -> Tensor:
-        """Which tokens of a row's middle stay, the same in all heads: [longest middle of the heads]."""
-        held = sink + int(middle.max()) + window
-        has_middle = upload(np.flatnonzero(middle), self.scores.device)
-        scores = self.scores[row, has_middle, :held].sum(0)
-        stay = self._round(row, scores, sink)
-        limit = self.settings.limit
-        if limit and int(stay.sum()) > limit:
-            recent = max(int(self.settings.recent_ratio * limit), window)
-            room = limit * (self.settings.segments - 1) // self.settings.segments - sink - recent
-            stay[sink : held - recent] = largest(scores[sink : held - recent], max(0, room))
-        return stay[sink : held - window]
+    def _round(
+        self, rows: np.ndarray, scores: Tensor, held: np.ndarray, sink: np.ndarray, window: np.ndarray
+    ) -> Tensor:
+        """Algorithm 1 on scores [R, n] of the layer's tokens: those that stay, bool [R, n].
 
-    def _round(self, row: int, scores: Tensor, sink: int) -> Tensor:
-        """Algorithm 1 on scores [K]: the tokens that stay, bool [K]."""
-        settings, held = self.settings, len(scores)
-        recent = int(settings.recent_ratio * held)
-        found = breakpoint_of(scores, settings) if hoyer(scores) >= settings.min_sparsity else None
-        wanted = 2 * int(self.evict_at[row]) if found is None else max(int(self.evict_at[row]), found + recent)
-        self.evict_at[row] = min(wanted, settings.limit or wanted)
-        stay = largest(scores, held if found is None else found)
-        stay[:sink] = stay[held - recent :] = True
-        return stay
+        rows: [R], whose `evict_at` change
+        held, sink, window: [R], tokens of each row, in all and at both ends
+        """
+        settings, place = self.settings, torch.arange(scores.shape[1], device=scores.device)
+        recent = (settings.recent_ratio * held).astype(np.int64)
+        found = self._breakpoints(scores, held)
+        no = found == held
+        wanted = np.where(no, 2 * self.evict_at[rows], np.maximum(self.evict_at[rows], found + recent))
+        self.evict_at[rows] = np.minimum(wanted, settings.limit or wanted)
+        numbers = upload(np.stack([found, held, sink, held - recent]), scores.device)
+        count, end, first, last = numbers[..., None]
+        scores = scores.masked_fill(place >= end, -torch.inf)
+        stay = largest(scores, count) | (place < first) | (place >= last)
+        return self._bounded(stay, scores, held, sink, window) if settings.limit else stay
+
+    def _breakpoints(self, scores: Tensor, held: np.ndarray) -> np.ndarray:
+        """The first cut point of scores [R, n] that is a breakpoint (Eq. 4), in tokens [R]; `held` if there is none."""
+        settings, d = self.settings, np.arange(1, self.settings.segments)
+        cuts = held[:, None] * d // settings.segments
+        there = torch.arange(scores.shape[1], device=scores.device) < upload(held, scores.device)[:, None]
+        ordered = scores.masked_fill(~there, -torch.inf).sort(descending=True).values
+        at_cuts = settings.sparse_ratio * ordered.gather(1, upload(cuts, scores.device))
+        fits = (ordered[:, :1] >= at_cuts) if settings.reading == "text" else (ordered[:, :1] <= at_cuts)
+        if settings.min_sparsity:
+            fits &= (hoyer(scores * there, there.sum(1)) >= settings.min_sparsity)[:, None]
+        fits_here = fits.cpu().numpy() & (cuts > 0)
+        return np.where(fits_here.any(1), np.take_along_axis(cuts, fits_here.argmax(1)[:, None], 1)[:, 0], held)
+
+    def _bounded(self, stay: Tensor, scores: Tensor, held: np.ndarray, sink: np.ndarray, window: np.ndarray) -> Tensor:
+        """What stays [R, n], where that is more than the limit: sink, recent tokens, and the best of the others."""
+        settings, place = self.settings, torch.arange(stay.shape[1], device=stay.device)
+        recent = np.maximum(int(settings.recent_ratio * settings.limit), window)
+        room = np.maximum(0, settings.limit * (settings.segments - 1) // settings.segments - sink - recent)
+        count, end, first, last = upload(np.stack([room, held, sink, held - recent]), stay.device)[..., None]
+        others = (place >= first) & (place < last)
+        best = largest(scores.masked_fill(~others, -torch.inf), count) & others
+        over = (stay & (place < end)).sum(1, keepdim=True) > settings.limit
+        return torch.where(over & others, best, stay)
 
 
-def breakpoint_of(scores: Tensor, settings: Lethe) -> int | None:
-    """The first cut point of scores [K] that is a breakpoint, in tokens (Eq. 4, Algorithm 1), or None."""
-    ordered = scores.sort(descending=True).values
-    cuts = [len(scores) * d // settings.segments for d in range(1, settings.segments)]
-    at_cuts = settings.sparse_ratio * ordered[cuts]
-    found = (ordered[0] >= at_cuts) if settings.reading == "text" else (ordered[0] <= at_cuts)
-    return next((cut for cut, fits in zip(cuts, found.tolist(), strict=True) if fits and cut > 0), None)
+def hoyer(a: Tensor, count: Tensor | None = None) -> Tensor:
+    """Hoyer sparsity [...] of a [..., n] >= 0 (Eq. 1): 0 where all are equal, 1 where only one is not zero.
 
-
-def hoyer(a: Tensor) -> float:
-    """Hoyer sparsity of a [n] >= 0 (Eq. 1): 0 where all are equal, 1 where only one is not zero."""
-    if len(a) < 2:
-        return 1.0
-    root = len(a) ** 0.5
-    return float((root - a.sum() / a.norm()) / (root - 1))
+    count: [...], numbers of each row that belong, behind which there are zeros; None = n
+    """
+    root = (torch.full(a.shape[:-1], a.shape[-1], device=a.device) if count is None else count).sqrt()
+    share = (root - a.sum(-1) / a.norm(dim=-1)) / (root - 1)
+    return torch.where(root > 1, share, 1.0)

@@ -99,9 +99,7 @@ class Redundant(HeavyHitters):
         self.settings, self.decay = settings, 1 - 1 / settings.queries
         self.redundant: Tensor | None = None  # [B, H, most of middle], while tokens are being dropped
 
-    def prune(
-        self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray
-    ) -> tuple[Segment, Segment] | None:
+    def chosen(self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray) -> Tensor | None:
         middle = prompt.length + tail.length
         if (middle <= self.heavy).all():
             return None
@@ -111,9 +109,9 @@ class Redundant(HeavyHitters):
             there = torch.ones(1, 1, keys.shape[2], dtype=torch.bool, device=keys.device)
             found[row, head, : keys.shape[2]] = redundancy(keys, there, self.settings.threshold)[0, 0]
         self.redundant = pad(found, (int(sink.max()), 0))
-        pruned = super().prune(prompt, tail, sink, window)
+        stay = super().chosen(prompt, tail, sink, window)
         self.redundant = None
-        return pruned
+        return stay
 
     def ranking(self, middle: np.ndarray) -> Tensor:
         assert self.redundant is not None

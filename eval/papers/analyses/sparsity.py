@@ -62,7 +62,7 @@ class Sparsity(Analysis):
                 for index, layer in layers:
                     assert layer.queries is not None
                     scores = received(layer.queries, layer.keys, scaling=layer.scaling, softmax=layer.softmax)
-                    found.setdefault(index, []).append(hoyer(scores[0].sum(0)))
+                    found.setdefault(index, []).append(float(hoyer(scores[0].sum(0))))
                     rows.append(row("hoyer", found[index][-1], "Hoyer sparsity", layer=index, step=step, **at))
             each = np.array(list(found.values()))
             rows.append(row("between_layers", float(each.mean(1).std()), "Hoyer sparsity", **at))

@@ -1,0 +1,124 @@
+"""Launches what evicts on the GPU: weights are added to scores, and tokens leave the middle.
+
+A captured step reads the addresses of scores and scratch memory on the device, so that both can be replaced by larger
+ones between steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eval.cache.attention import weights_kernel
+from eval.cache.storage.eviction import Eviction
+from eval.cache.storage.pages import PAGE
+from eval.cache.storage.store import GROWTH, Store
+from eval.cache.storage.upload import update
+
+BLOCK = 256  # tokens whose weights a program adds at a time
+PROGRAMS = 264  # that add weights, at most: two per multiprocessor of a large GPU
+ROOMY = 2  # a tail with room for more than so many times the tokens that stay makes way for a smaller one
+
+
+@dataclass
+class Room:
+    """Where the scores of one layer lie.
+
+    at: int64 [2] on the device: their address, and their columns
+    address, columns: the same on the host
+    """
+
+    at: Tensor
+    address: int
+    columns: int
+
+
+class Weights:
+    """The attention weights of layers that evict. The layers of a cache share its scratch memory."""
+
+    def __init__(self) -> None:
+        self._scratch = torch.empty(0)
+        self._at = torch.zeros(1, dtype=torch.int64)  # the address of the scratch memory
+        self._rows = 0  # query rows of a KV head in one launch, the most so far
+
+    def fit(self, store: Store, room: Room | None) -> Room | None:
+        """Give the scores and the scratch memory a column for every token that the layer has room for.
+
+        room: of an earlier call for this layer, which is changed in place; None = there was none
+
+        Returns the layer's room, None if it does not evict.
+        """
+        policy = store.eviction
+        if policy is None:
+            return None
+        columns = store.sizes.sink + int(store.tail.capacity.max()) + store.ring_k.shape[2]
+        policy.reserve(columns)
+        self._hold(store, columns)
+        address, device = policy.scores.data_ptr(), policy.scores.device
+        if room is None or room.at.device != device:
+            room = Room(torch.zeros(2, dtype=torch.int64, device=device), 0, 0)
+        if (room.address, room.columns) != (address, columns):
+            room.address, room.columns = address, columns
+            update(room.at, np.array([address, columns]))
+        return room
+
+    def scratch(self, store: Store, rows: int, room: Room) -> Tensor:
+        """Where the scratch memory lies, int64 [1], once it has room for `rows` query rows of every KV head."""
+        self._rows = max(self._rows, rows)
+        self._hold(store, room.columns)
+        return self._at
+
+    def _hold(self, store: Store, columns: int) -> None:
+        need, device = store.tail.length.size * self._rows * (columns + 1), store.ring_k.device
+        if self._scratch.numel() < need or self._scratch.device != device:
+            self._scratch = torch.empty(need, dtype=torch.float32, device=device)
+            if self._at.device != device:
+                self._at = torch.zeros(1, dtype=torch.int64, device=device)
+            update(self._at, np.array([self._scratch.data_ptr()]))
+
+    def add(self, store: Store, decay: float, room: Room, position: Tensor, group: int, rows: int) -> None:
+        """Add the weights of the step whose logits are in the scratch memory; the reference is `Eviction.add`.
+
+        position: [B, Q], the real index of each query, -1 for padding
+        group: query heads per KV head
+        rows: query rows of a KV head in the launch
+        """
+        places = store.tail.length.size
+        weights_kernel.add_weights[(places, max(1, min(PROGRAMS // places, -(-room.columns // BLOCK))))](
+            *(self._at, room.at, position, store.seen_dev, store.start_dev, store.tail.length_dev),
+            *(decay, position.shape[1], store.sizes.sink, places),
+            H=store.tail.length.shape[1],
+            GROUP=group,
+            ROWS=rows,
+            BLOCK=BLOCK,
+        )
+
+    def compact(self, store: Store, policy: Eviction, stay: Tensor, room: Room, done: Tensor) -> None:
+        """Drop tokens from the tail, and their scores; the reference is `Eviction.prune`.
+
+        stay: bool [B, H, n], which of the middle's tokens stay
+        done: counters, zeros before and after
+        """
+        tail = store.tail
+        left = policy.left(stay, tail.length)
+        roomy = (tail.capacity > ROOMY * (left + GROWTH)).any()
+        new = tail.fresh(tail.channels, np.where(left > 0, left + GROWTH, 0), tail.values) if roomy else tail
+        weights_kernel.compact[(left.size, 3)](
+            *(tail.k, tail.v, new.k, new.v, tail.places(), new.places(), stay.contiguous().view(torch.uint8), room.at),
+            *(store.seen_dev, store.start_dev, tail.length_dev, done, stay.shape[-1], store.sizes.sink, int(roomy)),
+            H=left.shape[1],
+            D=tail.head_dim,
+            TILE=PAGE,
+            PAGE=PAGE,
+        )
+        new.length, new.length_dev = left, tail.length_dev
+        store.tail = new
+        store.version += bool(roomy)
+        policy.held = store.held()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Scratch memory held, by name; without layers that evict there is none."""
+        return {"logits": self._scratch} if self._scratch.numel() else {}

@@ -1,0 +1,205 @@
+"""Layers that evict, by the kernel against plain PyTorch: in Triton's interpreter on a CPU, on the device with
+`-m gpu`."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.eval.cache.test_kernel import DEVICE, ON_GPU, interpreter_takes_numpys_scalars, poison  # noqa: F401
+
+from eval.cache.attention.backend import Plain, choose_backend  # isort: skip  (Triton, which the line above asks for)
+from eval.cache import graph
+from eval.cache.attention.launch import Kernel
+from eval.cache.graph import DecodeLoop
+from eval.cache.layer import CompressedLayer
+from eval.cache.storage.eviction import HeavyHitters
+from eval.cache.storage.middle import Middle
+from eval.cache.storage.store import Sizes, Store
+from eval.inference.decode import greedy
+from eval.inference.models import ModelConfig, load_model
+from eval.methods import Method
+from eval.methods.tokens.h2o import H2O
+from eval.methods.tokens.lethe import Lethe, Rounds
+from eval.methods.tokens.rkv import RKV, Redundant
+from eval.methods.tokens.tova import TOVA, LastQuery
+from tests.helpers.cache_oracle import left_padded
+
+POLICIES = {
+    "h2o": lambda: HeavyHitters(23),
+    "tova": lambda: LastQuery(23),
+    "rkv": lambda: Redundant(23, RKV(kernel=3, queries=3, mix=0.4, threshold=0.2)),
+    "lethe": lambda: Rounds(Lethe(3.0, 0.2, 5, 0.9, evict_at=45, limit=70)),
+    "lethe, printed": lambda: Rounds(Lethe(3.0, 0.2, 5, 0.9, evict_at=45, reading="printed")),
+}
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+TOLERANCE = {"rtol": 3e-2, "atol": 3e-2} if ON_GPU else {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    """New floating-point tensors hold NaN."""
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+class Pair:
+    """One layer twice, by the kernel and by plain PyTorch, from the same prompt."""
+
+    def __init__(self, policy, lengths, counts, sizes, dim, group, seed, dtype=DTYPE):
+        self.generator, self.dtype = torch.Generator().manual_seed(seed), dtype
+        self.shape, self.group = (len(lengths), len(counts), dim), group
+        keep = torch.zeros(len(counts), dim, dtype=torch.bool)
+        for head, count in enumerate(counts):
+            keep[head, torch.randperm(dim, generator=self.generator)[:count]] = True
+        k, v = (self.random(len(counts), max(lengths)) for _ in range(2))
+        real = (torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]).to(DEVICE)
+        scores = torch.rand(len(lengths), len(counts), max(lengths), generator=self.generator).to(DEVICE)
+        self.fast, self.slow = (
+            Store(k, v, None if real.all() else real, Middle(keep, eviction=policy), sizes, scores=scores)
+            for _ in range(2)
+        )
+        self.kernel = Kernel(programs=5)
+
+    def random(self, heads, tokens):
+        batch, _, dim = self.shape
+        return torch.randn(batch, heads, tokens, dim, generator=self.generator).to(DEVICE, self.dtype)
+
+    def step(self, new, real=None, bits=True):
+        """Append, attend and flush; the slow layer takes over the scores, so that rounding leaves no other tokens."""
+        heads, fast, slow = self.shape[1], self.fast, self.slow
+        k, v, q = self.random(heads, new), self.random(heads, new), self.random(heads * self.group, new) * 2
+        position = fast.append(k, v, real, self.kernel.write)
+        assert torch.equal(slow.append(k, v, real), position)
+        out = self.kernel.attend(fast, q, position, 0.3)
+        torch.testing.assert_close(out, Plain().attend(slow, q, position, 0.3), **TOLERANCE)
+        self.check_scores()
+        fast.flush(self.kernel.move, self.kernel.evict)
+        slow.flush()
+        assert fast.held().tolist() == slow.held().tolist()
+        assert fast.quiet == slow.quiet
+        self.check_scores()
+        if bits:
+            self.check_tokens()
+
+    def check_scores(self):
+        fast, slow, held = self.fast.eviction, self.slow.eviction, int(self.slow.held().max())
+        mine, other = fast.scores[..., :held], slow.scores[..., :held]
+        torch.testing.assert_close(mine, other, **TOLERANCE)
+        assert not fast.scores[..., held:].any()
+        other.copy_(mine)
+
+    def check_tokens(self):
+        """Both hold the same bits, and no token's bits have been left behind in the fast one's counts."""
+        fast, slow = self.fast, self.slow
+        assert fast.tail.length_dev.tolist() == fast.tail.length.tolist()
+        assert not fast.prompt.length.any()
+        for row, head in np.ndindex(*self.shape[:2]):
+            mine, parts = fast.tail.read(row, head), [p.read(row, head) for p in (slow.prompt, slow.tail)]
+            for one, pieces in zip(mine, zip(*parts, strict=True), strict=True):
+                assert torch.equal(one, torch.cat(pieces))
+        assert not self.kernel._done.any()
+        poison(fast)
+
+
+@pytest.mark.skipif(ON_GPU, reason="the same on the device below")
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(list(POLICIES)),
+    st.lists(st.integers(1, 150), min_size=1, max_size=2),
+    st.lists(st.integers(0, 64), min_size=1, max_size=2),
+    st.tuples(st.integers(0, 6), st.integers(1, 30), st.integers(1, 9)),
+    st.integers(1, 3),
+    st.lists(st.integers(1, 3), min_size=1, max_size=8),
+    st.integers(0, 99),
+)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_interpreted_on_random_shapes(policy, lengths, counts, sizes, group, steps, seed):
+    made = POLICIES[policy]()
+    pair = Pair(made, lengths, counts, Sizes(*sizes), 64, group, seed)
+    for new in steps:
+        pair.step(1 if made.every_step else new)
+
+
+@pytest.mark.skipif(ON_GPU, reason="the same on the device below")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_many_steps_interpreted(policy):
+    """Rows of unequal length, one without a token now and then; a head of few channels and one of none."""
+    pair = Pair(POLICIES[policy](), [60, 31], [64, 0], Sizes(3, 8, 4), 64, 2, 1)
+    pages = set()
+    for step in range(20):
+        real = torch.tensor([[True], [step % 7 != 3]], device=DEVICE)
+        pair.step(1, None if real.all() else real, bits=step % 4 == 3)
+        pages.add(pair.fast.tail.k.data_ptr())
+    assert len(pages) < 4  # tokens leave in place, and the tail seldom moves
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_thousand_steps_on_the_device(policy):
+    pair = Pair(POLICIES[policy](), [300, 41, 170], [128, 0, 33, 96], Sizes(4, 32, 16), 128, 4, 1)
+    for step in range(1000):
+        real = torch.tensor([[True], [step % 7 != 3], [True]], device=DEVICE)
+        pair.step(1, None if real.all() else real, bits=step % 20 == 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heavy", [1000, 9000])
+def test_large_budgets_on_the_device(heavy):
+    pair = Pair(HeavyHitters(heavy), [10_000, 7_000], [128, 64], Sizes(4, 64, 32), 128, 4, 1)
+    for step in range(100):
+        pair.step(1, bits=step % 20 == 0)
+
+
+CHOICES = {
+    "h2o": H2O(budget=100),
+    "tova": TOVA(budget=100),
+    "rkv": RKV(budget=100),
+    "lethe": Lethe(3.0, evict_at=120),
+    "lethe, printed": Lethe(evict_at=120, reading="printed", limit=300),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_captured_step_decodes_what_single_steps_do(choice, monkeypatch):
+    """A thousand tokens of two rows, one of them padded, through evictions and a tail that moves."""
+    model, captures, capture = load_model(ModelConfig()), [], DecodeLoop.capture
+    monkeypatch.setattr(DecodeLoop, "capture", lambda loop: (captures.append(1), capture(loop)))
+    method = Method("m", tokens=CHOICES[choice], sink=4, window=32, flush=8, backend="triton")
+    ids, mask = left_padded((400, 250), 5)
+    ids, real, new = ids.to(model.device), mask.bool().to(model.device), 1000
+    found = []
+    for least in (10**6, graph.CAPTURE_FOR):  # never captured, captured
+        monkeypatch.setattr("eval.inference.decode.CAPTURE_FOR", least)
+        prompt = method.run_prefill(model, ids, real, new)
+        cache = method.cache(model, prompt)
+        tokens, _, _ = greedy(model, cache, prompt.logits, real, prompt.lengths, [], [new] * 2, [new] * 2)
+        found.append((tokens, [layer.store.held().tolist() for layer in cache.layers]))
+    assert captures == [1]
+    assert found[0] == found[1]
+    assert np.array(found[0][1]).max() < 600
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_auto_takes_the_kernel_for_a_layer_that_evicts(monkeypatch):
+    monkeypatch.setattr("eval.cache.attention.backend.why_not", lambda *_: None)
+    layer = CompressedLayer(Middle(eviction=HeavyHitters(20)), Sizes(2, 9, 4), choose_backend("auto", programs=4))
+    plain = CompressedLayer(Middle(eviction=HeavyHitters(20)), Sizes(2, 9, 4), choose_backend("torch"))
+    k, v = torch.randn(2, 1, 2, 70, 64).to(DEVICE, DTYPE)
+    for one in (layer, plain):
+        one.seal(k, v, scores=torch.rand(1, 2, 70, generator=torch.Generator().manual_seed(0)).to(DEVICE))
+    for _ in range(9):
+        k, v, q = torch.randn(3, 1, 4, 1, 64).to(DEVICE, DTYPE)
+        got, want = (one.update(k[:, :2], v[:, :2]) and one.attend(q) for one in (layer, plain))
+        torch.testing.assert_close(got, want, **TOLERANCE)
+    assert isinstance(layer.backend, Kernel)
+    assert layer.backend.captures
+    assert layer.store.tail.length.tolist() == [[20, 20]]
