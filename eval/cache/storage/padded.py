@@ -50,7 +50,13 @@ class Padded:
         )
         self.hidden = token >= length
         page, channel = torch.where(page * PAGE < length, page, 0), torch.where(channel < count, channel, 0)
-        self._keys = (first[..., None] + page[:, None] * count[..., None] + channel[..., None]).int()  # [X, C, pages]
+        self._by_token = segment.page == 1
+        if self._by_token:
+            first = upload(np.where(holds, k_start, 0).reshape(-1, 1), device)
+            self._keys = first + torch.where(self.hidden, 0, token) * count  # [X, N], each key's first number
+            self._channel = channel
+        else:
+            self._keys = (first[..., None] + page[:, None] * count[..., None] + channel[..., None]).int()
         some = v_start[holds & (segment.width > 0)] // self._v_line
         self._some = int(some[0]) if len(some) else 0
         tokens = token if segment.values is None else token * width
@@ -69,9 +75,19 @@ class Padded:
 
     def keys(self, dtype: torch.dtype) -> Tensor:
         """K, channel-major: [X, C, N]."""
-        heads, channels, _ = self._keys.shape
+        if self._by_token:
+            return self._token_keys().mT.to(dtype)
+        heads, channels, _ = self._keys.shape  # [X, C, pages]
         found = self._numbers(self.segment.k, self._k_line, self._keys.flatten()).view(heads, channels, -1)
         return self.segment.keys_of(found).to(dtype)
+
+    def _token_keys(self) -> Tensor:
+        """K of a segment whose keys lie token by token, [X, N, C]."""
+        segment, most = self.segment, int(self.segment.channels.count.max())
+        if (segment.channels.count[segment.capacity > 0] == most).all():  # then keys are lines
+            found = lines(segment.k, most).index_select(0, self._keys.flatten() // most)
+            return found.view(*self._keys.shape, most)
+        return segment.k[self._keys[..., None] + self._channel[:, None]]
 
     def _kept_values(self, dtype: torch.dtype) -> Tensor:
         """V [X, N, kept channels]; where no channel is pruned, [X, N, D]."""
