@@ -20,7 +20,8 @@ class Bounds:
     flat: the bounds of one head after the other, each [pages that there is room for, 2, kept channels]
     first: [B, H], first element of each head's region
     pages, channels: [B, H], pages that hold tokens, and kept channels
-    table: [3, X, 1, 1], these three on the device
+    room: [B, H], pages that there is room for
+    table: [3, X, 1, 1], first, pages and channels on the device
     """
 
     def __init__(self, store: Store, page: int) -> None:
@@ -34,7 +35,7 @@ class Bounds:
         if self.current(store):
             return
         layout, device = layout_of(store), store.seen_dev.device
-        self.make_room(store, store.prompt.length + store.tail.length)
+        self._make_room(store, store.prompt.length + store.tail.length)
         if not layout.parts:
             return
         dtype = store.ring_k.dtype
@@ -48,10 +49,16 @@ class Bounds:
         there = (page[:, None, None] < self.table[1, :, None]) & (channel < self.table[2, :, None])
         self.flat = both[there.expand_as(both)]
 
-    def make_room(self, store: Store, tokens: np.ndarray) -> None:
-        """Room for the bounds of `tokens` [B, H] of the middle, which are not computed yet."""
-        room, self.channels = -(-tokens // self.page), store.channels.count
-        size = (2 * room * self.channels).reshape(-1)
+    def widen(self, store: Store, tokens: np.ndarray) -> bool:
+        """Make room for the bounds of `tokens` [B, H] of the middle unless there is; then all must be computed anew."""
+        short = bool((-(-tokens // self.page) > self.room).any())
+        if short:
+            self._make_room(store, tokens)
+        return short
+
+    def _make_room(self, store: Store, tokens: np.ndarray) -> None:
+        self.room, self.channels = -(-tokens // self.page), store.channels.count
+        size = (2 * self.room * self.channels).reshape(-1)
         self.first = (np.cumsum(size) - size).reshape(tokens.shape)
         self.flat = store.ring_k.new_empty(int(size.sum()))
         self.settle(store)

@@ -140,7 +140,7 @@ def rounded(keys: Tensor, chosen: Tensor, bits: int) -> Tensor:
 
     Q(x) = round((x - z) / s) s + z,   z = min x,   s = (max x - min x) / (2^bits - 1), over a token's chosen channels
     """
-    if bits == 16:
+    if bits == 16 or keys.shape[-2] == 0:  # a head without channels has nothing to round
         return keys
     low = keys.masked_fill(~chosen, torch.inf).amin(-2, keepdim=True)
     high = keys.masked_fill(~chosen, -torch.inf).amax(-2, keepdim=True)

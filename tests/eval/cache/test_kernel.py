@@ -14,7 +14,6 @@ pytest.importorskip("triton")  # Linux only
 from eval.cache.attention import reference, work  # noqa: E402
 from eval.cache.attention.launch import Config, Kernel  # noqa: E402
 from eval.cache.storage.middle import Middle  # noqa: E402
-from eval.cache.storage.pages import PAGE  # noqa: E402
 from eval.cache.storage.store import Sizes, Store  # noqa: E402
 
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -59,12 +58,10 @@ def poison(store):
             part[row, :, seen:] = torch.nan
     for segment in (store.prompt, store.tail):
         for row, head in np.ndindex(*segment.length.shape):
-            n, cap, count = (int(a[row, head]) for a in (segment.length, segment.capacity, segment.channels.count))
-            k_start, v_start = int(segment.k_start[row, head]), int(segment.v_start[row, head])
-            pages = segment.k[k_start : k_start + cap * count].view(cap // PAGE, count, PAGE)
-            for token in range(n, cap):
-                pages[token // PAGE, :, token % PAGE] = torch.nan
-            segment.v[v_start : v_start + cap * segment.head_dim].view(cap, segment.head_dim)[n:] = torch.nan
+            n, (pages, values) = int(segment.length[row, head]), segment._regions(row, head)
+            for token in range(n, len(values)):
+                pages[token // segment.page, :, token % segment.page] = torch.nan
+            values[n:] = torch.nan
 
 
 def error(kernel, store, q, position, scaling=0.2):
