@@ -55,7 +55,7 @@ class ChosenPlan:
     table: [B H, FIELDS] int64, on the device; a captured step reads it where it is
     version: of the store
     scores: float32, which the table points to
-    step: divides every channel count and number of labels: 16, or 1
+    step, label_step: divide every channel count, and every number of labels: 16, or 1
     labels: most label channels of a head
     room: pages or tokens of a head's middle that there is room for
     """
@@ -64,6 +64,7 @@ class ChosenPlan:
     version: int
     scores: Tensor
     step: int
+    label_step: int
     labels: int
     room: int
 
@@ -139,8 +140,8 @@ class Chosen(Kernel):
         if by_token:
             labels = max(16, triton.next_power_of_2(plan.labels))
             ranking_kernel.score_tokens[grid](
-                *given, **shape, TILE=config.score_tile, RUN=config.run, C=labels, BITS=ranking.bits,
-                num_warps=config.score_warps,
+                *given, **shape, TILE=config.score_tile, RUN=config.run, C=labels, LABEL_STEP=plan.label_step,
+                BITS=ranking.bits, num_warps=config.score_warps,
             )  # fmt: skip
         else:
             ranking_kernel.score_pages[grid](
@@ -211,8 +212,8 @@ class Chosen(Kernel):
             table = torch.empty(lines.shape, dtype=torch.int64, device=device)
         update(table, lines)
         labels = count if first is None else first
-        step = 16 if not (count % 16).any() and not (labels % 16).any() else 1
-        return ChosenPlan(table, store.version, scores, step, int(labels.max()), room)
+        step, label_step = (16 if not (n % 16).any() else 1 for n in (count, labels))
+        return ChosenPlan(table, store.version, scores, step, label_step, int(labels.max()), room)
 
     def _bound(self, store: Store, plan: ChosenPlan, bounds: Bounds, moved: int) -> None:
         """Bring the bounds of the pages that hold the last `moved` tokens of each head up to date."""

@@ -126,12 +126,12 @@ def _rounded(k, kept, BITS: tl.constexpr):
 def score_tokens(
     base, words, q, index, table, tail_ptr, q_b, q_h, index_b,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr,
-    C: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr,
+    C: tl.constexpr, STEP: tl.constexpr, LABEL_STEP: tl.constexpr, BITS: tl.constexpr,
 ):
     """Product over the label channels of every token and query head, and the best of each RUN tokens.
 
     q: [B, Hq, 1, D], by strides
-    C: at least the label channels of any head. STEP: divides every channel count and number of labels
+    C: at least the label channels of any head. LABEL_STEP: divides every number of them. STEP: as in `score_pages`
     """
     x = tl.program_id(0).to(tl.int64)
     row, head, entry = x // H, x % H, table + x * FIELDS
@@ -139,7 +139,7 @@ def score_tokens(
     prompt_k = tl.multiple_of(tl.load(entry + PROMPT_K), STEP)
     tail_k = tl.multiple_of(tl.load(entry + TAIL_K), STEP)
     count = tl.multiple_of(tl.load(entry + CHANNELS).to(tl.int32), STEP)
-    labels = tl.multiple_of(tl.load(entry + LABELS).to(tl.int32), STEP)
+    labels = tl.multiple_of(tl.load(entry + LABELS).to(tl.int32), LABEL_STEP)
     r, c = tl.arange(0, M), tl.arange(0, C)
     ok, kept = r < GROUP, c < labels
     q_row = q + row * q_b + (head * GROUP + r) * q_h
