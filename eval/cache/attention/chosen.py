@@ -54,6 +54,7 @@ class ChosenPlan:
 
     table: [B H, FIELDS] int64, on the device; a captured step reads it where it is
     version: of the store
+    group: query heads per KV head, for whose scores there is room
     scores: float32, which the table points to
     step, label_step: divide every channel count, and every number of labels: 16, or 1
     labels: most label channels of a head
@@ -62,6 +63,7 @@ class ChosenPlan:
 
     table: Tensor
     version: int
+    group: int
     scores: Tensor
     step: int
     label_step: int
@@ -83,7 +85,7 @@ class Chosen(Kernel):
         super().__init__(programs=programs)
         self.chosen_config = config or ChosenConfig()
         self._scores = self._chosen = torch.empty(0)
-        self._group = 1  # query heads per KV head
+        self._group = 1  # query heads per KV head, known with the first query
 
     def _programs(self, store: Store, per_sm: int, units: int) -> int:
         """Programs for each of `units` equal pieces of work."""
@@ -185,7 +187,7 @@ class Chosen(Kernel):
         moved: the most tokens that have joined a head's middle since the bounds were current
         """
         old, ranking = store.plan if isinstance(store.plan, ChosenPlan) else None, _ranking(store)
-        if old is not None and old.version == store.version:
+        if old is not None and (old.version, old.group) == (store.version, self._group):
             plan = old
         else:
             room = store.prompt.length + store.tail.capacity
@@ -213,7 +215,7 @@ class Chosen(Kernel):
         update(table, lines)
         labels = count if first is None else first
         step, label_step = (16 if not (n % 16).any() else 1 for n in (count, labels))
-        return ChosenPlan(table, store.version, scores, step, label_step, int(labels.max()), room)
+        return ChosenPlan(table, store.version, self._group, scores, step, label_step, int(labels.max()), room)
 
     def _bound(self, store: Store, plan: ChosenPlan, bounds: Bounds, moved: int) -> None:
         """Bring the bounds of the pages that hold the last `moved` tokens of each head up to date."""
