@@ -39,8 +39,6 @@ from eval.methods.channels.leank import LeanK
 from eval.methods.reads.double_sparsity import Labels
 from eval.methods.reads.quest import Quest
 from scripts.bench.common import (
-    PROFILED,
-    ROOM,
     WARM_UP,
     Decoding,
     Record,
@@ -170,7 +168,6 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     config = ChosenConfig(**options(args.set))
     model, path, _ = subject("llama8b")
-    model.config.max_position_embeddings += 2 * (ROOM + PROFILED)
     keep = LeanK(str(path)).loaded.keep
     args.out.mkdir(parents=True, exist_ok=True)
     table: list[Record] = []
