@@ -28,7 +28,8 @@ from scripts.bench.shapes import llama8b
 ROOT = Path(__file__).resolve().parents[2]
 WARM_UP, PROFILED = 3, 4  # steps before those that are timed, and steps under the profiler after them
 ROOM = 16  # tokens that a cache has room for beside the prompt and the timed steps
-ATTENTIONS = ("decode", "flash", "fmha", "sdpa", "attention", "softmax")  # in the names of kernels
+# in the names of kernels
+ATTENTIONS = ("decode", "flash", "fmha", "sdpa", "attention", "attend", "score_", "choose", "softmax")
 PRODUCTS = ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk")
 
 Record = dict[str, object]  # one row of a CSV; numbers, words, and what formats as such

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from eval.cache.attention import batched
+from eval.cache.attention.ranking import Ranking
 from eval.cache.attention.softmax import PLAIN, Softmax
 from eval.cache.storage.store import Store
 
 if TYPE_CHECKING:
+    from eval.cache.attention.chosen import Chosen
     from eval.cache.attention.launch import Kernel
 
 
@@ -126,6 +128,7 @@ class Auto:
         """
         self.insist, self.options = insist, kernel_options
         self.kernel: Kernel | None = None  # made for the first layer that it can run over
+        self.chosen: Chosen | None = None  # the same for layers that choose what they read
 
     def choose(self, store: Store, q: Tensor, softmax: Softmax = PLAIN) -> Backend:
         """The kernel if it can run over the layer, else plain PyTorch.
@@ -138,6 +141,13 @@ class Auto:
             or softmax.why_not_kernel
             or store.middle.why_not_kernel
         )
+        if reason is None and store.reads is not None:
+            if isinstance(getattr(store.reads, "ranking", None), Ranking):
+                from eval.cache.attention.chosen import Chosen
+
+                self.chosen = self.chosen or Chosen()
+                return self.chosen
+            reason = f"the kernel cannot rank what {type(store.reads).__name__} reads"
         if reason is None:
             from eval.cache.attention.launch import Kernel
 
@@ -150,8 +160,9 @@ class Auto:
         return Plain()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Scratch memory of the kernel, by name."""
-        return self.kernel.tensors() if self.kernel else {}
+        """Scratch memory of the kernels, by name."""
+        chosen = {} if self.chosen is None else {f"chosen.{n}": t for n, t in self.chosen.tensors().items()}
+        return {**(self.kernel.tensors() if self.kernel else {}), **chosen}
 
 
 def choose_backend(name: str, **kernel_options: Any) -> BackendChoice:

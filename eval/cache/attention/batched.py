@@ -73,8 +73,7 @@ class PartLayout:
         )
         self.longest = int((store.prompt.length + store.tail.length).max())
         self.prompt_columns = self.parts[0].columns if store.prompt.length.any() else 0
-        whole = (store.channels.count == store.channels.index.shape[-1]).all()
-        self._channels = None if whole else channel_columns(store.channels)
+        self._channels = None if store.channels.in_order else channel_columns(store.channels)
         empty = torch.empty(len(self.middle), 0, dtype=torch.bool, device=device)
         self.hidden = torch.cat([empty, *(part.hidden for part in self.parts)], 1)[:, None]
         self._order = None if store.middle.eviction is None else self._find_order(start)

@@ -206,10 +206,12 @@ def decode(
             elif D > 64:
                 if count <= 96:
                     acc, m, z = _read(acc, m, z, q_row, ok, kept, of_v, base, bytes_base, k_at, v_at, first, last,
-                                      count, width, scale, logits, 64, 32, TILE, D, VALUES, EVEN, PAGE, BITS, CELL, WEIGHTS)
+                                      count, width, scale, logits, 64, 32, TILE, D, VALUES, EVEN, PAGE, BITS, CELL,
+                                      WEIGHTS)
                 else:
                     acc, m, z = _read(acc, m, z, q_row, ok, kept, of_v, base, bytes_base, k_at, v_at, first, last,
-                                      count, width, scale, logits, 128, 0, TILE, D, VALUES, EVEN, PAGE, BITS, CELL, WEIGHTS)
+                                      count, width, scale, logits, 128, 0, TILE, D, VALUES, EVEN, PAGE, BITS, CELL,
+                                      WEIGHTS)
 
         if parts == 1:
             total = tl.sum(z, 1)

@@ -105,7 +105,7 @@ class Kernel:
             H=heads,
             D=dim,
             TILE=MOVED,
-            PAGE=PAGE,
+            PAGE=tail.page,
             VALUES=int(store.values is not None),
         )
         tail.length += np.where(tail.capacity > 0, due[:, None], 0)

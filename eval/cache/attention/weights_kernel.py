@@ -167,15 +167,15 @@ def compact(
     place, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first, tokens, window = _held(seen_ptr, start_ptr, length_ptr, place // H, place, sink)
     stay += place * most
-    count = tl.load(places + place * 3 + 2).to(tl.int32)
+    count = tl.load(places + place * 4 + 2).to(tl.int32)
     kept = tl.full([], 0, tl.int32)
     if part == 0:
-        k += tl.multiple_of(tl.load(places + place * 3), PAGE)
-        new_k += tl.multiple_of(tl.load(new_places + place * 3), PAGE)
+        k += tl.multiple_of(tl.load(places + place * 4), PAGE)
+        new_k += tl.multiple_of(tl.load(new_places + place * 4), PAGE)
         kept = _compact_keys(k, new_k, stay, tokens, count, whole != 0, D, TILE, PAGE)
     elif part == 1:
-        v += tl.multiple_of(tl.load(places + place * 3 + 1), PAGE)
-        new_v += tl.multiple_of(tl.load(new_places + place * 3 + 1), PAGE)
+        v += tl.multiple_of(tl.load(places + place * 4 + 1), PAGE)
+        new_v += tl.multiple_of(tl.load(new_places + place * 4 + 1), PAGE)
         kept = _compact_values(v, new_v, stay, tokens, whole != 0, D, TILE)
     else:
         scores = tl.load(room).to(tl.pointer_type(tl.float32)) + place * tl.load(room + 1) + first

@@ -22,18 +22,21 @@ class KeptChannels:
 
     count: [B, H] on the host, how many channels a head keeps
     index: [B, H, D] int32 on the cache's device, the kept channels in ascending order, then zeros
+    first: [B, H] on the host, how many of them are labels, which stand before the others; None = there are none
     """
 
     count: np.ndarray
     index: Tensor
+    first: np.ndarray | None = None
     _ranks: Tensor | None = field(default=None, init=False, repr=False)
 
     @classmethod
-    def of(cls, keep: Tensor | None, k: Tensor) -> KeptChannels:
+    def of(cls, keep: Tensor | None, k: Tensor, labels: Tensor | None = None) -> KeptChannels:
         """The table of a mask for keys or values.
 
         keep: [H, D] or [B, H, D], True = kept, None = every channel
         k: [B, H, T, D], the keys or values
+        labels: bool [H, D], the channels that stand first where they are kept, None = no channel does
 
         Raises ValueError if the mask was made for another batch, number of heads or head_dim.
         """
@@ -46,13 +49,22 @@ class KeptChannels:
                 f"the model has {heads} of {dim} (batch {batch}): use the mask made for this model and batch"
             )
         count = keep.sum(-1)
-        order = torch.argsort(~keep, dim=-1, stable=True)
+        labels = None if labels is None else labels.to(keep.device) & keep
+        rank = (~keep).to(torch.uint8) if labels is None else 2 - keep.to(torch.uint8) - labels.to(torch.uint8)
+        order = torch.argsort(rank, dim=-1, stable=True)
         index = torch.where(torch.arange(dim, device=keep.device) < count[..., None], order, 0).to(torch.int32)
         on_device = index if index.device == k.device else upload(index.cpu().numpy(), k.device)
-        return cls(
-            np.broadcast_to(count.cpu().numpy().astype(np.int64), (batch, heads)),
-            on_device.expand(batch, heads, dim),
-        )
+
+        def of_rows(count: Tensor) -> np.ndarray:
+            return np.broadcast_to(count.cpu().numpy().astype(np.int64), (batch, heads))
+
+        first = None if labels is None else of_rows(labels.sum(-1))
+        return cls(of_rows(count), on_device.expand(batch, heads, dim), first)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether every head keeps every channel where it was."""
+        return self.first is None and bool((self.count == self.index.shape[-1]).all())
 
     def ranks(self) -> Tensor:
         """The place of each channel among those that its head keeps, -1 = pruned: [B, H, D] int32; made once."""
@@ -81,7 +93,9 @@ class KeptChannels:
 
     def select(self, rows: Tensor) -> KeptChannels:
         """The table of the batch `rows` [R], in that order."""
-        return KeptChannels(self.count[rows.cpu().numpy()], self.index[rows.to(self.index.device)])
+        at = rows.cpu().numpy()
+        first = None if self.first is None else self.first[at]
+        return KeptChannels(self.count[at], self.index[rows.to(self.index.device)], first)
 
 
 def layer_masks(mask: object) -> Tensor:

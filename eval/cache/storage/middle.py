@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eval.cache.storage.channels import KeptChannels
 from eval.cache.storage.eviction import Eviction
-from eval.cache.storage.pages import Segment
+from eval.cache.storage.pages import Segment, TokenSegment
 
 
 class Codec(Protocol):
@@ -36,7 +36,11 @@ class Codec(Protocol):
 
 
 class ReadChoice(Protocol):
-    """Which tokens of the middle a query reads."""
+    """Which tokens of the middle a query reads.
+
+    labels: bool [H, D], the channels by which tokens are ranked; they are stored before the others. None = every
+        channel. A choice that lacks the attribute has None.
+    """
 
     def start(self, store: Any) -> ReadState:
         """The choice's state for one sealed layer, whose Store it is given."""
@@ -58,10 +62,14 @@ class Columns(Protocol):
 
 
 class ReadState(Protocol):
-    """What a choice of reads keeps for one layer."""
+    """What a choice of reads keeps for one layer.
+
+    ranking: what the kernel must know to choose by itself (`eval.cache.attention.ranking`). A state that lacks the
+        attribute chooses in plain PyTorch alone.
+    """
 
     def moved(self, store: Any) -> None:
-        """The middle has other tokens than before, or the batch other rows."""
+        """The middle has other tokens than before, or the batch other rows; what runs the layer may know it already."""
 
     def visible(self, row: int, head: int, q: Tensor, k: Tensor, channels: Tensor) -> Tensor:
         """Which tokens of its middle the queries of one KV head read.
@@ -124,9 +132,14 @@ class Middle:
             return "the kernels that evict, or choose what they read, take every channel of V, this method prunes some"
         if self.eviction is not None and self.joins is not None:
             return "the kernel evicts where every head takes new tokens, here some do not"
-        if self.reads is not None:
-            return "the kernel reads every token, this method chooses"
+        if self.reads is not None and self.bits is not None:
+            return "the kernel that reads chosen tokens does not unpack numbers, this method stores them in fewer bits"
         return None if self.bits is None else self.bits.why_not_kernel
+
+    @property
+    def labels(self) -> Tensor | None:
+        """Channels that are stored before the others, bool [H, D]; None = none."""
+        return getattr(self.reads, "labels", None)
 
     def joining(self, channels: KeptChannels) -> np.ndarray:
         """Which heads [B, H] take tokens that leave the window, bool."""
@@ -142,5 +155,7 @@ class Middle:
         values: KeptChannels | None,
     ) -> Segment:
         """An empty segment with room for `capacity` [B, H] tokens; the parameters are those of `Segment`."""
-        make = Segment if self.bits is None else self.bits.segment
+        if self.bits is not None:
+            return self.bits.segment(channels, capacity, head_dim, dtype, values)
+        make = Segment if self.reads is None else TokenSegment
         return make(channels, capacity, head_dim, dtype, values)

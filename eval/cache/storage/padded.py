@@ -41,7 +41,15 @@ class Padded:
         self.columns = round_up(int(length.max()), PAGE)
         token = torch.arange(self.columns, device=device)
         self.hidden = token >= upload(length.reshape(-1, 1), device)
-        self._keys = self._pages(lines_k, segment.channels.count)
+        self._by_token = segment.page == 1
+        if self._by_token:
+            of_heads = np.stack([np.where(length > 0, n, 0).reshape(-1) for n in (k_start, segment.channels.count)])
+            first, count = upload(of_heads, device)[..., None]  # each [X, 1]
+            self._keys = first + torch.where(self.hidden, 0, token) * count  # [X, N], each key's first number
+            channel = torch.arange(int(segment.channels.count.max()), device=device)
+            self._channel = torch.where(channel < count, channel, 0)
+        else:
+            self._keys = self._pages(lines_k, segment.channels.count)
         self._channels = None if segment.values is None else channel_columns(segment.values)
         if segment.values is None:
             some, first = int(lines_v[length > 0][0]), upload(lines_v.reshape(-1, 1), device)
@@ -73,12 +81,22 @@ class Padded:
 
     def keys(self, dtype: torch.dtype) -> Tensor:
         """K, channel-major: [X, C, N]."""
+        if self._by_token:
+            return self._token_keys().mT.to(dtype)
         return self.segment.keys_of(self._of_pages(self.segment.k, self._k_line, self._keys)).to(dtype)
 
     def _of_pages(self, of: Tensor, line: int, index: Tensor) -> Tensor:
         """The numbers [X, C, N] of a flat tensor's lines `index` [X, C, pages]; zeros where it is empty."""
         shape = (*index.shape[:2], self.columns)
         return self._numbers(of, line, index.flatten()).view(shape) if of.numel() else of.new_zeros(shape)
+
+    def _token_keys(self) -> Tensor:
+        """K of a segment whose keys lie token by token, [X, N, C]."""
+        segment, most = self.segment, int(self.segment.channels.count.max())
+        if (segment.channels.count[segment.capacity > 0] == most).all():  # then keys are lines
+            found = lines(segment.k, most).index_select(0, self._keys.flatten() // most)
+            return found.view(*self._keys.shape, most)
+        return segment.k[self._keys[..., None] + self._channel[:, None]]
 
     def _kept_values(self, dtype: torch.dtype) -> Tensor:
         """V [X, N, kept channels]; where no channel is pruned, [X, N, D]."""

@@ -14,7 +14,8 @@ in either tensor, and head 2 keeps 3 channels and has room for 64 tokens:
          ^ v_start[0, 0]                                      ^ v_start[0, 2]
 
 A region of K is channel-major in pages of 64 tokens, [page, channel, 64], so that reads are aligned and contiguous for
-any number of channels. A region of V is token-major, [token, D]; where V is pruned, it is stored as K is.
+any number of channels. A region of V is token-major, [token, D]; where V is pruned, it is stored as K is. Where steps
+read single tokens, K is token-major too (`TokenSegment`).
 """
 
 from __future__ import annotations
@@ -60,16 +61,16 @@ def lines(flat: Tensor, width: int) -> Tensor:
 
 
 def _put(pages: Tensor, at: int, x: Tensor) -> None:
-    """Write tokens x [R, n, channels] into pages [R, P, channels, 64], from token `at` on."""
-    n, first = x.shape[1], at // PAGE
-    ahead = min(n, -at % PAGE)  # tokens for which the page of `at` still has room
-    whole = (n - ahead) // PAGE
-    rest = n - ahead - whole * PAGE
+    """Write tokens x [R, n, channels] into pages [R, P, channels, tokens of a page], from token `at` on."""
+    n, page = x.shape[1], pages.shape[-1]
+    first, ahead = at // page, min(n, -at % page)  # tokens for which the page of `at` still has room
+    whole = (n - ahead) // page
+    rest = n - ahead - whole * page
     if ahead:
-        pages[:, first, :, at % PAGE : at % PAGE + ahead] = x[:, :ahead].transpose(1, 2)
+        pages[:, first, :, at % page : at % page + ahead] = x[:, :ahead].transpose(1, 2)
         first += 1
     if whole:
-        pages[:, first : first + whole] = x[:, ahead : n - rest].unflatten(1, (whole, PAGE)).transpose(2, 3)
+        pages[:, first : first + whole] = x[:, ahead : n - rest].unflatten(1, (whole, page)).transpose(2, 3)
     if rest:
         pages[:, first + whole, :, :rest] = x[:, n - rest :].transpose(1, 2)
 
@@ -105,11 +106,14 @@ class Segment:
     values: kept channels of V, None = all
 
     Attributes:
+    page: tokens of a page of K
     k, v: the flat tensors
     k_start, v_start: [B, H], first element of each region
     width: [B, H], kept channels of V
     length, length_dev: [B, H], tokens held, on the host and on the device
     """
+
+    page = PAGE
 
     def __init__(
         self,
@@ -134,7 +138,7 @@ class Segment:
 
     def fresh(self, channels: KeptChannels, capacity: np.ndarray, values: KeptChannels | None) -> Segment:
         """An empty segment of the same form."""
-        return Segment(channels, capacity, self.head_dim, self.dtype, values)
+        return type(self)(channels, capacity, self.head_dim, self.dtype, values)
 
     def _form(self) -> tuple[torch.dtype, int, int]:
         """(dtype of k and v, elements, numbers): so many elements hold so many numbers."""
@@ -176,6 +180,7 @@ class Segment:
     def _append_pieces(self, pieces: list[slice], rows: np.ndarray, k: Tensor, v: Tensor, taken: np.ndarray) -> None:
         """Write the tokens that each head takes [R, H], piece by piece and head by head."""
         tables = [None if t is None else t.index.long() for t in (self.channels, self.values)]
+        whole = self.head_dim if self.channels.first is None else 0  # as many channels are all of them, in order
         for piece in pieces:
             row, number = int(rows[piece.start]), piece.stop - piece.start
             step = max(PAGE, COPIED // (number * self.head_dim) // PAGE * PAGE)
@@ -188,7 +193,7 @@ class Segment:
                     new = (x[piece, head, first:last] for x in (k, v))
                     widths = (pages.shape[2], values.shape[2])
                     picked_k, picked_v = (
-                        x if i is None or w == self.head_dim else x.gather(2, i[..., :w].expand(-1, last - first, -1))
+                        x if i is None or w == whole else x.gather(2, i[..., :w].expand(-1, last - first, -1))
                         for x, i, w in zip(new, index, widths, strict=True)
                     )
                     _put(pages, held + first, picked_k)
@@ -213,8 +218,8 @@ class Segment:
 
             at = each(self.length) + n
             new, _, channel = _picked(k, self.channels, rows, of, n)
-            page = each(self.k_start) + at // PAGE * each(self.channels.count) * PAGE + at % PAGE
-            self.k[page[:, None] + channel * PAGE] = new
+            page = each(self.k_start) + at // self.page * each(self.channels.count) * self.page + at % self.page
+            self.k[page[:, None] + channel * self.page] = new
             if self.values is None:
                 lines(self.v, self.head_dim)[each(self.v_start) // self.head_dim + at] = v.flatten(0, 1)[of, n]
                 continue
@@ -226,24 +231,24 @@ class Segment:
     def _room(self, row: int, number: int, head: int) -> tuple[Tensor, Tensor]:
         """Views of one head's regions in `number` rows of the same layout from `row` on.
 
-        Returns K [number, pages, channels, 64] and V [number, capacity, D], where it is pruned as K.
+        Returns K [number, pages, channels, tokens of a page] and V [number, capacity, D], where it is pruned as K.
         """
         cap, count, width = (int(a[row, head]) for a in (self.capacity, self.channels.count, self.width))
         k_row, v_row = (int(a[row + 1, head] - a[row, head]) if number > 1 else 0 for a in (self.k_start, self.v_start))
         k_start, v_start = int(self.k_start[row, head]), int(self.v_start[row, head])
 
-        def pages(flat: Tensor, step: int, channels: int, start: int) -> Tensor:
-            shape = (number, cap // PAGE, channels, PAGE)
-            return flat.as_strided(shape, (step, channels * PAGE, PAGE, 1), start)
+        def pages(flat: Tensor, step: int, channels: int, start: int, page: int) -> Tensor:
+            shape = (number, cap // page, channels, page)
+            return flat.as_strided(shape, (step, channels * page, page, 1), start)
 
         if self.values is None:
             values = self.v.as_strided((number, cap, width), (v_row, width, 1), v_start)
         else:
-            values = pages(self.v, v_row, width, v_start)
-        return pages(self.k, k_row, count, k_start), values
+            values = pages(self.v, v_row, width, v_start, PAGE)
+        return pages(self.k, k_row, count, k_start, self.page), values
 
     def _regions(self, row: int, head: int) -> tuple[Tensor, Tensor]:
-        """One head's regions: K [pages, channels, 64], V [capacity, D], where it is pruned as K."""
+        """One head's regions: K [pages, channels, tokens of a page], V [capacity, D], where it is pruned as K."""
         k, v = self._room(row, 1, head)
         return k[0], v[0]
 
@@ -310,3 +315,12 @@ class Segment:
         """Every tensor held, by name (the channel tables are the store's)."""
         places = {} if self._places is None else {"places": self._places}
         return {"k": self.k, "v": self.v, "length": self.length_dev, **places}
+
+
+class TokenSegment(Segment):
+    """A Segment whose pages of K hold one token, so that a region of K is token-major, [token, channel].
+
+    A token's key is then one piece of memory. In a page of 64 tokens each of its numbers lies in another line.
+    """
+
+    page = 1

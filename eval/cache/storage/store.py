@@ -71,7 +71,7 @@ class Store:
         self.sizes, self.middle = sizes, middle
         self.quiet, self.version = 0, 0
         self.plan: Plan | None = None
-        self.channels = KeptChannels.of(middle.channels, k)
+        self.channels = KeptChannels.of(middle.channels, k, middle.labels)
         self.values = None if middle.values is None else KeptChannels.of(middle.values, v)
         self._count(k, real)
         position = real_positions(torch.zeros_like(self.seen_dev), k.shape[2], real)

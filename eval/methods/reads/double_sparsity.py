@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from eval.cache.attention.ranking import Ranking
 from eval.cache.storage.middle import Columns
 from eval.cache.storage.store import Sizes, Store
 from eval.methods.axes import Observe, Reads
@@ -33,10 +34,11 @@ class DoubleSparsity(Reads):
     count.
 
     Deviations
-    - The labels are read from the stored keys, whose channels lie apart, so no second copy in 2 or 4 bits is held.
-      With `label_bits` they are rounded as such a copy is, per token and head, without the copy's bytes.
+    - The labels are read from the stored keys, where they stand before the other channels, so no second copy in 2 or 4
+      bits is held. With `label_bits` they are rounded as such a copy is, per token and head, without the copy's bytes.
     - The authors leave layers 0 and 1 dense: dense_layers=2. Here every layer reads by its labels by default.
-    - Plain PyTorch reads the other tokens too and masks them: answers are the method's, time is not.
+    - Plain PyTorch, which runs where the Triton kernel cannot, reads the other tokens too and masks them: answers are
+      the method's, time is not.
 
     Settings
     budget: int, tokens, default 1024: tokens that a query head reads in all, sink and window included.
@@ -94,6 +96,16 @@ class Labels:
     bits: int = 16
     most: int = 0
 
+    @property
+    def labels(self) -> Tensor:
+        """The channels that are stored before the others."""
+        return self.channels
+
+    @property
+    def ranking(self) -> Ranking:
+        """What the kernel must know."""
+        return Ranking(self.most, bits=self.bits)
+
     def start(self, store: Store) -> Labels:
         """The labels on the layer's device, so that no step waits for them; nothing else is kept for the layer."""
         return replace(
@@ -128,7 +140,7 @@ def rounded(keys: Tensor, chosen: Tensor, bits: int) -> Tensor:
 
     Q(x) = round((x - z) / s) s + z,   z = min x,   s = (max x - min x) / (2^bits - 1), over a token's chosen channels
     """
-    if bits == 16:
+    if bits == 16 or keys.shape[-2] == 0:  # a head without channels has nothing to round
         return keys
     low = keys.masked_fill(~chosen, torch.inf).amin(-2, keepdim=True)
     high = keys.masked_fill(~chosen, -torch.inf).amax(-2, keepdim=True)

@@ -14,7 +14,6 @@ pytest.importorskip("triton")  # Linux only
 from eval.cache.attention import reference, work  # noqa: E402
 from eval.cache.attention.launch import Config, Kernel  # noqa: E402
 from eval.cache.storage.middle import Middle  # noqa: E402
-from eval.cache.storage.pages import PAGE  # noqa: E402
 from eval.cache.storage.store import Sizes, Store  # noqa: E402
 
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -73,7 +72,7 @@ def poison(store):
             k, v = segment._regions(row, head)
             for pages in (k,) if segment.values is None else (k, v):
                 for token in range(n, cap):
-                    pages[token // PAGE, :, token % PAGE] = torch.nan
+                    pages[token // pages.shape[-1], :, token % pages.shape[-1]] = torch.nan
             if segment.values is None:
                 v[n:] = torch.nan
 

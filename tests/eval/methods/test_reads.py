@@ -137,7 +137,7 @@ def test_a_partly_filled_page_is_bounded_by_its_own_tokens():
     layer, _ = layer_of(Quest(20, 16, 0), [2 + 20 + 6], 0)
     assert isinstance(layer.store.reads, Pages)
     k, _ = layer.store.prompt.read(0, 0)
-    low, high = layer.store.reads.bounds(0, 0)
+    low, high = layer.store.reads.bounds.of(0, 0)
     torch.testing.assert_close(low[1], k[16:].amin(0))
     torch.testing.assert_close(high[1], k[16:].amax(0))
 

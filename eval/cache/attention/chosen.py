@@ -1,0 +1,234 @@
+"""Launches a decoding step that chooses what it reads: scores, choice, attention over what was chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from eval.cache.attention import batched, chosen_kernel, ranking_kernel
+from eval.cache.attention.bounds import Bounds
+from eval.cache.attention.launch import Kernel, _multiprocessors
+from eval.cache.attention.places import places
+from eval.cache.attention.ranking import Ranking
+from eval.cache.attention.softmax import PLAIN, Softmax
+from eval.cache.storage.store import Store
+from eval.cache.storage.upload import update
+
+ROWS = 16  # of a tile: the fewest that tensor cores take; a group has no more query heads
+MOST_BLOCK = 16384  # candidates that a program of `choose` holds in registers
+HELD = 32  # of them that a thread holds
+
+
+@dataclass(frozen=True)
+class ChosenConfig:
+    """How the kernels of a step are launched.
+
+    tile, warps, stages, per_sm: of the attention: tokens at a time, and programs per multiprocessor
+    span: slots of sink and window that a program reads
+    score_tile, score_warps, score_per_sm: of the scores: pages or tokens at a time
+    choose_warps: of the choice, one program per query head, at least
+    run: tokens of a run, whose best is found with the scores
+    merge: partial results that a merge reads at a time
+    """
+
+    tile: int = 64
+    warps: int = 4
+    stages: int = 3
+    per_sm: int = 4
+    span: int = 128
+    score_tile: int = 64
+    score_warps: int = 4
+    score_per_sm: int = 4
+    choose_warps: int = 4
+    run: int = 8
+    merge: int = 16
+
+
+@dataclass
+class ChosenPlan:
+    """Where one store lies, kept until addresses or capacities change.
+
+    table: [B H, FIELDS] int64, on the device; a captured step reads it where it is
+    version: of the store
+    group: query heads per KV head, for whose scores there is room
+    scores: float32, which the table points to
+    step, label_step: divide every channel count, and every number of labels: 16, or 1
+    labels: most label channels of a head
+    room: pages or tokens of a head's middle that there is room for
+    """
+
+    table: Tensor
+    version: int
+    group: int
+    scores: Tensor
+    step: int
+    label_step: int
+    labels: int
+    room: int
+
+    def __deepcopy__(self, memo: object) -> None:
+        """Nothing: the table holds addresses, and a copied store, which lies elsewhere, makes its own."""
+
+
+class Chosen(Kernel):
+    """The backend in Triton for layers that choose what they read; the layers of a cache share its scratch memory.
+
+    Several query tokens at once, as in a later turn, run in plain PyTorch.
+    """
+
+    def __init__(self, config: ChosenConfig | None = None, programs: int = 0) -> None:
+        """Choose the launch; programs: number of programs, 0 = so many per multiprocessor as `config` says."""
+        super().__init__(programs=programs)
+        self.chosen_config = config or ChosenConfig()
+        self._scores = self._chosen = torch.empty(0)
+        self._group = 1  # query heads per KV head, known with the first query
+
+    def _programs(self, store: Store, per_sm: int, units: int) -> int:
+        """Programs for each of `units` equal pieces of work."""
+        programs = self.programs or _multiprocessors(store.ring_k.device) * per_sm
+        return max(1, -(-programs // units))
+
+    def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
+        """Attention in three launches; parameters and result are those of `reference.attend`."""
+        batch, q_heads, queries, dim = q.shape
+        self._group = q_heads // store.ring_k.shape[1]
+        if queries > 1 or not softmax.plain:
+            return batched.attend(store, q, position, scaling, softmax)
+        q = q if q.stride(-1) == 1 else q.contiguous()
+        config, plan, ranking = self.chosen_config, self.prepare(store), _ranking(store)
+        (heads, slots), group = store.ring_k.shape[1:3], self._group
+        chosen = self._choose(store, q, plan, ranking)
+        ends = -(-(store.sizes.sink + slots) // config.span)
+        shares = self._programs(store, config.per_sm, batch * q_heads)
+        shares = min(shares, -(-ranking.most * ranking.page // config.tile))
+        rows = triton.next_power_of_2(group)
+        partials, stats, done = self._scratch(batch * heads * (ends + shares) * rows, dim, batch * heads, q.device)
+        out = torch.empty(batch, 1, q_heads, dim, dtype=q.dtype, device=q.device)
+        chosen_kernel.attend[(batch * heads, ends + group * shares)](
+            *(store.ring_k, q, out, store.channels.index, plan.table, store.seen_dev, store.start_dev),
+            *(store.tail.length_dev, position.contiguous(), chosen, partials, stats, done),
+            *(scaling * 1.4426950408889634, q.stride(0), q.stride(1), store.channels.index.stride(0)),
+            *(ranking.most, store.sizes.sink, slots, ends, shares),
+            H=heads,
+            GROUP=group,
+            D=dim,
+            TILE=config.tile,
+            SPAN=config.span,
+            M=ROWS,
+            ROWS=rows,
+            MERGE_LINES=config.merge,
+            PER=ranking.page,
+            STEP=plan.step,
+            num_warps=config.warps,
+            num_stages=config.stages,
+        )
+        return out
+
+    def _choose(self, store: Store, q: Tensor, plan: ChosenPlan, ranking: Ranking) -> Tensor:
+        """The pages or tokens that each query head reads, [B Hq, most] int32; what lies past the last is anything."""
+        config, (batch, q_heads, _, dim) = self.chosen_config, q.shape
+        heads = store.ring_k.shape[1]
+        if self._chosen.numel() < 2 * batch * q_heads * ranking.most or self._chosen.device != q.device:
+            self._chosen = torch.empty(2 * batch * q_heads * ranking.most, dtype=torch.int32, device=q.device)
+        by_token, index = ranking.bounds is None, store.channels.index
+        words = store.ring_k.view(torch.float32)
+        given = (store.ring_k, words, q, index, plan.table, store.tail.length_dev, *q.stride()[:2], index.stride(0))
+        shape = {"H": heads, "GROUP": q_heads // heads, "D": dim, "M": ROWS, "STEP": plan.step}
+        grid = (batch * heads, self._programs(store, config.score_per_sm, batch * heads))
+        if by_token:
+            labels = max(16, triton.next_power_of_2(plan.labels))
+            ranking_kernel.score_tokens[grid](
+                *given, **shape, TILE=config.score_tile, RUN=config.run, C=labels, LABEL_STEP=plan.label_step,
+                BITS=ranking.bits, num_warps=config.score_warps,
+            )  # fmt: skip
+        else:
+            ranking_kernel.score_pages[grid](
+                *given, **shape, TILE=config.score_tile, PER=ranking.page, num_warps=config.score_warps
+            )
+        run = config.run if by_token else 1
+        block, run_block = _block(plan.room), 1
+        if by_token:
+            block, run_block = _block(min(plan.room, ranking.most * run)), _block(-(-plan.room // run))
+        ranking_kernel.choose[(batch * q_heads,)](
+            *(words, self._chosen, self._chosen[batch * q_heads * ranking.most :], plan.table, store.tail.length_dev),
+            ranking.most,
+            GROUP=q_heads // heads,
+            PER=ranking.page,
+            RUN=run,
+            BLOCK=block,
+            RUN_BLOCK=run_block,
+            num_warps=min(16, max(config.choose_warps, max(block, run_block) // HELD // 32)),
+        )
+        return self._chosen
+
+    def move(self, store: Store, due: np.ndarray) -> None:
+        """Move tokens that are due, and bring the bounds of their pages up to date; the reference is `Store.move`."""
+        super().move(store, due)
+        self.prepare(store, int(due.max()))
+
+    def prepare(self, store: Store, moved: int = 0) -> ChosenPlan:  # type: ignore[override]
+        """The store's table, made anew in place if addresses or capacities have changed, and its bounds.
+
+        moved: the most tokens that have joined a head's middle since the bounds were current
+        """
+        old, ranking = store.plan if isinstance(store.plan, ChosenPlan) else None, _ranking(store)
+        if old is not None and (old.version, old.group) == (store.version, self._group):
+            plan = old
+        else:
+            room = store.prompt.length + store.tail.capacity
+            if ranking.bounds is not None and ranking.bounds.widen(store, room):
+                moved = max(1, int(room.max()))
+            plan = store.plan = self._plan(store, ranking, old, int((-(-room // ranking.page)).max()))
+        if ranking.bounds is not None and moved:
+            self._bound(store, plan, ranking.bounds, moved)
+        return plan
+
+    def _plan(self, store: Store, ranking: Ranking, old: ChosenPlan | None, room: int) -> ChosenPlan:
+        """The plan of a store as it is now; room: the most pages or tokens of a head that there is room for."""
+        device, count, first = store.ring_k.device, store.channels.count, store.channels.first
+        runs = -(-room // self.chosen_config.run)
+        size = store.prompt.length.size * self._group * (room + runs)
+        scores = self._scores if old is None or old.scores.device != device else old.scores
+        if scores.numel() < size or scores.device != device:
+            if self._scores.numel() < size or self._scores.device != device:
+                self._scores = torch.empty(size + size // 8, device=device)  # plans may still point to the one before
+            scores = self._scores
+        lines = places(store, ranking, scores, room, runs, self._group)
+        table = torch.empty(lines.shape, dtype=torch.int64, device=device) if old is None else old.table
+        if table.shape != lines.shape or table.device != device:
+            table = torch.empty(lines.shape, dtype=torch.int64, device=device)
+        update(table, lines)
+        labels = count if first is None else first
+        step, label_step = (16 if not (n % 16).any() else 1 for n in (count, labels))
+        return ChosenPlan(table, store.version, self._group, scores, step, label_step, int(labels.max()), room)
+
+    def _bound(self, store: Store, plan: ChosenPlan, bounds: Bounds, moved: int) -> None:
+        """Bring the bounds of the pages that hold the last `moved` tokens of each head up to date."""
+        heads = store.prompt.length.size
+        programs = min(self._programs(store, self.chosen_config.score_per_sm, heads), -(-moved // bounds.page) + 1)
+        ranking_kernel.bound[(heads, programs)](
+            *(store.ring_k, plan.table, store.tail.length_dev, moved),
+            D=store.ring_k.shape[-1],
+            PER=bounds.page,
+            CHUNK=min(32, triton.next_power_of_2(bounds.page)),
+        )
+        bounds.settle(store)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Scratch memory held, by name."""
+        return {**super().tensors(), "scores": self._scores, "chosen": self._chosen}
+
+
+def _ranking(store: Store) -> Ranking:
+    ranking = getattr(store.reads, "ranking", None)
+    assert isinstance(ranking, Ranking)
+    return ranking
+
+
+def _block(candidates: int) -> int:
+    """Candidates that a program of `choose` holds in registers; it reads the others again."""
+    return min(MOST_BLOCK, max(64, triton.next_power_of_2(candidates)))

@@ -1,0 +1,341 @@
+"""Decoding steps that choose what they read, in Triton, against the plain form and against loops: in the interpreter on
+a CPU, on the device with `-m gpu`."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+ON_GPU = torch.cuda.is_available()
+pytest.importorskip("triton")  # Linux only
+
+from eval.cache.attention import chosen as launch  # noqa: E402
+from eval.cache.attention import ranking_kernel, reference  # noqa: E402
+from eval.cache.attention.backend import Plain, choose_backend  # noqa: E402
+from eval.cache.attention.bounds import Bounds  # noqa: E402
+from eval.cache.attention.chosen import Chosen, ChosenConfig  # noqa: E402
+from eval.cache.layer import CompressedLayer  # noqa: E402
+from eval.cache.storage.middle import Middle  # noqa: E402
+from eval.cache.storage.quantised import Packing  # noqa: E402
+from eval.cache.storage.store import Sizes, Store  # noqa: E402
+from eval.methods.reads.double_sparsity import Labels  # noqa: E402
+from eval.methods.reads.quest import Quest  # noqa: E402
+from tests.eval.cache.test_kernel import interpreter_takes_numpys_scalars, poison  # noqa: E402, F401
+
+DEVICE = "cuda" if ON_GPU else "cpu"
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32  # in the interpreter what is chosen shall not depend on rounding
+CLOSE = {"rtol": 2e-2, "atol": 2e-2} if ON_GPU else {"rtol": 1e-4, "atol": 1e-5}
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def random_reads(kind, budget, heads, dim, page=16, seed=0):
+    """Quest, or Double Sparsity with an eighth of the channels as labels, whole or in 4 bits."""
+    if kind == "quest":
+        return Quest(budget, page, 0)
+    order = torch.rand(heads, dim, generator=torch.Generator().manual_seed(seed)).argsort(-1)
+    return Labels(order < dim // 8, budget, 4 if kind == "four bits" else 16)
+
+
+def make_store(reads, counts, dim, lengths, sizes, seed=0, tokens=None):
+    """A sealed layer of random keys: counts[h] channels per head, rows of the given lengths, left-padded."""
+    generator = torch.Generator().manual_seed(seed)
+    keep = torch.rand(len(counts), dim, generator=generator).argsort(-1) < torch.tensor(counts)[:, None]
+    k, v = torch.randn(2, len(lengths), len(counts), max(lengths), dim, generator=generator).to(DEVICE, DTYPE)
+    real = torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]
+    return Store(k, v, None if real.all() else real.to(DEVICE), Middle(keep, reads=reads), sizes, tokens)
+
+
+def step_of(store, kernel, group, generator):
+    """Append one random token per row; returns its query [B, Hq, 1, D] and its position."""
+    batch, heads, _, dim = store.ring_k.shape
+    k, v = torch.randn(2, batch, heads, 1, dim, generator=generator).to(DEVICE, DTYPE)
+    q = torch.randn(batch, 1, heads * group, dim, generator=generator).to(DEVICE, DTYPE).transpose(1, 2)
+    return q, store.append(k, v, write=kernel.write)
+
+
+def check_steps(store, group, steps, kernel, seed=0):
+    """A few steps past moves out of the window, each against the loops over rows and heads, over poisoned memory."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    for _ in range(steps):
+        q, position = step_of(store, kernel, group, generator)
+        poison(store)
+        got = kernel.attend(store, q, position, 0.3)
+        # labels are rounded in the cache's own precision
+        want = reference.attend(store, q if store.reads.ranking.bits < 16 else q.double(), position, 0.3).double()
+        assert not got.isnan().any()
+        torch.testing.assert_close(got.double(), want, **CLOSE)
+        assert not kernel._done.any()
+        store.flush(kernel.move)
+        if isinstance(store.reads.ranking.bounds, Bounds):
+            check_bounds(store)
+
+
+def check_bounds(store):
+    """The bounds that launches have kept up are those of all keys."""
+    for row, head in np.ndindex(*store.prompt.length.shape):
+        keys = torch.cat([part.read(row, head)[0] for part in (store.prompt, store.tail)])
+        low, high = store.reads.ranking.bounds.of(row, head)
+        pages = keys.split(store.reads.ranking.page) if len(keys) else ()
+        assert len(pages) == len(low)
+        for page, least, most in zip(pages, low, high, strict=True):
+            torch.testing.assert_close(least, page.amin(0), rtol=0, atol=0)
+            torch.testing.assert_close(most, page.amax(0), rtol=0, atol=0)
+
+
+@pytest.mark.skipif(ON_GPU, reason="the same on the device below")
+@pytest.mark.parametrize("kind", ["quest", "labels", "four bits"])
+@pytest.mark.parametrize(
+    ("counts", "dim", "group", "page"), [([0, 64], 64, 3, 16), ([17, 32], 64, 1, 5), ([128, 77], 128, 4, 64)]
+)
+def test_steps_are_those_of_the_loops(kind, counts, dim, group, page):
+    sizes = Sizes(5, 40, 8)
+    reads = random_reads(kind, 45 + max(48, page), len(counts), dim, page)
+    check_steps(make_store(reads, counts, dim, [260, 140], sizes), group, 10, Chosen(programs=6))
+
+
+@pytest.mark.skipif(ON_GPU, reason="the same on the device below")
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(["quest", "labels", "four bits"]),
+    st.lists(st.integers(0, 64), min_size=1, max_size=2),
+    st.integers(1, 5),
+    st.lists(st.integers(1, 150), min_size=1, max_size=2),
+    st.tuples(st.integers(0, 20), st.integers(0, 40), st.integers(1, 12)),
+    st.integers(1, 20),
+    st.integers(1, 200),
+    st.integers(1, 40),
+    st.integers(0, 99),
+)
+def test_steps_on_random_shapes(kind, counts, group, lengths, sizes, page, spare, programs, seed):
+    """Spare: tokens that are read of the middle, which may be more than there are."""
+    lengths, sizes = [max(n, sizes[0]) for n in lengths], Sizes(*sizes)
+    reads = random_reads(kind, sizes.sink + sizes.window + spare, len(counts), 64, page, seed)
+    check_steps(make_store(reads, counts, 64, lengths, sizes, seed), group, 3, Chosen(programs=programs), seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["quest", "labels", "four bits"])
+@pytest.mark.parametrize(
+    ("counts", "dim", "group", "page"),
+    [
+        ([128] * 4, 128, 4, 16),
+        ([0, 32, 64, 96], 128, 4, 16),
+        ([77, 128, 16], 128, 7, 64),
+        ([64, 17], 64, 1, 5),
+        ([32, 80], 128, 16, 32),
+    ],
+)
+def test_steps_on_the_device(kind, counts, dim, group, page):
+    sizes = Sizes(16, 64, 32)
+    store = make_store(random_reads(kind, 400, len(counts), dim, page), counts, dim, [3000, 1700, 700], sizes)
+    kernel, generator, off, of_all = Chosen(), torch.Generator().manual_seed(1), 0, 0
+    for _ in range(40):
+        q, position = step_of(store, kernel, group, generator)
+        poison(store)
+        got = kernel.attend(store, q, position, 0.1).double()
+        want = Plain().attend(store, q, position, 0.1).double()
+        assert not got.isnan().any()
+        wrong = ~torch.isclose(got, want, **CLOSE).all(-1)  # a page or token that ties with another may be chosen
+        off, of_all = off + int(wrong.sum()), of_all + wrong.numel()
+        store.flush(kernel.move)
+        if kind == "quest":
+            check_bounds(store)
+    assert off <= 2e-3 * of_all
+
+
+def unread(store, q):
+    """Per row and KV head, the middle's tokens [n] bool that no query head of the group reads."""
+    batch, heads = store.prompt.length.shape
+    for row, head in np.ndindex(batch, heads):
+        count = int(store.channels.count[row, head])
+        index = store.channels.index[row, head, :count].long()
+        k = torch.cat([part.read(row, head)[0] for part in (store.prompt, store.tail)]).float()
+        group = q.shape[1] // heads
+        kept = q[row, head * group : (head + 1) * group][..., index].float()
+        yield row, head, ~store.reads.visible(row, head, kept, k, index).any(0).any(0)
+
+
+@pytest.mark.parametrize("kind", ["quest", "labels"])
+def test_what_is_not_chosen_is_not_read(kind):
+    """NaN in every key and value that no query head has chosen changes no bit; labels are read of all."""
+    store = make_store(random_reads(kind, 140, 2, 64, 8), [64, 40], 64, [400, 230], Sizes(8, 48, 8))
+    kernel, generator = Chosen(programs=0 if ON_GPU else 8), torch.Generator().manual_seed(5)
+    for _ in range(12):
+        q, position = step_of(store, kernel, 3, generator)
+        store.flush(kernel.move)
+    before, hidden = kernel.attend(store, q, position, 0.3), 0
+    for row, head, gone in unread(store, q):
+        first, gone = 0, gone.cpu().numpy()
+        labels = 0 if store.channels.first is None else int(store.channels.first[row, head])
+        for part in (store.prompt, store.tail):
+            k, v = part._regions(row, head)  # K [tokens, channels, 1]
+            here = np.flatnonzero(gone[first : first + int(part.length[row, head])])
+            k[here, labels:], v[here] = torch.nan, torch.nan
+            first, hidden = first + int(part.length[row, head]), hidden + len(here)
+    assert hidden > 300
+    assert torch.equal(kernel.attend(store, q, position, 0.3), before)
+    assert Plain().attend(store, q, position, 0.3).isnan().any()  # the plain form reads all and masks
+
+
+@pytest.mark.parametrize("run", [1, 8])
+@pytest.mark.parametrize(("total", "most"), [(1, 1), (7, 40), (130, 40), (257, 256), (1000, 3)])
+def test_the_choice_is_topks(total, most, run, monkeypatch):
+    """Ties included: the scores chosen are the highest, each candidate once, in ascending order; past BLOCK, too."""
+    generator = torch.Generator().manual_seed(total)
+    store = make_store(random_reads("labels", 100, 2, 64), [64, 64], 64, [20, 20], Sizes(0, 0, 1))
+    table = torch.zeros(4, ranking_kernel.FIELDS.value, dtype=torch.int64)
+    scores = torch.randint(-6, 6, (8, 1024), generator=generator).float()
+    scores[1], scores[2] = torch.randn(1024, generator=generator), -torch.inf
+    scores[3, ::3] = -0.0
+    best = torch.full((8, 1024), -torch.inf)
+    best[:, : -(-total // run)] = torch.stack([s.amax(-1) for s in scores[:, :total].split(run, -1)], -1)
+    words = torch.cat([scores.flatten(), best.flatten()]).to(DEVICE)
+    heads = torch.arange(4)
+    table[:, ranking_kernel.PROMPT.value] = total
+    table[:, ranking_kernel.SCORES.value], table[:, ranking_kernel.STRIDE.value] = heads * 2 * 1024, 1024
+    table[:, ranking_kernel.BEST.value] = 8 * 1024 + heads * 2 * 1024
+    table[:, ranking_kernel.BEST_STRIDE.value] = 1024
+    chosen, runs = torch.full((2, 8, most), -1, dtype=torch.int32, device=DEVICE)
+    tail = torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    ranking_kernel.choose[(8,)](words, chosen, runs, table.to(DEVICE), tail, most, GROUP=2, PER=1, RUN=run,
+                                BLOCK=64, RUN_BLOCK=64)  # fmt: skip
+    assert store.channels.first is not None
+    for found, of_row in zip(chosen.cpu().long(), scores[:, :total], strict=True):
+        mine = found[: min(most, total)]
+        assert (mine.diff() > 0).all()
+        want = of_row.topk(min(most, total)).values
+        assert torch.equal(of_row[mine].sort(descending=True).values, want)
+        assert (found[total:] == -1).all()
+
+
+@pytest.mark.parametrize("kind", ["quest", "labels"])
+def test_rows_that_are_reordered_keep_what_they_choose(kind):
+    store = make_store(random_reads(kind, 140, 2, 64, 8), [64, 40], 64, [300, 230], Sizes(8, 48, 8))
+    kernel, generator = Chosen(programs=0 if ON_GPU else 6), torch.Generator().manual_seed(5)
+    for _ in range(9):
+        q, position = step_of(store, kernel, 2, generator)
+        store.flush(kernel.move)
+    before, rows = kernel.attend(store, q, position, 0.3), torch.tensor([1, 1, 0])
+    store.select(rows)
+    again = kernel.attend(store, q[rows], position[rows], 0.3)
+    torch.testing.assert_close(again, before[rows])
+    check_steps(store, 2, 9, kernel) if not ON_GPU else None
+
+
+def layer_pair(reads, keep, lengths, sizes, group, seed):
+    """Two sealed layers of the same prompt: the first runs in plain PyTorch, the second in the kernel."""
+    generator = torch.Generator().manual_seed(seed)
+    dim, width = keep.shape[-1], max(lengths)
+    k, v = torch.randn(2, len(lengths), len(keep), width, dim, generator=generator).to(DEVICE, DTYPE)
+    real = (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).to(DEVICE)
+    layers = []
+    for choice in (Plain(), choose_backend("triton") if ON_GPU else Only(Chosen(programs=4))):
+        layers.append(CompressedLayer(Middle(keep, reads=reads), sizes, choice))
+        layers[-1].seal(k, v, real)
+    return layers
+
+
+class Only:
+    """A choice of one backend."""
+
+    def __init__(self, backend):
+        self.backend = backend
+
+    def choose(self, *args):
+        return self.backend
+
+
+@pytest.mark.skipif(ON_GPU, reason="numbers of a later turn are the plain form's")
+@pytest.mark.parametrize("kind", ["quest", "labels"])
+def test_a_later_turn_and_a_copy_go_on(kind):
+    keep = torch.ones(2, 64, dtype=torch.bool)
+    plain, fast = layer_pair(random_reads(kind, 90, 2, 64, 8), keep, [150, 90], Sizes(8, 40, 8), 2, 3)
+    generator = torch.Generator().manual_seed(4)
+    for new in (1, 19, 1, 1, 12, 1):
+        k, v = torch.randn(2, 2, 2, new, 64, generator=generator)
+        q = torch.randn(2, 4, new, 64, generator=generator)
+        outs = []
+        for layer in (plain, fast):
+            layer.update(k, v)
+            outs.append(layer.attend(q))
+        torch.testing.assert_close(outs[1], outs[0], **CLOSE)
+        fast = copy.deepcopy(fast)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="the same on the device below")
+@pytest.mark.parametrize("kind", ["quest", "labels"])
+def test_a_thousand_steps_with_padding_and_flushes(kind):
+    thousand_steps(kind, 1, 1000)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["quest", "labels", "four bits"])
+def test_a_thousand_captured_steps_with_padding_and_flushes(kind):
+    thousand_steps(kind, 4, 1100)
+
+
+def thousand_steps(kind, group, steps):
+    """Steps of a padded batch past many flushes: the kernel's, captured on a GPU, against the plain form's."""
+    heads, dim = (4, 128) if ON_GPU else (1, 64)
+    keep, sizes = torch.ones(heads, dim, dtype=torch.bool), Sizes(8, 48, 16)
+    plain, fast = layer_pair(random_reads(kind, 200, heads, dim, 8), keep, [300, 170], sizes, group, 7)
+    generator = torch.Generator().manual_seed(8)
+
+    def step(layer, q, k, v):
+        layer.update(k, v)
+        return layer.attend(q)
+
+    graph, off = None, 0
+    for i in range(steps):
+        k, v = torch.randn(2, 2, heads, 1, dim, generator=generator).to(DEVICE, DTYPE)
+        q = torch.randn(2, heads * group, 1, dim, generator=generator).to(DEVICE, DTYPE)
+        want = step(plain, q, k, v)
+        if ON_GPU and i == 3:
+            static, graph = [x.clone() for x in (q, k, v)], torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                out = step(fast, *static)
+        if graph is None:
+            out = step(fast, q, k, v)
+        else:
+            for held, new in zip(static, (q, k, v), strict=True):
+                held.copy_(new)
+            graph.replay()
+            fast.advance(1)
+        off += int((~torch.isclose(out, want, **CLOSE)).any(-1).sum())
+    assert fast.store.tail.length.max() == plain.store.tail.length.max() > steps - 100
+    assert off <= (2e-3 if ON_GPU else 0) * steps * 2 * heads * group
+
+
+def test_what_the_kernel_cannot_choose_is_said():
+    dense = torch.ones(2, 64, dtype=torch.bool)
+    packed = Middle(dense, reads=Quest(200, 16, 0), bits=Packing(4, 32))
+    assert "does not unpack numbers" in packed.why_not_kernel
+    assert Middle(dense, reads=Quest(200, 16, 0)).why_not_kernel is None
+    assert "prunes some" in Middle(dense, dense, reads=Quest(200, 16, 0)).why_not_kernel
+    if not ON_GPU:
+        store = make_store(Quest(200, 16, 0), [64, 64], 64, [300], Sizes(8, 48, 8))
+        q = torch.zeros(1, 4, 1, 64)
+        assert isinstance(choose_backend("triton").choose(store, q), Chosen)
+        store.reads.ranking = None  # a method of a user's own
+        with pytest.raises(RuntimeError, match="the kernel cannot rank what Pages reads"):
+            choose_backend("triton").choose(store, q)
+        assert isinstance(choose_backend("auto").choose(store, q), Plain)
+
+
+def test_scores_that_outgrow_their_memory_move_on(monkeypatch):
+    """A middle that grows past the scratch memory, and layers whose plans still point to the old one."""
+    kernel, generator = Chosen(ChosenConfig(run=4), 0 if ON_GPU else 3), torch.Generator().manual_seed(2)
+    monkeypatch.setattr(launch, "MOST_BLOCK", 64)
+    stores = [make_store(random_reads("labels", 120, 1, 64), [64], 64, [n], Sizes(8, 48, 8)) for n in (200, 90)]
+    for _ in range(12):
+        for store in stores:
+            q, position = step_of(store, kernel, 1, generator)
+            got = kernel.attend(store, q, position, 0.3)
+            want = reference.attend(store, q.double(), position, 0.3)
+            torch.testing.assert_close(got.double(), want, **CLOSE)
+            store.flush(kernel.move)
