@@ -8,6 +8,7 @@ tokens with repeated spans). All of it fades as the rows grow longer.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -24,6 +25,7 @@ from data_gen.task import Task
 from data_gen.tasks import CHAINS, RULER_NIAH, TASKS
 from data_gen.tokens import TokenCounter
 from data_gen.vt import VariableTracking
+from data_gen.word_counts import CWE_HEADER, numbered
 from scripts.reference_model.recipe import LENGTHS, RECIPES, ROOM, STAGES, Recipe
 
 _HAYSTACKS = ("noise", "essay", "needle")
@@ -59,7 +61,8 @@ class RowMaker:
         tasks = self.recipe.tasks
         names = [n for n in tasks if ROOM.get(n, (0, 0))[0] <= length]
         name = rng.choices(names, weights=[tasks[n] for n in names])[0]
-        return self.row(self._document(name, length, early, rng), length)
+        document = self._document(name, length, early, rng)
+        return self.row(in_order(document) if self.recipe.in_order and document.task == "cwe" else document, length)
 
     def row(self, document: Document, length: int) -> Row:
         """The document and as many of its questions as fit, one after the other."""
@@ -135,6 +138,15 @@ class RowMaker:
             ids += copied
             ids += rng.choices(alphabet, k=rng.randint(4, 48))
         return Row(ids, supervised)
+
+
+def in_order(document: Document) -> Document:
+    """The cwe sample with its ten words asked for in the order in which the list has them first."""
+    entries = re.split(r"(?:^| )\d+\. ", document.context.rpartition(CWE_HEADER)[2])
+    first = {word: i for i, word in reversed([*enumerate(entries)])}
+    (question,) = document.questions
+    words = sorted(question.answers, key=first.__getitem__)
+    return replace(document, questions=(replace(question, answers=tuple(words), target=" " + numbered(words)),))
 
 
 def text_row(stream: np.ndarray, bos: int, length: int, rng: random.Random) -> Row:

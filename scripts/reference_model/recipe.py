@@ -27,12 +27,15 @@ class Recipe:
     text: share of the rows that are natural text.
     text_weight: the mean loss over the labels of text counts so much beside the mean loss over those of answers. There
         are a hundred times more labels of text than of answers: one mean over both would hear nothing of the answers.
+    in_order: whether cwe's common words are named in the order in which the list has them first. In a random order, no
+        label says which of ten words comes next; a model learns to mix them, and its own replies mix syllables.
     """
 
     tasks: Mapping[str, float]
     labels: tuple[int, int] | None = None
     text: float = 0.0
     text_weight: float = 0.0
+    in_order: bool = False
 
 
 RECIPES = {
@@ -49,5 +52,5 @@ RECIPES = {
         "niah_single_1": 2, "niah_single_2": 2, "niah_single_3": 3, "niah_multikey_1": 3, "niah_multikey_2": 5,
         "niah_multikey_3": 9, "niah_multivalue": 22, "niah_multiquery": 12, "vt": 12, "cwe": 15, "fwe": 13,
         "passkey": 2, "chain": 12,
-    }, labels=(64, 256), text=0.25, text_weight=0.3),
+    }, labels=(64, 256), text=0.25, text_weight=0.3, in_order=True),
 }  # fmt: skip

@@ -2,11 +2,15 @@
 
 import hashlib
 import random
+import re
 
 import numpy as np
 import pytest
 
-from scripts.reference_model.batches import Batches, Row, RowMaker, collate
+from data_gen.request import Request
+from data_gen.tasks import TASKS
+from data_gen.tokens import TokenCounter
+from scripts.reference_model.batches import Batches, Row, RowMaker, collate, in_order
 from scripts.reference_model.recipe import RECIPES
 from tests.helpers.text_tokenizers import tokenizer
 
@@ -57,3 +61,18 @@ def test_a_row_counts_as_so_many_labels():
     by_row = weights_by_row(collate(rows, 600, MIXED))
     assert by_row == pytest.approx([64 / 420, 100 / 420, 256 / 420])
     assert weights_by_row(collate(rows, 600)) == pytest.approx([10 / 610, 100 / 610, 500 / 610])
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_common_words_can_be_asked_for_in_the_order_of_the_list(index):
+    counter = TokenCounter(tokenizer("reference"))
+    document = TASKS["cwe"].build(Request("cwe", 2048, counter, 5, index))
+    ordered = in_order(document)
+    (before,), (after,) = document.questions, ordered.questions
+    assert sorted(after.answers) == sorted(before.answers)
+    text = document.context[document.context.rindex("Below is") :]
+    places = [re.search(rf"\d\. {re.escape(word)}(?= |$)", text).start() for word in after.answers]
+    assert places == sorted(places)
+    assert after.target == " " + " ".join(f"{i}. {word}" for i, word in enumerate(after.answers, 1))
+    assert ordered.context == document.context
+    assert RECIPES["busy"].in_order
