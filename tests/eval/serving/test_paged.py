@@ -110,6 +110,15 @@ def test_new_tokens_are_written_as_the_layout_says(seed, block):
     torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
+def test_what_the_kernel_cannot_read_is_refused():
+    with pytest.raises(ValueError, match="channels, not 80"):
+        PagedAttention(PageLayout.of(a_mask(0, dim=80), 16, 4, 24), DEVICE, 6, 1, 4)
+    paged = PagedAttention(PageLayout.of(a_mask(0), 16, 4, 24), DEVICE, 6, 2, 4)
+    q = torch.zeros(3, 6, 64, dtype=DTYPE, device=DEVICE)
+    with pytest.raises(ValueError, match="3 rows at once are more than the 2"):
+        paged.attend(q, 0, q, q, q, q, 1.0)
+
+
 @pytest.mark.gpu
 def test_a_captured_step_is_replayed_while_rows_grow():
     layout = PageLayout.of(a_mask(3, dim=128), 32, 64, 256)
