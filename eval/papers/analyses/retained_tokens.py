@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from eval.cache.storage.pages import Segment
 from eval.cache.storage.store import Sizes
 from eval.inference.decode import greedy
 from eval.inference.prefill import PromptLayer
@@ -156,9 +157,11 @@ class _RecordedRounds(Rounds):
         super().__init__(settings)
         self.record = record
 
-    def stay(self, sink: np.ndarray, middle: np.ndarray, window: np.ndarray) -> Tensor | None:
-        """What stays (`Rounds.stay`), which is recorded: all heads keep the same tokens."""
-        found = super().stay(sink, middle, window)
-        most = int(middle.max())
+    def chosen(
+        self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray, kernel: bool = False
+    ) -> Tensor | None:
+        """What stays (`Rounds.chosen`), which is recorded: all heads keep the same tokens."""
+        found = super().chosen(prompt, tail, sink, window, kernel)
+        most = int((prompt.length + tail.length).max())
         self.record.note(most, int(window[0]), None if found is None else found[0, 0, :most].cpu())
         return found
