@@ -25,7 +25,7 @@ class Tiles(NamedTuple):
     keys: int = 128
     queries: int = 64
     warps: int = 4
-    stages: int = 3
+    stages: int = 4
 
 
 DEFAULT = Tiles()

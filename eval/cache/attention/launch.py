@@ -113,7 +113,7 @@ class Kernel:
     def evict(self, store: Store) -> None:
         """Drop the tokens of the middle that the policy gives up, in one launch; the reference is `Store.evict`."""
         policy = store.eviction
-        stay = None if policy is None else policy.chosen(store.prompt, store.tail, *store.ends())
+        stay = None if policy is None else policy.chosen(store.prompt, store.tail, *store.ends(), kernel=True)
         if policy is not None and stay is not None:
             room, places = self.prepare(store).room, store.tail.length.size
             assert room is not None
@@ -179,7 +179,6 @@ class Kernel:
         """The store's work table, made anew if addresses or capacities have changed; in place, for captured graphs."""
         old = store.plan if isinstance(store.plan, LaunchPlan) else None
         if old is not None and old.version == store.version:
-            self.weights.fit(store, old.room)
             return old
         batch, heads = store.ring_k.shape[:2]
         device = store.ring_k.device

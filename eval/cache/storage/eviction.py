@@ -20,7 +20,7 @@ ENDLESS = 1 << 40  # tokens: more than ever come
 
 
 class Eviction(ABC):
-    """The eviction policy of a layer; a subclass says which tokens `stay`.
+    """The eviction policy of a layer; a subclass says which tokens are `chosen` to stay.
 
     A score is the attention that a token has received from the query heads of its KV head:
     s_t = decay s_{t-1} + sum over heads and queries of A_t (Lethe, Eq. 5; H2O has decay 1).
@@ -73,12 +73,16 @@ class Eviction(ABC):
         scores.mul_(self.decay).add_(weights)
 
     @abstractmethod
-    def stay(self, sink: np.ndarray, middle: np.ndarray, window: np.ndarray) -> Tensor | None:
+    def chosen(
+        self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray, kernel: bool = False
+    ) -> Tensor | None:
         """Which tokens of the middle stay: bool [B, H, most of middle], None = all.
 
         What it says past the end of a head's own middle is not read.
 
-        sink, middle, window: [B], [B, H] and [B], tokens held
+        prompt, tail: the middle
+        sink, window: [B], tokens held
+        kernel: whether Triton may choose; all of the middle is in the tail then
         """
 
     def forget(self, row: int, head: int, first: int, stay: Tensor) -> None:
@@ -107,14 +111,10 @@ class Eviction(ABC):
             self.scores.copy_(self.scores.gather(-1, source * there) * there)
             self.held = self.held - gone
 
-    def chosen(self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray) -> Tensor | None:
-        """What `stay` says of both parts of a middle; here a subclass can look at their keys."""
-        return self.stay(sink, prompt.length + tail.length, window)
-
     def left(self, stay: Tensor, middle: np.ndarray) -> np.ndarray:
         """How many tokens of each head's middle stay [B, H], on the host.
 
-        stay: what `stay` said
+        stay: what `chosen` said
         middle: [B, H], tokens held
         """
         token = torch.arange(stay.shape[-1], device=stay.device)
@@ -187,13 +187,21 @@ class HeavyHitters(Eviction):
         """Whether the scores decay; sums of attention are the same however many tokens come at once."""
         return self.decay != 1
 
-    def stay(self, sink: np.ndarray, middle: np.ndarray, window: np.ndarray) -> Tensor | None:
-        """Which tokens of the middle stay; see `Eviction.stay`."""
+    def chosen(
+        self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray, kernel: bool = False
+    ) -> Tensor | None:
+        """Which tokens of the middle stay; see `Eviction.chosen`."""
+        middle = prompt.length + tail.length
         if (middle <= self.heavy).all():
             return None
         first, most = int(sink.max()), int(middle.max())
-        own = torch.arange(most, device=self.scores.device) < upload(middle, self.scores.device)[..., None]
-        return largest(self.ranking(middle)[..., first : first + most].masked_fill(~own, -torch.inf), self.heavy)
+        ranked = self.ranking(prompt, tail, first)[..., first : first + most]
+        if kernel:
+            from eval.cache.storage.choosing import heaviest
+
+            return heaviest(ranked, tail.length_dev, self.heavy)
+        own = torch.arange(most, device=ranked.device) < upload(middle, ranked.device)[..., None]
+        return largest(ranked.masked_fill(~own, -torch.inf), self.heavy)
 
     def left(self, stay: Tensor, middle: np.ndarray) -> np.ndarray:
         """How many stay; nothing is asked of the device."""
@@ -203,8 +211,12 @@ class HeavyHitters(Eviction):
         """A budget is exceeded only when tokens leave the window."""
         return ENDLESS
 
-    def ranking(self, middle: np.ndarray) -> Tensor:
-        """What the tokens are ranked by, [B, H, n] like `scores`; middle: [B, H], tokens held there."""
+    def ranking(self, prompt: Segment, tail: Segment, sink: int) -> Tensor:
+        """What the tokens are ranked by, [B, H, n] like `scores`.
+
+        prompt, tail: the middle
+        sink: tokens before it
+        """
         return self.scores
 
 

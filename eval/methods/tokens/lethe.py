@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from eval.cache.storage.eviction import SCORE, Eviction, largest
+from eval.cache.storage.pages import Segment
 from eval.cache.storage.store import Sizes
 from eval.cache.storage.upload import upload
 from eval.inference.prefill import Prefill, PromptLayer
@@ -122,7 +123,10 @@ class Rounds(Eviction):
     def quiet(self, held: np.ndarray) -> int:
         return int((self.evict_at + 1 - held.max(1)).min())
 
-    def stay(self, sink: np.ndarray, middle: np.ndarray, window: np.ndarray) -> Tensor | None:
+    def chosen(
+        self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray, kernel: bool = False
+    ) -> Tensor | None:
+        middle = prompt.length + tail.length
         most = middle.max(1)
         held = sink + most + window
         due = np.flatnonzero((held > self.evict_at) & (most > 0))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from annotated_types import Ge, Le
 from torch import Tensor
-from torch.nn.functional import max_pool1d, normalize, pad
+from torch.nn.functional import max_pool1d, normalize
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from eval.cache.storage.eviction import HeavyHitters
@@ -97,26 +97,17 @@ class Redundant(HeavyHitters):
     def __init__(self, heavy: int, settings: RKV) -> None:
         super().__init__(heavy)
         self.settings, self.decay = settings, 1 - 1 / settings.queries
-        self.redundant: Tensor | None = None  # [B, H, most of middle], while tokens are being dropped
 
-    def chosen(self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray) -> Tensor | None:
+    def ranking(self, prompt: Segment, tail: Segment, sink: int) -> Tensor:
         middle = prompt.length + tail.length
-        if (middle <= self.heavy).all():
-            return None
-        found = torch.zeros(*middle.shape, int(middle.max()), device=self.scores.device)
+        redundant = torch.zeros_like(self.scores)
         for row, head in np.argwhere(middle > self.heavy).tolist():
             keys = torch.cat([part.read(row, head)[0] for part in (prompt, tail)])[None, None]
             there = torch.ones(1, 1, keys.shape[2], dtype=torch.bool, device=keys.device)
-            found[row, head, : keys.shape[2]] = redundancy(keys, there, self.settings.threshold)[0, 0]
-        self.redundant = pad(found, (int(sink.max()), 0))
-        stay = super().chosen(prompt, tail, sink, window)
-        self.redundant = None
-        return stay
-
-    def ranking(self, middle: np.ndarray) -> Tensor:
-        assert self.redundant is not None
+            of_head = redundancy(keys, there, self.settings.threshold)[0, 0]
+            redundant[row, head, sink : sink + keys.shape[2]] = of_head
         share = self.scores / self.scores.sum(-1, keepdim=True).clamp(min=torch.finfo(self.scores.dtype).tiny)
-        return self.settings.ranked(share, pad(self.redundant, (0, share.shape[-1] - self.redundant.shape[-1])))
+        return self.settings.ranked(share, redundant)
 
 
 def redundancy(keys: Tensor, there: Tensor, threshold: float) -> Tensor:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from eval.cache.storage.eviction import HeavyHitters
+from eval.cache.storage.pages import Segment
 from eval.cache.storage.upload import upload
 from eval.inference.observe import received
 from eval.inference.prefill import PromptLayer
@@ -57,6 +57,8 @@ class LastQuery(HeavyHitters):
 
     decay = 0.0
 
-    def ranking(self, middle: np.ndarray) -> Tensor:
-        there = upload(middle > 0, self.scores.device)[..., None]  # a head without channels has no middle
+    def ranking(self, prompt: Segment, tail: Segment, sink: int) -> Tensor:
+        there = upload(prompt.length + tail.length > 0, self.scores.device)[
+            ..., None
+        ]  # a head without channels has no middle
         return (self.scores * there).sum(1, keepdim=True).expand_as(self.scores)

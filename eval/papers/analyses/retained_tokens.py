@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from eval.cache.storage.pages import Segment
 from eval.cache.storage.store import Sizes
 from eval.inference.decode import greedy
 from eval.inference.prefill import PromptLayer, pad_left, prefill
@@ -182,9 +183,12 @@ class _RecordedRounds(Rounds):
         super().__init__(settings)
         self.records = records
 
-    def stay(self, sink: np.ndarray, middle: np.ndarray, window: np.ndarray) -> Tensor | None:
-        """What stays (`Rounds.stay`), which is recorded: all heads keep the same tokens."""
-        found = super().stay(sink, middle, window)
+    def chosen(
+        self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray, kernel: bool = False
+    ) -> Tensor | None:
+        """What stays (`Rounds.chosen`), which is recorded: all heads keep the same tokens."""
+        found = super().chosen(prompt, tail, sink, window, kernel)
+        middle = prompt.length + tail.length
         of_first_head = None if found is None else found[:, 0].cpu()
         for index, record in enumerate(self.records):
             most = int(middle[index].max())
