@@ -67,8 +67,8 @@ from scripts.bench.common import (
 METHODS = (
     "dense", "leank", "leank_budget", "think", "iap", "lowest_frequencies", "double_sparsity_channels", "snapkv",
     "h2o", "streaming_llm", "pyramidkv", "duo_attention", "duo_leank", "lethe", "gemfilter", "fastkv", "asl",
-    "asl_two_pass", "pyramid_infer", "kivi", "kivi_leank", "quest", "quest_leank", "double_sparsity", "snapkv_think",
-    "h2o_iap",
+    "asl_two_pass", "pyramid_infer", "kivi", "kivi_leank", "quest", "quest_leank", "double_sparsity",
+    "double_sparsity_leank", "snapkv_think", "h2o_iap",
 )  # fmt: skip
 DENSE = ("StaticCache", "own cache, nothing pruned")  # contenders that follow "dense"
 COLUMNS = ("ttft_s", "prefill_s", "cache_s", "gb", "eager_ms", "graph_ms", "gpu_ms", "attention_ms", "products_ms",

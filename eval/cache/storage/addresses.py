@@ -22,7 +22,7 @@ class Addresses:
     seen, start: int64 [B], on the device
     channels: int32 [B, H, D]
     tail_length: int64 [B, H], on the device
-    count: [B, H], kept channels
+    count, first: [B, H], kept channels, and those of them that are labels, None = there are none
     plan: that whose table is read
     version: of the store
     """
@@ -34,6 +34,7 @@ class Addresses:
     channels: Tensor
     tail_length: Tensor
     count: np.ndarray
+    first: np.ndarray | None
     plan: Plan | None
     version: int
 
@@ -42,12 +43,14 @@ class Addresses:
         """Those of a sealed layer."""
         ring, counts = (store.ring_k, store.ring_v), (store.seen_dev, store.start_dev)
         tables = store.channels.index, store.tail.length_dev
-        return cls(*ring, *counts, *tables, store.channels.count, store.plan, store.version)
+        channels = store.channels.count, store.channels.first
+        return cls(*ring, *counts, *tables, *channels, store.plan, store.version)
 
     def key(self) -> tuple[object, ...]:
         """Equal for two layers of which one captured step can read either."""
         tensors = (*self._tensors(), *(() if self.plan is None else (self.plan.table,)))
-        return *(_key(tensor) for tensor in tensors), self.count.tobytes()
+        first = None if self.first is None else self.first.tobytes()
+        return *(_key(tensor) for tensor in tensors), self.count.tobytes(), first
 
     def _tensors(self) -> tuple[Tensor, ...]:
         return self.ring_k, self.ring_v, self.seen, self.start, self.channels, self.tail_length

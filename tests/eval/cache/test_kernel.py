@@ -59,8 +59,10 @@ def poison(store):
     for segment in (store.prompt, store.tail):
         for row, head in np.ndindex(*segment.length.shape):
             n, (pages, values) = int(segment.length[row, head]), segment._regions(row, head)
-            for token in range(n, len(values)):
-                pages[token // segment.page, :, token % segment.page] = torch.nan
+            first, rest = -(-n // segment.page), n % segment.page
+            pages[first:] = torch.nan
+            if rest:
+                pages[first - 1, :, rest:] = torch.nan
             values[n:] = torch.nan
 
 
