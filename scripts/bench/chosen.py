@@ -36,12 +36,13 @@ HEADS, GROUP, SIZES, BUDGET = 8, 4, Sizes(16, 64, 32), 1024
 COPIES = 4  # layers over which a timing rotates, so that none is still in the L2 cache
 LAUNCHES: dict[str, list[dict[str, int]]] = {
     "quest": [
-        {}, {"per_sm": 2}, {"per_sm": 8}, {"score_per_sm": 2}, {"score_per_sm": 8}, {"choose_warps": 8}, {"stages": 2},
-        {"span": 64}, {"score_tile": 32}, {"tile": 32}, {"warps": 8},
+        {}, {"per_sm": 1}, {"per_sm": 3}, {"per_sm": 4}, {"tile": 16}, {"tile": 64}, {"warps": 8}, {"merge": 8},
+        {"span": 128}, {"score_per_sm": 1}, {"score_per_sm": 3}, {"score_tile": 32}, {"choose_warps": 8},
+        {"choose_warps": 16},
     ],
     "labels": [
-        {}, {"run": 4}, {"run": 16}, {"choose_warps": 8}, {"choose_warps": 16}, {"score_per_sm": 2},
-        {"score_per_sm": 8}, {"score_tile": 128}, {"score_tile": 256}, {"per_sm": 8},
+        {}, {"per_sm": 1}, {"per_sm": 4}, {"tile": 64}, {"run": 4}, {"run": 16}, {"choose_warps": 16},
+        {"score_per_sm": 4}, {"score_per_sm": 8}, {"score_tile": 128}, {"score_tile": 256},
     ],
 }  # fmt: skip
 

@@ -51,7 +51,7 @@ from scripts.bench.common import (
     wait,
     write_rows,
 )
-from scripts.bench.methods import configured
+from scripts.bench.one_method import configured
 
 DENSE = "dense"  # this project's storage and kernel with nothing pruned
 DYNAMIC = "transformers"  # the library's own cache, step by step

@@ -145,7 +145,7 @@ class Auto:
             if isinstance(getattr(store.reads, "ranking", None), Ranking):
                 from eval.cache.attention.chosen import Chosen
 
-                self.chosen = self.chosen or Chosen()
+                self.chosen = self.chosen or Chosen(programs=self.options.get("programs", 0))
                 return self.chosen
             reason = f"the kernel cannot rank what {type(store.reads).__name__} reads"
         if reason is None:

@@ -27,7 +27,7 @@ HELD = 32  # of them that a thread holds
 class ChosenConfig:
     """How the kernels of a step are launched.
 
-    tile, warps, stages, per_sm: of the attention: tokens at a time, and programs per multiprocessor
+    tile, warps, per_sm: of the attention: tokens at a time, and programs per multiprocessor
     span: slots of sink and window that a program reads
     score_tile, score_warps, score_per_sm: of the scores: pages or tokens at a time
     choose_warps: of the choice, one program per query head, at least
@@ -35,14 +35,13 @@ class ChosenConfig:
     merge: partial results that a merge reads at a time
     """
 
-    tile: int = 64
+    tile: int = 32
     warps: int = 4
-    stages: int = 3
-    per_sm: int = 4
-    span: int = 128
+    per_sm: int = 2
+    span: int = 64
     score_tile: int = 64
     score_warps: int = 4
-    score_per_sm: int = 4
+    score_per_sm: int = 2
     choose_warps: int = 4
     run: int = 8
     merge: int = 16
@@ -57,7 +56,7 @@ class ChosenPlan:
     group: query heads per KV head, for whose scores there is room
     scores: float32, which the table points to
     step, label_step: divide every channel count, and every number of labels: 16, or 1
-    labels: most label channels of a head
+    channels, labels: a power of two that is at least the channels of any head, and the same of label channels
     room: pages or tokens of a head's middle that there is room for
     """
 
@@ -67,6 +66,7 @@ class ChosenPlan:
     scores: Tensor
     step: int
     label_step: int
+    channels: int
     labels: int
     room: int
 
@@ -102,7 +102,7 @@ class Chosen(Kernel):
         config, plan, ranking = self.chosen_config, self.prepare(store), _ranking(store)
         (heads, slots), group = store.ring_k.shape[1:3], self._group
         chosen = self._choose(store, q, plan, ranking)
-        ends = -(-(store.sizes.sink + slots) // config.span)
+        ends = -(-store.sizes.sink // config.span) - (-slots // config.span)
         shares = self._programs(store, config.per_sm, batch * q_heads)
         shares = min(shares, -(-ranking.most * ranking.page // config.tile))
         rows = triton.next_power_of_2(group)
@@ -116,6 +116,7 @@ class Chosen(Kernel):
             H=heads,
             GROUP=group,
             D=dim,
+            C=plan.channels,
             TILE=config.tile,
             SPAN=config.span,
             M=ROWS,
@@ -124,7 +125,7 @@ class Chosen(Kernel):
             PER=ranking.page,
             STEP=plan.step,
             num_warps=config.warps,
-            num_stages=config.stages,
+            num_stages=1,  # a program has few tiles, so nothing is read ahead
         )
         return out
 
@@ -140,9 +141,8 @@ class Chosen(Kernel):
         shape = {"H": heads, "GROUP": q_heads // heads, "D": dim, "M": ROWS, "STEP": plan.step}
         grid = (batch * heads, self._programs(store, config.score_per_sm, batch * heads))
         if by_token:
-            labels = max(16, triton.next_power_of_2(plan.labels))
             ranking_kernel.score_tokens[grid](
-                *given, **shape, TILE=config.score_tile, RUN=config.run, C=labels, LABEL_STEP=plan.label_step,
+                *given, **shape, TILE=config.score_tile, RUN=config.run, C=plan.labels, LABEL_STEP=plan.label_step,
                 BITS=ranking.bits, num_warps=config.score_warps,
             )  # fmt: skip
         else:
@@ -162,6 +162,7 @@ class Chosen(Kernel):
             BLOCK=block,
             RUN_BLOCK=run_block,
             num_warps=min(16, max(config.choose_warps, max(block, run_block) // HELD // 32)),
+            num_stages=1,
         )
         return self._chosen
 
@@ -204,7 +205,8 @@ class Chosen(Kernel):
         update(table, lines)
         labels = count if first is None else first
         step, label_step = (16 if not (n % 16).any() else 1 for n in (count, labels))
-        return ChosenPlan(table, store.version, self._group, scores, step, label_step, int(labels.max()), room)
+        widths = (max(16, triton.next_power_of_2(int(n.max()))) for n in (count, labels))
+        return ChosenPlan(table, store.version, self._group, scores, step, label_step, *widths, room)
 
     def _bound(self, store: Store, plan: ChosenPlan, bounds: Bounds, moved: int) -> None:
         """Bring the bounds of the pages that hold the last `moved` tokens of each head up to date."""

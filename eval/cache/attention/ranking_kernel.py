@@ -29,10 +29,14 @@ LEAST = tl.constexpr(-(2**31))  # below every score's order
 
 
 @triton.jit
-def line(token, prompt, prompt_at, tail_at, width):
-    """Where a middle token's line of `width` numbers begins: the prompt's tokens first, then the tail's."""
-    return tl.where(token < prompt, prompt_at + token.to(tl.int64) * width,
-                    tail_at + (token - prompt).to(tl.int64) * width)
+def line(token, prompt, prompt_at, tail_at, width, STEP: tl.constexpr):
+    """Where a middle token's line of `width` numbers begins: the prompt's tokens first, then the tail's.
+
+    STEP: divides every line's beginning
+    """
+    at = tl.where(token < prompt, prompt_at + token.to(tl.int64) * width,
+                  tail_at + (token - prompt).to(tl.int64) * width)
+    return tl.multiple_of(at, STEP)
 
 
 @triton.jit
@@ -68,7 +72,7 @@ def bound(base, table, tail_ptr, fresh, D: tl.constexpr, PER: tl.constexpr, CHUN
         for at in range(page * PER, end, CHUNK):
             token = at + tl.arange(0, CHUNK)
             there = (token < end)[:, None]
-            k = base + line(token, prompt, prompt_k, tail_k, count)[:, None] + c[None, :]
+            k = base + line(token, prompt, prompt_k, tail_k, count, 1)[:, None] + c[None, :]
             keys = tl.load(k, mask=there & kept[None, :], other=0.0).to(tl.float32)
             low = tl.minimum(low, tl.min(tl.where(there, keys, float("inf")), 0))
             high = tl.maximum(high, tl.max(tl.where(there, keys, float("-inf")), 0))
@@ -136,8 +140,7 @@ def score_tokens(
     x = tl.program_id(0).to(tl.int64)
     row, head, entry = x // H, x % H, table + x * FIELDS
     prompt, tokens = held(entry, tail_ptr, x)
-    prompt_k = tl.multiple_of(tl.load(entry + PROMPT_K), STEP)
-    tail_k = tl.multiple_of(tl.load(entry + TAIL_K), STEP)
+    prompt_k, tail_k = tl.load(entry + PROMPT_K), tl.load(entry + TAIL_K)
     count = tl.multiple_of(tl.load(entry + CHANNELS).to(tl.int32), STEP)
     labels = tl.multiple_of(tl.load(entry + LABELS).to(tl.int32), LABEL_STEP)
     r, c = tl.arange(0, M), tl.arange(0, C)
@@ -150,7 +153,7 @@ def score_tokens(
     for at in range(first, last, TILE):
         token = at + tl.arange(0, TILE)
         there = token < last
-        k = base + tl.multiple_of(line(token, prompt, prompt_k, tail_k, count), STEP)[:, None] + c[None, :]
+        k = base + line(token, prompt, prompt_k, tail_k, count, STEP)[:, None] + c[None, :]
         keys = tl.load(k, mask=there[:, None] & kept[None, :], other=0.0)
         if BITS < 16:
             s = tl.dot(picked.to(tl.float32), tl.trans(_rounded(keys.to(tl.float32), kept, BITS)),
@@ -168,6 +171,8 @@ def score_tokens(
 def _orders(scores, runs, at, total, limit, BLOCK: tl.constexpr, RUN: tl.constexpr):
     """Order of the candidates at .. at + BLOCK - 1, int32 that grow with their scores, and their numbers.
 
+    Past the last candidate the order is LEAST.
+
     RUN: the candidates are the numbers of each of the runs, RUN numbers each, up to `limit`; 1 = the numbers 0, 1, ...
     """
     i = at + tl.arange(0, BLOCK)
@@ -177,54 +182,59 @@ def _orders(scores, runs, at, total, limit, BLOCK: tl.constexpr, RUN: tl.constex
         number = tl.load(runs + i // RUN, mask=there, other=0) * RUN + i % RUN
         there = there & (number < limit)
     bits = tl.load(scores + number, mask=there, other=0.0).to(tl.int32, bitcast=True)
-    return tl.where(there, bits ^ ((bits >> 31) & 0x7FFFFFFF), LEAST), number, there
+    return tl.where(there, bits ^ ((bits >> 31) & 0x7FFFFFFF), LEAST), number
+
+
+@triton.jit
+def _least(order, least, scores, runs, total, limit, BLOCK: tl.constexpr, RUN: tl.constexpr):
+    """How many candidates have at least an order; those of the first BLOCK are in registers."""
+    count = tl.sum((order >= least).to(tl.int32), 0)
+    if total > BLOCK:
+        for at in tl.range(BLOCK, total, BLOCK, num_stages=1):
+            more, _ = _orders(scores, runs, at, total, limit, BLOCK, RUN)
+            count += tl.sum((more >= least).to(tl.int32), 0)
+    return count
 
 
 @triton.jit
 def _choose(scores, runs, total, limit, most, out, BLOCK: tl.constexpr, RUN: tl.constexpr):
     """Write the numbers of the `most` highest of `total` candidates to out, in ascending order; of equals the first.
 
-    Bisection finds the order of the last one that is chosen. The first BLOCK candidates stay in registers.
+    Bisection finds the order of the last one that is chosen: `low` has at least `most` candidates, `high` has fewer.
     """
-    order, number, there = _orders(scores, runs, 0, total, limit, BLOCK, RUN)
-    low = tl.min(tl.where(there, order, 0x7FFFFFFF), 0).to(tl.int64)
+    order, _ = _orders(scores, runs, 0, total, limit, BLOCK, RUN)
+    low = tl.min(tl.where(order > LEAST, order, 0x7FFFFFFF), 0).to(tl.int64)
     high = tl.max(order, 0).to(tl.int64)
-    found = tl.sum(there.to(tl.int32), 0)  # candidates of at least the order `low`
-    for at in range(BLOCK, total, BLOCK):
-        more, _, more_there = _orders(scores, runs, at, total, limit, BLOCK, RUN)
-        low = tl.minimum(low, tl.min(tl.where(more_there, more, 0x7FFFFFFF), 0).to(tl.int64))
-        high = tl.maximum(high, tl.max(more, 0).to(tl.int64))
-        found += tl.sum(more_there.to(tl.int32), 0)
+    if total > BLOCK:
+        for at in tl.range(BLOCK, total, BLOCK, num_stages=1):
+            more, _ = _orders(scores, runs, at, total, limit, BLOCK, RUN)
+            low = tl.minimum(low, tl.min(tl.where(more > LEAST, more, 0x7FFFFFFF), 0).to(tl.int64))
+            high = tl.maximum(high, tl.max(more, 0).to(tl.int64))
     high += 1
+    found = _least(order, low.to(tl.int32), scores, runs, total, limit, BLOCK, RUN)  # candidates of at least `low`
     while (high - low > 1) & (found != most):
         middle = (low + high) >> 1
-        least = middle.to(tl.int32)
-        count = tl.sum((order >= least).to(tl.int32), 0)
-        for at in range(BLOCK, total, BLOCK):
-            more, _, _ = _orders(scores, runs, at, total, limit, BLOCK, RUN)
-            count += tl.sum((more >= least).to(tl.int32), 0)
+        count = _least(order, middle.to(tl.int32), scores, runs, total, limit, BLOCK, RUN)
         enough = count >= most
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle)
         found = tl.where(enough, count, found)
-    least = low.to(tl.int32)
-    above = tl.sum((order > least).to(tl.int32), 0)
-    for at in range(BLOCK, total, BLOCK):
-        more, _, _ = _orders(scores, runs, at, total, limit, BLOCK, RUN)
-        above += tl.sum((more > least).to(tl.int32), 0)
-    room = most - above  # for candidates that are equal to the last one
+    least, room = low.to(tl.int32), most  # room: for candidates that are equal to the last one
+    if found != most:
+        room = most - _least(order, least + 1, scores, runs, total, limit, BLOCK, RUN)
     over_before, equal_before = 0, 0
-    for at in range(0, total, BLOCK):
-        if at > 0:
-            order, number, there = _orders(scores, runs, at, total, limit, BLOCK, RUN)
-        over, equal = (order > least) & there, (order == least) & there
-        both = over.to(tl.int32) + (equal.to(tl.int32) << 16)  # two sums in one scan: BLOCK is below 2^15
-        sums = tl.cumsum(both, 0) - both
-        overs, equals = over_before + (sums & 0xFFFF), equal_before + (sums >> 16)
-        take = over | (equal & (equals < room))
+    for at in tl.range(0, total, BLOCK, num_stages=1):
+        order, number = _orders(scores, runs, at, total, limit, BLOCK, RUN)
+        over, equal = (order > least).to(tl.int32), (order == least).to(tl.int32)
+        both = over + (equal << 16)  # two sums in one scan: BLOCK is below 2^15
+        sums = tl.cumsum(both, 0)
+        before = sums - both
+        overs, equals = over_before + (before & 0xFFFF), equal_before + (before >> 16)
+        take = (over > 0) | ((equal > 0) & (equals < room))
         tl.store(out + overs + tl.minimum(equals, room), number, mask=take)
-        over_before += tl.sum(over.to(tl.int32), 0)
-        equal_before += tl.sum(equal.to(tl.int32), 0)
+        last = tl.max(sums, 0)
+        over_before += last & 0xFFFF
+        equal_before += last >> 16
 
 
 @triton.jit(do_not_specialize=["most"])

@@ -24,6 +24,7 @@ class Addresses:
     tail_length: int64 [B, H], on the device
     ranks: int32 [B, H, D], of the kept channels of V, None = all are kept
     count, width: [B, H], kept channels of K and of V
+    first: [B, H], those of K's that are labels, None = there are none
     plan: that whose table is read
     version: of the store
     """
@@ -37,6 +38,7 @@ class Addresses:
     ranks: Tensor | None
     count: np.ndarray
     width: np.ndarray
+    first: np.ndarray | None
     plan: Plan | None
     version: int
 
@@ -47,13 +49,14 @@ class Addresses:
         tables, ranks = (store.channels.index, store.tail.length_dev), None
         if store.values is not None:
             ranks = store.values.ranks()
-        kept = store.channels.count, store.prompt.width
+        kept = store.channels.count, store.prompt.width, store.channels.first
         return cls(*ring, *counts, *tables, ranks, *kept, store.plan, store.version)
 
     def key(self) -> tuple[object, ...]:
         """Equal for two layers of which one captured step can read either."""
         tensors = (*self._tensors(), *(() if self.plan is None else (self.plan.table,)))
-        return *(_key(tensor) for tensor in tensors), self.count.tobytes(), self.width.tobytes()
+        first = None if self.first is None else self.first.tobytes()
+        return *(_key(tensor) for tensor in tensors), self.count.tobytes(), self.width.tobytes(), first
 
     def _tensors(self) -> tuple[Tensor, ...]:
         always = self.ring_k, self.ring_v, self.seen, self.start, self.channels, self.tail_length

@@ -8,10 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
 
 ON_GPU = torch.cuda.is_available()
 pytest.importorskip("triton")  # Linux only
 
+from eval.cache import compressed_cache  # noqa: E402
 from eval.cache.attention import chosen as launch  # noqa: E402
 from eval.cache.attention import ranking_kernel, reference  # noqa: E402
 from eval.cache.attention.backend import Plain, choose_backend  # noqa: E402
@@ -33,6 +35,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 def random_reads(kind, budget, heads, dim, page=16, seed=0):
     """Quest, or Double Sparsity with an eighth of the channels as labels, whole or in 4 bits."""
+    if kind is None:
+        return None
     if kind == "quest":
         return Quest(budget, page, 0)
     order = torch.rand(heads, dim, generator=torch.Generator().manual_seed(seed)).argsort(-1)
@@ -86,18 +90,24 @@ def check_bounds(store):
 
 
 @pytest.mark.skipif(ON_GPU, reason="the same on the device below")
-@pytest.mark.parametrize("kind", ["quest", "labels", "four bits"])
 @pytest.mark.parametrize(
-    ("counts", "dim", "group", "page"), [([0, 64], 64, 3, 16), ([17, 32], 64, 1, 5), ([128, 77], 128, 4, 64)]
+    ("kind", "counts", "dim", "group", "page"),
+    [
+        ("quest", [0, 64], 64, 3, 16),
+        ("quest", [17, 32], 64, 1, 5),
+        ("quest", [128, 77], 128, 4, 64),
+        ("labels", [0, 64], 64, 3, 1),
+        ("labels", [77, 128], 128, 4, 1),
+        ("four bits", [0, 32, 17], 64, 1, 1),
+    ],
 )
 def test_steps_are_those_of_the_loops(kind, counts, dim, group, page):
-    sizes = Sizes(5, 40, 8)
-    reads = random_reads(kind, 45 + max(48, page), len(counts), dim, page)
-    check_steps(make_store(reads, counts, dim, [260, 140], sizes), group, 10, Chosen(programs=6))
+    reads = random_reads(kind, 29 + max(40, page), len(counts), dim, page)
+    check_steps(make_store(reads, counts, dim, [200, 90], Sizes(5, 24, 4)), group, 6, Chosen(programs=4))
 
 
 @pytest.mark.skipif(ON_GPU, reason="the same on the device below")
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     st.sampled_from(["quest", "labels", "four bits"]),
     st.lists(st.integers(0, 64), min_size=1, max_size=2),
@@ -132,11 +142,11 @@ def test_steps_on_the_device(kind, counts, dim, group, page):
     sizes = Sizes(16, 64, 32)
     store = make_store(random_reads(kind, 400, len(counts), dim, page), counts, dim, [3000, 1700, 700], sizes)
     kernel, generator, off, of_all = Chosen(), torch.Generator().manual_seed(1), 0, 0
-    for _ in range(40):
+    for _ in range(36):
         q, position = step_of(store, kernel, group, generator)
         poison(store)
         got = kernel.attend(store, q, position, 0.1).double()
-        want = Plain().attend(store, q, position, 0.1).double()
+        want = reference.attend(store, q.float(), position, 0.1).double()
         assert not got.isnan().any()
         wrong = ~torch.isclose(got, want, **CLOSE).all(-1)  # a page or token that ties with another may be chosen
         off, of_all = off + int(wrong.sum()), of_all + wrong.numel()
@@ -181,7 +191,7 @@ def test_what_is_not_chosen_is_not_read(kind):
 
 
 @pytest.mark.parametrize("run", [1, 8])
-@pytest.mark.parametrize(("total", "most"), [(1, 1), (7, 40), (130, 40), (257, 256), (1000, 3)])
+@pytest.mark.parametrize(("total", "most"), [(1, 1), (7, 40), (130, 40), (300, 256)])
 def test_the_choice_is_topks(total, most, run, monkeypatch):
     """Ties included: the scores chosen are the highest, each candidate once, in ascending order; past BLOCK, too."""
     generator = torch.Generator().manual_seed(total)
@@ -225,7 +235,7 @@ def test_rows_that_are_reordered_keep_what_they_choose(kind):
     check_steps(store, 2, 9, kernel) if not ON_GPU else None
 
 
-def layer_pair(reads, keep, lengths, sizes, group, seed):
+def layer_pair(reads, keep, lengths, sizes, seed):
     """Two sealed layers of the same prompt: the first runs in plain PyTorch, the second in the kernel."""
     generator = torch.Generator().manual_seed(seed)
     dim, width = keep.shape[-1], max(lengths)
@@ -252,7 +262,7 @@ class Only:
 @pytest.mark.parametrize("kind", ["quest", "labels"])
 def test_a_later_turn_and_a_copy_go_on(kind):
     keep = torch.ones(2, 64, dtype=torch.bool)
-    plain, fast = layer_pair(random_reads(kind, 90, 2, 64, 8), keep, [150, 90], Sizes(8, 40, 8), 2, 3)
+    plain, fast = layer_pair(random_reads(kind, 90, 2, 64, 8), keep, [150, 90], Sizes(8, 40, 8), 3)
     generator = torch.Generator().manual_seed(4)
     for new in (1, 19, 1, 1, 12, 1):
         k, v = torch.randn(2, 2, 2, new, 64, generator=generator)
@@ -265,24 +275,64 @@ def test_a_later_turn_and_a_copy_go_on(kind):
         fast = copy.deepcopy(fast)
 
 
+def a_model(layers, heads, group, dim):
+    """A random model whose attention is peaked enough that what is read changes its tokens."""
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=211, hidden_size=128, intermediate_size=128, num_hidden_layers=layers, head_dim=dim,
+        num_attention_heads=heads * group, num_key_value_heads=heads, initializer_range=0.2, eos_token_id=None,
+        max_position_embeddings=4096, pad_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(DEVICE, DTYPE).eval()
+
+
+def replies(model, kind, kept, backend, new, generate=None):
+    """Greedy tokens of a padded batch on a cache whose first layer reads all, and the cache."""
+    config = model.config
+    layers, heads, dim = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+    keep = torch.rand(heads, dim, generator=torch.Generator().manual_seed(3)) < kept
+    reads = [None] * (layers > 1) + [random_reads(kind, 136, heads, dim, 8)] * (layers - (layers > 1))
+    cache = compressed_cache(model, [Middle(keep, reads=one) for one in reads], 8, 48, 16, backend)
+    if backend == "triton" and not ON_GPU:
+        cache.choice.options = {"programs": 3}
+    ids = torch.randint(3, 200, (2, 260), generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    mask = (torch.arange(260, device=DEVICE) >= torch.tensor([[0], [90]], device=DEVICE)).long()
+    given = {"attention_mask": mask, "max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+    if generate is None:
+        return model.generate(ids * mask, past_key_values=cache, **given)[:, 260:], cache
+    return cache.generate(model, input_ids=ids * mask, **given)[:, 260:], cache
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(ON_GPU, reason="the same on the device below")
+@pytest.mark.skipif(ON_GPU, reason="in float32, so that no rounding changes a token")
 @pytest.mark.parametrize("kind", ["quest", "labels"])
-def test_a_thousand_steps_with_padding_and_flushes(kind):
-    thousand_steps(kind, 1, 1000)
+def test_a_thousand_tokens_are_those_of_the_plain_form(kind):
+    model = a_model(1, 1, 2, 64)
+    (want, plain), (got, fast) = (replies(model, kind, 0.7, backend, 1000) for backend in ("torch", "triton"))
+    assert torch.equal(got, want)
+    assert len(want.unique()) > 10
+    assert fast.layers[0].store.tail.length.min() == plain.layers[0].store.tail.length.min() > 900
+    assert isinstance(fast.layers[0].backend, Chosen)
+    everything, _ = replies(model, None, 0.7, "torch", 1000)
+    assert not torch.equal(want, everything)  # what is not read changes tokens
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["quest", "labels", "four bits"])
-def test_a_thousand_captured_steps_with_padding_and_flushes(kind):
-    thousand_steps(kind, 4, 1100)
+def test_a_thousand_replayed_tokens_are_those_of_single_launches(kind):
+    model = a_model(3, 2, 4, 64)
+    (want, _), (got, cache) = (replies(model, kind, 0.7, "triton", 1050, generate) for generate in (None, "graph"))
+    assert torch.equal(got, want)
+    assert cache.steps.loop.captured
+    assert cache.layers[1].store.tail.length.min() > 900
 
 
-def thousand_steps(kind, group, steps):
-    """Steps of a padded batch past many flushes: the kernel's, captured on a GPU, against the plain form's."""
-    heads, dim = (4, 128) if ON_GPU else (1, 64)
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["quest", "labels", "four bits"])
+def test_a_thousand_captured_steps_are_those_of_the_plain_form(kind):
+    steps, group, heads, dim = 1100, 4, 4, 128
     keep, sizes = torch.ones(heads, dim, dtype=torch.bool), Sizes(8, 48, 16)
-    plain, fast = layer_pair(random_reads(kind, 200, heads, dim, 8), keep, [300, 170], sizes, group, 7)
+    plain, fast = layer_pair(random_reads(kind, 200, heads, dim, 8), keep, [300, 170], sizes, 7)
     generator = torch.Generator().manual_seed(8)
 
     def step(layer, q, k, v):
@@ -294,7 +344,7 @@ def thousand_steps(kind, group, steps):
         k, v = torch.randn(2, 2, heads, 1, dim, generator=generator).to(DEVICE, DTYPE)
         q = torch.randn(2, heads * group, 1, dim, generator=generator).to(DEVICE, DTYPE)
         want = step(plain, q, k, v)
-        if ON_GPU and i == 3:
+        if i == 3:
             static, graph = [x.clone() for x in (q, k, v)], torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
             with torch.cuda.graph(graph):
@@ -308,7 +358,7 @@ def thousand_steps(kind, group, steps):
             fast.advance(1)
         off += int((~torch.isclose(out, want, **CLOSE)).any(-1).sum())
     assert fast.store.tail.length.max() == plain.store.tail.length.max() > steps - 100
-    assert off <= (2e-3 if ON_GPU else 0) * steps * 2 * heads * group
+    assert off <= 2e-3 * steps * 2 * heads * group  # a page or token that ties with another may be chosen
 
 
 def test_what_the_kernel_cannot_choose_is_said():

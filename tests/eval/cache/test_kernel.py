@@ -68,11 +68,13 @@ def poison(store):
             part[row, :, seen:] = torch.nan
     for segment in (store.prompt, store.tail):
         for row, head in np.ndindex(*segment.length.shape):
-            n, cap = int(segment.length[row, head]), int(segment.capacity[row, head])
-            k, v = segment._regions(row, head)
+            n, (k, v) = int(segment.length[row, head]), segment._regions(row, head)
             for pages in (k,) if segment.values is None else (k, v):
-                for token in range(n, cap):
-                    pages[token // pages.shape[-1], :, token % pages.shape[-1]] = torch.nan
+                page = pages.shape[-1]
+                first, rest = -(-n // page), n % page
+                pages[first:] = torch.nan
+                if rest:
+                    pages[first - 1, :, rest:] = torch.nan
             if segment.values is None:
                 v[n:] = torch.nan
 
