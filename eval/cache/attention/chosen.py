@@ -205,8 +205,8 @@ class Chosen(Kernel):
         update(table, lines)
         labels = count if first is None else first
         step, label_step = (16 if not (n % 16).any() else 1 for n in (count, labels))
-        widths = (max(16, triton.next_power_of_2(int(n.max()))) for n in (count, labels))
-        return ChosenPlan(table, store.version, self._group, scores, step, label_step, *widths, room)
+        widest, most_labels = (max(16, triton.next_power_of_2(int(n.max()))) for n in (count, labels))
+        return ChosenPlan(table, store.version, self._group, scores, step, label_step, widest, most_labels, room)
 
     def _bound(self, store: Store, plan: ChosenPlan, bounds: Bounds, moved: int) -> None:
         """Bring the bounds of the pages that hold the last `moved` tokens of each head up to date."""

@@ -49,8 +49,9 @@ class Addresses:
         tables, ranks = (store.channels.index, store.tail.length_dev), None
         if store.values is not None:
             ranks = store.values.ranks()
-        kept = store.channels.count, store.prompt.width, store.channels.first
-        return cls(*ring, *counts, *tables, ranks, *kept, store.plan, store.version)
+        channels = store.channels
+        kept = channels.count, store.prompt.width
+        return cls(*ring, *counts, *tables, ranks, *kept, channels.first, store.plan, store.version)
 
     def key(self) -> tuple[object, ...]:
         """Equal for two layers of which one captured step can read either."""
