@@ -64,7 +64,7 @@ def _sink_and_window(
 def _read(
     acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
     C0: tl.constexpr, C1: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
-    EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr,
+    EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
 ):
     """Tokens [first, last) of a middle part with up to C0 + C1 channels.
 
@@ -72,7 +72,7 @@ def _read(
     """
     if BITS > 0:
         acc, m, z = packed_middle(acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
-                                  C0, C1, TILE, D, EVEN, PAGE, BITS, CELL)
+                                  C0, C1, TILE, D, EVEN, PAGE, BITS, CELL, PTX)
     else:
         k, v = base + tl.multiple_of(k_at, PAGE), base + tl.multiple_of(v_at, PAGE)
         acc, m, z = middle(acc, m, z, q_row, ok, index, k, v, first, last, count, scale,
@@ -123,7 +123,7 @@ def decode(
     scale, q_b, q_h, q_t, index_b, queries, partials, places, slots,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
     MERGE_LINES: tl.constexpr, EVEN: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr,
-    BITS: tl.constexpr, CELL: tl.constexpr,
+    BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
 ):
     """Program (p, c): span p of the work table for the query tokens of chunk c.
 
@@ -134,6 +134,7 @@ def decode(
     part, stat: [chunks, partials, ROWS, D] and [chunks, partials, ROWS, 2] fp32, partial results
     done: [chunks, places] int32, zeros before and after; places = B * H
     BITS, CELL: bits of a number of the middle, and numbers in a cell; 0 = not packed
+    PTX: whether a packed middle is unpacked in PTX, which Triton's interpreter cannot run
     """
     chunk = tl.program_id(1)
     PER: tl.constexpr = M // GROUP  # query tokens of a chunk
@@ -174,17 +175,17 @@ def decode(
             kept = index + row * index_b + head * D
             if count <= 32:
                 acc, m, z = _read(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count, scale,
-                                32, 0, TILE, D, EVEN, PAGE, BITS, CELL)
+                                32, 0, TILE, D, EVEN, PAGE, BITS, CELL, PTX)
             elif count <= 64:
                 acc, m, z = _read(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count, scale,
-                                64, 0, TILE, D, EVEN, PAGE, BITS, CELL)
+                                64, 0, TILE, D, EVEN, PAGE, BITS, CELL, PTX)
             elif D > 64:
                 if count <= 96:
                     acc, m, z = _read(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count,
-                                        scale, 64, 32, TILE, D, EVEN, PAGE, BITS, CELL)
+                                        scale, 64, 32, TILE, D, EVEN, PAGE, BITS, CELL, PTX)
                 else:
                     acc, m, z = _read(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count,
-                                        scale, 128, 0, TILE, D, EVEN, PAGE, BITS, CELL)
+                                        scale, 128, 0, TILE, D, EVEN, PAGE, BITS, CELL, PTX)
 
         if parts == 1:
             total = tl.sum(z, 1)

@@ -1,8 +1,9 @@
 """The middle's part of the decode kernel where its numbers are packed (eval.cache.storage.quantised).
 
-Every cell is read as it lies and dequantised in registers, to exactly the numbers that QuantisedSegment.read gives.
+A page is read half by half, 32 tokens at a time. A byte holds codes of different tiles of the products, so every tile
+of codes becomes an operand where it lies: no number changes its thread between the load and the product.
 
-Names as in eval.cache.attention.kernel; a cell is CELL numbers of BITS bits, then scale and zero point.
+Names as in eval.cache.attention.kernel. A half has HALF tokens; a block has D / 4 channels of V, which share a cell.
 """
 
 from __future__ import annotations
@@ -10,94 +11,207 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from eval.cache.attention.kernel_middle import gather, step
+from eval.cache.attention.kernel_middle import gather
+
+HALF = tl.constexpr(32)  # tokens of a page that are multiplied at a time
 
 # fmt: off
 
 
+@triton.constexpr_function
+def _offset(dtype, bits):
+    """The power of two to which a code is added in the highest bits of the lower byte, and its own upper byte.
+
+    A lower byte of bfloat16 is the exponent's last bit and the fraction; of float16, the fraction's last 8 bits of 10.
+    """
+    return {
+        ("bf16", 2): (4, 0x40), ("bf16", 4): (16, 0x41), ("fp16", 2): (16, 0x4C), ("fp16", 4): (64, 0x54),
+    }[str(dtype), bits]
+
+
+@triton.constexpr_function
+def _origin(dtype, bits):
+    """PTX for zero - offset * scale, two cells to a register."""
+    offset = {"bf16": {4: "C080", 16: "C180"}, "fp16": {16: "CC00", 64: "D400"}}[str(dtype)][_offset(dtype, bits)[0]]
+    return f"{{ .reg .b32 offset; mov.b32 offset, 0x{offset}{offset}; fma.rn.{dtype}x2 $0, $1, offset, $2; }}".replace(
+        "fp16", "f16")
+
+
+@triton.constexpr_function
+def _instructions(dtype, bits, place):
+    """PTX for (offset + code) * scale + origin of the codes in place `place` of four bytes, two numbers to a register.
+
+    offset + code is exact, and the product is rounded once, with the origin added.
+    """
+    top = (7 if str(dtype) == "bf16" else 8) - bits  # the code's lowest bit
+    move = f"shl.b32 c, $2, {top - place * bits}" if top >= place * bits else f"shr.b32 c, $2, {place * bits - top}"
+    keep, more = (2**bits - 1 << top) * 0x01010101, 0x80808080 if str(dtype) == "bf16" else 0
+    fma, upper = f"fma.rn.{dtype}x2".replace("fp16", "f16"), _offset(dtype, bits)[1]
+    return f"""{{ .reg .b32 c, a, b;
+        {move}; lop3.b32 c, c, {keep}, {more}, 0xEA;
+        prmt.b32 a, c, {upper}, 0x4140; prmt.b32 b, c, {upper}, 0x4342;
+        {fma} $0, a, $3, $5; {fma} $1, b, $4, $6; }}"""
+
+
 @triton.jit
-def _scale_and_zero(ends, cell, there, CODES: tl.constexpr, NUMBER: tl.constexpr):
-    """Scale and zero point [R, G, 1] of cells [R, G], float32.
+def _ends(cells, ends, number, there, BITS: tl.constexpr, PTX: tl.constexpr):
+    """Scale and zero point of the cells `number`, zero where not there; in PTX the origin in place of the zero point.
+
+    cells: address of cell 0's scale, as a pointer to words
+    ends: the same address, as a pointer to the model's dtype
 
     Two halves of one word: loads of 4 bytes can be asked for tiles ahead, loads of 2 cannot.
     """
-    if NUMBER == 2:
-        words = ends.to(tl.pointer_type(tl.int32), bitcast=True)
-        both = tl.load(words + cell * (CODES // 4 + 1) + CODES // 4, mask=there, other=0)
-        if ends.dtype.element_ty == tl.bfloat16:  # the upper half of a float32
-            scale = (both << 16).to(tl.float32, bitcast=True)
-            zero = ((both >> 16) << 16).to(tl.float32, bitcast=True)
-        else:
-            scale = both.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-            zero = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    dtype: tl.constexpr = ends.dtype.element_ty
+    if dtype.primitive_bitwidth == 16:
+        both = tl.load(cells + number, mask=there, other=0)
+        scale = both.to(tl.int16).to(dtype, bitcast=True)
+        zero = (both >> 16).to(tl.int16).to(dtype, bitcast=True)
     else:
-        end = ends + cell * (CODES // NUMBER + 2) + CODES // NUMBER
-        scale = tl.load(end, mask=there, other=0.0)
-        zero = tl.load(end + 1, mask=there, other=0.0)
-    return scale[:, :, None], zero[:, :, None]
+        scale = tl.load(ends + 2 * number, mask=there, other=0.0)
+        zero = tl.load(ends + 2 * number + 1, mask=there, other=0.0)
+    if PTX and BITS < 8:
+        zero = tl.inline_asm_elementwise(
+            _origin(dtype, BITS), "=r,r,r", [scale, zero], dtype=scale.dtype, is_pure=True, pack=2)
+    return scale, zero
 
 
 @triton.jit
-def _numbers(codes, ends, cell, there, BITS: tl.constexpr, CELL: tl.constexpr):
-    """Numbers [R, G * CELL] of the cells number `cell` [R, G], zero where not there [R, G].
+def _numbers(codes, scale, zero, PLACE: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr):
+    """Numbers [R, N] of the codes in place PLACE of bytes [R, N]; scale and zero point [R], from _ends."""
+    dtype: tl.constexpr = scale.dtype
+    if PTX and BITS < 8:
+        x = tl.inline_asm_elementwise(
+            _instructions(dtype, BITS, PLACE), "=r,=r,r,r,r,r,r", [codes, scale[:, None], zero[:, None]],
+            dtype=scale.dtype, is_pure=True, pack=4)
+    else:
+        code = (codes >> (PLACE * BITS)) & (2**BITS - 1)
+        x = (code.to(tl.float32) * scale.to(tl.float32)[:, None] + zero.to(tl.float32)[:, None]).to(dtype)
+    return x
 
-    codes: bytes of cell 0
-    ends: the same address as a pointer to the model's dtype
+
+@triton.jit
+def _width(count, EVEN: tl.constexpr, BITS: tl.constexpr):
+    """Bytes of a line of K's codes; the compiler sees that it is a multiple of 16 where it is."""
+    if BITS == 2:
+        width = count // 32 * 16 if EVEN else (count + 1) // 2
+        return width
+    width = count // 32 * 32 if EVEN else count
+    return width
+
+
+@triton.jit
+def _logits(
+    s, q0, q1, page, cells, ends, row, count, PART: tl.constexpr,
+    EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
+):
+    """Half PART of a page's logits [M, HALF], added to s.
+
+    q0, q1: queries for the channels row, and at two bits, for those half of the head's channels later
+    row: [R], columns of the page's bytes
     """
-    CODES: tl.constexpr = CELL * BITS // 8
-    NUMBER: tl.constexpr = ends.dtype.element_ty.primitive_bitwidth // 8  # bytes
-    at = cell[:, :, None] * (CODES + 2 * NUMBER) + tl.arange(0, CODES)[None, None, :]
-    packed = tl.load(codes + at, mask=there[:, :, None], other=0)
-    scale, zero = _scale_and_zero(ends, cell, there, CODES, NUMBER)
-    if BITS == 4:
-        x = tl.join((packed & 15).to(tl.float32) * scale + zero, (packed >> 4).to(tl.float32) * scale + zero)
+    t = tl.arange(0, HALF)
+    width = _width(count, EVEN, BITS)
+    line = t + (PART * HALF if BITS == 8 else 0)
+    at = row[:, None] + (line * width)[None, :]
+    number = PART * HALF // CELL * count + row
+    if EVEN:
+        codes = tl.load(page + at)
+        there = row >= 0
     else:
-        x0 = (packed & 3).to(tl.float32) * scale + zero
-        x1 = ((packed >> 2) & 3).to(tl.float32) * scale + zero
-        x2 = ((packed >> 4) & 3).to(tl.float32) * scale + zero
-        x3 = (packed >> 6).to(tl.float32) * scale + zero
-        x = tl.join(tl.join(x0, x2), tl.join(x1, x3))  # [R, G, CODES, 2, 2], the last two in order x0 x1, x2 x3
-    return tl.reshape(x.to(ends.dtype.element_ty), [packed.shape[0], packed.shape[1] * CELL])
+        there = row < width
+        codes = tl.load(page + at, mask=there[:, None], other=0)
+    scale, zero = _ends(cells, ends, number, there, BITS, PTX)
+    if BITS == 2:
+        s = tl.dot(q0, _numbers(codes, scale, zero, 2 * PART, BITS, PTX), s)
+        scale, zero = _ends(cells, ends, number + width, there & (row + width < count), BITS, PTX)
+        s = tl.dot(q1, _numbers(codes, scale, zero, 2 * PART + 1, BITS, PTX), s)
+    else:
+        s = tl.dot(q0, _numbers(codes, scale, zero, PART if BITS == 4 else 0, BITS, PTX), s)
+    return s
 
 
 @triton.jit
-def _keys(codes, ends, channel, count, at, last, TILE: tl.constexpr, PAGE: tl.constexpr,
-          BITS: tl.constexpr, CELL: tl.constexpr):
-    """K tile [C, TILE] of tokens at .. at + TILE - 1 of one head; cells at or past `last` are not read."""
-    PER: tl.constexpr = PAGE // CELL  # cells of a channel in a page
-    g = tl.arange(0, TILE // CELL)
-    page = at // PAGE + g // PER
-    cell = (page * count * PER + g % PER)[None, :] + channel[:, None] * PER
-    there = (channel < count)[:, None] & (at + g * CELL < last)[None, :]
-    return _numbers(codes, ends, cell, there, BITS, CELL)
+def _values(
+    v, cells, ends, left, PART: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
+):
+    """Half PART of a page's values of block BLOCK, [HALF, D / 4]; zero from token `left` of the page on."""
+    W: tl.constexpr = D // 4
+    LINES: tl.constexpr = BITS // 2  # blocks / codes of a byte
+    t = PART * HALF + tl.arange(0, HALF)
+    channel = BLOCK % LINES * W + tl.arange(0, W)
+    codes = tl.load(v + (t[:, None] + (channel * PAGE)[None, :]))
+    scale, zero = _ends(cells, ends, BLOCK * W // CELL * PAGE + t, t < left, BITS, PTX)
+    return _numbers(codes, scale, zero, BLOCK // LINES, BITS, PTX)
 
 
 @triton.jit
 def packed_middle(
     acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
     C0: tl.constexpr, C1: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
-    EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr,
+    EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
 ):
     """Tokens [first, last) of a packed part; the plain form is kernel_middle.middle.
 
     base, bytes_base: one address, from which the head's K and V begin k_at and v_at bytes on
+    PTX: whether the target is a GPU, which Triton's interpreter is not
     """
+    M: tl.constexpr = acc.shape[0]
     NUMBER: tl.constexpr = base.dtype.element_ty.primitive_bitwidth // 8
-    k, v = bytes_base + tl.multiple_of(k_at, 4), bytes_base + tl.multiple_of(v_at, 4)  # cells are whole words
-    k_ends, v_ends = base + k_at // NUMBER, base + v_at // NUMBER
-    token, g = tl.arange(0, TILE), tl.arange(0, D // CELL)
-    c0 = tl.arange(0, C0)
-    q0 = gather(q_row, ok, index, c0, count, EVEN)
+    WORD: tl.constexpr = 2 * NUMBER  # bytes of scale and zero point
+    V_CODES: tl.constexpr = PAGE * D * BITS // 8
+    V_PAGE: tl.constexpr = V_CODES + PAGE * D // CELL * WORD
+    SHARED: tl.constexpr = 2 if BITS == 2 else 1  # channels of a byte
+    width = _width(count, EVEN, BITS)
+    k_codes = width * (PAGE if BITS == 8 else HALF)
+    k_page = k_codes + PAGE // CELL * WORD * count
+    k, v = bytes_base + tl.multiple_of(k_at, 16 if EVEN else 4), bytes_base + tl.multiple_of(v_at, 16)
+    r0 = tl.arange(0, C0 // SHARED)
+    q00 = gather(q_row, ok, index, r0, width, EVEN)
+    q01 = gather(q_row, ok, index, width + r0, count, EVEN) if BITS == 2 else q00
     if C1 > 0:
-        c1 = C0 + tl.arange(0, C1)
-        q1 = gather(q_row, ok, index, c1, count, EVEN)
-    for at in range(first, last, TILE):
-        s = tl.dot(q0, _keys(k, k_ends, c0, count, at, last, TILE, PAGE, BITS, CELL))
+        r1 = C0 // SHARED + tl.arange(0, C1 // SHARED)
+        q10 = gather(q_row, ok, index, r1, width, EVEN)
+        q11 = gather(q_row, ok, index, width + r1, count, EVEN) if BITS == 2 else q10
+    token = tl.arange(0, HALF)
+    m_before = m
+    sums = tl.zeros([M, HALF], tl.float32)
+    a0 = tl.zeros([M, D // 4], tl.float32)
+    a1, a2, a3 = a0, a0, a0
+    for at in range(first, last, PAGE):
+        page = k + tl.multiple_of(at // PAGE * k_page, 16 if EVEN else 4)
+        cells = (page + k_codes).to(tl.pointer_type(tl.int32), bitcast=True)
+        ends = (page + k_codes).to(base.dtype, bitcast=True)
+        left = last - at
+        s0 = tl.zeros([M, HALF], tl.float32)
+        s1 = tl.zeros([M, HALF], tl.float32)
+        s0 = _logits(s0, q00, q01, page, cells, ends, r0, count, 0, EVEN, PAGE, BITS, CELL, PTX)
+        s1 = _logits(s1, q00, q01, page, cells, ends, r0, count, 1, EVEN, PAGE, BITS, CELL, PTX)
         if C1 > 0:
-            s = tl.dot(q1, _keys(k, k_ends, c1, count, at, last, TILE, PAGE, BITS, CELL), s)
-        there = token < last - at
-        s = tl.where(there[None, :], s * scale, float("-inf"))
-        cell = (at + token)[:, None] * (D // CELL) + g[None, :]
-        values = _numbers(v, v_ends, cell, there[:, None] & (g >= 0)[None, :], BITS, CELL)
-        acc, m, z = step(acc, m, z, s, values)
-    return acc, m, z
+            s0 = _logits(s0, q10, q11, page, cells, ends, r1, count, 0, EVEN, PAGE, BITS, CELL, PTX)
+            s1 = _logits(s1, q10, q11, page, cells, ends, r1, count, 1, EVEN, PAGE, BITS, CELL, PTX)
+        s0 = tl.where((token < left)[None, :], s0 * scale, float("-inf"))
+        s1 = tl.where((token < left - HALF)[None, :], s1 * scale, float("-inf"))
+        m_new = tl.maximum(m, tl.max(tl.maximum(s0, s1), 1))
+        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2(m - safe)[:, None]
+        p0, p1 = tl.exp2(s0 - safe[:, None]), tl.exp2(s1 - safe[:, None])
+        sums = sums * alpha + (p0 + p1)
+        m = m_new
+        x0, x1 = p0.to(base.dtype.element_ty), p1.to(base.dtype.element_ty)
+        page = v + tl.multiple_of(at // PAGE * V_PAGE, 16)
+        cells = (page + V_CODES).to(tl.pointer_type(tl.int32), bitcast=True)
+        ends = (page + V_CODES).to(base.dtype, bitcast=True)
+        a0 = tl.dot(x0, _values(page, cells, ends, left, 0, 0, D, PAGE, BITS, CELL, PTX), a0 * alpha)
+        a1 = tl.dot(x0, _values(page, cells, ends, left, 0, 1, D, PAGE, BITS, CELL, PTX), a1 * alpha)
+        a2 = tl.dot(x0, _values(page, cells, ends, left, 0, 2, D, PAGE, BITS, CELL, PTX), a2 * alpha)
+        a3 = tl.dot(x0, _values(page, cells, ends, left, 0, 3, D, PAGE, BITS, CELL, PTX), a3 * alpha)
+        a0 = tl.dot(x1, _values(page, cells, ends, left, 1, 0, D, PAGE, BITS, CELL, PTX), a0)
+        a1 = tl.dot(x1, _values(page, cells, ends, left, 1, 1, D, PAGE, BITS, CELL, PTX), a1)
+        a2 = tl.dot(x1, _values(page, cells, ends, left, 1, 2, D, PAGE, BITS, CELL, PTX), a2)
+        a3 = tl.dot(x1, _values(page, cells, ends, left, 1, 3, D, PAGE, BITS, CELL, PTX), a3)
+    blocks = tl.join(tl.join(a0, a2), tl.join(a1, a3))  # [M, D / 4, 2, 2], the last two in order a0 a1, a2 a3
+    found = tl.reshape(tl.permute(blocks, (0, 2, 3, 1)), [M, D])
+    alpha = tl.exp2(m_before - tl.where(m == float("-inf"), 0.0, m))[:, None]
+    return acc * alpha + found, m, z * alpha + tl.sum(sums, 1)[:, None] / TILE

@@ -59,25 +59,21 @@ class Padded:
         self._channels = None if segment.values is None else channel_columns(segment.values)
         self._width = width
 
-    def _numbers(self, of: Tensor, line: int, index: Tensor) -> Tensor:
-        """The numbers [n, numbers] of lines `index` [n] of a flat tensor."""
-        found, segment = lines(of, line).index_select(0, index), self.segment
-        if not isinstance(segment, QuantisedSegment):
-            return found
-        cells = found.unflatten(-1, (-1, segment.packing.cell(segment.dtype)))
-        return segment.packing.unpack(cells, segment.dtype).flatten(-2)
-
     def keys(self, dtype: torch.dtype) -> Tensor:
         """K, channel-major: [X, C, N]."""
+        if isinstance(self.segment, QuantisedSegment):
+            return self.segment.padded_keys(self.hidden).to(dtype)
         heads, channels, _ = self._keys.shape
-        found = self._numbers(self.segment.k, self._k_line, self._keys.flatten()).view(heads, channels, -1)
+        found = lines(self.segment.k, self._k_line).index_select(0, self._keys.flatten()).view(heads, channels, -1)
         return self.segment.keys_of(found).to(dtype)
 
     def _kept_values(self, dtype: torch.dtype) -> Tensor:
         """V [X, N, kept channels]; where no channel is pruned, [X, N, D]."""
+        if isinstance(self.segment, QuantisedSegment):
+            return self.segment.padded_values(self.hidden).to(dtype)
         heads, columns = self._values.shape
         if self._channels is None:
-            found = self._numbers(self.segment.v, self._v_line, self._values.flatten())
+            found = lines(self.segment.v, self._v_line).index_select(0, self._values.flatten())
             return found.to(dtype).view(heads, columns, -1)
         rank = torch.arange(self._channels.shape[1], device=self._values.device)
         there = (rank < self._width)[:, None] & ~self.hidden[..., None]
