@@ -33,13 +33,12 @@ PACKINGS = (None, Packing(8), Packing(4), Packing(2))
 
 def variants(packing: Packing | None) -> list[Config | None]:
     """Launch configurations worth trying, the default (None) first."""
-    from eval.cache.attention.launch import PACKED
+    from eval.cache.attention.launch import Config
 
     if packing is None:
         return [None]
-    others = [replace(PACKED, per_sm=4), replace(PACKED, per_sm=6), replace(PACKED, per_sm=12)]
-    others += [replace(PACKED, stages=2, per_sm=n) for n in (8, 12)]
-    return [None, *others, *(replace(PACKED, warps=2, merge=64, per_sm=n) for n in (4, 6))]
+    return [None, Config(stages=2), Config(per_sm=3, registers=168), Config(stages=2, per_sm=3, registers=168),
+            Config(stages=2, per_sm=4, registers=128)]  # fmt: skip
 
 
 def compile_one(packing: Packing | None, config: Config | None) -> None:

@@ -71,8 +71,11 @@ def _read(
     k_at, v_at: where the part begins, counted from base in elements, or in bytes where it is packed.
     """
     if BITS > 0:
+        # A byte of two bits has two channels, and a tile at least 32 of its bytes.
+        FIRST_CHANNELS: tl.constexpr = C0 if BITS > 2 else 64 if C0 + C1 <= 64 else 128
+        MORE_CHANNELS: tl.constexpr = C1 if BITS > 2 else 0
         acc, m, z = packed_middle(acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
-                                  C0, C1, TILE, D, EVEN, PAGE, BITS, CELL, PTX)
+                                  FIRST_CHANNELS, MORE_CHANNELS, TILE, D, EVEN, PAGE, BITS, CELL, PTX)
     else:
         k, v = base + tl.multiple_of(k_at, PAGE), base + tl.multiple_of(v_at, PAGE)
         acc, m, z = middle(acc, m, z, q_row, ok, index, k, v, first, last, count, scale,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -46,10 +46,6 @@ class Config:
     merge: int = 128
 
 
-# One warp per program: the tiles of a packed page are small, and warps that share them would wait for each other.
-PACKED = Config(tile=32, warps=1, stages=3, per_sm=8, merge=32)
-
-
 @dataclass
 class LaunchPlan:
     """The work table of one store, kept until addresses or capacities change."""
@@ -70,12 +66,8 @@ class Kernel:
     captures = True
 
     def __init__(self, config: Config | None = None, programs: int = 0) -> None:
-        """Choose the launch.
-
-        config: None = `Config()`, and `PACKED` over a packed middle
-        programs: number of programs, 0 = `config.per_sm` per multiprocessor
-        """
-        self.config, self.programs = config, programs
+        """Choose the launch; programs: number of programs, 0 = `config.per_sm` per multiprocessor."""
+        self.config, self.programs = config or Config(), programs
         self._partials = self._done = torch.empty(0)
 
     def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor:
@@ -130,9 +122,7 @@ class Kernel:
         if queries > MAX_CHUNKS * per_chunk:
             pieces = zip(q.split(MAX_CHUNKS * per_chunk, 2), position.split(MAX_CHUNKS * per_chunk, 1), strict=True)
             return torch.cat([self.attend(store, *piece, scaling) for piece in pieces], 1)
-        config = self._config(plan.packing)
-        if tile_rows > 16:
-            config = replace(config, warps=4) if plan.packing else Config(warps=8)
+        config = self.config if tile_rows == 16 else Config(warps=8)
         chunks = -(-queries // per_chunk)
         rows = min(tile_rows, triton.next_power_of_2(group * min(queries, per_chunk)))
         most = batch * heads + plan.programs  # upper bound on partial results, for any table
@@ -164,9 +154,6 @@ class Kernel:
         )
         return out
 
-    def _config(self, packing: Packing | None) -> Config:
-        return self.config or (PACKED if packing else Config())
-
     def prepare(self, store: Store) -> LaunchPlan:
         """The store's work table, made anew if addresses or capacities have changed; in place, for captured graphs."""
         old = store.plan if isinstance(store.plan, LaunchPlan) else None
@@ -176,10 +163,9 @@ class Kernel:
         device = store.ring_k.device
         bits, dtype = store.middle.bits, store.ring_k.dtype
         packing = bits if isinstance(bits, Packing) else None
-        config = self._config(packing)
-        programs = self.programs or _multiprocessors(device) * config.per_sm
+        programs = self.programs or _multiprocessors(device) * self.config.per_sm
         share = packing.cell(dtype) / (packing.group * dtype.itemsize) if packing else 1.0
-        lines = work.cut(work.units(store), programs, max(config.tile, PAGE), dim, share)
+        lines = work.cut(work.units(store), programs, self.config.tile, dim, share)
         most = programs + work.STORAGE_PARTS * batch * heads  # every cut and every unit begins at most one piece
         if old is not None and len(old.table) == most and old.table.device == device:
             table = old.table
