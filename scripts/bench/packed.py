@@ -15,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,8 +37,7 @@ def variants(packing: Packing | None) -> list[Config | None]:
 
     if packing is None:
         return [None]
-    return [None, Config(stages=2), Config(per_sm=3, registers=168), Config(stages=2, per_sm=3, registers=168),
-            Config(stages=2, per_sm=4, registers=128)]  # fmt: skip
+    return [None, Config(stages=2), Config(stages=2, per_sm=3, registers=168)]
 
 
 def compile_one(packing: Packing | None, config: Config | None) -> None:
@@ -51,18 +50,18 @@ def compile_one(packing: Packing | None, config: Config | None) -> None:
 
 
 def check(packing: Packing, group: int, queries: int) -> None:
-    """The kernel against float64 at published and ragged masks."""
+    """The kernel against float64 at published masks (group 4) and ragged ones."""
     torch.manual_seed(0)
     ragged = torch.rand(6, DIM).argsort(-1) < torch.tensor([0, 5, 77, 96, 33, 128])[:, None]
     check_case(SHAPES[0].keep()[13] if group == 4 else ragged, group, queries, None, packing)
 
 
-def in_parallel(call: object, cases: Sequence[tuple[object, ...]]) -> None:
-    """Call with every case, each in a process of its own; failures are printed and cost the others nothing."""
-    with ProcessPoolExecutor(14, mp_context=get_context("spawn")) as pool:
-        for case, job in [(case, pool.submit(call, *case)) for case in cases]:  # type: ignore[arg-type]
+def in_parallel(calls: Sequence[tuple[Any, ...]]) -> None:
+    """Make calls (function, arguments), each in a process of its own; one that fails is printed and costs no other."""
+    with ProcessPoolExecutor(16, mp_context=get_context("spawn")) as pool:
+        for call, job in [(call, pool.submit(*call)) for call in calls]:
             if (reason := job.exception()) is not None:
-                print(f"{case}: {type(reason).__name__} {str(reason)[:300]}", flush=True)
+                print(f"{call}: {type(reason).__name__} {str(reason)[:300]}", flush=True)
 
 
 def bench(folder: Path, batches: Sequence[int], every_variant: bool) -> None:
@@ -109,12 +108,11 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit("this benchmark needs a CUDA device")
     options.folder.mkdir(parents=True, exist_ok=True)
     print(device_name(), "torch", torch.__version__)
-    if options.check_only:
-        in_parallel(check, [(p, *case) for p in PACKINGS if p for case in ((4, 1), (8, 1), (4, 5))])
-        return
     cases = [(p, c) for p in PACKINGS for c in (variants(p) if options.variants else [None])]
-    in_parallel(compile_one, list({(p, c and replace(c, per_sm=2)): None for p, c in cases}))
-    bench(options.folder, options.batch, options.variants)
+    checks = [(p, group, 1) for p in PACKINGS if p for group in (4, 8)] + [(Packing(4), 4, 5)]
+    in_parallel([(check, *case) for case in checks] + [(compile_one, p, c) for p, c in cases])
+    if not options.check_only:
+        bench(options.folder, options.batch, options.variants)
 
 
 if __name__ == "__main__":

@@ -62,25 +62,13 @@ def _sink_and_window(
 
 @triton.jit
 def _read(
-    acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
+    acc, m, z, q_row, ok, index, base, k_at, v_at, first, last, count, scale,
     C0: tl.constexpr, C1: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
-    EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
+    EVEN: tl.constexpr, PAGE: tl.constexpr,
 ):
-    """Tokens [first, last) of a middle part with up to C0 + C1 channels.
-
-    k_at, v_at: where the part begins, counted from base in elements, or in bytes where it is packed.
-    """
-    if BITS > 0:
-        # A byte of two bits has two channels, and a tile at least 32 of its bytes.
-        FIRST_CHANNELS: tl.constexpr = C0 if BITS > 2 else 64 if C0 + C1 <= 64 else 128
-        MORE_CHANNELS: tl.constexpr = C1 if BITS > 2 else 0
-        acc, m, z = packed_middle(acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
-                                  FIRST_CHANNELS, MORE_CHANNELS, TILE, D, EVEN, PAGE, BITS, CELL, PTX)
-    else:
-        k, v = base + tl.multiple_of(k_at, PAGE), base + tl.multiple_of(v_at, PAGE)
-        acc, m, z = middle(acc, m, z, q_row, ok, index, k, v, first, last, count, scale,
-                           C0, C1, TILE, D, EVEN, PAGE)
-    return acc, m, z
+    """Tokens [first, last) of a middle part with up to C0 + C1 channels, that begins k_at and v_at elements from base."""
+    k, v = base + tl.multiple_of(k_at, PAGE), base + tl.multiple_of(v_at, PAGE)
+    return middle(acc, m, z, q_row, ok, index, k, v, first, last, count, scale, C0, C1, TILE, D, EVEN, PAGE)
 
 
 @triton.jit
@@ -176,19 +164,22 @@ def decode(
             if kind == TAIL:
                 last = tl.minimum(last, tl.load(tail_ptr + row * H + head).to(tl.int32))
             kept = index + row * index_b + head * D
-            if count <= 32:
-                acc, m, z = _read(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count, scale,
-                                32, 0, TILE, D, EVEN, PAGE, BITS, CELL, PTX)
+            if BITS > 0:
+                acc, m, z = packed_middle(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count,
+                                          scale, TILE, D, EVEN, PAGE, BITS, CELL, PTX)
+            elif count <= 32:
+                acc, m, z = _read(acc, m, z, q_row, ok, kept, base, k_at, v_at, first, last, count, scale,
+                                  32, 0, TILE, D, EVEN, PAGE)
             elif count <= 64:
-                acc, m, z = _read(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count, scale,
-                                64, 0, TILE, D, EVEN, PAGE, BITS, CELL, PTX)
+                acc, m, z = _read(acc, m, z, q_row, ok, kept, base, k_at, v_at, first, last, count, scale,
+                                  64, 0, TILE, D, EVEN, PAGE)
             elif D > 64:
                 if count <= 96:
-                    acc, m, z = _read(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count,
-                                        scale, 64, 32, TILE, D, EVEN, PAGE, BITS, CELL, PTX)
+                    acc, m, z = _read(acc, m, z, q_row, ok, kept, base, k_at, v_at, first, last, count, scale,
+                                      64, 32, TILE, D, EVEN, PAGE)
                 else:
-                    acc, m, z = _read(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count,
-                                        scale, 128, 0, TILE, D, EVEN, PAGE, BITS, CELL, PTX)
+                    acc, m, z = _read(acc, m, z, q_row, ok, kept, base, k_at, v_at, first, last, count, scale,
+                                      128, 0, TILE, D, EVEN, PAGE)
 
         if parts == 1:
             total = tl.sum(z, 1)

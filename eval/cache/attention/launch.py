@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from eval.cache.attention import kernel, work
+from eval.cache.attention import kernel, packing_kernel, work
 from eval.cache.attention.softmax import PLAIN, Softmax
 from eval.cache.storage.pages import PAGE
 from eval.cache.storage.quantised import Packing
@@ -88,20 +88,17 @@ class Kernel:
 
     def move(self, store: Store, due: np.ndarray) -> None:
         """Move tokens that are due in one launch, which counts them on the device; the reference is `Store.move`."""
-        if store.middle.bits is not None:  # the kernel does not pack
-            store.move(due)
-            return
         batch, heads, slots, dim = store.ring_k.shape
-        tail, index = store.tail, store.channels.index
+        tail, index, bits = store.tail, store.channels.index, store.middle.bits
         done = self._scratch(0, dim, batch, tail.k.device)[2]
-        kernel.move[(batch, heads)](
-            *(store.ring_k, store.ring_v, tail.k, tail.v, index, tail.places(), store.seen_dev, store.start_dev),
-            *(tail.length_dev, done, index.stride(0), slots, store.sizes.window, store.sizes.flush),
-            H=heads,
-            D=dim,
-            TILE=MOVED,
-            PAGE=PAGE,
-        )
+        data = (store.ring_k, store.ring_v, tail.k, tail.v, index, tail.places(), store.seen_dev, store.start_dev)
+        sizes = (index.stride(0), slots, store.sizes.window, store.sizes.flush)
+        if isinstance(bits, Packing):
+            packing_kernel.move_packed[(batch, heads)](
+                *(*data, tail.length_dev, done, *sizes), H=heads, D=dim, PAGE=PAGE, BITS=bits.bits, CELL=bits.group
+            )
+        else:
+            kernel.move[(batch, heads)](*(*data, tail.length_dev, done, *sizes), H=heads, D=dim, TILE=MOVED, PAGE=PAGE)
         tail.length += np.where(tail.capacity > 0, due[:, None], 0)
 
     def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:

@@ -21,60 +21,50 @@ PAGES = tl.constexpr(4)  # P: pages that a program reads at a time
 
 
 @triton.constexpr_function
-def _offset(dtype, bits):
-    """The power of two to which a code is added in the highest bits of the lower byte, and its own upper byte.
-
-    A lower byte of bfloat16 is the exponent's last bit and the fraction; of float16, the fraction's last 8 bits of 10.
-    """
-    return {
-        ("bf16", 2): (4, 0x40), ("bf16", 4): (16, 0x41), ("fp16", 2): (16, 0x4C), ("fp16", 4): (64, 0x54),
-    }[str(dtype), bits]
-
-
-@triton.constexpr_function
-def _origin(dtype, bits):
-    """PTX for zero - offset * scale, two cells to a register."""
-    offset = {"bf16": {4: "C080", 16: "C180"}, "fp16": {16: "CC00", 64: "D400"}}[str(dtype)][_offset(dtype, bits)[0]]
-    return f"{{ .reg .b32 offset; mov.b32 offset, 0x{offset}{offset}; fma.rn.{dtype}x2 $0, $1, offset, $2; }}".replace(
-        "fp16", "f16")
-
-
-@triton.constexpr_function
 def _instructions(dtype, bits, place):
-    """PTX for (offset + code) * scale + origin of the codes in place `place` of four bytes, two numbers to a register.
+    """PTX for code * scale + zero of the codes in place `place` of four bytes, two numbers to a register.
 
-    offset + code is exact, and the product is rounded once, with the origin added.
+    Codes in the highest bits of the lower byte of 4 or 16 (bfloat16, whose lower byte is the exponent's last bit and the
+    fraction), or of 16 or 64 (float16), are added to that number, exactly. It is subtracted, exactly, and the product
+    is rounded once, with the zero point added.
     """
+    upper, less, one = {
+        ("bf16", 2): (0x40, "C080", "3F80"), ("bf16", 4): (0x41, "C180", "3F80"),
+        ("fp16", 2): (0x4C, "CC00", "3C00"), ("fp16", 4): (0x54, "D400", "3C00"),
+    }[str(dtype), bits]
     top = (7 if str(dtype) == "bf16" else 8) - bits  # the code's lowest bit
     move = f"shl.b32 c, $2, {top - place * bits}" if top >= place * bits else f"shr.b32 c, $2, {place * bits - top}"
     keep, more = (2**bits - 1 << top) * 0x01010101, 0x80808080 if str(dtype) == "bf16" else 0
-    fma, upper = f"fma.rn.{dtype}x2".replace("fp16", "f16"), _offset(dtype, bits)[1]
-    return f"""{{ .reg .b32 c, a, b;
+    fma = f"fma.rn.{dtype}x2".replace("fp16", "f16")
+    return f"""{{ .reg .b32 c, a, b, one, less;
         {move}; lop3.b32 c, c, {keep}, {more}, 0xEA;
+        mov.b32 one, 0x{one}{one}; mov.b32 less, 0x{less}{less};
         prmt.b32 a, c, {upper}, 0x4140; prmt.b32 b, c, {upper}, 0x4342;
+        {fma} a, a, one, less; {fma} b, b, one, less;
         {fma} $0, a, $3, $5; {fma} $1, b, $4, $6; }}"""
 
 
 @triton.jit
-def _ends(cells, ends, number, there, BITS: tl.constexpr, PTX: tl.constexpr):
-    """Scale and zero point of the cells `number`, zero where not there; in PTX the origin in place of the zero point.
+def _ends(cells, ends, number, there):
+    """Scale and zero point [P, R] of the cells `number`, zero where not there.
 
     cells: address of cell 0's scale, as a pointer to words
     ends: the same address, as a pointer to the model's dtype
 
-    Two halves of one word: loads of 4 bytes can be asked for tiles ahead, loads of 2 cannot.
+    Two scales, or two zero points, are a word: loads of 4 bytes can be asked for tiles ahead, loads of 2 cannot.
     """
     dtype: tl.constexpr = ends.dtype.element_ty
     if dtype.primitive_bitwidth == 16:
-        both = tl.load(cells + number, mask=there, other=0)
-        scale = both.to(tl.int16).to(dtype, bitcast=True)
-        zero = (both >> 16).to(tl.int16).to(dtype, bitcast=True)
+        words = tl.load(cells + number, mask=there, other=0)
+        P: tl.constexpr = number.shape[0]
+        R: tl.constexpr = number.shape[1]
+        scales, zeros = tl.split(tl.reshape(words, [P, R // 2, 2]))
+        scale = tl.reshape(tl.join(scales.to(tl.int16), (scales >> 16).to(tl.int16)), [P, R]).to(dtype, bitcast=True)
+        zero = tl.reshape(tl.join(zeros.to(tl.int16), (zeros >> 16).to(tl.int16)), [P, R]).to(dtype, bitcast=True)
     else:
-        scale = tl.load(ends + 2 * number, mask=there, other=0.0)
-        zero = tl.load(ends + 2 * number + 1, mask=there, other=0.0)
-    if PTX and BITS < 8:
-        zero = tl.inline_asm_elementwise(
-            _origin(dtype, BITS), "=r,r,r", [scale, zero], dtype=scale.dtype, is_pure=True, pack=2)
+        at = number // 2 * 4 + number % 2
+        scale = tl.load(ends + at, mask=there, other=0.0)
+        zero = tl.load(ends + at + 2, mask=there, other=0.0)
     return scale, zero
 
 
@@ -94,8 +84,8 @@ def _numbers(codes, scale, zero, PLACE: tl.constexpr, BITS: tl.constexpr, PTX: t
 
 @triton.jit
 def _logits(
-    q0, q1, page, cells, ends, left, row, count, width, k_page, PART: tl.constexpr,
-    EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
+    q0, q1, page, cells, ends, left, row, room, width, k_page, PART: tl.constexpr,
+    BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
 ):
     """Half PART of the logits of pages, [P, M, HALF].
 
@@ -103,22 +93,19 @@ def _logits(
     page: address of the first page
     row: [R], columns of a page's bytes
     left: [P], tokens from a page's first to the last one
-    width, k_page: bytes of a line of codes, and of a page
+    room, width, k_page: channels for which there is room, bytes of a line of codes, bytes of a page
     """
     NUMBER: tl.constexpr = ends.dtype.element_ty.primitive_bitwidth // 8
     p = tl.arange(0, PAGES)
     line = tl.arange(0, HALF) + (PART * HALF if BITS == 8 else 0)
     at = (p * k_page)[:, None, None] + (line * width)[None, None, :] + row[None, :, None]
-    there = (left > 0)[:, None]
-    if BITS == 2 or not EVEN:
-        there = there & (row < width)[None, :]
+    there = (left > 0)[:, None] & (row < width)[None, :]
     codes = tl.load(page + at, mask=there[:, :, None], other=0)
-    number = (p * (k_page // (2 * NUMBER)))[:, None] + (row + count * (PART * HALF // CELL))[None, :]
-    scale, zero = _ends(cells, ends, number, there, BITS, PTX)
+    number = (p * (k_page // (2 * NUMBER)))[:, None] + (row + room * (PART * HALF // CELL))[None, :]
+    scale, zero = _ends(cells, ends, number, there)
     s = tl.dot(q0, _numbers(codes, scale, zero, 2 * PART if BITS == 2 else PART if BITS == 4 else 0, BITS, PTX))
     if BITS == 2:
-        there = there & (row + width < count)[None, :]
-        scale, zero = _ends(cells, ends, number + width, there, BITS, PTX)
+        scale, zero = _ends(cells, ends, number + width, there)
         s = tl.dot(q1, _numbers(codes, scale, zero, 2 * PART + 1, BITS, PTX), s)
     return s
 
@@ -137,24 +124,24 @@ def _values(
     at = (p * V_PAGE)[:, None, None] + (channel * PAGE)[None, None, :] + t[None, :, None]
     codes = tl.load(page + at, mask=(left > 0)[:, None, None], other=0)
     number = (p * (V_PAGE // (2 * NUMBER)))[:, None] + (BLOCK * W // CELL * PAGE + t)[None, :]
-    scale, zero = _ends(cells, ends, number, t[None, :] < left[:, None], BITS, PTX)
+    scale, zero = _ends(cells, ends, number, t[None, :] < left[:, None])
     return _numbers(codes, scale, zero, BLOCK // LINES, BITS, PTX)
 
 
 @triton.jit
-def _queries(q_row, ok, index, channel, count, EVEN: tl.constexpr):
-    """Query channels for every page, [P, M, C]."""
-    q = gather(q_row, ok, index, channel, count, EVEN)
+def _queries(q_row, ok, index, channel, count):
+    """Query channels for every page, [P, M, C]; zero from channel `count` on."""
+    q = gather(q_row, ok, index, channel, count, False)
     return tl.broadcast_to(q[None, :, :], [PAGES, q.shape[0], q.shape[1]])
 
 
 @triton.jit
-def packed_middle(
+def _middle(
     acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
-    C0: tl.constexpr, C1: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
+    C: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
     EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
 ):
-    """Tokens [first, last) of a packed part; the plain form is kernel_middle.middle.
+    """Tokens [first, last) of a packed part with up to C channels.
 
     base, bytes_base: one address, from which the head's K and V begin k_at and v_at bytes on
     PTX: whether the target is a GPU, which Triton's interpreter is not
@@ -165,22 +152,19 @@ def packed_middle(
     V_CODES: tl.constexpr = PAGE * D * BITS // 8
     V_PAGE: tl.constexpr = V_CODES + PAGE * D // CELL * WORD
     SHARED: tl.constexpr = 2 if BITS == 2 else 1  # channels of a byte
-    ALL: tl.constexpr = EVEN and BITS != 2  # the channels are C0 + C1
     if EVEN:
         count = count // 32 * 32  # as it is, but the compiler sees that lines are aligned
         width = count // 32 * (32 // SHARED)
+        room = count
     else:
-        width = (count + SHARED - 1) // SHARED
+        room = (count + 2 * SHARED - 1) // (2 * SHARED) * (2 * SHARED)
+        width = room // SHARED
     k_codes = width * (PAGE if BITS == 8 else HALF)
-    k_page = k_codes + PAGE // CELL * WORD * count
+    k_page = k_codes + PAGE // CELL * WORD * room
     k, v = bytes_base + tl.multiple_of(k_at, 16 if EVEN else 4), bytes_base + tl.multiple_of(v_at, 16)
-    r0 = tl.arange(0, C0 // SHARED)
-    q00 = _queries(q_row, ok, index, r0, width, ALL)
-    q01 = _queries(q_row, ok, index, width + r0, count, ALL) if BITS == 2 else q00
-    if C1 > 0:
-        r1 = C0 // SHARED + tl.arange(0, C1 // SHARED)
-        q10 = _queries(q_row, ok, index, r1, width, ALL)
-        q11 = _queries(q_row, ok, index, width + r1, count, ALL) if BITS == 2 else q10
+    row = tl.arange(0, C // SHARED)
+    q0 = _queries(q_row, ok, index, row, tl.minimum(width, count))
+    q1 = _queries(q_row, ok, index, width + row, count) if BITS == 2 else q0
     p, token = tl.arange(0, PAGES), tl.arange(0, HALF)
     top = tl.full([PAGES, M], float("-inf"), tl.float32)  # m and z of every page's warp
     sums = tl.zeros([PAGES, M, HALF], tl.float32)
@@ -191,11 +175,8 @@ def packed_middle(
         page = k + tl.multiple_of(at // PAGE * k_page, 16 if EVEN else 4)
         cells = (page + k_codes).to(tl.pointer_type(tl.int32), bitcast=True)
         ends = (page + k_codes).to(base.dtype, bitcast=True)
-        s0 = _logits(q00, q01, page, cells, ends, left, r0, count, width, k_page, 0, EVEN, PAGE, BITS, CELL, PTX)
-        s1 = _logits(q00, q01, page, cells, ends, left, r0, count, width, k_page, 1, EVEN, PAGE, BITS, CELL, PTX)
-        if C1 > 0:
-            s0 += _logits(q10, q11, page, cells, ends, left, r1, count, width, k_page, 0, EVEN, PAGE, BITS, CELL, PTX)
-            s1 += _logits(q10, q11, page, cells, ends, left, r1, count, width, k_page, 1, EVEN, PAGE, BITS, CELL, PTX)
+        s0 = _logits(q0, q1, page, cells, ends, left, row, room, width, k_page, 0, BITS, CELL, PTX)
+        s1 = _logits(q0, q1, page, cells, ends, left, row, room, width, k_page, 1, BITS, CELL, PTX)
         s0 = tl.where(token[None, None, :] < left[:, None, None], s0 * scale, float("-inf"))
         s1 = tl.where(token[None, None, :] < left[:, None, None] - HALF, s1 * scale, float("-inf"))
         new = tl.maximum(top, tl.max(tl.maximum(s0, s1), 2))
@@ -225,3 +206,22 @@ def packed_middle(
     found = tl.reshape(tl.permute(blocks, (0, 2, 3, 1)), [M, D])
     total = tl.sum(tl.sum(sums, 2) * share, 0)
     return acc * alpha[:, None] + found, new, z * alpha[:, None] + total[:, None] / TILE
+
+
+@triton.jit
+def packed_middle(
+    acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
+    TILE: tl.constexpr, D: tl.constexpr,
+    EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
+):
+    """Tokens [first, last) of a packed part; the plain form is kernel_middle.middle.
+
+    An operand has at least 32 bytes of channels, which at two bits are 64.
+    """
+    if count <= 64:
+        acc, m, z = _middle(acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
+                            64, TILE, D, EVEN, PAGE, BITS, CELL, PTX)
+    elif D > 64:
+        acc, m, z = _middle(acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
+                            128, TILE, D, EVEN, PAGE, BITS, CELL, PTX)
+    return acc, m, z

@@ -4,17 +4,18 @@ A *cell* is `group` numbers that share a scale and a zero point: tokens of one c
 KIVI keeps a residual of recent tokens whole until they fill a group. Here the window is that residual: tokens are
 quantised once, when they leave it, `flush` at a time.
 
-A page of 64 tokens is a plane of codes, then a plane of ends: (scale, zero point) of every cell, in the model's dtype.
+A page of 64 tokens is a plane of codes, then a plane of the ends of every cell, scale and zero point in the model's dtype:
 
-               codes, bytes                                   ends
-    K, 8 bits  [64, C]                                        [64 / group, C, 2]
+               codes, bytes                                     ends
+    K, 8 bits  [64, C]                                          [64 / group, C / 2, 2, 2]
        4 bits  [32, C], a byte for tokens t and t + 32
        2 bits  [32, C / 2], also for channels c and c + C / 2
-    V          [D bits / 8, 64], for channels D bits / 8 apart  [D / group, 64, 2]
+    V          [D bits / 8, 64], for channels D bits / 8 apart  [D / group, 32, 2, 2]
 
 A byte holds codes of numbers that lie far apart, the first in the lowest bits. So the codes of a byte belong to
 different products of the kernel, and one load of bytes is an operand of each. Neighbours in memory are numbers over
-which a product sums. At two bits, an odd number of channels leaves room for one more.
+which a product sums, and a GPU computes with two of them at a time: the ends of two cells are two scales, then two zero
+points. C is the number of kept channels, rounded up to 2, at two bits to 4; channels that are not there are zeros.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from eval.cache.storage.channels import KeptChannels
 from eval.cache.storage.pages import COPIED, PAGE, Count, Segment, round_up
@@ -97,14 +99,15 @@ class Packing:
         return self.group * self.bits // 8 + 2 * dtype.itemsize
 
     def room(self, channels: Count) -> Count:
-        """Channels of K for which there are codes: an even number at two bits."""
-        return round_up(channels, 2 if self.bits == 2 else 1)
+        """Channels of K for which a page has room when so many are kept."""
+        return round_up(channels, 4 if self.bits == 2 else 2)
 
     def pages(self, head_dim: int, channels: Count, dtype: torch.dtype) -> tuple[tuple[Count, Count], tuple[int, int]]:
         """For K and for V: bytes of a page's codes, and of its ends."""
         ends = PAGE // self.group * 2 * dtype.itemsize
         of_codes = PAGE * self.bits // 8
-        return (self.room(channels) * of_codes, channels * ends), (head_dim * of_codes, head_dim * ends)
+        room = self.room(channels)
+        return (room * of_codes, room * ends), (head_dim * of_codes, head_dim * ends)
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Codes uint8 [..., A, N] and ends [..., A / group, N, 2] of x [..., A, N], whose cells lie along A.
@@ -178,25 +181,26 @@ class QuantisedSegment(Segment):
         tokens, whole = slice(at % PAGE, at % PAGE + n), round_up(n, packing.group)
         (k, k_ends), (v, v_ends) = self._planes(row, number, head)
         # A short group repeats its last token.
-        codes, ends = packing.quantise(torch.cat([keys, keys[:, -1:].expand(-1, whole - n, -1)], 1))
+        keys = torch.cat([keys, keys[:, -1:].expand(-1, whole - n, -1)], 1)
+        codes, ends = packing.quantise(pad(keys, (0, packing.room(channels) - channels)))
         held = unfold(k[:, pages], K_FOLDS[packing.bits]).flatten(1, 2).clone()
-        held[:, tokens.start : tokens.start + whole, :channels] = codes
+        held[:, tokens.start : tokens.start + whole] = codes
         k[:, pages] = fold(held.unflatten(1, (-1, PAGE)), K_FOLDS[packing.bits])
         first = at % PAGE // packing.group
         of_pages = k_ends[:, pages].flatten(1, 2).clone()
-        of_pages[:, first : first + ends.shape[1]] = ends
+        of_pages[:, first : first + ends.shape[1]] = ends.unflatten(-2, (-1, 2))
         k_ends[:, pages] = of_pages.view_as(k_ends[:, pages])
 
         codes, ends = packing.quantise(values.mT)
         held = unfold(v[:, pages], V_FOLDS[packing.bits]).transpose(1, 2).flatten(2, 3).clone()  # [.., D, tokens]
         held[..., tokens] = codes
         v[:, pages] = fold(held.unflatten(2, (-1, PAGE)).transpose(1, 2), V_FOLDS[packing.bits])
-        of_pages = v_ends[:, pages].transpose(1, 2).flatten(2, 3).clone()
+        of_pages = v_ends[:, pages].transpose(1, 2).flatten(2, 4).clone()
         of_pages[:, :, tokens] = ends
-        v_ends[:, pages] = of_pages.unflatten(2, (-1, PAGE)).transpose(1, 2)
+        v_ends[:, pages] = of_pages.unflatten(2, (-1, PAGE // 2, 2)).transpose(1, 2)
 
     def _planes(self, row: int, number: int, head: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """(codes, ends) of K and of V of one head in `number` rows of the same layout: [number, pages, ...], views."""
+        """Codes and ends of K and of V of one head in `number` rows of the same layout: [number, pages, ...], views."""
         pages, channels = int(self.capacity[row, head]) // PAGE, int(self.channels.count[row, head])
         found = []
         for flat, start, (codes, ends) in zip(
@@ -211,27 +215,31 @@ class QuantisedSegment(Segment):
         return self._shaped(*found[0], channels), self._shaped(*found[1], None)
 
     def _shaped(self, codes: Tensor, ends: Tensor, channels: int | None) -> tuple[Tensor, Tensor]:
-        """Planes of pages with their axes; channels: of K, None = planes of V."""
+        """Codes of pages with their axes, and ends [..., cells, N / 2, 2, 2], views; the last axis is (scale, zero point).
+
+        channels: kept channels of K, None = planes of V
+        """
         bits, group = self.packing.bits, self.packing.group
         if channels is None:
             lines, line, cells, numbers = self.head_dim * bits // 8, PAGE, self.head_dim // group, PAGE
         else:
-            lines, line = PAGE // (1 if bits == 8 else 2), self.packing.room(channels) // (2 if bits == 2 else 1)
-            cells, numbers = PAGE // group, channels
-        return codes.unflatten(-1, (lines, line)), ends.unflatten(-1, (cells, numbers, 2))
+            cells, numbers = PAGE // group, self.packing.room(channels)
+            lines, line = PAGE // (1 if bits == 8 else 2), numbers // (2 if bits == 2 else 1)
+        return codes.unflatten(-1, (lines, line)), ends.unflatten(-1, (cells, numbers // 2, 2, 2)).mT
 
     def _keys(self, codes: Tensor, ends: Tensor) -> Tensor:
-        """Keys [..., 64, channels] of the planes of pages."""
-        return self.packing.restore(unfold(codes, K_FOLDS[self.packing.bits])[..., : ends.shape[-2]], ends)
+        """Keys [..., 64, room for channels] of the planes of pages."""
+        return self.packing.restore(unfold(codes, K_FOLDS[self.packing.bits]), ends.flatten(-3, -2))
 
     def _values(self, codes: Tensor, ends: Tensor) -> Tensor:
         """Values [..., D, 64] of the planes of pages."""
-        return self.packing.restore(unfold(codes, V_FOLDS[self.packing.bits]), ends)
+        return self.packing.restore(unfold(codes, V_FOLDS[self.packing.bits]), ends.flatten(-3, -2))
 
     def _regions(self, row: int, head: int) -> tuple[Tensor, Tensor]:
         """One head's room dequantised, a copy: K [pages, channels, 64], V [capacity, D]."""
         k, v = self._planes(row, 1, head)
-        return self._keys(*k)[0].mT, self._values(*v)[0].mT.flatten(0, 1)
+        keys = self._keys(*k)[0, ..., : int(self.channels.count[row, head])]
+        return keys.mT, self._values(*v)[0].mT.flatten(0, 1)
 
     def padded_keys(self, hidden: Tensor) -> Tensor:
         """The keys of all heads, zero where there is none: [B H, channels, N].
@@ -244,7 +252,7 @@ class QuantisedSegment(Segment):
             planes, _ = self.packing.pages(self.head_dim, channels, self.dtype)
             heads, codes, ends = self._of_heads(self.k, self.k_start, planes, count == channels, hidden.shape[1])
             keys = self._keys(*self._shaped(codes, ends, channels)).flatten(1, 2).mT
-            out[heads, :channels] = torch.where(hidden[heads, None], 0, keys)
+            out[heads, :channels] = torch.where(hidden[heads, None], 0, keys[:, :channels])
         return out
 
     def padded_values(self, hidden: Tensor) -> Tensor:

@@ -88,7 +88,8 @@ def test_where_the_codes_of_a_page_lie(bits):
     k, v = torch.randn(2, 1, 1, 64, dim, generator=torch.Generator().manual_seed(bits))
     segment.append(np.array([0]), k, v)
     (k_codes, k_ends), (v_codes, v_ends) = (Packing(bits, group).quantise(x) for x in (k[0, 0, :, :6], v[0, 0].mT))
-    plane, line, top = segment.k[: 64 * 6 * bits // 8], {8: 6, 4: 6, 2: 3}[bits], 2**bits - 1
+    room, line, top = {8: 6, 4: 6, 2: 8}[bits], {8: 6, 4: 6, 2: 4}[bits], 2**bits - 1
+    plane = segment.k[: 64 * room * bits // 8]
     for t in range(64):
         for c in range(6):
             row, column = (t, c) if bits == 8 else (t % 32, c % line)
@@ -98,8 +99,10 @@ def test_where_the_codes_of_a_page_lie(bits):
     for t in range(64):
         for c in range(dim):
             assert int(plane[c % step * 64 + t]) >> c // step * bits & top == v_codes[c, t]
-    for flat, ends, codes in ((segment.k, k_ends, 64 * 6 * bits // 8), (segment.v, v_ends, 64 * dim * bits // 8)):
-        assert torch.equal(flat[codes:].view(torch.float32), ends.flatten())
+    for flat, ends, codes in ((segment.k, k_ends, 64 * room * bits // 8), (segment.v, v_ends, 64 * dim * bits // 8)):
+        cells = flat[codes:].view(torch.float32).view(len(ends), -1, 4)
+        for n in range(ends.shape[1]):
+            assert torch.equal(cells[:, n // 2, [n % 2, n % 2 + 2]], ends[:, n])
 
 
 def random_tables(seed, batch, heads, dim):
@@ -143,8 +146,8 @@ def test_a_segment_holds_the_quantised_tokens_of_every_head(bits, group, appends
             assert torch.equal(got_k, k[:, keep[b, h]])
             assert torch.equal(got_v, v)
             count, cell = int(keep[b, h].sum()), group * bits // 8 + 2 * 8
-            odd = count % 2 if bits == 2 else 0  # at two bits there is room for an even number of channels
-            k_bytes += -(-len(k) // group) * (count * cell + odd * group * bits // 8)
+            room = -(-count // 4) * 4 if bits == 2 else -(-count // 2) * 2
+            k_bytes += -(-len(k) // group) * room * cell
             v_bytes += len(k) * (dim // group) * cell
         else:
             assert len(got_k) == len(got_v) == 0
@@ -264,7 +267,8 @@ def test_as_a_method_alone_and_over_channels(channels):
     cache = made.cache(model, prefill(model, ids, None, 8))
     memory, held = cache.memory(), 300 - 2 - 6
     cell = 8 * 4 // 8 + 2 * 4  # bytes of 8 numbers
-    assert memory.middle_k == 2 * -(-held // 8) * int(keep.sum()) * cell
+    room = int((-(-keep.sum(-1) // 2) * 2).sum())  # an even number of channels in every head
+    assert memory.middle_k == 2 * -(-held // 8) * room * cell
     assert memory.middle_v == 2 * held * int(keep.any(-1).sum()) * DIM // 8 * cell
     tensors = [t.untyped_storage() for layer in cache.compressed for t in layer.store.tensors().values()]
     assert memory.total == sum({t.data_ptr(): t.nbytes() for t in tensors}.values())
