@@ -121,9 +121,10 @@ def bytes_per_row(
     keep, sizes = layer_masks(mask), sizes or Sizes()
     layers, heads, dim = keep.shape
     middle = round_up(max(0, context - sizes.sink - sizes.window), PAGE)
-    count = keep.sum(-1)
+    count = keep.sum(-1).cpu().numpy()
+    channels = count if bits is None else bits.room(count)
     ends = 2 * layers * heads * dim * (sizes.sink + sizes.ring)
-    numbers = middle * int(count.sum()) + middle * dim * int((count > 0).sum())
+    numbers = middle * int(channels.sum()) + middle * dim * int((count > 0).sum())
     held = numbers * dtype.itemsize if bits is None else numbers // bits.group * bits.cell(dtype)
     return ends * dtype.itemsize + held
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from eval.cache.attention import reference
 from eval.cache.storage.middle import Middle
+from eval.cache.storage.quantised import Packing
 from eval.cache.storage.store import Sizes, Store
 
 if TYPE_CHECKING:  # Triton is not everywhere that these modules are imported
@@ -57,11 +58,14 @@ SHAPES = [
 ]
 
 
-def make_store(keep: Tensor, batch: int, context: int) -> Store:
-    """A sealed layer of one random row, repeated `batch` times, with one decoded token in the window."""
+def make_store(keep: Tensor, batch: int, context: int, bits: Packing | None = None) -> Store:
+    """A sealed layer of one random row, repeated `batch` times, with one decoded token in the window.
+
+    bits: how the middle is packed, None = in 16 bits.
+    """
     heads = keep.shape[0]
     k, v = torch.randn(2, 1, heads, context, DIM, device="cuda", dtype=DTYPE)
-    store = Store(k[:, :, :-1], v[:, :, :-1], None, Middle(keep), SIZES)
+    store = Store(k[:, :, :-1], v[:, :, :-1], None, Middle(keep, bits=bits), SIZES)
     if batch > 1:
         store.select(torch.zeros(batch, dtype=torch.long))
     store.append(*(x[:, :, -1:].expand(batch, -1, -1, -1) for x in (k, v)))
@@ -69,10 +73,9 @@ def make_store(keep: Tensor, batch: int, context: int) -> Store:
 
 
 def needed_bytes(store: Store) -> int:
-    """Bytes of K and V that a step must read: sink, window, and the middle's kept channels and values."""
+    """Bytes of K and V that a step must read: sink, window, and what the middle holds."""
     ends = int((store.sizes.sink + store.seen - store.start).sum()) * store.ring_k.shape[1] * DIM * 2
-    channels, length = store.channels.count, store.prompt.length + store.tail.length
-    return (ends + int((length * (channels + DIM)).sum())) * DTYPE.itemsize
+    return ends * DTYPE.itemsize + sum(store.prompt.held()) + sum(store.tail.held())
 
 
 def query(shape: Shape) -> Tensor:
@@ -111,10 +114,11 @@ def copies_of(size: int) -> int:
     return 1 if size > 40 * cache else 2 + 4 * cache // size
 
 
-def check_case(keep: Tensor, group: int, queries: int, config: Config) -> None:
+def check_case(keep: Tensor, group: int, queries: int, config: Config | None, bits: Packing | None = None) -> None:
     """Compare the kernel with attention in float64 while it decodes padded rows.
 
     keep: [H, D], True = kept. group: query heads per KV head. queries: of each step. config: the kernel's.
+    bits: how the middle is packed, None = in 16 bits.
     Raises SystemExit if the relative error exceeds TOLERANCE.
     """
     from eval.cache.attention.launch import Kernel
@@ -122,7 +126,7 @@ def check_case(keep: Tensor, group: int, queries: int, config: Config) -> None:
     heads, dim = keep.shape
     k, v = torch.randn(2, 3, heads, 3333, dim, device="cuda", dtype=DTYPE)
     real = torch.arange(3333, device="cuda") >= torch.tensor([0, 700, 2500], device="cuda")[:, None]
-    store, kernel, worst = Store(k, v, real, Middle(keep), SIZES), Kernel(config), 0.0
+    store, kernel, worst = Store(k, v, real, Middle(keep, bits=bits), SIZES), Kernel(config), 0.0
     for _ in range(5):
         k, v = torch.randn(2, 3, heads, 11 if queries == 1 else queries, dim, device="cuda", dtype=DTYPE)
         position = store.append(k, v, write=kernel.write)[:, -queries:]
@@ -131,7 +135,9 @@ def check_case(keep: Tensor, group: int, queries: int, config: Config) -> None:
         got = kernel.attend(store, q, position, dim**-0.5)
         worst = max(worst, ((got.double() - want).norm() / want.norm()).item())
         store.flush()
-    print(f"check {keep.sum(-1).tolist()} of {dim}, group {group}, {queries} queries: {worst:.1e}  {config}")
+    print(
+        f"check {keep.sum(-1).tolist()} of {dim}, group {group}, {queries} queries: {worst:.1e}  {config} {bits or ''}"
+    )
     if not worst <= TOLERANCE:
         raise SystemExit(f"the kernel is wrong: relative error {worst:.2e} > {TOLERANCE}")
 

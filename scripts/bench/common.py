@@ -16,6 +16,9 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from eval.cache import CompressedLayer, Sizes, bytes_per_row, compressed_cache
 from eval.cache.graph import DecodeLoop
 from eval.cache.hook import ATTENTION
+from eval.cache.storage.channels import layer_masks
+from eval.cache.storage.middle import Middle
+from eval.cache.storage.quantised import Packing
 from eval.cache.storage.store import GROWTH
 from eval.inference.models import ModelConfig, load_model
 from leank_train import backbone
@@ -53,8 +56,12 @@ class Contender:
     graph: bool
 
 
-def contenders(model: PreTrainedModel, mask: ChannelMask | Tensor, sizes: Sizes) -> list[Contender]:
+def contenders(
+    model: PreTrainedModel, mask: ChannelMask | Tensor, sizes: Sizes, packings: Sequence[Packing] = ()
+) -> list[Contender]:
     """LeanK, and three dense caches: this project's storage and kernel with nothing pruned, and transformers' two.
+
+    packings: LeanK with a middle of fewer bits, one more contender each.
 
     A step on a StaticCache has an attention mask, for which transformers 5.17 copies a layer's K and V once per query
     head (5.23 does not). On 5.17 this project's dense cache is the one to compare graphs with.
@@ -66,17 +73,19 @@ def contenders(model: PreTrainedModel, mask: ChannelMask | Tensor, sizes: Sizes)
     def dense(tokens: int) -> int:
         return 2 * layers * heads * dim * tokens * model.dtype.itemsize
 
-    def compressed(name: str, keep: ChannelMask | Tensor) -> Contender:
+    def compressed(name: str, keep: ChannelMask | Tensor, bits: Packing | None = None) -> Contender:
+        middles = [Middle(one, bits=bits) for one in layer_masks(keep)]
         return Contender(
             name,
-            lambda rows, room: compressed_cache(model, keep, sizes.sink, sizes.window, sizes.flush),
-            lambda n: bytes_per_row(keep, n + GROWTH, model.dtype, sizes),  # what decoding adds grows ahead of need
+            lambda rows, room: compressed_cache(model, middles, sizes.sink, sizes.window, sizes.flush),
+            lambda n: bytes_per_row(keep, n + GROWTH, model.dtype, sizes, bits),  # decoding adds ahead of need
             ATTENTION,
             True,
         )
 
     return [
         compressed("LeanK", mask),
+        *(compressed(f"LeanK, {packing.bits} bits", mask, packing) for packing in packings),
         compressed("own cache, nothing pruned", everything),
         Contender("StaticCache", lambda rows, room: StaticCache(config, max_cache_len=room), dense, "sdpa", True),
         Contender("DynamicCache", lambda rows, room: DynamicCache(config=config), dense, "sdpa", False),

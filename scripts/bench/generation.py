@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from eval.cache import Sizes
+from eval.cache import CompressedCache, Sizes
+from eval.cache.storage.quantised import Packing
 from eval.methods.channels.leank import LeanK
 from scripts.bench.common import (
     PROFILED,
@@ -45,6 +46,7 @@ from scripts.bench.common import (
     write_rows,
 )
 
+PACKINGS = (Packing(8), Packing(4), Packing(2))
 WORK_SPACE = 4e9  # bytes left beside the caches where they fill the GPU: activations, tables, a part that is growing
 
 
@@ -71,7 +73,9 @@ def decode(
     for _ in range(0 if graph else WARM_UP):
         step()
     spent = seconds(step, timed(new, flush), cuda)
-    row = {"batch": rows, "tokens_per_s": rows / spent, "step_ms": spent * 1e3}
+    held = cache.memory().total / 1e9 if isinstance(cache, CompressedCache) else float("nan")
+    row = {"batch": rows, "tokens_per_s": rows / spent, "step_ms": spent * 1e3, "gb": held}
+    row["formula_gb"] = rows * contender.bytes(prompt + timed(new, flush)) / 1e9
     return {**row, **(where(profiled(step)) if cuda else {})}
 
 
@@ -125,7 +129,7 @@ def cases(
     graphs = model.device.type == "cuda" and contender.graph
     for new in args.new:
         one = partial(decode, model, contender, args.batch, args.prompt, new, sizes.flush)
-        if new == args.new[0] or not graphs:
+        if not graphs or (new == args.new[0] and not args.graph_only):
             yield {**named, "loop": "eager", "new": new}, partial(one, False)
         if graphs:
             yield {**named, "loop": "graph", "new": new}, partial(one, True)
@@ -151,6 +155,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prefill-rows", type=int, default=8, help="rows of the prefill that is timed; 0 = none")
     parser.add_argument("--largest", action=argparse.BooleanOptionalAction, default=True,
                         help="also at the most rows that fit (a GPU, caches with a graph)")  # fmt: skip
+    parser.add_argument("--graph-only", action="store_true", help="no eager loop where there is a graph")
     parser.add_argument("--fuse", action="store_true", help="norms and MLPs through torch.compile, for every cache")
     return parser.parse_args(argv)
 
@@ -163,7 +168,7 @@ def main(argv: list[str] | None = None) -> None:
         fuse(model)
     args.out.mkdir(parents=True, exist_ok=True)
     rows: list[Record] = []
-    for contender in contenders(model, LeanK(str(mask)).loaded, sizes):
+    for contender in contenders(model, LeanK(str(mask)).loaded, sizes, PACKINGS):
         if args.only and contender.name not in args.only:
             continue
         for row, measure in cases(model, contender, sizes, args):

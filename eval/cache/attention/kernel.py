@@ -69,28 +69,23 @@ def _sink_and_window(
 
 @triton.jit
 def _read(
-    acc, m, z, q_row, ok, index, ranks, base, bytes_base, k_at, v_at, first, last, count, width, scale, logits,
+    acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale, logits,
     C0: tl.constexpr, C1: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, VALUES: tl.constexpr,
-    EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, WEIGHTS: tl.constexpr,
+    EVEN: tl.constexpr, PAGE: tl.constexpr, WEIGHTS: tl.constexpr,
 ):
-    """Tokens [first, last) of a middle part with up to C0 + C1 channels of K; numbers in cells give no logits.
+    """Tokens [first, last) of a middle part with up to C0 + C1 channels of K, k_at and v_at elements from base.
 
-    k_at, v_at: where the part begins, counted from base in elements, or in bytes where it is packed.
     ranks, width: of the kept channels of V, at most VALUES; VALUES 0 = V has all its channels
     """
-    if BITS > 0:
-        acc, m, z = packed_middle(acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
-                                  C0, C1, TILE, D, EVEN, PAGE, BITS, CELL)
+    k, v = base + tl.multiple_of(k_at, PAGE), base + tl.multiple_of(v_at, PAGE)
+    if VALUES == 0:
+        acc, m, z = middle(acc, m, z, q_row, ok, index, k, v, first, last, count, width, scale, logits,
+                           C0, C1, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
     else:
-        k, v = base + tl.multiple_of(k_at, PAGE), base + tl.multiple_of(v_at, PAGE)
-        if VALUES == 0:
-            acc, m, z = middle(acc, m, z, q_row, ok, index, k, v, first, last, count, width, scale, logits,
+        before, of_kept = m, tl.zeros([acc.shape[0], VALUES], tl.float32)
+        of_kept, m, z = middle(of_kept, m, z, q_row, ok, index, k, v, first, last, count, width, scale, logits,
                                C0, C1, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
-        else:
-            before, of_kept = m, tl.zeros([acc.shape[0], VALUES], tl.float32)
-            of_kept, m, z = middle(of_kept, m, z, q_row, ok, index, k, v, first, last, count, width, scale, logits,
-                                   C0, C1, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
-            acc = add_kept(acc, of_kept, before, m, ranks, D)
+        acc = add_kept(acc, of_kept, before, m, ranks, D)
     return acc, m, z
 
 
@@ -140,7 +135,7 @@ def decode(
     scratch, room, scale, q_b, q_h, q_t, index_b, ranks_b, queries, partials, places, slots, sink,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
     MERGE_LINES: tl.constexpr, EVEN: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr,
-    BITS: tl.constexpr, CELL: tl.constexpr, VALUES: tl.constexpr, WEIGHTS: tl.constexpr,
+    BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr, VALUES: tl.constexpr, WEIGHTS: tl.constexpr,
 ):
     """Program (p, c): span p of the work table for the query tokens of chunk c.
 
@@ -151,10 +146,11 @@ def decode(
     part, stat: [chunks, partials, ROWS, D] and [chunks, partials, ROWS, 2] fp32, partial results
     done: [chunks, places] int32, zeros before and after; places = B * H
     BITS, CELL: bits of a number of the middle, and numbers in a cell; 0 = not packed
+    PTX: whether a packed middle is unpacked in PTX, which Triton's interpreter cannot run
     VALUES: the most channels that the middle's V has, rounded up to a power of two; 0 = every channel
     ranks: [B, H, D], by a stride; the place of each channel of V among the kept, read unless VALUES is 0
     WEIGHTS: whether to leave logits and log-sum-exp for weights_kernel.add_weights, which says what scratch and room
-        are; there is one chunk then
+        are; there is one chunk then, and no packed middle
     """
     chunk = tl.program_id(1)
     PER: tl.constexpr = M // GROUP  # query tokens of a chunk
@@ -197,21 +193,22 @@ def decode(
             if kind == TAIL:
                 last = tl.minimum(last, tl.load(tail_ptr + row * H + head).to(tl.int32))
             kept, of_v = index + row * index_b + head * D, ranks + row * ranks_b + head * D
-            if count <= 32:
-                acc, m, z = _read(acc, m, z, q_row, ok, kept, of_v, base, bytes_base, k_at, v_at, first, last, count,
-                                  width, scale, logits, 32, 0, TILE, D, VALUES, EVEN, PAGE, BITS, CELL, WEIGHTS)
+            if BITS > 0:
+                acc, m, z = packed_middle(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count,
+                                          scale, TILE, D, EVEN, PAGE, BITS, CELL, PTX)
+            elif count <= 32:
+                acc, m, z = _read(acc, m, z, q_row, ok, kept, of_v, base, k_at, v_at, first, last, count, width, scale,
+                                  logits, 32, 0, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
             elif count <= 64:
-                acc, m, z = _read(acc, m, z, q_row, ok, kept, of_v, base, bytes_base, k_at, v_at, first, last, count,
-                                  width, scale, logits, 64, 0, TILE, D, VALUES, EVEN, PAGE, BITS, CELL, WEIGHTS)
+                acc, m, z = _read(acc, m, z, q_row, ok, kept, of_v, base, k_at, v_at, first, last, count, width, scale,
+                                  logits, 64, 0, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
             elif D > 64:
                 if count <= 96:
-                    acc, m, z = _read(acc, m, z, q_row, ok, kept, of_v, base, bytes_base, k_at, v_at, first, last,
-                                      count, width, scale, logits, 64, 32, TILE, D, VALUES, EVEN, PAGE, BITS, CELL,
-                                      WEIGHTS)
+                    acc, m, z = _read(acc, m, z, q_row, ok, kept, of_v, base, k_at, v_at, first, last, count, width,
+                                      scale, logits, 64, 32, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
                 else:
-                    acc, m, z = _read(acc, m, z, q_row, ok, kept, of_v, base, bytes_base, k_at, v_at, first, last,
-                                      count, width, scale, logits, 128, 0, TILE, D, VALUES, EVEN, PAGE, BITS, CELL,
-                                      WEIGHTS)
+                    acc, m, z = _read(acc, m, z, q_row, ok, kept, of_v, base, k_at, v_at, first, last, count, width,
+                                      scale, logits, 128, 0, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
 
         if parts == 1:
             total = tl.sum(z, 1)

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from eval.cache.attention import kernel, work
+from eval.cache.attention import kernel, packing_kernel, work
 from eval.cache.attention.softmax import PLAIN, Softmax
 from eval.cache.attention.weights import Room, Weights
 from eval.cache.storage.pages import PAGE
@@ -92,22 +92,31 @@ class Kernel:
 
     def move(self, store: Store, due: np.ndarray) -> None:
         """Move tokens that are due in one launch, which counts them on the device; the reference is `Store.move`."""
-        if store.middle.bits is not None:  # the kernel does not pack
-            store.move(due)
-            return
         batch, heads, slots, dim = store.ring_k.shape
-        tail, index = store.tail, store.channels.index
-        ranks = index if store.values is None else store.values.ranks()
+        tail, index, bits = store.tail, store.channels.index, store.middle.bits
         done = self._scratch(0, dim, batch, tail.k.device)[2]
-        kernel.move[(batch, heads)](
-            *(store.ring_k, store.ring_v, tail.k, tail.v, index, ranks, tail.places(), store.seen_dev, store.start_dev),
-            *(tail.length_dev, done, index.stride(0), ranks.stride(0), slots, store.sizes.window, store.sizes.flush),
-            H=heads,
-            D=dim,
-            TILE=MOVED,
-            PAGE=tail.page,
-            VALUES=int(store.values is not None),
-        )
+        rings, counts = (store.ring_k, store.ring_v), (store.seen_dev, store.start_dev, tail.length_dev, done)
+        sizes = slots, store.sizes.window, store.sizes.flush
+        if isinstance(bits, Packing):
+            packing_kernel.move_packed[(batch, heads)](
+                *(*rings, tail.k, tail.v, index, tail.places(), *counts, index.stride(0), *sizes),
+                H=heads,
+                D=dim,
+                PAGE=PAGE,
+                BITS=bits.bits,
+                CELL=bits.group,
+            )
+        else:
+            ranks = index if store.values is None else store.values.ranks()
+            kernel.move[(batch, heads)](
+                *(*rings, tail.k, tail.v, index, ranks, tail.places(), *counts, index.stride(0), ranks.stride(0)),
+                *sizes,
+                H=heads,
+                D=dim,
+                TILE=MOVED,
+                PAGE=tail.page,
+                VALUES=int(store.values is not None),
+            )
         tail.length += np.where(tail.capacity > 0, due[:, None], 0)
 
     def evict(self, store: Store) -> None:
@@ -165,6 +174,7 @@ class Kernel:
             FIELDS=work.FIELDS,
             BITS=packing.bits if packing else 0,
             CELL=packing.group if packing else 0,
+            PTX=q.is_cuda,
             VALUES=plan.values,
             WEIGHTS=plan.room is not None,
             num_warps=config.warps,
@@ -182,9 +192,9 @@ class Kernel:
             return old
         batch, heads = store.ring_k.shape[:2]
         device = store.ring_k.device
-        programs = self.programs or _multiprocessors(device) * self.config.per_sm
         bits, dtype = store.middle.bits, store.ring_k.dtype
         packing = bits if isinstance(bits, Packing) else None
+        programs = self.programs or _multiprocessors(device) * self.config.per_sm
         share = packing.cell(dtype) / (packing.group * dtype.itemsize) if packing else 1.0
         lines = work.cut(work.units(store), programs, self.config.tile, share)
         most = programs + work.STORAGE_PARTS * batch * heads  # every cut and every unit begins at most one piece

@@ -71,16 +71,10 @@ class Padded:
         page, channel = torch.where(page * PAGE < held, page, 0), torch.where(channel < own, channel, 0)
         return (line[..., None] + page[:, None] * own[..., None] + channel[..., None]).int()
 
-    def _numbers(self, of: Tensor, line: int, index: Tensor) -> Tensor:
-        """The numbers [n, numbers] of lines `index` [n] of a flat tensor."""
-        found, segment = lines(of, line).index_select(0, index), self.segment
-        if not isinstance(segment, QuantisedSegment):
-            return found
-        cells = found.unflatten(-1, (-1, segment.packing.cell(segment.dtype)))
-        return segment.packing.unpack(cells, segment.dtype).flatten(-2)
-
     def keys(self, dtype: torch.dtype) -> Tensor:
         """K, channel-major: [X, C, N]."""
+        if isinstance(self.segment, QuantisedSegment):
+            return self.segment.padded_keys(self.hidden).to(dtype)
         if self._by_token:
             return self._token_keys().mT.to(dtype)
         return self.segment.keys_of(self._of_pages(self.segment.k, self._k_line, self._keys)).to(dtype)
@@ -88,7 +82,7 @@ class Padded:
     def _of_pages(self, of: Tensor, line: int, index: Tensor) -> Tensor:
         """The numbers [X, C, N] of a flat tensor's lines `index` [X, C, pages]; zeros where it is empty."""
         shape = (*index.shape[:2], self.columns)
-        return self._numbers(of, line, index.flatten()).view(shape) if of.numel() else of.new_zeros(shape)
+        return lines(of, line).index_select(0, index.flatten()).view(shape) if of.numel() else of.new_zeros(shape)
 
     def _token_keys(self) -> Tensor:
         """K of a segment whose keys lie token by token, [X, N, C]."""
@@ -100,8 +94,10 @@ class Padded:
 
     def _kept_values(self, dtype: torch.dtype) -> Tensor:
         """V [X, N, kept channels]; where no channel is pruned, [X, N, D]."""
+        if isinstance(self.segment, QuantisedSegment):
+            return self.segment.padded_values(self.hidden).to(dtype)
         if self._channels is None:
-            found = self._numbers(self.segment.v, self._v_line, self._values.flatten())
+            found = lines(self.segment.v, self._v_line).index_select(0, self._values.flatten())
             return found.to(dtype).view(*self._values.shape, -1)
         found = self._of_pages(self.segment.v, self._v_line, self._values)
         return found.to(dtype).masked_fill(self.hidden[:, None], 0).mT

@@ -129,7 +129,7 @@ class Segment:
         self.width = np.full_like(self.capacity, head_dim) if values is None else values.count
         (k_size, _), (v_size, _) = self._sizes()
         self.k_start, self.v_start = _exclusive(k_size), _exclusive(v_size)
-        stored = self._form()[0]
+        stored = self._form()
         self.k = torch.empty(int(k_size.sum()), dtype=stored, device=device)
         self.v = torch.empty(int(v_size.sum()), dtype=stored, device=device)
         self.length = np.zeros_like(self.capacity)
@@ -140,16 +140,14 @@ class Segment:
         """An empty segment of the same form."""
         return type(self)(channels, capacity, self.head_dim, self.dtype, values)
 
-    def _form(self) -> tuple[torch.dtype, int, int]:
-        """(dtype of k and v, elements, numbers): so many elements hold so many numbers."""
-        return self.dtype, 1, 1
+    def _form(self) -> torch.dtype:
+        """The dtype of k and v."""
+        return self.dtype
 
     def _sizes(self) -> tuple[tuple[np.ndarray, int], ...]:
         """For K and for V: (elements of each region [B, H], elements of a line, which divides every region)."""
-        _, elements, numbers = self._form()
         v_line = self.head_dim if self.values is None else PAGE
-        parts = ((self.channels.count, PAGE), (self.width, v_line))
-        return tuple((self.capacity * n // numbers * elements, line // numbers * elements) for n, line in parts)
+        return (self.capacity * self.channels.count, PAGE), (self.capacity * self.width, v_line)
 
     def _alike(self, rows: np.ndarray, taken: np.ndarray) -> list[slice]:
         """`rows` [R] in pieces that one copy can write.

@@ -1,9 +1,22 @@
-"""Middle K and V in 2 or 4 bits (KIVI, section 3): the packed form of eval.cache.storage.pages.
+"""Middle K and V in 2, 4 or 8 bits (KIVI, section 3): the packed form of eval.cache.storage.pages.
 
 A *cell* is `group` numbers that share a scale and a zero point: tokens of one channel in K, channels of one token in V.
-It is stored as its codes, the first in the lowest bits, then scale and zero point in the model's dtype. Cells lie where
-their numbers lie in a Segment. KIVI keeps a residual of recent tokens whole until they fill a group. Here the window is
-that residual: tokens are quantised once, when they leave it, `flush` at a time.
+KIVI keeps a residual of recent tokens whole until they fill a group. Here the window is that residual: tokens are
+quantised once, when they leave it, `flush` at a time.
+
+A page of 64 tokens is a plane of codes, then a plane of the ends of every cell: scale and zero point in the model's
+dtype.
+
+               codes, bytes                                     ends
+    K, 8 bits  [64, C]                                          [64 / group, C / 2, 2, 2]
+       4 bits  [32, C], a byte for tokens t and t + 32
+       2 bits  [32, C / 2], also for channels c and c + C / 2
+    V          [D bits / 8, 64], for channels D bits / 8 apart  [D / group, 32, 2, 2]
+
+A byte holds codes of numbers that lie far apart, the first in the lowest bits. So the codes of a byte belong to
+different products of the kernel, and one load of bytes is an operand of each. Neighbours in memory are numbers over
+which a product sums, and a GPU computes with two of them at a time: the ends of two cells are two scales, then two zero
+points. C is the number of kept channels, rounded up to 2, at two bits to 4; channels that are not there are zeros.
 """
 
 from __future__ import annotations
@@ -13,19 +26,38 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from eval.cache.storage.channels import KeptChannels
-from eval.cache.storage.pages import PAGE, Segment, lines, round_up, spread
+from eval.cache.storage.pages import COPIED, PAGE, Count, Segment, round_up
 from eval.cache.storage.upload import update, upload
 
-CHUNK = 1 << 22  # numbers packed at once; the limit bounds the index tensors of a long prompt
+LOWER = {4: 0x0F, 2: 0x33}  # the bits of a byte that hold codes where others lie so many bits higher
+# The axes that are folded in halves, (axis, shift): of a page of K, [64, C], and of V, [D, 64].
+K_FOLDS: dict[int, tuple[tuple[int, int], ...]] = {8: (), 4: ((-2, 4),), 2: ((-1, 2), (-2, 4))}
+V_FOLDS: dict[int, tuple[tuple[int, int], ...]] = {8: (), 4: ((-2, 4),), 2: ((-2, 4), (-2, 2))}
+
+
+def fold(codes: Tensor, folds: tuple[tuple[int, int], ...]) -> Tensor:
+    """Bytes of codes: of each axis, the second half lies `shift` bits above the first."""
+    for axis, shift in folds:
+        first, second = codes.chunk(2, axis)
+        codes = first | second << shift
+    return codes
+
+
+def unfold(stored: Tensor, folds: tuple[tuple[int, int], ...]) -> Tensor:
+    """The codes of which `fold` made bytes."""
+    for axis, shift in reversed(folds):
+        stored = torch.cat([stored & LOWER[shift], (stored >> shift) & LOWER[shift]], axis)
+    return stored
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How numbers are packed into cells.
+    """How numbers are packed.
 
-    bits: of a number, 2 or 4
+    bits: of a number, 2, 4 or 8
     group: numbers in a cell, a divisor of 64 that fills whole bytes
 
     Raises ValueError for other numbers.
@@ -35,8 +67,8 @@ class Packing:
     group: int = 32
 
     def __post_init__(self) -> None:
-        if self.bits not in (2, 4):
-            raise ValueError(f"bits={self.bits} must be 2 or 4")
+        if self.bits not in (2, 4, 8):
+            raise ValueError(f"bits={self.bits} must be 2, 4 or 8")
         if self.group < 1 or PAGE % self.group or self.group * self.bits % 8:
             raise ValueError(f"group={self.group} must divide {PAGE} and be at least {8 // self.bits}; KIVI uses 32")
 
@@ -61,40 +93,45 @@ class Packing:
     @property
     def why_not_kernel(self) -> str | None:
         """Why only plain PyTorch can read it, or None."""
-        return None if self.group >= 16 else f"the kernel reads groups of 16, 32 or 64 numbers, not {self.group}"
+        return None if self.group >= 32 else f"the kernel reads groups of 32 or 64 numbers, not {self.group}"
 
     def cell(self, dtype: torch.dtype) -> int:
         """Bytes of a cell: group * bits / 8 of codes, then scale and zero point."""
         return self.group * self.bits // 8 + 2 * dtype.itemsize
 
-    def pack(self, x: Tensor) -> Tensor:
-        """Cells [..., bytes] of x [..., group].
+    def room(self, channels: Count) -> Count:
+        """Channels of K for which a page has room when so many are kept."""
+        return round_up(channels, 4 if self.bits == 2 else 2)
+
+    def pages(self, head_dim: int, channels: Count, dtype: torch.dtype) -> tuple[tuple[Count, Count], tuple[int, int]]:
+        """For K and for V: bytes of a page's codes, and of its ends."""
+        ends = PAGE // self.group * 2 * dtype.itemsize
+        of_codes = PAGE * self.bits // 8
+        room = self.room(channels)
+        return (room * of_codes, room * ends), (head_dim * of_codes, head_dim * ends)
+
+    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes uint8 [..., A, N] and ends [..., A / group, N, 2] of x [..., A, N], whose cells lie along A.
 
         code = round((x - zero) / scale), with zero = min and scale = (max - min) / (2^bits - 1). The scale of a cell of
         equal numbers is 0.
         """
-        top = 2**self.bits - 1
-        low, high = torch.aminmax(x, dim=-1, keepdim=True)
+        x, top = x.unflatten(-2, (-1, self.group)), 2**self.bits - 1
+        low, high = torch.aminmax(x, dim=-2, keepdim=True)
         wide = torch.promote_types(x.dtype, torch.float32)
         scale = ((high.to(wide) - low.to(wide)) / top).to(x.dtype)
         step = torch.where(scale == 0, 1, scale).to(wide)
-        code = ((x.to(wide) - low.to(wide)) / step).round().clamp(max=top).to(torch.uint8)
-        shift = torch.arange(0, 8, self.bits, dtype=torch.uint8, device=x.device)
-        codes = (code.unflatten(-1, (-1, len(shift))) << shift).sum(-1, dtype=torch.uint8)
-        return torch.cat([codes, torch.cat([scale, low], -1).view(torch.uint8)], -1)
+        codes = ((x.to(wide) - low.to(wide)) / step).round().clamp(max=top).to(torch.uint8)
+        return codes.flatten(-3, -2), torch.stack([scale.squeeze(-2), low.squeeze(-2)], -1)
 
-    def unpack(self, cells: Tensor, dtype: torch.dtype) -> Tensor:
-        """The numbers x̂ [..., group] = code * scale + zero of cells [..., bytes], rounded once, to dtype."""
-        codes, ends = cells.split([self.group * self.bits // 8, 2 * dtype.itemsize], -1)
-        ends = ends.clone(memory_format=torch.contiguous_format).view(dtype)  # a copy begins at a whole number
-        scale, zero = ends.to(torch.promote_types(dtype, torch.float32)).split(1, -1)
-        shift = torch.arange(0, 8, self.bits, dtype=torch.uint8, device=cells.device)
-        code = ((codes[..., None] >> shift) & (2**self.bits - 1)).flatten(-2)
-        return (code * scale + zero).to(dtype)
+    def restore(self, codes: Tensor, ends: Tensor) -> Tensor:
+        """The numbers x̂ = code * scale + zero, rounded once, of codes and ends from `quantise`."""
+        scale, zero = ends.to(torch.promote_types(ends.dtype, torch.float32)).unsqueeze(-3).unbind(-1)
+        return (codes.unflatten(-2, (-1, self.group)) * scale + zero).to(ends.dtype).flatten(-3, -2)
 
 
 class QuantisedSegment(Segment):
-    """A Segment whose k and v are packed cells, uint8; appended tokens begin at a whole group in every head."""
+    """A Segment whose k and v are packed pages, uint8; appended tokens begin at a whole group in every head."""
 
     def __init__(
         self, channels: KeptChannels, capacity: np.ndarray, head_dim: int, dtype: torch.dtype, packing: Packing
@@ -106,8 +143,13 @@ class QuantisedSegment(Segment):
         """An empty segment of the same form."""
         return QuantisedSegment(channels, capacity, self.head_dim, self.dtype, self.packing)
 
-    def _form(self) -> tuple[torch.dtype, int, int]:
-        return torch.uint8, self.packing.cell(self.dtype), self.packing.group
+    def _form(self) -> torch.dtype:
+        return torch.uint8
+
+    def _sizes(self) -> tuple[tuple[np.ndarray, int], ...]:
+        pages = self.packing.pages(self.head_dim, self.channels.count, self.dtype)
+        sizes = [self.capacity // PAGE * (codes + ends) for codes, ends in pages]
+        return tuple((size, max(1, int(np.gcd.reduce(size, axis=None)))) for size in sizes)
 
     def append(self, rows: np.ndarray, k: Tensor, v: Tensor, count: np.ndarray | None = None) -> None:
         """Add n tokens; the parameters are those of `Segment.append`.
@@ -116,66 +158,133 @@ class QuantisedSegment(Segment):
 
         Raises ValueError if a head that takes tokens does not hold whole groups.
         """
-        room = np.zeros_like(self.capacity)
-        room[rows] = k.shape[2] if count is None else count
-        plain = Segment(self.channels, np.where(self.capacity > 0, room, 0), self.head_dim, k.dtype)
-        plain.append(rows, k, v, count)
-        new, group = plain.length, self.packing.group
-        if (self.length % group)[new > 0].any():
+        taken, group = np.where(self.capacity[rows] > 0, k.shape[2] if count is None else count, 0), self.packing.group
+        if (self.length[rows] % group)[taken > 0].any():
             raise ValueError(f"tokens must follow whole groups of {group}; set flush to a multiple of it")
-        self._pack_keys(plain)
-        self._pack_values(plain)
-        self.length += new
+        for piece in self._alike(rows, taken) if taken.any() else ():
+            row, number = int(rows[piece.start]), piece.stop - piece.start
+            step = max(PAGE, COPIED // (number * self.head_dim) // PAGE * PAGE)
+            for head in np.flatnonzero(taken[piece.start]).tolist():
+                held, channels = (int(a[row, head]) for a in (self.length, self.channels.count))
+                n = int(taken[piece.start, head])
+                kept = self.channels.index[row : row + number, head, None, :channels].long()
+                for first in range(0, n, step):
+                    last = min(first + step, n)
+                    keys, values = (x[piece, head, first:last] for x in (k, v))
+                    self._put(row, head, held + first, keys.gather(2, kept.expand(-1, last - first, -1)), values)
+        self.length[rows] += taken
         update(self.length_dev, self.length)
 
-    def _pack_keys(self, plain: Segment) -> None:
-        """Quantise plain's keys and put them behind those held: per head group by group, channel by channel."""
-        group, device = self.packing.group, self.k.device
-        per_page = PAGE // group
-        sizes = round_up(plain.length, group) // group * self.channels.count  # cells of each head
-        rank = spread(np.zeros_like(sizes), sizes, device)
-        head = torch.repeat_interleave(upload(sizes.reshape(-1), device), output_size=len(rank))
+    def _put(self, row: int, head: int, at: int, keys: Tensor, values: Tensor) -> None:
+        """Write keys [number, n, channels] and values [number, n, D] of one head of like rows, from token `at` on."""
+        (number, n, channels), packing = keys.shape, self.packing
+        pages = slice(at // PAGE, -(-(at + n) // PAGE))
+        tokens, whole = slice(at % PAGE, at % PAGE + n), round_up(n, packing.group)
+        (k, k_ends), (v, v_ends) = self._planes(row, number, head)
+        # A short group repeats its last token.
+        keys = torch.cat([keys, keys[:, -1:].expand(-1, whole - n, -1)], 1)
+        codes, ends = packing.quantise(pad(keys, (0, packing.room(channels) - channels)))
+        held = unfold(k[:, pages], K_FOLDS[packing.bits]).flatten(1, 2).clone()
+        held[:, tokens.start : tokens.start + whole] = codes
+        k[:, pages] = fold(held.unflatten(1, (-1, PAGE)), K_FOLDS[packing.bits])
+        first = at % PAGE // packing.group
+        of_pages = k_ends[:, pages].flatten(1, 2).clone()
+        of_pages[:, first : first + ends.shape[1]] = ends.unflatten(-2, (-1, 2))
+        k_ends[:, pages] = of_pages.view_as(k_ends[:, pages])
 
-        def each(of_head: np.ndarray) -> Tensor:
-            return upload(of_head.reshape(-1), device)[head]
+        codes, ends = packing.quantise(values.mT)
+        held = unfold(v[:, pages], V_FOLDS[packing.bits]).transpose(1, 2).flatten(2, 3).clone()  # [.., D, tokens]
+        held[..., tokens] = codes
+        v[:, pages] = fold(held.unflatten(2, (-1, PAGE)).transpose(1, 2), V_FOLDS[packing.bits])
+        of_pages = v_ends[:, pages].transpose(1, 2).flatten(2, 4).clone()
+        of_pages[:, :, tokens] = ends
+        v_ends[:, pages] = of_pages.unflatten(2, (-1, PAGE // 2, 2)).transpose(1, 2)
 
-        channels = each(self.channels.count)
-        number, channel = rank // channels, rank % channels
-        left = each(plain.length) - number * group  # tokens from this group on
+    def _planes(self, row: int, number: int, head: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Codes and ends of K and of V of one head in `number` rows of the same layout: [number, pages, ...], views."""
+        pages, channels = int(self.capacity[row, head]) // PAGE, int(self.channels.count[row, head])
+        found = []
+        for flat, start, (codes, ends) in zip(
+            (self.k, self.v),
+            (self.k_start, self.v_start),
+            self.packing.pages(self.head_dim, channels, self.dtype),
+            strict=True,
+        ):
+            ahead = int(start[row + 1, head] - start[row, head]) if number > 1 else 0
+            region = flat.as_strided((number, pages, codes + ends), (ahead, codes + ends, 1), int(start[row, head]))
+            found.append((region[..., :codes], region[..., codes:].view(self.dtype)))
+        return self._shaped(*found[0], channels), self._shaped(*found[1], None)
 
-        def cells(start: np.ndarray, number: Tensor) -> Tensor:
-            return each(start) + (number // per_page * channels + channel) * per_page + number % per_page
+    def _shaped(self, codes: Tensor, ends: Tensor, channels: int | None) -> tuple[Tensor, Tensor]:
+        """Codes of pages with their axes, and ends [..., cells, N / 2, 2, 2] of (scale, zero point): views.
 
-        width, token = self.packing.cell(self.dtype), torch.arange(group, device=device)
-        source = cells(plain.k_start // group, number)
-        target = cells(self.k_start // width, number + each(self.length // group))
-        for some in torch.arange(len(rank), device=device).split(CHUNK // group):
-            x = lines(plain.k, group)[source[some]]
-            x = x.gather(1, torch.minimum(token, left[some, None] - 1))  # a short group repeats its last token
-            lines(self.k, width)[target[some]] = self.packing.pack(x)
+        channels: kept channels of K, None = planes of V
+        """
+        bits, group = self.packing.bits, self.packing.group
+        if channels is None:
+            lines, line, cells, numbers = self.head_dim * bits // 8, PAGE, self.head_dim // group, PAGE
+        else:
+            cells, numbers = PAGE // group, self.packing.room(channels)
+            lines, line = PAGE // (1 if bits == 8 else 2), numbers // (2 if bits == 2 else 1)
+        return codes.unflatten(-1, (lines, line)), ends.unflatten(-1, (cells, numbers // 2, 2, 2)).mT
 
-    def _pack_values(self, plain: Segment) -> None:
-        """Quantise plain's values and put them behind those held, token by token."""
-        dim, (_, width) = self.head_dim, self._sizes()[1]
-        source = spread(plain.v_start // dim, plain.length, self.v.device)
-        target = spread(self.v_start // width + self.length, plain.length, self.v.device)
-        step = max(1, CHUNK // dim)
-        for some, to in zip(source.split(step), target.split(step), strict=True):
-            x = lines(plain.v, dim)[some].unflatten(-1, (-1, self.packing.group))
-            lines(self.v, width)[to] = self.packing.pack(x).flatten(-2)
+    def _keys(self, codes: Tensor, ends: Tensor) -> Tensor:
+        """Keys [..., 64, room for channels] of the planes of pages."""
+        return self.packing.restore(unfold(codes, K_FOLDS[self.packing.bits]), ends.flatten(-3, -2))
+
+    def _values(self, codes: Tensor, ends: Tensor) -> Tensor:
+        """Values [..., D, 64] of the planes of pages."""
+        return self.packing.restore(unfold(codes, V_FOLDS[self.packing.bits]), ends.flatten(-3, -2))
 
     def _regions(self, row: int, head: int) -> tuple[Tensor, Tensor]:
         """One head's room dequantised, a copy: K [pages, channels, 64], V [capacity, D]."""
-        width = self.packing.cell(self.dtype)
-        cap, count = int(self.capacity[row, head]), int(self.channels.count[row, head])
-        numbers = []
-        for flat, start, size, _ in self.flats():
-            first, last = int(start[row, head]), int(start[row, head] + size[row, head])
-            numbers.append(self.packing.unpack(flat[first:last].view(-1, width), self.dtype))
-        return numbers[0].view(cap // PAGE, count, PAGE), numbers[1].view(cap, self.head_dim)
+        k, v = self._planes(row, 1, head)
+        keys = self._keys(*k)[0, ..., : int(self.channels.count[row, head])]
+        return keys.mT, self._values(*v)[0].mT.flatten(0, 1)
+
+    def padded_keys(self, hidden: Tensor) -> Tensor:
+        """The keys of all heads, zero where there is none: [B H, channels, N].
+
+        hidden: [B H, N] bool, columns without a token
+        """
+        count = self.channels.count.reshape(-1)
+        out = torch.zeros(*hidden.shape[:1], int(count.max()), hidden.shape[1], dtype=self.dtype, device=hidden.device)
+        for channels in np.unique(count[self.length.reshape(-1) > 0]).tolist():
+            planes, _ = self.packing.pages(self.head_dim, channels, self.dtype)
+            heads, codes, ends = self._of_heads(self.k, self.k_start, planes, count == channels, hidden.shape[1])
+            keys = self._keys(*self._shaped(codes, ends, channels)).flatten(1, 2).mT
+            out[heads, :channels] = torch.where(hidden[heads, None], 0, keys[:, :channels])
+        return out
+
+    def padded_values(self, hidden: Tensor) -> Tensor:
+        """The values of all heads, zero where there is none, [B H, N, D]; hidden [B H, N], columns without a token."""
+        out = torch.zeros(*hidden.shape, self.head_dim, dtype=self.dtype, device=hidden.device)
+        _, planes = self.packing.pages(self.head_dim, 0, self.dtype)
+        every = np.ones(len(hidden), dtype=bool)
+        heads, codes, ends = self._of_heads(self.v, self.v_start, planes, every, hidden.shape[1])
+        values = self._values(*self._shaped(codes, ends, None)).mT.flatten(1, 2)
+        out[heads] = torch.where(hidden[heads, :, None], 0, values)
+        return out
+
+    def _of_heads(
+        self, flat: Tensor, start: np.ndarray, planes: tuple[int, int], some: np.ndarray, columns: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Heads [n] among `some` [B H] that hold tokens, and copies of their pages' codes and ends [n, pages, ...].
+
+        planes: bytes of a page's codes, and of its ends
+        columns: tokens; where a head has no page, its last one stands
+        """
+        codes, ends = planes
+        length, (found,) = self.length.reshape(-1), np.nonzero(some & (self.length.reshape(-1) > 0))
+        page = np.minimum(np.arange(columns // PAGE), (length[found, None] - 1) // PAGE)
+        starts = upload(start.reshape(-1)[found, None] + page * (codes + ends), flat.device)
+        every = flat.as_strided((max(0, len(flat) - codes - ends + 1), codes + ends), (1, 1))
+        pages = every[starts]
+        return upload(found, flat.device), pages[..., :codes], pages[..., codes:].contiguous().view(self.dtype)
 
     def held(self) -> tuple[int, int]:
         """Bytes of K and of V of the tokens held; a short group counts as a whole one."""
-        group, width = self.packing.group, self.packing.cell(self.dtype)
-        k = round_up(self.length, group) // group * self.channels.count
-        return int(k.sum()) * width, int(self.length.sum()) * (self.head_dim // group) * width
+        packing = self.packing
+        (k_codes, k_ends), v = packing.pages(self.head_dim, self.channels.count, self.dtype)
+        tokens = round_up(self.length, packing.group)
+        return int((tokens * (k_codes + k_ends)).sum()) // PAGE, int(self.length.sum()) * sum(v) // PAGE

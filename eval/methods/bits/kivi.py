@@ -34,12 +34,12 @@ class KIVI(Bits):
     - A group of equal numbers has scale 0 and comes back exactly; the published code divides by that zero.
 
     Settings
-    bits: 2 or 4, default 2: bits of every number of K and V.
+    bits: 2, 4 or 8, default 2: bits of every number of K and V.
     group: int, default 32: numbers that share a scale and a zero point. Tokens join the middle in groups, so the
       cache's `flush` must be a multiple of it.
     """
 
-    bits: Annotated[int, OneOf(2, 4)] = 2
+    bits: Annotated[int, OneOf(2, 4, 8)] = 2
     group: Positive = 32
 
     def check_sizes(self, sizes: Sizes) -> None:
@@ -54,7 +54,8 @@ class KIVI(Bits):
 
     def packed(self, held: Held) -> float:
         """Bytes of the middle: `bits` per number, and one scale and one zero point per group of K and of V."""
-        cells = -(-held.middle // self.group) * held.k + held.middle * held.v / self.group
+        channels = Packing(self.bits, self.group).room(held.k)
+        cells = -(-held.middle // self.group) * channels + held.middle * held.v / self.group
         return float(cells.sum()) * (self.group * self.bits / 8 + 2 * held.itemsize)
 
     def of_layer(self, index: int, config: PreTrainedConfig) -> Packing:

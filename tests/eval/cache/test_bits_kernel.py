@@ -44,7 +44,7 @@ def check_decoding(counts, dim, group, lengths, sizes, dtype, packing, queries, 
     ("counts", "dim", "group", "queries", "tile", "packing"),
     [
         ([0, 32], 64, 2, 1, 64, Packing(2, 32)),
-        ([17, 64], 64, 4, 3, 64, Packing(4, 16)),
+        ([17, 64], 64, 4, 3, 64, Packing(8, 32)),
         ([77, 96, 0], 128, 4, 1, 128, Packing(2, 64)),
         ([128, 2], 128, 7, 1, 64, Packing(4, 32)),
         ([33, 127], 128, 8, 5, 64, Packing(2, 32)),  # two chunks of query tokens
@@ -67,8 +67,8 @@ def test_interpreted(counts, dim, group, queries, tile, packing):
     st.integers(1, 8),
     st.lists(st.integers(1, 200), min_size=1, max_size=2),
     st.tuples(st.integers(0, 70), st.integers(1, 80)),
-    st.sampled_from([2, 4]),
-    st.sampled_from([16, 32, 64]),
+    st.sampled_from([2, 4, 8]),
+    st.sampled_from([32, 64]),
     st.integers(1, 2),
     st.integers(1, 9),
     st.integers(0, 99),
@@ -98,10 +98,54 @@ def test_tokens_that_left_the_window_are_read_from_half_filled_pages():
     assert lengths == {0, 32}
 
 
+def check_moves(counts, dim, lengths, sizes, dtype, packing, appends, seed):
+    """Append and move, again and again: the kernel packs the numbers that plain PyTorch packs, bit for bit."""
+    stores, kernel = [make_store(counts, dim, lengths, sizes, dtype, seed, packing) for _ in range(2)], Kernel()
+    generator, moves = torch.Generator().manual_seed(seed), 0
+    for new in appends:
+        k, v = torch.randn(2, len(lengths), len(counts), new, dim, generator=generator).to(DEVICE, dtype)
+        v[..., : dim // 2] = v[..., :1]  # cells of equal numbers
+        for store in stores:
+            store.append(k, v)
+        before = stores[0].start.copy()
+        stores[0].flush()
+        stores[1].flush(kernel.move)
+        moves += int((stores[0].start > before).any())
+        plain, packed = (store.tail for store in stores)
+        assert packed.length.tolist() == packed.length_dev.tolist() == plain.length.tolist()
+        assert stores[1].start_dev.tolist() == stores[1].start.tolist() == stores[0].start.tolist()
+        assert not kernel._done.any()
+        for row in range(len(lengths)):
+            for head in range(len(counts)):
+                for got, want in zip(packed.read(row, head), plain.read(row, head), strict=True):
+                    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    return moves
+
+
+@pytest.mark.usefixtures("poisoned_cells")
+@pytest.mark.skipif(ON_GPU, reason="the same on the device below")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("packing", [Packing(b, g) for b in (2, 4, 8) for g in (32, 64)], ids=str)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_tokens_that_leave_the_window_are_packed_as_in_plain_pytorch(packing, dtype):
+    sizes = Sizes(3, 20, packing.group)
+    assert check_moves([0, 5, 64], 64, [90, 40], sizes, dtype, packing, [packing.group, 70, 3, 70], 0) > 2
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("poisoned_cells")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("packing", [Packing(2, 32), Packing(4, 32), Packing(2, 64), Packing(4, 16)], ids=str)
+@pytest.mark.parametrize("packing", [Packing(b, g) for b in (2, 4, 8) for g in (32, 64)], ids=str)
+@pytest.mark.parametrize(("counts", "dim"), [([0, 32, 64, 96], 128), ([77, 128, 1], 128), ([0, 17, 64], 64)])
+def test_moves_on_the_device(counts, dim, packing, dtype):
+    lengths, appends = [3000, 1700, 700], [31, 1, 64, 40, 500, 33]
+    assert check_moves(counts, dim, lengths, Sizes(128, 256, 64), dtype, packing, appends, 0) > 2
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_cells")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("packing", [Packing(2, 32), Packing(4, 32), Packing(2, 64), Packing(8, 64)], ids=str)
 @pytest.mark.parametrize("config", [Config(), Config(tile=128, stages=2)], ids=str)
 @pytest.mark.parametrize(
     ("counts", "dim", "group", "queries"),

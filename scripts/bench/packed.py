@@ -1,0 +1,119 @@
+"""Decode attention over packed middles: LeanK's cache in 16, 8, 4 and 2 bits, and dense, kernel alone.
+
+    python -m scripts.bench.packed OUT               # check, time, write OUT/packed.csv; Llama-3.1-8B at 32K, one GPU
+    python -m scripts.bench.packed OUT --variants    # every launch configuration, to choose the default
+
+Times are those of `scripts.bench.attention`: medians of captured graphs over copies larger than the L2 cache, the mean
+of every eighth layer of the published mask.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from eval.cache.storage.quantised import Packing
+from scripts.bench.attention import kernel_us
+from scripts.bench.attention_cases import DIM, SHAPES, check_case, copies_of, make_store, needed_bytes, query
+from scripts.bench.common import Record, clear, device_name, said, write_rows
+
+if TYPE_CHECKING:  # Triton is imported where a GPU is used
+    from eval.cache.attention.launch import Config
+
+CONTEXT, STEP = 32768, 8  # tokens; every so manieth layer is timed
+PACKINGS = (None, Packing(8), Packing(4), Packing(2))
+
+
+def variants(packing: Packing | None) -> list[Config | None]:
+    """Launch configurations worth trying, the default (None) first."""
+    from eval.cache.attention.launch import Config
+
+    if packing is None:
+        return [None]
+    return [None, Config(stages=2), Config(stages=2, per_sm=3, registers=168)]
+
+
+def compile_one(packing: Packing | None, config: Config | None) -> None:
+    """Fill Triton's disk cache for one configuration, in a process of its own."""
+    from eval.cache.attention.launch import Kernel
+
+    tiny = replace(SHAPES[0], batch=2, context=2048)
+    store = make_store(tiny.keep()[0], 2, 2048, packing)
+    Kernel(config).attend(store, query(tiny), (store.seen_dev - 1)[:, None].clone(), 1.0)
+
+
+def check(packing: Packing, group: int, queries: int) -> None:
+    """The kernel against float64 at published masks (group 4) and ragged ones."""
+    torch.manual_seed(0)
+    ragged = torch.rand(6, DIM).argsort(-1) < torch.tensor([0, 5, 77, 96, 33, 128])[:, None]
+    check_case(SHAPES[0].keep()[13] if group == 4 else ragged, group, queries, None, packing)
+
+
+def in_parallel(calls: Sequence[tuple[Any, ...]]) -> None:
+    """Make calls (function, arguments), each in a process of its own; one that fails is printed and costs no other."""
+    with ProcessPoolExecutor(16, mp_context=get_context("spawn")) as pool:
+        for call, job in [(call, pool.submit(*call)) for call in calls]:
+            if (reason := job.exception()) is not None:
+                print(f"{call}: {type(reason).__name__} {str(reason)[:300]}", flush=True)
+
+
+def bench(folder: Path, batches: Sequence[int], every_variant: bool) -> None:
+    """Time every packing at every batch, write packed.csv after each."""
+    from eval.cache.attention.launch import Kernel
+
+    keep, rows = SHAPES[0].keep()[::STEP], []
+    dense = torch.ones_like(keep)
+    for batch in batches:
+        shape = replace(SHAPES[0], batch=batch, context=CONTEXT)
+        for name, masks, packing in (("dense", dense[:1], None), *(("LeanK", keep, packing) for packing in PACKINGS)):
+            found: dict[Config | None, float] = {}
+            size = 0
+            for mask in masks:
+                stores = [make_store(mask, batch, CONTEXT, packing)]
+                one = needed_bytes(stores[0])
+                stores += [make_store(mask, batch, CONTEXT, packing) for _ in range(copies_of(one) - 1)]
+                size += one
+                for config in variants(packing) if every_variant else [None]:
+                    try:
+                        found[config] = found.get(config, 0.0) + kernel_us(shape, stores, Kernel(config))
+                    except Exception as reason:  # a configuration that does not fit costs the others nothing
+                        print(f"{packing} {config}: {type(reason).__name__} {str(reason)[:200]}", flush=True)
+                del stores
+                clear()
+            for config, us in found.items():
+                bits = packing.bits if packing else 16
+                row: Record = {"batch": batch, "method": name, "bits": bits, "us": us / len(masks)}
+                row |= {"mb": size / len(masks) / 1e6, "gb_per_s": size / us / 1e3, "config": config}
+                rows.append(row)
+                print(said(row, 1), flush=True)
+            write_rows(folder / "packed.csv", rows)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where packed.csv goes")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--variants", action="store_true", help="every launch configuration")
+    parser.add_argument("--check-only", action="store_true", help="compare with float64, time nothing")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA device")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    print(device_name(), "torch", torch.__version__)
+    cases = [(p, c) for p in PACKINGS for c in (variants(p) if options.variants else [None])]
+    checks = [(p, group, 1) for p in PACKINGS if p for group in (4, 8)] + [(Packing(4), 4, 5)]
+    in_parallel([(check, *case) for case in checks] + [(compile_one, p, c) for p, c in cases])
+    if not options.check_only:
+        bench(options.folder, options.batch, options.variants)
+
+
+if __name__ == "__main__":
+    main()
