@@ -29,6 +29,7 @@ article h3 { font-size: 1rem; margin: 1.5rem 0 .25rem; } .sides { display: grid;
 .verdict { padding: .4rem .7rem; background: var(--band); color: var(--text); border-left: 4px solid var(--line); }
 .shows { border-color: rgb(var(--better)); } .contradicts { border-color: rgb(var(--worse)); }
 code { font-size: .86rem; overflow-wrap: anywhere; }
+.claims th, .claims td { text-align: left; white-space: normal; min-width: 5rem; overflow-wrap: anywhere; }
 """
 
 

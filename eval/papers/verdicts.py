@@ -59,4 +59,5 @@ def table(title: str, some: Sequence[Made]) -> Table:
 def as_markdown(everything: Sequence[Made]) -> str:
     """Write the claims that are asked first, then every comparison."""
     tables = [*headlines(everything), table("Every comparison", everything)]
-    return "\n\n".join(["# Claims of the papers", *map(markdown, tables)]) + "\n"
+    text = "\n\n".join(["# Claims of the papers", *map(markdown, tables)]) + "\n"
+    return text.replace("---:", "---")  # columns of words

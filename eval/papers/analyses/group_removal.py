@@ -122,6 +122,7 @@ class GroupRemoval(Analysis):
                  ylabel="loss when the group is removed,\nnats per answer token more",
                  title=f"rank correlation of norm and impact: {found:.2f}")  # fmt: skip
         axes.set_yscale("symlog", linthresh=1e-4)
+        axes.yaxis.set_major_formatter("{x:g}")  # the scale's own writes 0 as raw mathematics
         axes.set_ylim(min(-1e-4, 3 * min(values(loss))), max(1e-3, 3 * max(values(loss))))
         if self.per != "model":
             figure.colorbar(points, ax=axes, label="layer")

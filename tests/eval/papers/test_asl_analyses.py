@@ -56,7 +56,11 @@ def test_the_selection_layer_is_where_asl_drops_tokens(tau):
     found = source()
     settings = SelectionLayers((TASK,), LENGTH, 3, (tau,), BUDGET, WINDOW, KERNEL, observed=2, first=1)
     rows = settings.measure(found)
-    for one in rows:
+    selected, whole = (
+        [one["value"] for one in only(rows, measure=name)] for name in ("selection_layer", "whole_layers")
+    )
+    assert whole == [LAYERS if layer is None else layer + 1 for layer in selected]
+    for one in only(rows, measure="selection_layer"):
         passed = ASL(BUDGET, tau, WINDOW, KERNEL, 2, 1).row(found.model, prompt(one["sample"]), 0, 0)
         dropped = [index for index, layer in enumerate(passed.layers) if layer.kept is not None]
         if dropped:

@@ -108,7 +108,7 @@ def test_rows_of_retained_tokens():
 def test_samples_side_by_side_hold_what_each_holds_alone():
     """Prompts of other lengths stand beside each other, padded; index 2 alone is what it is in their company."""
     settings = RetainedTokens(
-        "vt", LENGTH, samples=3, steps=24, sink=4, window=12, flush=4, evict_at=64, sparse_ratio=2.0
+        TASK, LENGTH, samples=3, steps=24, sink=4, window=12, flush=4, evict_at=64, sparse_ratio=2.0
     )
     together = settings.run(source())
     assert len({record.prompt for record in together[0]}) > 1

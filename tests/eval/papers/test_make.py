@@ -7,11 +7,13 @@ import sys
 import pytest
 
 from eval.papers.__main__ import listing, main, parser, run
+from eval.papers.analyses.selection_layers import SelectionLayers
 from eval.papers.item import Analysed, Contrast, Item, Replay
-from eval.papers.make import Workshop
+from eval.papers.make import Made, Measured, Workshop
 from eval.papers.page import as_html, as_markdown
 from eval.papers.registry import ITEMS, find
 from eval.papers.task import Request
+from eval.papers.verdicts import as_markdown as as_verdicts
 from tests.helpers.tiny_run import save_model
 
 LITTLE = ("benchmark.samples=1", "benchmark.tasks=[niah_multikey_2]", "benchmark.lengths=[512]", "max_new_tokens=2")
@@ -76,6 +78,28 @@ def test_a_figure_from_a_mask_alone(tmp_path, capsys):
     assert "LeanK, figure 7" in page
     assert not run(parser().parse_intermixed_args(["leank:fig7", f"--out={tmp_path}"]))
     assert len(list((tmp_path / "analyses").iterdir())) == 2
+    verdicts = (tmp_path / "verdicts.md").read_text()
+    assert "| leank:fig7 | kept share of the low-frequency half, difference, above 0 | 0.441 [" in verdicts
+
+
+def test_showing_makes_nothing(tmp_path):
+    assert not run(parser().parse_intermixed_args(["leank:fig7", "--show", f"--out={tmp_path}"]))
+    assert not (tmp_path / "analyses").exists()
+    assert "leank:fig7" not in (tmp_path / "verdicts.md").read_text()
+
+
+def test_verdicts_answer_the_first_questions_first_and_name_a_comparison_once():
+    rows = [{"measure": "whole_layers", "value": 5.0 if task == "niah_multikey_3" else 3.0, "task": task,
+             "sample": sample, "threshold": 0.9, "layer": None}
+            for task in ("niah_multikey_3", "niah_single_2") for sample in range(20)]  # fmt: skip
+    measured = [Measured(SelectionLayers(), rows)]
+    text = as_verdicts([Made(find(f"asl:fig{number}"), [], measured, whole=True) for number in (9, 10)])
+    line = ("| asl:fig9 | layers that read all tokens at tau = 0.9, many similar keys over a single one, difference, "
+            "above 0 | 2 [2, 2], n = 40 | shows |")  # fmt: skip
+    first, _, every = text.partition("## Every comparison")
+    assert "## ASL selects later on harder tasks (ASL)" in first
+    assert line in first
+    assert every.count("| shows |") == 1
 
 
 def test_the_list_has_every_item_and_its_command():
@@ -88,7 +112,8 @@ def test_the_list_has_every_item_and_its_command():
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
-    [(["leank:fig99"], "leank:fig99 is no item; did you mean leank:fig9"), ([], "no item is named"),
+    [(["leank:fig7", "--jobs", "0"], "--jobs 0 makes nothing"),
+     (["leank:fig99"], "leank:fig99 is no item; did you mean leank:fig9"), ([], "no item is named"),
      (["--paper", "duo"], "--paper duo is unknown")],
 )  # fmt: skip
 def test_mistakes_are_told_in_a_line(arguments, told, monkeypatch, tmp_path):
