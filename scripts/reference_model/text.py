@@ -4,11 +4,12 @@
         sqlite3-doc apache2-doc libreoffice-help-en-us rust-doc perl-doc llvm-15-doc cmake-doc nodejs-doc \
         erlang-doc python-sqlalchemy-doc ghc-doc sphinx-doc
     python -m scripts.reference_model.text extract FOLDER_OF_DEBS TEXT
-    python -m scripts.reference_model.text tokens TEXT TOKENIZER
+    python -m scripts.reference_model.text tokens TEXT TOKENIZER [--every 2]
 
 `extract` writes TEXT/train.txt.gz and TEXT/test.txt.gz, one document a line (line ends as form feeds); every twentieth
 document is kept for the test. `tokens` writes TEXT/train.npy and TEXT/test.npy (uint16, an EOS behind each document).
-Neither the text nor the tokens are part of the repository. Licences, as the packages' copyright files state them:
+`--every 2` leaves every other document out of train.npy. Neither the text nor the tokens are part of the repository.
+Licences, as the packages' copyright files state them:
 
     bible-kjv-text            King James Version, public domain (its reader, bible-kjv, is GPL-2+ and only unpacks it)
     postgresql-doc-15         PostgreSQL License
@@ -166,13 +167,13 @@ def read(folder: Path, split: str) -> list[str]:
         return [line.rstrip("\n").replace("\f", "\n") for line in file]
 
 
-def tokenise(folder: Path, tokenizer_folder: Path) -> None:
-    """Write the documents as one stream of token ids per split."""
+def tokenise(folder: Path, tokenizer_folder: Path, every: int = 1) -> None:
+    """Write the documents as one stream of token ids per split; of those to train on, each `every`-th alone."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     for split in SPLITS:
-        texts = read(folder, split)
+        texts = read(folder, split)[:: every if split == "train" else 1]
         pieces = []
         for i in range(0, len(texts), 32):  # the encodings of all texts at once would take gigabytes
             encoded = tokenizer.backend_tokenizer.encode_batch_fast(texts[i : i + 32], add_special_tokens=False)
@@ -189,12 +190,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("action", choices=["extract", "tokens"])
     parser.add_argument("source", type=Path, help="extract: the folder of .deb files; tokens: the folder of the text")
     parser.add_argument("target", type=Path, help="extract: the folder to write; tokens: the tokenizer's folder")
+    parser.add_argument("--every", type=int, default=1, help="tokens: take each n-th document of training (default 1)")
     args = parser.parse_args(argv)
+    if args.every < 1:
+        parser.error(f"--every={args.every} must be at least 1")
     if args.action == "extract":
         args.target.mkdir(parents=True, exist_ok=True)
         extract(args.source, args.target)
     else:
-        tokenise(args.source, args.target)
+        tokenise(args.source, args.target, args.every)
 
 
 if __name__ == "__main__":

@@ -67,3 +67,10 @@ def test_packages_become_a_stream_of_tokens(tmp_path, capsys, monkeypatch):
     assert (stream == tokenizer("reference").eos_token_id).sum() == len(test)
     assert tokenizer("reference").decode(stream[: len(stream) // len(test) // 4]).startswith("Chapter 19\nSentence")
     assert "test:" in capsys.readouterr().out
+    whole = np.load(tmp_path / "text/train.npy")
+    main(["tokens", str(tmp_path / "text"), str(tmp_path / "tokenizer"), "--every", "2"])
+    half, again = (np.load(tmp_path / f"text/{split}.npy") for split in ("train", "test"))
+    eos = tokenizer("reference").eos_token_id
+    documents_of = [np.split(ids, np.flatnonzero(ids == eos) + 1)[:-1] for ids in (whole, half)]
+    assert [d.tolist() for d in documents_of[1]] == [d.tolist() for d in documents_of[0][::2]]
+    assert np.array_equal(stream, again)
