@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from eval.cache.storage.eviction import Choice
 from eval.cache.storage.pages import Segment
 from eval.cache.storage.store import Sizes
 from eval.inference.decode import greedy
@@ -159,9 +160,9 @@ class _RecordedRounds(Rounds):
 
     def chosen(
         self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray, kernel: bool = False
-    ) -> Tensor | None:
+    ) -> Choice | None:
         """What stays (`Rounds.chosen`), which is recorded: all heads keep the same tokens."""
         found = super().chosen(prompt, tail, sink, window, kernel)
         most = int((prompt.length + tail.length).max())
-        self.record.note(most, int(window[0]), None if found is None else found[0, 0, :most].cpu())
+        self.record.note(most, int(window[0]), None if found is None else found.stay[0, 0, :most].cpu())
         return found
