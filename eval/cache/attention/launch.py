@@ -122,11 +122,11 @@ class Kernel:
     def evict(self, store: Store) -> None:
         """Drop the tokens of the middle that the policy gives up, in one launch; the reference is `Store.evict`."""
         policy = store.eviction
-        stay = None if policy is None else policy.chosen(store.prompt, store.tail, *store.ends(), kernel=True)
-        if policy is not None and stay is not None:
-            room, places = self.prepare(store).room, store.tail.length.size
+        choice = None if policy is None else policy.chosen(store.prompt, store.tail, *store.ends(), kernel=True)
+        if policy is not None and choice is not None:
+            room, counters = self.prepare(store).room, store.tail.length.size
             assert room is not None
-            self.weights.compact(store, policy, stay, room, self._scratch(0, 0, places, stay.device)[2])
+            self.weights.compact(store, policy, choice, room, self._scratch(0, 0, counters, choice.stay.device)[2])
 
     def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
         """Attention in one launch; parameters and result are those of `reference.attend`.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eval.cache.attention import weights_kernel
-from eval.cache.storage.eviction import Eviction
+from eval.cache.storage.eviction import Choice, Eviction
 from eval.cache.storage.pages import PAGE
 from eval.cache.storage.store import GROWTH, Store
 from eval.cache.storage.upload import update
@@ -96,14 +96,13 @@ class Weights:
             BLOCK=BLOCK,
         )
 
-    def compact(self, store: Store, policy: Eviction, stay: Tensor, room: Room, done: Tensor) -> None:
+    def compact(self, store: Store, policy: Eviction, choice: Choice, room: Room, done: Tensor) -> None:
         """Drop tokens from the tail, and their scores; the reference is `Eviction.prune`.
 
-        stay: bool [B, H, n], which of the middle's tokens stay
+        choice: which of the middle's tokens stay
         done: counters, zeros before and after
         """
-        tail = store.tail
-        left = policy.left(stay, tail.length)
+        tail, (stay, left) = store.tail, choice
         roomy = (tail.capacity > ROOMY * (left + GROWTH)).any()
         new = tail.fresh(tail.channels, np.where(left > 0, left + GROWTH, 0), tail.values) if roomy else tail
         weights_kernel.compact[(left.size, 3)](

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from eval.cache.storage import choosing_kernel
 
-BLOCK = 4096  # most tokens that a program looks at together
+BLOCK = 1024  # most tokens that a program looks at together
 
 
 def block(tokens: int) -> int:
@@ -25,11 +25,9 @@ def heaviest(ranked: Tensor, length: Tensor, count: int) -> Tensor:
     Returns bool [B, H, n]; what it says past a head's own tokens is undefined.
     """
     stay = torch.empty(ranked.shape, dtype=torch.bool, device=ranked.device)
-    size = block(ranked.shape[-1])
     choosing_kernel.heaviest[(length.numel(),)](
         *(ranked, stay.view(torch.uint8), length, ranked.stride(0), ranked.stride(1), count, ranked.shape[-1]),
         H=ranked.shape[1],
-        BLOCK=size,
-        num_warps=8 if size > 1024 else 4,
+        BLOCK=block(ranked.shape[-1]),
     )
     return stay

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -17,6 +17,17 @@ from eval.cache.storage.upload import upload
 
 SCORE = 4  # bytes of one token's score in one KV head
 ENDLESS = 1 << 40  # tokens: more than ever come
+
+
+class Choice(NamedTuple):
+    """Which tokens of a middle stay.
+
+    stay: bool [B, H, most of middle]; what it says past the end of a head's own middle is not read
+    left: [B, H] on the host, how many of each head's stay
+    """
+
+    stay: Tensor
+    left: np.ndarray
 
 
 class Eviction(ABC):
@@ -75,27 +86,13 @@ class Eviction(ABC):
     @abstractmethod
     def chosen(
         self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray, kernel: bool = False
-    ) -> Tensor | None:
-        """Which tokens of the middle stay: bool [B, H, most of middle], None = all.
-
-        What it says past the end of a head's own middle is not read.
+    ) -> Choice | None:
+        """Which tokens of the middle stay, None = all.
 
         prompt, tail: the middle
         sink, window: [B], tokens held
         kernel: whether Triton may choose; all of the middle is in the tail then
         """
-
-    def forget(self, row: int, head: int, first: int, stay: Tensor) -> None:
-        """Drop the scores of one head's tokens that have left.
-
-        first: the first token in question
-        stay: [n] bool, which of the n tokens from `first` on stay
-        """
-        scores = self.of(row, head)
-        before, these, after = scores.split([first, len(stay), len(scores) - first - len(stay)])
-        left = torch.cat([before, these[stay], after])
-        self.held[row, head] = len(left)
-        scores.copy_(pad(left, (0, len(scores) - len(left))))
 
     def forget_moved(self, gone: np.ndarray, first: np.ndarray) -> None:
         """Drop, in place, the scores of tokens that left the window of heads whose middle does not take them.
@@ -110,15 +107,6 @@ class Eviction(ABC):
             there = source < self.scores.shape[-1]
             self.scores.copy_(self.scores.gather(-1, source * there) * there)
             self.held = self.held - gone
-
-    def left(self, stay: Tensor, middle: np.ndarray) -> np.ndarray:
-        """How many tokens of each head's middle stay [B, H], on the host.
-
-        stay: what `chosen` said
-        middle: [B, H], tokens held
-        """
-        token = torch.arange(stay.shape[-1], device=stay.device)
-        return (stay & (token < upload(middle, stay.device)[..., None])).sum(-1).cpu().numpy()
 
     def quiet(self, held: np.ndarray) -> int:
         """Lower bound on the tokens to come, all of which stay in the window, before any leave the middle.
@@ -139,9 +127,10 @@ class Eviction(ABC):
 
         sink, window: [B], tokens held
         """
-        middle, stay = prompt.length + tail.length, self.chosen(prompt, tail, sink, window)
-        if stay is None:
+        choice = self.chosen(prompt, tail, sink, window)
+        if choice is None:
             return None
+        middle, stay = prompt.length + tail.length, choice.stay
         of_prompt, of_both = (upload(n, stay.device)[..., None] for n in (prompt.length, middle))
         token = torch.arange(stay.shape[-1], device=stay.device)
         self._keep(stay | (token >= of_both), int(sink.max()))
@@ -189,7 +178,7 @@ class HeavyHitters(Eviction):
 
     def chosen(
         self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray, kernel: bool = False
-    ) -> Tensor | None:
+    ) -> Choice | None:
         """Which tokens of the middle stay; see `Eviction.chosen`."""
         middle = prompt.length + tail.length
         if (middle <= self.heavy).all():
@@ -199,13 +188,10 @@ class HeavyHitters(Eviction):
         if kernel:
             from eval.cache.storage.choosing import heaviest
 
-            return heaviest(ranked, tail.length_dev, self.heavy)
+            return Choice(heaviest(ranked, tail.length_dev, self.heavy), np.minimum(middle, self.heavy))
         own = torch.arange(most, device=ranked.device) < upload(middle, ranked.device)[..., None]
-        return largest(ranked.masked_fill(~own, -torch.inf), self.heavy)
-
-    def left(self, stay: Tensor, middle: np.ndarray) -> np.ndarray:
-        """How many stay; nothing is asked of the device."""
-        return np.minimum(middle, self.heavy)
+        stay = largest(ranked.masked_fill(~own, -torch.inf), self.heavy)
+        return Choice(stay, np.minimum(middle, self.heavy))
 
     def quiet(self, held: np.ndarray) -> int:
         """A budget is exceeded only when tokens leave the window."""

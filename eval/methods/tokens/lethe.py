@@ -15,7 +15,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from eval.cache.storage.eviction import SCORE, Eviction, largest
+from eval.cache.storage.eviction import SCORE, Choice, Eviction, largest
 from eval.cache.storage.pages import Segment
 from eval.cache.storage.store import Sizes
 from eval.cache.storage.upload import upload
@@ -125,22 +125,47 @@ class Rounds(Eviction):
 
     def chosen(
         self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray, kernel: bool = False
-    ) -> Tensor | None:
+    ) -> Choice | None:
         middle = prompt.length + tail.length
         most = middle.max(1)
         held = sink + most + window
         due = np.flatnonzero((held > self.evict_at) & (most > 0))
         if not len(due):
             return None
-        device, columns = self.scores.device, int(held[due].max())
+        at = held[due], sink[due], window[due]
+        if kernel:
+            from eval.methods.tokens.lethe_rounds import rounds
+
+            stay, found, stays = rounds(self.settings, self.scores, tail.length_dev, due, *at, int(most.max()))
+            self._take(due, found, held[due])
+        else:
+            stay, stays = self._chosen(due, middle, *at)
+        left = middle.copy()
+        left[due] = np.minimum(middle[due], stays[:, None])
+        return None if (left == middle).all() else Choice(stay, left)
+
+    def _chosen(
+        self, due: np.ndarray, middle: np.ndarray, held: np.ndarray, sink: np.ndarray, window: np.ndarray
+    ) -> tuple[Tensor, np.ndarray]:
+        """What stays of all rows' middles [B, H, n], and how many tokens in the rows that are due."""
+        device, columns, length = self.scores.device, int(held.max()), held - sink - window
         has_middle, rows = upload(middle[due] > 0, device), upload(due, device)
         scores = (self.scores[rows, :, :columns] * has_middle[..., None]).sum(1)
-        chosen = self._round(due, scores, held[due], sink[due], window[due])
-        token = torch.arange(int(most.max()), device=device)
+        chosen = self._round(due, scores, held, sink, window)
+        token = torch.arange(int(middle.max()), device=device)
+        place = (upload(sink, device)[:, None] + token).clamp(max=columns - 1)
+        of_rows = chosen.gather(1, place)
         stay = torch.ones(*middle.shape, len(token), dtype=torch.bool, device=device)
-        place = (upload(sink[due], device)[:, None] + token).clamp(max=columns - 1)
-        stay[rows] = chosen.gather(1, place)[:, None]
-        return stay
+        stay[rows] = of_rows[:, None]
+        return stay, (of_rows & (token < upload(length, device)[:, None])).sum(1).cpu().numpy()
+
+    def _take(self, rows: np.ndarray, found: np.ndarray, held: np.ndarray) -> np.ndarray:
+        """Set L_evict of rows [R] by the breakpoints found, `held` where there is none; returns the recent tokens."""
+        recent = (self.settings.recent_ratio * held).astype(np.int64)
+        before = self.evict_at[rows]
+        wanted = np.where(found == held, 2 * before, np.maximum(before, found + recent))
+        self.evict_at[rows] = np.minimum(wanted, self.settings.limit or wanted)
+        return recent
 
     def _round(
         self, rows: np.ndarray, scores: Tensor, held: np.ndarray, sink: np.ndarray, window: np.ndarray
@@ -150,17 +175,13 @@ class Rounds(Eviction):
         rows: [R], whose `evict_at` change
         held, sink, window: [R], tokens of each row, in all and at both ends
         """
-        settings, place = self.settings, torch.arange(scores.shape[1], device=scores.device)
-        recent = (settings.recent_ratio * held).astype(np.int64)
+        place = torch.arange(scores.shape[1], device=scores.device)
         found = self._breakpoints(scores, held)
-        no = found == held
-        wanted = np.where(no, 2 * self.evict_at[rows], np.maximum(self.evict_at[rows], found + recent))
-        self.evict_at[rows] = np.minimum(wanted, settings.limit or wanted)
-        numbers = upload(np.stack([found, held, sink, held - recent]), scores.device)
-        count, end, first, last = numbers[..., None]
+        recent = self._take(rows, found, held)
+        count, end, first, last = upload(np.stack([found, held, sink, held - recent]), scores.device)[..., None]
         scores = scores.masked_fill(place >= end, -torch.inf)
         stay = largest(scores, count) | (place < first) | (place >= last)
-        return self._bounded(stay, scores, held, sink, window) if settings.limit else stay
+        return self._bounded(stay, scores, held, sink, window) if self.settings.limit else stay
 
     def _breakpoints(self, scores: Tensor, held: np.ndarray) -> np.ndarray:
         """The first cut point of scores [R, n] that is a breakpoint (Eq. 4), in tokens [R]; `held` if there is none."""
@@ -178,13 +199,18 @@ class Rounds(Eviction):
     def _bounded(self, stay: Tensor, scores: Tensor, held: np.ndarray, sink: np.ndarray, window: np.ndarray) -> Tensor:
         """What stays [R, n], where that is more than the limit: sink, recent tokens, and the best of the others."""
         settings, place = self.settings, torch.arange(stay.shape[1], device=stay.device)
-        recent = np.maximum(int(settings.recent_ratio * settings.limit), window)
-        room = np.maximum(0, settings.limit * (settings.segments - 1) // settings.segments - sink - recent)
+        recent, room = bounds(settings, sink, window)
         count, end, first, last = upload(np.stack([room, held, sink, held - recent]), stay.device)[..., None]
         others = (place >= first) & (place < last)
         best = largest(scores.masked_fill(~others, -torch.inf), count) & others
         over = (stay & (place < end)).sum(1, keepdim=True) > settings.limit
         return torch.where(over & others, best, stay)
+
+
+def bounds(settings: Lethe, sink: np.ndarray, window: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where the limit bounds what stays [R]: the recent tokens, and how many stay between them and the sink."""
+    recent = np.maximum(int(settings.recent_ratio * settings.limit), window)
+    return recent, np.maximum(0, settings.limit * (settings.segments - 1) // settings.segments - sink - recent)
 
 
 def hoyer(a: Tensor, count: Tensor | None = None) -> Tensor:

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from eval.cache.storage.eviction import Choice
 from eval.cache.storage.pages import Segment
 from eval.cache.storage.store import Sizes
 from eval.inference.decode import greedy
@@ -185,11 +186,11 @@ class _RecordedRounds(Rounds):
 
     def chosen(
         self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray, kernel: bool = False
-    ) -> Tensor | None:
+    ) -> Choice | None:
         """What stays (`Rounds.chosen`), which is recorded: all heads keep the same tokens."""
         found = super().chosen(prompt, tail, sink, window, kernel)
         middle = prompt.length + tail.length
-        of_first_head = None if found is None else found[:, 0].cpu()
+        of_first_head = None if found is None else found.stay[:, 0].cpu()
         for index, record in enumerate(self.records):
             most = int(middle[index].max())
             record.note(most, int(window[index]), None if of_first_head is None else of_first_head[index, :most])

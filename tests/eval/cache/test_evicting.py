@@ -84,6 +84,8 @@ class Pair:
         slow.flush()
         assert fast.held().tolist() == slow.held().tolist()
         assert fast.quiet == slow.quiet
+        if isinstance(fast.eviction, Rounds):
+            assert fast.eviction.evict_at.tolist() == slow.eviction.evict_at.tolist()
         self.check_scores()
         if bits:
             self.check_tokens()
