@@ -66,7 +66,7 @@ def _read(
     C0: tl.constexpr, C1: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
     EVEN: tl.constexpr, PAGE: tl.constexpr,
 ):
-    """Tokens [first, last) of a middle part with up to C0 + C1 channels, that begins k_at and v_at elements from base."""
+    """Tokens [first, last) of a middle part with up to C0 + C1 channels; it begins k_at and v_at elements from base."""
     k, v = base + tl.multiple_of(k_at, PAGE), base + tl.multiple_of(v_at, PAGE)
     return middle(acc, m, z, q_row, ok, index, k, v, first, last, count, scale, C0, C1, TILE, D, EVEN, PAGE)
 
