@@ -118,11 +118,11 @@ def bytes_per_row(
     sizes: None = the defaults of `Sizes`
     bits: how the middle is packed, None = in the model's dtype
     """
-    keep, sizes = layer_masks(mask), sizes or Sizes()
+    keep, sizes = layer_masks(mask).cpu(), sizes or Sizes()
     layers, heads, dim = keep.shape
     middle = round_up(max(0, context - sizes.sink - sizes.window), PAGE)
-    count = keep.sum(-1).cpu().numpy()
-    channels = count if bits is None else bits.room(count)
+    count = keep.sum(-1)
+    channels = count.numpy() if bits is None else bits.room(count.numpy())
     ends = 2 * layers * heads * dim * (sizes.sink + sizes.ring)
     numbers = middle * int(channels.sum()) + middle * dim * int((count > 0).sum())
     held = numbers * dtype.itemsize if bits is None else numbers // bits.group * bits.cell(dtype)

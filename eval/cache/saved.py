@@ -106,7 +106,7 @@ def _compressed(layer: CompressedLayer) -> tuple[dict[str, Any], dict[str, Tenso
     chosen = {"channels": middle.channels, "values": middle.values, "joins": middle.joins}
     tensors |= {f"middle.{name}": tensor.bool() for name, tensor in chosen.items() if tensor is not None}
     packing = None if middle.bits is None else [middle.bits.bits, middle.bits.group]
-    return {"kind": "compressed", "columns": layer.get_seq_length(), "bits": packing, "names": sorted(tensors)}, tensors
+    return {"kind": "compressed", "columns": layer.get_seq_length(), "pages": packing, "names": sorted(tensors)}, tensors
 
 
 def _without_spare(segment: Segment) -> tuple[Tensor, Tensor]:
@@ -178,7 +178,9 @@ class Saved:
         one = self.about[index]
         channels, values, joins = (self.tensors.get(f"{index}.middle.{n}") for n in ("channels", "values", "joins"))
         try:
-            return Middle(channels, values, joins, Packing(*one["bits"]) if one.get("bits") else None)
+            if one.get("bits"):  # cells lay one behind the other before they lay in planes
+                raise ValueError("its middle is packed in a form that this version does not read")
+            return Middle(channels, values, joins, Packing(*one["pages"]) if one.get("pages") else None)
         except (ValueError, TypeError) as error:
             raise DamagedFile(self.path, error, CURE) from error
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import Cache, CompileConfig, PreTrainedModel
 
 from eval.cache.generate import generate
 from eval.methods.channels.leank import LeanK
@@ -31,14 +31,19 @@ GENERATED = {"LeanK": True, "own cache, nothing pruned": True, "StaticCache": Fa
 
 
 @torch.no_grad()
-def call(model: Any, contender: Contender, rows: int, prompt: int, new: int, captured: bool) -> float:
-    """Seconds of one generate() of `new` tokens from a filled cache."""
+def call(
+    model: Any, contender: Contender, rows: int, prompt: int, new: int, captured: bool, cache: Cache | None = None
+) -> float:
+    """Seconds of one generate() of `new` tokens from a filled cache; None = a new cache."""
     model.set_attn_implementation(contender.attention)
-    cache = contender.make(rows, prompt + new + 1)
+    cache = contender.make(rows, prompt + new + 1) if cache is None else cache
+    cache.reset()
     fill(model, cache, rows, prompt)
     ids = torch.ones(rows, prompt + 1, dtype=torch.long, device=model.device)
     options = {"input_ids": ids, "max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
     cuda = model.device.type == "cuda"
+    if cuda and cache.is_compileable:
+        options["compile_config"] = CompileConfig(fullgraph=True, dynamic=False)
     if cuda:
         torch.cuda.synchronize()
     begin = time.perf_counter()
@@ -48,18 +53,25 @@ def call(model: Any, contender: Contender, rows: int, prompt: int, new: int, cap
         model.generate(past_key_values=cache, **options)
     if cuda:
         torch.cuda.synchronize()
-    return time.perf_counter() - begin
+    spent = time.perf_counter() - begin
+    print(f"  {contender.name}: {new} tokens in {spent:.1f} s", flush=True)
+    return spent
 
 
 def per_token(
     model: PreTrainedModel, contender: Contender, rows: int, prompt: int, new: int, warm_up: int, captured: bool
 ) -> Record:
-    """Milliseconds of a token once decoding runs, and seconds until it does."""
-    call(model, contender, rows, prompt, warm_up, captured)  # compiles kernels
+    """Milliseconds of a token once decoding runs, and seconds until it does.
+
+    A compiled step belongs to one StaticCache, to its addresses and its length: another cache compiles anew. So all
+    calls share one, as transformers recommends.
+    """
+    cache = contender.make(rows, prompt + warm_up + new + 1) if contender.name == "StaticCache" else None
+    call(model, contender, rows, prompt, warm_up, captured, cache)  # compiles kernels
     clear()
-    short = call(model, contender, rows, prompt, warm_up, captured)
+    short = call(model, contender, rows, prompt, warm_up, captured, cache)
     clear()
-    long = call(model, contender, rows, prompt, warm_up + new, captured)
+    long = call(model, contender, rows, prompt, warm_up + new, captured, cache)
     return {"batch": rows, "step_ms": (long - short) / new * 1e3, "first_tokens_s": short}
 
 

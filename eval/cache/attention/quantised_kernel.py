@@ -24,9 +24,9 @@ PAGES = tl.constexpr(4)  # P: pages that a program reads at a time
 def _instructions(dtype, bits, place):
     """PTX for code * scale + zero of the codes in place `place` of four bytes, two numbers to a register.
 
-    Codes in the highest bits of the lower byte of 4 or 16 (bfloat16, whose lower byte is the exponent's last bit and
-    the fraction), or of 16 or 64 (float16), are added to that number, exactly. It is subtracted, exactly, and the
-    product is rounded once, with the zero point added.
+    A code in the highest bits of the lower byte of 4 or 16 (bfloat16, whose lower byte is the exponent's last bit and
+    the fraction), or of 16 or 64 (float16), is that number plus the code. Subtracting it is exact, and the product is
+    rounded once, with the zero point added.
     """
     upper, less, one = {
         ("bf16", 2): (0x40, "C080", "3F80"), ("bf16", 4): (0x41, "C180", "3F80"),

@@ -4,8 +4,7 @@ A *cell* is `group` numbers that share a scale and a zero point: tokens of one c
 KIVI keeps a residual of recent tokens whole until they fill a group. Here the window is that residual: tokens are
 quantised once, when they leave it, `flush` at a time.
 
-A page of 64 tokens is a plane of codes, then a plane of the ends of every cell: scale and zero point in the model's
-dtype.
+A page of 64 tokens is a plane of codes, then a plane of every cell's ends, scale and zero point in the model's dtype:
 
                codes, bytes                                     ends
     K, 8 bits  [64, C]                                          [64 / group, C / 2, 2, 2]
@@ -216,7 +215,7 @@ class QuantisedSegment(Segment):
         return self._shaped(*found[0], channels), self._shaped(*found[1], None)
 
     def _shaped(self, codes: Tensor, ends: Tensor, channels: int | None) -> tuple[Tensor, Tensor]:
-        """Codes of pages with their axes, and ends [..., cells, N / 2, 2, 2] of (scale, zero point): views.
+        """Codes of pages with their axes, and ends [..., cells, N / 2, 2, 2], views; the last axis is (scale, zero).
 
         channels: kept channels of K, None = planes of V
         """
