@@ -138,7 +138,7 @@ class Bench:
         self._built(method, prompt)
         cache, cache_s = self._built(method, prompt)
         row.update(prefill_s=prefill_s, cache_s=cache_s, ttft_s=prefill_s + cache_s)
-        row["gb"] = cache_bytes(cache, prompt)["total"] / 1e9
+        row["gb"] = sum(own["total"] for own in cache_bytes(cache, prompt)) / 1e9
         position = prompt.lengths[:, None]
         del prompt  # its K and V, of which a compressed cache needs nothing more
         self._decoding(row, cache, position, None)
