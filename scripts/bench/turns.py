@@ -41,7 +41,7 @@ def table(rows: Iterable[ResultRow]) -> list[dict[str, object]]:
             sizes[at][task].append(row["cache_bytes"]["total"])
     if not scores:
         raise ValueError("no row is of benchmark=multi_turn; give the directory of such a run")
-    lines = []
+    lines: list[dict[str, object]] = []
     for (mode, method), by_task in sorted(scores.items()):
         tasks = {BOTH: list(by_task), **{task: [task] for task in by_task}}
         for name, members in tasks.items():
