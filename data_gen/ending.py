@@ -21,7 +21,13 @@ CURES = {
     errno.EPERM: "choose a folder that you may write to, or change its permissions",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
 }
-NO_MEMORY = ("can't allocate memory", "not enough memory")  # what PyTorch's allocator on a CPU says
+NO_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)  # what PyTorch says on a CPU, and what it and CUDA's libraries say on a GPU
 
 
 class Terminated(KeyboardInterrupt):
@@ -45,7 +51,7 @@ def in_one_line(text: str) -> str:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that the memory of the CPU is used up."""
+    """Whether an error says that memory, of the CPU or of a GPU, is used up."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
     )

@@ -184,10 +184,10 @@ def memory(when: str, settings: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if out_of_memory(error):
-            raise BadConfig(f"out of memory {when}; lower {settings}") from error
-        if not isinstance(error, torch.OutOfMemoryError):
+        if not out_of_memory(error):
             raise
+        if isinstance(error, MemoryError) or "CPU" in str(error):
+            raise BadConfig(f"out of memory {when}; lower {settings}") from error
         raise BadConfig(
             f"out of GPU memory {when}; lower {settings}, or take a larger GPU, or several: "
             "trainer=sequence_parallel for long contexts, trainer=fsdp for large weights"

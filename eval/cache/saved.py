@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from data_gen.request import LONGEST
 from eval.cache.layer import CompressedLayer
 from eval.cache.storage.channels import KeptChannels
 from eval.cache.storage.middle import Middle
@@ -156,8 +157,12 @@ class Saved:
                 raise ValueError("it is no cache that save() wrote")
             self.about: list[dict[str, Any]] = json.loads(about["layers"])
             names = {f"{index}.{name}" for index, one in enumerate(self.about) for name in one["names"]}
-            self.sizes = Sizes(*json.loads(about["sizes"]))
-        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+            sink, window, flush = json.loads(about["sizes"])
+            self.sizes = Sizes(sink, window, flush)
+            columns = {repr(one["columns"]): one["columns"] for one in self.about}  # repr tells 1 from True
+            if len(columns) != 1 or any(type(n) is not int or not 0 < n <= LONGEST for n in columns.values()):
+                raise ValueError("its layers have no common number of tokens")
+        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedFile(path, error, CURE) from error
         keys = ("format", "model", "mask", "sizes", "layers")
         self.tensors, self.metadata = read_tensors(path, names, CURE, keys)
@@ -193,11 +198,14 @@ class Saved:
             own = {name: self.tensors[f"{index}.{name}"] for name in one["names"]}
             try:
                 if isinstance(layer, CompressedLayer):
-                    layer.resume(_store(own, layer, model), int(one["columns"]))
+                    store = _store(own, layer, model)
+                    if (store.seen > one["columns"]).any():
+                        raise ValueError("a row holds more tokens than came")
+                    layer.resume(store, one["columns"])
                 elif isinstance(layer, DynamicSlidingWindowLayer):
                     k, v = (own[name].to(model.device) for name in ("keys", "values"))
                     layer.lazy_initialization(k, v)
-                    layer.keys, layer.values, layer.cumulative_length = k, v, int(one["columns"])
+                    layer.keys, layer.values, layer.cumulative_length = k, v, one["columns"]
             except (KeyError, TypeError, ValueError, RuntimeError) as error:
                 raise DamagedFile(self.path, f"layer {index} holds what no cache holds ({error})", CURE) from error
 
@@ -209,7 +217,7 @@ def _store(own: Mapping[str, Tensor], layer: CompressedLayer, model: PreTrainedM
     store.sizes, store.middle, store.quiet, store.version = sizes, middle, 0, 0
     store.plan, store.eviction, store.reads = None, None, None
     for name in COUNTS:
-        setattr(store, name, own[name].numpy().astype(np.int64))
+        setattr(store, name, _whole(own[name]))
     for name in ENDS:
         setattr(store, name, own[name].to(device))
     batch, heads, slots, dim = store.ring_k.shape
@@ -224,13 +232,25 @@ def _store(own: Mapping[str, Tensor], layer: CompressedLayer, model: PreTrainedM
         and all(getattr(store, name).shape == (batch,) for name in COUNTS)
         and slots % PAGE == 0
         and bool((held <= slots).all())
-        and bool((store.start >= sizes.sink).all())
-        and bool((store.seen >= 0).all())
+        and bool(((store.start >= sizes.sink) & (store.start <= np.maximum(sizes.sink, store.seen))).all())
+        and bool(((store.floor >= 0) & (store.floor <= store.seen)).all())
+        and bool(
+            ((store.start == sizes.sink) | (store.floor - store.start >= sizes.window)).all()
+        )  # since the last move
     )
     if not right:
         raise ValueError("its sink and window do not fit together")
     store.prompt, store.tail = (_segment(own, name, store) for name in SEGMENTS)
+    if (store.prompt.length + store.tail.length > (store.start - sizes.sink)[:, None]).any():
+        raise ValueError("its middle holds more tokens than have left the window")
     return store
+
+
+def _whole(table: Tensor) -> np.ndarray:
+    """A table of counts on the host. Raises ValueError for one that is not of whole numbers."""
+    if table.dtype != torch.int64:
+        raise ValueError(f"a table of counts is of {table.dtype}")
+    return table.numpy().copy()
 
 
 def _kept(own: Mapping[str, Tensor], name: str, shape: tuple[int, ...], device: torch.device) -> KeptChannels:
@@ -239,11 +259,11 @@ def _kept(own: Mapping[str, Tensor], name: str, shape: tuple[int, ...], device: 
         raise ValueError("a table of channels has another shape")
     if ((count < 0) | (count > shape[-1])).any() or ((index < 0) | (index >= shape[-1])).any():
         raise ValueError("a table of channels names channels that there are not")
-    return KeptChannels(count.numpy().astype(np.int64), index.to(device))
+    return KeptChannels(_whole(count), index.to(device))
 
 
 def _segment(own: Mapping[str, Tensor], name: str, store: Store) -> Segment:
-    length, capacity = (own[f"{name}.{n}"].numpy().astype(np.int64) for n in ("length", "capacity"))
+    length, capacity = (_whole(own[f"{name}.{n}"]) for n in ("length", "capacity"))
     if capacity.shape != store.channels.count.shape or length.shape != capacity.shape or (capacity < 0).any():
         raise ValueError("a table of tokens has another shape")
     dim, dtype = store.ring_k.shape[-1], store.ring_k.dtype

@@ -157,9 +157,18 @@ class Prefill:
             layers=[layer.fork() if isinstance(layer, PromptLayer) else copy.copy(layer) for layer in self.layers]
         )
 
-    def bytes(self) -> int:
-        """Bytes of the prompt's K and V, without the room for new tokens."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
+    def bytes(self) -> list[int]:
+        """Bytes of each prompt's K and V, without padding and the room for new tokens.
+
+        Where a pass drops tokens in some rows alone, the others fill up with padding, which is no row's.
+        """
+        found = torch.zeros(len(self.logits), dtype=torch.long)
+        for layer in self.layers:
+            columns = (layer.keys.nbytes + layer.values.nbytes) // layer.keys[:, 0, :, 0].numel()  # bytes of one
+            real = layer.real(self.real) if isinstance(layer, PromptLayer) else None
+            held = torch.tensor(layer.keys.shape[2]) if real is None else real.sum(-1).cpu()
+            found += columns * held
+        return found.tolist()
 
 
 @torch.no_grad()

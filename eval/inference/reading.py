@@ -1,7 +1,7 @@
 """Reading given tokens through a cache as decoding would: the hidden state after each of them.
 
-Token by token is the definition (`read_one_by_one`). Between two moves out of the window a layer that does not evict
-holds the same for every token, so `read` gives such a cache all tokens up to the next move at once.
+Token by token is the definition (`read_one_by_one`). `read` gives the cache many tokens at once, and a compressed layer
+takes them in pieces that find what each would find alone (`eval.cache.storage.arrival`).
 """
 
 from __future__ import annotations
@@ -10,34 +10,24 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from eval.cache import CompressedLayer
 from eval.inference.prefill import positions_of
 
-AT_ONCE = 256  # tokens that a cache without a window of its own reads at a time
-
-
-def at_once(cache: Cache) -> int:
-    """Return how many tokens the cache can take in one call with the result of one by one.
-
-    A layer that evicts while decoding takes one, for each step may change what the next one sees.
-    """
-    stores = [layer.store for layer in cache.layers if isinstance(layer, CompressedLayer) and layer.store is not None]
-    return max(1, min([AT_ONCE, *(store.quiet for store in stores)]))
+AT_ONCE = 256  # tokens of a call; the limit bounds the hidden states and scores held
 
 
 @torch.no_grad()
 def read(model: PreTrainedModel, cache: Cache, ids: Tensor, real: Tensor | None) -> Tensor:
-    """Feed ids [B, n] to a cache, as many at a time as give what one by one gives.
+    """Feed ids [B, n] to a cache, with the result of one by one.
 
     real: bool [B, all columns so far and these] or None: False marks padding; None is no padding.
 
     Returns the decoder's hidden states after each token, [B, n, hidden].
     """
-    found, start = [], 0
-    while start < ids.shape[1]:
-        stop = min(ids.shape[1], start + at_once(cache))
-        found.append(states(model, cache, ids[:, start:stop], _until(real, ids, stop)))
-        start = stop
+    ends = range(0, ids.shape[1], AT_ONCE)
+    found = [
+        states(model, cache, part, _until(real, ids, start + part.shape[1]))
+        for start, part in zip(ends, ids.split(AT_ONCE, 1), strict=True)
+    ]
     return torch.cat(found, 1)
 
 

@@ -64,7 +64,7 @@ class Conversations:
         replay, start = self.replay, self.replay.now()
         cache = method.cache(replay.model, prompt)
         sealed = replay.now() - start
-        held = {name: float(size // len(prompt.logits)) for name, size in cache_bytes(cache, prompt).items()}
+        held = cache_bytes(cache, prompt)
         compression = Compression(method, cache, prompt)
         real, lengths, found = prompt.real, prompt.lengths, []
         for prompts, rows in by_turn:
@@ -91,7 +91,7 @@ class Conversations:
         lengths: Tensor,
         rows: Sequence[Row],
         compression: Compression,
-        held: dict[str, float],
+        held: Sequence[dict[str, float]],
         seconds: dict[str, float],
         prompt: Prefill,
     ) -> list[Answer]:
@@ -108,5 +108,7 @@ class Conversations:
         for row, t in enumerate(tokens):
             middle, compressed = of_rows[row] if method.axes else (None, None)
             text = str(replay.tokenizer.decode(t, skip_special_tokens=True))
-            answers.append(Answer(t, text, seconds, steps, len(rows), held, middle, compressed, non_finite=broken[row]))
+            answers.append(
+                Answer(t, text, seconds, steps, len(rows), held[row], middle, compressed, non_finite=broken[row])
+            )
         return answers

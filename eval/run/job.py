@@ -190,7 +190,7 @@ class Job:
                     self._replay(results, replay, part, methods, watch)
                 return len(results.keys) - before, size
             except (MemoryError, RuntimeError) as error:
-                if not isinstance(error, torch.OutOfMemoryError) and not out_of_memory(error):
+                if not out_of_memory(error):
                     raise
                 samples = len(batch.rows) // cell.turns
                 if min(size, samples) == 1:

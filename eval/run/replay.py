@@ -34,15 +34,17 @@ from leank_train.backbone import eos_ids
 __all__ = ["Answer", "Replay", "Settings"]
 
 
-def cache_bytes(cache: Cache, prompt: Prefill) -> dict[str, int]:
-    """Return the bytes held after the prompt, per part and in total, measured on the tensors.
+def cache_bytes(cache: Cache, prompt: Prefill) -> list[dict[str, float]]:
+    """Return the bytes held after each prompt, per part and in total, measured on the tensors.
 
-    A dense cache is counted without its room for new tokens.
+    A dense cache is counted row by row, without padding and without its room for new tokens; of a compressed one every
+    row has an equal share.
     """
     if isinstance(cache, CompressedCache):
-        memory = cache.memory()
-        return {**asdict(memory), "total": memory.total}
-    return {"dense": prompt.bytes(), "total": prompt.bytes()}
+        memory, rows = cache.memory(), len(prompt.logits)
+        share = {name: float(size // rows) for name, size in {**asdict(memory), "total": memory.total}.items()}
+        return [dict(share) for _ in range(rows)]
+    return [{"dense": float(size), "total": float(size)} for size in prompt.bytes()]
 
 
 class Replay:
@@ -139,7 +141,8 @@ class Replay:
         if method.prefill is not None and (course is None or replies.texts is not None):
             prompt.layers.clear()  # the cache has what it needs of them
         if self.model.device.type == "cuda":
-            held["allocated"] = taken if "dense" in held else self._allocated() - allocated
+            grown = taken if "dense" in held[0] else self._allocated() - allocated
+            held = [{**own, "allocated": float(grown // count)} for own in held]
         near: list[Compared] = [(None, None)] * count
         if course is not None and replies.texts is not None:
             start = self.now()
@@ -153,7 +156,6 @@ class Replay:
             del cache, compression  # before the second cache, which begins where this one began
             near = self._comparison.fidelity(method.cache(self.model, prompt), prompt, course)
         seconds = {"prefill": prefilled, "seal": sealed, "question": decoded.asked, "decode": decoded.seconds}
-        share: dict[str, float] = {name: value // count for name, value in held.items()}
         answers = []
         for row, t in enumerate(decoded.tokens):
             middle, compressed = found[row] if method.axes else (None, None)
@@ -161,7 +163,7 @@ class Replay:
             dense_only = self._dense_only(method, replies, decoded, row)
             layer = None if prompt.selected_at is None else prompt.selected_at[row]
             said = (middle, compressed, dense_only, decoded.broken[row], *near[row], layer)
-            answers.append(Answer(t, text, seconds, decoded.steps, count, share, *said))
+            answers.append(Answer(t, text, seconds, decoded.steps, count, held[row], *said))
         return answers
 
     def _dense_only(self, method: Method, replies: Replies, decoded: Decoded, row: int) -> bool:

@@ -8,13 +8,17 @@ MASK is a mask.safetensors or a published .pth mask.
 from __future__ import annotations
 
 import argparse
+import math
+import sys
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from data_gen.ending import ending, in_one_line
 from eval.serving.blocks import RestBlocks
 from eval.serving.layout import PageLayout
 from eval.serving.settings import Settings, load_mask
+from leank_train.common.typed import LARGEST
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,12 @@ class Server:
     block: int = 32
     itemsize: int = 2
     hits: bool = True
+
+    def __post_init__(self) -> None:
+        """Raise ValueError, naming the argument, for a number that no server has."""
+        for name in ("memory", "longest", "step", "block", "itemsize"):
+            if not 1 <= getattr(self, name) <= LARGEST:
+                raise ValueError(f"--{name} {getattr(self, name)} must lie in [1, {LARGEST}]")
 
     def tokens(self, page_columns: int, pages: int) -> int:
         """Tokens that requests of the greatest length hold in the memory, if each takes this many pages."""
@@ -69,15 +79,30 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--itemsize", type=int, default=2, help="bytes of a number: 2 for bfloat16, 4 for float32")
     parser.add_argument("--no-hits", action="store_true", help="no-enable-prefix-caching")
     args = parser.parse_args(argv)
+    try:
+        with ending("eval.serving.plan"):
+            print(planned(args))
+    except ValueError as error:
+        sys.exit(f"plan: {in_one_line(str(error))}")
+
+
+def planned(args: argparse.Namespace) -> str:
+    """The line that says what a server admits. Raises ValueError naming the argument at fault."""
     settings = Settings.find({"leank": {"mask": args.mask}})
     assert settings is not None
-    keep, server = load_mask(args.mask).keep, Server(
-        int(args.memory * 2**30), args.longest, args.step, args.block, args.itemsize, not args.no_hits
-    )  # fmt: skip
+    if not math.isfinite(args.memory) or not 1 <= args.memory * 2**30 <= LARGEST:
+        raise ValueError(f"--memory {args.memory} must be a number of GiB that a machine has")
+    keep = load_mask(args.mask).keep
+    server = Server(int(args.memory * 2**30), args.longest, args.step, args.block, args.itemsize, not args.no_hits)
     stock, pruned = server.stock(keep), server.pruned(keep, settings.sink, settings.window)
-    print(f"tokens admitted: {stock:,} without the mask, {pruned:,} with it, {pruned / stock:.2f} times as many "
-          f"(sink {settings.sink}, window {settings.window}; by the bytes alone "
-          f"{server.by_bytes(keep, settings.sink, settings.window):.2f})")  # fmt: skip
+    if pruned < args.longest or not stock:
+        raise ValueError(
+            f"--memory {args.memory} admits {stock:,} tokens without the mask and {pruned:,} with it, less than a "
+            f"request of --longest {args.longest}; give more memory or shorter requests"
+        )
+    return (f"tokens admitted: {stock:,} without the mask, {pruned:,} with it, {pruned / stock:.2f} times as many "
+            f"(sink {settings.sink}, window {settings.window}; by the bytes alone "
+            f"{server.by_bytes(keep, settings.sink, settings.window):.2f})")  # fmt: skip
 
 
 if __name__ == "__main__":

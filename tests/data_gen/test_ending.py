@@ -33,6 +33,8 @@ def ended(capsys, error):
         (MemoryError(), 1, "leank: out of memory; free some; 3 rows are kept"),
         (MemoryError("out of memory with one sample"), 1, "leank: out of memory with one sample; 3 rows"),
         (RuntimeError(NO_ROOM), 1, "leank: out of memory; free some"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 1, "leank: out of memory; free some"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), 1, "leank: out of memory; free some"),
     ],
 )
 def test_one_line_says_what_stopped_a_command_and_what_is_kept(capsys, error, status, line):

@@ -6,28 +6,26 @@ coordinates is "Eigen Attention: Attention in Low-Rank Space for KV Cache Compre
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig
 
-from data_gen.tasks import task
-from data_gen.tokens import TokenCounter
-from eval.benchmarks.ruler import draw
 from eval.cache.storage.coded import Coding
-from eval.methods.axes import Bits, Observe
-from eval.methods.common.calibrated import Calibration
+from eval.inference.prefill import Prefill
+from eval.methods.axes import Bits
+from eval.methods.common.calibrated import FromSamples
 from eval.methods.common.observed import seen
 from eval.methods.held import Held
 from leank_train.channel_scores import pruned, wide
-from leank_train.common.typed import Positive, Seed, Share
 
 
 @dataclass(frozen=True)
-class PCA(Bits):
+class PCA(FromSamples, Bits):
     """A key k is stored as k U and read as k U U^T.
 
       U = the D - floor(ratio D) eigenvectors of the largest eigenvalues of the mean of k^T k
@@ -53,35 +51,18 @@ class PCA(Bits):
     """
 
     free = "ratio"
-    ratio: Share = 0.7
-    task: str = "niah_multikey_3"
-    length: Positive = 2048
-    samples: Positive = 8
-    seed: Seed = 7
-    _moments: Calibration = field(default_factory=Calibration, repr=False, compare=False)
 
-    @property
-    def calibrated_on(self) -> tuple[object, ...]:
-        """Every setting but the ratio: what the basis depends on."""
-        return (self.task, self.length, self.samples, self.seed)
-
-    def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        task(self.task)
-        draw(self.task, self.length, TokenCounter(tokenizer), self.seed, 0)
-
-    def calibrate(self, observe: Observe, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
-        if self.calibrated_on in self._moments:
-            return
-        counter, total, tokens = TokenCounter(tokenizer), torch.zeros(()), 0
-        for index in range(self.samples):
-            prefill = observe(draw(self.task, self.length, counter, self.seed, index), 0)
+    def of_samples(self, passes: Iterator[Prefill]) -> Tensor:
+        """The mean of k^T k over all tokens, [L, H, D, D], float64."""
+        total, tokens = torch.zeros(()), 0
+        for prefill in passes:
             layers = [(layer.keys.mT @ layer.keys)[0].double().cpu() for layer in seen(prefill)]
             total, tokens = total + torch.stack(layers), tokens + prefill.columns
-        self._moments[self.calibrated_on] = total / tokens
+        return total / tokens
 
     def basis(self) -> Tensor:
         """U of every head [L, H, D, r], float64. Raises RuntimeError before calibration."""
-        moments = self._moments[self.calibrated_on]
+        moments = self._found[self.calibrated_on]
         dim = moments.shape[-1]
         return torch.linalg.eigh(moments).eigenvectors.flip(-1)[..., : dim - pruned(dim, self.ratio)]
 

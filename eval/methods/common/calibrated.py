@@ -1,8 +1,9 @@
-"""Static masks from calibration: mean channel scores over samples, one mask for all inputs."""
+"""Choices that are the same for all inputs and come from calibration samples, such as masks of mean channel scores."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from data_gen.tasks import task
 from data_gen.tokens import TokenCounter
 from eval.benchmarks.ruler import draw
 from eval.inference.prefill import Prefill
-from eval.methods.axes import Observe, Uniform
+from eval.methods.axes import Axis, Observe, Uniform
 from leank_train.channel_scores import MeanScores, best
 from leank_train.common.typed import Positive, Samples, Seed, Share
 
@@ -30,11 +31,11 @@ class Calibration(dict[tuple[object, ...], Tensor]):
 
 
 @dataclass(frozen=True)
-class Calibrated(Uniform):
-    """Base of choices whose mask is the same for all inputs and comes from calibration samples.
+class FromSamples(Axis):
+    """Base of choices that are the same for all inputs and come from calibration samples.
 
     Settings
-    ratio: float in [0, 1), default 0.7: share of K channels pruned; floor(ratio * D) go in every head.
+    ratio: float in [0, 1), default 0.7: share of every head's channels or dimensions that go: floor(ratio * D).
     task: str, default "niah_multikey_3": task of the samples.
     length: int, tokens, default 2048: longest sample.
     samples: int, default 8: number of samples.
@@ -46,20 +47,20 @@ class Calibrated(Uniform):
     length: Positive = 2048
     samples: Samples = 8
     seed: Seed = 7
-    _scores: Calibration = field(default_factory=Calibration, repr=False, compare=False)
+    _found: Calibration = field(default_factory=Calibration, repr=False, compare=False)
 
     @property
-    @abstractmethod
     def observed(self) -> int:
         """How many of a sample's last queries are observed."""
+        return 0
 
     @abstractmethod
-    def scores(self, prefill: Prefill) -> Tensor:
-        """How much each channel matters to the samples of one pass [B, L, H, D]; only ranks within a head count."""
+    def of_samples(self, passes: Iterator[Prefill]) -> Tensor:
+        """What is found on the dense passes over the samples, which come one after the other."""
 
     @property
     def calibrated_on(self) -> tuple[object, ...]:
-        """Every setting but the ratio: what the scores depend on."""
+        """Every setting but the ratio: what is found depends on them."""
         return tuple(value for name, value in self.identity().items() if name != "ratio")
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -67,19 +68,32 @@ class Calibrated(Uniform):
         self._sample(TokenCounter(tokenizer), 0)
 
     def calibrate(self, observe: Observe, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
-        if self.calibrated_on in self._scores:
-            return
-        counter, mean = TokenCounter(tokenizer), MeanScores()
-        for index in range(self.samples):
-            mean.add(self.scores(observe(self._sample(counter, index), self.observed)))
-        self._scores[self.calibrated_on] = mean.scores
+        if self.calibrated_on not in self._found:
+            counter = TokenCounter(tokenizer)
+            samples = (self._sample(counter, index) for index in range(self.samples))
+            self._found[self.calibrated_on] = self.of_samples(observe(sample, self.observed) for sample in samples)
 
     def _sample(self, counter: TokenCounter, index: int) -> Sample:
         return draw(self.task, self.length, counter, self.seed, index)
 
+
+@dataclass(frozen=True)
+class Calibrated(FromSamples, Uniform):
+    """Base of choices of channels whose mask is the same for all inputs; the settings are those of `FromSamples`."""
+
+    @abstractmethod
+    def scores(self, prefill: Prefill) -> Tensor:
+        """How much each channel matters to the samples of one pass [B, L, H, D]; only ranks within a head count."""
+
+    def of_samples(self, passes: Iterator[Prefill]) -> Tensor:
+        mean = MeanScores()
+        for one in passes:
+            mean.add(self.scores(one))
+        return mean.scores
+
     def mask(self) -> Tensor:
         """Kept channels, bool [L, H, D]. Raises RuntimeError before calibration."""
-        return best(self._scores[self.calibrated_on], self.ratio)
+        return best(self._found[self.calibrated_on], self.ratio)
 
     def keep_mask(self, prefill: Prefill, config: PreTrainedConfig) -> Tensor:
         return self.mask()

@@ -61,12 +61,12 @@ class DoubleSparsity(Reads):
     seed: Seed = 7
     dense_layers: Count = 0
     label_bits: Annotated[int, OneOf(2, 4, 16)] = 16
-    _scores: Calibration = field(default_factory=Calibration, repr=False, compare=False)
+    _found: Calibration = field(default_factory=Calibration, repr=False, compare=False)
 
     @cached_property
     def labels(self) -> DoubleSparsityChannels:
         """The choice of label channels, whose mask is [L, H, D] after calibration."""
-        return DoubleSparsityChannels(self.ratio, self.task, self.length, self.samples, self.seed, self._scores)
+        return DoubleSparsityChannels(self.ratio, self.task, self.length, self.samples, self.seed, self._found)
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self.labels.check(config, tokenizer)

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import json
 
 import pytest
 import torch
@@ -124,6 +125,8 @@ def test_tables_that_point_elsewhere_are_refused(file, tmp_path):
         "1.prompt.capacity": lambda t: t + 64, "1.seen": lambda t: t + 500, "0.start": lambda t: t - 400,
         "1.ring_v": lambda t: t[:, :1].contiguous(), "1.prompt.k": lambda t: t[:-1].clone(), "1.seen ": torch.clone,
         "0.sink_k": lambda t: t.float(), "0.middle.channels": lambda t: t[:, :-1].contiguous(),
+        "0.prompt.length": lambda t: t + 1, "1.start": lambda t: t + 1, "0.start ": lambda t: t + 500,
+        "1.floor": lambda t: t + 100, "0.floor ": lambda t: -t - 1, "0.seen": lambda t: t.double(),
     }  # fmt: skip
     outcomes = {}
     for name, change in wrong.items():
@@ -136,6 +139,26 @@ def test_tables_that_point_elsewhere_are_refused(file, tmp_path):
         except ValueError as error:
             outcomes[name] = str(error)
     assert not [name for name, said in outcomes.items() if said == "accepted" or "\n" in said]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("columns", value) for value in (-5, 0, 3, True, 1e3, None, float("nan"), 10**15, 10**30)]
+    + [("one layer's columns", 93), ("sizes", "[2, 6]"), ("sizes", "[2, NaN, 4]"), ("sizes", "[2, 7, 4]")]
+    + [("layers", "[" * 50_000), ("layers", "[]"), ("layers", "3"), ("kind", "sliding"), ("bits", [3, 32])],
+)
+def test_headers_that_no_cache_has_are_refused(name, value, file, tmp_path):
+    with safe_open(file, framework="pt") as one:
+        header = {key: text for key, text in one.metadata().items() if key != "sha256"}
+    layers = json.loads(header["layers"])
+    if name in header:
+        header[name] = value
+    else:
+        for layer in layers[:1] if name.startswith("one") else layers:
+            layer[name.split()[-1]] = value
+        header["layers"] = json.dumps(layers)
+    write_tensors(tmp_path / "c", load_file(file), header)
+    refused(tmp_path / "c", "damaged or cut off", tiny_model("llama"))
 
 
 def test_what_a_file_cannot_hold_is_refused_before_it_is_written(tmp_path):

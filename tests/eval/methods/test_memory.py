@@ -88,7 +88,7 @@ def held(one, model, prompt):
     ids, dense = prompt
     seen = dense if one.prefill is None else one.run_prefill(model, ids, None, 8)
     cache = one.cache(model, seen)
-    parts = cache_bytes(cache, seen)
+    (parts,) = cache_bytes(cache, seen)
     return parts["total"] - parts.get("tables", 0) - parts.get("slack", 0), cache, seen
 
 

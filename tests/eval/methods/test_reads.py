@@ -106,7 +106,7 @@ def test_a_step_reads_what_the_loops_choose(seed, lengths, page, budget, grow, l
 def test_enough_budget_changes_nothing(reads, family):
     model, (ids, mask) = tiny_model(family), left_padded([40, 23], 3)
     if isinstance(reads, DoubleSparsity):
-        reads._scores[reads.labels.calibrated_on] = torch.rand(LAYERS, HEADS, DIM)
+        reads._found[reads.labels.calibrated_on] = torch.rand(LAYERS, HEADS, DIM)
     keep = LeanK(ChannelMask(random_keep(3)))
     found = []
     for one in (Method("with", keep, reads=reads, **vars(SIZES)), Method("without", keep, **vars(SIZES))):
@@ -160,7 +160,7 @@ def test_messages(config, message):
 
 def test_double_sparsity_leaves_its_first_layers_dense():
     choice, config = DoubleSparsity(dense_layers=1), tiny_model("llama").config
-    choice._scores[choice.labels.calibrated_on] = torch.rand(LAYERS, HEADS, DIM)
+    choice._found[choice.labels.calibrated_on] = torch.rand(LAYERS, HEADS, DIM)
     assert choice.of_layer(0, config) is None
     assert isinstance(choice.of_layer(1, config), Labels)
     assert "dense_layers" in choice.identity()

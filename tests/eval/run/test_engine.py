@@ -162,6 +162,20 @@ def test_bytes_are_those_of_the_prompt():
     assert parts["total"] == sum(v for k, v in parts.items() if k != "total")
 
 
+def test_a_rows_bytes_are_those_that_it_has_alone():
+    """Of prompts that are padded together, and where a pass drops tokens in some rows alone."""
+    model, ids = tiny_model("llama"), prompts([40, 12, 33])
+    asl = Method("asl", prefill=ASL(budget=20, window=4, layer=0), **SIZES)  # the second prompt is read whole
+    engine, made = Replay(model, Letters(), Settings()), [Prompt(i, len(i) - 3) for i in ids]
+    together = {m.label: a for m, a in engine.answers(made, rows(3), [Method("dense"), asl])}
+    for row, prompt in enumerate(made):
+        for method, (answer,) in engine.answers([prompt], rows(1), [Method("dense"), asl]):
+            assert together[method.label][row].bytes == answer.bytes
+    dense, dropped = (answers[0].bytes["total"] for answers in together.values())
+    assert dropped < dense
+    assert together["asl"][1].bytes == together["dense"][1].bytes
+
+
 def test_answers_say_at_which_layer_a_pass_selected():
     """None for a method that looks for no layer, -1 where it found none: the short prompt is read whole."""
     some = [Method("dense"), Method("asl", prefill=ASL(20, None, 4, 3, layer=0))]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from eval.benchmarks.row import Row
+from eval.cache import CompressedLayer
 from eval.inference import reading
 from eval.inference.prefill import pad_left
 from eval.inference.prompts import Prompt
@@ -65,18 +66,29 @@ def test_several_tokens_at_once_give_what_token_by_token_gives(family, lengths):
         torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
 
 
-def test_the_fast_form_takes_fewer_passes_except_where_tokens_are_evicted(monkeypatch):
+def test_the_fast_form_takes_fewer_passes_except_where_single_steps_count(monkeypatch):
     model, ids = tiny_model("llama"), torch.tensor(prompts([40]))
     follow, passes = torch.tensor(prompts([24])), {}
-    whole = reading.states
+    whole = CompressedLayer._pass
     for method in every():
         widths = []
-        monkeypatch.setattr(reading, "states", lambda *a, w=widths: (w.append(a[2].shape[1]), whole(*a))[1])
+        monkeypatch.setattr(CompressedLayer, "_pass", lambda *a, w=widths: (w.append(a[2].shape[2]), whole(*a))[1])
         reading.read(model, method.cache(model, method.run_prefill(model, ids, None, 24)), follow, None)
         passes[method.label] = widths
-    assert passes["h2o"] == passes["lethe"] == [1] * 24
-    assert passes["dense"] == [24]
-    assert passes["leank"] == passes["quest"] == [1, 3, 4, 4, 4, 4, 4]  # window 6, flush 4: moves after 4, 8, ...
+    layers = model.config.num_hidden_layers
+    assert passes["lethe"] == [1] * 24 * layers
+    assert passes["dense"] == []
+    assert passes["leank"] == passes["quest"] == passes["h2o"] == [4] * 6 * layers  # flush 4: moves after 4, 8, ...
+
+
+def test_long_texts_are_read_in_parts(monkeypatch):
+    model, method = tiny_model("llama"), every()[1]
+    passed = method.run_prefill(model, torch.tensor(prompts([40])), None, 24)
+    follow, found = torch.tensor(prompts([24])), []
+    for limit in (24, 7):
+        monkeypatch.setattr(reading, "AT_ONCE", limit)
+        found.append(reading.read(model, method.cache(model, passed), follow, None))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("compress", ["after_question", "before_question"])

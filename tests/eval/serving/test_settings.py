@@ -61,3 +61,31 @@ def test_a_longer_step_and_a_larger_page_never_admit_more_than_the_bytes():
 def test_the_plan_is_printed(capsys):
     plan.main([str(MASK), "--itemsize", "4", "--no-hits"])
     assert "74,880 without the mask, 181,411 with it, 2.42 times" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--longest", "0"], "--longest 0 must lie in"), (["--step", "-1"], "--step -1 must lie in"),
+        (["--memory", "nan"], "--memory nan must be"), (["--memory", "inf"], "--memory inf must be"),
+        (["--memory", "-1"], "--memory -1.0 must be"), (["--memory", "1e300"], "must be a number of GiB"),
+        (["--memory", "1e-9"], "less than a request of --longest 8192"),
+        (["--itemsize", "0"], "--itemsize 0 must lie in"),
+        (["--block", "0"], "--block 0 must lie in"), (["--block", "7"], "block_size=7 must be a multiple of 16"),
+        (["--longest", str(10**17)], "must lie in"),
+    ],
+)  # fmt: skip
+def test_a_plan_of_no_server_is_refused_in_one_line(arguments, said):
+    with pytest.raises(SystemExit) as ended:
+        plan.main([str(MASK), *arguments])
+    assert said in str(ended.value.code)
+    assert len(str(ended.value.code).splitlines()) == 1
+
+
+def test_a_plan_without_its_mask_is_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        plan.main([str(tmp_path / "none")])
+    assert "does not exist" in capsys.readouterr().err
+    (tmp_path / "mask.safetensors").write_bytes(b"x" * 100)
+    with pytest.raises(SystemExit, match="is damaged or cut off"):
+        plan.main([str(tmp_path / "mask.safetensors")])
