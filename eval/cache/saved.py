@@ -107,7 +107,8 @@ def _compressed(layer: CompressedLayer) -> tuple[dict[str, Any], dict[str, Tenso
     chosen = {"channels": middle.channels, "values": middle.values, "joins": middle.joins}
     tensors |= {f"middle.{name}": tensor.bool() for name, tensor in chosen.items() if tensor is not None}
     packing = None if middle.bits is None else [middle.bits.bits, middle.bits.group]
-    return {"kind": "compressed", "columns": layer.get_seq_length(), "pages": packing, "names": sorted(tensors)}, tensors
+    about = {"kind": "compressed", "columns": layer.get_seq_length(), "pages": packing, "names": sorted(tensors)}
+    return about, tensors
 
 
 def _without_spare(segment: Segment) -> tuple[Tensor, Tensor]:

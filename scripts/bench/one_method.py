@@ -121,7 +121,7 @@ class Bench:
             row["gb"] = held / 1e9
             self._steps(row, cache, position)
             return
-        away = self.cuda and prompt.bytes() > 1e9  # the prompt makes place for the rows
+        away = self.cuda and sum(prompt.bytes()) > 1e9  # the prompt makes place for the rows
         try:
             move(prompt, "cpu" if away else self.device)
             clear()
