@@ -89,7 +89,7 @@ def _compressed(layer: CompressedLayer) -> tuple[dict[str, Any], dict[str, Tenso
         raise ValueError("save() needs a cache whose prompt is complete, and no assisted decoding under way")
     if store.eviction is not None or store.reads is not None:
         raise ValueError("a cache that evicts tokens while decoding, or chooses what it reads, cannot be saved")
-    if middle.bits is not None and not isinstance(middle.bits, Packing):
+    if middle.bits is not None and type(middle.bits) is not Packing:
         raise ValueError(f"a middle stored by {type(middle.bits).__name__} cannot be saved")
     store.to(layer.device)
     tensors = {name: torch.from_numpy(getattr(store, name).copy()) for name in COUNTS}
@@ -106,22 +106,24 @@ def _compressed(layer: CompressedLayer) -> tuple[dict[str, Any], dict[str, Tenso
     chosen = {"channels": middle.channels, "values": middle.values, "joins": middle.joins}
     tensors |= {f"middle.{name}": tensor.bool() for name, tensor in chosen.items() if tensor is not None}
     packing = None if middle.bits is None else [middle.bits.bits, middle.bits.group]
-    return {"kind": "compressed", "columns": layer.get_seq_length(), "pages": packing, "names": sorted(tensors)}, tensors
+    about = {"kind": "compressed", "columns": layer.get_seq_length(), "pages": packing, "names": sorted(tensors)}
+    return about, tensors
 
 
 def _without_spare(segment: Segment) -> tuple[Tensor, Tensor]:
-    """K and V on the CPU, with zeros where room is left, whose memory may hold anything."""
+    """K and V, copies, with zeros where room is left, whose memory may hold anything."""
+    if isinstance(segment, QuantisedSegment):
+        return segment.without_spare()
     k, v = segment.k.cpu().clone(), segment.v.cpu().clone()
-    group = segment.packing.group if isinstance(segment, QuantisedSegment) else 1
     (_, k_start, k_size, _), (_, v_start, v_size, _) = segment.flats()
     for row, head in np.argwhere(segment.capacity > 0).tolist():
         held, room = int(segment.length[row, head]), int(segment.capacity[row, head])
         first, size = int(k_start[row, head]), int(k_size[row, head])
-        pages = k[first : first + size].view(room // PAGE, int(segment.channels.count[row, head]), PAGE // group, -1)
+        pages = k[first : first + size].view(room // PAGE, int(segment.channels.count[row, head]), PAGE)
         whole, rest = divmod(held, PAGE)
         pages[whole + (rest > 0) :] = 0
         if rest:
-            pages[whole, :, -(-rest // group) :] = 0
+            pages[whole, :, rest:] = 0
         first, size = int(v_start[row, head]), int(v_size[row, head])
         if size:
             v[first : first + size].view(room, -1)[held:] = 0
