@@ -121,12 +121,12 @@ def bytes_per_row(
     keep, sizes = layer_masks(mask).cpu(), sizes or Sizes()
     layers, heads, dim = keep.shape
     middle = round_up(max(0, context - sizes.sink - sizes.window), PAGE)
-    count = keep.sum(-1)
-    channels = count.numpy() if bits is None else bits.room(count.numpy())
-    ends = 2 * layers * heads * dim * (sizes.sink + sizes.ring)
-    numbers = middle * int(channels.sum()) + middle * dim * int((count > 0).sum())
-    held = numbers * dtype.itemsize if bits is None else numbers // bits.group * bits.cell(dtype)
-    return ends * dtype.itemsize + held
+    count = keep.sum(-1).numpy()
+    ends = 2 * layers * heads * dim * (sizes.sink + sizes.ring) * dtype.itemsize
+    if bits is None:
+        return ends + middle * int((count + dim * (count > 0)).sum()) * dtype.itemsize
+    k, v = bits.pages(dim, count, dtype)
+    return ends + middle // PAGE * int(((sum(k) + sum(v)) * (count > 0)).sum())
 
 
 def max_batch(

@@ -90,7 +90,7 @@ def _compressed(layer: CompressedLayer) -> tuple[dict[str, Any], dict[str, Tenso
         raise ValueError("save() needs a cache whose prompt is complete, and no assisted decoding under way")
     if store.eviction is not None or store.reads is not None:
         raise ValueError("a cache that evicts tokens while decoding, or chooses what it reads, cannot be saved")
-    if middle.bits is not None and not isinstance(middle.bits, Packing):
+    if middle.bits is not None and type(middle.bits) is not Packing:
         raise ValueError(f"a middle stored by {type(middle.bits).__name__} cannot be saved")
     store.to(layer.device)
     tensors = {name: torch.from_numpy(getattr(store, name).copy()) for name in COUNTS}
@@ -112,9 +112,10 @@ def _compressed(layer: CompressedLayer) -> tuple[dict[str, Any], dict[str, Tenso
 
 
 def _without_spare(segment: Segment) -> tuple[Tensor, Tensor]:
-    """K and V on the CPU, with zeros where room is left, whose memory may hold anything."""
+    """K and V, copies, with zeros where room is left, whose memory may hold anything."""
+    if isinstance(segment, QuantisedSegment):
+        return segment.without_spare()
     k, v = segment.k.cpu().clone(), segment.v.cpu().clone()
-    group = segment.packing.group if isinstance(segment, QuantisedSegment) else 1
     for row, head in np.argwhere(segment.capacity > 0).tolist():
         held, room = int(segment.length[row, head]), int(segment.capacity[row, head])
         for flat, (of, start, size, _) in zip((k, v), segment.flats(), strict=True):
@@ -124,10 +125,11 @@ def _without_spare(segment: Segment) -> tuple[Tensor, Tensor]:
                 continue
             channels = int((segment.channels.count if of is segment.k else segment.width)[row, head])
             if channels:
-                pages, (whole, rest) = region.view(room // PAGE, channels, PAGE // group, -1), divmod(held, PAGE)
+                page = segment.page if of is segment.k else PAGE
+                pages, (whole, rest) = region.view(room // page, channels, page), divmod(held, page)
                 pages[whole + (rest > 0) :] = 0
                 if rest:
-                    pages[whole, :, -(-rest // group) :] = 0
+                    pages[whole, :, rest:] = 0
     return k, v
 
 

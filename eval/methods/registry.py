@@ -93,6 +93,7 @@ REGISTRY: dict[str, Registry[Axis]] = {
     }),
     "bits": Registry("choice of bits", Bits, {
         "kivi": "eval.methods.bits.kivi:KIVI",
+        "turboquant": "eval.methods.bits.turboquant:TurboQuant",
         "pca": "eval.methods.bits.pca:PCA",
         "spark": "eval.methods.bits.spark:SparK",
     }),

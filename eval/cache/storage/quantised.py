@@ -28,28 +28,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from eval.cache.storage.channels import KeptChannels
+from eval.cache.storage.folds import K_FOLDS, V_FOLDS, fold, unfold
 from eval.cache.storage.pages import COPIED, PAGE, Count, Segment, round_up
 from eval.cache.storage.upload import update, upload
-
-LOWER = {4: 0x0F, 2: 0x33}  # the bits of a byte that hold codes where others lie so many bits higher
-# The axes that are folded in halves, (axis, shift): of a page of K, [64, C], and of V, [D, 64].
-K_FOLDS: dict[int, tuple[tuple[int, int], ...]] = {8: (), 4: ((-2, 4),), 2: ((-1, 2), (-2, 4))}
-V_FOLDS: dict[int, tuple[tuple[int, int], ...]] = {8: (), 4: ((-2, 4),), 2: ((-2, 4), (-2, 2))}
-
-
-def fold(codes: Tensor, folds: tuple[tuple[int, int], ...]) -> Tensor:
-    """Bytes of codes: of each axis, the second half lies `shift` bits above the first."""
-    for axis, shift in folds:
-        first, second = codes.chunk(2, axis)
-        codes = first | second << shift
-    return codes
-
-
-def unfold(stored: Tensor, folds: tuple[tuple[int, int], ...]) -> Tensor:
-    """The codes of which `fold` made bytes."""
-    for axis, shift in reversed(folds):
-        stored = torch.cat([stored & LOWER[shift], (stored >> shift) & LOWER[shift]], axis)
-    return stored
 
 
 @dataclass(frozen=True)
@@ -176,28 +157,55 @@ class QuantisedSegment(Segment):
 
     def _put(self, row: int, head: int, at: int, keys: Tensor, values: Tensor) -> None:
         """Write keys [number, n, channels] and values [number, n, D] of one head of like rows, from token `at` on."""
-        (number, n, channels), packing = keys.shape, self.packing
-        pages = slice(at // PAGE, -(-(at + n) // PAGE))
-        tokens, whole = slice(at % PAGE, at % PAGE + n), round_up(n, packing.group)
-        (k, k_ends), (v, v_ends) = self._planes(row, number, head)
+        (number, n, channels), group = keys.shape, self.packing.group
+        place = row, number, head, slice(at // PAGE, -(-(at + n) // PAGE))
+        first, whole = at % PAGE, round_up(n, group)
+        k, k_ends, v, v_ends = self._opened(*place)
         # A short group repeats its last token.
         keys = torch.cat([keys, keys[:, -1:].expand(-1, whole - n, -1)], 1)
-        codes, ends = packing.quantise(pad(keys, (0, packing.room(channels) - channels)))
-        held = unfold(k[:, pages], K_FOLDS[packing.bits]).flatten(1, 2).clone()
-        held[:, tokens.start : tokens.start + whole] = codes
-        k[:, pages] = fold(held.unflatten(1, (-1, PAGE)), K_FOLDS[packing.bits])
-        first = at % PAGE // packing.group
-        of_pages = k_ends[:, pages].flatten(1, 2).clone()
-        of_pages[:, first : first + ends.shape[1]] = ends.unflatten(-2, (-1, 2))
-        k_ends[:, pages] = of_pages.view_as(k_ends[:, pages])
+        codes, ends = self.packing.quantise(pad(keys, (0, self.packing.room(channels) - channels)))
+        k[:, first : first + whole] = codes
+        k_ends[:, first // group : (first + whole) // group] = ends
+        codes, ends = self.packing.quantise(values.mT)
+        v[..., first : first + n] = codes
+        v_ends[:, :, first : first + n] = ends
+        self._close(*place, (k, k_ends, v, v_ends))
 
-        codes, ends = packing.quantise(values.mT)
-        held = unfold(v[:, pages], V_FOLDS[packing.bits]).transpose(1, 2).flatten(2, 3).clone()  # [.., D, tokens]
-        held[..., tokens] = codes
-        v[:, pages] = fold(held.unflatten(2, (-1, PAGE)).transpose(1, 2), V_FOLDS[packing.bits])
-        of_pages = v_ends[:, pages].transpose(1, 2).flatten(2, 4).clone()
-        of_pages[:, :, tokens] = ends
-        v_ends[:, pages] = of_pages.unflatten(2, (-1, PAGE // 2, 2)).transpose(1, 2)
+    def _opened(self, row: int, number: int, head: int, pages: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What some pages of one head hold in `number` rows of the same layout, copies, tokens of all pages in a row.
+
+        Returns codes [number, tokens, room] and ends [number, cells, room, 2] of K, then codes [number, D, tokens] and
+        ends [number, cells, tokens, 2] of V.
+        """
+        (k, k_ends), (v, v_ends) = self._planes(row, number, head)
+        codes = unfold(v[:, pages], V_FOLDS[self.packing.bits]).transpose(1, 2).flatten(2, 3)
+        return (
+            unfold(k[:, pages], K_FOLDS[self.packing.bits]).flatten(1, 2).clone(),
+            k_ends[:, pages].flatten(1, 2).flatten(2, 3).clone(),
+            codes.clone(),
+            v_ends[:, pages].transpose(1, 2).flatten(2, 4).clone(),
+        )
+
+    def _close(self, row: int, number: int, head: int, pages: slice, opened: tuple[Tensor, ...]) -> None:
+        """Write what `_opened` gave back into the pages."""
+        (k, k_ends), (v, v_ends) = self._planes(row, number, head)
+        codes, ends, v_codes, v_new = opened
+        k[:, pages] = fold(codes.unflatten(1, (-1, PAGE)), K_FOLDS[self.packing.bits])
+        k_ends[:, pages] = ends.view_as(k_ends[:, pages])
+        v[:, pages] = fold(v_codes.unflatten(2, (-1, PAGE)).transpose(1, 2), V_FOLDS[self.packing.bits])
+        v_ends[:, pages] = v_new.unflatten(2, (-1, PAGE // 2, 2)).transpose(1, 2)
+
+    def without_spare(self) -> tuple[Tensor, Tensor]:
+        """K and v, copies, with zeros where room is left."""
+        new = self.fresh(self.channels, self.capacity, None)
+        new.k, new.v = self.k.clone(), self.v.clone()
+        for row, head in np.argwhere(self.capacity > 0).tolist():
+            place, held = (row, 1, head, slice(None)), int(self.length[row, head])
+            cells = -(-held // self.packing.group)
+            k, k_ends, v, v_ends = new._opened(*place)
+            k[:, cells * self.packing.group :], k_ends[:, cells:], v[..., held:], v_ends[:, :, held:] = 0, 0, 0, 0
+            new._close(*place, (k, k_ends, v, v_ends))
+        return new.k, new.v
 
     def _planes(self, row: int, number: int, head: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """Codes and ends of K and of V of one head in `number` rows of the same layout: [number, pages, ...], views."""
@@ -227,9 +235,9 @@ class QuantisedSegment(Segment):
             lines, line = PAGE // (1 if bits == 8 else 2), numbers // (2 if bits == 2 else 1)
         return codes.unflatten(-1, (lines, line)), ends.unflatten(-1, (cells, numbers // 2, 2, 2)).mT
 
-    def _keys(self, codes: Tensor, ends: Tensor) -> Tensor:
-        """Keys [..., 64, room for channels] of the planes of pages."""
-        return self.packing.restore(unfold(codes, K_FOLDS[self.packing.bits]), ends.flatten(-3, -2))
+    def _keys(self, codes: Tensor, ends: Tensor, channels: int) -> Tensor:
+        """Keys [..., 64, channels] of the planes of pages."""
+        return self.packing.restore(unfold(codes, K_FOLDS[self.packing.bits]), ends.flatten(-3, -2))[..., :channels]
 
     def _values(self, codes: Tensor, ends: Tensor) -> Tensor:
         """Values [..., D, 64] of the planes of pages."""
@@ -238,8 +246,7 @@ class QuantisedSegment(Segment):
     def _regions(self, row: int, head: int) -> tuple[Tensor, Tensor]:
         """One head's room dequantised, a copy: K [pages, channels, 64], V [capacity, D]."""
         k, v = self._planes(row, 1, head)
-        keys = self._keys(*k)[0, ..., : int(self.channels.count[row, head])]
-        return keys.mT, self._values(*v)[0].mT.flatten(0, 1)
+        return self._keys(*k, int(self.channels.count[row, head]))[0].mT, self._values(*v)[0].mT.flatten(0, 1)
 
     def padded_keys(self, hidden: Tensor) -> Tensor:
         """The keys of all heads, zero where there is none: [B H, channels, N].
@@ -251,8 +258,8 @@ class QuantisedSegment(Segment):
         for channels in np.unique(count[self.length.reshape(-1) > 0]).tolist():
             planes, _ = self.packing.pages(self.head_dim, channels, self.dtype)
             heads, codes, ends = self._of_heads(self.k, self.k_start, planes, count == channels, hidden.shape[1])
-            keys = self._keys(*self._shaped(codes, ends, channels)).flatten(1, 2).mT
-            out[heads, :channels] = torch.where(hidden[heads, None], 0, keys[:, :channels])
+            keys = self._keys(*self._shaped(codes, ends, channels), channels).flatten(1, 2).mT
+            out[heads, :channels] = torch.where(hidden[heads, None], 0, keys)
         return out
 
     def padded_values(self, hidden: Tensor) -> Tensor:
