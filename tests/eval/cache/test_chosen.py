@@ -115,7 +115,7 @@ def test_steps_are_those_of_the_loops(kind, counts, dim, group, page):
     st.lists(st.integers(1, 150), min_size=1, max_size=2),
     st.tuples(st.integers(0, 20), st.integers(0, 40), st.integers(1, 12)),
     st.integers(1, 20),
-    st.integers(1, 200),
+    st.integers(0, 200),
     st.integers(1, 40),
     st.integers(0, 99),
 )
