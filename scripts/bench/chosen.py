@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from eval.cache import Sizes
-from eval.cache.attention.chosen import Chosen, ChosenConfig, _ranking
+from eval.cache.attention.chosen import Chosen, ChosenConfig, ranking_of
 from eval.cache.attention.launch import Kernel
 from eval.cache.storage.middle import Middle, ReadChoice
 from eval.cache.storage.store import Store
@@ -72,9 +72,9 @@ def launches(kind: str, rows: int, length: int, of_dense: Record) -> list[Record
     labels = (torch.arange(DIM) < DIM // 8).expand(HEADS, DIM)
     reads = Quest(BUDGET, 16, 0) if kind == "quest" else Labels(labels, BUDGET)
     layers, found = [layer(reads, rows, length) for _ in range(COPIES)], []
-    room = (length + 127) // _ranking(layers[0][0]).page
+    room = (length + 127) // ranking_of(layers[0][0]).page
     scores = torch.randn(COPIES, rows * HEADS * GROUP, room, device="cuda")
-    most = _ranking(layers[0][0]).most
+    most = ranking_of(layers[0][0]).most
     topk = median_us([partial(torch.topk, x, min(most, room), sorted=False) for x in scores])
 
     def measure(row: Record, config: ChosenConfig) -> None:
@@ -82,7 +82,7 @@ def launches(kind: str, rows: int, length: int, of_dense: Record) -> list[Record
         steps = [partial(kernel.attend, *one, DIM**-0.5) for one in layers]
         row["step_us"] = median_us(steps)
         row["choose_us"] = median_us(
-            [partial(kernel._choose, store, q, kernel.prepare(store), _ranking(store)) for store, q, _ in layers]
+            [partial(kernel.choose, store, q, kernel.prepare(store), ranking_of(store)) for store, q, _ in layers]
         )
         row.update(topk_us=topk, **of_dense, read_mb=bytes_read(layers[0][0], GROUP) / 1e6)
 

@@ -84,7 +84,7 @@ class Chosen(Kernel):
         """Choose the launch; programs: number of programs, 0 = so many per multiprocessor as `config` says."""
         super().__init__(programs=programs)
         self.chosen_config = config or ChosenConfig()
-        self._scores = self._chosen = torch.empty(0)
+        self._scores, self._chosen = torch.empty(0), torch.empty(0, dtype=torch.int32)
         self._group = 1  # query heads per KV head, known with the first query
 
     def _programs(self, store: Store, per_sm: int, units: int) -> int:
@@ -99,12 +99,12 @@ class Chosen(Kernel):
         if queries > 1 or not softmax.plain:
             return batched.attend(store, q, position, scaling, softmax)
         q = q if q.stride(-1) == 1 else q.contiguous()
-        config, plan, ranking = self.chosen_config, self.prepare(store), _ranking(store)
+        config, plan, ranking = self.chosen_config, self.prepare(store), ranking_of(store)
         (heads, slots), group = store.ring_k.shape[1:3], self._group
-        chosen = self._choose(store, q, plan, ranking)
+        chosen = self.choose(store, q, plan, ranking)
         ends = -(-store.sizes.sink // config.span) - (-slots // config.span)
-        shares = self._programs(store, config.per_sm, batch * q_heads)
-        shares = min(shares, -(-ranking.most * ranking.page // config.tile))
+        shares = max(1, -(-ranking.most * ranking.page // config.tile))
+        shares = min(shares, self._programs(store, config.per_sm, batch * q_heads))
         rows = triton.next_power_of_2(group)
         partials, stats, done = self._scratch(batch * heads * (ends + shares) * rows, dim, batch * heads, q.device)
         out = torch.empty(batch, 1, q_heads, dim, dtype=q.dtype, device=q.device)
@@ -129,7 +129,7 @@ class Chosen(Kernel):
         )
         return out
 
-    def _choose(self, store: Store, q: Tensor, plan: ChosenPlan, ranking: Ranking) -> Tensor:
+    def choose(self, store: Store, q: Tensor, plan: ChosenPlan, ranking: Ranking) -> Tensor:
         """The pages or tokens that each query head reads, [B Hq, most] int32; what lies past the last is anything."""
         config, (batch, q_heads, _, dim) = self.chosen_config, q.shape
         heads = store.ring_k.shape[1]
@@ -176,7 +176,7 @@ class Chosen(Kernel):
 
         moved: the most tokens that have joined a head's middle since the bounds were current
         """
-        old, ranking = store.plan if isinstance(store.plan, ChosenPlan) else None, _ranking(store)
+        old, ranking = store.plan if isinstance(store.plan, ChosenPlan) else None, ranking_of(store)
         if old is not None and (old.version, old.group) == (store.version, self._group):
             plan = old
         else:
@@ -205,8 +205,8 @@ class Chosen(Kernel):
         update(table, lines)
         labels = count if first is None else first
         step, label_step = (16 if not (n % 16).any() else 1 for n in (count, labels))
-        widest, most_labels = (max(16, triton.next_power_of_2(int(n.max()))) for n in (count, labels))
-        return ChosenPlan(table, store.version, self._group, scores, step, label_step, widest, most_labels, room)
+        wide, label_wide = (max(16, triton.next_power_of_2(int(n.max()))) for n in (count, labels))
+        return ChosenPlan(table, store.version, self._group, scores, step, label_step, wide, label_wide, room)
 
     def _bound(self, store: Store, plan: ChosenPlan, bounds: Bounds, moved: int) -> None:
         """Bring the bounds of the pages that hold the last `moved` tokens of each head up to date."""
@@ -225,7 +225,8 @@ class Chosen(Kernel):
         return {**super().tensors(), "scores": self._scores, "chosen": self._chosen}
 
 
-def _ranking(store: Store) -> Ranking:
+def ranking_of(store: Store) -> Ranking:
+    """How a layer that chooses what it reads ranks its middle."""
     ranking = getattr(store.reads, "ranking", None)
     assert isinstance(ranking, Ranking)
     return ranking

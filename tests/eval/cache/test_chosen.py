@@ -115,7 +115,7 @@ def test_steps_are_those_of_the_loops(kind, counts, dim, group, page):
     st.lists(st.integers(1, 150), min_size=1, max_size=2),
     st.tuples(st.integers(0, 20), st.integers(0, 40), st.integers(1, 12)),
     st.integers(1, 20),
-    st.integers(1, 200),
+    st.integers(0, 200),
     st.integers(1, 40),
     st.integers(0, 99),
 )
@@ -171,9 +171,9 @@ def unread(store, q):
 @pytest.mark.parametrize("kind", ["quest", "labels"])
 def test_what_is_not_chosen_is_not_read(kind):
     """NaN in every key and value that no query head has chosen changes no bit; labels are read of all."""
-    store = make_store(random_reads(kind, 140, 2, 64, 8), [64, 40], 64, [400, 230], Sizes(8, 48, 8))
-    kernel, generator = Chosen(programs=0 if ON_GPU else 8), torch.Generator().manual_seed(5)
-    for _ in range(12):
+    store = make_store(random_reads(kind, 110, 2, 64, 8), [64, 40], 64, [400, 230], Sizes(8, 48, 2))
+    kernel, generator = Chosen(programs=0 if ON_GPU else 4), torch.Generator().manual_seed(5)
+    for _ in range(4):
         q, position = step_of(store, kernel, 3, generator)
         store.flush(kernel.move)
     before, hidden = kernel.attend(store, q, position, 0.3), 0
@@ -223,16 +223,17 @@ def test_the_choice_is_topks(total, most, run, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["quest", "labels"])
 def test_rows_that_are_reordered_keep_what_they_choose(kind):
-    store = make_store(random_reads(kind, 140, 2, 64, 8), [64, 40], 64, [300, 230], Sizes(8, 48, 8))
-    kernel, generator = Chosen(programs=0 if ON_GPU else 6), torch.Generator().manual_seed(5)
-    for _ in range(9):
+    store = make_store(random_reads(kind, 72, 1, 64, 8), [40], 64, [130, 90], Sizes(8, 24, 2))
+    kernel, generator = Chosen(programs=0 if ON_GPU else 2), torch.Generator().manual_seed(5)
+    for _ in range(3):
         q, position = step_of(store, kernel, 2, generator)
         store.flush(kernel.move)
     before, rows = kernel.attend(store, q, position, 0.3), torch.tensor([1, 1, 0])
     store.select(rows)
     again = kernel.attend(store, q[rows], position[rows], 0.3)
     torch.testing.assert_close(again, before[rows])
-    check_steps(store, 2, 9, kernel) if not ON_GPU else None
+    if not ON_GPU:
+        check_steps(store, 2, 3, kernel)
 
 
 def layer_pair(reads, keep, lengths, sizes, seed):
@@ -381,8 +382,8 @@ def test_scores_that_outgrow_their_memory_move_on(monkeypatch):
     """A middle that grows past the scratch memory, and layers whose plans still point to the old one."""
     kernel, generator = Chosen(ChosenConfig(run=4), 0 if ON_GPU else 3), torch.Generator().manual_seed(2)
     monkeypatch.setattr(launch, "MOST_BLOCK", 64)
-    stores = [make_store(random_reads("labels", 120, 1, 64), [64], 64, [n], Sizes(8, 48, 8)) for n in (200, 90)]
-    for _ in range(12):
+    stores = [make_store(random_reads("labels", 120, 1, 64), [64], 64, [n], Sizes(8, 48, 2)) for n in (200, 90)]
+    for _ in range(5):
         for store in stores:
             q, position = step_of(store, kernel, 1, generator)
             got = kernel.attend(store, q, position, 0.3)
