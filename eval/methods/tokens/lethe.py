@@ -134,10 +134,7 @@ class Rounds(Eviction):
             return None
         at = held[due], sink[due], window[due]
         if kernel:
-            from eval.methods.tokens.lethe_rounds import rounds
-
-            stay, found, stays = rounds(self.settings, self.scores, tail.length_dev, due, *at, int(most.max()))
-            self._take(due, found, held[due])
+            stay, stays = self._launched(due, tail.length_dev, int(most.max()), *at)
         else:
             stay, stays = self._chosen(due, middle, *at)
         left = middle.copy()
@@ -158,6 +155,26 @@ class Rounds(Eviction):
         stay = torch.ones(*middle.shape, len(token), dtype=torch.bool, device=device)
         stay[rows] = of_rows[:, None]
         return stay, (of_rows & (token < upload(length, device)[:, None])).sum(1).cpu().numpy()
+
+    def _launched(
+        self, due: np.ndarray, length: Tensor, most: int, held: np.ndarray, sink: np.ndarray, window: np.ndarray
+    ) -> tuple[Tensor, np.ndarray]:
+        """What `_chosen` returns, in one launch; length: int64 [B, H] on the device, most: tokens of a middle."""
+        from eval.methods.tokens.lethe_rounds import rounds
+
+        settings = self.settings
+        recent = (settings.recent_ratio * held).astype(np.int64)
+        numbers = np.stack([due, held, sink, recent, *bounds(settings, sink, window)], 1)
+        stay, found, stays = rounds(
+            *(self.scores, length, numbers, most),
+            sparse_ratio=settings.sparse_ratio,
+            limit=settings.limit,
+            min_sparsity=settings.min_sparsity,
+            segments=settings.segments,
+            text=settings.reading == "text",
+        )
+        self._take(due, found, held)
+        return stay, stays
 
     def _take(self, rows: np.ndarray, found: np.ndarray, held: np.ndarray) -> np.ndarray:
         """Set L_evict of rows [R] by the breakpoints found, `held` where there is none; returns the recent tokens."""

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from tests.eval.cache.test_kernel import DEVICE, ON_GPU, interpreter_takes_numpys_scalars  # noqa: F401
 
 from eval.methods.tokens.lethe import Lethe, Rounds  # isort: skip  (Triton, which the line above asks for)
-from eval.methods.tokens.lethe_rounds import rounds
 
 
 def check(options, lengths, heads, different, sink, window, seed):
@@ -27,11 +26,10 @@ def check(options, lengths, heads, different, sink, window, seed):
     at = held[due], np.full(len(due), sink), np.full(len(due), window)
     stay, stays = slow._chosen(due, middle, *at)
     length = torch.tensor(middle, device=DEVICE)
-    found = rounds(options, fast.scores, length, due, *at, int(middle.max()))
-    fast._take(due, found[1], at[0])
+    found = fast._launched(due, length, int(middle.max()), *at)
     own = torch.arange(stay.shape[-1], device=DEVICE) < length[..., None]
     assert torch.equal(found[0] & own, stay & own)
-    assert found[2].tolist() == stays.tolist()
+    assert found[1].tolist() == stays.tolist()
     assert fast.evict_at.tolist() == slow.evict_at.tolist()
 
 
