@@ -31,7 +31,8 @@ def test_generation_with_every_cache(tmp_path):
     line = "--shape reference --prompt 300 --new 3 --batch 2 --prefill-rows 1"
     bench_generation.main([str(tmp_path), *line.split()])
     rows = list(csv.DictReader((tmp_path / "generation.csv").open()))
-    caches = ["LeanK", "own cache, nothing pruned", "StaticCache", "DynamicCache"]
+    packed = [f"LeanK, {bits} bits" for bits in (8, 4, 2)]
+    caches = ["LeanK", *packed, "own cache, nothing pruned", "StaticCache", "DynamicCache"]
     assert [(r["cache"], r["loop"]) for r in rows] == [(c, loop) for c in caches for loop in ("prefill", "eager")]
     assert all(float(r["tokens_per_s"]) > 0 for r in rows if r["loop"] == "eager")
     assert "error" not in rows[0]

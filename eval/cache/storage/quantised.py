@@ -285,7 +285,7 @@ class QuantisedSegment(Segment):
         page = np.minimum(np.arange(columns // PAGE), (length[found, None] - 1) // PAGE)
         starts = upload(start.reshape(-1)[found, None] + page * (codes + ends), flat.device)
         every = flat.as_strided((max(0, len(flat) - codes - ends + 1), codes + ends), (1, 1))
-        pages = every[starts]
+        pages = every.index_select(0, starts.flatten()).view(*starts.shape, -1)
         return upload(found, flat.device), pages[..., :codes], pages[..., codes:].contiguous().view(self.dtype)
 
     def held(self) -> tuple[int, int]:
