@@ -75,7 +75,11 @@ class MultiTurn(Checked):
         shortest = min(self.lengths)
         for cell in self.cells():  # too short a length and missing essays are found here, not hours later
             if cell.length == shortest:
-                self.row(cell, "0", tokenizer, overhead)
+                try:
+                    self.row(cell, "0", tokenizer, overhead)
+                except ValueError as error:
+                    given = f"benchmark.lengths={shortest}, benchmark.turns={self.turns}"
+                    raise ValueError(f"{given}: {error}") from error
 
     def identity(self) -> dict[str, object]:
         """Return what every sample depends on; see `Benchmark.identity`."""

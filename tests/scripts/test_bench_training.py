@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from scripts.bench import training as bench_training
-from scripts.bench.training import SAME, cheaper, describe, hours
+from scripts.bench.training import SAME, cheaper, describe
+from scripts.bench.training_hours import hours
 
 
 def test_lengths_ratios_and_hours(tmp_path, capsys):
