@@ -20,7 +20,8 @@ HELD = (Expect("tokens seen over tokens held after 128 steps and more", where(me
 # long replies: the model writes a path of 64 steps, some 700 tokens
 ON_CHAINS = (f"model.name={MIXED.path}",)
 REPLIES = Analysed(
-    "retained_tokens", {"task": "chain", "length": 2048, "samples": 16, "steps": 640}, quick={"samples": 2, "steps": 320},
+    "retained_tokens", {"task": "chain", "length": 2048, "samples": 16, "steps": 640},
+    quick={"samples": 2, "steps": 320},
     overrides=ON_CHAINS, need=MIXED,
 )  # fmt: skip
 LEVEL = (Expect("growth of the most that a layer holds from the first half of long replies to the second, as a share "
