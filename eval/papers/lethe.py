@@ -60,7 +60,7 @@ ITEMS = (
          needs="DeepSeek-R1-Distill-Qwen-7B", claims=HELD),
     Item("lethe:fig4", "Latency, memory and throughput against the tokens generated, dense and Lethe.",
          "Memory stops growing after some thousand tokens, and tokens come faster.",
-         here=(REPLIES, Analysed("retained_tokens")), real=(SPEED,), needs="a GPU", claims=LEVEL,
+         here=(REPLIES, Analysed("retained_tokens")), real=(SPEED,), needs="a GPU", claims=(*LEVEL, *HELD),
          note=f"Memory as tokens held, from retained_tokens. {PLATEAU} {SLOW}"),
     Item("lethe:fig5", "Attention of four heads of a layer.", "Heads of a layer look at the same tokens.",
          here=(Analysed("head_similarity"),), real=(on("r1_qwen_7b", "head_similarity"),),
