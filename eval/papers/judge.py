@@ -18,6 +18,7 @@ WORDS = {
     "score": "points", "bytes": "times the cache bytes", "first_token": "times the time to the first token",
     "per_token": "times the time per token",
 }  # fmt: skip
+SECONDS = ("first_token", "per_token")
 FEW = 10  # units of an interval over samples; fewer decide nothing, whatever their interval
 RULE_OF_THREE = 300  # samples without a single loss show that less than 1 point is lost, at 95%
 
@@ -54,14 +55,18 @@ class Judgement:
 
 
 def contrast(claim: Contrast, rows: Sequence[ResultRow]) -> Judgement:
-    """Compare two methods sample by sample; tasks and lengths count alike."""
-    strata: dict[tuple[str, int | None], list[float]] = defaultdict(list)
+    """Compare two methods sample by sample; tasks and lengths count alike. Seconds are compared batch by batch."""
+    strata: dict[object, list[float]] = defaultdict(list)
+    batches: set[float] = set()  # the samples of a batch have the same seconds, which are one measurement
     other = {(r["task"], r["length"], *which(r)): r for r in rows if r["method"] == claim.second}
     for row in rows:
         against = other.get((row["task"], row["length"], *which(row)))
         if row["method"] == claim.first and against is not None:
             value = _compared(claim, row, against)
-            if value is not None:
+            if claim.measure in SECONDS and value is not None and value not in batches:
+                batches.add(value)
+                strata[claim.measure].append(value)
+            elif claim.measure not in SECONDS and value is not None:
                 strata[row["task"], row["length"]].append(value)
     above = claim.measure == "score"
     names = f"{claim.first} minus {claim.second}" if above else f"{claim.first} / {claim.second}"

@@ -18,7 +18,7 @@ CLAIMS: dict[str, tuple[str, ...]] = {
     "ThinK is better than the norms of K (ThinK)": ("think:table1",),
     "IAP's error is below ThinK's, most of all in shallow layers (IAP)": ("iap:fig3",),
     "ASL selects later on harder tasks (ASL)": ("asl:fig9", "asl:fig6"),
-    "Lethe's memory stops growing on long replies (Lethe)": ("lethe:fig4",),
+    "Lethe's memory is below dense's, and stops growing on long replies (Lethe)": ("lethe:fig4",),
 }
 COLUMNS = ["item", "what is compared, and the claim", "here, with its 95% interval", "verdict"]
 WORDS = {"shows": "shows", "contradicts": "contradicted", "undecided": "not decided"}

@@ -9,7 +9,7 @@ from eval.papers.judge import contrast, expect
 def rows(method, scores, task="t", bytes_=100.0, first=None):
     return [
         {"method": method, "task": task, "length": 1, "sample": str(i), "seed": 1, "score": score,
-         "cache_bytes": {"total": bytes_}, "seconds": {"first_token": first, "per_token": None}}
+         "cache_bytes": {"total": bytes_}, "seconds": {"first_token": first and first + i / 100, "per_token": None}}
         for i, score in enumerate(scores)
     ]  # fmt: skip
 
@@ -54,7 +54,15 @@ def test_ratios(measure, verdict):
     cheap = [*rows("a", [1.0] * 12, bytes_=50.0, first=3.0), *rows("b", [1.0] * 12, first=2.0)]
     found = contrast(Contrast("a", "b", measure, 1), cheap)
     assert found.verdict == verdict
-    assert found.sentence.startswith(f"a / b, below 1: {'0.5' if measure == 'bytes' else '1.5'} times")
+    assert found.sentence.startswith(f"a / b, below 1: {'0.5' if measure == 'bytes' else '1.49'} times")
+
+
+def test_the_seconds_of_a_batch_are_one_measurement():
+    batch = [{**row, "seconds": {"first_token": 3.0 if row["method"] == "a" else 2.0}}
+             for row in (*rows("a", [1.0] * 50), *rows("b", [1.0] * 50))]  # fmt: skip
+    found = contrast(Contrast("a", "b", "first_token", 1), batch)
+    assert found.figures.endswith("n = 1")
+    assert found.verdict == "undecided"
 
 
 def test_nothing_to_compare():
