@@ -100,7 +100,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=1, help="questions per document (default 1)")
     parser.add_argument("--start", type=int, default=0, help="index of the first document (default 0)")
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--tokenizer", default="reference", help="'reference', or any Hugging Face name or folder")
+    parser.add_argument("--tokenizer", default="reference", help="a shipped model, or any Hugging Face name or folder")
     parser.add_argument("--essays", help="text of essay haystacks: .txt, .txt.gz, RULER .json or a folder")
     parser.add_argument(
         "--split", default="all", choices=["train", "test", "all"], help="part of the text (default all)"
@@ -123,13 +123,14 @@ def load_tokenizer(given: str) -> PreTrainedTokenizerBase:
     """Load a tokenizer by name or folder; exit with one line if there is none."""
     from transformers import AutoTokenizer
 
-    name = str(files("leank_train") / "assets" / "reference") if given == "reference" else given
+    shipped = given in ("reference", "reference_mixed")
+    name = str(files("leank_train") / "assets" / given) if shipped else given
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         sys.exit(
             f"data_gen: tokenizer={given!r} cannot be loaded ({str(error).splitlines()[0]}); "
-            "give 'reference', a folder, or a Hugging Face name"
+            "give 'reference', 'reference_mixed', a folder, or a Hugging Face name"
         )
 
 

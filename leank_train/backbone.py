@@ -26,6 +26,7 @@ from leank_train.common.shape import DecoderShape, kv_shape
 from leank_train.common.typed import BadConfig, Checked, OneOf, refuse_unknown
 from leank_train.forward.hook import check_decoder
 
+SHIPPED = ("reference", "reference_mixed")  # models that the package holds
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -33,7 +34,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 class ModelConfig(Checked):
     """Settings of the model, conf/shared/model.
 
-    name: "reference" (shipped with the package), a folder, or a hub name.
+    name: one of `SHIPPED`, a folder, or a hub name.
     dtype: type of the weights; "auto" is bfloat16 on a GPU and float32 on a CPU.
     chat: whether the chat template wraps prompts; None means that it does if the tokenizer has one.
     overrides: values that replace those of the model's own config, such as YaRN's rope_parameters.
@@ -97,8 +98,8 @@ def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = 
 
 
 def resolve(name: str) -> str:
-    """Return the folder or hub name; "reference" is the folder of the shipped model."""
-    return str(files("leank_train") / "assets" / "reference") if name == "reference" else name
+    """Return the folder or hub name; the names of `SHIPPED` are folders of the package."""
+    return str(files("leank_train") / "assets" / name) if name in SHIPPED else name
 
 
 def load_config(name: str, overrides: Mapping[str, object] | None = None) -> PreTrainedConfig:

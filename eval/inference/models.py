@@ -53,8 +53,8 @@ class ModelConfig(backbone.ModelConfig):
 
     @property
     def folder(self) -> Path | None:
-        """The folder that `name` is; None for the shipped model and for a name of the hub."""
-        return Path(self.name) if self.name != "reference" and Path(self.name).is_dir() else None
+        """The folder that `name` is; None for a shipped model and for a name of the hub."""
+        return Path(self.name) if self.name not in backbone.SHIPPED and Path(self.name).is_dir() else None
 
     @cached_property
     def _contents(self) -> dict[str, str]:
