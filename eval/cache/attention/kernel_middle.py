@@ -55,14 +55,18 @@ def _values(
     if VALUES == 0:
         v_at = v + tl.multiple_of(at * D, PAGE) + (token[:, None] * D + tl.arange(0, D)[None, :])
         if WHOLE:
-            return tl.load(v_at)
-        return tl.load(v_at, mask=(token < tokens)[:, None], other=0.0)
-    channel = tl.arange(0, VALUES)
-    page = v + tl.multiple_of((at // PAGE) * (width * PAGE), PAGE)
-    tile = _keys(page, channel, width, token, tokens, False, PAGE)
-    if WHOLE:
-        return tl.trans(tile)
-    return tl.trans(tl.where((token < tokens)[None, :], tile, 0.0))
+            found = tl.load(v_at)
+        else:
+            found = tl.load(v_at, mask=(token < tokens)[:, None], other=0.0)
+    else:
+        channel = tl.arange(0, VALUES)
+        page = v + tl.multiple_of((at // PAGE) * (width * PAGE), PAGE)
+        tile = _keys(page, channel, width, token, tokens, False, PAGE)
+        if WHOLE:
+            found = tl.trans(tile)
+        else:
+            found = tl.trans(tl.where((token < tokens)[None, :], tile, 0.0))
+    return found
 
 
 @triton.jit
