@@ -54,18 +54,12 @@ def _values(
     """V tile of tokens at .. at + tokens - 1, zeros behind them unless the tile is whole: [T, D], or [T, VALUES]."""
     if VALUES == 0:
         v_at = v + tl.multiple_of(at * D, PAGE) + (token[:, None] * D + tl.arange(0, D)[None, :])
-        if WHOLE:
-            found = tl.load(v_at)
-        else:
-            found = tl.load(v_at, mask=(token < tokens)[:, None], other=0.0)
+        found = tl.load(v_at) if WHOLE else tl.load(v_at, mask=(token < tokens)[:, None], other=0.0)
     else:
         channel = tl.arange(0, VALUES)
         page = v + tl.multiple_of((at // PAGE) * (width * PAGE), PAGE)
         tile = _keys(page, channel, width, token, tokens, False, PAGE)
-        if WHOLE:
-            found = tl.trans(tile)
-        else:
-            found = tl.trans(tl.where((token < tokens)[None, :], tile, 0.0))
+        found = tl.trans(tile) if WHOLE else tl.trans(tl.where((token < tokens)[None, :], tile, 0.0))
     return found
 
 

@@ -179,7 +179,7 @@ class Kernel:
             WEIGHTS=plan.room is not None,
             num_warps=config.warps,
             # With a page more ahead, 8 bits of 128 channels take 147 KB, and two programs do not fit a multiprocessor.
-            num_stages=min(config.stages, 2) if packing and packing.bits == 8 else config.stages,
+            num_stages=min(config.stages, 2) if packing else config.stages,
             maxnreg=config.registers or None,
         )
         if store.eviction is not None and plan.room is not None:

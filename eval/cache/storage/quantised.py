@@ -99,7 +99,8 @@ class Packing:
         x, top = x.unflatten(-2, (-1, self.group)), 2**self.bits - 1
         low, high = torch.aminmax(x, dim=-2, keepdim=True)
         wide = torch.promote_types(x.dtype, torch.float32)
-        scale = ((high.to(wide) - low.to(wide)) / top).to(x.dtype)
+        of_top = low.new_full((), top, dtype=wide)  # CUDA divides by a Python number inexactly
+        scale = ((high.to(wide) - low.to(wide)) / of_top).to(x.dtype)
         step = torch.where(scale == 0, 1, scale).to(wide)
         codes = ((x.to(wide) - low.to(wide)) / step).round().clamp(max=top).to(torch.uint8)
         return codes.flatten(-3, -2), torch.stack([scale.squeeze(-2), low.squeeze(-2)], -1)

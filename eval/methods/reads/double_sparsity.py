@@ -144,6 +144,6 @@ def rounded(keys: Tensor, chosen: Tensor, bits: int) -> Tensor:
         return keys
     low = keys.masked_fill(~chosen, torch.inf).amin(-2, keepdim=True)
     high = keys.masked_fill(~chosen, -torch.inf).amax(-2, keepdim=True)
-    step = (high - low) / (2**bits - 1)
+    step = (high - low) / low.new_full((), 2**bits - 1)  # CUDA divides by a Python number inexactly
     near = ((keys - low) / torch.where(step > 0, step, 1)).round() * step + low
     return torch.where(chosen, near, keys)

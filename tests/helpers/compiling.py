@@ -1,0 +1,67 @@
+"""Compile the cache's kernels for a GPU on a machine without one: `python -m tests.helpers.compiling`.
+
+Triton's interpreter runs Python, and so accepts what the compiler refuses. It must be off, hence a process of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from eval.cache.attention import chosen_kernel, kernel, packing_kernel, weights_kernel, work
+
+HOPPER = GPUTarget("cuda", 90, 32)
+NUMBER, COUNT, TABLE, BYTES, FLOATS = "*bf16", "*i64", "*i32", "*u8", "*fp32"
+OF_DECODE = {
+    "base": NUMBER, "bytes_base": BYTES, "q": NUMBER, "out": NUMBER, "index": TABLE, "ranks": TABLE, "table": COUNT,
+    "seen_ptr": COUNT, "start_ptr": COUNT, "tail_ptr": COUNT, "position_ptr": COUNT, "part": FLOATS, "stat": FLOATS,
+    "done": TABLE, "scratch": COUNT, "room": COUNT, "scale": "fp32",
+}  # fmt: skip
+OF_MOVE = {
+    "ring_k": NUMBER, "ring_v": NUMBER, "k": NUMBER, "v": NUMBER, "index": TABLE, "ranks": TABLE, "places": COUNT,
+    "seen_ptr": COUNT, "start_ptr": COUNT, "length_ptr": COUNT, "done": TABLE,
+}  # fmt: skip
+OF_COMPACT = {
+    "k": NUMBER, "v": NUMBER, "new_k": NUMBER, "new_v": NUMBER, "places": COUNT, "new_places": COUNT, "stay": BYTES,
+    "room": COUNT, "seen_ptr": COUNT, "start_ptr": COUNT, "length_ptr": COUNT, "done": TABLE,
+}  # fmt: skip
+OF_CHOSEN = {**OF_DECODE, "chosen": TABLE}
+SHAPE = {"H": 8, "D": 128}
+DECODE = {
+    **SHAPE, "GROUP": 4, "TILE": 64, "M": 16, "ROWS": 4, "MERGE_LINES": 32, "EVEN": True, "PAGE": 64,
+    "FIELDS": work.FIELDS, "BITS": 0, "CELL": 0, "PTX": True, "VALUES": 0, "WEIGHTS": False,
+}  # fmt: skip
+MOVE = {**SHAPE, "TILE": 32, "PAGE": 64, "VALUES": 0}
+CHOSEN = {
+    **SHAPE, "GROUP": 4, "C": 128, "TILE": 16, "SPAN": 64, "M": 16, "ROWS": 4, "MERGE_LINES": 32, "PER": 16, "STEP": 16,
+}  # fmt: skip
+
+
+def compiles(function: triton.JITFunction, types: Mapping[str, str], constants: Mapping[str, object]) -> None:
+    """Compile a kernel; parameters that are neither in `types` nor in `constants` are 32-bit integers.
+
+    Raises what Triton raises.
+    """
+    names = function.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    source = ASTSource(function, signature, {(names.index(name),): value for name, value in constants.items()})
+    triton.compile(source, target=HOPPER, options={"num_warps": 4, "num_stages": 2})
+
+
+def main() -> None:
+    """Compile the forms that differ in what a constant switches on."""
+    for change in ({}, {"VALUES": 64}, {"WEIGHTS": True}, {"BITS": 4, "CELL": 32}):
+        compiles(kernel.decode, OF_DECODE, {**DECODE, **change})
+    for change in ({}, {"VALUES": 1}, {"PAGE": 1}):
+        compiles(kernel.move, OF_MOVE, {**MOVE, **change})
+    compiles(weights_kernel.compact, OF_COMPACT, {**SHAPE, "TILE": 64, "PAGE": 64})
+    compiles(chosen_kernel.attend, OF_CHOSEN, CHOSEN)
+    packed = {name: kind for name, kind in OF_MOVE.items() if name != "ranks"} | {"k": BYTES, "v": BYTES}
+    compiles(packing_kernel.move_packed, packed, {**SHAPE, "PAGE": 64, "BITS": 2, "CELL": 32})
+
+
+if __name__ == "__main__":
+    main()
