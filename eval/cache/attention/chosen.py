@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eval.cache.attention import batched, chosen_kernel, ranking_kernel
 from eval.cache.attention.bounds import Bounds
-from eval.cache.attention.launch import Kernel, _multiprocessors
+from eval.cache.attention.launch import Kernel, multiprocessors
 from eval.cache.attention.places import places
 from eval.cache.attention.ranking import Ranking
 from eval.cache.attention.softmax import PLAIN, Softmax
@@ -89,7 +89,7 @@ class Chosen(Kernel):
 
     def _programs(self, store: Store, per_sm: int, units: int) -> int:
         """Programs for each of `units` equal pieces of work."""
-        programs = self.programs or _multiprocessors(store.ring_k.device) * per_sm
+        programs = self.programs or multiprocessors(store.ring_k.device) * per_sm
         return max(1, -(-programs // units))
 
     def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:

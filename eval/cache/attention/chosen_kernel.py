@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from eval.cache.attention import places
-from eval.cache.attention.kernel import _sink_and_window, _store, merge
+from eval.cache.attention.kernel import merge, sink_and_window, store_rows
 from eval.cache.attention.ranking_kernel import CHANNELS, FIELDS, PROMPT_K, TAIL_K, held, line
 
 PROMPT_V, TAIL_V = tl.constexpr(int(places.Column.PROMPT_V)), tl.constexpr(int(places.Column.TAIL_V))
@@ -80,7 +80,7 @@ def _ends(
     acc = tl.zeros([M, D], tl.float32)
     m = tl.full([M], float("-inf"), tl.float32)
     z = tl.zeros([M, SPAN], tl.float32)
-    acc, m, z = _sink_and_window(
+    acc, m, z = sink_and_window(
         acc, m, z, q_row, ok, position, base + tl.multiple_of(k_at, 16), base + tl.multiple_of(v_at, 16), first, last,
         seen, start, slots, ring, scale, q_row, SPAN, D, False)
     return acc, m, tl.sum(z, 1)
@@ -129,5 +129,5 @@ def attend(
     tl.debug_barrier()  # all of it is written before the ticket says so
     if tl.atomic_add(done + x, 1, sem="acq_rel") == ends + GROUP * shares - 1:
         merged, _, _ = merge(part, stat, x * parts, parts, ROWS, MERGE_LINES, D)
-        _store(out, merged, row, head, position_ptr, 1, 0, ROWS, GROUP, GROUP, H, D)
+        store_rows(out, merged, row, head, position_ptr, 1, 0, ROWS, GROUP, GROUP, H, D)
         tl.store(done + x, 0)

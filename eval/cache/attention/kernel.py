@@ -40,7 +40,7 @@ WIDTH = tl.constexpr(int(work.Column.WIDTH))
 
 
 @triton.jit
-def _sink_and_window(
+def sink_and_window(
     acc, m, z, q_row, ok, position, k, v, first, last, seen, start, slots, ring, scale, logits,
     TILE: tl.constexpr, D: tl.constexpr, WEIGHTS: tl.constexpr,
 ):
@@ -116,7 +116,7 @@ def merge(part, stat, first, parts, ROWS: tl.constexpr, MERGE_LINES: tl.constexp
 
 
 @triton.jit
-def _store(
+def store_rows(
     out, result, row, head, position_ptr, queries, chunk,
     R: tl.constexpr, M: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
 ):
@@ -186,7 +186,7 @@ def decode(
             seen = tl.load(seen_ptr + row).to(tl.int32)
             start = tl.where(kind == WINDOW, tl.load(start_ptr + row).to(tl.int32), 0)
             end = tl.minimum(last, seen)
-            acc, m, z = _sink_and_window(
+            acc, m, z = sink_and_window(
                 acc, m, z, q_row, ok, position, k, v, first, end, seen, start, slots, kind == WINDOW, scale, logits,
                 TILE, D, WEIGHTS)
         else:
@@ -213,7 +213,7 @@ def decode(
         if parts == 1:
             total = tl.sum(z, 1)
             result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-            _store(out, result, row, head, position_ptr, queries, chunk, M, M, GROUP, H, D)
+            store_rows(out, result, row, head, position_ptr, queries, chunk, M, M, GROUP, H, D)
             store_lse(scratch, (row * H + head) * ROWS + r, m, total, ok, WEIGHTS)
         elif parts > 1:
             at = number * ROWS + r
@@ -224,7 +224,7 @@ def decode(
             ticket = done + chunk * places + row * H + head
             if tl.atomic_add(ticket, 1, sem="acq_rel") == parts - 1:
                 merged, most, total = merge(part, stat, first_number, parts, ROWS, MERGE_LINES, D)
-                _store(out, merged, row, head, position_ptr, queries, chunk, ROWS, M, GROUP, H, D)
+                store_rows(out, merged, row, head, position_ptr, queries, chunk, ROWS, M, GROUP, H, D)
                 rows = tl.arange(0, ROWS)
                 store_lse(scratch, (row * H + head) * ROWS + rows, most, total, rows < GROUP * queries, WEIGHTS)
                 tl.store(ticket, 0)

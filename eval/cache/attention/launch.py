@@ -24,7 +24,8 @@ MAX_CHUNKS = 4  # chunks in one launch; the limit bounds the scratch memory
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -195,7 +196,7 @@ class Kernel:
         device = store.ring_k.device
         bits, dtype = store.middle.bits, store.ring_k.dtype
         packing = bits if isinstance(bits, Packing) else None
-        programs = self.programs or _multiprocessors(device) * self.config.per_sm
+        programs = self.programs or multiprocessors(device) * self.config.per_sm
         share = packing.cell(dtype) / (packing.group * dtype.itemsize) if packing else 1.0
         lines = work.cut(work.units(store), programs, self.config.tile, share)
         most = programs + work.STORAGE_PARTS * batch * heads  # every cut and every unit begins at most one piece
