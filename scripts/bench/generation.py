@@ -128,11 +128,13 @@ def cases(
         yield {**named, "loop": "prefill"}, partial(prefill_ms, model, contender, args.prefill_rows, args.prompt)
     graphs = model.device.type == "cuda" and contender.graph
     for new in args.new:
-        one = partial(decode, model, contender, args.batch, args.prompt, new, sizes.flush)
-        if not graphs or (new == args.new[0] and not args.graph_only):
-            yield {**named, "loop": "eager", "new": new}, partial(one, False)
-        if graphs:
-            yield {**named, "loop": "graph", "new": new}, partial(one, True)
+        for batch in args.batch:
+            one = partial(decode, model, contender, batch, args.prompt, new, sizes.flush)
+            asked = {**named, "new": new, "batch": batch}
+            if not graphs or (new == args.new[0] and not args.graph_only):
+                yield {**asked, "loop": "eager"}, partial(one, False)
+            if graphs:
+                yield {**asked, "loop": "graph"}, partial(one, True)
         if graphs and args.largest:
             most = partial(largest, model, contender, args.prompt, new, sizes.flush)
             yield {**named, "loop": "graph", "new": new, "largest": True}, most
@@ -150,7 +152,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=["llama8b", "reference"], default="llama8b")
     parser.add_argument("--prompt", type=int, default=4096, help="tokens in the cache before decoding")
     parser.add_argument("--new", type=int, nargs="+", default=[128, 1024], help="tokens decoded")
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--batch", type=int, nargs="+", default=[64], help="rows")
     parser.add_argument("--only", nargs="*", help="names of caches; default all")
     parser.add_argument("--prefill-rows", type=int, default=8, help="rows of the prefill that is timed; 0 = none")
     parser.add_argument("--largest", action=argparse.BooleanOptionalAction, default=True,
