@@ -1,14 +1,14 @@
 """The pictures of the README, drawn from the tables of docs/results.
 
     python -m scripts.bench.pictures scores outputs/eval/reference_ratios docs/results/reference/recall.csv
-    python -m scripts.bench.pictures recall docs/results/reference/recall.csv docs/pictures/recall.svg
+    python -m scripts.bench.pictures recall docs/results/reference{,_mixed}/recall.csv docs/pictures/recall.svg
     python -m scripts.bench.pictures speed docs/results/h200 docs/pictures/speed.svg
 
 `scores` turns the rows of an evaluation into mean recall, KL from dense and top-1 agreement with 95% bootstrap
 intervals per method and pruning ratio, which its label ends in; seeds of one method and ratio are averaged per sample.
-`recall` draws any such table: label, ratio (% of K channels pruned, empty for dense), recall, low, high. `speed` draws
-generation.csv and attention.csv of one folder. The files are SVG with a transparent background and colours that can be
-read on white and on black.
+`recall` draws any such tables: label, ratio (% of K channels pruned, empty for dense), recall, low, high. Of several,
+each has a panel with the name of its folder. `speed` draws generation.csv and attention.csv of one folder. The files
+are SVG with a transparent background and colours that can be read on white and on black.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from leank_train.common.files import write_text
 # Okabe and Ito's colours, without the two that fade on white; an SVG in an <img> cannot take the colour of its page
 COLOURS = {
     "LeanK": "#0072B2", "lowest frequencies": "#E69F00", "ThinK": "#009E73", "static norm": "#CC79A7",
-    "random": "#D55E00",
+    "random": "#D55E00", "paper's objective": "#56B4E9", "L2, steered": "#B3651A", "IAP": "#8A7FD1",
+    "DuoAttention": "#A08C00",
 }  # fmt: skip
 OTHERS = ("#56B4E9", "#D55E00")
 TEXT = "#7b8088"  # contrast 4 to 1 on white, 4.8 to 1 on #0d1117
@@ -44,8 +45,11 @@ LABELS = {
     "leank": "LeanK",
     "kl": "LeanK",
     "paper": "paper's objective",
+    "paper240": "paper's objective",
     "l2steered": "L2, steered",
     "think": "ThinK",
+    "iap": "IAP",
+    "duo_attention": "DuoAttention",
     "static_norm": "static norm",
     "lowest_frequencies": "lowest frequencies",
 }
@@ -129,10 +133,9 @@ def spread(values: Sequence[float], gap: float) -> list[float]:
     return out.tolist()
 
 
-def draw_recall(table: Table) -> Figure:
+def draw_recall(axes: Axes, table: Table) -> None:
     """Recall against pruning ratio: a line with its band per label, the label at its end, dense as a dashed line."""
-    drawn = sheet(3.6, 7.2)
-    axes = plain(drawn.add_subplot())
+    plain(axes)
     lines: dict[str, list[tuple[float, float, float, float]]] = defaultdict(list)
     for row in table:
         recall, low, high = (float(row[key]) for key in ("recall", "low", "high"))
@@ -156,6 +159,15 @@ def draw_recall(table: Table) -> Figure:
     ratios = sorted({point[0] for points in lines.values() for point in points})
     crowded = 0.05 * (ratios[-1] - ratios[0])
     axes.set_xticks([r for r, after in zip(ratios, [*ratios[1:], np.inf], strict=True) if after - r > crowded])
+
+
+def draw_recalls(files: Sequence[Path]) -> Figure:
+    """Tables of recall, one above the other."""
+    drawn = sheet(3.6 * len(files), 7.2)
+    for axes, file in zip(drawn.subplots(len(files), squeeze=False)[:, 0], files, strict=True):
+        draw_recall(axes, read_table(file))
+        if len(files) > 1:
+            axes.set_title(f"model={file.parent.name}", loc="left")
     return drawn
 
 
@@ -236,14 +248,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["scores", "recall", "speed"])
-    parser.add_argument("source", type=Path, help="folder of an evaluation, table of recall, or folder of benchmarks")
+    parser.add_argument(
+        "source", type=Path, nargs="+", help="folder of an evaluation, tables of recall, or folder of benchmarks"
+    )
     parser.add_argument("out", type=Path)
     args = parser.parse_args(argv)
+    if args.action != "recall" and len(args.source) > 1:
+        parser.error(f"{args.action} takes one folder, not {len(args.source)}")
     if args.action == "scores":
-        write_text(args.out, csv_rows(scores(read(args.source))))
+        write_text(args.out, csv_rows(scores(read(args.source[0]))))
         return
     with matplotlib.rc_context(LOOK):
-        drawn = draw_recall(read_table(args.source)) if args.action == "recall" else draw_speed(args.source)
+        drawn = draw_recalls(args.source) if args.action == "recall" else draw_speed(args.source[0])
         write_text(args.out, to_svg(drawn))
 
 

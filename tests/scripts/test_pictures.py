@@ -60,6 +60,18 @@ def test_recall_over_ratios(tmp_path):
     assert "95" not in found  # no room beside 97
 
 
+def test_tables_of_two_models_have_a_panel_each(tmp_path):
+    files = [tmp_path / name / "recall.csv" for name in ("one", "two")]
+    for number, file in enumerate(files):
+        file.parent.mkdir()
+        file.write_text(f"label,ratio,recall,low,high\ndense,,{90 + number},80,95\nLeanK,70,{60 + number},50,70\n")
+    main(["recall", *map(str, files), str(tmp_path / "recall.svg")])
+    wanted = {"model=one", "model=two", "dense 90.0%", "dense 91.0%", "LeanK 60.0%", "LeanK 61.0%"}
+    assert wanted <= set(texts(tmp_path / "recall.svg"))
+    with pytest.raises(SystemExit):
+        main(["scores", *map(str, files), str(tmp_path / "recall.svg")])
+
+
 def test_speed_of_the_published_tables(tmp_path):
     main(["speed", str(RESULTS / "h200"), str(tmp_path / "speed.svg")])
     found = texts(tmp_path / "speed.svg")
