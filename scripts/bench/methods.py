@@ -58,16 +58,16 @@ COLUMNS = ("batch", "ttft_s", "prefill_s", "cache_s", "gb", "peak_gb", "token_ms
 
 def measure(bench: Bench, table: Table, methods: Sequence[Method], length: int, batches: Sequence[int | str]) -> None:
     """The rows of methods that share a pass, at one length."""
-    todo = {m: [rows for rows in batches if not table.has(m.label, length, rows)] for m in methods}
-    left = {m: rows for m, rows in todo.items() if rows}
+    todo = [(m, [rows for rows in batches if not table.has(m.label, length, rows)]) for m in methods]
+    left = [(method, rows) for method, rows in todo if rows]
     prompt, prefill_s, error = None, 0.0, ""
     if left:
-        first, queries = next(iter(left)), max(method.obs_queries for method in left)
+        first, queries = left[0][0], max(method.obs_queries for method, _ in left)
         try:
             prompt, prefill_s = bench.prefill(first, length, queries)
         except Exception as failure:
             error = noted(failure)
-    for method, asked in left.items():
+    for method, asked in left:
         for rows in asked:
             row: Record = {"method": method.label, "length": length, "rows": rows}
             if prompt is None:

@@ -15,7 +15,7 @@ from scripts.bench.pictures import read_table
 
 def test_methods_beside_dense(tmp_path, capsys, monkeypatch):
     """Every kind of pass; one that is not there costs the others nothing; a second run measures nothing again."""
-    names = ["dense", "leank", "nonesuch", "h2o", "gemfilter"]
+    names = ["dense", "leank", "nonesuch", "h2o", "adakv", "gemfilter"]
     line = f"--shape reference --lengths 260 340 --new 2 --batches 1 largest --methods {' '.join(names)}"
     with pytest.raises(SystemExit, match="failed: nonesuch"):
         methods.main([str(tmp_path), *line.split()])
