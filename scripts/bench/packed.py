@@ -2,6 +2,7 @@
 
     python -m scripts.bench.packed OUT               # check, time, write OUT/packed.csv; Llama-3.1-8B at 32K, one GPU
     python -m scripts.bench.packed OUT --variants    # every launch configuration, to choose the default
+    python -m scripts.bench.packed OUT --bits 8 4    # these alone; 16 is LeanK unpacked, and dense
 
 Times are those of `scripts.bench.attention`: medians of captured graphs over copies larger than the L2 cache, the mean
 of every eighth layer of the published mask.
@@ -28,7 +29,7 @@ if TYPE_CHECKING:  # Triton is imported where a GPU is used
     from eval.cache.attention.launch import Config
 
 CONTEXT, STEP = 32768, 8  # tokens; every so manieth layer is timed
-PACKINGS = (None, Packing(8), Packing(4), Packing(2))
+PACKINGS = {16: None, 8: Packing(8), 4: Packing(4), 2: Packing(2)}  # by bits
 
 
 def variants(packing: Packing | None) -> list[Config | None]:
@@ -64,15 +65,17 @@ def in_parallel(calls: Sequence[tuple[Any, ...]]) -> None:
                 print(f"{call}: {type(reason).__name__} {str(reason)[:300]}", flush=True)
 
 
-def bench(folder: Path, batches: Sequence[int], every_variant: bool) -> None:
-    """Time every packing at every batch, write packed.csv after each."""
+def bench(folder: Path, batches: Sequence[int], packings: Sequence[Packing | None], every_variant: bool) -> None:
+    """Time packings at every batch, and dense where None is among them; write packed.csv after each."""
     from eval.cache.attention.launch import Kernel
 
     keep, rows = SHAPES[0].keep()[::STEP], []
-    dense = torch.ones_like(keep)
+    cases = [("LeanK", keep, packing) for packing in packings]
+    if None in packings:
+        cases.insert(0, ("dense", torch.ones_like(keep[:1]), None))
     for batch in batches:
         shape = replace(SHAPES[0], batch=batch, context=CONTEXT)
-        for name, masks, packing in (("dense", dense[:1], None), *(("LeanK", keep, packing) for packing in PACKINGS)):
+        for name, masks, packing in cases:
             found: dict[Config | None, float] = {}
             size = 0
             for mask in masks:
@@ -101,6 +104,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where packed.csv goes")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--bits", type=int, nargs="+", choices=list(PACKINGS), default=list(PACKINGS))
     parser.add_argument("--variants", action="store_true", help="every launch configuration")
     parser.add_argument("--check-only", action="store_true", help="compare with float64, time nothing")
     options = parser.parse_args(argv)
@@ -108,11 +112,12 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit("this benchmark needs a CUDA device")
     options.folder.mkdir(parents=True, exist_ok=True)
     print(device_name(), "torch", torch.__version__)
-    cases = [(p, c) for p in PACKINGS for c in (variants(p) if options.variants else [None])]
-    checks = [(p, group, 1) for p in PACKINGS if p for group in (4, 8)] + [(Packing(4), 4, 5)]
+    packings = [PACKINGS[bits] for bits in options.bits]
+    cases = [(p, c) for p in packings for c in (variants(p) if options.variants else [None])]
+    checks = [(p, group, queries) for p in packings if p for group, queries in ((4, 1), (8, 1), (4, 5))]
     in_parallel([(check, *case) for case in checks] + [(compile_one, p, c) for p, c in cases])
     if not options.check_only:
-        bench(options.folder, options.batch, options.variants)
+        bench(options.folder, options.batch, packings, options.variants)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def compiles(function: triton.JITFunction, types: Mapping[str, str], constants: 
 
 def main() -> None:
     """Compile the forms that differ in what a constant switches on."""
-    for change in ({}, {"VALUES": 64}, {"WEIGHTS": True}, {"BITS": 4, "CELL": 32}):
+    for change in ({}, {"VALUES": 64}, {"WEIGHTS": True}, {"BITS": 4, "CELL": 32}, {"BITS": 8, "CELL": 32}):
         compiles(kernel.decode, OF_DECODE, {**DECODE, **change})
     for change in ({}, {"VALUES": 1}, {"PAGE": 1}):
         compiles(kernel.move, OF_MOVE, {**MOVE, **change})

@@ -21,26 +21,41 @@ PAGES = tl.constexpr(4)  # P: pages that a program reads at a time
 
 
 @triton.constexpr_function
-def _instructions(dtype, bits, place):
-    """PTX for code * scale + zero of the codes in place `place` of four bytes, two numbers to a register.
+def unit_of(dtype, ptx):
+    """What unpacked numbers are multiplied by; logits and results are divided by it in fp32.
 
-    A code in the highest bits of the lower byte of 4 or 16 (bfloat16, whose lower byte is the exponent's last bit and
-    the fraction), or of 16 or 64 (float16), is that number plus the code. Subtracting it is exact, and the product is
-    rounded once, with the zero point added.
+    It leaves room for the scales of `instructions` in bfloat16. Scales of 2^59 and more, those of numbers beyond 10^18,
+    become infinite there, and results NaN.
     """
-    upper, less, one = {
-        ("bf16", 2): (0x40, "C080", "3F80"), ("bf16", 4): (0x41, "C180", "3F80"),
-        ("fp16", 2): (0x4C, "CC00", "3C00"), ("fp16", 4): (0x54, "D400", "3C00"),
-    }[str(dtype), bits]
-    top = (7 if str(dtype) == "bf16" else 8) - bits  # the code's lowest bit
-    move = f"shl.b32 c, $2, {top - place * bits}" if top >= place * bits else f"shr.b32 c, $2, {place * bits - top}"
-    keep, more = (2**bits - 1 << top) * 0x01010101, 0x80808080 if str(dtype) == "bf16" else 0
-    fma = f"fma.rn.{dtype}x2".replace("fp16", "f16")
+    return 2.0**-64 if ptx and str(dtype) == "bf16" else 1.0
+
+
+@triton.constexpr_function
+def step_of(dtype, bits, place):
+    """The number that `instructions` multiplies by the scale for code 1."""
+    return 2.0 ** (place * bits - 133) if str(dtype) == "bf16" else 1.0
+
+
+@triton.constexpr_function
+def instructions(dtype, bits, place):
+    """PTX for code * step_of * scale + zero of the codes in place `place` of four bytes, two numbers to a register.
+
+    A byte below an empty one is, in bfloat16, a subnormal number or one of the lowest normal ones, which are 2^-133
+    apart: it is 2^-133 times the byte, all 256 of them. In float16, a byte below 0x64 is 1024 more than the byte, and
+    a first instruction makes codes of it exactly. The product is rounded once, with the zero point added.
+    """
+    first = place * bits  # the code's lowest bit
+    keep = (2**bits - 1 << first) * 0x01010101
+    upper, fma, exact = 0, "fma.rn.bf16x2", ""
+    if str(dtype) == "fp16":
+        one, less = 0x3C00 - (first << 10), 0xE400 - (first << 10)  # 2^-first and -1024 * 2^-first
+        upper, fma = 0x64, "fma.rn.f16x2"
+        exact = f"""mov.b32 one, {one * 0x10001}; mov.b32 less, {less * 0x10001};
+        {fma} a, a, one, less; {fma} b, b, one, less;"""
     return f"""{{ .reg .b32 c, a, b, one, less;
-        {move}; lop3.b32 c, c, {keep}, {more}, 0xEA;
-        mov.b32 one, 0x{one}{one}; mov.b32 less, 0x{less}{less};
+        and.b32 c, $2, {keep};
         prmt.b32 a, c, {upper}, 0x4140; prmt.b32 b, c, {upper}, 0x4342;
-        {fma} a, a, one, less; {fma} b, b, one, less;
+        {exact}
         {fma} $0, a, $3, $5; {fma} $1, b, $4, $6; }}"""
 
 
@@ -69,16 +84,19 @@ def _ends(cells, ends, number, there):
 
 
 @triton.jit
-def _numbers(codes, scale, zero, PLACE: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr):
-    """Numbers [P, R, N] of the codes in place PLACE of bytes [P, R, N]; scale and zero point [P, R], from _ends."""
+def numbers(codes, scale, zero, PLACE: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr):
+    """Numbers [P, R, N], times unit_of, of the codes in place PLACE of bytes [P, R, N]; scale and zero point [P, R]."""
     dtype: tl.constexpr = scale.dtype
-    if PTX and BITS < 8:
+    UNIT: tl.constexpr = unit_of(dtype, PTX)
+    if PTX:
+        if UNIT != 1.0:
+            scale, zero = scale * (UNIT / step_of(dtype, BITS, PLACE)), zero * UNIT
         x = tl.inline_asm_elementwise(
-            _instructions(dtype, BITS, PLACE), "=r,=r,r,r,r,r,r", [codes, scale[:, :, None], zero[:, :, None]],
+            instructions(dtype, BITS, PLACE), "=r,=r,r,r,r,r,r", [codes, scale[:, :, None], zero[:, :, None]],
             dtype=scale.dtype, is_pure=True, pack=4)
     else:
         code = ((codes >> (PLACE * BITS)) & (2**BITS - 1)).to(tl.float32)
-        x = (code * scale.to(tl.float32)[:, :, None] + zero.to(tl.float32)[:, :, None]).to(dtype)
+        x = ((code * scale.to(tl.float32)[:, :, None] + zero.to(tl.float32)[:, :, None]) * UNIT).to(dtype)
     return x
 
 
@@ -103,10 +121,10 @@ def _logits(
     codes = tl.load(page + at, mask=there[:, :, None], other=0)
     number = (p * (k_page // (2 * NUMBER)))[:, None] + (row + room * (PART * HALF // CELL))[None, :]
     scale, zero = _ends(cells, ends, number, there)
-    s = tl.dot(q0, _numbers(codes, scale, zero, 2 * PART if BITS == 2 else PART if BITS == 4 else 0, BITS, PTX))
+    s = tl.dot(q0, numbers(codes, scale, zero, 2 * PART if BITS == 2 else PART if BITS == 4 else 0, BITS, PTX))
     if BITS == 2:
         scale, zero = _ends(cells, ends, number + width, there)
-        s = tl.dot(q1, _numbers(codes, scale, zero, 2 * PART + 1, BITS, PTX), s)
+        s = tl.dot(q1, numbers(codes, scale, zero, 2 * PART + 1, BITS, PTX), s)
     return s
 
 
@@ -125,7 +143,7 @@ def _values(
     codes = tl.load(page + at, mask=(left > 0)[:, None, None], other=0)
     number = (p * (V_PAGE // (2 * NUMBER)))[:, None] + (BLOCK * W // CELL * PAGE + t)[None, :]
     scale, zero = _ends(cells, ends, number, t[None, :] < left[:, None])
-    return _numbers(codes, scale, zero, BLOCK // LINES, BITS, PTX)
+    return numbers(codes, scale, zero, BLOCK // LINES, BITS, PTX)
 
 
 @triton.jit
@@ -166,6 +184,8 @@ def _middle(
     q0 = _queries(q_row, ok, index, row, tl.minimum(width, count))
     q1 = _queries(q_row, ok, index, width + row, count) if BITS == 2 else q0
     p, token = tl.arange(0, PAGES), tl.arange(0, HALF)
+    UNIT: tl.constexpr = unit_of(base.dtype.element_ty, PTX)
+    scale *= 1.0 / UNIT
     top = tl.full([PAGES, M], float("-inf"), tl.float32)  # m and z of every page's warp
     sums = tl.zeros([PAGES, M, HALF], tl.float32)
     a0 = tl.zeros([PAGES, M, W], tl.float32)
@@ -200,8 +220,8 @@ def _middle(
     new = tl.maximum(m, tl.max(top, 0))
     safe = tl.where(new == float("-inf"), 0.0, new)
     alpha, share = tl.exp2(m - safe), tl.exp2(top - safe[None, :])
-    b0, b1 = tl.sum(a0 * share[:, :, None], 0), tl.sum(a1 * share[:, :, None], 0)
-    b2, b3 = tl.sum(a2 * share[:, :, None], 0), tl.sum(a3 * share[:, :, None], 0)
+    of_page = share[:, :, None] * (1.0 / UNIT)
+    b0, b1, b2, b3 = tl.sum(a0 * of_page, 0), tl.sum(a1 * of_page, 0), tl.sum(a2 * of_page, 0), tl.sum(a3 * of_page, 0)
     blocks = tl.join(tl.join(b0, b2), tl.join(b1, b3))  # [M, W, 2, 2], the last two in order b0 b1, b2 b3
     found = tl.reshape(tl.permute(blocks, (0, 2, 3, 1)), [M, D])
     total = tl.sum(tl.sum(sums, 2) * share, 0)
