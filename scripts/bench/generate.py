@@ -63,10 +63,12 @@ def per_token(
 ) -> Record:
     """Milliseconds of a token once decoding runs, and seconds until it does.
 
-    A compiled step belongs to one StaticCache, to its addresses and its length: another cache compiles anew. So all
-    calls share one, as transformers recommends.
+    A compiled step belongs to one StaticCache, to its addresses and its length: another cache compiles anew. A captured
+    step belongs to its cache as well. So all calls share one, or the difference between two calls would hold what their
+    captures differ by.
     """
-    cache = contender.make(rows, prompt + warm_up + new + 1) if contender.name == "StaticCache" else None
+    shared = captured or contender.name == "StaticCache"
+    cache = contender.make(rows, prompt + warm_up + new + 1) if shared else None
     call(model, contender, rows, prompt, warm_up, captured, cache)  # compiles kernels
     clear()
     short = call(model, contender, rows, prompt, warm_up, captured, cache)

@@ -13,6 +13,7 @@ from triton.compiler import ASTSource
 
 from eval.cache.attention import chosen_kernel, kernel, packing_kernel, weights_kernel, work
 
+UNIT = "5.421010e-20"  # quantised_kernel.unit_of
 HOPPER = GPUTarget("cuda", 90, 32)
 NUMBER, COUNT, TABLE, BYTES, FLOATS = "*bf16", "*i64", "*i32", "*u8", "*fp32"
 OF_DECODE = {
@@ -40,21 +41,24 @@ CHOSEN = {
 }  # fmt: skip
 
 
-def compiles(function: triton.JITFunction, types: Mapping[str, str], constants: Mapping[str, object]) -> None:
+def compiles(function: triton.JITFunction, types: Mapping[str, str], constants: Mapping[str, object]) -> str:
     """Compile a kernel; parameters that are neither in `types` nor in `constants` are 32-bit integers.
 
-    Raises what Triton raises.
+    Returns Triton's first form of it, in which numbers are still decimal. Raises what Triton raises.
     """
     names = function.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     source = ASTSource(function, signature, {(names.index(name),): value for name, value in constants.items()})
-    triton.compile(source, target=HOPPER, options={"num_warps": 4, "num_stages": 2})
+    return str(triton.compile(source, target=HOPPER, options={"num_warps": 4, "num_stages": 2}).asm["ttir"])
 
 
 def main() -> None:
     """Compile the forms that differ in what a constant switches on."""
-    for change in ({}, {"VALUES": 64}, {"WEIGHTS": True}, {"BITS": 4, "CELL": 32}, {"BITS": 8, "CELL": 32}):
+    for change in ({}, {"VALUES": 64}, {"WEIGHTS": True}):
         compiles(kernel.decode, OF_DECODE, {**DECODE, **change})
+    for bits in (8, 4, 2):
+        text = compiles(kernel.decode, OF_DECODE, {**DECODE, "BITS": bits, "CELL": 32})
+        assert UNIT in text, f"{bits} bits: 2^-64 is not among the constants; Triton may have made 0 of it"
     for change in ({}, {"VALUES": 1}, {"PAGE": 1}):
         compiles(kernel.move, OF_MOVE, {**MOVE, **change})
     compiles(weights_kernel.compact, OF_COMPACT, {**SHAPE, "TILE": 64, "PAGE": 64})

@@ -89,8 +89,9 @@ def numbers(codes, scale, zero, PLACE: tl.constexpr, BITS: tl.constexpr, PTX: tl
     dtype: tl.constexpr = scale.dtype
     UNIT: tl.constexpr = unit_of(dtype, PTX)
     if PTX:
-        if UNIT != 1.0:
-            scale, zero = scale * (UNIT / step_of(dtype, BITS, PLACE)), zero * UNIT
+        if UNIT != 1.0:  # Triton would round a small Python number beside bfloat16 as if to float16, to 0
+            scale *= tl.full([], UNIT / step_of(dtype, BITS, PLACE), tl.float32).to(dtype)
+            zero *= tl.full([], UNIT, tl.float32).to(dtype)
         x = tl.inline_asm_elementwise(
             instructions(dtype, BITS, PLACE), "=r,=r,r,r,r,r,r", [codes, scale[:, :, None], zero[:, :, None]],
             dtype=scale.dtype, is_pure=True, pack=4)
