@@ -66,7 +66,8 @@ def _ends(cells, ends, number, there):
     cells: address of cell 0's scale, as a pointer to words
     ends: the same address, as a pointer to the model's dtype
 
-    Two scales, or two zero points, are a word: loads of 4 bytes can be asked for tiles ahead, loads of 2 cannot.
+    Two scales, or two zero points, are a word: loads of 4 bytes can be asked for tiles ahead, loads of 2 cannot. So
+    both of a pair are there, or neither.
     """
     dtype: tl.constexpr = ends.dtype.element_ty
     if dtype.primitive_bitwidth == 16:
@@ -102,6 +103,21 @@ def numbers(codes, scale, zero, PLACE: tl.constexpr, BITS: tl.constexpr, PTX: tl
 
 
 @triton.jit
+def _tokens():
+    """The tokens of a half in the order of its logits, [HALF]: a thread has those that it multiplies by values."""
+    j = tl.arange(0, HALF)
+    return j % 8 // 2 * 8 + j // 8 * 2 + j % 2
+
+
+@triton.jit
+def _in_order(x):
+    """Columns [P, M, HALF] in the order of _tokens, back in the order of tokens."""
+    P: tl.constexpr = x.shape[0]
+    M: tl.constexpr = x.shape[1]
+    return tl.reshape(tl.permute(tl.reshape(x, [P, M, 4, 4, 2]), (0, 1, 3, 2, 4)), [P, M, HALF])
+
+
+@triton.jit
 def _logits(
     q0, q1, page, cells, ends, left, row, room, width, k_page, PART: tl.constexpr,
     BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
@@ -116,7 +132,7 @@ def _logits(
     """
     NUMBER: tl.constexpr = ends.dtype.element_ty.primitive_bitwidth // 8
     p = tl.arange(0, PAGES)
-    line = tl.arange(0, HALF) + (PART * HALF if BITS == 8 else 0)
+    line = _tokens() + (PART * HALF if BITS == 8 else 0)
     at = (p * k_page)[:, None, None] + (line * width)[None, None, :] + row[None, :, None]
     there = (left > 0)[:, None] & (row < width)[None, :]
     codes = tl.load(page + at, mask=there[:, :, None], other=0)
@@ -134,7 +150,10 @@ def _values(
     page, cells, ends, left, PART: tl.constexpr, BLOCK: tl.constexpr, V_PAGE: tl.constexpr,
     D: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
 ):
-    """Half PART of the values of pages in block BLOCK, [P, HALF, D / 4]; zero from token `left` [P] of a page on."""
+    """Half PART of the values of pages in block BLOCK, [P, HALF, D / 4], for the tokens before `left` [P] of a page.
+
+    Later ones are zero, but the second of a pair, whose weight is: there its cell has a number, as its group is whole.
+    """
     W: tl.constexpr = D // 4
     LINES: tl.constexpr = BITS // 2  # blocks / codes of a byte
     NUMBER: tl.constexpr = ends.dtype.element_ty.primitive_bitwidth // 8
@@ -143,7 +162,7 @@ def _values(
     at = (p * V_PAGE)[:, None, None] + (channel * PAGE)[None, None, :] + t[None, :, None]
     codes = tl.load(page + at, mask=(left > 0)[:, None, None], other=0)
     number = (p * (V_PAGE // (2 * NUMBER)))[:, None] + (BLOCK * W // CELL * PAGE + t)[None, :]
-    scale, zero = _ends(cells, ends, number, t[None, :] < left[:, None])
+    scale, zero = _ends(cells, ends, number, (t // 2 * 2)[None, :] < left[:, None])
     return numbers(codes, scale, zero, BLOCK // LINES, BITS, PTX)
 
 
@@ -184,7 +203,7 @@ def _middle(
     row = tl.arange(0, C // SHARED)
     q0 = _queries(q_row, ok, index, row, tl.minimum(width, count))
     q1 = _queries(q_row, ok, index, width + row, count) if BITS == 2 else q0
-    p, token = tl.arange(0, PAGES), tl.arange(0, HALF)
+    p, token = tl.arange(0, PAGES), _tokens()
     UNIT: tl.constexpr = unit_of(base.dtype.element_ty, PTX)
     scale *= 1.0 / UNIT
     top = tl.full([PAGES, M], float("-inf"), tl.float32)  # m and z of every page's warp
@@ -206,7 +225,7 @@ def _middle(
         p0, p1 = tl.exp2(s0 - safe[:, :, None]), tl.exp2(s1 - safe[:, :, None])
         sums = sums * alpha + (p0 + p1)
         top = new
-        x0, x1 = p0.to(base.dtype.element_ty), p1.to(base.dtype.element_ty)
+        x0, x1 = _in_order(p0.to(base.dtype.element_ty)), _in_order(p1.to(base.dtype.element_ty))
         page = v + tl.multiple_of(at // PAGE * V_PAGE, 16)
         cells = (page + V_CODES).to(tl.pointer_type(tl.int32), bitcast=True)
         ends = (page + V_CODES).to(base.dtype, bitcast=True)

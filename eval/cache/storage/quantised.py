@@ -162,14 +162,14 @@ class QuantisedSegment(Segment):
         place = row, number, head, slice(at // PAGE, -(-(at + n) // PAGE))
         first, whole = at % PAGE, round_up(n, group)
         k, k_ends, v, v_ends = self._opened(*place)
-        # A short group repeats its last token.
-        keys = torch.cat([keys, keys[:, -1:].expand(-1, whole - n, -1)], 1)
+        # A short group repeats its last token, and so the kernel reads numbers where it reads pairs of tokens.
+        keys, values = (torch.cat([x, x[:, -1:].expand(-1, whole - n, -1)], 1) for x in (keys, values))
         codes, ends = self.packing.quantise(pad(keys, (0, self.packing.room(channels) - channels)))
         k[:, first : first + whole] = codes
         k_ends[:, first // group : (first + whole) // group] = ends
         codes, ends = self.packing.quantise(values.mT)
-        v[..., first : first + n] = codes
-        v_ends[:, :, first : first + n] = ends
+        v[..., first : first + whole] = codes
+        v_ends[:, :, first : first + whole] = ends
         self._close(*place, (k, k_ends, v, v_ends))
 
     def _opened(self, row: int, number: int, head: int, pages: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
