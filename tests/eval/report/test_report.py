@@ -47,7 +47,8 @@ def grid():
 
 def test_settings_that_match_moved_are_no_other_method_and_nor_are_those_that_follow_them():
     def adakv(length, budget, kernel=7):
-        tokens = {"name": "adakv", "budget": budget, "scores_of": {"name": "snapkv", "budget": budget, "kernel": kernel}}
+        inner = {"name": "snapkv", "budget": budget, "kernel": kernel}
+        tokens = {"name": "adakv", "budget": budget, "scores_of": inner}
         config = {"tokens": tokens, "window": 32, "matched": {"settings": ["tokens.budget"], "to": "leank"}}
         return row("adakv", 0, 1.0, length=length, config=config)
 
