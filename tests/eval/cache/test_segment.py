@@ -16,12 +16,18 @@ from eval.cache.storage.store import Store
 HEADS, DIM = 3, 8
 
 
-def random_masks(batch, generator, per_row):
-    """Masks of K and of V [B, H, D]; some heads keep no channel of K, some rows are alike."""
+def random_masks(batch, generator, per_row, whole):
+    """Masks of K and of V [B, H, D]; some heads keep no channel of K, some rows are alike; whole: K keeps all."""
     shape = (batch if per_row else 1, HEADS, 1)
     k, v = (torch.rand(*shape[:2], DIM, generator=generator) < torch.rand(shape, generator=generator) for _ in range(2))
     k &= torch.rand(shape, generator=generator) > 0.2
-    return k.expand(batch, -1, -1), v.expand(batch, -1, -1)
+    return (k | whole).expand(batch, -1, -1), v.expand(batch, -1, -1)
+
+
+def in_order(keep, labels):
+    """Channels of a head that are kept, labels first."""
+    kept = keep.nonzero().flatten().tolist()
+    return kept if labels is None else sorted(kept, key=lambda channel: not labels[channel])
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -34,15 +40,18 @@ def random_masks(batch, generator, per_row):
         max_size=5,
     ),
     st.sampled_from([1, pages.SCATTERED]),  # all rows at once, and row by row
+    st.booleans(),
+    st.booleans(),
     st.integers(0, 2**20),
 )
-def test_tokens_are_where_they_were_put(per_row, prune_v, appends, scattered, seed):
+def test_tokens_are_where_they_were_put(per_row, prune_v, appends, scattered, whole, labelled, seed):
     """Rows alike and not, some of them at a time, pages begun and ended anywhere, heads with counts of their own."""
     generator = torch.Generator().manual_seed(seed)
-    keep, keep_v = random_masks(3, generator, per_row)
+    keep, keep_v = random_masks(3, generator, per_row, whole)
+    labels = torch.rand(HEADS, DIM, generator=generator) < 0.4 if labelled else None
     like = torch.empty(3, HEADS, 0, DIM)
     values = KeptChannels.of(keep_v, like) if prune_v else None
-    segment = Segment(KeptChannels.of(keep, like), np.zeros((3, HEADS), int), DIM, torch.float32, values)
+    segment = Segment(KeptChannels.of(keep, like, labels), np.zeros((3, HEADS), int), DIM, torch.float32, values)
     want = {at: [(torch.empty(0, DIM),) * 2] for at in np.ndindex(3, HEADS)}
     for rows, tokens, ragged in appends:
         segment = segment.grown(segment.capacity + tokens + 10)
@@ -62,7 +71,7 @@ def test_tokens_are_where_they_were_put(per_row, prune_v, appends, scattered, se
             assert len(got_k) == segment.capacity[row, head] == 0
             continue
         assert segment.length[row, head] == segment.length_dev[row, head] == len(k)
-        assert torch.equal(got_k, k[:, keep[row, head]])
+        assert torch.equal(got_k, k[:, in_order(keep[row, head], None if labels is None else labels[head])])
         assert torch.equal(got_v, v * keep_v[row, head] if prune_v else v)
 
 
