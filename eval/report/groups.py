@@ -61,14 +61,16 @@ def _rank(row: ResultRow) -> tuple[int, int]:
 def labels(rows: Sequence[ResultRow]) -> dict[str, str]:
     """Return a name for every `config` digest: the method's label, and the settings that differ if it has several.
 
-    Settings that were chosen to match bytes (eval.run.matched) differ from cell to cell and are left out.
+    Settings that were chosen to match bytes (eval.run.matched) differ from cell to cell and are left out, and so are
+    those of a choice within a choice that follow them, such as AdaKV's `tokens.scores_of.budget`.
     """
     found: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
     for row in rows:
         if row["config"] in found[row["method"]]:
             continue
         flat = _flat(row["settings"]["method"])
-        own = {name: value for name, value in flat.items() if name not in flat.get("matched.settings", ())}
+        matched = {_ends(name) for name in flat.get("matched.settings", ())}
+        own = {name: value for name, value in flat.items() if _ends(name) not in matched}
         found[row["method"]][row["config"]] = own
     names = {}
     for label, variants in found.items():
@@ -78,6 +80,11 @@ def labels(rows: Sequence[ResultRow]) -> dict[str, str]:
             said = ", ".join(f"{name.rsplit('.', 1)[-1]}={flat[name]}" for name in differing if name in flat)
             names[config] = f"{label} ({said})" if differing else label
     return names
+
+
+def _ends(name: str) -> tuple[str, str]:
+    """Return the axis and the setting of a dotted name, without what is between."""
+    return name.partition(".")[0], name.rpartition(".")[2]
 
 
 def _flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, Any]:

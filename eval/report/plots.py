@@ -19,8 +19,9 @@ CROWD = 8  # above so many methods a figure draws less of each
 
 
 def axes_of(config: Mapping[str, object]) -> str:
-    """Name the axes on which a method chooses, such as "channels + bits"."""
-    return " + ".join(axis for axis, choice in config.items() if isinstance(choice, Mapping)) or "dense"
+    """Name the axes on which a method chooses, such as "channels + bits"; what `match` moved is no axis."""
+    choices = (axis for axis, choice in config.items() if isinstance(choice, Mapping) and axis != "matched")
+    return " + ".join(choices) or "dense"
 
 
 def _styles(run: RunSummary) -> dict[str, Style]:

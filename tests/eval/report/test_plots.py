@@ -71,6 +71,7 @@ def test_axes_in_words():
     assert axes_of({}) == "dense"
     combined = {"channels": {"name": "leank"}, "bits": {"name": "kivi", "bits": 2}, "sink": 4, "window": 32}
     assert axes_of(combined) == "channels + bits"
+    assert axes_of({**combined, "matched": {"settings": ["channels.ratio"], "to": "leank"}}) == "channels + bits"
 
 
 def test_names_do_not_cover_each_other():

@@ -13,7 +13,7 @@ from markdown_it import MarkdownIt
 
 from eval import published
 from eval.report import summarise, write_diff, write_report
-from eval.report.groups import group
+from eval.report.groups import group, labels
 from eval.report.summary import summarise_groups
 from eval.report.tables import by_length, by_task, differences, gsm, overall
 from eval.rows.results import Results
@@ -43,6 +43,18 @@ def grid():
         for method in ("dense", "leank", "think")
         for sample in range(12)
     ]
+
+
+def test_settings_that_match_moved_are_no_other_method_and_nor_are_those_that_follow_them():
+    def adakv(length, budget, kernel=7):
+        inner = {"name": "snapkv", "budget": budget, "kernel": kernel}
+        tokens = {"name": "adakv", "budget": budget, "scores_of": inner}
+        config = {"tokens": tokens, "window": 32, "matched": {"settings": ["tokens.budget"], "to": "leank"}}
+        return row("adakv", 0, 1.0, length=length, config=config)
+
+    rows = [adakv(4096, 1554), adakv(8192, 1404)]
+    assert set(labels(rows).values()) == {"adakv"}
+    assert set(labels([*rows, adakv(4096, 1554, kernel=5)]).values()) == {"adakv (kernel=7)", "adakv (kernel=5)"}
 
 
 @pytest.fixture
