@@ -66,16 +66,17 @@ def decode(
     """
     cuda = model.device.type == "cuda"
     model.set_attn_implementation(contender.attention)
-    cache = contender.make(rows, prompt + new + ROOM)
+    before = flush if cuda else WARM_UP  # steps; the first tokens that leave the window compile what moves them
+    cache = contender.make(rows, prompt + before + new + ROOM)
     fill(model, cache, rows, prompt)
     decoding = Decoding(model, cache, torch.full((rows, 1), prompt, device=model.device))
     step = decoding.graphed() if graph else decoding.step
-    for _ in range(0 if graph else WARM_UP):
+    for _ in range(before):
         step()
     spent = seconds(step, timed(new, flush), cuda)
     held = cache.memory().total / 1e9 if isinstance(cache, CompressedCache) else float("nan")
     row = {"batch": rows, "tokens_per_s": rows / spent, "step_ms": spent * 1e3, "gb": held}
-    row["formula_gb"] = rows * contender.bytes(prompt + timed(new, flush)) / 1e9
+    row["formula_gb"] = rows * contender.bytes(prompt + before + timed(new, flush)) / 1e9
     return {**row, **(where(profiled(step)) if cuda else {})}
 
 
@@ -86,7 +87,7 @@ def largest(model: PreTrainedModel, contender: Contender, prompt: int, new: int,
     Raises MemoryError if not one row fits.
     """
     free, _ = torch.cuda.mem_get_info()
-    rows = int((free - WORK_SPACE) / contender.bytes(prompt + new + ROOM))
+    rows = int((free - WORK_SPACE) / contender.bytes(prompt + flush + new + ROOM))
     while rows:
         try:
             return decode(model, contender, rows, prompt, new, flush, True)
