@@ -10,6 +10,7 @@ from typing import Any
 from eval.rows.result_row import ResultRow, RowSettings, check_rows
 
 Pair = tuple[ResultRow, ResultRow]
+Variant = tuple[str, str]  # a method's label, and the digest of its settings
 
 
 def group(rows: Iterable[ResultRow]) -> list[list[ResultRow]]:
@@ -58,27 +59,33 @@ def _rank(row: ResultRow) -> tuple[int, int]:
     return how, row["settings"].get("fidelity", 0)
 
 
-def labels(rows: Sequence[ResultRow]) -> dict[str, str]:
-    """Return a name for every `config` digest: the method's label, and the settings that differ if it has several.
+def variant(row: ResultRow) -> Variant:
+    """Return which method a row is of, and with which settings."""
+    return row["method"], row["config"]
 
-    Settings that were chosen to match bytes (eval.run.matched) differ from cell to cell and are left out, and so are
-    those of a choice within a choice that follow them, such as AdaKV's `tokens.scores_of.budget`.
+
+def labels(rows: Sequence[ResultRow]) -> dict[Variant, str]:
+    """Return a name for every variant: the method's label, and the settings that differ if it has several.
+
+    Settings that were chosen to match bytes (eval.run.matched) differ from cell to cell and are left out, also where
+    a cell had nothing to match, and so are those of a choice within a choice that follow them, such as AdaKV's
+    `tokens.scores_of.budget`.
     """
-    found: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+    found: dict[str, dict[Variant, dict[str, Any]]] = defaultdict(dict)
     for row in rows:
-        if row["config"] in found[row["method"]]:
-            continue
-        flat = _flat(row["settings"]["method"])
-        matched = {_ends(name) for name in flat.get("matched.settings", ())}
-        own = {name: value for name, value in flat.items() if _ends(name) not in matched}
-        found[row["method"]][row["config"]] = own
+        if variant(row) not in found[row["method"]]:
+            found[row["method"]][variant(row)] = _flat(row["settings"]["method"])
     names = {}
     for label, variants in found.items():
-        every = list(variants.values())
+        matched = {_ends(name) for flat in variants.values() for name in flat.get("matched.settings", ())}
+        every = [
+            {name: value for name, value in flat.items() if _ends(name) not in matched and _ends(name)[0] != "matched"}
+            for flat in variants.values()
+        ]
         differing = [k for k in dict.fromkeys(k for v in every for k in v) if len({repr(v.get(k)) for v in every}) > 1]
-        for config, flat in variants.items():
+        for of, flat in zip(variants, every, strict=True):
             said = ", ".join(f"{name.rsplit('.', 1)[-1]}={flat[name]}" for name in differing if name in flat)
-            names[config] = f"{label} ({said})" if differing else label
+            names[of] = f"{label} ({said})" if differing else label
     return names
 
 
@@ -104,7 +111,7 @@ def by_label(rows: Sequence[ResultRow]) -> dict[str, list[ResultRow]]:
     named = labels(rows)
     found: dict[str, list[ResultRow]] = {name: [] for name in named.values()}
     for row in rows:
-        found[named[row["config"]]].append(row)
+        found[named[variant(row)]].append(row)
     return found
 
 

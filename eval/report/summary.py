@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from eval.report import fidelity
-from eval.report.groups import group, labels, which
+from eval.report.groups import Variant, group, labels, variant, which
 from eval.report.records import (
     AgainstDense,
     CellFigures,
@@ -166,10 +166,10 @@ def _common(rows: Sequence[ResultRow]) -> dict[str, object]:
 
 def _run(rows: Sequence[ResultRow], parts: bool) -> RunSummary:
     """The summary of rows that differ in method, task, length and sample alone."""
-    named, configs = labels(rows), {r["config"]: r["settings"]["method"] for r in rows}
+    named, configs = labels(rows), {variant(r): r["settings"]["method"] for r in rows}
     tasks = list(dict.fromkeys(r["task"] for r in rows))
     lengths = sorted(dict.fromkeys(r["length"] for r in rows), key=lambda n: (n is None, n))
-    methods = {name: configs[config] for config, name in named.items()}
+    methods = {name: configs[of] for of, name in named.items()}
     dense = next((name for name, config in methods.items() if not config), None)
     cells, by_length, overall = _tables(rows, named, dense, lengths, tasks, parts)
     return {
@@ -196,13 +196,13 @@ def _run(rows: Sequence[ResultRow], parts: bool) -> RunSummary:
 
 
 def _tables(
-    rows: Sequence[ResultRow], named: Mapping[str, str], dense: str | None, lengths: Sequence[int | None],
+    rows: Sequence[ResultRow], named: Mapping[Variant, str], dense: str | None, lengths: Sequence[int | None],
     tasks: Sequence[str], parts: bool,
 ) -> tuple[list[CellFigures], list[LengthFigures], list[MethodFigures]]:  # fmt: skip
     """Figures by task and length, by length, and overall, each method in turn. dense: its label, None without any."""
     table: dict[tuple[str, int | None, str], list[ResultRow]] = defaultdict(list)
     for row in rows:
-        table[named[row["config"]], row["length"], row["task"]].append(row)
+        table[named[variant(row)], row["length"], row["task"]].append(row)
 
     def of_method(method: str) -> tuple[list[CellFigures], list[LengthFigures], MethodFigures]:
         cells: list[CellFigures] = []
@@ -228,12 +228,12 @@ def _tables(
 
 
 def _differences(
-    rows: Sequence[ResultRow], named: Mapping[str, str], methods: Mapping[str, Mapping[str, Any]]
+    rows: Sequence[ResultRow], named: Mapping[Variant, str], methods: Mapping[str, Mapping[str, Any]]
 ) -> list[MethodDifference]:
     """Every method with a learned mask minus every other method, over all samples that both have."""
     table: dict[str, dict[str, dict[tuple[str, int], ResultRow]]] = {name: defaultdict(dict) for name in methods}
     for row in rows:
-        table[named[row["config"]]][f"{row['task']}@{row['length']}"][which(row)] = row
+        table[named[variant(row)]][f"{row['task']}@{row['length']}"][which(row)] = row
     learned = [name for name, config in methods.items() if config.get("channels", {}).get("name") == "leank"]
     pairs = [(method, other) for method in learned for other in methods if other != method]
 
@@ -251,7 +251,7 @@ def _differences(
     ]
 
 
-def _by_op(rows: Sequence[ResultRow], named: Mapping[str, str]) -> list[OpScores]:
+def _by_op(rows: Sequence[ResultRow], named: Mapping[Variant, str]) -> list[OpScores]:
     """GSM-Infinite: accuracy (0-1) of each method by op, one group per subset and length."""
     scores: dict[str, dict[str, dict[str, list[float]]]] = {}
     for row in rows:
@@ -259,7 +259,7 @@ def _by_op(rows: Sequence[ResultRow], named: Mapping[str, str]) -> list[OpScores
             continue
         subset = {2: "medium", 3: "hard"}.get(row["meta"].get("d", 0), "realistic")
         length = str(row["meta"].get("length", "")).upper()
-        group = scores.setdefault(f"{subset} {length}".strip(), {}).setdefault(named[row["config"]], {})
+        group = scores.setdefault(f"{subset} {length}".strip(), {}).setdefault(named[variant(row)], {})
         group.setdefault(str(row["meta"]["op"]), []).append(row["score"])
     return [
         {"name": name, "methods": {m: {op: float(np.mean(s)) for op, s in ops.items()} for m, ops in found.items()}}
@@ -267,13 +267,13 @@ def _by_op(rows: Sequence[ResultRow], named: Mapping[str, str]) -> list[OpScores
     ]
 
 
-def _by_depth(rows: Sequence[ResultRow], named: Mapping[str, str]) -> list[DepthMap]:
+def _by_depth(rows: Sequence[ResultRow], named: Mapping[Variant, str]) -> list[DepthMap]:
     """Needle in a haystack: mean score of each method by depth (lines) and length (columns)."""
     found: dict[tuple[str, str], dict[tuple[float, int], list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         if row["length"] is not None and "depth_percent" in row["meta"]:
             place = row["meta"]["depth_percent"], row["length"]
-            found[named[row["config"]], row["task"]][place].append(100 * row["score"])
+            found[named[variant(row)], row["task"]][place].append(100 * row["score"])
     maps: list[DepthMap] = []
     for (method, task), cells in found.items():
         depths, lengths = sorted({depth for depth, _ in cells}), sorted({length for _, length in cells})

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from eval.report.groups import Variant, variant
 from eval.report.records import TurnScores
 from eval.rows.result_row import ResultRow
 from leank_train.common.bootstrap import interval, mean
 
 
-def by_turn(rows: Sequence[ResultRow], named: Mapping[str, str]) -> list[TurnScores]:
+def by_turn(rows: Sequence[ResultRow], named: Mapping[Variant, str]) -> list[TurnScores]:
     """Scores of each method by turn, one group per mode and length; tasks count alike.
 
     named: the methods' names by `config`, see `eval.report.groups.labels`.
@@ -21,7 +22,7 @@ def by_turn(rows: Sequence[ResultRow], named: Mapping[str, str]) -> list[TurnSco
         if "turn" not in meta or "mode" not in meta:
             continue
         group = found.setdefault((str(meta["mode"]), row["length"]), {})
-        turns = group.setdefault(named[row["config"]], {})
+        turns = group.setdefault(named[variant(row)], {})
         turns.setdefault(int(meta["turn"]), defaultdict(list))[row["task"]].append(100 * row["score"])
     return [
         {

@@ -138,8 +138,11 @@ class Middle:
 
     @property
     def labels(self) -> Tensor | None:
-        """Channels that are stored before the others, bool [H, D]; None = none."""
-        return getattr(self.reads, "labels", None)
+        """Channels that are stored before the others, bool [H, D]; None = none.
+
+        With bits there are none: only the kernel gains from that order, and it does not read codes by choice.
+        """
+        return None if self.bits is not None else getattr(self.reads, "labels", None)
 
     def joining(self, channels: KeptChannels) -> np.ndarray:
         """Which heads [B, H] take tokens that leave the window, bool."""

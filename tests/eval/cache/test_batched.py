@@ -212,3 +212,19 @@ def test_rows_whose_windows_are_full_at_different_steps_take_few_operators_too()
     )
     assert many <= 400
     assert many <= 1.2 * few
+
+
+@pytest.mark.parametrize("bits", [None, CHOICES["pca"]["bits"], Packing(8, 8)], ids=["none", "records", "packed"])
+def test_who_reads_every_token_by_labels_reads_as_who_has_none(bits):
+    """Whatever keys are stored as, and whether labels stand first there."""
+    generator = torch.Generator().manual_seed(0)
+    k, v = (random_like(generator, 2, HEADS, 60, DIM) for _ in range(2))
+    label = torch.rand(HEADS, DIM, generator=generator) < 0.5
+    q = random_like(generator, 2, HEADS * GROUP, 1, DIM)
+    found = []
+    for reads in (None, Labels(label, 100)):
+        store = Store(k, v, None, Middle(bits=bits, reads=reads), Sizes(2, 5, 8))
+        position = store.append(*(random_like(torch.Generator().manual_seed(1), 2, HEADS, 1, DIM) for _ in range(2)))
+        found += [attend(store, q, position, 0.3) for attend in (reference.attend, batched.attend)]
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])

@@ -13,7 +13,7 @@ from markdown_it import MarkdownIt
 
 from eval import published
 from eval.report import summarise, write_diff, write_report
-from eval.report.groups import group, labels
+from eval.report.groups import by_label, group, labels
 from eval.report.summary import summarise_groups
 from eval.report.tables import by_length, by_task, differences, gsm, overall
 from eval.rows.results import Results
@@ -55,6 +55,22 @@ def test_settings_that_match_moved_are_no_other_method_and_nor_are_those_that_fo
     rows = [adakv(4096, 1554), adakv(8192, 1404)]
     assert set(labels(rows).values()) == {"adakv"}
     assert set(labels([*rows, adakv(4096, 1554, kernel=5)]).values()) == {"adakv (kernel=7)", "adakv (kernel=5)"}
+
+
+def test_two_methods_of_equal_settings_stay_two():
+    """Masks of two trainings that came out equal have one digest."""
+    rows = [{**row(method, sample, 1.0), "config": "equal"} for method in "ab" for sample in range(3)]
+    assert {name: len(some) for name, some in by_label(rows).items()} == {"a": 3, "b": 3}
+
+
+def test_a_cell_in_which_nothing_was_matched_is_no_other_method():
+    free = {"tokens": {"name": "duo_attention", "ratio": 0.5}}
+    moved = {
+        "tokens": {"name": "duo_attention", "ratio": 0.7},
+        "matched": {"settings": ["tokens.ratio"], "to": "leank"},
+    }
+    rows = [row("duo", 0, 1.0, length=length, config=config) for length, config in ((4096, free), (8192, moved))]
+    assert set(labels(rows).values()) == {"duo"}
 
 
 @pytest.fixture
