@@ -33,13 +33,13 @@ from leank_train.common import bootstrap
 from leank_train.common.escape import csv_rows
 from leank_train.common.files import write_text
 
-# Okabe and Ito's colours, without the two that fade on white; an SVG in an <img> cannot take the colour of its page
+# Okabe and Ito's six that do not fade on white, then three more; an SVG in an <img> cannot take the colour of its page
 COLOURS = {
     "LeanK": "#0072B2", "lowest frequencies": "#E69F00", "ThinK": "#009E73", "static norm": "#CC79A7",
     "random": "#D55E00", "paper's objective": "#56B4E9", "L2, steered": "#B3651A", "IAP": "#8A7FD1",
     "DuoAttention": "#A08C00",
 }  # fmt: skip
-OTHERS = ("#56B4E9", "#D55E00")
+OTHERS = ("#5E8C31", "#C2497B")  # of labels without a colour of their own
 TEXT = "#7b8088"  # contrast 4 to 1 on white, 4.8 to 1 on #0d1117
 LABELS = {
     "leank": "LeanK",
