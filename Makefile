@@ -45,7 +45,7 @@ families: $(VENV)/installed
 	@$(BIN)/python -m tests.helpers.families docs/families.md
 
 docs: $(VENV)/installed
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -q
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 gpu-test: $(VENV)/installed
 	$(BIN)/python -m pytest -q -m gpu

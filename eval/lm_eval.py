@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on a model with a compressed cache; it needs `pip install 'leank[lm_eval]'`.
+"""lm-evaluation-harness on a model with a compressed cache; it needs `pip install -e '.[lm_eval]'`.
 
     python -m eval.lm_eval --tasks hellaswag --model_args method=leank,mask=PATH,model.name=/path/to/model
 
@@ -33,7 +33,7 @@ try:
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ModuleNotFoundError as error:
     refusal = SystemExit if __name__ == "__main__" else ModuleNotFoundError
-    raise refusal(f"{error}; pip install 'leank[lm_eval]' for tasks of lm-evaluation-harness") from None
+    raise refusal(f"{error}; pip install -e '.[lm_eval]' for tasks of lm-evaluation-harness") from None
 
 Scored = tuple[float, bool]
 

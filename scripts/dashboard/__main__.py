@@ -2,7 +2,7 @@
 
 python -m scripts.dashboard outputs                        one file, outputs/dashboard.html; needs no server
 python -m scripts.dashboard outputs/sweeps/a outputs/eval --out page.html
-python -m scripts.dashboard --wandb ENTITY/PROJECT         pip install 'leank[dashboard]'
+python -m scripts.dashboard --wandb ENTITY/PROJECT         pip install -e '.[dashboard]'
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_text(out, to_page(given.folders, out))
         print(out)
     except ModuleNotFoundError as error:
-        sys.exit(f"dashboard: {error}; pip install 'leank[dashboard]'")
+        sys.exit(f"dashboard: {error}; pip install -e '.[dashboard]'")
     except ValueError as error:
         sys.exit(f"dashboard: {in_one_line(str(error))}")
 
