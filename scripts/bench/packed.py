@@ -57,12 +57,18 @@ def check(packing: Packing, group: int, queries: int) -> None:
     check_case(SHAPES[0].keep()[13] if group == 4 else ragged, group, queries, None, packing)
 
 
-def in_parallel(calls: Sequence[tuple[Any, ...]]) -> None:
-    """Make calls (function, arguments), each in a process of its own; one that fails is printed and costs no other."""
+def in_parallel(calls: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Make calls (function, arguments), each in a process of its own; one that fails is printed and costs no other.
+
+    Returns the calls that failed.
+    """
+    failed = []
     with ProcessPoolExecutor(16, mp_context=get_context("spawn")) as pool:
         for call, job in [(call, pool.submit(*call)) for call in calls]:
             if (reason := job.exception()) is not None:
                 print(f"{call}: {type(reason).__name__} {str(reason)[:300]}", flush=True)
+                failed.append(call)
+    return failed
 
 
 def bench(folder: Path, batches: Sequence[int], packings: Sequence[Packing | None], every_variant: bool) -> None:
@@ -115,9 +121,11 @@ def main(argv: list[str] | None = None) -> None:
     packings = [PACKINGS[bits] for bits in options.bits]
     cases = [(p, c) for p in packings for c in (variants(p) if options.variants else [None])]
     checks = [(p, group, queries) for p in packings if p for group, queries in ((4, 1), (8, 1), (4, 5))]
-    in_parallel([(check, *case) for case in checks] + [(compile_one, p, c) for p, c in cases])
+    failed = in_parallel([(check, *case) for case in checks] + [(compile_one, p, c) for p, c in cases])
     if not options.check_only:
         bench(options.folder, options.batch, packings, options.variants)
+    if wrong := [call for call in failed if call[0] is check]:
+        raise SystemExit(f"packed: {len(wrong)} of {len(checks)} checks against float64 failed: the kernel is wrong")
 
 
 if __name__ == "__main__":
