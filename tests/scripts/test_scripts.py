@@ -28,12 +28,13 @@ def test_memory_saved_is_the_masks_ratio(tmp_path, capsys):
 
 @pytest.mark.filterwarnings("ignore:attention over the compressed cache")
 def test_generation_with_every_cache(tmp_path):
-    line = "--shape reference --prompt 300 --new 3 --batch 2 --prefill-rows 1"
+    line = "--shape reference --prompt 300 --new 3 --batch 2 1 --prefill-rows 1"
     bench_generation.main([str(tmp_path), *line.split()])
     rows = list(csv.DictReader((tmp_path / "generation.csv").open()))
     packed = [f"LeanK, {bits} bits" for bits in (8, 4, 2)]
     caches = ["LeanK", *packed, "own cache, nothing pruned", "StaticCache", "DynamicCache"]
-    assert [(r["cache"], r["loop"]) for r in rows] == [(c, loop) for c in caches for loop in ("prefill", "eager")]
+    asked = (("prefill", "1"), ("eager", "2"), ("eager", "1"))
+    assert [(r["cache"], r["loop"], r["batch"]) for r in rows] == [(c, *one) for c in caches for one in asked]
     assert all(float(r["tokens_per_s"]) > 0 for r in rows if r["loop"] == "eager")
     assert "error" not in rows[0]
 
