@@ -5,8 +5,8 @@
 
 Every cache is filled with random keys and values, then generate() decodes greedily from it. A call is timed from its
 first decoded token to its last: the time of a call of WARM_UP + NEW tokens less that of a call of WARM_UP tokens, which
-takes capture, compilation and the call's own start with it, over NEW. Each is the least of REPEATS calls: a host that
-is busy with something else only adds to them. The benchmark loop of `scripts.bench.generation`
+takes the call's own start with it, over NEW. Each is the least of REPEATS calls, since a busy host only adds to them; a
+first call, which is not timed, compiles and captures. The benchmark loop of `scripts.bench.generation`
 stands beside it. Prints and writes OUT/generate.csv.
 """
 

@@ -58,8 +58,7 @@ COLUMNS = ("batch", "ttft_s", "prefill_s", "cache_s", "gb", "peak_gb", "token_ms
 
 def measure(bench: Bench, table: Table, methods: Sequence[Method], length: int, batches: Sequence[int | str]) -> None:
     """The rows of methods that share a pass, at one length."""
-    todo = [(m, [rows for rows in batches if not table.has(m.label, length, rows)]) for m in methods]
-    left = [(method, rows) for method, rows in todo if rows]
+    left = [(m, asked) for m in methods if (asked := [n for n in batches if not table.has(m.label, length, n)])]
     prompt, prefill_s, error = None, 0.0, ""
     if left:
         first, queries = left[0][0], max(method.obs_queries for method, _ in left)

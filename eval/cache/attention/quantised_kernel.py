@@ -152,7 +152,8 @@ def _values(
 ):
     """Half PART of the values of pages in block BLOCK, [P, HALF, D / 4], for the tokens before `left` [P] of a page.
 
-    Later ones are zero, but the second of a pair, whose weight is: there its cell has a number, as its group is whole.
+    Later ones are zero, except the second token of a pair. That one has some number, since its group is stored whole,
+    and its weight is zero.
     """
     W: tl.constexpr = D // 4
     LINES: tl.constexpr = BITS // 2  # blocks / codes of a byte

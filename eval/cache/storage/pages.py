@@ -90,7 +90,7 @@ def _picked(
     number, most = count[head], int(table.count[rows].max())
     place = torch.minimum(torch.arange(most, device=x.device), (number[:, None] - 1).clamp(min=0))
     new = x.flatten(0, 1)[head, token]
-    if table.first is None and (table.count[rows] == x.shape[-1]).all():
+    if table.in_order:
         return new, number, place
     index = table.index[upload(rows, x.device)].flatten(0, 1).long()[head]
     return new.gather(1, index.gather(1, place)), number, place
@@ -177,8 +177,7 @@ class Segment:
 
     def _append_pieces(self, pieces: list[slice], rows: np.ndarray, k: Tensor, v: Tensor, taken: np.ndarray) -> None:
         """Write the tokens that each head takes [R, H], piece by piece and head by head."""
-        tables = [None if t is None else t.index.long() for t in (self.channels, self.values)]
-        ordered = (self.channels.first is None, True)  # where D channels are all of them as they were
+        tables = [None if t is None or t.in_order else t.index.long() for t in (self.channels, self.values)]
         for piece in pieces:
             row, number = int(rows[piece.start]), piece.stop - piece.start
             step = max(PAGE, COPIED // (number * self.head_dim) // PAGE * PAGE)
@@ -191,10 +190,8 @@ class Segment:
                     new = (x[piece, head, first:last] for x in (k, v))
                     widths = (pages.shape[2], values.shape[2])
                     picked_k, picked_v = (
-                        x
-                        if i is None or (o and w == self.head_dim)
-                        else x.gather(2, i[..., :w].expand(-1, last - first, -1))
-                        for x, i, w, o in zip(new, index, widths, ordered, strict=True)
+                        x if i is None else x.gather(2, i[..., :w].expand(-1, last - first, -1))
+                        for x, i, w in zip(new, index, widths, strict=True)
                     )
                     _put(pages, held + first, picked_k)
                     if self.values is None:
