@@ -1,10 +1,12 @@
-"""Compile the cache's kernels for a GPU on a machine without one: `python -m tests.helpers.compiling`.
+"""Compile the cache's kernels for a GPU on a machine without one: `python -m tests.helpers.compiling 64`.
 
 Triton's interpreter runs Python, and so accepts what the compiler refuses. It must be off, hence a process of its own.
+The number is head_dim. At 128 the loops over channels are there twice and are longer, which takes much more time.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 import triton
@@ -30,14 +32,14 @@ OF_COMPACT = {
     "room": COUNT, "seen_ptr": COUNT, "start_ptr": COUNT, "length_ptr": COUNT, "done": TABLE,
 }  # fmt: skip
 OF_CHOSEN = {**OF_DECODE, "chosen": TABLE}
-SHAPE = {"H": 8, "D": 128}
+HEADS = {"H": 8}
 DECODE = {
-    **SHAPE, "GROUP": 4, "TILE": 64, "M": 16, "ROWS": 4, "MERGE_LINES": 32, "EVEN": True, "PAGE": 64,
+    **HEADS, "GROUP": 4, "TILE": 64, "M": 16, "ROWS": 4, "MERGE_LINES": 32, "EVEN": True, "PAGE": 64,
     "FIELDS": work.FIELDS, "BITS": 0, "CELL": 0, "PTX": True, "VALUES": 0, "WEIGHTS": False,
 }  # fmt: skip
-MOVE = {**SHAPE, "TILE": 32, "PAGE": 64, "VALUES": 0}
+MOVE = {**HEADS, "TILE": 32, "PAGE": 64, "VALUES": 0}
 CHOSEN = {
-    **SHAPE, "GROUP": 4, "C": 128, "TILE": 16, "SPAN": 64, "M": 16, "ROWS": 4, "MERGE_LINES": 32, "PER": 16, "STEP": 16,
+    **HEADS, "GROUP": 4, "TILE": 16, "SPAN": 64, "M": 16, "ROWS": 4, "MERGE_LINES": 32, "PER": 16, "STEP": 16,
 }  # fmt: skip
 
 
@@ -52,20 +54,22 @@ def compiles(function: triton.JITFunction, types: Mapping[str, str], constants: 
     return str(triton.compile(source, target=HOPPER, options={"num_warps": 4, "num_stages": 2}).asm["ttir"])
 
 
-def main() -> None:
-    """Compile the forms that differ in what a constant switches on."""
-    for change in ({}, {"VALUES": 64}, {"WEIGHTS": True}):
-        compiles(kernel.decode, OF_DECODE, {**DECODE, **change})
+def main(dim: int) -> None:
+    """Compile the forms that differ in what a constant switches on: all at one head_dim, the plainest at 128."""
+    decode, move = {**DECODE, "D": dim}, {**MOVE, "D": dim}
+    for change in ({"D": 128}, {"VALUES": dim // 2}, {"WEIGHTS": True}):
+        compiles(kernel.decode, OF_DECODE, {**decode, **change})
     for bits in (8, 2):
-        text = compiles(kernel.decode, OF_DECODE, {**DECODE, "BITS": bits, "CELL": 32})
+        text = compiles(kernel.decode, OF_DECODE, {**decode, "BITS": bits, "CELL": 32})
         assert UNIT in text, f"{bits} bits: 2^-64 is not among the constants; Triton may have made 0 of it"
     for change in ({}, {"VALUES": 1}, {"PAGE": 1}):
-        compiles(kernel.move, OF_MOVE, {**MOVE, **change})
-    compiles(weights_kernel.compact, OF_COMPACT, {**SHAPE, "TILE": 64, "PAGE": 64})
-    compiles(chosen_kernel.attend, OF_CHOSEN, CHOSEN)
+        compiles(kernel.move, OF_MOVE, {**move, **change})
+    page = {**HEADS, "D": dim, "PAGE": 64}
+    compiles(weights_kernel.compact, OF_COMPACT, {**page, "TILE": 64})
+    compiles(chosen_kernel.attend, OF_CHOSEN, {**CHOSEN, "D": dim, "C": dim})
     packed = {name: kind for name, kind in OF_MOVE.items() if name != "ranks"} | {"k": BYTES, "v": BYTES}
-    compiles(packing_kernel.move_packed, packed, {**SHAPE, "PAGE": 64, "BITS": 2, "CELL": 32})
+    compiles(packing_kernel.move_packed, packed, {**page, "BITS": 2, "CELL": 32})
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))
