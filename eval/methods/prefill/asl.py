@@ -67,8 +67,8 @@ class ASL(RowPass):
     to the selection hold the whole prompt, and those above only what was selected, at its positions in the prompt. For
     decoding, the paper lets SnapKV with the same budget cut the lower layers: that is a choice on the tokens axis.
 
-    A prompt of no more tokens than the budget is read whole. Where the ranks never settle, one pass drops nothing, and
-    two passes select by the last layer's ranks, as the published code does.
+    A prompt of no more tokens than the budget is read whole. Where the ranks have not settled below the last layer,
+    one pass drops nothing. Two passes select by the last layer's ranks, as the published code does.
 
     What is not set follows from the number of layers L: the paper's L_min = L // 3, L_obs = 8 and tau = 0.3 from 24
     layers on, and `few_layers` below, where the paper's settings never select.
@@ -147,6 +147,8 @@ class _Watch:
     def __call__(self, index: int, layer: PromptLayer) -> Tensor | None:
         method = self.method
         if self.selected is not None or (method.layer is None and index <= self.rule.first - self.rule.observed):
+            return None
+        if index == self.last and not method.two_pass:  # nothing is above it, so its tokens would not be dropped
             return None
         scores = window_scores(layer, method.window, method.kernel)
         settled = index == method.layer if method.layer is not None else self._settled(index, scores)

@@ -148,6 +148,15 @@ def test_a_pass_says_for_each_row_where_it_selected():
 
 
 @torch.no_grad()
+def test_one_pass_does_not_say_that_the_last_layer_selected():
+    """No layer is above it, so nothing is dropped: such a row is as if the ranks had never settled."""
+    model, ids = model_of(), torch.tensor(prompts([LENGTH] * 8, seed=5))
+    one, two = (ASL(24, 0.99, 4, 3, 2, LAYERS - 2, two_pass=passes == 2) for passes in (1, 2))
+    assert LAYERS - 1 in run(two, model, ids).selected_at
+    assert run(one, model, ids).selected_at == [-1] * 8
+
+
+@torch.no_grad()
 def test_rows_of_a_batch_may_select_at_different_layers():
     """Else the batch above would not test it."""
     model, method = model_of("qwen3"), CASES["asl"][0]

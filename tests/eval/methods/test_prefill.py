@@ -111,7 +111,7 @@ def slow_asl(method):
     rank_of, state = {}, {}
 
     def select(index, queries, keys, attention):
-        if "done" in state:
+        if "done" in state or (index == LAYERS - 1 and not method.two_pass):
             return None
         scores = window_attention(attention, method.window, method.kernel)
         order = sorted(range(len(scores)), key=lambda i: -scores[i])
