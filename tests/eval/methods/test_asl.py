@@ -118,7 +118,7 @@ def test_it_selects_on_the_reference_model_and_rows_say_where(tmp_path):
     """At layer 5 of 7, by the ranks; the paper's own settings find none."""
     paper = "{name: asl, budget: 256, first: 2, observed: 8, threshold: 0.3}"
     settled = composed(
-        "+experiment=reference_ruler", "method=[dense,asl,asl_two_pass,reference/asl_layer]",
+        "+experiment=reference_ruler", "method=[dense,asl,asl_two_pass,papers/asl_layer]",
         f"+method.asl_paper.prefill={paper}", "+method.asl_paper.window=32", "match=0.43", "max_new_tokens=2",
         "benchmark.lengths=[1024]", "benchmark.tasks=[niah_multikey_2]", "benchmark.samples=2",
     )  # fmt: skip
