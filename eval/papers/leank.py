@@ -84,7 +84,7 @@ ITEMS = (
     ),
     Item("leank:fig5", "Time of decode attention in every layer of Llama, dense and LeanK.",
          "Attention is 1.3 times as fast.", here=(gpu("python -m scripts.bench.attention OUT"),),
-         note="docs/results.md has it measured on an H200."),
+         note="docs/results/attention.md has it measured on an H200."),
     Item("leank:fig6", "Memory against the batch size, dense and LeanK.",
          "At 4K + 1K tokens the batch grows by 20%, and 64 rows save 10 GB.",
          here=(gpu("python -m scripts.bench.memory OUT --context 5120 --batch 1 8 16 32 64"),)),
@@ -128,7 +128,7 @@ ITEMS = (
     ),
     Item("leank:fig10", "Time of decode attention in every layer of Qwen, dense and LeanK.",
          "Attention is 1.6 times as fast.", here=(gpu("python -m scripts.bench.attention OUT"),),
-         note="docs/results.md has it measured on an H200."),
+         note="docs/results/attention.md has it measured on an H200."),
     Item(
         "leank:table1",
         "A static mask of mean channel norms against ThinK, which chooses for every prompt.",
@@ -213,7 +213,7 @@ ITEMS = (
         needs=f"{QWEN} and 8 GPUs", tables=("22",),
         claims=STAGES,
         note="Masks of the KL objective, one training each: 200 steps of stage 1 alone, and 40 of stage 2 after them. "
-        "The paper's objective has no effect here either: docs/results.md#stage-2.",
+        "The paper's objective has no effect here either: docs/results/masks.md#stage-2.",
     ),
     Item("leank:table13", "RULER by task and length: LeanK and ThinK, the detail of table 3.",
          "LeanK keeps every task, at every length.", here=(main,),
