@@ -54,7 +54,7 @@ VARIANCE, ABOVE = {"measure": "relative_variance"}, range(4, 99)  # layers above
 UNIT = ("task", "sample")
 LATER = (
     Expect(
-        "relative variance above L_min, many similar keys over a single one",
+        "relative variance in layers 4 to 6 of 7, many similar keys over a single one",
         where(**VARIANCE, task=HARD, layer=ABOVE),
         where(**VARIANCE, task=EASY, layer=ABOVE),
         over=UNIT,
@@ -62,7 +62,7 @@ LATER = (
 )
 SELECTS = tuple(
     Expect(
-        f"layers that read all tokens at tau = {tau}, many similar keys over a single one",
+        f"layers of 7 that read all tokens at tau = {tau}, many similar keys over a single one",
         where(measure="whole_layers", threshold=tau, task=HARD),
         where(measure="whole_layers", threshold=tau, task=EASY),
         over=UNIT,
@@ -90,14 +90,16 @@ ITEMS = (
          "Attention is spread in early layers, and settles on few tokens later.",
          here=(Analysed("ranks", quick={"length": 1024}),),
          real=(on("qwen25_7b_1m", "ranks", length=LONG, top=2048),), needs=QWEN,
-         claims=(Expect("attention on the first 128 tokens, layers 4 to 6 over 0 to 2",
-                        where(measure="top_share", layer=range(4, 7)), where(measure="top_share", layer=range(3))),)),
+         claims=(Expect("attention on the first 128 tokens, layers 4 to 6 of 7 over 0 to 2",
+                        where(measure="top_share", layer=range(4, 7)), where(measure="top_share", layer=range(3)),
+                        units="layers of two tasks"),)),
     Item("asl:fig4", "Ranks of the tokens across layers, KV retrieval and QA.", "The top ranks settle with depth.",
          here=(Analysed("ranks", quick={"length": 1024}),),
          real=(on("qwen25_7b_1m", "ranks", length=LONG, top=2048),), needs=QWEN,
-         claims=(Expect("rank of the tokens that the last layer prefers, layers 0 to 2 over 4 and 5",
+         claims=(Expect("rank of the tokens that the last layer prefers, layers 0 to 2 of 7 over 4 and 5",
                         where(measure="rank", quantile=0.5, layer=range(3)),
-                        where(measure="rank", quantile=0.5, layer=range(4, 6))),)),
+                        where(measure="rank", quantile=0.5, layer=range(4, 6)),
+                        units="layers of two tasks"),)),
     Item("asl:fig5", "How the relative variance is computed, as a drawing.", note="eval/methods/prefill/asl.py."),
     Item("asl:fig6", "Relative variance by layer for ten tasks.", "Hard tasks settle later.",
          here=(SETTLING,),
@@ -114,7 +116,8 @@ ITEMS = (
                   firsts=[5, 9, 13]),),
          needs=QWEN,
          claims=(Expect("relative variance above L_min, L_obs of 3 over 2", where(**VARIANCE, observed=3, layer=ABOVE),
-                        where(**VARIANCE, observed=2, layer=ABOVE)),),
+                        where(**VARIANCE, observed=2, layer=ABOVE),
+                        by=("task", "sample", "layer", "first"), over=UNIT),),
          note="RULER's tasks instead of InfiniteBench's."),
     Item("asl:fig9", "Which layer selects, by task, on Llama.", "Hard tasks select later than FastKV's layer.",
          here=(SELECTION,),

@@ -81,9 +81,7 @@ def per_token(
     captures differ by.
     """
     if captured and warm_up + new <= CAPTURE_FOR + 1:
-        raise ValueError(
-            f"--warm-up and --new are {warm_up + new} tokens; capturing begins to pay at {CAPTURE_FOR + 2}"
-        )
+        raise ValueError(f"--warm-up and --new are {warm_up + new} tokens, too few to capture: give {CAPTURE_FOR + 2}")
     shared = captured or contender.name == "StaticCache"
     cache = contender.make(rows, prompt + warm_up + new + 1) if shared else None
     tokens = warm_up + new if shared else warm_up  # a call of few tokens captures nothing

@@ -10,17 +10,23 @@ Methods without a pass of their own share one. A batch repeats the prompt's cach
 rows that fit: it begins at what the bytes allow, and takes a tenth less wherever that does not fit.
 
 Prints and keeps OUT/methods.csv, with one row per method, length and batch. It is written anew after each row, and
-a row that is there already is not measured again, so a run that was killed goes on where it stopped:
+a row that is there already is not measured again, so a run that was killed goes on where it stopped. A method that
+fails costs its row. One that loses the GPU ends the run with status 75; started again, it goes on behind that row:
 
     rows, batch   what was asked for (1, 64, largest), and how many rows that was
     ttft_s        of one prompt: prefill_s (to the first token's logits) + cache_s (choosing and storing)
-    gb, peak_gb   held after the prompt; the allocator's peak while decoding, weights included
-    token_ms      of a decoding step, by `loop`: a captured CUDA graph, or Python; why_eager says why no graph
+    gb            held after the prompt, of which formula_gb by the method's formula (empty where data decide), the rest
+                  being tables and spare room; peak_gb: the allocator's peak while decoding, weights included
+    read_gb       K, V, bounds and labels that attention reads in a step; a query head reads what it chose by itself
+    token_ms      of a decoding step, by `loop`: a captured CUDA graph, or Python; why_eager says why no graph. A graph
+                  is timed over whole periods in which tokens leave the window, after one that compiles what moves them
     tokens_per_s  of all rows
     gpu_ms        of a step in kernels alone, of which attention_ms, products_ms, other_ms; kernels: launches per step.
                   Attention in plain PyTorch counts among products and others
     layer         above which a pass dropped tokens, where it looks for the layer itself; -1 = it found none
-    error         of what failed, whose row ends there; "does not fit" where memory ran out
+    seconds       that the row took
+    error         of what failed, whose row ends there. What begins with "does not fit", "too slow" (--limit) or
+                  "the GPU was lost" is not tried again until its row is deleted; other errors are
 
 The longest kernels of each are in OUT/kernels.csv; OUT/bytes.png is time a token against bytes, OUT/first_token.png
 first token against length. "dense" decodes in this project's own storage with nothing pruned, so that a graph can be
