@@ -129,7 +129,8 @@ def test_it_selects_on_the_reference_model_and_rows_say_where(tmp_path):
     assert set(found["asl"]) <= {4, 5}
     assert found == {
         "dense": [None] * 2, "asl": found["asl"], "asl_two_pass": found["asl"], "asl_paper": [-1] * 2,
-        "asl_layer_4": [4] * 2, "asl_layer_5": [5] * 2, "asl_two_pass_layer_4": [4] * 2, "asl_two_pass_layer_5": [5] * 2,
+        "asl_layer_4": [4] * 2, "asl_layer_5": [5] * 2,
+        "asl_two_pass_layer_4": [4] * 2, "asl_two_pass_layer_5": [5] * 2,
     }  # fmt: skip
     (report,) = summarise(rows)["runs"]
     marked = {cell["method"]: cell["not_selected"] for cell in report["overall"]}
