@@ -22,8 +22,9 @@ from data_gen.request import LONGEST
 from eval.cache.layer import CompressedLayer
 from eval.cache.storage.channels import KeptChannels
 from eval.cache.storage.middle import Middle
-from eval.cache.storage.pages import PAGE, Segment
+from eval.cache.storage.pages import PAGE
 from eval.cache.storage.quantised import Packing, QuantisedSegment
+from eval.cache.storage.segment import Segment
 from eval.cache.storage.store import Sizes, Store
 from leank_train.common.tensor_files import DIGEST, DamagedFile, digest, read_tensors, write_tensors
 

@@ -38,12 +38,14 @@ class Made:
     rows: of its replays.
     measured: of its analyses.
     whole: whether all that was requested is there.
+    alone: whether one process made the rows, so that their seconds are of a machine that it did not share.
     """
 
     item: Item
     rows: Sequence[ResultRow]
     measured: Sequence[Measured]
     whole: bool
+    alone: bool = True
 
 
 @dataclass
@@ -104,7 +106,8 @@ class Workshop:
                 whole &= file.is_file()
                 if file.is_file():
                     measured.append(Measured(task.analysis, _rows_in(file)))
-        return Made(item, [*rows.values()], measured, whole)
+        alone = not any((self.directory / "rows").glob("results-*.jsonl"))
+        return Made(item, [*rows.values()], measured, whole, alone)
 
     def _task(self, step: Step) -> Task:
         """Return the task of a step; items that share a step share it."""

@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from eval.cache.attention import chosen_kernel, kernel, packing_kernel, weights_kernel, work
+from eval.cache.attention import chosen_kernel, kernel, packing_kernel, ring_kernel, weights_kernel, work
 
 UNIT = -64  # log2 of quantised_kernel.unit_of in bfloat16
 SUBNORMAL = -133  # log2 of bfloat16's smallest number, which a byte counts
@@ -83,7 +83,7 @@ def main() -> None:
         text = compiles(kernel.decode, OF_DECODE, {**DECODE, "BITS": bits, "CELL": 32})
         assert not (wrong := wrong_units(text, bits)), f"{wrong}; Triton may have made 0 of one"
     for change in ({}, {"VALUES": 1}, {"PAGE": 1}):
-        compiles(kernel.move, OF_MOVE, {**MOVE, **change})
+        compiles(ring_kernel.move, OF_MOVE, {**MOVE, **change})
     compiles(weights_kernel.compact, OF_COMPACT, {**SHAPE, "TILE": 64, "PAGE": 64})
     compiles(chosen_kernel.attend, OF_CHOSEN, CHOSEN)
     packed = {name: kind for name, kind in OF_MOVE.items() if name != "ranks"} | {"k": BYTES, "v": BYTES}
