@@ -126,8 +126,7 @@ class Workshop:
                 file = self.directory / "analyses" / task.file
                 whole &= file.is_file()
                 if file.is_file():
-                    found = json.loads(file.read_text(encoding="utf-8"))["rows"]
-                    measured.append(Measured(task.analysis, found))
+                    measured.append(Measured(task.analysis, _rows_in(file)))
         alone = not any((self.directory / "rows").glob("results-*.jsonl"))
         return Made(item, [*rows.values()], measured, whole, alone)
 
@@ -170,3 +169,15 @@ class Workshop:
             self._models.clear()  # one model at a time, so that each fits
             self._models[key] = load_model(config)
         return self._models[key], load_config(config)[1]
+
+
+def _rows_in(file: Path) -> list[Row]:
+    """Return the rows of an analysis that was made before. Raises ValueError for a file that is damaged."""
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+        if isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
+            return rows
+        reason: object = "its rows are no list of rows"
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = repr(error)
+    raise ValueError(f"{file} is damaged ({reason}); remove it and give the command again without --show")
