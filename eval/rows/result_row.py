@@ -186,6 +186,6 @@ def check_rows(rows: Iterable[Mapping[str, object]]) -> None:
 def check_one_model(rows: Iterable[ResultRow]) -> None:
     """Raise ValueError for rows of several models, benchmarks or compress switches, whose mean would mean nothing."""
     for field in ("model", "benchmark", "compress"):
-        found = dict.fromkeys(str(row[field]) for row in rows)  # type: ignore[literal-required]
+        found = dict.fromkeys(str(row[field]) for row in rows)
         if len(found) > 1:
             raise ValueError(f"these rows are of several values of {field!r} ({', '.join(found)}); give those of one")
