@@ -9,6 +9,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from tests import ROOT
+from tests.test_imports import LAYERS
 
 DOCS = ROOT / "docs"
 PAGES = [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -83,3 +84,10 @@ def test_paths_are_of_the_tree(page):
     named = re.findall(r"`((?:conf|data_gen|docs|eval|leank_train|scripts|tests)/[\w/.]+)`", text)
     assert named
     assert not sorted(path for path in set(named) if "NAME" not in path and not (ROOT / path).exists())
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_the_architecture_page_has_the_layers(package):
+    text = re.sub(r"\n {8,}", " ", (DOCS / "architecture.md").read_text(encoding="utf-8"))
+    (rooms,) = re.findall(rf"^    {package.replace('.', '/')} +(.+->.+)$", text.split("## Layers")[1], re.MULTILINE)
+    assert [set(floor.split(", ")) for floor in rooms.split(" -> ")] == LAYERS[package]

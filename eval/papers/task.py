@@ -18,7 +18,7 @@ from eval.papers.analyses import Analysis, analysis
 from eval.papers.item import Analysed, Item, Replay, Step
 from eval.papers.registry import makes
 from eval.rows.results import Key
-from eval.run.build import build_job
+from eval.run.build import build_benchmark, build_job, build_settings, name_methods
 from eval.run.job import Job
 from leank_train.common.typed import typed
 
@@ -56,14 +56,13 @@ def composed(overrides: Sequence[str]) -> dict[str, Any]:
 
 def keys_of(job: Job) -> list[Key]:
     """Return the keys that the rows of a job have, whether or not they are there, in the order of its plan."""
-    return [
-        job.key(method, cell, row, how)
-        for cell in job.benchmark.cells()
-        for method in job.by_cell.get(cell, job.methods)
-        for sample in cell.samples
-        for row in cell.ids(sample)
-        for how in (None, job.settings.specials)
-    ]
+    keys = []
+    for cell in job.benchmark.cells():
+        ids = [row for sample in cell.samples for row in cell.ids(sample)]
+        for method in job.by_cell.get(cell, job.methods):
+            either = (job.keys(method, cell, ids, how) for how in (None, job.settings.specials))
+            keys += [key for row in zip(*either, strict=True) for key in row]
+    return keys
 
 
 class Task:
@@ -78,6 +77,10 @@ class Task:
         if isinstance(step, Analysed):
             settings: Mapping[str, Any] = {**step.settings, **(step.quick if request.quick else {})}
             self.analysis = typed(analysis(step.name), settings, f"{step.name}.")
+            if request.overrides:  # it takes the model and the mask alone, but what no run knows is a slip
+                build_settings(self.config)
+                build_benchmark(self.config.get("benchmark") or {})
+                name_methods(self.config)
 
     @cached_property
     def job(self) -> Job | None:

@@ -94,12 +94,17 @@ class Separation:
         """Both numbers by name."""
         return asdict(self)
 
-    def warning(self, ratio: float) -> str | None:
-        """Return why the cut at this ratio was arbitrary and what to do; None if it was not."""
+    def warning(self, ratio: float, steered: bool = False) -> str | None:
+        """Return why the cut at this ratio was arbitrary and what to do; None if it was not.
+
+        steered: whether lambda was steered to the ratio.
+        """
         if self.between <= MOST_BETWEEN and self.margin >= LEAST_MARGIN:
             return None
+        cure = (
+            "raise stage1.steps" if steered else "let lambda follow the ratio (stage1.lam=auto), or raise stage1.steps"
+        )
         return (
             f"the cut at ratio={ratio:g} was arbitrary: {100 * self.between:.0f}% of the scores ended between "
-            f"{BETWEEN[0]} and {BETWEEN[1]}, and the margin at the cut is {self.margin:.2f}; let lambda follow the "
-            "ratio (stage1.lam=auto), or raise stage1.steps"
+            f"{BETWEEN[0]} and {BETWEEN[1]}, and the margin at the cut is {self.margin:.2f}; {cure}"
         )

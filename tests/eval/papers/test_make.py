@@ -94,8 +94,8 @@ def test_verdicts_answer_the_first_questions_first_and_name_a_comparison_once():
             for task in ("niah_multikey_3", "niah_single_2") for sample in range(20)]  # fmt: skip
     measured = [Measured(SelectionLayers(), rows)]
     text = as_verdicts([Made(find(f"asl:fig{number}"), [], measured, whole=True) for number in (9, 10)])
-    line = ("| asl:fig9 | layers that read all tokens at tau = 0.9, many similar keys over a single one, difference, "
-            "above 0 | 2 [2, 2], n = 40 | shows |")  # fmt: skip
+    line = ("| asl:fig9 | layers of 7 that read all tokens at tau = 0.9, many similar keys over a single one, "
+            "difference, above 0 | 2 [2, 2], n = 40 | shows |")  # fmt: skip
     first, _, every = text.partition("## Every comparison")
     assert "## ASL selects later on harder tasks (ASL)" in first
     assert line in first
@@ -151,6 +151,18 @@ def test_arguments_that_mean_nothing_here_are_refused(arguments, said, tmp_path,
     with pytest.raises(ValueError, match=re.escape(said)):
         run(parser().parse_intermixed_args(["leank:fig9", *arguments]))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [("+x=1", "x"), ("+model.x=1", "model.x"), ("+benchmark.x=1", "benchmark.x"), ("+cache.x=1", "x"),
+     ("+method.dense.x=1", "x"), ("batch_size=-1", "batch_size"), ("x=1", "x=1")],
+)  # fmt: skip
+def test_an_analysis_refuses_overrides_that_no_run_knows(override, named, tmp_path):
+    failed = Workshop(tmp_path, Request(overrides=(override,))).make([find("leank:fig9")])
+    assert named in failed["leank:fig9"]
+    assert "\n" not in failed["leank:fig9"]
+    assert not list(tmp_path.glob("analyses/*"))
 
 
 def test_an_override_that_hydra_cannot_read_is_shown(tmp_path):
