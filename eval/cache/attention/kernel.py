@@ -195,7 +195,7 @@ def decode(
             kept, of_v = index + row * index_b + head * D, ranks + row * ranks_b + head * D
             if BITS > 0:
                 acc, m, z = packed_middle(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count,
-                                          scale, TILE, D, EVEN, PAGE, BITS, CELL, PTX)
+                                          scale, ROWS, TILE, D, EVEN, PAGE, BITS, CELL, PTX)
             elif count <= 32:
                 acc, m, z = _read(acc, m, z, q_row, ok, kept, of_v, base, k_at, v_at, first, last, count, width, scale,
                                   logits, 32, 0, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)

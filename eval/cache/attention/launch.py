@@ -38,6 +38,7 @@ class Config:
     registers: limit per thread, 0 = none
     per_sm: programs per multiprocessor
     merge: lines of partial results that a merge reads at a time; a line is one query row's
+    slow: how much longer a byte of a packed middle takes than one of sink and window
     """
 
     tile: int = 64
@@ -46,6 +47,7 @@ class Config:
     registers: int = 0
     per_sm: int = 2
     merge: int = 128
+    slow: float = 1.0
 
 
 @dataclass
@@ -179,8 +181,7 @@ class Kernel:
             VALUES=plan.values,
             WEIGHTS=plan.room is not None,
             num_warps=config.warps,
-            # With a page more ahead, 8 bits of 128 channels take 147 KB, and two programs do not fit a multiprocessor.
-            num_stages=min(config.stages, 2) if packing else config.stages,
+            num_stages=config.stages,
             maxnreg=config.registers or None,
         )
         if store.eviction is not None and plan.room is not None:
@@ -198,7 +199,7 @@ class Kernel:
         packing = bits if isinstance(bits, Packing) else None
         programs = self.programs or multiprocessors(device) * self.config.per_sm
         share = packing.cell(dtype) / (packing.group * dtype.itemsize) if packing else 1.0
-        lines = work.cut(work.units(store), programs, self.config.tile, share)
+        lines = work.cut(work.units(store), programs, self.config.tile, share * self.config.slow)
         most = programs + work.STORAGE_PARTS * batch * heads  # every cut and every unit begins at most one piece
         if old is not None and len(old.table) == most and old.table.device == device:
             table = old.table

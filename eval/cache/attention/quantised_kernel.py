@@ -15,7 +15,7 @@ import triton.language as tl
 from eval.cache.attention.kernel_middle import gather
 
 HALF = tl.constexpr(32)  # tokens of a page that are multiplied at a time
-PAGES = tl.constexpr(4)  # P: pages that a program reads at a time
+PAGES = tl.constexpr(4)  # P: pages, or halves of pages, that a program reads at a time, one a warp
 
 # fmt: off
 
@@ -86,7 +86,10 @@ def _ends(cells, ends, number, there):
 
 @triton.jit
 def numbers(codes, scale, zero, PLACE: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr):
-    """Numbers [P, R, N], times unit_of, of the codes in place PLACE of bytes [P, R, N]; scale and zero point [P, R]."""
+    """Numbers [P, R, N], times unit_of, of the codes in place PLACE of bytes [P, R, N].
+
+    scale, zero: [P, R, 1] or [P, 1, N]
+    """
     dtype: tl.constexpr = scale.dtype
     UNIT: tl.constexpr = unit_of(dtype, PTX)
     if PTX:
@@ -94,11 +97,11 @@ def numbers(codes, scale, zero, PLACE: tl.constexpr, BITS: tl.constexpr, PTX: tl
             scale *= tl.full([], UNIT / step_of(dtype, BITS, PLACE), tl.float32).to(dtype)
             zero *= tl.full([], UNIT, tl.float32).to(dtype)
         x = tl.inline_asm_elementwise(
-            instructions(dtype, BITS, PLACE), "=r,=r,r,r,r,r,r", [codes, scale[:, :, None], zero[:, :, None]],
+            instructions(dtype, BITS, PLACE), "=r,=r,r,r,r,r,r", [codes, scale, zero],
             dtype=scale.dtype, is_pure=True, pack=4)
     else:
         code = ((codes >> (PLACE * BITS)) & (2**BITS - 1)).to(tl.float32)
-        x = ((code * scale.to(tl.float32)[:, :, None] + zero.to(tl.float32)[:, :, None]) * UNIT).to(dtype)
+        x = ((code * scale.to(tl.float32) + zero.to(tl.float32)) * UNIT).to(dtype)
     return x
 
 
@@ -111,46 +114,49 @@ def _tokens():
 
 @triton.jit
 def _in_order(x):
-    """Columns [P, M, HALF] in the order of _tokens, back in the order of tokens."""
+    """Columns [P, N, HALF] in the order of _tokens, as rows in the order of tokens, [P, HALF, N]."""
     P: tl.constexpr = x.shape[0]
-    M: tl.constexpr = x.shape[1]
-    return tl.reshape(tl.permute(tl.reshape(x, [P, M, 4, 4, 2]), (0, 1, 3, 2, 4)), [P, M, HALF])
+    N: tl.constexpr = x.shape[1]
+    return tl.permute(tl.reshape(tl.permute(tl.reshape(x, [P, N, 4, 4, 2]), (0, 1, 3, 2, 4)), [P, N, HALF]), (0, 2, 1))
 
 
 @triton.jit
 def _logits(
-    q0, q1, page, cells, ends, left, row, room, width, k_page, PART: tl.constexpr,
+    q0, q1, page, cells, ends, number, half, left, row, room, width, k_page, PLACE: tl.constexpr,
     BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
 ):
-    """Half PART of the logits of pages, [P, M, HALF].
+    """Logits of halves of pages, [P, M, HALF].
 
     q0, q1: queries [P, M, R] for the channels row, and at two bits, for those half of the head's channels later
     page: address of the first page
+    number, half: [P], number of the page, and 0 or 1 for its half
+    PLACE: where the half's codes lie in their bytes
     row: [R], columns of a page's bytes
-    left: [P], tokens from a page's first to the last one
+    left: [P], tokens from a half's first to the last one
     room, width, k_page: channels for which there is room, bytes of a line of codes, bytes of a page
     """
     NUMBER: tl.constexpr = ends.dtype.element_ty.primitive_bitwidth // 8
-    p = tl.arange(0, PAGES)
-    line = _tokens() + (PART * HALF if BITS == 8 else 0)
-    at = (p * k_page)[:, None, None] + (line * width)[None, None, :] + row[None, :, None]
+    start = number * k_page
+    line = _tokens()
+    at = (start + (half * HALF * width if BITS == 8 else 0))[:, None, None]
+    at = at + (line * width)[None, None, :] + row[None, :, None]
     there = (left > 0)[:, None] & (row < width)[None, :]
     codes = tl.load(page + at, mask=there[:, :, None], other=0)
-    number = (p * (k_page // (2 * NUMBER)))[:, None] + (row + room * (PART * HALF // CELL))[None, :]
-    scale, zero = _ends(cells, ends, number, there)
-    s = tl.dot(q0, numbers(codes, scale, zero, 2 * PART if BITS == 2 else PART if BITS == 4 else 0, BITS, PTX))
+    cell = (start // (2 * NUMBER) + half * HALF // CELL * room)[:, None] + row[None, :]
+    scale, zero = _ends(cells, ends, cell, there)
+    s = tl.dot(q0, numbers(codes, scale[:, :, None], zero[:, :, None], PLACE, BITS, PTX))
     if BITS == 2:
-        scale, zero = _ends(cells, ends, number + width, there)
-        s = tl.dot(q1, numbers(codes, scale, zero, 2 * PART + 1, BITS, PTX), s)
+        scale, zero = _ends(cells, ends, cell + width, there)
+        s = tl.dot(q1, numbers(codes, scale[:, :, None], zero[:, :, None], PLACE + 1, BITS, PTX), s)
     return s
 
 
 @triton.jit
 def _values(
-    page, cells, ends, left, PART: tl.constexpr, BLOCK: tl.constexpr, V_PAGE: tl.constexpr,
+    page, cells, ends, number, half, left, BLOCK: tl.constexpr, V_PAGE: tl.constexpr,
     D: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
 ):
-    """Half PART of the values of pages in block BLOCK, [P, HALF, D / 4], for the tokens before `left` [P] of a page.
+    """Values of halves of pages in block BLOCK, [P, D / 4, HALF], for the tokens before `left` [P] of a half.
 
     Later ones are zero, except the second token of a pair. That one has some number, since its group is stored whole,
     and its weight is zero.
@@ -158,31 +164,41 @@ def _values(
     W: tl.constexpr = D // 4
     LINES: tl.constexpr = BITS // 2  # blocks / codes of a byte
     NUMBER: tl.constexpr = ends.dtype.element_ty.primitive_bitwidth // 8
-    p, t = tl.arange(0, PAGES), tl.arange(0, HALF) + PART * HALF
+    t = tl.arange(0, HALF)
     channel = BLOCK % LINES * W + tl.arange(0, W)
-    at = (p * V_PAGE)[:, None, None] + (channel * PAGE)[None, None, :] + t[None, :, None]
+    start = number * V_PAGE
+    at = (start + half * HALF)[:, None, None] + (channel * PAGE)[None, :, None] + t[None, None, :]
     codes = tl.load(page + at, mask=(left > 0)[:, None, None], other=0)
-    number = (p * (V_PAGE // (2 * NUMBER)))[:, None] + (BLOCK * W // CELL * PAGE + t)[None, :]
-    scale, zero = _ends(cells, ends, number, (t // 2 * 2)[None, :] < left[:, None])
-    return numbers(codes, scale, zero, BLOCK // LINES, BITS, PTX)
+    cell = (start // (2 * NUMBER) + half * HALF)[:, None] + (BLOCK * W // CELL * PAGE + t)[None, :]
+    scale, zero = _ends(cells, ends, cell, (t // 2 * 2)[None, :] < left[:, None])
+    return numbers(codes, scale[:, None, :], zero[:, None, :], BLOCK // LINES, BITS, PTX)
 
 
 @triton.jit
 def _queries(q_row, ok, index, channel, count):
-    """Query channels for every page, [P, M, C]; zero from channel `count` on."""
+    """Query channels for every half, [P, M, C]; zero from channel `count` on."""
     q = gather(q_row, ok, index, channel, count, False)
     return tl.broadcast_to(q[None, :, :], [PAGES, q.shape[0], q.shape[1]])
 
 
 @triton.jit
+def _first_rows(x, N: tl.constexpr):
+    """Rows [P, N, HALF] of x [P, M, HALF], where M is N or 2 N."""
+    if x.shape[1] > N:
+        x, _ = tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, N, x.shape[2]]), (0, 2, 3, 1)))
+    return x
+
+
+@triton.jit
 def _middle(
     acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
-    C: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
+    C: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
     EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
 ):
     """Tokens [first, last) of a packed part with up to C channels.
 
     base, bytes_base: one address, from which the head's K and V begin k_at and v_at bytes on
+    N: rows of the tile that are not padding, or more: M, or M / 2
     PTX: whether the target is a GPU, which Triton's interpreter is not
     """
     M: tl.constexpr = acc.shape[0]
@@ -204,65 +220,90 @@ def _middle(
     row = tl.arange(0, C // SHARED)
     q0 = _queries(q_row, ok, index, row, tl.minimum(width, count))
     q1 = _queries(q_row, ok, index, width + row, count) if BITS == 2 else q0
-    p, token = tl.arange(0, PAGES), _tokens()
+    warp, token = tl.arange(0, PAGES), _tokens()
     UNIT: tl.constexpr = unit_of(base.dtype.element_ty, PTX)
     scale *= 1.0 / UNIT
-    top = tl.full([PAGES, M], float("-inf"), tl.float32)  # m and z of every page's warp
-    sums = tl.zeros([PAGES, M, HALF], tl.float32)
-    a0 = tl.zeros([PAGES, M, W], tl.float32)
+    top = tl.full([PAGES, N], float("-inf"), tl.float32)  # m and z of every half's warp
+    sums = tl.zeros([PAGES, N, HALF], tl.float32)
+    a0 = tl.zeros([PAGES, W, N], tl.float32)
     a1, a2, a3 = a0, a0, a0
-    for at in range(first, last, PAGES * PAGE):
-        left = last - at - p * PAGE
+    PARTS: tl.constexpr = 1 if BITS == 8 else 2  # halves that a warp reads at a time; narrower ones share K's bytes
+    number = warp // 2 if PARTS == 1 else warp
+    first_half = warp % 2 if PARTS == 1 else warp * 0
+    for at in range(first, last, PAGES * PARTS * HALF):
+        left = last - at - number * PAGE - first_half * HALF
         page = k + tl.multiple_of(at // PAGE * k_page, 16 if EVEN else 4)
         cells = (page + k_codes).to(tl.pointer_type(tl.int32), bitcast=True)
         ends = (page + k_codes).to(base.dtype, bitcast=True)
-        s0 = _logits(q0, q1, page, cells, ends, left, row, room, width, k_page, 0, BITS, CELL, PTX)
-        s1 = _logits(q0, q1, page, cells, ends, left, row, room, width, k_page, 1, BITS, CELL, PTX)
+        s0 = _logits(q0, q1, page, cells, ends, number, first_half, left, row, room, width, k_page, 0, BITS, CELL, PTX)
+        s0 = _first_rows(s0, N)
         s0 = tl.where(token[None, None, :] < left[:, None, None], s0 * scale, float("-inf"))
-        s1 = tl.where(token[None, None, :] < left[:, None, None] - HALF, s1 * scale, float("-inf"))
-        new = tl.maximum(top, tl.max(tl.maximum(s0, s1), 2))
+        most = s0
+        if PARTS == 2:
+            s1 = _logits(q0, q1, page, cells, ends, number, first_half + 1, left, row, room, width, k_page, 2 if BITS == 2 else 1, BITS, CELL, PTX)
+            s1 = _first_rows(s1, N)
+            s1 = tl.where(token[None, None, :] < left[:, None, None] - HALF, s1 * scale, float("-inf"))
+            most = tl.maximum(s0, s1)
+        new = tl.maximum(top, tl.max(most, 2))
         safe = tl.where(new == float("-inf"), 0.0, new)
-        alpha = tl.exp2(top - safe)[:, :, None]
-        p0, p1 = tl.exp2(s0 - safe[:, :, None]), tl.exp2(s1 - safe[:, :, None])
-        sums = sums * alpha + (p0 + p1)
+        alpha = tl.exp2(top - safe)
+        p0 = tl.exp2(s0 - safe[:, :, None])
+        sums = sums * alpha[:, :, None] + p0
+        x0 = _in_order(p0.to(base.dtype.element_ty))
+        if PARTS == 2:
+            p1 = tl.exp2(s1 - safe[:, :, None])
+            sums += p1
+            x1 = _in_order(p1.to(base.dtype.element_ty))
         top = new
-        x0, x1 = _in_order(p0.to(base.dtype.element_ty)), _in_order(p1.to(base.dtype.element_ty))
         page = v + tl.multiple_of(at // PAGE * V_PAGE, 16)
         cells = (page + V_CODES).to(tl.pointer_type(tl.int32), bitcast=True)
         ends = (page + V_CODES).to(base.dtype, bitcast=True)
-        a0 = tl.dot(x0, _values(page, cells, ends, left, 0, 0, V_PAGE, D, PAGE, BITS, CELL, PTX), a0 * alpha)
-        a1 = tl.dot(x0, _values(page, cells, ends, left, 0, 1, V_PAGE, D, PAGE, BITS, CELL, PTX), a1 * alpha)
-        a2 = tl.dot(x0, _values(page, cells, ends, left, 0, 2, V_PAGE, D, PAGE, BITS, CELL, PTX), a2 * alpha)
-        a3 = tl.dot(x0, _values(page, cells, ends, left, 0, 3, V_PAGE, D, PAGE, BITS, CELL, PTX), a3 * alpha)
-        a0 = tl.dot(x1, _values(page, cells, ends, left, 1, 0, V_PAGE, D, PAGE, BITS, CELL, PTX), a0)
-        a1 = tl.dot(x1, _values(page, cells, ends, left, 1, 1, V_PAGE, D, PAGE, BITS, CELL, PTX), a1)
-        a2 = tl.dot(x1, _values(page, cells, ends, left, 1, 2, V_PAGE, D, PAGE, BITS, CELL, PTX), a2)
-        a3 = tl.dot(x1, _values(page, cells, ends, left, 1, 3, V_PAGE, D, PAGE, BITS, CELL, PTX), a3)
-    new = tl.maximum(m, tl.max(top, 0))
+        alpha = alpha[:, None, :]
+        a0 = tl.dot(_values(page, cells, ends, number, first_half, left, 0, V_PAGE, D, PAGE, BITS, CELL, PTX), x0, a0 * alpha)
+        a1 = tl.dot(_values(page, cells, ends, number, first_half, left, 1, V_PAGE, D, PAGE, BITS, CELL, PTX), x0, a1 * alpha)
+        a2 = tl.dot(_values(page, cells, ends, number, first_half, left, 2, V_PAGE, D, PAGE, BITS, CELL, PTX), x0, a2 * alpha)
+        a3 = tl.dot(_values(page, cells, ends, number, first_half, left, 3, V_PAGE, D, PAGE, BITS, CELL, PTX), x0, a3 * alpha)
+        if PARTS == 2:
+            left -= HALF
+            a0 = tl.dot(_values(page, cells, ends, number, first_half + 1, left, 0, V_PAGE, D, PAGE, BITS, CELL, PTX), x1, a0)
+            a1 = tl.dot(_values(page, cells, ends, number, first_half + 1, left, 1, V_PAGE, D, PAGE, BITS, CELL, PTX), x1, a1)
+            a2 = tl.dot(_values(page, cells, ends, number, first_half + 1, left, 2, V_PAGE, D, PAGE, BITS, CELL, PTX), x1, a2)
+            a3 = tl.dot(_values(page, cells, ends, number, first_half + 1, left, 3, V_PAGE, D, PAGE, BITS, CELL, PTX), x1, a3)
+    every = tl.max(top, 0)
+    of_half = tl.exp2(top - tl.where(every == float("-inf"), 0.0, every)[None, :])
+    total = tl.sum(tl.sum(sums, 2) * of_half, 0)
+    of_half = of_half[:, None, :] * (1.0 / UNIT)
+    b0, b1, b2, b3 = tl.sum(a0 * of_half, 0), tl.sum(a1 * of_half, 0), tl.sum(a2 * of_half, 0), tl.sum(a3 * of_half, 0)
+    blocks = tl.join(tl.join(b0, b2), tl.join(b1, b3))  # [W, N, 2, 2], the last two in order b0 b1, b2 b3
+    found = tl.reshape(tl.permute(blocks, (1, 2, 3, 0)), [N, D])
+    if N < M:
+        found = tl.reshape(tl.permute(tl.join(found, tl.zeros_like(found)), (2, 0, 1)), [M, D])
+        total = tl.reshape(tl.permute(tl.join(total, tl.zeros_like(total)), (1, 0)), [M])
+        every = tl.reshape(tl.permute(tl.join(every, tl.full([N], float("-inf"), tl.float32)), (1, 0)), [M])
+    new = tl.maximum(m, every)
     safe = tl.where(new == float("-inf"), 0.0, new)
-    alpha, share = tl.exp2(m - safe), tl.exp2(top - safe[None, :])
-    of_page = share[:, :, None] * (1.0 / UNIT)
-    b0, b1, b2, b3 = tl.sum(a0 * of_page, 0), tl.sum(a1 * of_page, 0), tl.sum(a2 * of_page, 0), tl.sum(a3 * of_page, 0)
-    blocks = tl.join(tl.join(b0, b2), tl.join(b1, b3))  # [M, W, 2, 2], the last two in order b0 b1, b2 b3
-    found = tl.reshape(tl.permute(blocks, (0, 2, 3, 1)), [M, D])
-    total = tl.sum(tl.sum(sums, 2) * share, 0)
-    return acc * alpha[:, None] + found, new, z * alpha[:, None] + total[:, None] / TILE
+    before, now = tl.exp2(m - safe), tl.exp2(every - safe)
+    return acc * before[:, None] + found * now[:, None], new, z * before[:, None] + (total * now)[:, None] / TILE
 
 
 @triton.jit
 def packed_middle(
     acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
-    TILE: tl.constexpr, D: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
     EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
 ):
     """Tokens [first, last) of a packed part; the plain form is kernel_middle.middle.
 
     An operand has at least 32 bytes of channels, which at two bits are 64.
     """
-    if count <= 64:
+    N: tl.constexpr = 8 if ROWS <= 8 and acc.shape[0] == 16 else acc.shape[0]
+    if count <= 32 and BITS > 2:
         acc, m, z = _middle(acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
-                            64, TILE, D, EVEN, PAGE, BITS, CELL, PTX)
+                            32 if BITS > 2 else 64, N, TILE, D, EVEN, PAGE, BITS, CELL, PTX)
+    elif count <= 64:
+        acc, m, z = _middle(acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
+                            64, N, TILE, D, EVEN, PAGE, BITS, CELL, PTX)
     elif D > 64:
         acc, m, z = _middle(acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
-                            128, TILE, D, EVEN, PAGE, BITS, CELL, PTX)
+                            128, N, TILE, D, EVEN, PAGE, BITS, CELL, PTX)
     return acc, m, z
