@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None) -> None:
     print(device_name(), "torch", torch.__version__)
     packings = [PACKINGS[bits] for bits in options.bits]
     chosen = [(p, c) for p in packings for c in (variants(p) if options.variants else [None])]
-    cases = list(dict.fromkeys((p, c and replace(c, slow=1.0)) for p, c in chosen))
+    cases = list(dict.fromkeys((p, c and replace(c, slow=1.0, per_sm=2)) for p, c in chosen))
     checks = [(p, group, queries) for p in packings if p for group, queries in ((4, 1), (8, 1), (4, 5))]
     failed = in_parallel([(check, *case) for case in checks] + [(compile_one, p, c) for p, c in cases])
     if not options.check_only:

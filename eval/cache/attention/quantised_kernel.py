@@ -273,8 +273,8 @@ def _middle(
     of_half = tl.exp2(top - tl.where(every == float("-inf"), 0.0, every)[None, :])
     total = tl.sum(tl.sum(sums, 2) * of_half, 0)
     of_half = of_half[:, None, :] * (1.0 / UNIT)
-    b0, b1, b2, b3 = tl.sum(a0 * of_half, 0), tl.sum(a1 * of_half, 0), tl.sum(a2 * of_half, 0), tl.sum(a3 * of_half, 0)
-    blocks = tl.join(tl.join(b0, b2), tl.join(b1, b3))  # [W, N, 2, 2], the last two in order b0 b1, b2 b3
+    blocks = tl.join(tl.join(a0 * of_half, a2 * of_half), tl.join(a1 * of_half, a3 * of_half))
+    blocks = tl.sum(blocks, 0)  # [W, N, 2, 2], the last two in order a0 a1, a2 a3
     found = tl.reshape(tl.permute(blocks, (1, 2, 3, 0)), [N, D])
     if N < M:
         found = tl.reshape(tl.permute(tl.join(found, tl.zeros_like(found)), (2, 0, 1)), [M, D])

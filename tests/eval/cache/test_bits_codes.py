@@ -74,7 +74,8 @@ def unpack(
     """All bytes at every one of N scales and zero points, to out [N, 256]."""
     n, byte = tl.arange(0, N), tl.arange(0, 256)
     read = tl.load(codes + byte[None, None, :] + tl.zeros([1, N, 1], tl.int32))
-    x = numbers(read, tl.load(scales + n)[None, :], tl.load(zeros + n)[None, :], PLACE, BITS, PTX)
+    scale, zero = tl.load(scales + n)[None, :, None], tl.load(zeros + n)[None, :, None]
+    x = numbers(read, scale, zero, PLACE, BITS, PTX)
     tl.store(out + n[None, :, None] * 256 + byte[None, None, :], x)
 
 
