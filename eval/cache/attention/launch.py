@@ -50,6 +50,9 @@ class Config:
     slow: float = 1.0
 
 
+WIDE = Config(warps=8)  # for tiles of more than 16 rows
+
+
 @dataclass
 class LaunchPlan:
     """The work table of one store, kept until addresses or capacities change."""
@@ -150,7 +153,7 @@ class Kernel:
         if queries > at_once:
             pieces = zip(q.split(at_once, 2), position.split(at_once, 1), strict=True)
             return torch.cat([self.attend(store, *piece, scaling) for piece in pieces], 1)
-        config = self.config if tile_rows == 16 else Config(warps=8)
+        config = self.config if tile_rows == 16 else WIDE
         chunks = -(-queries // per_chunk)
         rows = min(tile_rows, triton.next_power_of_2(group * min(queries, per_chunk)))
         most = batch * heads + plan.programs  # upper bound on partial results, for any table
