@@ -51,6 +51,7 @@ class Config:
 
 
 WIDE = Config(warps=8)  # for tiles of more than 16 rows
+PACKED = {8: Config(), 4: Config(stages=2), 2: Config(stages=2)}  # for packed middles, by bits
 
 
 @dataclass
@@ -75,8 +76,12 @@ class Kernel:
     captures = True
 
     def __init__(self, config: Config | None = None, programs: int = 0) -> None:
-        """Choose the launch; programs: number of programs, 0 = `config.per_sm` per multiprocessor."""
-        self.config, self.programs = config or Config(), programs
+        """Choose the launch.
+
+        config: None = the one for what a store holds
+        programs: number of programs, 0 = `config.per_sm` per multiprocessor
+        """
+        self.config, self.programs = config, programs
         self._partials = self._done = torch.empty(0)
         self.weights = Weights()
 
@@ -153,7 +158,7 @@ class Kernel:
         if queries > at_once:
             pieces = zip(q.split(at_once, 2), position.split(at_once, 1), strict=True)
             return torch.cat([self.attend(store, *piece, scaling) for piece in pieces], 1)
-        config = self.config if tile_rows == 16 else WIDE
+        config = self._config(plan.packing) if tile_rows == 16 else WIDE
         chunks = -(-queries // per_chunk)
         rows = min(tile_rows, triton.next_power_of_2(group * min(queries, per_chunk)))
         most = batch * heads + plan.programs  # upper bound on partial results, for any table
@@ -181,6 +186,7 @@ class Kernel:
             BITS=packing.bits if packing else 0,
             CELL=packing.group if packing else 0,
             PTX=q.is_cuda,
+            WARPS=config.warps,
             VALUES=plan.values,
             WEIGHTS=plan.room is not None,
             num_warps=config.warps,
@@ -200,9 +206,10 @@ class Kernel:
         device = store.ring_k.device
         bits, dtype = store.middle.bits, store.ring_k.dtype
         packing = bits if isinstance(bits, Packing) else None
-        programs = self.programs or multiprocessors(device) * self.config.per_sm
+        config = self._config(packing)
+        programs = self.programs or multiprocessors(device) * config.per_sm
         share = packing.cell(dtype) / (packing.group * dtype.itemsize) if packing else 1.0
-        lines = work.cut(work.units(store), programs, self.config.tile, share * self.config.slow)
+        lines = work.cut(work.units(store), programs, config.tile, share * config.slow)
         most = programs + work.STORAGE_PARTS * batch * heads  # every cut and every unit begins at most one piece
         if old is not None and len(old.table) == most and old.table.device == device:
             table = old.table
@@ -215,6 +222,9 @@ class Kernel:
         plan = LaunchPlan(table, store.version, programs, even, values, packing, room)
         store.plan = plan
         return plan
+
+    def _config(self, packing: Packing | None) -> Config:
+        return self.config or (Config() if packing is None else PACKED[packing.bits])
 
     def _scratch(self, lines: int, dim: int, counters: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Partial results [lines, D], their (max, sum) [lines, 2], and counters, which a launch leaves at zero."""

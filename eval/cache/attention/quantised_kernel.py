@@ -15,7 +15,6 @@ import triton.language as tl
 from eval.cache.attention.kernel_middle import gather
 
 HALF = tl.constexpr(32)  # tokens of a page that are multiplied at a time
-PAGES = tl.constexpr(4)  # P: pages, or halves of pages, that a program reads at a time, one a warp
 
 # fmt: off
 
@@ -175,38 +174,87 @@ def _values(
 
 
 @triton.jit
-def _queries(q_row, ok, index, channel, count):
-    """Query channels for every half, [P, M, C]; zero from channel `count` on."""
+def _queries(q_row, ok, index, channel, count, WARPS: tl.constexpr):
+    """Query channels for every warp, [P, M, C]; zero from channel `count` on."""
     q = gather(q_row, ok, index, channel, count, False)
-    return tl.broadcast_to(q[None, :, :], [PAGES, q.shape[0], q.shape[1]])
+    return tl.broadcast_to(q[None, :, :], [WARPS, q.shape[0], q.shape[1]])
 
 
 @triton.jit
-def _first_rows(x, N: tl.constexpr):
-    """Rows [P, N, HALF] of x [P, M, HALF], where M is N or 2 N."""
-    if x.shape[1] > N:
-        x, _ = tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, N, x.shape[2]]), (0, 2, 3, 1)))
+def _masked(s, token, left, scale, N: tl.constexpr):
+    """The first N rows of logits s [P, M, HALF], M = N or 2 N, times scale; -inf from token `left` [P] of a half on."""
+    if s.shape[1] > N:
+        s, _ = tl.split(tl.permute(tl.reshape(s, [s.shape[0], 2, N, s.shape[2]]), (0, 2, 3, 1)))
+    return tl.where(token[None, None, :] < left[:, None, None], s * scale, float("-inf"))
+
+
+@triton.jit
+def _add(
+    a0, a1, a2, a3, p, page, number, half, left,
+    D: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Add values times weights p [P, N, HALF] to every block's sum, [P, D / 4, N]."""
+    V_CODES: tl.constexpr = PAGE * D * BITS // 8
+    V_PAGE: tl.constexpr = V_CODES + PAGE * D // CELL * 2 * dtype.primitive_bitwidth // 8
+    cells = (page + V_CODES).to(tl.pointer_type(tl.int32), bitcast=True)
+    ends = (page + V_CODES).to(tl.pointer_type(dtype), bitcast=True)
+    x = _in_order(p.to(dtype))
+    a0 = tl.dot(_values(page, cells, ends, number, half, left, 0, V_PAGE, D, PAGE, BITS, CELL, PTX), x, a0)
+    a1 = tl.dot(_values(page, cells, ends, number, half, left, 1, V_PAGE, D, PAGE, BITS, CELL, PTX), x, a1)
+    a2 = tl.dot(_values(page, cells, ends, number, half, left, 2, V_PAGE, D, PAGE, BITS, CELL, PTX), x, a2)
+    a3 = tl.dot(_values(page, cells, ends, number, half, left, 3, V_PAGE, D, PAGE, BITS, CELL, PTX), x, a3)
+    return a0, a1, a2, a3
+
+
+@triton.jit
+def _wider(x, other, M: tl.constexpr):
+    """Rows of x and, where M is more, rows of `other` behind them."""
+    if x.shape[0] < M:
+        x = tl.join(x, tl.full(x.shape, other, tl.float32))
+        if len(x.shape) == 3:
+            x = tl.reshape(tl.permute(x, (2, 0, 1)), [M, x.shape[1]])
+        else:
+            x = tl.reshape(tl.permute(x, (1, 0)), [M])
     return x
+
+
+@triton.jit
+def _together(acc, m, z, a0, a1, a2, a3, top, sums, TILE: tl.constexpr, UNIT: tl.constexpr):
+    """The softmax acc [M, D], m, z so far, with that of P warps: a0 to a3 [P, D / 4, N], top [P, N], sums [P, N, HALF]."""
+    M: tl.constexpr = acc.shape[0]
+    most = tl.max(top, 0)
+    share = tl.exp2(top - tl.where(most == float("-inf"), 0.0, most)[None, :])
+    total = tl.sum(tl.sum(sums, 2) * share, 0)
+    share = share[:, None, :] * (1.0 / UNIT)
+    blocks = tl.join(tl.join(a0 * share, a2 * share), tl.join(a1 * share, a3 * share))
+    blocks = tl.sum(blocks, 0)  # [D / 4, N, 2, 2], the last two in order a0 a1, a2 a3
+    found = tl.reshape(tl.permute(blocks, (1, 2, 3, 0)), [top.shape[1], acc.shape[1]])
+    most, total, found = _wider(most, float("-inf"), M), _wider(total, 0.0, M), _wider(found, 0.0, M)
+    new = tl.maximum(m, most)
+    safe = tl.where(new == float("-inf"), 0.0, new)
+    before, now = tl.exp2(m - safe), tl.exp2(most - safe)
+    return acc * before[:, None] + found * now[:, None], new, z * before[:, None] + (total * now)[:, None] / TILE
 
 
 @triton.jit
 def _middle(
     acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
     C: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
-    EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
+    EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr, WARPS: tl.constexpr,
 ):
     """Tokens [first, last) of a packed part with up to C channels.
 
     base, bytes_base: one address, from which the head's K and V begin k_at and v_at bytes on
-    N: rows of the tile that are not padding, or more: M, or M / 2
+    N: 8 where the tile has no more rows that count, else M
     PTX: whether the target is a GPU, which Triton's interpreter is not
     """
-    M: tl.constexpr = acc.shape[0]
-    W: tl.constexpr = D // 4
-    WORD: tl.constexpr = 2 * base.dtype.element_ty.primitive_bitwidth // 8  # bytes of scale and zero point
-    V_CODES: tl.constexpr = PAGE * D * BITS // 8
-    V_PAGE: tl.constexpr = V_CODES + PAGE * D // CELL * WORD
+    dtype: tl.constexpr = base.dtype.element_ty
+    WORD: tl.constexpr = 2 * dtype.primitive_bitwidth // 8  # bytes of scale and zero point
+    V_PAGE: tl.constexpr = PAGE * D * BITS // 8 + PAGE * D // CELL * WORD
     SHARED: tl.constexpr = 2 if BITS == 2 else 1  # channels of a byte
+    PARTS: tl.constexpr = 1 if BITS == 8 else 2  # halves that a warp reads at a time: those that share bytes of K
+    UNIT: tl.constexpr = unit_of(dtype, PTX)
     if EVEN:
         count = count // 32 * 32  # as it is, but the compiler sees that lines are aligned
         width = count // 32 * (32 // SHARED)
@@ -217,80 +265,50 @@ def _middle(
     k_codes = width * (PAGE if BITS == 8 else HALF)
     k_page = k_codes + PAGE // CELL * WORD * room
     k, v = bytes_base + tl.multiple_of(k_at, 16 if EVEN else 4), bytes_base + tl.multiple_of(v_at, 16)
-    row = tl.arange(0, C // SHARED)
-    q0 = _queries(q_row, ok, index, row, tl.minimum(width, count))
-    q1 = _queries(q_row, ok, index, width + row, count) if BITS == 2 else q0
-    warp, token = tl.arange(0, PAGES), _tokens()
-    UNIT: tl.constexpr = unit_of(base.dtype.element_ty, PTX)
+    row, token, warp = tl.arange(0, C // SHARED), _tokens(), tl.arange(0, WARPS)
+    number, half = warp * PARTS // 2, warp * PARTS % 2
+    q0 = _queries(q_row, ok, index, row, tl.minimum(width, count), WARPS)
+    q1 = _queries(q_row, ok, index, width + row, count, WARPS) if BITS == 2 else q0
     scale *= 1.0 / UNIT
-    top = tl.full([PAGES, N], float("-inf"), tl.float32)  # m and z of every half's warp
-    sums = tl.zeros([PAGES, N, HALF], tl.float32)
-    a0 = tl.zeros([PAGES, W, N], tl.float32)
+    top = tl.full([WARPS, N], float("-inf"), tl.float32)  # m and z of every warp
+    sums = tl.zeros([WARPS, N, HALF], tl.float32)
+    a0 = tl.zeros([WARPS, D // 4, N], tl.float32)
     a1, a2, a3 = a0, a0, a0
-    PARTS: tl.constexpr = 1 if BITS == 8 else 2  # halves that a warp reads at a time; narrower ones share K's bytes
-    number = warp // 2 if PARTS == 1 else warp
-    first_half = warp % 2 if PARTS == 1 else warp * 0
-    for at in range(first, last, PAGES * PARTS * HALF):
-        left = last - at - number * PAGE - first_half * HALF
+    for at in range(first, last, WARPS * PARTS * HALF):
+        left = last - at - number * PAGE - half * HALF
         page = k + tl.multiple_of(at // PAGE * k_page, 16 if EVEN else 4)
         cells = (page + k_codes).to(tl.pointer_type(tl.int32), bitcast=True)
         ends = (page + k_codes).to(base.dtype, bitcast=True)
-        s0 = _logits(q0, q1, page, cells, ends, number, first_half, left, row, room, width, k_page, 0, BITS, CELL, PTX)
-        s0 = _first_rows(s0, N)
-        s0 = tl.where(token[None, None, :] < left[:, None, None], s0 * scale, float("-inf"))
-        most = s0
+        s = _logits(q0, q1, page, cells, ends, number, half, left, row, room, width, k_page, 0, BITS, CELL, PTX)
+        s = _masked(s, token, left, scale, N)
+        new = tl.maximum(top, tl.max(s, 2))
         if PARTS == 2:
-            s1 = _logits(q0, q1, page, cells, ends, number, first_half + 1, left, row, room, width, k_page, 2 if BITS == 2 else 1, BITS, CELL, PTX)
-            s1 = _first_rows(s1, N)
-            s1 = tl.where(token[None, None, :] < left[:, None, None] - HALF, s1 * scale, float("-inf"))
-            most = tl.maximum(s0, s1)
-        new = tl.maximum(top, tl.max(most, 2))
+            t = _logits(q0, q1, page, cells, ends, number, half + 1, left, row, room, width, k_page, 4 // BITS,
+                        BITS, CELL, PTX)
+            t = _masked(t, token, left - HALF, scale, N)
+            new = tl.maximum(new, tl.max(t, 2))
         safe = tl.where(new == float("-inf"), 0.0, new)
         alpha = tl.exp2(top - safe)
-        p0 = tl.exp2(s0 - safe[:, :, None])
-        sums = sums * alpha[:, :, None] + p0
-        x0 = _in_order(p0.to(base.dtype.element_ty))
-        if PARTS == 2:
-            p1 = tl.exp2(s1 - safe[:, :, None])
-            sums += p1
-            x1 = _in_order(p1.to(base.dtype.element_ty))
         top = new
-        page = v + tl.multiple_of(at // PAGE * V_PAGE, 16)
-        cells = (page + V_CODES).to(tl.pointer_type(tl.int32), bitcast=True)
-        ends = (page + V_CODES).to(base.dtype, bitcast=True)
+        p = tl.exp2(s - safe[:, :, None])
+        sums = sums * alpha[:, :, None] + p
         alpha = alpha[:, None, :]
-        a0 = tl.dot(_values(page, cells, ends, number, first_half, left, 0, V_PAGE, D, PAGE, BITS, CELL, PTX), x0, a0 * alpha)
-        a1 = tl.dot(_values(page, cells, ends, number, first_half, left, 1, V_PAGE, D, PAGE, BITS, CELL, PTX), x0, a1 * alpha)
-        a2 = tl.dot(_values(page, cells, ends, number, first_half, left, 2, V_PAGE, D, PAGE, BITS, CELL, PTX), x0, a2 * alpha)
-        a3 = tl.dot(_values(page, cells, ends, number, first_half, left, 3, V_PAGE, D, PAGE, BITS, CELL, PTX), x0, a3 * alpha)
+        page = v + tl.multiple_of(at // PAGE * V_PAGE, 16)
+        a0, a1, a2, a3 = _add(a0 * alpha, a1 * alpha, a2 * alpha, a3 * alpha, p, page, number, half, left,
+                              D, PAGE, BITS, CELL, PTX, dtype)
         if PARTS == 2:
-            left -= HALF
-            a0 = tl.dot(_values(page, cells, ends, number, first_half + 1, left, 0, V_PAGE, D, PAGE, BITS, CELL, PTX), x1, a0)
-            a1 = tl.dot(_values(page, cells, ends, number, first_half + 1, left, 1, V_PAGE, D, PAGE, BITS, CELL, PTX), x1, a1)
-            a2 = tl.dot(_values(page, cells, ends, number, first_half + 1, left, 2, V_PAGE, D, PAGE, BITS, CELL, PTX), x1, a2)
-            a3 = tl.dot(_values(page, cells, ends, number, first_half + 1, left, 3, V_PAGE, D, PAGE, BITS, CELL, PTX), x1, a3)
-    every = tl.max(top, 0)
-    of_half = tl.exp2(top - tl.where(every == float("-inf"), 0.0, every)[None, :])
-    total = tl.sum(tl.sum(sums, 2) * of_half, 0)
-    of_half = of_half[:, None, :] * (1.0 / UNIT)
-    blocks = tl.join(tl.join(a0 * of_half, a2 * of_half), tl.join(a1 * of_half, a3 * of_half))
-    blocks = tl.sum(blocks, 0)  # [W, N, 2, 2], the last two in order a0 a1, a2 a3
-    found = tl.reshape(tl.permute(blocks, (1, 2, 3, 0)), [N, D])
-    if N < M:
-        found = tl.reshape(tl.permute(tl.join(found, tl.zeros_like(found)), (2, 0, 1)), [M, D])
-        total = tl.reshape(tl.permute(tl.join(total, tl.zeros_like(total)), (1, 0)), [M])
-        every = tl.reshape(tl.permute(tl.join(every, tl.full([N], float("-inf"), tl.float32)), (1, 0)), [M])
-    new = tl.maximum(m, every)
-    safe = tl.where(new == float("-inf"), 0.0, new)
-    before, now = tl.exp2(m - safe), tl.exp2(every - safe)
-    return acc * before[:, None] + found * now[:, None], new, z * before[:, None] + (total * now)[:, None] / TILE
+            p = tl.exp2(t - safe[:, :, None])
+            sums += p
+            a0, a1, a2, a3 = _add(a0, a1, a2, a3, p, page, number, half + 1, left - HALF,
+                                  D, PAGE, BITS, CELL, PTX, dtype)
+    return _together(acc, m, z, a0, a1, a2, a3, top, sums, TILE, UNIT)
 
 
 @triton.jit
 def packed_middle(
     acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
     ROWS: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
-    EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
+    EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr, WARPS: tl.constexpr,
 ):
     """Tokens [first, last) of a packed part; the plain form is kernel_middle.middle.
 
@@ -299,11 +317,11 @@ def packed_middle(
     N: tl.constexpr = 8 if ROWS <= 8 and acc.shape[0] == 16 else acc.shape[0]
     if count <= 32 and BITS > 2:
         acc, m, z = _middle(acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
-                            32 if BITS > 2 else 64, N, TILE, D, EVEN, PAGE, BITS, CELL, PTX)
+                            32 if BITS > 2 else 64, N, TILE, D, EVEN, PAGE, BITS, CELL, PTX, WARPS)
     elif count <= 64:
         acc, m, z = _middle(acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
-                            64, N, TILE, D, EVEN, PAGE, BITS, CELL, PTX)
+                            64, N, TILE, D, EVEN, PAGE, BITS, CELL, PTX, WARPS)
     elif D > 64:
         acc, m, z = _middle(acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
-                            128, N, TILE, D, EVEN, PAGE, BITS, CELL, PTX)
+                            128, N, TILE, D, EVEN, PAGE, BITS, CELL, PTX, WARPS)
     return acc, m, z
