@@ -33,7 +33,7 @@ OF_CHOSEN = {**OF_DECODE, "chosen": TABLE}
 SHAPE = {"H": 8, "D": 128}
 DECODE = {
     **SHAPE, "GROUP": 4, "TILE": 64, "M": 16, "ROWS": 4, "MERGE_LINES": 32, "EVEN": True, "PAGE": 64,
-    "FIELDS": work.FIELDS, "BITS": 0, "CELL": 0, "PTX": True, "VALUES": 0, "WEIGHTS": False,
+    "FIELDS": work.FIELDS, "BITS": 0, "CELL": 0, "PTX": True, "WARPS": 4, "VALUES": 0, "WEIGHTS": False,
 }  # fmt: skip
 MOVE = {**SHAPE, "TILE": 32, "PAGE": 64, "VALUES": 0}
 CHOSEN = {
