@@ -14,15 +14,20 @@ OUT ?= outputs/demo
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
-$(VENV)/installed: pyproject.toml constraints.txt
+# What a user needs, which is all of the demo; the rest is for tests and pages.
+$(VENV)/base: pyproject.toml constraints.txt
 	@echo "Installing into $(VENV): a few minutes, once."
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install -q -c constraints.txt torch
+	@$(BIN)/pip install -q -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/installed: $(VENV)/base
 	@$(BIN)/pip install -q -c constraints.txt -e '.[dev,slurm,docs]'
 	@touch $@
 
 demo: export HF_HUB_DISABLE_PROGRESS_BARS := 1
-demo: $(VENV)/installed
+demo: $(VENV)/base
 	@echo "1 of 2: learn a mask that prunes 70% of the K channels, and validate it. A few minutes on two cores."
 	@$(BIN)/python -m leank_train +experiment=reference_demo logger=none hydra.run.dir=$(OUT)
 	@echo "2 of 2: compare it with the dense cache and a training-free mask on RULER, 1,024 tokens. About a minute."

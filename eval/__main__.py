@@ -2,11 +2,13 @@
 
 python -m eval +experiment=reference_ruler mask=outputs/reference_70pct_seed1/mask.safetensors
 python -m eval report outputs/eval/reference_ruler
+python -m eval report outputs/eval/reference_ruler think snapkv
 python -m eval diff outputs/eval/reference_ruler dense leank
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -103,11 +105,14 @@ def main(config: DictConfig) -> None:
         sys.exit(f"eval: {in_one_line(str(error))}")
 
 
-def report(directory: str) -> None:
-    """Compute the report of a run again, from its rows."""
+def report(directory: str, *methods: str) -> None:
+    """Compute the report of a run again, from its rows.
+
+    It compares each METHOD with every other by sample; without any, the learned masks if they are few.
+    """
     from eval.report import write_report
 
-    write_report(Path(directory))
+    write_report(Path(directory), methods)
     print(f"report: {Path(directory) / 'report.html'}")
 
 
@@ -121,7 +126,9 @@ def diff(directory: str, first: str, second: str) -> None:
     print(f"{text}\n\nevery sample: {path}")
 
 
-COMMANDS: dict[str, tuple[Callable[..., None], str]] = {"report": (report, "DIR"), "diff": (diff, "DIR METHOD METHOD")}
+COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
+    "report": (report, "DIR [METHOD ...]"), "diff": (diff, "DIR METHOD METHOD"),
+}  # fmt: skip
 
 
 def from_rows(name: str, given: Sequence[str]) -> None:
@@ -129,10 +136,11 @@ def from_rows(name: str, given: Sequence[str]) -> None:
     command, arguments = COMMANDS[name]
     usage = f"usage: python -m eval {name} {arguments}"
     if {"-h", "--help"} & {*given}:
-        print(f"{usage}\n\n{command.__doc__}")
+        print(f"{usage}\n\n{inspect.getdoc(command)}")
         return
     try:
-        if len(given) != len(arguments.split()):
+        needed = arguments.partition(" [")[0].split()
+        if len(given) < len(needed) or (len(given) > len(needed) and "[" not in arguments):
             raise ValueError(usage)
         command(*given)
     except ValueError as error:

@@ -151,6 +151,11 @@ class RunConfig(Checked):
             self.stage2.lam != steering.AUTO, "stage2.lam='auto' must be a number: only stage 1 has a penalty to steer"
         )
         need(
+            self.stage1.lam != steering.AUTO or (self.stage1.l1, self.stage1.reduction) == ("mean", "official"),
+            f"stage1.l1={self.stage1.l1!r} and stage1.reduction={self.stage1.reduction!r} with stage1.lam='auto': the "
+            "limits of a steered lambda fit means; set stage1.l1=mean and stage1.reduction=official, or give a number",
+        )
+        need(
             self.stage1.steps + self.stage2.steps > 0,
             "stage1.steps=0 and stage2.steps=0: nothing would be learned; give one of them steps above 0",
         )

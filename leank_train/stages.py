@@ -165,7 +165,10 @@ class Stage(L.LightningModule):
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         """Run the backward pass; raise ValueError if the loss of all ranks is not finite."""
-        distill.backward(loss, self._loss_of_all_ranks)
+        factor = distill.FLOAT16_FACTOR if self.backbone.model.dtype == torch.float16 else 1.0
+        distill.backward(loss * factor, self._loss_of_all_ranks)
+        if factor != 1.0 and self.alpha.grad is not None:
+            self.alpha.grad.div_(factor)
 
     def _over_ranks(self, batch: Batch, loss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Weigh this rank's loss, so that the mean over ranks is the loss of all their documents in one batch.

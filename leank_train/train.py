@@ -23,7 +23,7 @@ from leank_train.common.files import write_json
 from leank_train.common.tensor_files import read_checkpoint, write_checkpoint, write_tensors
 from leank_train.data import RetrievalData, collate
 from leank_train.mask import ChannelMask, check_ratio
-from leank_train.objective.steering import Separation
+from leank_train.objective.steering import AUTO, Separation
 from leank_train.run_folder import Run, claimed
 from leank_train.running import parallel, plots
 from leank_train.running.metrics import Metrics
@@ -161,7 +161,7 @@ def measured(current: Run, mask: ChannelMask, scores1: Tensor, alpha: Tensor, re
     """Return the metrics of training; warn if the cut of stage 1's scores was arbitrary."""
     ratio = current.config.pruning.ratio
     separation = Separation.of(scores1, ratio)
-    if warning := separation.warning(ratio):
+    if warning := separation.warning(ratio, current.config.stage1.lam == AUTO):
         log.warning("%s: %s", current.out, warning)
     best = {name: best_look(record.looks) for name, record in records.items() if record.looks}
     heldout = {name: {"step": step, "loss": loss} for name, (step, loss) in best.items()}

@@ -1,15 +1,19 @@
-"""The pages name what there is: every key of both configurations, and no file that is not there."""
+"""The pages name what there is: every key of both configurations, and no file or section that is not there."""
 
 import re
+from functools import cache
+from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from tests import ROOT
+from tests.test_imports import LAYERS
 
 DOCS = ROOT / "docs"
-PAGES = [*DOCS.glob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+PAGES = [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+PACKAGES = ("conf", "data_gen", "eval", "leank_train", "scripts")
 EXPLAINED_ELSEWHERE = ("benchmark", "method")  # have pages of their own
 
 
@@ -34,11 +38,44 @@ def test_configuration_explains_every_key(command):
     assert not [key for key in wanted if f"`{key}`" not in text]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files(page):
+@cache
+def sections(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them, and those written by hand."""
     text = page.read_text(encoding="utf-8")
-    links = {link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link}
-    assert not sorted(link for link in links if link and not (page.parent / link).exists())
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings} | set(
+        re.findall(r'<a id="([^"]+)">', text)
+    )
+
+
+def is_there(target: Path, anchor: str) -> bool:
+    """Whether the file exists, and has the section if one is named."""
+    return target.exists() and (not anchor or anchor in sections(target))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_sections(page):
+    links = {
+        link.partition("#")
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+        if "://" not in link
+    }
+    wrong = [
+        file + hash_ + anchor
+        for file, hash_, anchor in links
+        if not is_there(page.parent / file if file else page, anchor)
+    ]
+    assert not sorted(wrong)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_pages_named_in_the_code_are_there(package):
+    wrong = {}
+    for file in (ROOT / package).rglob("*"):
+        if file.suffix in (".py", ".yaml", ".md"):
+            named = re.findall(r"\b(docs/[\w/]+\.md)(?:#([\w-]+))?", file.read_text(encoding="utf-8"))
+            wrong |= {page: file for page, anchor in named if not is_there(ROOT / page, anchor)}
+    assert not wrong
 
 
 @pytest.mark.parametrize("page", ["architecture.md", "../CONTRIBUTING.md", "configuration.md"])
@@ -47,3 +84,10 @@ def test_paths_are_of_the_tree(page):
     named = re.findall(r"`((?:conf|data_gen|docs|eval|leank_train|scripts|tests)/[\w/.]+)`", text)
     assert named
     assert not sorted(path for path in set(named) if "NAME" not in path and not (ROOT / path).exists())
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_the_architecture_page_has_the_layers(package):
+    text = re.sub(r"\n {8,}", " ", (DOCS / "architecture.md").read_text(encoding="utf-8"))
+    (rooms,) = re.findall(rf"^    {package.replace('.', '/')} +(.+->.+)$", text.split("## Layers")[1], re.MULTILINE)
+    assert [set(floor.split(", ")) for floor in rooms.split(" -> ")] == LAYERS[package]

@@ -22,12 +22,14 @@ from data_gen.request import LONGEST
 from eval.cache.layer import CompressedLayer
 from eval.cache.storage.channels import KeptChannels
 from eval.cache.storage.middle import Middle
-from eval.cache.storage.pages import PAGE, Segment
+from eval.cache.storage.pages import PAGE
 from eval.cache.storage.quantised import Packing, QuantisedSegment
+from eval.cache.storage.segment import Segment
 from eval.cache.storage.store import Sizes, Store
-from leank_train.common.tensor_files import DamagedFile, digest, read_tensors, write_tensors
+from leank_train.common.tensor_files import DIGEST, DamagedFile, digest, read_tensors, write_tensors
 
-FORMAT = "leank-cache-2"
+FORMAT, EARLIER = "leank-cache-3", ("leank-cache-1", "leank-cache-2")  # earlier headers had no digests of their own
+KEYS = ("format", "model", "mask", "sink", "window", "flush", "layers")
 CURE = "copy it again, or make it anew with save()"
 SAMPLED = 64  # numbers of each weight that tell models apart
 COUNTS = ("seen", "start", "floor")  # of each row, on the host
@@ -69,14 +71,17 @@ def save(path: str | os.PathLike[str], layers: Sequence[Any], model: PreTrainedM
         header.append(about)
         tensors |= {f"{index}.{name}": _own_copy(tensor) for name, tensor in own.items()}
     sizes = next(layer.sizes for layer in layers if isinstance(layer, CompressedLayer))
-    about_all = {
-        "format": FORMAT,
-        "model": model_digest(model),
-        "mask": mask_digest(masks),
-        "sizes": json.dumps([int(n) for n in (sizes.sink, sizes.window, sizes.flush)]),
-        "layers": json.dumps(header),
-    }
-    write_tensors(path, tensors, about_all)
+    about = {"format": FORMAT, "model": model_digest(model), "mask": mask_digest(masks), "layers": json.dumps(header)}
+    about |= {name: str(int(getattr(sizes, name))) for name in ("sink", "window", "flush")}
+    write_tensors(path, tensors, {**about, "digests": json.dumps(_digests(about))})
+
+
+def _digests(about: Mapping[str, str]) -> dict[str, str]:
+    """sha256 of each text of the header, and of each field of all layers, so that a refusal can name what changed."""
+    layers = json.loads(about["layers"])
+    parts: dict[str, Any] = {key: about[key] for key in KEYS if key != "layers"}
+    parts |= {f"layers.{field}": [one.get(field) for one in layers] for field in {f for one in layers for f in one}}
+    return {key: hashlib.sha256(json.dumps(part).encode()).hexdigest() for key, part in sorted(parts.items())}
 
 
 def _own_copy(tensor: Tensor) -> Tensor:
@@ -142,13 +147,24 @@ def _sliding(layer: DynamicSlidingWindowLayer | None) -> tuple[dict[str, Any], d
     return {"kind": "sliding", "columns": layer.cumulative_length, "names": sorted(tensors)}, tensors
 
 
+def _check(about: Mapping[str, str]) -> None:
+    """Raise ValueError for a header that `save` did not write, naming the key that is not as it was written."""
+    if about.get("format") != FORMAT:
+        raise ValueError(f"it is no cache that save() wrote, whose format is {FORMAT}")
+    if missing := [key for key in (*KEYS, "digests", DIGEST) if key not in about]:
+        raise ValueError(f"its header lacks {missing[0]!r}")
+    written, found = json.loads(about["digests"]), _digests(about)
+    if changed := [key for key in sorted({*written, *found}) if written.get(key) != found.get(key)]:
+        raise ValueError(f"its {changed[0]!r} is not what was saved")
+
+
 class Saved:
     """A file that `save` wrote, read and compared with its own digest.
 
     sizes: of every compressed layer
     middles: how each layer keeps its middle, for `compressed_cache`
 
-    Raises DamagedFile.
+    Raises DamagedFile, or ValueError for a file of an earlier version.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -156,19 +172,23 @@ class Saved:
         try:
             with safe_open(path, framework="pt") as file:
                 about = dict(file.metadata() or {})
-            if about.get("format") != FORMAT:
-                raise ValueError("it is no cache that save() wrote")
+        except SafetensorError as error:
+            raise DamagedFile(path, error, CURE) from error
+        if about.get("format") in EARLIER:
+            raise ValueError(
+                f"{path} was saved by an earlier version, whose files do not guard their header: save it again"
+            )
+        try:
+            _check(about)
             self.about: list[dict[str, Any]] = json.loads(about["layers"])
             names = {f"{index}.{name}" for index, one in enumerate(self.about) for name in one["names"]}
-            sink, window, flush = json.loads(about["sizes"])
-            self.sizes = Sizes(sink, window, flush)
+            self.sizes = Sizes(*(int(about[name]) for name in ("sink", "window", "flush")))
             columns = {repr(one["columns"]): one["columns"] for one in self.about}  # repr tells 1 from True
             if len(columns) != 1 or any(type(n) is not int or not 0 < n <= LONGEST for n in columns.values()):
                 raise ValueError("its layers have no common number of tokens")
-        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedFile(path, error, CURE) from error
-        keys = ("format", "model", "mask", "sizes", "layers")
-        self.tensors, self.metadata = read_tensors(path, names, CURE, keys)
+        self.tensors, self.metadata = read_tensors(path, names, CURE, (*KEYS, "digests"))
         self.middles = [self._middle(index) for index in range(len(self.about))]
 
     def check(self, model: PreTrainedModel, masks: Mapping[int, Tensor | None] | None) -> None:
@@ -237,9 +257,7 @@ def _store(own: Mapping[str, Tensor], layer: CompressedLayer, model: PreTrainedM
         and bool((held <= slots).all())
         and bool(((store.start >= sizes.sink) & (store.start <= np.maximum(sizes.sink, store.seen))).all())
         and bool(((store.floor >= 0) & (store.floor <= store.seen)).all())
-        and bool(
-            ((store.start == sizes.sink) | (store.floor - store.start >= sizes.window)).all()
-        )  # since the last move
+        and bool(((store.start == sizes.sink) | (store.floor - store.start >= sizes.window)).all())
     )
     if not right:
         raise ValueError("its sink and window do not fit together")

@@ -101,12 +101,10 @@ class PromptLayer(DynamicLayer):
             return dense.attend(q, self.keys, self.values, scaling, real, softmax)
         return dense.latest(q, self.keys, self.values, scaling, real).transpose(1, 2)
 
-    def to(self, device: torch.device | str) -> None:
-        """Move the buffer of K and V to a device; `queries` and `column_sums` stay where they are."""
-        if self._buffer is not None:
-            k, v = (room.to(device) for room in self._buffer)
-            self._buffer = k, v
-            self.keys, self.values = (room[:, :, : self._columns] for room in self._buffer)
+    def take(self, k: Tensor, v: Tensor) -> None:
+        """Hold these copies of K and V [B, H, held columns, D], on any device, with no room for more."""
+        self._buffer = self.keys, self.values = k, v
+        self.capacity = self._columns
 
     def get_seq_length(self) -> int:
         """Columns that have come so far, the dropped ones included."""

@@ -25,9 +25,10 @@ protected = here("papers/snapkv_iap", "papers/snapkv_iap_free", sets=sized(SIZES
 kivi = here("papers/kivi4", "papers/kivi4_iap")
 
 
-def against_think(tokens: str, ratio: float) -> tuple[Contrast, ...]:
+def against_think(tokens: str, ratio: float, equal: bool = False) -> tuple[Contrast, ...]:
     """Compare IAP with ThinK at each KV size."""
-    return tuple(Contrast(f"{tokens}_iap_free_{n}_{ratio:g}", f"{tokens}_think_{n}_{ratio:g}") for n in SIZES)
+    names = [(f"{tokens}_iap_free_{n}_{ratio:g}", f"{tokens}_think_{n}_{ratio:g}") for n in SIZES]
+    return tuple(Contrast(*both, bound=EQUAL if equal else 0.0, equal=equal) for both in names)
 
 
 SHORT = {"samples": 1, "length": 1024}
@@ -35,10 +36,11 @@ INTERACTION = Analysed("interaction", quick=SHORT)
 PAIRED, SAMPLE = ("layer", "sample", "ratio"), ("sample",)  # rows of ThinK and of IAP with the same prompt
 SHALLOW, DEEP = range(3), range(3, 99)  # layers of the reference model, which has 7
 INTERACT = (
-    Expect("share of the largest terms that lie off the diagonal", where(measure="extreme"), bound=0.1),
-    Expect("share of the largest terms off the diagonal, first three layers over the others",
+    Expect("share of the largest terms that lie off the diagonal", where(measure="extreme"), bound=0.1,
+           units="layers"),
+    Expect("share of the largest terms off the diagonal, first three of 7 layers over the others",
            where(measure="extreme", layer=SHALLOW),
-           where(measure="extreme", layer=DEEP)),
+           where(measure="extreme", layer=DEEP), units="layers"),
 )  # fmt: skip
 
 ITEMS = (
@@ -49,13 +51,13 @@ ITEMS = (
          "Queries vary more than their mean says, so a window cannot stand for all queries.",
          here=(Analysed("query_spread", quick={"length": 1024}),), real=(on("llama3_8b", "query_spread"),),
          needs=LLAMA3, claims=(Expect("share of channels that vary by more than their mean",
-                                      where(measure="unsteady"), bound=0.5),)),
+                                      where(measure="unsteady"), bound=0.5, units="layers"),)),
     Item("iap:fig3", "By how much IAP's error of the logits is below ThinK's, by layer.",
          "IAP's error is smaller, most of all in shallow layers.",
          here=(Analysed("layer_error", {"samples": 50}, quick={"samples": 10, "length": 1024}),),
          real=(on("llama3_8b", "layer_error"), on("mistral_7b", "layer_error")),
          needs=f"{LLAMA3}, {MISTRAL}",
-         claims=(Expect("relative error of the logits in the first three layers, ThinK over IAP",
+         claims=(Expect("relative error of the logits in the first three of 7 layers, ThinK over IAP",
                         where(measure="logits", method="ThinK", layer=SHALLOW),
                         where(measure="logits", method="IAP", layer=SHALLOW), by=PAIRED, over=SAMPLE),
                  Expect("relative error of attention outputs, ThinK over IAP",
@@ -78,7 +80,7 @@ ITEMS = (
         "iap:table2", "LongBench on Mistral: IAP and ThinK at 50% on SnapKV and H2O, by KV size.",
         "IAP is better on SnapKV, equal on H2O.", here=(grid,),
         real=(longbench("mistral_7b", "iap", *CHANNELS, sets=OF_MISTRAL),), needs=f"{MISTRAL}, LongBench",
-        tables=("2",), claims=(*against_think("snapkv", 0.5), *against_think("h2o", 0.5)), note=SMALL,
+        tables=("2",), claims=(*against_think("snapkv", 0.5), *against_think("h2o", 0.5, equal=True)), note=SMALL,
     ),
     Item(
         "iap:table3", "KIVI at 4 bits, alone and with IAP at 40 and 50%.", "IAP on KIVI costs half a point, then one.",
@@ -90,7 +92,7 @@ ITEMS = (
         "iap:table4", "How many recent tokens stay whole with IAP: 32 or 64.", "It makes no difference.",
         here=(here("papers/snapkv_iap_recent", sets=sized([256], "snapkv_iap_recent")),),
         real=(longbench("llama3_8b", "iap", "papers/snapkv_iap_recent"),), needs=f"{LLAMA3}, LongBench",
-        claims=(Contrast("snapkv_iap_recent_256_32", "snapkv_iap_recent_256_64", bound=EQUAL),),
+        claims=(Contrast("snapkv_iap_recent_256_32", "snapkv_iap_recent_256_64", bound=EQUAL, equal=True),),
     ),
     Item(
         "iap:table5", "IAP with [a, b] of [0, 0] and [3, 7]: how many channels of a large norm are protected.",

@@ -83,12 +83,14 @@ class Contrast:
     measure: "score" compares points, first minus second; the others compare the ratio first / second of cache bytes or
         of seconds.
     bound: what the claim says of it. A difference of scores is above the bound, a ratio is below it.
+    equal: whether the claim is that scores are equal: that their difference is within `bound` on either side.
     """
 
     first: str
     second: str
     measure: Measure = "score"
     bound: float = 0.0
+    equal: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,11 @@ class Expect:
     by: fields that pair a row of `of` with one of `minus`, such as the layer; empty: the two means are independent.
     over: fields whose values make a unit of the interval, such as the sample; rows of a unit count as their mean.
         Empty: every row is a unit.
+    units: what a unit is, in words; fewer than ten decide nothing.
+    counted: whether the rows are all that there is, such as the heads of a published mask: a count, without interval.
     bound: what the mean, or the difference, lies above.
     above: whether it lies above the bound; else below.
+    chosen: whether the bound is none of the paper's, which gives no number, but chosen here.
     """
 
     says: str
@@ -110,8 +115,11 @@ class Expect:
     minus: Callable[[Row], bool] | None = None
     by: tuple[str, ...] = ()
     over: tuple[str, ...] = ()
+    units: str = "samples"
+    counted: bool = False
     bound: float = 0.0
     above: bool = True
+    chosen: bool = False
 
 
 @dataclass(frozen=True)

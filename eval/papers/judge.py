@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from eval.papers.item import Contrast, Expect, Row
@@ -19,8 +19,11 @@ WORDS = {
     "per_token": "times the time per token",
 }  # fmt: skip
 SECONDS = ("first_token", "per_token")
-FEW = 10  # units of an interval over samples; fewer decide nothing, whatever their interval
+SHARED = "several processes shared the machine while these seconds were taken, which --jobs 1 avoids"
+FEW = 10  # units of an interval; fewer decide nothing, whatever their interval
 RULE_OF_THREE = 300  # samples without a single loss show that less than 1 point is lost, at 95%
+FLOOR = 10.0  # points; a method below them has next to nothing to lose
+ALIKE = 0.95  # share of samples with equal scores from which a reader is told of it
 
 
 @dataclass(frozen=True)
@@ -31,22 +34,30 @@ class Judgement:
     verdict: whether the claim shows.
     figures: the mean, its interval and how many units they are of; empty if there is nothing to compare.
     why: why an undecided comparison is not decided.
+    beside: what to know of a verdict beside its interval, such as that the methods hardly differ.
     """
 
     compared: str
     verdict: Verdict
     figures: str = ""
     why: str = ""
+    beside: str = ""
+
+    @property
+    def remarks(self) -> str:
+        """Why it is not decided, and what to know beside."""
+        return "; ".join(filter(None, (self.why, self.beside)))
 
     @property
     def said(self) -> str:
-        """The verdict as a sentence."""
-        return {
+        """The verdict as a sentence, and what to know beside as another."""
+        said = {
             "shows": "The claim shows here.",
             "contradicts": "This contradicts the paper.",
             "undecided": f"Not decided: {self.why}.",
             "not compared": "There is nothing to compare yet.",
         }[self.verdict]
+        return f"{said} {self.beside[0].upper()}{self.beside[1:]}." if self.beside else said
 
     @property
     def sentence(self) -> str:
@@ -54,42 +65,42 @@ class Judgement:
         return f"{self.compared}: {self.figures}. {self.said}" if self.figures else f"{self.compared}: {self.said}"
 
 
-def contrast(claim: Contrast, rows: Sequence[ResultRow]) -> Judgement:
-    """Compare two methods sample by sample; tasks and lengths count alike. Seconds are compared batch by batch."""
-    strata: dict[object, list[float]] = defaultdict(list)
-    batches: set[float] = set()  # the samples of a batch have the same seconds, which are one measurement
-    other = {(r["task"], r["length"], *which(r)): r for r in rows if r["method"] == claim.second}
-    for row in rows:
-        against = other.get((row["task"], row["length"], *which(row)))
-        if row["method"] == claim.first and against is not None:
-            value = _compared(claim, row, against)
-            if claim.measure in SECONDS and value is not None and value not in batches:
-                batches.add(value)
-                strata[claim.measure].append(value)
-            elif claim.measure not in SECONDS and value is not None:
-                strata[row["task"], row["length"]].append(value)
-    above = claim.measure == "score"
-    names = f"{claim.first} minus {claim.second}" if above else f"{claim.first} / {claim.second}"
-    names = f"{names}, {_side(above)} {claim.bound:g}"
+def contrast(claim: Contrast, rows: Sequence[ResultRow], alone: bool = True) -> Judgement:
+    """Compare two methods sample by sample; tasks and lengths count alike. Seconds are compared batch by batch.
+
+    alone: whether one process made the rows; the seconds of processes that shared a machine decide nothing.
+    """
+    strata = _samples(claim, rows)
+    scores = claim.measure == "score"
+    names = f"{claim.first} minus {claim.second}" if scores else f"{claim.first} / {claim.second}"
+    names = f"{names}, within {-claim.bound:g}" if claim.equal else f"{names}, {_side(scores)} {claim.bound:g}"
     if not strata:
         return Judgement(names, "not compared")
-    found = list(strata.values())
-    few = max(FEW, math.ceil(RULE_OF_THREE / -claim.bound)) if above and claim.bound < 0 else FEW
+    found = [[a - b if scores else a / b for a, b in pairs] for pairs in strata.values()]
+    few = max(FEW, math.ceil(RULE_OF_THREE / -claim.bound)) if scores and claim.bound < 0 else FEW
     figures = (mean(found), *interval(found))
-    return _judged(names, WORDS[claim.measure], figures, sum(map(len, found)), few, claim.bound, above)
+    if not scores:
+        judged = _judged(names, f" {WORDS[claim.measure]}", figures, sum(map(len, found)), few, claim.bound, False)
+        shared = claim.measure in SECONDS and not alone
+        return replace(judged, verdict="undecided", why=SHARED) if shared else judged
+    levels = [mean([[pair[side] for pair in pairs] for pairs in strata.values()]) for side in (0, 1)]
+    if claim.equal:
+        judged = _within(names, figures, found, few, -claim.bound)
+    else:
+        judged = _judged(names, " points", figures, sum(map(len, found)), few, claim.bound, True)
+    return _beside(judged, claim, levels, found)
 
 
 def expect(claim: Expect, rows: Sequence[Row]) -> Judgement:
     """Judge the mean value of some rows of an analysis, or the difference of two such means."""
     name = claim.says if claim.minus is None else f"{claim.says}, difference"
     name = f"{name}, {_side(claim.above)} {claim.bound:g}"
-    few = FEW if "sample" in claim.over else 1
     if claim.by or claim.minus is None:
         units = _units(_pairs(claim, rows) if claim.by else _chosen(claim.of, rows), claim.over)
         if not units:
             return Judgement(name, "not compared")
         figures = mean([units]), *interval([units])
-        return _judged(name, "", figures, len(units), few, claim.bound, claim.above)
+        return _of_analysis(name, claim, figures, len(units), FEW)
     first, second = (_units(_chosen(counts, rows), claim.over) for counts in (claim.of, claim.minus))
     if not first or not second:
         return Judgement(name, "not compared")
@@ -97,16 +108,74 @@ def expect(claim: Expect, rows: Sequence[Row]) -> Judgement:
     (a, b), (c, d) = interval([first]), interval([second], seed=1)
     # two independent means: their distances to the ends add up in quadrature
     figures = of - minus, of - minus - math.hypot(of - a, d - minus), of - minus + math.hypot(b - of, minus - c)
-    return _judged(name, "", figures, len(first) + len(second), 2 * few, claim.bound, claim.above)
+    return _of_analysis(name, claim, figures, len(first) + len(second), 2 * FEW)
 
 
-def _compared(claim: Contrast, row: ResultRow, against: ResultRow) -> float | None:
+def _samples(claim: Contrast, rows: Sequence[ResultRow]) -> dict[object, list[tuple[float, float]]]:
+    """Return both methods' figures of the samples that both have, by task and length."""
+    found: dict[object, list[tuple[float, float]]] = defaultdict(list)
+    batches: set[float] = set()  # the samples of a batch have the same seconds, which are one measurement
+    other = {(r["task"], r["length"], *which(r)): r for r in rows if r["method"] == claim.second}
+    for row in rows:
+        against = other.get((row["task"], row["length"], *which(row)))
+        if row["method"] != claim.first or against is None:
+            continue
+        ours, theirs = _measured(claim, row), _measured(claim, against)
+        if ours is None or theirs is None or (claim.measure != "score" and not ours * theirs):
+            continue
+        if claim.measure not in SECONDS:
+            found[row["task"], row["length"]].append((ours, theirs))
+        elif ours / theirs not in batches:
+            batches.add(ours / theirs)
+            found[claim.measure].append((ours, theirs))
+    return found
+
+
+def _measured(claim: Contrast, row: ResultRow) -> float | None:
     if claim.measure == "score":
-        return 100 * (row["score"] - against["score"])
-    if claim.measure == "bytes":
-        return row["cache_bytes"]["total"] / against["cache_bytes"]["total"]
-    ours, theirs = row["seconds"].get(claim.measure), against["seconds"].get(claim.measure)
-    return ours / theirs if ours and theirs else None
+        return 100 * row["score"]
+    return row["cache_bytes"]["total"] if claim.measure == "bytes" else row["seconds"].get(claim.measure)
+
+
+def _beside(
+    judged: Judgement, claim: Contrast, levels: Sequence[float], differences: Sequence[Sequence[float]]
+) -> Judgement:
+    """Add both methods' own points, and say where these hardly let the methods differ.
+
+    levels: points of the first and of the second method.
+    differences: points of the samples, by task and length.
+    """
+    figures = judged.figures.replace(", n =", f", {levels[0]:.1f} against {levels[1]:.1f}, n =")
+    alike = mean([[float(one == 0) for one in some] for some in differences])
+    beside = f"both score alike on {100 * alike:.0f}% of the samples" if alike >= ALIKE else ""
+    judged = replace(judged, figures=figures, beside=beside)
+    # a claim that nothing is lost needs something to lose; one that a method is better, a method that is good
+    low = levels[1] if claim.bound < 0 and not claim.equal else max(levels)
+    if judged.verdict == "shows" and low < FLOOR:
+        return replace(judged, verdict="undecided", why=f"both nearly always fail, below {FLOOR:g} of 100 points")
+    return judged
+
+
+def _within(
+    name: str, figures: tuple[float, float, float], found: Sequence[Sequence[float]], few: int, margin: float
+) -> Judgement:
+    """Judge the claim that a difference is smaller than `margin` on either side."""
+    count = sum(map(len, found))
+    above = _judged(name, " points", figures, count, few, -margin, True)
+    below = _judged(name, " points", figures, count, few, margin, False)
+    if "contradicts" in (above.verdict, below.verdict):
+        return above if above.verdict == "contradicts" else below
+    return below if above.verdict == "shows" else above
+
+
+def _of_analysis(name: str, claim: Expect, figures: tuple[float, float, float], count: int, few: int) -> Judgement:
+    """Judge the rows of an analysis."""
+    if claim.counted:
+        judged = _judged(name, "", figures, count, 1, claim.bound, claim.above)
+        judged = replace(judged, figures=f"{figures[0]:.3g}, counted")
+    else:
+        judged = _judged(name, "", figures, count, few, claim.bound, claim.above, claim.units)
+    return replace(judged, beside="the bound is a choice made here, the paper gives none") if claim.chosen else judged
 
 
 def _side(above: bool) -> str:
@@ -135,19 +204,29 @@ def _units(found: Sequence[tuple[Row, float]], over: Sequence[str]) -> list[floa
 
 
 def _judged(
-    name: str, unit: str, figures: tuple[float, float, float], count: int, few: int, bound: float, above: bool
+    name: str,
+    unit: str,
+    figures: tuple[float, float, float],
+    count: int,
+    few: int,
+    bound: float,
+    above: bool,
+    units: str = "samples",
 ) -> Judgement:
     """Write the figures and the verdict.
 
-    few: units that it takes to decide.
+    unit: of the figures, with a space before it.
+    few: how many samples, or other units of the interval, it takes to decide.
     above: whether the claim is that the figure lies above `bound`; else below.
+    units: what the interval is over.
     """
     middle, low, high = figures
     right, wrong = (low > bound, high < bound) if above else (high < bound, low > bound)
     verdict: Verdict = "shows" if right else "contradicts" if wrong else "undecided"
     why = f"the interval holds {bound:g}"
     if (verdict == "shows" and count < few) or count < min(few, FEW):
-        verdict, why = "undecided", f"it takes {few} samples"
-    number = "{:+.1f}" if unit == "points" else "{:.3g}"
-    said = f"{number} {unit} [{number}, {number}]".replace("  ", " ").format(middle, low, high)
-    return Judgement(name, verdict, f"{said}, n = {count}", why if verdict == "undecided" else "")
+        verdict, why = "undecided", f"it takes {few} {units}"
+    number = "{:+.1f}" if unit == " points" else "{:.3g}"
+    said = f"{number}{unit} [{number}, {number}]".format(middle, low, high)
+    many = f"n = {count}" if units == "samples" else f"n = {count} {units}"
+    return Judgement(name, verdict, f"{said}, {many}", why if verdict == "undecided" else "")

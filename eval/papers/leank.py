@@ -38,17 +38,29 @@ KEPT = {"measure": "kept", "method": "mask", "layer": range(99)}  # the mask's s
 
 
 def different(axis: str, name: str) -> Callable[[Row], bool]:
-    """Whether a row is the correlation of two tasks, or of two lengths, that differ."""
+    """Whether a row is the correlation of two tasks, or of two lengths, that differ; each pair counts once."""
     chosen = where(measure="pearson", axis=axis)
-    return lambda row: chosen(row) and row[name] != row[f"other_{name}"]
+    return lambda row: chosen(row) and str(row[name]) < str(row[f"other_{name}"])
 
 
 def halves(pair: int) -> tuple[Expect, Expect]:
     """Claim that low frequencies are kept more often, and that `pair` stands out of the high ones."""
     others = tuple(number for number in HIGH if number != pair)
     return (
-        Expect("kept share of the low-frequency half", where(**KEPT, pair=LOW), where(**KEPT, pair=HIGH)),
-        Expect(f"kept share of pair {pair}", where(**KEPT, pair=pair), where(**KEPT, pair=others)),
+        Expect(
+            "kept share of the low-frequency half",
+            where(**KEPT, pair=LOW),
+            where(**KEPT, pair=HIGH),
+            over=("layer",),
+            units="layers",
+        ),
+        Expect(
+            f"kept share of pair {pair}",
+            where(**KEPT, pair=pair),
+            where(**KEPT, pair=others),
+            over=("layer",),
+            units="layers",
+        ),
     )
 
 
@@ -63,8 +75,10 @@ ITEMS = (
         real=(Analysed("staticity", {"length": 64 * K, "lengths": ALL[:5]}, overrides=("model=llama31_8b",)),
               on("llama31_8b", "group_removal")),
         needs=LLAMA,
-        claims=(Expect("correlation of channel norms between two tasks", different("tasks", "task"), bound=0.9),
-                Expect("correlation of channel norms between two lengths", different("lengths", "length"), bound=0.9)),
+        claims=(Expect("correlation of channel norms between two tasks", different("tasks", "task"), bound=0.9,
+                       units="pairs of tasks"),
+                Expect("correlation of channel norms between two lengths", different("lengths", "length"), bound=0.9,
+                       units="pairs of lengths")),
     ),
     Item("leank:fig2", "The two training stages and the cache that is deployed, as a drawing.",
          note="docs/architecture.md describes it."),
@@ -84,7 +98,7 @@ ITEMS = (
     ),
     Item("leank:fig5", "Time of decode attention in every layer of Llama, dense and LeanK.",
          "Attention is 1.3 times as fast.", here=(gpu("python -m scripts.bench.attention OUT"),),
-         note="docs/results.md has it measured on an H200."),
+         note="docs/results/attention.md has it measured on an H200."),
     Item("leank:fig6", "Memory against the batch size, dense and LeanK.",
          "At 4K + 1K tokens the batch grows by 20%, and 64 rows save 10 GB.",
          here=(gpu("python -m scripts.bench.memory OUT --context 5120 --batch 1 8 16 32 64"),)),
@@ -108,10 +122,11 @@ ITEMS = (
         needs=LLAMA,
         claims=(Expect("right answers (%) with a quarter of the heads streaming, highest w_hf over lowest",
                        where(measure="exact", order="highest", share=0.25),
-                       where(measure="exact", order="lowest", share=0.25)),
+                       where(measure="exact", order="lowest", share=0.25), units="means of four samples"),
                 Expect("right answers (%) with a quarter of the heads streaming, highest w_hf over random",
                        where(measure="exact", order="highest", share=0.25),
-                       where(measure="exact", order="random", share=0.25))),
+                       where(measure="exact", order="random", share=0.25), units="means of four samples")),
+        note="Four samples of two tasks. Table 11 has the same heads with 50 samples of nine tasks.",
     ),
     Item(
         "leank:fig9",
@@ -122,13 +137,13 @@ ITEMS = (
         real=(Analysed("kept_by_pair", {"length": 32 * K}, overrides=("model=qwen25_7b", QWEN_MASK)),),
         needs=f"{QWEN}, for ThinK's curve beside it",
         claims=(*halves(31), Expect("share of empty heads in the first five layers", where(measure="empty_in_first"),
-                                    bound=0.4)),
+                                    bound=0.4, counted=True)),
         note="From the mask that the authors published, with its empty heads (appendix M): 31% of the heads, "
         "not the paper's 16%.",
     ),
     Item("leank:fig10", "Time of decode attention in every layer of Qwen, dense and LeanK.",
          "Attention is 1.6 times as fast.", here=(gpu("python -m scripts.bench.attention OUT"),),
-         note="docs/results.md has it measured on an H200."),
+         note="docs/results/attention.md has it measured on an H200."),
     Item(
         "leank:table1",
         "A static mask of mean channel norms against ThinK, which chooses for every prompt.",
@@ -213,7 +228,7 @@ ITEMS = (
         needs=f"{QWEN} and 8 GPUs", tables=("22",),
         claims=STAGES,
         note="Masks of the KL objective, one training each: 200 steps of stage 1 alone, and 40 of stage 2 after them. "
-        "The paper's objective has no effect here either: docs/results.md#stage-2.",
+        "The paper's objective has no effect here either: docs/results/masks.md#stage-2.",
     ),
     Item("leank:table13", "RULER by task and length: LeanK and ThinK, the detail of table 3.",
          "LeanK keeps every task, at every length.", here=(main,),

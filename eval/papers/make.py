@@ -38,12 +38,14 @@ class Made:
     rows: of its replays.
     measured: of its analyses.
     whole: whether all that was requested is there.
+    alone: whether one process made the rows, so that their seconds are of a machine that it did not share.
     """
 
     item: Item
     rows: Sequence[ResultRow]
     measured: Sequence[Measured]
     whole: bool
+    alone: bool = True
 
 
 @dataclass
@@ -105,7 +107,8 @@ class Workshop:
                 if file.is_file():
                     found = json.loads(file.read_text(encoding="utf-8"))["rows"]
                     measured.append(Measured(task.analysis, found))
-        return Made(item, [*rows.values()], measured, whole)
+        alone = not any((self.directory / "rows").glob("results-*.jsonl"))
+        return Made(item, [*rows.values()], measured, whole, alone)
 
     def _task(self, step: Step) -> Task:
         """Return the task of a step; items that share a step share it."""

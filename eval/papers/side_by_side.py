@@ -2,7 +2,8 @@
 
 A process has a log and a file of rows of its own, and gets one portion after the other over a pipe. If it dies, its
 portion has failed, a new process takes its place, and the other portions go on. If the process that deals them out
-dies, all others end at once.
+dies, all others end at once. What they make with is pickled into a file that all read: spawning a process with it would
+wait until that process has imported what it takes to read it, one process after the other.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import pickle
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -43,10 +46,17 @@ def one_by_one(make: Make, waiting: Sequence[Portion], results: Results) -> dict
 def side_by_side(make: Make, waiting: Sequence[Portion], jobs: int, directory: Path) -> dict[str, str]:
     """Make all portions in `jobs` processes. Returns the first error of each item that has one.
 
-    make: makes one portion; a copy of it is pickled into every process.
+    make: makes one portion; every process unpickles a copy of it.
     directory: where `rows` and `logs` lie.
     """
-    line = Line(list(waiting))
+    with tempfile.NamedTemporaryFile(suffix=".pickle") as file:
+        pickle.dump(make, file)
+        file.flush()
+        return _deal(Path(file.name), Line(list(waiting)), jobs, directory)
+
+
+def _deal(make: Path, line: Line, jobs: int, directory: Path) -> dict[str, str]:
+    """Deal out the portions of a line. make: the pickled function."""
     hands: dict[int, Hand] = {}
     while line.waiting or hands:
         for number in range(jobs):
@@ -75,7 +85,7 @@ class Hand:
     log: Path
 
     @classmethod
-    def started(cls, make: Make, portion: Portion, number: int, jobs: int, directory: Path) -> Hand:
+    def started(cls, make: Path, portion: Portion, number: int, jobs: int, directory: Path) -> Hand:
         """Start a process on its share of the cores and on one GPU, if there is any, and give it a portion."""
         settings = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // jobs))}
         if devices := _devices():
@@ -130,7 +140,7 @@ def _environment(settings: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _work(make: Make, part: str, rows: Path, where: Path, pipe: Connection) -> None:
+def _work(pickled: Path, part: str, rows: Path, where: Path, pipe: Connection) -> None:
     """Make the portions that come over the pipe until it is closed; answer each with its error or None."""
     where.parent.mkdir(parents=True, exist_ok=True)
     with where.open("ab", buffering=0) as file:
@@ -138,6 +148,7 @@ def _work(make: Make, part: str, rows: Path, where: Path, pipe: Connection) -> N
         os.dup2(file.fileno(), 2)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    make: Make = pickle.loads(pickled.read_bytes())
     with suppress(EOFError), Results(rows, part) as results:
         while True:
             portion = pipe.recv()

@@ -18,7 +18,7 @@ from eval.papers.analyses import Analysis, analysis
 from eval.papers.item import Analysed, Item, Replay, Step
 from eval.papers.registry import makes
 from eval.rows.results import Key
-from eval.run.build import build_job
+from eval.run.build import build_benchmark, build_job, build_settings, name_methods
 from eval.run.job import Job
 from leank_train.common.typed import typed
 
@@ -78,6 +78,10 @@ class Task:
         if isinstance(step, Analysed):
             settings: Mapping[str, Any] = {**step.settings, **(step.quick if request.quick else {})}
             self.analysis = typed(analysis(step.name), settings, f"{step.name}.")
+            if request.overrides:  # it takes the model and the mask alone, but what no run knows is a slip
+                build_settings(self.config)
+                build_benchmark(self.config.get("benchmark") or {})
+                name_methods(self.config)
 
     @cached_property
     def job(self) -> Job | None:

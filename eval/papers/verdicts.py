@@ -30,7 +30,7 @@ def judgements(made: Made) -> list[Judgement]:
     found = []
     for claim in made.item.claims:
         if isinstance(claim, Contrast):
-            found += [contrast(claim, made.rows)] if made.rows else []
+            found += [contrast(claim, made.rows, made.alone)] if made.rows else []
         elif measured:
             found.append(expect(claim, measured))
     return [one for one in found if one.verdict != "not compared"]
@@ -51,7 +51,7 @@ def table(title: str, some: Sequence[Made]) -> Table:
         for one in judgements(made):
             if one.sentence not in seen:
                 seen.add(one.sentence)
-                why = f" ({one.why})" if one.why else ""
+                why = f" ({one.remarks})" if one.remarks else ""
                 lines.append(Line([made.item.id, one.compared, one.figures, f"{WORDS[one.verdict]}{why}"]))
     return Table(title, COLUMNS, lines)
 

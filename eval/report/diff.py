@@ -15,7 +15,7 @@ from eval.report.html import listing, page, title, to_table
 from eval.report.table import Line, Table
 from eval.report.tables import markdown, number
 from eval.rows.results import read
-from leank_train.common.bootstrap import interval, mean
+from leank_train.common.bootstrap import interval, mean, together
 from leank_train.common.escape import markdown as escaped
 from leank_train.common.files import write_text
 
@@ -45,7 +45,7 @@ def _line(name: str, strata: Sequence[Sequence[Pair]]) -> Line:
     scores = [np.array([[100 * a["score"], 100 * b["score"]] for a, b in pairs]) for pairs in strata]
     gains = [of[:, 1] - of[:, 0] for of in scores]
     gain, (low, high), every = mean(gains), interval(gains), np.concatenate(gains)
-    near = [fidelity.figures([[pair[i] for pair in pairs] for pairs in strata]) for i in (0, 1)]
+    near = together(fidelity.figures([[pair[i] for pair in pairs] for pairs in strata]) for i in (0, 1))
     same = sum(a["prediction"] == b["prediction"] for pairs in strata for a, b in pairs)
     return Line(
         [

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 from eval.report.records import FidelityFigures, Figures, Interval, NatsDifference, RunSummary
 from eval.report.table import Line, Table
 from eval.rows.result_row import Fidelity, ResultRow
-from leank_train.common.bootstrap import interval, mean
+from leank_train.common.bootstrap import Ends, Strata, interval, mean
 
 BROKEN = "§"
 NEAR = ("kl", "kl_low", "kl_high", "top1", "top1_low", "top1_high", "loss", "loss_minus_dense")
@@ -30,11 +30,12 @@ def nats(row: ResultRow) -> float | None:
     return None if found is None else found["kl"]
 
 
-def figures(strata: Sequence[Sequence[ResultRow]]) -> FidelityFigures | None:
+def figures(strata: Sequence[Sequence[ResultRow]]) -> Generator[Strata, Ends, FidelityFigures | None]:
     """Compute the figures of one method; None if no row has any.
 
     strata: its rows by task and length, which count alike. Samples with logits that are not finite are counted, and
     left out of the means.
+    Yields the values whose intervals it is then sent (`leank_train.common.bootstrap.together`).
     """
     there = [[found for row in rows if (found := measured(row)) is not None] for rows in strata]
     every = [found for some in there for found in some]
@@ -52,14 +53,14 @@ def figures(strata: Sequence[Sequence[ResultRow]]) -> FidelityFigures | None:
     if whole:
         kl, top1 = ([[found[name] or 0.0 for found in some] for some in whole] for name in ("kl", "top1"))
         top1 = [[100 * share for share in some] for some in top1]
-        out |= {"kl": mean(kl), "kl_interval": interval(kl), "top1": mean(top1), "top1_interval": interval(top1)}
+        out |= {"kl": mean(kl), "kl_interval": (yield kl), "top1": mean(top1), "top1_interval": (yield top1)}
     losses = [[(f["loss"], f["dense_loss"]) for f in some] for some in whole]
     texts = [[(a, b) for a, b in some if a is not None and b is not None] for some in losses]
     texts = [some for some in texts if some]
     if texts:
         gaps = [[a - b for a, b in some] for some in texts]
         out["loss"] = mean([[a for a, _ in some] for some in texts])
-        out["loss_difference"] = {"n": sum(map(len, gaps)), "difference": mean(gaps), "interval": interval(gaps)}
+        out["loss_difference"] = {"n": sum(map(len, gaps)), "difference": mean(gaps), "interval": (yield gaps)}
     return out
 
 

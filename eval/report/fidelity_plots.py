@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from eval.report.records import FidelityFigures, LengthFigures, RunSummary
-from eval.report.style import Style, plain, sheet
+from eval.report.style import Style, legend, plain, sheet
 
 LABEL = "KL from dense, nats a token"
 Place = Callable[[LengthFigures], float]
@@ -55,7 +55,7 @@ def _draw(run: RunSummary, styles: Mapping[str, Style], place: Place) -> Figure 
         return None
     axes.set_yscale("log", nonpositive="clip")
     axes.set_ylabel(LABEL)
-    figure.legend(loc="outside upper left", ncols=3)
+    legend(figure)
     return figure
 
 

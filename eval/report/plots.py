@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from eval.report import fidelity_plots
 from eval.report.needle import by_depth
 from eval.report.records import AgainstDense, Figures, Interval, RunSummary
-from eval.report.style import INK, MARKERS, PALETTE, SETTINGS, Style, plain, sheet
+from eval.report.style import INK, MARKERS, PALETTE, SETTINGS, Style, legend, plain, sheet
 
 CROWD = 8  # above so many methods a figure draws less of each
+NAMED = 32  # above so many, the methods that others beat have no name beside their point
 
 
 def axes_of(config: Mapping[str, object]) -> str:
@@ -86,8 +87,15 @@ def by_length(run: RunSummary) -> Figure | None:
         )
     axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], rotation=45 if len(lengths) > 8 else 0)
     axes.set(xlabel="tokens of prompt and reply", ylabel="score", ylim=_reach(run["by_length"]))
-    figure.legend(loc="outside upper left", ncols=3)
+    legend(figure)
     return figure
+
+
+def _over_lengths(found: Sequence[AgainstDense]) -> tuple[np.float64, NDArray[np.float64]]:
+    """Return the mean difference of a task over its lengths, and its distances to both ends of the interval."""
+    middle, errors = _errors(_differences(found))
+    # the lengths of a task are independent draws: errors of their mean add up in squares
+    return middle.mean(), np.sqrt((errors**2).sum(1)) / len(found)
 
 
 def differences(run: RunSummary) -> Figure | None:
@@ -107,21 +115,18 @@ def differences(run: RunSummary) -> Figure | None:
         if not tasks:
             continue
         shown += 1
-        for task, found in tasks.items():
-            middle, errors = _errors(_differences(found))
-            # the lengths of a task are independent draws: errors of their mean add up in squares
-            mean, error = middle.mean(), np.sqrt((errors**2).sum(1)) / len(found)
-            y = run["tasks"].index(task) + 0.7 * ((offset + 0.5) / len(styles) - 0.5)
-            label = method if task == next(iter(tasks)) else None
-            axes.errorbar(mean, y, xerr=error[:, None], capsize=0 if crowded else 2, markersize=3 if crowded else 5,
-                          elinewidth=0.8, linestyle="", label=label, **style)  # fmt: skip
+        means = [_over_lengths(found) for found in tasks.values()]
+        y = np.array([run["tasks"].index(task) for task in tasks]) + 0.7 * ((offset + 0.5) / len(styles) - 0.5)
+        axes.errorbar([mean for mean, _ in means], y, xerr=np.stack([error for _, error in means], 1),
+                      capsize=0 if crowded else 2, markersize=3 if crowded else 5, elinewidth=0.8, linestyle="",
+                      label=method, **style)  # fmt: skip
     if not shown:
         return None
     axes.axvline(0, color=INK, linewidth=0.8)
     axes.set_yticks(range(len(run["tasks"])), run["tasks"])
     axes.invert_yaxis()
     axes.set_xlabel("points from dense, paired by sample; mean over lengths")
-    figure.legend(loc="outside upper left", ncols=3)
+    legend(figure)
     return figure
 
 
@@ -144,7 +149,7 @@ def against_bytes(run: RunSummary) -> Figure | None:
     axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
     axes.set_xlabel("MiB of cache per sample, after the prompt" + ("; one point per length" if several else ""))
     axes.set(ylabel="score", ylim=_reach(run["by_length"]))
-    figure.legend(loc="outside upper left", ncols=3)
+    legend(figure)
     return figure
 
 
@@ -164,9 +169,10 @@ def _name(axes: Axes, places: list[tuple[float, float, str]]) -> None:
     across, up = (end - start for start, end in (axes.get_xlim(), axes.get_ylim()))
     marks = [(x / across * width, y / up * height) for x, y, _ in places]
     taken = [(x - 3, x + 3, y) for x, y in marks]
+    reach = 4 * len(places) + 1  # lines up or down; every mark and every text takes less than two of them
     for x, y, text in sorted(places, key=lambda p: -p[1]):
         start, long = x / across * width + 6, 0.6 * size * len(text)
-        steps = sorted(range(-40, 41), key=abs)
+        steps = sorted(range(-reach, reach + 1), key=abs)
         lines = (y / up * height + 1.3 * size * step for step in steps)
         at = next(
             a for a in lines if all(abs(a - t) >= 1.29 * size or start > e or start + long < s for s, e, t in taken)
@@ -182,7 +188,7 @@ def by_axes(run: RunSummary) -> Figure | None:
     cells = [c for c in run["overall"] if "against_dense" in c or c["method"] == run["dense"]]
     if run["dense"] is None or len(cells) < 3:
         return None
-    figure = sheet(max(4.2, 0.22 * len(cells) + 1.5))
+    figure = sheet(max(4.2, 0.22 * min(len(cells), NAMED) + 1.5))
     axes = plain(figure.add_subplot())
     kinds = dict.fromkeys(axes_of(run["methods"][c["method"]]) for c in cells)
     places = []
@@ -193,11 +199,12 @@ def by_axes(run: RunSummary) -> Figure | None:
         axes.errorbar(x, score, errors, label=kind, color=colour, marker="o", markersize=5, linestyle="", capsize=2,
                       elinewidth=0.8)  # fmt: skip
         places += [(x, y, cell["method"]) for x, y, cell in zip(x, score, mine, strict=True)]
-    axes.plot(*zip(*front([p[:2] for p in places]), strict=True), color=INK, alpha=0.5, linewidth=0.8, linestyle="--")
+    best = front([p[:2] for p in places])
+    axes.plot(*zip(*best, strict=True), color=INK, alpha=0.5, linewidth=0.8, linestyle="--")
     axes.set(xlabel="% of the dense cache's bytes, after the prompt", ylabel="score", ylim=_reach(cells))
     axes.set_xlim(0, 1.3 * max(x for x, *_ in places))
-    _name(axes, places)
-    figure.legend(loc="outside upper left", ncols=3)
+    _name(axes, [p for p in places if len(places) <= NAMED or p[:2] in best or p[2] == run["dense"]])
+    legend(figure)
     return figure
 
 

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 PALETTE = ("#0083c9", "#e8710a", "#1a9e77", "#c2549f", "#a97c10", "#6b6fd6", "#d13b3b", "#5f8f2f")
 MARKERS = "osD^vPX*"
 INK = "#010203"  # stands for the text's colour; the SVG has it replaced
+NAMES, ROOM, LINE = 3, 8, 0.2  # of a legend: names in a line, lines that a sheet has room for, inches of a line
 SETTINGS: Any = {
     "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "axes.titlecolor": INK, "xtick.color": INK,
     "ytick.color": INK, "font.size": 9, "axes.titlesize": 9, "font.family": "sans-serif", "legend.frameon": False,
@@ -31,6 +32,15 @@ class Style(TypedDict):
 def sheet(height: float = 3.4, width: float = 7.2) -> Figure:
     """An empty figure, inches."""
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def legend(figure: Figure) -> None:
+    """Name what is drawn above the axes. The sheet grows with the lines of names that it has no room for."""
+    names = {name for axes in figure.axes for name in axes.get_legend_handles_labels()[1]}
+    lines = -(-len(names) // NAMES)
+    if lines > ROOM:
+        figure.set_figheight(figure.get_figheight() + (lines - ROOM) * LINE)
+    figure.legend(loc="outside upper left", ncols=NAMES)
 
 
 def plain(axes: Axes) -> Axes:

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any
+from itertools import chain, product
 
 import numpy as np
 
 from eval.report import fidelity
 from eval.report.groups import Variant, group, labels, variant, which
+from eval.report.pairs import difference, differences, unasked
 from eval.report.records import (
     AgainstDense,
     CellFigures,
     DepthMap,
-    Difference,
     Figures,
     LengthFigures,
     Mark,
-    MethodDifference,
     MethodFigures,
     OpScores,
     RunSummary,
@@ -31,7 +28,7 @@ from eval.report.records import (
 )  # fmt: skip
 from eval.report.turns import by_turn
 from eval.rows.result_row import ResultRow
-from leank_train.common.bootstrap import DRAWS, LEVEL, interval, mean
+from leank_train.common.bootstrap import DRAWS, LEVEL, Ends, Strata, mean, together
 
 BySample = Mapping[tuple[str, int], ResultRow]
 SECONDS = ("prefill", "seal", "first_token", "per_token")
@@ -50,33 +47,26 @@ def summarise(rows: Iterable[ResultRow]) -> Summary:
     There is one run for all rows of a model, benchmark and compress switch that differ in the method alone; rows of
     other settings make a run of their own. Within a run `cells` are of one method, task and length, `by_length` of one
     method and length over its tasks, and `overall` of one method. `differences` are those of every method with a
-    learned mask minus every other, over all tasks and lengths.
+    learned mask minus every other, over all tasks and lengths, as long as there are at most `pairs.COLUMNS` such masks.
 
     Raises ValueError for a row that no report can be computed from.
     """
     return summarise_groups(group(rows))
 
 
-def summarise_groups(groups: Iterable[Sequence[ResultRow]], parts: bool = True) -> Summary:
+def summarise_groups(groups: Iterable[Sequence[ResultRow]], parts: bool = True, columns: Sequence[str] = ()) -> Summary:
     """Compute the same from rows that `group` has grouped already.
 
     parts: whether cells, lengths, differences, ops and depths are wanted, too; without them the intervals of `overall`
         alone are drawn, and the other lists are empty.
+    columns: labels of the methods whose differences from every other are wanted, in place of the learned masks.
     """
-    return {"resamples": DRAWS, "level": LEVEL, "runs": [_run(rows, parts) for rows in groups]}
+    return {"resamples": DRAWS, "level": LEVEL, "runs": [_run(rows, parts, columns) for rows in groups]}
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
     there = [v for v in values if v is not None]
     return float(np.mean(there)) if there else None
-
-
-def _difference(strata: Iterable[Sequence[float]]) -> Difference | None:
-    """Mean of paired differences in points; None if there are none. strata: those of each task at each length."""
-    strata = [stratum for stratum in strata if stratum]
-    if not strata:
-        return None
-    return {"n": sum(map(len, strata)), "difference": mean(strata), "interval": interval(strata)}
 
 
 @dataclass(frozen=True)
@@ -117,9 +107,9 @@ def _cell(rows: Sequence[ResultRow], dense: BySample) -> _Cell:
     )
 
 
-def _against_dense(cells: Sequence[_Cell]) -> AgainstDense | None:
+def _against_dense(cells: Sequence[_Cell]) -> Generator[Strata, Ends, AgainstDense | None]:
     """The paired difference from dense, and the share of equal replies and of bytes; None without common samples."""
-    found = _difference(cell.gains for cell in cells)
+    found = yield from difference(cell.gains for cell in cells)
     if found is None:
         return None
     same = float(np.mean([equal for cell in cells for equal in cell.same]))
@@ -127,8 +117,8 @@ def _against_dense(cells: Sequence[_Cell]) -> AgainstDense | None:
     return {**found, "same_reply": same, "bytes": mine / whole}
 
 
-def _figures(cells: Sequence[_Cell]) -> Figures:
-    """Figures of one method over some cells, which count alike."""
+def _figures(cells: Sequence[_Cell]) -> Generator[Strata, Ends, Figures]:
+    """Figures of one method over some cells, which count alike. Yields what `bootstrap.together` draws intervals of."""
 
     def average(name: str) -> float | None:
         return _mean(chain.from_iterable(cell.numbers[name] for cell in cells))
@@ -137,7 +127,7 @@ def _figures(cells: Sequence[_Cell]) -> Figures:
     out: Figures = {
         "n": sum(map(len, groups)),
         "score": mean(groups),
-        "interval": interval(groups),
+        "interval": (yield groups),
         "cache_bytes": average("cache_bytes"),
         "allocated_bytes": average("allocated_bytes"),
         "not_compressed": sum(cell.marked["not_compressed"] for cell in cells),
@@ -150,9 +140,9 @@ def _figures(cells: Sequence[_Cell]) -> Figures:
             per_token=average("per_token"),
         ),
     }  # fmt: skip
-    if (against := _against_dense(cells)) is not None:
+    if (against := (yield from _against_dense(cells))) is not None:
         out["against_dense"] = against
-    if (near := fidelity.figures([cell.rows for cell in cells])) is not None:
+    if (near := (yield from fidelity.figures([cell.rows for cell in cells]))) is not None:
         out["fidelity"] = near
     return out
 
@@ -164,13 +154,14 @@ def _common(rows: Sequence[ResultRow]) -> dict[str, object]:
     return {**shared, "data": data} if data else shared
 
 
-def _run(rows: Sequence[ResultRow], parts: bool) -> RunSummary:
+def _run(rows: Sequence[ResultRow], parts: bool, columns: Sequence[str]) -> RunSummary:
     """The summary of rows that differ in method, task, length and sample alone."""
     named, configs = labels(rows), {variant(r): r["settings"]["method"] for r in rows}
     tasks = list(dict.fromkeys(r["task"] for r in rows))
     lengths = sorted(dict.fromkeys(r["length"] for r in rows), key=lambda n: (n is None, n))
     methods = {name: configs[of] for of, name in named.items()}
     dense = next((name for name, config in methods.items() if not config), None)
+    compared = [name for name in columns or unasked(methods) if name in methods]
     cells, by_length, overall = _tables(rows, named, dense, lengths, tasks, parts)
     return {
         "model": rows[0]["model"],
@@ -188,7 +179,7 @@ def _run(rows: Sequence[ResultRow], parts: bool) -> RunSummary:
         "cells": cells,
         "by_length": by_length,
         "overall": overall,
-        "differences": _differences(rows, named, methods) if parts else [],
+        "differences": differences(rows, named, compared) if parts else [],
         "by_op": _by_op(rows, named) if parts else [],
         "by_depth": _by_depth(rows, named) if parts else [],
         "by_turn": by_turn(rows, named) if parts else [],
@@ -203,52 +194,23 @@ def _tables(
     table: dict[tuple[str, int | None, str], list[ResultRow]] = defaultdict(list)
     for row in rows:
         table[named[variant(row)], row["length"], row["task"]].append(row)
-
-    def of_method(method: str) -> tuple[list[CellFigures], list[LengthFigures], MethodFigures]:
-        cells: list[CellFigures] = []
-        by_length: list[LengthFigures] = []
-        everything: list[_Cell] = []
-        compare = dense is not None and method != dense
-        for length in lengths:
-            mine: dict[str, _Cell] = {}
-            for task in tasks:
-                if (method, length, task) in table:
-                    base = table.get((dense or "", length, task), []) if compare else []
-                    mine[task] = _cell(table[method, length, task], {which(r): r for r in base})
-            everything += mine.values()
-            if mine and parts:
-                cells += ({"method": method, "length": length, "task": t, **_figures([c])} for t, c in mine.items())
-                by_length.append({"method": method, "length": length, **_figures(list(mine.values()))})
-        return cells, by_length, {"method": method, **_figures(everything)}
-
-    with ThreadPoolExecutor() as pool:  # NumPy lets other threads run while it draws the samples of an interval
-        found = list(pool.map(of_method, dict.fromkeys(named.values())))
-    cells, by_length, overall = zip(*found, strict=True)
-    return [c for of in cells for c in of], [c for of in by_length for c in of], list(overall)
-
-
-def _differences(
-    rows: Sequence[ResultRow], named: Mapping[Variant, str], methods: Mapping[str, Mapping[str, Any]]
-) -> list[MethodDifference]:
-    """Every method with a learned mask minus every other method, over all samples that both have."""
-    table: dict[str, dict[str, dict[tuple[str, int], ResultRow]]] = {name: defaultdict(dict) for name in methods}
-    for row in rows:
-        table[named[variant(row)]][f"{row['task']}@{row['length']}"][which(row)] = row
-    learned = [name for name, config in methods.items() if config.get("channels", {}).get("name") == "leank"]
-    pairs = [(method, other) for method in learned for other in methods if other != method]
-
-    def gains(method: str, other: str) -> Iterator[list[float]]:
-        for task, of_task in table[method].items():
-            base = table[other].get(task, {})
-            yield [100 * (r["score"] - base[at]["score"]) for at, r in of_task.items() if at in base]
-
-    with ThreadPoolExecutor() as pool:
-        found = list(pool.map(lambda pair: _difference(gains(*pair)), pairs))
-    return [
-        {"method": method, "minus": other, **difference}
-        for (method, other), difference in zip(pairs, found, strict=True)
-        if difference is not None
-    ]
+    base = {key[1:]: {which(r): r for r in some} for key, some in table.items() if key[0] == dense}
+    by_length: dict[tuple[str, int | None], list[_Cell]] = defaultdict(list)
+    overall: dict[str, list[_Cell]] = defaultdict(list)
+    cells: dict[tuple[str, int | None, str], _Cell] = {}
+    for method, length, task in product(dict.fromkeys(named.values()), lengths, tasks):
+        if some := table.get((method, length, task)):
+            cell = _cell(some, base.get((length, task), {}) if method != dense else {})
+            cells[method, length, task] = cell
+            by_length[method, length].append(cell)
+            overall[method].append(cell)
+    wanted = [[[cell] for cell in cells.values()], [*by_length.values()]] if parts else [[], []]
+    drawn = iter(together(map(_figures, chain(*wanted, overall.values()))))
+    return (
+        [{"method": m, "length": n, "task": t, **next(drawn)} for m, n, t in cells] if parts else [],
+        [{"method": m, "length": n, **next(drawn)} for m, n in by_length] if parts else [],
+        [{"method": m, **next(drawn)} for m in overall],
+    )
 
 
 def _by_op(rows: Sequence[ResultRow], named: Mapping[Variant, str]) -> list[OpScores]:

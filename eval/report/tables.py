@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from eval import published
 from eval.metrics.gsm_infinite import auc
-from eval.report import fidelity
+from eval.report import fidelity, pairs
 from eval.report.records import Difference, Figures, Mark, MethodFigures, RunSummary
 from eval.report.table import Line, Table
 from leank_train.common.escape import markdown as escaped
@@ -114,17 +114,23 @@ def overall(run: RunSummary) -> Table:
     head = ["method", "n", "score", "difference", "same reply", "cache", "of dense", "first token, ms", "a token, ms"]
     note = "Cache: mean bytes after the prompt. Score and difference from dense (paired): 95% bootstrap intervals."
     note += " Score: share of the text's tokens that the method ranks first." if text else ""
+    masks = len(pairs.learned(run["methods"]))
+    if masks > pairs.COLUMNS and not run["differences"]:
+        note += (
+            f" The {masks} learned masks are not compared with other methods than dense: python -m eval report DIR"
+            " METHOD ... does so for the methods that it names."
+        )
     return Table("Overall", head, lines, " ".join([note, *remarks(run["overall"])]))
 
 
 def differences(run: RunSummary) -> Table | None:
-    """Compare every learned mask (columns) with every other method (lines); None if dense is the only other."""
+    """Compare learned masks, or methods named (columns), with every other (lines); None if dense is the only other."""
     found = {(d["method"], d["minus"]): d for d in run["differences"]}
-    learned, others = (list(dict.fromkeys(pair[i] for pair in found)) for i in (0, 1))
+    columns, others = (list(dict.fromkeys(pair[i] for pair in found)) for i in (0, 1))
     others = [name for name in run["methods"] if name in others]
     if set(others) <= {run["dense"]}:
         return None
-    cells = {other: [found.get((name, other)) for name in learned] for other in others}
+    cells = {other: [found.get((name, other)) for name in columns] for other in others}
     lines = [
         Line([other, *map(difference, row)], [None, *(None if d is None else d["difference"] for d in row)])
         for other, row in cells.items()
@@ -132,7 +138,8 @@ def differences(run: RunSummary) -> Table | None:
     note = (
         "Points by which a column's mask is better than a line's method on the samples of both: 95% paired bootstrap."
     )
-    return Table("Learned masks minus other methods", ["minus", *learned], lines, note)
+    masks = set(columns) <= set(pairs.learned(run["methods"]))
+    return Table(f"{'Learned masks' if masks else 'Methods'} minus other methods", ["minus", *columns], lines, note)
 
 
 def _published(

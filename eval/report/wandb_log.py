@@ -12,7 +12,7 @@ from eval.report.fidelity import near
 from eval.report.groups import by_label, changed, group
 from eval.report.html import SHOWN, title
 from eval.report.plots import FIGURES
-from eval.report.summary import summarise
+from eval.report.summary import summarise_groups
 from eval.rows.results import read
 from leank_train.running.wandb_log import mask_artifact, model_artifact, use
 
@@ -35,14 +35,14 @@ def log_report(logger: WandbLogger, config: Mapping[str, Any], methods: Sequence
     """
     import wandb
 
-    rows = list(read(directory))
+    groups = group(read(directory))
     logger.log_hyperparams(dict(config))
     run = logger.experiment
     use(run, model_artifact(config["model"]["name"]))
     for choice in (method.channels for method in methods):
         if isinstance(choice, LeanK) and isinstance(choice.mask, str):
             use(run, mask_artifact(Path(choice.mask), choice.loaded))
-    for number, (part, some) in enumerate(zip(summarise(rows)["runs"], group(rows), strict=True), 1):
+    for number, (part, some) in enumerate(zip(summarise_groups(groups)["runs"], groups, strict=True), 1):
         ending = "" if number == 1 else f"_{number}"
         run.summary.update({f"rows{ending}": part["rows"], f"benchmark{ending}": title(part)})
         for cell in part["overall"]:

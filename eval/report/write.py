@@ -8,7 +8,7 @@ from pathlib import Path
 
 from eval.report import plots, style
 from eval.report.fidelity import NEAR, near
-from eval.report.groups import group
+from eval.report.groups import group, labels
 from eval.report.html import title, to_html
 from eval.report.latex import document
 from eval.report.records import Summary
@@ -49,10 +49,12 @@ def to_csv(summary: Summary) -> str:
     return csv_text(lines)
 
 
-def write_report(directory: Path) -> None:
+def write_report(directory: Path, columns: Sequence[str] = ()) -> None:
     """Compute the report of the rows in `directory`.
 
-    Raises FileNotFoundError or ValueError if there are no rows, or if one of them is damaged or of an old form.
+    columns: labels of the methods that are compared with every other, in place of the learned masks.
+    Raises FileNotFoundError or ValueError if there are no rows, if one of them is damaged or of an old form, or if no
+    row is of a method in `columns`.
     """
     if directory.is_file():
         raise ValueError(f"{directory} is a file; give the directory that holds it")
@@ -60,7 +62,11 @@ def write_report(directory: Path) -> None:
     if not rows:
         raise ValueError(f"{directory} holds no rows yet; run python -m eval first")
     groups = group(rows)
-    summary = summarise_groups(groups)
+    known = dict.fromkeys(name for some in groups for name in labels(some).values())
+    for name in columns:
+        if name not in known:
+            raise ValueError(f"no row in {directory} is of a method {name!r}; its methods are {', '.join(known)}")
+    summary = summarise_groups(groups, columns=list(dict.fromkeys(columns)))
     write_text(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
     write_text(directory / "summary.md", to_markdown(summary))
     write_text(directory / "tables.tex", document((title(run), t) for run in summary["runs"] for t in tables(run)))

@@ -46,6 +46,14 @@ def build_benchmark(config: Mapping[str, Any]) -> Benchmark:
     return typed(getattr(importlib.import_module(module), attribute), config, "benchmark.")
 
 
+def name_methods(config: Mapping[str, Any]) -> list[Method]:
+    """Return the methods of a resolved configuration, each checked by itself. Raises ValueError naming the setting."""
+    labels = expanded(group({} if config.get("method") is None else config["method"], "method"))
+    if not labels:
+        raise ValueError("method is empty; give method=[dense,leank] or other names of conf/eval/method")
+    return [method(label, given, config.get("cache")) for label, given in labels.items()]
+
+
 def build_methods(
     config: Mapping[str, Any], model_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> list[Method]:  # fmt: skip
@@ -53,10 +61,7 @@ def build_methods(
 
     Raises ValueError or FileNotFoundError, naming the setting at fault.
     """
-    labels = expanded(group({} if config.get("method") is None else config["method"], "method"))
-    if not labels:
-        raise ValueError("method is empty; give method=[dense,leank] or other names of conf/eval/method")
-    methods = [method(label, given, config.get("cache")) for label, given in labels.items()]
+    methods = name_methods(config)
     for one in methods:
         if isinstance(one.channels, LeanK):
             trained = one.channels.loaded.metadata
@@ -86,14 +91,19 @@ def build_model(
 
     Raises ValueError or FileNotFoundError, naming the setting at fault.
     """
+    model, settings = build_settings(config)
+    return model, settings, *load_config(model)
+
+
+def build_settings(config: Mapping[str, object]) -> tuple[ModelConfig, Settings]:
+    """Return the settings of the model and of the replay; read no file. Raises ValueError naming the setting."""
     refuse_unknown(config, [*GROUPS, *(f.name for f in fields(Settings))], "")
     for key in ("name", "mask"):  # no class of settings has these
         refuse_unsound(config.get(key), key)
     if isinstance(config.get("name"), Mapping | list):
         raise ValueError(f"name={shown(config['name'])} must be a text; the run's folder is called so")
     settings = typed(Settings, {k: v for k, v in config.items() if k not in GROUPS})
-    model = typed(ModelConfig, {} if config.get("model") is None else config["model"], "model.")
-    return model, settings, *load_config(model)
+    return typed(ModelConfig, {} if config.get("model") is None else config["model"], "model."), settings
 
 
 def build_job(config: Mapping[str, Any]) -> tuple[Job, PreTrainedTokenizerBase]:

@@ -13,6 +13,9 @@ REDUCTIONS = ("official", "paper")
 L1_FORMS = ("mean", "sum")
 SCHEDULES = ("official", "constant")
 STRAIGHT_THROUGH = ("binary", "alpha_beta")
+# Factor of the loss in the backward pass of a float16 model. The loss is a mean over thousands of units and tokens, so
+# most gradients of hidden states lie below float16's smallest number, 6e-8. In bfloat16 they do not.
+FLOAT16_FACTOR = 4096.0
 
 
 def answer_rows(hidden: Tensor, question_lengths: Tensor, answer_tokens: int) -> Tensor:

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from leank_train.common.autograd import AutogradContext
 from leank_train.forward.attention import HALF
 from leank_train.forward.prefix import to_device
-from leank_train.objective.distill import REDUCTIONS, counted
+from leank_train.objective.distill import FLOAT16_FACTOR, REDUCTIONS, counted
 
 OBJECTIVES = ("l2", "kl")
 LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**24}  # of one model in one chunk of answer tokens; each costs about 20 bytes
@@ -67,7 +67,8 @@ class Head:
         """
         if self.cap is not None:
             d_logits = d_logits * (1 - (logits / self.cap).square())
-        return _product(d_logits, self.weight) * self.multiplier
+        factor = FLOAT16_FACTOR if self.weight.dtype == torch.float16 else 1.0  # most words' gradients are tiny
+        return _product(d_logits * factor, self.weight) * (self.multiplier / factor)
 
 
 def check_head(model: PreTrainedModel) -> None:

@@ -16,7 +16,7 @@ AUTO = "auto"
 START, LEAST, MOST = 0.02, 1e-4, 10.0  # the first value of lambda, and its limits
 FALL = 0.6  # share of the steps during which the wanted mean falls
 # The logarithm of lambda's factor for a step that moves the mean by 1 away from its line. Without it, stages of 20 to
-# 200 steps left a smaller margin at the cut (docs/results.md, number of steps).
+# 200 steps left a smaller margin at the cut (docs/results/masks.md, number of steps).
 DAMPING = 20.0
 BETWEEN = (0.1, 0.9)  # scores in between are neither clearly kept nor clearly pruned
 MOST_BETWEEN, LEAST_MARGIN = 0.3, 0.1  # beyond these Top-s% is arbitrary
@@ -94,12 +94,17 @@ class Separation:
         """Both numbers by name."""
         return asdict(self)
 
-    def warning(self, ratio: float) -> str | None:
-        """Return why the cut at this ratio was arbitrary and what to do; None if it was not."""
+    def warning(self, ratio: float, steered: bool = False) -> str | None:
+        """Return why the cut at this ratio was arbitrary and what to do; None if it was not.
+
+        steered: whether lambda was steered to the ratio.
+        """
         if self.between <= MOST_BETWEEN and self.margin >= LEAST_MARGIN:
             return None
+        cure = (
+            "raise stage1.steps" if steered else "let lambda follow the ratio (stage1.lam=auto), or raise stage1.steps"
+        )
         return (
             f"the cut at ratio={ratio:g} was arbitrary: {100 * self.between:.0f}% of the scores ended between "
-            f"{BETWEEN[0]} and {BETWEEN[1]}, and the margin at the cut is {self.margin:.2f}; let lambda follow the "
-            "ratio (stage1.lam=auto), or raise stage1.steps"
+            f"{BETWEEN[0]} and {BETWEEN[1]}, and the margin at the cut is {self.margin:.2f}; {cure}"
         )

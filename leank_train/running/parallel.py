@@ -24,6 +24,7 @@ from leank_train.forward.kernels import KERNELS
 from leank_train.running.preempt import environments
 
 OURS = ("sequence_parallel", "shard_weights", "prefill_kernel")  # settings that lightning.Trainer does not take
+WHOLE = (None, 32, "32", "32-true", 64, "64", "64-true")  # precisions of Lightning that round nothing to half
 NOT_OURS = (  # what Lightning says at every start, of its own use of torch and of Slurm
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
     r"The `srun` command is available on your system but is not used",
@@ -40,7 +41,8 @@ class TrainerConfig(Checked):
     shard_weights: whether each rank holds a share of the weights (FSDP).
     prefill_kernel: attention kernel of the prefill, one of `kernels.KERNELS`.
 
-    Raises BadConfig for settings that need several processes without strategy=ddp, or a package that is missing.
+    Raises BadConfig for settings that need several processes without strategy=ddp, a precision that rounds, or a
+    package that is missing.
     """
 
     accelerator: str = "auto"
@@ -65,6 +67,11 @@ class TrainerConfig(Checked):
                     f"{key}={value} needs several processes, but trainer.strategy={self.strategy}; "
                     "set trainer.strategy=ddp and trainer.devices, or use trainer=fsdp or trainer=sequence_parallel"
                 )
+        if self.precision not in WHOLE:
+            raise BadConfig(
+                f"precision={shown(self.precision)} rounds the scores or the logits of the loss; leave "
+                "trainer.precision=null, and choose the type of the weights with model.dtype"
+            )
         if self.prefill_kernel == "flash_attn" and find_spec("flash_attn") is None:
             raise BadConfig(
                 "prefill_kernel='flash_attn', but the package is not installed: pip install flash-attn, or use auto"

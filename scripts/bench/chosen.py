@@ -29,8 +29,8 @@ from eval.cache.storage.store import Store
 from eval.methods.reads.double_sparsity import Labels
 from eval.methods.reads.quest import Quest
 from scripts.bench.attention_cases import DIM, DTYPE, median_us
+from scripts.bench.bytes_read import bytes_read
 from scripts.bench.common import Record, attempt, clear, said, write_rows
-from scripts.bench.reads import bytes_read
 
 HEADS, GROUP, SIZES, BUDGET = 8, 4, Sizes(16, 64, 32), 1024
 COPIES = 4  # layers over which a timing rotates, so that none is still in the L2 cache

@@ -5,9 +5,15 @@
 
 Every cache is filled with random keys and values, then generate() decodes greedily from it. A call is timed from its
 first decoded token to its last: the time of a call of WARM_UP + NEW tokens less that of a call of WARM_UP tokens, which
-takes the call's own start with it, over NEW. Each is the least of REPEATS calls, since a busy host only adds to them; a
-first call, which is not timed, compiles and captures. The benchmark loop of `scripts.bench.generation`
-stands beside it. Prints and writes OUT/generate.csv.
+takes the call's own start with it, over NEW. Each is the least of REPEATS calls, since a busy host only adds to them.
+The benchmark loop of `scripts.bench.generation` stands beside it. Prints and keeps OUT/generate.csv, in which a run
+that was killed goes on:
+
+    step_ms         of a token, once all is compiled and captured
+    first_call_s    the first call of WARM_UP + NEW tokens, where it compiles or captures a step
+    later_call_s    the same call again; the difference is what compiling and capturing take
+    first_tokens_s  a later call of WARM_UP tokens
+    captured        whether the calls that are timed replay a captured step of this project's cache
 """
 
 from __future__ import annotations
@@ -22,13 +28,18 @@ from typing import Any
 import torch
 from transformers import Cache, CompileConfig, PreTrainedModel
 
+from eval.cache import CompressedCache
 from eval.cache.generate import generate
+from eval.cache.graph import CAPTURE_FOR
 from eval.methods.channels.leank import LeanK
-from scripts.bench.common import Contender, Record, attempt, clear, complain, contenders, fill, subject, write_rows
+from scripts.bench.common import Contender, Record, attempt, clear, complain, contenders, fill, subject
 from scripts.bench.generation import decode
+from scripts.bench.table import Table
 
 REPEATS = 2  # calls of each length
 CASES = ("1x32768", "8x16384", "32x8192")
+COLUMNS = ("batch", "step_ms", "first_call_s", "later_call_s", "first_tokens_s", "captured", "tokens_per_s", "gb",
+           "formula_gb", "gpu_ms", "attention_ms", "products_ms", "other_ms", "kernels", "error")  # fmt: skip
 GENERATED = {"LeanK": True, "own cache, nothing pruned": True, "StaticCache": False, "DynamicCache": False}
 
 
@@ -69,9 +80,15 @@ def per_token(
     step belongs to its cache as well. So all calls share one, or the difference between two calls would hold what their
     captures differ by.
     """
+    if captured and warm_up + new <= CAPTURE_FOR + 1:
+        raise ValueError(f"--warm-up and --new are {warm_up + new} tokens, too few to capture: give {CAPTURE_FOR + 2}")
     shared = captured or contender.name == "StaticCache"
     cache = contender.make(rows, prompt + warm_up + new + 1) if shared else None
-    call(model, contender, rows, prompt, warm_up, captured, cache)  # compiles kernels, and captures
+    tokens = warm_up + new if shared else warm_up  # a call of few tokens captures nothing
+    first = call(model, contender, rows, prompt, tokens, captured, cache)
+    replayed = captured and isinstance(cache, CompressedCache) and cache.steps.loop is not None
+    if captured and model.device.type == "cuda" and not replayed:
+        raise RuntimeError("no step was captured, so the calls that follow would not be replays")
     least = []
     for tokens in (warm_up, warm_up + new):
         spent = []
@@ -80,7 +97,14 @@ def per_token(
             spent.append(call(model, contender, rows, prompt, tokens, captured, cache))
         least.append(min(spent))
     short, long = least
-    return {"batch": rows, "step_ms": (long - short) / new * 1e3, "first_tokens_s": short}
+    made = {"first_call_s": first, "later_call_s": long} if shared else {}
+    return {
+        "batch": rows,
+        "step_ms": (long - short) / new * 1e3,
+        "first_tokens_s": short,
+        "captured": int(replayed),
+        **made,
+    }
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -95,32 +119,27 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     model, mask, sizes = subject(args.shape)
     cuda = model.device.type == "cuda"
-    rows: list[Record] = []
-    args.out.mkdir(parents=True, exist_ok=True)
+    table = Table(args.out / "generate.csv", ("cache", "prompt", "loop"), COLUMNS)
 
-    def do(work: Callable[[], Record], **row: object) -> None:
-        rows.append(attempt(row, lambda found: found.update(work())))
-        print("  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
-        write_rows(args.out / "generate.csv", rows)
-        clear()
+    def do(contender: Contender, prompt: int, loop: str, work: Callable[[], Record]) -> None:
+        if not table.has(contender.name, prompt, loop):
+            row: Record = {"cache": contender.name, "prompt": prompt, "loop": loop}
+            table.add(attempt(row, lambda found: found.update(work())))
+            clear()
 
     for case in args.case:
         batch, prompt = map(int, case.split("x"))
         for contender in contenders(model, LeanK(str(mask)).loaded, sizes):
             if args.only and contender.name not in args.only:
                 continue
-            ways = [False, True] if GENERATED[contender.name] else [False]
-            for captured in ways:
-                do(
-                    partial(per_token, model, contender, batch, prompt, args.new, args.warm_up, captured),
-                    cache=contender.name, prompt=prompt, loop="cache.generate" if captured else "model.generate",
-                )  # fmt: skip
-            if GENERATED[contender.name]:
-                do(
-                    partial(decode, model, contender, batch, prompt, args.new, sizes.flush, cuda),
-                    cache=contender.name, prompt=prompt, loop="benchmark loop",
-                )  # fmt: skip
-    complain(rows, "cache")
+            ours = GENERATED[contender.name]
+            for captured in [False, True] if ours else [False]:
+                time_it = partial(per_token, model, contender, batch, prompt, args.new, args.warm_up, captured)
+                do(contender, prompt, "cache.generate" if captured else "model.generate", time_it)
+            if ours:
+                loop = partial(decode, model, contender, batch, prompt, args.new, sizes.flush, cuda)
+                do(contender, prompt, "benchmark loop", loop)
+    complain(table.rows, "cache")
 
 
 if __name__ == "__main__":

@@ -10,17 +10,23 @@ Methods without a pass of their own share one. A batch repeats the prompt's cach
 rows that fit: it begins at what the bytes allow, and takes a tenth less wherever that does not fit.
 
 Prints and keeps OUT/methods.csv, with one row per method, length and batch. It is written anew after each row, and
-a row that is there already is not measured again, so a run that was killed goes on where it stopped:
+a row that is there already is not measured again, so a run that was killed goes on where it stopped. A method that
+fails costs its row. One that loses the GPU ends the run with status 75; started again, it goes on behind that row:
 
     rows, batch   what was asked for (1, 64, largest), and how many rows that was
     ttft_s        of one prompt: prefill_s (to the first token's logits) + cache_s (choosing and storing)
-    gb, peak_gb   held after the prompt; the allocator's peak while decoding, weights included
-    token_ms      of a decoding step, by `loop`: a captured CUDA graph, or Python; why_eager says why no graph
+    gb            held after the prompt, of which formula_gb by the method's formula (empty where data decide), the rest
+                  being tables and spare room; peak_gb: the allocator's peak while decoding, weights included
+    read_gb       K, V, bounds and labels that attention reads in a step; a query head reads what it chose by itself
+    token_ms      of a decoding step, by `loop`: a captured CUDA graph, or Python; why_eager says why no graph. A graph
+                  is timed over whole periods in which tokens leave the window, after one that compiles what moves them
     tokens_per_s  of all rows
     gpu_ms        of a step in kernels alone, of which attention_ms, products_ms, other_ms; kernels: launches per step.
                   Attention in plain PyTorch counts among products and others
     layer         above which a pass dropped tokens, where it looks for the layer itself; -1 = it found none
-    error         of what failed, whose row ends there; "does not fit" where memory ran out
+    seconds       that the row took
+    error         of what failed, whose row ends there. What begins with "does not fit", "too slow" (--limit) or
+                  "the GPU was lost" is not tried again until its row is deleted; other errors are
 
 The longest kernels of each are in OUT/kernels.csv; OUT/bytes.png is time a token against bytes, OUT/first_token.png
 first token against length. "dense" decodes in this project's own storage with nothing pruned, so that a graph can be
@@ -37,8 +43,11 @@ which channels it chooses.
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 from eval.inference.models import ModelConfig, load_config
@@ -47,36 +56,62 @@ from eval.methods import Method
 from eval.run.replay import Replay, Settings
 from scripts.bench.common import Record, attempt, clear, complain, subject, write_rows
 from scripts.bench.methods_plot import draw
-from scripts.bench.one_method import FOLDER, NAMES, Bench, configured, kind_of
-from scripts.bench.table import Table, final, noted, read_table
+from scripts.bench.one_method import FOLDER, NAMES, Aside, Bench, configured, kind_of, now
+from scripts.bench.table import LOST, NO_ROOM, Table, gpu_lost, noted, read_table, within
 
 LEFT_OUT = {"by_length"}  # two masks, of which each prompt uses one: it costs what leank does
 METHODS = ("dense", *sorted({p.name[:-5] for p in FOLDER.iterdir() if p.name.endswith(".yaml")} - LEFT_OUT - {"dense"}))
-COLUMNS = ("batch", "ttft_s", "prefill_s", "cache_s", "gb", "peak_gb", "token_ms", "tokens_per_s", "loop", "gpu_ms",
-           "attention_ms", "products_ms", "other_ms", "kernels", "layer", "why_eager", "error")  # fmt: skip
+COLUMNS = ("batch", "ttft_s", "prefill_s", "cache_s", "gb", "formula_gb", "read_gb", "peak_gb", "token_ms",
+           "tokens_per_s", "loop", "gpu_ms", "attention_ms", "products_ms", "other_ms", "kernels", "layer", "seconds",
+           "why_eager", "error")  # fmt: skip
+AGAIN = 75  # exit status where a row lost the GPU to this process, and another one can go on
 
 
-def measure(bench: Bench, table: Table, methods: Sequence[Method], length: int, batches: Sequence[int | str]) -> None:
-    """The rows of methods that share a pass, at one length."""
-    left = [(m, asked) for m in methods if (asked := [n for n in batches if not table.has(m.label, length, n)])]
-    prompt, prefill_s, error = None, 0.0, ""
-    if left:
-        first, queries = left[0][0], max(method.obs_queries for method, _ in left)
-        try:
-            prompt, prefill_s = bench.prefill(first, length, queries)
-        except Exception as failure:
-            error = noted(failure)
-    for method, asked in left:
-        for rows in asked:
-            row: Record = {"method": method.label, "length": length, "rows": rows}
-            if prompt is None:
-                row["error"] = error
-            else:
-                attempt(row, partial(one, bench=bench, method=method, prompt=prompt, prefill_s=prefill_s))
-            table.add(row)
-            if bench.launches:
-                write_rows(kernels_of(table), bench.launches)
+def measure(bench: Bench, table: Table, methods: Sequence[Method], length: int, asked: int | str, limit: float) -> None:
+    """The rows of methods that share a pass, at one length and batch.
+
+    limit: seconds that the pass may take, and each row; 0 = no limit.
+    Raises SystemExit if a row loses the GPU; that row is in the table.
+    """
+    left = [method for method in methods if not table.has(method.label, length, asked)]
+    if not left:
+        return
+    prompt, prefill_s, error, begin = None, 0.0, "", now()
+    try:
+        with within(limit):
+            prompt, prefill_s = bench.prefill(left[0], length, max(method.obs_queries for method in left))
+    except Exception as failure:
+        error = noted(failure)
+    print(f"pass of {', '.join(method.label for method in left)}: {now() - begin:.1f} s", flush=True)
+    passed = None if prompt is None else Passed(prompt, prefill_s, Aside(prompt))
+    for method in left:
+        row: Record = {"method": method.label, "length": length, "rows": asked}
+        begin = time.perf_counter()
+        if passed is None:
+            row["error"] = error
+        else:
+            attempt(row, partial(one, bench=bench, method=method, passed=passed, limit=limit))
+        lost = bool(row.get("error")) and gpu_lost()
+        if lost:
+            row["error"] = f"{LOST}: {row['error']}"
+        else:
             clear()
+        row["seconds"] = time.perf_counter() - begin
+        table.add(row)
+        if bench.launches:
+            write_rows(kernels_of(table), bench.launches)
+        if lost:
+            print(f"{method.label} lost the GPU: start again to go on behind it", flush=True)
+            raise SystemExit(AGAIN)
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A pass over a prompt, its seconds, and how it makes place for a batch."""
+
+    prompt: Prefill
+    seconds: float
+    aside: Aside
 
 
 def kernels_of(table: Table) -> Path:
@@ -84,16 +119,19 @@ def kernels_of(table: Table) -> Path:
     return table.path.with_name("kernels.csv")
 
 
-def one(row: Record, bench: Bench, method: Method, prompt: Prefill, prefill_s: float) -> None:
+def one(row: Record, bench: Bench, method: Method, passed: Passed, limit: float) -> None:
     """Fill one row."""
-    rows = row["rows"]
+    rows, prompt = row["rows"], passed.prompt
     assert isinstance(rows, int | str)
-    if rows == 1:
-        cache_s = bench.cache_s(method, prompt)
-        row.update(prefill_s=prefill_s, cache_s=cache_s, ttft_s=prefill_s + cache_s)
     if prompt.selected_at:
         row["layer"] = prompt.selected_at[0]
-    bench.decode(row, method, prompt, rows)
+    with within(limit):
+        if rows == 1:
+            cache, cache_s = bench.cache(method, prompt)
+            row.update(prefill_s=passed.seconds, cache_s=cache_s, ttft_s=passed.seconds + cache_s)
+            bench.decode_one(row, method, prompt, cache)
+        else:
+            bench.decode(row, method, prompt, passed.aside, rows)
 
 
 def kinds(methods: Sequence[Method]) -> Iterator[list[Method]]:
@@ -118,7 +156,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batches", type=batch, nargs="+", default=[1], help="rows, or the word largest")
     parser.add_argument("--new", type=int, default=32, help="tokens that are timed; 32 = one flush of the window")
     parser.add_argument("--methods", nargs="+", default=METHODS, help="of conf/eval/method; papers/NAME for a preset")
+    parser.add_argument("--limit", type=float, default=120, help="seconds after which a row is given up; 0 = never")
     args = parser.parse_args(argv)
+    begin = time.perf_counter()
     model, mask, sizes = subject(args.shape)
     tokenizer = load_config(ModelConfig())[1]  # of the shipped model: calibration's ids are in any vocabulary
     bench, table = (
@@ -128,7 +168,6 @@ def main(argv: list[str] | None = None) -> None:
     if kernels_of(table).is_file():
         bench.launches = read_table(kernels_of(table))
     ready: list[Method] = []
-    failed: list[Record] = []
     for name in args.methods:
 
         def prepare(row: Record) -> None:
@@ -136,13 +175,18 @@ def main(argv: list[str] | None = None) -> None:
             bench.replay.calibrate(found)
             ready.extend(found)
 
-        failed.append(attempt({"method": name}, prepare))
-    for length in args.lengths:
+        failed = attempt({"method": name}, prepare)
+        if "error" in failed:
+            for length, asked in product(args.lengths, args.batches):
+                if not table.has(name, length, asked):
+                    table.add({**failed, "length": length, "rows": asked})
+    print(f"{len(ready)} methods are ready after {time.perf_counter() - begin:.1f} s", flush=True)
+    for length, asked in product(args.lengths, args.batches):
         for methods in kinds(ready):
-            measure(bench, table, methods, length, args.batches)
+            measure(bench, table, methods, length, asked, args.limit)
             clear()
         draw(table.rows, args.out)
-    complain([*failed, *(row for row in table.rows if not final(row))], "method")
+    complain((row for row in table.rows if not str(row.get("error")).startswith(NO_ROOM)), "method")
 
 
 if __name__ == "__main__":

@@ -16,8 +16,10 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from eval.cache import CompressedCache, Sizes
 from eval.inference.prefill import Prefill, PromptLayer
 from eval.methods import Method
+from eval.methods.memory import method_bytes
 from eval.run.build import build_methods
 from eval.run.replay import Replay
+from scripts.bench.bytes_read import bytes_read
 from scripts.bench.common import ROOM, WARM_UP, Decoding, Record, clear, profiled, seconds, wait, where
 from scripts.bench.generation import WORK_SPACE
 from scripts.bench.table import out_of_memory
@@ -84,6 +86,7 @@ class Bench:
         self.device = self.model.device
         self.cuda = self.device.type == "cuda"
         self.warm: set[tuple[object, bool, int]] = set()  # kinds of passes that have run before, and their lengths
+        self.grown: dict[tuple[str, int], int] = {}  # bytes of one row that has decoded, by method and length
         self.launches: list[Record] = []
 
     def prompt(self, length: int) -> Tensor:
@@ -104,41 +107,51 @@ class Bench:
         return found, now() - start
 
     @torch.no_grad()
-    def cache_s(self, method: Method, prompt: Prefill) -> float:
-        """Seconds in which a method makes its cache, the second time."""
+    def cache(self, method: Method, prompt: Prefill) -> tuple[CompressedCache, float]:
+        """A method's cache in this project's storage, and the seconds in which it makes its own, the second time."""
         method.cache(self.model, prompt)
         clear()
         start = now()
-        method.cache(self.model, prompt)
-        return now() - start
+        cache = method.cache(self.model, prompt)
+        spent = now() - start
+        return cache if isinstance(cache, CompressedCache) else method.compressed(self.model, prompt), spent
 
     @torch.no_grad()
-    def decode(self, row: Record, method: Method, prompt: Prefill, rows: int | str) -> None:
-        """Fill in what decoding costs in `rows` rows, or in as many as fit."""
+    def cache_s(self, method: Method, prompt: Prefill) -> float:
+        """Seconds in which a method makes its cache, the second time."""
+        return self.cache(method, prompt)[1]
+
+    @torch.no_grad()
+    def decode_one(self, row: Record, method: Method, prompt: Prefill, cache: CompressedCache) -> None:
+        """Fill in what decoding one row costs."""
+        self._held(row, method, cache, 1)
+        self._steps(row, cache, prompt.lengths[:, None])
+        self.grown[method.label, prompt.columns] = cache.memory().total
+
+    @torch.no_grad()
+    def decode(self, row: Record, method: Method, prompt: Prefill, aside: Aside, rows: int | str) -> None:
+        """Fill in what decoding costs in `rows` rows, or in as many as fit; the pass makes place for them."""
         cache, position = method.compressed(self.model, prompt), prompt.lengths[:, None]
-        held = cache.memory().total
-        if rows == 1:
-            row["gb"] = held / 1e9
-            self._steps(row, cache, position)
-            return
-        away = self.cuda and sum(prompt.bytes()) > 1e9  # the prompt makes place for the rows
+        size = max(cache.memory().total, self.grown.get((method.label, prompt.columns), 0))
         try:
-            move(prompt, "cpu" if away else self.device)
+            aside.leave()
             clear()
-            self._several(row, cache, position, rows, held)
+            self._several(row, method, cache, position, rows, size)
         finally:
             del cache
             clear()
-            move(prompt, self.device)
+            aside.come_back()
 
-    def _several(self, row: Record, cache: CompressedCache, position: Tensor, rows: int | str, held: int) -> None:
-        """Decode in several rows, in fewer where "largest" does not fit."""
+    def _several(
+        self, row: Record, method: Method, cache: CompressedCache, position: Tensor, rows: int | str, size: int
+    ) -> None:
+        """Decode in several rows, in fewer where "largest" does not fit; size: bytes of a row that decodes."""
         largest = isinstance(rows, str)
-        batch = most_rows(held) if isinstance(rows, str) else rows
+        batch = most_rows(size) if isinstance(rows, str) else rows
         for left in reversed(range(ATTEMPTS if largest else 1)):
             try:
                 repeated(cache, batch)
-                row["gb"] = cache.memory().total / 1e9
+                self._held(row, method, cache, batch)
                 self._steps(row, cache, position.expand(batch, 1))
                 return
             except RuntimeError as error:
@@ -149,8 +162,21 @@ class Bench:
             repeated(cache, 1)
             clear()
 
+    def _held(self, row: Record, method: Method, cache: CompressedCache, batch: int) -> None:
+        """Fill in the bytes that are held, by measure and by formula, and those that a step reads."""
+        config, length = self.model.config, int(str(row["length"]))
+        stores = [layer.store for layer in cache.compressed if layer.store is not None]
+        group = config.num_attention_heads // config.num_key_value_heads
+        formula = method_bytes(method, config, length, self.model.dtype.itemsize)
+        row["gb"] = cache.memory().total / 1e9
+        row["formula_gb"] = "" if formula is None else batch * formula / 1e9
+        row["read_gb"] = sum(bytes_read(store, group) for store in stores) / 1e9
+
     def _steps(self, row: Record, cache: CompressedCache, position: Tensor) -> None:
-        """Time steps, captured where they can be; then look where their time goes."""
+        """Time whole periods of the flush, captured where they can be; then look where the time goes.
+
+        One period runs before them: the first tokens that leave the window compile what moves them.
+        """
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
         decoding = Decoding(self.model, cache, position)
@@ -158,7 +184,10 @@ class Bench:
             decoding.step()
         graph = self.cuda and cache.capturable
         step = decoding.graphed() if graph else decoding.step
-        spent = seconds(step, self.new if graph else min(EAGER, self.new), self.cuda)
+        period = next((layer.sizes.flush for layer in cache.compressed), 1)
+        for _ in range(period if graph else 0):
+            step()
+        spent = seconds(step, -(-self.new // period) * period if graph else min(EAGER, self.new), self.cuda)
         row.update(batch=len(position), token_ms=spent * 1e3, tokens_per_s=len(position) / spent)
         row.update(loop="graph" if graph else "eager", why_eager=why_eager(cache))
         if self.cuda:
@@ -174,11 +203,36 @@ def kind_of(method: Method) -> tuple[object, bool]:
     return method.prefill, method.column_sums
 
 
-def move(prompt: Prefill, device: torch.device | str) -> None:
-    """Move the K and V of a pass."""
-    for layer in prompt.layers:
-        if isinstance(layer, PromptLayer):
-            layer.to(device)
+class Aside:
+    """K and V of a pass, which give their place on the GPU to a batch and come back.
+
+    goes: whether they leave; None, the default: if there is a GPU and they are more than 1 GB.
+
+    The copy on the host is made once: decoding changes nothing of a pass.
+    """
+
+    def __init__(self, prompt: Prefill, goes: bool | None = None) -> None:
+        goes = torch.cuda.is_available() and sum(prompt.bytes()) > 1e9 if goes is None else goes
+        self.layers = [layer for layer in prompt.layers if goes and isinstance(layer, PromptLayer)]
+        self.device = prompt.logits.device
+        self.copies: list[tuple[Tensor, Tensor]] = []
+
+    def leave(self) -> None:
+        """Go to the host."""
+        if not self.copies:
+            self.copies = [(on_host(layer.keys), on_host(layer.values)) for layer in self.layers]
+        for layer, (k, v) in zip(self.layers, self.copies, strict=True):
+            layer.take(k, v)
+
+    def come_back(self) -> None:
+        """Come back to the GPU; nothing happens where they did not leave."""
+        for layer, (k, v) in zip(self.layers, self.copies, strict=False):
+            layer.take(k.to(self.device, non_blocking=True), v.to(self.device, non_blocking=True))
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy in the host's memory that its GPU, if there is one, reads fast."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor)
 
 
 def most_rows(size: int) -> int:

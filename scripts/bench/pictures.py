@@ -2,13 +2,15 @@
 
     python -m scripts.bench.pictures scores outputs/eval/reference_ratios docs/results/reference/recall.csv
     python -m scripts.bench.pictures recall docs/results/reference{,_mixed}/recall.csv docs/pictures/recall.svg
+    python -m scripts.bench.pictures documents docs/results/reference/documents.csv docs/pictures/documents.svg
     python -m scripts.bench.pictures speed docs/results/h200 docs/pictures/speed.svg
 
 `scores` turns the rows of an evaluation into mean recall, KL from dense and top-1 agreement with 95% bootstrap
 intervals per method and pruning ratio, which its label ends in; seeds of one method and ratio are averaged per sample.
 `recall` draws any such tables: label, ratio (% of K channels pruned, empty for dense), recall, low, high. Of several,
-each has a panel with the name of its folder. `speed` draws generation.csv and attention.csv of one folder. The files
-are SVG with a transparent background and colours that can be read on white and on black.
+each has a panel with the name of its folder. `documents` draws the table of `scripts.bench.documents`. `speed` draws
+generation.csv and attention.csv of one folder. The files are SVG with a transparent background and colours that can be
+read on white and on black.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from eval.rows.results import read
 from leank_train.common import bootstrap
 from leank_train.common.escape import csv_rows
 from leank_train.common.files import write_text
+from scripts.bench.documents_plot import draw_documents
 
 # Okabe and Ito's six that do not fade on white, then three more; an SVG in an <img> cannot take the colour of its page
 COLOURS = {
@@ -247,7 +250,7 @@ def to_svg(figure: Figure) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["scores", "recall", "speed"])
+    parser.add_argument("action", choices=["scores", "recall", "documents", "speed"])
     parser.add_argument(
         "source", type=Path, nargs="+", help="folder of an evaluation, tables of recall, or folder of benchmarks"
     )
@@ -259,7 +262,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_text(args.out, csv_rows(scores(read(args.source[0]))))
         return
     with matplotlib.rc_context(LOOK):
-        drawn = draw_recalls(args.source) if args.action == "recall" else draw_speed(args.source[0])
+        if args.action == "recall":
+            drawn = draw_recalls(args.source)
+        elif args.action == "documents":
+            drawn = draw_documents(read_table(args.source[0]))
+        else:
+            drawn = draw_speed(args.source[0])
         write_text(args.out, to_svg(drawn))
 
 

@@ -26,19 +26,18 @@ from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from eval.cache import CompressedCache, CompressedLayer, Sizes, compressed_cache
+from eval.cache import CompressedCache, Sizes, compressed_cache
 from eval.cache.attention.backend import Auto
 from eval.cache.attention.chosen import Chosen, ChosenConfig
 from eval.cache.storage.middle import Middle
-from eval.cache.storage.store import Store
 from eval.methods.channels.leank import LeanK
 from eval.methods.reads.double_sparsity import Labels
 from eval.methods.reads.quest import Quest
+from scripts.bench.bytes_read import bytes_read
 from scripts.bench.common import (
     WARM_UP,
     Decoding,
@@ -95,24 +94,6 @@ CASES = (
 )
 
 
-def bytes_read(store: Store, group: int) -> int:
-    """Bytes of K, V, bounds and labels that attention over one layer reads in a step; group: query heads a KV head."""
-    heads, dim = store.ring_k.shape[1], store.ring_k.shape[3]
-    ends = np.minimum(store.seen, store.sizes.sink) + store.seen - store.start
-    numbers = int(ends.sum()) * heads * 2 * dim
-    middle, count = store.prompt.length + store.tail.length, store.channels.count
-    ranking = getattr(store.reads, "ranking", None)
-    if ranking is None:
-        numbers += int((middle * (count + dim)).sum())
-    else:
-        chosen = np.minimum(middle, ranking.most * ranking.page) * group
-        numbers += int((chosen * (count + dim)).sum())
-        first = 0 if store.channels.first is None else store.channels.first
-        labels = middle * first if ranking.bounds is None else -(-middle // ranking.page) * 2 * count
-        numbers += int(np.asarray(labels).sum())
-    return numbers * store.ring_k.element_size()
-
-
 @torch.no_grad()
 def measure(
     row: Record,
@@ -138,7 +119,7 @@ def measure(
     row["graph_ms"] = seconds(step, 2 * flush, True) * 1e3
     kernels = profiled(step)
     row.update(where(kernels))
-    stores = [layer.store for layer in cache.layers if isinstance(layer, CompressedLayer) and layer.store is not None]
+    stores = [layer.store for layer in cache.compressed if layer.store is not None]
     row["read_gb"] = sum(bytes_read(store, group) for store in stores) / 1e9
     row["held_gb"] = cache.memory().total / 1e9
     choosing = sum(store.reads is not None for store in stores) or len(stores)

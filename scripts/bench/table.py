@@ -3,12 +3,43 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from scripts.bench.common import Record, write_rows
+from scripts.bench.common import Record, wait, write_rows
 
-NO_ROOM = "does not fit"
+NO_ROOM, TOO_SLOW, LOST = "does not fit", "too slow", "the GPU was lost"  # measured again only once the row is deleted
+
+
+class TooSlowError(Exception):
+    """A row took longer than it may."""
+
+
+@contextmanager
+def within(limit: float) -> Iterator[None]:
+    """Raise TooSlowError in a block of the main thread that takes more than `limit` seconds; 0 = no limit."""
+
+    def ring(*_: object) -> None:
+        raise TooSlowError(f"it took more than {limit:g} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def gpu_lost() -> bool:
+    """Whether an error of the GPU keeps this process from using it again."""
+    try:
+        wait()
+    except RuntimeError:
+        return True
+    return False
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -18,14 +49,22 @@ def out_of_memory(error: BaseException) -> bool:
 
 def noted(error: Exception) -> str:
     """An error as a row has it."""
-    text = f"{type(error).__name__}: {error}".splitlines()[0]
-    return f"{NO_ROOM}: {text}" if out_of_memory(error) else text
+    return marked(f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def marked(error: str) -> str:
+    """An error with the word that says why it would come again."""
+    if error.startswith((NO_ROOM, TOO_SLOW, LOST)):
+        return error
+    if "out of memory" in error.lower():
+        return f"{NO_ROOM}: {error}"
+    return error.replace(TooSlowError.__name__, TOO_SLOW)
 
 
 def final(row: Record) -> bool:
-    """Whether nothing is left to measure: the row is whole, or what it asks for does not fit."""
+    """Whether nothing is left to measure: the row is whole, or its error would come again."""
     error = str(row.get("error") or "")
-    return not error or error.startswith(NO_ROOM)
+    return not error or error.startswith((NO_ROOM, TOO_SLOW, LOST))
 
 
 def read_table(path: Path) -> list[Record]:
@@ -52,8 +91,8 @@ class Table:
 
     def add(self, row: Record) -> None:
         """Take in a row, print it and write the file."""
-        if "out of memory" in str(row.get("error", "")).lower() and not final(row):
-            row["error"] = f"{NO_ROOM}: {row['error']}"
+        if row.get("error"):
+            row["error"] = marked(str(row["error"]))
         self.rows.append(row)
         print(self.line(row), flush=True)
         every = (*self.names, *self.columns)

@@ -2,11 +2,13 @@
 
     python -m scripts.bench.training OUT --shape llama8b --length 16384 65536 98304 --repeats 3
     python -m scripts.bench.training OUT --shape reference --length 4096
+    python -m scripts.bench.training OUT --shape llama8b --length 16384 65536 --objective l2 kl --steps-alone
 
 Prints and writes OUT/bench_training_SHAPE_LENGTH.json: seconds (the median; "first" is the first run at this length)
 and peak memory of
   prefill        one gradient-free prefill of the context by transformers, hidden states only, K and V kept
-  ours, m        one step of this project with m questions per document: prefill, teacher, student, backward
+  ours, m        one step of this project with m questions per document: prefill, teacher, student, backward; with
+                 objective=l2, and "ours, m, kl" with the other. Given both, their runs alternate
   full sequence  one step of the plain form, which the published code has: teacher over all tokens, student over all
                  tokens with activation recomputation, backward; at --full-at, after one warm-up
 Prefill and full sequence take the SDPA kernel of PyTorch's choice. Where this project's prefill takes another
@@ -23,7 +25,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -37,17 +39,21 @@ from leank_train.common.files import write_json
 from leank_train.forward.branching import branch, prefill, prefill_and_branch, student
 from leank_train.forward.passes import kernel_order, tried_in
 from leank_train.objective import distill
+from leank_train.objective.kl import OBJECTIVES, Head, kl_loss
 from scripts.bench.common import clear, device_name, wait
 from scripts.bench.full_sequence import full_sequence
 from scripts.bench.shapes import llama8b
-from scripts.bench.training_hours import Results, hours, write_hours
+from scripts.bench.training_hours import Results, asked, hours, write_hours
 
 QUESTION, ANSWER = 48, 32  # tokens, about what the retrieval tasks have
 SAME = ", same kernel"  # as the prefill of this project
+KL = ", kl"  # ending of the runs with that objective
 WARM = 2048  # tokens of the runs before all others, which load kernels
 
 
-def prefill_once(model: PreTrainedModel, ids: Tensor, alpha: Tensor, questions: int, sink: int, window: int) -> Tensor:
+def prefill_once(
+    model: PreTrainedModel, ids: Tensor, alpha: Tensor, questions: int, sink: int, window: int, objective: str = "l2"
+) -> Tensor:
     """Loss of the branching form on ids [1, S]: `questions` equal branches off one document."""
     document, prompt = ids[:, : -QUESTION - ANSWER], ids[:, -QUESTION - ANSWER :].repeat(questions, 1)
     lengths = torch.full((questions,), QUESTION + ANSWER)  # on the host, as the batches of training have them
@@ -62,7 +68,11 @@ def prefill_once(model: PreTrainedModel, ids: Tensor, alpha: Tensor, questions: 
         model, prefix, teacher.cut(question), prompt[:, QUESTION:], answer, alpha,
         sink=sink, window=window, empty_heads="zero",
     )  # fmt: skip
-    loss = distill.l2_loss(distill.answer_rows(teacher.hidden, question, ANSWER), scaled, answer, "official")
+    full = distill.answer_rows(teacher.hidden, question, ANSWER)
+    if objective == "kl":
+        loss = kl_loss(Head.of(model), full, scaled, answer)
+    else:
+        loss = distill.l2_loss(full, scaled, answer, "official")
     distill.backward(loss)
     return loss.detach()
 
@@ -82,20 +92,27 @@ def chosen_kernel(model: PreTrainedModel, length: int, order: Sequence[SDPBacken
         return SDPBackend(torch._fused_sdp_choice(q, k, k, None, 0.0, True, scale=None, enable_gqa=True)).name
 
 
-def measure(run: Callable[[], object], repeats: int, cuda: bool) -> dict[str, float]:
-    """Seconds of a first run and the median of `repeats` more, and on a GPU the allocator's peak in GB over those."""
+def measure(runs: Mapping[str, Callable[[], object]], repeats: int, cuda: bool) -> dict[str, dict[str, float]]:
+    """Seconds of a first run and the median of `repeats` more, and on a GPU the allocator's peak in GB over those.
+
+    runs: by name; they take turns, so that a clock that changes meanwhile changes for all of them.
+    """
     clear()
     wait()
-    seconds = []
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    peaks = dict.fromkeys(runs, 0)
     for repeat in range(repeats + 1):
-        if cuda and repeat == 1:
-            torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
-        run()
-        wait()
-        seconds.append(time.perf_counter() - start)
-    found = {"seconds": statistics.median(seconds[1:]), "first": seconds[0]}
-    return found | ({"peak_gb": torch.cuda.max_memory_allocated() / 1e9} if cuda else {})
+        for name, run in runs.items():
+            if cuda:
+                torch.cuda.reset_peak_memory_stats()
+            start = time.perf_counter()
+            run()
+            wait()
+            seconds[name].append(time.perf_counter() - start)
+            if cuda and repeat:
+                peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated())
+    found = {name: {"seconds": statistics.median(of[1:]), "first": of[0]} for name, of in seconds.items()}
+    return {name: values | ({"peak_gb": peaks[name] / 1e9} if cuda else {}) for name, values in found.items()}
 
 
 def fastest(found: dict[str, dict[str, float]], name: str) -> float | None:
@@ -111,16 +128,19 @@ def describe(name: str, found: dict[str, dict[str, float]]) -> str:
     bare = fastest(found, "prefill")
     if name.startswith("ours") and bare:
         line += f"  {values['seconds'] / bare:5.3f}x the bare prefill"
+    if (l2 := found.get(name.removesuffix(KL))) and name.endswith(KL):
+        of = [key for key in ("seconds", "peak_gb") if key in values]
+        line += "  kl / l2: " + ", ".join(f"{key} {values[key] / l2[key]:.4f}x" for key in of)
     return line
 
 
 def cheaper(found: dict[str, dict[str, float]]) -> list[str]:
     """What prefilling once saves, one line per number of questions."""
     whole = fastest(found, "full sequence")
-    steps = {int(n.split()[1]): v["seconds"] for n, v in found.items() if n.startswith("ours")}
+    steps = {name: v["seconds"] for name, v in found.items() if name.startswith("ours")}
     return [
-        f"ours, {m}: {whole / s:5.2f}x cheaper a step, {whole * m / s:5.2f}x a (context, answer) pair"
-        for m, s in steps.items()
+        f"{name}: {whole / s:5.2f}x cheaper a step, {whole * asked(name) / s:5.2f}x a (context, answer) pair"
+        for name, s in steps.items()
         if whole
     ]
 
@@ -157,10 +177,10 @@ class Bench:
         with tried_in(order):
             bare_prefill(self.model, ids)
 
-    def step(self, ids: Tensor, questions: int) -> None:
+    def step(self, ids: Tensor, questions: int, objective: str) -> None:
         """Run one training step of this project."""
         self.alpha.grad = None
-        prefill_once(self.model, ids, self.alpha, questions, self.sink, self.window)
+        prefill_once(self.model, ids, self.alpha, questions, self.sink, self.window, objective)
 
     def whole(self, ids: Tensor, order: Sequence[SDPBackend]) -> None:
         """Run one training step of the plain form."""
@@ -168,17 +188,27 @@ class Bench:
         with tried_in(order):  # the backward pass, which recomputes, included
             full_sequence(self.model, ids, ANSWER, self.alpha, self.sink, self.window)
 
-    def cheap(self, ids: Tensor, other: bool) -> dict[str, Callable[[], None]]:
-        """All runs but the full-sequence form; other: whether this project's kernel is not PyTorch's choice."""
-        runs: dict[str, Callable[[], None]] = {"prefill": partial(self.plain, ids, [])}
-        if other:
-            runs["prefill" + SAME] = partial(self.plain, ids, self.order(ids.shape[1]))
-        return runs | {f"ours, {m}": partial(self.step, ids, m) for m in self.args.questions}
+    def cheap(self, ids: Tensor, other: bool) -> list[dict[str, Callable[[], None]]]:
+        """All runs but the full-sequence form, those together that take turns.
 
-    def note(self, length: int, name: str, run: Callable[[], None]) -> None:
-        """Measure a run, print it, and write what is known of its length."""
-        self.results[length][name] = measure(run, self.args.repeats, self.cuda)
-        print(describe(name, self.results[length]), flush=True)
+        other: whether this project's kernel is not PyTorch's choice.
+        """
+        runs: list[dict[str, Callable[[], None]]] = []
+        if not self.args.steps_alone:
+            runs.append({"prefill": partial(self.plain, ids, [])})
+        if other and not self.args.steps_alone:
+            runs.append({"prefill" + SAME: partial(self.plain, ids, self.order(ids.shape[1]))})
+        endings = {"l2": "", "kl": KL}
+        return runs + [
+            {f"ours, {m}{endings[o]}": partial(self.step, ids, m, o) for o in self.args.objective}
+            for m in self.args.questions
+        ]
+
+    def note(self, length: int, runs: Mapping[str, Callable[[], None]]) -> None:
+        """Measure runs that take turns, print them, and write what is known of their length."""
+        self.results[length] |= measure(runs, self.args.repeats, self.cuda)
+        for name in runs:
+            print(describe(name, self.results[length]), flush=True)
         content = {"device": device_name(), "length": length, "kernels": self.kernels[length], **self.results[length]}
         write_json(self.args.out / f"bench_training_{self.args.shape}_{length}.json", content)
 
@@ -188,24 +218,25 @@ class Bench:
 
     def short_runs(self) -> None:
         """Measure everything but the full-sequence form at every length, shortest first."""
-        for run in self.cheap(self.tokens(min(WARM, self.args.length[0])), self.cuda).values():
-            run()
+        for runs in self.cheap(self.tokens(min(WARM, self.args.length[0])), self.cuda):
+            for run in runs.values():
+                run()
         for length in self.args.length:
             orders = {"prefill": [], "ours": self.order(length)}
             self.kernels[length] = {name: chosen_kernel(self.model, length, order) for name, order in orders.items()}
             names = ", ".join(f"{n} {kernel}" for n, kernel in self.kernels[length].items())
             print(f"{length} tokens, attention kernels of the prefill: {names}", flush=True)
-            for name, run in self.cheap(self.tokens(length), self.other(length)).items():
-                self.note(length, name, run)
+            for runs in self.cheap(self.tokens(length), self.other(length)):
+                self.note(length, runs)
 
     def full_runs(self, lengths: Sequence[int]) -> None:
         """Measure the full-sequence form at these lengths, and print what prefilling once saves."""
         for length in lengths:
             ids = self.tokens(length)
             print(f"{length} tokens", flush=True)
-            self.note(length, "full sequence", partial(self.whole, ids, []))
+            self.note(length, {"full sequence": partial(self.whole, ids, [])})
             if self.other(length):
-                self.note(length, "full sequence" + SAME, partial(self.whole, ids, self.order(length)))
+                self.note(length, {"full sequence" + SAME: partial(self.whole, ids, self.order(length))})
             print(*cheaper(self.results[length]), sep="\n", flush=True)
 
 
@@ -216,15 +247,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=["reference", "llama8b"], default="reference")
     parser.add_argument("--length", type=int, nargs="+", default=[4096], help="tokens of document, question and answer")
     parser.add_argument("--questions", type=int, nargs="*", default=[1, 4])
+    parser.add_argument("--objective", choices=OBJECTIVES, nargs="+", default=["l2"])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
         "--full-at", type=int, nargs="+", help="lengths of the full-sequence form; default the smallest"
     )
     parser.add_argument("--skip-full", action="store_true", help="leave the full-sequence form out")
+    parser.add_argument("--steps-alone", action="store_true", help="measure nothing but the steps of this project")
     parser.add_argument("--experiment", default="llama_70pct", help="whose lengths and steps OUT/hours.json is for")
     args = parser.parse_args(argv)
     args.length = sorted(set(args.length))
-    args.full_at = [] if args.skip_full else sorted(set(args.full_at or args.length[:1]))
+    args.full_at = [] if args.skip_full or args.steps_alone else sorted(set(args.full_at or args.length[:1]))
     if not set(args.full_at) <= set(args.length):
         parser.error(f"--full-at {args.full_at}: choose among --length {args.length}")
     return args

@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from eval.cache.attention import chosen_kernel, kernel, packing_kernel, weights_kernel, work
+from eval.cache.attention import chosen_kernel, kernel, packing_kernel, ring_kernel, weights_kernel, work
 
 UNIT = "5.421010e-20"  # quantised_kernel.unit_of
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -60,7 +60,7 @@ def main() -> None:
         text = compiles(kernel.decode, OF_DECODE, {**DECODE, "BITS": bits, "CELL": 32})
         assert UNIT in text, f"{bits} bits: 2^-64 is not among the constants; Triton may have made 0 of it"
     for change in ({}, {"VALUES": 1}, {"PAGE": 1}):
-        compiles(kernel.move, OF_MOVE, {**MOVE, **change})
+        compiles(ring_kernel.move, OF_MOVE, {**MOVE, **change})
     compiles(weights_kernel.compact, OF_COMPACT, {**SHAPE, "TILE": 64, "PAGE": 64})
     compiles(chosen_kernel.attend, OF_CHOSEN, CHOSEN)
     packed = {name: kind for name, kind in OF_MOVE.items() if name != "ranks"} | {"k": BYTES, "v": BYTES}

@@ -82,6 +82,8 @@ def test_ranks_of_a_context_see_the_same_documents(model):
             ["trainer=sequence_parallel", "+model.overrides.rope_parameters={rope_type: dynamic, factor: 2.0}"],
             "trainer.sequence_parallel=4: the RoPE of .*rope_type=dynamic",
         ),
+        (["trainer.precision=bf16-true"], "trainer.precision='bf16-true' rounds the scores or the logits"),
+        (["trainer.precision=16-mixed"], "trainer.precision='16-mixed' rounds the scores or the logits"),
         (["trainer.prefill_kernel=fast"], "trainer.prefill_kernel='fast' must be one of auto"),
         (
             ["trainer.prefill_kernel=flash_attn"],

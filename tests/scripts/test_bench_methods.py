@@ -1,13 +1,20 @@
 """The table of methods and the cost of the first token, on a CPU, small."""
 
+import gc
 import itertools
+import time
 
 import pytest
 import torch
 
-from eval.cache import Sizes
-from eval.inference.models import ModelConfig, load_config
+from eval.cache import CompressedCache, Sizes
+from eval.cache.graph import DecodeLoop
+from eval.inference.models import ModelConfig, load_config, load_model
+from eval.inference.prefill import PromptLayer
+from eval.methods import Method
 from eval.methods.registry import REGISTRY, name_of
+from eval.methods.tokens.snapkv import SnapKV
+from eval.run.replay import Replay, Settings
 from scripts.bench import first_token, methods, one_method
 from scripts.bench.common import ROOT
 from scripts.bench.pictures import read_table
@@ -20,6 +27,9 @@ def test_methods_beside_dense(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit, match="failed: nonesuch"):
         methods.main([str(tmp_path), *line.split()])
     rows = {(r["method"], r["length"], r["rows"]): r for r in read_table(tmp_path / "methods.csv")}
+    failed = [key for key, row in rows.items() if row["error"]]
+    assert failed == [("nonesuch", length, asked) for length in ("260", "340") for asked in ("1", "largest")]
+    rows = {key: row for key, row in rows.items() if key not in failed}
     names.remove("nonesuch")
     assert set(rows) == set(itertools.product(names, ("260", "340"), ("1", "largest")))
     for (name, length, asked), row in rows.items():
@@ -31,6 +41,8 @@ def test_methods_beside_dense(tmp_path, capsys, monkeypatch):
             assert float(row["gb"]) == pytest.approx(2 * float(rows[name, length, "1"]["gb"]), rel=0.02)
         assert row["batch"] == ("1" if asked == "1" else "2")
         assert float(row["token_ms"]) > 0
+        assert float(row["read_gb"]) == pytest.approx(float(row["formula_gb"] or row["read_gb"]), rel=0.01)
+        assert float(row["read_gb"]) < float(row["gb"])
         assert (row["loop"], row["why_eager"], row["error"]) == ("eager", "no GPU", "")
     assert float(rows["leank", "340", "1"]["gb"]) < 0.8 * float(rows["dense", "340", "1"]["gb"])
     assert "nonesuch" in capsys.readouterr().err
@@ -39,7 +51,7 @@ def test_methods_beside_dense(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(one_method.Bench, "prefill", lambda *given: 1 / 0)
     methods.main([str(tmp_path), *line.split(" nonesuch")[0].split()])
-    assert len((tmp_path / "methods.csv").read_text().splitlines()) == 1 + len(rows)
+    assert [r for r in read_table(tmp_path / "methods.csv") if not r["error"]] == list(rows.values())
 
 
 def test_what_does_not_fit_is_said_and_not_tried_again(tmp_path, monkeypatch, capsys):
@@ -64,11 +76,76 @@ def test_what_does_not_fit_is_said_and_not_tried_again(tmp_path, monkeypatch, ca
     methods.main([str(tmp_path), *line.split()])
     assert tried == [20, 1, 18, 1, 16, 1, 14, 16]
     rows = read_table(tmp_path / "methods.csv")
-    assert [(r["rows"], r["batch"]) for r in rows[:2]] == [("1", "1"), ("largest", "14")]
-    assert [r["error"][:12] for r in rows] == ["", "", *["does not fit"] * 4]
+    found = {(r["method"], r["rows"]): (r["batch"], r["error"][:12]) for r in rows}
+    assert found.pop(("leank", "1")) == ("1", "")
+    assert found.pop(("leank", "largest")) == ("14", "")
+    assert set(found.values()) == {("", "does not fit")}
+    assert len(found) == 4
     methods.main([str(tmp_path), *line.split()])
     assert tried[8:] == []
     assert "18 rows do not fit" in capsys.readouterr().out
+
+
+def test_nothing_is_held_from_one_method_to_the_next(tmp_path, monkeypatch):
+    """Neither caches nor the K and V of a pass outlive their rows."""
+    held = []
+
+    def cleared():
+        gc.collect()
+        held.append(sum(type(one) is CompressedCache for one in gc.get_objects()))
+
+    monkeypatch.setattr(methods, "clear", cleared)
+    monkeypatch.setattr(one_method.Bench, "_steps", lambda *given: 1 / 0)
+    names = "dense leank adakv h2o lethe quest kivi rkv gemfilter"
+    line = f"--shape reference --lengths 200 --new 2 --batches 1 2 --methods {names}"
+    with pytest.raises(SystemExit, match="failed: dense; leank; adakv"):
+        methods.main([str(tmp_path), *line.split()])
+    assert len(held) > 18
+    assert not any(held)
+    assert not any(type(one) is PromptLayer for one in gc.get_objects())
+
+
+def test_a_pass_makes_place_and_comes_back():
+    """A method decodes the same from it before and after."""
+    model, tokenizer = load_model(ModelConfig()), load_config(ModelConfig())[1]
+    bench = one_method.Bench(Replay(model, tokenizer, Settings()), 2)
+    method = Method("snapkv", tokens=SnapKV(budget=64), sink=0, window=32)
+    prompt, _ = bench.prefill(method, 200, method.obs_queries)
+    aside, logits = one_method.Aside(prompt, goes=True), []
+    for _ in range(2):
+        cache, _ = bench.cache(method, prompt)
+        logits.append(DecodeLoop(model, cache, prompt.lengths[:, None]).step(torch.tensor([[7]])))
+        aside.leave()
+        aside.come_back()
+    assert torch.equal(*logits)
+
+
+def test_a_row_that_takes_too_long_or_loses_the_gpu_is_not_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(one_method.Bench, "decode_one", lambda *given: time.sleep(20))
+    line = "--shape reference --lengths 200 --batches 1 --limit 2 --methods leank snapkv"
+    with pytest.raises(SystemExit, match="failed: leank; snapkv"):
+        methods.main([str(tmp_path), *line.split()])
+    assert [r["error"] for r in read_table(tmp_path / "methods.csv")] == ["too slow: it took more than 2 s"] * 2
+
+    monkeypatch.setattr(one_method.Bench, "decode_one", lambda *given: 1 / 0)
+    monkeypatch.setattr(methods, "gpu_lost", lambda: True)
+    for name in ("think", "tova"):
+        with pytest.raises(SystemExit) as stopped:
+            methods.main([str(tmp_path), *line.split(), "think", "tova"])
+        assert stopped.value.code == methods.AGAIN
+        assert read_table(tmp_path / "methods.csv")[-1]["method"] == name
+    with pytest.raises(SystemExit, match="failed: leank; snapkv; think; tova"):
+        methods.main([str(tmp_path), *line.split(), "think", "tova"])
+
+
+@pytest.mark.slow
+def test_every_method_has_its_rows(tmp_path):
+    names = [name for name in methods.METHODS if not name.startswith("papers/")]
+    line = f"--shape reference --lengths 200 --new 2 --batches 1 3 --methods {' '.join(names)}"
+    methods.main([str(tmp_path), *line.split()])
+    rows = read_table(tmp_path / "methods.csv")
+    assert {(r["method"], r["rows"]) for r in rows} >= set(itertools.product(names, ("1", "3")))
+    assert not [r["error"] for r in rows if r["error"]]
 
 
 def test_first_token_as_a_share_of_dense(tmp_path):

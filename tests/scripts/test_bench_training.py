@@ -4,7 +4,10 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
+from leank_train.common.shape import kv_shape
+from leank_train.objective.kl import kl_loss_reference
 from scripts.bench import training as bench_training
 from scripts.bench.training import SAME, cheaper, describe
 from scripts.bench.training_hours import hours
@@ -61,3 +64,28 @@ def test_ratios_are_to_the_faster_kernel():
 def test_full_sequence_only_at_measured_lengths(tmp_path):
     with pytest.raises(SystemExit):
         bench_training.main([str(tmp_path), "--length", "512", "--full-at", "1024"])
+
+
+def test_both_objectives_take_turns(tmp_path, capsys):
+    line = "--length 768 --questions 2 --objective l2 kl --repeats 2 --steps-alone"
+    bench_training.main([str(tmp_path), *line.split()])
+    found = json.loads((tmp_path / "bench_training_reference_768.json").read_text())
+    assert found.keys() == {"device", "length", "kernels", "ours, 2", "ours, 2, kl"}
+    assert f"seconds {found['ours, 2, kl']['seconds'] / found['ours, 2']['seconds']:.4f}x" in capsys.readouterr().out
+    calls = []
+    bench_training.measure({name: lambda name=name: calls.append(name) for name in "ab"}, 2, False)
+    assert calls == ["a", "b"] * 3
+
+
+def test_the_kl_step_is_the_stage_s(tmp_path):
+    """The same loss as the loss functions that stages call, on the same passes; L2 is another number."""
+    model = bench_training.build("reference", torch.device("cpu"), torch.float32)
+    ids = torch.randint(5, model.config.vocab_size, (1, 600), generator=torch.Generator().manual_seed(1))
+    alpha = torch.full(kv_shape(model.config), 0.5, requires_grad=True)
+    kl, l2 = (float(bench_training.prefill_once(model, ids, alpha, 2, 16, 144, o)) for o in ("kl", "l2"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench_training, "kl_loss", kl_loss_reference)
+        again = float(bench_training.prefill_once(model, ids, alpha, 2, 16, 144, "kl"))
+    assert again == pytest.approx(kl, rel=1e-4)
+    assert kl > 0
+    assert kl != pytest.approx(l2, rel=0.01)

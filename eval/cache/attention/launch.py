@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from eval.cache.attention import kernel, packing_kernel, work
+from eval.cache.attention import kernel, packing_kernel, ring_kernel, work
 from eval.cache.attention.softmax import PLAIN, Softmax
 from eval.cache.attention.weights import Room, Weights
 from eval.cache.storage.pages import PAGE
@@ -92,7 +92,7 @@ class Kernel:
             return store.write(k, v)
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
         position = torch.empty(batch, new, dtype=torch.int64, device=k.device)
-        kernel.write[(batch,)](
+        ring_kernel.write[(batch,)](
             *(k, v, store.ring_k, store.ring_v, store.seen_dev, position, *k.stride()[:3], *v.stride()[:3]),
             *(new, store.ring_k.shape[2]),
             H=heads,
@@ -119,7 +119,7 @@ class Kernel:
             )
         else:
             ranks = index if store.values is None else store.values.ranks()
-            kernel.move[(batch, heads)](
+            ring_kernel.move[(batch, heads)](
                 *(*rings, tail.k, tail.v, index, ranks, tail.places(), *counts, index.stride(0), ranks.stride(0)),
                 *sizes,
                 H=heads,

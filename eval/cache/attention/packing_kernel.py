@@ -116,7 +116,7 @@ def move_packed(
 ):
     """Program (b, h): pack the tokens due of row b's window, whole cells, behind those that head h holds.
 
-    The parameters are those of `kernel.move`; k, v and places count bytes.
+    The parameters are those of `ring_kernel.move`; k, v and places count bytes.
     """
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = tl.load(start_ptr + b)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from eval.cache.storage.channels import KeptChannels
-from eval.cache.storage.pages import Segment
+from eval.cache.storage.segment import Segment
 
 
 class KeyCode(Protocol):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from eval.cache.storage.padded import compacted
-from eval.cache.storage.pages import Segment
+from eval.cache.storage.segment import Segment
 from eval.cache.storage.upload import upload
 
 SCORE = 4  # bytes of one token's score in one KV head

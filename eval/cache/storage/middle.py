@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eval.cache.storage.channels import KeptChannels
 from eval.cache.storage.eviction import Eviction
-from eval.cache.storage.pages import Segment, TokenSegment
+from eval.cache.storage.segment import Segment, TokenSegment
 
 
 class Codec(Protocol):

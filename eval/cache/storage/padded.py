@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from eval.cache.storage.channels import KeptChannels
-from eval.cache.storage.pages import PAGE, Segment, lines, round_up
+from eval.cache.storage.pages import PAGE, lines, round_up
 from eval.cache.storage.quantised import QuantisedSegment
+from eval.cache.storage.segment import Segment
 from eval.cache.storage.upload import upload
 
 

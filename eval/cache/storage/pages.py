@@ -1,4 +1,4 @@
-"""Ragged storage of middle tokens: each row and KV head has its own number of tokens and of K channels.
+"""Where middle tokens lie: each row and KV head has room for its own number of tokens and of K channels.
 
 All K lie in one flat tensor and all V in another. Each head has a region in both, and the regions lie back to back, row
 by row, then head by head. Here head 0 keeps 2 channels and has room for 128 tokens, head 1 keeps none and has no region
@@ -27,11 +27,9 @@ import torch
 from torch import Tensor
 
 from eval.cache.storage.channels import KeptChannels
-from eval.cache.storage.upload import update, upload
+from eval.cache.storage.upload import upload
 
 PAGE = 64  # tokens
-COPIED = 1 << 24  # elements copied at once; the limit bounds the temporary tensors of a long prompt
-SCATTERED = 4  # pieces of rows that are not alike from which all are written at once, see `Segment._append_scattered`
 
 Count = TypeVar("Count", int, np.ndarray)
 
@@ -60,44 +58,8 @@ def lines(flat: Tensor, width: int) -> Tensor:
     return flat.view(flat.numel() // width, width)
 
 
-def _put(pages: Tensor, at: int, x: Tensor) -> None:
-    """Write tokens x [R, n, channels] into pages [R, P, channels, tokens of a page], from token `at` on."""
-    n, page = x.shape[1], pages.shape[-1]
-    first, ahead = at // page, min(n, -at % page)  # tokens for which the page of `at` still has room
-    whole = (n - ahead) // page
-    rest = n - ahead - whole * page
-    if ahead:
-        pages[:, first, :, at % page : at % page + ahead] = x[:, :ahead].transpose(1, 2)
-        first += 1
-    if whole:
-        pages[:, first : first + whole] = x[:, ahead : n - rest].unflatten(1, (whole, page)).transpose(2, 3)
-    if rest:
-        pages[:, first + whole, :, :rest] = x[:, n - rest :].transpose(1, 2)
-
-
-def _picked(
-    x: Tensor, table: KeptChannels, rows: np.ndarray, head: Tensor, token: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The kept channels of some tokens, one after the other.
-
-    x: [R, H, n, D], dense; table: of all rows; rows: [R]
-    head, token: [N], which head of the R H, and which of its tokens
-
-    Returns the numbers [N, most channels], the number of channels of each token [N], and the place of each number among
-    them [N, most channels]: those that a head lacks repeat its last.
-    """
-    count = upload(table.count[rows].reshape(-1), x.device)
-    number, most = count[head], int(table.count[rows].max())
-    place = torch.minimum(torch.arange(most, device=x.device), (number[:, None] - 1).clamp(min=0))
-    new = x.flatten(0, 1)[head, token]
-    if table.in_order:
-        return new, number, place
-    index = table.index[upload(rows, x.device)].flatten(0, 1).long()[head]
-    return new.gather(1, index.gather(1, place)), number, place
-
-
-class Segment:
-    """Middle tokens of all rows and heads.
+class Regions:
+    """Room for middle tokens of all rows and heads; which of it is filled, `Segment` knows.
 
     channels: kept channels of K
     capacity: [B, H], tokens for which there is room, rounded up to pages; 0 in heads that keep no channels of K
@@ -110,7 +72,6 @@ class Segment:
     k, v: the flat tensors
     k_start, v_start: [B, H], first element of each region
     width: [B, H], kept channels of V
-    length, length_dev: [B, H], tokens held, on the host and on the device
     """
 
     page = PAGE
@@ -132,13 +93,7 @@ class Segment:
         stored = self._form()
         self.k = torch.empty(int(k_size.sum()), dtype=stored, device=device)
         self.v = torch.empty(int(v_size.sum()), dtype=stored, device=device)
-        self.length = np.zeros_like(self.capacity)
-        self.length_dev = torch.zeros(self.capacity.shape, dtype=torch.int64, device=device)
         self._places: Tensor | None = None
-
-    def fresh(self, channels: KeptChannels, capacity: np.ndarray, values: KeptChannels | None) -> Segment:
-        """An empty segment of the same form."""
-        return type(self)(channels, capacity, self.head_dim, self.dtype, values)
 
     def _form(self) -> torch.dtype:
         """The dtype of k and v."""
@@ -149,83 +104,7 @@ class Segment:
         v_line = self.head_dim if self.values is None else PAGE
         return (self.capacity * self.channels.count, PAGE), (self.capacity * self.width, v_line)
 
-    def _alike(self, rows: np.ndarray, taken: np.ndarray) -> list[slice]:
-        """`rows` [R] in pieces that one copy can write.
-
-        Neighbouring rows of the same layout that take the same number of tokens [R, H] are one piece, else each row.
-        """
-        same = [taken, *(a[rows] for a in (self.capacity, self.channels.count, self.width, self.length))]
-        if (np.diff(rows) == 1).all() and all((a == a[:1]).all() for a in same):
-            return [slice(0, len(rows))]
-        return [slice(i, i + 1) for i in range(len(rows))]
-
-    def append(self, rows: np.ndarray, k: Tensor, v: Tensor, count: np.ndarray | None = None) -> None:
-        """Add n tokens to every head of some rows that has room; kept channels are picked here.
-
-        rows: [R], the rows of the batch
-        k, v: [R, H, n, D], dense
-        count: [R, H], each head takes its first `count` tokens; None = all n
-        """
-        taken = np.where(self.capacity[rows] > 0, k.shape[2] if count is None else count, 0)
-        pieces = self._alike(rows, taken) if taken.any() else []
-        if len(pieces) < SCATTERED:
-            self._append_pieces(pieces, rows, k, v, taken)
-        else:
-            self._append_scattered(rows, k, v, taken)
-        self.length[rows] += taken
-        update(self.length_dev, self.length)
-
-    def _append_pieces(self, pieces: list[slice], rows: np.ndarray, k: Tensor, v: Tensor, taken: np.ndarray) -> None:
-        """Write the tokens that each head takes [R, H], piece by piece and head by head."""
-        tables = [None if t is None or t.in_order else t.index.long() for t in (self.channels, self.values)]
-        for piece in pieces:
-            row, number = int(rows[piece.start]), piece.stop - piece.start
-            step = max(PAGE, COPIED // (number * self.head_dim) // PAGE * PAGE)
-            for head in np.flatnonzero(taken[piece.start]).tolist():
-                pages, values = self._room(row, number, head)
-                held, n = int(self.length[row, head]), int(taken[piece.start, head])
-                index = [None if t is None else t[row : row + number, head, None] for t in tables]
-                for first in range(0, n, step):
-                    last = min(first + step, n)
-                    new = (x[piece, head, first:last] for x in (k, v))
-                    widths = (pages.shape[2], values.shape[2])
-                    picked_k, picked_v = (
-                        x if i is None else x.gather(2, i[..., :w].expand(-1, last - first, -1))
-                        for x, i, w in zip(new, index, widths, strict=True)
-                    )
-                    _put(pages, held + first, picked_k)
-                    if self.values is None:
-                        values[:, held + first : held + last] = picked_v
-                    else:
-                        _put(values, held + first, picked_v)
-
-    def _append_scattered(self, rows: np.ndarray, k: Tensor, v: Tensor, taken: np.ndarray) -> None:
-        """Do what `_append_pieces` does for all rows and heads at once: no launch more, however many there are.
-
-        A head with fewer channels than another writes its last one several times, always the same number.
-        """
-        device, total = self.k.device, int(taken.sum())
-        head = torch.repeat_interleave(upload(taken.reshape(-1), device), output_size=total)
-        token = spread(np.zeros_like(taken), taken, device)
-        for some in torch.arange(total, device=device).split(max(1, COPIED // (4 * self.head_dim))):
-            of, n = head[some], token[some]
-
-            def each(of_head: np.ndarray, of: Tensor = of) -> Tensor:
-                return upload(of_head[rows].reshape(-1), device)[of]
-
-            at = each(self.length) + n
-            new, _, channel = _picked(k, self.channels, rows, of, n)
-            page = each(self.k_start) + at // self.page * each(self.channels.count) * self.page + at % self.page
-            self.k[page[:, None] + channel * self.page] = new
-            if self.values is None:
-                lines(self.v, self.head_dim)[each(self.v_start) // self.head_dim + at] = v.flatten(0, 1)[of, n]
-                continue
-            new, number, channel = _picked(v, self.values, rows, of, n)
-            page = each(self.v_start) + at // PAGE * number * PAGE + at % PAGE
-            there = number > 0  # a head can keep no channel of V
-            self.v[(page[:, None] + channel * PAGE)[there]] = new[there]
-
-    def _room(self, row: int, number: int, head: int) -> tuple[Tensor, Tensor]:
+    def views(self, row: int, number: int, head: int) -> tuple[Tensor, Tensor]:
         """Views of one head's regions in `number` rows of the same layout from `row` on.
 
         Returns K [number, pages, channels, tokens of a page] and V [number, capacity, D], where it is pruned as K.
@@ -244,30 +123,6 @@ class Segment:
             values = pages(self.v, v_row, width, v_start, PAGE)
         return pages(self.k, k_row, count, k_start, self.page), values
 
-    def _regions(self, row: int, head: int) -> tuple[Tensor, Tensor]:
-        """One head's regions: K [pages, channels, tokens of a page], V [capacity, D], where it is pruned as K."""
-        k, v = self._room(row, 1, head)
-        return k[0], v[0]
-
-    def read(self, row: int, head: int) -> tuple[Tensor, Tensor]:
-        """K [n, channels] and V [n, D] of one head; pruned channels of V are zero."""
-        n, (k, v) = int(self.length[row, head]), self._regions(row, head)
-        keys = k.transpose(1, 2).flatten(0, 1)[:n]
-        if self.values is None:
-            return keys, v[:n]
-        whole = v.new_zeros(n, self.head_dim)
-        whole[:, self.values.index[row, head, : v.shape[1]].long()] = v.transpose(1, 2).flatten(0, 1)[:n]
-        return keys, whole
-
-    def keys_of(self, stored: Tensor) -> Tensor:
-        """The keys [B H, channels, N] of all heads from what is stored of them, of the same shape here."""
-        return stored
-
-    def held(self) -> tuple[int, int]:
-        """Bytes of K and of V of the tokens held; spare room is not counted."""
-        k, v = (int((self.length * channels).sum()) for channels in (self.channels.count, self.width))
-        return k * self.k.element_size(), v * self.v.element_size()
-
     def flats(self) -> tuple[tuple[Tensor, np.ndarray, np.ndarray, int], ...]:
         """For K and for V: (flat tensor, first element of each region, size of each, elements of a line)."""
         k, v = self._sizes()
@@ -279,45 +134,3 @@ class Segment:
             count, width = (np.where(self.capacity > 0, n, 0) for n in (self.channels.count, self.width))
             self._places = upload(np.stack([self.k_start, self.v_start, count, width], -1), self.k.device)
         return self._places
-
-    @torch.no_grad()  # with gradients, the views of a split cannot be written to
-    def grown(self, capacity: np.ndarray) -> Segment:
-        """A copy with room for `capacity` [B, H] tokens, in no head fewer than now."""
-        new = self.fresh(self.channels, capacity, self.values)
-        filled = np.flatnonzero(self.capacity).tolist()
-        for (old, _, size, _), (flat, _, room, _) in zip(self.flats(), new.flats(), strict=True):
-            source = old.split(size.reshape(-1).tolist())
-            target = flat.split(np.stack([size, room - size], -1).reshape(-1).tolist())[::2]
-            if filled:
-                torch._foreach_copy_([target[i] for i in filled], [source[i] for i in filled])
-        new.length, new.length_dev = self.length, self.length_dev
-        return new
-
-    def select(self, rows: Tensor, channels: KeptChannels, values: KeptChannels | None) -> Segment:
-        """The segment of the batch `rows` [R], in that order, whose tables are `channels` and `values`."""
-        at = rows.cpu().numpy()
-        new = self.fresh(channels, self.capacity[at], values)
-        for (old, start, _, line), (flat, _, size, _) in zip(self.flats(), new.flats(), strict=True):
-            source = spread(start[at] // line, size // line, flat.device)
-            torch.index_select(lines(old, line), 0, source, out=lines(flat, line))
-        new.length, new.length_dev = self.length[at], self.length_dev[rows.to(self.k.device)]
-        return new
-
-    def to(self, device: torch.device) -> None:
-        """Move everything held to `device`."""
-        self.k, self.v, self.length_dev = self.k.to(device), self.v.to(device), self.length_dev.to(device)
-        self._places = None
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Every tensor held, by name (the channel tables are the store's)."""
-        places = {} if self._places is None else {"places": self._places}
-        return {"k": self.k, "v": self.v, "length": self.length_dev, **places}
-
-
-class TokenSegment(Segment):
-    """A Segment whose pages of K hold one token, so that a region of K is token-major, [token, channel].
-
-    A token's key is then one piece of memory. In a page of 64 tokens each of its numbers lies in another line.
-    """
-
-    page = 1

@@ -29,8 +29,10 @@ from torch.nn.functional import pad
 
 from eval.cache.storage.channels import KeptChannels
 from eval.cache.storage.folds import K_FOLDS, V_FOLDS, fold, unfold
-from eval.cache.storage.pages import COPIED, PAGE, Count, Segment, round_up
+from eval.cache.storage.pages import PAGE, Count, round_up
+from eval.cache.storage.segment import Segment
 from eval.cache.storage.upload import update, upload
+from eval.cache.storage.writing import COPIED, alike
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ class QuantisedSegment(Segment):
         taken, group = np.where(self.capacity[rows] > 0, k.shape[2] if count is None else count, 0), self.packing.group
         if (self.length[rows] % group)[taken > 0].any():
             raise ValueError(f"tokens must follow whole groups of {group}; set flush to a multiple of it")
-        for piece in self._alike(rows, taken) if taken.any() else ():
+        for piece in alike(self, self.length, rows, taken) if taken.any() else ():
             row, number = int(rows[piece.start]), piece.stop - piece.start
             step = max(PAGE, COPIED // (number * self.head_dim) // PAGE * PAGE)
             for head in np.flatnonzero(taken[piece.start]).tolist():

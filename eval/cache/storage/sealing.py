@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from eval.cache.storage.eviction import Eviction, moved_up
-from eval.cache.storage.pages import Segment
+from eval.cache.storage.segment import Segment
 from eval.cache.storage.upload import upload
 
 

@@ -23,7 +23,6 @@ from eval.inference.prefill import Prefill, PromptLayer
 from eval.methods.axes import PromptPass
 from eval.methods.common.scored import Budget
 
-POOLING = {"avg": torch.avg_pool1d, "max": torch.max_pool1d}
 Choose = Callable[[int, PromptLayer], Tensor | None]
 POOLING = {"avg": torch.avg_pool1d, "max": torch.max_pool1d}
 

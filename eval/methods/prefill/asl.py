@@ -26,6 +26,32 @@ from eval.methods.common.slicing import (
 from leank_train.common.typed import Count, Positive
 
 NOWHERE = -1  # in place of the layer, where none was selected
+DEEP = 24  # layers from which on the paper's rule is used; the paper's models have 28 and 32
+
+
+class Rule(NamedTuple):
+    """L_min, L_obs and tau."""
+
+    first: int
+    observed: int
+    threshold: float
+
+
+def few_layers(layers: int) -> Rule:
+    """The rule for a model of fewer than DEEP layers, which the paper's does not fit.
+
+    L_obs = 8 does not fit into so few layers, and the ranks of fewer layers vary less apart from each other, so the
+    relative variance falls less: the rule is
+
+      L_obs = layers // 3, at least 2;   tau on the straight line from 0.95 at L_obs = 2 to the paper's 0.3 at 8;
+      L_min = half of the layers, rounded up, but so that at least one layer is left that can select and drop tokens.
+
+    L_min is late because ranks of neighbouring layers come near each other once before the layers that retrieve, and
+    a layer that selects there loses the answer.
+    """
+    observed = max(2, layers // 3)
+    first = max(1, min((layers + 1) // 2, layers - 3))
+    return Rule(first, observed, 0.95 - 0.65 * (observed - 2) / 6)
 
 
 @dataclass(frozen=True)
@@ -41,24 +67,19 @@ class ASL(RowPass):
     to the selection hold the whole prompt, and those above only what was selected, at its positions in the prompt. For
     decoding, the paper lets SnapKV with the same budget cut the lower layers: that is a choice on the tokens axis.
 
-    A prompt of no more tokens than the budget is read whole. Where the ranks never settle, one pass drops nothing, and
-    two passes select by the last layer's ranks, as the published code does.
+    A prompt of no more tokens than the budget is read whole. Where the ranks have not settled below the last layer,
+    one pass drops nothing. Two passes select by the last layer's ranks, as the published code does.
 
-    The paper has L_min = L // 3, L_obs = 8 and tau = 0.3 for models of L = 28 to 80 layers. Fewer layers leave no room
-    for 8, and the relative variance of fewer ranks falls less. So the defaults are, for any L,
-
-      L_obs = L // 3, at least 2 and at most 8;   tau = 0.9 - 0.075 L_obs
-
-    which are the paper's from 24 layers on. At 7 layers they are 2 and 0.75: on 54 tuning samples of the reference
-    model, that selects in 59% (budget 43% of the prompt) to 76% (20%), at layer 4 on average, and the paper's never.
+    What is not set follows from the number of layers L: the paper's L_min = L // 3, L_obs = 8 and tau = 0.3 from 24
+    layers on, and `few_layers` below, where the paper's settings never select.
 
     Settings
     budget: int, tokens, default 2048: k, tokens that go on up, the window included.
-    threshold: float in (0, 1) or None, default None: tau, of the relative variance; None is by the rule above.
+    threshold: float in (0, 1) or None, default None: tau, of the relative variance; None is by the rule of the layers.
     window: int, tokens, default 32: last queries, which score the tokens before them.
     kernel: int, odd, default 7: neighbours over which a score is averaged.
     observed: int >= 2 or None, default None: L_obs, layers whose ranks are compared; where fewer are below, those.
-    first: int or None, default None: L_min, the layer whose variance counts as 1; None takes a third of the layers.
+    first: int or None, default None: L_min, the layer whose variance counts as 1; None is by the rule of the layers.
     two_pass: bool, default False: whether all layers read what was selected once more, from position 0, as in
       GemFilter.
     layer: int or None, default None: select at this layer, whatever the ranks, for curves of cost and of quality.
@@ -85,9 +106,12 @@ class ASL(RowPass):
     def rule(self, config: PreTrainedConfig) -> Rule:
         """L_min, L_obs and tau for a model."""
         layers = config.num_hidden_layers
-        observed = min(8, max(2, layers // 3)) if self.observed is None else self.observed
-        threshold = (36 - 3 * min(observed, 8)) / 40 if self.threshold is None else self.threshold
-        return Rule(max(1, layers // 3) if self.first is None else self.first, observed, threshold)
+        rule = Rule(layers // 3, 8, 0.3) if layers >= DEEP else few_layers(layers)
+        return Rule(
+            rule.first if self.first is None else self.first,
+            rule.observed if self.observed is None else self.observed,
+            rule.threshold if self.threshold is None else self.threshold,
+        )
 
     def kept_counts(self, config: PreTrainedConfig, length: int) -> tuple[list[int], list[int]]:
         """The prompt decides whether and where the ranks settle, unless there are two passes or the layer is given."""
@@ -110,14 +134,6 @@ class ASL(RowPass):
         return replace(first, selected_at=[watch.at])
 
 
-class Rule(NamedTuple):
-    """L_min, L_obs and tau."""
-
-    first: int
-    observed: int
-    threshold: float
-
-
 class _Watch:
     """The layers of one pass (Algorithm 2): the latest ranks, the variance at L_min, what was selected, and where."""
 
@@ -131,6 +147,8 @@ class _Watch:
     def __call__(self, index: int, layer: PromptLayer) -> Tensor | None:
         method = self.method
         if self.selected is not None or (method.layer is None and index <= self.rule.first - self.rule.observed):
+            return None
+        if index == self.last and not method.two_pass:  # nothing is above it, so its tokens would not be dropped
             return None
         scores = window_scores(layer, method.window, method.kernel)
         settled = index == method.layer if method.layer is not None else self._settled(index, scores)

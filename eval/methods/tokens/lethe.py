@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from eval.cache.storage.eviction import SCORE, Choice, Eviction, largest
-from eval.cache.storage.pages import Segment
+from eval.cache.storage.segment import Segment
 from eval.cache.storage.store import Sizes
 from eval.cache.storage.upload import upload
 from eval.inference.prefill import Prefill, PromptLayer

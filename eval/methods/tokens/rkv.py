@@ -16,7 +16,7 @@ from torch.nn.functional import max_pool1d, normalize
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from eval.cache.storage.eviction import HeavyHitters
-from eval.cache.storage.pages import Segment
+from eval.cache.storage.segment import Segment
 from eval.cache.storage.store import Sizes
 from eval.inference.observe import received
 from eval.inference.prefill import PromptLayer

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from eval.cache.storage.eviction import HeavyHitters
-from eval.cache.storage.pages import Segment
+from eval.cache.storage.segment import Segment
 from eval.cache.storage.upload import upload
 from eval.inference.observe import received
 from eval.inference.prefill import PromptLayer

@@ -40,8 +40,7 @@ class RelativeVariance(Analysis):
     samples: int, default 2: samples per task.
     budget: int, tokens, default 512: k and the window; less than the shortest prompt has.
     window, kernel: int, tokens, default 32 and 7: as in ASL.
-    observed: list of ints of at least 2, or None, default None: values of L_obs; None takes ASL's 8 where the model
-      has 24 layers or more, and otherwise a quarter of the layers, at least 2.
+    observed: list of ints of at least 2, or None, default None: values of L_obs; None takes ASL's for the model.
     firsts: list of ints or None, default None: values of L_min; None takes a third of the layers.
     """
 
@@ -57,10 +56,9 @@ class RelativeVariance(Analysis):
     def measure(self, source: Source) -> Rows:
         """Rows "relative_variance" by task, sample, L_obs, L_min and layer."""
         rows: Rows = []
-        firsts: Sequence[int | None] = self.firsts or [None]
         rules = [
             ASL(self.budget, 0.5, self.window, self.kernel, observed, first)
-            for observed in self.observed or [lookback(source)] for first in firsts
+            for observed in self.observed or [lookback(source)] for first in self.firsts or [third(source)]
         ]  # fmt: skip
         for task in self.tasks:
             for sample in range(self.samples):
@@ -101,6 +99,11 @@ class RelativeVariance(Analysis):
 def lookback(source: Source) -> int:
     """L_obs as ASL takes it for a model."""
     return ASL().rule(source.config).observed
+
+
+def third(source: Source) -> int:
+    """L_min as the paper has it: a third of the layers, also for models whose ASL starts later."""
+    return max(1, source.config.num_hidden_layers // 3)
 
 
 def layer_scores(source: Source, rule: ASL, task: str, length: int, sample: int) -> list[Tensor]:

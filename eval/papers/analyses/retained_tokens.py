@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from eval.cache.storage.eviction import Choice
-from eval.cache.storage.pages import Segment
+from eval.cache.storage.segment import Segment
 from eval.cache.storage.store import Sizes
 from eval.inference.decode import greedy
 from eval.inference.prefill import PromptLayer, pad_left, prefill

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from eval.methods.prefill.asl import ASL
 from eval.papers.analyses.analysis import Analysis, Rows, distinct, only, row, values
 from eval.papers.analyses.drawing import heat_map
-from eval.papers.analyses.relative_variance import TASKS, layer_scores, lookback, relative_variances
+from eval.papers.analyses.relative_variance import TASKS, layer_scores, lookback, relative_variances, third
 from eval.papers.analyses.source import Source
 from eval.report.style import sheet
 from leank_train.common.typed import Positive
@@ -55,7 +55,7 @@ class SelectionLayers(Analysis):
         """
         rows: Rows = []
         observed = self.observed or lookback(source)
-        rule = ASL(self.budget, self.thresholds[0], self.window, self.kernel, observed, self.first)
+        rule = ASL(self.budget, self.thresholds[0], self.window, self.kernel, observed, self.first or third(source))
         for task in self.tasks:
             for sample in range(self.samples):
                 scores = layer_scores(source, rule, task, self.length, sample)

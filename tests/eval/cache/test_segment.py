@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval.cache import Sizes
-from eval.cache.storage import pages
+from eval.cache.storage import writing
 from eval.cache.storage.channels import KeptChannels
 from eval.cache.storage.middle import Middle
-from eval.cache.storage.pages import Segment
+from eval.cache.storage.segment import Segment
 from eval.cache.storage.store import Store
 
 HEADS, DIM = 3, 8
@@ -39,7 +39,7 @@ def in_order(keep, labels):
         min_size=1,
         max_size=5,
     ),
-    st.sampled_from([1, pages.SCATTERED]),  # all rows at once, and row by row
+    st.sampled_from([1, writing.SCATTERED]),  # all rows at once, and row by row
     st.booleans(),
     st.booleans(),
     st.integers(0, 2**20),
@@ -58,8 +58,8 @@ def test_tokens_are_where_they_were_put(per_row, prune_v, appends, scattered, wh
         k, v = torch.randn(2, len(rows), HEADS, tokens, DIM, generator=generator)
         count = torch.randint(0, tokens + 1, (len(rows), HEADS), generator=generator).numpy() if ragged else None
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pages, "COPIED", 1 << 10)  # several copies a head
-            patch.setattr(pages, "SCATTERED", scattered)
+            patch.setattr(writing, "COPIED", 1 << 10)  # several copies a head
+            patch.setattr(writing, "SCATTERED", scattered)
             segment.append(np.array(rows), k, v, count)
         for r, head in np.ndindex(len(rows), HEADS):
             n = tokens if count is None else count[r, head]

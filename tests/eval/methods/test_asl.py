@@ -5,12 +5,18 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from hydra import compose, initialize_config_module
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
+from eval.__main__ import run as run_eval
 from eval.inference.prefill import pad_left
-from eval.methods.prefill.asl import ASL, rank_variance, ranks
+from eval.methods.prefill.asl import ASL, DEEP, few_layers, rank_variance, ranks
 from eval.methods.prefill.fastkv import FastKV
+from eval.methods.registry import choice
+from eval.report.summary import summarise
+from eval.rows.results import read
 from tests.conftest import tiny_model
 from tests.eval.methods.test_prefill import (
     CASES,
@@ -26,9 +32,14 @@ from tests.eval.methods.test_prefill import (
 from tests.helpers.replay_tools import prompts
 
 
+def composed(*overrides):
+    with initialize_config_module("conf.eval", version_base="1.3"):
+        return OmegaConf.to_container(compose("eval", list(overrides)), resolve=True)
+
+
 @torch.no_grad()
 def test_asl_two_pass_reads_what_one_pass_selects():
-    one, two = ASL(24, 0.95, 4, 3, 2), ASL(24, 0.95, 4, 3, 2, two_pass=True)
+    one, two = ASL(24, 0.95, 4, 3, 2, 2), ASL(24, 0.95, 4, 3, 2, 2, two_pass=True)
     model, (prompt,) = model_of(), prompts([LENGTH], seed=5)
     selected = run(one, model, torch.tensor([prompt])).layers[-1].kept[0]
     again = ByHand(model, [prompt[i] for i in selected])
@@ -68,25 +79,81 @@ def test_asl_selects_at_the_layer_that_it_is_given(layer):
 
 @pytest.mark.parametrize(
     ("layers", "expected"),
-    [(2, (1, 2, 0.75)), (7, (2, 2, 0.75)), (12, (4, 4, 0.6)), (24, (8, 8, 0.3)), (28, (9, 8, 0.3)), (32, (10, 8, 0.3)),
+    [(2, (1, 2, 0.95)), (3, (1, 2, 0.95)), (7, (4, 2, 0.95)), (24, (8, 8, 0.3)), (28, (9, 8, 0.3)), (32, (10, 8, 0.3)),
      (80, (26, 8, 0.3))],
 )  # fmt: skip
 def test_asl_has_the_papers_settings_for_models_that_are_deep_enough(layers, expected):
     config = tiny_model("llama", num_hidden_layers=2).config
     config.num_hidden_layers = layers
     assert ASL().rule(config) == expected
+    own = ASL(first=1, observed=3, threshold=0.5)
+    assert own.rule(config) == (1, 3, 0.5)
+
+
+@pytest.mark.parametrize("preset", ["asl", "asl_two_pass", "papers/asl", "papers/asl_full", "papers/asl_two_pass"])
+@pytest.mark.parametrize("layers", [28, 32])
+def test_presets_have_the_papers_settings_for_its_models(preset, layers):
+    config = tiny_model("llama", num_hidden_layers=2).config
+    config.num_hidden_layers = layers
+    ((label, found),) = composed(f"method={preset}")["method"].items()
+    asl = choice("prefill", found["prefill"], label)
+    assert asl.rule(config) == (layers // 3, 8, 0.3)
+    assert asl.budget == 2048
+
+
+@given(st.integers(2, DEEP - 1))
+def test_the_rule_for_few_layers(layers):
+    first, observed, threshold = few_layers(layers)
+    assert 1 <= first < layers
+    assert 2 <= observed <= 8
+    assert 0.3 < threshold < 1
+    if layers > 3:
+        assert first + 1 >= observed, "all ranks that are compared at L_min are there"
+        assert first + 1 <= layers - 2, "a layer above L_min can select, and has a layer above it"
+    if layers > 2:
+        assert threshold <= few_layers(layers - 1).threshold
+
+
+def test_it_selects_on_the_reference_model_and_rows_say_where(tmp_path):
+    """At layer 5 of 7, by the ranks; the paper's own settings find none."""
+    paper = "{name: asl, budget: 256, first: 2, observed: 8, threshold: 0.3}"
+    settled = composed(
+        "+experiment=reference_ruler", "method=[dense,asl,asl_two_pass,reference/asl_layer]",
+        f"+method.asl_paper.prefill={paper}", "+method.asl_paper.window=32", "match=0.43", "max_new_tokens=2",
+        "benchmark.lengths=[1024]", "benchmark.tasks=[niah_multikey_2]", "benchmark.samples=2",
+    )  # fmt: skip
+    run_eval(settled, tmp_path)
+    rows, found = list(read(tmp_path)), {}
+    for row in rows:
+        found.setdefault(row["method"], []).append(row["selected_layer"])
+    assert found == {
+        "dense": [None] * 2, "asl": [5] * 2, "asl_two_pass": [5] * 2, "asl_paper": [-1] * 2, "asl_layer_4": [4] * 2,
+        "asl_layer_5": [5] * 2, "asl_two_pass_layer_4": [4] * 2, "asl_two_pass_layer_5": [5] * 2,
+    }  # fmt: skip
+    (report,) = summarise(rows)["runs"]
+    marked = {cell["method"]: cell["not_selected"] for cell in report["overall"]}
+    assert marked == {label: 2 * (label == "asl_paper") for label in found}
 
 
 @torch.no_grad()
 def test_a_pass_says_for_each_row_where_it_selected():
     method, model, rows = CASES["asl"][0], model_of("qwen3"), prompts((60, 41, 12), seed=5)
     ids, real = pad_left(rows, 0, "cpu")
-    slow = [slow_asl(method, LAYERS) for _ in rows]
+    slow = [slow_asl(method) for _ in rows]
     for prompt, select in zip(rows[:2], slow, strict=False):
         ByHand(model, prompt, select)
     wanted = [select.state.get("done", -1) for select in slow]
     assert run(method, model, ids, real).selected_at == wanted
     assert len(set(wanted)) > 1
+
+
+@torch.no_grad()
+def test_one_pass_does_not_say_that_the_last_layer_selected():
+    """No layer is above it, so nothing is dropped: such a row is as if the ranks had never settled."""
+    model, ids = model_of(), torch.tensor(prompts([LENGTH] * 8, seed=5))
+    one, two = (ASL(24, 0.99, 4, 3, 2, LAYERS - 2, two_pass=passes == 2) for passes in (1, 2))
+    assert LAYERS - 1 in run(two, model, ids).selected_at
+    assert run(one, model, ids).selected_at == [-1] * 8
 
 
 @torch.no_grad()

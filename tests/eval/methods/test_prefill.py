@@ -106,17 +106,17 @@ def slow_fastkv(method, layer):
     return select
 
 
-def slow_asl(method, layers):
+def slow_asl(method):
     """Algorithm 2 in dictionaries: the ranks of all layers are kept, the variance is taken token by token."""
-    rank_of, lowest, state = {}, max(1, layers // 3), {}
+    rank_of, state = {}, {}
 
     def select(index, queries, keys, attention):
-        if "done" in state:
+        if "done" in state or (index == LAYERS - 1 and not method.two_pass):
             return None
         scores = window_attention(attention, method.window, method.kernel)
         order = sorted(range(len(scores)), key=lambda i: -scores[i])
         rank_of[index] = {token: place + 1 for place, token in enumerate(order)}
-        if index < lowest:
+        if index < method.first:
             return None
         latest = [rank_of[i] for i in range(max(0, index - method.observed + 1), index + 1)]
         first = method.budget - method.window
@@ -152,7 +152,7 @@ def slow_pyramid(method, length):
 
 CASES = {
     "fastkv": (FastKV(20, 2, 4, 3), lambda m: slow_fastkv(m, 2)),
-    "asl": (ASL(24, 0.95, 4, 3, 2), lambda m: slow_asl(m, LAYERS)),
+    "asl": (ASL(24, 0.95, 4, 3, 2, 2), slow_asl),
     "pyramid": (PyramidInfer(0.2, 0.6, least=8, sink=2, newest=9.0), lambda m: slow_pyramid(m, LENGTH)),
 }
 

@@ -153,6 +153,18 @@ def test_arguments_that_mean_nothing_here_are_refused(arguments, said, tmp_path,
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [("+x=1", "x"), ("+model.x=1", "model.x"), ("+benchmark.x=1", "benchmark.x"), ("+cache.x=1", "x"),
+     ("+method.dense.x=1", "x"), ("batch_size=-1", "batch_size"), ("x=1", "x=1")],
+)  # fmt: skip
+def test_an_analysis_refuses_overrides_that_no_run_knows(override, named, tmp_path):
+    failed = Workshop(tmp_path, Request(overrides=(override,))).make([find("leank:fig9")])
+    assert named in failed["leank:fig9"]
+    assert "\n" not in failed["leank:fig9"]
+    assert not list(tmp_path.glob("analyses/*"))
+
+
 def test_an_override_that_hydra_cannot_read_is_shown(tmp_path):
     failed = Workshop(tmp_path, Request(overrides=("model=3",))).make([ONE])
     assert "model=3: Config group override" in failed[ONE.id]

@@ -15,7 +15,7 @@ from eval.papers.portions import Line, Part, Portion, portions
 from eval.papers.side_by_side import one_by_one, side_by_side
 from eval.papers.task import Request, Task, keys_of
 from eval.rows.results import Results, key_of, read
-from tests.helpers.portion_making import make
+from tests.helpers.portion_making import Together, make
 from tests.helpers.tiny_run import save_model
 
 LITTLE = ("benchmark.samples=2", "benchmark.tasks=[niah_multikey_2]", "benchmark.lengths=[512]", "max_new_tokens=2",
@@ -97,6 +97,11 @@ def test_a_process_that_dies_is_replaced(tmp_path):
     assert list(failed) == ["die"]
     assert "status -9" in failed["die"]
     assert {file.name for file in (tmp_path / "rows").iterdir()} >= {*"abcd"}
+
+
+def test_no_process_waits_until_another_has_read_its_copy(tmp_path):
+    assert side_by_side(Together(tmp_path / "met", 3), [of(name) for name in "abc"], 3, tmp_path) == {}
+    assert {file.name for file in (tmp_path / "rows").iterdir()} >= {*"abc"}
 
 
 def test_processes_end_with_the_one_that_deals_out(tmp_path):

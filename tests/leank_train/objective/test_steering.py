@@ -131,6 +131,8 @@ def test_separation():
     assert Separation.of(alike, 0.7) == Separation(1.0, 0.0)
     assert "100% of the scores ended between 0.1 and 0.9" in Separation.of(alike, 0.7).warning(0.7)
     assert "margin at the cut is 0.00" in Separation.of(torch.ones(1, 1, 100), 0.7).warning(0.7)
+    assert "stage1.lam=auto" in Separation.of(alike, 0.7).warning(0.7)
+    assert "stage1.lam=auto" not in Separation.of(alike, 0.7).warning(0.7, steered=True)
     few = torch.linspace(0, 1, 101).view(1, 1, 101)
     assert Separation.of(few, 0.9).margin == pytest.approx(0.1, abs=0.011)
 
@@ -206,6 +208,11 @@ def test_ranks_learn_what_one_process_learns(model, tmp_path, trainer, extra, do
     ("overrides", "message"),
     [
         (["++stage2.lam=auto"], "stage2.lam='auto' must be a number: only stage 1 has a penalty"),
+        (
+            ["stage1=steered", "stage1.l1=sum"],
+            "stage1.l1='sum' and stage1.reduction='official' with stage1.lam='auto': the limits .* fit means",
+        ),
+        (["stage1=steered", "stage1.reduction=paper"], "stage1.reduction='paper' with stage1.lam='auto'"),
         (["stage1.lr=fast"], r"stage1.lr=\'fast\' must be a number in \(0, 1\].*or one of auto"),
         (["++stage1.objective=mse"], "stage1.objective='mse' must be one of l2, kl"),
         (["extra_ratios=[0.5,1.0]"], r"extra_ratios=\[0.5, 1.0\] must be a list, each entry a number in \[0, 1\)"),

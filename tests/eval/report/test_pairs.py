@@ -1,0 +1,131 @@
+"""Reports of many methods: which pairs are shown, and that the work does not grow with the number of pairs."""
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+
+from eval.__main__ import from_rows
+from eval.report import summarise, write_report
+from eval.report.pairs import COLUMNS
+from eval.report.summary import summarise_groups
+from eval.report.tables import differences, overall
+from eval.rows.results import Results
+from leank_train.common import bootstrap
+from tests.eval.report.test_report import row
+
+
+def rows_of(masks, others=2, samples=3, lengths=(1024,)):
+    """Rows of dense, of so many learned masks and of so many other methods."""
+    configs = {"dense": None}
+    configs |= {f"leank_{i}": {"channels": {"name": "leank", "mask": str(i)}} for i in range(masks)}
+    configs |= {f"think_{i}": {"channels": {"name": "think", "ratio": i / 100}} for i in range(others)}
+    draw = np.random.default_rng(0)
+    return [
+        row(method, sample, float(draw.integers(0, 5)) / 4, task, length, config=config)
+        for length in lengths for task in ("vt", "cwe")
+        for method, config in configs.items() for sample in range(samples)
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """How many samples were drawn, and how many intervals were computed."""
+    count = {"samples": 0, "intervals": 0}
+    picks, alike = bootstrap._picks, bootstrap._alike
+
+    def counted(sizes, *args):
+        for at, found in picks(sizes, *args):
+            count["samples"] += sum(one.size for one in found)
+            yield at, found
+
+    def computed(wanted, *args):
+        count["intervals"] += len(wanted)
+        return alike(wanted, *args)
+
+    monkeypatch.setattr(bootstrap, "_picks", counted)
+    monkeypatch.setattr(bootstrap, "_alike", computed)
+    return count
+
+
+def test_the_work_of_a_report_grows_with_methods_and_not_with_their_pairs(drawn):
+    counts = []
+    for masks in (20, 40, 80):
+        summarise(rows_of(masks))
+        counts.append(dict(drawn))
+        drawn.update(samples=0, intervals=0)
+    assert len({count["samples"] for count in counts}) == 1  # all methods share their resamples
+    first, second, third = (count["intervals"] for count in counts)
+    assert third - second == 2 * (second - first)
+
+
+def test_differences_asked_for_share_the_resamples_too(drawn):
+    rows = [rows_of(20)]
+    summarise_groups(rows, columns=["leank_0"])
+    one = drawn["samples"]
+    drawn["samples"] = 0
+    summarise_groups(rows, columns=[f"leank_{i}" for i in range(20)])
+    assert drawn["samples"] == one
+
+
+def test_a_few_masks_are_compared_unasked_and_many_where_they_are_named():
+    (few,) = summarise(rows_of(COLUMNS))["runs"]
+    assert len(differences(few).head) == COLUMNS + 1
+    assert "not compared" not in overall(few).note
+    rows = rows_of(COLUMNS + 1)
+    (many,) = summarise(rows)["runs"]
+    assert many["differences"] == []
+    assert f"The {COLUMNS + 1} learned masks are not compared with other methods than dense" in overall(many).note
+    (named,) = summarise_groups([rows], columns=["think_1", "leank_3"])["runs"]
+    table = differences(named)
+    assert table.title == "Methods minus other methods"
+    assert table.head == ["minus", "think_1", "leank_3"]
+    assert len(table.lines) == COLUMNS + 4
+    assert "not compared" not in overall(named).note
+    (all_of,) = summarise_groups([rows], columns=["leank_0"])["runs"]
+    assert differences(all_of).title == "Learned masks minus other methods"
+
+
+def test_every_difference_is_that_of_the_plain_bootstrap():
+    rows = rows_of(2, samples=7, lengths=(1024, 2048))
+    (run,) = summarise(rows)["runs"]
+    for found in run["differences"]:
+        strata = []
+        for length in (1024, 2048):
+            for task in ("vt", "cwe"):
+                mine, other = (
+                    [r["score"] for r in rows if (r["method"], r["task"], r["length"]) == (m, task, length)]
+                    for m in (found["method"], found["minus"])
+                )
+                strata.append([100 * (a - b) for a, b in zip(mine, other, strict=True)])
+        assert found["interval"] == pytest.approx(bootstrap.interval(strata), abs=1e-9)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    with Results(tmp_path) as results:
+        for r in rows_of(COLUMNS + 1):
+            results.append(r)
+    return tmp_path
+
+
+def test_methods_are_named_on_the_command_line(folder, capsys):
+    from_rows("report", [str(folder), "think_0"])
+    summary = json.loads((folder / "summary.json").read_text())
+    assert {d["method"] for d in summary["runs"][0]["differences"]} == {"think_0"}
+    assert "## Methods minus other methods" in (folder / "summary.md").read_text()
+    with pytest.raises(SystemExit, match=r"no row in .* is of a method 'thin'; its methods are dense, leank_0"):
+        from_rows("report", [str(folder), "thin"])
+    with pytest.raises(SystemExit, match=r"usage: python -m eval report DIR \[METHOD ...\]"):
+        from_rows("report", [])
+
+
+def test_pictures_of_eighty_methods_of_equal_bytes_are_drawn(tmp_path):
+    with Results(tmp_path) as results:
+        for r in rows_of(40, 40, samples=1, lengths=(1024, 2048)):
+            results.append(r)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # such as a layout that has no room for the names
+        write_report(tmp_path)
+    assert (tmp_path / "accuracy_by_axes.png").stat().st_size > 10_000

@@ -1,0 +1,31 @@
+"""A stage by itself: what its backward pass gives alpha in each precision of the model."""
+
+import pytest
+import torch
+
+from data_gen.tasks import Mixture
+from leank_train import backbone as backbones
+from leank_train.data import collate
+from leank_train.stages import Stage1, StageConfig
+from tests.helpers.tiny_run import save_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("objective", ["l2", "kl"])
+def test_small_gradients_survive_float16(model, objective):
+    """The loss is divided as by the units and tokens of a large model, where most of them are below 6e-8."""
+    found = {}
+    for dtype in ("float32", "float16"):
+        backbone = backbones.load(str(model), dtype)
+        mixed = Mixture({"multikey": 1}, backbone.tokenizer, 300, 400, questions=2)
+        stage = Stage1(
+            backbone, StageConfig(5, 0.1, objective=objective), 4, 32, torch.full(backbone.shape, 0.9)
+        )  # fmt: skip
+        stage.backward(stage.distillation(collate(backbone, [mixed[0]])) / 10_000)
+        found[dtype] = stage.alpha.grad
+    exact, half = found.values()
+    assert (half - exact).norm() < 0.02 * exact.norm()  # 0.16 and 0.33 without `FLOAT16_FACTOR`
