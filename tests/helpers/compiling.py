@@ -13,7 +13,7 @@ from triton.compiler import ASTSource
 
 from eval.cache.attention import chosen_kernel, kernel, packing_kernel, ring_kernel, weights_kernel, work
 
-UNIT = "5.421010e-20"  # quantised_kernel.unit_of
+UNIT = "5.421010e-20"  # unpacking_kernel.unit_of
 HOPPER = GPUTarget("cuda", 90, 32)
 NUMBER, COUNT, TABLE, BYTES, FLOATS = "*bf16", "*i64", "*i32", "*u8", "*fp32"
 OF_DECODE = {

@@ -1,10 +1,14 @@
 """The middle's part of the decode kernel where its numbers are packed (eval.cache.storage.quantised).
 
 A byte holds codes of different tiles of the products, so every tile of codes becomes an operand where it lies: no
-number changes its thread between the load and the product. Every warp has a page of its own, [P, ...] in all tiles:
-warps that shared a page would unpack parts of it twice and wait for each other, and unpacking is what takes time.
+number changes its thread between the load and the product. Every warp has a page, or half of one, of its own, [P, ...]
+in all tiles: warps that shared it would unpack parts of it twice and wait for each other.
 
-Names as in eval.cache.attention.kernel. A half has HALF tokens; a block has D / 4 channels of V, which share a cell.
+Values are multiplied as [channels, tokens] x [tokens, rows]: a product has at least 16 lines and 8 columns, and a tile
+of one query token has 8 rows or fewer that count. So sums take half of the registers and instructions.
+
+Names as in eval.cache.attention.kernel. P is the number of warps, N that of columns. A half has HALF tokens; a block
+has D / 4 channels of V, which share a cell.
 """
 
 from __future__ import annotations
@@ -13,95 +17,11 @@ import triton
 import triton.language as tl
 
 from eval.cache.attention.kernel_middle import gather
+from eval.cache.attention.unpacking_kernel import ends_of, numbers, unit_of
 
 HALF = tl.constexpr(32)  # tokens of a page that are multiplied at a time
 
 # fmt: off
-
-
-@triton.constexpr_function
-def unit_of(dtype, ptx):
-    """What unpacked numbers are multiplied by; logits and results are divided by it in fp32.
-
-    It leaves room for the scales of `instructions` in bfloat16. Scales of 2^59 and more, those of numbers beyond 10^18,
-    become infinite there, and results NaN.
-    """
-    return 2.0**-64 if ptx and str(dtype) == "bf16" else 1.0
-
-
-@triton.constexpr_function
-def step_of(dtype, bits, place):
-    """The number that `instructions` multiplies by the scale for code 1."""
-    return 2.0 ** (place * bits - 133) if str(dtype) == "bf16" else 1.0
-
-
-@triton.constexpr_function
-def instructions(dtype, bits, place):
-    """PTX for code * step_of * scale + zero of the codes in place `place` of four bytes, two numbers to a register.
-
-    A byte below an empty one is, in bfloat16, a subnormal number or one of the lowest normal ones, which are 2^-133
-    apart: it is 2^-133 times the byte, all 256 of them. In float16, a byte below 0x64 is 1024 more than the byte, and
-    a first instruction makes codes of it exactly. The product is rounded once, with the zero point added.
-    """
-    first = place * bits  # the code's lowest bit
-    keep = (2**bits - 1 << first) * 0x01010101
-    upper, fma, exact = 0, "fma.rn.bf16x2", ""
-    if str(dtype) == "fp16":
-        one, less = 0x3C00 - (first << 10), 0xE400 - (first << 10)  # 2^-first and -1024 * 2^-first
-        upper, fma = 0x64, "fma.rn.f16x2"
-        exact = f"""mov.b32 one, {one * 0x10001}; mov.b32 less, {less * 0x10001};
-        {fma} a, a, one, less; {fma} b, b, one, less;"""
-    return f"""{{ .reg .b32 c, a, b, one, less;
-        and.b32 c, $2, {keep};
-        prmt.b32 a, c, {upper}, 0x4140; prmt.b32 b, c, {upper}, 0x4342;
-        {exact}
-        {fma} $0, a, $3, $5; {fma} $1, b, $4, $6; }}"""
-
-
-@triton.jit
-def _ends(cells, ends, number, there):
-    """Scale and zero point [P, R] of the cells `number`, zero where not there.
-
-    cells: address of cell 0's scale, as a pointer to words
-    ends: the same address, as a pointer to the model's dtype
-
-    Two scales, or two zero points, are a word: loads of 4 bytes can be asked for tiles ahead, loads of 2 cannot. So
-    both of a pair are there, or neither.
-    """
-    dtype: tl.constexpr = ends.dtype.element_ty
-    if dtype.primitive_bitwidth == 16:
-        words = tl.load(cells + number, mask=there, other=0)
-        P: tl.constexpr = number.shape[0]
-        R: tl.constexpr = number.shape[1]
-        scales, zeros = tl.split(tl.reshape(words, [P, R // 2, 2]))
-        scale = tl.reshape(tl.join(scales.to(tl.int16), (scales >> 16).to(tl.int16)), [P, R]).to(dtype, bitcast=True)
-        zero = tl.reshape(tl.join(zeros.to(tl.int16), (zeros >> 16).to(tl.int16)), [P, R]).to(dtype, bitcast=True)
-    else:
-        at = number // 2 * 4 + number % 2
-        scale = tl.load(ends + at, mask=there, other=0.0)
-        zero = tl.load(ends + at + 2, mask=there, other=0.0)
-    return scale, zero
-
-
-@triton.jit
-def numbers(codes, scale, zero, PLACE: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr):
-    """Numbers [P, R, N], times unit_of, of the codes in place PLACE of bytes [P, R, N].
-
-    scale, zero: [P, R, 1] or [P, 1, N]
-    """
-    dtype: tl.constexpr = scale.dtype
-    UNIT: tl.constexpr = unit_of(dtype, PTX)
-    if PTX:
-        if UNIT != 1.0:  # Triton would round a small Python number beside bfloat16 as if to float16, to 0
-            scale *= tl.full([], UNIT / step_of(dtype, BITS, PLACE), tl.float32).to(dtype)
-            zero *= tl.full([], UNIT, tl.float32).to(dtype)
-        x = tl.inline_asm_elementwise(
-            instructions(dtype, BITS, PLACE), "=r,=r,r,r,r,r,r", [codes, scale, zero],
-            dtype=scale.dtype, is_pure=True, pack=4)
-    else:
-        code = ((codes >> (PLACE * BITS)) & (2**BITS - 1)).to(tl.float32)
-        x = ((code * scale.to(tl.float32) + zero.to(tl.float32)) * UNIT).to(dtype)
-    return x
 
 
 @triton.jit
@@ -142,10 +62,10 @@ def _logits(
     there = (left > 0)[:, None] & (row < width)[None, :]
     codes = tl.load(page + at, mask=there[:, :, None], other=0)
     cell = (start // (2 * NUMBER) + half * HALF // CELL * room)[:, None] + row[None, :]
-    scale, zero = _ends(cells, ends, cell, there)
+    scale, zero = ends_of(cells, ends, cell, there)
     s = tl.dot(q0, numbers(codes, scale[:, :, None], zero[:, :, None], PLACE, BITS, PTX))
     if BITS == 2:
-        scale, zero = _ends(cells, ends, cell + width, there)
+        scale, zero = ends_of(cells, ends, cell + width, there)
         s = tl.dot(q1, numbers(codes, scale[:, :, None], zero[:, :, None], PLACE + 1, BITS, PTX), s)
     return s
 
@@ -169,7 +89,7 @@ def _values(
     at = (start + half * HALF)[:, None, None] + (channel * PAGE)[None, :, None] + t[None, None, :]
     codes = tl.load(page + at, mask=(left > 0)[:, None, None], other=0)
     cell = (start // (2 * NUMBER) + half * HALF)[:, None] + (BLOCK * W // CELL * PAGE + t)[None, :]
-    scale, zero = _ends(cells, ends, cell, (t // 2 * 2)[None, :] < left[:, None])
+    scale, zero = ends_of(cells, ends, cell, (t // 2 * 2)[None, :] < left[:, None])
     return numbers(codes, scale[:, None, :], zero[:, None, :], BLOCK // LINES, BITS, PTX)
 
 
@@ -221,7 +141,10 @@ def _wider(x, other, M: tl.constexpr):
 
 @triton.jit
 def _together(acc, m, z, a0, a1, a2, a3, top, sums, TILE: tl.constexpr, UNIT: tl.constexpr):
-    """The softmax acc [M, D], m, z so far, with that of P warps: a0 to a3 [P, D / 4, N], top [P, N], sums [P, N, HALF]."""
+    """The softmax so far, acc, m and z, with that of all warps.
+
+    a0 to a3: [P, D / 4, N], top: [P, N], sums: [P, N, HALF]
+    """
     M: tl.constexpr = acc.shape[0]
     most = tl.max(top, 0)
     share = tl.exp2(top - tl.where(most == float("-inf"), 0.0, most)[None, :])
@@ -241,7 +164,8 @@ def _together(acc, m, z, a0, a1, a2, a3, top, sums, TILE: tl.constexpr, UNIT: tl
 def _middle(
     acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
     C: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
-    EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr, WARPS: tl.constexpr,
+    EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
     """Tokens [first, last) of a packed part with up to C channels.
 
@@ -308,7 +232,8 @@ def _middle(
 def packed_middle(
     acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
     ROWS: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
-    EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr, WARPS: tl.constexpr,
+    EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
     """Tokens [first, last) of a packed part; the plain form is kernel_middle.middle.
 
