@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -50,8 +50,11 @@ class Config:
     slow: float = 1.0
 
 
-WIDE = Config(warps=8)  # for tiles of more than 16 rows
-PACKED = {8: Config(), 4: Config(stages=2), 2: Config(stages=2)}  # for packed middles, by bits
+# for tiles of more than 16 rows; ptxas by itself takes 32 registers there, and spills
+WIDE = Config(warps=8, registers=128)
+# with a page more ahead, 8 warps' pages of 128 channels take 147 KB, and two programs do not fit a multiprocessor
+WIDE_PACKED = replace(WIDE, stages=2)
+PACKED = {8: Config(), 4: Config(stages=2), 2: Config(stages=2, slow=1.6)}  # for packed middles, by bits
 
 
 @dataclass
@@ -158,7 +161,7 @@ class Kernel:
         if queries > at_once:
             pieces = zip(q.split(at_once, 2), position.split(at_once, 1), strict=True)
             return torch.cat([self.attend(store, *piece, scaling) for piece in pieces], 1)
-        config = self._config(plan.packing) if tile_rows == 16 else WIDE
+        config = self._config(plan.packing, tile_rows)
         chunks = -(-queries // per_chunk)
         rows = min(tile_rows, triton.next_power_of_2(group * min(queries, per_chunk)))
         most = batch * heads + plan.programs  # upper bound on partial results, for any table
@@ -206,7 +209,7 @@ class Kernel:
         device = store.ring_k.device
         bits, dtype = store.middle.bits, store.ring_k.dtype
         packing = bits if isinstance(bits, Packing) else None
-        config = self._config(packing)
+        config = self._config(packing, 16)
         programs = self.programs or multiprocessors(device) * config.per_sm
         share = packing.cell(dtype) / (packing.group * dtype.itemsize) if packing else 1.0
         lines = work.cut(work.units(store), programs, config.tile, share * config.slow)
@@ -223,7 +226,9 @@ class Kernel:
         store.plan = plan
         return plan
 
-    def _config(self, packing: Packing | None) -> Config:
+    def _config(self, packing: Packing | None, tile_rows: int) -> Config:
+        if tile_rows > 16:
+            return WIDE if packing is None else WIDE_PACKED
         return self.config or (Config() if packing is None else PACKED[packing.bits])
 
     def _scratch(self, lines: int, dim: int, counters: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

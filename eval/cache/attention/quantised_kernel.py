@@ -128,6 +128,26 @@ def _add(
 
 
 @triton.jit
+def _summed(x):
+    """Sums [A, B, 2, 2] of x [P, A, B, 2, 2] over warps.
+
+    Halves are added, because what tl.sum exchanges between warps would lie in one bank of shared memory.
+    """
+    A: tl.constexpr = x.shape[1]
+    B: tl.constexpr = x.shape[2]
+    P: tl.constexpr = x.shape[0]
+    x = tl.permute(x, (1, 2, 3, 4, 0))
+    if P == 8:
+        a, b = tl.split(tl.reshape(x, [A, B, 2, 2, 4, 2]))
+        x = a + b
+    if P >= 4:
+        a, b = tl.split(tl.reshape(x, [A, B, 2, 2, 2, 2]))
+        x = a + b
+    a, b = tl.split(tl.reshape(x, [A, B, 2, 2, 2]))
+    return a + b
+
+
+@triton.jit
 def _wider(x, other, M: tl.constexpr):
     """Rows of x and, where M is more, rows of `other` behind them."""
     if x.shape[0] < M:
@@ -150,8 +170,8 @@ def _together(acc, m, z, a0, a1, a2, a3, top, sums, TILE: tl.constexpr, UNIT: tl
     share = tl.exp2(top - tl.where(most == float("-inf"), 0.0, most)[None, :])
     total = tl.sum(tl.sum(sums, 2) * share, 0)
     share = share[:, None, :] * (1.0 / UNIT)
-    blocks = tl.join(tl.join(a0 * share, a2 * share), tl.join(a1 * share, a3 * share))
-    blocks = tl.sum(blocks, 0)  # [D / 4, N, 2, 2], the last two in order a0 a1, a2 a3
+    blocks = _summed(tl.join(tl.join(a0 * share, a2 * share), tl.join(a1 * share, a3 * share)))
+    # [D / 4, N, 2, 2], the last two in order a0 a1, a2 a3
     found = tl.reshape(tl.permute(blocks, (1, 2, 3, 0)), [top.shape[1], acc.shape[1]])
     most, total, found = _wider(most, float("-inf"), M), _wider(total, 0.0, M), _wider(found, 0.0, M)
     new = tl.maximum(m, most)
