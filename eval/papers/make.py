@@ -6,16 +6,20 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.inference.models import ModelConfig, load_config, load_model
 from eval.papers.analyses import Analysis
-from eval.papers.item import Analysed, Item, Replay, Row, Step
+from eval.papers.item import Analysed, Contrast, Item, Replay, Row, Step
+from eval.papers.judge import Judgement, contrast, expect
 from eval.papers.portions import Portion, portions
 from eval.papers.side_by_side import one_by_one, side_by_side
 from eval.papers.task import Request, Task, keys_of
+from eval.report.records import RunSummary
+from eval.report.summary import summarise
 from eval.rows.result_row import ResultRow
 from eval.rows.results import GLOB, Key, Results, key_of, read
 from leank_train.common.files import write_json
@@ -46,6 +50,23 @@ class Made:
     measured: Sequence[Measured]
     whole: bool
     alone: bool = True
+
+    @cached_property
+    def runs(self) -> list[RunSummary]:
+        """The tables' numbers: a run for all rows that differ in the method alone."""
+        return summarise(self.rows)["runs"] if self.rows else []
+
+    @cached_property
+    def judgements(self) -> list[Judgement]:
+        """What every claim comes to, of those on which something is there."""
+        measured = [row for one in self.measured for row in one.rows]
+        found = []
+        for claim in self.item.claims:
+            if isinstance(claim, Contrast):
+                found += [contrast(claim, self.rows, self.alone)] if self.rows else []
+            elif measured:
+                found.append(expect(claim, measured))
+        return [one for one in found if one.verdict != "not compared"]
 
 
 @dataclass
@@ -105,8 +126,7 @@ class Workshop:
                 file = self.directory / "analyses" / task.file
                 whole &= file.is_file()
                 if file.is_file():
-                    found = json.loads(file.read_text(encoding="utf-8"))["rows"]
-                    measured.append(Measured(task.analysis, found))
+                    measured.append(Measured(task.analysis, _rows_in(file)))
         alone = not any((self.directory / "rows").glob("results-*.jsonl"))
         return Made(item, [*rows.values()], measured, whole, alone)
 
@@ -149,3 +169,15 @@ class Workshop:
             self._models.clear()  # one model at a time, so that each fits
             self._models[key] = load_model(config)
         return self._models[key], load_config(config)[1]
+
+
+def _rows_in(file: Path) -> list[Row]:
+    """Return the rows of an analysis that was made before. Raises ValueError for a file that is damaged."""
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+        if isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
+            return rows
+        reason: object = "its rows are no list of rows"
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = repr(error)
+    raise ValueError(f"{file} is damaged ({reason}); remove it and give the command again without --show")

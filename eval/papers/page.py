@@ -10,11 +10,9 @@ from eval.papers.item import Command, Item, Replay
 from eval.papers.judge import Judgement
 from eval.papers.make import Made
 from eval.papers.registry import runs, status
-from eval.papers.verdicts import headlines, judgements
+from eval.papers.verdicts import headlines
 from eval.report import plots, style
 from eval.report.html import figure, page, to_table
-from eval.report.records import RunSummary
-from eval.report.summary import summarise
 from eval.report.tables import Line, Table, by_length, markdown, number, overall
 
 LONG = 14  # lines above which a table is folded
@@ -55,7 +53,7 @@ def published_tables(item: Item) -> list[Table]:
 def our_tables(made: Made) -> list[Table]:
     """Return the tables of an item's replays."""
     found = []
-    for run in _runs(made):
+    for run in made.runs:
         found.append(overall(run))
         lengths = by_length(run)
         if lengths is not None and len(run["lengths"]) > 1:
@@ -81,7 +79,7 @@ def as_markdown(made: Made) -> str:
     parts = [f"# {item.id}: {item.shows}"]
     if item.claim:
         parts.append(f"The paper: {item.claim}")
-    parts += [one.sentence for one in judgements(made)]
+    parts += [one.sentence for one in made.judgements]
     parts += [item.note] if item.note else []
     parts += [markdown(table) for table in our_tables(made)]
     if not made.rows and not made.measured:
@@ -92,7 +90,7 @@ def as_markdown(made: Made) -> str:
 
 def as_html(everything: Sequence[Made], quick: bool) -> str:
     """Make the page of all items."""
-    verdicts = [(made, one) for made in everything for one in judgements(made)]
+    verdicts = [(made, one) for made in everything for one in made.judgements]
     counts = {kind: sum(one.verdict == kind for _, one in verdicts) for kind in ("shows", "undecided", "contradicts")}
     parts = [
         "<h1>Figures and tables of five papers</h1>",
@@ -108,10 +106,6 @@ def as_html(everything: Sequence[Made], quick: bool) -> str:
     ]  # fmt: skip
     whole = page("Figures and tables of five papers", "".join(parts))
     return whole.replace("</style>", f"{LAYOUT}</style>", 1)
-
-
-def _runs(made: Made) -> list[RunSummary]:
-    return summarise(made.rows)["runs"] if made.rows else []
 
 
 def _not_there(item: Item) -> str:
@@ -145,7 +139,7 @@ def _article(made: Made) -> str:
     parts = [f'<article id="{_anchor(item)}"><h2>{name}</h2><p>{html.escape(item.shows)}</p>']
     if item.claim:
         parts.append(f"<p>The paper: {html.escape(item.claim)}</p>")
-    parts += [f'<p class="verdict {one.verdict}">{html.escape(one.sentence)}</p>' for one in judgements(made)]
+    parts += [f'<p class="verdict {one.verdict}">{html.escape(one.sentence)}</p>' for one in made.judgements]
     ours = _drawings(made) + "".join(map(_small, our_tables(made)))
     theirs = "".join(map(_small, published_tables(item)))
     if not ours:
@@ -178,7 +172,7 @@ def _drawings(made: Made) -> str:
         for number, one in enumerate(made.measured)
     ]  # fmt: skip
     if made.item.number.startswith("figure"):
-        for place, run in enumerate(_runs(made)):
+        for place, run in enumerate(made.runs):
             for name in DRAWN:
                 drawn = plots.draw(name, run)
                 if drawn is not None:

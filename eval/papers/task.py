@@ -56,14 +56,13 @@ def composed(overrides: Sequence[str]) -> dict[str, Any]:
 
 def keys_of(job: Job) -> list[Key]:
     """Return the keys that the rows of a job have, whether or not they are there, in the order of its plan."""
-    return [
-        job.key(method, cell, row, how)
-        for cell in job.benchmark.cells()
-        for method in job.by_cell.get(cell, job.methods)
-        for sample in cell.samples
-        for row in cell.ids(sample)
-        for how in (None, job.settings.specials)
-    ]
+    keys = []
+    for cell in job.benchmark.cells():
+        ids = [row for sample in cell.samples for row in cell.ids(sample)]
+        for method in job.by_cell.get(cell, job.methods):
+            either = (job.keys(method, cell, ids, how) for how in (None, job.settings.specials))
+            keys += [key for row in zip(*either, strict=True) for key in row]
+    return keys
 
 
 class Task:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from eval.papers.item import Contrast
-from eval.papers.judge import Judgement, contrast, expect
 from eval.papers.make import Made
 from eval.report.tables import Line, Table, markdown
 
@@ -24,23 +22,11 @@ COLUMNS = ["item", "what is compared, and the claim", "here, with its 95% interv
 WORDS = {"shows": "shows", "contradicts": "contradicted", "undecided": "not decided"}
 
 
-def judgements(made: Made) -> list[Judgement]:
-    """Judge every claim of an item on what is there."""
-    measured = [row for one in made.measured for row in one.rows]
-    found = []
-    for claim in made.item.claims:
-        if isinstance(claim, Contrast):
-            found += [contrast(claim, made.rows, made.alone)] if made.rows else []
-        elif measured:
-            found.append(expect(claim, measured))
-    return [one for one in found if one.verdict != "not compared"]
-
-
 def headlines(everything: Sequence[Made]) -> list[Table]:
     """Return a table of verdicts for each of CLAIMS on which there is something."""
     by_id = {made.item.id: made for made in everything}
     found = [(title, [by_id[name] for name in names if name in by_id]) for title, names in CLAIMS.items()]
-    return [table(title, some) for title, some in found if any(map(judgements, some))]
+    return [table(title, some) for title, some in found if any(made.judgements for made in some)]
 
 
 def table(title: str, some: Sequence[Made]) -> Table:
@@ -48,7 +34,7 @@ def table(title: str, some: Sequence[Made]) -> Table:
     seen: set[str] = set()
     lines = []
     for made in some:
-        for one in judgements(made):
+        for one in made.judgements:
             if one.sentence not in seen:
                 seen.add(one.sentence)
                 why = f" ({one.remarks})" if one.remarks else ""

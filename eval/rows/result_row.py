@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Annotated, Any, NotRequired
 
@@ -15,10 +15,38 @@ from leank_train.common.typed import LARGEST, OneOf, shown
 Count = Annotated[int, Ge(0), Le(LARGEST)]
 
 
+Amount = Annotated[FiniteFloat, Ge(0), Le(LARGEST)]
+Nats = Annotated[FiniteFloat, Ge(-LARGEST), Le(LARGEST)]
+META: dict[str, Callable[[Any], bool]] = {  # what tables group by, where a benchmark has it
+    "op": lambda op: str(op).isdecimal(),
+    "d": lambda d: isinstance(d, int | str),
+    "turn": lambda turn: type(turn) is int,
+    "mode": lambda mode: isinstance(mode, str),
+    "depth_percent": lambda depth: type(depth) in (int, float) and 0 <= depth <= 100,
+}
+
+
 def _with_total(found: dict[str, float]) -> dict[str, float]:
-    if "total" not in found:
-        raise ValueError('it lacks "total"')
+    if not found.get("total"):
+        raise ValueError('it lacks "total", or that is 0')
     return found
+
+
+def _grouped_by(meta: dict[str, Any]) -> dict[str, Any]:
+    for name, fits in META.items():
+        if name in meta and not fits(meta[name]):
+            raise ValueError(f"{name!r} is {shown(meta[name])}")
+    return meta
+
+
+def _of_method(config: dict[str, Any]) -> dict[str, Any]:
+    for name in ("channels", "matched"):
+        if not isinstance(config.get(name, {}), dict):
+            raise ValueError(f"{name!r} is {shown(config[name])}")
+    moved = config.get("matched", {}).get("settings", [])
+    if not isinstance(moved, list) or not all(isinstance(name, str) for name in moved):
+        raise ValueError(f"'matched.settings' is {shown(moved)}")
+    return config
 
 
 @with_config(ConfigDict(strict=True))
@@ -35,7 +63,7 @@ class RowSettings(TypedDict):
     specials: how special tokens in the sample's own text were read; missing where the text spells none.
     """
 
-    method: dict[str, Any]
+    method: Annotated[dict[str, Any], AfterValidator(_of_method)]
     format: NotRequired[int]
     model: NotRequired[dict[str, object]]
     benchmark: NotRequired[dict[str, object]]
@@ -59,11 +87,17 @@ class Fidelity(TypedDict):
     """
 
     tokens: Count
-    kl: FiniteFloat | None
-    top1: FiniteFloat | None
-    loss: FiniteFloat | None
-    dense_loss: FiniteFloat | None
+    kl: Nats | None
+    top1: Annotated[FiniteFloat, Ge(0), Le(1)] | None
+    loss: Nats | None
+    dense_loss: Nats | None
     non_finite: Count | None
+
+
+def _measured(found: Fidelity | None) -> Fidelity | None:
+    if found is not None and found["non_finite"] is None and None in (found["kl"], found["top1"]):
+        raise ValueError("kl or top1 is null, and non_finite is, too")
+    return found
 
 
 @with_config(ConfigDict(strict=True))
@@ -112,20 +146,20 @@ class ResultRow(TypedDict):
     prediction: str
     answers: list[object]
     metric: str
-    meta: dict[str, Any]
+    meta: Annotated[dict[str, Any], AfterValidator(_grouped_by)]
     prompt_tokens: Count
     new_tokens: NotRequired[Count]
-    cache_bytes: Annotated[dict[str, float], AfterValidator(_with_total)]
+    cache_bytes: Annotated[dict[str, Amount], AfterValidator(_with_total)]
     middle_tokens: NotRequired[Count | None]  # these five and `new_tokens`, `batch`: rows of earlier versions lack them
     compressed: NotRequired[bool | None]
     dense_only: NotRequired[bool]
     non_finite: NotRequired[Count | None]
-    fidelity: NotRequired[Fidelity | None]
+    fidelity: NotRequired[Annotated[Fidelity | None, AfterValidator(_measured)]]
     selected_layer: NotRequired[Annotated[int, Ge(-1), Le(LARGEST)] | None]
     batch: NotRequired[Count]
     settings: RowSettings
     versions: dict[str, str]
-    seconds: dict[str, float | None]
+    seconds: dict[str, Amount | None]
 
 
 @cache
@@ -147,3 +181,11 @@ def check_rows(rows: Iterable[Mapping[str, object]]) -> None:
                 f"results row {{{key}}}: {field!r} {what}; an old version wrote it or it was edited: move its "
                 "results*.jsonl to another folder and run python -m eval again"
             ) from None
+
+
+def check_one_model(rows: Iterable[ResultRow]) -> None:
+    """Raise ValueError for rows of several models, benchmarks or compress switches, whose mean would mean nothing."""
+    for field in ("model", "benchmark", "compress"):
+        found = dict.fromkeys(str(row[field]) for row in rows)
+        if len(found) > 1:
+            raise ValueError(f"these rows are of several values of {field!r} ({', '.join(found)}); give those of one")

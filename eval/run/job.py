@@ -99,10 +99,13 @@ class Job:
 
     def key(self, method: Method, cell: Cell, sample: str, specials: str | None = None) -> Key:
         """Return the key of one row."""
-        return Key(
-            self.model.label, method.label, self.digest(method, cell.task, specials), self.benchmark.name,
-            cell.task, cell.length, sample, self.benchmark.seed, self.settings.compress,
-        )  # fmt: skip
+        return self.keys(method, cell, [sample], specials)[0]
+
+    def keys(self, method: Method, cell: Cell, samples: Sequence[str], specials: str | None = None) -> list[Key]:
+        """Return the keys of one method's rows in a cell; they share a digest."""
+        first = (self.model.label, method.label, self.digest(method, cell.task, specials), self.benchmark.name)
+        last = (self.benchmark.seed, self.settings.compress)
+        return [Key(*first, cell.task, cell.length, sample, *last) for sample in samples]
 
     def missing(self, done: set[Key]) -> list[tuple[Cell, tuple[str, ...], list[Method]]]:
         """Return the batches that still lack rows, each with the methods that lack them.
@@ -121,9 +124,8 @@ class Job:
                 methods = self.by_cell.get(cell, self.methods)
                 either = (None, self.settings.specials)  # a sample's text is not known before it is built
                 ids = [row for sample in samples for row in cell.ids(sample)]
-                lacking = [
-                    m for m in methods if any(not {self.key(m, cell, i, how) for how in either} & done for i in ids)
-                ]
+                keys = ((m, zip(*(self.keys(m, cell, ids, how) for how in either), strict=True)) for m in methods)
+                lacking = [m for m, rows in keys if any(done.isdisjoint(row) for row in rows)]
                 if lacking:
                     work.append((cell, samples, lacking))
         return work

@@ -9,8 +9,7 @@
 intervals per method and pruning ratio, which its label ends in; seeds of one method and ratio are averaged per sample.
 `recall` draws any such tables: label, ratio (% of K channels pruned, empty for dense), recall, low, high. Of several,
 each has a panel with the name of its folder. `documents` draws the table of `scripts.bench.documents`. `speed` draws
-generation.csv and attention.csv of one folder. The files are SVG with a transparent background and colours that can be
-read on white and on black.
+generation.csv and attention.csv of one folder. The files are transparent SVG, to be read on white and on black.
 """
 
 from __future__ import annotations
@@ -19,8 +18,10 @@ import argparse
 import csv
 import io
 import re
+import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import matplotlib
@@ -28,8 +29,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from data_gen.ending import again, ending, in_one_line
 from eval.report.style import INK, SETTINGS, plain, sheet
-from eval.rows.result_row import ResultRow
+from eval.rows.result_row import ResultRow, check_one_model, check_rows
 from eval.rows.results import read
 from leank_train.common import bootstrap
 from leank_train.common.escape import csv_rows
@@ -45,17 +47,10 @@ COLOURS = {
 OTHERS = ("#5E8C31", "#C2497B")  # of labels without a colour of their own
 TEXT = "#7b8088"  # contrast 4 to 1 on white, 4.8 to 1 on #0d1117
 LABELS = {
-    "leank": "LeanK",
-    "kl": "LeanK",
-    "paper": "paper's objective",
-    "paper240": "paper's objective",
-    "l2steered": "L2, steered",
-    "think": "ThinK",
-    "iap": "IAP",
-    "duo_attention": "DuoAttention",
-    "static_norm": "static norm",
-    "lowest_frequencies": "lowest frequencies",
-}
+    "leank": "LeanK", "kl": "LeanK", "paper": "paper's objective", "paper240": "paper's objective",
+    "l2steered": "L2, steered", "think": "ThinK", "iap": "IAP", "duo_attention": "DuoAttention",
+    "static_norm": "static norm", "lowest_frequencies": "lowest frequencies",
+}  # fmt: skip
 LOOK = SETTINGS | {"font.size": 11, "axes.titlesize": 11, "svg.fonttype": "none", "svg.hashsalt": "leank"}
 
 Table = Sequence[Mapping[str, str]]
@@ -65,6 +60,23 @@ def read_table(path: Path) -> list[dict[str, str]]:
     """Rows of a CSV by column."""
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+@contextmanager
+def drawn_from(path: Path) -> Iterator[None]:
+    """Name the table that a picture cannot be drawn from. Raises ValueError."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, IndexError, StopIteration, csv.Error) as error:
+        raise ValueError(f"{path} is no table for this picture ({error!r}); make it again") from error
+
+
+def finite(row: Mapping[str, str], *keys: str) -> list[float]:
+    """Return numbers of a row. Raises ValueError for one that is NaN or infinite."""
+    found = [float(row[key]) for key in keys]
+    if not np.isfinite(found).all():
+        raise ValueError(f"{', '.join(keys)} of {row['label']} are {found}")
+    return found
 
 
 def scores(rows: Iterable[ResultRow]) -> list[dict[str, object]]:
@@ -139,11 +151,11 @@ def spread(values: Sequence[float], gap: float) -> list[float]:
 def draw_recall(axes: Axes, table: Table) -> None:
     """Recall against pruning ratio: a line with its band per label, the label at its end, dense as a dashed line."""
     plain(axes)
-    lines: dict[str, list[tuple[float, float, float, float]]] = defaultdict(list)
+    lines: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     for row in table:
-        recall, low, high = (float(row[key]) for key in ("recall", "low", "high"))
+        recall, low, high = finite(row, "recall", "low", "high")
         if row["ratio"]:
-            lines[row["label"]].append((float(row["ratio"]), recall, low, high))
+            lines[row["label"]].append((*finite(row, "ratio"), recall, low, high))
         else:
             axes.axhline(recall, color=INK, linewidth=1, linestyle="--")
             axes.annotate(f"dense {recall:.1f}%", (0, recall), (4, 4), xycoords=("axes fraction", "data"),
@@ -168,7 +180,8 @@ def draw_recalls(files: Sequence[Path]) -> Figure:
     """Tables of recall, one above the other."""
     drawn = sheet(3.6 * len(files), 7.2)
     for axes, file in zip(drawn.subplots(len(files), squeeze=False)[:, 0], files, strict=True):
-        draw_recall(axes, read_table(file))
+        with drawn_from(file):
+            draw_recall(axes, read_table(file))
         if len(files) > 1:
             axes.set_title(f"model={file.parent.name}", loc="left")
     return drawn
@@ -235,8 +248,9 @@ def draw_speed(folder: Path) -> Figure:
     """Generation and attention of one folder of benchmarks, one above the other."""
     drawn = sheet(6, 7.2)
     above, below = drawn.subplots(2)
-    draw_generation(above, read_table(folder / "generation.csv"))
-    draw_attention(below, read_table(folder / "attention.csv"))
+    for axes, draw, name in ((above, draw_generation, "generation.csv"), (below, draw_attention, "attention.csv")):
+        with drawn_from(folder / name):
+            draw(axes, read_table(folder / name))
     return drawn
 
 
@@ -258,18 +272,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.action != "recall" and len(args.source) > 1:
         parser.error(f"{args.action} takes one folder, not {len(args.source)}")
-    if args.action == "scores":
-        write_text(args.out, csv_rows(scores(read(args.source[0]))))
-        return
+    try:
+        write_text(args.out, made(args.action, args.source))
+    except ValueError as error:
+        sys.exit(f"pictures: {in_one_line(str(error))}")
+
+
+def made(action: str, source: Sequence[Path]) -> str:
+    """Return the table or the picture. Raises ValueError for rows or tables that it cannot be made from."""
+    if action == "scores":
+        rows = list(read(source[0]))
+        check_rows(rows)
+        check_one_model(rows)
+        if not (lines := scores(rows)):
+            raise ValueError(f"{source[0]} has no row of dense or of a method whose label ends in its ratio")
+        return csv_rows(lines)
     with matplotlib.rc_context(LOOK):
-        if args.action == "recall":
-            drawn = draw_recalls(args.source)
-        elif args.action == "documents":
-            drawn = draw_documents(read_table(args.source[0]))
-        else:
-            drawn = draw_speed(args.source[0])
-        write_text(args.out, to_svg(drawn))
+        if action == "documents":
+            with drawn_from(source[0]):
+                return to_svg(draw_documents(read_table(source[0])))
+        return to_svg(draw_recalls(source) if action == "recall" else draw_speed(source[0]))
 
 
 if __name__ == "__main__":
-    main()
+    with ending("pictures", lambda: f"what it draws is as it was; again: {again('scripts.bench.pictures')}"):
+        main()

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from data_gen.ending import again, ending, in_one_line
-from eval.rows.result_row import ResultRow, check_rows
+from eval.rows.result_row import ResultRow, check_one_model, check_rows
 from eval.rows.results import read
 from leank_train.common.bootstrap import interval, mean
 from leank_train.common.files import write_text
@@ -73,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         rows = [row for directory in given.directories for row in read(directory)]
         check_rows(rows)
+        check_one_model(rows)
         lines = table(rows)
     except ValueError as error:
         sys.exit(f"turns: {in_one_line(str(error))}")

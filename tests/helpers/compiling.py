@@ -5,6 +5,8 @@ Triton's interpreter runs Python, and so accepts what the compiler refuses. It m
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 
 import triton
@@ -13,7 +15,8 @@ from triton.compiler import ASTSource
 
 from eval.cache.attention import chosen_kernel, kernel, packing_kernel, ring_kernel, weights_kernel, work
 
-UNIT = "5.421010e-20"  # unpacking_kernel.unit_of
+UNIT = -64  # log2 of unpacking_kernel.unit_of in bfloat16
+SUBNORMAL = -133  # log2 of bfloat16's smallest number, which a byte counts
 HOPPER = GPUTarget("cuda", 90, 32)
 NUMBER, COUNT, TABLE, BYTES, FLOATS = "*bf16", "*i64", "*i32", "*u8", "*fp32"
 OF_DECODE = {
@@ -52,13 +55,33 @@ def compiles(function: triton.JITFunction, types: Mapping[str, str], constants: 
     return str(triton.compile(source, target=HOPPER, options={"num_warps": 4, "num_stages": 2}).asm["ttir"])
 
 
+def powers(text: str, dtype: str) -> set[float]:
+    """Return log2 of the positive constants of a dtype, whole where they are powers of two; six digits are printed."""
+    found = re.findall(rf"arith\.constant (?:dense<)?([\d.]+[eE][+-]\d+)>? : (?:tensor<[x\d]+x)?{dtype}\b", text)
+    return {round(math.log2(float(one)), 4) for one in found if float(one)}
+
+
+def wrong_units(text: str, bits: int) -> str:
+    """Say which constant of a packed middle in bfloat16 is not the power of two that it must be; "" if all are.
+
+    Zero points are multiplied by the unit, scales by the unit over the number that code 1 has in its place of a byte,
+    and logits and results by 1 / unit in float32.
+    """
+    must = {UNIT, *(UNIT - SUBNORMAL - place * bits for place in range(8 // bits))}
+    there = powers(text, "bf16") - {0}
+    if must != there:
+        return f"{bits} bits: log2 of the constants in bfloat16 is {sorted(there)}, not {sorted(must)}"
+    found = {one for one in powers(text, "f32") if one > 32}
+    return "" if found == {-UNIT} else f"{bits} bits: log2 of the large constants in float32 is {found}, not {-UNIT}"
+
+
 def main() -> None:
     """Compile the forms that differ in what a constant switches on."""
     for change in ({}, {"VALUES": 64}, {"WEIGHTS": True}):
         compiles(kernel.decode, OF_DECODE, {**DECODE, **change})
     for bits in (8, 2):
         text = compiles(kernel.decode, OF_DECODE, {**DECODE, "BITS": bits, "CELL": 32})
-        assert UNIT in text, f"{bits} bits: 2^-64 is not among the constants; Triton may have made 0 of it"
+        assert not (wrong := wrong_units(text, bits)), f"{wrong}; Triton may have made 0 of one"
     for change in ({}, {"VALUES": 1}, {"PAGE": 1}):
         compiles(ring_kernel.move, OF_MOVE, {**MOVE, **change})
     compiles(weights_kernel.compact, OF_COMPACT, {**SHAPE, "TILE": 64, "PAGE": 64})

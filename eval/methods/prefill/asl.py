@@ -44,13 +44,13 @@ def few_layers(layers: int) -> Rule:
     relative variance falls less: the rule is
 
       L_obs = layers // 3, at least 2;   tau on the straight line from 0.95 at L_obs = 2 to the paper's 0.3 at 8;
-      L_min = half of the layers, rounded up, but so that at least one layer is left that can select and drop tokens.
+      L_min = layers // 2, but so that at least one layer is left that can select and drop tokens.
 
     L_min is late because ranks of neighbouring layers come near each other once before the layers that retrieve, and
-    a layer that selects there loses the answer.
+    a layer that selects there loses the answer. It was chosen at 7 layers (docs/results/reference/methods.md).
     """
     observed = max(2, layers // 3)
-    first = max(1, min((layers + 1) // 2, layers - 3))
+    first = max(1, min(layers // 2, layers - 3))
     return Rule(first, observed, 0.95 - 0.65 * (observed - 2) / 6)
 
 

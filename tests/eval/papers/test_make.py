@@ -94,8 +94,8 @@ def test_verdicts_answer_the_first_questions_first_and_name_a_comparison_once():
             for task in ("niah_multikey_3", "niah_single_2") for sample in range(20)]  # fmt: skip
     measured = [Measured(SelectionLayers(), rows)]
     text = as_verdicts([Made(find(f"asl:fig{number}"), [], measured, whole=True) for number in (9, 10)])
-    line = ("| asl:fig9 | layers that read all tokens at tau = 0.9, many similar keys over a single one, difference, "
-            "above 0 | 2 [2, 2], n = 40 | shows |")  # fmt: skip
+    line = ("| asl:fig9 | layers of 7 that read all tokens at tau = 0.9, many similar keys over a single one, "
+            "difference, above 0 | 2 [2, 2], n = 40 | shows |")  # fmt: skip
     first, _, every = text.partition("## Every comparison")
     assert "## ASL selects later on harder tasks (ASL)" in first
     assert line in first

@@ -14,6 +14,7 @@ from eval.rows.results import Key, Results
 from tests.eval.report.test_report import row
 
 KEY = {**Key("m", "dense", "c0", "ruler", "vt", 64, "0", 42, "after_question")._asdict(), "score": 1.0}
+NEAR = {"tokens": 4, "kl": 0.1, "top1": 0.5, "loss": None, "dense_loss": None, "non_finite": None}
 
 
 def test_rows_of_an_old_version_are_refused_in_one_line(tmp_path, monkeypatch):
@@ -43,6 +44,18 @@ def test_a_row_without_settings_is_named():
         ("cache_bytes", {}), ("seconds", None), ("meta", []), ("length", "4096"), ("non_finite", "x"),
         ("score", -5), ("score", 1.5), ("length", -1), ("prompt_tokens", 10**400), ("new_tokens", 10**20),
         ("batch", -3), ("selected_layer", -2), ("method", 10**400),
+        ("cache_bytes", {"total": 0}), ("cache_bytes", {"total": float("nan")}), ("cache_bytes", {"total": -5}),
+        ("cache_bytes", {"total": 1e308}), ("cache_bytes", {"total": 9, "allocated": float("inf")}),
+        ("seconds", {"per_token": float("nan")}), ("seconds", {"per_token": -3.0}), ("seconds", {"prefill": 1e308}),
+        ("meta", {"depth_percent": "x"}), ("meta", {"depth_percent": None}), ("meta", {"depth_percent": [1]}),
+        ("meta", {"depth_percent": float("nan")}), ("meta", {"depth_percent": 1e300}), ("meta", {"op": "x"}),
+        ("meta", {"op": None}), ("meta", {"op": 2.5}), ("meta", {"d": [1]}), ("meta", {"turn": "x", "mode": "reuse"}),
+        ("meta", {"turn": None}), ("meta", {"turn": float("nan")}), ("meta", {"turn": True}), ("meta", {"mode": [1]}),
+        ("settings", {"method": {"channels": "leank"}}), ("settings", {"method": {"channels": None}}),
+        ("settings", {"method": {"matched": 5}}), ("settings", {"method": {"matched": {"settings": 3}}}),
+        ("settings", {"method": {"matched": {"settings": [1]}}}),
+        ("fidelity", NEAR | {"kl": None}), ("fidelity", NEAR | {"top1": 5.0}), ("fidelity", NEAR | {"kl": 1e308}),
+        ("fidelity", NEAR | {"loss": 1e308, "dense_loss": -1e308}), ("fidelity", NEAR | {"top1": None}),
     ],
 )  # fmt: skip
 def test_a_field_of_another_kind_is_named(field, value):
