@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 
 from eval.cache.attention import chosen_kernel, kernel, packing_kernel, ring_kernel, weights_kernel, work
 
-UNIT = -64  # log2 of quantised_kernel.unit_of in bfloat16
+UNIT = -64  # log2 of unpacking_kernel.unit_of in bfloat16
 SUBNORMAL = -133  # log2 of bfloat16's smallest number, which a byte counts
 HOPPER = GPUTarget("cuda", 90, 32)
 NUMBER, COUNT, TABLE, BYTES, FLOATS = "*bf16", "*i64", "*i32", "*u8", "*fp32"
@@ -38,7 +38,7 @@ OF_CHOSEN = {**OF_DECODE, "chosen": TABLE}
 HEADS = {"H": 8}
 DECODE = {
     **HEADS, "GROUP": 4, "TILE": 64, "M": 16, "ROWS": 4, "MERGE_LINES": 32, "EVEN": True, "PAGE": 64,
-    "FIELDS": work.FIELDS, "BITS": 0, "CELL": 0, "PTX": True, "VALUES": 0, "WEIGHTS": False,
+    "FIELDS": work.FIELDS, "BITS": 0, "CELL": 0, "PTX": True, "WARPS": 4, "VALUES": 0, "WEIGHTS": False,
 }  # fmt: skip
 MOVE = {**HEADS, "TILE": 32, "PAGE": 64, "VALUES": 0}
 CHOSEN = {
