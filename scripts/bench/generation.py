@@ -57,12 +57,20 @@ def timed(new: int, flush: int) -> int:
 
 @torch.no_grad()
 def decode(
-    model: PreTrainedModel, contender: Contender, rows: int, prompt: int, new: int, flush: int, graph: bool
+    model: PreTrainedModel,
+    contender: Contender,
+    rows: int,
+    prompt: int,
+    new: int,
+    flush: int,
+    graph: bool,
+    profile: bool = True,
 ) -> Record:
     """Tokens per second of one contender, and where the time of a step goes.
 
     rows: of the batch. prompt: tokens in the cache before decoding. new: tokens decoded per row.
     flush: tokens that leave the window at once. graph: whether the step is a captured CUDA graph.
+    profile: whether to look where the time goes; see `profiled`.
     """
     cuda = model.device.type == "cuda"
     model.set_attn_implementation(contender.attention)
@@ -77,7 +85,7 @@ def decode(
     held = cache.memory().total / 1e9 if isinstance(cache, CompressedCache) else float("nan")
     row = {"batch": rows, "tokens_per_s": rows / spent, "step_ms": spent * 1e3, "gb": held}
     row["formula_gb"] = rows * contender.bytes(prompt + before + timed(new, flush)) / 1e9
-    return {**row, **(where(profiled(step)) if cuda else {})}
+    return {**row, **(where(profiled(step)) if cuda and profile else {})}
 
 
 def largest(model: PreTrainedModel, contender: Contender, prompt: int, new: int, flush: int) -> Record:

@@ -6,6 +6,7 @@ import time
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
+from statistics import median
 
 import torch
 from hydra import compose, initialize_config_module
@@ -20,7 +21,7 @@ from eval.methods.memory import method_bytes
 from eval.run.build import build_methods
 from eval.run.replay import Replay
 from scripts.bench.bytes_read import bytes_read
-from scripts.bench.common import ROOM, WARM_UP, Decoding, Record, clear, profiled, seconds, wait, where
+from scripts.bench.common import ROOM, WARM_UP, Decoding, Record, clear, each_ms, profiled, seconds, wait, where
 from scripts.bench.generation import WORK_SPACE
 from scripts.bench.table import out_of_memory
 
@@ -78,11 +79,11 @@ def why_eager(cache: CompressedCache) -> str:
 class Bench:
     """Measures methods on one model.
 
-    new: tokens that are timed.
+    new: tokens that are timed. profile: whether to look where the time goes, which disturbs what is timed afterwards.
     """
 
-    def __init__(self, replay: Replay, new: int) -> None:
-        self.replay, self.model, self.new = replay, replay.model, new
+    def __init__(self, replay: Replay, new: int, profile: bool = True) -> None:
+        self.replay, self.model, self.new, self.profile = replay, replay.model, new, profile
         self.device = self.model.device
         self.cuda = self.device.type == "cuda"
         self.warm: set[tuple[object, bool, int]] = set()  # kinds of passes that have run before, and their lengths
@@ -187,11 +188,15 @@ class Bench:
         period = next((layer.sizes.flush for layer in cache.compressed), 1)
         for _ in range(period if graph else 0):
             step()
-        spent = seconds(step, -(-self.new // period) * period if graph else min(EAGER, self.new), self.cuda)
+        steps = -(-self.new // period) * period if graph else min(EAGER, self.new)
+        spent = seconds(step, steps, self.cuda)
         row.update(batch=len(position), token_ms=spent * 1e3, tokens_per_s=len(position) / spent)
         row.update(loop="graph" if graph else "eager", why_eager=why_eager(cache))
         if self.cuda:
+            each = each_ms(step, steps)
+            row.update(median_ms=median(each), worst_ms=max(each))
             row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        if self.cuda and self.profile:
             found = profiled(step)
             row.update(where(found))
             names = {name: row[name] for name in NAMES}
