@@ -1,5 +1,7 @@
 """Tiny random models of every supported architecture."""
 
+import gc
+import importlib.util
 import os
 
 import pytest
@@ -25,6 +27,21 @@ from transformers import (
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 torch.set_num_threads(1)  # threads cost more than they give on models this small
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
+    from tests.helpers.interpreter import replace_once_a_launch
+
+    replace_once_a_launch()
+
+
+def pytest_collection_finish():
+    """Let no collection look at what imports have left: half a million objects, a third of a second each time."""
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    """Let the end of the process find them again, or extensions complain of leaks."""
+    gc.unfreeze()
+
 
 ARCHITECTURES = {
     "llama": (LlamaForCausalLM, LlamaConfig),

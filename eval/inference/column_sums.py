@@ -42,13 +42,14 @@ def attend_and_sum(
     """Causal attention of the last Q of T columns, and what each key receives in it, summed over queries and group.
 
     The attention kernel hands over each query's log-sum-exp, so that one more pass over the logits is all that the sums
-    cost. Where Triton cannot run, `received` does two passes.
+    cost. Where Triton has no GPU, `received` does two passes; the interpreter is for tests of the kernel alone.
 
     q, k, v, scaling, real, softmax: as for `dense.attend`
 
     Returns ([B, Q, Hq, D], [B, H, T] in float32 or wider).
     """
-    if why_not(q.device, q.dtype, q.shape[-1], q.shape[1] // k.shape[1]) or not softmax.plain or q.shape[2] == 1:
+    reason = why_not(q.device, q.dtype, q.shape[-1], q.shape[1] // k.shape[1], interpret=False)
+    if reason or not softmax.plain or q.shape[2] == 1:
         each = received(q, k, real=real, scaling=scaling, softmax=softmax)
         return dense.attend(q, k, v, scaling, real, softmax), each.unflatten(1, (k.shape[1], -1)).sum(2)
     lse = torch.full(q.shape[:3], torch.inf, device=q.device)

@@ -50,6 +50,7 @@ from leank_train.objective import steering
 VARIANTS = ("kl", "l2", "usual_momentum", "one_document", "stopping")
 FEW = 80  # documents below which a step has one instead of TOGETHER
 TOGETHER = 4
+TASKS = 8  # that are scored, each at every length
 LOOKS = 25  # of a stage with early stopping, if it looked from its first step on
 Samples = Mapping[tuple[str, int | None], Mapping[str, ResultRow]]  # of each task and length, rows by sample
 
@@ -125,8 +126,22 @@ def train_one(training: Training, more: Sequence[str], out: Path, stop: float) -
     return f"{training.name}: {time.time() - begin:.1f} s"
 
 
+def shares(masks: Mapping[str, str], cells: int, jobs: int) -> list[tuple[dict[str, str], str]]:
+    """Share the scoring among about `jobs` processes: masks of each, and its shard of the samples, a cell or several.
+
+    Each process takes its masks seed by seed, so that where the clock ends it, seeds are missing and not variants.
+    """
+    order = sorted(masks, key=lambda name: (name.rpartition("_seed")[2], name))
+    shards, groups = min(cells, jobs), max(1, jobs // cells)
+    return [
+        ({name: masks[name] for name in order[g::groups]}, f"{i}/{shards}")
+        for g in range(groups)
+        for i in range(shards)
+    ]
+
+
 def score_shard(masks: Mapping[str, str], overrides: Sequence[str], out: Path, shard: str) -> str:
-    """Replay one shard of the samples with all masks; return a line about it."""
+    """Replay one shard of the samples with some masks; return a line about it."""
     from eval.inference.models import load_model
     from eval.run.build import build_job
 
@@ -136,7 +151,8 @@ def score_shard(masks: Mapping[str, str], overrides: Sequence[str], out: Path, s
     methods = {name: {"channels": {"name": "leank", "mask": mask}} for name, mask in masks.items()}
     plain["method"] = {"dense": {}, **methods}
     job, tokenizer = build_job({str(key): value for key, value in plain.items()})
-    with Results(out / "rows", f"-{shard.replace('/', '-of-')}") as results:
+    part = f"-{shard.replace('/', '-of-')}-{next(iter(masks), 'dense')}"  # its own file
+    with Results(out / "rows", part) as results:
         work = job.missing(results.keys)
         new = job.run(results, load_model(job.model), tokenizer) if work else 0
     return f"shard {shard}: {new} new rows"
@@ -197,8 +213,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--grid", nargs=3, action="append", default=[], metavar=("VARIANTS", "DOCUMENTS", "SEEDS"))
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--seconds", type=float, default=1e9)
-    parser.add_argument("--length", type=int, nargs="+", default=[2048, 4096], help="tokens of the scored samples")
-    parser.add_argument("--samples", type=int, default=50, help="of each task and length")
+    parser.add_argument("--length", type=int, nargs="+", default=[4096], help="tokens of the scored samples")
+    parser.add_argument("--samples", type=int, default=100, help="of each task and length")
     parser.add_argument("--seed", type=int, default=7002, help="of the scored samples")
     parser.add_argument("--csv", type=Path, help="where `table` writes")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further settings of the runs")
@@ -235,8 +251,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"benchmark.samples={args.samples}", f"benchmark.seed={args.seed}", f"batch_size={args.samples}",
                 *args.set,
             ]  # fmt: skip
-            shards = [f"{i}/{args.jobs}" for i in range(args.jobs)]
-            work = [pool.submit(score_shard, masks, overrides, args.out, shard) for shard in shards]
+            parts = shares(masks, TASKS * len(args.length), args.jobs)
+            work = [pool.submit(score_shard, some, overrides, args.out, shard) for some, shard in parts]
         for done in as_completed(work):
             print(f"{time.time() - begin:6.1f} s  {done.result()}", flush=True)
 

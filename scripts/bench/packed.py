@@ -38,7 +38,7 @@ def variants(packing: Packing | None) -> list[Config | None]:
 
     if packing is None:
         return [None]
-    return [None, Config(stages=2), Config(stages=2, per_sm=3, registers=168)]
+    return [None, Config(), Config(stages=2), Config(slow=1.6), Config(stages=2, per_sm=3, registers=168)]
 
 
 def compile_one(packing: Packing | None, config: Config | None) -> None:
@@ -119,7 +119,8 @@ def main(argv: list[str] | None = None) -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     print(device_name(), "torch", torch.__version__)
     packings = [PACKINGS[bits] for bits in options.bits]
-    cases = [(p, c) for p in packings for c in (variants(p) if options.variants else [None])]
+    chosen = [(p, c) for p in packings for c in (variants(p) if options.variants else [None])]
+    cases = list(dict.fromkeys((p, c and replace(c, slow=1.0, per_sm=2)) for p, c in chosen))
     checks = [(p, group, queries) for p in packings if p for group, queries in ((4, 1), (8, 1), (4, 5))]
     failed = in_parallel([(check, *case) for case in checks] + [(compile_one, p, c) for p, c in cases])
     if not options.check_only:

@@ -1,12 +1,14 @@
-"""Compile the cache's kernels for a GPU on a machine without one: `python -m tests.helpers.compiling`.
+"""Compile the cache's kernels for a GPU on a machine without one: `python -m tests.helpers.compiling 64`.
 
 Triton's interpreter runs Python, and so accepts what the compiler refuses. It must be off, hence a process of its own.
+The number is head_dim. At 128 the loops over channels are there twice and are longer, which takes much more time.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Mapping
 
 import triton
@@ -15,7 +17,7 @@ from triton.compiler import ASTSource
 
 from eval.cache.attention import chosen_kernel, kernel, packing_kernel, ring_kernel, weights_kernel, work
 
-UNIT = -64  # log2 of quantised_kernel.unit_of in bfloat16
+UNIT = -64  # log2 of unpacking_kernel.unit_of in bfloat16
 SUBNORMAL = -133  # log2 of bfloat16's smallest number, which a byte counts
 HOPPER = GPUTarget("cuda", 90, 32)
 NUMBER, COUNT, TABLE, BYTES, FLOATS = "*bf16", "*i64", "*i32", "*u8", "*fp32"
@@ -33,14 +35,14 @@ OF_COMPACT = {
     "room": COUNT, "seen_ptr": COUNT, "start_ptr": COUNT, "length_ptr": COUNT, "done": TABLE,
 }  # fmt: skip
 OF_CHOSEN = {**OF_DECODE, "chosen": TABLE}
-SHAPE = {"H": 8, "D": 128}
+HEADS = {"H": 8}
 DECODE = {
-    **SHAPE, "GROUP": 4, "TILE": 64, "M": 16, "ROWS": 4, "MERGE_LINES": 32, "EVEN": True, "PAGE": 64,
-    "FIELDS": work.FIELDS, "BITS": 0, "CELL": 0, "PTX": True, "VALUES": 0, "WEIGHTS": False,
+    **HEADS, "GROUP": 4, "TILE": 64, "M": 16, "ROWS": 4, "MERGE_LINES": 32, "EVEN": True, "PAGE": 64,
+    "FIELDS": work.FIELDS, "BITS": 0, "CELL": 0, "PTX": True, "WARPS": 4, "VALUES": 0, "WEIGHTS": False,
 }  # fmt: skip
-MOVE = {**SHAPE, "TILE": 32, "PAGE": 64, "VALUES": 0}
+MOVE = {**HEADS, "TILE": 32, "PAGE": 64, "VALUES": 0}
 CHOSEN = {
-    **SHAPE, "GROUP": 4, "C": 128, "TILE": 16, "SPAN": 64, "M": 16, "ROWS": 4, "MERGE_LINES": 32, "PER": 16, "STEP": 16,
+    **HEADS, "GROUP": 4, "TILE": 16, "SPAN": 64, "M": 16, "ROWS": 4, "MERGE_LINES": 32, "PER": 16, "STEP": 16,
 }  # fmt: skip
 
 
@@ -75,20 +77,22 @@ def wrong_units(text: str, bits: int) -> str:
     return "" if found == {-UNIT} else f"{bits} bits: log2 of the large constants in float32 is {found}, not {-UNIT}"
 
 
-def main() -> None:
-    """Compile the forms that differ in what a constant switches on."""
-    for change in ({}, {"VALUES": 64}, {"WEIGHTS": True}):
-        compiles(kernel.decode, OF_DECODE, {**DECODE, **change})
+def main(dim: int) -> None:
+    """Compile the forms that differ in what a constant switches on: all at one head_dim, the plainest at 128."""
+    decode, move = {**DECODE, "D": dim}, {**MOVE, "D": dim}
+    for change in ({"D": 128}, {"VALUES": dim // 2}, {"WEIGHTS": True}):
+        compiles(kernel.decode, OF_DECODE, {**decode, **change})
     for bits in (8, 2):
-        text = compiles(kernel.decode, OF_DECODE, {**DECODE, "BITS": bits, "CELL": 32})
+        text = compiles(kernel.decode, OF_DECODE, {**decode, "BITS": bits, "CELL": 32})
         assert not (wrong := wrong_units(text, bits)), f"{wrong}; Triton may have made 0 of one"
     for change in ({}, {"VALUES": 1}, {"PAGE": 1}):
-        compiles(ring_kernel.move, OF_MOVE, {**MOVE, **change})
-    compiles(weights_kernel.compact, OF_COMPACT, {**SHAPE, "TILE": 64, "PAGE": 64})
-    compiles(chosen_kernel.attend, OF_CHOSEN, CHOSEN)
+        compiles(ring_kernel.move, OF_MOVE, {**move, **change})
+    page = {**HEADS, "D": dim, "PAGE": 64}
+    compiles(weights_kernel.compact, OF_COMPACT, {**page, "TILE": 64})
+    compiles(chosen_kernel.attend, OF_CHOSEN, {**CHOSEN, "D": dim, "C": dim})
     packed = {name: kind for name, kind in OF_MOVE.items() if name != "ranks"} | {"k": BYTES, "v": BYTES}
-    compiles(packing_kernel.move_packed, packed, {**SHAPE, "PAGE": 64, "BITS": 2, "CELL": 32})
+    compiles(packing_kernel.move_packed, packed, {**page, "BITS": 2, "CELL": 32})
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

@@ -94,6 +94,14 @@ def test_exact_is_the_best_choice_of_whole_blocks():
     assert alpha[mask.keep].sum().item() == pytest.approx(max(options))
 
 
+@pytest.mark.parametrize("rounding", ["nearest", "floor", "exact"])
+def test_half_a_channel_counts_as_one(rounding):
+    """2.5 of 5 are 3, although round() makes 2 of it."""
+    assert ChannelMask.from_scores(torch.arange(5.0).view(1, 1, 5), 0.5, 1, rounding).keep.tolist() == [
+        [[False, False, True, True, True]]
+    ]
+
+
 def test_official_rounding_passes_all_ties():
     alpha = torch.zeros(1, 2, 8)
     alpha[0, 0, :2] = 1

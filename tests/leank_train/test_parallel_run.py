@@ -20,7 +20,7 @@ from tests.conftest import tiny_model
 from tests.helpers.tiny_run import alpha, save_model, settings
 from tests.leank_train.forward.test_branching import DOCUMENTS, batch, pad
 from tests.leank_train.forward.test_sequence_parallel import step
-from tests.leank_train.test_ddp import SETTINGS, record, two_ranks
+from tests.leank_train.test_ddp import SETTINGS, forked_ranks, record
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +47,7 @@ def test_shares_learn_what_one_process_learns(model, tmp_path, trainer, devices,
         "stage2.steps=2",
         "stage2.empty_heads=drop",
     ]
-    process = two_ranks(model, tmp_path, "ranks", *variants, *extra, trainer=trainer, devices=devices)
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output
+    forked_ranks(model, tmp_path, "ranks", *variants, *extra, trainer=trainer, devices=devices)
     run(settings(model, *variants, f"data.documents={documents}"), tmp_path / "one")
     for stage in ("stage1", "stage2"):
         for ours, theirs in zip(record(tmp_path / "ranks", stage), record(tmp_path / "one", stage), strict=True):

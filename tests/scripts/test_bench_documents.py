@@ -63,6 +63,18 @@ def test_a_run_in_two_grids_is_one(tmp_path):
         documents.parse(["train", str(tmp_path), "--grid", "lk", "100", "1"])
 
 
+def test_scoring_is_shared_by_samples_then_by_masks():
+    masks = {f"{v}_{n}_seed{s}": "path" for v in ("kl", "l2") for n in (16, 100) for s in (1, 2)}
+    for jobs in (1, 3, 8, 16, 40):
+        parts = documents.shares(masks, 8, jobs)
+        assert len(parts) <= max(1, jobs)
+        for name in masks:  # every sample of every mask once
+            found = [shard for some, shard in parts if name in some]
+            assert found == [f"{i}/{len(found)}" for i in range(min(8, jobs))]
+    assert [name[-1] for name in documents.shares(masks, 8, 8)[0][0]] == ["1"] * 4 + ["2"] * 4
+    assert documents.shares({}, 8, 2) == [({}, "0/2"), ({}, "1/2")]
+
+
 def test_a_line_for_each_mask_that_is_scored_whole(tmp_path):
     scores = {"a": [1.0, 1.0], "b": [0.5]}
     worse = {"a": [1.0, 0.0], "b": [0.5]}

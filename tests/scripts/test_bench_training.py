@@ -11,9 +11,12 @@ from leank_train.objective.kl import kl_loss_reference
 from scripts.bench import training as bench_training
 from scripts.bench.training import SAME, cheaper, describe
 from scripts.bench.training_hours import hours
+from tests.conftest import tiny_model
 
 
-def test_lengths_ratios_and_hours(tmp_path, capsys):
+def test_lengths_ratios_and_hours(tmp_path, capsys, monkeypatch):
+    model = tiny_model("llama", max_position_embeddings=2048)
+    monkeypatch.setattr(bench_training, "build", lambda *given: model)
     line = "--length 768 1024 1280 --questions 2 --repeats 1 --full-at 768 --experiment reference_demo"
     bench_training.main([str(tmp_path), *line.split()])
     said = capsys.readouterr().out

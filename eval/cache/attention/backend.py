@@ -89,7 +89,7 @@ class Plain:
         return {}
 
 
-def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, group: int, interpret: bool = True) -> str | None:
+def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, group: int, interpret: bool) -> str | None:
     """Why the kernel cannot run over such a layer, or None if it can.
 
     group: query heads per KV head

@@ -135,7 +135,8 @@ def decode(
     scratch, room, scale, q_b, q_h, q_t, index_b, ranks_b, queries, partials, places, slots, sink,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
     MERGE_LINES: tl.constexpr, EVEN: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr,
-    BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr, VALUES: tl.constexpr, WEIGHTS: tl.constexpr,
+    BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr, WARPS: tl.constexpr, VALUES: tl.constexpr,
+    WEIGHTS: tl.constexpr,
 ):
     """Program (p, c): span p of the work table for the query tokens of chunk c.
 
@@ -147,6 +148,7 @@ def decode(
     done: [chunks, places] int32, zeros before and after; places = B * H
     BITS, CELL: bits of a number of the middle, and numbers in a cell; 0 = not packed
     PTX: whether a packed middle is unpacked in PTX, which Triton's interpreter cannot run
+    WARPS: of a program
     VALUES: the most channels that the middle's V has, rounded up to a power of two; 0 = every channel
     ranks: [B, H, D], by a stride; the place of each channel of V among the kept, read unless VALUES is 0
     WEIGHTS: whether to leave logits and log-sum-exp for weights_kernel.add_weights, which says what scratch and room
@@ -195,7 +197,7 @@ def decode(
             kept, of_v = index + row * index_b + head * D, ranks + row * ranks_b + head * D
             if BITS > 0:
                 acc, m, z = packed_middle(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count,
-                                          scale, TILE, D, EVEN, PAGE, BITS, CELL, PTX)
+                                          scale, ROWS, TILE, D, EVEN, PAGE, BITS, CELL, PTX, WARPS)
             elif count <= 32:
                 acc, m, z = _read(acc, m, z, q_row, ok, kept, of_v, base, k_at, v_at, first, last, count, width, scale,
                                   logits, 32, 0, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)

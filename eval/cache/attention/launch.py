@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ class Config:
     registers: limit per thread, 0 = none
     per_sm: programs per multiprocessor
     merge: lines of partial results that a merge reads at a time; a line is one query row's
+    slow: how much longer a byte of a packed middle takes than one of sink and window
     """
 
     tile: int = 64
@@ -46,6 +47,14 @@ class Config:
     registers: int = 0
     per_sm: int = 2
     merge: int = 128
+    slow: float = 1.0
+
+
+# for tiles of more than 16 rows; ptxas by itself takes 32 registers there, and spills
+WIDE = Config(warps=8, registers=128)
+# with a page more ahead, 8 warps' pages of 128 channels take 147 KB, and two programs do not fit a multiprocessor
+WIDE_PACKED = replace(WIDE, stages=2)
+PACKED = {8: Config(), 4: Config(stages=2), 2: Config(stages=2, slow=1.6)}  # for packed middles, by bits
 
 
 @dataclass
@@ -70,8 +79,12 @@ class Kernel:
     captures = True
 
     def __init__(self, config: Config | None = None, programs: int = 0) -> None:
-        """Choose the launch; programs: number of programs, 0 = `config.per_sm` per multiprocessor."""
-        self.config, self.programs = config or Config(), programs
+        """Choose the launch.
+
+        config: None = the one for what a store holds
+        programs: number of programs, 0 = `config.per_sm` per multiprocessor
+        """
+        self.config, self.programs = config, programs
         self._partials = self._done = torch.empty(0)
         self.weights = Weights()
 
@@ -148,7 +161,7 @@ class Kernel:
         if queries > at_once:
             pieces = zip(q.split(at_once, 2), position.split(at_once, 1), strict=True)
             return torch.cat([self.attend(store, *piece, scaling) for piece in pieces], 1)
-        config = self.config if tile_rows == 16 else Config(warps=8)
+        config = self._config(plan.packing, tile_rows)
         chunks = -(-queries // per_chunk)
         rows = min(tile_rows, triton.next_power_of_2(group * min(queries, per_chunk)))
         most = batch * heads + plan.programs  # upper bound on partial results, for any table
@@ -176,11 +189,11 @@ class Kernel:
             BITS=packing.bits if packing else 0,
             CELL=packing.group if packing else 0,
             PTX=q.is_cuda,
+            WARPS=config.warps,
             VALUES=plan.values,
             WEIGHTS=plan.room is not None,
             num_warps=config.warps,
-            # With a page more ahead, 8 bits of 128 channels take 147 KB, and two programs do not fit a multiprocessor.
-            num_stages=min(config.stages, 2) if packing else config.stages,
+            num_stages=config.stages,
             maxnreg=config.registers or None,
         )
         if store.eviction is not None and plan.room is not None:
@@ -196,9 +209,10 @@ class Kernel:
         device = store.ring_k.device
         bits, dtype = store.middle.bits, store.ring_k.dtype
         packing = bits if isinstance(bits, Packing) else None
-        programs = self.programs or multiprocessors(device) * self.config.per_sm
+        config = self._config(packing, 16)
+        programs = self.programs or multiprocessors(device) * config.per_sm
         share = packing.cell(dtype) / (packing.group * dtype.itemsize) if packing else 1.0
-        lines = work.cut(work.units(store), programs, self.config.tile, share)
+        lines = work.cut(work.units(store), programs, config.tile, share * config.slow)
         most = programs + work.STORAGE_PARTS * batch * heads  # every cut and every unit begins at most one piece
         if old is not None and len(old.table) == most and old.table.device == device:
             table = old.table
@@ -211,6 +225,11 @@ class Kernel:
         plan = LaunchPlan(table, store.version, programs, even, values, packing, room)
         store.plan = plan
         return plan
+
+    def _config(self, packing: Packing | None, tile_rows: int) -> Config:
+        if tile_rows > 16:
+            return WIDE if packing is None else WIDE_PACKED
+        return self.config or (Config() if packing is None else PACKED[packing.bits])
 
     def _scratch(self, lines: int, dim: int, counters: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Partial results [lines, D], their (max, sum) [lines, 2], and counters, which a launch leaves at zero."""

@@ -1,10 +1,14 @@
 """The middle's part of the decode kernel where its numbers are packed (eval.cache.storage.quantised).
 
 A byte holds codes of different tiles of the products, so every tile of codes becomes an operand where it lies: no
-number changes its thread between the load and the product. Every warp has a page of its own, [P, ...] in all tiles:
-warps that shared a page would unpack parts of it twice and wait for each other, and unpacking is what takes time.
+number changes its thread between the load and the product. Every warp has a page, or half of one, of its own, [P, ...]
+in all tiles: warps that shared it would unpack parts of it twice and wait for each other.
 
-Names as in eval.cache.attention.kernel. A half has HALF tokens; a block has D / 4 channels of V, which share a cell.
+Values are multiplied as [channels, tokens] x [tokens, rows]: a product has at least 16 lines and 8 columns, and a tile
+of one query token has 8 rows or fewer that count. So sums take half of the registers and instructions.
+
+Names as in eval.cache.attention.kernel. P is the number of warps, N that of columns. A half has HALF tokens; a block
+has D / 4 channels of V, which share a cell.
 """
 
 from __future__ import annotations
@@ -13,93 +17,11 @@ import triton
 import triton.language as tl
 
 from eval.cache.attention.kernel_middle import gather
+from eval.cache.attention.unpacking_kernel import ends_of, numbers, unit_of
 
 HALF = tl.constexpr(32)  # tokens of a page that are multiplied at a time
-PAGES = tl.constexpr(4)  # P: pages that a program reads at a time
 
 # fmt: off
-
-
-@triton.constexpr_function
-def unit_of(dtype, ptx):
-    """What unpacked numbers are multiplied by; logits and results are divided by it in fp32.
-
-    It leaves room for the scales of `instructions` in bfloat16. Scales of 2^59 and more, those of numbers beyond 10^18,
-    become infinite there, and results NaN.
-    """
-    return 2.0**-64 if ptx and str(dtype) == "bf16" else 1.0
-
-
-@triton.constexpr_function
-def step_of(dtype, bits, place):
-    """The number that `instructions` multiplies by the scale for code 1."""
-    return 2.0 ** (place * bits - 133) if str(dtype) == "bf16" else 1.0
-
-
-@triton.constexpr_function
-def instructions(dtype, bits, place):
-    """PTX for code * step_of * scale + zero of the codes in place `place` of four bytes, two numbers to a register.
-
-    A byte below an empty one is, in bfloat16, a subnormal number or one of the lowest normal ones, which are 2^-133
-    apart: it is 2^-133 times the byte, all 256 of them. In float16, a byte below 0x64 is 1024 more than the byte, and
-    a first instruction makes codes of it exactly. The product is rounded once, with the zero point added.
-    """
-    first = place * bits  # the code's lowest bit
-    keep = (2**bits - 1 << first) * 0x01010101
-    upper, fma, exact = 0, "fma.rn.bf16x2", ""
-    if str(dtype) == "fp16":
-        one, less = 0x3C00 - (first << 10), 0xE400 - (first << 10)  # 2^-first and -1024 * 2^-first
-        upper, fma = 0x64, "fma.rn.f16x2"
-        exact = f"""mov.b32 one, {one * 0x10001}; mov.b32 less, {less * 0x10001};
-        {fma} a, a, one, less; {fma} b, b, one, less;"""
-    return f"""{{ .reg .b32 c, a, b, one, less;
-        and.b32 c, $2, {keep};
-        prmt.b32 a, c, {upper}, 0x4140; prmt.b32 b, c, {upper}, 0x4342;
-        {exact}
-        {fma} $0, a, $3, $5; {fma} $1, b, $4, $6; }}"""
-
-
-@triton.jit
-def _ends(cells, ends, number, there):
-    """Scale and zero point [P, R] of the cells `number`, zero where not there.
-
-    cells: address of cell 0's scale, as a pointer to words
-    ends: the same address, as a pointer to the model's dtype
-
-    Two scales, or two zero points, are a word: loads of 4 bytes can be asked for tiles ahead, loads of 2 cannot. So
-    both of a pair are there, or neither.
-    """
-    dtype: tl.constexpr = ends.dtype.element_ty
-    if dtype.primitive_bitwidth == 16:
-        words = tl.load(cells + number, mask=there, other=0)
-        P: tl.constexpr = number.shape[0]
-        R: tl.constexpr = number.shape[1]
-        scales, zeros = tl.split(tl.reshape(words, [P, R // 2, 2]))
-        scale = tl.reshape(tl.join(scales.to(tl.int16), (scales >> 16).to(tl.int16)), [P, R]).to(dtype, bitcast=True)
-        zero = tl.reshape(tl.join(zeros.to(tl.int16), (zeros >> 16).to(tl.int16)), [P, R]).to(dtype, bitcast=True)
-    else:
-        at = number // 2 * 4 + number % 2
-        scale = tl.load(ends + at, mask=there, other=0.0)
-        zero = tl.load(ends + at + 2, mask=there, other=0.0)
-    return scale, zero
-
-
-@triton.jit
-def numbers(codes, scale, zero, PLACE: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr):
-    """Numbers [P, R, N], times unit_of, of the codes in place PLACE of bytes [P, R, N]; scale and zero point [P, R]."""
-    dtype: tl.constexpr = scale.dtype
-    UNIT: tl.constexpr = unit_of(dtype, PTX)
-    if PTX:
-        if UNIT != 1.0:  # Triton would round a small Python number beside bfloat16 as if to float16, to 0
-            scale *= tl.full([], UNIT / step_of(dtype, BITS, PLACE), tl.float32).to(dtype)
-            zero *= tl.full([], UNIT, tl.float32).to(dtype)
-        x = tl.inline_asm_elementwise(
-            instructions(dtype, BITS, PLACE), "=r,=r,r,r,r,r,r", [codes, scale[:, :, None], zero[:, :, None]],
-            dtype=scale.dtype, is_pure=True, pack=4)
-    else:
-        code = ((codes >> (PLACE * BITS)) & (2**BITS - 1)).to(tl.float32)
-        x = ((code * scale.to(tl.float32)[:, :, None] + zero.to(tl.float32)[:, :, None]) * UNIT).to(dtype)
-    return x
 
 
 @triton.jit
@@ -111,46 +33,49 @@ def _tokens():
 
 @triton.jit
 def _in_order(x):
-    """Columns [P, M, HALF] in the order of _tokens, back in the order of tokens."""
+    """Columns [P, N, HALF] in the order of _tokens, as rows in the order of tokens, [P, HALF, N]."""
     P: tl.constexpr = x.shape[0]
-    M: tl.constexpr = x.shape[1]
-    return tl.reshape(tl.permute(tl.reshape(x, [P, M, 4, 4, 2]), (0, 1, 3, 2, 4)), [P, M, HALF])
+    N: tl.constexpr = x.shape[1]
+    return tl.permute(tl.reshape(tl.permute(tl.reshape(x, [P, N, 4, 4, 2]), (0, 1, 3, 2, 4)), [P, N, HALF]), (0, 2, 1))
 
 
 @triton.jit
 def _logits(
-    q0, q1, page, cells, ends, left, row, room, width, k_page, PART: tl.constexpr,
+    q0, q1, page, cells, ends, number, half, left, row, room, width, k_page, PLACE: tl.constexpr,
     BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
 ):
-    """Half PART of the logits of pages, [P, M, HALF].
+    """Logits of halves of pages, [P, M, HALF].
 
     q0, q1: queries [P, M, R] for the channels row, and at two bits, for those half of the head's channels later
     page: address of the first page
+    number, half: [P], number of the page, and 0 or 1 for its half
+    PLACE: where the half's codes lie in their bytes
     row: [R], columns of a page's bytes
-    left: [P], tokens from a page's first to the last one
+    left: [P], tokens from a half's first to the last one
     room, width, k_page: channels for which there is room, bytes of a line of codes, bytes of a page
     """
     NUMBER: tl.constexpr = ends.dtype.element_ty.primitive_bitwidth // 8
-    p = tl.arange(0, PAGES)
-    line = _tokens() + (PART * HALF if BITS == 8 else 0)
-    at = (p * k_page)[:, None, None] + (line * width)[None, None, :] + row[None, :, None]
+    start = number * k_page
+    line = _tokens()
+    at = (start + (half * HALF * width if BITS == 8 else 0))[:, None, None]
+    at = at + (line * width)[None, None, :] + row[None, :, None]
     there = (left > 0)[:, None] & (row < width)[None, :]
     codes = tl.load(page + at, mask=there[:, :, None], other=0)
-    number = (p * (k_page // (2 * NUMBER)))[:, None] + (row + room * (PART * HALF // CELL))[None, :]
-    scale, zero = _ends(cells, ends, number, there)
-    s = tl.dot(q0, numbers(codes, scale, zero, 2 * PART if BITS == 2 else PART if BITS == 4 else 0, BITS, PTX))
+    cell = (start // (2 * NUMBER) + half * HALF // CELL * room)[:, None] + row[None, :]
+    scale, zero = ends_of(cells, ends, cell, there)
+    s = tl.dot(q0, numbers(codes, scale[:, :, None], zero[:, :, None], PLACE, BITS, PTX))
     if BITS == 2:
-        scale, zero = _ends(cells, ends, number + width, there)
-        s = tl.dot(q1, numbers(codes, scale, zero, 2 * PART + 1, BITS, PTX), s)
+        scale, zero = ends_of(cells, ends, cell + width, there)
+        s = tl.dot(q1, numbers(codes, scale[:, :, None], zero[:, :, None], PLACE + 1, BITS, PTX), s)
     return s
 
 
 @triton.jit
 def _values(
-    page, cells, ends, left, PART: tl.constexpr, BLOCK: tl.constexpr, V_PAGE: tl.constexpr,
+    page, cells, ends, number, half, left, BLOCK: tl.constexpr, V_PAGE: tl.constexpr,
     D: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
 ):
-    """Half PART of the values of pages in block BLOCK, [P, HALF, D / 4], for the tokens before `left` [P] of a page.
+    """Values of halves of pages in block BLOCK, [P, D / 4, HALF], for the tokens before `left` [P] of a half.
 
     Later ones are zero, except the second token of a pair. That one has some number, since its group is stored whole,
     and its weight is zero.
@@ -158,39 +83,122 @@ def _values(
     W: tl.constexpr = D // 4
     LINES: tl.constexpr = BITS // 2  # blocks / codes of a byte
     NUMBER: tl.constexpr = ends.dtype.element_ty.primitive_bitwidth // 8
-    p, t = tl.arange(0, PAGES), tl.arange(0, HALF) + PART * HALF
+    t = tl.arange(0, HALF)
     channel = BLOCK % LINES * W + tl.arange(0, W)
-    at = (p * V_PAGE)[:, None, None] + (channel * PAGE)[None, None, :] + t[None, :, None]
+    start = number * V_PAGE
+    at = (start + half * HALF)[:, None, None] + (channel * PAGE)[None, :, None] + t[None, None, :]
     codes = tl.load(page + at, mask=(left > 0)[:, None, None], other=0)
-    number = (p * (V_PAGE // (2 * NUMBER)))[:, None] + (BLOCK * W // CELL * PAGE + t)[None, :]
-    scale, zero = _ends(cells, ends, number, (t // 2 * 2)[None, :] < left[:, None])
-    return numbers(codes, scale, zero, BLOCK // LINES, BITS, PTX)
+    cell = (start // (2 * NUMBER) + half * HALF)[:, None] + (BLOCK * W // CELL * PAGE + t)[None, :]
+    scale, zero = ends_of(cells, ends, cell, (t // 2 * 2)[None, :] < left[:, None])
+    return numbers(codes, scale[:, None, :], zero[:, None, :], BLOCK // LINES, BITS, PTX)
 
 
 @triton.jit
-def _queries(q_row, ok, index, channel, count):
-    """Query channels for every page, [P, M, C]; zero from channel `count` on."""
+def _queries(q_row, ok, index, channel, count, WARPS: tl.constexpr):
+    """Query channels for every warp, [P, M, C]; zero from channel `count` on."""
     q = gather(q_row, ok, index, channel, count, False)
-    return tl.broadcast_to(q[None, :, :], [PAGES, q.shape[0], q.shape[1]])
+    return tl.broadcast_to(q[None, :, :], [WARPS, q.shape[0], q.shape[1]])
+
+
+@triton.jit
+def _masked(s, token, left, scale, N: tl.constexpr):
+    """The first N rows of logits s [P, M, HALF], M = N or 2 N, times scale; -inf from token `left` [P] of a half on."""
+    if s.shape[1] > N:
+        s, _ = tl.split(tl.permute(tl.reshape(s, [s.shape[0], 2, N, s.shape[2]]), (0, 2, 3, 1)))
+    return tl.where(token[None, None, :] < left[:, None, None], s * scale, float("-inf"))
+
+
+@triton.jit
+def _add(
+    a0, a1, a2, a3, p, page, number, half, left,
+    D: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Add values times weights p [P, N, HALF] to every block's sum, [P, D / 4, N]."""
+    V_CODES: tl.constexpr = PAGE * D * BITS // 8
+    V_PAGE: tl.constexpr = V_CODES + PAGE * D // CELL * 2 * dtype.primitive_bitwidth // 8
+    cells = (page + V_CODES).to(tl.pointer_type(tl.int32), bitcast=True)
+    ends = (page + V_CODES).to(tl.pointer_type(dtype), bitcast=True)
+    x = _in_order(p.to(dtype))
+    a0 = tl.dot(_values(page, cells, ends, number, half, left, 0, V_PAGE, D, PAGE, BITS, CELL, PTX), x, a0)
+    a1 = tl.dot(_values(page, cells, ends, number, half, left, 1, V_PAGE, D, PAGE, BITS, CELL, PTX), x, a1)
+    a2 = tl.dot(_values(page, cells, ends, number, half, left, 2, V_PAGE, D, PAGE, BITS, CELL, PTX), x, a2)
+    a3 = tl.dot(_values(page, cells, ends, number, half, left, 3, V_PAGE, D, PAGE, BITS, CELL, PTX), x, a3)
+    return a0, a1, a2, a3
+
+
+@triton.jit
+def _summed(x):
+    """Sums [A, B, 2, 2] of x [P, A, B, 2, 2] over warps.
+
+    Halves are added, because what tl.sum exchanges between warps would lie in one bank of shared memory.
+    """
+    A: tl.constexpr = x.shape[1]
+    B: tl.constexpr = x.shape[2]
+    P: tl.constexpr = x.shape[0]
+    x = tl.permute(x, (1, 2, 3, 4, 0))
+    if P == 8:
+        a, b = tl.split(tl.reshape(x, [A, B, 2, 2, 4, 2]))
+        x = a + b
+    if P >= 4:
+        a, b = tl.split(tl.reshape(x, [A, B, 2, 2, 2, 2]))
+        x = a + b
+    a, b = tl.split(tl.reshape(x, [A, B, 2, 2, 2]))
+    return a + b
+
+
+@triton.jit
+def _wider(x, other, M: tl.constexpr):
+    """Rows of x and, where M is more, rows of `other` behind them."""
+    if x.shape[0] < M:
+        x = tl.join(x, tl.full(x.shape, other, tl.float32))
+        if len(x.shape) == 3:
+            x = tl.reshape(tl.permute(x, (2, 0, 1)), [M, x.shape[1]])
+        else:
+            x = tl.reshape(tl.permute(x, (1, 0)), [M])
+    return x
+
+
+@triton.jit
+def _together(acc, m, z, a0, a1, a2, a3, top, sums, TILE: tl.constexpr, UNIT: tl.constexpr):
+    """The softmax so far, acc, m and z, with that of all warps.
+
+    a0 to a3: [P, D / 4, N], top: [P, N], sums: [P, N, HALF]
+    """
+    M: tl.constexpr = acc.shape[0]
+    most = tl.max(top, 0)
+    share = tl.exp2(top - tl.where(most == float("-inf"), 0.0, most)[None, :])
+    total = tl.sum(tl.sum(sums, 2) * share, 0)
+    share = share[:, None, :] * (1.0 / UNIT)
+    blocks = _summed(tl.join(tl.join(a0 * share, a2 * share), tl.join(a1 * share, a3 * share)))
+    # [D / 4, N, 2, 2], the last two in order a0 a1, a2 a3
+    found = tl.reshape(tl.permute(blocks, (1, 2, 3, 0)), [top.shape[1], acc.shape[1]])
+    most, total, found = _wider(most, float("-inf"), M), _wider(total, 0.0, M), _wider(found, 0.0, M)
+    new = tl.maximum(m, most)
+    safe = tl.where(new == float("-inf"), 0.0, new)
+    before, now = tl.exp2(m - safe), tl.exp2(most - safe)
+    return acc * before[:, None] + found * now[:, None], new, z * before[:, None] + (total * now)[:, None] / TILE
 
 
 @triton.jit
 def _middle(
     acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
-    C: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
+    C: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
     EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
     """Tokens [first, last) of a packed part with up to C channels.
 
     base, bytes_base: one address, from which the head's K and V begin k_at and v_at bytes on
+    N: 8 where the tile has no more rows that count, else M
     PTX: whether the target is a GPU, which Triton's interpreter is not
     """
-    M: tl.constexpr = acc.shape[0]
-    W: tl.constexpr = D // 4
-    WORD: tl.constexpr = 2 * base.dtype.element_ty.primitive_bitwidth // 8  # bytes of scale and zero point
-    V_CODES: tl.constexpr = PAGE * D * BITS // 8
-    V_PAGE: tl.constexpr = V_CODES + PAGE * D // CELL * WORD
+    dtype: tl.constexpr = base.dtype.element_ty
+    WORD: tl.constexpr = 2 * dtype.primitive_bitwidth // 8  # bytes of scale and zero point
+    V_PAGE: tl.constexpr = PAGE * D * BITS // 8 + PAGE * D // CELL * WORD
     SHARED: tl.constexpr = 2 if BITS == 2 else 1  # channels of a byte
+    PARTS: tl.constexpr = 1 if BITS == 8 else 2  # halves that a warp reads at a time: those that share bytes of K
+    UNIT: tl.constexpr = unit_of(dtype, PTX)
     if EVEN:
         count = count // 32 * 32  # as it is, but the compiler sees that lines are aligned
         width = count // 32 * (32 // SHARED)
@@ -201,68 +209,64 @@ def _middle(
     k_codes = width * (PAGE if BITS == 8 else HALF)
     k_page = k_codes + PAGE // CELL * WORD * room
     k, v = bytes_base + tl.multiple_of(k_at, 16 if EVEN else 4), bytes_base + tl.multiple_of(v_at, 16)
-    row = tl.arange(0, C // SHARED)
-    q0 = _queries(q_row, ok, index, row, tl.minimum(width, count))
-    q1 = _queries(q_row, ok, index, width + row, count) if BITS == 2 else q0
-    p, token = tl.arange(0, PAGES), _tokens()
-    UNIT: tl.constexpr = unit_of(base.dtype.element_ty, PTX)
+    row, token, warp = tl.arange(0, C // SHARED), _tokens(), tl.arange(0, WARPS)
+    number, half = warp * PARTS // 2, warp * PARTS % 2
+    q0 = _queries(q_row, ok, index, row, tl.minimum(width, count), WARPS)
+    q1 = _queries(q_row, ok, index, width + row, count, WARPS) if BITS == 2 else q0
     scale *= 1.0 / UNIT
-    top = tl.full([PAGES, M], float("-inf"), tl.float32)  # m and z of every page's warp
-    sums = tl.zeros([PAGES, M, HALF], tl.float32)
-    a0 = tl.zeros([PAGES, M, W], tl.float32)
+    top = tl.full([WARPS, N], float("-inf"), tl.float32)  # m and z of every warp
+    sums = tl.zeros([WARPS, N, HALF], tl.float32)
+    a0 = tl.zeros([WARPS, D // 4, N], tl.float32)
     a1, a2, a3 = a0, a0, a0
-    for at in range(first, last, PAGES * PAGE):
-        left = last - at - p * PAGE
+    for at in range(first, last, WARPS * PARTS * HALF):
+        left = last - at - number * PAGE - half * HALF
         page = k + tl.multiple_of(at // PAGE * k_page, 16 if EVEN else 4)
         cells = (page + k_codes).to(tl.pointer_type(tl.int32), bitcast=True)
         ends = (page + k_codes).to(base.dtype, bitcast=True)
-        s0 = _logits(q0, q1, page, cells, ends, left, row, room, width, k_page, 0, BITS, CELL, PTX)
-        s1 = _logits(q0, q1, page, cells, ends, left, row, room, width, k_page, 1, BITS, CELL, PTX)
-        s0 = tl.where(token[None, None, :] < left[:, None, None], s0 * scale, float("-inf"))
-        s1 = tl.where(token[None, None, :] < left[:, None, None] - HALF, s1 * scale, float("-inf"))
-        new = tl.maximum(top, tl.max(tl.maximum(s0, s1), 2))
+        s = _logits(q0, q1, page, cells, ends, number, half, left, row, room, width, k_page, 0, BITS, CELL, PTX)
+        s = _masked(s, token, left, scale, N)
+        new = tl.maximum(top, tl.max(s, 2))
+        if PARTS == 2:
+            t = _logits(q0, q1, page, cells, ends, number, half + 1, left, row, room, width, k_page, 4 // BITS,
+                        BITS, CELL, PTX)
+            t = _masked(t, token, left - HALF, scale, N)
+            new = tl.maximum(new, tl.max(t, 2))
         safe = tl.where(new == float("-inf"), 0.0, new)
-        alpha = tl.exp2(top - safe)[:, :, None]
-        p0, p1 = tl.exp2(s0 - safe[:, :, None]), tl.exp2(s1 - safe[:, :, None])
-        sums = sums * alpha + (p0 + p1)
+        alpha = tl.exp2(top - safe)
         top = new
-        x0, x1 = _in_order(p0.to(base.dtype.element_ty)), _in_order(p1.to(base.dtype.element_ty))
+        p = tl.exp2(s - safe[:, :, None])
+        sums = sums * alpha[:, :, None] + p
+        alpha = alpha[:, None, :]
         page = v + tl.multiple_of(at // PAGE * V_PAGE, 16)
-        cells = (page + V_CODES).to(tl.pointer_type(tl.int32), bitcast=True)
-        ends = (page + V_CODES).to(base.dtype, bitcast=True)
-        a0 = tl.dot(x0, _values(page, cells, ends, left, 0, 0, V_PAGE, D, PAGE, BITS, CELL, PTX), a0 * alpha)
-        a1 = tl.dot(x0, _values(page, cells, ends, left, 0, 1, V_PAGE, D, PAGE, BITS, CELL, PTX), a1 * alpha)
-        a2 = tl.dot(x0, _values(page, cells, ends, left, 0, 2, V_PAGE, D, PAGE, BITS, CELL, PTX), a2 * alpha)
-        a3 = tl.dot(x0, _values(page, cells, ends, left, 0, 3, V_PAGE, D, PAGE, BITS, CELL, PTX), a3 * alpha)
-        a0 = tl.dot(x1, _values(page, cells, ends, left, 1, 0, V_PAGE, D, PAGE, BITS, CELL, PTX), a0)
-        a1 = tl.dot(x1, _values(page, cells, ends, left, 1, 1, V_PAGE, D, PAGE, BITS, CELL, PTX), a1)
-        a2 = tl.dot(x1, _values(page, cells, ends, left, 1, 2, V_PAGE, D, PAGE, BITS, CELL, PTX), a2)
-        a3 = tl.dot(x1, _values(page, cells, ends, left, 1, 3, V_PAGE, D, PAGE, BITS, CELL, PTX), a3)
-    new = tl.maximum(m, tl.max(top, 0))
-    safe = tl.where(new == float("-inf"), 0.0, new)
-    alpha, share = tl.exp2(m - safe), tl.exp2(top - safe[None, :])
-    of_page = share[:, :, None] * (1.0 / UNIT)
-    b0, b1, b2, b3 = tl.sum(a0 * of_page, 0), tl.sum(a1 * of_page, 0), tl.sum(a2 * of_page, 0), tl.sum(a3 * of_page, 0)
-    blocks = tl.join(tl.join(b0, b2), tl.join(b1, b3))  # [M, W, 2, 2], the last two in order b0 b1, b2 b3
-    found = tl.reshape(tl.permute(blocks, (0, 2, 3, 1)), [M, D])
-    total = tl.sum(tl.sum(sums, 2) * share, 0)
-    return acc * alpha[:, None] + found, new, z * alpha[:, None] + total[:, None] / TILE
+        a0, a1, a2, a3 = _add(a0 * alpha, a1 * alpha, a2 * alpha, a3 * alpha, p, page, number, half, left,
+                              D, PAGE, BITS, CELL, PTX, dtype)
+        if PARTS == 2:
+            p = tl.exp2(t - safe[:, :, None])
+            sums += p
+            a0, a1, a2, a3 = _add(a0, a1, a2, a3, p, page, number, half + 1, left - HALF,
+                                  D, PAGE, BITS, CELL, PTX, dtype)
+    return _together(acc, m, z, a0, a1, a2, a3, top, sums, TILE, UNIT)
 
 
 @triton.jit
 def packed_middle(
     acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
-    TILE: tl.constexpr, D: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
     EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
     """Tokens [first, last) of a packed part; the plain form is kernel_middle.middle.
 
     An operand has at least 32 bytes of channels, which at two bits are 64.
     """
-    if count <= 64:
+    N: tl.constexpr = 8 if ROWS <= 8 and acc.shape[0] == 16 else acc.shape[0]
+    if count <= 32 and BITS > 2:
         acc, m, z = _middle(acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
-                            64, TILE, D, EVEN, PAGE, BITS, CELL, PTX)
+                            32 if BITS > 2 else 64, N, TILE, D, EVEN, PAGE, BITS, CELL, PTX, WARPS)
+    elif count <= 64:
+        acc, m, z = _middle(acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
+                            64, N, TILE, D, EVEN, PAGE, BITS, CELL, PTX, WARPS)
     elif D > 64:
         acc, m, z = _middle(acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
-                            128, TILE, D, EVEN, PAGE, BITS, CELL, PTX)
+                            128, N, TILE, D, EVEN, PAGE, BITS, CELL, PTX, WARPS)
     return acc, m, z

@@ -5,6 +5,7 @@ Zeng et al., "Lethe: Layer- and Time-Adaptive KV Cache Pruning for Reasoning-Int
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 
@@ -57,16 +58,16 @@ class RetainedTokens(Analysis):
     def measure(self, source: Source) -> Rows:
         """Rows of every layer and sample.
 
-        "held" and "seen" every `flush` steps; "retained" by bin at the end; and "growth": by how much the most that a
-        layer held in the second half of the reply exceeds the most that it held in the first half, as a share of the
-        tokens written in between. A dense cache has 1, a plateau 0.
+        "held" and "seen" after a chance for a round, `flush` tokens apart or more; "retained" by bin at the end; and
+        "growth": by how much the most that a layer held in the second half of the reply exceeds the most that it held
+        in the first half, as a share of the tokens written in between. A dense cache has 1, a plateau 0.
         """
         rows: Rows = []
         records = self.run(source)
         for layer, each in enumerate(records):
             for sample, record in enumerate(each):
                 at: dict[str, Value] = {"layer": layer, "task": self.task, "length": self.length, "sample": sample}
-                for seen, held in record.history[:: self.flush]:
+                for seen, held in record.spaced(self.flush):
                     step = seen - record.prompt
                     rows.append(row("held", held, "tokens", step=step, **at))
                     rows.append(row("seen", seen, "tokens", step=step, **at))
@@ -107,10 +108,9 @@ class RetainedTokens(Analysis):
         figure = sheet(3.6)
         left, right = figure.subplots(1, 2, sharey=True)
         held, seen = only(rows, measure="held"), only(rows, measure="seen")
-        layers, steps = distinct(held, "layer"), distinct(held, "step")
-        share = 100 * np.array(values(held)) / np.array(values(seen))
-        share = share.reshape(len(layers), -1, len(steps)).mean(1)
-        shown = heat_map(left, share, steps, layers, (0, 100), most=7)
+        layers, steps = distinct(held, "layer"), sorted({int(step) for step in values(held, "step")})
+        share = np.array([_shares(only(held, layer=layer), only(seen, layer=layer), steps) for layer in layers])
+        shown = heat_map(left, 100 * share, steps, layers, (0, 100), most=7)
         left.set(xlabel="step", ylabel="layer", title="tokens held, % of all so far")
         retained = only(rows, measure="retained")
         bins = distinct(retained, "bin")
@@ -120,6 +120,19 @@ class RetainedTokens(Analysis):
         right.set(xlabel="place in prompt and reply", title="tokens held at the end, %")
         figure.colorbar(shown, ax=[left, right], label="%")
         return figure
+
+
+def _shares(held: Rows, seen: Rows, steps: Sequence[int]) -> np.ndarray:
+    """Return the share of the tokens seen that a layer holds at each step, the mean of all samples.
+
+    Samples have their rounds at steps of their own: between them a sample counts as at its last one.
+    """
+    found = []
+    for sample in distinct(held, "sample"):
+        mine, all_ = only(held, sample=sample), only(seen, sample=sample)
+        last = np.searchsorted(values(mine, "step"), steps, side="right") - 1
+        found.append((np.array(values(mine)) / np.array(values(all_)))[last.clip(0)])
+    return np.mean(found, 0)
 
 
 @dataclass
@@ -155,6 +168,14 @@ class Record:
     def finish(self, total: int) -> None:
         """Count the tokens that came after the last chance for a round; none of them has left the window."""
         self.total, self.window = total, total - self.joined
+
+    def spaced(self, least: int) -> list[tuple[int, int]]:
+        """Return the entries of `history` that are at least so many tokens apart, the first one among them."""
+        found = self.history[:1]
+        for entry in self.history[1:]:
+            if entry[0] - found[-1][0] >= least:
+                found.append(entry)
+        return found
 
     def growth(self) -> float:
         """By how much the peak of the second half exceeds that of the first, as a share of the tokens in between."""

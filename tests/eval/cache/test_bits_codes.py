@@ -7,7 +7,7 @@ from tests.eval.cache.test_kernel import DEVICE, ON_GPU  # skips where Triton is
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
-from eval.cache.attention.quantised_kernel import instructions, numbers, step_of, unit_of  # isort: skip
+from eval.cache.attention.unpacking_kernel import instructions, numbers, step_of, unit_of  # isort: skip
 
 WORD, HALF, BYTE = 2**32 - 1, 2**16 - 1, 2**8 - 1
 OF_TRITON = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -74,7 +74,8 @@ def unpack(
     """All bytes at every one of N scales and zero points, to out [N, 256]."""
     n, byte = tl.arange(0, N), tl.arange(0, 256)
     read = tl.load(codes + byte[None, None, :] + tl.zeros([1, N, 1], tl.int32))
-    x = numbers(read, tl.load(scales + n)[None, :], tl.load(zeros + n)[None, :], PLACE, BITS, PTX)
+    scale, zero = tl.load(scales + n)[None, :, None], tl.load(zeros + n)[None, :, None]
+    x = numbers(read, scale, zero, PLACE, BITS, PTX)
     tl.store(out + n[None, :, None] * 256 + byte[None, None, :], x)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.eval.cache.test_kernel import DEVICE, ON_GPU, error, interpreter_takes_numpys_scalars, make_store  # noqa: F401
 
-from eval.cache.attention import quantised_kernel  # isort: skip
+from eval.cache.attention import quantised_kernel, unpacking_kernel  # isort: skip
 from eval.cache.attention.launch import Config, Kernel  # isort: skip  (needs Triton, which the line above asks for)
 from eval.cache.storage.quantised import Packing
 from eval.cache.storage.store import Sizes
@@ -86,7 +86,8 @@ def test_interpreted_on_random_shapes(counts, group, lengths, ends, bits, cell, 
 @pytest.mark.skipif(ON_GPU, reason="bfloat16 has that unit on the device below")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_logits_and_results_are_divided_by_the_unit(monkeypatch):
-    monkeypatch.setattr(quantised_kernel, "unit_of", lambda dtype, ptx: 2.0**-64)
+    for module in (quantised_kernel, unpacking_kernel):
+        monkeypatch.setattr(module, "unit_of", lambda dtype, ptx: 2.0**-64)
     sizes = Sizes(10, 64, 32)
     check_decoding([17, 64], 64, 2, [170, 90], sizes, torch.float32, Packing(8, 32), 1, 2, Config(), 3)
 

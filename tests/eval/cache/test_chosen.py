@@ -378,6 +378,16 @@ def test_what_the_kernel_cannot_choose_is_said():
         assert isinstance(choose_backend("auto").choose(store, q), Plain)
 
 
+def test_what_triton_is_told_of_the_counts():
+    """All 64 channels and 8 labels of them; the interpreter would not notice what divides neither."""
+    store = make_store(random_reads("labels", 69, 2, 64), [64, 64], 64, [100], Sizes(5, 24, 4))
+    kernel = Chosen(programs=0 if ON_GPU else 4)
+    q, position = step_of(store, kernel, 1, torch.Generator().manual_seed(0))
+    kernel.attend(store, q, position, 0.3)
+    plan = store.plan
+    assert (plan.step, plan.label_step, plan.channels, plan.labels) == (16, 1, 64, 16)
+
+
 def test_scores_that_outgrow_their_memory_move_on(monkeypatch):
     """A middle that grows past the scratch memory, and layers whose plans still point to the old one."""
     kernel, generator = Chosen(ChosenConfig(run=4), 0 if ON_GPU else 3), torch.Generator().manual_seed(2)

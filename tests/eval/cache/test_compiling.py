@@ -9,13 +9,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from eval.cache.attention.quantised_kernel import step_of, unit_of
+from eval.cache.attention.unpacking_kernel import step_of, unit_of
 from tests.helpers.compiling import wrong_units
 
 
-def test_the_kernels_compile_for_a_gpu(tmp_path):
+@pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.slow)])
+def test_the_kernels_compile_for_a_gpu(tmp_path, dim):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    line = [sys.executable, "-m", "tests.helpers.compiling"]
+    line = [sys.executable, "-m", "tests.helpers.compiling", str(dim)]
     ran = subprocess.run(line, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]
 

@@ -77,7 +77,7 @@ def test_attention_hands_over_what_the_sums_need(monkeypatch, padding, queries):
     """The same attention as without sums, whatever the padding; the log-sum-exp comes from it."""
     asked, kernel = [], column_sums.column_sums
     monkeypatch.setattr(column_sums, "column_sums", lambda *args: (asked.append(1), kernel(*args, tiles=SMALL))[1])
-    monkeypatch.setattr(column_sums, "why_not", lambda *_: None)
+    monkeypatch.setattr(column_sums, "why_not", lambda *_, **__: None)
     q, k = drawn(2, 2, 2, queries, 40, 64, torch.float32)
     v, real = torch.randn(k.shape), None
     if padding == "holes":
@@ -98,7 +98,7 @@ def test_a_padded_prompt_in_chunks(monkeypatch, chunk):
     slow = prefill(model, ids, mask.bool(), 0, chunk=chunk, column_sums=True)
     kernel = column_sums.column_sums
     monkeypatch.setattr(column_sums, "column_sums", lambda *args: kernel(*args, tiles=SMALL))
-    monkeypatch.setattr(column_sums, "why_not", lambda *_: None)
+    monkeypatch.setattr(column_sums, "why_not", lambda *_, **__: None)
     fast = prefill(model, ids, mask.bool(), 0, chunk=chunk, column_sums=True)
     torch.testing.assert_close(fast.logits, slow.logits)
     for one, other in zip(fast.layers, slow.layers, strict=True):
@@ -106,7 +106,7 @@ def test_a_padded_prompt_in_chunks(monkeypatch, chunk):
 
 
 def test_a_softmax_that_is_not_plain_takes_the_slow_form(monkeypatch):
-    monkeypatch.setattr(column_sums, "why_not", lambda *_: None)
+    monkeypatch.setattr(column_sums, "why_not", lambda *_, **__: None)
     q, k = drawn(1, 2, 2, 9, 9, 16, torch.float32)
     out, sums = attend_and_sum(q, k, k, softmax=Softmax(1.5))
     each = received(q, k, softmax=Softmax(1.5))

@@ -132,6 +132,24 @@ class Shifted(Source):
         return super().sample(task, length, index + self.shift)
 
 
+def test_samples_with_rounds_at_steps_of_their_own_are_drawn():
+    """A sample counts as at its last round until its next: 100 and 50% make 75, then 100 and 25% make 62.5."""
+    rows = []
+    for sample, course in enumerate(([(0, 8, 8), (6, 8, 8)], [(0, 4, 8), (3, 2, 8), (9, 2, 8)])):
+        for step, held, seen in course:
+            at = {"layer": 0, "head": None, "task": TASK, "length": LENGTH, "step": step, "sample": sample}
+            rows += [{"measure": "held", "value": held, "unit": "tokens", **at},
+                     {"measure": "seen", "value": seen, "unit": "tokens", **at}]  # fmt: skip
+        rows.append({"measure": "retained", "value": 1.0, "unit": "share of tokens", "layer": 0, "bin": 0})
+    drawn = RetainedTokens().plot(rows).get_axes()[0].images[0].get_array()
+    assert drawn.tolist() == [[75, 62.5, 62.5, 62.5]]
+
+
+def test_rows_are_spaced():
+    record = retained_tokens.Record(0, 4, history=[(step, step) for step in (4, 5, 6, 9, 10, 30)])
+    assert [seen for seen, _ in record.spaced(4)] == [4, 9, 30]
+
+
 @pytest.mark.parametrize(("held", "growth"), [([4, 5, 6, 7, 8, 9], 1.0), ([4, 9, 4, 9, 4, 9], 0.0),
                                               ([4, 5, 6, 6, 6, 6], 0.0), ([4, 6, 4, 5, 4, 5], -1 / 3)])  # fmt: skip
 def test_growth_is_that_of_the_peak(held, growth):
