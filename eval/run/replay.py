@@ -140,7 +140,8 @@ class Replay:
         held, compression = cache_bytes(cache, prompt), Compression(method, cache, prompt)
         if method.prefill is not None and (course is None or replies.texts is not None):
             prompt.layers.clear()  # the cache has what it needs of them
-        if self.model.device.type == "cuda":
+            allocated -= taken  # the pass was this method's alone: what is left of it is the cache's, too
+        if self._counts:
             grown = taken if "dense" in held[0] else self._allocated() - allocated
             held = [{**own, "allocated": float(grown // count)} for own in held]
         near: list[Compared] = [(None, None)] * count
@@ -228,9 +229,13 @@ class Replay:
 
         return stopped
 
+    @property
+    def _counts(self) -> bool:
+        """Whether the device counts the bytes that are allocated."""
+        return self.model.device.type == "cuda"
+
     def _allocated(self) -> int:
-        device = self.model.device
-        return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        return torch.cuda.memory_allocated(self.model.device) if self._counts else 0
 
     def now(self) -> float:
         """Read the clock after the GPU has finished."""

@@ -1,6 +1,7 @@
 """One dense pass and N short decodes give the tokens of N separate generate() calls."""
 
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from eval.inference.prefill import PromptLayer, pad_left, prefill
 from eval.inference.prompts import Prompt
 from eval.methods import Method
 from eval.methods.prefill.asl import ASL
+from eval.methods.prefill.fastkv import FastKV
+from eval.methods.tokens.snapkv import SnapKV
 from eval.run.replay import Replay, Settings
 from tests.helpers.cache_oracle import FAMILIES, tiny_model
 from tests.helpers.replay_tools import SIZES, alone, methods, prompts
@@ -173,6 +176,26 @@ def test_a_dense_rows_bytes_are_those_that_it_has_alone():
             assert together["dense"][row].bytes == answer.bytes
     first, *others = (answer.bytes for answer in together["asl"])
     assert others == [first, first]
+
+
+def test_allocated_bytes_of_a_pass_of_its_own_are_those_of_its_cache(monkeypatch):
+    """The pass leaves K and V that its cache shares or copies: then allocated is the cache and little else."""
+
+    def living(replay):
+        gc.collect()
+        storages = [t.untyped_storage() for t in gc.get_objects() if type(t) is torch.Tensor]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    monkeypatch.setattr(Replay, "_counts", True)
+    monkeypatch.setattr(Replay, "_allocated", living)
+    model, ids = tiny_model("llama"), prompts([200, 200])
+    early, few = FastKV(layer=0, budget=64), SnapKV(budget=40, queries=8)
+    passes = [Method("fastkv", prefill=early, **SIZES), Method("both", prefill=early, tokens=few, **SIZES)]
+    engine = Replay(model, Letters(), Settings())
+    made = [Prompt(i, len(i) - 3) for i in ids]
+    for _, answers in engine.answers(made, rows(2), passes):
+        held = answers[0].bytes
+        assert held["total"] <= held["allocated"] < held["total"] + 20_000
 
 
 def test_answers_say_at_which_layer_a_pass_selected():
