@@ -122,8 +122,8 @@ class ResultRow(TypedDict):
     metric: name of the scorer, see `eval.benchmarks.scoring`.
     meta: what tables group by, such as op and depth_percent.
     prompt_tokens, new_tokens: tokens of the prompt and of the reply.
-    cache_bytes: bytes held after the prompt, per part and in "total"; one sample's share of its batch. "allocated" is
-      by how much the GPU's allocator grew, and below 0 where a prefill of the method's own was freed meanwhile.
+    cache_bytes: bytes held after the prompt, per part and in "total"; one sample's share of its batch. In "allocated",
+      what the GPU's allocator counts, earlier versions took a prefill of the method's own off, so it may be below 0.
     middle_tokens: tokens between sink and window at the reply's end; None for dense.
     compressed: whether less than the dense cache is held or read; None for dense.
     dense_only: whether the dense pass's logits alone decided the reply.

@@ -64,8 +64,8 @@ def test_a_field_of_another_kind_is_named(field, value):
         check_rows([{**row("dense", 0, 1.0), field: value}])
 
 
-def test_the_allocator_may_have_shrunk():
-    """GPU rows of GemFilter, FastKV, ASL and PyramidInfer: their own prefill is freed once the cache is made."""
+def test_rows_that_took_their_own_prefill_off_can_be_read():
+    """Earlier versions wrote such rows of GemFilter, FastKV, ASL and PyramidInfer on a GPU."""
     check_rows([{**row("gemfilter", 0, 1.0), "cache_bytes": {"total": 9.0, "allocated": -5.0}}])
 
 
