@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from eval import published
 from eval.papers.item import Command, Item, Replay
@@ -15,6 +16,7 @@ from eval.report import plots, style
 from eval.report.html import figure, page, to_table
 from eval.report.tables import Line, Table, by_length, markdown, number, overall
 
+SHARED = "Processes that shared the machine took the milliseconds (--jobs): they compare nothing."
 LONG = 14  # lines above which a table is folded
 DRAWN = ("accuracy_by_length", "accuracy_against_bytes")  # of eval.report.plots.FIGURES
 LAYOUT = """
@@ -57,7 +59,8 @@ def our_tables(made: Made) -> list[Table]:
     """Return the tables of an item's replays."""
     found = []
     for run in made.runs:
-        found.append(overall(run))
+        table = overall(run)
+        found.append(table if made.alone else replace(table, note=f"{table.note} {SHARED}".strip()))
         lengths = by_length(run)
         if lengths is not None and len(run["lengths"]) > 1:
             found.append(lengths)
