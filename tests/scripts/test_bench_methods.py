@@ -96,11 +96,11 @@ def test_nothing_is_held_from_one_method_to_the_next(tmp_path, monkeypatch):
 
     monkeypatch.setattr(methods, "clear", cleared)
     monkeypatch.setattr(one_method.Bench, "_steps", lambda *given: 1 / 0)
-    names = "dense leank adakv h2o lethe quest kivi rkv gemfilter"
+    names = "dense adakv lethe quest kivi gemfilter"
     line = f"--shape reference --lengths 200 --new 2 --batches 1 2 --methods {names}"
-    with pytest.raises(SystemExit, match="failed: dense; leank; adakv"):
+    with pytest.raises(SystemExit, match="failed: dense; adakv; quest"):
         methods.main([str(tmp_path), *line.split()])
-    assert len(held) > 18
+    assert len(held) > 12
     assert not any(held)
     assert not any(type(one) is PromptLayer for one in gc.get_objects())
 
