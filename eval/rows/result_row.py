@@ -16,7 +16,7 @@ Count = Annotated[int, Ge(0), Le(LARGEST)]
 
 
 Amount = Annotated[FiniteFloat, Ge(0), Le(LARGEST)]
-Nats = Annotated[FiniteFloat, Ge(-LARGEST), Le(LARGEST)]
+Finite = Annotated[FiniteFloat, Ge(-LARGEST), Le(LARGEST)]
 META: dict[str, Callable[[Any], bool]] = {  # what tables group by, where a benchmark has it
     "op": lambda op: str(op).isdecimal(),
     "d": lambda d: isinstance(d, int | str),
@@ -29,6 +29,9 @@ META: dict[str, Callable[[Any], bool]] = {  # what tables group by, where a benc
 def _with_total(found: dict[str, float]) -> dict[str, float]:
     if not found.get("total"):
         raise ValueError('it lacks "total", or that is 0')
+    for name, size in found.items():
+        if size < 0 and name != "allocated":
+            raise ValueError(f"{name!r} is {shown(size)}")
     return found
 
 
@@ -87,10 +90,10 @@ class Fidelity(TypedDict):
     """
 
     tokens: Count
-    kl: Nats | None
+    kl: Finite | None
     top1: Annotated[FiniteFloat, Ge(0), Le(1)] | None
-    loss: Nats | None
-    dense_loss: Nats | None
+    loss: Finite | None
+    dense_loss: Finite | None
     non_finite: Count | None
 
 
@@ -119,7 +122,8 @@ class ResultRow(TypedDict):
     metric: name of the scorer, see `eval.benchmarks.scoring`.
     meta: what tables group by, such as op and depth_percent.
     prompt_tokens, new_tokens: tokens of the prompt and of the reply.
-    cache_bytes: bytes held after the prompt, per part and in "total"; one sample's share of its batch.
+    cache_bytes: bytes held after the prompt, per part and in "total"; one sample's share of its batch. In "allocated",
+      what the GPU's allocator counts, earlier versions took a prefill of the method's own off, so it may be below 0.
     middle_tokens: tokens between sink and window at the reply's end; None for dense.
     compressed: whether less than the dense cache is held or read; None for dense.
     dense_only: whether the dense pass's logits alone decided the reply.
@@ -149,7 +153,7 @@ class ResultRow(TypedDict):
     meta: Annotated[dict[str, Any], AfterValidator(_grouped_by)]
     prompt_tokens: Count
     new_tokens: NotRequired[Count]
-    cache_bytes: Annotated[dict[str, Amount], AfterValidator(_with_total)]
+    cache_bytes: Annotated[dict[str, Finite], AfterValidator(_with_total)]
     middle_tokens: NotRequired[Count | None]  # these five and `new_tokens`, `batch`: rows of earlier versions lack them
     compressed: NotRequired[bool | None]
     dense_only: NotRequired[bool]

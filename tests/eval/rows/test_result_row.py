@@ -45,7 +45,8 @@ def test_a_row_without_settings_is_named():
         ("score", -5), ("score", 1.5), ("length", -1), ("prompt_tokens", 10**400), ("new_tokens", 10**20),
         ("batch", -3), ("selected_layer", -2), ("method", 10**400),
         ("cache_bytes", {"total": 0}), ("cache_bytes", {"total": float("nan")}), ("cache_bytes", {"total": -5}),
-        ("cache_bytes", {"total": 1e308}), ("cache_bytes", {"total": 9, "allocated": float("inf")}),
+        ("cache_bytes", {"total": 9, "middle": -5}), ("cache_bytes", {"total": 1e308}),
+        ("cache_bytes", {"total": 9, "allocated": float("inf")}),
         ("seconds", {"per_token": float("nan")}), ("seconds", {"per_token": -3.0}), ("seconds", {"prefill": 1e308}),
         ("meta", {"depth_percent": "x"}), ("meta", {"depth_percent": None}), ("meta", {"depth_percent": [1]}),
         ("meta", {"depth_percent": float("nan")}), ("meta", {"depth_percent": 1e300}), ("meta", {"op": "x"}),
@@ -61,6 +62,11 @@ def test_a_row_without_settings_is_named():
 def test_a_field_of_another_kind_is_named(field, value):
     with pytest.raises(ValueError, match=f"'{field}.*(is missing|is wrong)"):
         check_rows([{**row("dense", 0, 1.0), field: value}])
+
+
+def test_rows_that_took_their_own_prefill_off_can_be_read():
+    """Earlier versions wrote such rows of GemFilter, FastKV, ASL and PyramidInfer on a GPU."""
+    check_rows([{**row("gemfilter", 0, 1.0), "cache_bytes": {"total": 9.0, "allocated": -5.0}}])
 
 
 @given(st.sampled_from(sorted(set(row("dense", 0, 1.0)) - {"new_tokens", "batch"})))
