@@ -93,6 +93,7 @@ ITEMS = (
         here=(here("papers/snapkv_iap_recent", sets=sized([256], "snapkv_iap_recent")),),
         real=(longbench("llama3_8b", "iap", "papers/snapkv_iap_recent"),), needs=f"{LLAMA3}, LongBench",
         claims=(Contrast("snapkv_iap_recent_256_32", "snapkv_iap_recent_256_64", bound=EQUAL, equal=True),),
+        note="Recent tokens count to the KV size of 256, so with 64 fewer others are chosen.",
     ),
     Item(
         "iap:table5", "IAP with [a, b] of [0, 0] and [3, 7]: how many channels of a large norm are protected.",

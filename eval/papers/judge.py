@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from eval.methods.prefill.asl import NOWHERE
 from eval.papers.item import Contrast, Expect, Row
 from eval.report.groups import which
 from eval.rows.result_row import ResultRow
@@ -88,7 +89,8 @@ def contrast(claim: Contrast, rows: Sequence[ResultRow], alone: bool = True) -> 
         judged = _within(names, figures, found, few, -claim.bound)
     else:
         judged = _judged(names, " points", figures, sum(map(len, found)), few, claim.bound, True)
-    return _beside(judged, claim, levels, found)
+    judged = _beside(judged, claim, levels, found)
+    return replace(judged, beside="; ".join(filter(None, (judged.beside, _idle(claim, rows)))))
 
 
 def expect(claim: Expect, rows: Sequence[Row]) -> Judgement:
@@ -151,9 +153,16 @@ def _beside(
     judged = replace(judged, figures=figures, beside=beside)
     # a claim that nothing is lost needs something to lose; one that a method is better, a method that is good
     low = levels[1] if claim.bound < 0 and not claim.equal else max(levels)
-    if judged.verdict == "shows" and low < FLOOR:
+    if judged.verdict != "contradicts" and low < FLOOR:
         return replace(judged, verdict="undecided", why=f"both nearly always fail, below {FLOOR:g} of 100 points")
     return judged
+
+
+def _idle(claim: Contrast, rows: Sequence[ResultRow]) -> str:
+    """Say where the first method found no layer from which to drop tokens, so that it was another method there."""
+    found = [row.get("selected_layer") == NOWHERE for row in rows if row["method"] == claim.first]
+    share = sum(found) / max(1, len(found))
+    return f"in {100 * share:.0f}% of its samples {claim.first} selected no layer" if share else ""
 
 
 def _within(

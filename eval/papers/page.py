@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from eval import published
 from eval.papers.item import Command, Item, Replay
@@ -15,6 +16,7 @@ from eval.report import plots, style
 from eval.report.html import figure, page, to_table
 from eval.report.tables import Line, Table, by_length, markdown, number, overall
 
+SHARED = "Processes that shared the machine took the milliseconds (--jobs): they compare nothing."
 LONG = 14  # lines above which a table is folded
 DRAWN = ("accuracy_by_length", "accuracy_against_bytes")  # of eval.report.plots.FIGURES
 LAYOUT = """
@@ -28,6 +30,9 @@ article h3 { font-size: 1rem; margin: 1.5rem 0 .25rem; } .sides { display: grid;
 .shows { border-color: rgb(var(--better)); } .contradicts { border-color: rgb(var(--worse)); }
 code { font-size: .86rem; overflow-wrap: anywhere; }
 .claims th, .claims td { text-align: left; white-space: normal; min-width: 5rem; overflow-wrap: anywhere; }
+.claims td:first-child { white-space: nowrap; }
+@media (max-width: 40rem) { .claims thead { display: none; } .claims tr { display: block; padding: .4rem 0;
+  border-bottom: 1px solid var(--line); } .claims td { display: block; padding: 0; border: 0; background: none; } }
 """
 
 
@@ -54,7 +59,8 @@ def our_tables(made: Made) -> list[Table]:
     """Return the tables of an item's replays."""
     found = []
     for run in made.runs:
-        found.append(overall(run))
+        table = overall(run)
+        found.append(table if made.alone else replace(table, note=f"{table.note} {SHARED}".strip()))
         lengths = by_length(run)
         if lengths is not None and len(run["lengths"]) > 1:
             found.append(lengths)
@@ -90,14 +96,18 @@ def as_markdown(made: Made) -> str:
 
 def as_html(everything: Sequence[Made], quick: bool) -> str:
     """Make the page of all items."""
-    verdicts = [(made, one) for made in everything for one in made.judgements]
+    named: dict[str, tuple[Made, Judgement]] = {}  # items that share a comparison name it once
+    for made in everything:
+        for one in made.judgements:
+            named.setdefault(one.sentence, (made, one))
+    verdicts = [*named.values()]
     counts = {kind: sum(one.verdict == kind for _, one in verdicts) for kind in ("shows", "undecided", "contradicts")}
     parts = [
         "<h1>Figures and tables of five papers</h1>",
         f"<p>{len(everything)} items. Of the {len(verdicts)} comparisons made here, {counts['shows']} show the paper's "
         f"claim, {counts['contradicts']} contradict it, {counts['undecided']} do not decide. Intervals are 95% "
         "bootstrap intervals: of two methods over the samples that both have, paired; of an analysis over its samples, "
-        "layers, heads or pairs of tasks."
+        "layers, heads or pairs of tasks. Of methods that do not differ, about one comparison in twenty says they do."
         + (" This is the quick form, with few samples." if quick else "") + "</p>",
         *(to_table(table).replace("<table>", '<table class="claims">') for table in headlines(everything)),
         _contradictions(verdicts),

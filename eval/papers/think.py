@@ -122,7 +122,8 @@ ITEMS = (
         needs=f"{MISTRAL}, LongBench",
         claims=(Contrast("snapkv_think_recent_256_32", "snapkv_think_recent_256_0"),
                 Contrast("snapkv_think_recent_256_32", "snapkv_think_recent_256_128", bound=EQUAL)),
-        note="New tokens leave the window `flush` at a time, so with 0 up to 31 tokens of the reply are whole.",
+        note="New tokens leave the window `flush` at a time, so with 0 up to 31 tokens of the reply are whole. "
+        "Recent tokens count to the KV size of 256: the more of them stay, the fewer others are chosen.",
     ),
     Item(
         "think:table7", "ThinK on H2O and SnapKV at equal memory.", "At equal bytes, tokens and channels beat tokens.",

@@ -163,3 +163,9 @@ def test_few_layers_decide_nothing_and_a_count_needs_no_interval():
     assert (counted.verdict, counted.figures) == ("shows", "1, counted")
     chosen = expect(Expect("x", lambda row: True, bound=0.5, chosen=True), found * 2)
     assert chosen.said == "The claim shows here. The bound is a choice made here, the paper gives none."
+
+
+def test_samples_in_which_a_pass_selected_no_layer_are_told():
+    some = [{**row, "selected_layer": -1 if int(row["sample"]) < 5 else 5} for row in rows("a", [1.0] * 20)]
+    found = contrast(Contrast("a", "b"), [*some, *rows("b", [0.0] * 20)])
+    assert found.said == "The claim shows here. In 25% of its samples a selected no layer."

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from eval.papers import make as make_module
 from eval.papers.item import Analysed, Item, Replay
 from eval.papers.make import Workshop
+from eval.papers.page import our_tables
 from eval.papers.portions import Line, Part, Portion, portions
 from eval.papers.side_by_side import one_by_one, side_by_side
 from eval.papers.task import Request, Task, keys_of
@@ -64,7 +65,9 @@ def test_side_by_side_makes_the_same_rows_and_names_what_fails(tmp_path, request
     for jobs in (1, 2):
         workshop = Workshop(tmp_path / str(jobs), request_)
         failed[jobs] = workshop.make(ITEMS, jobs)
-        assert [made.whole for made in workshop.collect(ITEMS)] == [True, True, False]
+        collected = workshop.collect(ITEMS)
+        assert [made.whole for made in collected] == [True, True, False]
+        assert ("shared the machine" in our_tables(collected[0])[0].note) == (jobs == 2)
     assert failed[1] == failed[2]
     assert list(failed[1]) == ["think:table3"]
     assert "none.pth" in failed[1]["think:table3"]
