@@ -51,3 +51,4 @@ def draw_column(axes: Axes, table: Sequence[Mapping[str, str]], column: str) -> 
     else:
         axes.set(ylabel="KL from dense, nats a token", yscale="log")
         axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
