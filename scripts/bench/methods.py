@@ -24,8 +24,9 @@ fails costs its row. One that loses the GPU ends the run with status 75; started
     median_ms     of these steps as the GPU sees them; worst_ms: the longest of them
     tokens_per_s  of all rows
     gpu_ms        of a step in kernels alone, of which attention_ms, products_ms, other_ms; kernels: launches per step.
-                  Attention in plain PyTorch counts among products and others. --no-profile leaves them out: steps that
-                  were timed after several profiles of the same run took 0.4 us longer per kernel
+                  Attention in plain PyTorch counts among products and others. It is what to compare: after a few
+                  captured steps of a process, later ones take 0.4 us more per kernel by the clock. --no-profile leaves
+                  these columns out
     layer         above which a pass dropped tokens, where it looks for the layer itself; -1 = it found none
     seconds       that the row took
     error         of what failed, whose row ends there. What begins with "does not fit", "too slow" (--limit) or
@@ -179,7 +180,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--new", type=int, default=32, help="tokens that are timed; 32 = one flush of the window")
     parser.add_argument("--methods", nargs="+", default=METHODS, help="of conf/eval/method; papers/NAME for a preset")
     parser.add_argument("--profile", action=argparse.BooleanOptionalAction, default=True,
-                        help="look where a step's time goes, which may slow what is timed later")  # fmt: skip
+                        help="look where a step's time goes")  # fmt: skip
     parser.add_argument("--limit", type=float, default=120, help="seconds after which a row is given up; 0 = never")
     args = parser.parse_args(argv)
     begin = time.perf_counter()

@@ -79,7 +79,7 @@ def why_eager(cache: CompressedCache) -> str:
 class Bench:
     """Measures methods on one model.
 
-    new: tokens that are timed. profile: whether to look where the time goes, which disturbs what is timed afterwards.
+    new: tokens that are timed. profile: whether to look where the time goes.
     """
 
     def __init__(self, replay: Replay, new: int, profile: bool = True) -> None:

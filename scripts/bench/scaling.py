@@ -22,13 +22,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypedDict
+from typing import TextIO, TypedDict
 
 import torch
 from omegaconf import OmegaConf
@@ -112,11 +113,24 @@ def train(
     environment = {"NCCL_DEBUG": "VERSION", **os.environ}  # says in the log that NCCL is used
     begin = time.perf_counter()
     with log.open("w") as file:
-        code = subprocess.run(line, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT).returncode
+        code = status(line, environment, file)
     if code:
         last = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
         raise SystemExit(f"{' '.join(line)}\nended with {code}; the end of {log}:\n{last}")
     return time.perf_counter() - begin
+
+
+def status(line: Sequence[str], environment: Mapping[str, str], file: TextIO) -> int:
+    """Run a program and return its exit status; what ends this process ends the program, which would hold its GPUs."""
+    with subprocess.Popen(line, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT) as process:
+        before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        try:
+            return process.wait()
+        except BaseException:
+            process.terminate()
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 def speed(out: Path, trainer: str, gpus: int, warm_up: int, steps: int) -> Run:

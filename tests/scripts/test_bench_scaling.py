@@ -2,8 +2,11 @@
 
 import gzip
 import json
+import os
+import signal
 import subprocess
-from types import SimpleNamespace
+import sys
+import time
 
 import pytest
 import torch
@@ -17,7 +20,22 @@ from tests.helpers.tiny_run import save_model
 @pytest.fixture(autouse=True)
 def forks(monkeypatch):
     """The training program, which a test starts more than once, need not import everything anew."""
-    monkeypatch.setattr(bench_scaling, "subprocess", SimpleNamespace(run=forked.run, STDOUT=subprocess.STDOUT))
+    monkeypatch.setattr(bench_scaling, "status", lambda *of: forked.run(of[0], bench_scaling.ROOT, *of[1:]).returncode)
+
+
+def test_a_run_ends_with_its_benchmark(tmp_path):
+    """A training that goes on alone would hold the GPUs, and slow what is measured after it."""
+    begun = tmp_path / "begun"
+    run = [sys.executable, "-c", f"import os, time; open({str(begun)!r}, 'w').write(str(os.getpid())); time.sleep(60)"]
+    call = f"import sys; from scripts.bench.scaling import status; status({run!r}, {{}}, sys.stdout)"
+    with subprocess.Popen([sys.executable, "-c", call], cwd=bench_scaling.ROOT) as benchmark:
+        while not (begun.exists() and begun.read_text()):
+            assert benchmark.poll() is None
+            time.sleep(0.05)
+        benchmark.terminate()
+    assert benchmark.returncode == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(begun.read_text()), 0)
 
 
 def test_one_process_traced_and_two(tmp_path, capsys):

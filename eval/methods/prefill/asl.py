@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import deque
 from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple
@@ -102,6 +104,14 @@ class ASL(RowPass):
             raise ValueError(f"first={self.first} must be from 1 to {config.num_hidden_layers - 1}, the model's layers")
         if self.layer is not None:
             layer_at(self.layer, 0, config)
+
+    def identity(self) -> dict[str, object]:
+        """Every setting, and by which rule the unset ones follow from the layers: rows of another rule are others."""
+        found = super().identity()
+        if self.layer is None and None in (self.first, self.observed, self.threshold):
+            rules = [few_layers(layers) for layers in range(1, DEEP)]
+            found["rule"] = hashlib.sha256(json.dumps(rules).encode()).hexdigest()[:10]
+        return found
 
     def rule(self, config: PreTrainedConfig) -> Rule:
         """L_min, L_obs and tau for a model."""

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from eval.__main__ import run as run_eval
 from eval.inference.prefill import pad_left
+from eval.methods.prefill import asl
 from eval.methods.prefill.asl import ASL, DEEP, few_layers, rank_variance, ranks
 from eval.methods.prefill.fastkv import FastKV
 from eval.methods.registry import choice
@@ -112,6 +113,16 @@ def test_the_rule_for_few_layers(layers):
         assert first + 1 <= layers - 2, "a layer above L_min can select, and has a layer above it"
     if layers > 2:
         assert threshold <= few_layers(layers - 1).threshold
+
+
+def test_rows_of_another_rule_have_another_identity(monkeypatch):
+    unset, forced = ASL(), ASL(layer=3)
+    complete = ASL(first=2, observed=3, threshold=0.5)
+    before = [choice.identity() for choice in (unset, forced, complete)]
+    monkeypatch.setattr(asl, "few_layers", lambda layers: few_layers(layers)._replace(first=1))
+    after = [choice.identity() for choice in (unset, forced, complete)]
+    assert before[0] != after[0]
+    assert before[1:] == after[1:]  # nothing of theirs follows from the rule
 
 
 def test_it_selects_on_the_reference_model_and_rows_say_where(tmp_path):
