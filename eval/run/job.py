@@ -103,7 +103,11 @@ class Job:
 
     def keys(self, method: Method, cell: Cell, samples: Sequence[str], specials: str | None = None) -> list[Key]:
         """Return the keys of one method's rows in a cell; they share a digest."""
-        first = (self.model.label, method.label, self.digest(method, cell.task, specials), self.benchmark.name)
+        return self._keys(method, cell, samples, self.digest(method, cell.task, specials))
+
+    def _keys(self, method: Method, cell: Cell, samples: Sequence[str], digest: str) -> list[Key]:
+        """Return `keys`. digest: of the method in this cell, which takes longer than the keys of a batch."""
+        first = (self.model.label, method.label, digest, self.benchmark.name)
         last = (self.benchmark.seed, self.settings.compress)
         return [Key(*first, cell.task, cell.length, sample, *last) for sample in samples]
 
@@ -115,20 +119,28 @@ class Job:
         """
         size, work, batch = self.settings.batch_size, [], -1
         shard, shards = self.settings.place
+        either = (None, self.settings.specials)  # a sample's text is not known before it is built
         for cell in self.benchmark.cells():
+            methods = self.by_cell.get(cell, self.methods)
+            digests = [[self.digest(method, cell.task, how) for how in either] for method in methods]
             for start in range(0, len(cell.samples), size):
                 batch += 1
                 if batch % shards != shard:
                     continue
                 samples = cell.samples[start : start + size]
-                methods = self.by_cell.get(cell, self.methods)
-                either = (None, self.settings.specials)  # a sample's text is not known before it is built
-                ids = [row for sample in samples for row in cell.ids(sample)]
-                keys = ((m, zip(*(self.keys(m, cell, ids, how) for how in either), strict=True)) for m in methods)
-                lacking = [m for m, rows in keys if any(done.isdisjoint(row) for row in rows)]
+                pairs = zip(methods, digests, strict=True)
+                lacking = [m for m, both in pairs if self._lacks(m, cell, samples, both, done)] if done else [*methods]
                 if lacking:
                     work.append((cell, samples, lacking))
         return work
+
+    def _lacks(
+        self, method: Method, cell: Cell, samples: Sequence[str], digests: Sequence[str], done: set[Key]
+    ) -> bool:
+        """Return whether a row of these samples is not done under any of the digests."""
+        ids = [row for sample in samples for row in cell.ids(sample)]
+        rows = zip(*(self._keys(method, cell, ids, digest) for digest in digests), strict=True)
+        return any(done.isdisjoint(row) for row in rows)
 
     def others(self, done: set[Key]) -> int:
         """Count rows with this plan's model, methods and tasks, but with other settings, data or weights."""

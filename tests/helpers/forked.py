@@ -11,6 +11,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TextIO
 
+import torch
+
 
 def start(line: Sequence[str], cwd: Path, env: Mapping[str, str], stdout: TextIO) -> BaseProcess:
     """Start a line that begins with `python -m MODULE` or `python -c CODE`; both streams go to the file `stdout`.
@@ -58,6 +60,7 @@ def ranks(line: Sequence[str], cwd: Path, env: Mapping[str, str], number: int, l
 
 def _work(line: Sequence[str], cwd: Path, env: Mapping[str, str], file: TextIO) -> None:
     how, program, *arguments = line
+    torch.set_num_threads(1)  # a fork has no thread pool; threads that load weights would make it at once, which fails
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)

@@ -63,8 +63,9 @@ class SnapKV(Scored):
         queries = layer.queries[:, :, -self.queries :]
         attention = received(queries, layer.keys, real=real, scaling=layer.scaling, softmax=layer.softmax)
         attention = attention[..., : -queries.shape[2]]
-        pooled = POOLING[self.pooling](attention, self.kernel, 1, self.kernel // 2)
-        grouped = pooled.unflatten(1, (layer.keys.shape[1], -1))
+        if attention.shape[-1]:  # a prompt of observed queries alone has nothing to pool
+            attention = POOLING[self.pooling](attention, self.kernel, 1, self.kernel // 2)
+        grouped = attention.unflatten(1, (layer.keys.shape[1], -1))
         return pad(grouped.mean(2) if self.group == "mean" else grouped.amax(2), (0, queries.shape[2]))
 
     def protected(self, sizes: Sizes) -> Sizes:

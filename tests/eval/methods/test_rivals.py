@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AttentionInterface
 
@@ -115,6 +115,7 @@ def whole(lengths, row=None):
 
 
 @settings(deadline=None, max_examples=20)
+@example(lengths=[3, 20], budget=8, safeguard=0.0, name="snapkv")  # one prompt of observed queries alone
 @given(
     lengths=LENGTHS, budget=st.integers(8, 24), safeguard=st.sampled_from([0.0, 0.2, 0.7]),
     name=st.sampled_from(["keydiff", "h2o", "snapkv"]),

@@ -63,21 +63,24 @@ def without_times(directory):
     return found
 
 
+def rows_in(folder):
+    return (folder / NAME).read_bytes().count(b"\n") if (folder / NAME).exists() else 0
+
+
 def test_killed_at_random_and_finished_gives_the_rows_of_an_uninterrupted_run(tmp_path, model, tokenizer):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     work = job(samples=8)
-    start = time.monotonic()
     assert run(whole, work, model, tokenizer) == 48
-    seconds = time.monotonic() - start
-    draw, partial = random.Random(0), 0
-    for attempt in range(8):
-        child = os.fork()
+    draw, there, partial = random.Random(0), 0, 0
+    for _ in range(8):
+        child, goal = os.fork(), there + draw.randint(0, 9)
         if child == 0:
             try:
                 run(killed, work, model, tokenizer)
             finally:
                 os._exit(0)
-        time.sleep(draw.uniform(0.05, 0.6 if attempt else 0.9) * seconds)
+        while rows_in(killed) < goal and os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            time.sleep(draw.uniform(0, 0.01))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         there = sum(1 for _ in read(killed)) if (killed / NAME).exists() else 0
