@@ -165,7 +165,8 @@ class Stage(L.LightningModule):
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         """Run the backward pass; raise ValueError if the loss of all ranks is not finite."""
-        factor = distill.FLOAT16_FACTOR if self.backbone.model.dtype == torch.float16 else 1.0
+        small = self.backbone.model.dtype == torch.float16 and self.config.reduction == "official"
+        factor = distill.FLOAT16_FACTOR if small else 1.0
         distill.backward(loss * factor, self._loss_of_all_ranks)
         if factor != 1.0 and self.alpha.grad is not None:
             self.alpha.grad.div_(factor)

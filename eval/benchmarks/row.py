@@ -55,5 +55,5 @@ class Row:
 
 
 def kept(data: Mapping[str, object], *names: str) -> dict[str, object]:
-    """Return those of the named fields that a line has, for `Row.meta`."""
-    return {name: data[name] for name in names if name in data}
+    """Return those of the named fields that a line has, for `Row.meta`; null is as if it were missing."""
+    return {name: data[name] for name in names if data.get(name) is not None}

@@ -136,7 +136,7 @@ def differences(run: RunSummary) -> Table | None:
         for other, row in cells.items()
     ]
     note = (
-        "Points by which a column's mask is better than a line's method on the samples of both: 95% paired bootstrap."
+        "Points by which a column's method is better than a line's method on the samples of both: 95% paired bootstrap."
     )
     masks = set(columns) <= set(pairs.learned(run["methods"]))
     return Table(f"{'Learned masks' if masks else 'Methods'} minus other methods", ["minus", *columns], lines, note)

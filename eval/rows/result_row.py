@@ -19,7 +19,7 @@ Amount = Annotated[FiniteFloat, Ge(0), Le(LARGEST)]
 Finite = Annotated[FiniteFloat, Ge(-LARGEST), Le(LARGEST)]
 META: dict[str, Callable[[Any], bool]] = {  # what tables group by, where a benchmark has it
     "op": lambda op: str(op).isdecimal(),
-    "d": lambda d: isinstance(d, int | str),
+    "d": lambda d: d is None or isinstance(d, int | str),  # earlier versions kept a null of the data
     "turn": lambda turn: type(turn) is int,
     "mode": lambda mode: isinstance(mode, str),
     "depth_percent": lambda depth: type(depth) in (int, float) and 0 <= depth <= 100,

@@ -13,8 +13,9 @@ REDUCTIONS = ("official", "paper")
 L1_FORMS = ("mean", "sum")
 SCHEDULES = ("official", "constant")
 STRAIGHT_THROUGH = ("binary", "alpha_beta")
-# Factor of the loss in the backward pass of a float16 model. The loss is a mean over thousands of units and tokens, so
-# most gradients of hidden states lie below float16's smallest number, 6e-8. In bfloat16 they do not.
+# Factor of the loss in the backward pass of a float16 model. The official loss is a mean over thousands of units and
+# tokens, so most gradients of hidden states lie below float16's smallest number, 6e-8. In bfloat16 they do not. The
+# paper's loss is a sum, whose gradients times this factor would lie beyond float16's largest number.
 FLOAT16_FACTOR = 4096.0
 
 

@@ -39,7 +39,8 @@ from scripts.bench.table import Table
 REPEATS = 2  # calls of each length
 CASES = ("1x32768", "8x16384", "32x8192")
 LOOPS = ("model.generate", "cache.generate", "benchmark loop")
-COLUMNS = ("batch", "step_ms", "first_call_s", "later_call_s", "first_tokens_s", "captured", "tokens_per_s", "gb",
+NAMES = ("cache", "batch", "prompt", "loop")  # that tell rows apart
+COLUMNS = ("step_ms", "first_call_s", "later_call_s", "first_tokens_s", "captured", "tokens_per_s", "gb",
            "formula_gb", "error")  # fmt: skip
 GENERATED = {"LeanK": True, "own cache, nothing pruned": True, "StaticCache": False, "DynamicCache": False}
 
@@ -121,11 +122,11 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     model, mask, sizes = subject(args.shape)
     cuda = model.device.type == "cuda"
-    table = Table(args.out / "generate.csv", ("cache", "prompt", "loop"), COLUMNS)
+    table = Table(args.out / "generate.csv", NAMES, COLUMNS)
 
-    def do(contender: Contender, prompt: int, loop: str, work: Callable[[], Record]) -> None:
-        if loop in args.loops and not table.has(contender.name, prompt, loop):
-            row: Record = {"cache": contender.name, "prompt": prompt, "loop": loop}
+    def do(contender: Contender, batch: int, prompt: int, loop: str, work: Callable[[], Record]) -> None:
+        if loop in args.loops and not table.has(contender.name, batch, prompt, loop):
+            row: Record = {"cache": contender.name, "batch": batch, "prompt": prompt, "loop": loop}
             table.add(attempt(row, lambda found: found.update(work())))
             clear()
 
@@ -137,10 +138,10 @@ def main(argv: list[str] | None = None) -> None:
             ours = GENERATED[contender.name]
             for captured in [False, True] if ours else [False]:
                 time_it = partial(per_token, model, contender, batch, prompt, args.new, args.warm_up, captured)
-                do(contender, prompt, "cache.generate" if captured else "model.generate", time_it)
+                do(contender, batch, prompt, "cache.generate" if captured else "model.generate", time_it)
             if ours:
                 loop = partial(decode, model, contender, batch, prompt, args.new, sizes.flush, cuda, profile=False)
-                do(contender, prompt, "benchmark loop", loop)
+                do(contender, batch, prompt, "benchmark loop", loop)
     complain(table.rows, "cache")
 
 

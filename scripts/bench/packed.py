@@ -11,6 +11,7 @@ of every eighth layer of the published mask.
 from __future__ import annotations
 
 import argparse
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -82,7 +83,7 @@ def bench(folder: Path, batches: Sequence[int], packings: Sequence[Packing | Non
     for batch in batches:
         shape = replace(SHAPES[0], batch=batch, context=CONTEXT)
         for name, masks, packing in cases:
-            found: dict[Config | None, float] = {}
+            found: dict[Config | None, list[float]] = defaultdict(list)
             size = 0
             for mask in masks:
                 stores = [make_store(mask, batch, CONTEXT, packing)]
@@ -91,12 +92,13 @@ def bench(folder: Path, batches: Sequence[int], packings: Sequence[Packing | Non
                 size += one
                 for config in variants(packing) if every_variant else [None]:
                     try:
-                        found[config] = found.get(config, 0.0) + kernel_us(shape, stores, Kernel(config))
+                        found[config].append(kernel_us(shape, stores, Kernel(config)))
                     except Exception as reason:  # a configuration that does not fit costs the others nothing
                         print(f"{packing} {config}: {type(reason).__name__} {str(reason)[:200]}", flush=True)
                 del stores
                 clear()
-            for config, us in found.items():
+            whole = {config: sum(each) for config, each in found.items() if len(each) == len(masks)}
+            for config, us in whole.items():
                 bits = packing.bits if packing else 16
                 row: Record = {"batch": batch, "method": name, "bits": bits, "us": us / len(masks)}
                 row |= {"mb": size / len(masks) / 1e6, "gb_per_s": size / us / 1e3, "config": config}

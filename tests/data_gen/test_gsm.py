@@ -131,6 +131,8 @@ def test_eval_reads_both():
     row = realistic_row(dataclasses.asdict(realistic(4, 2, TEMPLATES[2], MODES[1], 0, 0)))
     assert row.context.startswith("Problem: ")
     assert row.meta["op"] == 4
+    unknown = dataclasses.asdict(realistic(4, 2, TEMPLATES[2], MODES[1], 0, 0)) | {"d": None, "length": None}
+    assert not {"d", "length"} & {*realistic_row(unknown).meta}
     row = symbolic_row(dataclasses.asdict(symbolic(4, 0, 0)))
     assert row.answers
 

@@ -30,14 +30,17 @@ def test_a_step_is_captured_before_the_calls_that_are_timed(monkeypatch):
 
 
 def test_a_run_that_was_killed_goes_on(tmp_path, monkeypatch):
-    line = "--shape reference --case 1x40 --new 17 --warm-up 1 --only LeanK"
+    line = "--shape reference --case 1x40 2x40 --new 17 --warm-up 1 --only LeanK"
     measured = []
     monkeypatch.setattr(generate, "per_token", lambda *given: measured.append(given[-1]) or {"step_ms": 7.0})
     monkeypatch.setattr(generate, "decode", lambda *given: 1 / 0)
     for _ in range(2):
         with pytest.raises(SystemExit, match="failed: LeanK"):
             generate.main([str(tmp_path), *line.split()])
-    assert measured == [False, True]
+    assert measured == [False, True] * 2
     rows = read_table(tmp_path / "generate.csv")
-    assert [(r["loop"], r["step_ms"]) for r in rows] == [
-        ("model.generate", "7.0"), ("cache.generate", "7.0"), ("benchmark loop", "")]  # fmt: skip
+    found = {(r["batch"], r["loop"]): r["step_ms"] for r in rows}
+    assert len(rows) == len(found) == 6
+    for batch in "12":
+        assert found[batch, "model.generate"] == found[batch, "cache.generate"] == "7.0"
+        assert found[batch, "benchmark loop"] == ""

@@ -5,6 +5,7 @@ import torch
 
 from eval.cache.storage.quantised import Packing
 from scripts.bench import packed
+from scripts.bench.pictures import read_table
 
 
 @pytest.fixture
@@ -64,3 +65,24 @@ def test_variants_have_the_default_first():
     tried = packed.variants(Packing(8))
     assert tried[0] is None
     assert len(set(tried)) == len(tried) > 1
+
+
+def test_a_launch_that_fails_at_one_mask_has_no_mean(tmp_path, monkeypatch):
+    """Its sum over fewer masks, divided by all, would look faster than it is."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(packed, "make_store", lambda *given: None)
+    monkeypatch.setattr(packed, "needed_bytes", lambda store: 1000)
+    monkeypatch.setattr(packed, "copies_of", lambda size: 1)
+    at, default = [], len(packed.variants(Packing(8)))
+
+    def kernel_us(shape, stores, kernel):
+        at.append(kernel.config)
+        if len(at) == default + 2:
+            raise RuntimeError("does not fit")
+        return 6.0
+
+    monkeypatch.setattr(packed, "kernel_us", kernel_us)
+    packed.bench(tmp_path, [1], [Packing(8)], True)
+    rows = read_table(tmp_path / "packed.csv")
+    assert {row["us"] for row in rows} == {"6.0"}
+    assert {row["config"] for row in rows} == {str(one) if one else "" for one in set(at) - {at[default + 1]}}

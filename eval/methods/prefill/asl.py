@@ -128,7 +128,7 @@ class ASL(RowPass):
         layers, few = config.num_hidden_layers, min(length, self.budget)
         if self.two_pass:
             return [few] * layers, [few] * layers
-        whole = 1 + (self.rule(config).first + 1 if self.layer is None else self.layer)
+        whole = min(layers, 1 + (self.rule(config).first + 1 if self.layer is None else self.layer))
         least = [length] * whole + [few] * (layers - whole)
         return least, least if self.layer is not None else [length] * layers
 

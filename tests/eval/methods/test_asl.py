@@ -102,6 +102,17 @@ def test_presets_have_the_papers_settings_for_its_models(preset, layers):
     assert asl.budget == 2048
 
 
+@pytest.mark.parametrize(("layers", "first"), [(2, None), (3, None), (4, 2), (4, 3), (7, None)])
+def test_the_least_that_layers_get_is_said_of_every_layer(layers, first):
+    """Below the first layer that can select, and where none can, all layers get the whole prompt."""
+    config = tiny_model("llama", num_hidden_layers=2).config
+    config.num_hidden_layers = layers
+    selects = (few_layers(layers).first if first is None else first) + 1  # the first layer that can
+    least, most = ASL(budget=64, first=first).kept_counts(config, 100)
+    assert least == [100 if layer <= selects else 64 for layer in range(layers)]
+    assert most == [100] * layers
+
+
 @given(st.integers(2, DEEP - 1))
 def test_the_rule_for_few_layers(layers):
     first, observed, threshold = few_layers(layers)

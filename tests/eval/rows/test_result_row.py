@@ -69,6 +69,11 @@ def test_rows_that_took_their_own_prefill_off_can_be_read():
     check_rows([{**row("gemfilter", 0, 1.0), "cache_bytes": {"total": 9.0, "allocated": -5.0}}])
 
 
+def test_rows_of_problems_without_a_distance_can_be_read():
+    """Files may have null in its place, which earlier versions kept."""
+    check_rows([{**row("dense", 0, 1.0), "meta": {"op": 4, "d": None}}])
+
+
 @given(st.sampled_from(sorted(set(row("dense", 0, 1.0)) - {"new_tokens", "batch"})))
 @settings(max_examples=30, deadline=None)
 def test_no_required_field_may_be_missing(field):
