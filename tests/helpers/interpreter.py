@@ -19,7 +19,9 @@ def _replaced(function: Callable[..., object]) -> frozenset[str]:
 
 
 def replace_once_a_launch() -> None:
-    """Change the interpreter of this process for good."""
+    """Change the interpreter of this process for good; one that is made otherwise stays as it is."""
+    if not (hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "_LangPatchScope")):
+        return
     patch, done = interpreter._patch_lang, set()
 
     def once(function: Callable[..., object]) -> interpreter._LangPatchScope:
