@@ -31,6 +31,8 @@ def run(
     """Do what `subprocess.run` does with such a line."""
     assert stderr == subprocess.STDOUT
     child = start(line, cwd, env, stdout)
+    child.join(timeout=240)
+    child.kill()  # nothing that has ended
     child.join()
     return subprocess.CompletedProcess(line, child.exitcode)
 
