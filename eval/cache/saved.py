@@ -29,6 +29,7 @@ from eval.cache.storage.store import Sizes, Store
 from leank_train.common.tensor_files import DIGEST, DamagedFile, digest, read_tensors, write_tensors
 
 FORMAT, EARLIER = "leank-cache-3", ("leank-cache-1", "leank-cache-2")  # earlier headers had no digests of their own
+FIELDS = ("kind", "columns", "pages", "names")  # of a layer in the header
 KEYS = ("format", "model", "mask", "sink", "window", "flush", "layers")
 CURE = "copy it again, or make it anew with save()"
 SAMPLED = 64  # numbers of each weight that tell models apart
@@ -181,6 +182,8 @@ class Saved:
         try:
             _check(about)
             self.about: list[dict[str, Any]] = json.loads(about["layers"])
+            if unknown := [field for one in self.about for field in one if field not in FIELDS]:
+                raise ValueError(f"its layers have {unknown[0]!r}, which save() does not write")
             names = {f"{index}.{name}" for index, one in enumerate(self.about) for name in one["names"]}
             self.sizes = Sizes(*(int(about[name]) for name in ("sink", "window", "flush")))
             columns = {repr(one["columns"]): one["columns"] for one in self.about}  # repr tells 1 from True
@@ -206,8 +209,6 @@ class Saved:
         one = self.about[index]
         channels, values, joins = (self.tensors.get(f"{index}.middle.{n}") for n in ("channels", "values", "joins"))
         try:
-            if one.get("bits"):  # cells lay one behind the other before they lay in planes
-                raise ValueError("its middle is packed in a form that this version does not read")
             return Middle(channels, values, joins, Packing(*one["pages"]) if one.get("pages") else None)
         except (ValueError, TypeError) as error:
             raise DamagedFile(self.path, error, CURE) from error

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from concurrent.futures import Executor, Future
 
 import pytest
 import torch
@@ -98,7 +99,7 @@ def test_a_line_for_each_mask_that_is_scored_whole(tmp_path):
 def test_a_grid_is_trained_scored_and_tabulated(tmp_path, capsys, monkeypatch):
     model = save_model(tmp_path / "model", max_position_embeddings=1024)
     monkeypatch.setattr(Training, "steps", (3, 2))
-    monkeypatch.setattr(documents, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(documents, "ProcessPoolExecutor", lambda *_: InThisProcess())
     out = [str(tmp_path / "out")]
     more = ["--set", f"model.name={model}", *TINY]
     for _ in range(2):
@@ -116,21 +117,10 @@ def test_a_grid_is_trained_scored_and_tabulated(tmp_path, capsys, monkeypatch):
     assert found[2]["stage1_stopped_at"]
 
 
-class InThisProcess:
+class InThisProcess(Executor):
     """Does at once what a pool of processes would do."""
 
-    def __init__(self, *_):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
     def submit(self, work, *args):
-        from concurrent.futures import Future
-
         done = Future()
         done.set_result(work(*args))
         return done
