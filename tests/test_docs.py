@@ -13,6 +13,7 @@ from tests.test_imports import LAYERS
 
 DOCS = ROOT / "docs"
 PAGES = [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+PAGES += (ROOT / "scripts").rglob("*.md")
 PACKAGES = ("conf", "data_gen", "eval", "leank_train", "scripts")
 EXPLAINED_ELSEWHERE = ("benchmark", "method")  # have pages of their own
 
