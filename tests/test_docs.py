@@ -13,7 +13,7 @@ from tests.test_imports import LAYERS
 
 DOCS = ROOT / "docs"
 PAGES = [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-PAGES += (ROOT / "scripts").rglob("*.md")
+PAGES += [page for package in ("scripts", "leank_train") for page in (ROOT / package).rglob("*.md")]
 PACKAGES = ("conf", "data_gen", "eval", "leank_train", "scripts")
 EXPLAINED_ELSEWHERE = ("benchmark", "method")  # have pages of their own
 
