@@ -69,6 +69,11 @@ def test_links_lead_to_files_and_sections(page):
     assert not sorted(wrong)
 
 
+def test_every_picture_is_on_a_page():
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert not {file.name for kind in ("png", "svg") for file in DOCS.rglob(f"*.{kind}") if f"{file.name})" not in text}
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_pages_named_in_the_code_are_there(package):
     wrong = {}
