@@ -8,8 +8,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 ROOT = Path(__file__).resolve().parents[3]
-MASKS = ROOT / "tests/data/masks"
-LLAMA, QWEN = "leank-official-llama3.1-8b-instruct.pth", "leank-official-qwen2.5-7b-instruct.pth"
+MASKS = ROOT / "leank_train/assets/masks/published"
+LLAMA, QWEN = "llama3.1-8b-instruct.pth", "qwen2.5-7b-instruct.pth"
 DIM, DTYPE = 128, torch.bfloat16  # of a head of either model, and of its cache
 
 

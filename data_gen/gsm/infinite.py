@@ -1,6 +1,6 @@
 """Arithmetic problems in the form of GSM-Infinite, each of which its text alone is enough to solve.
 
-A problem is a graph of quantities (`data_gen.gsm_graph`) in the words of a template (`data_gen.gsm_words`). `op` counts
+A problem is a graph of quantities (`data_gen.gsm.graph`) in the words of a template (`data_gen.gsm.words`). `op` counts
 the edges on the way to the answer: every quantity and every number that a definition names.
 
     normalforward    every value can be computed in turn
@@ -18,9 +18,9 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from data_gen.gsm_graph import Graph, Quantity, grown, solve_for
-from data_gen.gsm_words import TEMPLATES as _TEMPLATES
-from data_gen.gsm_words import Template
+from data_gen.gsm.graph import Graph, Quantity, grown, solve_for
+from data_gen.gsm.words import TEMPLATES as _TEMPLATES
+from data_gen.gsm.words import Template
 from data_gen.tokens import TokenCounter
 
 MODES = ("normalforward", "forwardreverse")

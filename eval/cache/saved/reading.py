@@ -1,11 +1,7 @@
-"""A compressed cache as a file: what the layers hold, in safetensors, with digests of the model, the mask and itself.
-
-The file holds no code and nothing is unpickled. `CompressedCache.save` and `load` are the way in.
-"""
+"""A file that was saved, compared with its digests and put into new layers, whose tables are checked."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -20,143 +16,25 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from data_gen.request import LONGEST
 from eval.cache.layer import CompressedLayer
+from eval.cache.saved.header import (
+    COUNTS,
+    CURE,
+    EARLIER,
+    ENDS,
+    FIELDS,
+    KEYS,
+    SEGMENTS,
+    check_header,
+    mask_digest,
+    model_digest,
+)
 from eval.cache.storage.channels import KeptChannels
 from eval.cache.storage.middle import Middle
 from eval.cache.storage.pages import PAGE
-from eval.cache.storage.quantised import Packing, QuantisedSegment
+from eval.cache.storage.quantised import Packing
 from eval.cache.storage.segment import Segment
 from eval.cache.storage.store import Sizes, Store
-from leank_train.common.tensor_files import DIGEST, DamagedFile, digest, read_tensors, write_tensors
-
-FORMAT, EARLIER = "leank-cache-3", ("leank-cache-1", "leank-cache-2")  # earlier headers had no digests of their own
-FIELDS = ("kind", "columns", "pages", "names")  # of a layer in the header
-KEYS = ("format", "model", "mask", "sink", "window", "flush", "layers")
-CURE = "copy it again, or make it anew with save()"
-SAMPLED = 64  # numbers of each weight that tell models apart
-COUNTS = ("seen", "start", "floor")  # of each row, on the host
-ENDS = ("sink_k", "sink_v", "ring_k", "ring_v")
-SEGMENTS = ("prompt", "tail")
-
-
-def model_digest(model: PreTrainedModel) -> str:
-    """sha256 of the language model's type and of every weight's name, shape, dtype and 64 evenly spaced numbers."""
-    found = hashlib.sha256(model.config.get_text_config(decoder=True).model_type.encode())
-    for name, weight in sorted(model.named_parameters()):
-        found.update(f"{name} {list(weight.shape)} {weight.dtype}".encode())
-        if weight.numel() and not weight.is_meta:
-            at = torch.linspace(0, weight.numel() - 1, min(SAMPLED, weight.numel()), dtype=torch.float64).long()
-            found.update(weight.detach().flatten()[at.to(weight.device)].cpu().double().numpy().tobytes())
-    return found.hexdigest()
-
-
-def mask_digest(masks: Mapping[int, Tensor | None]) -> str:
-    """sha256 of the masks [H, D] of compressed layers by index; None is a layer that keeps every channel."""
-    there = {str(i): keep.bool().cpu().contiguous() for i, keep in masks.items() if keep is not None and not keep.all()}
-    return digest(there, {})
-
-
-def save(path: str | os.PathLike[str], layers: Sequence[Any], model: PreTrainedModel) -> None:
-    """Write the layers of a cache.
-
-    Raises ValueError for a cache without a whole prompt, or with a part that a file cannot hold.
-    """
-    header: list[dict[str, Any]] = []
-    tensors: dict[str, Tensor] = {}
-    masks: dict[int, Tensor | None] = {}
-    for index, layer in enumerate(layers):
-        if isinstance(layer, CompressedLayer):
-            masks[index] = layer.middle.channels
-            about, own = _compressed(layer)
-        else:
-            about, own = _sliding(layer if isinstance(layer, DynamicSlidingWindowLayer) else None)
-        header.append(about)
-        tensors |= {f"{index}.{name}": _own_copy(tensor) for name, tensor in own.items()}
-    sizes = next(layer.sizes for layer in layers if isinstance(layer, CompressedLayer))
-    about = {"format": FORMAT, "model": model_digest(model), "mask": mask_digest(masks), "layers": json.dumps(header)}
-    about |= {name: str(int(getattr(sizes, name))) for name in ("sink", "window", "flush")}
-    write_tensors(path, tensors, {**about, "digests": json.dumps(_digests(about))})
-
-
-def _digests(about: Mapping[str, str]) -> dict[str, str]:
-    """sha256 of each text of the header, and of each field of all layers, so that a refusal can name what changed."""
-    layers = json.loads(about["layers"])
-    parts: dict[str, Any] = {key: about[key] for key in KEYS if key != "layers"}
-    parts |= {f"layers.{field}": [one.get(field) for one in layers] for field in {f for one in layers for f in one}}
-    return {key: hashlib.sha256(json.dumps(part).encode()).hexdigest() for key, part in sorted(parts.items())}
-
-
-def _own_copy(tensor: Tensor) -> Tensor:
-    """A copy on the CPU: layers may share memory, and a safetensors file cannot."""
-    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-
-
-def _compressed(layer: CompressedLayer) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    store, middle = layer.store, layer.middle
-    if store is None or layer.record_past:
-        raise ValueError("save() needs a cache whose prompt is complete, and no assisted decoding under way")
-    if store.eviction is not None or store.reads is not None:
-        raise ValueError("a cache that evicts tokens while decoding, or chooses what it reads, cannot be saved")
-    if middle.bits is not None and type(middle.bits) is not Packing:
-        raise ValueError(f"a middle stored by {type(middle.bits).__name__} cannot be saved")
-    store.to(layer.device)
-    tensors = {name: torch.from_numpy(getattr(store, name).copy()) for name in COUNTS}
-    tensors |= {name: getattr(store, name) for name in ENDS}
-    for name, table in (("channels", store.channels), ("values", store.values)):
-        if table is not None:
-            tensors |= {f"{name}.count": torch.from_numpy(table.count.copy()), f"{name}.index": table.index}
-    for name in SEGMENTS:
-        segment: Segment = getattr(store, name)
-        k, v = _without_spare(segment)
-        counts = {"length": segment.length, "capacity": segment.capacity}
-        tensors |= {f"{name}.{n}": torch.from_numpy(count.copy()) for n, count in counts.items()}
-        tensors |= {f"{name}.k": k, f"{name}.v": v}
-    chosen = {"channels": middle.channels, "values": middle.values, "joins": middle.joins}
-    tensors |= {f"middle.{name}": tensor.bool() for name, tensor in chosen.items() if tensor is not None}
-    packing = None if middle.bits is None else [middle.bits.bits, middle.bits.group]
-    about = {"kind": "compressed", "columns": layer.get_seq_length(), "pages": packing, "names": sorted(tensors)}
-    return about, tensors
-
-
-def _without_spare(segment: Segment) -> tuple[Tensor, Tensor]:
-    """K and V, copies, with zeros where room is left, whose memory may hold anything."""
-    if isinstance(segment, QuantisedSegment):
-        return segment.without_spare()
-    k, v = segment.k.cpu().clone(), segment.v.cpu().clone()
-    for row, head in np.argwhere(segment.capacity > 0).tolist():
-        held, room = int(segment.length[row, head]), int(segment.capacity[row, head])
-        for flat, (of, start, size, _) in zip((k, v), segment.flats(), strict=True):
-            region = flat[int(start[row, head]) :][: int(size[row, head])]
-            if of is segment.v and segment.values is None:
-                region.view(room, -1)[held:] = 0
-                continue
-            channels = int((segment.channels.count if of is segment.k else segment.width)[row, head])
-            if channels:
-                page = segment.page if of is segment.k else PAGE
-                pages, (whole, rest) = region.view(room // page, channels, page), divmod(held, page)
-                pages[whole + (rest > 0) :] = 0
-                if rest:
-                    pages[whole, :, rest:] = 0
-    return k, v
-
-
-def _sliding(layer: DynamicSlidingWindowLayer | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    if layer is None or not layer.is_initialized or layer.record_past:
-        raise ValueError("save() needs a cache whose prompt is complete, and no assisted decoding under way")
-    assert isinstance(layer.keys, Tensor)
-    assert isinstance(layer.values, Tensor)
-    tensors = {"keys": layer.keys, "values": layer.values}
-    return {"kind": "sliding", "columns": layer.cumulative_length, "names": sorted(tensors)}, tensors
-
-
-def _check(about: Mapping[str, str]) -> None:
-    """Raise ValueError for a header that `save` did not write, naming the key that is not as it was written."""
-    if about.get("format") != FORMAT:
-        raise ValueError(f"it is no cache that save() wrote, whose format is {FORMAT}")
-    if missing := [key for key in (*KEYS, "digests", DIGEST) if key not in about]:
-        raise ValueError(f"its header lacks {missing[0]!r}")
-    written, found = json.loads(about["digests"]), _digests(about)
-    if changed := [key for key in sorted({*written, *found}) if written.get(key) != found.get(key)]:
-        raise ValueError(f"its {changed[0]!r} is not what was saved")
+from leank_train.common.tensor_files import DamagedFile, read_tensors
 
 
 class Saved:
@@ -180,7 +58,7 @@ class Saved:
                 f"{path} was saved by an earlier version, whose files do not guard their header: save it again"
             )
         try:
-            _check(about)
+            check_header(about)
             self.about: list[dict[str, Any]] = json.loads(about["layers"])
             if unknown := [field for one in self.about for field in one if field not in FIELDS]:
                 raise ValueError(f"its layers have {unknown[0]!r}, which save() does not write")

@@ -20,7 +20,7 @@ from tests.conftest import tiny_model
 from tests.helpers.tiny_run import alpha, save_model, settings
 from tests.leank_train.forward.test_branching import DOCUMENTS, batch, pad
 from tests.leank_train.forward.test_sequence_parallel import step
-from tests.leank_train.test_ddp import SETTINGS, forked_ranks, record
+from tests.leank_train.running.test_ddp import SETTINGS, forked_ranks, record
 
 
 @pytest.fixture(scope="module")

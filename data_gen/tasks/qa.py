@@ -156,7 +156,7 @@ def known_by(dataset: str, path: str | None) -> str:
 def _loaded(dataset: str, path: str | None) -> tuple[tuple[Asked, ...], tuple[str, ...], str]:
     if path is None or not Path(path).is_file():
         raise FileNotFoundError(
-            f"data={path!r}: no such file; download {FILES[dataset]} (data_gen/qa.py says where) "
+            f"data={path!r}: no such file; download {FILES[dataset]} (data_gen/tasks/qa.py says where) "
             "and give its path as data="
         )
     text = read_text(Path(path))

@@ -10,16 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from data_gen.chain import Chain
-from data_gen.niah import Niah
-from data_gen.passkey import Passkey
-from data_gen.qa import QuestionAnswering
 from data_gen.request import Request
 from data_gen.sample import Document
 from data_gen.task import Task
+from data_gen.tasks.chain import Chain
+from data_gen.tasks.niah import Niah
+from data_gen.tasks.passkey import Passkey
+from data_gen.tasks.qa import QuestionAnswering
+from data_gen.tasks.vt import VariableTracking
+from data_gen.tasks.word_counts import CommonWords, FrequentWords
 from data_gen.tokens import TokenCounter
-from data_gen.vt import VariableTracking
-from data_gen.word_counts import CommonWords, FrequentWords
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
