@@ -170,7 +170,9 @@ def measured(current: Run, mask: ChannelMask, scores1: Tensor, alpha: Tensor, re
     if warning := separation.warning(ratio, current.config.stage1.lam == AUTO):
         log.warning("%s: %s", current.out, warning)
     best = {name: best_look(record.looks) for name, record in records.items() if record.looks}
-    heldout = {name: {"step": at, "loss": loss, "ended": records[name].looks[-1][0]} for name, (at, loss) in best.items()}
+    heldout = {
+        name: {"step": at, "loss": loss, "ended": records[name].looks[-1][0]} for name, (at, loss) in best.items()
+    }
     return {
         "pruning_ratio": mask.pruning_ratio,
         "empty_heads": int((mask.channels_per_head == 0).sum()),
