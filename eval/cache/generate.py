@@ -102,7 +102,7 @@ class _NextStep(StoppingCriteria):
         return input_ids.new_zeros(len(input_ids), dtype=torch.bool)
 
     def among(self, criteria: StoppingCriteriaList) -> StoppingCriteriaList:
-        """The criteria with this one: first if all others are transformers' own, so that the GPU need not wait for them.
+        """The criteria and this one, which is first if the others are transformers' own: the GPU waits for none then.
 
         A user's criterion may change the tokens or look at the cache; the next step begins after it.
         """
@@ -151,7 +151,7 @@ def generate(cache: Cache, model: PreTrainedModel, **kwargs: object) -> Generate
         return run(past_key_values=cache, **kwargs)
 
     def decode(
-        model: PreTrainedModel, input_ids: Tensor, generation_config: GenerationConfig, **given: object
+        model: PreTrainedModel, input_ids: Tensor, generation_config: GenerationConfig, **given: Any
     ) -> GenerateOutput | Tensor:
         return graph_decoding(model, input_ids, generation_config, streamer=streamer, **given)
 

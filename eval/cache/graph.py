@@ -25,7 +25,7 @@ def stores(cache: Cache) -> list[Store | None]:
 
 
 def retractable(cache: Cache) -> bool:
-    """Whether a replayed step over this cache can be taken back: it adds no attention to scores that layers evict by."""
+    """Whether a replayed step can be taken back: it adds no attention to scores by which layers evict."""
     return all(store is not None and store.eviction is None for store in stores(cache))
 
 

@@ -1,5 +1,7 @@
 """cache.generate(): transformers' own generate(), whose steps replay a captured graph where they can."""
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import StoppingCriteria
@@ -151,35 +153,43 @@ def test_the_result_is_that_of_generate(way, replayed, request):
         assert not Fake.undone
 
 
+def compare_ends(model, sizes, options, steps, plain, replayed):
+    """Rows that end at `steps` give the same from both, leave the same caches, and a later turn goes on alike.
+
+    plain, replayed: run(cache, options) -> what generate() returns
+    """
+    copies, length = options.get("num_return_sequences", 1), options["input_ids"].shape[1]
+
+    def run(how, cache, **more):
+        torch.manual_seed(1)
+        return how(cache, {**options, **more})
+
+    caches = [compressed_cache(model, random_mask(model.config), *sizes) for _ in range(3)]
+    free = run(plain, caches[0], min_new_tokens=options["max_new_tokens"])
+    free = (free if isinstance(free, torch.Tensor) else free.sequences)[:, length:]
+    ends = [int(free[row * copies, step]) for row, step in enumerate(steps)]
+    want, got = (run(how, cache, eos_token_id=ends) for how, cache in zip((plain, replayed), caches[1:], strict=True))
+    assert same(want, got)
+    assert held(caches[1]) == held(caches[2])
+    ids = got if isinstance(got, torch.Tensor) else got.sequences
+    assert length < ids.shape[1] < length + options["max_new_tokens"]
+    more = torch.cat([ids, torch.full((len(ids), 3), 9).to(ids)], 1)
+    mask = torch.cat([options["attention_mask"].repeat_interleave(copies, 0), torch.ones_like(more[:, length:])], 1)
+    turn = {"input_ids": more, "attention_mask": mask, "do_sample": False, "num_return_sequences": 1}
+    turns = (run(how, cache, **turn) for how, cache in zip((plain, replayed), caches[1:], strict=True))
+    assert same(*turns)
+    assert held(caches[1]) == held(caches[2])
+
+
 @pytest.mark.parametrize("way", ["greedy", "sampling", "several of each", "processors and scores"])
 @pytest.mark.parametrize("steps", [(7, 19, 12), (20, 9, 20), (21, 3, 4)], ids=str)
 def test_rows_that_end_at_different_steps_leave_the_cache_as_the_plain_loop_does(way, steps, captured):
     """Windows hold 16 to 20 tokens: the last step comes before, with and after tokens that leave one."""
     model = tiny_model("llama")
     options = {**prompts(), **WAYS[way], "max_new_tokens": 40}
-    copies = options.get("num_return_sequences", 1)
-
-    def run(ours, **more):
-        torch.manual_seed(1)
-        cache = compressed_cache(model, random_mask(model.config), *SIZES)
-        given = {**options, **more}
-        out = cache.generate(model, **given) if ours else model.generate(past_key_values=cache, **given)
-        return out, cache
-
-    free = run(False)[0]
-    free = (free if isinstance(free, torch.Tensor) else free.sequences)[:, 40:]
-    ends = [int(free[row * copies, step]) for row, step in enumerate(steps)]
-    (want, plain), (got, cache) = run(False, eos_token_id=ends), run(True, eos_token_id=ends)
-    assert same(want, got)
-    assert held(plain) == held(cache)
-    ids = got if isinstance(got, torch.Tensor) else got.sequences
-    assert 40 < ids.shape[1] < 80
-    assert Fake.undone == (Fake.captures > 0)
-    more = torch.cat([ids, torch.full((len(ids), 3), 9)], 1)
-    mask = torch.cat([options["attention_mask"].repeat_interleave(copies, 0), torch.ones_like(more[:, 40:])], 1)
-    turn = {"input_ids": more, "attention_mask": mask, "pad_token_id": 0, "max_new_tokens": 30, "do_sample": False}
-    assert torch.equal(model.generate(past_key_values=plain, **turn), cache.generate(model, **turn))
-    assert held(plain) == held(cache)
+    plain = lambda cache, given: model.generate(past_key_values=cache, **given)  # noqa: E731
+    compare_ends(model, SIZES, options, steps, plain, lambda cache, given: cache.generate(model, **given))
+    assert Fake.undone
 
 
 class Watching(StoppingCriteria):
@@ -289,6 +299,22 @@ def test_a_captured_call_gives_the_tokens_of_an_eager_one(way, padded, monkeypat
         assert cache.get_seq_length() == 499
     assert captures == [1]
     assert same(*found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["greedy", "sampling", "several of each"])
+@pytest.mark.parametrize("steps", [(70, 25, 40), (33, 34, 33)], ids=str)
+def test_rows_that_end_leave_the_cache_of_an_eager_call(way, steps, monkeypatch):
+    model, undone, take_back = load_model(ModelConfig()), [], DecodeLoop.take_back
+    monkeypatch.setattr(DecodeLoop, "take_back", lambda loop: (undone.append(loop._begun), take_back(loop)))
+    options = {**prompts(4000, model.device, 400), **WAYS[way], "max_new_tokens": 120}
+
+    def run(least, cache, given):
+        monkeypatch.setattr("eval.cache.generate.CAPTURE_FOR", least)
+        return cache.generate(model, **given)
+
+    compare_ends(model, (16, 96), options, steps, partial(run, 1000), partial(run, graph.CAPTURE_FOR))
+    assert True in undone
 
 
 @pytest.mark.gpu
