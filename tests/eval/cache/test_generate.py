@@ -167,7 +167,7 @@ def compare_ends(model, sizes, options, steps, plain, replayed):
     caches = [compressed_cache(model, random_mask(model.config), *sizes) for _ in range(3)]
     free = run(plain, caches[0], min_new_tokens=options["max_new_tokens"])
     free = (free if isinstance(free, torch.Tensor) else free.sequences)[:, length:]
-    ends = [int(free[row * copies, step]) for row, step in enumerate(steps)]
+    ends = [int(tokens[steps[row // copies]]) for row, tokens in enumerate(free)]
     want, got = (run(how, cache, eos_token_id=ends) for how, cache in zip((plain, replayed), caches[1:], strict=True))
     assert same(want, got)
     assert held(caches[1]) == held(caches[2])
