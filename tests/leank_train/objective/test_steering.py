@@ -205,7 +205,10 @@ def test_ranks_learn_what_one_process_learns(model, tmp_path, trainer, extra, do
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["++stage2.lam=auto"], "stage2.lam='auto' must be a number: only stage 1 has a penalty"),
+        (["++stage2.lam=auto"], "stage2.lam='auto' has no effect: only stage 1 has it; leave it out"),
+        (["++stage2.lam=0.06"], "stage2.lam=0.06 has no effect: only stage 1 has it"),
+        (["++stage2.l1=sum"], "stage2.l1='sum' has no effect: only stage 1 has it"),
+        (["++stage1.straight_through=alpha_beta"], "stage1.straight_through='alpha_beta' has no effect: only stage 2"),
         (
             ["stage1=steered", "stage1.l1=sum"],
             "stage1.l1='sum' and stage1.reduction='official' with stage1.lam='auto': the limits .* fit means",
