@@ -222,7 +222,8 @@ def check_ratio(shape: Sequence[int], ratio: float, align: int, rounding: str, n
     if empty or whole:
         raise ValueError(
             f"{name}={ratio} with align={align} would {'empty every head' if empty else 'prune nothing'}: "
-            f"{list(shape)} channels are {total // align} blocks of {align}; {'lower' if empty else 'raise'} {name}, or lower align"
+            f"{list(shape)} channels are {total // align} blocks of {align}; "
+            f"{'lower' if empty else 'raise'} {name}, or lower align"
         )
 
 
