@@ -126,12 +126,8 @@ def check_inputs(config: RunConfig, backbone: Backbone) -> None:
         collate(backbone, together)
     check_lengths(config, backbone)
     pruning = config.pruning
-    check_ratio(backbone.shape, pruning.ratio, pruning.align, pruning.rounding)
-    for ratio in config.extra_ratios:
-        try:
-            check_ratio(backbone.shape, ratio, pruning.align, pruning.rounding)
-        except ValueError as error:
-            raise ValueError(f"extra_ratios: {error}") from error
+    for name, ratio in [("ratio", pruning.ratio), *(("extra_ratios", ratio) for ratio in config.extra_ratios)]:
+        check_ratio(backbone.shape, ratio, pruning.align, pruning.rounding, name)
 
 
 def save_masks(current: Run, scores1: Tensor, alpha: Tensor) -> ChannelMask:
@@ -167,7 +163,9 @@ def measured(current: Run, mask: ChannelMask, scores1: Tensor, alpha: Tensor, re
     """Return the metrics of training; warn if the cut of stage 1's scores was arbitrary."""
     ratio = current.config.pruning.ratio
     separation = Separation.of(scores1, ratio)
-    if warning := separation.warning(ratio, current.config.stage1.lam == AUTO):
+    steps1 = records["stage1"].steps
+    steered = steps1[-1]["lam"] if steps1 and current.config.stage1.lam == AUTO else None
+    if warning := separation.warning(ratio, steered):
         log.warning("%s: %s", current.out, warning)
     best = {name: best_look(record.looks) for name, record in records.items() if record.looks}
     heldout = {

@@ -123,7 +123,7 @@ def test_a_ratio_that_cannot_be_met_is_refused_before_a_step(model, tmp_path, no
     ):
         run(settings(model, "mask.ratio=0.95", "mask.align=16"), tmp_path)
     for ratio, words in (("0.99", "empty every head"), ("0.01", "prune nothing")):  # not at the end of the run
-        with pytest.raises(ValueError, match=rf"^extra_ratios: ratio={ratio} with align=4 would {words}"):
+        with pytest.raises(ValueError, match=rf"^extra_ratios={ratio} with align=4 would {words}"):
             run(settings(model, f"extra_ratios=[0.5,{ratio}]"), tmp_path)
 
 

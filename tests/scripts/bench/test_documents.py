@@ -184,3 +184,22 @@ def test_masks_of_two_runs(tmp_path, capsys):
     assert float(other["largest"]) == pytest.approx(0.8)
     assert float(other["mean"]) == pytest.approx(0.7)
     assert float(other["loss"]) == pytest.approx(0.25)
+
+
+def test_runs_that_cannot_be_compared_are_refused(tmp_path):
+    for name, steps in (("none", []), ("zero", [{"distillation": 0.0}])):
+        folder = tmp_path / name / "checkpoints/stage1"
+        folder.mkdir(parents=True)
+        scores = torch.tensor([[[0.9, 0.8, 0.2, 0.1]]])
+        ChannelMask(scores > 0.5).save(tmp_path / name / "mask.safetensors")
+        save_file({"alpha": scores}, tmp_path / name / "alpha.safetensors")
+        write_checkpoint(folder / "done.ckpt", {"record": {"steps": steps}})
+    zero, out = str(tmp_path / "zero"), ["--out", str(tmp_path / "csv")]
+    same_masks.main([zero, zero, *out])
+    with (tmp_path / "csv").open(newline="") as file:
+        assert [line["loss"] for line in csv.DictReader(file)] == ["0.0"]
+    with pytest.raises(SystemExit, match=r"same_masks: .*none has no step of stage 1"):
+        same_masks.main([zero, str(tmp_path / "none"), *out])
+    with pytest.raises(SystemExit, match=r"same_masks: .*nowhere"):
+        same_masks.main([zero, str(tmp_path / "nowhere"), *out])
+    assert same_masks.relative(1.0, 0.0) == float("inf")
