@@ -6,7 +6,7 @@
 Every cache is filled with random keys and values, then generate() decodes greedily from it. A call is timed from its
 first decoded token to its last: the time of a call of WARM_UP + NEW tokens less that of a call of WARM_UP tokens, which
 takes the call's own start with it, over NEW. Each is the least of REPEATS calls, since a busy host only adds to them.
-The loop of `scripts.bench.decoding.generation` stands beside it, over as many tokens: with 192 of them, tokens leave
+The loop of `scripts.bench.decoding.generation` stands beside it, over as many tokens. With 192 of them, tokens leave
 the window six times in either, and the middle grows once. Prints and keeps OUT/generate.csv, in which a run that was
 killed goes on:
 
