@@ -18,7 +18,7 @@ from eval.inference.models import shape_of
 from eval.inference.prefill import Prefill
 from eval.methods.axes import Uniform
 from eval.methods.common.observed import Seen, seen
-from leank_train.channel_scores import GROUPS, best, pruned, query_key_scores, wide
+from leank_train.channel_scores import GROUPS, best, pruned, query_key_scores
 from leank_train.common.typed import OneOf, Positive, Share
 
 

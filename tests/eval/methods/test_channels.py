@@ -163,7 +163,7 @@ def test_thinks_values_against_the_whole_attention(observed):
 
 def test_a_query_that_sees_no_token_adds_nothing_to_values():
     """Of each prompt the last token alone stays, which the queries before it do not see."""
-    model, batch, _ = passes()
+    _, batch, _ = passes()
     last = [torch.zeros_like(layer.keys[..., 0], dtype=torch.bool) for layer in batch.layers]
     for stays in last:
         stays[..., -1] = True
