@@ -135,14 +135,17 @@ def score_tokens(
     """Product over the label channels of every token and query head, and the best of each RUN tokens.
 
     q: [B, Hq, 1, D], by strides
-    C: at least the label channels of any head. LABEL_STEP: divides every number of them. STEP: as in `score_pages`
+    C: at least the label channels of any head. STEP: as in `score_pages`
+    LABEL_STEP: divides the channels that are read as labels, which are more than the labels if these are no multiple of
+        it; it divides every channel count, too
     """
     x = tl.program_id(0).to(tl.int64)
     row, head, entry = x // H, x % H, table + x * FIELDS
     prompt, tokens = held(entry, tail_ptr, x)
     prompt_k, tail_k = tl.load(entry + PROMPT_K), tl.load(entry + TAIL_K)
     count = tl.multiple_of(tl.load(entry + CHANNELS).to(tl.int32), STEP)
-    labels = tl.multiple_of(tl.load(entry + LABELS).to(tl.int32), LABEL_STEP)
+    labels = tl.load(entry + LABELS).to(tl.int32)
+    near = tl.multiple_of(tl.cdiv(labels, LABEL_STEP) * LABEL_STEP, LABEL_STEP)
     r, c = tl.arange(0, M), tl.arange(0, C)
     ok, kept = r < GROUP, c < labels
     q_row = q + row * q_b + (head * GROUP + r) * q_h
@@ -154,7 +157,9 @@ def score_tokens(
         token = at + tl.arange(0, TILE)
         there = token < last
         k = base + line(token, prompt, prompt_k, tail_k, count, STEP)[:, None] + c[None, :]
-        keys = tl.load(k, mask=there[:, None] & kept[None, :], other=0.0)
+        keys = tl.load(k, mask=there[:, None] & (c < near)[None, :], other=0.0)
+        if LABEL_STEP == 8:
+            keys = tl.where(kept[None, :], keys, 0.0)
         if BITS < 16:
             s = tl.dot(picked.to(tl.float32), tl.trans(_rounded(keys.to(tl.float32), kept, BITS)),
                        input_precision="ieee")
@@ -168,100 +173,175 @@ def score_tokens(
 
 
 @triton.jit
-def _orders(scores, runs, at, total, limit, BLOCK: tl.constexpr, RUN: tl.constexpr):
-    """Order of the candidates at .. at + BLOCK - 1, int32 that grow with their scores, and their numbers.
+def _orders(scores, lines_ptr, listed, first, lines, limit, LINES: tl.constexpr, WIDTH: tl.constexpr):
+    """Order of the candidates of LINES lines, WIDTH each, int32 that grow with their scores, and their numbers.
 
-    Past the last candidate the order is LEAST.
+    What is no candidate has the order LEAST. Whole lines are read, for there is room behind the last candidate.
 
-    RUN: the candidates are the numbers of each of the runs, RUN numbers each, up to `limit`; 1 = the numbers 0, 1, ...
+    lines_ptr: which lines are read, if `listed`; all of them, if not
+    first: of these lines, of `lines` in all
+    limit: above every candidate's number
     """
-    i = at + tl.arange(0, BLOCK)
-    there = i < total
-    number = i
-    if RUN > 1:
-        number = tl.load(runs + i // RUN, mask=there, other=0) * RUN + i % RUN
-        there = there & (number < limit)
-    bits = tl.load(scores + number, mask=there, other=0.0).to(tl.int32, bitcast=True)
-    return tl.where(there, bits ^ ((bits >> 31) & 0x7FFFFFFF), LEAST), number
+    line, column = first + tl.arange(0, LINES), tl.arange(0, WIDTH)
+    there = line < lines
+    line = tl.where(listed, tl.load(lines_ptr + line, mask=there & listed, other=0), line)
+    number = line[:, None] * WIDTH + column[None, :]
+    found = tl.load(scores + number, mask=there[:, None] & (column >= 0)[None, :], other=0.0)
+    bits = found.to(tl.int32, bitcast=True)
+    return tl.where(there[:, None] & (number < limit), bits ^ ((bits >> 31) & 0x7FFFFFFF), LEAST), number
 
 
 @triton.jit
-def _least(order, least, scores, runs, total, limit, BLOCK: tl.constexpr, RUN: tl.constexpr):
-    """How many candidates have at least an order; those of the first BLOCK are in registers."""
-    count = tl.sum((order >= least).to(tl.int32), 0)
-    if total > BLOCK:
-        for at in tl.range(BLOCK, total, BLOCK, num_stages=1):
-            more, _ = _orders(scores, runs, at, total, limit, BLOCK, RUN)
-            count += tl.sum((more >= least).to(tl.int32), 0)
+def _count(order, least, scores, runs, listed, lines, limit):
+    """How many candidates have at least an order; those of the first lines are in registers."""
+    count = tl.sum((order >= least).to(tl.int32))
+    if lines > order.shape[0]:
+        for at in tl.range(order.shape[0], lines, order.shape[0], num_stages=1):
+            more, _ = _orders(scores, runs, listed, at, lines, limit, order.shape[0], order.shape[1])
+            count += tl.sum((more >= least).to(tl.int32))
     return count
 
 
 @triton.jit
-def _choose(scores, runs, total, limit, most, out, BLOCK: tl.constexpr, RUN: tl.constexpr):
-    """Write the numbers of the `most` highest of `total` candidates to out, in ascending order; of equals the first.
+def _ends(order, scores, runs, listed, lines, limit):
+    """The lowest and the highest order of a candidate."""
+    low, high = tl.min(tl.where(order > LEAST, order, 0x7FFFFFFF)), tl.max(order)
+    if lines > order.shape[0]:
+        for at in tl.range(order.shape[0], lines, order.shape[0], num_stages=1):
+            more, _ = _orders(scores, runs, listed, at, lines, limit, order.shape[0], order.shape[1])
+            low = tl.minimum(low, tl.min(tl.where(more > LEAST, more, 0x7FFFFFFF)))
+            high = tl.maximum(high, tl.max(more))
+    return low, high
 
-    Bisection finds the order of the last one that is chosen: `low` has at least `most` candidates, `high` has fewer.
+
+@triton.jit
+def _number(order):
+    """The float32 number of an order."""
+    bits = order.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _guess(low, high, found, above, wanted):
+    """An order between two, where `wanted` candidates would be at least as high if their number fell exponentially.
+
+    found, above: candidates that have at least `low`, at least `high`
     """
-    order, _ = _orders(scores, runs, 0, total, limit, BLOCK, RUN)
-    low = tl.min(tl.where(order > LEAST, order, 0x7FFFFFFF), 0).to(tl.int64)
-    high = tl.max(order, 0).to(tl.int64)
-    if total > BLOCK:
-        for at in tl.range(BLOCK, total, BLOCK, num_stages=1):
-            more, _ = _orders(scores, runs, at, total, limit, BLOCK, RUN)
-            low = tl.minimum(low, tl.min(tl.where(more > LEAST, more, 0x7FFFFFFF), 0).to(tl.int64))
-            high = tl.maximum(high, tl.max(more, 0).to(tl.int64))
-    high += 1
-    found = _least(order, low.to(tl.int32), scores, runs, total, limit, BLOCK, RUN)  # candidates of at least `low`
-    while (high - low > 1) & (found != most):
+    most, least = tl.log2(found.to(tl.float32)), tl.log2(tl.maximum(above.to(tl.float32), 0.5))
+    share = (most - tl.log2(wanted.to(tl.float32))) / (most - least)
+    start = _number(low)
+    bits = (start + (_number(high) - start) * share).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+
+
+@triton.jit
+def _least(order, start, most, cap, scores, runs, listed, lines, limit, GUESS: tl.constexpr):
+    """The order of the last candidate to be taken, if at least `most` and at most `cap` of them shall be.
+
+    Returns that order, how many candidates have at least it, more than `cap` if too many are equal, and how many more.
+
+    start: an order that at least `most` candidates have, LEAST if none is known
+    """
+    low, high = _ends(order, scores, runs, listed, lines, limit)
+    low, high = tl.maximum(low, start).to(tl.int64), high.to(tl.int64) + 1  # `high` is above all
+    found = _count(order, low.to(tl.int32), scores, runs, listed, lines, limit)
+    above, turn = found * 0, found * 0
+    while (high - low > 1) & (found > cap):
         middle = (low + high) >> 1
-        count = _least(order, middle.to(tl.int32), scores, runs, total, limit, BLOCK, RUN)
+        if GUESS:  # two of three times; halving bounds their number
+            guess = tl.minimum(tl.maximum(_guess(low, high, found, above, (most + cap) // 2), low + 1), high - 1)
+            middle = tl.where(turn == 2, middle, guess)
+            turn = tl.where(turn == 2, 0, turn + 1)
+        count = _count(order, middle.to(tl.int32), scores, runs, listed, lines, limit)
         enough = count >= most
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
-        found = tl.where(enough, count, found)
-    least, room = low.to(tl.int32), most  # room: for candidates that are equal to the last one
-    if found != most:
-        room = most - _least(order, least + 1, scores, runs, total, limit, BLOCK, RUN)
-    over_before, equal_before = 0, 0
-    for at in tl.range(0, total, BLOCK, num_stages=1):
-        order, number = _orders(scores, runs, at, total, limit, BLOCK, RUN)
-        over, equal = (order > least).to(tl.int32), (order == least).to(tl.int32)
-        both = over + (equal << 16)  # two sums in one scan: BLOCK is below 2^15
-        sums = tl.cumsum(both, 0)
-        before = sums - both
-        overs, equals = over_before + (before & 0xFFFF), equal_before + (before >> 16)
-        take = (over > 0) | ((equal > 0) & (equals < room))
-        tl.store(out + overs + tl.minimum(equals, room), number, mask=take)
-        last = tl.max(sums, 0)
-        over_before += last & 0xFFFF
-        equal_before += last >> 16
+        low, found = tl.where(enough, middle, low), tl.where(enough, count, found)
+        high, above = tl.where(enough, high, middle), tl.where(enough, above, count)
+    return low.to(tl.int32), found, above
+
+
+@triton.jit
+def _cut(order, number, least, room, scores, runs, listed, lines, limit):
+    """The number below which `room` candidates of the order `least` are."""
+    low, high = room * 0, limit
+    while high - low > 1:
+        middle = (low + high) >> 1
+        count = tl.sum(((order == least) & (number < middle)).to(tl.int32))
+        for at in tl.range(order.shape[0], lines, order.shape[0], num_stages=1):
+            more, numbers = _orders(scores, runs, listed, at, lines, limit, order.shape[0], order.shape[1])
+            count += tl.sum(((more == least) & (numbers < middle)).to(tl.int32))
+        low, high = tl.where(count < room, middle, low), tl.where(count < room, high, middle)
+    return high
+
+
+@triton.jit
+def _write(order, number, least, cut, out):
+    """Write the numbers of those above `least`, or of it and below `cut`, in ascending order; returns how many."""
+    taken = ((order > least) | ((order == least) & (number < cut))).to(tl.int32)
+    of_line = tl.sum(taken, 1)
+    before = tl.cumsum(of_line, 0) - of_line
+    tl.store(out + (before[:, None] + tl.cumsum(taken, 1) - taken), number, mask=taken != 0)
+    return tl.sum(of_line, 0)
+
+
+@triton.jit
+def _choose(
+    scores, runs, listed, lines, limit, start, most, cap, out,
+    LINES: tl.constexpr, WIDTH: tl.constexpr, GUESS: tl.constexpr,
+):
+    """Write the numbers of the highest candidates to out, in ascending order; of equals the first.
+
+    They are at least `most` if there are so many, and at most `cap`. Returns how many, and the lowest one's order.
+    """
+    order, number = _orders(scores, runs, listed, 0, lines, limit, LINES, WIDTH)
+    least, found, above = _least(order, start, most, cap, scores, runs, listed, lines, limit, GUESS)
+    cut = limit
+    if found > cap:
+        cut = _cut(order, number, least, cap - above, scores, runs, listed, lines, limit)
+    written = _write(order, number, least, cut, out)
+    if lines > LINES:
+        for at in tl.range(LINES, lines, LINES, num_stages=1):
+            order, number = _orders(scores, runs, listed, at, lines, limit, LINES, WIDTH)
+            written += _write(order, number, least, cut, out + written)
+    return tl.minimum(found, cap), least
 
 
 @triton.jit(do_not_specialize=["most"])
 def choose(
-    words, chosen, runs, table, tail_ptr, most,
-    GROUP: tl.constexpr, PER: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, RUN_BLOCK: tl.constexpr,
+    words, chosen, table, tail_ptr, most,
+    GROUP: tl.constexpr, PER: tl.constexpr, WIDTH: tl.constexpr, LINES: tl.constexpr, CAP: tl.constexpr,
+    GUESS: tl.constexpr,
 ):
     """Program n: the `most` highest pages or tokens of query head n, all of them if there are no more.
 
-    chosen, runs: [B * Hq, most] int32
-    RUN: with more than 1, the highest `most` runs of RUN tokens are chosen first: the highest tokens are among theirs,
-        because outside of them every token is at most the best of each
+    Of single tokens, the highest runs are chosen first, `most` to CAP of them: the highest tokens are among theirs,
+    because outside of them every token is at most the best of each. The loop over both makes one code of them: a
+    program waits for instructions that it executes for the first time, and they were most of its time.
+
+    chosen: [B * Hq, most] int32, and behind them scratch, [B * Hq, CAP]
+    CAP: at least `most`; 0 = no runs are chosen
+    WIDTH, LINES: candidates of a line, the tokens of a run; lines that a program holds in registers
     """
     n = tl.program_id(0).to(tl.int64)
     x, g = n // GROUP, n % GROUP
     entry = table + x * FIELDS
     _, tokens = held(entry, tail_ptr, x)
     total = tl.cdiv(tokens, PER)
-    scores = words + tl.load(entry + SCORES) + g * tl.load(entry + STRIDE)
-    wanted = tl.minimum(most, total)
-    if total > 0:
-        if RUN > 1:
-            best = words + tl.load(entry + BEST) + g * tl.load(entry + BEST_STRIDE)
-            number = tl.cdiv(total, RUN)
-            taken = tl.minimum(most, number)
-            _choose(best, runs, number, number, taken, runs + n * most, RUN_BLOCK, 1)
-            tl.debug_barrier()  # every thread has written its runs before one of them reads them
-            _choose(scores, runs + n * most, taken * RUN, total, wanted, chosen + n * most, BLOCK, RUN)
+    at = tl.load(entry + SCORES) + g * tl.load(entry + STRIDE)
+    number, wanted, out = tl.cdiv(total, WIDTH), tl.minimum(most, total), n * most
+    if wanted > 0:
+        if CAP == 0:
+            _choose(words + tl.multiple_of(at, 4), chosen, False, number, total, LEAST, wanted, wanted, chosen + out,
+                    LINES, WIDTH, GUESS)
         else:
-            _choose(scores, runs, total, total, wanted, chosen + n * most, BLOCK, 1)
+            runs = tl.num_programs(0).to(tl.int64) * most + n * CAP
+            best = tl.load(entry + BEST) + g * tl.load(entry + BEST_STRIDE)
+            lines, start, few = tl.cdiv(number, WIDTH), LEAST, tl.minimum(most, number)
+            for stage in tl.range(0, 2, num_stages=1):
+                last = stage == 1
+                scores = words + tl.multiple_of(tl.where(last, at, best), 4)
+                limit, cap = tl.where(last, total, number), tl.where(last, wanted, CAP)
+                taken, least = _choose(
+                    scores, chosen + runs, last, lines, limit, start, tl.where(last, wanted, few), cap,
+                    chosen + tl.where(last, out, runs), LINES, WIDTH, GUESS)
+                lines, start = taken, tl.where(number >= most, least, LEAST)
+                tl.debug_barrier()  # every thread has written its runs before one of them reads them
