@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from eval.cache.attention import batched, chosen_kernel, ranking_kernel
+from eval.cache.attention import batched, choice_kernel, chosen_kernel, ranking_kernel
 from eval.cache.attention.bounds import Bounds
 from eval.cache.attention.launch import Kernel, multiprocessors
 from eval.cache.attention.places import places
@@ -159,7 +159,7 @@ class Chosen(Kernel):
         if by_token:  # first the lines of runs, then up to `cap` lines that are runs
             lines = max(-(-lines // width), min(cap, lines))
         lines = max(8, min(MOST_BLOCK // width, triton.next_power_of_2(lines)))
-        ranking_kernel.choose[(batch * q_heads,)](
+        choice_kernel.choose[(batch * q_heads,)](
             *(words, self._chosen, plan.table, store.tail.length_dev, ranking.most),
             GROUP=q_heads // heads,
             PER=ranking.page,

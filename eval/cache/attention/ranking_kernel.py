@@ -1,8 +1,8 @@
-"""Which pages or tokens of the middle a query head reads: bounds of pages, scores, and the choice of the highest.
+"""Scores of the middle's pages or tokens, and the bounds of pages; eval.cache.attention.choice_kernel chooses by them.
 
 Every launch reads lengths and addresses on the device, so that a captured CUDA graph can be replayed while the middle
-grows. A program takes one KV head of one row (X of them) and a share of its pages or tokens; the choice takes one query
-head. Names as in eval.cache.attention.kernel; keys lie token by token.
+grows. A program takes one KV head of one row (X of them) and a share of its pages or tokens. Names as in
+eval.cache.attention.kernel; keys lie token by token.
 
 table: [X, FIELDS] int64, with the columns of places.Column
 base, words: first element of the ring's keys, as a pointer to the cache's numbers and to float32
@@ -23,7 +23,6 @@ PROMPT, CHANNELS = tl.constexpr(int(places.Column.PROMPT)), tl.constexpr(int(pla
 LABELS, BOUNDS = tl.constexpr(int(places.Column.LABELS)), tl.constexpr(int(places.Column.BOUNDS))
 SCORES, STRIDE = tl.constexpr(int(places.Column.SCORES)), tl.constexpr(int(places.Column.STRIDE))
 BEST, BEST_STRIDE = tl.constexpr(int(places.Column.BEST)), tl.constexpr(int(places.Column.BEST_STRIDE))
-LEAST = tl.constexpr(-(2**31))  # below every score's order
 
 # fmt: off
 
@@ -170,178 +169,3 @@ def score_tokens(
         run = at // RUN + tl.arange(0, TILE // RUN)
         of_run = tl.max(tl.reshape(s, [M, TILE // RUN, RUN]), 2)
         tl.store(best[:, None] + run[None, :], of_run, mask=ok[:, None] & (run * RUN < last)[None, :])
-
-
-@triton.jit
-def _orders(scores, lines_ptr, listed, first, lines, limit, LINES: tl.constexpr, WIDTH: tl.constexpr):
-    """Order of the candidates of LINES lines, WIDTH each, int32 that grow with their scores, and their numbers.
-
-    What is no candidate has the order LEAST. Whole lines are read, for there is room behind the last candidate.
-
-    lines_ptr: which lines are read, if `listed`; all of them, if not
-    first: of these lines, of `lines` in all
-    limit: above every candidate's number
-    """
-    line, column = first + tl.arange(0, LINES), tl.arange(0, WIDTH)
-    there = line < lines
-    line = tl.where(listed, tl.load(lines_ptr + line, mask=there & listed, other=0), line)
-    number = line[:, None] * WIDTH + column[None, :]
-    found = tl.load(scores + number, mask=there[:, None] & (column >= 0)[None, :], other=0.0)
-    bits = found.to(tl.int32, bitcast=True)
-    return tl.where(there[:, None] & (number < limit), bits ^ ((bits >> 31) & 0x7FFFFFFF), LEAST), number
-
-
-@triton.jit
-def _count(order, least, scores, runs, listed, lines, limit):
-    """How many candidates have at least an order; those of the first lines are in registers."""
-    count = tl.sum((order >= least).to(tl.int32))
-    if lines > order.shape[0]:
-        for at in tl.range(order.shape[0], lines, order.shape[0], num_stages=1):
-            more, _ = _orders(scores, runs, listed, at, lines, limit, order.shape[0], order.shape[1])
-            count += tl.sum((more >= least).to(tl.int32))
-    return count
-
-
-@triton.jit
-def _ends(order, scores, runs, listed, lines, limit):
-    """The lowest and the highest order of a candidate."""
-    low, high = tl.min(tl.where(order > LEAST, order, 0x7FFFFFFF)), tl.max(order)
-    if lines > order.shape[0]:
-        for at in tl.range(order.shape[0], lines, order.shape[0], num_stages=1):
-            more, _ = _orders(scores, runs, listed, at, lines, limit, order.shape[0], order.shape[1])
-            low = tl.minimum(low, tl.min(tl.where(more > LEAST, more, 0x7FFFFFFF)))
-            high = tl.maximum(high, tl.max(more))
-    return low, high
-
-
-@triton.jit
-def _number(order):
-    """The float32 number of an order."""
-    bits = order.to(tl.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _guess(low, high, found, above, wanted):
-    """An order between two, where `wanted` candidates would be at least as high if their number fell exponentially.
-
-    found, above: candidates that have at least `low`, at least `high`
-    """
-    most, least = tl.log2(found.to(tl.float32)), tl.log2(tl.maximum(above.to(tl.float32), 0.5))
-    share = (most - tl.log2(wanted.to(tl.float32))) / (most - least)
-    start = _number(low)
-    bits = (start + (_number(high) - start) * share).to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-
-
-@triton.jit
-def _least(order, start, most, cap, scores, runs, listed, lines, limit, GUESS: tl.constexpr):
-    """The order of the last candidate to be taken, if at least `most` and at most `cap` of them shall be.
-
-    Returns that order, how many candidates have at least it, more than `cap` if too many are equal, and how many more.
-
-    start: an order that at least `most` candidates have, LEAST if none is known
-    """
-    low, high = _ends(order, scores, runs, listed, lines, limit)
-    low, high = tl.maximum(low, start).to(tl.int64), high.to(tl.int64) + 1  # `high` is above all
-    found = _count(order, low.to(tl.int32), scores, runs, listed, lines, limit)
-    above, turn = found * 0, found * 0
-    while (high - low > 1) & (found > cap):
-        middle = (low + high) >> 1
-        if GUESS:  # two of three times; halving bounds their number
-            guess = tl.minimum(tl.maximum(_guess(low, high, found, above, (most + cap) // 2), low + 1), high - 1)
-            middle = tl.where(turn == 2, middle, guess)
-            turn = tl.where(turn == 2, 0, turn + 1)
-        count = _count(order, middle.to(tl.int32), scores, runs, listed, lines, limit)
-        enough = count >= most
-        low, found = tl.where(enough, middle, low), tl.where(enough, count, found)
-        high, above = tl.where(enough, high, middle), tl.where(enough, above, count)
-    return low.to(tl.int32), found, above
-
-
-@triton.jit
-def _cut(order, number, least, room, scores, runs, listed, lines, limit):
-    """The number below which `room` candidates of the order `least` are."""
-    low, high = room * 0, limit
-    while high - low > 1:
-        middle = (low + high) >> 1
-        count = tl.sum(((order == least) & (number < middle)).to(tl.int32))
-        for at in tl.range(order.shape[0], lines, order.shape[0], num_stages=1):
-            more, numbers = _orders(scores, runs, listed, at, lines, limit, order.shape[0], order.shape[1])
-            count += tl.sum(((more == least) & (numbers < middle)).to(tl.int32))
-        low, high = tl.where(count < room, middle, low), tl.where(count < room, high, middle)
-    return high
-
-
-@triton.jit
-def _write(order, number, least, cut, out):
-    """Write the numbers of those above `least`, or of it and below `cut`, in ascending order; returns how many."""
-    taken = ((order > least) | ((order == least) & (number < cut))).to(tl.int32)
-    of_line = tl.sum(taken, 1)
-    before = tl.cumsum(of_line, 0) - of_line
-    tl.store(out + (before[:, None] + tl.cumsum(taken, 1) - taken), number, mask=taken != 0)
-    return tl.sum(of_line, 0)
-
-
-@triton.jit
-def _choose(
-    scores, runs, listed, lines, limit, start, most, cap, out,
-    LINES: tl.constexpr, WIDTH: tl.constexpr, GUESS: tl.constexpr,
-):
-    """Write the numbers of the highest candidates to out, in ascending order; of equals the first.
-
-    They are at least `most` if there are so many, and at most `cap`. Returns how many, and the lowest one's order.
-    """
-    order, number = _orders(scores, runs, listed, 0, lines, limit, LINES, WIDTH)
-    least, found, above = _least(order, start, most, cap, scores, runs, listed, lines, limit, GUESS)
-    cut = limit
-    if found > cap:
-        cut = _cut(order, number, least, cap - above, scores, runs, listed, lines, limit)
-    written = _write(order, number, least, cut, out)
-    if lines > LINES:
-        for at in tl.range(LINES, lines, LINES, num_stages=1):
-            order, number = _orders(scores, runs, listed, at, lines, limit, LINES, WIDTH)
-            written += _write(order, number, least, cut, out + written)
-    return tl.minimum(found, cap), least
-
-
-@triton.jit(do_not_specialize=["most"])
-def choose(
-    words, chosen, table, tail_ptr, most,
-    GROUP: tl.constexpr, PER: tl.constexpr, WIDTH: tl.constexpr, LINES: tl.constexpr, CAP: tl.constexpr,
-    GUESS: tl.constexpr,
-):
-    """Program n: the `most` highest pages or tokens of query head n, all of them if there are no more.
-
-    Of single tokens, the highest runs are chosen first, `most` to CAP of them: the highest tokens are among theirs,
-    because outside of them every token is at most the best of each. The loop over both makes one code of them: a
-    program waits for instructions that it executes for the first time, and they were most of its time.
-
-    chosen: [B * Hq, most] int32, and behind them scratch, [B * Hq, CAP]
-    CAP: at least `most`; 0 = no runs are chosen
-    WIDTH, LINES: candidates of a line, the tokens of a run; lines that a program holds in registers
-    """
-    n = tl.program_id(0).to(tl.int64)
-    x, g = n // GROUP, n % GROUP
-    entry = table + x * FIELDS
-    _, tokens = held(entry, tail_ptr, x)
-    total = tl.cdiv(tokens, PER)
-    at = tl.load(entry + SCORES) + g * tl.load(entry + STRIDE)
-    number, wanted, out = tl.cdiv(total, WIDTH), tl.minimum(most, total), n * most
-    if wanted > 0:
-        if CAP == 0:
-            _choose(words + tl.multiple_of(at, 4), chosen, False, number, total, LEAST, wanted, wanted, chosen + out,
-                    LINES, WIDTH, GUESS)
-        else:
-            runs = tl.num_programs(0).to(tl.int64) * most + n * CAP
-            best = tl.load(entry + BEST) + g * tl.load(entry + BEST_STRIDE)
-            lines, start, few = tl.cdiv(number, WIDTH), LEAST, tl.minimum(most, number)
-            for stage in tl.range(0, 2, num_stages=1):
-                last = stage == 1
-                scores = words + tl.multiple_of(tl.where(last, at, best), 4)
-                limit, cap = tl.where(last, total, number), tl.where(last, wanted, CAP)
-                taken, least = _choose(
-                    scores, chosen + runs, last, lines, limit, start, tl.where(last, wanted, few), cap,
-                    chosen + tl.where(last, out, runs), LINES, WIDTH, GUESS)
-                lines, start = taken, tl.where(number >= most, least, LEAST)
-                tl.debug_barrier()  # every thread has written its runs before one of them reads them

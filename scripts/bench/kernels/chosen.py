@@ -75,9 +75,9 @@ def dense(row: Record, rows: int, length: int) -> None:
 def wrong(kernel: Chosen, store: Store, q: Tensor) -> int:
     """Query heads whose choice is not the highest scores, of equals the first, in ascending order."""
     plan, ranking = kernel.prepare(store), ranking_of(store)
-    found, heads = kernel.choose(store, q, plan, ranking).cpu(), q.shape[0] * q.shape[1]
+    found, heads = kernel.choose(store, q, plan, ranking), q.shape[0] * q.shape[1]
     stride = int(plan.table[0, Column.STRIDE])
-    scores = plan.scores[: heads * stride].view(heads, stride).cpu()
+    scores = plan.scores[: heads * stride].view(heads, stride)
     total = -(-int(store.prompt.length[0, 0] + store.tail.length[0, 0]) // ranking.page)  # alike in all heads
     order = scores[:, :total].argsort(descending=True, stable=True)[:, : ranking.most].sort().values
     mine = found[: heads * ranking.most].view(heads, -1)[:, :total]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 ON_GPU = torch.cuda.is_available()
 pytest.importorskip("triton")  # Linux only
 
+from eval.cache.attention import choice_kernel, ranking_kernel, reference  # noqa: E402
 from eval.cache.attention import chosen as launch  # noqa: E402
-from eval.cache.attention import ranking_kernel, reference  # noqa: E402
 from eval.cache.attention.backend import Plain, choose_backend  # noqa: E402
 from eval.cache.attention.bounds import Bounds  # noqa: E402
 from eval.cache.attention.chosen import Chosen, ChosenConfig  # noqa: E402
@@ -209,7 +209,7 @@ def choices(scores, most, run, lines, guess=True):
     cap = launch.triton.next_power_of_2(max(1, most)) if run else 0
     chosen = torch.full((8 * (most + cap),), -1, dtype=torch.int32, device=DEVICE)
     words, tail = torch.cat([padded.flatten(), best.flatten()]).to(DEVICE), torch.zeros(4, dtype=torch.int64)
-    ranking_kernel.choose[(8,)](words, chosen, table.to(DEVICE), tail.to(DEVICE), most, GROUP=2, PER=1, WIDTH=width,
+    choice_kernel.choose[(8,)](words, chosen, table.to(DEVICE), tail.to(DEVICE), most, GROUP=2, PER=1, WIDTH=width,
                                 LINES=lines, CAP=cap, GUESS=guess)  # fmt: skip
     return chosen[: 8 * most].view(8, most).cpu().long()
 
