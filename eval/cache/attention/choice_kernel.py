@@ -39,10 +39,10 @@ def _orders(scores, lines_ptr, listed, first, lines, limit, LINES: tl.constexpr,
 
 
 @triton.jit
-def _count(order, least, scores, runs, listed, lines, limit):
+def _count(order, least, scores, runs, listed, lines, limit, LONG: tl.constexpr):
     """How many candidates have at least an order; those of the first lines are in registers."""
     count = tl.sum((order >= least).to(tl.int32))
-    if lines > order.shape[0]:
+    if LONG:
         for at in tl.range(order.shape[0], lines, order.shape[0], num_stages=1):
             more, _ = _orders(scores, runs, listed, at, lines, limit, order.shape[0], order.shape[1])
             count += tl.sum((more >= least).to(tl.int32))
@@ -50,10 +50,10 @@ def _count(order, least, scores, runs, listed, lines, limit):
 
 
 @triton.jit
-def _ends(order, scores, runs, listed, lines, limit):
+def _ends(order, scores, runs, listed, lines, limit, LONG: tl.constexpr):
     """The lowest and the highest order of a candidate."""
     low, high = tl.min(tl.where(order > LEAST, order, 0x7FFFFFFF)), tl.max(order)
-    if lines > order.shape[0]:
+    if LONG:
         for at in tl.range(order.shape[0], lines, order.shape[0], num_stages=1):
             more, _ = _orders(scores, runs, listed, at, lines, limit, order.shape[0], order.shape[1])
             low = tl.minimum(low, tl.min(tl.where(more > LEAST, more, 0x7FFFFFFF)))
@@ -62,60 +62,44 @@ def _ends(order, scores, runs, listed, lines, limit):
 
 
 @triton.jit
-def _number(order):
-    """The float32 number of an order."""
-    bits = order.to(tl.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _guess(low, high, found, above, wanted):
-    """An order between two, where `wanted` candidates would be at least as high if their number fell exponentially.
-
-    found, above: candidates that have at least `low`, at least `high`
-    """
-    most, least = tl.log2(found.to(tl.float32)), tl.log2(tl.maximum(above.to(tl.float32), 0.5))
-    share = (most - tl.log2(wanted.to(tl.float32))) / (most - least)
-    start = _number(low)
-    bits = (start + (_number(high) - start) * share).to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-
-
-@triton.jit
-def _least(order, start, most, cap, scores, runs, listed, lines, limit, GUESS: tl.constexpr):
+def _least(order, start, most, cap, scores, runs, listed, lines, limit, GUESS: tl.constexpr, LONG: tl.constexpr):
     """The order of the last candidate to be taken, if at least `most` and at most `cap` of them shall be.
 
     Returns that order, how many candidates have at least it, more than `cap` if too many are equal, and how many more.
 
     start: an order that at least `most` candidates have, LEAST if none is known
     """
-    low, high = _ends(order, scores, runs, listed, lines, limit)
-    low, high = tl.maximum(low, start).to(tl.int64), high.to(tl.int64) + 1  # `high` is above all
-    found = _count(order, low.to(tl.int32), scores, runs, listed, lines, limit)
+    low, high = _ends(order, scores, runs, listed, lines, limit, LONG)
+    low = tl.maximum(low, start)
+    span = (high - low).to(tl.uint32, bitcast=True) + 1  # no candidate has low + span
+    found = _count(order, low, scores, runs, listed, lines, limit, LONG)
     above, turn = found * 0, found * 0
-    while (high - low > 1) & (found > cap):
-        middle = (low + high) >> 1
-        if GUESS:  # two of three times; halving bounds their number
-            guess = tl.minimum(tl.maximum(_guess(low, high, found, above, (most + cap) // 2), low + 1), high - 1)
-            middle = tl.where(turn == 2, middle, guess)
+    while (span > 1) & (found > cap):
+        step = span >> 1
+        if GUESS:  # two of three times, as if orders were spread evenly; halving bounds their number
+            share = (found - (most + cap) // 2).to(tl.float32) / (found - above).to(tl.float32)
+            guess = tl.minimum((span.to(tl.float32) * share).to(tl.uint32), span - 1)
+            step = tl.where(turn == 2, step, tl.maximum(guess, 1))
             turn = tl.where(turn == 2, 0, turn + 1)
-        count = _count(order, middle.to(tl.int32), scores, runs, listed, lines, limit)
+        middle = low + step.to(tl.int32, bitcast=True)
+        count = _count(order, middle, scores, runs, listed, lines, limit, LONG)
         enough = count >= most
-        low, found = tl.where(enough, middle, low), tl.where(enough, count, found)
-        high, above = tl.where(enough, high, middle), tl.where(enough, above, count)
-    return low.to(tl.int32), found, above
+        low, span = tl.where(enough, middle, low), tl.where(enough, span - step, step)
+        found, above = tl.where(enough, count, found), tl.where(enough, above, count)
+    return low, found, above
 
 
 @triton.jit
-def _cut(order, number, least, room, scores, runs, listed, lines, limit):
+def _cut(order, number, least, room, scores, runs, listed, lines, limit, LONG: tl.constexpr):
     """The number below which `room` candidates of the order `least` are."""
     low, high = room * 0, limit
     while high - low > 1:
         middle = (low + high) >> 1
         count = tl.sum(((order == least) & (number < middle)).to(tl.int32))
-        for at in tl.range(order.shape[0], lines, order.shape[0], num_stages=1):
-            more, numbers = _orders(scores, runs, listed, at, lines, limit, order.shape[0], order.shape[1])
-            count += tl.sum(((more == least) & (numbers < middle)).to(tl.int32))
+        if LONG:
+            for at in tl.range(order.shape[0], lines, order.shape[0], num_stages=1):
+                more, numbers = _orders(scores, runs, listed, at, lines, limit, order.shape[0], order.shape[1])
+                count += tl.sum(((more == least) & (numbers < middle)).to(tl.int32))
         low, high = tl.where(count < room, middle, low), tl.where(count < room, high, middle)
     return high
 
@@ -133,19 +117,19 @@ def _write(order, number, least, cut, out):
 @triton.jit
 def _choose(
     scores, runs, listed, lines, limit, start, most, cap, out,
-    LINES: tl.constexpr, WIDTH: tl.constexpr, GUESS: tl.constexpr,
+    LINES: tl.constexpr, WIDTH: tl.constexpr, GUESS: tl.constexpr, LONG: tl.constexpr,
 ):
     """Write the numbers of the highest candidates to out, in ascending order; of equals the first.
 
     They are at least `most` if there are so many, and at most `cap`. Returns how many, and the lowest one's order.
     """
     order, number = _orders(scores, runs, listed, 0, lines, limit, LINES, WIDTH)
-    least, found, above = _least(order, start, most, cap, scores, runs, listed, lines, limit, GUESS)
+    least, found, above = _least(order, start, most, cap, scores, runs, listed, lines, limit, GUESS, LONG)
     cut = limit
     if found > cap:
-        cut = _cut(order, number, least, cap - above, scores, runs, listed, lines, limit)
+        cut = _cut(order, number, least, cap - above, scores, runs, listed, lines, limit, LONG)
     written = _write(order, number, least, cut, out)
-    if lines > LINES:
+    if LONG:
         for at in tl.range(LINES, lines, LINES, num_stages=1):
             order, number = _orders(scores, runs, listed, at, lines, limit, LINES, WIDTH)
             written += _write(order, number, least, cut, out + written)
@@ -156,7 +140,7 @@ def _choose(
 def choose(
     words, chosen, table, tail_ptr, most,
     GROUP: tl.constexpr, PER: tl.constexpr, WIDTH: tl.constexpr, LINES: tl.constexpr, CAP: tl.constexpr,
-    GUESS: tl.constexpr,
+    GUESS: tl.constexpr, LONG: tl.constexpr,
 ):
     """Program n: the `most` highest pages or tokens of query head n, all of them if there are no more.
 
@@ -167,6 +151,7 @@ def choose(
     chosen: [B * Hq, most] int32, and behind them scratch, [B * Hq, CAP]
     CAP: at least `most`; 0 = no runs are chosen
     WIDTH, LINES: candidates of a line, the tokens of a run; lines that a program holds in registers
+    LONG: whether there may be more lines
     """
     n = tl.program_id(0).to(tl.int64)
     x, g = n // GROUP, n % GROUP
@@ -178,7 +163,7 @@ def choose(
     if wanted > 0:
         if CAP == 0:
             _choose(words + tl.multiple_of(at, 4), chosen, False, number, total, LEAST, wanted, wanted, chosen + out,
-                    LINES, WIDTH, GUESS)
+                    LINES, WIDTH, GUESS, LONG)
         else:
             runs = tl.num_programs(0).to(tl.int64) * most + n * CAP
             best = tl.load(entry + BEST) + g * tl.load(entry + BEST_STRIDE)
@@ -189,6 +174,6 @@ def choose(
                 limit, cap = tl.where(last, total, number), tl.where(last, wanted, CAP)
                 taken, least = _choose(
                     scores, chosen + runs, last, lines, limit, start, tl.where(last, wanted, few), cap,
-                    chosen + tl.where(last, out, runs), LINES, WIDTH, GUESS)
+                    chosen + tl.where(last, out, runs), LINES, WIDTH, GUESS, LONG)
                 lines, start = taken, tl.where(number >= most, least, LEAST)
                 tl.debug_barrier()  # every thread has written its runs before one of them reads them

@@ -44,7 +44,7 @@ class ChosenConfig:
     score_tile: int = 64
     score_warps: int = 4
     score_per_sm: int = 2
-    held: int = 8
+    held: int = 16
     guess: int = 1
     run: int = 8
     merge: int = 16
@@ -158,16 +158,17 @@ class Chosen(Kernel):
         lines = -(-plan.room // width)
         if by_token:  # first the lines of runs, then up to `cap` lines that are runs
             lines = max(-(-lines // width), min(cap, lines))
-        lines = max(8, min(MOST_BLOCK // width, triton.next_power_of_2(lines)))
+        held = max(8, min(MOST_BLOCK // width, triton.next_power_of_2(lines)))
         choice_kernel.choose[(batch * q_heads,)](
             *(words, self._chosen, plan.table, store.tail.length_dev, ranking.most),
             GROUP=q_heads // heads,
             PER=ranking.page,
             WIDTH=width,
-            LINES=lines,
+            LINES=held,
             CAP=cap,
             GUESS=bool(config.guess),
-            num_warps=min(32, max(1, lines * width // config.held // 32)),
+            LONG=lines > held,
+            num_warps=min(32, max(1, held * width // config.held // 32)),
             num_stages=1,
         )
         return self._chosen

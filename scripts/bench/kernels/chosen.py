@@ -97,6 +97,8 @@ def launches(kind: str, rows: int, length: int, of_dense: Record, first: int) ->
     def measure(row: Record, config: ChosenConfig) -> None:
         kernel = Chosen(config)
         steps = [partial(kernel.attend, *one, DIM**-0.5) for one in layers]
+        for step in steps:
+            step()
         row["wrong"] = sum(wrong(kernel, store, q) for store, q, _ in layers)
         row["step_us"] = median_us(steps)
         row["choose_us"] = median_us(
