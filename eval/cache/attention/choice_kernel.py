@@ -122,6 +122,8 @@ def _choose(
     """Write the numbers of the highest candidates to out, in ascending order; of equals the first.
 
     They are at least `most` if there are so many, and at most `cap`. Returns how many, and the lowest one's order.
+
+    LONG: whether there may be more than LINES lines, which are then read again for each count
     """
     order, number = _orders(scores, runs, listed, 0, lines, limit, LINES, WIDTH)
     least, found, above = _least(order, start, most, cap, scores, runs, listed, lines, limit, GUESS, LONG)
@@ -136,11 +138,24 @@ def _choose(
     return tl.minimum(found, cap), least
 
 
+@triton.jit
+def _choose_any(
+    scores, runs, listed, lines, limit, start, most, cap, out,
+    LINES: tl.constexpr, WIDTH: tl.constexpr, GUESS: tl.constexpr,
+):
+    """What `_choose` does, with code of its own for the usual case that a program holds all lines."""
+    if lines <= LINES:
+        taken, least = _choose(scores, runs, listed, lines, limit, start, most, cap, out, LINES, WIDTH, GUESS, False)
+    else:
+        taken, least = _choose(scores, runs, listed, lines, limit, start, most, cap, out, LINES, WIDTH, GUESS, True)
+    return taken, least
+
+
 @triton.jit(do_not_specialize=["most"])
 def choose(
     words, chosen, table, tail_ptr, most,
     GROUP: tl.constexpr, PER: tl.constexpr, WIDTH: tl.constexpr, LINES: tl.constexpr, CAP: tl.constexpr,
-    GUESS: tl.constexpr, LONG: tl.constexpr,
+    GUESS: tl.constexpr,
 ):
     """Program n: the `most` highest pages or tokens of query head n, all of them if there are no more.
 
@@ -151,7 +166,6 @@ def choose(
     chosen: [B * Hq, most] int32, and behind them scratch, [B * Hq, CAP]
     CAP: at least `most`; 0 = no runs are chosen
     WIDTH, LINES: candidates of a line, the tokens of a run; lines that a program holds in registers
-    LONG: whether there may be more lines
     """
     n = tl.program_id(0).to(tl.int64)
     x, g = n // GROUP, n % GROUP
@@ -162,8 +176,8 @@ def choose(
     number, wanted, out = tl.cdiv(total, WIDTH), tl.minimum(most, total), n * most
     if wanted > 0:
         if CAP == 0:
-            _choose(words + tl.multiple_of(at, 4), chosen, False, number, total, LEAST, wanted, wanted, chosen + out,
-                    LINES, WIDTH, GUESS, LONG)
+            _choose_any(words + tl.multiple_of(at, 4), chosen, False, number, total, LEAST, wanted, wanted,
+                        chosen + out, LINES, WIDTH, GUESS)
         else:
             runs = tl.num_programs(0).to(tl.int64) * most + n * CAP
             best = tl.load(entry + BEST) + g * tl.load(entry + BEST_STRIDE)
@@ -172,8 +186,8 @@ def choose(
                 last = stage == 1
                 scores = words + tl.multiple_of(tl.where(last, at, best), 4)
                 limit, cap = tl.where(last, total, number), tl.where(last, wanted, CAP)
-                taken, least = _choose(
+                taken, least = _choose_any(
                     scores, chosen + runs, last, lines, limit, start, tl.where(last, wanted, few), cap,
-                    chosen + tl.where(last, out, runs), LINES, WIDTH, GUESS, LONG)
+                    chosen + tl.where(last, out, runs), LINES, WIDTH, GUESS)
                 lines, start = taken, tl.where(number >= most, least, LEAST)
                 tl.debug_barrier()  # every thread has written its runs before one of them reads them

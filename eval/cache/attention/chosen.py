@@ -167,7 +167,6 @@ class Chosen(Kernel):
             LINES=held,
             CAP=cap,
             GUESS=bool(config.guess),
-            LONG=lines > held,
             num_warps=min(32, max(1, held * width // config.held // 32)),
             num_stages=1,
         )
