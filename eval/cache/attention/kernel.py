@@ -93,26 +93,37 @@ def _read(
 def merge(part, stat, first, parts, ROWS: tl.constexpr, MERGE_LINES: tl.constexpr, D: tl.constexpr):
     """Combine partial results first .. first + parts - 1 by log-sum-exp.
 
+    A thread has four columns of a row in every partial result, and that row's maxima and denominators, so that threads
+    exchange nothing. It asks for MERGE_LINES partial results before it waits for one.
+
     Returns [ROWS, D], zero where nothing was seen, and the maximum and denominator [ROWS].
     """
-    r, p, d = tl.arange(0, ROWS), tl.arange(0, MERGE_LINES), tl.arange(0, D)
-    acc = tl.zeros([ROWS, D], tl.float32)
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    z = tl.zeros([ROWS], tl.float32)
+    PLACES: tl.constexpr = ROWS * D // 4
+    place = tl.arange(0, PLACES)
+    part += first * (ROWS * D) + (place * 4)[:, None] + tl.arange(0, 4)[None, :]
+    stat = (stat + first * (2 * ROWS)).to(tl.pointer_type(tl.int64), bitcast=True) + place // (D // 4)
+    acc = tl.zeros([PLACES, 4], tl.float32)
+    m = tl.full([PLACES], float("-inf"), tl.float32)
+    z = tl.zeros([PLACES], tl.float32)
     for at in range(0, parts, MERGE_LINES):
-        line = ((first + at + p) * ROWS)[None, :] + r[:, None]  # [ROWS, MERGE_LINES]
-        there = (at + p < parts)[None, :] & (r[:, None] >= 0)
-        m_part = tl.load(stat + 2 * line, mask=there, other=float("-inf"), cache_modifier=".cg")
-        z_part = tl.load(stat + 2 * line + 1, mask=there, other=0.0, cache_modifier=".cg")
-        at_part = line[:, :, None] * D + d[None, None, :]
-        acc_part = tl.load(part + at_part, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
-        m_new = tl.maximum(m, tl.max(m_part, 1))
-        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha, weight = tl.exp2(m - safe), tl.exp2(m_part - safe[:, None])
-        acc = acc * alpha[:, None] + tl.sum(acc_part * weight[:, :, None], 1)
-        z = z * alpha + tl.sum(z_part * weight, 1)
-        m = m_new
-    return acc / tl.where(z == 0.0, 1.0, z)[:, None], m, z
+        new, accs, pairs = m, (), ()
+        for i in tl.static_range(MERGE_LINES):
+            there = i * PLACES + place < (parts - at) * PLACES
+            pairs += (tl.load(stat + i * ROWS, mask=there, other=0xFF800000, cache_modifier=".cg"),)  # -inf and 0
+            accs += (tl.load(part + i * (ROWS * D), mask=there[:, None], other=0.0, cache_modifier=".cg"),)
+        for i in tl.static_range(MERGE_LINES):
+            new = tl.maximum(new, pairs[i].to(tl.int32).to(tl.float32, bitcast=True))
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        alpha = tl.exp2(m - safe)
+        acc, z, m = acc * alpha[:, None], z * alpha, new
+        for i in tl.static_range(MERGE_LINES):
+            weight = tl.exp2(pairs[i].to(tl.int32).to(tl.float32, bitcast=True) - safe)
+            acc += accs[i] * weight[:, None]
+            z += (pairs[i] >> 32).to(tl.int32).to(tl.float32, bitcast=True) * weight
+        part += MERGE_LINES * ROWS * D
+        stat += MERGE_LINES * ROWS
+    result = tl.reshape(acc / tl.where(z == 0.0, 1.0, z)[:, None], [ROWS, D])
+    return result, tl.max(tl.reshape(m, [ROWS, D // 4]), 1), tl.max(tl.reshape(z, [ROWS, D // 4]), 1)
 
 
 @triton.jit
@@ -136,7 +147,7 @@ def decode(
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
     MERGE_LINES: tl.constexpr, EVEN: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr,
     BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr, WARPS: tl.constexpr, VALUES: tl.constexpr,
-    WEIGHTS: tl.constexpr,
+    WEIGHTS: tl.constexpr, EARLY: tl.constexpr,
 ):
     """Program (p, c): span p of the work table for the query tokens of chunk c.
 
@@ -153,7 +164,10 @@ def decode(
     ranks: [B, H, D], by a stride; the place of each channel of V among the kept, read unless VALUES is 0
     WEIGHTS: whether to leave logits and log-sum-exp for weights_kernel.add_weights, which says what scratch and room
         are; there is one chunk then, and no packed middle
+    EARLY: whether programs may start before the launch ahead of this one has ended
     """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     chunk = tl.program_id(1)
     PER: tl.constexpr = M // GROUP  # query tokens of a chunk
     r, d = tl.arange(0, M), tl.arange(0, D)

@@ -29,6 +29,15 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def starts_early(device: torch.device) -> bool:
+    """Whether the decode kernel's programs take their places while the launch before them still runs.
+
+    That hides what a launch costs. They wait for its end before they read, so it may be any launch.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 @dataclass(frozen=True)
 class Config:
     """How the decode kernel is launched.
@@ -37,7 +46,7 @@ class Config:
     warps, stages: of a program
     registers: limit per thread, 0 = none
     per_sm: programs per multiprocessor
-    merge: lines of partial results that a merge reads at a time; a line is one query row's
+    merge: lines of partial results that a merge asks for at a time; a line is one query row's
     slow: how much longer a byte of a packed middle takes than one of sink and window
     """
 
@@ -46,7 +55,7 @@ class Config:
     stages: int = 3
     registers: int = 0
     per_sm: int = 2
-    merge: int = 128
+    merge: int = 64
     slow: float = 1.0
 
 
@@ -101,6 +110,7 @@ class Kernel:
             H=heads,
             PADDED=triton.next_power_of_2(heads),
             D=dim,
+            EARLY=starts_early(k.device),
         )
         return position
 
@@ -192,9 +202,11 @@ class Kernel:
             WARPS=config.warps,
             VALUES=plan.values,
             WEIGHTS=plan.room is not None,
+            EARLY=starts_early(q.device),
             num_warps=config.warps,
             num_stages=config.stages,
             maxnreg=config.registers or None,
+            **({"launch_pdl": True} if starts_early(q.device) else {}),
         )
         if store.eviction is not None and plan.room is not None:
             self.weights.add(store, store.eviction.decay, plan.room, position, group, rows)

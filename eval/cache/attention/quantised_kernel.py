@@ -101,11 +101,11 @@ def _queries(q_row, ok, index, channel, count, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _masked(s, token, left, scale, N: tl.constexpr):
-    """The first N rows of logits s [P, M, HALF], M = N or 2 N, times scale; -inf from token `left` [P] of a half on."""
+def _masked(s, token, left, N: tl.constexpr):
+    """The first N rows of logits s [P, M, HALF], M = N or 2 N; -inf from token `left` [P] of a half on."""
     if s.shape[1] > N:
         s, _ = tl.split(tl.permute(tl.reshape(s, [s.shape[0], 2, N, s.shape[2]]), (0, 2, 3, 1)))
-    return tl.where(token[None, None, :] < left[:, None, None], s * scale, float("-inf"))
+    return tl.where(token[None, None, :] < left[:, None, None], s, float("-inf"))
 
 
 @triton.jit
@@ -224,24 +224,25 @@ def _middle(
         cells = (page + k_codes).to(tl.pointer_type(tl.int32), bitcast=True)
         ends = (page + k_codes).to(base.dtype, bitcast=True)
         s = _logits(q0, q1, page, cells, ends, number, half, left, row, room, width, k_page, 0, BITS, CELL, PTX)
-        s = _masked(s, token, left, scale, N)
-        new = tl.maximum(top, tl.max(s, 2))
+        s = _masked(s, token, left, N)
+        new = tl.max(s, 2)
         if PARTS == 2:
             t = _logits(q0, q1, page, cells, ends, number, half + 1, left, row, room, width, k_page, 4 // BITS,
                         BITS, CELL, PTX)
-            t = _masked(t, token, left - HALF, scale, N)
+            t = _masked(t, token, left - HALF, N)
             new = tl.maximum(new, tl.max(t, 2))
+        new = tl.maximum(top, new * scale)
         safe = tl.where(new == float("-inf"), 0.0, new)
         alpha = tl.exp2(top - safe)
         top = new
-        p = tl.exp2(s - safe[:, :, None])
+        p = tl.exp2(s * scale - safe[:, :, None])
         sums = sums * alpha[:, :, None] + p
         alpha = alpha[:, None, :]
         page = v + tl.multiple_of(at // PAGE * V_PAGE, 16)
         a0, a1, a2, a3 = _add(a0 * alpha, a1 * alpha, a2 * alpha, a3 * alpha, p, page, number, half, left,
                               D, PAGE, BITS, CELL, PTX, dtype)
         if PARTS == 2:
-            p = tl.exp2(t - safe[:, :, None])
+            p = tl.exp2(t * scale - safe[:, :, None])
             sums += p
             a0, a1, a2, a3 = _add(a0, a1, a2, a3, p, page, number, half + 1, left - HALF,
                                   D, PAGE, BITS, CELL, PTX, dtype)
