@@ -129,7 +129,7 @@ class Stage(L.LightningModule):
             )
         else:
             if self.ranks:
-                prefix = prefill_in_shares(model, documents.ids, documents.lengths, self.ranks)
+                prefix = prefill_in_shares(model, documents.ids, documents.lengths, self.ranks, kernel)
             else:
                 prefix = prefill(model, documents.ids, documents.lengths, kernel=kernel)
             teacher = branch(model, prefix, prompts.ids, prompts.lengths)

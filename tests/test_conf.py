@@ -1,6 +1,7 @@
 """The configuration: every experiment composes and passes the checks, the paper's numbers are the paper's."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -109,6 +110,17 @@ def test_reference_experiments(name):
     assert config.pruning.ratio == int(name[10:12]) / 100
     assert config.pruning.align == 16
     assert (config.stage1.objective, config.stage1.lam, config.stage2.objective) == ("kl", "auto", "kl")
+
+
+def test_files_that_configurations_read_are_shipped_with_the_packages():
+    named = {
+        path
+        for file in CONF.parent.rglob("*.yaml")
+        for path in re.findall(r"[\w./-]+\.(?:safetensors|pth)\b", re.sub(r"#.*", "", file.read_text(encoding="utf-8")))
+        if "/" in path and not path.startswith("outputs/")  # an example in a help text
+    }
+    assert len(named) > 80
+    assert not {path for path in named if not path.startswith("leank_train/assets/") or not (ROOT / path).is_file()}
 
 
 def test_overrides_win():

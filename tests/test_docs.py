@@ -13,6 +13,7 @@ from tests.test_imports import LAYERS
 
 DOCS = ROOT / "docs"
 PAGES = [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+PAGES += [page for package in ("scripts", "leank_train") for page in (ROOT / package).rglob("*.md")]
 PACKAGES = ("conf", "data_gen", "eval", "leank_train", "scripts")
 EXPLAINED_ELSEWHERE = ("benchmark", "method")  # have pages of their own
 
@@ -66,6 +67,11 @@ def test_links_lead_to_files_and_sections(page):
         if not is_there(page.parent / file if file else page, anchor)
     ]
     assert not sorted(wrong)
+
+
+def test_every_picture_is_on_a_page():
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert not {file.name for kind in ("png", "svg") for file in DOCS.rglob(f"*.{kind}") if f"{file.name})" not in text}
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -17,6 +17,10 @@ FORBIDDEN = {
 }
 # the rooms (folders and files) of a package from the top floor down: each imports from its own floor's rooms below
 LAYERS = {
+    "data_gen": [
+        {"__main__"}, {"tasks"}, {"task"}, {"fit"}, {"request"}, {"haystack", "sample", "gsm"},
+        {"tokens", "reading", "chat", "ending"},
+    ],
     "leank_train": [
         {"__main__"}, {"train"}, {"validation"}, {"run_folder"}, {"settings"}, {"stopping"}, {"stages"}, {"running"},
         {"data"}, {"backbone"}, {"channel_scores"}, {"objective"}, {"forward"}, {"mask"}, {"common"},

@@ -17,9 +17,9 @@ from annotated_types import Ge, MinLen
 
 from data_gen import haystack
 from data_gen.haystack import SPLITS
-from data_gen.niah import Niah
 from data_gen.request import Request
 from data_gen.tasks import TASKS, task
+from data_gen.tasks.niah import Niah
 from data_gen.tokens import TokenCounter
 from eval.benchmarks.base import Cell, check_lengths
 from eval.benchmarks.row import Row

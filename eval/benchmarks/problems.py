@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, MinLen
 
-from data_gen.gsm_infinite import Problem, nth
-from data_gen.gsm_symbolic import SymbolicProblem, symbolic
+from data_gen.gsm.infinite import Problem, nth
+from data_gen.gsm.symbolic import SymbolicProblem, symbolic
 from data_gen.tokens import TokenCounter
 from eval.benchmarks import gsm_infinite
 from eval.benchmarks.base import Cell, check_fits

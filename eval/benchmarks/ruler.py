@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import MinLen
 
-from data_gen import haystack, qa
+from data_gen import haystack
 from data_gen.haystack import SPLITS
 from data_gen.request import Request
 from data_gen.sample import Sample
-from data_gen.tasks import CHAINS, task
+from data_gen.tasks import CHAINS, qa, task
 from data_gen.tokens import TokenCounter
 from eval.benchmarks.base import Cell, check_lengths
 from eval.benchmarks.row import Row
@@ -46,7 +46,7 @@ class Ruler(Checked):
     """tasks: RULER's names; lengths: tokens of prompt and reply; samples: of each; seed: of the generators.
 
     essays, split: the natural text of essay haystacks, see data_gen.haystack. squad, hotpotqa: the data of qa_1 and
-    qa_2, see data_gen.qa.
+    qa_2, see data_gen.tasks.qa.
     """
 
     tasks: Annotated[Sequence[str], MinLen(1)] = OFFICIAL

@@ -14,13 +14,14 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.utils import GenerateOutput
 
-from eval.cache import saved
 from eval.cache.attention.backend import BackendChoice, choose_backend
 from eval.cache.generate import generate
 from eval.cache.graph import KeptSteps
 from eval.cache.hook import ATTENTION
 from eval.cache.layer import CompressedLayer
 from eval.cache.memory import Memory, measure
+from eval.cache.saved.reading import Saved
+from eval.cache.saved.writing import save
 from eval.cache.storage.addresses import Addresses
 from eval.cache.storage.channels import MaskLike, layer_masks
 from eval.cache.storage.middle import Middle
@@ -165,7 +166,7 @@ class CompressedCache(Cache):
         model = None if self._model is None else self._model()
         if model is None:
             raise RuntimeError("save() notes which model made the cache, and that model is gone: keep it until then")
-        saved.save(path, self.layers, model)
+        save(path, self.layers, model)
 
     @classmethod
     def load(
@@ -185,7 +186,7 @@ class CompressedCache(Cache):
         """
         if not os.path.isfile(path):
             raise FileNotFoundError(f"{path} does not exist; give a file that CompressedCache.save() wrote")
-        found = saved.Saved(path)
+        found = Saved(path)
         sizes, indices = found.sizes, [i for i, one in enumerate(found.about) if one["kind"] == "compressed"]
         keep = None if mask is None else layer_masks(mask)
         found.check(model, None if keep is None else {i: keep[i] for i in indices if i < len(keep)})

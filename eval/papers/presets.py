@@ -11,7 +11,7 @@ QUICK = (
     "benchmark.samples=5", "benchmark.lengths=[1024]", "batch_size=5",
     "benchmark.tasks=[niah_multikey_3,niah_multivalue]",
 )  # fmt: skip
-MASKS = "tests/data/masks/leank-official-"  # LeanK's published masks, from the repository's root
+MASKS = "leank_train/assets/masks/published/"  # LeanK's published masks, from the repository's root
 LLAMA_MASK, QWEN_MASK = f"mask={MASKS}llama3.1-8b-instruct.pth", f"mask={MASKS}qwen2.5-7b-instruct.pth"
 SIZES = (128, 256, 512)  # KV sizes for prompts of 1K to 4K
 GPU = "a GPU"

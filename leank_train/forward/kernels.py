@@ -23,15 +23,21 @@ KERNELS = ("auto", "flash_attn", *_BACKENDS)  # of a prefill; flash_attn is the 
 CUDNN_FROM = 42e12  # FLOPs of all calls that use one plan
 
 
-def cudnn_pays(q: Tensor, keys: int, calls: int) -> bool:
-    """Whether cuDNN's kernel saves more time than its plan costs, for causal attention of the last n tokens.
+def cudnn_pays(q: Tensor, keys: int, calls: int, causal: bool = True) -> bool:
+    """Whether cuDNN's kernel saves more time than its plan costs.
 
     q: [B, Hq, n, D], of which only the shape is read.
     keys: number of keys T >= n of each row.
     calls: number of calls of this shape that use the same plan.
+    causal: the queries are the last n tokens, each of which sees the keys up to its own; otherwise all see all keys.
     """
     B, Hq, n, D = q.shape
-    return 2 * calls * B * Hq * D * n * (2 * keys - n) >= CUDNN_FROM
+    return 2 * calls * B * Hq * D * n * (2 * keys - (n if causal else 0)) >= CUDNN_FROM
+
+
+def on_hopper(q: Tensor) -> bool:
+    """Whether q lies on a Hopper GPU or a newer one."""
+    return q.is_cuda and torch.cuda.get_device_capability(q.device) >= HOPPER
 
 
 def kernel_order(kernel: str, q: Tensor, layers: int) -> list[SDPBackend]:
@@ -43,7 +49,7 @@ def kernel_order(kernel: str, q: Tensor, layers: int) -> list[SDPBackend]:
     layers: number of layers that make this call.
     """
     if kernel == "auto":
-        if not q.is_cuda or torch.cuda.get_device_capability(q.device) < HOPPER:
+        if not on_hopper(q):
             return []
         kernel = "cudnn" if cudnn_pays(q, q.shape[2], layers) else "flash"
     return sorted(_BACKENDS.values(), key=lambda backend: backend != _BACKENDS[kernel])
@@ -84,21 +90,23 @@ def flash_forward(
     return found[0], found[1], tuple(found[2:8])  # lengths (None, None, n, T) and the state of an unused dropout
 
 
-def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Causal attention by cuDNN, with the log-sum-exp; by the library's flash kernel where cuDNN cannot run.
+def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = True) -> tuple[Tensor, Tensor]:
+    """Attention by cuDNN, with the log-sum-exp; by the library's flash kernel where cuDNN cannot run.
 
-    q: [B, Hq, T, D].
+    q: [B, Hq, n, D].
     k, v: [B, H, T, D] with any strides.
     scale: factor of the logits.
+    causal: query i sees the keys up to i, and n = T; otherwise every query sees all keys.
 
-    Returns out [B, Hq, T, D] in q's type, and lse [B, Hq, T] in float32.
+    Returns out [B, Hq, n, D] in q's type, and lse [B, Hq, n] in float32.
     """
     gqa = q.shape[1] != k.shape[1]
-    choice = torch.ops.aten._fused_sdp_choice.default(q, k, v, None, 0.0, True, scale=scale, enable_gqa=gqa)
+    with tried_in([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]):
+        choice = torch.ops.aten._fused_sdp_choice.default(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=gqa)
     if choice != SDPBackend.CUDNN_ATTENTION.value:
-        return flash_forward(q, k, v, scale, causal=True)[:2]
+        return flash_forward(q, k, v, scale, causal)[:2]
     kernel = torch.ops.aten._scaled_dot_product_cudnn_attention.default
-    out, lse, *_ = kernel(q, k, v, None, True, 0.0, True, False, scale=scale)
+    out, lse, *_ = kernel(q, k, v, None, True, 0.0, causal, False, scale=scale)
     return out, lse.reshape(q.shape[:3])
 
 

@@ -17,20 +17,25 @@ from transformers import PreTrainedModel
 
 from leank_train.forward.attention import merge, partial_attention
 from leank_train.forward.hook import check_decoder, run_decoder
-from leank_train.forward.kernels import flash_forward, flash_takes
+from leank_train.forward.kernels import cudnn_forward, cudnn_pays, flash_forward, flash_takes, on_hopper
 from leank_train.forward.prefix import Prefix, checked_lengths, to_device
 from leank_train.forward.visibility import visibility
 
 
 @torch.no_grad()
 def prefill_in_shares(
-    model: PreTrainedModel, document_ids: Tensor, lengths: Sequence[int] | Tensor, ranks: dist.ProcessGroup
+    model: PreTrainedModel,
+    document_ids: Tensor,
+    lengths: Sequence[int] | Tensor,
+    ranks: dist.ProcessGroup,
+    kernel: str = "auto",
 ) -> Prefix:
     """`branching.prefill` by all ranks of a group, which all call it with the same documents.
 
     document_ids: [B, P], right-padded.
     lengths: [B].
     ranks: the group, of W processes.
+    kernel: one of `kernels.KERNELS`, of which those without a log-sum-exp stand for the library's flash kernel.
 
     Returns a Prefix with this rank's share of the tokens, [B, 2 c] where c = ceil(P / 2 W). Raises ValueError as
     `prefill` does.
@@ -41,7 +46,7 @@ def prefill_in_shares(
     # columns past the end are padding, and repeat the last one
     ids = document_ids[:, to_device(columns.clamp(max=document_ids.shape[1] - 1), document_ids.device)]
     positions = columns.expand(ids.shape)
-    state = RingPass(int(lengths.max()), ranks)
+    state = RingPass(int(lengths.max()), ranks, model.config.num_hidden_layers, kernel)
     run_decoder(model, ids, to_device(positions, ids.device), state)
     k_positions = positions.masked_fill(positions >= lengths[:, None], -1)
     return Prefix(state.keys, state.values, k_positions, lengths, ranks=ranks)
@@ -59,10 +64,15 @@ class RingPass:
 
     Within its own share a rank attends causally. Both of its chunks see the first chunk of a rank before it. Only its
     second chunk sees a rank after it, and then both chunks. So every step of the ring is the same work on all ranks.
+
+    longest: tokens of the longest document.
+    ranks: the group.
+    layers: number of layers of the model.
+    kernel: as in `prefill_in_shares`.
     """
 
-    def __init__(self, longest: int, ranks: dist.ProcessGroup) -> None:
-        self.longest, self.ranks = longest, ranks
+    def __init__(self, longest: int, ranks: dist.ProcessGroup, layers: int, kernel: str) -> None:
+        self.longest, self.ranks, self.layers, self.kernel = longest, ranks, layers, kernel
         self.rank, self.world = dist.get_rank(ranks), dist.get_world_size(ranks)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
@@ -77,17 +87,22 @@ class RingPass:
             works, coming = self._pass_on(held) if step + 1 < self.world else ([], held)
             source, (k, v) = (self.rank - step) % self.world, held
             if source == self.rank:
-                out, lse = block_attention(q, k, v, scale, causal=True)
+                out, lse = self._block(q, k, v, scale, causal=True)
             elif source < self.rank:
-                out, lse = merge(out, lse, *block_attention(q, k[:, :, :chunk], v[:, :, :chunk], scale))
+                out, lse = merge(out, lse, *self._block(q, k[:, :, :chunk], v[:, :, :chunk], scale))
             else:
                 late = out[:, :, chunk:], lse[:, :, chunk:]
-                late = merge(*late, *block_attention(q[:, :, chunk:], k, v, scale))
+                late = merge(*late, *self._block(q[:, :, chunk:], k, v, scale))
                 out[:, :, chunk:], lse[:, :, chunk:] = late
             for work in works:
                 work.wait()
             held = coming
         return out.to(q.dtype)
+
+    def _block(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False) -> tuple[Tensor, Tensor]:
+        """`block_attention` by the kernel that the setting means for a block of this shape."""
+        fast = on_hopper(q) and cudnn_pays(q, k.shape[2], self.layers, causal)
+        return block_attention(q, k, v, scale, causal, cudnn=fast if self.kernel == "auto" else self.kernel == "cudnn")
 
     def _pass_on(self, held: Tensor) -> tuple[list[dist.Work], Tensor]:
         """Send K and V to the next rank and receive those of the rank before: the transfers, and their target."""
@@ -99,18 +114,21 @@ class RingPass:
         return dist.batch_isend_irecv(transfers), coming
 
 
-def block_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False) -> tuple[Tensor, Tensor]:
-    """Attention and its log-sum-exp, by the library's flash kernel where it runs, else by `partial_attention`.
+def block_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False, cudnn: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Attention and its log-sum-exp, by one of the library's kernels where they run, else by `partial_attention`.
 
     q: [B, Hq, n, D].
     k, v: [B, H, T, D].
     causal: query i sees the keys up to i, and n = T; otherwise every query sees all keys.
+    cudnn: by cuDNN's kernel where it runs, instead of the flash kernel.
 
     Returns out [B, Hq, n, D] and lse [B, Hq, n], both in at least float32.
     """
     (B, _, n, _), T = q.shape, k.shape[2]
     if flash_takes(q):
-        out, lse, _ = flash_forward(q, k, v, scale, causal)
+        out, lse = (cudnn_forward if cudnn else flash_forward)(q, k, v, scale, causal)[:2]
         return out.float(), lse
     columns = torch.arange(T, device=q.device).expand(B, T)
     seen = visibility(columns if causal else torch.full((B, n), T, device=q.device), columns, "causal")

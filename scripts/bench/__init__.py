@@ -1,1 +1,1 @@
-"""Benchmarks of time and memory; each is a command: python -m scripts.bench.NAME OUT."""
+"""Measurements of time, memory and quality, a folder for each subject: python -m scripts.bench.FOLDER.NAME OUT."""

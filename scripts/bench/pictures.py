@@ -8,8 +8,8 @@
 `scores` turns the rows of an evaluation into mean recall, KL from dense and top-1 agreement with 95% bootstrap
 intervals per method and pruning ratio, which its label ends in; seeds of one method and ratio are averaged per sample.
 `recall` draws any such tables: label, ratio (% of K channels pruned, empty for dense), recall, low, high. Of several,
-each has a panel with the name of its folder. `documents` draws the table of `scripts.bench.documents`. `speed` draws
-generation.csv and attention.csv of one folder. The files are transparent SVG, to be read on white and on black.
+each has a panel with the name of its folder. `documents` draws the table of `scripts.bench.quality.documents`. `speed`
+draws generation.csv and attention.csv of one folder. The files are transparent SVG, to be read on white and on black.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from eval.rows.results import read
 from leank_train.common import bootstrap
 from leank_train.common.escape import csv_rows
 from leank_train.common.files import write_text
-from scripts.bench.documents_plot import draw_documents
+from scripts.bench.quality.documents_plot import draw_documents
 
 # Okabe and Ito's six that do not fade on white, then three more; an SVG in an <img> cannot take the colour of its page
 COLOURS = {

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_gen import haystack
-from data_gen.niah import Niah, join
-from data_gen.passkey import HEADER as PASSKEY_HEADER
 from data_gen.request import Request
 from data_gen.sample import Document
 from data_gen.tasks import RULER_NIAH, TASKS
+from data_gen.tasks.niah import Niah, join
+from data_gen.tasks.passkey import HEADER as PASSKEY_HEADER
 from data_gen.tokens import TokenCounter
 from tests.helpers.text_tokenizers import tokenizer
 

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from data_gen.chain import Chain
 from data_gen.request import Request
 from data_gen.tasks import CHAINS
+from data_gen.tasks.chain import Chain
 from data_gen.tokens import TokenCounter
 from tests.helpers.text_tokenizers import tokenizer
 

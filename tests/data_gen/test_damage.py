@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_gen.haystack import sentences
-from data_gen.qa import read as read_qa
-from data_gen.word_counts import vocabulary
+from data_gen.tasks.qa import read as read_qa
+from data_gen.tasks.word_counts import vocabulary
 from tests import DATA
 
 QA = DATA / "qa"

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from data_gen.gsm_infinite import MODES, TEMPLATES, benchmark, realistic
-from data_gen.gsm_symbolic import symbolic
+from data_gen.gsm.infinite import MODES, TEMPLATES, benchmark, realistic
+from data_gen.gsm.symbolic import symbolic
 from data_gen.tokens import TokenCounter
 from eval.benchmarks.gsm_infinite import realistic_row, symbolic_row
 from tests.helpers.gsm_solver import read, solve

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from data_gen.chain import Chain
-from data_gen.niah import Niah
-from data_gen.passkey import Passkey
 from data_gen.request import Request
 from data_gen.sample import Document
 from data_gen.tasks import TASKS
+from data_gen.tasks.chain import Chain
+from data_gen.tasks.niah import Niah
+from data_gen.tasks.passkey import Passkey
 from data_gen.tokens import TokenCounter
 from tests.helpers.text_tokenizers import KINDS, tokenizer
 

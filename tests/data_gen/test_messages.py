@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 
 from data_gen import haystack
-from data_gen.niah import Niah
-from data_gen.passkey import Passkey
-from data_gen.qa import QuestionAnswering
 from data_gen.request import Request
 from data_gen.tasks import TASKS, Mixture, task
-from data_gen.vt import VariableTracking
-from data_gen.word_counts import FrequentWords
+from data_gen.tasks.niah import Niah
+from data_gen.tasks.passkey import Passkey
+from data_gen.tasks.qa import QuestionAnswering
+from data_gen.tasks.vt import VariableTracking
+from data_gen.tasks.word_counts import FrequentWords
 from tests.helpers.text_tokenizers import tokenizer
 
 

@@ -16,8 +16,8 @@ from data_gen import haystack
 from data_gen.request import Request
 from data_gen.sample import Document
 from data_gen.tasks import RULER, TASKS
+from data_gen.tasks.word_counts import zeta
 from data_gen.tokens import TokenCounter
-from data_gen.word_counts import zeta
 from tests import DATA
 from tests.helpers.ruler_skeleton import fingerprint, skeleton
 from tests.helpers.text_tokenizers import KINDS, tokenizer

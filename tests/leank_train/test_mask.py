@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from eval.cache.storage.channels import layer_masks
 from leank_train.mask import ROUNDINGS, ChannelMask, check_ratio
-from tests import DATA
+from tests import ROOT
 
-DATA = DATA / "masks"
+PUBLISHED = ROOT / "leank_train/assets/masks/published"
 scores = st.builds(
     lambda seed, shape, levels: (
         torch.randint(0, levels, shape, generator=torch.Generator().manual_seed(seed)).double() / levels
@@ -41,7 +41,7 @@ def unchecked():
     ],
 )
 def test_published_masks(name, shape, ratio, heads):
-    mask = ChannelMask.from_official(DATA / f"leank-official-{name}-instruct.pth")
+    mask = ChannelMask.from_official(PUBLISHED / f"{name}-instruct.pth")
     assert mask.keep.shape == shape
     assert mask.pruning_ratio == pytest.approx(ratio, abs=5e-5)
     assert {n: int((mask.channels_per_head == n).sum()) for n in mask.channels_per_head.unique().tolist()} == heads
@@ -224,7 +224,7 @@ def test_files_that_are_no_masks(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"mask=.*none\.safetensors"):
         ChannelMask.load(tmp_path / "none.safetensors")
     torch.save(torch.ones(2), tmp_path / "other.pth")
-    for path in (DATA / "leank-official-qwen2.5-7b-instruct.pth", tmp_path / "other.pth"):
+    for path in (PUBLISHED / "qwen2.5-7b-instruct.pth", tmp_path / "other.pth"):
         with pytest.raises(ValueError, match="from_official"):
             ChannelMask.load(path)
     with pytest.raises(ValueError, match="zeros and ones"):

@@ -20,7 +20,7 @@ from leank_train.train import run
 from scripts.cluster.local_slurm import LocalSlurm, missing
 from tests import ROOT
 from tests.helpers.tiny_run import alpha, command, save_model, settings
-from tests.leank_train.test_ddp import SETTINGS
+from tests.leank_train.running.test_ddp import SETTINGS
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(missing() is not None, reason=f"no Slurm: {missing()}")]
 slow = pytest.mark.slow

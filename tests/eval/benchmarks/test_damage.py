@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_gen.gsm_infinite import realistic
-from data_gen.gsm_symbolic import symbolic
+from data_gen.gsm.infinite import realistic
+from data_gen.gsm.symbolic import symbolic
 from eval.benchmarks import source
 from eval.benchmarks.files import InfiniteBench, LongBench, Math500, Mmlu
 from eval.benchmarks.problems import GsmInfinite

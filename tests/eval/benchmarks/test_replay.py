@@ -9,8 +9,8 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from data_gen.gsm_infinite import realistic
-from data_gen.gsm_symbolic import symbolic
+from data_gen.gsm.infinite import realistic
+from data_gen.gsm.symbolic import symbolic
 from eval.benchmarks import infinitebench, mmlu, niah
 from eval.benchmarks.scoring import score_row
 from eval.inference.models import ModelConfig, load_model

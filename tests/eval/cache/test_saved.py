@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from eval.cache import CompressedCache, compressed_cache, saved
+from eval.cache import CompressedCache, compressed_cache
+from eval.cache.saved.header import digests
 from eval.methods import Method
 from eval.methods.bits.kivi import KIVI
 from eval.methods.tokens.snapkv import SnapKV
@@ -156,7 +157,7 @@ def test_headers_that_no_cache_has_are_refused(name, value, guarded, file, tmp_p
     header = changed_header(file, name, value)
     if not guarded:
         with suppress(TypeError, ValueError, AttributeError, RecursionError):
-            header["digests"] = json.dumps(saved._digests(header))
+            header["digests"] = json.dumps(digests(header))
     write_tensors(tmp_path / "c", load_file(file), header)
     refused(tmp_path / "c", "damaged or cut off", tiny_model("llama"))
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from eval.cache import CompressedCache, compressed_cache
-from eval.cache.saved import _without_spare as without_spare
-from eval.cache.saved import model_digest
+from eval.cache.saved.header import model_digest
+from eval.cache.saved.writing import without_spare
 from eval.cache.storage.channels import KeptChannels
 from eval.cache.storage.middle import Middle
 from eval.cache.storage.quantised import Packing

@@ -38,7 +38,7 @@ def test_high_frequencies_of_empty_heads():
 
 def test_the_published_mask_of_qwen():
     """Appendix M: 43% of the empty heads lie in the first five layers."""
-    mask = ChannelMask.from_official(ROOT / "tests/data/masks/leank-official-qwen2.5-7b-instruct.pth")
+    mask = ChannelMask.from_official(ROOT / "leank_train/assets/masks/published/qwen2.5-7b-instruct.pth")
     rows = EmptyHeads().measure(Source(mask=mask))
     assert only(rows, measure="empty", layer=None)[0]["value"] == 35
     assert only(rows, measure="empty_in_first")[0]["value"] == pytest.approx(0.43, abs=0.005)

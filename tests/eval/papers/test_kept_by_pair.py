@@ -36,7 +36,7 @@ def test_a_model_adds_think_at_the_masks_ratio():
 @pytest.mark.parametrize(("name", "peak"), [("llama3.1-8b", 22), ("qwen2.5-7b", 31)])
 def test_published_masks_peak_where_the_paper_says(name, peak):
     """Section 5.1: among the high-frequency half, pair 22 of Llama and pair 31 of Qwen stand out."""
-    mask = ChannelMask.from_official(ROOT / f"tests/data/masks/leank-official-{name}-instruct.pth")
+    mask = ChannelMask.from_official(ROOT / f"leank_train/assets/masks/published/{name}-instruct.pth")
     rows = only(KeptByPair().measure(Source(mask=mask)), layer=None)
     shares = torch.tensor([one["value"] for one in rows])
     assert int(shares[: len(shares) // 2].argmax()) == peak

@@ -51,3 +51,6 @@ def test_cudnn_pays_from_a_number_of_operations_per_plan(batch, heads, dim, keys
     for layers in (1, 28, 32, 80):
         whole = torch.empty(()).expand(batch, heads, keys, dim)
         assert kernels.cudnn_pays(whole, keys, layers) == (2 * layers * batch * heads * keys**2 * dim >= 42e12)
+        everything = 4 * layers * batch * heads * new * keys * dim  # operations where every query sees every key
+        part = torch.empty(()).expand(batch, heads, new, dim)
+        assert kernels.cudnn_pays(part, keys, layers, causal=False) == (everything >= 42e12)

@@ -84,8 +84,10 @@ def test_shares_are_disjoint_complete_and_balanced(tokens, world):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_block_attention_is_softmax_attention(device, causal):
+@pytest.mark.parametrize(
+    ("device", "cudnn"), [("cpu", False), *(pytest.param("cuda", c, marks=pytest.mark.gpu) for c in (False, True))]
+)
+def test_block_attention_is_softmax_attention(device, cudnn, causal):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(2, h, n, 16, generator=generator)
@@ -96,7 +98,7 @@ def test_block_attention_is_softmax_attention(device, causal):
     columns = torch.arange(k.shape[2], device=device).expand(2, -1)
     rows = columns if causal else torch.full((2, 6), 9, device=device)
     wanted = partial_attention_reference(q.float(), k.float(), v.float(), 0.3, visibility(rows, columns, "causal"))
-    for ours, theirs in zip(block_attention(q, k, v, 0.3, causal), wanted, strict=True):
+    for ours, theirs in zip(block_attention(q, k, v, 0.3, causal, cudnn), wanted, strict=True):
         assert ours.dtype == torch.float32
         torch.testing.assert_close(
             ours, theirs, atol=2e-2 if device == "cuda" else 1e-6, rtol=1e-2 if device == "cuda" else 1e-5

@@ -21,7 +21,7 @@ from leank_train.running.recorder import Recorder
 from leank_train.settings import BadConfig, check, fingerprint
 from leank_train.train import run
 from tests.helpers.tiny_run import alpha, killed, save_model, settings
-from tests.leank_train.test_ddp import forked_ranks, record
+from tests.leank_train.running.test_ddp import forked_ranks, record
 
 RECIPE = ["stage1=steered", "stage2=kl", "stage1.steps=6", "stage2.steps=3"]
 

@@ -1,0 +1,142 @@
+"""Arithmetic problems in the form of GSM-Infinite, each of which its text alone is enough to solve.
+
+A problem is a graph of quantities (`data_gen.gsm.graph`) in the words of a template (`data_gen.gsm.words`). `op` counts
+the edges on the way to the answer: every quantity and every number that a definition names.
+
+    normalforward    every value can be computed in turn
+    forwardreverse   one value is unknown and a total is given: solve for the unknown (linear, with one solution)
+    d = 2 (medium)   numbers and totals
+    d = 3 (hard)     also averages, and totals of parts
+
+Names and code are this project's own: the official generator has no licence, and some of its reverse problems have no
+solution.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from data_gen.gsm.graph import Graph, Quantity, grown, solve_for
+from data_gen.gsm.words import TEMPLATES as _TEMPLATES
+from data_gen.gsm.words import Template
+from data_gen.tokens import TokenCounter
+
+MODES = ("normalforward", "forwardreverse")
+TEMPLATES = tuple(_TEMPLATES)
+LARGEST = 1000  # a problem is drawn anew if a quantity on its path is larger
+# the fewest and the most statements that the answer does not need, without filler; counted in the official problems
+_DISTRACTORS = {"medium": (1, 5), "medium, op of at least 10": (0, 1), "hard": (4, 16)}
+# 40, 5 and 5 per cent of all problems, in each of the two modes
+_MIX = ("crazy_zootopia",) * 8 + ("teachers_in_school", "movie_festival_awards")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A problem as `eval` reads it.
+
+    problem, question: the text.
+    solution: the value of every quantity on the way, each after those it follows from; an unknown comes first.
+    answer: the value of the quantity asked for.
+    op: edges on the solution path.
+    template, mode: one of `TEMPLATES`, one of `MODES`.
+    length: the nominal length in tokens (0, 8000, ..).
+    d: 2 (medium) or 3 (hard).
+    id: unique among all problems.
+    """
+
+    problem: str
+    question: str
+    solution: str
+    answer: int
+    op: int
+    template: str
+    mode: str
+    length: int
+    d: int
+    id: str
+
+
+def realistic(
+    op: int, d: int, template: str, mode: str, seed: int, index: int, length: int = 0,
+    counter: TokenCounter | None = None,
+) -> Problem:  # fmt: skip
+    """Make one problem; the same arguments give the same problem.
+
+    op: edges on the solution path, at least 2.
+    d: 2 (medium) or 3 (hard).
+    template, mode: one of `TEMPLATES`, one of `MODES`.
+    seed, index: which problem of these settings.
+    length: the nominal tokens, or 0 for a problem without filler.
+    counter: counts tokens; needed for a length above 0.
+
+    As in the benchmark, the filler has one statement per 40 tokens of length - 1000 - 7 times the problem's tokens.
+    A statement takes about 30 tokens, so that samples are shorter than their nominal length.
+
+    Raises ValueError for a setting out of range, or if the length needs more statements than there are names.
+    """
+    _check(op, d, template, mode, length, counter)
+    words = _TEMPLATES[template]
+    rng = random.Random(f"gsm_infinite/{template}/{mode}/{op}/{d}/{seed}/{index}")
+    graph, asked, unknown = _solvable(op, d, words, mode == "forwardreverse", rng)
+    core = dict(graph.definitions)
+    lines = [words.sentence(q, made) for q, made in core.items() if q.what in ("number", "average") and q != unknown]
+    if unknown is not None:
+        lines.append(f"{words.subject(unknown)} is not given, but it is greater than 0.")
+        lines.append(f"{words.subject(asked)} equals {graph.values[asked]}.")
+    few, many = _DISTRACTORS["hard" if d == 3 else "medium" if op < 10 else "medium, op of at least 10"]
+    lines += [words.sentence(*graph.distract(rng.randint(0, 2))) for _ in range(rng.randint(few, many))]
+    if length and counter is not None:
+        graph.kinds, graph.places = words.names()
+        spare = length - 1000 - 7 * counter.count(" ".join(lines), remember=False)
+        lines += [words.sentence(*graph.distract(rng.choice((1, 1, 1, 2)))) for _ in range(spare // 40)]
+    rng.shuffle(lines)
+    answer = unknown if unknown is not None else asked
+    steps = [f"{words.subject(q)} is {graph.values[q]}." for q in reversed(core)]
+    return Problem(
+        problem=" ".join(lines),
+        question=f"What is {words.name(answer)}?",
+        solution=" ".join([*steps, f"Answer: {graph.values[answer]}."]),
+        answer=graph.values[answer],
+        op=op, template=template, mode=mode, length=length, d=d, id=f"{template}/{mode}/{d}/{op}/{seed}/{index}",
+    )  # fmt: skip
+
+
+def nth(d: int, length: int, op: int, index: int, seed: int = 42, counter: TokenCounter | None = None) -> Problem:
+    """Make problem number `index` of an op in the benchmark's mix of templates and modes.
+
+    The other parameters are those of `realistic`. Each mode has 40, 5 and 5 per cent of all problems.
+    """
+    return realistic(op, d, _MIX[index // 2 % len(_MIX)], MODES[index % 2], seed, index, length, counter)
+
+
+def benchmark(
+    d: int, length: int, ops: Sequence[int], count: int, seed: int = 42, counter: TokenCounter | None = None
+) -> Iterator[Problem]:
+    """Yield the first `count` problems of each op; see `nth`."""
+    for op in ops:
+        for index in range(count):
+            yield nth(d, length, op, index, seed, counter)
+
+
+def _check(op: int, d: int, template: str, mode: str, length: int, counter: TokenCounter | None) -> None:
+    if template not in _TEMPLATES:
+        raise ValueError(f"template={template!r} is unknown; choose one of {', '.join(TEMPLATES)}")
+    if mode not in MODES:
+        raise ValueError(f"mode={mode!r} is unknown; choose one of {', '.join(MODES)}")
+    if d not in (2, 3) or op < 2 or length < 0:
+        raise ValueError(f"d={d}, op={op}, length={length}: give d 2 or 3, op of at least 2 and length of at least 0")
+    if length and counter is None:
+        raise ValueError(f"length={length} needs a counter; give TokenCounter(tokenizer)")
+
+
+def _solvable(
+    op: int, d: int, words: Template, reverse: bool, rng: random.Random
+) -> tuple[Graph, Quantity, Quantity | None]:
+    """Draw graphs until the values of one are small and, in reverse, one of its numbers can be solved for."""
+    while True:
+        graph, asked = grown(op, d, *words.names(), reverse, rng)
+        unknown = solve_for(graph, asked, rng) if reverse else None
+        if max(graph.values.values()) <= LARGEST and (not reverse or unknown is not None):
+            return graph, asked, unknown

@@ -1,0 +1,1 @@
+"""What the measurements share: models and caches, timing, and tables."""

@@ -1,0 +1,248 @@
+"""One method on one model: its pass over a prompt, its cache, and decoding in one row or several."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from statistics import median
+
+import torch
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from eval.cache import CompressedCache, Sizes
+from eval.inference.prefill import Prefill, PromptLayer
+from eval.methods import Method
+from eval.methods.memory import method_bytes
+from eval.run.build import build_methods
+from eval.run.replay import Replay
+from scripts.bench.common.bytes_read import bytes_read
+from scripts.bench.common.caches import ROOM, WORK_SPACE, Decoding
+from scripts.bench.common.table import Record, out_of_memory
+from scripts.bench.common.timing import WARM_UP, clear, each_ms, profiled, seconds, wait, where
+
+FOLDER = files("conf.eval") / "method"
+NAMES = ("method", "length", "rows")
+SAMPLES, LONGEST = 4, 8  # most samples to calibrate on; kernels of each method that are written
+WARM = 4096  # tokens of the pass that compiles what passes of its kind run
+EAGER = 8  # most steps that are timed without a graph
+ATTEMPTS, LESS = 6, 0.9  # at the largest batch
+
+
+def configured(
+    name: str, shape: str, mask: Path, sizes: Sizes, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> list[Method]:
+    """The methods `name` of conf/eval/method, with the settings for the reference model where it has some.
+
+    A file there is one method, or several where its settings are varied.
+    """
+    small = shape == "reference" and (FOLDER / "reference" / f"{name}.yaml").is_file()
+    with initialize_config_module("conf.eval", version_base="1.3"):
+        given = compose("eval", [f"method=[{'reference/' if small else ''}{name}]"])
+    given.mask, given.cache = str(mask), asdict(sizes)
+    found: object = OmegaConf.to_container(given, resolve=True)
+    assert isinstance(found, dict)
+    for choices in found["method"].values():
+        for choice in choices.values():
+            if isinstance(choice, dict) and "samples" in choice:
+                choice["samples"] = min(SAMPLES, choice["samples"])
+    return build_methods(found, config, tokenizer)
+
+
+def now() -> float:
+    """The clock in seconds, once the GPU has done its work."""
+    wait()
+    return time.perf_counter()
+
+
+def repeated(cache: CompressedCache, rows: int) -> None:
+    """Make the cache one of `rows` rows, each as the first is."""
+    for layer in cache.compressed:
+        layer.keys = layer.values = None  # of a step that ran out of memory between append and attention
+        layer.batch_select_indices(torch.zeros(rows, dtype=torch.long))
+
+
+def why_eager(cache: CompressedCache) -> str:
+    """Why no decoding step over the cache can be captured; empty where one can."""
+    if cache.capturable:
+        return ""
+    if not torch.cuda.is_available():
+        return "no GPU"
+    reasons = (layer.store.middle.why_not_kernel for layer in cache.compressed if layer.store is not None)
+    return next(filter(None, reasons), "a row is no longer than the sink")
+
+
+class Bench:
+    """Measures methods on one model.
+
+    new: tokens that are timed. profile: whether to look where the time goes.
+    """
+
+    def __init__(self, replay: Replay, new: int, profile: bool = True) -> None:
+        self.replay, self.model, self.new, self.profile = replay, replay.model, new, profile
+        self.device = self.model.device
+        self.cuda = self.device.type == "cuda"
+        self.warm: set[tuple[object, bool, int]] = set()  # kinds of passes that have run before, and their lengths
+        self.grown: dict[tuple[str, int], int] = {}  # bytes of one row that has decoded, by method and length
+        self.launches: list[Record] = []
+
+    def prompt(self, length: int) -> Tensor:
+        """A random prompt [1, length], always the same."""
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(10, self.model.config.vocab_size, (1, length), generator=generator)
+        return ids.to(self.device)
+
+    @torch.no_grad()
+    def prefill(self, method: Method, length: int, obs_queries: int = 0) -> tuple[Prefill, float]:
+        """The method's pass over a prompt, and its seconds; a shorter one runs before the first of its kind."""
+        short = min(length, WARM)
+        if (kind := (*kind_of(method), short)) not in self.warm:
+            method.run_prefill(self.model, self.prompt(short), None, 0, None, obs_queries)
+            self.warm.add(kind)
+        start = now()
+        found = method.run_prefill(self.model, self.prompt(length), None, self.new + ROOM, None, obs_queries)
+        return found, now() - start
+
+    @torch.no_grad()
+    def cache(self, method: Method, prompt: Prefill) -> tuple[CompressedCache, float]:
+        """A method's cache in this project's storage, and the seconds in which it makes its own, the second time."""
+        method.cache(self.model, prompt)
+        clear()
+        start = now()
+        cache = method.cache(self.model, prompt)
+        spent = now() - start
+        return cache if isinstance(cache, CompressedCache) else method.compressed(self.model, prompt), spent
+
+    @torch.no_grad()
+    def cache_s(self, method: Method, prompt: Prefill) -> float:
+        """Seconds in which a method makes its cache, the second time."""
+        return self.cache(method, prompt)[1]
+
+    @torch.no_grad()
+    def decode_one(self, row: Record, method: Method, prompt: Prefill, cache: CompressedCache) -> None:
+        """Fill in what decoding one row costs."""
+        self._held(row, method, cache, 1)
+        self._steps(row, cache, prompt.lengths[:, None])
+        self.grown[method.label, prompt.columns] = cache.memory().total
+
+    @torch.no_grad()
+    def decode(self, row: Record, method: Method, prompt: Prefill, aside: Aside, rows: int | str) -> None:
+        """Fill in what decoding costs in `rows` rows, or in as many as fit; the pass makes place for them."""
+        cache, position = method.compressed(self.model, prompt), prompt.lengths[:, None]
+        size = max(cache.memory().total, self.grown.get((method.label, prompt.columns), 0))
+        try:
+            aside.leave()
+            clear()
+            self._several(row, method, cache, position, rows, size)
+        finally:
+            del cache
+            clear()
+            aside.come_back()
+
+    def _several(
+        self, row: Record, method: Method, cache: CompressedCache, position: Tensor, rows: int | str, size: int
+    ) -> None:
+        """Decode in several rows, in fewer where "largest" does not fit; size: bytes of a row that decodes."""
+        largest = isinstance(rows, str)
+        batch = most_rows(size) if isinstance(rows, str) else rows
+        for left in reversed(range(ATTEMPTS if largest else 1)):
+            try:
+                repeated(cache, batch)
+                self._held(row, method, cache, batch)
+                self._steps(row, cache, position.expand(batch, 1))
+                return
+            except RuntimeError as error:
+                if not left or not out_of_memory(error):
+                    raise
+                print(f"    {batch} rows do not fit", flush=True)
+                batch = max(1, int(batch * LESS))
+            repeated(cache, 1)
+            clear()
+
+    def _held(self, row: Record, method: Method, cache: CompressedCache, batch: int) -> None:
+        """Fill in the bytes that are held, by measure and by formula, and those that a step reads."""
+        config, length = self.model.config, int(str(row["length"]))
+        stores = [layer.store for layer in cache.compressed if layer.store is not None]
+        group = config.num_attention_heads // config.num_key_value_heads
+        formula = method_bytes(method, config, length, self.model.dtype.itemsize)
+        row["gb"] = cache.memory().total / 1e9
+        row["formula_gb"] = "" if formula is None else batch * formula / 1e9
+        row["read_gb"] = sum(bytes_read(store, group) for store in stores) / 1e9
+
+    def _steps(self, row: Record, cache: CompressedCache, position: Tensor) -> None:
+        """Time whole periods of the flush, captured where they can be; then look where the time goes.
+
+        One period runs before them: the first tokens that leave the window compile what moves them.
+        """
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        decoding = Decoding(self.model, cache, position)
+        for _ in range(WARM_UP):
+            decoding.step()
+        graph = self.cuda and cache.capturable
+        step = decoding.graphed() if graph else decoding.step
+        period = next((layer.sizes.flush for layer in cache.compressed), 1)
+        for _ in range(period if graph else 0):
+            step()
+        steps = -(-self.new // period) * period if graph else min(EAGER, self.new)
+        spent = seconds(step, steps, self.cuda)
+        row.update(batch=len(position), token_ms=spent * 1e3, tokens_per_s=len(position) / spent)
+        row.update(loop="graph" if graph else "eager", why_eager=why_eager(cache))
+        if self.cuda:
+            each = each_ms(step, steps)
+            row.update(median_ms=median(each), worst_ms=max(each))
+            row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        if self.cuda and self.profile:
+            found = profiled(step)
+            row.update(where(found))
+            names = {name: row[name] for name in NAMES}
+            self.launches += [{**names, **asdict(launches)} for launches in found[:LONGEST]]
+
+
+def kind_of(method: Method) -> tuple[object, bool]:
+    """Methods of one kind can share a pass."""
+    return method.prefill, method.column_sums
+
+
+class Aside:
+    """K and V of a pass, which give their place on the GPU to a batch and come back.
+
+    goes: whether they leave; None, the default: if there is a GPU and they are more than 1 GB.
+
+    The copy on the host is made once: decoding changes nothing of a pass.
+    """
+
+    def __init__(self, prompt: Prefill, goes: bool | None = None) -> None:
+        goes = torch.cuda.is_available() and sum(prompt.bytes()) > 1e9 if goes is None else goes
+        self.layers = [layer for layer in prompt.layers if goes and isinstance(layer, PromptLayer)]
+        self.device = prompt.logits.device
+        self.copies: list[tuple[Tensor, Tensor]] = []
+
+    def leave(self) -> None:
+        """Go to the host."""
+        if not self.copies:
+            self.copies = [(on_host(layer.keys), on_host(layer.values)) for layer in self.layers]
+        for layer, (k, v) in zip(self.layers, self.copies, strict=True):
+            layer.take(k, v)
+
+    def come_back(self) -> None:
+        """Come back to the GPU; nothing happens where they did not leave."""
+        for layer, (k, v) in zip(self.layers, self.copies, strict=False):
+            layer.take(k.to(self.device, non_blocking=True), v.to(self.device, non_blocking=True))
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy in the host's memory that its GPU, if there is one, reads fast."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor)
+
+
+def most_rows(size: int) -> int:
+    """Rows of `size` bytes that fit beside what is there, at least 2."""
+    if not torch.cuda.is_available():
+        return 2
+    free = torch.cuda.mem_get_info()[0]
+    return max(2, int((free - WORK_SPACE) / size) + 1)

@@ -1,0 +1,1 @@
+"""Tokens per second and bytes held of a whole model that decodes."""

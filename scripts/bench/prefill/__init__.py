@@ -1,0 +1,1 @@
+"""What the pass over a prompt costs: to the first token, for sums over all queries, shared among methods."""

@@ -1,0 +1,1 @@
+"""Scores of masks and methods, tabulated from the rows of evaluations."""

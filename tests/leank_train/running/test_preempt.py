@@ -1,0 +1,143 @@
+"""Signals: a run that is told to stop saves at the end of its step, and goes on to the same scores."""
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+
+from leank_train.running.preempt import Signals
+from leank_train.running.recorder import Recorder
+from leank_train.train import run
+from tests.helpers.tiny_run import VALIDATION, alpha, save_model, settings
+from tests.leank_train.running.test_ddp import two_ranks
+
+NEVER = "checkpoint_every=1000"  # what is saved is saved by the signal
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def slurm_job(tmp_path, monkeypatch):
+    """Pretend to be job 7 and return the file in which `scontrol` would find what it is asked."""
+    asked = tmp_path / "asked"
+    program = tmp_path / "bin/scontrol"
+    program.parent.mkdir()
+    program.write_text(
+        f'#!/bin/sh\necho "$@" >> {asked}\n[ ! -e {tmp_path}/refuse ] || {{ echo disabled >&2; exit 1; }}\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    return asked
+
+
+def signalled(at, number):
+    """A hook that sends this process a signal in its `at`-th step; counts the steps in `.taken`."""
+    taken, keep = [], Recorder.on_train_batch_end
+
+    def hook(*args):
+        taken.append(1)
+        if len(taken) == at:
+            os.kill(os.getpid(), number)
+        keep(*args)
+
+    hook.taken = taken
+    return hook
+
+
+@pytest.mark.parametrize(("step", "number"), [(1, signal.SIGUSR1), (6, signal.SIGTERM), (8, signal.SIGINT)])
+def test_a_signal_saves_the_step_and_the_run_goes_on(model, tmp_path, monkeypatch, step, number):
+    config, before = settings(model, NEVER), [signal.getsignal(n) for n in (signal.SIGUSR1, signal.SIGTERM)]
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with monkeypatch.context() as patch, Signals() as signals:
+        patch.setattr(Recorder, "on_train_batch_end", signalled(step, number))
+        with pytest.raises(SystemExit) as stopped:
+            run(config, tmp_path / "stopped", signals)
+    assert stopped.value.code == 128 + number
+    assert [signal.getsignal(n) for n in (signal.SIGUSR1, signal.SIGTERM)] == before
+    stage, done = ("stage1", step) if step <= 6 else ("stage2", step - 6)
+    state = torch.load(tmp_path / f"stopped/checkpoints/{stage}/last.ckpt", weights_only=True)
+    assert state["global_step"] == done
+    assert not (tmp_path / "stopped/mask.safetensors").exists()
+    monkeypatch.setattr(Recorder, "on_train_batch_end", counted := signalled(None, number))
+    run(config, tmp_path / "stopped")
+    assert len(counted.taken) == 6 + 4 - step  # no step is done twice
+    run(config, tmp_path / "whole")
+    assert torch.equal(alpha(tmp_path / "stopped"), alpha(tmp_path / "whole"))
+
+
+def test_a_signal_during_validation_ends_at_once(model, tmp_path, monkeypatch):
+    """Nothing is lost by it: the stages are done, and the other ranks have left."""
+    config = settings(model, *VALIDATION)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr("leank_train.train.validate", lambda *args: os.kill(os.getpid(), signal.SIGUSR1))
+    with Signals() as signals, pytest.raises(SystemExit):
+        run(config, tmp_path, signals)
+    assert (tmp_path / "mask.safetensors").exists()
+    assert not (tmp_path / "metrics.json").exists()
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_step(capsys):
+    with Signals(kept=lambda: "3 steps are kept") as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.received == signal.SIGINT
+        with pytest.raises(SystemExit) as stopped:
+            os.kill(os.getpid(), signal.SIGINT)
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err == "leank_train: stopped by Ctrl-C; 3 steps are kept\n"
+
+
+def test_ctrl_c_before_the_first_step_stops_at_once():
+    with Signals() as signals:
+        signals.leave_at_once()
+        with pytest.raises(SystemExit) as stopped:
+            os.kill(os.getpid(), signal.SIGINT)
+    assert stopped.value.code == 130
+
+
+def leave(requeues, number=signal.SIGUSR1, first=True):
+    signals = Signals(requeues)
+    signals.received = number
+    with pytest.raises(SystemExit) as stopped:
+        signals.leave(first)
+    return stopped.value.code
+
+
+def test_only_the_first_rank_requeues_and_only_when_the_time_is_up(slurm_job, monkeypatch):
+    assert leave(2) == 0
+    assert slurm_job.read_text() == "requeue 7\n"
+    assert leave(2, first=False) == 0  # the others end well, so that nothing kills the first before it has asked
+    assert leave(2, signal.SIGTERM) == 128 + signal.SIGTERM  # scancel means it
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    assert leave(2) == leave(2, first=False) == 128 + signal.SIGUSR1
+    assert slurm_job.read_text() == "requeue 7\n"
+
+
+def test_a_refused_requeue_says_what_to_do(slurm_job, tmp_path):
+    (tmp_path / "refuse").touch()
+    signals = Signals(1)
+    signals.received = signal.SIGUSR1
+    with pytest.raises(RuntimeError, match=r"scontrol requeue 7: disabled; submit it with --requeue"):
+        signals.leave(first=True)
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_of_two_ranks_stops_both(model, tmp_path):
+    process = two_ranks(model, tmp_path, "out", "stage1.steps=2000", NEVER)
+    while process.poll() is None and not list(tmp_path.glob("out/config.yaml")):
+        time.sleep(0.05)
+    for line in process.stdout:
+        if "stage1:" in line:
+            break
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(children[0]), signal.SIGTERM)  # not the first
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM, output
+    assert (tmp_path / "out/checkpoints/stage1/last.ckpt").exists()

@@ -1,0 +1,90 @@
+"""The README's pictures: the table of recall from rows, and SVG files that say what the tables say."""
+
+import csv
+from xml.etree import ElementTree
+
+import pytest
+
+from scripts.bench.pictures import main, scores, spread
+from tests import ROOT
+
+RESULTS = ROOT / "docs/results"
+
+
+def texts(file):
+    return [element.text for element in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_seeds_are_averaged_per_sample_and_cells_count_alike():
+    def row(method, task, sample, score):
+        return {"task": task, "length": 1024, "sample": str(sample), "seed": 1, "method": method, "score": score}
+
+    rows = [row("dense", "a", 0, 1.0), row("leank_70pct_seed1", "a", 0, 1.0), row("leank_70pct_seed2", "a", 0, 0.5)]
+    rows += [row("leank_70pct_seed1", "b", i, 0.0) for i in range(3)] + [row("kl_90_seed1_cut_50pct", "a", 0, 0.0)]
+    dense, leank = scores(rows)
+    assert dense == {"label": "dense", "ratio": "", "recall": 100.0, "low": 100.0, "high": 100.0}
+    assert leank == {"label": "LeanK", "ratio": "70", "recall": 37.5, "low": 37.5, "high": 37.5}
+
+
+def test_kl_and_agreement_stand_beside_recall_where_rows_have_them():
+    def row(method, sample, kl, top1):
+        near = {"tokens": 9, "kl": kl, "top1": top1, "loss": None, "dense_loss": None, "non_finite": None}
+        return {"task": "a", "length": 1024, "sample": str(sample), "seed": 1, "method": method, "score": 1.0,
+                "fidelity": near}  # fmt: skip
+
+    rows = [row("dense", i, 0.0, 1.0) for i in range(2)]
+    rows += [row(f"kl_90_seed{seed}", i, 0.5 * seed, 1 - 0.25 * seed) for i in range(2) for seed in (1, 2)]
+    dense, leank = scores([*rows, row("think_90pct", 0, None, None)])[:2]
+    assert (dense["kl"], dense["top1"]) == (0, 100)
+    assert [leank[name] for name in ("kl", "kl_low", "kl_high", "top1")] == [0.75, 0.75, 0.75, 62.5]
+    broken = scores([*rows, row("think_90pct", 0, None, None)])[2]
+    assert (broken["kl"], broken["top1_high"]) == (None, None)
+
+
+def test_labels_move_apart_and_keep_their_order():
+    moved = spread([7.1, 99.0, 7.9, 11.9], 6)
+    assert moved[0] < moved[2] < moved[3] < moved[1]
+    assert moved[2] - moved[0] >= 5.999
+    assert moved[3] - moved[2] >= 5.999
+    assert moved[1] == pytest.approx(99)
+
+
+def test_recall_over_ratios(tmp_path):
+    lines = ["label,ratio,recall,low,high", "dense,,98.8,98.6,99.0"]
+    lines += [f"{label},{ratio},{recall},{recall - 1},{recall + 1}" for label, recall in (("LeanK", 98), ("new", 40))
+              for ratio in (50, 70, 95, 97)]  # fmt: skip
+    (tmp_path / "recall.csv").write_text("\n".join(lines))
+    main(["recall", str(tmp_path / "recall.csv"), str(tmp_path / "recall.svg")])
+    found = texts(tmp_path / "recall.svg")
+    assert {"dense 98.8%", "LeanK 98.0%", "new 40.0%", "50", "97"} <= set(found)
+    assert "95" not in found  # no room beside 97
+
+
+def test_tables_of_two_models_have_a_panel_each(tmp_path):
+    files = [tmp_path / name / "recall.csv" for name in ("one", "two")]
+    for number, file in enumerate(files):
+        file.parent.mkdir()
+        file.write_text(f"label,ratio,recall,low,high\ndense,,{90 + number},80,95\nLeanK,70,{60 + number},50,70\n")
+    main(["recall", *map(str, files), str(tmp_path / "recall.svg")])
+    wanted = {"model=one", "model=two", "dense 90.0%", "dense 91.0%", "LeanK 60.0%", "LeanK 61.0%"}
+    assert wanted <= set(texts(tmp_path / "recall.svg"))
+    with pytest.raises(SystemExit):
+        main(["scores", *map(str, files), str(tmp_path / "recall.svg")])
+
+
+def test_quality_against_documents(tmp_path):
+    lines = ["variant,documents,seed,recall,kl", "dense,,,98,0"]
+    lines += [f"{v},{n},{s},{90 + s},{0.1 * s}" for v in ("kl", "l2") for n in (16, 400) for s in (1, 2)]
+    (tmp_path / "documents.csv").write_text("\n".join(lines))
+    main(["documents", str(tmp_path / "documents.csv"), str(tmp_path / "documents.svg")])
+    wanted = {"KL", "L2", "dense", "16", "400", "recall, %", "KL from dense, nats a token"}
+    assert wanted <= set(texts(tmp_path / "documents.svg"))
+
+
+def test_speed_of_the_published_tables(tmp_path):
+    main(["speed", str(RESULTS / "h200"), str(tmp_path / "speed.svg")])
+    found = texts(tmp_path / "speed.svg")
+    with (RESULTS / "h200/generation.csv").open(newline="") as file:
+        first = next(r for r in csv.DictReader(file) if r["loop"] == "graph" and r["cache"] == "LeanK")
+    assert f"{float(first['tokens_per_s']):,.0f}" in found
+    assert "Qwen2.5-7B 8 x 32K" in found
