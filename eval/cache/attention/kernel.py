@@ -90,6 +90,29 @@ def _read(
 
 
 @triton.jit
+def _kept(
+    acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale, logits,
+    TILE: tl.constexpr, D: tl.constexpr, VALUES: tl.constexpr, EVEN: tl.constexpr, PAGE: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+):
+    """Tokens [first, last) of a middle part in 16 bits, by the form for its number of channels."""
+    if count <= 32:
+        acc, m, z = _read(acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale,
+                          logits, 32, 0, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
+    elif count <= 64:
+        acc, m, z = _read(acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale,
+                          logits, 64, 0, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
+    elif D > 64:
+        if count <= 96:
+            acc, m, z = _read(acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale,
+                              logits, 64, 32, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
+        else:
+            acc, m, z = _read(acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale,
+                              logits, 128, 0, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
+    return acc, m, z
+
+
+@triton.jit
 def merge(part, stat, first, parts, ROWS: tl.constexpr, MERGE_LINES: tl.constexpr, D: tl.constexpr):
     """Combine partial results first .. first + parts - 1 by log-sum-exp.
 
@@ -212,19 +235,9 @@ def decode(
             if BITS > 0:
                 acc, m, z = packed_middle(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count,
                                           scale, ROWS, TILE, D, EVEN, PAGE, BITS, CELL, PTX, WARPS)
-            elif count <= 32:
-                acc, m, z = _read(acc, m, z, q_row, ok, kept, of_v, base, k_at, v_at, first, last, count, width, scale,
-                                  logits, 32, 0, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
-            elif count <= 64:
-                acc, m, z = _read(acc, m, z, q_row, ok, kept, of_v, base, k_at, v_at, first, last, count, width, scale,
-                                  logits, 64, 0, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
-            elif D > 64:
-                if count <= 96:
-                    acc, m, z = _read(acc, m, z, q_row, ok, kept, of_v, base, k_at, v_at, first, last, count, width,
-                                      scale, logits, 64, 32, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
-                else:
-                    acc, m, z = _read(acc, m, z, q_row, ok, kept, of_v, base, k_at, v_at, first, last, count, width,
-                                      scale, logits, 128, 0, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
+            else:
+                acc, m, z = _kept(acc, m, z, q_row, ok, kept, of_v, base, k_at, v_at, first, last, count, width, scale,
+                                  logits, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
 
         if parts == 1:
             total = tl.sum(z, 1)

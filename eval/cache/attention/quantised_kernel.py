@@ -181,13 +181,13 @@ def _together(acc, m, z, a0, a1, a2, a3, top, sums, TILE: tl.constexpr, UNIT: tl
 
 
 @triton.jit
-def _middle(
-    acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
-    C: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
+def _sums(
+    q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
+    C: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
     EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Tokens [first, last) of a packed part with up to C channels.
+    """Every warp's softmax of tokens [first, last) of a packed part with up to C channels, as `_together` takes it.
 
     base, bytes_base: one address, from which the head's K and V begin k_at and v_at bytes on
     N: 8 where the tile has no more rows that count, else M
@@ -246,7 +246,7 @@ def _middle(
             sums += p
             a0, a1, a2, a3 = _add(a0, a1, a2, a3, p, page, number, half + 1, left - HALF,
                                   D, PAGE, BITS, CELL, PTX, dtype)
-    return _together(acc, m, z, a0, a1, a2, a3, top, sums, TILE, UNIT)
+    return a0, a1, a2, a3, top, sums
 
 
 @triton.jit
@@ -262,12 +262,15 @@ def packed_middle(
     """
     N: tl.constexpr = 8 if ROWS <= 8 and acc.shape[0] == 16 else acc.shape[0]
     if count <= 32 and BITS > 2:
-        acc, m, z = _middle(acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
-                            32 if BITS > 2 else 64, N, TILE, D, EVEN, PAGE, BITS, CELL, PTX, WARPS)
-    elif count <= 64:
-        acc, m, z = _middle(acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
-                            64, N, TILE, D, EVEN, PAGE, BITS, CELL, PTX, WARPS)
-    elif D > 64:
-        acc, m, z = _middle(acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
-                            128, N, TILE, D, EVEN, PAGE, BITS, CELL, PTX, WARPS)
-    return acc, m, z
+        a0, a1, a2, a3, top, sums = _sums(
+            q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
+            32 if BITS > 2 else 64, N, D, EVEN, PAGE, BITS, CELL, PTX, WARPS)
+    elif count <= 64 or D == 64:
+        a0, a1, a2, a3, top, sums = _sums(
+            q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
+            64, N, D, EVEN, PAGE, BITS, CELL, PTX, WARPS)
+    else:
+        a0, a1, a2, a3, top, sums = _sums(
+            q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
+            128, N, D, EVEN, PAGE, BITS, CELL, PTX, WARPS)
+    return _together(acc, m, z, a0, a1, a2, a3, top, sums, TILE, unit_of(base.dtype.element_ty, PTX))
