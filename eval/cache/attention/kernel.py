@@ -129,7 +129,9 @@ def merge(part, stat, first, parts, ROWS: tl.constexpr, MERGE_LINES: tl.constexp
     m = tl.full([PLACES], float("-inf"), tl.float32)
     z = tl.zeros([PLACES], tl.float32)
     for at in range(0, parts, MERGE_LINES):
-        new, accs, pairs = m, (), ()
+        new = m
+        accs = tl.tuple([])
+        pairs = tl.tuple([])
         for i in tl.static_range(MERGE_LINES):
             there = i * PLACES + place < (parts - at) * PLACES
             pairs += (tl.load(stat + i * ROWS, mask=there, other=0xFF800000, cache_modifier=".cg"),)  # -inf and 0

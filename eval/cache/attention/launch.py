@@ -59,8 +59,7 @@ class Config:
     slow: float = 1.0
 
 
-# for tiles of more than 16 rows; ptxas by itself takes 32 registers there, and spills
-WIDE = Config(warps=8, registers=128)
+WIDE = Config(warps=8)  # for tiles of more than 16 rows
 # with a page more ahead, 8 warps' pages of 128 channels take 147 KB, and two programs do not fit a multiprocessor
 WIDE_PACKED = replace(WIDE, stages=2)
 PACKED = {8: Config(), 4: Config(stages=2), 2: Config(stages=2, slow=1.6)}  # for packed middles, by bits
@@ -155,11 +154,13 @@ class Kernel:
     def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
         """Attention in one launch; parameters and result are those of `reference.attend`.
 
-        Raises ValueError for a softmax that is not plain.
+        Raises ValueError for a softmax that is not plain, and for a scaling <= 0 of a packed middle.
         """
         if not softmax.plain:
             raise ValueError(f'{softmax.why_not_kernel}; use backend="auto" or "torch"')
         plan = self.prepare(store)
+        if plan.packing is not None and not scaling > 0:
+            raise ValueError(f'scaling={scaling} of logits must be positive for a packed middle; use backend="torch"')
         batch, q_heads, queries, dim = q.shape
         heads, slots = store.ring_k.shape[1:3]
         group = q_heads // heads

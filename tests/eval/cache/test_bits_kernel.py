@@ -92,6 +92,16 @@ def test_logits_and_results_are_divided_by_the_unit(monkeypatch):
     check_decoding([17, 64], 64, 2, [170, 90], sizes, torch.float32, Packing(8, 32), 1, 2, Config(), 3)
 
 
+@pytest.mark.parametrize("scaling", [0.0, -0.1])
+def test_a_scaling_that_is_not_positive_is_refused(scaling):
+    """The loop takes the maximum before it scales."""
+    dtype = torch.bfloat16 if ON_GPU else torch.float16
+    store = make_store([40, 0], 64, [90], Sizes(4, 16, 32), dtype, bits=Packing(4, 32))
+    position = store.append(*torch.randn(2, 1, 2, 1, 64).to(DEVICE, dtype))
+    with pytest.raises(ValueError, match=r"scaling=.* must be positive"):
+        Kernel(programs=4).attend(store, torch.randn(1, 2, 1, 64).to(DEVICE, dtype), position, scaling)
+
+
 @pytest.mark.usefixtures("poisoned_cells")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_tokens_that_left_the_window_are_read_from_half_filled_pages():
