@@ -191,8 +191,6 @@ def decode(
         are; there is one chunk then, and no packed middle
     EARLY: whether programs may start before the launch ahead of this one has ended
     """
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     chunk = tl.program_id(1)
     PER: tl.constexpr = M // GROUP  # query tokens of a chunk
     r, d = tl.arange(0, M), tl.arange(0, D)
@@ -205,6 +203,8 @@ def decode(
     z = tl.zeros([M, TILE], tl.float32)
     line = tl.program_id(0).to(tl.int64)
     while line >= 0:
+        if EARLY:
+            tl.extra.cuda.gdc_wait()  # here, behind what the compiler takes out of the loop
         entry = table + line * FIELDS
         kind, row, head = tl.load(entry + PART), tl.load(entry + ROW), tl.load(entry + HEAD)
         first, last = tl.multiple_of(tl.load(entry + FIRST).to(tl.int32), PAGE), tl.load(entry + LAST).to(tl.int32)
