@@ -68,6 +68,22 @@ def sink_and_window(
 
 
 @triton.jit
+def _ends(
+    acc, m, z, q_row, ok, base, seen_ptr, start_ptr, position_ptr, k_at, v_at, first, last, row, t, ring, queries,
+    slots, scale, logits,
+    TILE: tl.constexpr, D: tl.constexpr, WEIGHTS: tl.constexpr,
+):
+    """Slots [first, last) of row's sink or, if `ring`, window, k_at and v_at elements from base, for query tokens t."""
+    k, v = tl.multiple_of(base + k_at, 16), tl.multiple_of(base + v_at, 16)
+    position = tl.load(position_ptr + row * queries + t, mask=ok, other=-1).to(tl.int32)
+    seen = tl.load(seen_ptr + row).to(tl.int32)
+    start = tl.where(ring, tl.load(start_ptr + row).to(tl.int32), 0)
+    return sink_and_window(
+        acc, m, z, q_row, ok, position, k, v, first, tl.minimum(last, seen), seen, start, slots, ring, scale, logits,
+        TILE, D, WEIGHTS)
+
+
+@triton.jit
 def _read(
     acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale, logits,
     C0: tl.constexpr, C1: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, VALUES: tl.constexpr,
@@ -77,7 +93,7 @@ def _read(
 
     ranks, width: of the kept channels of V, at most VALUES; VALUES 0 = V has all its channels
     """
-    k, v = base + tl.multiple_of(k_at, PAGE), base + tl.multiple_of(v_at, PAGE)
+    k, v = tl.multiple_of(base + k_at, 16), tl.multiple_of(base + v_at, 16)
     if VALUES == 0:
         acc, m, z = middle(acc, m, z, q_row, ok, index, k, v, first, last, count, width, scale, logits,
                            C0, C1, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
@@ -165,6 +181,37 @@ def store_rows(
     tl.store(out + to, tl.where(real[:, None], result, 0.0).to(out.dtype.element_ty), mask=ok[:, None])
 
 
+@triton.jit
+def _finish(
+    out, part, stat, done, scratch, position_ptr, acc, m, z, ok, row, head, parts, number, first_number, places, queries,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
+    MERGE_LINES: tl.constexpr, WEIGHTS: tl.constexpr,
+):
+    """Leave partial result `number` of a (row, head) that has `parts`; the last program to do so merges them into out.
+
+    The only partial result of a (row, head) is its result. part, stat and done are those of `decode`.
+    """
+    chunk, r, d = tl.program_id(1), tl.arange(0, M), tl.arange(0, D)
+    if parts == 1:
+        total = tl.sum(z, 1)
+        result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        store_rows(out, result, row, head, position_ptr, queries, chunk, M, M, GROUP, H, D)
+        store_lse(scratch, (row * H + head) * ROWS + r, m, total, ok, WEIGHTS)
+    elif parts > 1:
+        at = number * ROWS + r
+        tl.store(part + at[:, None] * D + d[None, :], acc, mask=ok[:, None])
+        tl.store(stat + 2 * at, m, mask=ok)
+        tl.store(stat + 2 * at + 1, tl.sum(z, 1), mask=ok)
+        tl.debug_barrier()  # all of it is written before the ticket says so
+        ticket = done + chunk * places + row * H + head
+        if tl.atomic_add(ticket, 1, sem="acq_rel") == parts - 1:
+            merged, most, total = merge(part, stat, first_number, parts, ROWS, MERGE_LINES, D)
+            store_rows(out, merged, row, head, position_ptr, queries, chunk, ROWS, M, GROUP, H, D)
+            rows = tl.arange(0, ROWS)
+            store_lse(scratch, (row * H + head) * ROWS + rows, most, total, rows < GROUP * queries, WEIGHTS)
+            tl.store(ticket, 0)
+
+
 @triton.jit(do_not_specialize=["partials", "places"])
 def decode(
     base, bytes_base, q, out, index, ranks, table, seen_ptr, start_ptr, tail_ptr, position_ptr, part, stat, done,
@@ -193,7 +240,7 @@ def decode(
     """
     chunk = tl.program_id(1)
     PER: tl.constexpr = M // GROUP  # query tokens of a chunk
-    r, d = tl.arange(0, M), tl.arange(0, D)
+    r = tl.arange(0, M)
     t = chunk * PER + r // GROUP
     ok = (r // GROUP < PER) & (t < queries)
     part += chunk.to(tl.int64) * partials * ROWS * D
@@ -222,14 +269,8 @@ def decode(
         logits = logits_of(scratch, room, seen_ptr, start_ptr, tail_ptr, row, row * H + head, places, r, sink,
                            kind != SINK, kind == WINDOW, ROWS, WEIGHTS)
         if kind <= WINDOW:  # sink or window
-            k, v = base + tl.multiple_of(k_at, PAGE), base + tl.multiple_of(v_at, PAGE)
-            position = tl.load(position_ptr + row * queries + t, mask=ok, other=-1).to(tl.int32)
-            seen = tl.load(seen_ptr + row).to(tl.int32)
-            start = tl.where(kind == WINDOW, tl.load(start_ptr + row).to(tl.int32), 0)
-            end = tl.minimum(last, seen)
-            acc, m, z = sink_and_window(
-                acc, m, z, q_row, ok, position, k, v, first, end, seen, start, slots, kind == WINDOW, scale, logits,
-                TILE, D, WEIGHTS)
+            acc, m, z = _ends(acc, m, z, q_row, ok, base, seen_ptr, start_ptr, position_ptr, k_at, v_at, first, last,
+                              row, t, kind == WINDOW, queries, slots, scale, logits, TILE, D, WEIGHTS)
         else:
             if kind == TAIL:
                 last = tl.minimum(last, tl.load(tail_ptr + row * H + head).to(tl.int32))
@@ -240,22 +281,5 @@ def decode(
             else:
                 acc, m, z = _kept(acc, m, z, q_row, ok, kept, of_v, base, k_at, v_at, first, last, count, width, scale,
                                   logits, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
-
-        if parts == 1:
-            total = tl.sum(z, 1)
-            result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-            store_rows(out, result, row, head, position_ptr, queries, chunk, M, M, GROUP, H, D)
-            store_lse(scratch, (row * H + head) * ROWS + r, m, total, ok, WEIGHTS)
-        elif parts > 1:
-            at = number * ROWS + r
-            tl.store(part + at[:, None] * D + d[None, :], acc, mask=ok[:, None])
-            tl.store(stat + 2 * at, m, mask=ok)
-            tl.store(stat + 2 * at + 1, tl.sum(z, 1), mask=ok)
-            tl.debug_barrier()  # all of it is written before the ticket says so
-            ticket = done + chunk * places + row * H + head
-            if tl.atomic_add(ticket, 1, sem="acq_rel") == parts - 1:
-                merged, most, total = merge(part, stat, first_number, parts, ROWS, MERGE_LINES, D)
-                store_rows(out, merged, row, head, position_ptr, queries, chunk, ROWS, M, GROUP, H, D)
-                rows = tl.arange(0, ROWS)
-                store_lse(scratch, (row * H + head) * ROWS + rows, most, total, rows < GROUP * queries, WEIGHTS)
-                tl.store(ticket, 0)
+        _finish(out, part, stat, done, scratch, position_ptr, acc, m, z, ok, row, head, parts, number, first_number,
+                places, queries, H, GROUP, D, M, ROWS, MERGE_LINES, WEIGHTS)

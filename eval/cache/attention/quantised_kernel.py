@@ -208,7 +208,7 @@ def _sums(
         width = room // SHARED
     k_codes = width * (PAGE if BITS == 8 else HALF)
     k_page = k_codes + PAGE // CELL * WORD * room
-    k, v = bytes_base + tl.multiple_of(k_at, 16 if EVEN else 4), bytes_base + tl.multiple_of(v_at, 16)
+    k, v = tl.multiple_of(bytes_base + k_at, 16 if EVEN else 4), tl.multiple_of(bytes_base + v_at, 16)
     row, token, warp = tl.arange(0, C // SHARED), _tokens(), tl.arange(0, WARPS)
     number, half = warp * PARTS // 2, warp * PARTS % 2
     q0 = _queries(q_row, ok, index, row, tl.minimum(width, count), WARPS)
