@@ -183,7 +183,8 @@ def store_rows(
 
 @triton.jit
 def _finish(
-    out, part, stat, done, scratch, position_ptr, acc, m, z, ok, row, head, parts, number, first_number, places, queries,
+    out, part, stat, done, scratch, position_ptr, acc, m, z, ok, row, head, parts, number, first_number, places,
+    queries,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
     MERGE_LINES: tl.constexpr, WEIGHTS: tl.constexpr,
 ):
