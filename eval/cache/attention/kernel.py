@@ -220,7 +220,7 @@ def decode(
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
     MERGE_LINES: tl.constexpr, EVEN: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr,
     BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr, WARPS: tl.constexpr, VALUES: tl.constexpr,
-    WEIGHTS: tl.constexpr, EARLY: tl.constexpr,
+    WEIGHTS: tl.constexpr,
 ):
     """Program (p, c): span p of the work table for the query tokens of chunk c.
 
@@ -237,7 +237,6 @@ def decode(
     ranks: [B, H, D], by a stride; the place of each channel of V among the kept, read unless VALUES is 0
     WEIGHTS: whether to leave logits and log-sum-exp for weights_kernel.add_weights, which says what scratch and room
         are; there is one chunk then, and no packed middle
-    EARLY: whether programs may start before the launch ahead of this one has ended
     """
     chunk = tl.program_id(1)
     PER: tl.constexpr = M // GROUP  # query tokens of a chunk
@@ -251,8 +250,6 @@ def decode(
     z = tl.zeros([M, TILE], tl.float32)
     line = tl.program_id(0).to(tl.int64)
     while line >= 0:
-        if EARLY:
-            tl.extra.cuda.gdc_wait()  # here, behind what the compiler takes out of the loop
         entry = table + line * FIELDS
         kind, row, head = tl.load(entry + PART), tl.load(entry + ROW), tl.load(entry + HEAD)
         first, last = tl.multiple_of(tl.load(entry + FIRST).to(tl.int32), PAGE), tl.load(entry + LAST).to(tl.int32)

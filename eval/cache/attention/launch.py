@@ -29,15 +29,6 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@functools.cache
-def starts_early(device: torch.device) -> bool:
-    """Whether the decode kernel's programs take their places while the launch before them still runs.
-
-    That hides what a launch costs. They wait for its end before they read, so it may be any launch.
-    """
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 @dataclass(frozen=True)
 class Config:
     """How the decode kernel is launched.
@@ -109,7 +100,6 @@ class Kernel:
             H=heads,
             PADDED=triton.next_power_of_2(heads),
             D=dim,
-            EARLY=starts_early(k.device),
         )
         return position
 
@@ -203,11 +193,9 @@ class Kernel:
             WARPS=config.warps,
             VALUES=plan.values,
             WEIGHTS=plan.room is not None,
-            EARLY=starts_early(q.device),
             num_warps=config.warps,
             num_stages=config.stages,
             maxnreg=config.registers or None,
-            **({"launch_pdl": True} if starts_early(q.device) else {}),
         )
         if store.eviction is not None and plan.room is not None:
             self.weights.add(store, store.eviction.decay, plan.room, position, group, rows)
