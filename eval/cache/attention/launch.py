@@ -53,7 +53,8 @@ class Config:
 WIDE = Config(warps=8)  # for tiles of more than 16 rows
 # with a page more ahead, 8 warps' pages of 128 channels take 147 KB, and two programs do not fit a multiprocessor
 WIDE_PACKED = replace(WIDE, stages=2)
-PACKED = {8: Config(), 4: Config(stages=2), 2: Config(stages=2, slow=1.6)}  # for packed middles, by bits
+PACKED = {8: Config(), 4: Config(slow=1.6), 2: Config(slow=1.6)}  # for packed middles, by bits
+FEW = 32  # pages of a packed middle for each program; with fewer, one page more ahead costs more than it gains
 
 
 @dataclass
@@ -66,6 +67,7 @@ class LaunchPlan:
     even: bool  # every channel count is a multiple of 32: no masks in the main loop
     values: int  # the most channels that V keeps, rounded up to a power of two; 0 = all
     packing: Packing | None
+    few: bool = False  # every program reads few pages of the middle; see FEW
     room: Room | None = None  # where the scores of a layer that evicts lie; see weights_kernel
 
     def __deepcopy__(self, memo: object) -> None:
@@ -162,7 +164,7 @@ class Kernel:
         if queries > at_once:
             pieces = zip(q.split(at_once, 2), position.split(at_once, 1), strict=True)
             return torch.cat([self.attend(store, *piece, scaling) for piece in pieces], 1)
-        config = self._config(plan.packing, tile_rows)
+        config = self._config(plan.packing, tile_rows, plan.few)
         chunks = -(-queries // per_chunk)
         rows = min(tile_rows, triton.next_power_of_2(group * min(queries, per_chunk)))
         most = batch * heads + plan.programs  # upper bound on partial results, for any table
@@ -213,7 +215,8 @@ class Kernel:
         config = self._config(packing, 16)
         programs = self.programs or multiprocessors(device) * config.per_sm
         share = packing.cell(dtype) / (packing.group * dtype.itemsize) if packing else 1.0
-        lines = work.cut(work.units(store), programs, config.tile, share * config.slow)
+        units = work.units(store)
+        lines = work.cut(units, programs, config.tile, share * config.slow)
         most = programs + work.STORAGE_PARTS * batch * heads  # every cut and every unit begins at most one piece
         if old is not None and len(old.table) == most and old.table.device == device:
             table = old.table
@@ -223,14 +226,17 @@ class Kernel:
         even = bool((store.channels.count % 32 == 0).all())
         values = 0 if store.values is None else max(16, triton.next_power_of_2(int(store.values.count.max())))
         room = self.weights.fit(store, None if old is None else old.room)
-        plan = LaunchPlan(table, store.version, programs, even, values, packing, room)
+        few = int(units[units[:, 0] >= work.PROMPT, 3].sum()) < FEW * PAGE * programs
+        plan = LaunchPlan(table, store.version, programs, even, values, packing, few, room)
         store.plan = plan
         return plan
 
-    def _config(self, packing: Packing | None, tile_rows: int) -> Config:
+    def _config(self, packing: Packing | None, tile_rows: int, few: bool = False) -> Config:
         if tile_rows > 16:
             return WIDE if packing is None else WIDE_PACKED
-        return self.config or (Config() if packing is None else PACKED[packing.bits])
+        if self.config or packing is None:
+            return self.config or Config()
+        return replace(PACKED[packing.bits], stages=2) if few else PACKED[packing.bits]
 
     def _scratch(self, lines: int, dim: int, counters: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Partial results [lines, D], their (max, sum) [lines, 2], and counters, which a launch leaves at zero."""
