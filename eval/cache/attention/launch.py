@@ -39,6 +39,7 @@ class Config:
     per_sm: programs per multiprocessor
     merge: lines of partial results that a merge asks for at a time; a line is one query row's
     slow: how much longer a byte of a packed middle takes than one of sink and window
+    piece: what it costs to start a piece, as bytes that could have been read meanwhile
     """
 
     tile: int = 64
@@ -48,13 +49,15 @@ class Config:
     per_sm: int = 2
     merge: int = 64
     slow: float = 1.0
+    piece: int = work.PIECE_BYTES
 
 
 WIDE = Config(warps=8)  # for tiles of more than 16 rows
 # with a page more ahead, 8 warps' pages of 128 channels take 147 KB, and two programs do not fit a multiprocessor
 WIDE_PACKED = replace(WIDE, stages=2)
 PACKED = {8: Config(), 4: Config(slow=1.6), 2: Config(slow=1.6)}  # for packed middles, by bits
-FEW = 32  # pages of a packed middle for each program; with fewer, one page more ahead costs more than it gains
+FEW = 32  # pages of the middle for each program; with fewer, asking for another one ahead costs more than it gains
+PACKED_FEW = {bits: replace(config, stages=2) for bits, config in PACKED.items()}
 
 
 @dataclass
@@ -212,11 +215,12 @@ class Kernel:
         device = store.ring_k.device
         bits, dtype = store.middle.bits, store.ring_k.dtype
         packing = bits if isinstance(bits, Packing) else None
-        config = self._config(packing, 16)
-        programs = self.programs or multiprocessors(device) * config.per_sm
-        share = packing.cell(dtype) / (packing.group * dtype.itemsize) if packing else 1.0
+        programs = self.programs or multiprocessors(device) * self._config(packing, 16).per_sm
         units = work.units(store)
-        lines = work.cut(units, programs, config.tile, share * config.slow)
+        few = int(units[units[:, 0] >= work.PROMPT, 3].sum()) < FEW * PAGE * programs
+        config = self._config(packing, 16, few)
+        share = packing.cell(dtype) / (packing.group * dtype.itemsize) if packing else 1.0
+        lines = work.cut(units, programs, config.tile, share * config.slow, config.piece)
         most = programs + work.STORAGE_PARTS * batch * heads  # every cut and every unit begins at most one piece
         if old is not None and len(old.table) == most and old.table.device == device:
             table = old.table
@@ -226,7 +230,6 @@ class Kernel:
         even = bool((store.channels.count % 32 == 0).all())
         values = 0 if store.values is None else max(16, triton.next_power_of_2(int(store.values.count.max())))
         room = self.weights.fit(store, None if old is None else old.room)
-        few = int(units[units[:, 0] >= work.PROMPT, 3].sum()) < FEW * PAGE * programs
         plan = LaunchPlan(table, store.version, programs, even, values, packing, few, room)
         store.plan = plan
         return plan
@@ -236,7 +239,7 @@ class Kernel:
             return WIDE if packing is None else WIDE_PACKED
         if self.config or packing is None:
             return self.config or Config()
-        return replace(PACKED[packing.bits], stages=2) if few else PACKED[packing.bits]
+        return (PACKED_FEW if few else PACKED)[packing.bits]
 
     def _scratch(self, lines: int, dim: int, counters: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Partial results [lines, D], their (max, sum) [lines, 2], and counters, which a launch leaves at zero."""

@@ -1,8 +1,6 @@
 """The decode kernel over a packed middle against its float64 reference: in Triton's interpreter on a CPU, on the device
 with `-m gpu`."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 from tests.eval.cache.test_kernel import DEVICE, ON_GPU, error, interpreter_takes_numpys_scalars, make_store  # noqa: F401
 
 from eval.cache.attention import quantised_kernel, unpacking_kernel  # isort: skip
-from eval.cache.attention.launch import FEW, PACKED, Config, Kernel  # isort: skip  (needs Triton, which the line above asks for)
+from eval.cache.attention.launch import FEW, PACKED, PACKED_FEW, Config, Kernel  # isort: skip  (needs Triton, which the line above asks for)
 from eval.cache.storage.quantised import Packing
 from eval.cache.storage.store import Sizes
 
@@ -101,7 +99,7 @@ def test_a_program_of_few_pages_asks_for_fewer_of_them_ahead(bits):
     store = make_store([64], 64, [64 * FEW + 90], Sizes(4, 16, 32), torch.float16, bits=Packing(bits, 32))
     assert not Kernel(programs=1).prepare(store).few
     kernel = Kernel()
-    assert kernel._config(Packing(bits), 16, few=True) == replace(PACKED[bits], stages=2)
+    assert kernel._config(Packing(bits), 16, few=True) == PACKED_FEW[bits]
     assert kernel._config(Packing(bits), 16, few=False) == PACKED[bits]
     assert Kernel(Config(stages=4))._config(Packing(bits), 16, few=True).stages == 4  # what was asked for
 
