@@ -184,6 +184,13 @@ def load(
         )
     except OSError as error:
         raise FileNotFoundError(_missing(name, error)) from error
+    except ValueError as error:
+        if "attention implementation" not in str(error):
+            raise
+        raise ValueError(
+            f"model.name={name!r} cannot be used: transformers has no attention={attention} for {config.model_type}, "
+            "whose logits of attention are soft-capped or have sinks; choose another model"
+        ) from error
     try:
         check_decoder(model)
     except ValueError as error:

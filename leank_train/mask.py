@@ -193,7 +193,7 @@ def _count_best(scores: Tensor, budget: int) -> Tensor:
     return torch.bincount(chosen // scores.shape[1], minlength=scores.shape[0])
 
 
-def check_ratio(shape: Sequence[int], ratio: float, align: int, rounding: str) -> None:
+def check_ratio(shape: Sequence[int], ratio: float, align: int, rounding: str, name: str = "ratio") -> None:
     """Raise ValueError that names the setting for a ratio that no scores can meet.
 
     Such a ratio leaves every head empty, or prunes nothing although it is above 0: a result would carry a ratio that
@@ -202,10 +202,11 @@ def check_ratio(shape: Sequence[int], ratio: float, align: int, rounding: str) -
 
     shape: [L, H, D] of the scores.
     ratio, align, rounding: see `ChannelMask.from_scores`.
+    name: of the setting that has the ratio.
     """
     total, dim = math.prod(shape), shape[-1]
     if not _is_number(ratio) or not 0 <= ratio < 1:
-        raise ValueError(f"ratio={ratio!r} is not in [0, 1); it is the share of K channels to prune, such as 0.7")
+        raise ValueError(f"{name}={ratio!r} is not in [0, 1); it is the share of K channels to prune, such as 0.7")
     if not _is_number(align) or align != int(align) or align < 1 or dim % align:
         raise ValueError(f"align={align!r} does not divide head_dim={dim}; use 1 or a divisor such as 16")
     if rounding not in ROUNDINGS:
@@ -220,8 +221,9 @@ def check_ratio(shape: Sequence[int], ratio: float, align: int, rounding: str) -
         empty, whole = kept + up < align, total - kept <= up
     if empty or whole:
         raise ValueError(
-            f"ratio={ratio} with align={align} would {'empty every head' if empty else 'prune nothing'}: {list(shape)} "
-            f"channels are {total // align} blocks of {align}; {'lower' if empty else 'raise'} ratio, or lower align"
+            f"{name}={ratio} with align={align} would {'empty every head' if empty else 'prune nothing'}: "
+            f"{list(shape)} channels are {total // align} blocks of {align}; "
+            f"{'lower' if empty else 'raise'} {name}, or lower align"
         )
 
 

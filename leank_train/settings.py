@@ -147,9 +147,9 @@ class RunConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         pruning, data, validation = self.pruning, self.data, self.validation
-        need(
-            self.stage2.lam != steering.AUTO, "stage2.lam='auto' must be a number: only stage 1 has a penalty to steer"
-        )
+        for stage, key, other in (("stage2", "lam", 1), ("stage2", "l1", 1), ("stage1", "straight_through", 2)):
+            value, default = getattr(getattr(self, stage), key), getattr(StageConfig, key)
+            need(value == default, f"{stage}.{key}={value!r} has no effect: only stage {other} has it; leave it out")
         need(
             self.stage1.lam != steering.AUTO or (self.stage1.l1, self.stage1.reduction) == ("mean", "official"),
             f"stage1.l1={self.stage1.l1!r} and stage1.reduction={self.stage1.reduction!r} with stage1.lam='auto': the "

@@ -114,8 +114,8 @@ def load_backbone(config: RunConfig, shared: parallel.Parallel) -> Backbone:
 def check_inputs(config: RunConfig, backbone: Backbone) -> None:
     """Raise ValueError now for what would otherwise end the run hours later.
 
-    That is a context too short for a task, an answer without tokens, a validation length that does not fit, and a
-    pruning ratio that no scores can meet.
+    That is a context too short for a task, an answer without tokens, a validation length that does not fit, and
+    pruning ratios, those of `extra_ratios` included, that no scores can meet.
     """
     first = mixture(config, backbone, "stage1", 1)
     try:
@@ -125,7 +125,9 @@ def check_inputs(config: RunConfig, backbone: Backbone) -> None:
     for together in [documents] if config.data.documents > 1 else [[d] for d in documents]:
         collate(backbone, together)
     check_lengths(config, backbone)
-    check_ratio(backbone.shape, config.pruning.ratio, config.pruning.align, config.pruning.rounding)
+    pruning = config.pruning
+    for name, ratio in [("ratio", pruning.ratio), *(("extra_ratios", ratio) for ratio in config.extra_ratios)]:
+        check_ratio(backbone.shape, ratio, pruning.align, pruning.rounding, name)
 
 
 def save_masks(current: Run, scores1: Tensor, alpha: Tensor) -> ChannelMask:
@@ -161,10 +163,14 @@ def measured(current: Run, mask: ChannelMask, scores1: Tensor, alpha: Tensor, re
     """Return the metrics of training; warn if the cut of stage 1's scores was arbitrary."""
     ratio = current.config.pruning.ratio
     separation = Separation.of(scores1, ratio)
-    if warning := separation.warning(ratio, current.config.stage1.lam == AUTO):
+    steps1 = records["stage1"].steps
+    steered = steps1[-1]["lam"] if steps1 and current.config.stage1.lam == AUTO else None
+    if warning := separation.warning(ratio, steered):
         log.warning("%s: %s", current.out, warning)
     best = {name: best_look(record.looks) for name, record in records.items() if record.looks}
-    heldout = {name: {"step": step, "loss": loss} for name, (step, loss) in best.items()}
+    heldout = {
+        name: {"step": at, "loss": loss, "ended": records[name].looks[-1][0]} for name, (at, loss) in best.items()
+    }
     return {
         "pruning_ratio": mask.pruning_ratio,
         "empty_heads": int((mask.channels_per_head == 0).sum()),

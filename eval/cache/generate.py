@@ -9,19 +9,24 @@ captured, so that a later call, also one after reset(), replays it from its seco
 transformers': its loop, logits processors, sampling, stopping criteria and outputs. Where a step cannot be captured (on
 a CPU, for a method that the kernel cannot read, for beams and assisted decoding), it runs as usual, with the same
 result.
+
+After every token, transformers waits until the GPU has said whether all rows have ended, and the GPU would then wait
+for the next step to be launched. So the next step begins before the question, on a stream of its own. If all rows have
+ended, it is taken back.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.utils import GenerateOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput
 
-from eval.cache.graph import CAPTURE_FOR, DecodeLoop, KeptSteps, capturable, step_key
+from eval.cache.graph import CAPTURE_FOR, DecodeLoop, KeptSteps, capturable, retractable, step_key
 
 PLAIN = {"inputs_embeds", "output_attentions", "output_hidden_states"}  # inputs that a captured step does not have
 
@@ -37,6 +42,7 @@ class _Stepped:
     def __init__(self, model: PreTrainedModel, cache: Cache, longest: int) -> None:
         self._model, self._cache, self._longest = model, cache, longest
         self._loop: DecodeLoop | None = None
+        self._ahead = False  # whether steps begin before it is known that they are needed
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._model, name)
@@ -45,7 +51,7 @@ class _Stepped:
         tokens: Tensor | None = inputs.get("input_ids")
         positions: Tensor | None = inputs.get("position_ids")
         if tokens is None or positions is None or tokens.shape[1] != 1 or any(inputs.get(name) for name in PLAIN):
-            self._loop = None  # whatever was captured does not know of these tokens
+            self.end()  # whatever was captured does not know of these tokens
             return self._model(**inputs)
         if self._loop is None:
             self._loop = DecodeLoop(self._model, self._cache, positions)
@@ -54,11 +60,23 @@ class _Stepped:
         logits = self._loop.step(tokens, inputs.get("attention_mask"))
         return CausalLMOutputWithPast(logits=logits[:, None], past_key_values=self._cache)
 
+    def begin(self, columns: int, tokens: Tensor) -> None:
+        """Begin the step after `tokens` [B, 1], the last of `columns`, unless generation ends there in any case."""
+        if self._loop is not None and self._loop.captured and self._ahead and columns < self._longest:
+            self._loop.begin(tokens)
+
+    def end(self) -> None:
+        """Take back a step that was begun and is not needed."""
+        if self._loop is not None:
+            self._loop.take_back()
+            self._loop = None
+
     def _captured(self, loop: DecodeLoop) -> DecodeLoop:
         """The loop of an earlier call, if its step reads what is held now; else this one, captured if that pays."""
         if not capturable(self._cache):
             return loop
         cache: Any = self._cache
+        self._ahead = retractable(cache)
         kept: KeptSteps = cache.steps
         if kept.loop is not None and kept.key == step_key(self._model, cache.addresses()):
             kept.loop.resume(loop.positions)
@@ -72,8 +90,32 @@ class _Stepped:
         return self._longest - self._cache.get_seq_length() > CAPTURE_FOR
 
 
+class _NextStep(StoppingCriteria):
+    """Among the stopping criteria the one that stops nothing, and lets the next step begin."""
+
+    def __init__(self, stepped: _Stepped) -> None:
+        self._stepped = stepped
+
+    def __call__(self, input_ids: Tensor, scores: tuple[Tensor, ...] | None, **kwargs: object) -> Tensor:
+        """False for every row."""
+        self._stepped.begin(input_ids.shape[1], input_ids[:, -1:])
+        return input_ids.new_zeros(len(input_ids), dtype=torch.bool)
+
+    def among(self, criteria: StoppingCriteriaList) -> StoppingCriteriaList:
+        """The criteria and this one, which is first if the others are transformers' own: the GPU waits for none then.
+
+        A user's criterion may change the tokens or look at the cache; the next step begins after it.
+        """
+        own = all(type(criterion).__module__.startswith("transformers.") for criterion in criteria)
+        return StoppingCriteriaList([self, *criteria] if own else [*criteria, self])
+
+
 def graph_decoding(
-    model: PreTrainedModel, input_ids: Tensor, generation_config: GenerationConfig, **kwargs: Any
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    generation_config: GenerationConfig,
+    stopping_criteria: StoppingCriteriaList,
+    **kwargs: Any,
 ) -> GenerateOutput | Tensor:
     """Greedy decoding and sampling for `model.generate(custom_generate=graph_decoding)`; beams run as usual.
 
@@ -83,11 +125,18 @@ def graph_decoding(
     """
     mode: Any = type(model)  # the modes of generate() are methods of its class, without a public name
     if generation_config.num_beams > 1:
-        return mode._beam_search(model, input_ids, generation_config=generation_config, **kwargs)
+        given = {"generation_config": generation_config, "stopping_criteria": stopping_criteria}
+        return mode._beam_search(model, input_ids, **given, **kwargs)
     if generation_config.prompt_lookup_num_tokens or generation_config.is_assistant:
         raise ValueError("custom_generate=graph_decoding cannot assist decoding; leave custom_generate out")
     stepped = _Stepped(model, kwargs["past_key_values"], generation_config.max_length)
-    return mode._sample(stepped, input_ids, generation_config=generation_config, **kwargs)
+    criteria = _NextStep(stepped).among(stopping_criteria)
+    try:
+        return mode._sample(
+            stepped, input_ids, generation_config=generation_config, stopping_criteria=criteria, **kwargs
+        )
+    finally:
+        stepped.end()
 
 
 def generate(cache: Cache, model: PreTrainedModel, **kwargs: object) -> GenerateOutput | Tensor:
@@ -102,7 +151,7 @@ def generate(cache: Cache, model: PreTrainedModel, **kwargs: object) -> Generate
         return run(past_key_values=cache, **kwargs)
 
     def decode(
-        model: PreTrainedModel, input_ids: Tensor, generation_config: GenerationConfig, **given: object
+        model: PreTrainedModel, input_ids: Tensor, generation_config: GenerationConfig, **given: Any
     ) -> GenerateOutput | Tensor:
         return graph_decoding(model, input_ids, generation_config, streamer=streamer, **given)
 

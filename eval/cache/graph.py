@@ -8,12 +8,32 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from eval.cache.layer import CompressedLayer
+from eval.cache.storage.store import Store
+
 CAPTURE_FOR = 16  # steps still to come at which capturing, which costs two or three, has paid
 
 
 def capturable(cache: Cache) -> bool:
     """Whether a step over this cache can be captured now; see `CompressedCache.capturable`."""
     return getattr(cache, "capturable", False)
+
+
+def stores(cache: Cache) -> list[Store | None]:
+    """What the compressed layers of a cache hold, None before the prompt."""
+    return [layer.store for layer in cache.layers if isinstance(layer, CompressedLayer)]
+
+
+def retractable(cache: Cache) -> bool:
+    """Whether a replayed step can be taken back: it adds no attention to scores by which layers evict."""
+    return all(store is not None and store.eviction is None for store in stores(cache))
+
+
+def retract(cache: Cache) -> None:
+    """Forget the token of a replayed step that `CompressedCache.advance` has not counted; its slot is free again."""
+    for store in stores(cache):
+        assert store is not None
+        store.seen_dev -= 1
 
 
 class DecodeLoop:
@@ -27,6 +47,8 @@ class DecodeLoop:
     def __init__(self, model: PreTrainedModel, cache: Cache, positions: Tensor) -> None:
         self.model, self.cache, self.positions = model, cache, positions.clone()
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._aside: torch.cuda.Stream | None = None  # where steps run that are begun ahead of time
+        self._begun = False
 
     @property
     def captured(self) -> bool:
@@ -39,14 +61,45 @@ class DecodeLoop:
 
         mask: bool [B, columns, these tokens' included] or None, default None: False marks padding.
 
-        Once captured, the logits lie in memory that the next step overwrites.
+        Once captured, the logits lie in memory that the next step overwrites. A step that was begun takes the tokens
+        that it was begun with.
         """
         if self._graph is None:
             return self._forward(tokens, mask)
-        self._tokens.copy_(tokens)
-        self._graph.replay()
+        if self._begun:
+            self._join()
+        else:
+            self._tokens.copy_(tokens)
+            self._graph.replay()
         self._advance(1)
         return self._logits
+
+    def begin(self, tokens: Tensor) -> None:
+        """Start the captured step after tokens [B, 1] beside what follows here; `step` ends it, or `take_back`.
+
+        The step runs after all that was launched so far, on a stream of its own. What is launched next, and waited for,
+        runs at the same time; it must not touch the cache.
+        """
+        assert self._graph is not None
+        self._tokens.copy_(tokens)
+        if self._aside is not None:
+            self._aside.wait_stream(torch.cuda.current_stream(self._aside.device))
+        with torch.cuda.stream(self._aside):
+            self._graph.replay()
+        self._begun = True
+
+    def take_back(self) -> None:
+        """Undo a step that was begun, if there is one: the cache is as if it had not been."""
+        if self._begun:
+            self._join()
+            retract(self.cache)
+            self.positions.sub_(1)
+
+    def _join(self) -> None:
+        """Let what is launched from now on wait for the step that was begun."""
+        self._begun = False
+        if self._aside is not None:
+            torch.cuda.current_stream(self._aside.device).wait_stream(self._aside)
 
     def _advance(self, tokens: int) -> None:
         if capturable(self.cache):  # a static cache counts on the device
@@ -85,7 +138,7 @@ class DecodeLoop:
             if "out of memory" in f"{error} {error.__context__}".lower():
                 raise torch.OutOfMemoryError(str(error)) from error
             raise
-        self._graph = graph
+        self._graph, self._aside = graph, torch.cuda.Stream(self.positions.device)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from leank_train.objective.kl import LOGITS_AT_ONCE, Head
+from leank_train.objective.kl import LOGITS_AT_ONCE, Head, divergence
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,8 @@ def _chunk(dense: Tensor, method: Tensor, targets: Tensor | None) -> list[Tensor
     """The fields of `Divergence` for logits [n, vocabulary]."""
     finite = dense.amax(-1).isfinite() & method.amax(-1).isfinite()
     p, q = dense.log_softmax(-1), method.log_softmax(-1)
-    gap = q - p  # sum of p (e^gap - 1) = sum of q - p = 0 is added, so that rounding is of second order
-    kl = torch.where(gap < 1, p.exp() * (gap.expm1() - gap), q.exp() - p.exp() * (1 + gap)).sum(-1)
-    found = [kl.masked_fill(~finite, torch.nan), (p.argmax(-1) == q.argmax(-1)).to(kl)]
+    kl = divergence(p, q).masked_fill(~finite, torch.nan)
+    found = [kl, (p.argmax(-1) == q.argmax(-1)).to(kl)]
     if targets is not None:
         losses = [-x.gather(-1, targets[:, None]).squeeze(-1) for x in (q, p)]
         found += [*losses, (q.argmax(-1) == targets).to(kl)]

@@ -19,6 +19,8 @@ from leank_train.common.bootstrap import interval, mean, together
 from leank_train.common.escape import markdown as escaped
 from leank_train.common.files import write_text
 
+NEAR = 5  # last columns of the table, which rows without distance from dense do not have
+
 
 def table(pairs: Sequence[Pair], first: str, second: str) -> Table:
     """Make a table of both scores by task and length, of what got worse or better, and of the paired difference."""
@@ -30,12 +32,12 @@ def table(pairs: Sequence[Pair], first: str, second: str) -> Table:
         lines.append(_line("all samples", list(groups.values())))
     near = fidelity.difference(list(groups.values())) is not None
     if not near:
-        lines = [Line(line.cells[:-3], line.shade) for line in lines]
+        lines = [Line(line.cells[:-NEAR], line.shade) for line in lines]
     head = ["", "n", first, second, "difference", "worse", "better", "same reply"]
-    head += [f"KL {first}", f"KL {second}", "KL difference"] if near else []
+    head += [f"KL {first}", f"KL {second}", "KL difference", f"top-1 {first}", f"top-1 {second}"] if near else []
     note = (
         f"Difference: {second} minus {first}, paired by sample, 95% bootstrap interval. Tasks and lengths count alike."
-        + (" KL from dense: nats a token, paired likewise." if near else "")
+        + (" KL from dense: nats a token, paired likewise. Top-1: agreement with dense." if near else "")
     )
     return Table(f"{first} and {second}", head, lines, note)
 
@@ -54,6 +56,7 @@ def _line(name: str, strata: Sequence[Sequence[Pair]]) -> Line:
             *(str(int((every < 0).sum())), str(int((every > 0).sum())), str(same)),
             *(fidelity.digits(None if of is None else of["kl"]) for of in near),
             fidelity.nats_difference(fidelity.difference(strata)),
+            *(fidelity.share(None if of is None else of["top1"]) for of in near),
         ],
         [None, None, None, None, gain],
     )

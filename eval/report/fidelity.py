@@ -106,10 +106,14 @@ def kl(found: FidelityFigures) -> str:
     return _with(digits(found["kl"]), found.get("kl_interval"), ".3g") + _mark(found)
 
 
+def share(value: float | None) -> str:
+    """Write per cent with two decimals, or a dash for None."""
+    return "-" if value is None else f"{value:.2f}%"
+
+
 def top1(found: FidelityFigures) -> str:
     """Write an agreement in per cent with its interval."""
-    value = "-" if found["top1"] is None else f"{found['top1']:.2f}%"
-    return _with(value, found.get("top1_interval"), ".2f")
+    return _with(share(found["top1"]), found.get("top1_interval"), ".2f")
 
 
 def nats_difference(found: NatsDifference | None) -> str:

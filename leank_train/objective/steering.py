@@ -94,16 +94,22 @@ class Separation:
         """Both numbers by name."""
         return asdict(self)
 
-    def warning(self, ratio: float, steered: bool = False) -> str | None:
+    def warning(self, ratio: float, steered: float | None = None) -> str | None:
         """Return why the cut at this ratio was arbitrary and what to do; None if it was not.
 
-        steered: whether lambda was steered to the ratio.
+        steered: the last lambda if it was steered to the ratio, else None.
         """
         if self.between <= MOST_BETWEEN and self.margin >= LEAST_MARGIN:
             return None
-        cure = (
-            "raise stage1.steps" if steered else "let lambda follow the ratio (stage1.lam=auto), or raise stage1.steps"
-        )
+        if steered is None:
+            cure = "let lambda follow the ratio (stage1.lam=auto), or raise stage1.steps"
+        elif steered < MOST:
+            cure = "raise stage1.steps"
+        else:
+            cure = (
+                f"the steered lambda stands at its limit of {MOST:g}, too little against this loss: take "
+                f"stage1.objective=kl, raise stage1.steps, or give stage1.lam a number above {MOST:g}"
+            )
         return (
             f"the cut at ratio={ratio:g} was arbitrary: {100 * self.between:.0f}% of the scores ended between "
             f"{BETWEEN[0]} and {BETWEEN[1]}, and the margin at the cut is {self.margin:.2f}; {cure}"

@@ -38,7 +38,7 @@ class Metrics(TypedDict, total=False):
     empty_heads, heads: KV heads without kept channels, and all KV heads.
     separation: how far stage 1 has driven the scores apart (`Separation.metrics`).
     distillation: stage -> distillation loss of its last step.
-    heldout: stage with early stopping -> "step" of its best look, and its "loss".
+    heldout: stage with early stopping -> "step" and "loss" of its best look, and the step at which it "ended".
     seconds: phase -> seconds.
     config: fingerprint of the settings.
     """

@@ -19,6 +19,7 @@ SIZES = {
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 OVERRIDES = (
+    "stage1=paper", "stage2=paper",
     "data.tasks={kv: 0, multivalue: 0, multikey: 1, multiquery: 0}",
     "data.min_length=300", "data.max_length=400", "data.questions=2",
     "pruning.align=4", "pruning.sink=4", "pruning.window=32", "stage1.steps=6", "stage2.steps=4", "stage1.lr=0.1",

@@ -6,7 +6,16 @@ import sys
 import huggingface_hub
 import pytest
 import torch
-from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM, StableLmConfig
+from transformers import (
+    AutoConfig,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+    StableLmConfig,
+)
 from transformers import StableLmForCausalLM as StableLm
 
 from leank_train.common.files import write_bytes
@@ -151,6 +160,14 @@ def test_a_model_that_takes_no_other_attention(tmp_path, no_step):
     says(
         lambda: run(settings(folder, *VALIDATION), tmp_path / "run"),
         r"validation\.samples=1: .*partial_rotary_factor=0\.5", r"set validation\.samples=0",
+    )  # fmt: skip
+
+
+def test_a_model_whose_attention_transformers_runs_in_one_way_alone(tmp_path, no_step):
+    folder = other(tmp_path, Gemma2ForCausalLM, Gemma2Config, head_dim=16, final_logit_softcapping=30.0)
+    says(
+        lambda: run(settings(folder), tmp_path / "run"),
+        rf"model\.name='{folder}' cannot be used: .* attention=sdpa for gemma2", "soft-capped", "choose another model",
     )  # fmt: skip
 
 

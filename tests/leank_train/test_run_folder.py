@@ -122,6 +122,9 @@ def test_a_ratio_that_cannot_be_met_is_refused_before_a_step(model, tmp_path, no
         ValueError, match=r"ratio=0\.95 with align=16 would empty every head: \[2, 2, 16\] channels are 4"
     ):
         run(settings(model, "mask.ratio=0.95", "mask.align=16"), tmp_path)
+    for ratio, words in (("0.99", "empty every head"), ("0.01", "prune nothing")):  # not at the end of the run
+        with pytest.raises(ValueError, match=rf"^extra_ratios={ratio} with align=4 would {words}"):
+            run(settings(model, f"extra_ratios=[0.5,{ratio}]"), tmp_path)
 
 
 def test_a_ratio_that_is_missed_is_said(model, tmp_path, caplog):

@@ -98,7 +98,7 @@ def test_a_run_ends_early_with_its_best_scores(finished, model, tmp_path):
     assert steps[-1] < 40
     step, loss = best_look(looks)
     assert looks.index((step, loss)) == len(looks) - 3
-    assert metrics["heldout"] == {"stage1": {"step": step, "loss": loss}}
+    assert metrics["heldout"] == {"stage1": {"step": step, "loss": loss, "ended": steps[-1]}}
 
     patient = [*RECIPE, "stage1.patience=100", "stage2.steps=0"]  # goes on to the last step, and passes that one
     course, keep = {}, Recorder.on_train_batch_end

@@ -11,8 +11,19 @@ from torch import Tensor
 
 from eval.cache.storage.channels import KeptChannels
 from eval.cache.storage.pages import Regions, lines, spread
-from eval.cache.storage.upload import update
+from eval.cache.storage.upload import update, upload
 from eval.cache.storage.writing import write
+
+
+def _stretched(start: np.ndarray, size: np.ndarray, room: np.ndarray) -> np.ndarray:
+    """Where the lines of larger regions come from: all of them in one copy, the spare ones repeat some line.
+
+    start, size: first line and lines of each region that is there
+    room: lines of each new region, no fewer
+    """
+    own = np.arange(room.sum()) - np.repeat(np.cumsum(room) - room, room)
+    source = np.repeat(start, room) + np.minimum(own, np.repeat(np.maximum(size, 1) - 1, room))
+    return np.minimum(source, size.sum() - 1)
 
 
 class Segment(Regions):
@@ -74,16 +85,15 @@ class Segment(Regions):
         k, v = (int((self.length * channels).sum()) for channels in (self.channels.count, self.width))
         return k * self.k.element_size(), v * self.v.element_size()
 
-    @torch.no_grad()  # with gradients, the views of a split cannot be written to
+    @torch.no_grad()
     def grown(self, capacity: np.ndarray) -> Segment:
         """A copy with room for `capacity` [B, H] tokens, in no head fewer than now."""
         new = self.fresh(self.channels, capacity, self.values)
-        filled = np.flatnonzero(self.capacity).tolist()
-        for (old, _, size, _), (flat, _, room, _) in zip(self.flats(), new.flats(), strict=True):
-            source = old.split(size.reshape(-1).tolist())
-            target = flat.split(np.stack([size, room - size], -1).reshape(-1).tolist())[::2]
-            if filled:
-                torch._foreach_copy_([target[i] for i in filled], [source[i] for i in filled])
+        for (old, start, size, _), (flat, _, room, _) in zip(self.flats(), new.flats(), strict=True):
+            if self.length.any() and size.any():  # else there is nothing to copy
+                line = int(np.gcd.reduce([size, room], axis=None))
+                source = upload(_stretched(*(a.reshape(-1) // line for a in (start, size, room))), flat.device)
+                torch.index_select(lines(old, line), 0, source, out=lines(flat, line))
         new.length, new.length_dev = self.length, self.length_dev
         return new
 

@@ -128,8 +128,8 @@ def _stack_layer(layers: Sequence[PromptLayer], columns: int, lengths: Sequence[
     together.scaling, together.softmax = layers[0].scaling, layers[0].softmax
     queries = [layer.queries for layer in layers if layer.queries is not None]
     if queries:
-        seen = min(q.shape[2] for q in queries)
-        together.queries = torch.cat([q[:, :, -seen:] for q in queries])
+        seen = max(q.shape[2] for q in queries)  # a shorter prompt's first ones are padding, as its keys are
+        together.queries = torch.cat([pad(q, (0, 0, seen - q.shape[2], 0)) for q in queries])
     return together
 
 

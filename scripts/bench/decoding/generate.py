@@ -6,8 +6,9 @@
 Every cache is filled with random keys and values, then generate() decodes greedily from it. A call is timed from its
 first decoded token to its last: the time of a call of WARM_UP + NEW tokens less that of a call of WARM_UP tokens, which
 takes the call's own start with it, over NEW. Each is the least of REPEATS calls, since a busy host only adds to them.
-The loop of `scripts.bench.decoding.generation` stands beside it. Prints and keeps OUT/generate.csv, in which a run that
-was killed goes on:
+The loop of `scripts.bench.decoding.generation` stands beside it, over as many tokens. With 192 of them, tokens leave
+the window six times in either, and the middle grows once. Prints and keeps OUT/generate.csv, in which a run that was
+killed goes on:
 
     step_ms         of a token, once all is compiled and captured
     first_call_s    the first call of WARM_UP + NEW tokens, where it compiles or captures a step
@@ -34,7 +35,7 @@ from eval.cache.graph import CAPTURE_FOR
 from eval.methods.channels.leank import LeanK
 from scripts.bench.common.caches import Contender, contenders, fill, subject
 from scripts.bench.common.table import Record, Table, attempt, complain
-from scripts.bench.common.timing import clear
+from scripts.bench.common.timing import PROFILED, WARM_UP, clear
 from scripts.bench.decoding.generation import decode
 
 REPEATS = 2  # calls of each length
@@ -116,8 +117,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--shape", choices=["llama8b", "reference"], default="llama8b")
     parser.add_argument("--case", nargs="+", default=CASES, help="ROWSxTOKENS of the prompt")
-    parser.add_argument("--new", type=int, default=128, help="tokens that are timed")
-    parser.add_argument("--warm-up", type=int, default=32, help="tokens before them")
+    parser.add_argument("--new", type=int, default=192, help="tokens that are timed")
+    parser.add_argument("--warm-up", type=int, default=16, help="tokens before them")
     parser.add_argument("--only", nargs="*", help="names of caches; default all")
     parser.add_argument("--loops", nargs="+", default=LOOPS, choices=LOOPS)
     args = parser.parse_args(argv)
@@ -141,7 +142,8 @@ def main(argv: list[str] | None = None) -> None:
                 time_it = partial(per_token, model, contender, batch, prompt, args.new, args.warm_up, captured)
                 do(contender, batch, prompt, "cache.generate" if captured else "model.generate", time_it)
             if ours:
-                loop = partial(decode, model, contender, batch, prompt, args.new, sizes.flush, cuda, profile=False)
+                new = args.new + WARM_UP + PROFILED  # of which `decode` leaves out these
+                loop = partial(decode, model, contender, batch, prompt, new, sizes.flush, cuda, profile=False)
                 do(contender, batch, prompt, "benchmark loop", loop)
     complain(table.rows, "cache")
 

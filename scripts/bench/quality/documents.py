@@ -52,7 +52,8 @@ FEW = 80  # documents below which a step has one instead of TOGETHER
 TOGETHER = 4
 TASKS = 8  # that are scored, each at every length
 LOOKS = 25  # of a stage with early stopping, if it looked from its first step on
-Samples = Mapping[tuple[str, int | None], Mapping[str, ResultRow]]  # of each task and length, rows by sample
+Cell = tuple[str, int | None, int]  # task, length and seed
+Samples = Mapping[Cell, Mapping[str, ResultRow]]  # of each cell, rows by sample
 
 
 @dataclass(frozen=True)
@@ -161,13 +162,13 @@ def score_shard(masks: Mapping[str, str], overrides: Sequence[str], out: Path, s
 def difference(dense: Samples, of: Samples) -> dict[str, object] | None:
     """Recall of a method, what it is above dense with the 95% interval, KL and agreement; None unless it is complete.
 
-    dense, of: rows of dense and of the method.
+    dense, of: rows of dense and of the method. What dense was not asked is left out.
     """
-    if any(of.get(cell, {}).keys() != rows.keys() for cell, rows in dense.items()):
+    if any(not of.get(cell, {}).keys() >= asked.keys() for cell, asked in dense.items()):
         return None
-    apart = [[100 * (of[cell][s]["score"] - row["score"]) for s, row in rows.items()] for cell, rows in dense.items()]
+    apart = [[100 * (of[cell][s]["score"] - row["score"]) for s, row in asked.items()] for cell, asked in dense.items()]
     low, high = bootstrap.interval(apart)
-    rows = [list(by_sample.values()) for by_sample in of.values()]
+    rows = [[of[cell][s] for s in asked] for cell, asked in dense.items()]
     recall = bootstrap.mean([[100 * row["score"] for row in some] for some in rows])
     found: dict[str, object] = {
         "samples": sum(map(len, rows)), "recall": recall, "minus_dense": bootstrap.mean(apart), "low": low,
@@ -183,9 +184,9 @@ def difference(dense: Samples, of: Samples) -> dict[str, object] | None:
 
 def table(out: Path) -> list[dict[str, object]]:
     """A line for dense and for each mask whose samples are complete, by variant, documents and seed."""
-    rows: dict[str, dict[tuple[str, int | None], dict[str, ResultRow]]] = defaultdict(lambda: defaultdict(dict))
+    rows: dict[str, dict[Cell, dict[str, ResultRow]]] = defaultdict(lambda: defaultdict(dict))
     for row in read(out / "rows"):
-        rows[row["method"]][row["task"], row["length"]][row["sample"]] = row
+        rows[row["method"]][row["task"], row["length"], row["seed"]][row["sample"]] = row
     dense = rows.pop("dense", {})
     if not dense:
         raise ValueError(f"{out / 'rows'} has no row of dense; score the masks first")
@@ -199,10 +200,28 @@ def table(out: Path) -> list[dict[str, object]]:
                 "variant": variant, "documents": training.documents, "seed": training.seed,
                 "steps": "+".join(map(str, training.steps)), "documents_a_step": training.together, **found,
                 **metrics["separation"], "seconds": metrics["seconds"]["training"],
-                **{f"{stage}_stopped_at": look["step"] for stage, look in metrics.get("heldout", {}).items()},
+                **{f"{stage}_{key}": look[at] for stage, look in metrics.get("heldout", {}).items()
+                   for key, at in (("best_at", "step"), ("ended_at", "ended"))},
             })  # fmt: skip
     order = [*VARIANTS]
     return lines[:1] + sorted(lines[1:], key=lambda x: (order.index(str(x["variant"])), x["documents"], x["seed"]))
+
+
+def trainings(grid: Sequence[tuple[str, str, str]]) -> list[Training]:
+    """The runs of --grid, each once, in order. Raises ValueError for one that cannot be trained as it says."""
+    found: dict[Training, None] = {}
+    for variants, numbers, seeds in grid:
+        for number, variant in ((number, variant) for number in numbers.split(",") for variant in variants.split(",")):
+            if variant not in VARIANTS:
+                raise ValueError(f"{variant} is no variant; choose among {', '.join(VARIANTS)}")
+            if not (number.isdecimal() and seeds.isdecimal() and int(seeds)):
+                raise ValueError(f"{number} documents, {seeds} seeds: give numbers from 1 on")
+            for seed in range(1, int(seeds) + 1):
+                training = Training(variant, int(number), seed)
+                if not min(training.steps) or training.documents % training.together:
+                    raise ValueError(f"{number} documents do not fill steps of {training.together} in both stages")
+                found[training] = None
+    return list(found)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -219,16 +238,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--csv", type=Path, help="where `table` writes")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further settings of the runs")
     args = parser.parse_args(argv)
-    trainings = [
-        Training(variant, int(documents), seed)
-        for variants, numbers, seeds in args.grid
-        for documents in numbers.split(",")
-        for variant in variants.split(",")
-        for seed in range(1, int(seeds) + 1)
-    ]
-    args.trainings = list(dict.fromkeys(trainings))  # a run of two grids is one run
-    if wrong := {training.variant for training in trainings} - set(VARIANTS):
-        parser.error(f"--grid: {', '.join(sorted(wrong))} is no variant; choose among {', '.join(VARIANTS)}")
+    try:
+        args.trainings = trainings(args.grid)
+    except ValueError as error:
+        parser.error(f"--grid: {error}")
     if (args.action == "table") != (args.csv is not None):
         parser.error("--csv FILE goes with `table`")
     return args

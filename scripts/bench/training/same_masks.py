@@ -13,12 +13,15 @@ loss          relative difference of the distillation loss in the last step of s
 from __future__ import annotations
 
 import argparse
+import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
+from data_gen.ending import in_one_line
 from leank_train.common.escape import csv_rows
 from leank_train.common.files import write_text
 from leank_train.common.tensor_files import read_checkpoint
@@ -27,9 +30,16 @@ from scripts.bench.common.table import said
 
 
 def last_loss(run: Path) -> float:
-    """Distillation loss of the last step of stage 1."""
+    """Distillation loss of the last step of stage 1. Raises ValueError for a run whose stage 1 had no step."""
     state = read_checkpoint(run / "checkpoints/stage1/done.ckpt", "run the training again")
-    return float(state["record"]["steps"][-1]["distillation"])
+    if not (steps := state["record"]["steps"]):
+        raise ValueError(f"{run} has no step of stage 1; compare runs with stage1.steps above 0")
+    return float(steps[-1]["distillation"])
+
+
+def relative(value: float, of: float) -> float:
+    """Return |value / of - 1|: 0 where both are 0, infinite where `of` alone is."""
+    return abs(value / of - 1) if of else 0.0 if value == of else math.inf
 
 
 def compare(one: Path, other: Path) -> dict[str, object]:
@@ -41,7 +51,7 @@ def compare(one: Path, other: Path) -> dict[str, object]:
     return {
         "one": one.name, "other": other.name, "channels": masks[0].numel(),
         "equal": (masks[0] == masks[1]).double().mean().item(), "largest": apart.max().item(),
-        "mean": apart.mean().item(), "loss": abs(last_loss(other) / last_loss(one) - 1),
+        "mean": apart.mean().item(), "loss": relative(last_loss(other), last_loss(one)),
     }  # fmt: skip
 
 
@@ -52,7 +62,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("other", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True, help="a CSV file")
     args = parser.parse_args(argv)
-    lines = [compare(args.one, other) for other in args.other]
+    try:
+        lines = [compare(args.one, other) for other in args.other]
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(f"same_masks: {in_one_line(str(error))}")
     print(*(said(line, 6) for line in lines), sep="\n")
     write_text(args.out, csv_rows(lines))
 

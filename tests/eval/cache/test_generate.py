@@ -1,11 +1,15 @@
 """cache.generate(): transformers' own generate(), whose steps replay a captured graph where they can."""
 
+from functools import partial
+
 import pytest
 import torch
+from transformers import StoppingCriteria
 
 from eval.cache import compressed_cache, graph
 from eval.cache.generate import graph_decoding
 from eval.cache.graph import DecodeLoop
+from eval.cache.storage.eviction import HeavyHitters
 from eval.cache.storage.middle import Middle
 from eval.cache.storage.quantised import Packing
 from eval.inference.models import ModelConfig, load_model
@@ -27,11 +31,13 @@ WAYS = {
 class Streamer:
     """Collects what it is given."""
 
-    def __init__(self):
-        self.got, self.ended = [], False
+    def __init__(self, until=None):
+        self.got, self.ended, self.until = [], False, until
 
     def put(self, tokens):
         self.got += tokens.flatten().tolist()
+        if len(self.got) == self.until:
+            raise KeyboardInterrupt
 
     def end(self):
         self.ended = True
@@ -58,27 +64,78 @@ def same(first, second):
     )
 
 
-class Fake(DecodeLoop):
-    """A loop that only claims to have captured: its steps are forward passes without a mask, as a graph's are."""
+class Replays:
+    """In a graph's place on a CPU: a step without a mask that is counted where a GPU would count it, and nowhere else.
 
-    captures = 0
+    What a graph's stream does beside the question whether all rows have ended, is done before it here.
+    """
+
+    def __init__(self, loop):
+        self.loop = loop
+
+    def replay(self):
+        layers = self.loop.cache.layers
+        for layer in layers:
+            layer.record_past = True  # nothing leaves the window
+        self.loop._logits.copy_(self.loop._forward(self.loop._tokens))
+        for layer in layers:
+            layer.record_past = False
+            layer._columns -= 1
+            layer.store.seen -= 1
+
+
+class Fake(DecodeLoop):
+    """A loop whose captured steps run on a CPU."""
+
+    captures, begun, undone = 0, 0, 0
 
     def capture(self):
         Fake.captures += 1
-        self._graph = object()
+        self._tokens = torch.zeros_like(self.positions)
+        self._logits = torch.zeros(len(self.positions), self.model.config.vocab_size, dtype=self.model.dtype)
+        self._graph = Replays(self)
 
-    def step(self, tokens, mask=None):
-        return self._forward(tokens, mask if self._graph is None else None)
+    def begin(self, tokens):
+        Fake.begun += 1
+        super().begin(tokens)
+
+    def take_back(self):
+        Fake.undone += self._begun
+        super().take_back()
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """Let generate() capture and replay steps as it does on a GPU."""
+    monkeypatch.setattr("eval.cache.generate.DecodeLoop", Fake)
+    for user in ("generate", "graph"):
+        monkeypatch.setattr(f"eval.cache.{user}.capturable", lambda cache: True)
+    for name in ("captures", "begun", "undone"):
+        monkeypatch.setattr(Fake, name, 0)
+
+
+def held(cache):
+    """All that a cache holds, as far as anybody may read it."""
+    found = [cache.get_seq_length()]
+    for layer in cache.layers:
+        store = layer.store
+        assert store.seen.tolist() == store.seen_dev.tolist()
+        assert store.start.tolist() == store.start_dev.tolist()
+        for row, (start, seen) in enumerate(zip(store.start.tolist(), store.seen.tolist(), strict=True)):
+            slots = torch.arange(start, seen) % store.ring_k.shape[2]
+            found += [start, seen, *(ring[row, :, slots].tolist() for ring in (store.ring_k, store.ring_v))]
+            for head in range(store.ring_k.shape[1]):
+                for part in (store.prompt, store.tail):
+                    found += [tensor.tolist() for tensor in part.read(row, head)]
+    return found
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
-def test_the_result_is_that_of_generate(way, captured, monkeypatch):
+@pytest.mark.parametrize("replayed", [False, True], ids=["eager", "captured"])
+def test_the_result_is_that_of_generate(way, replayed, request):
+    if replayed:
+        request.getfixturevalue("captured")
     model = tiny_model("llama")
-    if captured:
-        monkeypatch.setattr("eval.cache.generate.DecodeLoop", Fake)
-        monkeypatch.setattr("eval.cache.generate.capturable", lambda cache: True)
-        monkeypatch.setattr(Fake, "captures", 0)
     options = {**prompts(), **WAYS[way], "max_new_tokens": 30}
 
     def run(how):
@@ -89,8 +146,104 @@ def test_the_result_is_that_of_generate(way, captured, monkeypatch):
     want = run(lambda cache: model.generate(past_key_values=cache, **options))
     assert same(want, run(lambda cache: cache.generate(model, **options)))
     assert same(want, run(lambda c: model.generate(past_key_values=c, custom_generate=graph_decoding, **options)))
-    if captured:
-        assert Fake.captures == (0 if way == "beams" else 2)
+    if replayed:
+        runs = 0 if way == "beams" else 2
+        assert Fake.captures == runs
+        assert Fake.begun == runs * 27  # the first token is the prompt's, the second step captures, and it runs at once
+        assert not Fake.undone
+
+
+def compare_ends(model, sizes, options, steps, plain, replayed):
+    """Rows that end at `steps` give the same from both, leave the same caches, and a later turn goes on alike.
+
+    plain, replayed: run(cache, options) -> what generate() returns
+    """
+    copies, length = options.get("num_return_sequences", 1), options["input_ids"].shape[1]
+
+    def run(how, cache, **more):
+        torch.manual_seed(1)
+        return how(cache, {**options, **more})
+
+    caches = [compressed_cache(model, random_mask(model.config), *sizes) for _ in range(3)]
+    free = run(plain, caches[0], min_new_tokens=options["max_new_tokens"])
+    free = (free if isinstance(free, torch.Tensor) else free.sequences)[:, length:]
+    ends = [int(tokens[steps[row // copies]]) for row, tokens in enumerate(free)]
+    want, got = (run(how, cache, eos_token_id=ends) for how, cache in zip((plain, replayed), caches[1:], strict=True))
+    assert same(want, got)
+    assert held(caches[1]) == held(caches[2])
+    ids = got if isinstance(got, torch.Tensor) else got.sequences
+    assert length < ids.shape[1] < length + options["max_new_tokens"]
+    more = torch.cat([ids, torch.full((len(ids), 3), 9).to(ids)], 1)
+    mask = torch.cat([options["attention_mask"].repeat_interleave(copies, 0), torch.ones_like(more[:, length:])], 1)
+    turn = {"input_ids": more, "attention_mask": mask, "do_sample": False, "num_return_sequences": 1}
+    turns = (run(how, cache, **turn) for how, cache in zip((plain, replayed), caches[1:], strict=True))
+    assert same(*turns)
+    assert held(caches[1]) == held(caches[2])
+
+
+@pytest.mark.parametrize("way", ["greedy", "sampling", "several of each", "processors and scores"])
+@pytest.mark.parametrize("steps", [(7, 19, 12), (20, 9, 20), (21, 3, 4)], ids=str)
+def test_rows_that_end_at_different_steps_leave_the_cache_as_the_plain_loop_does(way, steps, captured):
+    """Windows hold 16 to 20 tokens: the last step comes before, with and after tokens that leave one."""
+    model = tiny_model("llama")
+    options = {**prompts(), **WAYS[way], "max_new_tokens": 40}
+    plain = lambda cache, given: model.generate(past_key_values=cache, **given)  # noqa: E731
+    compare_ends(model, SIZES, options, steps, plain, lambda cache, given: cache.generate(model, **given))
+    assert Fake.undone
+
+
+class Watching(StoppingCriteria):
+    """A user's criterion: it notes what it is given and how much the cache holds, and ends rows after a while."""
+
+    def __init__(self, cache, raises=False):
+        self.cache, self.raises, self.seen = cache, raises, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        held = [layer.store.seen_dev.tolist() for layer in self.cache.layers]
+        self.seen.append((input_ids.tolist(), held, None if scores is None else len(scores)))
+        if self.raises and len(self.seen) == 25:
+            raise KeyboardInterrupt
+        return torch.full((len(input_ids),), len(self.seen) == 28)
+
+
+def test_criteria_are_asked_after_every_token_and_before_the_next_step(captured):
+    model, found = tiny_model("llama"), []
+    for ours in (False, True):
+        cache = compressed_cache(model, random_mask(model.config), *SIZES)
+        watching = Watching(cache)
+        options = {**prompts(), "do_sample": False, "max_new_tokens": 60, "stopping_criteria": [watching]}
+        out = cache.generate(model, **options) if ours else model.generate(past_key_values=cache, **options)
+        found.append((out.tolist(), watching.seen, held(cache)))
+    assert found[0] == found[1]
+    assert Fake.begun > 20
+    assert Fake.undone == 1
+
+
+@pytest.mark.parametrize("where", ["criterion", "streamer"])
+def test_what_breaks_off_leaves_the_cache_as_the_plain_loop_does(where, captured):
+    model, found = tiny_model("llama"), []
+    for ours in (False, True):
+        cache = compressed_cache(model, random_mask(model.config), *SIZES)
+        options = {"input_ids": prompts()["input_ids"][1:2], "do_sample": False, "max_new_tokens": 60}
+        if where == "criterion":
+            options["stopping_criteria"] = [Watching(cache, raises=True)]
+        else:
+            options["streamer"] = Streamer(until=70)
+        with pytest.raises(KeyboardInterrupt):
+            _ = cache.generate(model, **options) if ours else model.generate(past_key_values=cache, **options)
+        found.append(held(cache))
+    assert found[0] == found[1]
+    assert Fake.begun > 20
+    assert Fake.undone == (where == "streamer")  # a user's criterion comes before the next step
+
+
+def test_a_step_that_adds_to_scores_cannot_be_taken_back():
+    model = tiny_model("llama")
+    middles = [Middle(keep, eviction=HeavyHitters(8)) for keep in random_mask(model.config)]
+    for middle, can in ((middles, False), (None, True)):
+        cache = compressed_cache(model, middle, *SIZES)
+        model(input_ids=prompts()["input_ids"], past_key_values=cache)
+        assert graph.retractable(cache) is can
 
 
 def test_a_streamer_gets_every_token_once():
@@ -146,6 +299,22 @@ def test_a_captured_call_gives_the_tokens_of_an_eager_one(way, padded, monkeypat
         assert cache.get_seq_length() == 499
     assert captures == [1]
     assert same(*found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["greedy", "sampling", "several of each"])
+@pytest.mark.parametrize("steps", [(70, 25, 40), (33, 34, 33)], ids=str)
+def test_rows_that_end_leave_the_cache_of_an_eager_call(way, steps, monkeypatch):
+    model, undone, take_back = load_model(ModelConfig()), [], DecodeLoop.take_back
+    monkeypatch.setattr(DecodeLoop, "take_back", lambda loop: (undone.append(loop._begun), take_back(loop)))
+    options = {**prompts(4000, model.device, 400), **WAYS[way], "max_new_tokens": 120}
+
+    def run(least, cache, given):
+        monkeypatch.setattr("eval.cache.generate.CAPTURE_FOR", least)
+        return cache.generate(model, **given)
+
+    compare_ends(model, (16, 96), options, steps, partial(run, 1000), partial(run, graph.CAPTURE_FOR))
+    assert True in undone
 
 
 @pytest.mark.gpu

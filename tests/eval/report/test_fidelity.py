@@ -104,7 +104,10 @@ def test_every_file_of_a_report_has_them(tmp_path):
         assert float(line["kl"]) == pytest.approx(cell["fidelity"]["kl"])
         assert float(line["loss_minus_dense"]) == pytest.approx(cell["fidelity"]["loss_difference"]["difference"])
     _, text = write_diff(tmp_path, "leank", "think")
-    assert "KL leank | KL think | KL difference" in text
+    assert "KL leank | KL think | KL difference | top-1 leank | top-1 think" in text
+    overall = {cell["method"]: cell["fidelity"]["top1"] for cell in summary["runs"][0]["overall"]}
+    every = next(line for line in text.splitlines() if line.startswith("| all samples"))
+    assert every.endswith(f"| {overall['leank']:.2f}% | {overall['think']:.2f}% |")
 
 
 def test_rows_of_old_versions_have_a_report_without_them(tmp_path):

@@ -78,6 +78,19 @@ def test_alike_is_zero_without_a_gradient():
     assert not kl_loss(Head(torch.randn(9, 4)), hidden, hidden, torch.tensor([3, 2])).requires_grad
 
 
+@pytest.mark.parametrize("apart", [0.0, 1e-6, 1e-4, 1e-2, 1.0, 50.0])
+def test_float32_has_no_floor(apart):
+    """Held-out losses of good masks are 1e-7 nats: rounding of the logits must not hide them, nor turn their sign."""
+    generator = torch.Generator().manual_seed(0)
+    weight, full, noise = (torch.randn(*s, generator=generator) for s in ((5000, 8), (1, 20, 8), (1, 20, 8)))
+    scaled, lengths = full + apart * noise, torch.tensor([20])
+    loss = kl_loss(Head(weight), full, scaled, lengths)
+    exact = kl_loss_reference(Head(weight.double()), full.double(), scaled.double(), lengths)
+    assert loss.dtype == torch.float32
+    assert loss >= 0
+    assert loss.item() == pytest.approx(exact.item(), rel=2e-3, abs=1e-12)
+
+
 @pytest.mark.parametrize("words", [50, 20_000])
 def test_half_precision_is_compared_in_float32(words):
     """The logits of a bfloat16 head are float32 products of its rounded weights, in the gradient, too."""

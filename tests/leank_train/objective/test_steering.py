@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
 from leank_train.mask import ChannelMask
 from leank_train.objective import steering
@@ -132,7 +133,9 @@ def test_separation():
     assert "100% of the scores ended between 0.1 and 0.9" in Separation.of(alike, 0.7).warning(0.7)
     assert "margin at the cut is 0.00" in Separation.of(torch.ones(1, 1, 100), 0.7).warning(0.7)
     assert "stage1.lam=auto" in Separation.of(alike, 0.7).warning(0.7)
-    assert "stage1.lam=auto" not in Separation.of(alike, 0.7).warning(0.7, steered=True)
+    assert Separation.of(alike, 0.7).warning(0.7, steered=0.5).endswith("0.00; raise stage1.steps")
+    stuck = Separation.of(torch.ones(1, 1, 100), 0.7).warning(0.7, steered=steering.MOST)
+    assert "lambda stands at its limit of 10, too little against this loss: take stage1.objective=kl" in stuck
     few = torch.linspace(0, 1, 101).view(1, 1, 101)
     assert Separation.of(few, 0.9).margin == pytest.approx(0.1, abs=0.011)
 
@@ -147,6 +150,17 @@ def test_a_run_leaves_other_ratios_and_says_how_the_scores_separated(finished, m
     found = json.loads((finished / "metrics.json").read_text())["separation"]
     assert found == Separation.of(scores, 0.7).metrics
     assert fingerprint(settings(model)) == fingerprint(settings(model, "extra_ratios=[0.5]"))
+
+
+def test_a_loss_that_outweighs_lambda_is_named(tmp_path, caplog):
+    """Hidden states of some models are large, and so is their squared distance; then scores stay at 1."""
+    folder = save_model(tmp_path / "model")
+    large = LlamaForCausalLM.from_pretrained(folder)
+    large.model.norm.weight.data.mul_(1e3)
+    large.save_pretrained(folder)
+    more = ["stage1.steps=20", "stage2.steps=0", "stage1.objective=l2"]
+    run(settings(folder, *RECIPE, *more), tmp_path / "run")
+    assert "the steered lambda stands at its limit of 10" in caplog.text
 
 
 def test_lambda_is_recorded_and_moves(finished):
@@ -205,7 +219,10 @@ def test_ranks_learn_what_one_process_learns(model, tmp_path, trainer, extra, do
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["++stage2.lam=auto"], "stage2.lam='auto' must be a number: only stage 1 has a penalty"),
+        (["++stage2.lam=auto"], "stage2.lam='auto' has no effect: only stage 1 has it; leave it out"),
+        (["++stage2.lam=0.06"], "stage2.lam=0.06 has no effect: only stage 1 has it"),
+        (["++stage2.l1=sum"], "stage2.l1='sum' has no effect: only stage 1 has it"),
+        (["++stage1.straight_through=alpha_beta"], "stage1.straight_through='alpha_beta' has no effect: only stage 2"),
         (
             ["stage1=steered", "stage1.l1=sum"],
             "stage1.l1='sum' and stage1.reduction='official' with stage1.lam='auto': the limits .* fit means",

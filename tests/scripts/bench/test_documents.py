@@ -20,11 +20,11 @@ from tests.helpers.tiny_run import OVERRIDES, save_model
 TINY = [text for text in OVERRIDES if not text.startswith("stage")]
 
 
-def rows(method, scores, kl=0.25):
+def rows(method, scores, kl=0.25, seed=1):
     near = {"tokens": 9, "kl": kl, "top1": 0.5, "loss": None, "dense_loss": None, "non_finite": None}
     return [
         {"model": "m", "method": method, "config": "c", "benchmark": "ruler", "task": task, "length": 2048,
-         "sample": str(i), "seed": 1, "compress": "after_question", "score": score, "fidelity": near}
+         "sample": str(i), "seed": seed, "compress": "after_question", "score": score, "fidelity": near}
         for task, of in scores.items() for i, score in enumerate(of)
     ]  # fmt: skip
 
@@ -61,8 +61,22 @@ def test_a_run_in_two_grids_is_one(tmp_path):
     found = documents.parse(line).trainings
     assert len(found) == len(set(found)) == 9
     assert [t.name for t in found[:3]] == ["kl_100_seed1", "kl_100_seed2", "l2_100_seed1"]
+
+
+@pytest.mark.parametrize(
+    ("grid", "said"),
+    [
+        (["lk", "100", "1"], "lk is no variant"),
+        (["kl", "many", "1"], "many documents, 1 seeds: give numbers"),
+        (["kl", "100", "0"], "100 documents, 0 seeds: give numbers"),
+        (["kl", "2", "1"], "2 documents do not fill steps of 1 in both stages"),
+        (["kl", "102", "1"], "102 documents do not fill steps of 4 in both stages"),
+    ],
+)
+def test_a_grid_that_cannot_be_trained_is_refused(grid, said, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        documents.parse(["train", str(tmp_path), "--grid", "lk", "100", "1"])
+        documents.parse(["train", str(tmp_path), "--grid", *grid])
+    assert f"--grid: {said}" in capsys.readouterr().err
 
 
 def test_scoring_is_shared_by_samples_then_by_masks():
@@ -82,19 +96,42 @@ def test_a_line_for_each_mask_that_is_scored_whole(tmp_path):
     worse = {"a": [1.0, 0.0], "b": [0.5]}
     some = {"a": [1.0, 1.0], "b": []}  # the clock ended it
     found = rows("dense", scores, 0.0) + rows("kl_100_seed2", worse) + rows("kl_16_seed1", scores)
-    (tmp_path / "rows").mkdir()
-    text = "\n".join(json.dumps(row) for row in found + rows("l2_100_seed1", some))
-    (tmp_path / "rows/results.jsonl").write_text(text + "\n")
-    for name in ("kl_100_seed2", "kl_16_seed1"):
-        (tmp_path / "runs" / name).mkdir(parents=True)
-        metrics = {"separation": {"between": 0.1, "margin": 0.6}, "seconds": {"training": 3.0}}
-        (tmp_path / "runs" / name / "metrics.json").write_text(json.dumps(metrics))
+    write_rows(tmp_path, found + rows("l2_100_seed1", some))
     dense, few, many = table(tmp_path)
     assert (dense["variant"], dense["recall"], dense["samples"], dense["kl"]) == ("dense", 75.0, 3, 0.0)
     assert (few["documents"], few["minus_dense"], few["low"], few["high"]) == (16, 0.0, 0.0, 0.0)
     assert (many["documents"], many["seed"], many["recall"], many["minus_dense"]) == (100, 2, 50.0, -25.0)
     assert many["low"] < -25 < many["high"]
     assert (many["kl"], many["top1"], many["margin"], many["steps"]) == (0.25, 50.0, 0.6, "21+4")
+
+
+def write_rows(out, found):
+    """Rows of a scored grid, and the metrics that its table reads."""
+    (out / "rows").mkdir(parents=True)
+    (out / "rows/results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    for name in {row["method"] for row in found} - {"dense"}:
+        (out / "runs" / name).mkdir(parents=True)
+        metrics = {"separation": {"between": 0.1, "margin": 0.6}, "seconds": {"training": 3.0}}
+        (out / "runs" / name / "metrics.json").write_text(json.dumps(metrics))
+
+
+def test_a_mask_is_compared_on_what_dense_was_asked(tmp_path):
+    """Another task, more samples, or another order of the tasks leave the line as it was."""
+    dense, of = {"a": [1.0, 0.0], "b": [0.5]}, {"a": [0.0, 0.0], "b": [1.0]}
+    write_rows(tmp_path / "alone", rows("dense", dense, 0.0) + rows("kl_16_seed1", of))
+    more = {"c": [0.0] * 9, "b": [1.0, 0.0], "a": [0.0, 0.0, 1.0]}
+    write_rows(tmp_path / "more", rows("dense", dense, 0.0) + rows("kl_16_seed1", more))
+    _, line = table(tmp_path / "more")
+    assert line == table(tmp_path / "alone")[1]
+    assert (line["samples"], line["recall"], line["minus_dense"]) == (3, 50.0, 0.0)
+
+
+def test_samples_of_two_seeds_are_not_mixed(tmp_path):
+    of = rows("dense", {"a": [1.0]}, 0.0) + rows("dense", {"a": [0.0]}, 0.0, seed=2)
+    write_rows(tmp_path, of + rows("kl_16_seed1", {"a": [1.0]}) + rows("kl_16_seed1", {"a": [0.0]}, seed=2))
+    dense, line = table(tmp_path)
+    assert (dense["samples"], dense["recall"]) == (2, 50.0)
+    assert (line["samples"], line["recall"], line["low"], line["high"]) == (2, 50.0, 0.0, 0.0)
 
 
 def test_a_grid_is_trained_scored_and_tabulated(tmp_path, capsys, monkeypatch):
@@ -115,7 +152,8 @@ def test_a_grid_is_trained_scored_and_tabulated(tmp_path, capsys, monkeypatch):
         found = list(csv.DictReader(file))
     assert [row["variant"] for row in found] == ["dense", "kl", "stopping"]
     assert {row["samples"] for row in found} == {"1"}
-    assert found[2]["stage1_stopped_at"]
+    best, ended = int(found[2]["stage1_best_at"]), int(found[2]["stage1_ended_at"])
+    assert 1 <= best <= ended <= 3
 
 
 class InThisProcess(Executor):
@@ -146,3 +184,22 @@ def test_masks_of_two_runs(tmp_path, capsys):
     assert float(other["largest"]) == pytest.approx(0.8)
     assert float(other["mean"]) == pytest.approx(0.7)
     assert float(other["loss"]) == pytest.approx(0.25)
+
+
+def test_runs_that_cannot_be_compared_are_refused(tmp_path):
+    for name, steps in (("none", []), ("zero", [{"distillation": 0.0}])):
+        folder = tmp_path / name / "checkpoints/stage1"
+        folder.mkdir(parents=True)
+        scores = torch.tensor([[[0.9, 0.8, 0.2, 0.1]]])
+        ChannelMask(scores > 0.5).save(tmp_path / name / "mask.safetensors")
+        save_file({"alpha": scores}, tmp_path / name / "alpha.safetensors")
+        write_checkpoint(folder / "done.ckpt", {"record": {"steps": steps}})
+    zero, out = str(tmp_path / "zero"), ["--out", str(tmp_path / "csv")]
+    same_masks.main([zero, zero, *out])
+    with (tmp_path / "csv").open(newline="") as file:
+        assert [line["loss"] for line in csv.DictReader(file)] == ["0.0"]
+    with pytest.raises(SystemExit, match=r"same_masks: .*none has no step of stage 1"):
+        same_masks.main([zero, str(tmp_path / "none"), *out])
+    with pytest.raises(SystemExit, match=r"same_masks: .*nowhere"):
+        same_masks.main([zero, str(tmp_path / "nowhere"), *out])
+    assert same_masks.relative(1.0, 0.0) == float("inf")
