@@ -72,13 +72,14 @@ def units(store: Store) -> np.ndarray:
     return found[found[:, 3] > 0]
 
 
-def _bounds(tiles: np.ndarray, weight: np.ndarray, programs: int) -> np.ndarray:
+def _bounds(tiles: np.ndarray, weight: np.ndarray, programs: int, piece: int) -> np.ndarray:
     """The tile at which each program but the first begins, on the line of all tiles.
 
     tiles: [U], tiles of each unit
     weight: [U], bytes of one of its tiles
+    piece: as for `cut`
     """
-    cost = tiles * weight + PIECE_BYTES
+    cost = tiles * weight + piece
     begin = np.cumsum(cost) - cost
     goal = np.arange(1, programs) * (cost.sum() / programs)
     at = np.searchsorted(begin, goal, side="right") - 1
@@ -86,13 +87,14 @@ def _bounds(tiles: np.ndarray, weight: np.ndarray, programs: int) -> np.ndarray:
     return np.maximum.accumulate((np.cumsum(tiles) - tiles)[at] + into)
 
 
-def cut(unit: np.ndarray, programs: int, tile: int, share: float = 1.0) -> np.ndarray:
+def cut(unit: np.ndarray, programs: int, tile: int, share: float = 1.0, piece: int = PIECE_BYTES) -> np.ndarray:
     """Cut the units into equal spans, one per program.
 
     unit: [U, 8], from `units`
     programs: how many spans to make
     tile: tokens that a program reads at a time
     share: bytes of a number in the middle, over those of a number in sink and window
+    piece: the cost of starting a piece, in bytes
 
     Returns the table [>= programs, FIELDS] int64. Program p starts at line p; the line of an idle program is an empty
     piece of the first row's sink.
@@ -102,7 +104,7 @@ def cut(unit: np.ndarray, programs: int, tile: int, share: float = 1.0) -> np.nd
     weight = (channels + width) * tile * 2 * np.where(part < PROMPT, 1, share)
     line = np.cumsum(tiles) - tiles  # first tile of each unit on the line of all tiles
     total = int(tiles.sum())
-    bounds = _bounds(tiles, weight, programs)
+    bounds = _bounds(tiles, weight, programs, piece)
     cuts = np.sort(np.concatenate([line, bounds[bounds < total]]))
     cuts = cuts[np.append(True, cuts[1:] != cuts[:-1])]
     u = np.searchsorted(line, cuts, side="right") - 1
