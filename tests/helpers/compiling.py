@@ -15,7 +15,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from eval.cache.attention import chosen_kernel, kernel, packing_kernel, ring_kernel, weights_kernel, work
+from eval.cache.attention import (
+    choice_kernel,
+    chosen_kernel,
+    kernel,
+    packing_kernel,
+    ranking_kernel,
+    ring_kernel,
+    weights_kernel,
+    work,
+)
 
 UNIT = -64  # log2 of unpacking_kernel.unit_of in bfloat16
 SUBNORMAL = -133  # log2 of bfloat16's smallest number, which a byte counts
@@ -34,7 +43,7 @@ OF_COMPACT = {
     "k": NUMBER, "v": NUMBER, "new_k": NUMBER, "new_v": NUMBER, "places": COUNT, "new_places": COUNT, "stay": BYTES,
     "room": COUNT, "seen_ptr": COUNT, "start_ptr": COUNT, "length_ptr": COUNT, "done": TABLE,
 }  # fmt: skip
-OF_CHOSEN = {**OF_DECODE, "chosen": TABLE}
+OF_CHOSEN = {**OF_DECODE, "chosen": TABLE, "words": FLOATS}
 HEADS = {"H": 8}
 DECODE = {
     **HEADS, "GROUP": 4, "TILE": 64, "M": 16, "ROWS": 4, "MERGE_LINES": 32, "EVEN": True, "PAGE": 64,
@@ -44,6 +53,8 @@ MOVE = {**HEADS, "TILE": 32, "PAGE": 64, "VALUES": 0}
 CHOSEN = {
     **HEADS, "GROUP": 4, "TILE": 16, "SPAN": 64, "M": 16, "ROWS": 4, "MERGE_LINES": 32, "PER": 16, "STEP": 16,
 }  # fmt: skip
+SCORED = {**HEADS, "GROUP": 4, "M": 16, "TILE": 64, "RUN": 8, "C": 16, "STEP": 16}
+CHOICE = {"GROUP": 4, "WIDTH": 8, "LINES": 64, "GUESS": True}
 
 
 def compiles(function: triton.JITFunction, types: Mapping[str, str], constants: Mapping[str, object]) -> str:
@@ -90,6 +101,11 @@ def main(dim: int) -> None:
     page = {**HEADS, "D": dim, "PAGE": 64}
     compiles(weights_kernel.compact, OF_COMPACT, {**page, "TILE": 64})
     compiles(chosen_kernel.attend, OF_CHOSEN, {**CHOSEN, "D": dim, "C": dim})
+    for bits, label_step in ((16, 8), (4, 16)):
+        labels = {**SCORED, "D": dim, "LABEL_STEP": label_step, "BITS": bits}
+        compiles(ranking_kernel.score_tokens, OF_CHOSEN, labels)
+    for change in ({"PER": 1, "CAP": 64}, {"PER": 16, "CAP": 0}):
+        compiles(choice_kernel.choose, OF_CHOSEN, {**CHOICE, **change})
     packed = {name: kind for name, kind in OF_MOVE.items() if name != "ranks"} | {"k": BYTES, "v": BYTES}
     compiles(packing_kernel.move_packed, packed, {**page, "BITS": 2, "CELL": 32})
 

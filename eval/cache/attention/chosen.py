@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from eval.cache.attention import batched, chosen_kernel, ranking_kernel
+from eval.cache.attention import batched, choice_kernel, chosen_kernel, ranking_kernel
 from eval.cache.attention.bounds import Bounds
 from eval.cache.attention.launch import Kernel, multiprocessors
 from eval.cache.attention.places import places
@@ -20,7 +20,8 @@ from eval.cache.storage.upload import update
 
 ROWS = 16  # of a tile: the fewest that tensor cores take; a group has no more query heads
 MOST_BLOCK = 16384  # candidates that a program of `choose` holds in registers
-HELD = 32  # of them that a thread holds
+LINE = 8  # pages of a line, of which `choose` holds several
+ALIGNED = 16  # scores of a query head begin at multiples of so many
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class ChosenConfig:
     tile, warps, per_sm: of the attention: tokens at a time, and programs per multiprocessor
     span: slots of sink and window that a program reads
     score_tile, score_warps, score_per_sm: of the scores: pages or tokens at a time
-    choose_warps: of the choice, one program per query head, at least
+    held: of the choice, one program per query head: pages or tokens that a thread holds
+    guess: whether the choice guesses thresholds between its bounds, or halves
     run: tokens of a run, whose best is found with the scores
     merge: partial results that a merge reads at a time
     """
@@ -42,7 +44,8 @@ class ChosenConfig:
     score_tile: int = 64
     score_warps: int = 4
     score_per_sm: int = 2
-    choose_warps: int = 4
+    held: int = 16
+    guess: int = 1
     run: int = 8
     merge: int = 16
 
@@ -55,7 +58,7 @@ class ChosenPlan:
     version: of the store
     group: query heads per KV head, for whose scores there is room
     scores: float32, which the table points to
-    step, label_step: divide every channel count, and every number of labels: 16, or 1
+    step, label_step: divide every channel count, and every number of channels that are read as labels: 16, 8 or 1
     channels, labels: a power of two that is at least the channels of any head, and the same of label channels
     room: pages or tokens of a head's middle that there is room for
     """
@@ -133,9 +136,11 @@ class Chosen(Kernel):
         """The pages or tokens that each query head reads, [B Hq, most] int32; what lies past the last is anything."""
         config, (batch, q_heads, _, dim) = self.chosen_config, q.shape
         heads = store.ring_k.shape[1]
-        if self._chosen.numel() < 2 * batch * q_heads * ranking.most or self._chosen.device != q.device:
-            self._chosen = torch.empty(2 * batch * q_heads * ranking.most, dtype=torch.int32, device=q.device)
         by_token, index = ranking.bounds is None, store.channels.index
+        cap = triton.next_power_of_2(max(1, ranking.most)) if by_token else 0
+        size = batch * q_heads * (ranking.most + cap)
+        if self._chosen.numel() < size or self._chosen.device != q.device:
+            self._chosen = torch.empty(size, dtype=torch.int32, device=q.device)
         words = store.ring_k.view(torch.float32)
         given = (store.ring_k, words, q, index, plan.table, store.tail.length_dev, *q.stride()[:2], index.stride(0))
         shape = {"H": heads, "GROUP": q_heads // heads, "D": dim, "M": ROWS, "STEP": plan.step}
@@ -149,19 +154,20 @@ class Chosen(Kernel):
             ranking_kernel.score_pages[grid](
                 *given, **shape, TILE=config.score_tile, PER=ranking.page, num_warps=config.score_warps
             )
-        run = config.run if by_token else 1
-        block, run_block = _block(plan.room), 1
-        if by_token:
-            block, run_block = _block(min(plan.room, ranking.most * run)), _block(-(-plan.room // run))
-        ranking_kernel.choose[(batch * q_heads,)](
-            *(words, self._chosen, self._chosen[batch * q_heads * ranking.most :], plan.table, store.tail.length_dev),
-            ranking.most,
+        width = config.run if by_token else LINE
+        lines = -(-plan.room // width)
+        if by_token:  # first the lines of runs, then up to `cap` lines that are runs
+            lines = max(-(-lines // width), min(cap, lines))
+        held = max(8, min(MOST_BLOCK // width, triton.next_power_of_2(lines)))
+        choice_kernel.choose[(batch * q_heads,)](
+            *(words, self._chosen, plan.table, store.tail.length_dev, ranking.most),
             GROUP=q_heads // heads,
             PER=ranking.page,
-            RUN=run,
-            BLOCK=block,
-            RUN_BLOCK=run_block,
-            num_warps=min(16, max(config.choose_warps, max(block, run_block) // HELD // 32)),
+            WIDTH=width,
+            LINES=held,
+            CAP=cap,
+            GUESS=bool(config.guess),
+            num_warps=min(32, max(1, held * width // config.held // 32)),
             num_stages=1,
         )
         return self._chosen
@@ -191,7 +197,7 @@ class Chosen(Kernel):
     def _plan(self, store: Store, ranking: Ranking, old: ChosenPlan | None, room: int) -> ChosenPlan:
         """The plan of a store as it is now; room: the most pages or tokens of a head that there is room for."""
         device, count, first = store.ring_k.device, store.channels.count, store.channels.first
-        runs = -(-room // self.chosen_config.run)
+        runs, room = (-(-n // ALIGNED) * ALIGNED for n in (-(-room // self.chosen_config.run), room))
         size = store.prompt.length.size * self._group * (room + runs)
         scores = self._scores if old is None or old.scores.device != device else old.scores
         if scores.numel() < size or scores.device != device:
@@ -205,6 +211,7 @@ class Chosen(Kernel):
         update(table, lines)
         labels = count if first is None else first
         step, label_step = (16 if not (n % 16).any() else 1 for n in (count, labels))
+        label_step = max(label_step, min(step, 8))  # some channels more are read, in whole vectors
         wide, label_wide = (max(16, triton.next_power_of_2(int(n.max()))) for n in (count, labels))
         return ChosenPlan(table, store.version, self._group, scores, step, label_step, wide, label_wide, room)
 
@@ -230,8 +237,3 @@ def ranking_of(store: Store) -> Ranking:
     ranking = getattr(store.reads, "ranking", None)
     assert isinstance(ranking, Ranking)
     return ranking
-
-
-def _block(candidates: int) -> int:
-    """Candidates that a program of `choose` holds in registers; it reads the others again."""
-    return min(MOST_BLOCK, max(64, triton.next_power_of_2(candidates)))

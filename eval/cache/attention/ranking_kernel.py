@@ -1,8 +1,8 @@
-"""Which pages or tokens of the middle a query head reads: bounds of pages, scores, and the choice of the highest.
+"""Scores of the middle's pages or tokens, and the bounds of pages; eval.cache.attention.choice_kernel chooses by them.
 
 Every launch reads lengths and addresses on the device, so that a captured CUDA graph can be replayed while the middle
-grows. A program takes one KV head of one row (X of them) and a share of its pages or tokens; the choice takes one query
-head. Names as in eval.cache.attention.kernel; keys lie token by token.
+grows. A program takes one KV head of one row (X of them) and a share of its pages or tokens. Names as in
+eval.cache.attention.kernel; keys lie token by token.
 
 table: [X, FIELDS] int64, with the columns of places.Column
 base, words: first element of the ring's keys, as a pointer to the cache's numbers and to float32
@@ -23,7 +23,6 @@ PROMPT, CHANNELS = tl.constexpr(int(places.Column.PROMPT)), tl.constexpr(int(pla
 LABELS, BOUNDS = tl.constexpr(int(places.Column.LABELS)), tl.constexpr(int(places.Column.BOUNDS))
 SCORES, STRIDE = tl.constexpr(int(places.Column.SCORES)), tl.constexpr(int(places.Column.STRIDE))
 BEST, BEST_STRIDE = tl.constexpr(int(places.Column.BEST)), tl.constexpr(int(places.Column.BEST_STRIDE))
-LEAST = tl.constexpr(-(2**31))  # below every score's order
 
 # fmt: off
 
@@ -135,14 +134,17 @@ def score_tokens(
     """Product over the label channels of every token and query head, and the best of each RUN tokens.
 
     q: [B, Hq, 1, D], by strides
-    C: at least the label channels of any head. LABEL_STEP: divides every number of them. STEP: as in `score_pages`
+    C: at least the label channels of any head. STEP: as in `score_pages`
+    LABEL_STEP: divides the channels that are read as labels, which are more than the labels if these are no multiple of
+        it; it divides every channel count, too
     """
     x = tl.program_id(0).to(tl.int64)
     row, head, entry = x // H, x % H, table + x * FIELDS
     prompt, tokens = held(entry, tail_ptr, x)
     prompt_k, tail_k = tl.load(entry + PROMPT_K), tl.load(entry + TAIL_K)
     count = tl.multiple_of(tl.load(entry + CHANNELS).to(tl.int32), STEP)
-    labels = tl.multiple_of(tl.load(entry + LABELS).to(tl.int32), LABEL_STEP)
+    labels = tl.load(entry + LABELS).to(tl.int32)
+    near = tl.multiple_of(tl.cdiv(labels, LABEL_STEP) * LABEL_STEP, LABEL_STEP)
     r, c = tl.arange(0, M), tl.arange(0, C)
     ok, kept = r < GROUP, c < labels
     q_row = q + row * q_b + (head * GROUP + r) * q_h
@@ -154,7 +156,9 @@ def score_tokens(
         token = at + tl.arange(0, TILE)
         there = token < last
         k = base + line(token, prompt, prompt_k, tail_k, count, STEP)[:, None] + c[None, :]
-        keys = tl.load(k, mask=there[:, None] & kept[None, :], other=0.0)
+        keys = tl.load(k, mask=there[:, None] & (c < near)[None, :], other=0.0)
+        if LABEL_STEP == 8:
+            keys = tl.where(kept[None, :], keys, 0.0)
         if BITS < 16:
             s = tl.dot(picked.to(tl.float32), tl.trans(_rounded(keys.to(tl.float32), kept, BITS)),
                        input_precision="ieee")
@@ -165,103 +169,3 @@ def score_tokens(
         run = at // RUN + tl.arange(0, TILE // RUN)
         of_run = tl.max(tl.reshape(s, [M, TILE // RUN, RUN]), 2)
         tl.store(best[:, None] + run[None, :], of_run, mask=ok[:, None] & (run * RUN < last)[None, :])
-
-
-@triton.jit
-def _orders(scores, runs, at, total, limit, BLOCK: tl.constexpr, RUN: tl.constexpr):
-    """Order of the candidates at .. at + BLOCK - 1, int32 that grow with their scores, and their numbers.
-
-    Past the last candidate the order is LEAST.
-
-    RUN: the candidates are the numbers of each of the runs, RUN numbers each, up to `limit`; 1 = the numbers 0, 1, ...
-    """
-    i = at + tl.arange(0, BLOCK)
-    there = i < total
-    number = i
-    if RUN > 1:
-        number = tl.load(runs + i // RUN, mask=there, other=0) * RUN + i % RUN
-        there = there & (number < limit)
-    bits = tl.load(scores + number, mask=there, other=0.0).to(tl.int32, bitcast=True)
-    return tl.where(there, bits ^ ((bits >> 31) & 0x7FFFFFFF), LEAST), number
-
-
-@triton.jit
-def _least(order, least, scores, runs, total, limit, BLOCK: tl.constexpr, RUN: tl.constexpr):
-    """How many candidates have at least an order; those of the first BLOCK are in registers."""
-    count = tl.sum((order >= least).to(tl.int32), 0)
-    if total > BLOCK:
-        for at in tl.range(BLOCK, total, BLOCK, num_stages=1):
-            more, _ = _orders(scores, runs, at, total, limit, BLOCK, RUN)
-            count += tl.sum((more >= least).to(tl.int32), 0)
-    return count
-
-
-@triton.jit
-def _choose(scores, runs, total, limit, most, out, BLOCK: tl.constexpr, RUN: tl.constexpr):
-    """Write the numbers of the `most` highest of `total` candidates to out, in ascending order; of equals the first.
-
-    Bisection finds the order of the last one that is chosen: `low` has at least `most` candidates, `high` has fewer.
-    """
-    order, _ = _orders(scores, runs, 0, total, limit, BLOCK, RUN)
-    low = tl.min(tl.where(order > LEAST, order, 0x7FFFFFFF), 0).to(tl.int64)
-    high = tl.max(order, 0).to(tl.int64)
-    if total > BLOCK:
-        for at in tl.range(BLOCK, total, BLOCK, num_stages=1):
-            more, _ = _orders(scores, runs, at, total, limit, BLOCK, RUN)
-            low = tl.minimum(low, tl.min(tl.where(more > LEAST, more, 0x7FFFFFFF), 0).to(tl.int64))
-            high = tl.maximum(high, tl.max(more, 0).to(tl.int64))
-    high += 1
-    found = _least(order, low.to(tl.int32), scores, runs, total, limit, BLOCK, RUN)  # candidates of at least `low`
-    while (high - low > 1) & (found != most):
-        middle = (low + high) >> 1
-        count = _least(order, middle.to(tl.int32), scores, runs, total, limit, BLOCK, RUN)
-        enough = count >= most
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
-        found = tl.where(enough, count, found)
-    least, room = low.to(tl.int32), most  # room: for candidates that are equal to the last one
-    if found != most:
-        room = most - _least(order, least + 1, scores, runs, total, limit, BLOCK, RUN)
-    over_before, equal_before = 0, 0
-    for at in tl.range(0, total, BLOCK, num_stages=1):
-        order, number = _orders(scores, runs, at, total, limit, BLOCK, RUN)
-        over, equal = (order > least).to(tl.int32), (order == least).to(tl.int32)
-        both = over + (equal << 16)  # two sums in one scan: BLOCK is below 2^15
-        sums = tl.cumsum(both, 0)
-        before = sums - both
-        overs, equals = over_before + (before & 0xFFFF), equal_before + (before >> 16)
-        take = (over > 0) | ((equal > 0) & (equals < room))
-        tl.store(out + overs + tl.minimum(equals, room), number, mask=take)
-        last = tl.max(sums, 0)
-        over_before += last & 0xFFFF
-        equal_before += last >> 16
-
-
-@triton.jit(do_not_specialize=["most"])
-def choose(
-    words, chosen, runs, table, tail_ptr, most,
-    GROUP: tl.constexpr, PER: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, RUN_BLOCK: tl.constexpr,
-):
-    """Program n: the `most` highest pages or tokens of query head n, all of them if there are no more.
-
-    chosen, runs: [B * Hq, most] int32
-    RUN: with more than 1, the highest `most` runs of RUN tokens are chosen first: the highest tokens are among theirs,
-        because outside of them every token is at most the best of each
-    """
-    n = tl.program_id(0).to(tl.int64)
-    x, g = n // GROUP, n % GROUP
-    entry = table + x * FIELDS
-    _, tokens = held(entry, tail_ptr, x)
-    total = tl.cdiv(tokens, PER)
-    scores = words + tl.load(entry + SCORES) + g * tl.load(entry + STRIDE)
-    wanted = tl.minimum(most, total)
-    if total > 0:
-        if RUN > 1:
-            best = words + tl.load(entry + BEST) + g * tl.load(entry + BEST_STRIDE)
-            number = tl.cdiv(total, RUN)
-            taken = tl.minimum(most, number)
-            _choose(best, runs, number, number, taken, runs + n * most, RUN_BLOCK, 1)
-            tl.debug_barrier()  # every thread has written its runs before one of them reads them
-            _choose(scores, runs + n * most, taken * RUN, total, wanted, chosen + n * most, BLOCK, RUN)
-        else:
-            _choose(scores, runs, total, total, wanted, chosen + n * most, BLOCK, 1)

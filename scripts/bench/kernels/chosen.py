@@ -7,6 +7,7 @@ Every launch differs from the default in one setting. Prints and writes OUT/chos
     step_us       a step: scores, choice, attention
     choose_us     scores and choice alone
     topk_us       torch.topk of as many scores, in place of the choice; for comparison
+    wrong         query heads whose choice is not that of a stable sort of their scores, of all layers
     dense_us      a step of the decode kernel that reads everything
     read_mb       bytes that the step must read, in 10^6; dense_mb: those of the dense step
 """
@@ -24,6 +25,7 @@ from torch import Tensor
 from eval.cache import Sizes
 from eval.cache.attention.chosen import Chosen, ChosenConfig, ranking_of
 from eval.cache.attention.launch import Kernel
+from eval.cache.attention.places import Column
 from eval.cache.storage.middle import Middle, ReadChoice
 from eval.cache.storage.store import Store
 from eval.methods.reads.double_sparsity import Labels
@@ -38,13 +40,14 @@ HEADS, GROUP, SIZES, BUDGET = 8, 4, Sizes(16, 64, 32), 1024
 COPIES = 4  # layers over which a timing rotates, so that none is still in the L2 cache
 LAUNCHES: dict[str, list[dict[str, int]]] = {
     "quest": [
-        {}, {"per_sm": 1}, {"per_sm": 3}, {"per_sm": 4}, {"tile": 16}, {"tile": 64}, {"warps": 8}, {"merge": 8},
-        {"span": 128}, {"score_per_sm": 1}, {"score_per_sm": 3}, {"score_tile": 32}, {"choose_warps": 8},
-        {"choose_warps": 16},
+        {}, {"held": 16}, {"held": 4}, {"guess": 0}, {"per_sm": 1}, {"per_sm": 3}, {"per_sm": 4}, {"tile": 16},
+        {"tile": 64}, {"warps": 8}, {"merge": 8}, {"span": 128}, {"score_per_sm": 1}, {"score_per_sm": 3},
+        {"score_tile": 32},
     ],
     "labels": [
-        {}, {"per_sm": 1}, {"per_sm": 4}, {"tile": 64}, {"run": 4}, {"run": 16}, {"choose_warps": 16},
-        {"score_per_sm": 4}, {"score_per_sm": 8}, {"score_tile": 128}, {"score_tile": 256},
+        {}, {"held": 16}, {"guess": 0}, {"score_per_sm": 4}, {"score_tile": 128}, {"score_per_sm": 8},
+        {"per_sm": 4}, {"score_tile": 256}, {"per_sm": 1}, {"run": 16}, {"tile": 64}, {"run": 4}, {"held": 32},
+        {"tile": 16},
     ],
 }  # fmt: skip
 
@@ -69,8 +72,20 @@ def dense(row: Record, rows: int, length: int) -> None:
     row["dense_mb"] = bytes_read(layers[0][0], GROUP) / 1e6
 
 
-def launches(kind: str, rows: int, length: int, of_dense: Record) -> list[Record]:
-    """A row for every launch."""
+def wrong(kernel: Chosen, store: Store, q: Tensor) -> int:
+    """Query heads whose choice is not the highest scores, of equals the first, in ascending order."""
+    plan, ranking = kernel.prepare(store), ranking_of(store)
+    found, heads = kernel.choose(store, q, plan, ranking), q.shape[0] * q.shape[1]
+    stride = int(plan.table[0, Column.STRIDE])
+    scores = plan.scores[: heads * stride].view(heads, stride)
+    total = -(-int(store.prompt.length[0, 0] + store.tail.length[0, 0]) // ranking.page)  # alike in all heads
+    order = scores[:, :total].argsort(descending=True, stable=True)[:, : ranking.most].sort().values
+    mine = found[: heads * ranking.most].view(heads, -1)[:, :total]
+    return int((mine != order).any(1).sum())
+
+
+def launches(kind: str, rows: int, length: int, of_dense: Record, first: int) -> list[Record]:
+    """A row for each of the first launches."""
     labels = (torch.arange(DIM) < DIM // 8).expand(HEADS, DIM)
     reads = Quest(BUDGET, 16, 0) if kind == "quest" else Labels(labels, BUDGET)
     layers, found = [layer(reads, rows, length) for _ in range(COPIES)], []
@@ -82,13 +97,16 @@ def launches(kind: str, rows: int, length: int, of_dense: Record) -> list[Record
     def measure(row: Record, config: ChosenConfig) -> None:
         kernel = Chosen(config)
         steps = [partial(kernel.attend, *one, DIM**-0.5) for one in layers]
+        for step in steps:
+            step()
+        row["wrong"] = sum(wrong(kernel, store, q) for store, q, _ in layers)
         row["step_us"] = median_us(steps)
         row["choose_us"] = median_us(
             [partial(kernel.choose, store, q, kernel.prepare(store), ranking_of(store)) for store, q, _ in layers]
         )
         row.update(topk_us=topk, **of_dense, read_mb=bytes_read(layers[0][0], GROUP) / 1e6)
 
-    for changed in LAUNCHES[kind]:
+    for changed in LAUNCHES[kind][:first]:
         for store, _, _ in layers:
             store.plan = None
         row: Record = {"kind": kind, "rows": rows, "length": length, "set": str(changed)}
@@ -104,6 +122,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[32768, 131072])
     parser.add_argument("--rows", type=int, nargs="+", default=[1])
     parser.add_argument("--kinds", nargs="+", choices=list(LAUNCHES), default=list(LAUNCHES))
+    parser.add_argument("--first", type=int, default=99, help="so many of the launches, the default one first")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     table: list[Record] = []
@@ -112,7 +131,7 @@ def main(argv: list[str] | None = None) -> None:
             for length in args.lengths:
                 of_dense: Record = {}
                 attempt(of_dense, partial(dense, rows=rows, length=length))
-                table += launches(kind, rows, length, of_dense)
+                table += launches(kind, rows, length, of_dense, args.first)
                 write_rows(args.out / "chosen.csv", table)
                 clear()
 

@@ -11,7 +11,7 @@ ON_GPU = torch.cuda.is_available()
 pytest.importorskip("triton")  # Linux only
 
 from eval.cache.attention import chosen as launch  # noqa: E402
-from eval.cache.attention import ranking_kernel, reference  # noqa: E402
+from eval.cache.attention import reference  # noqa: E402
 from eval.cache.attention.backend import Plain, choose_backend  # noqa: E402
 from eval.cache.attention.bounds import Bounds  # noqa: E402
 from eval.cache.attention.chosen import Chosen, ChosenConfig  # noqa: E402
@@ -185,37 +185,6 @@ def test_what_is_not_chosen_is_not_read(kind):
     assert Plain().attend(store, q, position, 0.3).isnan().any()  # the plain form reads all and masks
 
 
-@pytest.mark.parametrize("run", [1, 8])
-@pytest.mark.parametrize(("total", "most"), [(1, 1), (7, 40), (130, 40), (300, 256)])
-def test_the_choice_is_topks(total, most, run, monkeypatch):
-    """Ties included: the scores chosen are the highest, each candidate once, in ascending order; past BLOCK, too."""
-    generator = torch.Generator().manual_seed(total)
-    store = make_store(random_reads("labels", 100, 2, 64), [64, 64], 64, [20, 20], Sizes(0, 0, 1))
-    table = torch.zeros(4, ranking_kernel.FIELDS.value, dtype=torch.int64)
-    scores = torch.randint(-6, 6, (8, 1024), generator=generator).float()
-    scores[1], scores[2] = torch.randn(1024, generator=generator), -torch.inf
-    scores[3, ::3] = -0.0
-    best = torch.full((8, 1024), -torch.inf)
-    best[:, : -(-total // run)] = torch.stack([s.amax(-1) for s in scores[:, :total].split(run, -1)], -1)
-    words = torch.cat([scores.flatten(), best.flatten()]).to(DEVICE)
-    heads = torch.arange(4)
-    table[:, ranking_kernel.PROMPT.value] = total
-    table[:, ranking_kernel.SCORES.value], table[:, ranking_kernel.STRIDE.value] = heads * 2 * 1024, 1024
-    table[:, ranking_kernel.BEST.value] = 8 * 1024 + heads * 2 * 1024
-    table[:, ranking_kernel.BEST_STRIDE.value] = 1024
-    chosen, runs = torch.full((2, 8, most), -1, dtype=torch.int32, device=DEVICE)
-    tail = torch.zeros(4, dtype=torch.int64, device=DEVICE)
-    ranking_kernel.choose[(8,)](words, chosen, runs, table.to(DEVICE), tail, most, GROUP=2, PER=1, RUN=run,
-                                BLOCK=64, RUN_BLOCK=64)  # fmt: skip
-    assert store.channels.first is not None
-    for found, of_row in zip(chosen.cpu().long(), scores[:, :total], strict=True):
-        mine = found[: min(most, total)]
-        assert (mine.diff() > 0).all()
-        want = of_row.topk(min(most, total)).values
-        assert torch.equal(of_row[mine].sort(descending=True).values, want)
-        assert (found[total:] == -1).all()
-
-
 @pytest.mark.parametrize("kind", ["quest", "labels"])
 def test_rows_that_are_reordered_keep_what_they_choose(kind):
     store = make_store(random_reads(kind, 72, 1, 64, 8), [40], 64, [130, 90], Sizes(8, 24, 2))
@@ -254,13 +223,13 @@ def test_what_triton_is_told_of_the_counts():
     q, position = step_of(store, kernel, 1, torch.Generator().manual_seed(0))
     kernel.attend(store, q, position, 0.3)
     plan = store.plan
-    assert (plan.step, plan.label_step, plan.channels, plan.labels) == (16, 1, 64, 16)
+    assert (plan.step, plan.label_step, plan.channels, plan.labels) == (16, 8, 64, 16)
 
 
 def test_scores_that_outgrow_their_memory_move_on(monkeypatch):
     """A middle that grows past the scratch memory, and layers whose plans still point to the old one."""
     kernel, generator = Chosen(ChosenConfig(run=4), 0 if ON_GPU else 3), torch.Generator().manual_seed(2)
-    monkeypatch.setattr(launch, "MOST_BLOCK", 64)
+    monkeypatch.setattr(launch, "MOST_BLOCK", 32)
     stores = [make_store(random_reads("labels", 120, 1, 64), [64], 64, [n], Sizes(8, 48, 2)) for n in (200, 90)]
     for _ in range(5):
         for store in stores:

@@ -1,0 +1,92 @@
+"""The choice among scores, in Triton, against a stable sort: interpreted on a CPU, on the device with `-m gpu`."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.eval.cache.test_kernel import DEVICE, ON_GPU, interpreter_takes_numpys_scalars  # noqa: F401
+
+import triton  # isort: skip  (which the line above asks for)
+from eval.cache.attention import choice_kernel  # isort: skip
+from eval.cache.attention.places import FIELDS, Column
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def highest(scores, most):
+    """The numbers of the `most` highest of scores [n], in ascending order; of equals the first."""
+    return scores.argsort(descending=True, stable=True)[:most].sort().values
+
+
+def choices(scores, most, run, lines, guess=True):
+    """What `choose` writes for scores [8, total] of two query heads per KV head, [8, most], -1 where it writes nothing.
+
+    run: tokens of a run, 0 = no runs. lines: that are held in registers. What lies past the last score is NaN or huge.
+    """
+    total, width = scores.shape[1], run or 8
+    room, runs = (-(-n // 16) * 16 for n in (total, (total + width - 1) // width))
+    table, heads = torch.zeros(4, FIELDS, dtype=torch.int64), torch.arange(4)
+    padded = torch.full((8, room), torch.nan)
+    padded[:, total:], padded[:, :total] = torch.tensor([torch.nan, 1e30]).repeat(room)[: room - total], scores
+    best = torch.full((8, runs), 1e30)
+    best[:, : -(-total // width)] = torch.stack([s.amax(-1) for s in scores.split(width, -1)], -1)
+    table[:, Column.PROMPT] = total
+    table[:, Column.SCORES], table[:, Column.STRIDE] = heads * 2 * room, room
+    table[:, Column.BEST] = 8 * room + heads * 2 * runs
+    table[:, Column.BEST_STRIDE] = runs
+    cap = triton.next_power_of_2(max(1, most)) if run else 0
+    chosen = torch.full((8 * (most + cap),), -1, dtype=torch.int32, device=DEVICE)
+    words, tail = torch.cat([padded.flatten(), best.flatten()]).to(DEVICE), torch.zeros(4, dtype=torch.int64)
+    choice_kernel.choose[(8,)](words, chosen, table.to(DEVICE), tail.to(DEVICE), most, GROUP=2, PER=1, WIDTH=width,
+                                LINES=lines, CAP=cap, GUESS=guess)  # fmt: skip
+    return chosen[: 8 * most].view(8, most).cpu().long()
+
+
+def check_choice(scores, most, run, lines, guess=True):
+    for found, of_row in zip(choices(scores, most, run, lines, guess), scores, strict=True):
+        assert torch.equal(found[: min(most, scores.shape[1])], highest(of_row, most))
+        assert (found[scores.shape[1] :] == -1).all()
+
+
+@pytest.mark.parametrize("guess", [False, True])
+@pytest.mark.parametrize("run", [0, 4, 8])
+@pytest.mark.parametrize(("total", "most"), [(1, 1), (7, 40), (130, 40), (300, 256), (300, 7), (9, 0)])
+def test_the_choice_is_topks(total, most, run, guess):
+    """Of equals the first, each candidate once, in ascending order; past what a program holds, too."""
+    generator = torch.Generator().manual_seed(total)
+    scores = torch.randint(-6, 6, (8, total), generator=generator).float()
+    scores[1], scores[2] = torch.randn(total, generator=generator), -torch.inf
+    scores[3], scores[4] = 7.0, torch.randn(total, generator=generator).mul(9).exp()
+    scores[5, ::3] = torch.inf
+    scores[6] = torch.randn(total, generator=generator) * 1e-42
+    check_choice(scores, most, run, 8, guess)
+
+
+@pytest.mark.skipif(ON_GPU, reason="the same on the device below")
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    st.integers(1, 400),
+    st.integers(0, 400),
+    st.sampled_from([0, 4, 8, 16]),
+    st.sampled_from([8, 64]),
+    st.sampled_from([1, 3, 40, 10**6]),
+    st.sampled_from([1e-30, 1.0, 1e6]),
+    st.integers(0, 999),
+)
+def test_the_choice_on_random_scores(total, most, run, lines, different, scale, seed):
+    """From scores that are all equal to scores that all differ, by little or much."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randint(-different, different + 1, (8, total), generator=generator) / different * scale
+    scores[:4] = scores[:4] ** 3 + 2 * scale
+    check_choice(scores, most, run, lines)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", [0, 4, 8, 16])
+@pytest.mark.parametrize("different", [3, 2000, 10**9])
+@pytest.mark.parametrize(("total", "most", "lines"), [(4016, 944, 512), (32_700, 944, 1024), (131_000, 4000, 2048)])
+def test_the_choice_on_the_device(total, most, lines, different, run):
+    scores = torch.randn(8, total, generator=torch.Generator().manual_seed(0))
+    scores[:4] = (scores[:4] * different).round() / different
+    check_choice(scores, most, run, lines)
