@@ -56,8 +56,9 @@ WIDE = Config(warps=8)  # for tiles of more than 16 rows
 # with a page more ahead, 8 warps' pages of 128 channels take 147 KB, and two programs do not fit a multiprocessor
 WIDE_PACKED = replace(WIDE, stages=2)
 PACKED = {8: Config(), 4: Config(slow=1.6), 2: Config(slow=1.6)}  # for packed middles, by bits
-FEW = 32  # pages of the middle for each program; with fewer, asking for another one ahead costs more than it gains
-PACKED_FEW = {bits: replace(config, stages=2) for bits, config in PACKED.items()}
+# pages of the middle for each program: with fewer, another one on its way gains nothing, and a piece's start counts
+FEW = 32
+PACKED_FEW = {b: Config(stages=2, slow=slow, piece=65536) for b, slow in ((8, 1.3), (4, 1.6), (2, 2.5))}
 
 
 @dataclass
