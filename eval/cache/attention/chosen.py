@@ -32,7 +32,6 @@ class ChosenConfig:
     span: slots of sink and window that a program reads
     score_tile, score_warps, score_per_sm: of the scores: pages or tokens at a time
     held: of the choice, one program per query head: pages or tokens that a thread holds
-    guess: whether the choice guesses thresholds between its bounds, or halves
     run: tokens of a run, whose best is found with the scores
     merge: partial results that a merge reads at a time
     """
@@ -44,8 +43,7 @@ class ChosenConfig:
     score_tile: int = 64
     score_warps: int = 4
     score_per_sm: int = 2
-    held: int = 16
-    guess: int = 1
+    held: int = 32
     run: int = 8
     merge: int = 16
 
@@ -166,7 +164,6 @@ class Chosen(Kernel):
             WIDTH=width,
             LINES=held,
             CAP=cap,
-            GUESS=bool(config.guess),
             num_warps=min(32, max(1, held * width // config.held // 32)),
             num_stages=1,
         )
