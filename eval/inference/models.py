@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from eval.inference.model_folder import check_folder, folder_digest
 from leank_train import backbone
 from leank_train.common.shape import kv_shape as shape_of
 from leank_train.common.typed import shown
 
-__all__ = ["ModelConfig", "load_config", "load_model", "shape_of"]
+__all__ = ["ModelConfig", "load_config", "load_model", "shape_of", "windows_of"]
+
+
+# windows_of by the address of a config, and whose it was
+_WINDOWS: dict[int, tuple[weakref.ref[PreTrainedConfig], list[int | None]]] = {}
 
 
 @dataclass(frozen=True)
@@ -99,3 +105,14 @@ def load_model(settings: ModelConfig) -> PreTrainedModel:
     return backbone.load(
         settings.name, settings.dtype, settings.torch_device, chat=False, overrides=dict(settings.overrides)
     ).model
+
+
+def windows_of(config: PreTrainedConfig) -> list[int | None]:
+    """For each layer how many last tokens it holds at most, None for a layer with full attention."""
+    known = _WINDOWS.get(id(config))  # `match` asks thousands of times
+    if known is not None and known[0]() is config:
+        return known[1]
+    layers = DynamicCache(config=config).layers
+    found = [one.sliding_window - 1 if isinstance(one, DynamicSlidingWindowLayer) else None for one in layers]
+    _WINDOWS[id(config)] = weakref.ref(config), found
+    return found

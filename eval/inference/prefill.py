@@ -163,8 +163,11 @@ class Prefill:
         found = torch.zeros(len(self.logits), dtype=torch.long)
         for layer in self.layers:
             columns = (layer.keys.nbytes + layer.values.nbytes) // layer.keys[:, 0, :, 0].numel()  # bytes of one
-            real = layer.real(self.real) if isinstance(layer, PromptLayer) else None
-            held = torch.tensor(layer.keys.shape[2]) if real is None else real.sum(-1).cpu()
+            if isinstance(layer, PromptLayer):
+                real = layer.real(self.real)
+                held = torch.tensor(layer.keys.shape[2]) if real is None else real.sum(-1).cpu()
+            else:  # its window, of which padding is no part either
+                held = self.lengths.cpu().clamp(max=layer.keys.shape[2])
             found += columns * held
         return found.tolist()
 
@@ -205,6 +208,9 @@ def prefill(
             raise ValueError(f"layer {index} of {config.model_type} uses {type(layer).__name__}: no K and V to replay")
     cache = Cache(layers=layers)
     logits = extend(model, cache, ids, real, chunk)
+    for layer in layers:
+        if not isinstance(layer, PromptLayer):  # a view of the whole prompt, of which nothing else is needed
+            layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
     return Prefill(layers, real, logits, columns)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from transformers import PreTrainedConfig
 
 from eval.cache.storage.sizes import Sizes
-from eval.inference.models import shape_of
+from eval.inference.models import shape_of, windows_of
 from eval.methods.base import Method
 from eval.methods.held import Held
 
@@ -41,15 +41,16 @@ def method_bytes(method: Method, config: PreTrainedConfig, length: int, itemsize
     found = set()
     for columns in passes:
         held = _held(method, config, np.array(columns)[:, None], widths, itemsize)
-        found.add(None if held is None else held_bytes(method, held))
+        found.add(None if held is None else held_bytes(method, held) + _sliding_bytes(config, length, itemsize))
     return found.pop() if len(found) == 1 else None
 
 
 def _held(
     method: Method, config: PreTrainedConfig, columns: np.ndarray, widths: tuple[np.ndarray, np.ndarray], itemsize: int
 ) -> Held | None:
-    """What is held of a prompt whose layers get columns [L, 1] of it; None if that depends on the prompt."""
+    """What layers with full attention hold of a prompt of which they get columns [L, 1]; None if the prompt decides."""
     k, v = widths
+    columns = columns * np.array([window is None for window in windows_of(config)])[:, None]
     ends = np.minimum(columns, method.sink + method.window)
     middle = np.broadcast_to(columns - ends, k.shape)
     if method.tokens is not None:
@@ -63,6 +64,14 @@ def _held(
 
 
 def dense_bytes(config: PreTrainedConfig, length: int, itemsize: int) -> int:
-    """Bytes of a prompt's whole K and V."""
-    layers, heads, dim = shape_of(config)
-    return 2 * layers * heads * dim * length * itemsize
+    """Bytes of a prompt's whole K and V, as far as layers with sliding-window attention hold it."""
+    _, heads, dim = shape_of(config)
+    full = windows_of(config).count(None)
+    return 2 * full * heads * dim * length * itemsize + _sliding_bytes(config, length, itemsize)
+
+
+def _sliding_bytes(config: PreTrainedConfig, length: int, itemsize: int) -> int:
+    """Bytes that layers with sliding-window attention hold of a prompt, whatever the method."""
+    _, heads, dim = shape_of(config)
+    tokens = sum(min(length, window) for window in windows_of(config) if window is not None)
+    return 2 * heads * dim * tokens * itemsize

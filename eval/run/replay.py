@@ -14,14 +14,14 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from data_gen.sample import Sample
 from eval.benchmarks.row import Row
 from eval.benchmarks.scoring import cut_at_stop
 from eval.cache import CompressedCache
 from eval.inference.decode import Stopped, greedy
+from eval.inference.models import windows_of
 from eval.inference.prefill import Prefill, extend, pad_left, prefill
 from eval.inference.prompts import Prompt, encode
 from eval.methods import Method
@@ -246,5 +246,4 @@ class Replay:
 
 def _slides(model: PreTrainedModel) -> bool:
     """Whether any layer's own attention has a sliding window."""
-    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    return any(isinstance(layer, DynamicSlidingWindowLayer) for layer in layers)
+    return any(window is not None for window in windows_of(model.config.get_text_config(decoder=True)))

@@ -12,7 +12,7 @@ from eval.serving.layout import Group, PageLayout
 TILE = 64  # tokens that a program reads at a time
 PER_SM = 2  # programs per multiprocessor: all run at once
 START = 24  # what it costs to begin to read, in units of 16 columns of a tile
-MERGE = 128  # lines of partial results that a merge reads at a time
+MERGE = 64  # lines of partial results that a merge asks for at a time
 HEAD_DIMS = (32, 64, 128)
 
 

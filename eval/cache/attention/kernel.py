@@ -68,6 +68,22 @@ def sink_and_window(
 
 
 @triton.jit
+def _ends(
+    acc, m, z, q_row, ok, base, seen_ptr, start_ptr, position_ptr, k_at, v_at, first, last, row, t, ring, queries,
+    slots, scale, logits,
+    TILE: tl.constexpr, D: tl.constexpr, WEIGHTS: tl.constexpr,
+):
+    """Slots [first, last) of row's sink or, if `ring`, window, k_at and v_at elements from base, for query tokens t."""
+    k, v = tl.multiple_of(base + k_at, 16), tl.multiple_of(base + v_at, 16)
+    position = tl.load(position_ptr + row * queries + t, mask=ok, other=-1).to(tl.int32)
+    seen = tl.load(seen_ptr + row).to(tl.int32)
+    start = tl.where(ring, tl.load(start_ptr + row).to(tl.int32), 0)
+    return sink_and_window(
+        acc, m, z, q_row, ok, position, k, v, first, tl.minimum(last, seen), seen, start, slots, ring, scale, logits,
+        TILE, D, WEIGHTS)
+
+
+@triton.jit
 def _read(
     acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale, logits,
     C0: tl.constexpr, C1: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, VALUES: tl.constexpr,
@@ -77,7 +93,7 @@ def _read(
 
     ranks, width: of the kept channels of V, at most VALUES; VALUES 0 = V has all its channels
     """
-    k, v = base + tl.multiple_of(k_at, PAGE), base + tl.multiple_of(v_at, PAGE)
+    k, v = tl.multiple_of(base + k_at, 16), tl.multiple_of(base + v_at, 16)
     if VALUES == 0:
         acc, m, z = middle(acc, m, z, q_row, ok, index, k, v, first, last, count, width, scale, logits,
                            C0, C1, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
@@ -90,29 +106,65 @@ def _read(
 
 
 @triton.jit
+def _kept(
+    acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale, logits,
+    TILE: tl.constexpr, D: tl.constexpr, VALUES: tl.constexpr, EVEN: tl.constexpr, PAGE: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+):
+    """Tokens [first, last) of a middle part in 16 bits, by the form for its number of channels."""
+    if count <= 32:
+        acc, m, z = _read(acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale,
+                          logits, 32, 0, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
+    elif count <= 64:
+        acc, m, z = _read(acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale,
+                          logits, 64, 0, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
+    elif D > 64:
+        if count <= 96:
+            acc, m, z = _read(acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale,
+                              logits, 64, 32, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
+        else:
+            acc, m, z = _read(acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale,
+                              logits, 128, 0, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
+    return acc, m, z
+
+
+@triton.jit
 def merge(part, stat, first, parts, ROWS: tl.constexpr, MERGE_LINES: tl.constexpr, D: tl.constexpr):
     """Combine partial results first .. first + parts - 1 by log-sum-exp.
 
+    A thread has four columns of a row in every partial result, and that row's maxima and denominators, so that threads
+    exchange nothing. It asks for MERGE_LINES partial results before it waits for one.
+
     Returns [ROWS, D], zero where nothing was seen, and the maximum and denominator [ROWS].
     """
-    r, p, d = tl.arange(0, ROWS), tl.arange(0, MERGE_LINES), tl.arange(0, D)
-    acc = tl.zeros([ROWS, D], tl.float32)
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    z = tl.zeros([ROWS], tl.float32)
+    PLACES: tl.constexpr = ROWS * D // 4
+    place = tl.arange(0, PLACES)
+    part += first * (ROWS * D) + (place * 4)[:, None] + tl.arange(0, 4)[None, :]
+    stat = (stat + first * (2 * ROWS)).to(tl.pointer_type(tl.int64), bitcast=True) + place // (D // 4)
+    acc = tl.zeros([PLACES, 4], tl.float32)
+    m = tl.full([PLACES], float("-inf"), tl.float32)
+    z = tl.zeros([PLACES], tl.float32)
     for at in range(0, parts, MERGE_LINES):
-        line = ((first + at + p) * ROWS)[None, :] + r[:, None]  # [ROWS, MERGE_LINES]
-        there = (at + p < parts)[None, :] & (r[:, None] >= 0)
-        m_part = tl.load(stat + 2 * line, mask=there, other=float("-inf"), cache_modifier=".cg")
-        z_part = tl.load(stat + 2 * line + 1, mask=there, other=0.0, cache_modifier=".cg")
-        at_part = line[:, :, None] * D + d[None, None, :]
-        acc_part = tl.load(part + at_part, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
-        m_new = tl.maximum(m, tl.max(m_part, 1))
-        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha, weight = tl.exp2(m - safe), tl.exp2(m_part - safe[:, None])
-        acc = acc * alpha[:, None] + tl.sum(acc_part * weight[:, :, None], 1)
-        z = z * alpha + tl.sum(z_part * weight, 1)
-        m = m_new
-    return acc / tl.where(z == 0.0, 1.0, z)[:, None], m, z
+        new = m
+        accs = tl.tuple([])
+        pairs = tl.tuple([])
+        for i in tl.static_range(MERGE_LINES):
+            there = i * PLACES + place < (parts - at) * PLACES
+            pairs += (tl.load(stat + i * ROWS, mask=there, other=0xFF800000, cache_modifier=".cg"),)  # -inf and 0
+            accs += (tl.load(part + i * (ROWS * D), mask=there[:, None], other=0.0, cache_modifier=".cg"),)
+        for i in tl.static_range(MERGE_LINES):
+            new = tl.maximum(new, pairs[i].to(tl.int32).to(tl.float32, bitcast=True))
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        alpha = tl.exp2(m - safe)
+        acc, z, m = acc * alpha[:, None], z * alpha, new
+        for i in tl.static_range(MERGE_LINES):
+            weight = tl.exp2(pairs[i].to(tl.int32).to(tl.float32, bitcast=True) - safe)
+            acc += accs[i] * weight[:, None]
+            z += (pairs[i] >> 32).to(tl.int32).to(tl.float32, bitcast=True) * weight
+        part += MERGE_LINES * ROWS * D
+        stat += MERGE_LINES * ROWS
+    result = tl.reshape(acc / tl.where(z == 0.0, 1.0, z)[:, None], [ROWS, D])
+    return result, tl.max(tl.reshape(m, [ROWS, D // 4]), 1), tl.max(tl.reshape(z, [ROWS, D // 4]), 1)
 
 
 @triton.jit
@@ -127,6 +179,38 @@ def store_rows(
     real = tl.load(position_ptr + row * queries + token, mask=ok, other=-1) >= 0
     to = ((row * queries + token) * (H * GROUP) + head * GROUP + r % GROUP)[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(out + to, tl.where(real[:, None], result, 0.0).to(out.dtype.element_ty), mask=ok[:, None])
+
+
+@triton.jit
+def _finish(
+    out, part, stat, done, scratch, position_ptr, acc, m, z, ok, row, head, parts, number, first_number, places,
+    queries,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
+    MERGE_LINES: tl.constexpr, WEIGHTS: tl.constexpr,
+):
+    """Leave partial result `number` of a (row, head) that has `parts`; the last program to do so merges them into out.
+
+    The only partial result of a (row, head) is its result. part, stat and done are those of `decode`.
+    """
+    chunk, r, d = tl.program_id(1), tl.arange(0, M), tl.arange(0, D)
+    if parts == 1:
+        total = tl.sum(z, 1)
+        result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        store_rows(out, result, row, head, position_ptr, queries, chunk, M, M, GROUP, H, D)
+        store_lse(scratch, (row * H + head) * ROWS + r, m, total, ok, WEIGHTS)
+    elif parts > 1:
+        at = number * ROWS + r
+        tl.store(part + at[:, None] * D + d[None, :], acc, mask=ok[:, None])
+        tl.store(stat + 2 * at, m, mask=ok)
+        tl.store(stat + 2 * at + 1, tl.sum(z, 1), mask=ok)
+        tl.debug_barrier()  # all of it is written before the ticket says so
+        ticket = done + chunk * places + row * H + head
+        if tl.atomic_add(ticket, 1, sem="acq_rel") == parts - 1:
+            merged, most, total = merge(part, stat, first_number, parts, ROWS, MERGE_LINES, D)
+            store_rows(out, merged, row, head, position_ptr, queries, chunk, ROWS, M, GROUP, H, D)
+            rows = tl.arange(0, ROWS)
+            store_lse(scratch, (row * H + head) * ROWS + rows, most, total, rows < GROUP * queries, WEIGHTS)
+            tl.store(ticket, 0)
 
 
 @triton.jit(do_not_specialize=["partials", "places"])
@@ -156,7 +240,7 @@ def decode(
     """
     chunk = tl.program_id(1)
     PER: tl.constexpr = M // GROUP  # query tokens of a chunk
-    r, d = tl.arange(0, M), tl.arange(0, D)
+    r = tl.arange(0, M)
     t = chunk * PER + r // GROUP
     ok = (r // GROUP < PER) & (t < queries)
     part += chunk.to(tl.int64) * partials * ROWS * D
@@ -183,14 +267,8 @@ def decode(
         logits = logits_of(scratch, room, seen_ptr, start_ptr, tail_ptr, row, row * H + head, places, r, sink,
                            kind != SINK, kind == WINDOW, ROWS, WEIGHTS)
         if kind <= WINDOW:  # sink or window
-            k, v = base + tl.multiple_of(k_at, PAGE), base + tl.multiple_of(v_at, PAGE)
-            position = tl.load(position_ptr + row * queries + t, mask=ok, other=-1).to(tl.int32)
-            seen = tl.load(seen_ptr + row).to(tl.int32)
-            start = tl.where(kind == WINDOW, tl.load(start_ptr + row).to(tl.int32), 0)
-            end = tl.minimum(last, seen)
-            acc, m, z = sink_and_window(
-                acc, m, z, q_row, ok, position, k, v, first, end, seen, start, slots, kind == WINDOW, scale, logits,
-                TILE, D, WEIGHTS)
+            acc, m, z = _ends(acc, m, z, q_row, ok, base, seen_ptr, start_ptr, position_ptr, k_at, v_at, first, last,
+                              row, t, kind == WINDOW, queries, slots, scale, logits, TILE, D, WEIGHTS)
         else:
             if kind == TAIL:
                 last = tl.minimum(last, tl.load(tail_ptr + row * H + head).to(tl.int32))
@@ -198,35 +276,8 @@ def decode(
             if BITS > 0:
                 acc, m, z = packed_middle(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count,
                                           scale, ROWS, TILE, D, EVEN, PAGE, BITS, CELL, PTX, WARPS)
-            elif count <= 32:
-                acc, m, z = _read(acc, m, z, q_row, ok, kept, of_v, base, k_at, v_at, first, last, count, width, scale,
-                                  logits, 32, 0, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
-            elif count <= 64:
-                acc, m, z = _read(acc, m, z, q_row, ok, kept, of_v, base, k_at, v_at, first, last, count, width, scale,
-                                  logits, 64, 0, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
-            elif D > 64:
-                if count <= 96:
-                    acc, m, z = _read(acc, m, z, q_row, ok, kept, of_v, base, k_at, v_at, first, last, count, width,
-                                      scale, logits, 64, 32, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
-                else:
-                    acc, m, z = _read(acc, m, z, q_row, ok, kept, of_v, base, k_at, v_at, first, last, count, width,
-                                      scale, logits, 128, 0, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
-
-        if parts == 1:
-            total = tl.sum(z, 1)
-            result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-            store_rows(out, result, row, head, position_ptr, queries, chunk, M, M, GROUP, H, D)
-            store_lse(scratch, (row * H + head) * ROWS + r, m, total, ok, WEIGHTS)
-        elif parts > 1:
-            at = number * ROWS + r
-            tl.store(part + at[:, None] * D + d[None, :], acc, mask=ok[:, None])
-            tl.store(stat + 2 * at, m, mask=ok)
-            tl.store(stat + 2 * at + 1, tl.sum(z, 1), mask=ok)
-            tl.debug_barrier()  # all of it is written before the ticket says so
-            ticket = done + chunk * places + row * H + head
-            if tl.atomic_add(ticket, 1, sem="acq_rel") == parts - 1:
-                merged, most, total = merge(part, stat, first_number, parts, ROWS, MERGE_LINES, D)
-                store_rows(out, merged, row, head, position_ptr, queries, chunk, ROWS, M, GROUP, H, D)
-                rows = tl.arange(0, ROWS)
-                store_lse(scratch, (row * H + head) * ROWS + rows, most, total, rows < GROUP * queries, WEIGHTS)
-                tl.store(ticket, 0)
+            else:
+                acc, m, z = _kept(acc, m, z, q_row, ok, kept, of_v, base, k_at, v_at, first, last, count, width, scale,
+                                  logits, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
+        _finish(out, part, stat, done, scratch, position_ptr, acc, m, z, ok, row, head, parts, number, first_number,
+                places, queries, H, GROUP, D, M, ROWS, MERGE_LINES, WEIGHTS)

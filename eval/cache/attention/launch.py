@@ -37,8 +37,9 @@ class Config:
     warps, stages: of a program
     registers: limit per thread, 0 = none
     per_sm: programs per multiprocessor
-    merge: lines of partial results that a merge reads at a time; a line is one query row's
+    merge: lines of partial results that a merge asks for at a time; a line is one query row's
     slow: how much longer a byte of a packed middle takes than one of sink and window
+    piece: what it costs to start a piece, as bytes that could have been read meanwhile
     """
 
     tile: int = 64
@@ -46,15 +47,18 @@ class Config:
     stages: int = 3
     registers: int = 0
     per_sm: int = 2
-    merge: int = 128
+    merge: int = 64
     slow: float = 1.0
+    piece: int = work.PIECE_BYTES
 
 
-# for tiles of more than 16 rows; ptxas by itself takes 32 registers there, and spills
-WIDE = Config(warps=8, registers=128)
+WIDE = Config(warps=8)  # for tiles of more than 16 rows
 # with a page more ahead, 8 warps' pages of 128 channels take 147 KB, and two programs do not fit a multiprocessor
 WIDE_PACKED = replace(WIDE, stages=2)
-PACKED = {8: Config(), 4: Config(stages=2), 2: Config(stages=2, slow=1.6)}  # for packed middles, by bits
+PACKED = {8: Config(), 4: Config(slow=1.6), 2: Config(slow=1.6)}  # for packed middles, by bits
+# pages of the middle for each program: with fewer, another one on its way gains nothing, and a piece's start counts
+FEW = 32
+PACKED_FEW = {b: Config(stages=2, slow=slow, piece=65536) for b, slow in ((8, 1.3), (4, 1.6), (2, 2.5))}
 
 
 @dataclass
@@ -67,6 +71,7 @@ class LaunchPlan:
     even: bool  # every channel count is a multiple of 32: no masks in the main loop
     values: int  # the most channels that V keeps, rounded up to a power of two; 0 = all
     packing: Packing | None
+    few: bool = False  # every program reads few pages of the middle; see FEW
     room: Room | None = None  # where the scores of a layer that evicts lie; see weights_kernel
 
     def __deepcopy__(self, memo: object) -> None:
@@ -145,11 +150,13 @@ class Kernel:
     def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
         """Attention in one launch; parameters and result are those of `reference.attend`.
 
-        Raises ValueError for a softmax that is not plain.
+        Raises ValueError for a softmax that is not plain, and for a scaling <= 0 of a packed middle.
         """
         if not softmax.plain:
             raise ValueError(f'{softmax.why_not_kernel}; use backend="auto" or "torch"')
         plan = self.prepare(store)
+        if plan.packing is not None and not scaling > 0:
+            raise ValueError(f'scaling={scaling} of logits must be positive for a packed middle; use backend="torch"')
         batch, q_heads, queries, dim = q.shape
         heads, slots = store.ring_k.shape[1:3]
         group = q_heads // heads
@@ -161,7 +168,7 @@ class Kernel:
         if queries > at_once:
             pieces = zip(q.split(at_once, 2), position.split(at_once, 1), strict=True)
             return torch.cat([self.attend(store, *piece, scaling) for piece in pieces], 1)
-        config = self._config(plan.packing, tile_rows)
+        config = self._config(plan.packing, tile_rows, plan.few)
         chunks = -(-queries // per_chunk)
         rows = min(tile_rows, triton.next_power_of_2(group * min(queries, per_chunk)))
         most = batch * heads + plan.programs  # upper bound on partial results, for any table
@@ -209,10 +216,12 @@ class Kernel:
         device = store.ring_k.device
         bits, dtype = store.middle.bits, store.ring_k.dtype
         packing = bits if isinstance(bits, Packing) else None
-        config = self._config(packing, 16)
-        programs = self.programs or multiprocessors(device) * config.per_sm
+        programs = self.programs or multiprocessors(device) * self._config(packing, 16).per_sm
+        units = work.units(store)
+        few = int(units[units[:, 0] >= work.PROMPT, 3].sum()) < FEW * PAGE * programs
+        config = self._config(packing, 16, few)
         share = packing.cell(dtype) / (packing.group * dtype.itemsize) if packing else 1.0
-        lines = work.cut(work.units(store), programs, config.tile, share * config.slow)
+        lines = work.cut(units, programs, config.tile, share * config.slow, config.piece)
         most = programs + work.STORAGE_PARTS * batch * heads  # every cut and every unit begins at most one piece
         if old is not None and len(old.table) == most and old.table.device == device:
             table = old.table
@@ -222,14 +231,16 @@ class Kernel:
         even = bool((store.channels.count % 32 == 0).all())
         values = 0 if store.values is None else max(16, triton.next_power_of_2(int(store.values.count.max())))
         room = self.weights.fit(store, None if old is None else old.room)
-        plan = LaunchPlan(table, store.version, programs, even, values, packing, room)
+        plan = LaunchPlan(table, store.version, programs, even, values, packing, few, room)
         store.plan = plan
         return plan
 
-    def _config(self, packing: Packing | None, tile_rows: int) -> Config:
+    def _config(self, packing: Packing | None, tile_rows: int, few: bool = False) -> Config:
         if tile_rows > 16:
             return WIDE if packing is None else WIDE_PACKED
-        return self.config or (Config() if packing is None else PACKED[packing.bits])
+        if self.config or packing is None:
+            return self.config or Config()
+        return (PACKED_FEW if few else PACKED)[packing.bits]
 
     def _scratch(self, lines: int, dim: int, counters: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Partial results [lines, D], their (max, sum) [lines, 2], and counters, which a launch leaves at zero."""

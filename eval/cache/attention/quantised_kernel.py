@@ -101,11 +101,11 @@ def _queries(q_row, ok, index, channel, count, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _masked(s, token, left, scale, N: tl.constexpr):
-    """The first N rows of logits s [P, M, HALF], M = N or 2 N, times scale; -inf from token `left` [P] of a half on."""
+def _masked(s, token, left, N: tl.constexpr):
+    """The first N rows of logits s [P, M, HALF], M = N or 2 N; -inf from token `left` [P] of a half on."""
     if s.shape[1] > N:
         s, _ = tl.split(tl.permute(tl.reshape(s, [s.shape[0], 2, N, s.shape[2]]), (0, 2, 3, 1)))
-    return tl.where(token[None, None, :] < left[:, None, None], s * scale, float("-inf"))
+    return tl.where(token[None, None, :] < left[:, None, None], s, float("-inf"))
 
 
 @triton.jit
@@ -181,13 +181,13 @@ def _together(acc, m, z, a0, a1, a2, a3, top, sums, TILE: tl.constexpr, UNIT: tl
 
 
 @triton.jit
-def _middle(
-    acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
-    C: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
+def _sums(
+    q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
+    C: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
     EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Tokens [first, last) of a packed part with up to C channels.
+    """Every warp's softmax of tokens [first, last) of a packed part with up to C channels, as `_together` takes it.
 
     base, bytes_base: one address, from which the head's K and V begin k_at and v_at bytes on
     N: 8 where the tile has no more rows that count, else M
@@ -208,7 +208,7 @@ def _middle(
         width = room // SHARED
     k_codes = width * (PAGE if BITS == 8 else HALF)
     k_page = k_codes + PAGE // CELL * WORD * room
-    k, v = bytes_base + tl.multiple_of(k_at, 16 if EVEN else 4), bytes_base + tl.multiple_of(v_at, 16)
+    k, v = tl.multiple_of(bytes_base + k_at, 16 if EVEN else 4), tl.multiple_of(bytes_base + v_at, 16)
     row, token, warp = tl.arange(0, C // SHARED), _tokens(), tl.arange(0, WARPS)
     number, half = warp * PARTS // 2, warp * PARTS % 2
     q0 = _queries(q_row, ok, index, row, tl.minimum(width, count), WARPS)
@@ -224,28 +224,29 @@ def _middle(
         cells = (page + k_codes).to(tl.pointer_type(tl.int32), bitcast=True)
         ends = (page + k_codes).to(base.dtype, bitcast=True)
         s = _logits(q0, q1, page, cells, ends, number, half, left, row, room, width, k_page, 0, BITS, CELL, PTX)
-        s = _masked(s, token, left, scale, N)
-        new = tl.maximum(top, tl.max(s, 2))
+        s = _masked(s, token, left, N)
+        new = tl.max(s, 2)
         if PARTS == 2:
             t = _logits(q0, q1, page, cells, ends, number, half + 1, left, row, room, width, k_page, 4 // BITS,
                         BITS, CELL, PTX)
-            t = _masked(t, token, left - HALF, scale, N)
+            t = _masked(t, token, left - HALF, N)
             new = tl.maximum(new, tl.max(t, 2))
+        new = tl.maximum(top, new * scale)
         safe = tl.where(new == float("-inf"), 0.0, new)
         alpha = tl.exp2(top - safe)
         top = new
-        p = tl.exp2(s - safe[:, :, None])
+        p = tl.exp2(s * scale - safe[:, :, None])
         sums = sums * alpha[:, :, None] + p
         alpha = alpha[:, None, :]
         page = v + tl.multiple_of(at // PAGE * V_PAGE, 16)
         a0, a1, a2, a3 = _add(a0 * alpha, a1 * alpha, a2 * alpha, a3 * alpha, p, page, number, half, left,
                               D, PAGE, BITS, CELL, PTX, dtype)
         if PARTS == 2:
-            p = tl.exp2(t - safe[:, :, None])
+            p = tl.exp2(t * scale - safe[:, :, None])
             sums += p
             a0, a1, a2, a3 = _add(a0, a1, a2, a3, p, page, number, half + 1, left - HALF,
                                   D, PAGE, BITS, CELL, PTX, dtype)
-    return _together(acc, m, z, a0, a1, a2, a3, top, sums, TILE, UNIT)
+    return a0, a1, a2, a3, top, sums
 
 
 @triton.jit
@@ -261,12 +262,15 @@ def packed_middle(
     """
     N: tl.constexpr = 8 if ROWS <= 8 and acc.shape[0] == 16 else acc.shape[0]
     if count <= 32 and BITS > 2:
-        acc, m, z = _middle(acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
-                            32 if BITS > 2 else 64, N, TILE, D, EVEN, PAGE, BITS, CELL, PTX, WARPS)
-    elif count <= 64:
-        acc, m, z = _middle(acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
-                            64, N, TILE, D, EVEN, PAGE, BITS, CELL, PTX, WARPS)
-    elif D > 64:
-        acc, m, z = _middle(acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
-                            128, N, TILE, D, EVEN, PAGE, BITS, CELL, PTX, WARPS)
-    return acc, m, z
+        a0, a1, a2, a3, top, sums = _sums(
+            q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
+            32 if BITS > 2 else 64, N, D, EVEN, PAGE, BITS, CELL, PTX, WARPS)
+    elif count <= 64 or D == 64:
+        a0, a1, a2, a3, top, sums = _sums(
+            q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
+            64, N, D, EVEN, PAGE, BITS, CELL, PTX, WARPS)
+    else:
+        a0, a1, a2, a3, top, sums = _sums(
+            q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
+            128, N, D, EVEN, PAGE, BITS, CELL, PTX, WARPS)
+    return _together(acc, m, z, a0, a1, a2, a3, top, sums, TILE, unit_of(base.dtype.element_ty, PTX))

@@ -54,36 +54,32 @@ def units(store: Store) -> np.ndarray:
     """
     base = store.ring_k
     batch, heads, _, dim = base.shape
-    row, head = np.divmod(np.arange(batch * heads), heads)
-    parts = []
-
-    def add(part: int, tokens: np.ndarray, k_start: np.ndarray, v_start: np.ndarray, *channels: np.ndarray) -> None:
-        order = np.arange(batch * heads) * 4 + (SINK, PROMPT, TAIL, WINDOW).index(part)
-        columns = (order, np.full_like(order, part), row, head, tokens, k_start, v_start, *channels)
-        parts.append(np.stack([np.broadcast_to(np.asarray(c).reshape(-1), order.shape) for c in columns], 1))
-
-    number, all_channels = np.arange(batch * heads), np.full(1, dim)
-    for part, k, v in ((SINK, store.sink_k, store.sink_v), (WINDOW, store.ring_k, store.ring_v)):
-        start = number * k.shape[2] * dim
-        starts = _elements_from(base, k) + start, _elements_from(base, v) + start
-        add(part, np.full(1, k.shape[2]), *starts, all_channels, all_channels)
-    for part, segment in ((PROMPT, store.prompt), (TAIL, store.tail)):
-        tokens = segment.length if part == PROMPT else segment.capacity
-        k_start, v_start = _elements_from(base, segment.k), _elements_from(base, segment.v)
-        starts = k_start + segment.k_start, v_start + segment.v_start
-        add(part, tokens, *starts, segment.channels.count, segment.width)
-    table = np.concatenate(parts)
-    table = table[table[:, 4] > 0]
-    return table[np.argsort(table[:, 0], kind="stable"), 1:]
+    number = np.arange(batch * heads)
+    table = np.empty((batch * heads, STORAGE_PARTS, 8), dtype=np.int64)  # of each row and head, in the order of reading
+    table[:, :, 0] = SINK, PROMPT, TAIL, WINDOW
+    table[:, :, 1], table[:, :, 2] = np.divmod(number[:, None], heads)
+    for at, k, v in ((0, store.sink_k, store.sink_v), (3, store.ring_k, store.ring_v)):
+        start = number * (k.shape[2] * dim)
+        table[:, at, 3] = k.shape[2]
+        table[:, at, 4], table[:, at, 5] = _elements_from(base, k) + start, _elements_from(base, v) + start
+        table[:, at, 6:] = dim
+    for at, segment, tokens in ((1, store.prompt, store.prompt.length), (2, store.tail, store.tail.capacity)):
+        table[:, at, 3] = tokens.reshape(-1)
+        table[:, at, 4] = _elements_from(base, segment.k) + segment.k_start.reshape(-1)
+        table[:, at, 5] = _elements_from(base, segment.v) + segment.v_start.reshape(-1)
+        table[:, at, 6], table[:, at, 7] = segment.channels.count.reshape(-1), segment.width.reshape(-1)
+    found = table.reshape(-1, 8)
+    return found[found[:, 3] > 0]
 
 
-def _bounds(tiles: np.ndarray, weight: np.ndarray, programs: int) -> np.ndarray:
+def _bounds(tiles: np.ndarray, weight: np.ndarray, programs: int, piece: int) -> np.ndarray:
     """The tile at which each program but the first begins, on the line of all tiles.
 
     tiles: [U], tiles of each unit
     weight: [U], bytes of one of its tiles
+    piece: as for `cut`
     """
-    cost = tiles * weight + PIECE_BYTES
+    cost = tiles * weight + piece
     begin = np.cumsum(cost) - cost
     goal = np.arange(1, programs) * (cost.sum() / programs)
     at = np.searchsorted(begin, goal, side="right") - 1
@@ -91,13 +87,14 @@ def _bounds(tiles: np.ndarray, weight: np.ndarray, programs: int) -> np.ndarray:
     return np.maximum.accumulate((np.cumsum(tiles) - tiles)[at] + into)
 
 
-def cut(unit: np.ndarray, programs: int, tile: int, share: float = 1.0) -> np.ndarray:
+def cut(unit: np.ndarray, programs: int, tile: int, share: float = 1.0, piece: int = PIECE_BYTES) -> np.ndarray:
     """Cut the units into equal spans, one per program.
 
     unit: [U, 8], from `units`
     programs: how many spans to make
     tile: tokens that a program reads at a time
     share: bytes of a number in the middle, over those of a number in sink and window
+    piece: the cost of starting a piece, in bytes
 
     Returns the table [>= programs, FIELDS] int64. Program p starts at line p; the line of an idle program is an empty
     piece of the first row's sink.
@@ -107,8 +104,9 @@ def cut(unit: np.ndarray, programs: int, tile: int, share: float = 1.0) -> np.nd
     weight = (channels + width) * tile * 2 * np.where(part < PROMPT, 1, share)
     line = np.cumsum(tiles) - tiles  # first tile of each unit on the line of all tiles
     total = int(tiles.sum())
-    bounds = _bounds(tiles, weight, programs)
-    cuts = np.unique(np.concatenate([line, bounds[bounds < total]]))
+    bounds = _bounds(tiles, weight, programs, piece)
+    cuts = np.sort(np.concatenate([line, bounds[bounds < total]]))
+    cuts = cuts[np.append(True, cuts[1:] != cuts[:-1])]
     u = np.searchsorted(line, cuts, side="right") - 1
     program = np.searchsorted(bounds, cuts, side="right")
     first = (cuts - line[u]) * tile
@@ -127,6 +125,7 @@ def cut(unit: np.ndarray, programs: int, tile: int, share: float = 1.0) -> np.nd
     follow = np.where(np.append(begins[1:], True), -1, np.append(where[1:], -1))
     table = np.zeros((programs + int((~begins).sum()), FIELDS), dtype=np.int64)
     table[:, Column.NEXT] = -1
+    pieces = np.empty((len(cuts), FIELDS), dtype=np.int64)
     columns = {
         Column.PART: part[u],
         Column.ROW: row[u],
@@ -144,5 +143,6 @@ def cut(unit: np.ndarray, programs: int, tile: int, share: float = 1.0) -> np.nd
         Column.WIDTH: width[u],
     }
     for column, values in columns.items():
-        table[where, column] = values
+        pieces[:, column] = values
+    table[where] = pieces
     return table

@@ -55,7 +55,10 @@ def _compressed(layer: CompressedLayer) -> tuple[dict[str, Any], dict[str, Tenso
     if store.eviction is not None or store.reads is not None:
         raise ValueError("a cache that evicts tokens while decoding, or chooses what it reads, cannot be saved")
     if middle.bits is not None and type(middle.bits) is not Packing:
-        raise ValueError(f"a middle stored by {type(middle.bits).__name__} cannot be saved")
+        raise ValueError(
+            f"a middle that {type(middle.bits).__name__} stores cannot be saved, only numbers of the model's type or "
+            "KIVI's (pca, spark and turboquant have other forms): leave out `bits`, or choose kivi"
+        )
     store.to(layer.device)
     tensors = {name: torch.from_numpy(getattr(store, name).copy()) for name in COUNTS}
     tensors |= {name: getattr(store, name) for name in ENDS}

@@ -25,7 +25,7 @@ class Magnitude(Uniform):
 
       M[d] = ||K[:, d]||_p        (Eq. 1)
 
-    There are no deviations from the paper.
+    Deviation: generated keys are pruned when they leave the window; the paper keeps them whole.
 
     Settings
     ratio: float in [0, 1), default 0.7: share of K channels pruned; floor(ratio * D) go in every head.

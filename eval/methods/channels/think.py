@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from eval.cache.attention.softmax import written_out
 from eval.inference.models import shape_of
 from eval.inference.prefill import Prefill
 from eval.methods.axes import Uniform
 from eval.methods.common.observed import Seen, seen
-from leank_train.channel_scores import GROUPS, best, pruned, query_key_scores, wide
+from leank_train.channel_scores import GROUPS, best, pruned, query_key_scores
 from leank_train.common.typed import OneOf, Positive, Share
 
 
@@ -76,12 +77,13 @@ def think_scores(prefill: Prefill, queries: int, group: str) -> Tensor:
 
 def value_scores(layer: Seen, queries: int, group: str) -> Tensor:
     """Score_v[j] of every V channel of a layer (Eq. 3), [B, H, D]; `group` is that of `query_key_scores`."""
-    k, v = layer.keys, layer.layer.values
-    q = layer.queries(queries).unflatten(1, (k.shape[1], -1))  # [B, H, G, n, D]
-    members, observed = q.shape[2:4]
+    k, q = layer.keys, layer.queries(queries)
+    members, observed = q.shape[1] // k.shape[1], q.shape[2]
     place = torch.arange(k.shape[2], device=k.device)
     visible = layer.stays[:, :, None] & (place <= place[-observed:, None])  # [B, 1 or H, n, T]
-    logits = (q.flatten(2, 3) @ k.mT) * q.shape[-1] ** -0.5  # [B, H, G * n, T]
-    weights = logits.masked_fill(~visible.repeat(1, 1, members, 1), -torch.inf).softmax(-1)
-    energy = (weights @ v.to(wide(v))).unflatten(2, (members, observed)).square().sum(3)  # [B, H, G, D]
+    if visible.shape[1] > 1:
+        visible = visible.repeat_interleave(members, 1)
+    one = layer.layer  # a query that sees none of the keys that stay adds nothing
+    outputs = written_out(q, k, one.values, one.scaling, one.softmax, visible)  # [B, Hq, n, D]
+    energy = outputs.unflatten(1, (-1, members)).square().sum(3)  # [B, H, G, D]
     return energy.mean(2) if group == "squares" else energy.sqrt().mean(2)

@@ -72,6 +72,9 @@ class ASL(RowPass):
     A prompt of no more tokens than the budget is read whole. Where the ranks have not settled below the last layer,
     one pass drops nothing. Two passes select by the last layer's ranks, as the published code does.
 
+    The variance is over L_obs layers, as in Algorithm 2 and the published code; section 4.1's formulas have one more.
+    Scores are summed over all KV heads, as section 4.1 and the code have it; Algorithm 1 ranks in each.
+
     What is not set follows from the number of layers L: the paper's L_min = L // 3, L_obs = 8 and tau = 0.3 from 24
     layers on, and `few_layers` below, where the paper's settings never select.
 
@@ -100,6 +103,8 @@ class ASL(RowPass):
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         super().check(config, tokenizer)
         check_window(self.budget, self.window, self.kernel)
+        if config.num_hidden_layers < 2:
+            raise ValueError("asl drops tokens above a layer, and the model has one layer: leave out `prefill`")
         if not 1 <= self.rule(config).first < config.num_hidden_layers:
             raise ValueError(f"first={self.first} must be from 1 to {config.num_hidden_layers - 1}, the model's layers")
         if self.layer is not None:

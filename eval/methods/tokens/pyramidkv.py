@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from eval.cache.storage.store import Sizes
-from eval.inference.models import shape_of
+from eval.inference.models import shape_of, windows_of
 from eval.inference.prefill import Prefill, PromptLayer
 from eval.methods.tokens.snapkv import SnapKV
 from leank_train.common.typed import OneOf, Positive
@@ -73,8 +73,9 @@ class PyramidKV(SnapKV):
         layers, heads, _ = shape_of(config)
         protected = self.protected(sizes)
         middle = max(0, max(columns) - protected.sink - protected.window)
-        counts = self.shares(self.between(max(columns), protected), middle, layers)
-        return np.tile(np.array(counts)[:, None] + protected.window - sizes.window, heads)
+        full, counts = [i for i, window in enumerate(windows_of(config)) if window is None], np.zeros(layers, dtype=int)
+        counts[full] = self.shares(self.between(max(columns), protected), middle, len(full))
+        return np.tile(counts[:, None] + protected.window - sizes.window, heads)
 
 
 def pyramid(mean: int, available: int, layers: int, beta: int) -> list[int]:

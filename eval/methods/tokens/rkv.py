@@ -41,7 +41,8 @@ class RKV(Evicting):
 
     Deviations
     - While decoding, importance is a decayed sum of attention whose weights fall by 1 - 1 / alpha per step, in place of
-      the mean of the last alpha, and redundancy is among the middle's tokens alone.
+      the mean of the last alpha. It starts with the first new token: the prompt's queries count in the prompt's cut
+      alone. Redundancy is among the middle's tokens alone.
     - Attention is averaged over the group's query heads; the authors' code takes the largest logit of the group and
       leaves the observed tokens out of the softmax.
     - A prompt longer than the budget is cut by the same rule at its end.

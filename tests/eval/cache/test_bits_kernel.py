@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.eval.cache.test_kernel import DEVICE, ON_GPU, error, interpreter_takes_numpys_scalars, make_store  # noqa: F401
 
 from eval.cache.attention import quantised_kernel, unpacking_kernel  # isort: skip
-from eval.cache.attention.launch import Config, Kernel  # isort: skip  (needs Triton, which the line above asks for)
+from eval.cache.attention.launch import FEW, PACKED, PACKED_FEW, Config, Kernel  # isort: skip  (needs Triton, which the line above asks for)
 from eval.cache.storage.quantised import Packing
 from eval.cache.storage.store import Sizes
 
@@ -90,6 +90,28 @@ def test_logits_and_results_are_divided_by_the_unit(monkeypatch):
         monkeypatch.setattr(module, "unit_of", lambda dtype, ptx: 2.0**-64)
     sizes = Sizes(10, 64, 32)
     check_decoding([17, 64], 64, 2, [170, 90], sizes, torch.float32, Packing(8, 32), 1, 2, Config(), 3)
+
+
+@pytest.mark.parametrize("bits", PACKED)
+def test_a_program_of_few_pages_asks_for_fewer_of_them_ahead(bits):
+    store = make_store([40, 0, 9], 64, [90], Sizes(4, 16, 32), torch.float16, bits=Packing(bits, 32))
+    assert Kernel(programs=1).prepare(store).few
+    store = make_store([64], 64, [64 * FEW + 90], Sizes(4, 16, 32), torch.float16, bits=Packing(bits, 32))
+    assert not Kernel(programs=1).prepare(store).few
+    kernel = Kernel()
+    assert kernel._config(Packing(bits), 16, few=True) == PACKED_FEW[bits]
+    assert kernel._config(Packing(bits), 16, few=False) == PACKED[bits]
+    assert Kernel(Config(stages=4))._config(Packing(bits), 16, few=True).stages == 4  # what was asked for
+
+
+@pytest.mark.parametrize("scaling", [0.0, -0.1])
+def test_a_scaling_that_is_not_positive_is_refused(scaling):
+    """The loop takes the maximum before it scales."""
+    dtype = torch.bfloat16 if ON_GPU else torch.float16
+    store = make_store([40, 0], 64, [90], Sizes(4, 16, 32), dtype, bits=Packing(4, 32))
+    position = store.append(*torch.randn(2, 1, 2, 1, 64).to(DEVICE, dtype))
+    with pytest.raises(ValueError, match=r"scaling=.* must be positive"):
+        Kernel(programs=4).attend(store, torch.randn(1, 2, 1, 64).to(DEVICE, dtype), position, scaling)
 
 
 @pytest.mark.usefixtures("poisoned_cells")

@@ -181,11 +181,12 @@ def test_padding_among_the_queries():
     st.integers(1, 40),
     st.sampled_from([64, 128]),
     st.integers(1, 4),
+    st.sampled_from([0, work.PIECE_BYTES, 2**17]),
 )
-def test_spans_cover_every_token_once_and_are_even(parts, programs, tile, per_head):
+def test_spans_cover_every_token_once_and_are_even(parts, programs, tile, per_head, piece):
     """Walking every program's span reads each unit's tokens once, in partial results that are numbered without gaps."""
     unit = [(2, i // per_head, 0, tokens, 0, i, *channels) for i, (tokens, *channels) in enumerate(parts)]
-    table = work.cut(np.array(unit, dtype=np.int64), programs, tile)  # V's start names the unit
+    table = work.cut(np.array(unit, dtype=np.int64), programs, tile, piece=piece)  # V's start names the unit
     assert len(table) <= programs + len(unit)
     read = {i: [] for i in range(len(unit))}
     partials, cost = {}, []
@@ -196,7 +197,7 @@ def test_spans_cover_every_token_once_and_are_even(parts, programs, tile, per_he
             count, fresh, ends, number, first_number, line, width = values
             if last > first:
                 read[name].append((first, last))
-                spent += (-(-(last - first) // tile)) * (count + width) * tile * 2 + work.PIECE_BYTES
+                spent += (-(-(last - first) // tile)) * (count + width) * tile * 2 + piece
                 assert fresh == (open_result is None)
                 open_result = number
                 if ends:
@@ -213,8 +214,8 @@ def test_spans_cover_every_token_once_and_are_even(parts, programs, tile, per_he
         numbers = sorted(n for n, _, _ in results)
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
         assert all(first == numbers[0] and count == len(numbers) for _, first, count in results)
-    largest_step = 256 * tile * 2 + 2 * work.PIECE_BYTES
-    assert max(cost) <= sum(cost) / programs + 2 * largest_step + work.PIECE_BYTES * len(unit)
+    largest_step = 256 * tile * 2 + 2 * piece
+    assert max(cost) <= sum(cost) / programs + 2 * largest_step + piece * len(unit)
 
 
 def test_columns_of_the_work_table_lie_where_they_always_lay():

@@ -17,6 +17,7 @@ from eval.cache import CompressedCache, compressed_cache
 from eval.cache.saved.header import digests
 from eval.methods import Method
 from eval.methods.bits.kivi import KIVI
+from eval.methods.bits.spark import SparK
 from eval.methods.tokens.snapkv import SnapKV
 from leank_train.common.tensor_files import write_tensors
 from leank_train.mask import ChannelMask
@@ -228,6 +229,7 @@ def test_what_a_file_cannot_hold_is_refused_before_it_is_written(tmp_path):
         (recording, "no assisted decoding under way"),
         (talked(METHODS["h2o"], model)[0], "evicts tokens while decoding, or chooses what it reads, cannot be saved"),
         (talked(METHODS["quest"], model)[0], "cannot be saved"),
+        (talked(Method("spark", bits=SparK(0.8, 4), **SIZES), model)[0], "leave out `bits`, or choose kivi"),
     ]:
         with pytest.raises(ValueError, match=match):
             cache.save(path)

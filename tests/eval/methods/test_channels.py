@@ -1,5 +1,6 @@
 """Choices of channels against obvious loops, kvpress, and each row of a padded batch alone."""
 
+import copy
 import importlib.util
 import json
 from dataclasses import replace
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from eval.benchmarks.row import Row
+from eval.cache.attention.softmax import Softmax
 from eval.inference.models import ModelConfig, load_config
 from eval.inference.prefill import pad_left, prefill
 from eval.inference.prompts import Prompt
@@ -157,6 +159,30 @@ def test_thinks_values_against_the_whole_attention(observed):
                         outputs.append(torch.softmax(k @ dense.queries[0, member, n] / 8**0.5, 0) @ v)
                     by_hand += torch.stack(outputs).norm(dim=0) / 2
                 torch.testing.assert_close(scores[row, head], by_hand)
+
+
+def test_a_query_that_sees_no_token_adds_nothing_to_values():
+    """Of each prompt the last token alone stays, which the queries before it do not see."""
+    _, batch, _ = passes()
+    last = [torch.zeros_like(layer.keys[..., 0], dtype=torch.bool) for layer in batch.layers]
+    for stays in last:
+        stays[..., -1] = True
+    for layer, found in zip(batch.layers, seen(replace(batch, selected=last), QUERIES), strict=True):
+        torch.testing.assert_close(value_scores(found, QUERIES, "norms"), layer.values[:, :, -1].abs())
+
+
+def test_values_are_scored_by_the_models_own_softmax(observed):
+    """Its factor of the logits and its cap."""
+    _, batch, _ = observed
+    (layer, *_), (first, *_) = batch.layers, seen(batch, QUERIES)
+    before = value_scores(first, QUERIES, "norms")
+    other = copy.copy(layer)
+    other.scaling, other.softmax = 2 * layer.keys.shape[-1] ** -0.5, Softmax(softcap=10**6)
+    doubled = first._replace(layer=copy.copy(layer))
+    doubled.layer.queries = 2 * layer.queries
+    found = value_scores(first._replace(layer=other), QUERIES, "norms")
+    torch.testing.assert_close(found, value_scores(doubled, QUERIES, "norms"))
+    assert not torch.allclose(found, before)
 
 
 def test_values_are_pruned_by_their_own_ratio(observed):

@@ -204,6 +204,34 @@ def test_a_share_is_of_all_prompts_together_or_refused(lengths, share, name):
         assert sum(method_bytes(found, config, n, ITEM) for n in lengths) == pytest.approx(wanted, rel=0.03)
 
 
+def sliding():
+    """Four layers, every other one with a sliding window of 80 tokens."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    shape = {"use_sliding_window": True, "sliding_window": 80, "layer_types": kinds, "num_hidden_layers": 4}
+    return tiny_model("qwen2", max_position_embeddings=512, **shape).float()
+
+
+@pytest.mark.parametrize("name", ["dense", "snapkv", "pyramidkv", "h2o", "think", "quest", "streaming_llm"])
+@pytest.mark.parametrize("length", [60, 400])
+def test_layers_of_a_sliding_window_hold_it_whatever_the_method(name, length, made):
+    """In the formulas, in what `match` reaches, and in what is measured."""
+    model, one = sliding(), replace(made[name], sink=4, window=32)
+    if free_settings(one):
+        one = match(one, 0.8, model.config, [400], ITEM)
+    ids = torch.randint(3, 50, (1, length), generator=torch.Generator().manual_seed(0))
+    seen = prefill(model, ids, None, 4, obs_queries=32, column_sums=True)
+    (parts,) = cache_bytes(one.cache(model, seen), seen)
+    found = parts["total"] - parts.get("tables", 0) - parts.get("slack", 0)
+    assert found == pytest.approx(method_bytes(one, model.config, length, ITEM), rel=0.01)
+
+
+def test_padding_is_no_part_of_a_sliding_window_either():
+    model, lengths = sliding(), (200, 50, 90)
+    real = torch.arange(200) >= 200 - torch.tensor(lengths)[:, None]
+    seen = prefill(model, torch.ones(3, 200, dtype=torch.long), real, 4)
+    assert seen.bytes() == [dense_bytes(model.config, length, ITEM) for length in lengths]
+
+
 def test_a_method_runs_the_pass_that_it_needs(model, prompt):
     """Its own where it has one, else the dense one with column sums and at least its own queries."""
     ids = prompt[0][:, :100]

@@ -1,0 +1,290 @@
+"""Long replies of methods that evict while decoding or choose what they read, against a dense cache that hides tokens.
+
+The slow form holds every key and value of one prompt, and keeps lists of the tokens that each head still has.
+"""
+
+import functools
+import math
+
+import pytest
+import torch
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+
+from eval.cache import Sizes
+from eval.inference.prefill import prefill
+from eval.methods import method
+from eval.methods.reads.double_sparsity import DoubleSparsity
+from eval.methods.reads.quest import Quest
+from eval.methods.tokens.h2o import H2O
+from eval.methods.tokens.lethe import Lethe
+from eval.methods.tokens.rkv import RKV
+from eval.methods.tokens.tova import TOVA
+
+RUNNING = []  # the slow form whose turn it is
+
+
+class Held:
+    """One layer: all keys and values [H, T, D], the scores [H, T], and what each head's middle holds."""
+
+    def __init__(self, keys, values, scores, middle, start):
+        self.keys, self.values, self.scores, self.middle, self.start = keys, values, scores, middle, start
+        self.evict_at = None
+
+    @property
+    def tokens(self):
+        return self.keys.shape[1]
+
+    def append(self, key, value, decay):
+        self.keys, self.values = torch.cat([self.keys, key], 1), torch.cat([self.values, value], 1)
+        self.scores = torch.cat([decay * self.scores, self.scores.new_zeros(len(key), 1)], 1)
+
+
+class Slow:
+    """One prompt; the choice is Quest, Double Sparsity, H2O, TOVA, R-KV or Lethe. keep: bool [L, H, D]."""
+
+    def __init__(self, choice, sizes, keep):
+        self.choice, self.sizes, self.keep = choice, sizes, keep
+        self.layers = [None] * len(keep)
+        self.decay = {TOVA: 0.0, RKV: 1 - 1 / getattr(choice, "queries", 1), Lethe: getattr(choice, "gamma", 1)}.get(
+            type(choice), 1.0
+        )
+
+    def attend(self, index, q, k, v, scaling):
+        if self.layers[index] is None:
+            return self.prompt(index, q, k, v, scaling)
+        held, (heads, group) = self.layers[index], (len(k), len(q) // len(k))
+        held.append(k, v, self.decay)
+        out = torch.zeros_like(q)
+        for head in range(heads):
+            kept = self.keep[index, head]
+            middle = held.middle[head] if kept.any() else []
+            keys = held.keys[head].clone()
+            keys[middle] *= kept
+            for one in range(head * group, (head + 1) * group):
+                seen = self.reads(index, head, q[one, 0], keys, middle)
+                tokens = self.around(seen, held)
+                weights = (keys[tokens] @ q[one, 0] * scaling).softmax(0)
+                out[one, 0] = weights @ held.values[head, tokens]
+                held.scores[head, tokens] += weights
+        self.flush(index, held)
+        return out
+
+    def prompt(self, index, q, k, v, scaling):
+        heads, tokens = k.shape[:2]
+        group, choice, sizes = len(q) // heads, self.choice, self.sizes
+        logits = q @ k.repeat_interleave(group, 0).mT * scaling
+        weights = logits.masked_fill(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+        sums = weights.sum(1).unflatten(0, (heads, group)).sum(1)
+        start = max(sizes.sink, tokens - sizes.window)
+        certain = start
+        if isinstance(choice, RKV):
+            certain = max(sizes.sink, tokens - max(sizes.window, choice.queries))
+            recent = weights[:, -choice.queries :].mean(1).unflatten(0, (heads, group)).mean(1)
+            sums = torch.zeros_like(sums)
+            ranks = [self.rkv(recent[head], k[head], range(tokens)) for head in range(heads)]
+        elif isinstance(choice, TOVA):
+            ranks, sums = [weights[:, -1].mean(0)] * heads, torch.zeros_like(sums)
+        else:
+            ranks = sums
+        self.layers[index] = held = Held(k, v, sums, [list(range(sizes.sink, start)) for _ in range(heads)], start)
+        if isinstance(choice, (H2O, TOVA, RKV)):
+            room = choice.budget - sizes.sink - sizes.window - (start - certain)
+            for head, rank in enumerate(ranks):
+                best = sorted(range(sizes.sink, certain), key=lambda j, rank=rank: (-float(rank[j]), j))[:room]
+                held.middle[head] = sorted(best) + list(range(certain, start))
+        if isinstance(choice, Lethe):
+            held.evict_at = choice.evict_at
+            self.round(held)
+        return weights @ v.repeat_interleave(group, 0)
+
+    def around(self, middle, held):
+        """Tokens of the middle between those of sink and window."""
+        return [*range(min(self.sizes.sink, held.tokens)), *middle, *range(held.start, held.tokens)]
+
+    def reads(self, index, head, q, keys, middle):
+        """The tokens of its middle that one query reads."""
+        choice = self.choice
+        if not isinstance(choice, (Quest, DoubleSparsity)) or index < choice.dense_layers or not middle:
+            return middle
+        room = choice.budget - self.sizes.sink - self.sizes.window
+        if isinstance(choice, DoubleSparsity):
+            labels = choice.labels.mask()[index, head] & self.keep[index, head]
+            scores = (keys[middle][:, labels] @ q[labels]).tolist()
+            best = sorted(range(len(middle)), key=lambda n: -scores[n])[:room]
+            return sorted(middle[n] for n in best)
+        pages = [middle[n : n + choice.page] for n in range(0, len(middle), choice.page)]
+        bound = [float(torch.maximum(q * keys[p].amin(0), q * keys[p].amax(0)).sum()) for p in pages]
+        best = sorted(range(len(pages)), key=lambda n: -bound[n])[: max(1, room // choice.page)]
+        return sorted(j for n in best for j in pages[n])
+
+    def flush(self, index, held):
+        """Tokens leave the window, and then the middle."""
+        choice, sizes = self.choice, self.sizes
+        due = max(0, held.tokens - held.start - sizes.window) // sizes.flush * sizes.flush
+        for head in range(len(held.middle)):
+            held.middle[head] += range(held.start, held.start + due)
+        held.start += due
+        if due and isinstance(choice, (H2O, TOVA, RKV)):
+            room = choice.budget - sizes.sink - sizes.window
+            for head, middle in enumerate(held.middle):
+                if len(middle) > room:
+                    rank = self.rank(index, head, held)
+                    held.middle[head] = sorted(sorted(middle, key=lambda j, rank=rank: (-float(rank[j]), -j))[:room])
+        if isinstance(choice, Lethe):
+            self.round(held)
+
+    def rank(self, index, head, held):
+        if isinstance(self.choice, TOVA):
+            return held.scores.sum(0)
+        if isinstance(self.choice, H2O):
+            return held.scores[head]
+        tokens = self.around(held.middle[head], held)
+        share = held.scores[head, tokens] / held.scores[head, tokens].sum()
+        found = self.rkv(share, held.keys[head] * self.keep[index, head], held.middle[head], tokens)
+        return dict(zip(tokens, found, strict=True))
+
+    def rkv(self, importance, keys, compared, tokens=None):
+        """Z of `tokens`, of which those `compared` have a redundancy."""
+        choice, reach = self.choice, self.choice.kernel // 2
+        tokens = list(compared) if tokens is None else tokens
+        pooled = [float(importance[max(0, n - reach) : n + reach + 1].max()) for n in range(len(tokens))]
+        unit = keys[list(compared)] / keys[list(compared)].norm(dim=-1, keepdim=True)
+        alike = unit @ unit.mT
+        alike.fill_diagonal_(0)
+        for line in alike:
+            above = (line > choice.threshold).nonzero()[:, 0]
+            if len(above):
+                line[above[-1]] = 0
+        redundant = dict(zip(compared, alike.mean(0).softmax(0).tolist(), strict=True))
+        return torch.tensor([
+            choice.mix * p - (1 - choice.mix) * redundant.get(j, 0.0) for j, p in zip(tokens, pooled, strict=True)
+        ])  # fmt: skip
+
+    def round(self, held):
+        """Algorithm 1 of Lethe; all heads hold the same tokens."""
+        choice, middle = self.choice, held.middle[0]
+        tokens = self.around(middle, held)
+        count = len(tokens)
+        if not middle or count <= held.evict_at:
+            return
+        scores = held.scores.sum(0)[tokens]
+        order = sorted(range(count), key=lambda n: (-float(scores[n]), -n))
+        hoyer = (math.sqrt(count) - float(scores.sum() / scores.norm())) / (math.sqrt(count) - 1)
+        cuts = [count * d // choice.segments for d in range(1, choice.segments)]
+        ratios = [float(scores[order[0]] / scores[order[cut]]) for cut in cuts]
+        sharp = [r >= choice.sparse_ratio if choice.reading == "text" else r <= choice.sparse_ratio for r in ratios]
+        found = [cut for cut, fits in zip(cuts, sharp, strict=True) if cut and fits and hoyer >= choice.min_sparsity]
+        if not found:
+            held.evict_at *= 2
+            return
+        recent = int(choice.recent_ratio * count)
+        held.evict_at = max(held.evict_at, found[0] + recent)
+        stay = {tokens[n] for n in order[: found[0]]} | set(tokens[count - recent :])
+        held.middle = [[j for j in of_head if j in stay] for of_head in held.middle]
+
+
+def _slow(module, query, key, value, mask, scaling, **kwargs):
+    return RUNNING[-1].attend(module.layer_idx, query[0], key[0], value[0], scaling).transpose(0, 1)[None], None
+
+
+AttentionInterface.register("slow_replies", _slow)
+
+
+@functools.cache
+def random_model(dim, heads, group, layers):
+    """A model of random weights whose attention is peaked enough that a token that is gone changes its logits."""
+    torch.manual_seed(dim)
+    width = 4 * heads * group
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=width, intermediate_size=16, num_hidden_layers=layers, head_dim=dim,
+        num_attention_heads=heads * group, num_key_value_heads=heads, initializer_range=1.2 / width**0.5,
+        max_position_embeddings=4096, pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).double().eval().requires_grad_(False)
+
+
+def replayed(chosen, model, ids, real, forced):
+    """Logits [B, 1 + n, vocabulary] of forced replies, by the method's own cache."""
+    found = chosen.run_prefill(model, ids, real, forced.shape[1])
+    cache, logits, start = chosen.cache(model, found), [found.logits], ids.shape[1]
+    whole = torch.cat([real, real.new_ones(forced.shape)], 1)
+    for step in range(forced.shape[1]):
+        place = {"attention_mask": whole[:, : start + step + 1], "position_ids": (found.lengths + step)[:, None]}
+        logits.append(model(forced[:, step : step + 1], past_key_values=cache, **place).logits[:, -1])
+    return torch.stack(logits, 1), cache
+
+
+def slow_replies(slow, model, prompt, forced):
+    """The same of one prompt without padding, by the slow form."""
+    model.set_attn_implementation("slow_replies")
+    RUNNING.append(slow)
+    logits = [model(prompt, use_cache=False).logits[:, -1]]
+    for step in range(forced.shape[1]):
+        place = torch.tensor([[prompt.shape[1] + step]])
+        logits.append(model(forced[:, step : step + 1], position_ids=place, use_cache=False).logits[:, -1])
+    RUNNING.pop()
+    return torch.cat(logits)
+
+
+CASES = {  # head_dim, KV heads, group, layers; sink, window, flush; lengths; axis, its choice; share of channels gone
+    "h2o": ((80, 1, 7, 2), (0, 0, 1), (33, 90), "tokens", {"name": "h2o", "budget": 9}, 0.5),
+    "h2o, nothing": ((96, 2, 1, 1), (3, 1, 8), (70, 1), "tokens", {"name": "h2o", "budget": 4}, 0),
+    "tova": ((96, 1, 3, 1), (0, 0, 3), (60, 7, 1), "tokens", {"name": "tova", "budget": 25}, 0.5),
+    "rkv": ((16, 1, 7, 2), (3, 6, 1), (60, 7), "tokens",
+            {"name": "rkv", "budget": 30, "queries": 8, "kernel": 3, "threshold": 0.2}, 0.5),
+    "rkv, window": ((80, 2, 1, 1), (0, 12, 8), (40, 90), "tokens",
+                    {"name": "rkv", "budget": 33, "queries": 4, "mix": 0.5}, 0),
+    "lethe": ((80, 1, 3, 2), (0, 6, 3), (33, 90), "tokens",
+              {"name": "lethe", "sparse_ratio": 3.0, "gamma": 0.9, "evict_at": 36, "min_sparsity": 0.1}, 0.5),
+    "lethe, printed": ((96, 2, 1, 1), (3, 0, 1), (60, 7, 1), "tokens",
+                       {"name": "lethe", "recent_ratio": 0.0, "evict_at": 9, "segments": 4, "reading": "printed"}, 0),
+    "quest": ((80, 1, 7, 2), (0, 0, 3), (5, 40), "reads", {"name": "quest", "budget": 30, "page": 5}, 0.5),
+    "quest, one page": ((256, 1, 3, 1), (3, 6, 8), (33, 90), "reads",
+                        {"name": "quest", "budget": 10, "page": 16, "dense_layers": 0}, 0),
+    "double_sparsity": ((96, 2, 1, 2), (0, 1, 1), (60, 7, 1), "reads",
+                        {"name": "double_sparsity", "budget": 31, "dense_layers": 1}, 0.5),
+}  # fmt: skip
+
+
+def check(case, steps):
+    """Every row of a padded batch against the slow form, and what its heads still hold."""
+    (dim, heads, group, layers), (sink, window, flush), lengths, axis, config, ratio = CASES[case]
+    model = random_model(dim, heads, group, layers)
+    if config["name"] == "quest":
+        config = {"dense_layers": 1, **config}
+    given = {axis: config, **({"channels": {"name": "random", "ratio": ratio}} if ratio else {})}
+    chosen = method(case, given, {"sink": sink, "window": window, "flush": flush, "backend": "torch"})
+    choice = chosen.axes[axis]
+    if isinstance(choice, DoubleSparsity):
+        scores = torch.rand(layers, heads, dim, generator=torch.Generator().manual_seed(3))
+        choice.labels._found[choice.labels.calibrated_on] = scores
+    keep = torch.ones(layers, heads, dim, dtype=torch.bool)
+    keep = chosen.channels.keep_mask(None, model.config) if ratio else keep
+    generator, width = torch.Generator().manual_seed(dim), max(lengths)
+    real = torch.arange(width) >= width - torch.tensor(lengths)[:, None]
+    ids = torch.randint(2, 97, real.shape, generator=generator) * real
+    forced = torch.randint(2, 97, (len(lengths), steps), generator=generator)
+    found, cache = replayed(chosen, model, ids, real, forced)
+    for row, length in enumerate(lengths):
+        slow = Slow(choice, Sizes(sink, window, flush), keep)
+        want = slow_replies(slow, model, ids[row : row + 1, width - length :], forced[row : row + 1])
+        torch.testing.assert_close(found[row], want, rtol=1e-6, atol=1e-8)
+        for layer, held in zip(cache.layers, slow.layers, strict=True):
+            middle = layer.store.prompt.length[row] + layer.store.tail.length[row]
+            assert middle.tolist() == [len(of_head) for of_head in held.middle]
+    dense = prefill(model, ids, real, 1)
+    everything = [int(n) + steps - sink - window for n in dense.lengths]
+    if axis == "tokens":  # something was evicted
+        assert all((layer.store.tail.length + layer.store.prompt.length).max() < max(everything)
+                   for layer in cache.layers)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_replies_are_those_of_the_slow_form(case):
+    check(case, 70)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_a_thousand_tokens_are_those_of_the_slow_form(case):
+    check(case, 1050)
