@@ -61,7 +61,8 @@ class EarlyStop(L.Callback):
         """Make the held-out documents; a stage that had ended when it was saved takes no step more."""
         data = trainer.datamodule  # type: ignore[attr-defined]
         assert isinstance(data, RetrievalData)
-        self._batches = data.held_out(self.config.heldout_documents)
+        # Lightning moves the batches of steps to the device, not these
+        self._batches = [batch.to(module.device) for batch in data.held_out(self.config.heldout_documents)]
         if self.over:
             trainer.should_stop = True
 

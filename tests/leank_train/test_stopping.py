@@ -154,6 +154,16 @@ def test_no_step_trains_on_held_out_documents(model):
     assert len({tuple(ids) for ids in together}) == 4
 
 
+def test_held_out_documents_lie_on_the_device_of_the_stage(model):
+    backbone = backbones.load(str(model))
+    data = RetrievalData(backbone, Mixture({"multikey": 1}, backbone.tokenizer, 300, 400))
+    stop = EarlyStop(StageConfig(10, 0.1, patience=1), lambda scores: scores > 0)
+    stop.on_train_start(SimpleNamespace(datamodule=data), SimpleNamespace(device=torch.device("meta")))
+    rows = [part for batch in stop._batches for part in (batch.documents, batch.prompts, batch.answers)]
+    assert rows
+    assert {part.ids.device.type for part in rows} == {"meta"}
+
+
 @pytest.mark.parametrize("fatal", [5, FIRST + 2])
 def test_killed_and_started_again(finished, model, tmp_path, fatal):
     out, taken, keep = tmp_path / "run", [], Recorder.on_train_batch_end

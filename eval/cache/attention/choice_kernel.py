@@ -68,6 +68,8 @@ def _least(order, start, most, cap, scores, runs, listed, lines, limit, GUESS: t
     Returns that order, how many candidates have at least it, more than `cap` if too many are equal, and how many more.
 
     start: an order that at least `most` candidates have, LEAST if none is known
+    GUESS: whether orders between the bounds are guessed from counts. That takes half as many rounds as halving where
+        many of the candidates are taken, and more where they are few of many
     """
     low, high = _ends(order, scores, runs, listed, lines, limit, LONG)
     low = tl.maximum(low, start)
@@ -76,7 +78,7 @@ def _least(order, start, most, cap, scores, runs, listed, lines, limit, GUESS: t
     above, turn = found * 0, found * 0
     while (span > 1) & (found > cap):
         step = span >> 1
-        if GUESS:  # two of three times, as if orders were spread evenly; halving bounds their number
+        if GUESS:  # two of three times, as if orders were spread evenly; halving bounds the number of rounds
             share = (found - (most + cap) // 2).to(tl.float32) / (found - above).to(tl.float32)
             guess = tl.minimum((span.to(tl.float32) * share).to(tl.uint32), span - 1)
             step = tl.where(turn == 2, step, tl.maximum(guess, 1))
@@ -155,7 +157,6 @@ def _choose_any(
 def choose(
     words, chosen, table, tail_ptr, most,
     GROUP: tl.constexpr, PER: tl.constexpr, WIDTH: tl.constexpr, LINES: tl.constexpr, CAP: tl.constexpr,
-    GUESS: tl.constexpr,
 ):
     """Program n: the `most` highest pages or tokens of query head n, all of them if there are no more.
 
@@ -177,7 +178,7 @@ def choose(
     if wanted > 0:
         if CAP == 0:
             _choose_any(words + tl.multiple_of(at, 4), chosen, False, number, total, LEAST, wanted, wanted,
-                        chosen + out, LINES, WIDTH, GUESS)
+                        chosen + out, LINES, WIDTH, False)
         else:
             runs = tl.num_programs(0).to(tl.int64) * most + n * CAP
             best = tl.load(entry + BEST) + g * tl.load(entry + BEST_STRIDE)
@@ -188,6 +189,6 @@ def choose(
                 limit, cap = tl.where(last, total, number), tl.where(last, wanted, CAP)
                 taken, least = _choose_any(
                     scores, chosen + runs, last, lines, limit, start, tl.where(last, wanted, few), cap,
-                    chosen + tl.where(last, out, runs), LINES, WIDTH, GUESS)
+                    chosen + tl.where(last, out, runs), LINES, WIDTH, True)
                 lines, start = taken, tl.where(number >= most, least, LEAST)
                 tl.debug_barrier()  # every thread has written its runs before one of them reads them

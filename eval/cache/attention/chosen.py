@@ -32,8 +32,6 @@ class ChosenConfig:
     span: slots of sink and window that a program reads
     score_tile, score_warps, score_per_sm: of the scores: pages or tokens at a time
     held: of the choice, one program per query head: pages or tokens that a thread holds
-    guess: whether the choice of tokens guesses thresholds between its bounds; that of pages halves, which takes fewer
-        counts, for the scores of pages are sums of maxima and lie close together
     run: tokens of a run, whose best is found with the scores
     merge: partial results that a merge reads at a time
     """
@@ -46,7 +44,6 @@ class ChosenConfig:
     score_warps: int = 4
     score_per_sm: int = 2
     held: int = 32
-    guess: int = 1
     run: int = 8
     merge: int = 16
 
@@ -167,7 +164,6 @@ class Chosen(Kernel):
             WIDTH=width,
             LINES=held,
             CAP=cap,
-            GUESS=bool(config.guess) and by_token,
             num_warps=min(32, max(1, held * width // config.held // 32)),
             num_stages=1,
         )

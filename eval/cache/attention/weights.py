@@ -19,7 +19,7 @@ from eval.cache.storage.store import GROWTH, Store
 from eval.cache.storage.upload import update
 
 BLOCK = 256  # tokens whose weights a program adds at a time
-PROGRAMS = 264  # that add weights, at most: two per multiprocessor of a large GPU
+PROGRAMS = 1056  # that add weights, at most: eight per multiprocessor of a large GPU
 ROOMY = 2  # a tail with room for more than so many times the tokens that stay makes way for a smaller one
 
 

@@ -47,7 +47,7 @@ def draw_column(axes: Axes, table: Sequence[Mapping[str, str]], column: str) -> 
     axes.minorticks_off()
     if column == "recall":
         axes.set(ylabel="recall, %")
-        axes.legend(loc="lower right")
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)  # above: dots fill the panel
     else:
         axes.set(ylabel="KL from dense, nats a token", yscale="log")
         axes.yaxis.set_major_formatter("{x:g}")

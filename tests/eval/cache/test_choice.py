@@ -19,7 +19,7 @@ def highest(scores, most):
     return scores.argsort(descending=True, stable=True)[:most].sort().values
 
 
-def choices(scores, most, run, lines, guess=True):
+def choices(scores, most, run, lines):
     """What `choose` writes for scores [8, total] of two query heads per KV head, [8, most], -1 where it writes nothing.
 
     run: tokens of a run, 0 = no runs. lines: that are held in registers. What lies past the last score is NaN or huge.
@@ -39,20 +39,19 @@ def choices(scores, most, run, lines, guess=True):
     chosen = torch.full((8 * (most + cap),), -1, dtype=torch.int32, device=DEVICE)
     words, tail = torch.cat([padded.flatten(), best.flatten()]).to(DEVICE), torch.zeros(4, dtype=torch.int64)
     choice_kernel.choose[(8,)](words, chosen, table.to(DEVICE), tail.to(DEVICE), most, GROUP=2, PER=1, WIDTH=width,
-                                LINES=lines, CAP=cap, GUESS=guess)  # fmt: skip
+                                LINES=lines, CAP=cap)  # fmt: skip
     return chosen[: 8 * most].view(8, most).cpu().long()
 
 
-def check_choice(scores, most, run, lines, guess=True):
-    for found, of_row in zip(choices(scores, most, run, lines, guess), scores, strict=True):
+def check_choice(scores, most, run, lines):
+    for found, of_row in zip(choices(scores, most, run, lines), scores, strict=True):
         assert torch.equal(found[: min(most, scores.shape[1])], highest(of_row, most))
         assert (found[scores.shape[1] :] == -1).all()
 
 
-@pytest.mark.parametrize("guess", [False, True])
 @pytest.mark.parametrize("run", [0, 4, 8])
 @pytest.mark.parametrize(("total", "most"), [(1, 1), (7, 40), (130, 40), (300, 256), (300, 7), (9, 0)])
-def test_the_choice_is_topks(total, most, run, guess):
+def test_the_choice_is_topks(total, most, run):
     """Of equals the first, each candidate once, in ascending order; past what a program holds, too."""
     generator = torch.Generator().manual_seed(total)
     scores = torch.randint(-6, 6, (8, total), generator=generator).float()
@@ -60,7 +59,7 @@ def test_the_choice_is_topks(total, most, run, guess):
     scores[3], scores[4] = 7.0, torch.randn(total, generator=generator).mul(9).exp()
     scores[5, ::3] = torch.inf
     scores[6] = torch.randn(total, generator=generator) * 1e-42
-    check_choice(scores, most, run, 8, guess)
+    check_choice(scores, most, run, 8)
 
 
 @pytest.mark.skipif(ON_GPU, reason="the same on the device below")
