@@ -118,10 +118,12 @@ def check_inputs(config: RunConfig, backbone: Backbone) -> None:
     pruning ratios, those of `extra_ratios` included, that no scores can meet.
     """
     first = mixture(config, backbone, "stage1", 1)
-    try:
-        documents = [first.build(name, config.data.min_length, 0) for name, share in config.data.tasks.items() if share]
-    except ValueError as error:
-        raise ValueError(f"data.min_length: {error}") from error
+    documents = []
+    for name in (name for name, share in config.data.tasks.items() if share):
+        try:
+            documents.append(first.build(name, config.data.min_length, 0))
+        except ValueError as error:
+            raise ValueError(f"data.min_length or data.tasks.{name}: {error}") from error
     for together in [documents] if config.data.documents > 1 else [[d] for d in documents]:
         collate(backbone, together)
     check_lengths(config, backbone)

@@ -109,7 +109,7 @@ BEFORE_TRAINING = {
     "no length": ([*VALIDATION, "validation.lengths=[]"], [r"validation\.lengths is empty", r"validation\.samples=0"]),
     "short for a task": (
         ["++data.tasks.passkey=1", "data.questions=1"],
-        [r"data\.min_length: length=300 is too short for task 'passkey'", "raise length"],
+        [r"data\.min_length or data\.tasks\.passkey: length=300 is too short for task 'passkey'", "raise length"],
     ),
     "short for a task of the validation": (
         [*VALIDATION, "validation.tasks=[niah_multivalue]", "validation.lengths=[200]"],
