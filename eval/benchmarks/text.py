@@ -64,8 +64,8 @@ class Text(Checked):
             size = length - tokenizer.num_special_tokens_to_add(pair=False)
             if min(round(self.prefilled * size), size - round(self.prefilled * size)) < 2:
                 raise ValueError(
-                    f"benchmark.prefilled={self.prefilled} of {length} tokens leaves fewer than 2 tokens to prefill or "
-                    "to read; choose a middle value or a larger length"
+                    f"benchmark.prefilled={self.prefilled} of benchmark.lengths={length} leaves fewer than 2 tokens "
+                    "to prefill or to read; choose a middle value or a larger length"
                 )
             places = [(n, at) for n, of in enumerate(spans) for at in range(0, len(of) - size + 1, size)]
             if len(places) < self.samples:

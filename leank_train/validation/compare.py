@@ -109,7 +109,10 @@ def check_lengths(config: RunConfig, backbone: Backbone) -> None:
     """Raise ValueError, before training, if a length is too short for its validation task."""
     if config.validation.samples:
         counter = TokenCounter(backbone.tokenizer)
-        calibration(backbone, counter, config.data.max_length, config.seed, 0)
+        try:
+            calibration(backbone, counter, config.data.max_length, config.seed, 0)
+        except ValueError as error:
+            raise ValueError(f"data.max_length, which bounds the validation's calibration: {error}") from error
         for name in _tasks(config):
             try:
                 unseen(backbone, counter, name, min(config.validation.lengths), config.seed, 0)

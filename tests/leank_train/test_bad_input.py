@@ -111,6 +111,10 @@ BEFORE_TRAINING = {
         ["++data.tasks.passkey=1", "data.questions=1"],
         [r"data\.min_length or data\.tasks\.passkey: length=300 is too short for task 'passkey'", "raise length"],
     ),
+    "short for the calibration of the validation": (
+        [*VALIDATION, "data.min_length=250", "data.max_length=250"],
+        [r"data\.max_length, which bounds .*: length=250 is too short for task 'niah_multikey_3'", "raise length"],
+    ),
     "short for a task of the validation": (
         [*VALIDATION, "validation.tasks=[niah_multivalue]", "validation.lengths=[200]"],
         [r"validation\.lengths: length=200 is too short for task 'niah_multivalue'", "raise length"],

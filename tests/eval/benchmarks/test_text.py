@@ -79,7 +79,7 @@ def test_files_of_a_folder_share_no_window(tmp_path):
     [
         ({"lengths": [16384]}, "16384 is more than the model's max_position_embeddings=8192"),
         ({"lengths": [8192], "samples": 50}, r"benchmark.samples=50: the text has \d windows of 8192 tokens"),
-        ({"lengths": [8], "prefilled": 0.1}, "benchmark.prefilled=0.1 of 8 tokens"),
+        ({"lengths": [8], "prefilled": 0.1}, "benchmark.prefilled=0.1 of benchmark.lengths=8"),
         ({"path": "/nowhere"}, "benchmark.path='/nowhere' is no text"),
         ({"path": __file__}, "is no text; give a .txt"),
     ],
