@@ -23,7 +23,7 @@ from data_gen.tasks.niah import Niah
 from data_gen.tokens import TokenCounter
 from eval.benchmarks.base import Cell, check_lengths
 from eval.benchmarks.row import Row
-from leank_train.common.typed import Checked, OneOf, Positive, Seed
+from leank_train.common.typed import Checked, OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -46,7 +46,7 @@ class MultiTurn(Checked):
 
     tasks: Annotated[Sequence[str], MinLen(1)] = ("niah_multikey_1", "multikey", "kv", "niah_multiquery")
     lengths: Annotated[Sequence[Positive], MinLen(1)] = (4096,)
-    samples: Positive = 50
+    samples: Samples = 50
     turns: Annotated[int, Ge(2)] = 5
     modes: Annotated[Sequence[Annotated[str, OneOf(*MODES)]], MinLen(1)] = MODES
     seed: Seed = 42

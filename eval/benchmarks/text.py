@@ -20,7 +20,7 @@ from data_gen.haystack import SPLITS, known_by, paragraphs
 from data_gen.reading import read_text
 from eval.benchmarks.base import Cell, check_lengths
 from eval.benchmarks.row import Row
-from leank_train.common.typed import Checked, OneOf, Positive, Seed
+from leank_train.common.typed import Checked, OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -40,7 +40,7 @@ class Text(Checked):
     path: str | None = None
     split: Annotated[str, OneOf(*SPLITS)] = "test"
     lengths: Annotated[Sequence[Positive], MinLen(1)] = (1024, 2048, 4096, 8192)
-    samples: Positive = 6
+    samples: Samples = 6
     prefilled: Annotated[float, Gt(0), Lt(1)] = 0.5
     name: str = "text"
     seed: Seed = 0

@@ -57,6 +57,7 @@ def test_turns_share_a_document_that_answers_each_of_them(words):
         ("benchmark.lengths=[100]", "length=100 is too short for task 'multikey'"),
         ("benchmark.turns=1", "benchmark.turns=1"),
         ("benchmark.modes=[chat]", "benchmark.modes"),
+        ("benchmark.samples=679743951676", "samples=679743951676"),  # a plan of so many would never end
     ],
 )
 def test_settings_that_cannot_be_are_named(change, said):
