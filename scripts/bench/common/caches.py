@@ -81,14 +81,18 @@ def contenders(
     ]
 
 
-def fill(model: PreTrainedModel, cache: Cache, rows: int, tokens: int) -> None:
-    """Put random keys and values of `tokens` tokens into every layer, the same in each row."""
+def fill(model: PreTrainedModel, cache: Cache, rows: int, tokens: int, scored: bool = False) -> None:
+    """Put random keys and values of `tokens` tokens into every layer, the same in each row.
+
+    scored: with random scores, which layers need that evict while decoding.
+    """
     _, heads, dim = backbone.kv_shape(model.config)
     for index, layer in enumerate(cache.layers):
         k, v = torch.randn(2, 1, heads, tokens, dim, device=model.device, dtype=model.dtype)
         k, v = (x.expand(rows, -1, -1, -1) for x in (k, v))
         if isinstance(layer, CompressedLayer):
-            layer.seal(k, v)
+            scores = torch.rand(1, heads, tokens, device=model.device).expand(rows, -1, -1) if scored else None
+            layer.seal(k, v, scores=scores)
         else:
             cache.update(k, v, index)
 

@@ -27,35 +27,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import Cache, PreTrainedModel
+from transformers import Cache
 
-from eval.cache import CompressedCache, CompressedLayer, Sizes, compressed_cache
+from eval.cache import CompressedCache, Sizes, compressed_cache
 from eval.cache.graph import capturable
 from eval.cache.storage.middle import Middle
 from eval.inference.models import ModelConfig, load_config
 from eval.methods import Method
 from eval.methods.channels.leank import LeanK
 from eval.methods.tokens.lethe import Lethe
-from leank_train import backbone
-from scripts.bench.common.caches import ATTENTION, Decoding, contenders, subject
+from scripts.bench.common.caches import ATTENTION, Decoding, contenders, fill, subject
 from scripts.bench.common.one_method import configured
 from scripts.bench.common.table import Record, attempt, complain, said, write_rows
 from scripts.bench.common.timing import WARM_UP, clear, wait
 
 DENSE = "dense"  # this project's storage and kernel with nothing pruned
 DYNAMIC = "transformers"  # the library's own cache, step by step
-
-
-def filled(model: PreTrainedModel, cache: Cache, rows: int, tokens: int) -> None:
-    """Put random keys, values and scores of `tokens` tokens into every layer, the same in each row."""
-    _, heads, dim = backbone.kv_shape(model.config)
-    for index, layer in enumerate(cache.layers):
-        k, v = torch.randn(2, 1, heads, tokens, dim, device=model.device, dtype=model.dtype)
-        k, v = (x.expand(rows, -1, -1, -1) for x in (k, v))
-        if isinstance(layer, CompressedLayer):
-            layer.seal(k, v, scores=torch.rand(1, heads, tokens, device=model.device).expand(rows, -1, -1))
-        else:
-            cache.update(k, v, index)
 
 
 class Bench:
@@ -89,7 +76,7 @@ class Bench:
             cache = one.make(rows, tokens)
         else:
             cache = self.evicting(self.method(name))
-        filled(self.model, cache, rows, tokens)
+        fill(self.model, cache, rows, tokens, scored=True)
         return cache
 
     def evicting(self, method: Method) -> CompressedCache:
