@@ -54,7 +54,7 @@ CHOSEN = {
     **HEADS, "GROUP": 4, "TILE": 16, "SPAN": 64, "M": 16, "ROWS": 4, "MERGE_LINES": 32, "PER": 16, "STEP": 16,
 }  # fmt: skip
 SCORED = {**HEADS, "GROUP": 4, "M": 16, "TILE": 64, "RUN": 8, "C": 16, "STEP": 16}
-CHOICE = {"GROUP": 4, "WIDTH": 8, "LINES": 64}
+CHOICE = {"GROUP": 4, "WIDTH": 8, "LINES": 64, "LAST": 64}
 
 
 def compiles(function: triton.JITFunction, types: Mapping[str, str], constants: Mapping[str, object]) -> str:
@@ -104,7 +104,7 @@ def main(dim: int) -> None:
     for bits, label_step in ((16, 8), (4, 16)):
         labels = {**SCORED, "D": dim, "LABEL_STEP": label_step, "BITS": bits}
         compiles(ranking_kernel.score_tokens, OF_CHOSEN, labels)
-    for change in ({"PER": 1, "CAP": 64}, {"PER": 16, "CAP": 0}):
+    for change in ({"PER": 1, "CAP": 64, "GUESS": True}, {"PER": 16, "CAP": 0, "GUESS": False}):
         compiles(choice_kernel.choose, OF_CHOSEN, {**CHOICE, **change})
     packed = {name: kind for name, kind in OF_MOVE.items() if name != "ranks"} | {"k": BYTES, "v": BYTES}
     compiles(packing_kernel.move_packed, packed, {**page, "BITS": 2, "CELL": 32})

@@ -43,7 +43,8 @@ class ChosenConfig:
     score_tile: int = 64
     score_warps: int = 4
     score_per_sm: int = 2
-    held: int = 32
+    held: int = 16
+    guess: int = 2
     run: int = 8
     merge: int = 16
 
@@ -154,17 +155,19 @@ class Chosen(Kernel):
             )
         width = config.run if by_token else LINE
         lines = -(-plan.room // width)
-        if by_token:  # first the lines of runs, then up to `cap` lines that are runs
-            lines = max(-(-lines // width), min(cap, lines))
-        held = max(8, min(MOST_BLOCK // width, triton.next_power_of_2(lines)))
+        if by_token:  # of runs
+            lines = -(-lines // width)
+        held, last = (max(8, min(MOST_BLOCK // width, triton.next_power_of_2(n))) for n in (lines, cap))
         choice_kernel.choose[(batch * q_heads,)](
             *(words, self._chosen, plan.table, store.tail.length_dev, ranking.most),
             GROUP=q_heads // heads,
             PER=ranking.page,
             WIDTH=width,
             LINES=held,
+            LAST=last,
             CAP=cap,
-            num_warps=min(32, max(1, held * width // config.held // 32)),
+            GUESS=bool(config.guess & (1 + by_token)),
+            num_warps=min(32, max(1, max(held, last) * width // config.held // 32)),
             num_stages=1,
         )
         return self._chosen
