@@ -37,7 +37,8 @@ class PromptLayer(DynamicLayer):
     def __init__(self, capacity: int, obs_queries: int = 0, column_sums: bool | Tensor = False) -> None:
         super().__init__()
         self.capacity, self.obs_queries = capacity, obs_queries
-        self._sums, self._weights = (column_sums, None) if isinstance(column_sums, bool) else (True, column_sums)
+        self._sums = column_sums is not False
+        self._weights = column_sums if isinstance(column_sums, Tensor) else None
         self.queries: Tensor | None = None
         self.column_sums: Tensor | None = None
         self.scaling: float | None = None  # of q k^T, None = 1 / sqrt(D); known once a query has attended
