@@ -59,6 +59,8 @@ def test_the_choice_is_topks(total, most, run):
     scores[3], scores[4] = 7.0, torch.randn(total, generator=generator).mul(9).exp()
     scores[5, ::3] = torch.inf
     scores[6] = torch.randn(total, generator=generator) * 1e-42
+    scores[7] = 5 + torch.randint(-2, 3, (total,), generator=generator) * 1e-5  # equals near each other, far from some
+    scores[7, ::40] = 1e30
     check_choice(scores, most, run, 8)
 
 
