@@ -100,13 +100,18 @@ def _least(
     Returns that order, how many candidates have at least it, more than `cap` if too many are equal, and how many more
     than it, which counts only then.
 
-    low: an order that at least `most` candidates have, LEAST + 1 if none is known
+    low: an order that at least `most` candidates have, LEAST + 1 if none is known, and then all below limit are
+        candidates
     GUESS: whether orders between the bounds are guessed from counts. That takes half as many rounds as halving where
         many of the candidates are taken, and more where they are few of many
     """
-    low, high = _ends(order, low, HIGHEST, scores, runs, listed, lines, limit, LINES, WIDTH, LONG)
+    if low == LEAST + 1:
+        low, high = _ends(order, low, HIGHEST, scores, runs, listed, lines, limit, LINES, WIDTH, LONG)
+        found = limit
+    else:
+        _, high = _ends(order, low, HIGHEST, scores, runs, listed, lines, limit, LINES, WIDTH, LONG)
+        found = _count(order, low, scores, runs, listed, lines, limit, LINES, WIDTH, LONG)
     span = (high - low).to(tl.uint32, bitcast=True) + 1  # no candidate has low + span
-    found = _count(order, low, scores, runs, listed, lines, limit, LINES, WIDTH, LONG)
     above, turn = found * 0, found * 0
     while (span > 1) & (found > cap):
         step = span >> 1

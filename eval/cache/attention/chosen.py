@@ -30,7 +30,8 @@ class ChosenConfig:
 
     tile, warps, per_sm: of the attention: tokens at a time, and programs per multiprocessor
     span: slots of sink and window that a program reads
-    score_tile, score_warps, score_per_sm: of the scores: pages or tokens at a time
+    score_tile, label_tile: of the scores: pages and tokens at a time
+    score_warps, score_per_sm: of the scores
     held: of the choice, one program per query head: pages or tokens that a thread holds
     run: tokens of a run, whose best is found with the scores
     merge: partial results that a merge reads at a time
@@ -41,6 +42,7 @@ class ChosenConfig:
     per_sm: int = 2
     span: int = 64
     score_tile: int = 64
+    label_tile: int = 256
     score_warps: int = 4
     score_per_sm: int = 2
     held: int = 16
@@ -146,7 +148,7 @@ class Chosen(Kernel):
         grid = (batch * heads, self._programs(store, config.score_per_sm, batch * heads))
         if by_token:
             ranking_kernel.score_tokens[grid](
-                *given, **shape, TILE=config.score_tile, RUN=config.run, C=plan.labels, LABEL_STEP=plan.label_step,
+                *given, **shape, TILE=config.label_tile, RUN=config.run, C=plan.labels, LABEL_STEP=plan.label_step,
                 BITS=ranking.bits, num_warps=config.score_warps,
             )  # fmt: skip
         else:
