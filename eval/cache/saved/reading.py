@@ -54,9 +54,7 @@ class Saved:
         except SafetensorError as error:
             raise DamagedFile(path, error, CURE) from error
         if about.get("format") in EARLIER:
-            raise ValueError(
-                f"{path} was saved by an earlier version, whose files do not guard their header: save it again"
-            )
+            raise ValueError(f"{path} was saved by an earlier version, whose files have another form: save it again")
         try:
             check_header(about)
             self.about: list[dict[str, Any]] = json.loads(about["layers"])
