@@ -21,6 +21,7 @@ from leank_train import backbone as backbones
 from leank_train.backbone import Backbone
 from leank_train.common.files import write_json
 from leank_train.common.tensor_files import read_checkpoint, write_checkpoint, write_tensors
+from leank_train.common.typed import BadConfig
 from leank_train.data import RetrievalData, collate
 from leank_train.mask import ChannelMask, check_ratio
 from leank_train.objective.steering import AUTO, Separation
@@ -30,7 +31,7 @@ from leank_train.running.metrics import Metrics
 from leank_train.running.preempt import SaveOnSignal, Signals
 from leank_train.running.recorder import AtomicCheckpointIO, Progress, Recorder
 from leank_train.running.wandb_log import log_results, make_logger
-from leank_train.settings import BadConfig, RunConfig, check, plain
+from leank_train.settings import RunConfig, check, plain
 from leank_train.stages import Stage, Stage1, Stage2
 from leank_train.stopping import EarlyStop, best_look
 from leank_train.validation.compare import check_lengths, validate

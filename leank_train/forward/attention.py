@@ -18,7 +18,6 @@ from torch.autograd.function import once_differentiable
 from leank_train.common.autograd import AutogradContext
 from leank_train.forward.kernels import HALF
 from leank_train.forward.visibility import Visibility
-from leank_train.forward.visibility import visibility as visibility  # it was defined here before
 
 EMPTY_HEADS = ("drop", "zero")
 LEAST_LOGIT = -60.0  # relative to the row's maximum: e^-60 = 9e-27 is lost in the rounding of a sum that holds 1

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from leank_train.common.autograd import AutogradContext
-from leank_train.forward.attention import HALF
+from leank_train.forward.kernels import HALF
 from leank_train.forward.prefix import to_device
 from leank_train.objective.distill import FLOAT16_FACTOR, REDUCTIONS, counted
 

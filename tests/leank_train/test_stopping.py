@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from data_gen.tasks import Mixture
 from leank_train import backbone as backbones
+from leank_train.common.typed import BadConfig
 from leank_train.data import HELD_OUT, RetrievalData, Steps
 from leank_train.mask import ChannelMask
 from leank_train.running.recorder import Recorder
-from leank_train.settings import BadConfig, check, fingerprint
+from leank_train.settings import check, fingerprint
 from leank_train.stages import Stage, Stage1, Stage2, StageConfig
 from leank_train.stopping import EarlyStop, best_look, first_look
 from leank_train.train import run

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from eval.cache.storage.eviction import SCORE, Choice, Eviction, largest
 from eval.cache.storage.segment import Segment
-from eval.cache.storage.store import Sizes
+from eval.cache.storage.sizes import Sizes
 from eval.cache.storage.upload import upload
 from eval.inference.prefill import Prefill, PromptLayer
 from eval.methods.axes import Tokens

@@ -25,7 +25,8 @@ from eval.report import write_report
 from eval.rows.results import Results, read
 from eval.run.compression import Watch
 from eval.run.job import Job
-from eval.run.replay import Replay, Settings
+from eval.run.replay import Replay
+from eval.run.settings import Settings
 from tests.eval.report.test_report import row
 from tests.eval.run.test_engine import NEW, Letters, rows
 from tests.helpers.cache_oracle import tiny_model

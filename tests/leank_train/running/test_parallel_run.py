@@ -11,10 +11,11 @@ import torch.multiprocessing as mp
 
 from data_gen.tasks import Mixture
 from leank_train import backbone as backbones
+from leank_train.common.typed import BadConfig
 from leank_train.data import RetrievalData
 from leank_train.forward.branching import prefill
 from leank_train.running.parallel import shard
-from leank_train.settings import BadConfig, check
+from leank_train.settings import check
 from leank_train.train import run
 from tests.conftest import tiny_model
 from tests.helpers.tiny_run import alpha, save_model, settings
