@@ -44,7 +44,7 @@ def claimed(config: RunConfig, resolved: dict[str, object], out: Path) -> Iterat
     The first process holds the lock during the run. A requeued Slurm job waits for its predecessor, whose lock a file
     server may keep for a while after its end.
     """
-    identity, (first, alone) = fingerprint(resolved), parallel.place(config.trainer)
+    identity, (first, alone) = fingerprint(resolved), parallel.role(config.trainer)
     current = Run(config, resolved, identity, out, first, alone)
     if not first:
         check_folder(out, identity, config.resume)

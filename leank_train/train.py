@@ -105,9 +105,9 @@ def train(current: Run, signals: Signals) -> Metrics:
 
 def load_backbone(config: RunConfig, shared: parallel.Parallel) -> Backbone:
     """Load the frozen model: on the CPU if the ranks share its weights, which `Stage.setup` hands out."""
-    place = parallel.device(config.trainer)
-    dtype = str(backbones.torch_dtype(config.model.dtype, place)).removeprefix("torch.")
-    device = torch.device("cpu") if shared.shard_weights else place
+    own = parallel.device(config.trainer)
+    dtype = str(backbones.torch_dtype(config.model.dtype, own)).removeprefix("torch.")
+    device = torch.device("cpu") if shared.shard_weights else own
     with memory("while loading the model", f"the precision, model.dtype={config.model.dtype}"):
         return backbones.load(config.model.name, dtype, device, config.model.chat, dict(config.model.overrides))
 

@@ -120,7 +120,7 @@ class Job:
         same rows as one that was not.
         """
         size, work, batch = self.settings.batch_size, [], -1
-        shard, shards = self.settings.place
+        shard, shards = self.settings.numbered_shard
         either = (None, self.settings.specials)  # a sample's text is not known before it is built
         for cell in self.benchmark.cells():
             methods = self.by_cell.get(cell, self.methods)
