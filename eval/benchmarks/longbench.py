@@ -8,7 +8,6 @@ import json
 from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
-from itertools import islice
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -96,18 +95,6 @@ def build_row(
         all_classes=data.get("all_classes"),
         length=data.get("length"),
     )
-
-
-def rows(
-    task: str,
-    path: str | Path | None = None,
-    tokenizer: Tokenizer | None = None,
-    max_length: int | None = None,
-    limit: int | None = None,
-) -> Iterator[Row]:
-    """Rows of a task in file order, at most `limit`. path: see `read`; tokenizer, max_length: see `build_row`."""
-    for line in islice(read(task, path), limit):
-        yield build_row(task, line.data, tokenizer, max_length)
 
 
 def read(task: str, path: str | Path | None = None) -> Iterator[source.Line]:
