@@ -113,7 +113,7 @@ def load_backbone(config: RunConfig, shared: parallel.Parallel) -> Backbone:
 
 
 def check_inputs(config: RunConfig, backbone: Backbone) -> None:
-    """Raise ValueError now for what would otherwise end the run hours later.
+    """Raise ValueError before the first step for what would otherwise end the run hours later.
 
     That is a context too short for a task, an answer without tokens, a validation length that does not fit, and
     pruning ratios, those of `extra_ratios` included, that no scores can meet.
@@ -142,7 +142,7 @@ def save_masks(current: Run, scores1: Tensor, alpha: Tensor) -> ChannelMask:
     """
     config, pruning, out = current.config, current.config.pruning, current.out
     metadata = {
-        "model": config.model.name, "config": current.identity, "sink": pruning.sink, "window": pruning.window,
+        "model": config.model.name, "config": current.fingerprint, "sink": pruning.sink, "window": pruning.window,
         "seed": config.seed, "lengths": [config.data.min_length, config.data.max_length],
         "versions": {"torch": torch.__version__, "lightning": L.__version__},
     }  # fmt: skip
@@ -183,13 +183,13 @@ def measured(current: Run, mask: ChannelMask, scores1: Tensor, alpha: Tensor, re
         "distillation": {name: r.steps[-1]["distillation"] for name, r in records.items() if r.steps},
         **({"heldout": heldout} if heldout else {}),
         "seconds": {"training": round(sum(r.seconds for r in records.values()), 1)},  # those before a stop included
-        "config": current.identity,
+        "config": current.fingerprint,
     }
 
 
 @contextmanager
 def memory(when: str, settings: str) -> Iterator[None]:
-    """Name the settings that need less memory if it runs out; `when` says in which phase."""
+    """Raise BadConfig that names the settings to lower if memory runs out; `when` says in which phase."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -212,7 +212,7 @@ def mixture(config: RunConfig, backbone: Backbone, stage: str, world: int) -> Mi
     data = config.data
     return Mixture(
         dict(data.tasks), backbone.tokenizer, data.min_length, data.max_length,
-        seed=config.seed * 2 + (stage == "stage2"), questions=data.questions, group=data.documents * world,
+        seed=config.seed * 2 + (stage == "stage2"), questions=data.questions, per_length=data.documents * world,
         essays=data.essays, split="train", reserve=backbone.reserve,
     )  # fmt: skip
 

@@ -75,6 +75,8 @@ def build_row(
     task: official name; "_e" (LongBench-E) uses the same prompt. data: "context", "input", "answers", and "length",
     "all_classes", "_id" where they exist. max_length: truncate the prompt to so many tokens, before the chat template
     as officially; None leaves it whole. Where truncation cuts into the question, all of the prompt is context.
+
+    Raises ValueError for an unknown task.
     """
     name = task.removesuffix("_e")
     if name not in prompts():

@@ -138,7 +138,7 @@ def test_the_loss_is_that_of_the_deployed_mask(model):
 
 def test_no_step_trains_on_held_out_documents(model):
     backbone = backbones.load(str(model))
-    mixture = Mixture({"multikey": 1}, backbone.tokenizer, 300, 400, group=2)
+    mixture = Mixture({"multikey": 1}, backbone.tokenizer, 300, 400, per_length=2)
     data = RetrievalData(backbone, mixture, documents=2)
     assert len(Steps(backbone, mixture, 2, 0, 0, 1)) == HELD_OUT
     assert len(data.held_out(5)) == 3

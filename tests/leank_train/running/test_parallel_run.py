@@ -58,7 +58,7 @@ def test_shares_learn_what_one_process_learns(model, tmp_path, trainer, devices,
 
 def test_ranks_of_a_context_see_the_same_documents(model):
     backbone = backbones.load(str(model))
-    mixture = Mixture({"multikey": 1, "kv": 1}, backbone.tokenizer, 300, 400, group=2)
+    mixture = Mixture({"multikey": 1, "kv": 1}, backbone.tokenizer, 300, 400, per_length=2)
 
     def first(rank, world, together):
         data = RetrievalData(backbone, mixture, together=together)
