@@ -83,6 +83,13 @@ def test_a_method_that_compresses_nothing_says_so_and_gives_dense_logits(choice,
         assert any(a.compressed for a in found) == (window == 6 and getattr(choice, "budget", 0) != 400)
 
 
+@pytest.mark.parametrize(("budget", "compressed"), [(39, True), (40, False)])
+def test_a_budget_of_reads_holds_sink_and_window_too(budget, compressed):
+    method = method_of(Quest(budget=budget, page=1, dense_layers=0), sink=2, window=6)
+    (found,) = answers(tiny_model("llama"), method, [40], new=2)
+    assert (found.middle_tokens, found.compressed) == (32, compressed)
+
+
 def test_tokens_that_leave_the_window_while_decoding_are_compressed():
     model, method = tiny_model("llama"), method_of(Random(0.5, 0), window=20)
     ((short,), (long,)) = (answers(model, method, [20], new=n) for n in (5, 30))
