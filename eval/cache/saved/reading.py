@@ -33,7 +33,8 @@ from eval.cache.storage.middle import Middle
 from eval.cache.storage.pages import PAGE
 from eval.cache.storage.quantised import Packing
 from eval.cache.storage.segment import Segment
-from eval.cache.storage.store import Sizes, Store
+from eval.cache.storage.sizes import Sizes
+from eval.cache.storage.store import Store
 from leank_train.common.tensor_files import DamagedFile, read_tensors
 
 

@@ -53,11 +53,11 @@ def test_a_number_comes_back_within_half_a_step(bits, group, dtype, offset, magn
     generator = torch.Generator().manual_seed(seed)
     x = (torch.randn(5, group, generator=generator, dtype=torch.float64) * 10**magnitude + offset).to(dtype)
     packing = Packing(bits, group)
-    codes, ends = packing.quantise(x.mT)
+    codes, scales = packing.quantise(x.mT)
     assert codes.shape == (group, 5)
     assert int(codes.max()) < 2**bits
-    assert ends.shape == (1, 5, 2)
-    back = packing.restore(codes, ends).mT.double()
+    assert scales.shape == (1, 5, 2)
+    back = packing.restore(codes, scales).mT.double()
     step = (x.double().amax(-1) - x.double().amin(-1)) / (2**bits - 1)
     info = torch.finfo(dtype)
     # the scale is rounded too: at the far end that adds up to half an ulp of it for every level
@@ -74,9 +74,9 @@ def test_a_constant_group_comes_back_exactly(bits, dtype, value):
 
 
 def test_the_ends_of_a_group():
-    codes, ends = Packing(2, 8).quantise(torch.tensor([0.0, 1, 2, 3, 3, 2, 1, 0])[:, None])
+    codes, scales = Packing(2, 8).quantise(torch.tensor([0.0, 1, 2, 3, 3, 2, 1, 0])[:, None])
     assert codes[:, 0].tolist() == [0, 1, 2, 3, 3, 2, 1, 0]
-    assert ends.tolist() == [[[1, 0]]]
+    assert scales.tolist() == [[[1, 0]]]
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -87,7 +87,7 @@ def test_where_the_codes_of_a_page_lie(bits):
     segment = Packing(bits, group).segment(channels, np.full((1, 1), 64), dim, torch.float32)
     k, v = torch.randn(2, 1, 1, 64, dim, generator=torch.Generator().manual_seed(bits))
     segment.append(np.array([0]), k, v)
-    (k_codes, k_ends), (v_codes, v_ends) = (Packing(bits, group).quantise(x) for x in (k[0, 0, :, :11], v[0, 0].mT))
+    (k_codes, k_scales), (v_codes, v_scales) = (Packing(bits, group).quantise(x) for x in (k[0, 0, :, :11], v[0, 0].mT))
     room, line, top = 16, {8: 16, 4: 16, 2: 8}[bits], 2**bits - 1
     plane = segment.k[: 64 * room * bits // 8]
     for t in range(64):
@@ -99,10 +99,13 @@ def test_where_the_codes_of_a_page_lie(bits):
     for t in range(64):
         for c in range(dim):
             assert int(plane[c % step * 64 + t]) >> c // step * bits & top == v_codes[c, t]
-    for flat, ends, codes in ((segment.k, k_ends, 64 * room * bits // 8), (segment.v, v_ends, 64 * dim * bits // 8)):
-        cells = flat[codes:].view(torch.float32).view(len(ends), -1, 4)
-        for n in range(ends.shape[1]):
-            assert torch.equal(cells[:, n // 2, [n % 2, n % 2 + 2]], ends[:, n])
+    for flat, scales, codes in (
+        (segment.k, k_scales, 64 * room * bits // 8),
+        (segment.v, v_scales, 64 * dim * bits // 8),
+    ):
+        cells = flat[codes:].view(torch.float32).view(len(scales), -1, 4)
+        for n in range(scales.shape[1]):
+            assert torch.equal(cells[:, n // 2, [n % 2, n % 2 + 2]], scales[:, n])
 
 
 def random_tables(seed, batch, heads, dim):
