@@ -27,8 +27,11 @@ class Rows(RuleBasedStateMachine):
 
     @initialize(name=st.sampled_from(sorted(METHODS)), lengths=st.lists(LENGTH, min_size=1, max_size=3), seed=SEEDS)
     def begin(self, name, lengths, seed):
-        self.model, method = tiny_model("llama"), METHODS[name]
-        assume(min(lengths) >= method.obs_queries)
+        assume(min(lengths) >= METHODS[name].obs_queries)
+        self.prefill(METHODS[name], lengths, seed)
+
+    def prefill(self, method, lengths, seed):
+        self.model = tiny_model("llama")
         self.model.set_attn_implementation(ATTENTION)
         ids, mask = left_padded(lengths, seed)
         mask = mask.bool()
@@ -118,3 +121,31 @@ class TestRows(Rows.TestCase):
 @pytest.mark.filterwarnings("ignore:a pass of")
 class TestDense(Dense.TestCase):
     settings = settings(CHECKS, max_examples=40, stateful_step_count=10)
+
+
+def held(thing, seen):
+    """Every tensor that can be reached from an object of this project."""
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, torch.Tensor):
+        yield thing
+    elif isinstance(thing, dict | list | tuple):
+        for inner in thing.values() if isinstance(thing, dict) else thing:
+            yield from held(inner, seen)
+    elif type(thing).__module__.startswith("eval."):
+        for inner in getattr(thing, "__dict__", {}).values():
+            yield from held(inner, seen)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_memory_counts_every_tensor_that_is_held(name):
+    """Found through the objects, not through what they say of themselves."""
+    machine = Rows()
+    machine.prefill(METHODS[name], [40, 22], 3)
+    machine.turn([5, 9, 1], 4)
+    chosen = {id(layer.middle) for layer in machine.cache.layers}  # a mask is the method's, and not a prompt's
+    sizes = {
+        one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in held(machine.cache.layers, chosen)
+    }
+    assert machine.cache.memory().total == sum(sizes.values())
