@@ -44,11 +44,13 @@ class Saved:
     sizes: of every compressed layer
     middles: how each layer keeps its middle, for `compressed_cache`
 
-    Raises DamagedFile, or ValueError for a file of an earlier version.
+    Raises FileNotFoundError, DamagedFile, or ValueError for a file of an earlier version.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = path
+        if not os.path.isfile(path):
+            raise FileNotFoundError(f"{path} does not exist; give a file that CompressedCache.save() wrote")
         try:
             with safe_open(path, framework="pt") as file:
                 about = dict(file.metadata() or {})
