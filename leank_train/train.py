@@ -20,6 +20,7 @@ from data_gen.tasks import Mixture
 from leank_train import backbone as backbones
 from leank_train.backbone import Backbone
 from leank_train.common.files import write_json
+from leank_train.common.rotary import rotary_pairs
 from leank_train.common.tensor_files import read_checkpoint, write_checkpoint, write_tensors
 from leank_train.data import RetrievalData, collate
 from leank_train.mask import ChannelMask, check_ratio
@@ -95,7 +96,7 @@ def train(current: Run, signals: Signals) -> Metrics:
         lengths = f"validation.batch={config.validation.batch}, validation.lengths={list(config.validation.lengths)}"
         with memory("in validation; the mask is saved", lengths):
             validate(config, backbone, mask, out, metrics)
-    figures = plots.training_plots(record1, record2, alpha, mask, out / "plots")
+    figures = plots.training_plots(record1, record2, alpha, mask, rotary_pairs(backbone.model.config), out / "plots")
     metrics["seconds"]["all"] = round(time.time() - started, 1)
     write_json(out / "metrics.json", metrics)
     log_results(logger, metrics, figures, config.model.name, current.resolved, mask, out)
