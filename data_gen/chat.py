@@ -61,7 +61,7 @@ def rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]])
         own = tokenizer.get_chat_template()
         dates = {form: DAY.strftime(form) for _, form in _NOW.findall(own)}
         # a macro takes the place of the function of that name
-        own = f"{{%- macro strftime_now(form) -%}}{{{{ {json.dumps(dates)}[form] }}}}{{%- endmacro -%}}" + own
+        own = f"{{%- macro strftime_now(form) -%}}{{{{ {json.dumps(dates)}[form] }}}}{{%- endmacro +%}}" + own
     return str(tokenizer.apply_chat_template(messages, chat_template=own, tokenize=False, add_generation_prompt=True))
 
 

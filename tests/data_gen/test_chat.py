@@ -45,11 +45,13 @@ DATED = (  # as Llama 3.2, gpt-oss and Granite write the date
     "{%- if strftime_now is defined %}{%- set day = strftime_now('%d %b %Y') %}{%- else %}{%- set day = 'none' %}"
     "{%- endif %}{{ day }}: ",
     '{%- macro head() -%}{{ strftime_now( "%Y-%m-%d" ) }}{%- endmacro -%}{{ head() }}: ',
-    "{%- set date_string = strftime_now('%B %d, %Y') -%}{{ date_string }}: ",
+    "\n {% set date_string = strftime_now('%B %d, %Y') -%}{{ date_string }}: ",
 )
 
 
-@pytest.mark.parametrize(("start", "shown"), [*zip(DATED, ("26 Jul 2024", "2024-07-26", "July 26, 2024"), strict=True)])
+@pytest.mark.parametrize(
+    ("start", "shown"), [*zip(DATED, ("26 Jul 2024", "2024-07-26", "\nJuly 26, 2024"), strict=True)]
+)
 def test_a_date_in_the_template_is_the_same_on_any_day(start, shown):
     chat = copy.deepcopy(tokenizer("sentencepiece"))
     plain = rendered(chat, [{"role": "user", "content": "a question"}])
