@@ -114,6 +114,11 @@ class ValidationConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         need(not self.samples or bool(self.lengths), "lengths is empty: give lengths, or set validation.samples=0")
+        for key, values in (("lengths", self.lengths), ("tasks", self.tasks or ())):
+            need(
+                len({*values}) == len(values),
+                f"{key}={list(values)} names one twice, whose samples would count twice; leave it out",
+            )
 
 
 @dataclass(frozen=True)

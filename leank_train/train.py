@@ -158,7 +158,7 @@ def save_masks(current: Run, scores1: Tensor, alpha: Tensor) -> ChannelMask:
     for align in {1, pruning.align}:  # what stage 2 is worth (appendix E): the same scores without it
         cut(scores1, pruning.ratio, align).save(out / "stage1" / f"mask_align{align}.safetensors")
     for ratio in config.extra_ratios:  # stage 2 has learned for one ratio, so other ratios take the scores of stage 1
-        cut(scores1, ratio, pruning.align).save(out / "masks" / f"mask_{100 * ratio:g}pct.safetensors")
+        cut(scores1, ratio, pruning.align).save(out / "masks" / f"mask_{100 * ratio:.12g}pct.safetensors")
     return mask
 
 
