@@ -23,7 +23,7 @@ class Run:
 
     config: the typed settings.
     resolved: the same settings in built-in types, as config.yaml holds them.
-    identity: their fingerprint.
+    fingerprint: of the settings.
     out: the run directory.
     first: whether this is the first of the run's processes, which alone writes results.
     alone: whether it is the only one.
@@ -31,7 +31,7 @@ class Run:
 
     config: RunConfig
     resolved: dict[str, object]
-    identity: str
+    fingerprint: str
     out: Path
     first: bool
     alone: bool
@@ -44,31 +44,35 @@ def claimed(config: RunConfig, resolved: dict[str, object], out: Path) -> Iterat
     The first process holds the lock during the run. A requeued Slurm job waits for its predecessor, whose lock a file
     server may keep for a while after its end.
     """
-    identity, (first, alone) = fingerprint(resolved), parallel.place(config.trainer)
-    current = Run(config, resolved, identity, out, first, alone)
+    first, alone = parallel.role(config.trainer)
+    current = Run(config, resolved, fingerprint(resolved), out, first, alone)
     if not first:
-        check_folder(out, identity, config.resume)
+        check_folder(current)
         yield current
         return
     out.mkdir(parents=True, exist_ok=True)
     busy = f"{out} is being written by another training; wait for it, or set hydra.run.dir to a new folder"
     with Lock(out / "run.lock", busy, patience=REQUEUED if "SLURM_RESTART_COUNT" in os.environ else 0):
-        check_folder(out, identity, config.resume)
+        check_folder(current)
         remove_partial(out)
         write_text(out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)))
-        write_text(out / "config.hash", identity + "\n")
+        write_text(out / "config.hash", current.fingerprint + "\n")
         yield current
 
 
-def check_folder(out: Path, fingerprint: str, resume: bool) -> None:
+def check_folder(run: Run) -> None:
     """Raise BadConfig for a folder with checkpoints that this run must not use, or that another config wrote."""
+    out = run.out
     if not (out / "checkpoints").exists():
         return
     file = out / "config.hash"
     before = file.read_text().strip() if file.exists() else "unknown"
-    need(resume, f"resume=false, and {out} holds a run already; set hydra.run.dir to a new folder, or resume=true")
     need(
-        before == fingerprint,
-        f"{out} holds checkpoints of another config ({before}, this one is {fingerprint}; "
+        run.config.resume,
+        f"resume=false, and {out} holds a run already; set hydra.run.dir to a new folder, or resume=true",
+    )
+    need(
+        before == run.fingerprint,
+        f"{out} holds checkpoints of another config ({before}, this one is {run.fingerprint}; "
         f"compare {out}/config.yaml): set hydra.run.dir to a new folder, or remove that one",
     )

@@ -26,7 +26,8 @@ from eval.report.html import figure, page, title, to_table
 from eval.report.plots import draw
 from eval.report.records import RunSummary, Summary
 from eval.report.style import PALETTE, SETTINGS, plain, sheet, svg
-from eval.report.tables import Line, Table, number, overall
+from eval.report.table import Line, Table
+from eval.report.tables import number, overall
 from leank_train.common.files import write_text
 from scripts.dashboard.runs import Points, Training, evaluation_points, evaluations, training_points, trainings
 from scripts.dashboard.wandb_workspace import saved, workspace

@@ -57,7 +57,8 @@ from pathlib import Path
 from eval.inference.models import ModelConfig, load_config
 from eval.inference.prefill import Prefill
 from eval.methods import Method
-from eval.run.replay import Replay, Settings
+from eval.run.replay import Replay
+from eval.run.settings import Settings
 from scripts.bench.common.caches import subject
 from scripts.bench.common.one_method import FOLDER, NAMES, Aside, Bench, configured, kind_of, now
 from scripts.bench.common.table import (
