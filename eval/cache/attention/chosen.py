@@ -30,7 +30,7 @@ class ChosenConfig:
 
     tile, warps, per_sm: of the attention: tokens at a time, and programs per multiprocessor
     span: slots of sink and window that a program reads
-    score_tile, label_tile: of the scores: pages and tokens at a time
+    score_tile, label_tile: of the scores: pages at a time, and tokens of 16 labels
     score_warps, score_per_sm: of the scores
     held: of the choice, one program per query head: pages or tokens that a thread holds
     run: tokens of a run, whose best is found with the scores
@@ -147,8 +147,9 @@ class Chosen(Kernel):
         shape = {"H": heads, "GROUP": q_heads // heads, "D": dim, "M": ROWS, "STEP": plan.step}
         grid = (batch * heads, self._programs(store, config.score_per_sm, batch * heads))
         if by_token:
+            tile = max(config.score_tile, config.label_tile * 16 // plan.labels)  # as many bytes with more labels
             ranking_kernel.score_tokens[grid](
-                *given, **shape, TILE=config.label_tile, RUN=config.run, C=plan.labels, LABEL_STEP=plan.label_step,
+                *given, **shape, TILE=tile, RUN=config.run, C=plan.labels, LABEL_STEP=plan.label_step,
                 BITS=ranking.bits, num_warps=config.score_warps,
             )  # fmt: skip
         else:
