@@ -25,8 +25,8 @@ from eval.cache.saved.writing import save
 from eval.cache.storage.addresses import Addresses
 from eval.cache.storage.channels import MaskLike, layer_masks
 from eval.cache.storage.middle import Middle
-from eval.cache.storage.store import Sizes
-from leank_train.forward.hook import kv_shape
+from eval.cache.storage.sizes import Sizes
+from leank_train.common.shape import kv_shape
 
 
 class CompressedCache(Cache):

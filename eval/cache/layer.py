@@ -23,7 +23,8 @@ from eval.cache.storage.addresses import Addresses
 from eval.cache.storage.arrival import pieces
 from eval.cache.storage.middle import Middle
 from eval.cache.storage.sealing import PromptRoom
-from eval.cache.storage.store import Sizes, Store
+from eval.cache.storage.sizes import Sizes
+from eval.cache.storage.store import Store
 from eval.cache.storage.upload import capturing
 
 

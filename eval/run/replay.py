@@ -31,8 +31,6 @@ from eval.run.fidelity import Asked, Compared, Comparison, Course
 from eval.run.settings import Settings
 from leank_train.backbone import eos_ids
 
-__all__ = ["Answer", "Replay", "Settings"]
-
 
 def cache_bytes(cache: Cache, prompt: Prefill) -> list[dict[str, float]]:
     """Return the bytes held after each prompt, per part and in total, measured on the tensors.

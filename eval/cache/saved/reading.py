@@ -33,7 +33,8 @@ from eval.cache.storage.middle import Middle
 from eval.cache.storage.pages import PAGE
 from eval.cache.storage.quantised import Packing
 from eval.cache.storage.segment import Segment
-from eval.cache.storage.store import Sizes, Store
+from eval.cache.storage.sizes import Sizes
+from eval.cache.storage.store import Store
 from leank_train.common.tensor_files import DamagedFile, read_tensors
 
 
@@ -56,9 +57,7 @@ class Saved:
         except SafetensorError as error:
             raise DamagedFile(path, error, CURE) from error
         if about.get("format") in EARLIER:
-            raise ValueError(
-                f"{path} was saved by an earlier version, whose files do not guard their header: save it again"
-            )
+            raise ValueError(f"{path} was saved by an earlier version, whose files have another form: save it again")
         try:
             check_header(about)
             self.about: list[dict[str, Any]] = json.loads(about["layers"])

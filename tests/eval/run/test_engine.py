@@ -14,7 +14,8 @@ from eval.methods import Method
 from eval.methods.prefill.asl import ASL
 from eval.methods.prefill.fastkv import FastKV
 from eval.methods.tokens.snapkv import SnapKV
-from eval.run.replay import Replay, Settings
+from eval.run.replay import Replay
+from eval.run.settings import Settings
 from tests.helpers.cache_oracle import FAMILIES, tiny_model
 from tests.helpers.replay_tools import SIZES, alone, methods, prompts
 
