@@ -15,8 +15,9 @@ from data_gen.haystack import known_by
 from leank_train.backbone import SHIPPED
 from leank_train.common.files import Lock, remove_partial, write_json, write_text
 from leank_train.common.model_folder import folder_digest
+from leank_train.common.typed import BadConfig
 from leank_train.running import parallel
-from leank_train.settings import BadConfig, RunConfig, fingerprint, need
+from leank_train.settings import RunConfig, fingerprint, need
 
 INPUTS = "inputs.json"
 REQUEUED = 120.0  # seconds that a requeued job waits for the lock of its predecessor
@@ -28,7 +29,7 @@ class Run:
 
     config: the typed settings.
     resolved: the same settings in built-in types, as config.yaml holds them.
-    identity: their fingerprint.
+    fingerprint: of the settings.
     out: the run directory.
     first: whether this is the first of the run's processes, which alone writes results.
     alone: whether it is the only one.
@@ -36,7 +37,7 @@ class Run:
 
     config: RunConfig
     resolved: dict[str, object]
-    identity: str
+    fingerprint: str
     out: Path
     first: bool
     alone: bool
@@ -49,21 +50,22 @@ def claimed(config: RunConfig, resolved: dict[str, object], out: Path) -> Iterat
     The first process holds the lock during the run. A requeued Slurm job waits for its predecessor, whose lock a file
     server may keep for a while after its end.
     """
-    identity, (first, processes) = fingerprint(resolved), parallel.place(config.trainer)
-    current, given = Run(config, resolved, identity, out, first, processes == 1), inputs(config, processes)
+    first, processes = parallel.role(config.trainer)
+    current = Run(config, resolved, fingerprint(resolved), out, first, processes == 1)
+    given = inputs(config, processes)
     if not first:
-        check_folder(out, identity, config.resume, given)
+        check_folder(current, given)
         yield current
         return
     out.mkdir(parents=True, exist_ok=True)
     busy = f"{out} is being written by another training; wait for it, or set hydra.run.dir to a new folder"
     with Lock(out / "run.lock", busy, patience=REQUEUED if "SLURM_RESTART_COUNT" in os.environ else 0):
-        check_folder(out, identity, config.resume, given)
+        check_folder(current, given)
         remove_partial(out)
         if not (out / "checkpoints").exists() or not (out / INPUTS).exists():
             write_json(out / INPUTS, given)
         write_text(out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)))
-        write_text(out / "config.hash", identity + "\n")
+        write_text(out / "config.hash", current.fingerprint + "\n")
         yield current
 
 
@@ -82,19 +84,23 @@ def inputs(config: RunConfig, processes: int) -> dict[str, object]:
     }
 
 
-def check_folder(out: Path, fingerprint: str, resume: bool, given: dict[str, object]) -> None:
+def check_folder(run: Run, given: dict[str, object]) -> None:
     """Raise BadConfig for a folder with checkpoints that this run must not use, or that others began.
 
     given: the inputs of this run; an earlier version wrote none.
     """
+    out = run.out
     if not (out / "checkpoints").exists():
         return
     file = out / "config.hash"
     before = file.read_text().strip() if file.exists() else "unknown"
-    need(resume, f"resume=false, and {out} holds a run already; set hydra.run.dir to a new folder, or resume=true")
     need(
-        before == fingerprint,
-        f"{out} holds checkpoints of another config ({before}, this one is {fingerprint}; "
+        run.config.resume,
+        f"resume=false, and {out} holds a run already; set hydra.run.dir to a new folder, or resume=true",
+    )
+    need(
+        before == run.fingerprint,
+        f"{out} holds checkpoints of another config ({before}, this one is {run.fingerprint}; "
         f"compare {out}/config.yaml): set hydra.run.dir to a new folder, or remove that one",
     )
     if not (out / INPUTS).exists():

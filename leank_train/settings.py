@@ -183,7 +183,7 @@ class RunConfig(Checked):
 
 
 def plain(given: DictConfig | Mapping[str, object]) -> dict[str, object]:
-    """Resolve a configuration into built-in types and today's names; warn if it has the old name of `pruning`."""
+    """Resolve a configuration into built-in types; warn if it has the old name of `pruning`, and replace it."""
     found: object = OmegaConf.to_container(given, resolve=True) if isinstance(given, DictConfig) else dict(given)
     assert isinstance(found, dict)
     config = {str(key): value for key, value in found.items()}

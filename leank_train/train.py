@@ -22,6 +22,7 @@ from leank_train.backbone import Backbone
 from leank_train.common.files import write_json
 from leank_train.common.rotary import rotary_pairs
 from leank_train.common.tensor_files import read_checkpoint, write_checkpoint, write_tensors
+from leank_train.common.typed import BadConfig
 from leank_train.data import RetrievalData, collate
 from leank_train.mask import ChannelMask, check_ratio
 from leank_train.objective.steering import AUTO, Separation
@@ -31,7 +32,7 @@ from leank_train.running.metrics import Metrics
 from leank_train.running.preempt import SaveOnSignal, Signals
 from leank_train.running.recorder import AtomicCheckpointIO, Progress, Recorder
 from leank_train.running.wandb_log import log_results, make_logger
-from leank_train.settings import BadConfig, RunConfig, check, plain
+from leank_train.settings import RunConfig, check, plain
 from leank_train.stages import Stage, Stage1, Stage2
 from leank_train.stopping import EarlyStop, best_look
 from leank_train.validation.compare import check_lengths, validate
@@ -105,15 +106,15 @@ def train(current: Run, signals: Signals) -> Metrics:
 
 def load_backbone(config: RunConfig, shared: parallel.Parallel) -> Backbone:
     """Load the frozen model: on the CPU if the ranks share its weights, which `Stage.setup` hands out."""
-    place = parallel.device(config.trainer)
-    dtype = str(backbones.torch_dtype(config.model.dtype, place)).removeprefix("torch.")
-    device = torch.device("cpu") if shared.shard_weights else place
+    own = parallel.device(config.trainer)
+    dtype = str(backbones.torch_dtype(config.model.dtype, own)).removeprefix("torch.")
+    device = torch.device("cpu") if shared.shard_weights else own
     with memory("while loading the model", f"the precision, model.dtype={config.model.dtype}"):
         return backbones.load(config.model.name, dtype, device, config.model.chat, dict(config.model.overrides))
 
 
 def check_inputs(config: RunConfig, backbone: Backbone) -> None:
-    """Raise ValueError now for what would otherwise end the run hours later.
+    """Raise ValueError before the first step for what would otherwise end the run hours later.
 
     That is a context too short for a task, an answer without tokens, a validation length that does not fit, and
     pruning ratios, those of `extra_ratios` included, that no scores can meet.
@@ -142,7 +143,7 @@ def save_masks(current: Run, scores1: Tensor, alpha: Tensor) -> ChannelMask:
     """
     config, pruning, out = current.config, current.config.pruning, current.out
     metadata = {
-        "model": config.model.name, "config": current.identity, "sink": pruning.sink, "window": pruning.window,
+        "model": config.model.name, "config": current.fingerprint, "sink": pruning.sink, "window": pruning.window,
         "seed": config.seed, "lengths": [config.data.min_length, config.data.max_length],
         "versions": {"torch": torch.__version__, "lightning": L.__version__},
     }  # fmt: skip
@@ -183,13 +184,13 @@ def measured(current: Run, mask: ChannelMask, scores1: Tensor, alpha: Tensor, re
         "distillation": {name: r.steps[-1]["distillation"] for name, r in records.items() if r.steps},
         **({"heldout": heldout} if heldout else {}),
         "seconds": {"training": round(sum(r.seconds for r in records.values()), 1)},  # those before a stop included
-        "config": current.identity,
+        "config": current.fingerprint,
     }
 
 
 @contextmanager
 def memory(when: str, settings: str) -> Iterator[None]:
-    """Name the settings that need less memory if it runs out; `when` says in which phase."""
+    """Raise BadConfig that names the settings to lower if memory runs out; `when` says in which phase."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -212,7 +213,7 @@ def mixture(config: RunConfig, backbone: Backbone, stage: str, world: int) -> Mi
     data = config.data
     return Mixture(
         dict(data.tasks), backbone.tokenizer, data.min_length, data.max_length,
-        seed=config.seed * 2 + (stage == "stage2"), questions=data.questions, group=data.documents * world,
+        seed=config.seed * 2 + (stage == "stage2"), questions=data.questions, per_length=data.documents * world,
         essays=data.essays, split="train", reserve=backbone.reserve,
     )  # fmt: skip
 

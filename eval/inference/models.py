@@ -13,11 +13,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from leank_train import backbone
 from leank_train.common.model_folder import folder_digest
-from leank_train.common.shape import kv_shape as shape_of
 from leank_train.common.typed import shown
-
-__all__ = ["ModelConfig", "load_config", "load_model", "shape_of", "windows_of"]
-
 
 # windows_of by the address of a config, and whose it was
 _WINDOWS: dict[int, tuple[weakref.ref[PreTrainedConfig], list[int | None]]] = {}

@@ -44,6 +44,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, row: Row, chat: bool | None = Non
     """Token ids of a row: chat template around `messages()`, or their bare text, then `answer_prefix`.
 
     The text is encoded as a whole. The question begins with the first token that starts at or after the context's end.
+    An end-of-text token that the tokenizer puts behind every text is left out: the reply is still to come.
 
     chat: bool or None, default None: whether to use the chat template; None does if there is one.
     specials: "text" or "as_is", default "text": what the name of a special token (such as </s>) in the sample's own
@@ -66,6 +67,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, row: Row, chat: bool | None = Non
             _warn(tokenizer)
         how = "text" if specials == "text" and read is not None else "as_is"
         pairs = pairs if read is None else read
+    if not chatting and pairs[-1:] == [(tokenizer.eos_token_id, (0, 0))]:  # some tokenizers end every text with it
+        pairs = pairs[:-1]
     end = inside + len(row.context)
     starts = [i for i, (_, (first, last)) in enumerate(pairs) if last > first and first >= end]
     return Prompt([token for token, _ in pairs], starts[0] if starts else len(pairs) - 1, how)

@@ -29,6 +29,8 @@ def encode_turns(
     rows: the turns, which share a context.
     one_cache: whether a turn follows the turns before it and their true answers, or the context alone.
     chat, specials: see eval.inference.prompts.encode.
+
+    Raises ValueError if turns cannot share the context's cache, or if the chat template drops earlier replies.
     """
     first = encode(tokenizer, rows[0], chat, specials)
     if not one_cache:

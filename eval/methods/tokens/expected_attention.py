@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from eval.inference.models import shape_of
 from eval.inference.prefill import PromptLayer
 from eval.methods.common.scored import Scored
 from leank_train.channel_scores import wide
 from leank_train.common.rotary import layer_ropes, rotates_halves
+from leank_train.common.shape import kv_shape
 from leank_train.common.typed import Count, Positive
 
 STATIC = ("default", "linear", "llama3", "yarn")  # kinds of RoPE whose frequencies do not depend on the length
@@ -109,7 +109,7 @@ class ExpectedAttention(Scored):
 
 def frequencies(config: PreTrainedConfig) -> Tensor:
     """RoPE's frequency of every pair of channels, float64 [D / 2]; `check` says which models have such."""
-    rope, dim = getattr(config, "rope_parameters", None) or {}, shape_of(config)[2]
+    rope, dim = getattr(config, "rope_parameters", None) or {}, kv_shape(config)[2]
     kind = rope.get("rope_type", "default")
     if kind != "default":
         return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))[0].double()

@@ -7,7 +7,8 @@
 
 Caches of the Llama-3.1-8B shape are filled with random keys, values and scores, then decode. `--whole` decodes whole
 replies. Otherwise a cache is filled with prompt and reply up to each length of `--at`, and only `--steps` tokens are
-decoded from there; a layer that evicts drops to its budget when it is filled. Prints and writes OUT/replies.csv:
+timed, after as many that compile what moves tokens; a layer that evicts drops to its budget when it is filled. Prints
+and writes OUT/replies.csv:
 
     eager_ms, step_ms    per step, in a Python loop, and as a captured CUDA graph with all that happens between replays
     tokens_s             tokens per second of all rows
@@ -31,12 +32,13 @@ from transformers import Cache
 
 from eval.cache import CompressedCache, Sizes, compressed_cache
 from eval.cache.graph import capturable
+from eval.cache.hook import ATTENTION
 from eval.cache.storage.middle import Middle
 from eval.inference.models import ModelConfig, load_config
 from eval.methods import Method
 from eval.methods.channels.leank import LeanK
 from eval.methods.tokens.lethe import Lethe
-from scripts.bench.common.caches import ATTENTION, Decoding, contenders, fill, subject
+from scripts.bench.common.caches import Decoding, contenders, fill, subject
 from scripts.bench.common.one_method import configured
 from scripts.bench.common.table import Record, attempt, complain, said, write_rows
 from scripts.bench.common.timing import WARM_UP, clear, wait
@@ -98,6 +100,7 @@ class Bench:
         decoding = self._begin(row, name, rows, tokens)
         row["eager_ms"] = self._timed(decoding, WARM_UP)[0] * 1e3
         self._capture(row, decoding)
+        self._timed(decoding, steps)  # compiles what moves and drops tokens
         mean, worst = self._timed(decoding, steps)
         self._note(row, decoding.loop.cache, rows, mean, worst)
 

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
+from leank_train.common.typed import BadConfig
 from leank_train.mask import ChannelMask
 from leank_train.objective import steering
 from leank_train.objective.distill import lr_factor
 from leank_train.objective.steering import Separation, learning_rate, steer, wanted_mean
 from leank_train.running.recorder import Recorder
-from leank_train.settings import BadConfig, check, fingerprint
+from leank_train.settings import check, fingerprint
 from leank_train.train import run
 from tests.helpers.tiny_run import alpha, killed, save_model, settings
 from tests.leank_train.running.test_ddp import forked_ranks, record
