@@ -113,7 +113,7 @@ def load_config(name: str, overrides: Mapping[str, object] | None = None) -> Pre
     Raises FileNotFoundError if there is no config, ValueError for a folder with damaged files, BadConfig for an
     override that does not fit.
     """
-    if os.path.isdir(name):
+    if name not in SHIPPED and os.path.isdir(name):
         try:
             check_folder(Path(name))
         except ValueError as error:

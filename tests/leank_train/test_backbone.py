@@ -118,6 +118,13 @@ def test_damaged_files_are_named_before_weights_are_loaded(model, tmp_path):
         backbone.load_config(str(tmp_path))
 
 
+def test_a_folder_called_as_a_shipped_model_is_not_looked_at(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reference").mkdir()
+    (tmp_path / "reference" / "config.json").write_text("[")
+    assert backbone.load_config("reference").model_type == "llama"
+
+
 @pytest.mark.skipif(not hasattr(transformers, "Gemma4TextConfig"), reason="this transformers has no Gemma 4")
 def test_layers_of_different_shapes_are_refused():
     with pytest.raises(ValueError, match="model=gemma4_text has layers of different shapes"):
