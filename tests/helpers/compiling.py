@@ -104,7 +104,7 @@ def main(dim: int) -> None:
     for bits, label_step in ((16, 8), (4, 16)):
         labels = {**SCORED, "D": dim, "LABEL_STEP": label_step, "BITS": bits}
         compiles(ranking_kernel.score_tokens, OF_CHOSEN, labels)
-    for change in ({"PER": 1, "CAP": 64, "GUESS": True}, {"PER": 16, "CAP": 0, "GUESS": False}):
+    for change in ({"PER": 1, "CAP": 64}, {"PER": 16, "CAP": 0}):
         compiles(choice_kernel.choose, OF_CHOSEN, {**CHOICE, **change})
     packed = {name: kind for name, kind in OF_MOVE.items() if name != "ranks"} | {"k": BYTES, "v": BYTES}
     compiles(packing_kernel.move_packed, packed, {**page, "BITS": 2, "CELL": 32})

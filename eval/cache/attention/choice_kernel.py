@@ -2,8 +2,8 @@
 
 A program takes one query head. Scores are compared as whole numbers of the same order. The threshold is searched
 between bounds, by counting; then what is above it is written in ascending order. Candidates lie in lines, and a thread
-holds whole lines: it counts within a line by itself, and threads exchange one number a line. What threads exchange, and
-code, which takes as long to fetch as to run when it runs once, is what a choice takes its time for.
+holds whole lines: it counts within a line by itself, and threads exchange one number a line. A choice takes its time for
+these exchanges and for code that runs once, so both are kept short.
 
 Names as in eval.cache.attention.ranking_kernel. order: the orders of a program's candidates, a tuple of WIDTH tensors
 [LINES], the first of each line, the second of each line and so on. number: [LINES], the number of each line's first.
@@ -194,7 +194,7 @@ def _choose_any(
 def choose(
     words, chosen, table, tail_ptr, most,
     GROUP: tl.constexpr, PER: tl.constexpr, WIDTH: tl.constexpr, LINES: tl.constexpr, CAP: tl.constexpr,
-    LAST: tl.constexpr, GUESS: tl.constexpr,
+    LAST: tl.constexpr,
 ):
     """Program n: the `most` highest pages or tokens of query head n, all of them if there are no more.
 
@@ -205,7 +205,6 @@ def choose(
     CAP: at least `most`; 0 = no runs are chosen
     WIDTH: candidates of a line, the tokens of a run
     LINES, LAST: lines that a program holds in registers, of pages or runs, and then of tokens
-    GUESS: as for `_least`
     """
     n = tl.program_id(0).to(tl.int64)
     x, g = n // GROUP, n % GROUP
@@ -216,15 +215,15 @@ def choose(
     number, wanted, out = tl.cdiv(total, WIDTH), tl.minimum(most, total), chosen + n * most
     if wanted > 0:
         if CAP == 0:
-            _choose_any(scores, out, False, number, total, LEAST + 1, wanted, wanted, out, LINES, WIDTH, GUESS)
+            _choose_any(scores, out, False, number, total, LEAST + 1, wanted, wanted, out, LINES, WIDTH, False)
         else:
             runs = chosen + (tl.num_programs(0).to(tl.int64) * most + n * CAP)
             best = words + tl.multiple_of(tl.load(entry + BEST) + g * tl.load(entry + BEST_STRIDE), 4)
             taken, low = _choose_any(best, runs, False, tl.cdiv(number, WIDTH), number, LEAST + 1,
-                                     tl.minimum(most, number), CAP, runs, LINES, WIDTH, GUESS)
+                                     tl.minimum(most, number), CAP, runs, LINES, WIDTH, True)
             tl.debug_barrier()  # every thread has written its runs before one of them reads them
             low = tl.where(number >= most, low, LEAST + 1)  # otherwise tokens below every run's best are chosen, too
             if CAP <= LAST:
-                _choose(scores, runs, True, taken, total, low, wanted, wanted, out, LAST, WIDTH, GUESS, False)
+                _choose(scores, runs, True, taken, total, low, wanted, wanted, out, LAST, WIDTH, True, False)
             else:
-                _choose_any(scores, runs, True, taken, total, low, wanted, wanted, out, LAST, WIDTH, GUESS)
+                _choose_any(scores, runs, True, taken, total, low, wanted, wanted, out, LAST, WIDTH, True)

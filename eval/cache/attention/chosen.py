@@ -46,7 +46,6 @@ class ChosenConfig:
     score_warps: int = 4
     score_per_sm: int = 2
     held: int = 16
-    guess: int = 2
     run: int = 8
     merge: int = 16
 
@@ -169,7 +168,6 @@ class Chosen(Kernel):
             LINES=held,
             LAST=last,
             CAP=cap,
-            GUESS=bool(config.guess & (1 + by_token)),
             num_warps=min(32, max(1, max(held, last) * width // config.held // 32)),
             num_stages=1,
         )

@@ -39,7 +39,7 @@ def choices(scores, most, run, lines):
     chosen = torch.full((8 * (most + cap),), -1, dtype=torch.int32, device=DEVICE)
     words, tail = torch.cat([padded.flatten(), best.flatten()]).to(DEVICE), torch.zeros(4, dtype=torch.int64)
     choice_kernel.choose[(8,)](words, chosen, table.to(DEVICE), tail.to(DEVICE), most, GROUP=2, PER=1, WIDTH=width,
-                                LINES=lines, CAP=cap, LAST=lines, GUESS=bool(run))  # fmt: skip
+                                LINES=lines, CAP=cap, LAST=lines)  # fmt: skip
     return chosen[: 8 * most].view(8, most).cpu().long()
 
 
