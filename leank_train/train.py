@@ -20,6 +20,7 @@ from data_gen.tasks import Mixture
 from leank_train import backbone as backbones
 from leank_train.backbone import Backbone
 from leank_train.common.files import write_json
+from leank_train.common.rotary import rotary_pairs
 from leank_train.common.tensor_files import read_checkpoint, write_checkpoint, write_tensors
 from leank_train.common.typed import BadConfig
 from leank_train.data import RetrievalData, collate
@@ -96,7 +97,7 @@ def train(current: Run, signals: Signals) -> Metrics:
         lengths = f"validation.batch={config.validation.batch}, validation.lengths={list(config.validation.lengths)}"
         with memory("in validation; the mask is saved", lengths):
             validate(config, backbone, mask, out, metrics)
-    figures = plots.training_plots(record1, record2, alpha, mask, out / "plots")
+    figures = plots.training_plots(record1, record2, alpha, mask, rotary_pairs(backbone.model.config), out / "plots")
     metrics["seconds"]["all"] = round(time.time() - started, 1)
     write_json(out / "metrics.json", metrics)
     log_results(logger, metrics, figures, config.model.name, current.resolved, mask, out)
@@ -158,7 +159,7 @@ def save_masks(current: Run, scores1: Tensor, alpha: Tensor) -> ChannelMask:
     for align in {1, pruning.align}:  # what stage 2 is worth (appendix E): the same scores without it
         cut(scores1, pruning.ratio, align).save(out / "stage1" / f"mask_align{align}.safetensors")
     for ratio in config.extra_ratios:  # stage 2 has learned for one ratio, so other ratios take the scores of stage 1
-        cut(scores1, ratio, pruning.align).save(out / "masks" / f"mask_{100 * ratio:g}pct.safetensors")
+        cut(scores1, ratio, pruning.align).save(out / "masks" / f"mask_{100 * ratio:.12g}pct.safetensors")
     return mask
 
 

@@ -90,8 +90,8 @@ def build_row(
         answers=list(data["answers"]),
         max_new_tokens=max_new_tokens()[name],
         metric="longbench",
-        # samsum: the official run also stops at a newline and forbids ending before the first token
-        stop=("\n",) if name == "samsum" else (),
+        # samsum: the official run also stops at the token for a newline, and allows neither end as the first token
+        ends=("\n",) if name == "samsum" else (),
         min_new_tokens=1 if name == "samsum" else 0,
         chat=name not in NO_CHAT_TASKS,
         all_classes=data.get("all_classes"),

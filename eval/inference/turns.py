@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from transformers import PreTrainedTokenizerBase
 
+from data_gen.chat import rendered
 from eval.benchmarks.row import Row
 from eval.inference.prompts import Prompt, encode, uses_chat
 
@@ -60,7 +61,7 @@ def _between(tokenizer: PreTrainedTokenizerBase, row: Row) -> str:
         {"role": "assistant", "content": MARK},
         {"role": "user", "content": row.question.strip()},
     ]
-    text = str(tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))
+    text = rendered(tokenizer, asked)
     _, mark, after = text.rpartition(MARK)
     if not mark:
         raise ValueError("the model's chat template drops earlier replies; use model.chat=false with this benchmark")

@@ -133,10 +133,10 @@ def device(config: TrainerConfig) -> torch.device:
     return trainer(config, logger=False).strategy.root_device
 
 
-def role(config: TrainerConfig) -> tuple[bool, bool]:
-    """Whether this process is the run's first, and whether it is the only one; the processes need not be connected."""
+def role(config: TrainerConfig) -> tuple[bool, int]:
+    """Whether this process is the run's first, and how many there are; the processes need not be connected."""
     made = trainer(config, logger=False)
-    return made.is_global_zero, made.world_size == 1
+    return made.is_global_zero, made.world_size
 
 
 def shard(model: PreTrainedModel, device: torch.device, head: bool = False) -> None:

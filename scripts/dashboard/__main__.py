@@ -204,7 +204,9 @@ def to_page(roots: Sequence[Path], out: Path) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.dashboard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folders", nargs="*", type=Path, help="folders to look through, with all below them")
     parser.add_argument("--out", type=Path, help="the page; default: dashboard.html in the first folder")
     parser.add_argument("--wandb", metavar="ENTITY/PROJECT", help="save a workspace there instead")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from eval.cache.attention.quantised_kernel import HALF
+from eval.cache.attention.quantised_kernel import HALF, ROOM
 
 # fmt: off
 
@@ -133,8 +133,8 @@ def move_packed(
             index += b * index_b + h * D
             ring_k += head * slots * D
             ring_v += head * slots * D
-            room = (count + 2 * SHARED - 1) // (2 * SHARED) * (2 * SHARED)
-            width = room // SHARED
+            lots = (count + ROOM - 1) // ROOM
+            room, width = lots * ROOM, lots * (ROOM // SHARED)
             k_page = room * (PAGE * BITS // 8 + PAGE // CELL * 2 * NUMBER)
             row = tl.arange(0, D // SHARED)
             length = tl.load(length_ptr + head)

@@ -18,8 +18,10 @@ import triton.language as tl
 
 from eval.cache.attention.kernel_middle import gather
 from eval.cache.attention.unpacking_kernel import numbers, scale_and_zero, unit_of
+from eval.cache.storage import quantised
 
 HALF = tl.constexpr(32)  # tokens of a page that are multiplied at a time
+ROOM = tl.constexpr(quantised.ROOM)
 
 # fmt: off
 
@@ -201,14 +203,13 @@ def _sums(
     UNIT: tl.constexpr = unit_of(dtype, PTX)
     if EVEN:
         count = count // 32 * 32  # as it is, but the compiler sees that lines are aligned
-        width = count // 32 * (32 // SHARED)
-        room = count
+        room, width = count, count // 32 * (32 // SHARED)
     else:
-        room = (count + 2 * SHARED - 1) // (2 * SHARED) * (2 * SHARED)
-        width = room // SHARED
+        lots = (count + ROOM - 1) // ROOM
+        room, width = lots * ROOM, lots * (ROOM // SHARED)
     k_codes = width * (PAGE if BITS == 8 else HALF)
     k_page = k_codes + PAGE // CELL * WORD * room
-    k, v = tl.multiple_of(bytes_base + k_at, 16 if EVEN else 4), tl.multiple_of(bytes_base + v_at, 16)
+    k, v = tl.multiple_of(bytes_base + k_at, 16), tl.multiple_of(bytes_base + v_at, 16)
     row, token, warp = tl.arange(0, C // SHARED), _tokens(), tl.arange(0, WARPS)
     number, half = warp * PARTS // 2, warp * PARTS % 2
     q0 = _queries(q_row, ok, index, row, tl.minimum(width, count), WARPS)
@@ -220,7 +221,7 @@ def _sums(
     a1, a2, a3 = a0, a0, a0
     for at in range(first, last, WARPS * PARTS * HALF):
         left = last - at - number * PAGE - half * HALF
-        page = k + tl.multiple_of(at // PAGE * k_page, 16 if EVEN else 4)
+        page = k + tl.multiple_of(at // PAGE * k_page, 16)
         cells = (page + k_codes).to(tl.pointer_type(tl.int32), bitcast=True)
         scales = (page + k_codes).to(base.dtype, bitcast=True)
         s = _logits(q0, q1, page, cells, scales, number, half, left, row, room, width, k_page, 0, BITS, CELL, PTX)

@@ -16,7 +16,8 @@ dtype.
 A byte holds codes of numbers that lie far apart, the first in the lowest bits. So the codes of a byte belong to
 different products of the kernel, and one load of bytes is an operand of each. Neighbours in memory are numbers over
 which a product sums, and a GPU computes with two of them at a time: so of two cells, both scales come first, then both
-zero points. C is the number of kept channels, rounded up to 2, at two bits to 4; channels that are not there are zeros.
+zero points. C is the number of kept channels, rounded up to 16, so that a GPU reads a line of codes word by word;
+channels that are not there are zeros.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from eval.cache.storage.pages import PAGE, Count, round_up
 from eval.cache.storage.segment import Segment
 from eval.cache.storage.upload import update, upload
 from eval.cache.storage.writing import COPIED, alike
+
+ROOM = 16  # a page has room for a multiple of so many channels of K
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class Packing:
 
     def room(self, channels: Count) -> Count:
         """Channels of K for which a page has room when so many are kept."""
-        return round_up(channels, 4 if self.bits == 2 else 2)
+        return round_up(channels, ROOM)
 
     def pages(self, head_dim: int, channels: Count, dtype: torch.dtype) -> tuple[tuple[Count, Count], tuple[int, int]]:
         """For K and for V: bytes of a page's codes, and of its scales."""

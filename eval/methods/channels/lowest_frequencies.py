@@ -22,8 +22,8 @@ from leank_train.common.typed import Share
 class LowestFrequencies(Uniform):
     """Every head keeps the RoPE pairs p of the lowest frequencies theta^(-2p / D).
 
-    A pair p of D / 2 rotates the channels p and p + D / 2 and stays or goes as a whole. An odd number of channels to
-    prune takes one pair more.
+    A pair p of D / 2 rotates two channels, p and p + D / 2 in most models, and stays or goes as a whole. An odd number
+    of channels to prune takes one pair more.
 
     Settings
     ratio: float in [0, 1), default 0.7: share of K channels pruned.

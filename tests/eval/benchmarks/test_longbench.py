@@ -50,7 +50,7 @@ def test_facts_of_the_tasks():
     no_chat = {task for task in longbench.prompts() if not longbench.build_row(task, DATA).chat}
     assert no_chat == {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"}
     stops = {task: longbench.build_row(task, DATA) for task in longbench.prompts()}
-    assert [task for task, row in stops.items() if row.stop or row.min_new_tokens] == ["samsum"]
+    assert [task for task, row in stops.items() if row.ends or row.min_new_tokens] == ["samsum"]
 
 
 def test_truncation_keeps_both_ends():
@@ -124,6 +124,8 @@ def test_missing_data_says_what_to_do(tmp_path, monkeypatch):
         longbench.tasks("all")
 
 
-def test_samsum_reply_ends_at_the_newline():
+@pytest.mark.parametrize("reply", ["Ada bakes.\nDialogue: x", "\nAda bakes.\nDialogue: x"])
+def test_the_first_line_of_a_samsum_reply_is_judged(reply):
+    """The official scorer skips leading newlines."""
     row = longbench.build_row("samsum", {**DATA, "answers": ["Ada bakes."]})
-    assert scoring.score_row(row, "Ada bakes.\nDialogue: x") == 0.999999995
+    assert scoring.score_row(row, reply) == 0.999999995

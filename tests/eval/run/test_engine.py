@@ -32,6 +32,13 @@ class Letters:
         return " ".join(map(str, tokens))
 
 
+class Encoding(Letters):
+    """One that encodes, too."""
+
+    def __call__(self, text, **options):
+        return {"input_ids": [int(word) for word in text.split()]}
+
+
 def rows(count, new_tokens=NEW, **settings):
     return [Row("t", str(i), "c", "q", ("x",), new_tokens, "ruler_all", **settings) for i in range(count)]
 
@@ -98,6 +105,19 @@ def test_a_stop_string_ends_a_row():
     assert answer.tokens == free[: len(answer.tokens)]
     assert answer.steps < NEW - 1
     assert stop in answer.text
+
+
+@pytest.mark.parametrize("least", [0, 1, 4])
+@pytest.mark.parametrize("at", [0, 3])
+def test_the_last_token_of_an_end_is_as_end_of_text(at, least):
+    """LongBench's samsum: the token for a newline ends the reply, and is forbidden where end-of-text is."""
+    model, (ids,) = tiny_model("llama"), prompts([40])
+    end = alone(model, Method("dense"), ids, NEW, None)[at]
+    engine = Replay(model, Encoding(), Settings())
+    made = rows(1, ends=(f"1 {end}",), min_new_tokens=least)
+    ((_, (answer,)),) = engine.answers([Prompt(ids, 30)], made, [Method("dense")])
+    held = alone(model, Method("dense"), ids, NEW, None, eos=end, min_new_tokens=least)
+    assert answer.tokens == [t for t in held if t != end]
 
 
 @pytest.mark.parametrize("lengths", [[40], [40, 40], [40, 29, 33]], ids=str)
