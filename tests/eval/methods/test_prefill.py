@@ -41,7 +41,7 @@ AttentionInterface.register("by_hand", _exact)
 
 
 @pytest.mark.parametrize(
-    ("of_32", "layers", "wanted"), [(15, 32, 15), (13, 32, 13), (15, 28, 13), (15, 7, 3), (30, 32, 30)]
+    ("of_32", "layers", "wanted"), [(15, 32, 15), (13, 32, 13), (15, 28, 13), (15, 7, 3), (16, 64, 32)]
 )
 def test_a_layer_that_is_not_set_is_as_deep_as_in_a_model_of_32(of_32, layers, wanted):
     config = SimpleNamespace(num_hidden_layers=layers)
