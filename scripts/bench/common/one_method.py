@@ -59,13 +59,6 @@ def now() -> float:
     return time.perf_counter()
 
 
-def repeated(cache: CompressedCache, rows: int) -> None:
-    """Make the cache one of `rows` rows, each as the first is."""
-    for layer in cache.compressed:
-        layer.keys = layer.values = None  # of a step that ran out of memory between append and attention
-        layer.batch_select_indices(torch.zeros(rows, dtype=torch.long))
-
-
 def why_eager(cache: CompressedCache) -> str:
     """Why no decoding step over the cache can be captured; empty where one can."""
     if cache.capturable:
@@ -151,17 +144,18 @@ class Bench:
         largest = isinstance(rows, str)
         batch = most_rows(size) if isinstance(rows, str) else rows
         for left in reversed(range(ATTEMPTS if largest else 1)):
+            several = None
             try:
-                repeated(cache, batch)
-                self._held(row, method, cache, batch)
-                self._steps(row, cache, position.expand(batch, 1))
+                several = cache.repeat(batch)
+                self._held(row, method, several, batch)
+                self._steps(row, several, position.expand(batch, 1))
                 return
             except RuntimeError as error:
                 if not left or not out_of_memory(error):
                     raise
                 print(f"    {batch} rows do not fit", flush=True)
                 batch = max(1, int(batch * LESS))
-            repeated(cache, 1)
+            del several  # a step that ran out of memory has gone through some of its layers
             clear()
 
     def _held(self, row: Record, method: Method, cache: CompressedCache, batch: int) -> None:
