@@ -41,7 +41,7 @@ OF_MOVE = {
 }  # fmt: skip
 OF_COMPACT = {
     "k": NUMBER, "v": NUMBER, "new_k": NUMBER, "new_v": NUMBER, "places": COUNT, "new_places": COUNT, "stay": BYTES,
-    "room": COUNT, "seen_ptr": COUNT, "start_ptr": COUNT, "length_ptr": COUNT, "done": TABLE,
+    "source": TABLE, "room": COUNT, "seen_ptr": COUNT, "start_ptr": COUNT, "length_ptr": COUNT,
 }  # fmt: skip
 OF_CHOSEN = {**OF_DECODE, "chosen": TABLE, "words": FLOATS}
 HEADS = {"H": 8}
@@ -99,7 +99,8 @@ def main(dim: int) -> None:
     for change in ({}, {"VALUES": 1}, {"PAGE": 1}):
         compiles(ring_kernel.move, OF_MOVE, {**move, **change})
     page = {**HEADS, "D": dim, "PAGE": 64}
-    compiles(weights_kernel.compact, OF_COMPACT, {**page, "TILE": 64})
+    compiles(weights_kernel.drop, OF_COMPACT, {**HEADS, "TILE": 256})
+    compiles(weights_kernel.compact, OF_COMPACT, {"D": dim, "PAGE": 64, "SLICE": 64})
     compiles(chosen_kernel.attend, OF_CHOSEN, {**CHOSEN, "D": dim, "C": dim})
     for bits, label_step in ((16, 8), (4, 16)):
         labels = {**SCORED, "D": dim, "LABEL_STEP": label_step, "BITS": bits}
