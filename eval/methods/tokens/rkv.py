@@ -78,7 +78,6 @@ class RKV(Evicting):
         attention = received(last, layer.keys, real=real, scaling=layer.scaling, softmax=layer.softmax)
         each = attention.unflatten(1, (layer.keys.shape[1], -1)).mean(2) / last.shape[2]
         there = torch.ones_like(each[:, 0], dtype=torch.bool) if real is None else real
-        compared = redundancy if _why_slow(layer.keys) else launched
         return self.ranked(each, compared(layer.keys, there[:, None].expand(each.shape), self.threshold))
 
     def ranked(self, importance: Tensor, redundant: Tensor) -> Tensor:
@@ -119,16 +118,13 @@ class Redundant(HeavyHitters):
         return ranking(self.scores, tail, sink, most, settings.mix, settings.kernel, settings.threshold)
 
 
-def _why_slow(keys: Tensor) -> str | None:
-    """Why plain PyTorch compares such keys [B, H, n, D], or None if Triton can."""
-    return why_not(keys.device, keys.dtype, keys.shape[-1], 1, interpret=False)
+def compared(keys: Tensor, there: Tensor, threshold: float) -> Tensor:
+    """What `redundancy` returns; Triton computes it where it can."""
+    if why_not(keys.device, keys.dtype, keys.shape[-1], 1, interpret=False):
+        return redundancy(keys, there, threshold)
+    from eval.methods.tokens import rkv_launch
 
-
-def launched(keys: Tensor, there: Tensor, threshold: float) -> Tensor:
-    """R in one launch and sums; `redundancy` is its slow form."""
-    from eval.methods.tokens.rkv_launch import redundancy as found
-
-    return found(keys, there, threshold)
+    return rkv_launch.redundancy(keys, there, threshold)
 
 
 def redundancy(keys: Tensor, there: Tensor, threshold: float) -> Tensor:

@@ -96,7 +96,7 @@ def measure(
     k, places, length_ptr, norm, total, repeated, most,
     H: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
 ):
-    """Program place: the norms of a head's keys in pages, the sum of the keys over their norms, and zeros in `repeated`.
+    """Program place: the norms of a head's keys in pages, the sum of the keys over their norms, zeros in `repeated`.
 
     norm, total: [B, H, most] and [B, H, D] fp32; `most` is a multiple of TILE
     """
