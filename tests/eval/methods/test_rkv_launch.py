@@ -36,6 +36,7 @@ def compare(keys, there, threshold, tiles):
 
 
 @pytest.mark.skipif(ON_GPU, reason="the same on the device below")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     st.integers(1, 2),
@@ -97,6 +98,7 @@ def rank(counts, lengths, sizes, options, seed, tiles):
 
 
 @pytest.mark.skipif(ON_GPU, reason="the same on the device below")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     st.lists(st.integers(0, 64), min_size=1, max_size=2),
