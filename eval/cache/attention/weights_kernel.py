@@ -123,11 +123,31 @@ def drop(
 
 
 @triton.jit
-def _from(source, at, kept, PAGE: tl.constexpr):
-    """Where the tokens [at, at + PAGE) of those that stay come from, 0 past the last; whether any comes from behind."""
-    t = at + tl.arange(0, PAGE)
-    found = tl.load(source + t, mask=t < kept, other=0)
-    return found, tl.max(found - t, 0) > 0
+def _move_keys(k, new_k, source, kept, count, whole, first, SLICE: tl.constexpr, PAGE: tl.constexpr):
+    """Move SLICE channels, from `first` on, of the keys of listed tokens."""
+    t, each = tl.arange(0, PAGE), tl.arange(0, SLICE * PAGE)
+    there = first + each // PAGE < count
+    for at in range(0, tl.where(first < count, kept, 0), PAGE):
+        moved = tl.max(tl.load(source + at + t, mask=at + t < kept, other=0) - at - t, 0) > 0
+        if moved | (whole != 0):
+            # in one line, in which neighbouring threads have neighbouring tokens, whatever layout Triton chooses
+            found = tl.load(source + at + each % PAGE, mask=at + each % PAGE < kept, other=0)
+            line = (found // PAGE) * (count * PAGE) + found % PAGE
+            x = tl.load(k + (first * PAGE + each // PAGE * PAGE + line), mask=there)
+            tl.debug_barrier()  # all of it is read before any of it is overwritten
+            tl.store(new_k + (at * count + first * PAGE + each), x, mask=there)
+
+
+@triton.jit
+def _move_values(v, new_v, source, kept, whole, first, D: tl.constexpr, SLICE: tl.constexpr, PAGE: tl.constexpr):
+    """Move SLICE channels, from `first` on, of the values of listed tokens."""
+    t, d = tl.arange(0, PAGE), first + tl.arange(0, SLICE)
+    for at in range(0, kept, PAGE):
+        found = tl.load(source + at + t, mask=at + t < kept, other=0)
+        if (tl.max(found - at - t, 0) > 0) | (whole != 0):
+            x = tl.load(v + (found[:, None] * D + d[None, :]))
+            tl.debug_barrier()
+            tl.store(new_v + ((at + t)[:, None] * D + d[None, :]), x)
 
 
 @triton.jit(do_not_specialize=["whole"])
@@ -138,37 +158,24 @@ def compact(
     """Program (place, part): move the tokens of a head's middle up that `drop` has listed.
 
     Each part is SLICE channels, of K first, then of V. Tokens only move towards the front, so that a page can be
-    written as soon as all of it has been read: the pages after it come from places behind it. Whole pages are written;
-    what they hold past the last token is any token.
+    written as soon as all of it has been read: those after it come from places behind. Whole pages are written; what
+    they hold past the last token is any token.
 
     k, v, places; new_k, new_v, new_places: the tail (`Segment`) before and after, which may be one and the same
     source: from `drop`
     length_ptr: [B, H], tokens that stay
-    whole: 1 if the tail after is another one, so that pages of which nothing moves are copied, too; else 0
+    whole: 1 if the tail after is another one, so that tokens that do not move are copied, too; else 0
     """
     place, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kept = tl.load(length_ptr + place).to(tl.int32)
     source += place * most
-    t = tl.arange(0, PAGE)
-    d = (part * SLICE) % D + tl.arange(0, SLICE)
+    first = tl.multiple_of((part * SLICE) % D, SLICE)
     if part < D // SLICE:
-        count = tl.load(places + place * 4 + 2).to(tl.int32)
         k += tl.multiple_of(tl.load(places + place * 4), PAGE)
         new_k += tl.multiple_of(tl.load(new_places + place * 4), PAGE)
-        there = (d < count)[:, None]
-        for at in range(0, tl.where(part * SLICE < count, kept, 0), PAGE):
-            found, moved = _from(source, at, kept, PAGE)
-            if moved | (whole != 0):
-                line = (found // PAGE) * (count * PAGE) + found % PAGE
-                x = tl.load(k + (line[None, :] + d[:, None] * PAGE), mask=there)
-                tl.debug_barrier()  # all of it is read before any of it is overwritten
-                tl.store(new_k + (at * count + t[None, :] + d[:, None] * PAGE), x, mask=there)
+        count = tl.load(places + place * 4 + 2).to(tl.int32)
+        _move_keys(k, new_k, source, kept, count, whole, first, SLICE, PAGE)
     else:
         v += tl.multiple_of(tl.load(places + place * 4 + 1), PAGE)
         new_v += tl.multiple_of(tl.load(new_places + place * 4 + 1), PAGE)
-        for at in range(0, kept, PAGE):
-            found, moved = _from(source, at, kept, PAGE)
-            if moved | (whole != 0):
-                x = tl.load(v + (found[:, None] * D + d[None, :]))
-                tl.debug_barrier()
-                tl.store(new_v + ((at + t)[:, None] * D + d[None, :]), x)
+        _move_values(v, new_v, source, kept, whole, first, D, SLICE, PAGE)

@@ -24,9 +24,9 @@ class Tiles(NamedTuple):
     """
 
     block: int = 128
-    tile: int = 128
+    tile: int = 64
     span: int = 1024
-    warps: int = 8
+    warps: int = 4
     stages: int = 3
 
 

@@ -38,9 +38,9 @@ HEADS, BUDGET = 8, 1024
 SIZES = {"h2o": Sizes(0, 512, 32), "tova": Sizes(0, 32, 32), "rkv": Sizes(0, 8, 128)}
 TILES = {
     "default": rkv_launch.DEFAULT,
-    "2 stages": rkv_launch.Tiles(stages=2),
-    "tiles of 64": rkv_launch.Tiles(tile=64, stages=3),
-    "4 warps, tiles of 64": rkv_launch.Tiles(tile=64, warps=4),
+    "4 stages": rkv_launch.Tiles(stages=4),
+    "blocks of 64": rkv_launch.Tiles(block=64),
+    "8 warps, tiles of 128": rkv_launch.Tiles(tile=128, warps=8),
 }
 ROUNDS, WARM = 6, 3
 

@@ -115,7 +115,7 @@ def test_rounds(counts, lengths, ends, kernel, mix, threshold, seed):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tiles", [rkv_launch.DEFAULT, rkv_launch.Tiles(128, 64, 1024, 4, 3)])
+@pytest.mark.parametrize("tiles", [rkv_launch.DEFAULT, rkv_launch.Tiles(tile=128, warps=8)])
 def test_on_the_device(tiles):
     for tokens, repeats, threshold in ((3000, 0.3, 0.5), (1144, 0.0, 0.5), (70, 1.0, 0.0), (4096, 0.0, 0.9)):
         keys = random_keys(2, 4, tokens, 128, repeats, 0)
