@@ -44,7 +44,8 @@ class Progress:
             return
         self.said, gone = now, now - self.began
         left = gone / sum(self.costs[: self.done]) * sum(self.costs[self.done :])
+        so_far = f"{duration(gone)} gone, about {duration(left)} left" if left else f"took {duration(gone)}"
         log.info(
-            "replayed batch %d of %d (%s: %s), %d new rows; %s gone, about %s left",
-            self.done, len(self.costs), where, ", ".join(methods), rows, duration(gone), duration(left),
+            "replayed batch %d of %d (%s: %s), %d new rows; %s",
+            self.done, len(self.costs), where, ", ".join(methods), rows, so_far,
         )  # fmt: skip

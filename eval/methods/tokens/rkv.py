@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from eval.cache.attention.backend import why_not
 from eval.cache.storage.eviction import HeavyHitters
 from eval.cache.storage.segment import Segment
-from eval.cache.storage.store import Sizes
+from eval.cache.storage.sizes import Sizes
 from eval.inference.observe import received
 from eval.inference.prefill import PromptLayer
 from eval.methods.common.scored import Evicting

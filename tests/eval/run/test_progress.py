@@ -35,7 +35,7 @@ def test_short_batches_share_a_line_and_the_last_one_has_its_own(caplog):
             now[0] += 1
             progress.advance("trec", ["dense"], number, finished=number == 100)
     assert len(caplog.messages) == 10
-    assert caplog.messages[-1].startswith("replayed batch 100 of 100 (trec: dense), 100 new rows")
+    assert caplog.messages[-1] == "replayed batch 100 of 100 (trec: dense), 100 new rows; took 2 min"
     assert not any("\n" in line or "\r" in line for line in caplog.messages)
 
 
