@@ -57,5 +57,7 @@ class LastQuery(HeavyHitters):
     decay = 0.0
 
     def ranking(self, prompt: Segment, tail: Segment, sink: int) -> Tensor:
-        there = (prompt.length_dev + tail.length_dev > 0)[..., None]  # a head without channels has no middle
-        return (self.scores * there).sum(1, keepdim=True).expand_as(self.scores)
+        scores = self.scores
+        if not (prompt.length + tail.length).all():  # a head without channels has no middle
+            scores = scores * (prompt.length_dev + tail.length_dev > 0)[..., None]
+        return scores.sum(1, keepdim=True).expand_as(scores)
