@@ -78,8 +78,9 @@ class Backbone:
         return self.encode(question + self.after + answer_prefix)
 
     def encode(self, text: str) -> list[int]:
-        """Tokenise a piece in the middle of a prompt."""
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        """Tokenise a piece in the middle of a prompt: SentencePiece would put a blank before it if it stood alone."""
+        line, after, alone = self.tokenizer(["\n", f"\n{text}", text], add_special_tokens=False)["input_ids"]
+        return after[len(line) :] if after[: len(line)] == line else alone
 
     @property
     def reserve(self) -> int:
@@ -112,7 +113,7 @@ def load_config(name: str, overrides: Mapping[str, object] | None = None) -> Pre
     Raises FileNotFoundError if there is no config, ValueError for a folder with damaged files, BadConfig for an
     override that does not fit.
     """
-    if os.path.isdir(name):
+    if name not in SHIPPED and os.path.isdir(name):
         try:
             check_folder(Path(name))
         except ValueError as error:

@@ -43,10 +43,12 @@ class ChannelMask:
 
     def __init__(self, keep: Tensor, metadata: Mapping[str, object] | None = None) -> None:
         """Raise ValueError unless `keep` is a bool tensor of three dimensions, none of them empty."""
-        if keep.dtype != torch.bool or keep.dim() != 3 or keep.numel() == 0:
+        tensor = isinstance(keep, Tensor)
+        if not tensor or keep.dtype != torch.bool or keep.dim() != 3 or keep.numel() == 0:
+            found = f"{keep.dtype} {list(keep.shape)}" if tensor else f"a {type(keep).__name__}"
             raise ValueError(
-                f"keep is {keep.dtype} {list(keep.shape)}; give a bool tensor [layers, kv_heads, head_dim]: of scores, "
-                "ChannelMask.from_scores(scores, ratio) makes one"
+                f"keep is {found}; give a bool tensor [layers, kv_heads, head_dim]: of scores, "
+                "ChannelMask.from_scores(scores, ratio, align, rounding) makes one"
             )
         self.keep = keep.detach().cpu().clone(memory_format=torch.contiguous_format)
         self.metadata = dict(metadata or {})
@@ -87,6 +89,7 @@ class ChannelMask:
             raise ValueError(f"alpha is a {type(alpha).__name__}; give a tensor of scores [layers, kv_heads, head_dim]")
         _check_scores(alpha)
         check_ratio(alpha.shape, ratio, align, rounding)
+        ratio, align = ratio if isinstance(ratio, int) else float(ratio), int(align)  # JSON has none of numpy's types
         scores = alpha.detach().double().cpu()
         heads, dim = scores.flatten(0, 1), scores.shape[-1]  # [L*H, D]
         if rounding == "exact":

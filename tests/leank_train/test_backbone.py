@@ -1,6 +1,8 @@
 """A model is loaded whole or refused in one line: no weight is made up, and no override is ignored without a word."""
 
+import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,11 +10,14 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from tokenizers import normalizers
 from transformers import AutoConfig, Gemma3ForCausalLM, Gemma3TextConfig
 
+from data_gen.tasks import Mixture
 from leank_train import backbone
 from leank_train.common.shape import kv_shape
 from leank_train.common.typed import BadConfig
+from tests.helpers.text_tokenizers import KINDS, tokenizer
 from tests.helpers.tiny_run import save_model
 
 SLOW = {"deadline": None, "suppress_health_check": list(HealthCheck)}
@@ -113,9 +118,41 @@ def test_damaged_files_are_named_before_weights_are_loaded(model, tmp_path):
         backbone.load_config(str(tmp_path))
 
 
+def test_a_folder_called_as_a_shipped_model_is_not_looked_at(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reference").mkdir()
+    (tmp_path / "reference" / "config.json").write_text("[")
+    assert backbone.load_config("reference").model_type == "llama"
+
+
 @pytest.mark.skipif(not hasattr(transformers, "Gemma4TextConfig"), reason="this transformers has no Gemma 4")
 def test_layers_of_different_shapes_are_refused():
     with pytest.raises(ValueError, match="model=gemma4_text has layers of different shapes"):
         kv_shape(
             transformers.Gemma4TextConfig(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
         )
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "llama2"])
+@pytest.mark.parametrize("name", ["kv", "multivalue", "multiquery", "passkey", "fwe", "niah_single_1"])
+def test_pieces_of_a_prompt_have_the_tokens_of_the_whole(kind, name):
+    """A tokenizer that puts a blank before every text must not put one between document, question and answer."""
+    words = copy.deepcopy(tokenizer("sentencepiece" if kind == "llama2" else kind))
+    if kind == "llama2":
+        words.backend_tokenizer.pre_tokenizer = None
+        words.backend_tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+    loaded, odd = backbone.Backbone(SimpleNamespace(), words, "x"), 0
+    for index in range(4):
+        document = Mixture({name: 1}, words, 2500, 2500)[index]
+        (asked,) = document.questions
+        texts = [document.context, asked.question + asked.answer_prefix, asked.target]
+        question, answer = loaded.encode_question(asked.question, asked.answer_prefix), loaded.encode(asked.target)
+        if kind in ("reference", "gpt4"):  # nothing stands before a text, so pieces are as they always were
+            assert [question, answer] == [words(text, add_special_tokens=False)["input_ids"] for text in texts[1:]]
+        else:
+            *whole, end = words("".join(texts))["input_ids"]
+            assert end == words.eos_token_id
+            odd += loaded.encode_context(texts[0]) + question + answer != whole
+    assert odd <= 1  # a document may end within a token

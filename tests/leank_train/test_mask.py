@@ -5,6 +5,7 @@ import warnings
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -209,6 +210,15 @@ def test_the_same_mask_gives_the_same_bytes(tmp_path):
     assert ChannelMask.load(tmp_path / "0").metadata == mask.metadata
 
 
+@pytest.mark.parametrize("kind", [np.float64, np.float32, float])
+def test_settings_of_numpys_types_are_saved_as_plain_numbers(tmp_path, kind):
+    alpha = torch.rand(2, 2, 8, generator=torch.Generator().manual_seed(0))
+    made = ChannelMask.from_scores(alpha, kind(0.5), np.int64(4) if kind is not float else 4.0, "exact")
+    made.save(tmp_path / "mask.safetensors")
+    ChannelMask.from_scores(alpha, 0.5, 4, "exact").save(tmp_path / "plain.safetensors")
+    assert (tmp_path / "mask.safetensors").read_bytes() == (tmp_path / "plain.safetensors").read_bytes()
+
+
 def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "mask.safetensors"
     ChannelMask(torch.ones(1, 1, 2, dtype=torch.bool)).save(path)
@@ -258,6 +268,7 @@ def test_check_model():
             lambda scores: ChannelMask.from_scores([[[1.0]]], 0.5, 1, "exact"),
             "alpha is a list; give a tensor of scores",
         ),
+        (lambda scores: ChannelMask([[[True]]]), "keep is a list; give a bool tensor"),
         (lambda scores: ChannelMask.load(None), "mask=None is no path; give the mask.safetensors of a training run"),
     ],
 )

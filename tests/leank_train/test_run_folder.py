@@ -247,7 +247,7 @@ def test_a_run_whose_inputs_have_changed_does_not_go_on(tmp_path, no_step, chang
         haystack._read.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         if change == "processes":
-            patch.setattr(parallel, "place", lambda config: (True, 2))
+            patch.setattr(parallel, "role", lambda config: (True, 2))
         if change == "processes" and stage == "stage2":  # it takes no more documents, and may be validated elsewhere
             with run_folder.claimed(check(again), plain(again), out):
                 return

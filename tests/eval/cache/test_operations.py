@@ -71,7 +71,7 @@ class Dense(RuleBasedStateMachine):
 
     @initialize(sizes=st.tuples(st.integers(0, 3), st.integers(0, 7), st.integers(1, 5)))
     def begin(self, sizes):
-        self.model, self.recorded = tiny_model("qwen2"), False
+        self.model, self.prompt = tiny_model("qwen2"), 0
         self.cache = compressed_cache(self.model, None, *sizes, backend="torch")
         self.tokens = torch.empty(1, 0, dtype=torch.long)
 
@@ -92,13 +92,14 @@ class Dense(RuleBasedStateMachine):
     @rule(counts=st.lists(st.integers(1, 9), min_size=2, max_size=3), seed=SEEDS)
     def announced(self, counts, seed):
         self.cache.expect(sum(counts))
+        self.prompt = sum(counts)
         for number, count in enumerate(counts):
             self.feed(self.drawn(count, seed + number))
 
     @precondition(lambda self: self.tokens.shape[1])
     @rule(count=st.integers(1, 6))
     def take_back(self, count):
-        assume(count < self.tokens.shape[1])
+        assume(0 < self.tokens.shape[1] - count >= self.prompt)  # what was announced must come
         with suppress(ValueError):  # of tokens that have been compressed; the cache stays as it is
             self.cache.crop(-count)
             self.tokens = self.tokens[:, :-count]
@@ -110,7 +111,7 @@ class Dense(RuleBasedStateMachine):
     @rule()
     def reset(self):
         self.cache.reset()
-        self.tokens = self.tokens[:, :0]
+        self.tokens, self.prompt = self.tokens[:, :0], 0
 
 
 @pytest.mark.filterwarnings("ignore:a pass of")
