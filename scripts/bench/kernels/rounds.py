@@ -26,7 +26,8 @@ from torch import Tensor
 from eval.cache.attention.launch import Kernel
 from eval.cache.storage.eviction import HeavyHitters
 from eval.cache.storage.middle import Middle
-from eval.cache.storage.store import Sizes, Store
+from eval.cache.storage.sizes import Sizes
+from eval.cache.storage.store import Store
 from eval.methods.tokens import rkv, rkv_launch
 from eval.methods.tokens.rkv import RKV
 from eval.methods.tokens.tova import LastQuery

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tests.eval.cache.test_kernel import DEVICE, ON_GPU, interpreter_takes_numpys_scalars, poison  # noqa: F401
 
 from eval.cache.storage.middle import Middle  # isort: skip  (Triton, which the line above asks for)
-from eval.cache.storage.store import Sizes, Store
+from eval.cache.storage.sizes import Sizes
+from eval.cache.storage.store import Store
 from eval.inference.prefill import PromptLayer
 from eval.methods.tokens import rkv, rkv_launch
 from eval.methods.tokens.rkv import RKV, Redundant, redundancy
