@@ -25,6 +25,8 @@ from eval.cache.attention import (
     weights_kernel,
     work,
 )
+from eval.methods.tokens import rkv_kernel
+from eval.methods.tokens.rkv_launch import UNIT as WHOLE
 
 UNIT = -64  # log2 of unpacking_kernel.unit_of in bfloat16
 SUBNORMAL = -133  # log2 of bfloat16's smallest number, which a byte counts
@@ -41,7 +43,11 @@ OF_MOVE = {
 }  # fmt: skip
 OF_COMPACT = {
     "k": NUMBER, "v": NUMBER, "new_k": NUMBER, "new_v": NUMBER, "places": COUNT, "new_places": COUNT, "stay": BYTES,
-    "room": COUNT, "seen_ptr": COUNT, "start_ptr": COUNT, "length_ptr": COUNT, "done": TABLE,
+    "source": TABLE, "room": COUNT, "seen_ptr": COUNT, "start_ptr": COUNT, "length_ptr": COUNT,
+}  # fmt: skip
+OF_RKV = {
+    "k": NUMBER, "places": COUNT, "length_ptr": COUNT, "norm": FLOATS, "repeated": COUNT, "total": FLOATS,
+    "scores": FLOATS, "ranked": FLOATS, "threshold": "fp32", "mix": "fp32",
 }  # fmt: skip
 OF_CHOSEN = {**OF_DECODE, "chosen": TABLE, "words": FLOATS}
 HEADS = {"H": 8}
@@ -99,7 +105,13 @@ def main(dim: int) -> None:
     for change in ({}, {"VALUES": 1}, {"PAGE": 1}):
         compiles(ring_kernel.move, OF_MOVE, {**move, **change})
     page = {**HEADS, "D": dim, "PAGE": 64}
-    compiles(weights_kernel.compact, OF_COMPACT, {**page, "TILE": 64})
+    compiles(weights_kernel.drop, OF_COMPACT, {**HEADS, "TILE": 256})
+    compiles(weights_kernel.compact, OF_COMPACT, {"D": dim, "PAGE": 64, "SLICE": 64})
+    keys = {**page, "TILE": 64}
+    compiles(rkv_kernel.measure, OF_RKV, keys)
+    compiles(rkv_kernel.rank, OF_RKV, {**keys, "KERNEL": 7, "UNIT": WHOLE})
+    for change in ({}, {"PAGE": 0}):
+        compiles(rkv_kernel.repeats, OF_RKV, {**keys, "BLOCK": 64, "SPAN": 1024, "UNIT": WHOLE, **change})
     compiles(chosen_kernel.attend, OF_CHOSEN, {**CHOSEN, "D": dim, "C": dim})
     for bits, label_step in ((16, 8), (4, 16)):
         labels = {**SCORED, "D": dim, "LABEL_STEP": label_step, "BITS": bits}

@@ -139,13 +139,13 @@ class Kernel:
         tail.length += np.where(tail.capacity > 0, due[:, None], 0)
 
     def evict(self, store: Store) -> None:
-        """Drop the tokens of the middle that the policy gives up, in one launch; the reference is `Store.evict`."""
+        """Drop the tokens of the middle that the policy gives up, in a few launches; the reference is `Store.evict`."""
         policy = store.eviction
         choice = None if policy is None else policy.chosen(store.prompt, store.tail, *store.ends(), kernel=True)
         if policy is not None and choice is not None:
-            room, counters = self.prepare(store).room, store.tail.length.size
+            room = self.prepare(store).room
             assert room is not None
-            self.weights.compact(store, policy, choice, room, self._scratch(0, 0, counters, choice.stay.device)[2])
+            self.weights.compact(store, policy, choice, room)
 
     def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
         """Attention in one launch; parameters and result are those of `reference.attend`.

@@ -56,8 +56,10 @@ def move(
         d = tl.arange(0, D)
         if count > 0:
             length = tl.load(length_ptr + head)
-            kept = d < count
-            channel = tl.load(index + b * index_b + h * D + d, mask=kept, other=0)
+            # keys in one line, first token by token, then channel by channel: neighbouring threads read and write
+            # neighbouring numbers, whatever layout Triton chooses
+            each = tl.arange(0, D * TILE)
+            channel = tl.load(index + b * index_b + h * D + each % D, mask=each % D < count, other=0)
             ring_k += head * slots * D
             ring_v += head * slots * D
             oldest, amount, held = (start % slots).to(tl.int32), due.to(tl.int32), length.to(tl.int32)
@@ -65,12 +67,14 @@ def move(
                 t = at + tl.arange(0, TILE)
                 ok = t < amount
                 source = (oldest + t) % slots * D
-                keys = tl.load(ring_k + (source[:, None] + channel[None, :]), mask=ok[:, None] & kept[None, :])
+                of_each = (oldest + at + each // D) % slots * D
+                keys = tl.load(ring_k + (of_each + channel), mask=(at + each // D < amount) & (each % D < count))
                 values = tl.load(ring_v + (source[:, None] + d[None, :]), mask=ok[:, None])
-                to = held + t
-                line = to // PAGE * (count * PAGE) + to % PAGE
-                # turned over first, so that neighbouring threads write neighbouring tokens of a channel
-                tl.store(k + (line[None, :] + d[:, None] * PAGE), tl.trans(keys), mask=kept[:, None] & ok[None, :])
+                to, here = held + t, held + at + each % TILE
+                line = here // PAGE * (count * PAGE) + here % PAGE
+                turned = tl.reshape(tl.trans(tl.reshape(keys, [TILE, D])), [D * TILE])
+                there = (each // TILE < count) & (at + each % TILE < amount)
+                tl.store(k + (line + each // TILE * PAGE), turned, mask=there)
                 if VALUES == 0:
                     tl.store(v + (to[:, None] * D + d[None, :]), values, mask=ok[:, None])
                 else:

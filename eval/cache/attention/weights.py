@@ -18,7 +18,8 @@ from eval.cache.storage.pages import PAGE
 from eval.cache.storage.store import GROWTH, Store
 from eval.cache.storage.upload import update
 
-BLOCK = 256  # tokens whose weights a program adds at a time
+BLOCK = 256  # tokens whose weights a program adds, or whose scores it moves, at a time
+SLICE = 64  # channels of a token that a program moves
 PROGRAMS = 1056  # that add weights, at most: eight per multiprocessor of a large GPU
 ROOMY = 2  # a tail with room for more than so many times the tokens that stay makes way for a smaller one
 
@@ -96,21 +97,26 @@ class Weights:
             BLOCK=BLOCK,
         )
 
-    def compact(self, store: Store, policy: Eviction, choice: Choice, room: Room, done: Tensor) -> None:
-        """Drop tokens from the tail, and their scores; the reference is `Eviction.prune`.
+    def compact(self, store: Store, policy: Eviction, choice: Choice, room: Room) -> None:
+        """Drop tokens from the tail, and their scores, in two launches; the reference is `Eviction.prune`.
 
         choice: which of the middle's tokens stay
-        done: counters, zeros before and after
         """
         tail, (stay, left) = store.tail, choice
+        most, dim = stay.shape[-1], tail.head_dim
         roomy = (tail.capacity > ROOMY * (left + GROWTH)).any()
         new = tail.fresh(tail.channels, np.where(left > 0, left + GROWTH, 0), tail.values) if roomy else tail
-        weights_kernel.compact[(left.size, 3)](
-            *(tail.k, tail.v, new.k, new.v, tail.places(), new.places(), stay.contiguous().view(torch.uint8), room.at),
-            *(store.seen_dev, store.start_dev, tail.length_dev, done, stay.shape[-1], store.sizes.sink, int(roomy)),
+        source = torch.empty(stay.shape, dtype=torch.int32, device=stay.device)
+        weights_kernel.drop[(left.size,)](
+            *(stay.contiguous().view(torch.uint8), source, room.at, store.seen_dev, store.start_dev, tail.length_dev),
+            *(most, store.sizes.sink),
             H=left.shape[1],
-            D=tail.head_dim,
-            TILE=PAGE,
+            TILE=BLOCK,
+        )
+        weights_kernel.compact[(left.size, 2 * dim // SLICE)](
+            *(tail.k, tail.v, new.k, new.v, tail.places(), new.places(), source, tail.length_dev, most, int(roomy)),
+            D=dim,
+            SLICE=SLICE,
             PAGE=PAGE,
         )
         new.length, new.length_dev = left, tail.length_dev

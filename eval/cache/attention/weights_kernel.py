@@ -85,58 +85,30 @@ def add_weights(
 
 
 @triton.jit
-def _stay(stay, at, tokens, kept, TILE: tl.constexpr):
-    """Of the tokens [at, at + TILE): which stay, and where they go; how many have stayed by then."""
-    t = at + tl.arange(0, TILE)
-    chosen = (tl.load(stay + t, mask=t < tokens, other=0) != 0) & (t < tokens)
-    number = chosen.to(tl.int32)
-    return chosen, kept + tl.cumsum(number, 0) - number, kept + tl.sum(number, 0)
+def drop(
+    stay, source, room, seen_ptr, start_ptr, length_ptr, most, sink,
+    H: tl.constexpr, TILE: tl.constexpr,
+):
+    """Program place: list the tokens of a head's middle that stay, move their scores up, and write its new length.
 
-
-@triton.jit
-def _compact_keys(k, new_k, stay, tokens, count, whole, D: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr):
-    """Keys [page, count, PAGE] of the tokens that stay, moved up; returns their number.
-
-    whole: whether tiles of which nothing has moved must be copied, too
+    stay: [B, H, most] bytes, 0 = leaves
+    source: [B, H, most] int32, filled with the places of the tokens that stay, in order
     """
-    d, kept = tl.arange(0, D)[:, None], tl.full([], 0, tl.int32)
-    for at in range(0, tokens, TILE):
-        chosen, to, after = _stay(stay, at, tokens, kept, TILE)
-        if whole | (after < at + TILE):
-            t = at + tl.arange(0, TILE)
-            there = chosen[None, :] & (d < count)
-            x = tl.load(k + ((t // PAGE) * (count * PAGE) + t % PAGE)[None, :] + d * PAGE, mask=there)
-            tl.debug_barrier()  # all of it is read before any of it is overwritten
-            tl.store(new_k + ((to // PAGE) * (count * PAGE) + to % PAGE)[None, :] + d * PAGE, x, mask=there)
-        kept = after
-    return kept
-
-
-@triton.jit
-def _compact_values(v, new_v, stay, tokens, whole, D: tl.constexpr, TILE: tl.constexpr):
-    """Values [token, D] of the tokens that stay, moved up; returns their number."""
-    d, kept = tl.arange(0, D)[None, :], tl.full([], 0, tl.int32)
-    for at in range(0, tokens, TILE):
-        chosen, to, after = _stay(stay, at, tokens, kept, TILE)
-        if whole | (after < at + TILE):
-            t = at + tl.arange(0, TILE)
-            x = tl.load(v + (t[:, None] * D + d), mask=chosen[:, None])
-            tl.debug_barrier()
-            tl.store(new_v + (to[:, None] * D + d), x, mask=chosen[:, None])
-        kept = after
-    return kept
-
-
-@triton.jit
-def _compact_scores(scores, stay, tokens, window, TILE: tl.constexpr):
-    """Scores of the middle's tokens that stay and of the window, moved up, then zeros; returns the former's number."""
+    place = tl.program_id(0).to(tl.int64)
+    first, tokens, window = _held(seen_ptr, start_ptr, length_ptr, place // H, place, sink)
+    scores = tl.load(room).to(tl.pointer_type(tl.float32)) + place * tl.load(room + 1) + first
+    stay += place * most
+    source += place * most
     kept = tl.full([], 0, tl.int32)
     for at in range(0, tokens, TILE):
-        chosen, to, after = _stay(stay, at, tokens, kept, TILE)
-        x = tl.load(scores + at + tl.arange(0, TILE), mask=chosen)
-        tl.debug_barrier()
-        tl.store(scores + to, x, mask=chosen)
-        kept = after
+        t = at + tl.arange(0, TILE)
+        number = ((tl.load(stay + t, mask=t < tokens, other=0) != 0) & (t < tokens)).to(tl.int32)
+        to = kept + tl.cumsum(number, 0) - number
+        x = tl.load(scores + t, mask=number != 0)
+        tl.debug_barrier()  # all of it is read before any of it is overwritten
+        tl.store(scores + to, x, mask=number != 0)
+        tl.store(source + to, t, mask=number != 0)
+        kept += tl.sum(number, 0)
     tl.debug_barrier()
     for at in range(0, window, TILE):
         t = at + tl.arange(0, TILE)
@@ -147,40 +119,63 @@ def _compact_scores(scores, stay, tokens, window, TILE: tl.constexpr):
     for at in range(kept + window, tokens + window, TILE):
         t = at + tl.arange(0, TILE)
         tl.store(scores + t, tl.zeros([TILE], tl.float32), mask=t < tokens + window)
-    return kept
+    tl.store(length_ptr + place, kept.to(tl.int64))
+
+
+@triton.jit
+def _move_keys(k, new_k, source, kept, count, whole, first, SLICE: tl.constexpr, PAGE: tl.constexpr):
+    """Move SLICE channels, from `first` on, of the keys of listed tokens."""
+    t, each = tl.arange(0, PAGE), tl.arange(0, SLICE * PAGE)
+    there = first + each // PAGE < count
+    for at in range(0, tl.where(first < count, kept, 0), PAGE):
+        moved = tl.max(tl.load(source + at + t, mask=at + t < kept, other=0) - at - t, 0) > 0
+        if moved | (whole != 0):
+            # in one line, in which neighbouring threads have neighbouring tokens, whatever layout Triton chooses
+            found = tl.load(source + at + each % PAGE, mask=at + each % PAGE < kept, other=0)
+            line = (found // PAGE) * (count * PAGE) + found % PAGE
+            x = tl.load(k + (first * PAGE + each // PAGE * PAGE + line), mask=there)
+            tl.debug_barrier()  # all of it is read before any of it is overwritten
+            tl.store(new_k + (at * count + first * PAGE + each), x, mask=there)
+
+
+@triton.jit
+def _move_values(v, new_v, source, kept, whole, first, D: tl.constexpr, SLICE: tl.constexpr, PAGE: tl.constexpr):
+    """Move SLICE channels, from `first` on, of the values of listed tokens."""
+    t, d = tl.arange(0, PAGE), first + tl.arange(0, SLICE)
+    for at in range(0, kept, PAGE):
+        found = tl.load(source + at + t, mask=at + t < kept, other=0)
+        if (tl.max(found - at - t, 0) > 0) | (whole != 0):
+            x = tl.load(v + (found[:, None] * D + d[None, :]))
+            tl.debug_barrier()
+            tl.store(new_v + ((at + t)[:, None] * D + d[None, :]), x)
 
 
 @triton.jit(do_not_specialize=["whole"])
 def compact(
-    k, v, new_k, new_v, places, new_places, stay, room, seen_ptr, start_ptr, length_ptr, done, most, sink, whole,
-    H: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
+    k, v, new_k, new_v, places, new_places, source, length_ptr, most, whole,
+    D: tl.constexpr, SLICE: tl.constexpr, PAGE: tl.constexpr,
 ):
-    """Program (place, part): drop tokens of a head's middle from its keys, its values or its scores.
+    """Program (place, part): move the tokens of a head's middle up that `drop` has listed.
 
-    The last of the three writes the head's new length.
+    Each part is SLICE channels, of K first, then of V. Tokens only move towards the front, so that a page can be
+    written as soon as all of it has been read: those after it come from places behind. Whole pages are written; what
+    they hold past the last token is any token.
 
     k, v, places; new_k, new_v, new_places: the tail (`Segment`) before and after, which may be one and the same
-    stay: [B, H, most] bytes, 0 = leaves
-    done: [>= B * H] int32, zeros before and after
-    whole: 1 if the tail after is another one, else 0
+    source: from `drop`
+    length_ptr: [B, H], tokens that stay
+    whole: 1 if the tail after is another one, so that tokens that do not move are copied, too; else 0
     """
     place, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    first, tokens, window = _held(seen_ptr, start_ptr, length_ptr, place // H, place, sink)
-    stay += place * most
-    count = tl.load(places + place * 4 + 2).to(tl.int32)
-    kept = tl.full([], 0, tl.int32)
-    if part == 0:
+    kept = tl.load(length_ptr + place).to(tl.int32)
+    source += place * most
+    first = tl.multiple_of((part * SLICE) % D, SLICE)
+    if part < D // SLICE:
         k += tl.multiple_of(tl.load(places + place * 4), PAGE)
         new_k += tl.multiple_of(tl.load(new_places + place * 4), PAGE)
-        kept = _compact_keys(k, new_k, stay, tokens, count, whole != 0, D, TILE, PAGE)
-    elif part == 1:
+        count = tl.load(places + place * 4 + 2).to(tl.int32)
+        _move_keys(k, new_k, source, kept, count, whole, first, SLICE, PAGE)
+    else:
         v += tl.multiple_of(tl.load(places + place * 4 + 1), PAGE)
         new_v += tl.multiple_of(tl.load(new_places + place * 4 + 1), PAGE)
-        kept = _compact_values(v, new_v, stay, tokens, whole != 0, D, TILE)
-    else:
-        scores = tl.load(room).to(tl.pointer_type(tl.float32)) + place * tl.load(room + 1) + first
-        kept = _compact_scores(scores, stay, tokens, window, TILE)
-    tl.debug_barrier()  # every thread has read the length before the last program changes it
-    if tl.atomic_add(done + place, 1, sem="acq_rel") == 2:
-        tl.store(length_ptr + place, kept.to(tl.int64))
-        tl.store(done + place, 0)
+        _move_values(v, new_v, source, kept, whole, first, D, SLICE, PAGE)

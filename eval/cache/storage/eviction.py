@@ -184,11 +184,12 @@ class HeavyHitters(Eviction):
         if (middle <= self.heavy).all():
             return None
         first, most = int(sink.max()), int(middle.max())
-        ranked = self.ranking(prompt, tail, first)[..., first : first + most]
         if kernel:
             from eval.cache.storage.choosing import heaviest
 
+            ranked = self.launched(prompt, tail, first, most)
             return Choice(heaviest(ranked, tail.length_dev, self.heavy), np.minimum(middle, self.heavy))
+        ranked = self.ranking(prompt, tail, first)[..., first : first + most]
         own = torch.arange(most, device=ranked.device) < upload(middle, ranked.device)[..., None]
         stay = largest(ranked.masked_fill(~own, -torch.inf), self.heavy)
         return Choice(stay, np.minimum(middle, self.heavy))
@@ -204,6 +205,13 @@ class HeavyHitters(Eviction):
         sink: tokens before it
         """
         return self.scores
+
+    def launched(self, prompt: Segment, tail: Segment, sink: int, most: int) -> Tensor:
+        """What the tokens of the middle are ranked by, [B, H, most], where Triton may run; the slow form is `ranking`.
+
+        most: tokens of a middle; what it says past the end of a head's own is not read
+        """
+        return self.ranking(prompt, tail, sink)[..., sink : sink + most]
 
 
 def moved_up(scores: Tensor, keep: Tensor, count: np.ndarray) -> Tensor:

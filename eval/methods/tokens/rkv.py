@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from eval.cache.attention.backend import why_not
 from eval.cache.storage.eviction import HeavyHitters
 from eval.cache.storage.segment import Segment
 from eval.cache.storage.sizes import Sizes
@@ -77,7 +78,7 @@ class RKV(Evicting):
         attention = received(last, layer.keys, real=real, scaling=layer.scaling, softmax=layer.softmax)
         each = attention.unflatten(1, (layer.keys.shape[1], -1)).mean(2) / last.shape[2]
         there = torch.ones_like(each[:, 0], dtype=torch.bool) if real is None else real
-        return self.ranked(each, redundancy(layer.keys, there[:, None].expand(each.shape), self.threshold))
+        return self.ranked(each, compared(layer.keys, there[:, None].expand(each.shape), self.threshold))
 
     def ranked(self, importance: Tensor, redundant: Tensor) -> Tensor:
         """Z [B, H, n] of attention that is not pooled yet and of redundancy."""
@@ -109,6 +110,21 @@ class Redundant(HeavyHitters):
             redundant[row, head, sink : sink + keys.shape[2]] = of_head
         share = self.scores / self.scores.sum(-1, keepdim=True).clamp(min=torch.finfo(self.scores.dtype).tiny)
         return self.settings.ranked(share, redundant)
+
+    def launched(self, prompt: Segment, tail: Segment, sink: int, most: int) -> Tensor:
+        from eval.methods.tokens.rkv_launch import ranking
+
+        settings = self.settings
+        return ranking(self.scores, tail, sink, most, settings.mix, settings.kernel, settings.threshold)
+
+
+def compared(keys: Tensor, there: Tensor, threshold: float) -> Tensor:
+    """What `redundancy` returns; Triton computes it where it can."""
+    if why_not(keys.device, keys.dtype, keys.shape[-1], 1, interpret=False):
+        return redundancy(keys, there, threshold)
+    from eval.methods.tokens import rkv_launch
+
+    return rkv_launch.redundancy(keys, there, threshold)
 
 
 def redundancy(keys: Tensor, there: Tensor, threshold: float) -> Tensor:

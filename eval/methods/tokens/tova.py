@@ -12,7 +12,6 @@ from transformers import PreTrainedConfig
 
 from eval.cache.storage.eviction import HeavyHitters
 from eval.cache.storage.segment import Segment
-from eval.cache.storage.upload import upload
 from eval.inference.observe import received
 from eval.inference.prefill import PromptLayer
 from eval.methods.common.scored import Evicting
@@ -58,7 +57,7 @@ class LastQuery(HeavyHitters):
     decay = 0.0
 
     def ranking(self, prompt: Segment, tail: Segment, sink: int) -> Tensor:
-        there = upload(prompt.length + tail.length > 0, self.scores.device)[
-            ..., None
-        ]  # a head without channels has no middle
-        return (self.scores * there).sum(1, keepdim=True).expand_as(self.scores)
+        scores = self.scores
+        if not (prompt.length + tail.length).all():  # a head without channels has no middle
+            scores = scores * (prompt.length_dev + tail.length_dev > 0)[..., None]
+        return scores.sum(1, keepdim=True).expand_as(scores)

@@ -1,0 +1,126 @@
+"""R-KV by the kernels against plain PyTorch: in Triton's interpreter on a CPU, on the device with `-m gpu`."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.eval.cache.test_kernel import DEVICE, ON_GPU, interpreter_takes_numpys_scalars, poison  # noqa: F401
+
+from eval.cache.storage.middle import Middle  # isort: skip  (Triton, which the line above asks for)
+from eval.cache.storage.sizes import Sizes
+from eval.cache.storage.store import Store
+from eval.inference.prefill import PromptLayer
+from eval.methods.tokens import rkv, rkv_launch
+from eval.methods.tokens.rkv import RKV, Redundant, redundancy
+
+SMALL = rkv_launch.Tiles(block=16, tile=16, span=32, warps=4)
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+
+
+def random_keys(batch, heads, tokens, dim, repeats, seed):
+    """Keys of which some are alike, two are the same and one is zero; numbers of one head are not side by side."""
+    generator = torch.Generator().manual_seed(seed)
+    common = torch.randn(batch, heads, 1, dim, generator=generator)
+    keys = torch.randn(batch, tokens, heads, dim, generator=generator).transpose(1, 2)
+    keys += common * (torch.rand(batch, heads, tokens, 1, generator=generator) < repeats) * 2
+    keys[0, 0, tokens // 2] = keys[0, 0, 0]
+    keys[-1, -1, -1] = 0
+    return keys.to(DEVICE, DTYPE)
+
+
+def compare(keys, there, threshold, tiles):
+    found, want = rkv_launch.redundancy(keys, there, threshold, tiles), redundancy(keys, there, threshold)
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-8)
+    assert not found[~there].any()
+
+
+@pytest.mark.skipif(ON_GPU, reason="the same on the device below")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    st.integers(1, 2),
+    st.integers(1, 2),
+    st.integers(1, 90),
+    st.sampled_from([16, 64]),
+    st.sampled_from([0.0, 0.3, 1.0]),
+    st.sampled_from([0.0, 0.2, 0.5, 1.0]),
+    st.sampled_from([0, 5, 10**6]),
+    st.integers(0, 99),
+)
+def test_prompts(batch, heads, tokens, dim, repeats, threshold, padding, seed):
+    """Any share of tokens that are alike, so that the search ends early, late or never; padded rows, and empty ones."""
+    keys = random_keys(batch, heads, tokens, dim, repeats, seed)
+    there = torch.ones(keys.shape[:3], dtype=torch.bool, device=DEVICE)
+    there[0, :, :padding] = False
+    compare(keys, there, threshold, SMALL)
+
+
+def test_a_prompt_uses_the_kernel_where_triton_runs(monkeypatch):
+    keys, choice = random_keys(2, 2, 40, 64, 0.5, 0), RKV(10, 4)
+    layer = PromptLayer(40)
+    layer.take(keys, keys)
+    layer.queries = torch.randn_like(keys[:, :, -4:]).repeat_interleave(2, 1)
+    want = choice.scores(layer, None, None)
+    calls, slow = [], rkv_launch.redundancy
+    monkeypatch.setattr(rkv, "why_not", lambda *_, **__: None)
+    monkeypatch.setattr(rkv_launch, "redundancy", lambda *given: calls.append(1) or slow(*given, tiles=SMALL))
+    torch.testing.assert_close(choice.scores(layer, None, None), want)
+    assert calls == [1]
+
+
+def rank(counts, lengths, sizes, options, seed, tiles):
+    """The middles of a padded batch, in pages of unequally many channels; what is past a token is NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, most = len(counts), max(lengths)
+    k, v = (random_keys(len(lengths), heads, most, 64, 0.5, seed + i) for i in range(2))
+    real = torch.arange(most) >= most - torch.tensor(lengths)[:, None]
+    keep = torch.zeros(heads, 64, dtype=torch.bool)
+    for head, count in enumerate(counts):
+        keep[head, torch.randperm(64, generator=generator)[:count]] = True
+    scores = torch.rand(len(lengths), heads, most, generator=generator).to(DEVICE)
+    policy = Redundant(3, options)
+    store = Store(k, v, real.to(DEVICE), Middle(keep, eviction=Redundant(10**6, options)), sizes, scores=scores)
+    policy = store.eviction
+    policy.heavy = 0
+    policy.reserve(policy.scores.shape[-1] + 7)
+    poison(store)
+    length, first = store.tail.length, int(store.ends()[0].max())
+    tokens = int(length.max())
+    if not tokens:
+        return
+    want = policy.ranking(store.prompt, store.tail, first)[..., first : first + tokens]
+    given = policy.scores, store.tail, first, tokens, options.mix, options.kernel, options.threshold
+    found = rkv_launch.ranking(*given, tiles)
+    for row, head in np.ndindex(*length.shape):
+        n = int(length[row, head])
+        torch.testing.assert_close(found[row, head, :n], want[row, head, :n], rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.skipif(ON_GPU, reason="the same on the device below")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    st.lists(st.integers(0, 64), min_size=1, max_size=2),
+    st.lists(st.integers(1, 150), min_size=1, max_size=2),
+    st.tuples(st.integers(0, 6), st.integers(0, 20)),
+    st.sampled_from([1, 3, 7]),
+    st.sampled_from([0.0, 0.1, 0.7, 1.0]),
+    st.sampled_from([0.0, 0.4]),
+    st.integers(0, 99),
+)
+def test_rounds(counts, lengths, ends, kernel, mix, threshold, seed):
+    options = RKV(kernel=kernel, mix=mix, threshold=threshold)
+    rank(counts, lengths, Sizes(*ends, 4), options, seed, SMALL)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tiles", [rkv_launch.DEFAULT, rkv_launch.Tiles(tile=128, warps=8)])
+def test_on_the_device(tiles):
+    for tokens, repeats, threshold in ((3000, 0.3, 0.5), (1144, 0.0, 0.5), (70, 1.0, 0.0), (4096, 0.0, 0.9)):
+        keys = random_keys(2, 4, tokens, 128, repeats, 0)
+        there = torch.ones(keys.shape[:3], dtype=torch.bool, device=DEVICE)
+        there[0, :, : tokens // 3] = False
+        compare(keys, there, threshold, tiles)
+    rank([64, 37, 0, 64], [1144, 300], Sizes(3, 8), RKV(), 0, tiles)
