@@ -50,6 +50,10 @@ class Config:
     merge: int = 64
     slow: float = 1.0
     piece: int = work.PIECE_BYTES
+    early: bool = False
+    ahead: int = 0
+    late: int = 0
+    late_share: float = 0.1
 
 
 WIDE = Config(warps=8)  # for tiles of more than 16 rows
@@ -106,6 +110,7 @@ class Kernel:
             H=heads,
             PADDED=triton.next_power_of_2(heads),
             D=dim,
+            EARLY=(self.config or Config()).early,
         )
         return position
 
@@ -199,6 +204,9 @@ class Kernel:
             WARPS=config.warps,
             VALUES=plan.values,
             WEIGHTS=plan.room is not None,
+            EARLY=config.early,
+            AHEAD=config.ahead,
+            **({"launch_pdl": True} if config.early else {}),
             num_warps=config.warps,
             num_stages=config.stages,
             maxnreg=config.registers or None,
@@ -218,10 +226,13 @@ class Kernel:
         packing = bits if isinstance(bits, Packing) else None
         programs = self.programs or multiprocessors(device) * self._config(packing, 16).per_sm
         units = work.units(store)
+        plain = self._config(packing, 16)
+        programs += plain.late
         few = int(units[units[:, 0] >= work.PROMPT, 3].sum()) < FEW * PAGE * programs
         config = self._config(packing, 16, few)
         share = packing.cell(dtype) / (packing.group * dtype.itemsize) if packing else 1.0
-        lines = work.cut(units, programs, config.tile, share * config.slow, config.piece)
+        late = config.late, config.late_share
+        lines = work.cut(units, programs, config.tile, share * config.slow, config.piece, *late)
         most = programs + work.STORAGE_PARTS * batch * heads  # every cut and every unit begins at most one piece
         if old is not None and len(old.table) == most and old.table.device == device:
             table = old.table

@@ -72,7 +72,7 @@ def units(store: Store) -> np.ndarray:
     return found[found[:, 3] > 0]
 
 
-def _bounds(tiles: np.ndarray, weight: np.ndarray, programs: int, piece: int) -> np.ndarray:
+def _bounds(tiles: np.ndarray, weight: np.ndarray, shares: np.ndarray, piece: int) -> np.ndarray:
     """The tile at which each program but the first begins, on the line of all tiles.
 
     tiles: [U], tiles of each unit
@@ -81,13 +81,21 @@ def _bounds(tiles: np.ndarray, weight: np.ndarray, programs: int, piece: int) ->
     """
     cost = tiles * weight + piece
     begin = np.cumsum(cost) - cost
-    goal = np.arange(1, programs) * (cost.sum() / programs)
+    goal = np.cumsum(shares)[:-1] * (cost.sum() / shares.sum())
     at = np.searchsorted(begin, goal, side="right") - 1
     into = np.clip(np.rint((goal - begin[at]) / weight[at]), 0, tiles[at]).astype(np.int64)
     return np.maximum.accumulate((np.cumsum(tiles) - tiles)[at] + into)
 
 
-def cut(unit: np.ndarray, programs: int, tile: int, share: float = 1.0, piece: int = PIECE_BYTES) -> np.ndarray:
+def cut(
+    unit: np.ndarray,
+    programs: int,
+    tile: int,
+    share: float = 1.0,
+    piece: int = PIECE_BYTES,
+    late: int = 0,
+    late_share: float = 0.1,
+) -> np.ndarray:
     """Cut the units into equal spans, one per program.
 
     unit: [U, 8], from `units`
@@ -104,7 +112,12 @@ def cut(unit: np.ndarray, programs: int, tile: int, share: float = 1.0, piece: i
     weight = (channels + width) * tile * 2 * np.where(part < PROMPT, 1, share)
     line = np.cumsum(tiles) - tiles  # first tile of each unit on the line of all tiles
     total = int(tiles.sum())
-    bounds = _bounds(tiles, weight, programs, piece)
+    shares = np.ones(programs)
+    if late:
+        shares[(np.arange(late) * programs) // late] = late_share
+    order = np.empty(programs, dtype=np.int64)
+    order[np.argsort(-shares, kind="stable")] = np.arange(programs)
+    bounds = _bounds(tiles, weight, shares, piece)
     cuts = np.sort(np.concatenate([line, bounds[bounds < total]]))
     cuts = cuts[np.append(True, cuts[1:] != cuts[:-1])]
     u = np.searchsorted(line, cuts, side="right") - 1
@@ -121,7 +134,7 @@ def cut(unit: np.ndarray, programs: int, tile: int, share: float = 1.0, piece: i
 
     # Line p is program p's first piece; its other pieces follow after the first pieces of all programs.
     begins = np.append(True, program[1:] != program[:-1])
-    where = np.where(begins, program, programs + np.cumsum(~begins) - 1)
+    where = np.where(begins, order[program], programs + np.cumsum(~begins) - 1)
     follow = np.where(np.append(begins[1:], True), -1, np.append(where[1:], -1))
     table = np.zeros((programs + int((~begins).sum()), FIELDS), dtype=np.int64)
     table[:, Column.NEXT] = -1
