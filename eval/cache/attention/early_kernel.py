@@ -23,13 +23,22 @@ WIDTH = tl.constexpr(int(work.Column.WIDTH))
 
 
 @triton.jit
-def _to_l2(start, size, WARPS: tl.constexpr):
-    """Ask L2 for `size` elements from an address on; one thread of each warp asks for a share of 16-byte units."""
+def shares(start, size, WARPS: tl.constexpr):
+    """What each thread asks for of `size` elements from the address `start` on: a byte's address, and bytes.
+
+    One thread of each warp has a share, and the others have none. A request begins and ends at a multiple of 16 bytes.
+    """
     thread = tl.arange(0, WARPS * 32)
     warp = (thread // 32).to(tl.int64)
     begin = (start + warp * size // WARPS).to(tl.int64, bitcast=True) // 16 * 16
     end = (start + (warp + 1) * size // WARPS).to(tl.int64, bitcast=True) // 16 * 16
-    share = tl.where(thread % 32 == 0, end - begin, 0).to(tl.int32)
+    return begin, tl.where(thread % 32 == 0, end - begin, 0).to(tl.int32)
+
+
+@triton.jit
+def _to_l2(start, size, WARPS: tl.constexpr):
+    """Ask L2 for `size` elements from the address `start` on."""
+    begin, share = shares(start, size, WARPS)
     tl.inline_asm_elementwise(
         "{ .reg .pred some; setp.gt.s32 some, $2, 0; @some cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
         "=r,l,r", [begin, share], dtype=tl.int32, is_pure=False, pack=1)

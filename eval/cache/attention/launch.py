@@ -50,7 +50,7 @@ class Config:
     merge: int = 64
     slow: float = 1.0
     piece: int = work.PIECE_BYTES
-    early: bool = False
+    early: int = 0
     ahead: int = 0
     late: int = 0
     late_share: float = 0.1
@@ -110,7 +110,8 @@ class Kernel:
             H=heads,
             PADDED=triton.next_power_of_2(heads),
             D=dim,
-            EARLY=(self.config or Config()).early,
+            EARLY=bool((self.config or Config()).early),
+            **({"launch_pdl": True} if (self.config or Config()).early > 1 else {}),
         )
         return position
 
@@ -204,7 +205,7 @@ class Kernel:
             WARPS=config.warps,
             VALUES=plan.values,
             WEIGHTS=plan.room is not None,
-            EARLY=config.early,
+            EARLY=bool(config.early),
             AHEAD=config.ahead,
             **({"launch_pdl": True} if config.early else {}),
             num_warps=config.warps,

@@ -23,6 +23,7 @@ def write(
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     b = tl.program_id(0).to(tl.int64)
     h, d = tl.arange(0, PADDED)[:, None], tl.arange(0, D)[None, :]
     seen = tl.load(seen_ptr + b)
