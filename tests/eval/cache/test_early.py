@@ -1,5 +1,7 @@
 """What programs ask for before the launch ahead of theirs has ended, and that nothing changes by it."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -33,7 +35,7 @@ def test_shares_are_what_is_to_be_read(at, size, warps, width):
     requests = [(b, n) for b, n in zip(begin.tolist(), number.tolist(), strict=True) if n]
     assert len(requests) <= warps
     assert all((start.data_ptr() + b) % 16 == n % 16 == 0 for b, n in requests)
-    assert all(b + n == after for (b, n), (after, _) in zip(requests, requests[1:], strict=False))
+    assert all(b + n == after for (b, n), (after, _) in itertools.pairwise(requests))
     if not requests:
         assert size * width < 16
     else:
