@@ -38,6 +38,7 @@ def attend_and_sum(
     scaling: float | None = None,
     real: Tensor | None = None,
     softmax: Softmax = PLAIN,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of the last Q of T columns, and what each key receives in it, summed over queries and group.
 
@@ -45,15 +46,18 @@ def attend_and_sum(
     cost. Where Triton has no GPU, `received` does two passes; the interpreter is for tests of the kernel alone.
 
     q, k, v, scaling, real, softmax: as for `dense.attend`
+    weights: [n] or None, default None: weights of the last n queries in the sums, each at least 0; None = all by 1
 
     Returns ([B, Q, Hq, D], [B, H, T] in float32 or wider).
     """
     reason = why_not(q.device, q.dtype, q.shape[-1], q.shape[1] // k.shape[1], interpret=False)
     if reason or not softmax.plain or q.shape[2] == 1:
-        each = received(q, k, real=real, scaling=scaling, softmax=softmax)
+        each = received(q, k, weights, real, scaling, softmax)
         return dense.attend(q, k, v, scaling, real, softmax), each.unflatten(1, (k.shape[1], -1)).sum(2)
     lse = torch.full(q.shape[:3], torch.inf, device=q.device)
     out = dense.attend(q, k, v, scaling, real, lse=lse)
+    if weights is not None:  # w exp(s - lse) = exp(s - (lse - log w))
+        q, lse = q[:, :, -len(weights) :], lse[:, :, -len(weights) :] - weights.log()
     return out, column_sums(q, k, lse, scaling, real)
 
 

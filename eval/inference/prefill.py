@@ -22,8 +22,9 @@ class PromptLayer(DynamicLayer):
 
     capacity: int: columns that the buffer has room for.
     obs_queries: int, default 0: how many of the last queries to keep, as `queries` [B, Hq, n, D].
-    column_sums: bool, default False: whether to add up the attention that each key receives from all queries of the
-      prompt and the query heads of its group, as `column_sums` [B, H, T], float32 or wider.
+    column_sums: bool or Tensor [n], default False: whether to add up the attention that each key receives from all
+      queries of the prompt and the query heads of its group, as `column_sums` [B, H, T], float32 or wider. A tensor has
+      the weights of the last n queries, which alone count then; such a prompt comes in one piece.
 
     If `kept` is set, the column axis of keys, values and queries covers only these prompt columns: [B, T'], ascending,
     with -1 for padding on the left. get_seq_length() counts the dropped columns too.
@@ -33,9 +34,11 @@ class PromptLayer(DynamicLayer):
     keys: Tensor
     values: Tensor
 
-    def __init__(self, capacity: int, obs_queries: int = 0, column_sums: bool = False) -> None:
+    def __init__(self, capacity: int, obs_queries: int = 0, column_sums: bool | Tensor = False) -> None:
         super().__init__()
-        self.capacity, self.obs_queries, self._sums = capacity, obs_queries, column_sums
+        self.capacity, self.obs_queries = capacity, obs_queries
+        self._sums = column_sums is not False
+        self._weights = column_sums if isinstance(column_sums, Tensor) else None
         self.queries: Tensor | None = None
         self.column_sums: Tensor | None = None
         self.scaling: float | None = None  # of q k^T, None = 1 / sqrt(D); known once a query has attended
@@ -92,8 +95,10 @@ class PromptLayer(DynamicLayer):
             self.queries = queries[:, :, -self.obs_queries :].clone()
         real, self.scaling, self.softmax = self.real(padding_mask), scaling, softmax
         if self._sums:
-            out, sums = attend_and_sum(q, self.keys, self.values, scaling, real, softmax)
+            out, sums = attend_and_sum(q, self.keys, self.values, scaling, real, softmax, self._weights)
             if self.column_sums is not None:
+                if self._weights is not None:
+                    raise ValueError("weights of the last queries need the prompt in one piece; leave out `chunk`")
                 sums[:, :, : self.column_sums.shape[2]] += self.column_sums
             self.column_sums = sums
             return out
@@ -180,7 +185,7 @@ def prefill(
     room: int,
     obs_queries: int = 0,
     chunk: int | None = None,
-    column_sums: bool = False,
+    column_sums: bool | Tensor = False,
 ) -> Prefill:
     """Full attention over prompts.
 

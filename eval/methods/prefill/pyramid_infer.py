@@ -14,7 +14,6 @@ from annotated_types import Ge, Gt, Le
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from eval.inference.observe import received
 from eval.inference.prefill import Prefill, PromptLayer, prefill
 from eval.methods.common.slicing import RowPass, slicing, window_and_best
 from leank_train.common.typed import Count, OneOf, Positive
@@ -37,7 +36,7 @@ class PyramidInfer(RowPass):
     - The paper gives top-p by recent attention and a p that decays with depth. The schedules and all defaults are those
       of the authors' code for Llama 3 8B, which multiplies the shares up from layer to layer. Its "linear" is never
       reached there: that code runs at a constant share.
-    - Attention runs a block of queries at a time, not as one T x T matrix.
+    - The scores come from one more pass over the logits of the recent queries, in tiles, not from a T x T matrix.
     - K and V of new tokens all stay during decoding. The authors drop some in groups of 16.
 
     Settings
@@ -86,17 +85,15 @@ class PyramidInfer(RowPass):
         weights = torch.linspace(1, self.newest, recent, device=ids.device) / recent
 
         def choose(index: int, layer: PromptLayer) -> Tensor | None:
-            assert layer.queries is not None
-            queries = layer.queries
-            layer.queries = queries[:, :, -obs_queries:].clone() if obs_queries else None  # the rest is large
+            sums, layer.column_sums = layer.column_sums, None
+            assert sums is not None
             before = layer.keys.shape[2] - recent
             keep = self._passed(before, index, layers)
             if keep == before:
                 return None
-            each = received(queries, layer.keys, weights, scaling=layer.scaling, softmax=layer.softmax)
-            scores = each[0, :, :before].mean(0)
+            scores = sums[0, :, :before].sum(0)  # ranks as the mean over heads does
             scores[: self.sink] = torch.inf
             return window_and_best(scores, keep, recent)
 
         with slicing(model, choose):
-            return prefill(model, ids, None, room, max(recent, obs_queries))
+            return prefill(model, ids, None, room, obs_queries, column_sums=weights)

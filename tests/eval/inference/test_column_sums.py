@@ -87,6 +87,16 @@ def test_a_padded_prompt_in_pieces(family, dtype, chunk):
             assert not layer.column_sums[row, :, :-length].any()
 
 
+def test_weights_of_the_last_queries():
+    model, weights = tiny_model("llama"), torch.tensor([1.0, 0.0, 3.0])
+    ids, _ = left_padded((11,), seed=0)
+    for layer in prefill(model, ids, None, 0, obs_queries=3, column_sums=weights).layers:
+        each = matrix(layer.queries, layer.keys, scaling=layer.scaling) * weights[:, None]
+        close(layer.column_sums, each.sum(2).unflatten(1, (2, 2)).sum(2))
+    with pytest.raises(ValueError, match="need the prompt in one piece; leave out `chunk`"):
+        prefill(model, ids, None, 0, chunk=6, column_sums=weights)
+
+
 def test_only_when_asked():
     model = tiny_model("llama")
     ids, _ = left_padded((8,), seed=0)

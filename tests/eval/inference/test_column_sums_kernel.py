@@ -44,8 +44,8 @@ def log_sum_exp(q, k, scaling, real):
     return found
 
 
-def wanted(q, k, scaling, real):
-    each = received(q.double(), k.double(), real=real, scaling=scaling)
+def wanted(q, k, scaling, real, weights=None):
+    each = received(q.double(), k.double(), weights, real, scaling)
     return each.unflatten(1, (k.shape[1], -1)).sum(2).float()
 
 
@@ -72,8 +72,8 @@ def test_sums_of_any_shape(data, length, heads, group, padded, seed):
 
 @pytest.mark.skipif(ON_GPU, reason="the same on the device below")
 @pytest.mark.parametrize("padding", [None, [0, 11], [7, 7], "holes"])
-@pytest.mark.parametrize("queries", [1, 20, 40])
-def test_attention_hands_over_what_the_sums_need(monkeypatch, padding, queries):
+@pytest.mark.parametrize(("queries", "weighted"), [(1, None), (1, 1), (20, None), (20, 20), (40, None), (40, 13)])
+def test_attention_hands_over_what_the_sums_need(monkeypatch, padding, queries, weighted):
     """The same attention as without sums, whatever the padding; the log-sum-exp comes from it."""
     asked, kernel = [], column_sums.column_sums
     monkeypatch.setattr(column_sums, "column_sums", lambda *args: (asked.append(1), kernel(*args, tiles=SMALL))[1])
@@ -84,9 +84,11 @@ def test_attention_hands_over_what_the_sums_need(monkeypatch, padding, queries):
         real = torch.rand(2, 40, generator=torch.Generator().manual_seed(3)) < 0.6
     elif padding:
         real = torch.arange(40) >= torch.tensor(padding)[:, None]
-    out, sums = attend_and_sum(q, k, v, None, real)
+    weights = None if weighted is None else torch.linspace(0, 3, weighted)  # the first query counts nothing
+    out, sums = attend_and_sum(q, k, v, None, real, weights=weights)
     torch.testing.assert_close(out, dense.attend(q, k, v, None, real))
-    torch.testing.assert_close(sums.float(), wanted(q, k, 64**-0.5, real), rtol=1e-4, atol=1e-5)
+    expected = wanted(q, k, 64**-0.5, real, weights)
+    torch.testing.assert_close(sums.float(), expected, rtol=1e-4, atol=1e-5)
     assert len(asked) == (queries > 1)
 
 
@@ -132,11 +134,13 @@ def test_on_the_device(dtype, tiles, queries, length, padding):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [4096, 20000])
-def test_long_sums_on_the_device_from_either_attention_kernel(length):
+@pytest.mark.parametrize("weighted", [None, 801])
+def test_long_sums_on_the_device_from_either_attention_kernel(length, weighted):
     """cuDNN's log-sum-exp at the lengths at which it pays, flash's elsewhere."""
     q, k = (x.cuda() for x in drawn(1, 2, 4, length, length, 128, torch.bfloat16))
-    out, found = attend_and_sum(q, k, k)
-    each = received(q, k).unflatten(1, (2, 4)).sum(2)
+    weights = None if weighted is None else torch.linspace(1, 9, weighted, device="cuda")
+    out, found = attend_and_sum(q, k, k, weights=weights)
+    each = received(q, k, weights).unflatten(1, (2, 4)).sum(2)
     torch.testing.assert_close(found, each, rtol=2e-3, atol=2e-3)
     torch.testing.assert_close(found.sum(-1), torch.full((1, 2), 4.0 * length, device="cuda"), rtol=1e-3, atol=0)
     torch.testing.assert_close(out, dense.attend(q, k, k), rtol=2e-2, atol=2e-2)
