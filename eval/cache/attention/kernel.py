@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from eval.cache.attention import work
-from eval.cache.attention.early_kernel import ask_ahead
 from eval.cache.attention.kernel_middle import add_kept, middle, step
 from eval.cache.attention.quantised_kernel import packed_middle
 from eval.cache.attention.weights_kernel import logits_of, store_lse
@@ -169,33 +168,17 @@ def merge(part, stat, first, parts, ROWS: tl.constexpr, MERGE_LINES: tl.constexp
 
 
 @triton.jit
-def _real_rows(row, position_ptr, queries, chunk, R: tl.constexpr, M: tl.constexpr, GROUP: tl.constexpr):
-    """Of the first R tile rows: the query token of each, whether there is one, and whether it is no padding."""
-    r = tl.arange(0, R)
-    token = chunk * (M // GROUP) + r // GROUP
-    ok = (r // GROUP < M // GROUP) & (token < queries)
-    return token, ok, tl.load(position_ptr + row * queries + token, mask=ok, other=-1) >= 0
-
-
-@triton.jit
-def _store(
-    out, result, row, head, token, ok, real, queries,
-    R: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
-):
-    """Write result [R, D] of the query tokens `token` to out [B, Q, Hq, D]; zeros where they are not real."""
-    r = tl.arange(0, R)
-    to = ((row * queries + token) * (H * GROUP) + head * GROUP + r % GROUP)[:, None] * D + tl.arange(0, D)[None, :]
-    tl.store(out + to, tl.where(real[:, None], result, 0.0).to(out.dtype.element_ty), mask=ok[:, None])
-
-
-@triton.jit
 def store_rows(
     out, result, row, head, position_ptr, queries, chunk,
     R: tl.constexpr, M: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
 ):
     """Write the first R tile rows of result [R, D] to out [B, Q, Hq, D]; queries that are padding get zeros."""
-    token, ok, real = _real_rows(row, position_ptr, queries, chunk, R, M, GROUP)
-    _store(out, result, row, head, token, ok, real, queries, R, GROUP, H, D)
+    r = tl.arange(0, R)
+    token = chunk * (M // GROUP) + r // GROUP
+    ok = (r // GROUP < M // GROUP) & (token < queries)
+    real = tl.load(position_ptr + row * queries + token, mask=ok, other=-1) >= 0
+    to = ((row * queries + token) * (H * GROUP) + head * GROUP + r % GROUP)[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(out + to, tl.where(real[:, None], result, 0.0).to(out.dtype.element_ty), mask=ok[:, None])
 
 
 @triton.jit
@@ -222,10 +205,9 @@ def _finish(
         tl.store(stat + 2 * at + 1, tl.sum(z, 1), mask=ok)
         tl.debug_barrier()  # all of it is written before the ticket says so
         ticket = done + chunk * places + row * H + head
-        token, there, real = _real_rows(row, position_ptr, queries, chunk, ROWS, M, GROUP)  # no merge waits for it
         if tl.atomic_add(ticket, 1, sem="acq_rel") == parts - 1:
             merged, most, total = merge(part, stat, first_number, parts, ROWS, MERGE_LINES, D)
-            _store(out, merged, row, head, token, there, real, queries, ROWS, GROUP, H, D)
+            store_rows(out, merged, row, head, position_ptr, queries, chunk, ROWS, M, GROUP, H, D)
             rows = tl.arange(0, ROWS)
             store_lse(scratch, (row * H + head) * ROWS + rows, most, total, rows < GROUP * queries, WEIGHTS)
             tl.store(ticket, 0)
@@ -238,7 +220,7 @@ def decode(
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
     MERGE_LINES: tl.constexpr, EVEN: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr,
     BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr, WARPS: tl.constexpr, VALUES: tl.constexpr,
-    WEIGHTS: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
+    WEIGHTS: tl.constexpr, EARLY: tl.constexpr,
 ):
     """Program (p, c): span p of the work table for the query tokens of chunk c.
 
@@ -255,9 +237,11 @@ def decode(
     ranks: [B, H, D], by a stride; the place of each channel of V among the kept, read unless VALUES is 0
     WEIGHTS: whether to leave logits and log-sum-exp for weights_kernel.add_weights, which says what scratch and room
         are; there is one chunk then, and no packed middle
-    EARLY: whether programs take their places before the launch ahead has ended, and let the next one's do so
-    AHEAD: tokens that programs ask L2 for until then
+    EARLY: whether programs take their places before the launch ahead has ended, and let the next launch's do so
     """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     chunk = tl.program_id(1)
     PER: tl.constexpr = M // GROUP  # query tokens of a chunk
     r = tl.arange(0, M)
@@ -269,11 +253,6 @@ def decode(
     m = tl.full([M], float("-inf"), tl.float32)
     z = tl.zeros([M, TILE], tl.float32)
     line = tl.program_id(0).to(tl.int64)
-    if AHEAD > 0:
-        ask_ahead(base, table, line, FIELDS, AHEAD, WARPS)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     while line >= 0:
         entry = table + line * FIELDS
         kind, row, head = tl.load(entry + PART), tl.load(entry + ROW), tl.load(entry + HEAD)

@@ -19,11 +19,10 @@ def write(
 ):
     """Program b: put row b's `new` tokens, k and v [B, H, new, D] by strides, into the ring; count them in seen.
 
-    EARLY: whether the next launch's programs may take their places already
+    EARLY: whether programs of the next launch may take their places; they wait for this launch's end by themselves
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     b = tl.program_id(0).to(tl.int64)
     h, d = tl.arange(0, PADDED)[:, None], tl.arange(0, D)[None, :]
     seen = tl.load(seen_ptr + b)

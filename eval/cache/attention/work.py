@@ -17,7 +17,8 @@ from eval.cache.storage.store import Store
 
 SINK, WINDOW, PROMPT, TAIL = range(4)
 STORAGE_PARTS = 4
-PIECE_BYTES = 16384  # the cost of starting a piece, as bytes that could have been read meanwhile
+# what a tile costs beside its bytes, and what it costs to start a piece, as bytes that could have been read meanwhile
+TILE_BYTES, PIECE_BYTES = 20480, 114688
 
 
 class Column(IntEnum):
@@ -72,16 +73,16 @@ def units(store: Store) -> np.ndarray:
     return found[found[:, 3] > 0]
 
 
-def _bounds(tiles: np.ndarray, weight: np.ndarray, shares: np.ndarray, piece: int) -> np.ndarray:
+def _bounds(tiles: np.ndarray, weight: np.ndarray, programs: int, piece: int) -> np.ndarray:
     """The tile at which each program but the first begins, on the line of all tiles.
 
     tiles: [U], tiles of each unit
-    weight: [U], bytes of one of its tiles
+    weight: [U], the cost of one of its tiles, in bytes
     piece: as for `cut`
     """
     cost = tiles * weight + piece
     begin = np.cumsum(cost) - cost
-    goal = np.cumsum(shares)[:-1] * (cost.sum() / shares.sum())
+    goal = np.arange(1, programs) * (cost.sum() / programs)
     at = np.searchsorted(begin, goal, side="right") - 1
     into = np.clip(np.rint((goal - begin[at]) / weight[at]), 0, tiles[at]).astype(np.int64)
     return np.maximum.accumulate((np.cumsum(tiles) - tiles)[at] + into)
@@ -92,9 +93,8 @@ def cut(
     programs: int,
     tile: int,
     share: float = 1.0,
+    per_tile: int = TILE_BYTES,
     piece: int = PIECE_BYTES,
-    late: int = 0,
-    late_share: float = 0.1,
 ) -> np.ndarray:
     """Cut the units into equal spans, one per program.
 
@@ -102,6 +102,7 @@ def cut(
     programs: how many spans to make
     tile: tokens that a program reads at a time
     share: bytes of a number in the middle, over those of a number in sink and window
+    per_tile: what a tile costs beside its bytes, in bytes
     piece: the cost of starting a piece, in bytes
 
     Returns the table [>= programs, FIELDS] int64. Program p starts at line p; the line of an idle program is an empty
@@ -109,15 +110,10 @@ def cut(
     """
     part, row, head, tokens, k_start, v_start, channels, width = unit.T
     tiles = -(-tokens // tile)
-    weight = (channels + width) * tile * 2 * np.where(part < PROMPT, 1, share)
+    weight = (channels + width) * tile * 2 * np.where(part < PROMPT, 1, share) + per_tile
     line = np.cumsum(tiles) - tiles  # first tile of each unit on the line of all tiles
     total = int(tiles.sum())
-    shares = np.ones(programs)
-    if late:
-        shares[(np.arange(late) * programs) // late] = late_share
-    order = np.empty(programs, dtype=np.int64)
-    order[np.argsort(-shares, kind="stable")] = np.arange(programs)
-    bounds = _bounds(tiles, weight, shares, piece)
+    bounds = _bounds(tiles, weight, programs, piece)
     cuts = np.sort(np.concatenate([line, bounds[bounds < total]]))
     cuts = cuts[np.append(True, cuts[1:] != cuts[:-1])]
     u = np.searchsorted(line, cuts, side="right") - 1
@@ -134,7 +130,7 @@ def cut(
 
     # Line p is program p's first piece; its other pieces follow after the first pieces of all programs.
     begins = np.append(True, program[1:] != program[:-1])
-    where = np.where(begins, order[program], programs + np.cumsum(~begins) - 1)
+    where = np.where(begins, program, programs + np.cumsum(~begins) - 1)
     follow = np.where(np.append(begins[1:], True), -1, np.append(where[1:], -1))
     table = np.zeros((programs + int((~begins).sum()), FIELDS), dtype=np.int64)
     table[:, Column.NEXT] = -1

@@ -181,12 +181,13 @@ def test_padding_among_the_queries():
     st.integers(1, 40),
     st.sampled_from([64, 128]),
     st.integers(1, 4),
+    st.sampled_from([0, work.TILE_BYTES]),
     st.sampled_from([0, work.PIECE_BYTES, 2**17]),
 )
-def test_spans_cover_every_token_once_and_are_even(parts, programs, tile, per_head, piece):
+def test_spans_cover_every_token_once_and_are_even(parts, programs, tile, per_head, per_tile, piece):
     """Walking every program's span reads each unit's tokens once, in partial results that are numbered without gaps."""
     unit = [(2, i // per_head, 0, tokens, 0, i, *channels) for i, (tokens, *channels) in enumerate(parts)]
-    table = work.cut(np.array(unit, dtype=np.int64), programs, tile, piece=piece)  # V's start names the unit
+    table = work.cut(np.array(unit, dtype=np.int64), programs, tile, per_tile=per_tile, piece=piece)  # V's start names the unit
     assert len(table) <= programs + len(unit)
     read = {i: [] for i in range(len(unit))}
     partials, cost = {}, []
@@ -197,7 +198,7 @@ def test_spans_cover_every_token_once_and_are_even(parts, programs, tile, per_he
             count, fresh, ends, number, first_number, line, width = values
             if last > first:
                 read[name].append((first, last))
-                spent += (-(-(last - first) // tile)) * (count + width) * tile * 2 + piece
+                spent += (-(-(last - first) // tile)) * ((count + width) * tile * 2 + per_tile) + piece
                 assert fresh == (open_result is None)
                 open_result = number
                 if ends:
@@ -214,7 +215,7 @@ def test_spans_cover_every_token_once_and_are_even(parts, programs, tile, per_he
         numbers = sorted(n for n, _, _ in results)
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
         assert all(first == numbers[0] and count == len(numbers) for _, first, count in results)
-    largest_step = 256 * tile * 2 + 2 * piece
+    largest_step = 256 * tile * 2 + per_tile + 2 * piece
     assert max(cost) <= sum(cost) / programs + 2 * largest_step + piece * len(unit)
 
 
