@@ -21,6 +21,14 @@ def of_other_command(arguments: list[str], own: str) -> str | None:
     return None
 
 
+def of_several_experiments(arguments: list[str]) -> str | None:
+    """Say so where a sweep goes over experiments: their runs would have one folder, whose name leaves them out."""
+    for argument in arguments:
+        if {"-m", "--multirun"} & {*arguments} and re.fullmatch(r"\+{0,2}experiment=[\w/]+(,[\w/]+)+", argument):
+            return f"{argument}: a sweep has one experiment; start one for each, with its own hydra.sweep.dir"
+    return None
+
+
 def set_twice(arguments: list[str]) -> str | None:
     """Say so where arguments set one value of the group `pruning` under both of its names; the old one is `mask`."""
     given: dict[tuple[str, str], str] = {}

@@ -52,7 +52,7 @@ def in_one_line(error: Exception) -> str:
 
 def leave_no_trace(folder: Path) -> None:
     """Remove the folder of a run that was refused, and empty ones above it, if it holds but Hydra's own files."""
-    if not folder.is_dir():
+    if not folder.is_dir() or Path.cwd().is_relative_to(folder.resolve()):  # hydra.job.chdir=true
         return
     for file in folder.iterdir():
         empty_log = file.suffix == ".log" and file.is_file() and not file.stat().st_size

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -26,6 +27,10 @@ from data_gen.tasks import TASKS, task
 from data_gen.tokens import TokenCounter
 
 LARGEST = 2**53  # beyond it a number of samples is a slip
+READERS = {  # settings that name a file -> the tasks that read it
+    "essays": [name for name, task in TASKS.items() if getattr(task, "haystack", None) == "essay"],
+    "data": ["cwe", "qa_1", "qa_2"],
+}
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
@@ -46,35 +51,40 @@ def rows(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Iterat
 def write(samples: Iterator[Sample], out: Path) -> int:
     """Write samples to a JSONL file, or to a `datasets.Dataset` folder if `out` is no .jsonl.
 
-    Everything is written under another name first, so that `out` is whole, or as it was before.
+    Everything is written in a folder of this process first, so that `out` is whole, or as it was before.
 
     Returns the number of samples. Raises FileExistsError for a folder that holds something else.
     """
-    partial = out.with_name(out.name + ".partial")
+    lines = out.name.endswith(".jsonl")
+    if out.is_dir() if lines else out.exists() and not (out / "dataset_info.json").is_file():
+        kind = "a folder" if lines else "no datasets.Dataset folder"
+        raise FileExistsError(f"out={str(out)!r} exists and is {kind}; choose another name")
     out.parent.mkdir(parents=True, exist_ok=True)
-    if out.name.endswith(".jsonl"):
-        count = 0
-        try:
-            with partial.open("w", encoding="utf-8") as lines:
-                for sample in samples:
-                    lines.write(json.dumps(dataclasses.asdict(sample), ensure_ascii=False) + "\n")
-                    count += 1
-                lines.flush()
-                os.fsync(lines.fileno())
-            os.replace(partial, out)
-        finally:
-            partial.unlink(missing_ok=True)
-        return count
+    with tempfile.TemporaryDirectory(prefix=".data_gen.", dir=out.parent) as folder:
+        partial = Path(folder) / "partial"
+        count = _write_lines(samples, partial) if lines else _write_dataset(samples, partial)
+        if not lines:
+            shutil.rmtree(out, ignore_errors=True)
+        os.replace(partial, out)
+    return count
 
+
+def _write_lines(samples: Iterator[Sample], out: Path) -> int:
+    count = 0
+    with out.open("w", encoding="utf-8") as lines:
+        for sample in samples:
+            lines.write(json.dumps(dataclasses.asdict(sample), ensure_ascii=False) + "\n")
+            count += 1
+        lines.flush()
+        os.fsync(lines.fileno())
+    return count
+
+
+def _write_dataset(samples: Iterator[Sample], out: Path) -> int:
     from datasets import Dataset
 
-    if out.exists() and not (out / "dataset_info.json").is_file():
-        raise FileExistsError(f"out={str(out)!r} exists and is no datasets.Dataset folder; choose another name")
     found = Dataset.from_list([dataclasses.asdict(s) for s in samples])
-    shutil.rmtree(partial, ignore_errors=True)
-    found.save_to_disk(str(partial))
-    shutil.rmtree(out, ignore_errors=True)
-    os.replace(partial, out)
+    found.save_to_disk(str(out))
     return len(found)
 
 
@@ -114,6 +124,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     for name, least, most in (("count", 1, LARGEST), ("start", 0, LARGEST), ("seed", 0, 2**32 - 1)):
         if not least <= getattr(args, name) <= most:
             sys.exit(f"data_gen: {name}={getattr(args, name)} must lie in [{least}, {most}]")
+    for name, readers in READERS.items():
+        if getattr(args, name) is not None and args.task not in readers:
+            sys.exit(f"data_gen: {name}={getattr(args, name)!r}: {args.task} reads no such file; leave it out")
     if not args.out.name or "\0" in str(args.out):
         sys.exit(f"data_gen: out={str(args.out)!r} is no name of a file; give FILE.jsonl or the name of a folder")
     return args

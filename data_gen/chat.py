@@ -5,12 +5,17 @@ The user's turn is context + question. The answer prefix follows the assistant h
 
 from __future__ import annotations
 
+import datetime
+import json
+import re
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
 
+DAY = datetime.date(2024, 7, 26)  # of every prompt whose template writes the date; Llama 3.1's template has it, too
 _MARK = "\x02user turn\x03"
+_NOW = re.compile(r"strftime_now\(\s*([\"'])(.*?)\1")  # how templates ask for the date
 
 
 class Asks(Protocol):
@@ -38,11 +43,26 @@ def template(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(f"tokenizer={name!r} has no chat template; set chat=False, or set its chat_template")
     turns = [{"role": "user", "content": _MARK}]
-    text = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+    text = rendered(tokenizer, turns)
     if text.count(_MARK) != 1:
         raise ValueError(f"tokenizer={name!r}: its chat template does not show the user's turn once; set chat=False")
     before, after = text.split(_MARK)
     return before, after
+
+
+def rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
+    """Return the text of a conversation up to the reply.
+
+    A template that writes today's date (Llama 3.2, SmolLM3, gpt-oss) writes `DAY` here, so that a command has the same
+    prompts on any day, and a run that goes on after midnight those that it began with.
+    """
+    own = None
+    if "strftime_now" in str(tokenizer.chat_template):
+        own = tokenizer.get_chat_template()
+        dates = {form: DAY.strftime(form) for _, form in _NOW.findall(own)}
+        # a macro takes the place of the function of that name
+        own = f"{{%- macro strftime_now(form) -%}}{{{{ {json.dumps(dates)}[form] }}}}{{%- endmacro +%}}" + own
+    return str(tokenizer.apply_chat_template(messages, chat_template=own, tokenize=False, add_generation_prompt=True))
 
 
 def prompt(sample: Asks, tokenizer: PreTrainedTokenizerBase, chat: bool) -> str:

@@ -25,7 +25,8 @@ class Question:
 class Sample:
     """One row: a `Document` with one `Question`, whose fields it has.
 
-    context: the text up to the end of the document; `question` and `answer_prefix` follow it.
+    task, seed, index, context, max_new_tokens, length: see `Document`.
+    question, answer_prefix, answers, target: see `Question`; the first two follow the context.
     """
 
     task: str

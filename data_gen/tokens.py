@@ -64,6 +64,9 @@ class TokenCounter:
 
     def _encode(self, texts: list[str]) -> list[int]:
         if self._backend is not None:
-            # the fast backend without its wrapper, which builds attention masks that nothing here needs
+            # the fast backend without its wrapper, which builds attention masks that nothing here needs, but would also
+            # undo the padding and truncation that tokenizer.json or an earlier call may have left
+            self._backend.no_padding()
+            self._backend.no_truncation()
             return [len(e) for e in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
         return [len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]]

@@ -45,7 +45,7 @@ def run(config: dict[str, Any], directory: Path) -> int:
 
     logging_to = typed(LoggerConfig, {} if config.get("logger") is None else config["logger"], "logger.")
     job, tokenizer = build_job(config)
-    shard, shards = job.settings.place
+    shard, shards = job.settings.numbered_shard
     with Results(directory, f"-{shard}-of-{shards}" if shards > 1 else "") as results:
         check_rows(read(directory))  # now, not in hours: the report is computed from the old rows, too
         work = job.missing(results.keys)

@@ -9,7 +9,7 @@ are settings of conf/eval/eval.yaml (model, model.name, cache.sink, prefill_chun
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -36,6 +36,20 @@ except ModuleNotFoundError as error:
     raise refusal(f"{error}; pip install -e '.[lm_eval]' for tasks of lm-evaluation-harness") from None
 
 Scored = tuple[float, bool]
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first that is given counts
+GREEDY = (*LENGTHS, "until", "do_sample", "temperature", "top_p", "top_k", "min_p", "seed")  # the last have no effect
+
+
+def check_greedy(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for generation_kwargs of a task that ask for other replies than those of greedy decoding."""
+    hot, sample = options.get("temperature"), options.get("do_sample")
+    if (float(hot or 0) > 0) if sample is None else sample and (hot is None or float(hot) > 0):
+        raise ValueError(f"generation_kwargs={options} asks for sampling; decoding here is greedy: do_sample=false")
+    for name, value in options.items():
+        if name not in GREEDY and value not in (None, 0, 1):  # those switch nothing on, or no more than usual
+            raise ValueError(
+                f"generation_kwargs has {name}={value!r}, which greedy decoding does not heed; leave it out"
+            )
 
 
 @register_model("leank")
@@ -142,11 +156,11 @@ class CompressedLM(TemplateLM):
         self.watch.see(self.method, "lm_eval", tokens, compressed, dense_only, non_finite)
 
     def _request(self, number: int, context: str, options: dict[str, Any]) -> tuple[Prompt, Row]:
-        if options.get("do_sample") and options.get("temperature", 1.0) > 0:
-            raise ValueError(f"generation_kwargs={options} asks for sampling; decoding here is greedy: do_sample=false")
+        check_greedy(options)
         until = options.get("until") or ()
         stop = (until,) if isinstance(until, str) else tuple(until)
-        reply = int(options.get("max_gen_toks", self.max_gen_toks))
+        given = (options[name] for name in LENGTHS if options.get(name) is not None)
+        reply = int(next(given, self.max_gen_toks))
         if reply >= self.max_length:
             raise ValueError(
                 f"max_gen_toks={reply} leaves no prompt: the model has {self.max_length} positions; lower it"

@@ -18,12 +18,14 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.modeling_rope_utils import RopeParameters
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from data_gen.chat import template as chat_template
 from data_gen.chat import template_tokens
+from data_gen.ending import in_one_line, out_of_memory
+from leank_train.common.model_folder import check_folder
 from leank_train.common.shape import DecoderShape, kv_shape
-from leank_train.common.typed import BadConfig, Checked, OneOf, refuse_unknown
+from leank_train.common.typed import BadConfig, Checked, OneOf, refuse_unknown, shown
 from leank_train.forward.hook import check_decoder
 
 SHIPPED = ("reference", "reference_mixed")  # models that the package holds
@@ -107,8 +109,14 @@ def load_config(name: str, overrides: Mapping[str, object] | None = None) -> Pre
 
     name, overrides: see `ModelConfig`.
 
-    Raises FileNotFoundError if there is no config, BadConfig for an override that does not fit it.
+    Raises FileNotFoundError if there is no config, ValueError for a folder with damaged files, BadConfig for an
+    override that does not fit.
     """
+    if os.path.isdir(name):
+        try:
+            check_folder(Path(name))
+        except ValueError as error:
+            raise ValueError(f"model.name={name!r}: {error}") from None
     try:
         config = AutoConfig.from_pretrained(resolve(name))
     except (OSError, ValueError) as error:
@@ -117,19 +125,35 @@ def load_config(name: str, overrides: Mapping[str, object] | None = None) -> Pre
     refuse_unknown(overrides or {}, known, "model.overrides.")
     for key, value in (overrides or {}).items():
         if key == "rope_parameters":
-            if not isinstance(value, Mapping):
-                raise BadConfig(
-                    f"model.overrides.{key}={value!r} must be a mapping, e.g. {{rope_type: yarn, factor: 4}}"
-                )
-            before = getattr(config, key, None) or {}
-            refuse_unknown(value, [*RopeParameters.__annotations__, *before], "model.overrides.rope_parameters.")
-            value = {**before, **value}
+            value = _changed_rope(getattr(config, key, None) or {}, value, f"model.overrides.{key}")
         elif not _same_kind(getattr(config, key), value):
             raise BadConfig(
                 f"model.overrides.{key}={value!r} is of another type than the model's own {getattr(config, key)!r}"
             )
-        setattr(config, key, value)
+        try:
+            setattr(config, key, value)
+        except Exception as error:  # transformers has checks of its own, whose errors have no kind in common
+            raise BadConfig(f"model.overrides.{key}={shown(value)} cannot work: {in_one_line(str(error))}") from error
     return config
+
+
+def _changed_rope(before: Mapping[str, object], given: object, where: str) -> dict[str, object]:
+    """Return parameters of RoPE, of which some are given anew; a model may have them for each type of its layers."""
+    if not isinstance(given, Mapping):
+        raise BadConfig(f"{where}={given!r} must be a mapping, e.g. {{rope_type: yarn, factor: 4}}")
+    layers = {key: value for key, value in before.items() if isinstance(value, Mapping)}
+    refuse_unknown(given, list(layers) or [*RopeParameters.__annotations__, *before], f"{where}.")
+    if layers:
+        new = {key: _changed_rope(layers[key], value, f"{where}.{key}") for key, value in given.items()}
+        return {**before, **new}
+    found = {**before, **given}
+    kind = found.get("rope_type", "default")
+    if kind not in (kinds := ["default", *ROPE_INIT_FUNCTIONS]):
+        raise BadConfig(f"{where}.rope_type={shown(kind)} must be one of {', '.join(kinds)}")
+    idle = [key for key in given if key not in ("rope_type", "rope_theta", "partial_rotary_factor")]
+    if kind == "default" and idle:
+        raise BadConfig(f"{where}.{idle[0]} has no effect with rope_type=default; give a rope_type, too, such as yarn")
+    return found
 
 
 def _same_kind(before: object, value: object) -> bool:
@@ -172,25 +196,20 @@ def load(
     device: where the weights go.
     attention: the model's attention function, as transformers names it.
 
-    Raises FileNotFoundError if weights or tokenizer are missing, ValueError for a model that cannot be pruned.
+    Raises FileNotFoundError if weights or tokenizer are missing, ValueError for a model that cannot be pruned or whose
+    files do not hold every weight.
     """
     device = torch.device(device)
     kind = torch_dtype(dtype, device)
     config = load_config(name, overrides)
     tokenizer = load_tokenizer(name)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            resolve(name), config=config, dtype=kind, attn_implementation=attention
-        )
-    except OSError as error:
-        raise FileNotFoundError(_missing(name, error)) from error
-    except ValueError as error:
-        if "attention implementation" not in str(error):
-            raise
+    model = _weights(name, config, kind, attention, overrides or {})
+    known, rows = tokenizer.vocab_size, len(model.get_input_embeddings().weight)  # type: ignore[arg-type]  # a tensor
+    if known > rows:
         raise ValueError(
-            f"model.name={name!r} cannot be used: transformers has no attention={attention} for {config.model_type}, "
-            "whose logits of attention are soft-capped or have sinks; choose another model"
-        ) from error
+            f"model.name={name!r} has embeddings of {rows} tokens, and its tokenizer knows {known}: it is another "
+            "model's; copy the right tokenizer files"
+        )
     try:
         check_decoder(model)
     except ValueError as error:
@@ -200,6 +219,40 @@ def load(
     wrap = tokenizer.chat_template is not None if chat is None else chat
     before, after = chat_template(tokenizer) if wrap else ("", "")
     return Backbone(model, tokenizer, name, before, after)
+
+
+def _weights(
+    name: str, config: PreTrainedConfig, dtype: torch.dtype, attention: str, overrides: Mapping[str, object]
+) -> PreTrainedModel:
+    """Load the weights, all of which the files must hold; see `load`."""
+    try:
+        loaded: object = AutoModelForCausalLM.from_pretrained(
+            resolve(name), config=config, dtype=dtype, attn_implementation=attention,
+            output_loading_info=True, ignore_mismatched_sizes=True,
+        )  # fmt: skip
+    except OSError as error:
+        raise FileNotFoundError(_missing(name, error)) from error
+    except ValueError as error:
+        if "attention implementation" not in str(error):
+            raise
+        raise ValueError(
+            f"model.name={name!r} cannot be used: transformers has no attention={attention} for {config.model_type}, "
+            "whose logits of attention are soft-capped or have sinks; choose another model"
+        ) from error
+    except Exception as error:  # of a class of transformers, which may do anything with a value
+        if not overrides or out_of_memory(error):
+            raise
+        said = f"{type(error).__name__}: {in_one_line(str(error))[:200]}"
+        raise BadConfig(f"model.overrides={shown(dict(overrides))} cannot work: {said}") from error
+    assert isinstance(loaded, tuple)  # transformers types it as the model alone
+    model, report = loaded
+    made_up = {*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}
+    if made_up:  # transformers fills them with random numbers, and says so in a warning
+        raise ValueError(
+            f"model.name={name!r} has no weights of the right shape for {len(made_up)} of its tensors, such as "
+            f"{min(made_up)}; copy the folder again, or leave out the model.overrides that change its shape"
+        )
+    return model
 
 
 def _missing(name: str, error: Exception) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from leank_train.common.rotary import rotary_pairs
 from leank_train.common.shape import kv_shape
 from leank_train.mask import ChannelMask
 
@@ -24,20 +25,18 @@ GROUPS = ("squares", "norms")
 def lowest_frequencies(config: PreTrainedConfig, ratio: float) -> ChannelMask:
     """Keep the RoPE pairs of the lowest frequencies, equally many in every head.
 
-    Pair p of D / 2 has the frequency theta^(-2p / D) and rotates the channels p and p + D / 2. If the number of
-    channels to prune is odd, one channel more is pruned.
+    Pair p of D / 2 has the frequency theta^(-2p / D); `rotary_pairs` says which two channels it rotates. If the number
+    of channels to prune is odd, one channel more is pruned.
 
     ratio: share of channels to prune, in [0, 1).
 
     Raises ValueError for a model that rotates only part of a head, or a ratio out of range.
     """
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+    pairs, shape = rotary_pairs(config), kv_shape(config)
+    if (pairs < 0).any():
         raise ValueError("lowest_frequencies needs a model that rotates all channels (partial_rotary_factor=1)")
-    shape = kv_shape(config)
-    dim = shape.head_dim
-    keep = torch.arange(dim) % (dim // 2) >= (pruned(dim, ratio) + 1) // 2
-    return ChannelMask(keep.expand(shape), {"method": "lowest_frequencies", "ratio": ratio})
+    keep = pairs >= (pruned(shape.head_dim, ratio) + 1) // 2  # [L, D]
+    return ChannelMask(keep[:, None].expand(shape), {"method": "lowest_frequencies", "ratio": ratio})
 
 
 def random_mask(shape: tuple[int, int, int], ratio: float, seed: int) -> ChannelMask:

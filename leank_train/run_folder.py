@@ -1,7 +1,8 @@
-"""The folder of a run: one run at a time writes into it, and its checkpoints belong to one config."""
+"""The folder of a run: one run at a time writes into it, and its checkpoints belong to one config and its inputs."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +11,15 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from leank_train.common.files import Lock, remove_partial, write_text
+from data_gen.haystack import known_by
+from leank_train.backbone import SHIPPED
+from leank_train.common.files import Lock, remove_partial, write_json, write_text
+from leank_train.common.model_folder import folder_digest
+from leank_train.common.typed import BadConfig
 from leank_train.running import parallel
 from leank_train.settings import RunConfig, fingerprint, need
 
+INPUTS = "inputs.json"
 REQUEUED = 120.0  # seconds that a requeued job waits for the lock of its predecessor
 
 
@@ -23,7 +29,7 @@ class Run:
 
     config: the typed settings.
     resolved: the same settings in built-in types, as config.yaml holds them.
-    identity: their fingerprint.
+    fingerprint: of the settings.
     out: the run directory.
     first: whether this is the first of the run's processes, which alone writes results.
     alone: whether it is the only one.
@@ -31,7 +37,7 @@ class Run:
 
     config: RunConfig
     resolved: dict[str, object]
-    identity: str
+    fingerprint: str
     out: Path
     first: bool
     alone: bool
@@ -44,31 +50,71 @@ def claimed(config: RunConfig, resolved: dict[str, object], out: Path) -> Iterat
     The first process holds the lock during the run. A requeued Slurm job waits for its predecessor, whose lock a file
     server may keep for a while after its end.
     """
-    identity, (first, alone) = fingerprint(resolved), parallel.place(config.trainer)
-    current = Run(config, resolved, identity, out, first, alone)
+    first, processes = parallel.role(config.trainer)
+    current = Run(config, resolved, fingerprint(resolved), out, first, processes == 1)
+    given = inputs(config, processes)
     if not first:
-        check_folder(out, identity, config.resume)
+        check_folder(current, given)
         yield current
         return
     out.mkdir(parents=True, exist_ok=True)
     busy = f"{out} is being written by another training; wait for it, or set hydra.run.dir to a new folder"
     with Lock(out / "run.lock", busy, patience=REQUEUED if "SLURM_RESTART_COUNT" in os.environ else 0):
-        check_folder(out, identity, config.resume)
+        check_folder(current, given)
         remove_partial(out)
+        if not (out / "checkpoints").exists() or not (out / INPUTS).exists():
+            write_json(out / INPUTS, given)
         write_text(out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)))
-        write_text(out / "config.hash", identity + "\n")
+        write_text(out / "config.hash", current.fingerprint + "\n")
         yield current
 
 
-def check_folder(out: Path, fingerprint: str, resume: bool) -> None:
-    """Raise BadConfig for a folder with checkpoints that this run must not use, or that another config wrote."""
+def inputs(config: RunConfig, processes: int) -> dict[str, object]:
+    """Return what a mask depends on and the fingerprint does not hold, as JSON.
+
+    That is the contents of files that settings name, the order of tasks, by which they are drawn, and how many
+    documents all processes have in a step.
+    """
+    data, model = config.data, config.model.name
+    return {
+        "tasks": [name for name, share in data.tasks.items() if share],
+        "essays": known_by(data.essays),
+        "model": folder_digest(Path(model)) if model not in SHIPPED and os.path.isdir(model) else None,
+        "documents_per_step": data.documents * processes // config.trainer.sequence_parallel,
+    }
+
+
+def check_folder(run: Run, given: dict[str, object]) -> None:
+    """Raise BadConfig for a folder with checkpoints that this run must not use, or that others began.
+
+    given: the inputs of this run; an earlier version wrote none.
+    """
+    out = run.out
     if not (out / "checkpoints").exists():
         return
     file = out / "config.hash"
     before = file.read_text().strip() if file.exists() else "unknown"
-    need(resume, f"resume=false, and {out} holds a run already; set hydra.run.dir to a new folder, or resume=true")
     need(
-        before == fingerprint,
-        f"{out} holds checkpoints of another config ({before}, this one is {fingerprint}; "
+        run.config.resume,
+        f"resume=false, and {out} holds a run already; set hydra.run.dir to a new folder, or resume=true",
+    )
+    need(
+        before == run.fingerprint,
+        f"{out} holds checkpoints of another config ({before}, this one is {run.fingerprint}; "
         f"compare {out}/config.yaml): set hydra.run.dir to a new folder, or remove that one",
     )
+    if not (out / INPUTS).exists():
+        return
+    try:
+        earlier = json.loads((out / INPUTS).read_text(encoding="utf-8"))
+        assert isinstance(earlier, dict)
+    except (ValueError, AssertionError):
+        raise BadConfig(f"{out / INPUTS} is damaged; set hydra.run.dir to a new folder, or remove that file") from None
+    trained = (out / "checkpoints" / "stage2" / "done.ckpt").exists()  # and so takes no more documents
+    for name, now in given.items():
+        then = earlier.get(name, now)
+        need(
+            then == now or (trained and name == "documents_per_step"),
+            f"{out} was begun with {name}={then}, and this run has {name}={now}: set hydra.run.dir to a new folder, "
+            "or take back what has changed since",
+        )

@@ -21,6 +21,7 @@ from data_gen import haystack
 from data_gen.tasks import task
 from leank_train import backbone as backbones
 from leank_train.backbone import ModelConfig
+from leank_train.common.rotary import layer_ropes
 from leank_train.common.shape import kv_shape
 from leank_train.common.typed import BadConfig, Checked, Count, OneOf, Positive, Samples, Seed, Share, shown, typed
 from leank_train.forward.hook import has_rope
@@ -113,6 +114,11 @@ class ValidationConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         need(not self.samples or bool(self.lengths), "lengths is empty: give lengths, or set validation.samples=0")
+        for key, values in (("lengths", self.lengths), ("tasks", self.tasks or ())):
+            need(
+                len({*values}) == len(values),
+                f"{key}={list(values)} names one twice, whose samples would count twice; leave it out",
+            )
 
 
 @dataclass(frozen=True)
@@ -177,7 +183,7 @@ class RunConfig(Checked):
 
 
 def plain(given: DictConfig | Mapping[str, object]) -> dict[str, object]:
-    """Resolve a configuration into built-in types and today's names; warn if it has the old name of `pruning`."""
+    """Resolve a configuration into built-in types; warn if it has the old name of `pruning`, and replace it."""
     found: object = OmegaConf.to_container(given, resolve=True) if isinstance(given, DictConfig) else dict(given)
     assert isinstance(found, dict)
     config = {str(key): value for key, value in found.items()}
@@ -234,7 +240,8 @@ def check_model(config: RunConfig, longest: dict[str, int]) -> None:
         dim % align == 0, f"pruning.align={align} does not divide head_dim={dim} of {kind}; use a divisor such as 16",
     )  # fmt: skip
     check_lengths(model, kind, longest)
-    check_rope(config, getattr(model, "rope_parameters", None) or {}, kind)
+    for rope in layer_ropes(model):
+        check_rope(config, rope, kind)
 
 
 def check_lengths(model: PreTrainedConfig, kind: str, longest: dict[str, int]) -> None:

@@ -30,8 +30,7 @@ from leank_train.forward.branching import branch, prefill, prefill_and_branch, s
 from leank_train.forward.prefix import to_device
 from leank_train.forward.sequence_parallel import prefill_in_shares
 from leank_train.mask import ChannelMask
-from leank_train.objective import distill, steering
-from leank_train.objective import kl as objectives
+from leank_train.objective import distill, kl, steering
 from leank_train.running.parallel import Parallel, shard
 
 Auto = Annotated[str, OneOf(steering.AUTO)]
@@ -65,7 +64,7 @@ class StageConfig(Checked):
     lam: Annotated[float, Ge(0), Le(1000), "the paper has 0.06"] | Auto = 0.0
     l1: Annotated[str, OneOf(*distill.L1_FORMS)] = "mean"
     straight_through: Annotated[str, OneOf(*distill.STRAIGHT_THROUGH)] = "binary"
-    objective: Annotated[str, OneOf(*objectives.OBJECTIVES)] = "l2"
+    objective: Annotated[str, OneOf(*kl.OBJECTIVES)] = "l2"
     patience: Count = 0
     heldout_every: Positive = 20
     heldout_documents: Positive = 8
@@ -94,7 +93,7 @@ class Stage(L.LightningModule):
         """
         super().__init__()
         if config.objective == "kl":
-            objectives.check_head(backbone.model)
+            kl.check_head(backbone.model)
         # not a child of the module: a frozen decoder belongs in no checkpoint and in no optimizer
         self.__dict__["backbone"] = backbone
         self.config, self.sink, self.window, self.parallel = config, sink, window, parallel or Parallel()
@@ -141,8 +140,8 @@ class Stage(L.LightningModule):
             sink=self.sink, window=self.window, empty_heads=empty,
         )  # fmt: skip
         if self.config.objective == "kl":
-            head = objectives.Head.of(model)
-            return objectives.kl_loss(head, full, scaled, answers.lengths, self.config.reduction)
+            head = kl.Head.of(model)
+            return kl.kl_loss(head, full, scaled, answers.lengths, self.config.reduction)
         return distill.l2_loss(full, scaled, answers.lengths, self.config.reduction)
 
     def training_step(self, batch: Batch, index: int) -> dict[str, Tensor]:

@@ -20,7 +20,9 @@ from data_gen.tasks import Mixture
 from leank_train import backbone as backbones
 from leank_train.backbone import Backbone
 from leank_train.common.files import write_json
+from leank_train.common.rotary import rotary_pairs
 from leank_train.common.tensor_files import read_checkpoint, write_checkpoint, write_tensors
+from leank_train.common.typed import BadConfig
 from leank_train.data import RetrievalData, collate
 from leank_train.mask import ChannelMask, check_ratio
 from leank_train.objective.steering import AUTO, Separation
@@ -30,7 +32,7 @@ from leank_train.running.metrics import Metrics
 from leank_train.running.preempt import SaveOnSignal, Signals
 from leank_train.running.recorder import AtomicCheckpointIO, Progress, Recorder
 from leank_train.running.wandb_log import log_results, make_logger
-from leank_train.settings import BadConfig, RunConfig, check, plain
+from leank_train.settings import RunConfig, check, plain
 from leank_train.stages import Stage, Stage1, Stage2
 from leank_train.stopping import EarlyStop, best_look
 from leank_train.validation.compare import check_lengths, validate
@@ -95,7 +97,7 @@ def train(current: Run, signals: Signals) -> Metrics:
         lengths = f"validation.batch={config.validation.batch}, validation.lengths={list(config.validation.lengths)}"
         with memory("in validation; the mask is saved", lengths):
             validate(config, backbone, mask, out, metrics)
-    figures = plots.training_plots(record1, record2, alpha, mask, out / "plots")
+    figures = plots.training_plots(record1, record2, alpha, mask, rotary_pairs(backbone.model.config), out / "plots")
     metrics["seconds"]["all"] = round(time.time() - started, 1)
     write_json(out / "metrics.json", metrics)
     log_results(logger, metrics, figures, config.model.name, current.resolved, mask, out)
@@ -104,15 +106,15 @@ def train(current: Run, signals: Signals) -> Metrics:
 
 def load_backbone(config: RunConfig, shared: parallel.Parallel) -> Backbone:
     """Load the frozen model: on the CPU if the ranks share its weights, which `Stage.setup` hands out."""
-    place = parallel.device(config.trainer)
-    dtype = str(backbones.torch_dtype(config.model.dtype, place)).removeprefix("torch.")
-    device = torch.device("cpu") if shared.shard_weights else place
+    own = parallel.device(config.trainer)
+    dtype = str(backbones.torch_dtype(config.model.dtype, own)).removeprefix("torch.")
+    device = torch.device("cpu") if shared.shard_weights else own
     with memory("while loading the model", f"the precision, model.dtype={config.model.dtype}"):
         return backbones.load(config.model.name, dtype, device, config.model.chat, dict(config.model.overrides))
 
 
 def check_inputs(config: RunConfig, backbone: Backbone) -> None:
-    """Raise ValueError now for what would otherwise end the run hours later.
+    """Raise ValueError before the first step for what would otherwise end the run hours later.
 
     That is a context too short for a task, an answer without tokens, a validation length that does not fit, and
     pruning ratios, those of `extra_ratios` included, that no scores can meet.
@@ -141,7 +143,7 @@ def save_masks(current: Run, scores1: Tensor, alpha: Tensor) -> ChannelMask:
     """
     config, pruning, out = current.config, current.config.pruning, current.out
     metadata = {
-        "model": config.model.name, "config": current.identity, "sink": pruning.sink, "window": pruning.window,
+        "model": config.model.name, "config": current.fingerprint, "sink": pruning.sink, "window": pruning.window,
         "seed": config.seed, "lengths": [config.data.min_length, config.data.max_length],
         "versions": {"torch": torch.__version__, "lightning": L.__version__},
     }  # fmt: skip
@@ -157,7 +159,7 @@ def save_masks(current: Run, scores1: Tensor, alpha: Tensor) -> ChannelMask:
     for align in {1, pruning.align}:  # what stage 2 is worth (appendix E): the same scores without it
         cut(scores1, pruning.ratio, align).save(out / "stage1" / f"mask_align{align}.safetensors")
     for ratio in config.extra_ratios:  # stage 2 has learned for one ratio, so other ratios take the scores of stage 1
-        cut(scores1, ratio, pruning.align).save(out / "masks" / f"mask_{100 * ratio:g}pct.safetensors")
+        cut(scores1, ratio, pruning.align).save(out / "masks" / f"mask_{100 * ratio:.12g}pct.safetensors")
     return mask
 
 
@@ -182,13 +184,13 @@ def measured(current: Run, mask: ChannelMask, scores1: Tensor, alpha: Tensor, re
         "distillation": {name: r.steps[-1]["distillation"] for name, r in records.items() if r.steps},
         **({"heldout": heldout} if heldout else {}),
         "seconds": {"training": round(sum(r.seconds for r in records.values()), 1)},  # those before a stop included
-        "config": current.identity,
+        "config": current.fingerprint,
     }
 
 
 @contextmanager
 def memory(when: str, settings: str) -> Iterator[None]:
-    """Name the settings that need less memory if it runs out; `when` says in which phase."""
+    """Raise BadConfig that names the settings to lower if memory runs out; `when` says in which phase."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -211,7 +213,7 @@ def mixture(config: RunConfig, backbone: Backbone, stage: str, world: int) -> Mi
     data = config.data
     return Mixture(
         dict(data.tasks), backbone.tokenizer, data.min_length, data.max_length,
-        seed=config.seed * 2 + (stage == "stage2"), questions=data.questions, group=data.documents * world,
+        seed=config.seed * 2 + (stage == "stage2"), questions=data.questions, per_length=data.documents * world,
         essays=data.essays, split="train", reserve=backbone.reserve,
     )  # fmt: skip
 

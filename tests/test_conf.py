@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from transformers import LlamaConfig, Qwen2Config
 
-from conf import of_other_command, set_twice
+from conf import of_other_command, of_several_experiments, set_twice
 from eval.__main__ import refuse_repeated
 from leank_train import backbone, settings
 from leank_train.__main__ import command_line
@@ -197,6 +197,18 @@ def test_one_setting_under_two_names_is_refused():
     assert set_twice(["++pruning.ratio=0.6", "+mask.ratio=0.5"]) == told
     assert set_twice(["mask.ratio=0.5", "pruning.ratio=0.5", "mask.align=8", "pruning.sink=4"]) is None
     assert set_twice([]) is None
+
+
+def test_a_sweep_over_experiments_is_refused(monkeypatch):
+    """The folder of a sweep's run has no experiment in its name, so two runs would share it."""
+    for argument in ("+experiment=reference_70pct,reference_80pct", "experiment=a,b/c,d"):
+        for flag in ("-m", "--multirun"):
+            assert of_several_experiments([flag, argument, "seed=1,2"]).startswith(f"{argument}: a sweep has one")
+        assert of_several_experiments([argument]) is None
+    assert of_several_experiments(["-m", "+experiment=reference_70pct", "seed=1,2"]) is None
+    monkeypatch.setattr(sys, "argv", ["leank_train", "-m", "+experiment=reference_70pct,reference_80pct"])
+    with pytest.raises(SystemExit, match=r"leank_train: \+experiment=.*: a sweep has one experiment"):
+        command_line()
 
 
 def test_training_says_that_a_setting_has_two_values(monkeypatch):

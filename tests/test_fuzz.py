@@ -99,7 +99,7 @@ def describe_training(config):
     """All that training checks before it loads weights, and its first documents."""
     made = training.check(config)
     training.fingerprint(config)
-    parallel.place(made.trainer)
+    parallel.role(made.trainer)
     name, overrides = made.model.name, made.model.overrides
     light = SimpleNamespace(config=backbone.load_config(name, overrides))
     check_inputs(made, backbone.Backbone(light, backbone.load_tokenizer(name), name))

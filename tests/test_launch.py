@@ -1,6 +1,7 @@
 """What Hydra refuses is one line, and a run that is refused leaves no folder."""
 
 import os
+from pathlib import Path
 
 import pytest
 from hydra.errors import ConfigCompositionException
@@ -46,5 +47,9 @@ def test_a_refused_run_leaves_no_folder_and_others_stay(tmp_path, monkeypatch):
     assert not refused.exists()
     assert len(list(used.iterdir())) == 3
     (used / "results.jsonl").unlink()
+    monkeypatch.chdir(used)  # hydra.job.chdir=true
+    leave_no_trace(used)
+    assert Path.cwd() == used
+    monkeypatch.chdir(tmp_path)
     leave_no_trace(used)
     assert not list(tmp_path.iterdir())

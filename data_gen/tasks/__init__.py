@@ -75,7 +75,7 @@ class Mixture:
     min_length, max_length: bounds of a document's tokens, both included; lengths are drawn uniformly.
     seed: of all documents.
     questions: questions per document; some tasks have fewer.
-    group: this many neighbouring indices share one length, so that no rank of a step waits for a longer document.
+    per_length: this many neighbouring indices share one length, so that no rank of a step waits for a longer document.
     essays, split: the natural text; see `haystack.sentences`.
     reserve: tokens of every length to leave for a chat template; see `data_gen.chat`.
 
@@ -88,7 +88,7 @@ class Mixture:
     max_length: int
     seed: int = 0
     questions: int = 1
-    group: int = 1
+    per_length: int = 1
     essays: str | None = None
     split: str = "all"
     reserve: int = 0
@@ -104,13 +104,13 @@ class Mixture:
                 f"min_length={self.min_length}, max_length={self.max_length} is no range; "
                 "give 0 < min_length <= max_length"
             )
-        if self.questions < 1 or self.group < 1:
-            raise ValueError(f"questions={self.questions}, group={self.group} must both be at least 1")
+        if self.questions < 1 or self.per_length < 1:
+            raise ValueError(f"questions={self.questions}, per_length={self.per_length} must both be at least 1")
         object.__setattr__(self, "_counter", TokenCounter(self.tokenizer))
 
     def length_of(self, index: int) -> int:
         """Return the length of document `index` in tokens."""
-        rng = random.Random(f"length/{self.seed}/{index // self.group}")
+        rng = random.Random(f"length/{self.seed}/{index // self.per_length}")
         return rng.randint(self.min_length, self.max_length)
 
     def __getitem__(self, index: int) -> Document:

@@ -102,7 +102,11 @@ class InfiniteBench(FromFiles[infinitebench.InfiniteBenchLine]):
 
 @dataclass
 class Math500(FromFiles[math500.Math500Line]):
-    """MATH-500. path: test.jsonl of prm800k's math_splits, or its folder."""
+    """MATH-500.
+
+    path: test.jsonl of prm800k's math_splits, or its folder.
+    max_new_tokens: of a reply.
+    """
 
     max_new_tokens: Positive = math500.MAX_NEW_TOKENS
     name: str = "math500"

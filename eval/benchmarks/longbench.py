@@ -8,7 +8,6 @@ import json
 from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
-from itertools import islice
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -76,6 +75,8 @@ def build_row(
     task: official name; "_e" (LongBench-E) uses the same prompt. data: "context", "input", "answers", and "length",
     "all_classes", "_id" where they exist. max_length: truncate the prompt to so many tokens, before the chat template
     as officially; None leaves it whole. Where truncation cuts into the question, all of the prompt is context.
+
+    Raises ValueError for an unknown task.
     """
     name = task.removesuffix("_e")
     if name not in prompts():
@@ -89,25 +90,13 @@ def build_row(
         answers=list(data["answers"]),
         max_new_tokens=max_new_tokens()[name],
         metric="longbench",
-        # samsum: the official run also stops at a newline and forbids ending before the first token
-        stop=("\n",) if name == "samsum" else (),
+        # samsum: the official run also stops at the token for a newline, and allows neither end as the first token
+        ends=("\n",) if name == "samsum" else (),
         min_new_tokens=1 if name == "samsum" else 0,
         chat=name not in NO_CHAT_TASKS,
         all_classes=data.get("all_classes"),
         length=data.get("length"),
     )
-
-
-def rows(
-    task: str,
-    path: str | Path | None = None,
-    tokenizer: Tokenizer | None = None,
-    max_length: int | None = None,
-    limit: int | None = None,
-) -> Iterator[Row]:
-    """Rows of a task in file order, at most `limit`. path: see `read`; tokenizer, max_length: see `build_row`."""
-    for line in islice(read(task, path), limit):
-        yield build_row(task, line.data, tokenizer, max_length)
 
 
 def read(task: str, path: str | Path | None = None) -> Iterator[source.Line]:

@@ -1,13 +1,13 @@
 """Needle in a haystack: one sentence hidden at a depth of a long text.
 
-Behaviour of gkamradt/LLMTest_NeedleInAHaystack 7b90d28 (MIT). Officially GPT judges the reply
-from 1 to 10. Here `recall` does, as in the line of work that ThinK belongs to; eval.metrics.rouge.rouge_1 is another
+Behaviour of gkamradt/LLMTest_NeedleInAHaystack 7b90d28 (MIT). Officially GPT judges the reply from 1 to 10. Here
+`recall` does, as in the line of work that ThinK belongs to; eval.metrics.rouge.rouge_1 is another
 choice. The official essays may not be redistributed, so bring your own haystack.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -67,22 +67,8 @@ def insert_needle(
     return decode(tokens[:at] + needle_tokens + tokens[at:])
 
 
-def build_context(
-    haystack: str,
-    needle: str,
-    depth_percent: float,
-    context_length: int,
-    encode: Encode,
-    decode: Decode,
-    buffer: int = 200,
-) -> str:
-    """Repeat `haystack` until it has `context_length` tokens, cut it there, then `insert_needle`."""
-    text = fitted(haystack, context_length, encode, decode)
-    return insert_needle(text, needle, depth_percent, context_length, encode, decode, buffer)
-
-
 def fitted(haystack: str, length: int, encode: Encode, decode: Decode) -> str:
-    """`haystack`, repeated and cut to `length` tokens. Raises ValueError for an empty one."""
+    """Repeat `haystack` until it has `length` tokens, and cut it there. Raises ValueError for an empty one."""
     if not haystack:
         raise ValueError("the haystack is empty; give a text file")
     size = 8 * length + 8  # characters; a long haystack need not be encoded to its end
@@ -96,16 +82,8 @@ def grid(shortest: int, longest: int, count: int = 35) -> list[int]:
     return [int(value) for value in np.round(np.linspace(shortest, longest, count))]
 
 
-def rows(
-    haystack: str, lengths: Sequence[int], depths: Sequence[float], encode: Encode, decode: Decode
-) -> Iterator[Row]:
-    """One row per length and depth. Officially context and question are two user turns; here they are one."""
-    for length in lengths:
-        for depth in depths:
-            yield _row(build_context(haystack, NEEDLE, depth, length, encode, decode), length, depth)
-
-
 def _row(context: str, length: int, depth: float) -> Row:
+    """One row. Officially context and question are two user turns; here they are one."""
     return Row(
         task="niah",
         id=f"{length}-{depth}",

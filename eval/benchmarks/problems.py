@@ -29,11 +29,16 @@ SUBSETS = {"medium": 2, "hard": 3, "symbolic": 0}  # and their d
 
 @dataclass
 class GsmInfinite(Checked):
-    """path: .jsonl or .jsonl.gz of problems, see gsm_infinite.realistic_row; None generates them.
+    """GSM-Infinite; a cell is a subset at a nominal length.
 
-    subsets: "medium", "hard", "symbolic"; lengths: nominal tokens, 0 = no filler; seed: all three of the generator, a
-    file has its own. ops: only these. samples: the first so many of each subset, length and op, None = all of a file.
-    merge_turns: one user turn, for templates that refuse two in a row.
+    path: .jsonl or .jsonl.gz of problems, see gsm_infinite.realistic_row; None generates them.
+    subsets: "medium", "hard" or "symbolic", of the generator; a file has its own.
+    lengths: nominal tokens, of the generator; 0 is without filler.
+    ops: problems of other ops are left out; None takes all of a file.
+    samples: the first so many of each subset, length and op; None takes all of a file.
+    merge_turns: whether a problem is one user turn, for templates that refuse two in a row.
+    max_new_tokens: of a reply.
+    seed: of the generator.
     """
 
     path: str | None = None

@@ -18,7 +18,8 @@ class Row:
     method may compress before or after the question.
 
     answers: what `metric` compares with (strings; for GSM-Infinite the integer; for InfiniteBench its label).
-    stop: the reply ends at the first of these strings. min_new_tokens: end-of-text is not allowed earlier.
+    stop: the reply ends at the first of these strings. ends: the last token of each of these texts ends the reply as
+    end-of-text does. min_new_tokens: neither end-of-text nor `ends` is allowed earlier.
     preamble: messages before the user's turn. all_classes: class names of a classification task. length: the data
     set's own length, in its own unit. read: the question is a text that is read through the cache, and no reply
     follows. meta: whatever else the tables group by (op, template, depth, ...).
@@ -34,6 +35,7 @@ class Row:
     metric: str
     answer_prefix: str = ""
     stop: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
     min_new_tokens: int = 0
     chat: bool = True
     preamble: tuple[Message, ...] = ()

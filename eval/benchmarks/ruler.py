@@ -43,10 +43,14 @@ def draw(
 
 @dataclass
 class Ruler(Checked):
-    """tasks: RULER's names; lengths: tokens of prompt and reply; samples: of each; seed: of the generators.
+    """RULER, cell by cell (eval.benchmarks.base): a cell is a task at a length.
 
-    essays, split: the natural text of essay haystacks, see data_gen.haystack. squad, hotpotqa: the data of qa_1 and
-    qa_2, see data_gen.tasks.qa.
+    tasks: RULER's names, or those of `EXTRA`.
+    lengths: tokens of prompt and reply.
+    samples: of each task and length.
+    seed: of the generators.
+    essays, split: the natural text of essay haystacks, see data_gen.haystack.
+    squad, hotpotqa: the data of qa_1 and qa_2, see data_gen.tasks.qa.
     """
 
     tasks: Annotated[Sequence[str], MinLen(1)] = OFFICIAL

@@ -33,8 +33,12 @@ class Text(Checked):
     """Windows of a text that do not overlap (eval.benchmarks.base), in an order drawn from the seed.
 
     path: a .txt or .txt.gz file, or a folder of .txt files, no two of which share a window; None is the text shipped
-    with the package. split: of the shipped text; a `path` is used whole. lengths: tokens of a window. samples: windows
-    of each length. prefilled: share of a window's tokens that is prefilled.
+        with the package.
+    split: of the shipped text; a `path` is used whole.
+    lengths: tokens of a window.
+    samples: windows of each length.
+    prefilled: share of a window's tokens that is prefilled.
+    seed: of the windows' order.
     """
 
     path: str | None = None

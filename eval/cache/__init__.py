@@ -11,6 +11,6 @@ computed, `batched` and `kernel` compute it fast. `hook` registers both with tra
 from eval.cache.cache import CompressedCache, compressed_cache
 from eval.cache.layer import CompressedLayer
 from eval.cache.memory import bytes_per_row, max_batch
-from eval.cache.storage.store import Sizes
+from eval.cache.storage.sizes import Sizes
 
 __all__ = ["CompressedCache", "CompressedLayer", "Sizes", "bytes_per_row", "compressed_cache", "max_batch"]

@@ -25,8 +25,8 @@ from eval.cache.saved.writing import save
 from eval.cache.storage.addresses import Addresses
 from eval.cache.storage.channels import MaskLike, layer_masks
 from eval.cache.storage.middle import Middle
-from eval.cache.storage.store import Sizes
-from leank_train.forward.hook import kv_shape
+from eval.cache.storage.sizes import Sizes
+from leank_train.common.shape import kv_shape
 
 
 class CompressedCache(Cache):
@@ -68,7 +68,10 @@ class CompressedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append the new tokens of one layer; raises ValueError for a layer that the cache's model does not have."""
+        """Append the new tokens of one layer.
+
+        Raises ValueError for a layer that the cache's model does not have, RuntimeError if the last pass broke off.
+        """
         if layer_idx >= len(self.layers):
             raise ValueError(
                 f"this cache was made for a model of {len(self.layers)} layers, and layer {layer_idx} asks for it: "
@@ -80,6 +83,8 @@ class CompressedCache(Cache):
 
     def _begin_pass(self, new: int) -> None:
         """Before a pass of `new` columns, end a recording that is over and warn of an unannounced chunk."""
+        if len({*map(self.get_seq_length, range(len(self.layers)))}) > 1 or any(one.waiting for one in self.compressed):
+            raise RuntimeError("the last pass broke off, and some layers lack its tokens: call reset() and begin anew")
         if self._since_crop:  # assisted decoding crops after every pass, so tokens without a crop are there to stay
             self._end_recording()
         elif self._since_crop == 0:
@@ -96,8 +101,7 @@ class CompressedCache(Cache):
 
     def _end_recording(self) -> None:
         self._since_crop = None
-        layers: list[Any] = self.layers
-        for layer in layers:
+        for layer in list[Any](self.layers):
             if getattr(layer, "record_past", False):
                 layer.crop(0)
                 layer.record_past = False
@@ -122,8 +126,7 @@ class CompressedCache(Cache):
         Steps that generate() has captured stay, with the windows that they read; the next prompt's window goes there.
         """
         self._since_crop = None
-        layers: list[Any] = self.layers
-        for layer in layers:
+        for layer in list[Any](self.layers):
             if isinstance(layer, CompressedLayer) and self.steps.loop is not None:
                 layer.reset_in_place()
             else:
@@ -184,8 +187,6 @@ class CompressedCache(Cache):
 
         Raises FileNotFoundError, or ValueError if the file is damaged or was made by another model or mask.
         """
-        if not os.path.isfile(path):
-            raise FileNotFoundError(f"{path} does not exist; give a file that CompressedCache.save() wrote")
         found = Saved(path)
         sizes, indices = found.sizes, [i for i, one in enumerate(found.about) if one["kind"] == "compressed"]
         keep = None if mask is None else layer_masks(mask)

@@ -28,6 +28,7 @@ from transformers.utils import ModelOutput
 
 from eval.cache.graph import CAPTURE_FOR, DecodeLoop, KeptSteps, capturable, retractable, step_key
 
+ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")  # settings that draft
 PLAIN = {"inputs_embeds", "output_attentions", "output_hidden_states"}  # inputs that a captured step does not have
 
 
@@ -127,7 +128,7 @@ def graph_decoding(
     if generation_config.num_beams > 1:
         given = {"generation_config": generation_config, "stopping_criteria": stopping_criteria}
         return mode._beam_search(model, input_ids, **given, **kwargs)
-    if generation_config.prompt_lookup_num_tokens or generation_config.is_assistant:
+    if generation_config.is_assistant or any(getattr(generation_config, name, None) for name in ASSISTED):
         raise ValueError("custom_generate=graph_decoding cannot assist decoding; leave custom_generate out")
     stepped = _Stepped(model, kwargs["past_key_values"], generation_config.max_length)
     criteria = _NextStep(stepped).among(stopping_criteria)
@@ -140,14 +141,20 @@ def graph_decoding(
 
 
 def generate(cache: Cache, model: PreTrainedModel, **kwargs: object) -> GenerateOutput | Tensor:
-    """What model.generate(past_key_values=cache, **kwargs) returns; see `CompressedCache.generate`."""
+    """What model.generate(past_key_values=cache, **kwargs) returns; see `CompressedCache.generate`.
+
+    Raises ValueError for ids of which the cache holds as many already.
+    """
+    ids, held = kwargs.get("input_ids", kwargs.get("inputs")), cache.get_seq_length()
+    if isinstance(ids, Tensor) and held and ids.shape[-1] <= held:
+        raise ValueError(
+            f"the cache holds {held} tokens and {ids.shape[-1]} ids came: give the ids of the whole conversation, or "
+            "call cache.reset() first"
+        )
     run: Any = model.generate
     streamer = kwargs.get("streamer")
     config = kwargs.get("generation_config") or model.generation_config
-    assisted = kwargs.get("assistant_model") or kwargs.get(
-        "prompt_lookup_num_tokens", getattr(config, "prompt_lookup_num_tokens", None)
-    )
-    if assisted:
+    if any(kwargs.get(name, getattr(config, name, None)) for name in ASSISTED):
         return run(past_key_values=cache, **kwargs)
 
     def decode(

@@ -23,7 +23,8 @@ from eval.cache.storage.addresses import Addresses
 from eval.cache.storage.arrival import pieces
 from eval.cache.storage.middle import Middle
 from eval.cache.storage.sealing import PromptRoom
-from eval.cache.storage.store import Sizes, Store
+from eval.cache.storage.sizes import Sizes
+from eval.cache.storage.store import Store
 from eval.cache.storage.upload import capturing
 
 
@@ -134,11 +135,9 @@ class CompressedLayer(RowsLayer):
         padding_mask: [B, >= columns] bool or 0/1, False = padding, None = no padding
         scaling: factor of the logits, None = 1 / sqrt(D)
 
-        Returns [B, Q, Hq, D]. Raises ValueError unless the mask is 2-D.
+        Returns [B, Q, Hq, D]. Raises ValueError unless the mask is 2-D and covers every column.
         """
-        if padding_mask is not None and padding_mask.ndim != 2:
-            raise ValueError(f"a compressed cache takes a 2-D padding mask, got shape {tuple(padding_mask.shape)}")
-        real = None if padding_mask is None else padding_mask[:, : self._columns].bool()
+        real = None if padding_mask is None else self._real_of(padding_mask)
         kind = q.device.type
         with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
             return self._attend(q.to(self.dtype), real, scaling, softmax)

@@ -14,7 +14,8 @@ from eval.cache.layer import CompressedLayer
 from eval.cache.storage.channels import MaskLike, layer_masks
 from eval.cache.storage.pages import PAGE, round_up
 from eval.cache.storage.quantised import Packing
-from eval.cache.storage.store import Sizes, Store
+from eval.cache.storage.sizes import Sizes
+from eval.cache.storage.store import Store
 
 
 @dataclass

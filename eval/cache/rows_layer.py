@@ -17,6 +17,23 @@ class RowsLayer(DynamicLayer):
 
     store: Store | None
     _real: Tensor | None  # [B, columns] of an unsealed prompt
+    _columns: int  # logical length, padding included
+
+    @property
+    def waiting(self) -> bool:
+        """Whether tokens that followed the prompt were never attended: a pass broke off there."""
+        return self.store is not None and self.keys is not None
+
+    def _real_of(self, padding_mask: Tensor) -> Tensor:
+        """Which columns are real, [B, columns]; raises ValueError unless the mask is 2-D and covers them all."""
+        if padding_mask.ndim != 2:
+            raise ValueError(f"a compressed cache takes a 2-D padding mask, got shape {tuple(padding_mask.shape)}")
+        if padding_mask.shape[1] < self._columns:
+            raise ValueError(
+                f"attention_mask has {padding_mask.shape[1]} columns, and the cache {self._columns} with the new ones: "
+                "call cache.reset(), then give ids and mask of the whole conversation, and leave use_cache on"
+            )
+        return padding_mask[:, : self._columns].bool()
 
     def _select(self, rows: Tensor) -> None:
         if self.store is not None:

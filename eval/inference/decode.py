@@ -73,8 +73,11 @@ def greedy(
         steps += 1
     failed = broken.tolist()
     answers = torch.stack(tokens, 1).tolist() if tokens else [[] for _ in range(rows)]
-    cut = []
-    for answer, most, end in zip(answers, max_new_tokens, failed, strict=True):
-        answer = answer[: min(most, end)]
-        cut.append(answer[: next((i for i, token in enumerate(answer) if token in set(eos)), len(answer))])
+    bounds = map(min, max_new_tokens, failed)
+    cut = [_before(set(eos), answer[:most]) for answer, most in zip(answers, bounds, strict=True)]
     return cut, steps, [None if end == longest else end for end in failed]
+
+
+def _before(ends: set[int], answer: list[int]) -> list[int]:
+    """An answer up to the first of these tokens."""
+    return answer[: next((i for i, token in enumerate(answer) if token in ends), len(answer))]

@@ -11,13 +11,9 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from eval.inference.model_folder import check_folder, folder_digest
 from leank_train import backbone
-from leank_train.common.shape import kv_shape as shape_of
+from leank_train.common.model_folder import folder_digest
 from leank_train.common.typed import shown
-
-__all__ = ["ModelConfig", "load_config", "load_model", "shape_of", "windows_of"]
-
 
 # windows_of by the address of a config, and whose it was
 _WINDOWS: dict[int, tuple[weakref.ref[PreTrainedConfig], list[int | None]]] = {}
@@ -89,11 +85,6 @@ def load_config(settings: ModelConfig) -> tuple[PreTrainedConfig, PreTrainedToke
 
     Raises FileNotFoundError if there is no such model, ValueError for a folder with damaged files.
     """
-    if settings.folder is not None:
-        try:
-            check_folder(settings.folder)
-        except ValueError as error:
-            raise ValueError(f"model.name={settings.name!r}: {error}") from None
     return backbone.load_config(settings.name, dict(settings.overrides)), backbone.load_tokenizer(settings.name)
 
 

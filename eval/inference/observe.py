@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from eval.cache.attention.softmax import PLAIN, Softmax
-from leank_train.forward.attention import HALF, SCORES_AT_ONCE
+from leank_train.forward.attention import SCORES_AT_ONCE
+from leank_train.forward.kernels import HALF
 
 
 def received(

@@ -68,7 +68,10 @@ class PromptLayer(DynamicLayer):
         return torch.cat([there, after], 1)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Any, Tensor]:
-        """Append k, v [B, H, n, D]. Returns (the layer, v) for the attention function."""
+        """Append k, v [B, H, n, D]. Returns (the layer, v) for the attention function.
+
+        Raises ValueError if they exceed the capacity.
+        """
         if self._buffer is None:
             self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
             shape = (*key_states.shape[:2], self.capacity, key_states.shape[3])

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from transformers import PreTrainedTokenizerBase
 
+from data_gen.chat import rendered
 from eval.benchmarks.row import Row
 
 SPECIALS = ("text", "as_is")
@@ -43,6 +44,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, row: Row, chat: bool | None = Non
     """Token ids of a row: chat template around `messages()`, or their bare text, then `answer_prefix`.
 
     The text is encoded as a whole. The question begins with the first token that starts at or after the context's end.
+    An end-of-text token that the tokenizer puts behind every text is left out: the reply is still to come.
 
     chat: bool or None, default None: whether to use the chat template; None does if there is one.
     specials: "text" or "as_is", default "text": what the name of a special token (such as </s>) in the sample's own
@@ -50,7 +52,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, row: Row, chat: bool | None = Non
     """
     chatting = uses_chat(tokenizer, row, chat)
     if chatting:
-        text = _templated(tokenizer, row.messages())
+        text = rendered(tokenizer, row.messages())
         inside = text.rfind(row.prompt)
         if inside < 0:  # templates may strip the turn
             inside = max(0, text.rfind(row.prompt.strip())) - (len(row.prompt) - len(row.prompt.lstrip()))
@@ -65,13 +67,11 @@ def encode(tokenizer: PreTrainedTokenizerBase, row: Row, chat: bool | None = Non
             _warn(tokenizer)
         how = "text" if specials == "text" and read is not None else "as_is"
         pairs = pairs if read is None else read
+    if not chatting and pairs[-1:] == [(tokenizer.eos_token_id, (0, 0))]:  # some tokenizers end every text with it
+        pairs = pairs[:-1]
     end = inside + len(row.context)
     starts = [i for i, (_, (first, last)) in enumerate(pairs) if last > first and first >= end]
     return Prompt([token for token, _ in pairs], starts[0] if starts else len(pairs) - 1, how)
-
-
-def _templated(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
 def _names(tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -132,7 +132,7 @@ def _own(tokenizer: PreTrainedTokenizerBase, row: Row, text: str) -> list[Span] 
     contents = [message["content"] for message in row.messages()]
     marks = [f"message {n} of {len(contents)} here" for n in range(len(contents))]
     marked = [{**message, "content": mark} for message, mark in zip(row.messages(), marks, strict=True)]
-    drawn = _templated(tokenizer, marked)
+    drawn = rendered(tokenizer, marked)
     around = re.split("|".join(map(re.escape, marks)), drawn)
     if len(around) != len(contents) + 1:
         return None
@@ -150,7 +150,7 @@ def _own(tokenizer: PreTrainedTokenizerBase, row: Row, text: str) -> list[Span] 
 
 def _splits(tokenizer: PreTrainedTokenizerBase, row: Row) -> bool:
     """Whether a template's text is the tokens of its pieces between special tokens, one after the other."""
-    text = _templated(tokenizer, row.messages())
+    text = rendered(tokenizer, row.messages())
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     names, ids, at = set(_names(tokenizer)), [], 0
     for token, (first, last) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):

@@ -23,10 +23,10 @@ def read(model: PreTrainedModel, cache: Cache, ids: Tensor, real: Tensor | None)
 
     Returns the decoder's hidden states after each token, [B, n, hidden].
     """
-    ends = range(0, ids.shape[1], AT_ONCE)
+    starts = range(0, ids.shape[1], AT_ONCE)
     found = [
         states(model, cache, part, _until(real, ids, start + part.shape[1]))
-        for start, part in zip(ends, ids.split(AT_ONCE, 1), strict=True)
+        for start, part in zip(starts, ids.split(AT_ONCE, 1), strict=True)
     ]
     return torch.cat(found, 1)
 

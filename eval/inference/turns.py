@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from transformers import PreTrainedTokenizerBase
 
+from data_gen.chat import rendered
 from eval.benchmarks.row import Row
 from eval.inference.prompts import Prompt, encode, uses_chat
 
@@ -28,6 +29,8 @@ def encode_turns(
     rows: the turns, which share a context.
     one_cache: whether a turn follows the turns before it and their true answers, or the context alone.
     chat, specials: see eval.inference.prompts.encode.
+
+    Raises ValueError if turns cannot share the context's cache, or if the chat template drops earlier replies.
     """
     first = encode(tokenizer, rows[0], chat, specials)
     if not one_cache:
@@ -58,7 +61,7 @@ def _between(tokenizer: PreTrainedTokenizerBase, row: Row) -> str:
         {"role": "assistant", "content": MARK},
         {"role": "user", "content": row.question.strip()},
     ]
-    text = str(tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))
+    text = rendered(tokenizer, asked)
     _, mark, after = text.rpartition(MARK)
     if not mark:
         raise ValueError("the model's chat template drops earlier replies; use model.chat=false with this benchmark")

@@ -16,11 +16,11 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from data_gen.sample import Sample
 from eval.cache.storage import middle
 from eval.cache.storage.eviction import Eviction
-from eval.cache.storage.store import Sizes
-from eval.inference.models import shape_of
+from eval.cache.storage.sizes import Sizes
 from eval.inference.prefill import Prefill, PromptLayer
 from eval.methods.held import Held
 from leank_train.channel_scores import pruned
+from leank_train.common.shape import kv_shape
 from leank_train.common.typed import Checked
 
 Observe = Callable[[Sample, int], Prefill]  # (a sample, obs_queries) -> its dense pass
@@ -101,7 +101,7 @@ class Uniform(Channels):
     free = "ratio"
 
     def kept_counts(self, config: PreTrainedConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
-        layers, heads, dim = shape_of(config)
+        layers, heads, dim = kv_shape(config)
         return np.full((layers, heads), dim - pruned(dim, self.ratio)), np.full((layers, heads), dim)
 
 

@@ -15,7 +15,7 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from eval.cache import CompressedCache, CompressedLayer, Sizes, compressed_cache
 from eval.cache.storage.middle import Middle
-from eval.cache.storage.store import middle_columns, real_positions
+from eval.cache.storage.sizes import middle_columns, real_positions
 from eval.inference.prefill import Prefill, PromptLayer
 from eval.inference.prefill import prefill as dense_pass
 from eval.methods.axes import Axis, Bits, Channels, PromptPass, Reads, Tokens

@@ -10,9 +10,10 @@ import numpy as np
 from transformers import PreTrainedConfig
 
 from eval.cache.storage.sizes import Sizes
-from eval.inference.models import shape_of, windows_of
+from eval.inference.models import windows_of
 from eval.methods.base import Method
 from eval.methods.held import Held
+from leank_train.common.shape import kv_shape
 
 
 def held_bytes(method: Method, held: Held) -> float:
@@ -32,7 +33,7 @@ def method_bytes(method: Method, config: PreTrainedConfig, length: int, itemsize
 
     Raises ValueError for settings that make no sense.
     """
-    layers, heads, dim = shape_of(config)
+    layers, heads, dim = kv_shape(config)
     all_of_it, everywhere = [length] * layers, np.full((layers, heads), dim)
     passes = (all_of_it, all_of_it) if method.prefill is None else method.prefill.kept_counts(config, length)
     widths = (everywhere, everywhere) if method.channels is None else method.channels.kept_counts(config, length)
@@ -60,18 +61,18 @@ def _held(
         if kept is None or (k.min() < k.max() and not method.tokens.settled):
             return None
         middle = np.minimum(middle, kept)
-    return Held(np.broadcast_to(ends, k.shape), np.where(k > 0, middle, 0), k, v, shape_of(config)[2], itemsize)
+    return Held(np.broadcast_to(ends, k.shape), np.where(k > 0, middle, 0), k, v, kv_shape(config)[2], itemsize)
 
 
 def dense_bytes(config: PreTrainedConfig, length: int, itemsize: int) -> int:
     """Bytes of a prompt's whole K and V, as far as layers with sliding-window attention hold it."""
-    _, heads, dim = shape_of(config)
+    _, heads, dim = kv_shape(config)
     full = windows_of(config).count(None)
     return 2 * full * heads * dim * length * itemsize + _sliding_bytes(config, length, itemsize)
 
 
 def _sliding_bytes(config: PreTrainedConfig, length: int, itemsize: int) -> int:
     """Bytes that layers with sliding-window attention hold of a prompt, whatever the method."""
-    _, heads, dim = shape_of(config)
+    _, heads, dim = kv_shape(config)
     tokens = sum(min(length, window) for window in windows_of(config) if window is not None)
     return 2 * heads * dim * tokens * itemsize

@@ -112,10 +112,14 @@ AXES = tuple(REGISTRY)
 
 
 def choice(axis: str, config: object, where: str) -> Axis:
-    """The choice on one axis that `config` describes, {"name": ..., its settings}; errors begin with `where`.
+    """The choice on one axis that `config` describes.
 
-    name: one of REGISTRY, or "module:class" of a choice that is not there. Its module is imported, so a configuration
-    with such a name is trusted code.
+    axis: one of `AXES`.
+    config: {"name": ..., its settings}. The name is one of REGISTRY, or "module:class" of a choice that is not there;
+      that module is imported, so a configuration with such a name is trusted code.
+    where: the dotted key of `config`, with which every error begins.
+
+    Raises ValueError for anything but a mapping, an unknown name, or settings that the choice does not accept.
     """
     if not isinstance(config, Mapping):
         said, name = shown(config), shown(config).strip("'")

@@ -49,6 +49,8 @@ def grade_all(replies: Sequence[str], answer: int, at_end: Literal["wrong", "num
 
     Officially the digit rule measures the length of the number in the *first* reply, whichever reply it grades. That
     is kept here; grade each reply with `grade` to avoid it.
+
+    Raises ValueError for another `at_end`.
     """
     if at_end not in ("wrong", "number"):
         raise ValueError(f"at_end={at_end!r}: choose 'wrong' (no credit, default) or 'number' (read to the end)")

@@ -121,6 +121,8 @@ def code_similarity(prediction: str, reference: str, backend: CodeBackend = "dif
     The first code line has none of ` # // (so a line with a trailing comment is skipped); without one it is "".
     Of that line and of the reference `MAX_CODE_LINE` characters are compared.
     backend: "difflib" is fuzzywuzzy as LongBench installs it, "levenshtein" is fuzzywuzzy with python-Levenshtein.
+
+    Raises ValueError for another backend.
     """
     lines = prediction.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")

@@ -20,10 +20,12 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from data_gen.ending import again, ending, in_one_line
 
-log = logging.getLogger("eval")
+if TYPE_CHECKING:
+    from eval.papers.item import Item
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,14 +65,12 @@ def listing(paper: Sequence[str] = ()) -> str:
     return "\n".join([*lines, f"{len(ITEMS)} items, {there} run here: python -m eval.papers ID"])
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Make the items of the command line, and print or write them. Returns the exit status."""
-    from eval.papers.make import Workshop
-    from eval.papers.page import as_html, as_markdown
-    from eval.papers.registry import ITEMS, find, of_papers, status
-    from eval.papers.task import Request
-    from eval.papers.verdicts import as_markdown as as_verdicts
-    from leank_train.common.files import write_text
+def wanted(arguments: argparse.Namespace) -> tuple[list[Item], list[Item], tuple[str, ...]]:
+    """Return the items that are named one by one, all that are to be made, and the overrides of python -m eval.
+
+    Raises ValueError for arguments that cannot be meant.
+    """
+    from eval.papers.registry import ITEMS, find, of_papers
 
     overrides = tuple(one for one in arguments.items if "=" in one)
     if of_hydra := [one for one in overrides if one.lstrip("+~").startswith("hydra")]:
@@ -84,6 +84,19 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--jobs {arguments.jobs} makes nothing; give 1 or more")
     if not items:
         raise ValueError("no item is named; give ids such as leank:fig7, --paper NAME, --all or --list")
+    return named, items, overrides
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Make the items of the command line, and print or write them. Returns the exit status."""
+    from eval.papers.make import Workshop
+    from eval.papers.page import as_html, as_markdown
+    from eval.papers.registry import status
+    from eval.papers.task import Request
+    from eval.papers.verdicts import as_markdown as as_verdicts
+    from leank_train.common.files import write_text
+
+    named, items, overrides = wanted(arguments)
     request = Request(arguments.quick, arguments.real, overrides)
     workshop = Workshop(arguments.out, request)
     failed = {} if arguments.show else workshop.make(items, arguments.jobs)

@@ -83,7 +83,8 @@ class Contrast:
     measure: "score" compares points, first minus second; the others compare the ratio first / second of cache bytes or
         of seconds.
     bound: what the claim says of it. A difference of scores is above the bound, a ratio is below it.
-    equal: whether the claim is that scores are equal: that their difference is within `bound` on either side.
+    equal: whether the claim is that scores are equal: that their difference lies between `bound`, which is negative,
+        and -`bound`.
     """
 
     first: str

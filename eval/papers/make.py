@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,8 +22,6 @@ from eval.report.summary import summarise
 from eval.rows.result_row import ResultRow
 from eval.rows.results import GLOB, Key, Results, key_of, read
 from leank_train.common.files import write_json
-
-log = logging.getLogger("eval")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from eval.papers.registry import runs, status
 from eval.papers.verdicts import headlines
 from eval.report import plots, style
 from eval.report.html import figure, page, to_table
-from eval.report.tables import Line, Table, by_length, markdown, number, overall
+from eval.report.table import Line, Table
+from eval.report.tables import by_length, markdown, number, overall
 
 SHARED = "Processes that shared the machine took the milliseconds (--jobs): they compare nothing."
 LONG = 14  # lines above which a table is folded

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from eval.papers.make import Made
-from eval.report.tables import Line, Table, markdown
+from eval.report.table import Line, Table
+from eval.report.tables import markdown
 
 # what is asked first of the papers, and the items whose comparisons answer it
 CLAIMS: dict[str, tuple[str, ...]] = {

@@ -77,9 +77,9 @@ def labels(rows: Sequence[ResultRow]) -> dict[Variant, str]:
             found[row["method"]][variant(row)] = _flat(row["settings"]["method"])
     names = {}
     for label, variants in found.items():
-        matched = {_ends(name) for flat in variants.values() for name in flat.get("matched.settings", ())}
+        matched = {_setting(name) for flat in variants.values() for name in flat.get("matched.settings", ())}
         every = [
-            {name: value for name, value in flat.items() if _ends(name) not in matched and _ends(name)[0] != "matched"}
+            {k: v for k, v in flat.items() if not (k.startswith("matched.") or _setting(k) in matched)}
             for flat in variants.values()
         ]
         differing = [k for k in dict.fromkeys(k for v in every for k in v) if len({repr(v.get(k)) for v in every}) > 1]
@@ -89,7 +89,7 @@ def labels(rows: Sequence[ResultRow]) -> dict[Variant, str]:
     return names
 
 
-def _ends(name: str) -> tuple[str, str]:
+def _setting(name: str) -> tuple[str, str]:
     """Return the axis and the setting of a dotted name, without what is between."""
     return name.partition(".")[0], name.rpartition(".")[2]
 

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from eval.report.fidelity import is_text
 from eval.report.groups import Pair, by_label, changed
 from eval.report.records import RunSummary, Summary
-from eval.report.tables import Table, tables
+from eval.report.table import Table
+from eval.report.tables import tables
 from eval.rows.result_row import ResultRow
 
 SHOWN = 40  # replies listed per method, of those that differ from dense

@@ -94,6 +94,18 @@ def _shade(cell: Figures | None) -> float | None:
     return cell["against_dense"]["difference"] if cell and "against_dense" in cell else None
 
 
+def lacking(run: RunSummary) -> list[str]:
+    """Return a sentence where methods lack samples that others have, as in a run that was stopped or of few shards."""
+    most: dict[tuple[int | None, str], int] = {}
+    for cell in run["cells"]:
+        most[cell["length"], cell["task"]] = max(cell["n"], most.get((cell["length"], cell["task"]), 0))
+    every = sum(most.values())
+    few = ", ".join(f"{cell['method']} {cell['n']} of {every}" for cell in run["overall"] if cell["n"] < every)
+    if not few:
+        return []
+    return [f"Some methods lack samples that others have ({few}): compare differences, not means over other samples."]
+
+
 def overall(run: RunSummary) -> Table:
     """Make a table with one line per method: score, difference, bytes, times."""
     lines, text = [], fidelity.is_text(run)
@@ -120,7 +132,7 @@ def overall(run: RunSummary) -> Table:
             f" The {masks} learned masks are not compared with other methods than dense: python -m eval report DIR"
             " METHOD ... does so for the methods that it names."
         )
-    return Table("Overall", head, lines, " ".join([note, *remarks(run["overall"])]))
+    return Table("Overall", head, lines, " ".join([note, *lacking(run), *remarks(run["overall"])]))
 
 
 def differences(run: RunSummary) -> Table | None:

@@ -18,7 +18,7 @@ from eval.methods.channels.leank import LeanK
 from eval.run.grid import expanded
 from eval.run.job import Job
 from eval.run.matched import matched
-from eval.run.replay import Settings
+from eval.run.settings import Settings
 from leank_train.common.typed import group, refuse_unknown, refuse_unsound, shown, typed
 
 # name -> "module:class"; imported when first used

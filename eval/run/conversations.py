@@ -15,8 +15,9 @@ from eval.inference.decode import greedy
 from eval.inference.prefill import Prefill, PromptLayer, extend, joined, pad_left
 from eval.inference.prompts import Prompt
 from eval.methods import Method
+from eval.run.answer import Answer
 from eval.run.compression import Compression
-from eval.run.replay import Answer, Replay, cache_bytes
+from eval.run.replay import Replay, cache_bytes
 
 
 def branch(cache: Cache) -> Cache:

@@ -24,10 +24,12 @@ from eval.inference.turns import encode_turns
 from eval.methods import Method
 from eval.rows.result_row import ResultRow, RowSettings
 from eval.rows.results import Key, Results
+from eval.run.answer import Answer
 from eval.run.compression import Watch
 from eval.run.conversations import Conversations
 from eval.run.progress import Progress
-from eval.run.replay import Answer, Replay, Settings
+from eval.run.replay import Replay
+from eval.run.settings import Settings
 
 FORMAT = 1  # version of what a row means; part of its key
 log = logging.getLogger("eval")
@@ -118,7 +120,7 @@ class Job:
         same rows as one that was not.
         """
         size, work, batch = self.settings.batch_size, [], -1
-        shard, shards = self.settings.place
+        shard, shards = self.settings.numbered_shard
         either = (None, self.settings.specials)  # a sample's text is not known before it is built
         for cell in self.benchmark.cells():
             methods = self.by_cell.get(cell, self.methods)

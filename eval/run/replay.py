@@ -31,8 +31,6 @@ from eval.run.fidelity import Asked, Compared, Comparison, Course
 from eval.run.settings import Settings
 from leank_train.backbone import eos_ids
 
-__all__ = ["Answer", "Replay", "Settings"]
-
 
 def cache_bytes(cache: Cache, prompt: Prefill) -> list[dict[str, float]]:
     """Return the bytes held after each prompt, per part and in total, measured on the tensors.
@@ -185,7 +183,15 @@ class Replay:
             spent = self.now() - start
         start, stopped = self.now(), self.stops(replies.rows)
         tokens, steps, broken = greedy(
-            self.model, cache, logits, asked.real, asked.lengths, self.eos, replies.most, replies.least, stopped
+            self.model,
+            cache,
+            logits,
+            asked.real,
+            asked.lengths,
+            self.ends(replies.rows),
+            replies.most,
+            replies.least,
+            stopped,
         )
         fed = [len(q) + min(steps, len(t)) for q, t in zip(replies.questions, tokens, strict=True)]
         return Decoded(tokens, steps, broken, fed, spent, self.now() - start)
@@ -217,6 +223,10 @@ class Replay:
         most = [0 if row.read else self.settings.max_new_tokens or row.max_new_tokens for row in rows]
         least = [min(n, self.settings.min_new_tokens or row.min_new_tokens) for n, row in zip(most, rows, strict=True)]
         return most, least
+
+    def ends(self, rows: Sequence[Row]) -> list[int]:
+        """Return the tokens that end a reply; the rows of a batch are of one task, and end alike."""
+        return [*self.eos, *(self.tokenizer(text, add_special_tokens=False)["input_ids"][-1] for text in rows[0].ends)]
 
     def stops(self, rows: Sequence[Row]) -> Stopped | None:
         """Return whether a reply has reached a stop string, as a function of its row and tokens; None without any."""

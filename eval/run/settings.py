@@ -37,7 +37,7 @@ class Settings(Checked):
     specials: Annotated[str, OneOf(*SPECIALS)] = "text"
 
     @property
-    def place(self) -> tuple[int, int]:
+    def numbered_shard(self) -> tuple[int, int]:
         """Number of this shard and number of shards. Raises ValueError if there is no such shard."""
         number, _, count = self.shard.partition("/")
         if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
@@ -46,6 +46,6 @@ class Settings(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.place
+        _ = self.numbered_shard
         if self.min_new_tokens and self.max_new_tokens and self.min_new_tokens > self.max_new_tokens:
             raise BadConfig(f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}")

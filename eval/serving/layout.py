@@ -35,7 +35,6 @@ projections instead, because the rest of most of them is never stored.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -202,12 +201,6 @@ class PageLayout:
     def whole_from(self, first: int) -> int:
         """The first position behind the sink that a step from position `first` on reads whole."""
         return max(self.sink, first - self.window)
-
-    def rest_blocks(self, first: int) -> int:
-        """Pages of `rest` that hold the sink and the window of a step from position `first` on, at most."""
-        block = self.rest.block
-        both = math.ceil(self.sink / block) + math.ceil(self.window / block) + 1
-        return min(both, math.ceil(first / block))
 
 
 def lay_out(stored: Tensor, values: Tensor) -> tuple[LayerRuns, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 from eval.serving.settings import Settings
 
 BACKEND = "eval.serving.backend.PrunedBackend"
+_exported: dict[str, tuple[str | None, str]] = {}  # variable -> what the user gave, what the last engine exported
 
 
 def register() -> None:
@@ -40,16 +41,28 @@ def use_backend() -> None:
     KVCacheSpecRegistry.register(RestSpec, RestManager)
 
 
+def _take_back() -> None:
+    """Let the environment say again what the user gave: an engine must not be told the settings of the one before."""
+    for name, (given, exported) in _exported.items():
+        if os.environ.get(name) == exported:
+            os.environ.pop(name)
+            os.environ.update({} if given is None else {name: given})
+
+
 def _checked(create: Callable[..., Any]) -> Callable[..., Any]:
     """EngineArgs.create_engine_config with the plug-in's settings read before it and checked after it."""
 
     @functools.wraps(create)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _take_back()
         settings = Settings.find(self.additional_config)
         if settings is None:
+            if _exported:  # the backend that its layers would get is that of a mask
+                raise ValueError("an engine of this process has a mask: start one without in a process of its own")
             return create(self, *args, **kwargs)
         from eval.serving.check import check
 
+        _exported.update({name: (os.environ.get(name), value) for name, value in settings.export().items()})
         os.environ.update(settings.export())  # for the processes that vLLM starts
         use_backend()
         config = create(self, *args, **kwargs)

@@ -43,6 +43,8 @@ class Settings:
                 raise ValueError(f"additional-config: leank={own!r} must be a mapping with mask, sink and window")
             given.update({name: str(value) for name, value in own.items()})
         if "mask" not in given:
+            if own is not None:
+                raise ValueError(f"additional-config: leank={own!r} names no mask, so nothing would be pruned")
             return None
         trained = load_mask(given["mask"]).metadata
         sizes = {name: _tokens(name, given.get(name, trained.get(name, DEFAULTS[name]))) for name in DEFAULTS}

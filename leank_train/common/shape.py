@@ -24,12 +24,19 @@ class DecoderShape(NamedTuple):
 def kv_shape(config: PreTrainedConfig) -> DecoderShape:
     """Return the shape of a decoder with this config.
 
-    Raises ValueError if the config does not name its KV heads, or if keys and values differ in width.
+    Raises ValueError if the config does not name its KV heads, or if layers, or keys and values, differ in width.
     """
-    kind, heads = getattr(config, "model_type", "unknown"), getattr(config, "num_key_value_heads", None)
+    kind = getattr(config, "model_type", "unknown")
+    try:
+        heads, dim = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
+    except RuntimeError as error:  # of transformers, for what differs from layer to layer, as in Gemma 4
+        raise ValueError(
+            f"model={kind} has layers of different shapes (per_layer_config); a mask needs as many KV heads and "
+            "channels in each: choose another model"
+        ) from error
     if heads is None:
         raise ValueError(f"model={kind} has no num_key_value_heads in its config; choose a decoder such as Llama")
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dim = dim or config.hidden_size // config.num_attention_heads
     keys = getattr(config, "qk_head_dim", None) or dim  # latent attention (MLA): head_dim is its rotary part alone
     values = getattr(config, "v_head_dim", None) or keys
     if keys != values:

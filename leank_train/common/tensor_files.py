@@ -2,7 +2,7 @@
 
 A safetensors file keeps the digest of its tensors and metadata in its header. A checkpoint keeps the digest of its
 bytes as the comment of the zip archive that `torch.save` writes. `safetensors` and `torch.load` read both as before.
-Files from before there was a digest are read with a warning.
+Files without a digest, which earlier versions wrote, are read with a warning.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from torch.autograd.function import once_differentiable
 from leank_train.common.autograd import AutogradContext
 from leank_train.forward.kernels import HALF
 from leank_train.forward.visibility import Visibility
-from leank_train.forward.visibility import visibility as visibility  # it was defined here before
 
 EMPTY_HEADS = ("drop", "zero")
 LEAST_LOGIT = -60.0  # relative to the row's maximum: e^-60 = 9e-27 is lost in the rounding of a sum that holds 1
@@ -36,7 +35,7 @@ def partial_attention(
     k, v: [B, H, T, D].
     scale: factor of the logits.
     sees: which keys each row sees.
-    block: keys read at a time; None chooses by the device's memory.
+    block: keys read at a time; None chooses by the kind of device (SCORES_AT_ONCE).
 
     Returns out [R, Hq, n, D] and lse [R, Hq, n] in float32 (float64 for float64 inputs). A row that sees no key has
     out = 0 and lse = -inf.
@@ -199,7 +198,7 @@ def scaled_attention(
     empty_heads: what a head does with the middle if its alpha is 0 everywhere. "zero" is Eq. 1 as written: the logits
         are 0, so that every middle token keeps the weight e^0. "drop" leaves the middle out, as deployed (section 3.3);
         alpha still gets the gradient that "zero" would give it for the same gradient of the output.
-    block: keys read at a time; None chooses by the device's memory.
+    block: keys read at a time; None chooses by the kind of device (SCORES_AT_ONCE).
 
     Returns [R, Hq, n, D] in q's type. Raises ValueError for another empty_heads.
     """

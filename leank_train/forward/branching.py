@@ -164,11 +164,11 @@ def decode(
 
     Returns R lists of at most max_new_tokens ids, cut before the first of eos_id.
     """
-    place = question.hidden.device
-    stops = torch.tensor([eos_id] if isinstance(eos_id, int) else list(eos_id), device=place)
-    rows = torch.arange(len(question.lengths), device=place)
+    device = question.hidden.device
+    stops = torch.tensor([eos_id] if isinstance(eos_id, int) else list(eos_id), device=device)
+    rows = torch.arange(len(question.lengths), device=device)
     state = DecodePass(prefix, question, max_new_tokens, alpha, sink, window, flush)
-    hidden, tokens = question.hidden[rows, to_device(question.lengths - 1, place)], []
+    hidden, tokens = question.hidden[rows, to_device(question.lengths - 1, device)], []
     done = torch.zeros_like(rows, dtype=torch.bool)
     for step in range(max_new_tokens):
         tokens.append(model.get_output_embeddings()(hidden).argmax(-1))  # [R]
@@ -177,7 +177,7 @@ def decode(
             break
         positions = (question.starts + question.lengths + step)[:, None]  # [R, 1]
         state.advance(positions)
-        hidden = run_decoder(model, tokens[-1][:, None], to_device(positions, place), state)[:, 0]
+        hidden = run_decoder(model, tokens[-1][:, None], to_device(positions, device), state)[:, 0]
     ends = set(stops.tolist())
     answers = torch.stack(tokens, 1).tolist() if tokens else [[] for _ in rows]
     return [row[: next((i for i, token in enumerate(row) if token in ends), len(row))] for row in answers]

@@ -82,9 +82,9 @@ class FullPass(_Keeps):
         super().__init__(int(k_positions.max()) + 1, lengths, obs_queries)
         self.prefix = prefix
         causal = visibility(positions, prefix.k_positions, "causal")
-        pieces = document_pieces(positions, prefix.k_positions, [causal], prefix.place)
+        pieces = document_pieces(positions, prefix.k_positions, [causal], prefix.device)
         own = visibility(positions, k_positions, "causal")
-        self.plan = Plan(pieces + own_pieces(positions, k_positions, len(prefix.lengths), [own], prefix.place))
+        self.plan = Plan(pieces + own_pieces(positions, k_positions, len(prefix.lengths), [own], prefix.device))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Full attention [R, Hq, n, D] over the branch's document and its own tokens up to each row."""
@@ -134,10 +134,10 @@ class ScaledPass:
         self.alpha = _per_layer(alpha, prefix, question)
         self.longest = int(k_positions.max()) + 1
         zones = [visibility(positions, prefix.k_positions, zone, sink, window) for zone in ("dense", "middle")]
-        pieces = document_pieces(positions, prefix.k_positions, zones, prefix.place)
+        pieces = document_pieces(positions, prefix.k_positions, zones, prefix.device)
         for part, at in ((1, question.k_positions), (2, k_positions)):
             zones = [visibility(positions, at, zone, sink, window) for zone in ("dense", "middle")]
-            pieces += own_pieces(positions, at, len(prefix.lengths), zones, prefix.place, part)
+            pieces += own_pieces(positions, at, len(prefix.lengths), zones, prefix.device, part)
         self.plan = Plan(pieces)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -195,11 +195,11 @@ class DecodePass:
         ):  # until the window moves, all steps read the same ranges
             self.start = start
             self.document = document_pieces(
-                positions, self.prefix.k_positions, self._zones(positions, self.prefix.k_positions), self.prefix.place
+                positions, self.prefix.k_positions, self._zones(positions, self.prefix.k_positions), self.prefix.device
             )
         own = self._zones(positions, self.k_positions)
         documents = len(self.prefix.lengths)
-        self.plan = Plan(self.document + own_pieces(positions, self.k_positions, documents, own, self.prefix.place))
+        self.plan = Plan(self.document + own_pieces(positions, self.k_positions, documents, own, self.prefix.device))
 
     def _window_start(self, positions: Tensor) -> Tensor:
         """First position [R, 1] of the window that the rows at positions [R, 1] read."""

@@ -155,7 +155,7 @@ class Plan:
 
 
 def document_pieces(
-    q_positions: Tensor, k_positions: Tensor, zones: Sequence[Visibility], place: torch.device | None = None
+    q_positions: Tensor, k_positions: Tensor, zones: Sequence[Visibility], device: torch.device | None = None
 ) -> tuple[Piece, ...]:
     """The pieces of part 0, the documents' keys.
 
@@ -163,14 +163,14 @@ def document_pieces(
     k_positions: [B, P], -1 for padding.
     zones: "causal" alone, or "dense" and then "middle", which is read with scaled queries. Their spans may cover more
         keys than these rows see.
-    place: device of the masks; None: that of the positions.
+    device: device of the masks; None: that of the positions.
     """
-    place = place or q_positions.device
-    rows = to_device(q_positions.reshape(len(k_positions), -1)[:, :, None], place)  # [B, M * n, 1]
+    device = device or q_positions.device
+    rows = to_device(q_positions.reshape(len(k_positions), -1)[:, :, None], device)  # [B, M * n, 1]
     pieces = []
     for scaled, zone in enumerate(zones):
         for start, stop, masked in zone.spans if scaled else _joined(zone.spans):
-            seen = zone.sees(rows, to_device(k_positions[:, None, start:stop], place)) if masked else None
+            seen = zone.sees(rows, to_device(k_positions[:, None, start:stop], device)) if masked else None
             pieces.append(Piece(0, start, stop, bool(scaled), None if seen is None else ~seen[:, None, None]))
     return tuple(pieces)
 
@@ -191,7 +191,7 @@ def own_pieces(
     k_positions: Tensor,
     documents: int,
     zones: Sequence[Visibility],
-    place: torch.device | None = None,
+    device: torch.device | None = None,
     part: int = 1,
 ) -> tuple[Piece, ...]:
     """The pieces of a part that holds the branches' own keys, laid out by `fused.side_by_side`.
@@ -202,13 +202,13 @@ def own_pieces(
     k_positions: [R, T], -1 for padding.
     documents: B.
     zones: as in `document_pieces`.
-    place: device of the masks; None: that of the positions.
+    device: device of the masks; None: that of the positions.
     part: number of the part.
     """
     n, T, M = q_positions.shape[1], k_positions.shape[1], len(q_positions) // documents
-    place = place or q_positions.device
-    same = torch.eye(M, dtype=torch.bool, device=place)[None, :, None, :, None]
-    rows, columns = to_device(q_positions[:, :, None], place), to_device(k_positions[:, None], place)
+    device = device or q_positions.device
+    same = torch.eye(M, dtype=torch.bool, device=device)[None, :, None, :, None]
+    rows, columns = to_device(q_positions[:, :, None], device), to_device(k_positions[:, None], device)
     pieces = []
     for scaled, zone in enumerate(zones):
         if not zone.spans:

@@ -31,7 +31,7 @@ class Prefix:
     ranks: dist.ProcessGroup | None = None
 
     @property
-    def place(self) -> torch.device:
+    def device(self) -> torch.device:
         """Device of keys and values."""
         return self.keys[0].device
 
@@ -94,8 +94,8 @@ def checked_lengths(lengths: Sequence[int] | Tensor, ids: Tensor) -> Tensor:
     return lengths
 
 
-def to_device(x: Tensor, place: torch.device) -> Tensor:
-    """Copy of x on the device `place`; a copy from the host to a GPU does not wait for what runs there."""
-    if place.type == "cuda" and not x.is_cuda:
-        return x.contiguous().pin_memory().to(place, non_blocking=True)
-    return x.to(place)
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copy of x on `device`; a copy from the host to a GPU does not wait for what runs there."""
+    if device.type == "cuda" and not x.is_cuda:
+        return x.contiguous().pin_memory().to(device, non_blocking=True)
+    return x.to(device)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from leank_train.common.autograd import AutogradContext
-from leank_train.forward.attention import HALF
+from leank_train.forward.kernels import HALF
 from leank_train.forward.prefix import to_device
 from leank_train.objective.distill import FLOAT16_FACTOR, REDUCTIONS, counted
 
@@ -77,14 +77,14 @@ def check_head(model: PreTrainedModel) -> None:
     The model's own forward pass runs on two given hidden states, one of them large, instead of its decoder's.
     """
     head, config = Head.of(model), model.config
-    place = head.weight.device
+    device = head.weight.device
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 2, head.weight.shape[1], generator=generator) * torch.tensor([[1.0], [30.0]])
-    hidden = hidden.to(place, head.weight.dtype)
+    hidden = hidden.to(device, head.weight.dtype)
     probe = copy.copy(model)
     probe._modules = {**model._modules, model.base_model_prefix: _Fixed(hidden)}
     with torch.no_grad():
-        wanted = probe(input_ids=torch.zeros(1, 2, dtype=torch.long, device=place), use_cache=False).logits[0].float()
+        wanted = probe(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device), use_cache=False).logits[0].float()
         error = (head.logits(hidden[0]).float() - wanted).abs().amax(-1)
     if not (error <= PROBE_ERROR * wanted.abs().amax(-1)).all():
         raise ValueError(

@@ -23,9 +23,9 @@ from leank_train.common.typed import BadConfig, Checked, OneOf, Positive, shown
 from leank_train.forward.kernels import KERNELS
 from leank_train.running.preempt import environments
 
-OURS = ("sequence_parallel", "shard_weights", "prefill_kernel")  # settings that lightning.Trainer does not take
+OWN_SETTINGS = ("sequence_parallel", "shard_weights", "prefill_kernel")  # settings that lightning.Trainer does not take
 WHOLE = (None, 32, "32", "32-true", 64, "64", "64-true")  # precisions of Lightning that round nothing to half
-NOT_OURS = (  # what Lightning says at every start, of its own use of torch and of Slurm
+LIGHTNING_NOTES = (  # what Lightning says at every start, of its own use of torch and of Slurm
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
     r"The `srun` command is available on your system but is not used",
 )
@@ -98,7 +98,7 @@ class Parallel:
 
 def settings(config: TrainerConfig) -> Parallel:
     """What the stages need to know of the processes."""
-    return Parallel(**{key: getattr(config, key) for key in OURS})
+    return Parallel(**{key: getattr(config, key) for key in OWN_SETTINGS})
 
 
 def trainer(config: TrainerConfig, **more: Any) -> L.Trainer:
@@ -109,9 +109,9 @@ def trainer(config: TrainerConfig, **more: Any) -> L.Trainer:
     Raises ValueError if sequence_parallel does not divide the number of processes.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its notes on hardware and products
-    for words in NOT_OURS:
+    for words in LIGHTNING_NOTES:
         warnings.filterwarnings("ignore", words)
-    given = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in OURS}
+    given = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in OWN_SETTINGS}
     plugins = [*more.pop("plugins", []), *environments()]
     try:
         made = L.Trainer(**given, **more, plugins=plugins)
@@ -133,24 +133,24 @@ def device(config: TrainerConfig) -> torch.device:
     return trainer(config, logger=False).strategy.root_device
 
 
-def place(config: TrainerConfig) -> tuple[bool, bool]:
-    """Whether this process is the run's first, and whether it is the only one; the processes need not be connected."""
+def role(config: TrainerConfig) -> tuple[bool, int]:
+    """Whether this process is the run's first, and how many there are; the processes need not be connected."""
     made = trainer(config, logger=False)
-    return made.is_global_zero, made.world_size == 1
+    return made.is_global_zero, made.world_size
 
 
-def shard(model: PreTrainedModel, place: torch.device, head: bool = False) -> None:
+def shard(model: PreTrainedModel, device: torch.device, head: bool = False) -> None:
     """Leave each rank a share of every layer's weights; a layer is gathered while it runs. A second call does nothing.
 
     model: on the CPU, where all processes of a node share the pages of its file. Its layers move one after the other.
-    place: device of the shares.
-    head: whether the head, which hidden states do not need, moves to `place` as a whole (2.1 GB of the 70B model).
+    device: of the shares.
+    head: whether the head, which hidden states do not need, moves to `device` as a whole (2.1 GB of the 70B model).
     """
     if head:
-        model.get_output_embeddings().to(place)
+        model.get_output_embeddings().to(device)
     if isinstance(model.base_model, FSDPModule):
         return
-    mesh = dist.init_device_mesh(place.type, (dist.get_world_size(),))
+    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     layers: Iterable[torch.nn.Module] = model.base_model.layers  # type: ignore[assignment]
     for block in (*layers, model.base_model):
         fully_shard(block, mesh=mesh, reshard_after_forward=True)

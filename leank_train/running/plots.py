@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from leank_train.common.files import write_bytes
+from leank_train.common.rotary import mean_by_pair
 from leank_train.mask import ChannelMask
 
 if TYPE_CHECKING:
@@ -31,12 +32,15 @@ STYLE: dict[RcKeyType, object] = {
 MOST_NUMBERS = 512  # heads; a map of more of them shows colours alone
 
 
-def training_plots(stage1: Recorder, stage2: Recorder, alpha: Tensor, mask: ChannelMask, out: Path) -> dict[str, Path]:
+def training_plots(
+    stage1: Recorder, stage2: Recorder, alpha: Tensor, mask: ChannelMask, pairs: Tensor, out: Path
+) -> dict[str, Path]:
     """Write every picture of a run as PNG.
 
     stage1, stage2: the records of both stages.
     alpha: [L, H, D], the scores after stage 2.
     mask: made from them.
+    pairs: [L, D], the RoPE pair of each channel (`rotary_pairs`).
     out: the folder.
 
     Returns name -> file.
@@ -47,7 +51,7 @@ def training_plots(stage1: Recorder, stage2: Recorder, alpha: Tensor, mask: Chan
             "losses": losses(stage1, stage2),
             "alpha_histogram": alpha_histogram(stage1, stage2),
             "channels_per_head": channels_per_head(mask),
-            "kept_per_frequency": kept_per_frequency(mask, alpha),
+            "kept_per_frequency": kept_per_frequency(mask, alpha, pairs),
         }
         for name, figure in figures.items():
             found[name] = out / f"{name}.png"
@@ -123,21 +127,20 @@ def channels_per_head(mask: ChannelMask) -> Figure:
     return figure
 
 
-def kept_per_frequency(mask: ChannelMask, alpha: Tensor) -> Figure:
+def kept_per_frequency(mask: ChannelMask, alpha: Tensor, pairs: Tensor) -> Figure:
     """Share of channels kept per RoPE pair, highest frequency first (LeanK figures 7 and 9), and per layer.
 
     alpha: [L, H, D], the scores that the mask was made from.
+    pairs: [L, D], the RoPE pair of each channel.
     """
-    layers, heads, dim = mask.keep.shape
-    pairs = mask.keep.float().view(layers, heads, 2, dim // 2).mean((1, 2)).numpy()  # [layers, pairs]
-    scores = alpha.view(layers, heads, 2, dim // 2).mean((0, 1, 2)).numpy()
+    kept, scores = (mean_by_pair(values, pairs).numpy() for values in (mask.keep, alpha))  # [layers, pairs]
     figure = Figure(figsize=(8, 6.5), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 3))
-    top.bar(range(dim // 2), 100 * pairs.mean(0), color=BLUE, label="kept channels")
-    top.plot(range(dim // 2), 100 * scores, color=ORANGE, label="mean of alpha, in % of 1")
+    top.bar(range(kept.shape[1]), 100 * np.nanmean(kept, 0), color=BLUE, label="kept channels")
+    top.plot(range(kept.shape[1]), 100 * np.nanmean(scores, 0), color=ORANGE, label="mean of alpha, in % of 1")
     top.set(ylabel="%", title="Kept channels per RoPE pair, all layers and each layer")
     _legend_below(figure, top)
-    image = bottom.imshow(100 * pairs, aspect="auto", cmap="Blues", vmin=0, vmax=100)
+    image = bottom.imshow(100 * kept, aspect="auto", cmap="Blues", vmin=0, vmax=100)
     bottom.set(xlabel="RoPE pair (0 = highest frequency)", ylabel="Layer")
     bottom.locator_params(axis="y", integer=True)
     figure.colorbar(image, ax=bottom, label="Kept channels (%)")

@@ -7,23 +7,8 @@ defines the scores.
 import torch
 from torch import Tensor
 
-from leank_train.channel_scores import (
-    GROUPS,
-    best,
-    lowest_frequencies,
-    pruned,
-    query_key_scores,
-    random_mask,
-    top,
-    wide,
-)
+from leank_train.channel_scores import best, query_key_scores, wide
 from leank_train.forward.prefix import Branch, Prefix, to_device
-
-# The scores were defined here before; methods outside of this repository may import them from here.
-__all__ = [
-    "GROUPS", "best", "context_scores", "lowest_frequencies", "pruned", "query_key_scores", "random_mask",
-    "think_mask", "top", "wide",
-]  # fmt: skip
 
 
 def think_mask(prefix: Prefix, question: Branch, ratio: float) -> Tensor:

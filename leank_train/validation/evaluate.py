@@ -21,7 +21,8 @@ from leank_train.backbone import Backbone
 from leank_train.common import bootstrap
 from leank_train.common.escape import markdown_table
 from leank_train.data import pad
-from leank_train.forward.branching import Branch, Prefix, branch, decode, prefill
+from leank_train.forward.branching import branch, decode, prefill
+from leank_train.forward.prefix import Branch, Prefix
 from leank_train.mask import ChannelMask
 from leank_train.validation.baselines import think_mask
 

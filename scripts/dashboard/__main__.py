@@ -26,7 +26,8 @@ from eval.report.html import figure, page, title, to_table
 from eval.report.plots import draw
 from eval.report.records import RunSummary, Summary
 from eval.report.style import PALETTE, SETTINGS, plain, sheet, svg
-from eval.report.tables import Line, Table, number, overall
+from eval.report.table import Line, Table
+from eval.report.tables import number, overall
 from leank_train.common.files import write_text
 from scripts.dashboard.runs import Points, Training, evaluation_points, evaluations, training_points, trainings
 from scripts.dashboard.wandb_workspace import saved, workspace
@@ -203,7 +204,9 @@ def to_page(roots: Sequence[Path], out: Path) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.dashboard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folders", nargs="*", type=Path, help="folders to look through, with all below them")
     parser.add_argument("--out", type=Path, help="the page; default: dashboard.html in the first folder")
     parser.add_argument("--wandb", metavar="ENTITY/PROJECT", help="save a workspace there instead")

@@ -38,6 +38,7 @@ from scripts.reference_model.recipe import RECIPES
 from scripts.reference_model.text import read
 
 SPECIAL = ("<pad>", "<s>", "</s>")
+STATE = "state.pt"  # what an exact resume needs, in the folder of the run
 _NO_STEPS = 10**7  # more than any run takes
 
 
@@ -167,13 +168,8 @@ def train(args: argparse.Namespace) -> None:
     plain = Answers(lm)
     cuda = fabric.device.type == "cuda"
     model, *optimizers = fabric.setup(plain, *make_optimizers(lm, args.lr, cuda, args.muon))
-    state_file, done, seconds = args.out / "state.pt", 0, 0.0
-    if state_file.exists():
-        state = read_checkpoint(state_file, "remove it to start anew")
-        lm.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        done, seconds = state["step"], state["seconds"]
+    done, seconds = resume(args.out / STATE, lm, optimizers)
+    if done:
         fabric.print(f"resumed at step {done}")
     probes = {n: evaluation_rows(tokenizer, n, args.eval_rows, args.seed + 1) for n in args.eval_lengths}
     clock = Clock(args.steps, args.seconds, seconds)
@@ -208,6 +204,17 @@ def train(args: argparse.Namespace) -> None:
     fabric.print(f"{clock.seconds:.0f} s of training in all")
 
 
+def resume(path: Path, lm: LlamaForCausalLM, optimizers: Sequence[Optimizer]) -> tuple[int, float]:
+    """Put what `save` wrote into the model and its optimisers; returns the steps done and their seconds, 0 without."""
+    if not path.exists():
+        return 0, 0.0
+    state = read_checkpoint(path, "remove it to start anew")
+    lm.load_state_dict(state["model"])
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    return state["step"], state["seconds"]
+
+
 def save(
     out: Path,
     fabric: Fabric,
@@ -221,7 +228,7 @@ def save(
     if fabric.is_global_zero:
         moments = [optimizer.state_dict() for optimizer in optimizers]
         state = {"model": lm.state_dict(), "optimizers": moments, "step": step, "seconds": seconds}
-        write_checkpoint(out / "state.pt", state)
+        write_checkpoint(out / STATE, state)
         small = LlamaForCausalLM(lm.config).bfloat16()
         small.load_state_dict(lm.state_dict())
         small.save_pretrained(out / "model")
@@ -229,8 +236,8 @@ def save(
     fabric.barrier()
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Command line; see the module's docstring."""
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The settings of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("action", choices=["tokenizer", "train"])
     parser.add_argument("out", type=Path)
@@ -271,6 +278,12 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("--pause goes with --seconds; --stop-at ends a run of --steps early")
     if args.seconds is not None:
         args.steps = _NO_STEPS
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line; see the module's docstring."""
+    args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     make_tokenizer(args.out, args.vocabulary, args.text) if args.action == "tokenizer" else train(args)

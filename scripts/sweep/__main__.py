@@ -167,7 +167,9 @@ def rerun(sweep: Path, at_once: int) -> int:
 
 def main(argv: list[str] | None = None) -> None:
     """Command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.sweep", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("action", choices=["status", "rerun", "report"])
     parser.add_argument("sweep", type=Path, metavar="DIR", help="the sweep's hydra.sweep.dir")
     parser.add_argument("--at-once", type=int, default=8, help="members that rerun waits for side by side (default 8)")

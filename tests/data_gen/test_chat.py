@@ -1,8 +1,10 @@
 """Prompts through a chat template and without one."""
 
+import copy
+
 import pytest
 
-from data_gen.chat import prompt, template, template_tokens
+from data_gen.chat import prompt, rendered, template, template_tokens
 from data_gen.request import Request
 from data_gen.tasks import TASKS
 from data_gen.tokens import TokenCounter
@@ -37,6 +39,25 @@ def test_a_prompt_with_its_template_stays_within_the_length():
     row = sample(reserve)
     ids = chat(prompt(row, chat, chat=True), add_special_tokens=False)["input_ids"]
     assert len(ids) + row.max_new_tokens <= 512
+
+
+DATED = (  # as Llama 3.2, gpt-oss and Granite write the date
+    "{%- if strftime_now is defined %}{%- set day = strftime_now('%d %b %Y') %}{%- else %}{%- set day = 'none' %}"
+    "{%- endif %}{{ day }}: ",
+    '{%- macro head() -%}{{ strftime_now( "%Y-%m-%d" ) }}{%- endmacro -%}{{ head() }}: ',
+    "\n {% set date_string = strftime_now('%B %d, %Y') -%}{{ date_string }}: ",
+)
+
+
+@pytest.mark.parametrize(
+    ("start", "shown"), [*zip(DATED, ("26 Jul 2024", "2024-07-26", "\nJuly 26, 2024"), strict=True)]
+)
+def test_a_date_in_the_template_is_the_same_on_any_day(start, shown):
+    chat = copy.deepcopy(tokenizer("sentencepiece"))
+    plain = rendered(chat, [{"role": "user", "content": "a question"}])
+    chat.chat_template = start + chat.chat_template
+    assert rendered(chat, [{"role": "user", "content": "a question"}]) == f"{shown}: {plain}"
+    assert shown in template(chat)[0]
 
 
 def test_messages():

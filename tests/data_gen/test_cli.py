@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from datasets import load_from_disk
 
-from data_gen.__main__ import main, write
+from data_gen.__main__ import READERS, main, write
 from data_gen.request import Request
 from data_gen.sample import Sample
 from data_gen.tasks import TASKS
@@ -80,12 +80,50 @@ def test_messages(tmp_path, more, message, capsys):
 
 
 def test_other_folders_are_left_alone(tmp_path, capsys):
+    (tmp_path / "kv.jsonl").mkdir()
+    with pytest.raises(SystemExit):
+        run(tmp_path / "kv.jsonl")
+    assert "kv.jsonl' exists and is a folder; choose another name" in capsys.readouterr().err
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "keep.txt").write_text("mine")
     with pytest.raises(SystemExit):
         run(tmp_path / "notes")
     assert "is no datasets.Dataset folder; choose another name" in capsys.readouterr().err
     assert (tmp_path / "notes" / "keep.txt").read_text() == "mine"
+
+
+def test_processes_that_write_one_file_do_not_mix(tmp_path):
+    """Whoever ends last wins; a file of the user's with a similar name stays."""
+    (tmp_path / "kv.jsonl.partial").write_text("mine")
+    out, counter = tmp_path / "kv.jsonl", TokenCounter(tokenizer("reference"))
+
+    def samples(seed, within=lambda: None):
+        for index in range(3):
+            yield from TASKS["kv"].build(Request("kv", 512, counter, seed, index)).samples()
+            within()
+
+    assert write(samples(1, lambda: write(samples(2), out)), out) == 3
+    assert [json.loads(line)["seed"] for line in out.read_text("utf-8").splitlines()] == [1, 1, 1]
+    assert {p.name for p in tmp_path.iterdir()} == {"kv.jsonl", "kv.jsonl.partial"}
+    assert (tmp_path / "kv.jsonl.partial").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_file_that_the_task_does_not_read_is_refused(name, tmp_path):
+    """READERS is what the tasks do: another text changes the samples of those that read it."""
+    (tmp_path / "other.txt").write_text("A sentence of another text. And one more.\n" * 99)
+
+    def made(**changed):
+        request = Request(name, 8192, TokenCounter(tokenizer("reference")), 0, 0, **changed)
+        return TASKS[name].build(request)
+
+    if name in READERS["essays"]:
+        assert made() != made(essays=str(tmp_path / "other.txt"))
+    for setting in READERS:
+        if name not in READERS[setting]:
+            assert name.startswith("qa") or made() == made(**{setting: str(tmp_path / "other.txt")})
+            with pytest.raises(SystemExit, match=f"{setting}='/nowhere': {name} reads no such file; leave it out"):
+                main(["--task", name, "--out", str(tmp_path / "x.jsonl"), f"--{setting}", "/nowhere"])
 
 
 def test_no_torch_is_imported():

@@ -1,9 +1,11 @@
 """Samples have the length asked for, whatever the tokenizer; long ones are made fast."""
 
 import time
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from data_gen.request import Request
 from data_gen.sample import Document
@@ -82,3 +84,20 @@ def test_texts_that_never_recur_are_not_kept():
         TASKS[name].build(Request(name, 4096, counter, 0, 0))
         TASKS[name].build(Request(name, 4096, counter, 0, 0, exact=False))
     assert max(map(len, counter._cache)) < 3000
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_tokenizer_json_says_of_padding_and_truncation_does_not_change_a_count(kind):
+    """Such a file keeps both from whatever its last user did, and a batch of the wrapper leaves its own."""
+    texts = ["one", "two words", " and a longer line of text." * 9]
+    right = [len(ids) for ids in tokenizer(kind)(texts, add_special_tokens=False)["input_ids"]]
+    backends = [deepcopy(tokenizer(kind).backend_tokenizer) for _ in range(3)]
+    backends[0].enable_padding(pad_id=0, pad_token="<pad>")
+    backends[1].enable_padding(pad_id=0, pad_token="<pad>", length=300)
+    backends[2].enable_truncation(5)
+    for backend in backends:
+        counter = TokenCounter(PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>"))
+        assert counter.counts(texts) == right
+        counter.tokenizer(texts, padding="max_length", truncation=True, max_length=7)
+        assert counter.counts(texts, remember=False) == right
+        assert TokenCounter(counter.tokenizer).counts(texts) == right

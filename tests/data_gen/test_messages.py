@@ -79,7 +79,7 @@ def test_too_short(request_kv, name, exact):
         ({"lv": 1}, {}, ("task='lv'", "choose")),
         ({"kv": 1}, {"min_length": 5000}, ("min_length=5000", "max_length=4096", "give 0 <")),
         ({"kv": 1}, {"questions": 0}, ("questions=0", "at least 1")),
-        ({"kv": 1}, {"group": 0}, ("group=0", "at least 1")),
+        ({"kv": 1}, {"per_length": 0}, ("per_length=0", "at least 1")),
     ],
 )
 def test_mixtures(weights, settings, parts):

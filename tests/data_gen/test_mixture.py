@@ -79,7 +79,7 @@ def test_lengths_are_uniform_and_shared_by_a_group(mixture):
     assert max(lengths) > 2038
     quarters = Counter((n - 1024) * 4 // 1025 for n in lengths)
     assert all(650 < n < 850 for n in quarters.values()), quarters
-    grouped = replace(mixture, group=4)
+    grouped = replace(mixture, per_length=4)
     assert all(len({grouped.length_of(4 * i + k) for k in range(4)}) == 1 for i in range(50))
     assert len({grouped.length_of(4 * i) for i in range(50)}) > 40
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from eval.inference.models import ModelConfig
 from eval.methods import CACHE_SETTINGS, REGISTRY, Method
 from eval.run.build import BENCHMARKS
-from eval.run.replay import Settings
+from eval.run.settings import Settings
 from leank_train.common.typed import Checked, OneOf
 from leank_train.running.wandb_log import LoggerConfig
 from leank_train.settings import RunConfig

@@ -107,6 +107,12 @@ BEFORE_TRAINING = {
     ),
     "no task": (["++data.tasks.multikey=0"], [r"data\.tasks=.* has no task to draw", "at least one above 0"]),
     "no length": ([*VALIDATION, "validation.lengths=[]"], [r"validation\.lengths is empty", r"validation\.samples=0"]),
+    "a length twice": (
+        [*VALIDATION, "validation.lengths=[384,400,384]"], [r"validation\.lengths=\[384, 400, 384\] names one twice"],
+    ),
+    "a task twice": (
+        [*VALIDATION, "validation.tasks=[niah_multikey_2,niah_multikey_2]"], [r"validation\.tasks=.* names one twice"],
+    ),
     "short for a task": (
         ["++data.tasks.passkey=1", "data.questions=1"],
         [r"data\.min_length or data\.tasks\.passkey: length=300 is too short for task 'passkey'", "raise length"],

@@ -9,11 +9,16 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from data_gen import haystack
+from leank_train import run_folder
 from leank_train.common.files import Lock
 from leank_train.common.tensor_files import read_tensors
 from leank_train.mask import ChannelMask
+from leank_train.running import parallel
 from leank_train.running.recorder import Recorder
+from leank_train.settings import BadConfig, check, fingerprint, plain
 from leank_train.stages import Stage
 from leank_train.train import run
 from tests.helpers.tiny_run import alpha, killed, save_model, settings
@@ -200,3 +205,65 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr("leank_train.common.files.fcntl.flock", no_locks)
     with pytest.warns(UserWarning, match=r"lock cannot be locked .*; start no second run in its folder"):
         Lock(tmp_path / "lock", "busy").close()
+
+
+TEXT = "\n".join(f"A river runs by mill {number}. A dog sleeps at the door of it." for number in range(40))
+CHANGES = {
+    "model": r"with model=\w{16}, and this run has model=\w{16}",
+    "its shape": r"with model=\w{16}, and this run has model=\w{16}",
+    "essays": r"with essays=\w{16}, and this run has essays=\w{16}",
+    "tasks": r"with tasks=\['multikey', 'kv'\], and this run has tasks=\['kv', 'multikey'\]",
+    "processes": "with documents_per_step=1, and this run has documents_per_step=2",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("stage", ["stage1", "stage2"])
+def test_a_run_whose_inputs_have_changed_does_not_go_on(tmp_path, no_step, change, stage):
+    """The settings are the same, and so is the fingerprint; the second stage would be trained on other inputs."""
+    folder, essays, out = tmp_path / "model", tmp_path / "essays.txt", tmp_path / "run"
+    save_model(folder)
+    essays.write_text(TEXT)
+
+    def begun(*tasks):
+        config = settings(folder, *SHORT, f"data.essays={essays}")
+        config.data.tasks = dict.fromkeys(tasks, 1)
+        return config
+
+    config, again = begun("multikey", "kv"), begun(*(("kv", "multikey") if change == "tasks" else ("multikey", "kv")))
+    with run_folder.claimed(check(config), plain(config), out):
+        at = out / "checkpoints" / stage / "done.ckpt"
+        at.parent.mkdir(parents=True)
+        at.touch()
+    assert fingerprint(again) == fingerprint(config)
+    if change == "model":
+        weights = load_file(folder / "model.safetensors")
+        save_file({name: 2 * tensor for name, tensor in weights.items()}, folder / "model.safetensors")
+    elif change == "its shape":
+        save_model(folder, num_key_value_heads=1)
+    elif change == "essays":
+        essays.write_text(TEXT.replace("dog", "cat"))
+        haystack.known_by.cache_clear()  # as in a new process
+        haystack._read.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        if change == "processes":
+            patch.setattr(parallel, "place", lambda config: (True, 2))
+        if change == "processes" and stage == "stage2":  # it takes no more documents, and may be validated elsewhere
+            with run_folder.claimed(check(again), plain(again), out):
+                return
+        before = (out / "inputs.json").read_bytes()
+        with pytest.raises(BadConfig, match=f"{out} was begun {CHANGES[change]}: set hydra.run.dir to a new folder"):
+            run(again, out)
+    assert (out / "inputs.json").read_bytes() == before
+
+
+def test_inputs_of_a_run_without_checkpoints_are_replaced_and_damaged_ones_refused(model, tmp_path):
+    config = settings(model, *SHORT)
+    (tmp_path / "inputs.json").write_text("{")
+    with run_folder.claimed(check(config), plain(config), tmp_path):
+        (tmp_path / "checkpoints").mkdir()
+    with run_folder.claimed(check(config), plain(config), tmp_path):
+        pass
+    (tmp_path / "inputs.json").write_text("[")
+    with pytest.raises(BadConfig, match=r"inputs\.json is damaged"):
+        run(config, tmp_path)

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from eval.inference.models import ModelConfig
 from eval.methods import REGISTRY, choice, method
 from eval.run.build import BENCHMARKS, build_benchmark
-from eval.run.replay import Settings
+from eval.run.settings import Settings
 from leank_train import backbone, settings
 from leank_train.common.typed import BadConfig, Checked, Count, OneOf, Positive, Share, _rules, typed
 from leank_train.running.wandb_log import LoggerConfig, make_logger

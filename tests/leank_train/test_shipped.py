@@ -11,6 +11,7 @@ from data_gen.request import Request
 from data_gen.tasks import task
 from data_gen.tokens import TokenCounter
 from leank_train import backbone as backbones
+from leank_train.common.shape import kv_shape
 from leank_train.mask import ChannelMask
 from leank_train.validation.evaluate import evaluate
 
@@ -47,7 +48,7 @@ def test_there_are_masks():
 @pytest.mark.parametrize(("name", "file"), MASKS)
 def test_a_shipped_mask_fits_its_model(name, file):
     mask = ChannelMask.load(FOLDERS[name] / file)
-    assert tuple(mask.keep.shape) == tuple(backbones.kv_shape(backbones.load_config(name)))
+    assert tuple(mask.keep.shape) == tuple(kv_shape(backbones.load_config(name)))
     wanted = float(re.search(r"mask_(\d+)pct", file).group(1)) / 100
     assert mask.metadata["ratio"] == wanted
     assert abs(mask.pruning_ratio - wanted) < 0.02

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from data_gen.tasks import Mixture
 from leank_train import backbone as backbones
+from leank_train.common.typed import BadConfig
 from leank_train.data import HELD_OUT, RetrievalData, Steps
 from leank_train.mask import ChannelMask
 from leank_train.running.recorder import Recorder
-from leank_train.settings import BadConfig, check, fingerprint
+from leank_train.settings import check, fingerprint
 from leank_train.stages import Stage, Stage1, Stage2, StageConfig
 from leank_train.stopping import EarlyStop, best_look, first_look
 from leank_train.train import run
@@ -137,7 +138,7 @@ def test_the_loss_is_that_of_the_deployed_mask(model):
 
 def test_no_step_trains_on_held_out_documents(model):
     backbone = backbones.load(str(model))
-    mixture = Mixture({"multikey": 1}, backbone.tokenizer, 300, 400, group=2)
+    mixture = Mixture({"multikey": 1}, backbone.tokenizer, 300, 400, per_length=2)
     data = RetrievalData(backbone, mixture, documents=2)
     assert len(Steps(backbone, mixture, 2, 0, 0, 1)) == HELD_OUT
     assert len(data.held_out(5)) == 3

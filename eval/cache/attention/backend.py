@@ -76,10 +76,12 @@ class Plain:
     def move(self, store: Store, due: np.ndarray) -> None:
         """Move tokens from the window to the middle."""
         store.move(due)
+        batched.forget_outdated(store)
 
     def evict(self, store: Store) -> None:
         """Drop tokens of the middle that the layer's policy gives up."""
         store.evict()
+        batched.forget_outdated(store)
 
     def prepare(self, store: Store) -> None:
         """Nothing depends on addresses here."""

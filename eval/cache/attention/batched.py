@@ -132,6 +132,12 @@ def layout_of(store: Store) -> PartLayout:
     return layout
 
 
+def forget_outdated(store: Store) -> None:
+    """Drop a layout of segments that the store has replaced: it would hold their memory until the next step."""
+    if isinstance(store.plan, PartLayout) and store.plan.segments != (store.prompt, store.tail):
+        store.plan = None
+
+
 def _state(store: Store) -> tuple[object, ...]:
     """The values, besides the segments themselves, that a layout depends on."""
     counts = (store.start, store.prompt.length, store.tail.length)

@@ -109,4 +109,5 @@ class Bounds:
 
     def tensors(self) -> dict[str, Tensor]:
         """All bounds, and where each head's are."""
-        return {"bounds": self.flat, "table": self.table}
+        places = {} if self._at is None else dict(zip(("places", "past"), self._at, strict=True))
+        return {"bounds": self.flat, "table": self.table, **places}

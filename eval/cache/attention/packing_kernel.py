@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from eval.cache.attention.quantised_kernel import HALF
+from eval.cache.attention.quantised_kernel import HALF, ROOM
 
 # fmt: off
 
@@ -72,10 +72,10 @@ def _put_keys(
             code |= tl.load(page + at, mask=before[None, :], other=0).to(tl.int32)
         tl.store(page + at, code.to(tl.uint8), mask=there[None, :])
     number = half * HALF // CELL * room + channel
-    ends = (page + width * (PAGE if BITS == 8 else HALF)).to(tl.pointer_type(dtype), bitcast=True)
+    scales = (page + width * (PAGE if BITS == 8 else HALF)).to(tl.pointer_type(dtype), bitcast=True)
     at = number // 2 * 4 + number % 2
-    tl.store(ends + at, scale, mask=there)
-    tl.store(ends + at + 2, low, mask=there)
+    tl.store(scales + at, scale, mask=there)
+    tl.store(scales + at + 2, low, mask=there)
 
 
 @triton.jit
@@ -87,7 +87,7 @@ def _put_values(
     PLACES: tl.constexpr = 8 // BITS
     LINES: tl.constexpr = D // PLACES  # lines of bytes
     WIDTH: tl.constexpr = LINES if LINES < CELL else CELL  # channels of a cell that share a place
-    ends = (page + PAGE * D * BITS // 8).to(tl.pointer_type(dtype), bitcast=True)
+    scales = (page + PAGE * D * BITS // 8).to(tl.pointer_type(dtype), bitcast=True)
     t = tl.arange(0, HALF)
     token = half * HALF + t
     slot = (oldest + t) % slots
@@ -103,8 +103,8 @@ def _put_values(
             code |= _codes(x, scale[:, None], low[:, None], BITS) << (place * BITS)
             at = first // CELL * PAGE + token
             at = at // 2 * 4 + at % 2
-            tl.store(ends + at, scale)
-            tl.store(ends + at + 2, low)
+            tl.store(scales + at, scale)
+            tl.store(scales + at + 2, low)
         tl.store(page + (line + d)[None, :] * PAGE + token[:, None], code.to(tl.uint8))
 
 
@@ -133,8 +133,8 @@ def move_packed(
             index += b * index_b + h * D
             ring_k += head * slots * D
             ring_v += head * slots * D
-            room = (count + 2 * SHARED - 1) // (2 * SHARED) * (2 * SHARED)
-            width = room // SHARED
+            lots = (count + ROOM - 1) // ROOM
+            room, width = lots * ROOM, lots * (ROOM // SHARED)
             k_page = room * (PAGE * BITS // 8 + PAGE // CELL * 2 * NUMBER)
             row = tl.arange(0, D // SHARED)
             length = tl.load(length_ptr + head)

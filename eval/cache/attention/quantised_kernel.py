@@ -17,9 +17,11 @@ import triton
 import triton.language as tl
 
 from eval.cache.attention.kernel_middle import gather
-from eval.cache.attention.unpacking_kernel import ends_of, numbers, unit_of
+from eval.cache.attention.unpacking_kernel import numbers, scale_and_zero, unit_of
+from eval.cache.storage import quantised
 
 HALF = tl.constexpr(32)  # tokens of a page that are multiplied at a time
+ROOM = tl.constexpr(quantised.ROOM)
 
 # fmt: off
 
@@ -41,7 +43,7 @@ def _in_order(x):
 
 @triton.jit
 def _logits(
-    q0, q1, page, cells, ends, number, half, left, row, room, width, k_page, PLACE: tl.constexpr,
+    q0, q1, page, cells, scales, number, half, left, row, room, width, k_page, PLACE: tl.constexpr,
     BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
 ):
     """Logits of halves of pages, [P, M, HALF].
@@ -54,7 +56,7 @@ def _logits(
     left: [P], tokens from a half's first to the last one
     room, width, k_page: channels for which there is room, bytes of a line of codes, bytes of a page
     """
-    NUMBER: tl.constexpr = ends.dtype.element_ty.primitive_bitwidth // 8
+    NUMBER: tl.constexpr = scales.dtype.element_ty.primitive_bitwidth // 8
     start = number * k_page
     line = _tokens()
     at = (start + (half * HALF * width if BITS == 8 else 0))[:, None, None]
@@ -62,17 +64,17 @@ def _logits(
     there = (left > 0)[:, None] & (row < width)[None, :]
     codes = tl.load(page + at, mask=there[:, :, None], other=0)
     cell = (start // (2 * NUMBER) + half * HALF // CELL * room)[:, None] + row[None, :]
-    scale, zero = ends_of(cells, ends, cell, there)
+    scale, zero = scale_and_zero(cells, scales, cell, there)
     s = tl.dot(q0, numbers(codes, scale[:, :, None], zero[:, :, None], PLACE, BITS, PTX))
     if BITS == 2:
-        scale, zero = ends_of(cells, ends, cell + width, there)
+        scale, zero = scale_and_zero(cells, scales, cell + width, there)
         s = tl.dot(q1, numbers(codes, scale[:, :, None], zero[:, :, None], PLACE + 1, BITS, PTX), s)
     return s
 
 
 @triton.jit
 def _values(
-    page, cells, ends, number, half, left, BLOCK: tl.constexpr, V_PAGE: tl.constexpr,
+    page, cells, scales, number, half, left, BLOCK: tl.constexpr, V_PAGE: tl.constexpr,
     D: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
 ):
     """Values of halves of pages in block BLOCK, [P, D / 4, HALF], for the tokens before `left` [P] of a half.
@@ -82,14 +84,14 @@ def _values(
     """
     W: tl.constexpr = D // 4
     LINES: tl.constexpr = BITS // 2  # blocks / codes of a byte
-    NUMBER: tl.constexpr = ends.dtype.element_ty.primitive_bitwidth // 8
+    NUMBER: tl.constexpr = scales.dtype.element_ty.primitive_bitwidth // 8
     t = tl.arange(0, HALF)
     channel = BLOCK % LINES * W + tl.arange(0, W)
     start = number * V_PAGE
     at = (start + half * HALF)[:, None, None] + (channel * PAGE)[None, :, None] + t[None, None, :]
     codes = tl.load(page + at, mask=(left > 0)[:, None, None], other=0)
     cell = (start // (2 * NUMBER) + half * HALF)[:, None] + (BLOCK * W // CELL * PAGE + t)[None, :]
-    scale, zero = ends_of(cells, ends, cell, (t // 2 * 2)[None, :] < left[:, None])
+    scale, zero = scale_and_zero(cells, scales, cell, (t // 2 * 2)[None, :] < left[:, None])
     return numbers(codes, scale[:, None, :], zero[:, None, :], BLOCK // LINES, BITS, PTX)
 
 
@@ -118,12 +120,12 @@ def _add(
     V_CODES: tl.constexpr = PAGE * D * BITS // 8
     V_PAGE: tl.constexpr = V_CODES + PAGE * D // CELL * 2 * dtype.primitive_bitwidth // 8
     cells = (page + V_CODES).to(tl.pointer_type(tl.int32), bitcast=True)
-    ends = (page + V_CODES).to(tl.pointer_type(dtype), bitcast=True)
+    scales = (page + V_CODES).to(tl.pointer_type(dtype), bitcast=True)
     x = _in_order(p.to(dtype))
-    a0 = tl.dot(_values(page, cells, ends, number, half, left, 0, V_PAGE, D, PAGE, BITS, CELL, PTX), x, a0)
-    a1 = tl.dot(_values(page, cells, ends, number, half, left, 1, V_PAGE, D, PAGE, BITS, CELL, PTX), x, a1)
-    a2 = tl.dot(_values(page, cells, ends, number, half, left, 2, V_PAGE, D, PAGE, BITS, CELL, PTX), x, a2)
-    a3 = tl.dot(_values(page, cells, ends, number, half, left, 3, V_PAGE, D, PAGE, BITS, CELL, PTX), x, a3)
+    a0 = tl.dot(_values(page, cells, scales, number, half, left, 0, V_PAGE, D, PAGE, BITS, CELL, PTX), x, a0)
+    a1 = tl.dot(_values(page, cells, scales, number, half, left, 1, V_PAGE, D, PAGE, BITS, CELL, PTX), x, a1)
+    a2 = tl.dot(_values(page, cells, scales, number, half, left, 2, V_PAGE, D, PAGE, BITS, CELL, PTX), x, a2)
+    a3 = tl.dot(_values(page, cells, scales, number, half, left, 3, V_PAGE, D, PAGE, BITS, CELL, PTX), x, a3)
     return a0, a1, a2, a3
 
 
@@ -201,14 +203,13 @@ def _sums(
     UNIT: tl.constexpr = unit_of(dtype, PTX)
     if EVEN:
         count = count // 32 * 32  # as it is, but the compiler sees that lines are aligned
-        width = count // 32 * (32 // SHARED)
-        room = count
+        room, width = count, count // 32 * (32 // SHARED)
     else:
-        room = (count + 2 * SHARED - 1) // (2 * SHARED) * (2 * SHARED)
-        width = room // SHARED
+        lots = (count + ROOM - 1) // ROOM
+        room, width = lots * ROOM, lots * (ROOM // SHARED)
     k_codes = width * (PAGE if BITS == 8 else HALF)
     k_page = k_codes + PAGE // CELL * WORD * room
-    k, v = tl.multiple_of(bytes_base + k_at, 16 if EVEN else 4), tl.multiple_of(bytes_base + v_at, 16)
+    k, v = tl.multiple_of(bytes_base + k_at, 16), tl.multiple_of(bytes_base + v_at, 16)
     row, token, warp = tl.arange(0, C // SHARED), _tokens(), tl.arange(0, WARPS)
     number, half = warp * PARTS // 2, warp * PARTS % 2
     q0 = _queries(q_row, ok, index, row, tl.minimum(width, count), WARPS)
@@ -220,14 +221,14 @@ def _sums(
     a1, a2, a3 = a0, a0, a0
     for at in range(first, last, WARPS * PARTS * HALF):
         left = last - at - number * PAGE - half * HALF
-        page = k + tl.multiple_of(at // PAGE * k_page, 16 if EVEN else 4)
+        page = k + tl.multiple_of(at // PAGE * k_page, 16)
         cells = (page + k_codes).to(tl.pointer_type(tl.int32), bitcast=True)
-        ends = (page + k_codes).to(base.dtype, bitcast=True)
-        s = _logits(q0, q1, page, cells, ends, number, half, left, row, room, width, k_page, 0, BITS, CELL, PTX)
+        scales = (page + k_codes).to(base.dtype, bitcast=True)
+        s = _logits(q0, q1, page, cells, scales, number, half, left, row, room, width, k_page, 0, BITS, CELL, PTX)
         s = _masked(s, token, left, N)
         new = tl.max(s, 2)
         if PARTS == 2:
-            t = _logits(q0, q1, page, cells, ends, number, half + 1, left, row, room, width, k_page, 4 // BITS,
+            t = _logits(q0, q1, page, cells, scales, number, half + 1, left, row, room, width, k_page, 4 // BITS,
                         BITS, CELL, PTX)
             t = _masked(t, token, left - HALF, N)
             new = tl.maximum(new, tl.max(t, 2))

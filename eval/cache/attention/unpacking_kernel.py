@@ -1,4 +1,4 @@
-"""Numbers of packed pages: codes and the ends of cells, as eval.cache.storage.quantised stores them, become numbers.
+"""Numbers of packed pages: codes and the scales of cells, as eval.cache.storage.quantised stores them, become numbers.
 
 A byte is a bfloat16 number as it lies, and a number is one fused multiplication and addition away.
 """
@@ -51,27 +51,27 @@ def instructions(dtype, bits, place):
 
 
 @triton.jit
-def ends_of(cells, ends, number, there):
+def scale_and_zero(cells, scales, number, there):
     """Scale and zero point [P, R] of the cells `number`, zero where not there.
 
     cells: address of cell 0's scale, as a pointer to words
-    ends: the same address, as a pointer to the model's dtype
+    scales: the same address, as a pointer to the model's dtype
 
     Two scales, or two zero points, are a word: loads of 4 bytes can be asked for tiles ahead, loads of 2 cannot. So
     both of a pair are there, or neither.
     """
-    dtype: tl.constexpr = ends.dtype.element_ty
+    dtype: tl.constexpr = scales.dtype.element_ty
     if dtype.primitive_bitwidth == 16:
         words = tl.load(cells + number, mask=there, other=0)
         P: tl.constexpr = number.shape[0]
         R: tl.constexpr = number.shape[1]
-        scales, zeros = tl.split(tl.reshape(words, [P, R // 2, 2]))
-        scale = tl.reshape(tl.join(scales.to(tl.int16), (scales >> 16).to(tl.int16)), [P, R]).to(dtype, bitcast=True)
+        pairs, zeros = tl.split(tl.reshape(words, [P, R // 2, 2]))  # words of two scales, and of two zero points
+        scale = tl.reshape(tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)), [P, R]).to(dtype, bitcast=True)
         zero = tl.reshape(tl.join(zeros.to(tl.int16), (zeros >> 16).to(tl.int16)), [P, R]).to(dtype, bitcast=True)
     else:
         at = number // 2 * 4 + number % 2
-        scale = tl.load(ends + at, mask=there, other=0.0)
-        zero = tl.load(ends + at + 2, mask=there, other=0.0)
+        scale = tl.load(scales + at, mask=there, other=0.0)
+        zero = tl.load(scales + at + 2, mask=there, other=0.0)
     return scale, zero
 
 

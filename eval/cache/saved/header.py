@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from leank_train.common.tensor_files import DIGEST, digest
 
-FORMAT, EARLIER = "leank-cache-3", ("leank-cache-1", "leank-cache-2")  # earlier headers had no digests of their own
+FORMAT = "leank-cache-4"
+EARLIER = ("leank-cache-1", "leank-cache-2", "leank-cache-3")  # without digests of headers; other rooms of packed pages
 FIELDS = ("kind", "columns", "pages", "names")  # of a layer in the header
 KEYS = ("format", "model", "mask", "sink", "window", "flush", "layers")
 CURE = "copy it again, or make it anew with save()"

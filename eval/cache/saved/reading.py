@@ -33,7 +33,8 @@ from eval.cache.storage.middle import Middle
 from eval.cache.storage.pages import PAGE
 from eval.cache.storage.quantised import Packing
 from eval.cache.storage.segment import Segment
-from eval.cache.storage.store import Sizes, Store
+from eval.cache.storage.sizes import Sizes
+from eval.cache.storage.store import Store
 from leank_train.common.tensor_files import DamagedFile, read_tensors
 
 
@@ -43,20 +44,20 @@ class Saved:
     sizes: of every compressed layer
     middles: how each layer keeps its middle, for `compressed_cache`
 
-    Raises DamagedFile, or ValueError for a file of an earlier version.
+    Raises FileNotFoundError, DamagedFile, or ValueError for a file of an earlier version.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = path
+        if not os.path.isfile(path):
+            raise FileNotFoundError(f"{path} does not exist; give a file that CompressedCache.save() wrote")
         try:
             with safe_open(path, framework="pt") as file:
                 about = dict(file.metadata() or {})
         except SafetensorError as error:
             raise DamagedFile(path, error, CURE) from error
         if about.get("format") in EARLIER:
-            raise ValueError(
-                f"{path} was saved by an earlier version, whose files do not guard their header: save it again"
-            )
+            raise ValueError(f"{path} was saved by an earlier version, whose files have another form: save it again")
         try:
             check_header(about)
             self.about: list[dict[str, Any]] = json.loads(about["layers"])

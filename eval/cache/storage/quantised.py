@@ -4,9 +4,10 @@ A *cell* is `group` numbers that share a scale and a zero point: tokens of one c
 KIVI keeps a residual of recent tokens whole until they fill a group. Here the window is that residual: tokens are
 quantised once, when they leave it, `flush` at a time.
 
-A page of 64 tokens is a plane of codes, then a plane of every cell's ends, scale and zero point in the model's dtype:
+A page of 64 tokens is a plane of codes, then a plane of *scales*: every cell's scale and zero point, in the model's
+dtype.
 
-               codes, bytes                                     ends
+               codes, bytes                                     scales
     K, 8 bits  [64, C]                                          [64 / group, C / 2, 2, 2]
        4 bits  [32, C], a byte for tokens t and t + 32
        2 bits  [32, C / 2], also for channels c and c + C / 2
@@ -14,8 +15,9 @@ A page of 64 tokens is a plane of codes, then a plane of every cell's ends, scal
 
 A byte holds codes of numbers that lie far apart, the first in the lowest bits. So the codes of a byte belong to
 different products of the kernel, and one load of bytes is an operand of each. Neighbours in memory are numbers over
-which a product sums, and a GPU computes with two of them at a time: the ends of two cells are two scales, then two zero
-points. C is the number of kept channels, rounded up to 2, at two bits to 4; channels that are not there are zeros.
+which a product sums, and a GPU computes with two of them at a time: so of two cells, both scales come first, then both
+zero points. C is the number of kept channels, rounded up to 16, so that a GPU reads a line of codes word by word;
+channels that are not there are zeros.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ from eval.cache.storage.pages import PAGE, Count, round_up
 from eval.cache.storage.segment import Segment
 from eval.cache.storage.upload import update, upload
 from eval.cache.storage.writing import COPIED, alike
+
+ROOM = 16  # a page has room for a multiple of so many channels of K
 
 
 @dataclass(frozen=True)
@@ -83,17 +87,17 @@ class Packing:
 
     def room(self, channels: Count) -> Count:
         """Channels of K for which a page has room when so many are kept."""
-        return round_up(channels, 4 if self.bits == 2 else 2)
+        return round_up(channels, ROOM)
 
     def pages(self, head_dim: int, channels: Count, dtype: torch.dtype) -> tuple[tuple[Count, Count], tuple[int, int]]:
-        """For K and for V: bytes of a page's codes, and of its ends."""
-        ends = PAGE // self.group * 2 * dtype.itemsize
+        """For K and for V: bytes of a page's codes, and of its scales."""
+        scales = PAGE // self.group * 2 * dtype.itemsize
         of_codes = PAGE * self.bits // 8
         room = self.room(channels)
-        return (room * of_codes, room * ends), (head_dim * of_codes, head_dim * ends)
+        return (room * of_codes, room * scales), (head_dim * of_codes, head_dim * scales)
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes uint8 [..., A, N] and ends [..., A / group, N, 2] of x [..., A, N], whose cells lie along A.
+        """Codes uint8 [..., A, N] and scales [..., A / group, N, 2] of x [..., A, N], whose cells lie along A.
 
         code = round((x - zero) / scale), with zero = min and scale = (max - min) / (2^bits - 1). The scale of a cell of
         equal numbers is 0.
@@ -107,10 +111,10 @@ class Packing:
         codes = ((x.to(wide) - low.to(wide)) / step).round().clamp(max=top).to(torch.uint8)
         return codes.flatten(-3, -2), torch.stack([scale.squeeze(-2), low.squeeze(-2)], -1)
 
-    def restore(self, codes: Tensor, ends: Tensor) -> Tensor:
-        """The numbers x̂ = code * scale + zero, rounded once, of codes and ends from `quantise`."""
-        scale, zero = ends.to(torch.promote_types(ends.dtype, torch.float32)).unsqueeze(-3).unbind(-1)
-        return (codes.unflatten(-2, (-1, self.group)) * scale + zero).to(ends.dtype).flatten(-3, -2)
+    def restore(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """The numbers x̂ = code * scale + zero, rounded once, of codes and scales from `quantise`."""
+        scale, zero = scales.to(torch.promote_types(scales.dtype, torch.float32)).unsqueeze(-3).unbind(-1)
+        return (codes.unflatten(-2, (-1, self.group)) * scale + zero).to(scales.dtype).flatten(-3, -2)
 
 
 class QuantisedSegment(Segment):
@@ -131,7 +135,7 @@ class QuantisedSegment(Segment):
 
     def _sizes(self) -> tuple[tuple[np.ndarray, int], ...]:
         pages = self.packing.pages(self.head_dim, self.channels.count, self.dtype)
-        sizes = [self.capacity // PAGE * (codes + ends) for codes, ends in pages]
+        sizes = [self.capacity // PAGE * (codes + scales) for codes, scales in pages]
         return tuple((size, max(1, int(np.gcd.reduce(size, axis=None)))) for size in sizes)
 
     def append(self, rows: np.ndarray, k: Tensor, v: Tensor, count: np.ndarray | None = None) -> None:
@@ -163,40 +167,40 @@ class QuantisedSegment(Segment):
         (number, n, channels), group = keys.shape, self.packing.group
         place = row, number, head, slice(at // PAGE, -(-(at + n) // PAGE))
         first, whole = at % PAGE, round_up(n, group)
-        k, k_ends, v, v_ends = self._opened(*place)
+        k, k_scales, v, v_scales = self._opened(*place)
         # A short group repeats its last token, and so the kernel reads numbers where it reads pairs of tokens.
         keys, values = (torch.cat([x, x[:, -1:].expand(-1, whole - n, -1)], 1) for x in (keys, values))
-        codes, ends = self.packing.quantise(pad(keys, (0, self.packing.room(channels) - channels)))
+        codes, scales = self.packing.quantise(pad(keys, (0, self.packing.room(channels) - channels)))
         k[:, first : first + whole] = codes
-        k_ends[:, first // group : (first + whole) // group] = ends
-        codes, ends = self.packing.quantise(values.mT)
+        k_scales[:, first // group : (first + whole) // group] = scales
+        codes, scales = self.packing.quantise(values.mT)
         v[..., first : first + whole] = codes
-        v_ends[:, :, first : first + whole] = ends
-        self._close(*place, (k, k_ends, v, v_ends))
+        v_scales[:, :, first : first + whole] = scales
+        self._close(*place, (k, k_scales, v, v_scales))
 
     def _opened(self, row: int, number: int, head: int, pages: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What some pages of one head hold in `number` rows of the same layout, copies, tokens of all pages in a row.
 
-        Returns codes [number, tokens, room] and ends [number, cells, room, 2] of K, then codes [number, D, tokens] and
-        ends [number, cells, tokens, 2] of V.
+        Returns codes [number, tokens, room] and scales [number, cells, room, 2] of K, then codes [number, D, tokens]
+        and scales [number, cells, tokens, 2] of V.
         """
-        (k, k_ends), (v, v_ends) = self._planes(row, number, head)
+        (k, k_scales), (v, v_scales) = self._planes(row, number, head)
         codes = unfold(v[:, pages], V_FOLDS[self.packing.bits]).transpose(1, 2).flatten(2, 3)
         return (
             unfold(k[:, pages], K_FOLDS[self.packing.bits]).flatten(1, 2).clone(),
-            k_ends[:, pages].flatten(1, 2).flatten(2, 3).clone(),
+            k_scales[:, pages].flatten(1, 2).flatten(2, 3).clone(),
             codes.clone(),
-            v_ends[:, pages].transpose(1, 2).flatten(2, 4).clone(),
+            v_scales[:, pages].transpose(1, 2).flatten(2, 4).clone(),
         )
 
     def _close(self, row: int, number: int, head: int, pages: slice, opened: tuple[Tensor, ...]) -> None:
         """Write what `_opened` gave back into the pages."""
-        (k, k_ends), (v, v_ends) = self._planes(row, number, head)
-        codes, ends, v_codes, v_new = opened
+        (k, k_scales), (v, v_scales) = self._planes(row, number, head)
+        codes, scales, v_codes, v_new = opened
         k[:, pages] = fold(codes.unflatten(1, (-1, PAGE)), K_FOLDS[self.packing.bits])
-        k_ends[:, pages] = ends.view_as(k_ends[:, pages])
+        k_scales[:, pages] = scales.view_as(k_scales[:, pages])
         v[:, pages] = fold(v_codes.unflatten(2, (-1, PAGE)).transpose(1, 2), V_FOLDS[self.packing.bits])
-        v_ends[:, pages] = v_new.unflatten(2, (-1, PAGE // 2, 2)).transpose(1, 2)
+        v_scales[:, pages] = v_new.unflatten(2, (-1, PAGE // 2, 2)).transpose(1, 2)
 
     def without_spare(self) -> tuple[Tensor, Tensor]:
         """K and v, copies, with zeros where room is left."""
@@ -205,28 +209,28 @@ class QuantisedSegment(Segment):
         for row, head in np.argwhere(self.capacity > 0).tolist():
             place, held = (row, 1, head, slice(None)), int(self.length[row, head])
             cells = -(-held // self.packing.group)
-            k, k_ends, v, v_ends = new._opened(*place)
-            k[:, cells * self.packing.group :], k_ends[:, cells:], v[..., held:], v_ends[:, :, held:] = 0, 0, 0, 0
-            new._close(*place, (k, k_ends, v, v_ends))
+            k, k_scales, v, v_scales = new._opened(*place)
+            k[:, cells * self.packing.group :], k_scales[:, cells:], v[..., held:], v_scales[:, :, held:] = 0, 0, 0, 0
+            new._close(*place, (k, k_scales, v, v_scales))
         return new.k, new.v
 
     def _planes(self, row: int, number: int, head: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Codes and ends of K and of V of one head in `number` rows of the same layout: [number, pages, ...], views."""
+        """Codes and scales of K and V of one head in `number` rows of the same layout: [number, pages, ...], views."""
         pages, channels = int(self.capacity[row, head]) // PAGE, int(self.channels.count[row, head])
         found = []
-        for flat, start, (codes, ends) in zip(
+        for flat, start, (codes, scales) in zip(
             (self.k, self.v),
             (self.k_start, self.v_start),
             self.packing.pages(self.head_dim, channels, self.dtype),
             strict=True,
         ):
             ahead = int(start[row + 1, head] - start[row, head]) if number > 1 else 0
-            region = flat.as_strided((number, pages, codes + ends), (ahead, codes + ends, 1), int(start[row, head]))
+            region = flat.as_strided((number, pages, codes + scales), (ahead, codes + scales, 1), int(start[row, head]))
             found.append((region[..., :codes], region[..., codes:].view(self.dtype)))
         return self._shaped(*found[0], channels), self._shaped(*found[1], None)
 
-    def _shaped(self, codes: Tensor, ends: Tensor, channels: int | None) -> tuple[Tensor, Tensor]:
-        """Codes of pages with their axes, and ends [..., cells, N / 2, 2, 2], views; the last axis is (scale, zero).
+    def _shaped(self, codes: Tensor, scales: Tensor, channels: int | None) -> tuple[Tensor, Tensor]:
+        """Codes of pages with their axes, and scales [..., cells, N / 2, 2, 2], views; the last axis is (scale, zero).
 
         channels: kept channels of K, None = planes of V
         """
@@ -236,15 +240,15 @@ class QuantisedSegment(Segment):
         else:
             cells, numbers = PAGE // group, self.packing.room(channels)
             lines, line = PAGE // (1 if bits == 8 else 2), numbers // (2 if bits == 2 else 1)
-        return codes.unflatten(-1, (lines, line)), ends.unflatten(-1, (cells, numbers // 2, 2, 2)).mT
+        return codes.unflatten(-1, (lines, line)), scales.unflatten(-1, (cells, numbers // 2, 2, 2)).mT
 
-    def _keys(self, codes: Tensor, ends: Tensor, channels: int) -> Tensor:
+    def _keys(self, codes: Tensor, scales: Tensor, channels: int) -> Tensor:
         """Keys [..., 64, channels] of the planes of pages."""
-        return self.packing.restore(unfold(codes, K_FOLDS[self.packing.bits]), ends.flatten(-3, -2))[..., :channels]
+        return self.packing.restore(unfold(codes, K_FOLDS[self.packing.bits]), scales.flatten(-3, -2))[..., :channels]
 
-    def _values(self, codes: Tensor, ends: Tensor) -> Tensor:
+    def _values(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Values [..., D, 64] of the planes of pages."""
-        return self.packing.restore(unfold(codes, V_FOLDS[self.packing.bits]), ends.flatten(-3, -2))
+        return self.packing.restore(unfold(codes, V_FOLDS[self.packing.bits]), scales.flatten(-3, -2))
 
     def _regions(self, row: int, head: int) -> tuple[Tensor, Tensor]:
         """One head's room dequantised, a copy: K [pages, channels, 64], V [capacity, D]."""
@@ -260,8 +264,8 @@ class QuantisedSegment(Segment):
         out = torch.zeros(*hidden.shape[:1], int(count.max()), hidden.shape[1], dtype=self.dtype, device=hidden.device)
         for channels in np.unique(count[self.length.reshape(-1) > 0]).tolist():
             planes, _ = self.packing.pages(self.head_dim, channels, self.dtype)
-            heads, codes, ends = self._of_heads(self.k, self.k_start, planes, count == channels, hidden.shape[1])
-            keys = self._keys(*self._shaped(codes, ends, channels), channels).flatten(1, 2).mT
+            heads, codes, scales = self._of_heads(self.k, self.k_start, planes, count == channels, hidden.shape[1])
+            keys = self._keys(*self._shaped(codes, scales, channels), channels).flatten(1, 2).mT
             out[heads, :channels] = torch.where(hidden[heads, None], 0, keys)
         return out
 
@@ -270,30 +274,30 @@ class QuantisedSegment(Segment):
         out = torch.zeros(*hidden.shape, self.head_dim, dtype=self.dtype, device=hidden.device)
         _, planes = self.packing.pages(self.head_dim, 0, self.dtype)
         every = np.ones(len(hidden), dtype=bool)
-        heads, codes, ends = self._of_heads(self.v, self.v_start, planes, every, hidden.shape[1])
-        values = self._values(*self._shaped(codes, ends, None)).mT.flatten(1, 2)
+        heads, codes, scales = self._of_heads(self.v, self.v_start, planes, every, hidden.shape[1])
+        values = self._values(*self._shaped(codes, scales, None)).mT.flatten(1, 2)
         out[heads] = torch.where(hidden[heads, :, None], 0, values)
         return out
 
     def _of_heads(
         self, flat: Tensor, start: np.ndarray, planes: tuple[int, int], some: np.ndarray, columns: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Heads [n] among `some` [B H] that hold tokens, and copies of their pages' codes and ends [n, pages, ...].
+        """Heads [n] among `some` [B H] that hold tokens, and copies of their pages' codes and scales [n, pages, ...].
 
-        planes: bytes of a page's codes, and of its ends
+        planes: bytes of a page's codes, and of its scales
         columns: tokens; where a head has no page, its last one stands
         """
-        codes, ends = planes
+        codes, scales = planes
         length, (found,) = self.length.reshape(-1), np.nonzero(some & (self.length.reshape(-1) > 0))
         page = np.minimum(np.arange(columns // PAGE), (length[found, None] - 1) // PAGE)
-        starts = upload(start.reshape(-1)[found, None] + page * (codes + ends), flat.device)
-        every = flat.as_strided((max(0, len(flat) - codes - ends + 1), codes + ends), (1, 1))
+        starts = upload(start.reshape(-1)[found, None] + page * (codes + scales), flat.device)
+        every = flat.as_strided((max(0, len(flat) - codes - scales + 1), codes + scales), (1, 1))
         pages = every.index_select(0, starts.flatten()).view(*starts.shape, -1)
         return upload(found, flat.device), pages[..., :codes], pages[..., codes:].contiguous().view(self.dtype)
 
     def held(self) -> tuple[int, int]:
         """Bytes of K and of V of the tokens held; a short group counts as a whole one."""
         packing = self.packing
-        (k_codes, k_ends), v = packing.pages(self.head_dim, self.channels.count, self.dtype)
+        (k_codes, k_scales), v = packing.pages(self.head_dim, self.channels.count, self.dtype)
         tokens = round_up(self.length, packing.group)
-        return int((tokens * (k_codes + k_ends)).sum()) // PAGE, int(self.length.sum()) * sum(v) // PAGE
+        return int((tokens * (k_codes + k_scales)).sum()) // PAGE, int(self.length.sum()) * sum(v) // PAGE

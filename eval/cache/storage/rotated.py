@@ -133,15 +133,15 @@ class RotatedSegment(QuantisedSegment):
                 whole[:, tokens] = new
                 plane[:, pages] = whole.unflatten(1, (-1, PAGE))
 
-    def _shaped(self, codes: Tensor, ends: Tensor, channels: int | None) -> tuple[Tensor, Tensor]:
+    def _shaped(self, codes: Tensor, scales: Tensor, channels: int | None) -> tuple[Tensor, Tensor]:
         """Codes [..., 64, bytes] and norms [..., 64] of pages, views; channels: kept ones of K, None = planes of V."""
         width = self.packing.room(self.head_dim if channels is None else channels) * self.packing.bits // 8
-        return codes.unflatten(-1, (PAGE, width)), ends
+        return codes.unflatten(-1, (PAGE, width)), scales
 
-    def _keys(self, codes: Tensor, ends: Tensor, channels: int) -> Tensor:
+    def _keys(self, codes: Tensor, scales: Tensor, channels: int) -> Tensor:
         """Keys [..., 64, channels] of the planes of pages."""
-        return self.packing.decode(codes, ends, channels)
+        return self.packing.decode(codes, scales, channels)
 
-    def _values(self, codes: Tensor, ends: Tensor) -> Tensor:
+    def _values(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Values [..., D, 64] of the planes of pages."""
-        return self.packing.decode(codes, ends, self.head_dim).mT
+        return self.packing.decode(codes, scales, self.head_dim).mT

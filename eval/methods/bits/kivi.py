@@ -13,9 +13,9 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from eval.cache.storage.pages import round_up
 from eval.cache.storage.quantised import Packing
 from eval.cache.storage.sizes import Sizes
-from eval.inference.models import shape_of
 from eval.methods.axes import Bits
 from eval.methods.held import Held
+from leank_train.common.shape import kv_shape
 from leank_train.common.typed import OneOf, Positive
 
 
@@ -50,7 +50,7 @@ class KIVI(Bits):
             )
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.of_layer(0, config).check(shape_of(config)[-1])
+        self.of_layer(0, config).check(kv_shape(config)[-1])
 
     def packed(self, held: Held) -> float:
         """Bytes of the middle: `bits` per number, and one scale and one zero point per group of K and of V."""

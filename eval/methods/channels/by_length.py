@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from eval.inference.models import shape_of
 from eval.inference.prefill import Prefill
 from eval.methods.axes import Channels, Observe
 from eval.methods.registry import choice, name_of
+from leank_train.common.shape import kv_shape
 from leank_train.common.typed import Positive
 
 
@@ -74,7 +74,7 @@ class ByLength(Channels):
         found = {side: one.keep_value_mask(prefill, config) for side, one in self.choices.items()}
         if all(keep is None for keep in found.values()):
             return None
-        everything = torch.ones(shape_of(config), dtype=torch.bool, device=prefill.logits.device)
+        everything = torch.ones(kv_shape(config), dtype=torch.bool, device=prefill.logits.device)
         return self._by_row(prefill, {side: everything if keep is None else keep for side, keep in found.items()})
 
     def kept_counts(self, config: PreTrainedConfig, length: int) -> tuple[np.ndarray, np.ndarray] | None:

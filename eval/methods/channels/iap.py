@@ -15,11 +15,11 @@ from annotated_types import Ge
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from eval.inference.models import shape_of
 from eval.inference.prefill import Prefill
 from eval.methods.axes import Uniform
 from eval.methods.common.observed import seen
 from leank_train.channel_scores import pruned, top
+from leank_train.common.shape import kv_shape
 from leank_train.common.typed import Count, Positive, Share
 
 
@@ -69,7 +69,7 @@ class IAP(Uniform):
         return self.queries
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        dim = shape_of(config)[2]
+        dim = kv_shape(config)[2]
         kept, low, high = dim - pruned(dim, self.ratio), self.salient_min, self.salient_max
         if not 0 <= low <= high < 1:
             raise ValueError(

@@ -11,10 +11,10 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from eval.inference.models import shape_of
 from eval.inference.prefill import Prefill
 from eval.methods.axes import Uniform
 from leank_train.channel_scores import lowest_frequencies
+from leank_train.common.shape import kv_shape
 from leank_train.common.typed import Share
 
 
@@ -22,8 +22,8 @@ from leank_train.common.typed import Share
 class LowestFrequencies(Uniform):
     """Every head keeps the RoPE pairs p of the lowest frequencies theta^(-2p / D).
 
-    A pair p of D / 2 rotates the channels p and p + D / 2 and stays or goes as a whole. An odd number of channels to
-    prune takes one pair more.
+    A pair p of D / 2 rotates two channels, p and p + D / 2 in most models, and stays or goes as a whole. An odd number
+    of channels to prune takes one pair more.
 
     Settings
     ratio: float in [0, 1), default 0.7: share of K channels pruned.
@@ -39,4 +39,4 @@ class LowestFrequencies(Uniform):
 
     def kept_counts(self, config: PreTrainedConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
         count = lowest_frequencies(config, self.ratio).channels_per_head.numpy()
-        return count, np.full_like(count, shape_of(config)[2])
+        return count, np.full_like(count, kv_shape(config)[2])

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from eval.inference.prefill import Prefill
 from eval.methods.common.calibrated import Calibrated
 from eval.methods.common.observed import seen
+from leank_train.common.rotary import rotates_halves
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,14 @@ class PairEnergy(Calibrated):
     samples: int, default 8: number of samples.
     seed: int, default 7: seed of the samples.
     """
+
+    def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        if not rotates_halves(config):
+            raise ValueError(
+                "pair_energy needs a model whose RoPE rotates all channels, p and p + D / 2 together, and "
+                f"{config.model_type} does not; use static_norm"
+            )
+        super().check(config, tokenizer)
 
     @property
     def observed(self) -> int:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from eval.inference.models import shape_of
 from eval.inference.prefill import Prefill
 from eval.methods.axes import Uniform
 from leank_train.channel_scores import random_mask
+from leank_train.common.shape import kv_shape
 from leank_train.common.typed import Seed, Share
 
 
@@ -27,7 +27,7 @@ class Random(Uniform):
     seed: Seed = 0
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        random_mask(shape_of(config), self.ratio, self.seed)
+        random_mask(kv_shape(config), self.ratio, self.seed)
 
     def keep_mask(self, prefill: Prefill, config: PreTrainedConfig) -> Tensor:
-        return random_mask(shape_of(config), self.ratio, self.seed).keep
+        return random_mask(kv_shape(config), self.ratio, self.seed).keep

@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from eval.cache.attention.softmax import written_out
-from eval.inference.models import shape_of
 from eval.inference.prefill import Prefill
 from eval.methods.axes import Uniform
 from eval.methods.common.observed import Seen, seen
 from leank_train.channel_scores import GROUPS, best, pruned, query_key_scores
+from leank_train.common.shape import kv_shape
 from leank_train.common.typed import OneOf, Positive, Share
 
 
@@ -66,7 +66,7 @@ class ThinK(Uniform):
 
     def kept_counts(self, config: PreTrainedConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
         k, v = super().kept_counts(config, length)
-        return k, v - pruned(shape_of(config)[2], self.values)
+        return k, v - pruned(kv_shape(config)[2], self.values)
 
 
 def think_scores(prefill: Prefill, queries: int, group: str) -> Tensor:

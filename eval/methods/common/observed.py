@@ -28,7 +28,10 @@ class Seen(NamedTuple):
         return self.layer.keys.to(wide(self.layer.keys)) * self.stays[..., None]
 
     def queries(self, count: int) -> Tensor:
-        """The prompt's last `count` queries after RoPE [B, Hq, count, D], float32 or wider."""
+        """The prompt's last `count` queries after RoPE [B, Hq, count, D], float32 or wider.
+
+        Raises ValueError if the pass over the prompt kept none.
+        """
         if self.layer.queries is None:
             raise ValueError(f"the pass over the prompt kept no queries; run it with obs_queries={count}")
         last = self.layer.queries[:, :, -count:]

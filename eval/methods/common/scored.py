@@ -13,13 +13,13 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from eval.cache.storage.eviction import SCORE, HeavyHitters
-from eval.cache.storage.store import Sizes
-from eval.inference.models import shape_of
+from eval.cache.storage.sizes import Sizes
 from eval.inference.prefill import Prefill, PromptLayer
 from eval.methods.axes import Tokens
 from eval.methods.common.selection import keep_chosen, middle_budget
 from eval.methods.held import Held
 from leank_train.channel_scores import top
+from leank_train.common.shape import kv_shape
 from leank_train.common.typed import Positive
 
 Budget = Positive | Annotated[float, Gt(0), Lt(1)]
@@ -87,7 +87,7 @@ class Scored(Tokens):
     def kept_counts(self, config: PreTrainedConfig, columns: list[int], sizes: Sizes) -> np.ndarray | None:
         protected = self.protected(sizes)
         count = self.between(max(columns), protected) + protected.window - sizes.window
-        return np.full(shape_of(config)[:2], count)
+        return np.full(kv_shape(config)[:2], count)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from eval.cache.storage.store import Sizes, middle_columns, real_positions
+from eval.cache.storage.sizes import Sizes, middle_columns, real_positions
 from eval.inference.prefill import Prefill, PromptLayer
 
 Scores = Callable[[PromptLayer, Tensor | None], Tensor]  # (layer, its real columns [B, T]) -> scores [B, H, T]

@@ -15,7 +15,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from eval.cache.attention.ranking import Ranking
 from eval.cache.storage.middle import Columns
-from eval.cache.storage.store import Sizes, Store
+from eval.cache.storage.sizes import Sizes
+from eval.cache.storage.store import Store
 from eval.methods.axes import Observe, Reads
 from eval.methods.channels.double_sparsity_channels import DoubleSparsityChannels
 from eval.methods.common.calibrated import Calibration

@@ -14,7 +14,8 @@ from transformers import PreTrainedConfig
 from eval.cache.attention.bounds import Bounds
 from eval.cache.attention.ranking import Ranking
 from eval.cache.storage.middle import Columns
-from eval.cache.storage.store import Sizes, Store
+from eval.cache.storage.sizes import Sizes
+from eval.cache.storage.store import Store
 from eval.methods.axes import Reads
 from eval.methods.common.selection import middle_budget
 from eval.methods.held import Held

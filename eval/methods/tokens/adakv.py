@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from eval.cache.storage.store import Sizes
+from eval.cache.storage.sizes import Sizes
 from eval.inference.prefill import Prefill, PromptLayer
 from eval.methods.common.scored import Scored
 from eval.methods.registry import choice, name_of

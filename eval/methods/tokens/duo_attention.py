@@ -23,12 +23,12 @@ from data_gen.sample import Sample
 from data_gen.tasks import task
 from data_gen.tokens import TokenCounter
 from eval.benchmarks.ruler import draw
-from eval.cache.storage.store import Sizes
-from eval.inference.models import shape_of
+from eval.cache.storage.sizes import Sizes
 from eval.inference.prefill import Prefill, PromptLayer
 from eval.methods.axes import Observe, Tokens
 from eval.methods.common.calibrated import Calibration
 from leank_train.channel_scores import lowest_frequencies
+from leank_train.common.shape import kv_shape
 from leank_train.common.typed import OneOf, Positive, Seed
 
 CALIBRATION = ("task", "length", "seed", "queries")
@@ -96,7 +96,7 @@ class DuoAttention(Tokens):
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         if self.pattern is not None:
-            found, wanted = tuple(self.gates.shape), shape_of(config)[:2]
+            found, wanted = tuple(self.gates.shape), kv_shape(config)[:2]
             if found != wanted:
                 raise ValueError(
                     f"pattern={self.pattern} is of {found[0]} layers x {found[1]} KV heads, the model of {wanted[0]} x "
@@ -157,7 +157,7 @@ class DuoAttention(Tokens):
         if self.settled:
             retrieval = ~self.streaming().numpy()
         else:
-            layers, heads, _ = shape_of(config)
+            layers, heads, _ = kv_shape(config)
             retrieval = np.full((layers, heads), 1 - self.how_many(layers * heads) / (layers * heads))
         return np.maximum(0, np.array(columns) - sizes.sink - sizes.window)[:, None] * retrieval
 

@@ -15,10 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from eval.inference.models import shape_of
 from eval.inference.prefill import PromptLayer
 from eval.methods.common.scored import Scored
 from leank_train.channel_scores import wide
+from leank_train.common.rotary import layer_ropes, rotates_halves
+from leank_train.common.shape import kv_shape
 from leank_train.common.typed import Count, Positive
 
 STATIC = ("default", "linear", "llama3", "yarn")  # kinds of RoPE whose frequencies do not depend on the length
@@ -62,10 +63,10 @@ class ExpectedAttention(Scored):
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         rope = getattr(config, "rope_parameters", None) or {}
         kind = rope.get("rope_type", "default")
-        if kind not in STATIC or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        if kind not in STATIC or not rotates_halves(config) or layer_ropes(config)[0] != rope:
             raise ValueError(
-                f"expected_attention needs a model whose RoPE rotates all channels by {', '.join(STATIC)} frequencies, "
-                f"not {kind}; use snapkv"
+                f"expected_attention needs a model whose RoPE rotates all channels, p and p + D / 2 together, by "
+                f"{', '.join(STATIC)} frequencies that all layers share, not {config.model_type} ({kind}); use snapkv"
             )
 
     def scores(self, layer: PromptLayer, real: Tensor | None, config: PreTrainedConfig) -> Tensor:
@@ -108,7 +109,7 @@ class ExpectedAttention(Scored):
 
 def frequencies(config: PreTrainedConfig) -> Tensor:
     """RoPE's frequency of every pair of channels, float64 [D / 2]; `check` says which models have such."""
-    rope, dim = getattr(config, "rope_parameters", None) or {}, shape_of(config)[2]
+    rope, dim = getattr(config, "rope_parameters", None) or {}, kv_shape(config)[2]
     kind = rope.get("rope_type", "default")
     if kind != "default":
         return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))[0].double()

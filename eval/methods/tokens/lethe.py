@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from eval.cache.storage.eviction import SCORE, Choice, Eviction, largest
 from eval.cache.storage.segment import Segment
-from eval.cache.storage.store import Sizes
+from eval.cache.storage.sizes import Sizes
 from eval.cache.storage.upload import upload
 from eval.inference.prefill import Prefill, PromptLayer
 from eval.methods.axes import Tokens
@@ -38,11 +38,11 @@ class Lethe(Tokens):
     stay, and the sink, and the last recent_ratio K; L_evict becomes max(L_evict, c + recent). Without a breakpoint
     nothing leaves and L_evict doubles. All heads keep the same tokens.
 
-    As printed, a breakpoint has v_0 / v_c <= tau (Eq. 4). That ratio only grows with c, so no cut point but the first
-    can ever be one: a layer keeps K / D tokens where attention is *flat*, none leave where it is peaked, and a larger
-      tau
-    prunes more often. The text says the opposite: a breakpoint is where attention drops sharply, and a larger tau keeps
-    more (table 6, appendix). reading="text" has v_0 / v_c >= tau, reading="printed" has what is printed.
+    As printed, a breakpoint has v_0 / v_c <= tau (Eq. 4). That ratio only grows with c, so the first breakpoint can
+    only be the first cut point: a layer keeps K / D tokens where attention is *flat*, none leave where it is peaked,
+    and a larger tau prunes more often. The text says the opposite: a breakpoint is where attention drops sharply, and a
+    larger tau keeps more (table 6, appendix). reading="text" has v_0 / v_c >= tau, reading="printed" has what is
+    printed.
 
     Deviations
     - The paper does not give D, gamma, the sink (here the cache's) and the first L_evict.

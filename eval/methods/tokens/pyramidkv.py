@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from eval.cache.storage.store import Sizes
-from eval.inference.models import shape_of, windows_of
+from eval.cache.storage.sizes import Sizes
+from eval.inference.models import windows_of
 from eval.inference.prefill import Prefill, PromptLayer
 from eval.methods.tokens.snapkv import SnapKV
+from leank_train.common.shape import kv_shape
 from leank_train.common.typed import OneOf, Positive
 
 
@@ -70,7 +71,7 @@ class PyramidKV(SnapKV):
         return counts
 
     def kept_counts(self, config: PreTrainedConfig, columns: list[int], sizes: Sizes) -> np.ndarray:
-        layers, heads, _ = shape_of(config)
+        layers, heads, _ = kv_shape(config)
         protected = self.protected(sizes)
         middle = max(0, max(columns) - protected.sink - protected.window)
         full, counts = [i for i, window in enumerate(windows_of(config)) if window is None], np.zeros(layers, dtype=int)

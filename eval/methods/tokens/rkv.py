@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from eval.cache.storage.eviction import HeavyHitters
 from eval.cache.storage.segment import Segment
-from eval.cache.storage.store import Sizes
+from eval.cache.storage.sizes import Sizes
 from eval.inference.observe import received
 from eval.inference.prefill import PromptLayer
 from eval.methods.common.scored import Evicting

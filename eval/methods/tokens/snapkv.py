@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from eval.cache.storage.store import Sizes
+from eval.cache.storage.sizes import Sizes
 from eval.inference.observe import received
 from eval.inference.prefill import PromptLayer
 from eval.methods.common.scored import Scored

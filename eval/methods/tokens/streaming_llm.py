@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from eval.cache.storage.store import Sizes
-from eval.inference.models import shape_of
+from eval.cache.storage.sizes import Sizes
 from eval.inference.prefill import Prefill, PromptLayer
 from eval.methods.axes import Tokens
+from leank_train.common.shape import kv_shape
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class StreamingLLM(Tokens):
         ]
 
     def kept_counts(self, config: PreTrainedConfig, columns: list[int], sizes: Sizes) -> np.ndarray:
-        return np.zeros(shape_of(config)[:2])
+        return np.zeros(kv_shape(config)[:2])
 
     def joins(self, config: PreTrainedConfig) -> Tensor:
-        layers, heads, _ = shape_of(config)
+        layers, heads, _ = kv_shape(config)
         return torch.zeros(layers, heads, dtype=torch.bool)

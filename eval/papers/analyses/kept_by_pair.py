@@ -17,6 +17,7 @@ from eval.papers.analyses.analysis import Analysis, Rows, distinct, only, row, v
 from eval.papers.analyses.drawing import heat_map, legend, lines
 from eval.papers.analyses.source import Source
 from eval.report.style import sheet
+from leank_train.common.rotary import mean_by_pair, rotary_pairs
 from leank_train.common.typed import Count, Positive
 
 
@@ -24,8 +25,8 @@ from leank_train.common.typed import Count, Positive
 class KeptByPair(Analysis):
     """Share of the kept channels in each RoPE pair: over all layers and KV heads, and in each layer.
 
-    Pair p of D / 2 has the frequency theta^(-2p / D) and rotates the channels p and p + D / 2. With a model, ThinK at
-    the mask's pruning ratio stands beside it, as in the figures of the paper.
+    Pair p of D / 2 has the frequency theta^(-2p / D). Without a model it rotates the channels p and p + D / 2, and with
+    one those that the model says. ThinK at the mask's pruning ratio stands beside it then, as in the paper's figures.
 
     Settings
     task: str, default "niah_multikey_3": task of the samples that ThinK sees.
@@ -40,13 +41,17 @@ class KeptByPair(Analysis):
     def measure(self, source: Source) -> Rows:
         """Rows "kept" by method and pair, of each layer and, with layer None, of all layers."""
         mask = source.need_mask()
-        rows = _rows("mask", mask.keep.double())
+        layers, _, dim = mask.keep.shape
+        pairs = (torch.arange(dim) % (dim // 2)).expand(layers, dim)
+        if source.model is not None:
+            pairs = rotary_pairs(source.config)
+        rows = _rows("mask", mask.keep, pairs)
         if source.model is not None and self.samples:
             rule = ThinK(mask.pruning_ratio)
             prompts = [source.ids(source.sample(self.task, self.length, index)) for index in range(self.samples)]
             masks = [rule.keep_mask(source.observe(ids, rule.obs_queries), source.config) for ids in prompts]
             mean = torch.stack([keep[0].double().cpu() for keep in masks]).mean(0)
-            rows += _rows("ThinK", mean, task=self.task, length=self.length)
+            rows += _rows("ThinK", mean, pairs, task=self.task, length=self.length)
         return rows
 
     def draw(self, rows: Rows) -> Figure:
@@ -71,10 +76,9 @@ def _points(rows: Rows) -> tuple[list[float], np.ndarray]:
     return values(rows, "pair"), 100 * np.array(values(rows))
 
 
-def _rows(method: str, keep: Tensor, **at: str | int) -> Rows:
-    """Rows of a mask, or of a mean of masks, [L, H, D]."""
-    layers, heads, dim = keep.shape
-    by_layer = keep.view(layers, heads, 2, dim // 2).mean((1, 2))  # [L, pairs]
+def _rows(method: str, keep: Tensor, pairs: Tensor, **at: str | int) -> Rows:
+    """Rows of a mask, or of a mean of masks, [L, H, D]; pairs: [L, D], the pair of each channel."""
+    by_layer = mean_by_pair(keep, pairs)  # [L, pairs]
     places: list[tuple[int | None, Tensor]] = [(None, by_layer.mean(0)), *enumerate(by_layer)]
     return [
         row("kept", float(share), "share of channels", layer=layer, method=method, pair=pair, **at)

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from eval.cache.storage.eviction import Choice
 from eval.cache.storage.segment import Segment
-from eval.cache.storage.store import Sizes
+from eval.cache.storage.sizes import Sizes
 from eval.inference.decode import greedy
 from eval.inference.prefill import PromptLayer, pad_left, prefill
 from eval.methods.base import Method

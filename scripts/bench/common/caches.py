@@ -18,7 +18,7 @@ from eval.cache.storage.middle import Middle
 from eval.cache.storage.quantised import Packing
 from eval.cache.storage.store import GROWTH
 from eval.inference.models import ModelConfig, load_model
-from leank_train import backbone
+from leank_train.common.shape import kv_shape
 from leank_train.mask import ChannelMask
 from scripts.bench.common.shapes import LLAMA, MASKS, ROOT, llama8b
 from scripts.bench.common.timing import WARM_UP
@@ -56,7 +56,7 @@ def contenders(
     head (5.23 does not). On 5.17 this project's dense cache is the one to compare graphs with.
     """
     config = model.config
-    layers, heads, dim = backbone.kv_shape(config)
+    layers, heads, dim = kv_shape(config)
     everything = torch.ones(layers, heads, dim, dtype=torch.bool)
 
     def dense(tokens: int) -> int:
@@ -86,7 +86,7 @@ def fill(model: PreTrainedModel, cache: Cache, rows: int, tokens: int, scored: b
 
     scored: with random scores, which layers need that evict while decoding.
     """
-    _, heads, dim = backbone.kv_shape(model.config)
+    _, heads, dim = kv_shape(model.config)
     for index, layer in enumerate(cache.layers):
         k, v = torch.randn(2, 1, heads, tokens, dim, device=model.device, dtype=model.dtype)
         k, v = (x.expand(rows, -1, -1, -1) for x in (k, v))

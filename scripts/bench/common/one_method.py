@@ -133,7 +133,8 @@ class Bench:
     def decode(self, row: Record, method: Method, prompt: Prefill, aside: Aside, rows: int | str) -> None:
         """Fill in what decoding costs in `rows` rows, or in as many as fit; the pass makes place for them."""
         cache, position = method.compressed(self.model, prompt), prompt.lengths[:, None]
-        size = max(cache.memory().total, self.grown.get((method.label, prompt.columns), 0))
+        grown = method_bytes(method, self.model.config, prompt.columns + 2 * self.new, self.model.dtype.itemsize) or 0
+        size = max(cache.memory().total, int(grown), self.grown.get((method.label, prompt.columns), 0))
         try:
             aside.leave()
             clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ from itertools import pairwise
 import torch
 
 WARM_UP, PROFILED = 3, 4  # steps before those that are timed, and steps under the profiler after them
+# Without it, CUPTI stays in the process after the first profile, and every later launch of a captured graph takes the
+# host 0.4 us or more per kernel, instead of 50 us in all: docs/results/generation.md#later-graphs.
+TEARDOWN = "TEARDOWN_CUPTI"
 # in the names of kernels
 ATTENTIONS = ("decode", "flash", "fmha", "sdpa", "attention", "attend", "score_", "choose", "softmax")
 PRODUCTS = ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk")
@@ -77,23 +81,32 @@ class Launches:
 def profiled(step: Callable[[], None], steps: int = PROFILED) -> list[Launches]:
     """What one step runs on the GPU, the longest first.
 
-    The sum of kernels is the figure to compare across the cases of one process: from the fourth to sixth captured step
-    of a process on, a step takes 0.4 us more per kernel by the clock, for a reason that is not known.
+    Afterwards the profiler is taken down, so that steps that are timed later take what they took before.
+    TEARDOWN_CUPTI=0 in the environment leaves it there.
     """
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
+    os.environ.setdefault(TEARDOWN, "1")  # Kineto reads it when a session starts and when it ends
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
+    _let_go()
     launches = [
         Launches(event.key, event.count / steps, event.self_device_time_total / 1e3 / steps)
         for event in found.key_averages()
         if event.device_type != DeviceType.CPU
     ]
     return sorted(launches, key=lambda launch: -launch.ms)
+
+
+def _let_go() -> None:
+    """Give the profiler what it needs to be taken down: a little time, for its own thread, and then a call of CUDA."""
+    for _ in range(5):
+        time.sleep(0.02)
+        torch.cuda.synchronize()
 
 
 def where(found: Iterable[Launches]) -> dict[str, float]:

@@ -24,9 +24,8 @@ fails costs its row. One that loses the GPU ends the run with status 75; started
     median_ms     of these steps as the GPU sees them; worst_ms: the longest of them
     tokens_per_s  of all rows
     gpu_ms        of a step in kernels alone, of which attention_ms, products_ms, other_ms; kernels: launches per step.
-                  Attention in plain PyTorch counts among products and others. It is what to compare: after a few
-                  captured steps of a process, later ones take 0.4 us more per kernel by the clock. --no-profile leaves
-                  these columns out
+                  Attention in plain PyTorch counts among products and others. --no-profile leaves these
+                  columns out
     layer         above which a pass dropped tokens, where it looks for the layer itself; -1 = it found none
     seconds       that the row took
     error         of what failed, whose row ends there. What begins with "does not fit", "too slow" (--limit) or
@@ -57,7 +56,8 @@ from pathlib import Path
 from eval.inference.models import ModelConfig, load_config
 from eval.inference.prefill import Prefill
 from eval.methods import Method
-from eval.run.replay import Replay, Settings
+from eval.run.replay import Replay
+from eval.run.settings import Settings
 from scripts.bench.common.caches import subject
 from scripts.bench.common.one_method import FOLDER, NAMES, Aside, Bench, configured, kind_of, now
 from scripts.bench.common.table import (

@@ -12,7 +12,8 @@ from torch import Tensor
 from eval.cache.attention import reference
 from eval.cache.storage.middle import Middle
 from eval.cache.storage.quantised import Packing
-from eval.cache.storage.store import Sizes, Store
+from eval.cache.storage.sizes import Sizes
+from eval.cache.storage.store import Store
 from scripts.bench.common.shapes import DIM, DTYPE, LLAMA, MASKS, QWEN
 
 if TYPE_CHECKING:  # Triton is not everywhere that these modules are imported

@@ -46,28 +46,34 @@ def paged_us(shape: Shape, layout: PageLayout) -> float:
     device = torch.device("cuda")
     paged = PagedAttention(layout, device, shape.q_heads)
     widths = [-(-shape.context // group.block) for group in (layout.kept, layout.rest)]
-    ends = layout.rest_blocks(shape.context - 1) if layout.rest.columns else 0
-    blocks = 1 + shape.batch * (widths[0] + ends)
+    stored = rest_pages(layout, shape.context)
+    blocks = 1 + shape.batch * (widths[0] + len(stored))
     size = blocks * layout.page_columns * DTYPE.itemsize
     q = query(shape)[:, :, 0]
     lengths = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=device)
     calls = []
     for _ in range(copies_of(size)):
         pages = torch.empty(blocks, layout.page_columns, dtype=DTYPE, device=device).normal_()
-        kept, rest = tables(shape, layout, widths, ends)
+        kept, rest = tables(shape, widths, stored)
         calls.append(partial(paged.attend, pages, 0, q, lengths, kept, rest, DIM**-0.5))
     return median_us(calls)
 
 
-def tables(shape: Shape, layout: PageLayout, widths: list[int], ends: int) -> tuple[Tensor, Tensor]:
-    """Random block tables [batch, blocks] of both groups; the rest holds sink and window alone, `ends` pages a row."""
-    free = (torch.randperm(shape.batch * (widths[0] + ends), device="cuda") + 1).int()
+def rest_pages(layout: PageLayout, context: int) -> list[int]:
+    """The pages of `rest` that hold sink or window of a request that decodes its token number `context`."""
+    if not layout.rest.columns:
+        return []
+    block, first = layout.rest.block, layout.whole_from(context - 1)
+    return sorted({*range(-(-min(layout.sink, context) // block)), *range(first // block, -(-context // block))})
+
+
+def tables(shape: Shape, widths: list[int], stored: list[int]) -> tuple[Tensor, Tensor]:
+    """Random block tables [batch, blocks] of both groups; the rest has pages at `stored` alone."""
+    free = (torch.randperm(shape.batch * (widths[0] + len(stored)), device="cuda") + 1).int()
     kept = free[: shape.batch * widths[0]].view(shape.batch, widths[0])
     rest = torch.zeros(shape.batch, widths[1], dtype=torch.int32, device="cuda")
-    if ends:
-        first = layout.whole_from(shape.context - 1) // layout.rest.block
-        stored = [*range(-(-layout.sink // layout.rest.block)), *range(first, widths[1])]
-        rest[:, stored[:ends]] = free[shape.batch * widths[0] :].view(shape.batch, ends)[:, : len(stored)]
+    if stored:
+        rest[:, stored] = free[shape.batch * widths[0] :].view(shape.batch, len(stored))
     return kept, rest
 
 

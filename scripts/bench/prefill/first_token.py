@@ -38,7 +38,8 @@ from eval.methods.prefill.asl import ASL
 from eval.methods.prefill.fastkv import FastKV
 from eval.methods.prefill.gemfilter import GemFilter
 from eval.report.style import INK, MARKERS, PALETTE, SETTINGS, plain, png, sheet
-from eval.run.replay import Replay, Settings
+from eval.run.replay import Replay
+from eval.run.settings import Settings
 from leank_train.common.files import write_bytes
 from scripts.bench.common.caches import subject
 from scripts.bench.common.one_method import Bench, configured

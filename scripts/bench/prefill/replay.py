@@ -26,7 +26,8 @@ from eval.inference.models import ModelConfig, load_config, load_model
 from eval.inference.prefill import prefill
 from eval.inference.prompts import Prompt
 from eval.methods import Method, method
-from eval.run.replay import Replay, Settings
+from eval.run.replay import Replay
+from eval.run.settings import Settings
 from scripts.bench.common.shapes import llama8b
 from scripts.bench.common.timing import wait
 

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from leank_train.forward.attention import Keys, scaled_attention, visibility
+from leank_train.forward.attention import Keys, scaled_attention
 from leank_train.forward.hook import NAME, run_decoder
+from leank_train.forward.visibility import visibility
 from leank_train.objective import distill
 
 

@@ -36,8 +36,9 @@ from transformers import PreTrainedModel
 
 from leank_train import backbone as backbones
 from leank_train.common.files import write_json
+from leank_train.common.shape import kv_shape
 from leank_train.forward.branching import branch, prefill, prefill_and_branch, student
-from leank_train.forward.passes import kernel_order, tried_in
+from leank_train.forward.kernels import kernel_order, tried_in
 from leank_train.objective import distill
 from leank_train.objective.kl import OBJECTIVES, Head, kl_loss
 from scripts.bench.common.shapes import llama8b
@@ -85,7 +86,7 @@ def bare_prefill(model: PreTrainedModel, ids: Tensor) -> None:
 
 def chosen_kernel(model: PreTrainedModel, length: int, order: Sequence[SDPBackend]) -> str:
     """The kernel that SDPA takes for a layer's causal prefill of `length` tokens, tried in this order."""
-    _, heads, dim = backbones.kv_shape(model.config)
+    _, heads, dim = kv_shape(model.config)
     q = torch.empty(1, model.config.num_attention_heads, length, dim, device=model.device, dtype=model.dtype)
     k = q.new_empty(1, heads, length, dim)
     with tried_in(order):
@@ -158,7 +159,7 @@ class Bench:
     def __init__(self, model: PreTrainedModel, args: argparse.Namespace) -> None:
         self.model, self.args, self.cuda = model, args, model.device.type == "cuda"
         self.sink, self.window = (16, 144) if args.shape == "reference" else (128, 1024)
-        shape = backbones.kv_shape(model.config)
+        shape = kv_shape(model.config)
         self.alpha = torch.full(shape, 0.9, device=model.device, requires_grad=True)
         self.kernels: dict[int, dict[str, str]] = {}
         self.results: Results = {length: {} for length in args.length}

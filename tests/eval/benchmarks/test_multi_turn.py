@@ -16,7 +16,7 @@ from eval.report.tables import tables
 from eval.rows.results import Results, read
 from eval.run.build import build_job
 from eval.run.job import Job
-from eval.run.replay import Settings
+from eval.run.settings import Settings
 from tests.eval.report.test_report import row
 from tests.helpers.tiny_run import save_model
 

@@ -19,7 +19,7 @@ from eval.report.summary import summarise
 from eval.rows.results import read
 from eval.run.build import build_job
 from eval.run.job import Job
-from eval.run.replay import Settings
+from eval.run.settings import Settings
 
 CONFIG, TOKENIZER = load_config(ModelConfig())
 

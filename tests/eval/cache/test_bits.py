@@ -53,11 +53,11 @@ def test_a_number_comes_back_within_half_a_step(bits, group, dtype, offset, magn
     generator = torch.Generator().manual_seed(seed)
     x = (torch.randn(5, group, generator=generator, dtype=torch.float64) * 10**magnitude + offset).to(dtype)
     packing = Packing(bits, group)
-    codes, ends = packing.quantise(x.mT)
+    codes, scales = packing.quantise(x.mT)
     assert codes.shape == (group, 5)
     assert int(codes.max()) < 2**bits
-    assert ends.shape == (1, 5, 2)
-    back = packing.restore(codes, ends).mT.double()
+    assert scales.shape == (1, 5, 2)
+    back = packing.restore(codes, scales).mT.double()
     step = (x.double().amax(-1) - x.double().amin(-1)) / (2**bits - 1)
     info = torch.finfo(dtype)
     # the scale is rounded too: at the far end that adds up to half an ulp of it for every level
@@ -74,24 +74,24 @@ def test_a_constant_group_comes_back_exactly(bits, dtype, value):
 
 
 def test_the_ends_of_a_group():
-    codes, ends = Packing(2, 8).quantise(torch.tensor([0.0, 1, 2, 3, 3, 2, 1, 0])[:, None])
+    codes, scales = Packing(2, 8).quantise(torch.tensor([0.0, 1, 2, 3, 3, 2, 1, 0])[:, None])
     assert codes[:, 0].tolist() == [0, 1, 2, 3, 3, 2, 1, 0]
-    assert ends.tolist() == [[[1, 0]]]
+    assert scales.tolist() == [[[1, 0]]]
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_where_the_codes_of_a_page_lie(bits):
     """As the picture at the head of quantised.py says: the number of token t and channel c is t for K, c for V."""
     group, dim = 8, 32
-    channels = KeptChannels.of((torch.arange(dim) < 6)[None], torch.empty(1, 1, 0, dim))
+    channels = KeptChannels.of((torch.arange(dim) < 11)[None], torch.empty(1, 1, 0, dim))
     segment = Packing(bits, group).segment(channels, np.full((1, 1), 64), dim, torch.float32)
     k, v = torch.randn(2, 1, 1, 64, dim, generator=torch.Generator().manual_seed(bits))
     segment.append(np.array([0]), k, v)
-    (k_codes, k_ends), (v_codes, v_ends) = (Packing(bits, group).quantise(x) for x in (k[0, 0, :, :6], v[0, 0].mT))
-    room, line, top = {8: 6, 4: 6, 2: 8}[bits], {8: 6, 4: 6, 2: 4}[bits], 2**bits - 1
+    (k_codes, k_scales), (v_codes, v_scales) = (Packing(bits, group).quantise(x) for x in (k[0, 0, :, :11], v[0, 0].mT))
+    room, line, top = 16, {8: 16, 4: 16, 2: 8}[bits], 2**bits - 1
     plane = segment.k[: 64 * room * bits // 8]
     for t in range(64):
-        for c in range(6):
+        for c in range(11):
             row, column = (t, c) if bits == 8 else (t % 32, c % line)
             shift = 0 if bits == 8 else t // 32 * 4 + c // line * 2
             assert int(plane[row * line + column]) >> shift & top == k_codes[t, c]
@@ -99,10 +99,13 @@ def test_where_the_codes_of_a_page_lie(bits):
     for t in range(64):
         for c in range(dim):
             assert int(plane[c % step * 64 + t]) >> c // step * bits & top == v_codes[c, t]
-    for flat, ends, codes in ((segment.k, k_ends, 64 * room * bits // 8), (segment.v, v_ends, 64 * dim * bits // 8)):
-        cells = flat[codes:].view(torch.float32).view(len(ends), -1, 4)
-        for n in range(ends.shape[1]):
-            assert torch.equal(cells[:, n // 2, [n % 2, n % 2 + 2]], ends[:, n])
+    for flat, scales, codes in (
+        (segment.k, k_scales, 64 * room * bits // 8),
+        (segment.v, v_scales, 64 * dim * bits // 8),
+    ):
+        cells = flat[codes:].view(torch.float32).view(len(scales), -1, 4)
+        for n in range(scales.shape[1]):
+            assert torch.equal(cells[:, n // 2, [n % 2, n % 2 + 2]], scales[:, n])
 
 
 def random_tables(seed, batch, heads, dim):
@@ -146,8 +149,7 @@ def test_a_segment_holds_the_quantised_tokens_of_every_head(bits, group, appends
             assert torch.equal(got_k, k[:, keep[b, h]])
             assert torch.equal(got_v, v)
             count, cell = int(keep[b, h].sum()), group * bits // 8 + 2 * 8
-            room = -(-count // 4) * 4 if bits == 2 else -(-count // 2) * 2
-            k_bytes += -(-len(k) // group) * room * cell
+            k_bytes += -(-len(k) // group) * -(-count // 16) * 16 * cell
             v_bytes += len(k) * (dim // group) * cell
         else:
             assert len(got_k) == len(got_v) == 0
@@ -267,7 +269,7 @@ def test_as_a_method_alone_and_over_channels(channels):
     cache = made.cache(model, prefill(model, ids, None, 8))
     memory, held = cache.memory(), 300 - 2 - 6
     cell = 8 * 4 // 8 + 2 * 4  # bytes of 8 numbers
-    room = int((-(-keep.sum(-1) // 2) * 2).sum())  # an even number of channels in every head
+    room = int((-(-keep.sum(-1) // 16) * 16).sum())  # sixteens of channels in every head
     assert memory.middle_k == 2 * -(-held // 8) * room * cell
     assert memory.middle_v == 2 * held * int(keep.any(-1).sum()) * DIM // 8 * cell
     tensors = [t.untyped_storage() for layer in cache.compressed for t in layer.store.tensors().values()]

@@ -11,7 +11,7 @@ from tests.eval.cache.test_kernel import DEVICE, ON_GPU, error, interpreter_take
 from eval.cache.attention import quantised_kernel, unpacking_kernel  # isort: skip
 from eval.cache.attention.launch import FEW, PACKED, PACKED_FEW, Config, Kernel  # isort: skip  (needs Triton, which the line above asks for)
 from eval.cache.storage.quantised import Packing
-from eval.cache.storage.store import Sizes
+from eval.cache.storage.sizes import Sizes
 
 
 @pytest.fixture

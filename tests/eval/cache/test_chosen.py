@@ -17,7 +17,8 @@ from eval.cache.attention.bounds import Bounds  # noqa: E402
 from eval.cache.attention.chosen import Chosen, ChosenConfig  # noqa: E402
 from eval.cache.storage.middle import Middle  # noqa: E402
 from eval.cache.storage.quantised import Packing  # noqa: E402
-from eval.cache.storage.store import Sizes, Store  # noqa: E402
+from eval.cache.storage.sizes import Sizes  # noqa: E402
+from eval.cache.storage.store import Store  # noqa: E402
 from eval.methods.reads.double_sparsity import Labels  # noqa: E402
 from eval.methods.reads.quest import Quest  # noqa: E402
 from tests.eval.cache.test_kernel import interpreter_takes_numpys_scalars, poison  # noqa: E402, F401

@@ -14,7 +14,7 @@ from eval.cache.attention.backend import Plain, choose_backend  # noqa: E402
 from eval.cache.attention.chosen import Chosen  # noqa: E402
 from eval.cache.layer import CompressedLayer  # noqa: E402
 from eval.cache.storage.middle import Middle  # noqa: E402
-from eval.cache.storage.store import Sizes  # noqa: E402
+from eval.cache.storage.sizes import Sizes  # noqa: E402
 from tests.eval.cache.test_chosen import random_reads  # noqa: E402
 from tests.eval.cache.test_kernel import interpreter_takes_numpys_scalars, poison  # noqa: E402, F401
 

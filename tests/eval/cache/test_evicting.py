@@ -16,7 +16,8 @@ from eval.cache.graph import DecodeLoop
 from eval.cache.layer import CompressedLayer
 from eval.cache.storage.eviction import HeavyHitters
 from eval.cache.storage.middle import Middle
-from eval.cache.storage.store import Sizes, Store
+from eval.cache.storage.sizes import Sizes
+from eval.cache.storage.store import Store
 from eval.inference.decode import greedy
 from eval.inference.models import ModelConfig, load_model
 from eval.methods import Method

@@ -11,7 +11,8 @@ from transformers import DynamicCache, StaticCache
 
 from eval.cache import CompressedLayer, compressed_cache
 from eval.cache.hook import ATTENTION
-from leank_train.forward.hook import check_decoder, kv_shape, run_decoder
+from leank_train.common.shape import kv_shape
+from leank_train.forward.hook import check_decoder, run_decoder
 from tests import ROOT
 from tests.helpers.cache_oracle import oracle_cache
 from tests.helpers.families import REFUSED, RIGHT, UNTRAINED, build, table, trained

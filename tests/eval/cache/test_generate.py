@@ -151,12 +151,15 @@ def test_a_streamer_gets_every_token_once():
     assert streamer.ended
 
 
-def test_assisted_decoding_runs_as_usual():
+@pytest.mark.parametrize("how", [{"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 1}])
+def test_assisted_decoding_runs_as_usual(how, monkeypatch):
     model = tiny_model("llama")
-    options = {"input_ids": prompts()["input_ids"][:1], "max_new_tokens": 8, "prompt_lookup_num_tokens": 3}
+    options = {"input_ids": prompts()["input_ids"][:1], "max_new_tokens": 8, **how}
     caches = [compressed_cache(model, None, *SIZES) for _ in range(3)]
     want = model.generate(past_key_values=caches[0], **options)
-    assert torch.equal(caches[1].generate(model, **options), want)
+    with monkeypatch.context() as patch:
+        patch.delattr(DecodeLoop, "step")
+        assert torch.equal(caches[1].generate(model, **options), want)
     with pytest.raises(ValueError, match="cannot assist decoding; leave custom_generate out"):
         model.generate(past_key_values=caches[2], custom_generate=graph_decoding, **options)
 

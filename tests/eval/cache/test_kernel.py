@@ -14,7 +14,8 @@ pytest.importorskip("triton")  # Linux only
 from eval.cache.attention import reference, work  # noqa: E402
 from eval.cache.attention.launch import Config, Kernel  # noqa: E402
 from eval.cache.storage.middle import Middle  # noqa: E402
-from eval.cache.storage.store import Sizes, Store  # noqa: E402
+from eval.cache.storage.sizes import Sizes  # noqa: E402
+from eval.cache.storage.store import Store  # noqa: E402
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 

@@ -11,7 +11,7 @@ from tests.eval.cache.test_kernel import DEVICE, ON_GPU, interpreter_takes_numpy
 from eval.cache.attention.launch import Kernel  # isort: skip  (needs Triton, which the line above asks for)
 from eval.cache.storage.channels import KeptChannels
 from eval.cache.storage.middle import Middle
-from eval.cache.storage.store import Sizes
+from eval.cache.storage.sizes import Sizes
 
 
 @pytest.fixture(autouse=True)

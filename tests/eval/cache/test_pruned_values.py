@@ -24,7 +24,7 @@ from eval.cache.layer import CompressedLayer
 from eval.cache.storage.addresses import Addresses
 from eval.cache.storage.channels import KeptChannels
 from eval.cache.storage.middle import Middle
-from eval.cache.storage.store import Sizes
+from eval.cache.storage.sizes import Sizes
 
 DTYPE = torch.bfloat16 if ON_GPU else torch.float16
 STEPS, PROGRAMS = (1000, {}) if ON_GPU else (48, {"programs": 2})  # the interpreter is slow

@@ -87,3 +87,15 @@ def test_a_prompt_without_padding_is_sealed_as_one_with_a_mask(length):
                 assert all(map(torch.equal, stores[0].prompt.read(*at), stores[1].prompt.read(*at)))
         else:
             assert torch.equal(held, other), name
+
+
+def test_a_tail_grows_rarely():
+    """Growing copies all of it, so each time makes room for more than the tokens that are due."""
+    store = Store(*torch.randn(2, 1, HEADS, 40, DIM), None, Middle(), Sizes(2, 6, 4))
+    versions = set()
+    for _ in range(20 * 4):
+        store.append(*torch.randn(2, 1, HEADS, 1, DIM))
+        store.flush()
+        versions.add(store.version)
+    assert store.tail.length.min() == 80
+    assert len(versions) == 2  # before the first move, and since

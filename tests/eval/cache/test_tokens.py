@@ -15,7 +15,8 @@ from eval.inference.prefill import PromptLayer, prefill
 from eval.inference.prompts import Prompt
 from eval.methods import Method
 from eval.methods.axes import Channels, PromptPass, Tokens
-from eval.run.replay import Replay, Settings
+from eval.run.replay import Replay
+from eval.run.settings import Settings
 from tests.eval.run.test_engine import Letters, rows
 from tests.helpers.cache_oracle import (
     DIM,

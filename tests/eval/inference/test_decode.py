@@ -40,6 +40,34 @@ def test_only_caches_that_the_kernel_reads_whole_are_captured():
     assert not capturable(prefill(model, prompt, None, 8).fork())
 
 
+def written_one_by_one(model, ids, eos, most, least):
+    """Greedy tokens after the prompt ids [1, T], the end-of-text token that ended them included."""
+    tokens = []
+    while len(tokens) < most and not (tokens and tokens[-1] in eos):
+        with torch.no_grad():
+            logits = model(torch.cat([ids, torch.tensor([tokens], dtype=torch.long)], 1)).logits[0, -1]
+        if len(tokens) < least:
+            logits[eos] = -torch.inf
+        tokens.append(int(logits.argmax()))
+    return tokens
+
+
+def test_rows_end_at_their_own_bounds_and_no_step_follows_the_last():
+    model, prompts = tiny_model("llama"), [[7, 8, 9, 4], [5, 6], [11, 3, 2]]
+    free = written_one_by_one(model, torch.tensor(prompts[:1]), [], 12, 0)
+    for at in (0, 3, 5):
+        eos = free[at : at + 2]  # with at least at + 1 tokens, the last of them is the first of these if it may be
+        for most, least in (([6, 1, 9], [0, 0, 0]), ([8, 8, 0], [at + 1, 0, 0]), ([1, 1, 1], [1, 0, 0])):
+            ids, real = pad_left(prompts, 0, "cpu")
+            dense = prefill(model, ids, real, max(most))
+            found, steps, broken = greedy(model, dense.fork(), dense.logits, real, dense.lengths, eos, most, least)
+            rows = zip(prompts, most, least, strict=True)
+            wanted = [written_one_by_one(model, torch.tensor([p]), eos, n, m) for p, n, m in rows]
+            assert found == [[token for token in row if token not in eos] for row in wanted]
+            assert steps == max(map(len, wanted)) - 1  # the first token comes from the prompt's pass
+            assert broken == [None] * 3
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "config",

@@ -13,7 +13,7 @@ from eval.inference.prompts import SPECIALS, encode
 from eval.methods import Method
 from eval.report import summarise
 from eval.run.job import Job
-from eval.run.replay import Settings
+from eval.run.settings import Settings
 from tests.eval.report.test_report import row as result
 from tests.eval.run.test_compression import Two
 

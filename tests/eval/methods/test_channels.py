@@ -22,7 +22,8 @@ from eval.methods.channels.magnitude import Magnitude
 from eval.methods.channels.static_norm import StaticNorm
 from eval.methods.channels.think import ThinK, value_scores
 from eval.methods.common.observed import seen
-from eval.run.replay import Replay, Settings
+from eval.run.replay import Replay
+from eval.run.settings import Settings
 from leank_train.channel_scores import best, lowest_frequencies, pruned
 from leank_train.mask import ChannelMask
 from tests import DATA

@@ -11,14 +11,16 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from eval.cache import CompressedCache
-from eval.inference.models import ModelConfig, load_config, shape_of
+from eval.inference.models import ModelConfig, load_config
 from eval.inference.prefill import prefill
 from eval.methods import REGISTRY, method
 from eval.methods.held import Held
 from eval.methods.match import STEPS, WHOLE, free_settings, match, share_of_dense
 from eval.methods.memory import dense_bytes, held_bytes, method_bytes
 from eval.methods.tokens.duo_attention import DuoAttention
-from eval.run.replay import Replay, Settings, cache_bytes
+from eval.run.replay import Replay, cache_bytes
+from eval.run.settings import Settings
+from leank_train.common.shape import kv_shape
 from leank_train.mask import ChannelMask
 from tests import ROOT
 from tests.conftest import tiny_model
@@ -38,7 +40,7 @@ def model():
 @pytest.fixture(scope="module")
 def masks(tmp_path_factory, model):
     """A ragged mask with an empty head and a full one."""
-    shape = shape_of(model.config)
+    shape = kv_shape(model.config)
     generator = torch.Generator().manual_seed(0)
     keep = torch.rand(shape, generator=generator) < torch.rand(*shape[:2], 1, generator=generator)
     keep[2, 1], keep[4, 0] = False, True
@@ -77,10 +79,10 @@ def counted(one, config, cache, seen):
     """What a cache turned out to hold, where the prompt decides, from the lengths of its parts."""
     if not isinstance(cache, CompressedCache):  # a prefill that drops tokens, and nothing else
         return dense_bytes(config, seen.columns, ITEM)
-    ends = np.full(shape_of(config)[:2], one.sink + one.window)
+    ends = np.full(kv_shape(config)[:2], one.sink + one.window)
     middle = np.array([layer.store.prompt.length[0] + layer.store.tail.length[0] for layer in cache.layers])
-    whole = np.full(middle.shape, shape_of(config)[2])
-    return held_bytes(one, Held(ends, middle, whole, whole, shape_of(config)[2], ITEM))
+    whole = np.full(middle.shape, kv_shape(config)[2])
+    return held_bytes(one, Held(ends, middle, whole, whole, kv_shape(config)[2], ITEM))
 
 
 def held(one, model, prompt):

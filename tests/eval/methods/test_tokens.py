@@ -365,3 +365,8 @@ def test_bad_patterns_are_named(tmp_path):
     (tmp_path / "words.tsv").write_text("a\tb\n")
     with pytest.raises(ValueError, match="no table of numbers"):
         DuoAttention(str(tmp_path / "words.tsv")).check(config, None)
+
+
+def test_a_share_of_the_prompt_is_rounded_down():
+    sizes = Sizes(1, 2, 4)
+    assert [SnapKV(budget=0.38, queries=2).between(length, sizes) for length in (7, 10, 11, 100)] == [0, 0, 1, 35]

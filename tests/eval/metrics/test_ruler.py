@@ -21,6 +21,8 @@ def test_postprocess_turns_tabs_and_breaks_into_newlines():
 
 def test_part_counts_any_reference_and_matches_inside_words():
     assert ruler.string_match_part(["I don't know", "yes"], [["no"], ["no", "maybe"]]) == 50.0
+    assert ruler.string_match_part(["maybe", "yes"], [["no", "maybe"], ["no", "maybe"]]) == 50.0
+    assert ruler.string_match_all(["maybe", "yes"], [["no", "maybe"], ["no", "maybe"]]) == 25.0
 
 
 def test_two_decimals():

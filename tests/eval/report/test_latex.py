@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval.report.latex import document, escape, latex
-from eval.report.tables import Line, Table
+from eval.report.table import Line, Table
 
 NASTY = ["[1] a", "* b", "a_b & c", "50% #1 $x$", "{y} \\end{tabular}", "~^<>|\"'`", "λ=0.06 – é 日本 \x07", ""]
 

@@ -73,6 +73,18 @@ def test_a_cell_in_which_nothing_was_matched_is_no_other_method():
     assert set(labels(rows).values()) == {"duo"}
 
 
+@pytest.mark.parametrize("few", [None, "leank", "dense"])
+def test_means_over_other_samples_are_said_to_be_so(few):
+    """A run that was stopped: a method without the hard task has the best mean, and dense loses nothing to it."""
+    scores = [
+        (method, task) for method in ("dense", "leank") for task in ("vt", "cwe") if (method, task) != (few, "cwe")
+    ]
+    rows = [row(method, sample, float(task == "vt"), task) for method, task in scores for sample in range(3)]
+    note = overall(summarise(rows)["runs"][0]).note
+    assert (f"lack samples that others have ({few} 3 of 6)" in note) == (few is not None)
+    assert ("lack samples" in note) == (few is not None)
+
+
 @pytest.fixture
 def written(tmp_path):
     with Results(tmp_path) as results:

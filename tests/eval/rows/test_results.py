@@ -15,7 +15,7 @@ from eval.inference.models import ModelConfig, load_config
 from eval.methods import Method, method
 from eval.rows.results import NAME, Key, Results, key_of, read
 from eval.run.job import Job
-from eval.run.replay import Settings
+from eval.run.settings import Settings
 
 ROW = {**Key("m", "dense", "c0", "ruler", "vt", 64, "0", 42, "after_question")._asdict(), "score": 1.0}
 

@@ -25,7 +25,8 @@ from eval.report import write_report
 from eval.rows.results import Results, read
 from eval.run.compression import Watch
 from eval.run.job import Job
-from eval.run.replay import Replay, Settings
+from eval.run.replay import Replay
+from eval.run.settings import Settings
 from tests.eval.report.test_report import row
 from tests.eval.run.test_engine import NEW, Letters, rows
 from tests.helpers.cache_oracle import tiny_model
@@ -80,6 +81,13 @@ def test_a_method_that_compresses_nothing_says_so_and_gives_dense_logits(choice,
             if not one.compressed:
                 assert one.tokens == other.tokens
         assert any(a.compressed for a in found) == (window == 6 and getattr(choice, "budget", 0) != 400)
+
+
+@pytest.mark.parametrize(("budget", "compressed"), [(39, True), (40, False)])
+def test_a_budget_of_reads_holds_sink_and_window_too(budget, compressed):
+    method = method_of(Quest(budget=budget, page=1, dense_layers=0), sink=2, window=6)
+    (found,) = answers(tiny_model("llama"), method, [40], new=2)
+    assert (found.middle_tokens, found.compressed) == (32, compressed)
 
 
 def test_tokens_that_leave_the_window_while_decoding_are_compressed():

@@ -13,7 +13,8 @@ from eval.methods import Method
 from eval.methods.tokens.h2o import H2O
 from eval.methods.tokens.snapkv import SnapKV
 from eval.run.conversations import Conversations
-from eval.run.replay import Replay, Settings
+from eval.run.replay import Replay
+from eval.run.settings import Settings
 from tests.eval.run.test_engine import Letters, rows
 from tests.helpers.cache_oracle import tiny_model
 from tests.helpers.replay_tools import SIZES, methods, prompts

@@ -14,7 +14,8 @@ from eval.methods import Method
 from eval.methods.prefill.asl import ASL
 from eval.methods.prefill.fastkv import FastKV
 from eval.methods.tokens.snapkv import SnapKV
-from eval.run.replay import Replay, Settings
+from eval.run.replay import Replay
+from eval.run.settings import Settings
 from tests.helpers.cache_oracle import FAMILIES, tiny_model
 from tests.helpers.replay_tools import SIZES, alone, methods, prompts
 
@@ -29,6 +30,13 @@ class Letters:
 
     def decode(self, tokens, **options):
         return " ".join(map(str, tokens))
+
+
+class Encoding(Letters):
+    """One that encodes, too."""
+
+    def __call__(self, text, **options):
+        return {"input_ids": [int(word) for word in text.split()]}
 
 
 def rows(count, new_tokens=NEW, **settings):
@@ -97,6 +105,19 @@ def test_a_stop_string_ends_a_row():
     assert answer.tokens == free[: len(answer.tokens)]
     assert answer.steps < NEW - 1
     assert stop in answer.text
+
+
+@pytest.mark.parametrize("least", [0, 1, 4])
+@pytest.mark.parametrize("at", [0, 3])
+def test_the_last_token_of_an_end_is_as_end_of_text(at, least):
+    """LongBench's samsum: the token for a newline ends the reply, and is forbidden where end-of-text is."""
+    model, (ids,) = tiny_model("llama"), prompts([40])
+    end = alone(model, Method("dense"), ids, NEW, None)[at]
+    engine = Replay(model, Encoding(), Settings())
+    made = rows(1, ends=(f"1 {end}",), min_new_tokens=least)
+    ((_, (answer,)),) = engine.answers([Prompt(ids, 30)], made, [Method("dense")])
+    held = alone(model, Method("dense"), ids, NEW, None, eos=end, min_new_tokens=least)
+    assert answer.tokens == [t for t in held if t != end]
 
 
 @pytest.mark.parametrize("lengths", [[40], [40, 40], [40, 29, 33]], ids=str)

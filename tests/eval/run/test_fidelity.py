@@ -17,7 +17,8 @@ from eval.methods.prefill.gemfilter import GemFilter
 from eval.methods.reads.quest import Quest
 from eval.methods.tokens.h2o import H2O
 from eval.methods.tokens.lethe import Lethe
-from eval.run.replay import Replay, Settings
+from eval.run.replay import Replay
+from eval.run.settings import Settings
 from leank_train.mask import ChannelMask
 from tests.eval.run.test_engine import Letters
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, random_keep, tiny_model

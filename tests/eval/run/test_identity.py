@@ -14,14 +14,15 @@ from eval.benchmarks.files import LongBench, Mmlu
 from eval.benchmarks.niah import Niah
 from eval.benchmarks.problems import GsmInfinite
 from eval.benchmarks.ruler import Ruler
-from eval.inference.model_folder import BLOCK, BLOCKS, WHOLE, folder_digest
 from eval.inference.models import ModelConfig, load_config
 from eval.methods import Method
-from eval.report.summary import group, summarise
+from eval.report.groups import group
+from eval.report.summary import summarise
 from eval.rows.results import Results, read
 from eval.run.job import Job
-from eval.run.replay import Settings
+from eval.run.settings import Settings
 from leank_train.backbone import resolve
+from leank_train.common.model_folder import BLOCK, BLOCKS, WHOLE, folder_digest
 from tests import DATA
 from tests.eval.benchmarks.test_damage import CONFIG, MMLU, QASPER
 

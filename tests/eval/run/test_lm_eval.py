@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from eval.cache import compressed_cache
 from eval.cache.hook import ATTENTION
-from eval.lm_eval import CompressedLM
+from eval.lm_eval import LENGTHS, CompressedLM
 from leank_train.mask import ChannelMask
 
 SIZES = {"cache.sink": 4, "cache.window": 8, "cache.flush": 4}
@@ -114,8 +114,15 @@ def test_stop_strings_long_prompts_and_bad_options(models):
     assert cut == whole[: whole.index(middle)]
     prompt, _ = lm._request(0, TEXT * 400, {"max_gen_toks": 100})
     assert prompt.ids == lm.tok_encode(TEXT * 400)[-(8192 - 100) :]
-    with pytest.raises(ValueError, match=r"asks for sampling; decoding here is greedy: do_sample=false"):
-        lm.generate_until([request(TEXT, {"do_sample": True, "temperature": 0.7})])
+    for name in LENGTHS:
+        assert lm._request(0, TEXT, {name: 12, "temperature": 0.0, "num_beams": 1})[1].max_new_tokens == 12
+    assert lm._request(0, TEXT, {"do_sample": False, "temperature": 1, "max_tokens": None})[1].max_new_tokens == 256
+    for sampling in ({"do_sample": True, "temperature": 0.7}, {"temperature": 0.7}, {"do_sample": True}):
+        with pytest.raises(ValueError, match=r"asks for sampling; decoding here is greedy: do_sample=false"):
+            lm.generate_until([request(TEXT, sampling)])
+    for name, value in {"num_beams": 4, "repetition_penalty": 1.2, "min_new_tokens": 9}.items():
+        with pytest.raises(ValueError, match=f"{name}={value}, which greedy decoding does not heed"):
+            lm.generate_until([request(TEXT, {name: value})])
     with pytest.raises(ValueError, match="max_gen_toks=9000 leaves no prompt"):
         lm.generate_until([request(TEXT, {"max_gen_toks": 9000})])
     context, continuation = lm._fitted(list(range(9000)), list(range(5)))

@@ -8,11 +8,13 @@ from eval.benchmarks.base import Cell
 from eval.benchmarks.ruler import Ruler
 from eval.cache import compressed_cache
 from eval.cache.hook import ATTENTION
-from eval.inference.models import ModelConfig, load_config, load_model, shape_of
+from eval.inference.models import ModelConfig, load_config, load_model
 from eval.inference.prompts import encode
 from eval.methods import method
-from eval.run.replay import Replay, Settings
+from eval.run.replay import Replay
+from eval.run.settings import Settings
 from leank_train.channel_scores import lowest_frequencies
+from leank_train.common.shape import kv_shape
 from leank_train.mask import ChannelMask
 
 SIZES = {"sink": 16, "window": 128, "flush": 32, "backend": "torch"}
@@ -34,7 +36,7 @@ def test_tokens_are_those_of_separate_runs(reference):
     masks = {
         "leank": keep,
         "lowest_frequencies": lowest_frequencies(config, 0.7).keep,
-        "random": torch.rand(shape_of(config), generator=torch.Generator().manual_seed(0)) < 0.3,
+        "random": torch.rand(kv_shape(config), generator=torch.Generator().manual_seed(0)) < 0.3,
     }
     methods = [method("dense")]
     methods += [

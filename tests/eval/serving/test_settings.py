@@ -1,10 +1,13 @@
 """What a server is told, and what its memory admits."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from eval.serving import plan
+from eval.serving import check, plan, plugin
 from eval.serving.plan import Server
-from eval.serving.settings import Settings, load_mask
+from eval.serving.settings import NAMES, Settings, load_mask
+from leank_train.mask import ChannelMask
 from tests import ROOT
 
 MASK = ROOT / "leank_train/assets/reference/mask_70pct.safetensors"
@@ -27,6 +30,7 @@ def test_sink_and_window_are_those_of_the_training_unless_given():
     [
         ({"leank": {"mask": str(MASK), "windows": 3}}, {}, "windows"),
         ({"leank": str(MASK)}, {}, "must be a mapping"),
+        ({"leank": {"sink": 4}}, {}, "names no mask"),
         (None, {"LEANK_MASK": str(MASK), "LEANK_WINDOW": "many"}, "LEANK_WINDOW=many"),
         (None, {"LEANK_MASK": str(MASK), "LEANK_SINK": "-1"}, "LEANK_SINK=-1"),
         (None, {"LEANK_MASK": str(MASK), "LEANK_WINDOW": "0"}, "LEANK_WINDOW=0"),
@@ -36,6 +40,49 @@ def test_sink_and_window_are_those_of_the_training_unless_given():
 def test_wrong_settings_are_named(additional, environment, words):
     with pytest.raises(ValueError, match=words):
         Settings.find(additional, environment)
+
+
+class Engine:
+    """Arguments of an engine, whose configuration is the environment that its processes get."""
+
+    additional_config = None
+
+    def create_engine_config(self):
+        told = Settings.find(None)
+        arch = SimpleNamespace()
+        return SimpleNamespace(told=told, model_config=SimpleNamespace(model_arch_config=arch))
+
+
+def engine(settings):
+    made = Engine()
+    made.additional_config = None if settings is None else {"leank": settings}
+    return plugin._checked(Engine.create_engine_config)(made)
+
+
+@pytest.fixture
+def clean(monkeypatch):
+    for name in NAMES.values():
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(plugin, "_exported", {})
+    monkeypatch.setattr(plugin, "use_backend", lambda: None)
+    monkeypatch.setattr(check, "check", lambda config, settings: None)
+    yield monkeypatch
+    plugin._take_back()
+
+
+def test_an_engine_is_not_told_the_settings_of_the_one_before(clean, tmp_path):
+    """A process may make several engines; processes of each are told its own settings through the environment."""
+    other = tmp_path / "mask.safetensors"
+    trained = ChannelMask.load(MASK)
+    ChannelMask(trained.keep, {**trained.metadata, "sink": 4, "window": 32}).save(other)
+    assert engine({"mask": str(MASK), "window": 64}).told == Settings(str(MASK), 16, 64)
+    assert engine({"mask": str(other)}).told == Settings(str(other), 4, 32)
+    with pytest.raises(ValueError, match="start one without in a process of its own"):
+        engine(None)
+    clean.setenv("LEANK_MASK", str(MASK))
+    assert engine(None).told == engine(None).told == Settings(str(MASK), 16, 144)
+    clean.setenv("LEANK_WINDOW", "48")
+    assert engine(None).told == engine({"sink": 16}).told == Settings(str(MASK), 16, 48)
 
 
 @pytest.mark.parametrize("name", ["none.safetensors", "none.pth"])

@@ -137,6 +137,7 @@ def test_what_cannot_be_served_is_refused_before_weights_load(tmp_path):
         ({"model": beside, "additional_config": {"leank": {"mask": beside + "/mask.safetensors"}}}, "another folder"),
         ({**ours, "additional_config": {"leank": {"mask": "none.safetensors"}}}, "none.safetensors"),
         ({**ours, "additional_config": {"leank": {"masks": ""}}}, "masks"),
+        ({"model": str(REFERENCE)}, "in a process of its own"),
     ]  # fmt: skip
     out = python("-c", REFUSAL, json.dumps([settings for settings, _ in cases]))
     said = [line for line in out.splitlines() if line.startswith(("refused:", "taken"))]

@@ -22,6 +22,15 @@ files.write_bytes(sys.argv[1], b"x" * 100)
 """
 
 
+def test_others_may_read_what_is_written(tmp_path):
+    before = os.umask(0o077)
+    try:
+        write_bytes(tmp_path / "summary.json", b"{}")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "summary.json").stat().st_mode & 0o777 == 0o644
+
+
 def test_a_full_disk_names_the_file_and_leaves_what_was_there(tmp_path):
     file = tmp_path / "mask.safetensors"
     write_bytes(file, b"before")

@@ -199,6 +199,9 @@ def test_observed_queries_reach_back_into_the_document():
         alone = prefill(model, whole[None], [len(whole)], obs_queries=6)
         for layer in range(2):
             torch.testing.assert_close(observed[layer][r], alone.queries[layer][0])
+    short = prefill(model, pad(documents), [3, 17], obs_queries=6)
+    assert [x.shape[2] for x in short.queries] == [3, 3]  # no document gives more queries than the shortest has
+    torch.testing.assert_close(short.queries[0][1], prefix.queries[0][1, :, -3:])
     with pytest.raises(ValueError, match="obs_queries=6, but only 1 queries"):
         branch(model, prefill(model, pad(documents), DOCUMENTS), pad(questions), QUESTIONS, obs_queries=6)
 

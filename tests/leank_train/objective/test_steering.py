@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
+from leank_train.common.typed import BadConfig
 from leank_train.mask import ChannelMask
 from leank_train.objective import steering
 from leank_train.objective.distill import lr_factor
 from leank_train.objective.steering import Separation, learning_rate, steer, wanted_mean
 from leank_train.running.recorder import Recorder
-from leank_train.settings import BadConfig, check, fingerprint
+from leank_train.settings import check, fingerprint
 from leank_train.train import run
 from tests.helpers.tiny_run import alpha, killed, save_model, settings
 from tests.leank_train.running.test_ddp import forked_ranks, record
@@ -37,7 +38,7 @@ def finished(model, tmp_path_factory):
     """A run of the new recipe that nothing has stopped, with masks at other ratios."""
     out = tmp_path_factory.mktemp("run")
     with TestCase().assertLogs("leank_train", "WARNING") as logged:
-        run(settings(model, *RECIPE, "extra_ratios=[0.5,0.9]"), out)
+        run(settings(model, *RECIPE, "extra_ratios=[0.5,0.9,0.9000001]"), out)
     told = "\n".join(logged.output)
     assert re.search(f"{re.escape(str(out))}: the cut at ratio=0.7 was arbitrary: .* raise stage1.steps", told)
     return out
@@ -142,8 +143,8 @@ def test_separation():
 
 def test_a_run_leaves_other_ratios_and_says_how_the_scores_separated(finished, model):
     scores = load_file(finished / "alpha.safetensors")["stage1"]
-    for ratio in (0.5, 0.9):
-        mask = ChannelMask.load(finished / f"masks/mask_{100 * ratio:g}pct.safetensors")
+    for ratio, name in ((0.5, "50"), (0.9, "90"), (0.9000001, "90.00001")):
+        mask = ChannelMask.load(finished / f"masks/mask_{name}pct.safetensors")
         assert torch.equal(mask.keep, ChannelMask.from_scores(scores, ratio, 4, "exact").keep)
         assert mask.metadata["ratio"] == ratio
         assert abs(mask.pruning_ratio - ratio) <= 2 / 64

@@ -63,7 +63,7 @@ def test_two_ranks_are_one_batch(model, tmp_path, reduction):
 
     config = settings(model, *variants, "data.documents=2")
     run(config, tmp_path / "one")
-    mixed = Mixture(dict(config.data.tasks), backbones.load(str(model)).tokenizer, 300, 400, seed=6, group=2)
+    mixed = Mixture(dict(config.data.tasks), backbones.load(str(model)).tokenizer, 300, 400, seed=6, per_length=2)
     assert len({mixed[i].task for i in range(10)}) == 2
     assert any(mixed[i].task != mixed[i + 1].task for i in range(0, 10, 2))  # ranks that differ in one step
     for stage in ("stage1", "stage2"):
@@ -77,7 +77,7 @@ def test_two_ranks_are_one_batch(model, tmp_path, reduction):
 @pytest.mark.parametrize("start", [0, 3])
 def test_ranks_share_the_documents_of_one_process(model, start):
     backbone = backbones.load(str(model))
-    mixed = Mixture({"multikey": 1, "kv": 1}, backbone.tokenizer, 300, 400, group=4)
+    mixed = Mixture({"multikey": 1, "kv": 1}, backbone.tokenizer, 300, 400, per_length=4)
     for item in range(2):
         first = (start + item) * 4
         whole = Steps(backbone, mixed, 4, start, 0, 1)[item].documents.ids
@@ -93,7 +93,7 @@ def test_ranks_share_the_documents_of_one_process(model, start):
 def test_a_prompt_ends_in_its_answer(model):
     """What precedes it is the question, of any length; moving a batch moves its ids and leaves lengths on the host."""
     backbone = backbones.load(str(model))
-    mixed = Mixture({"multikey": 1, "kv": 1}, backbone.tokenizer, 500, 600, group=2, questions=2)
+    mixed = Mixture({"multikey": 1, "kv": 1}, backbone.tokenizer, 500, 600, per_length=2, questions=2)
     made = collate(backbone, [mixed[0], mixed[1]])
     assert (len(made.documents.ids), len(made.prompts.ids)) == (2, 4)
     for prompt, answer, before in zip(made.prompts.ids, made.answers.ids, made.question_lengths, strict=True):

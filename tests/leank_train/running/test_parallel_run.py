@@ -11,10 +11,11 @@ import torch.multiprocessing as mp
 
 from data_gen.tasks import Mixture
 from leank_train import backbone as backbones
+from leank_train.common.typed import BadConfig
 from leank_train.data import RetrievalData
 from leank_train.forward.branching import prefill
 from leank_train.running.parallel import shard
-from leank_train.settings import BadConfig, check
+from leank_train.settings import check
 from leank_train.train import run
 from tests.conftest import tiny_model
 from tests.helpers.tiny_run import alpha, save_model, settings
@@ -57,7 +58,7 @@ def test_shares_learn_what_one_process_learns(model, tmp_path, trainer, devices,
 
 def test_ranks_of_a_context_see_the_same_documents(model):
     backbone = backbones.load(str(model))
-    mixture = Mixture({"multikey": 1, "kv": 1}, backbone.tokenizer, 300, 400, group=2)
+    mixture = Mixture({"multikey": 1, "kv": 1}, backbone.tokenizer, 300, 400, per_length=2)
 
     def first(rank, world, together):
         data = RetrievalData(backbone, mixture, together=together)

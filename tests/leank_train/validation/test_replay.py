@@ -14,7 +14,8 @@ from eval.inference.prefill import prefill as prompt_pass
 from eval.inference.prompts import encode
 from eval.methods import Method, method
 from eval.methods.channels.leank import LeanK
-from eval.run.replay import Replay, Settings
+from eval.run.replay import Replay
+from eval.run.settings import Settings
 from leank_train import backbone as backbones
 from leank_train.forward.branching import branch, decode, prefill
 from leank_train.mask import ChannelMask
@@ -29,7 +30,7 @@ ZONES = {  # sink, window, flush
     "slides with every token": (3, 6, 1),
     "nothing moves while decoding": (2, 5, 32),
     "no sink, self only": (0, 1, 3),
-    "window fills while decoding": (4, 22, 2),
+    "window fills while decoding": (4, 22, 3),  # the flushes count from the sink, not from the prompt
     "sink past the prompt": (30, 2, 2),
 }
 

@@ -6,7 +6,8 @@ import torch
 from eval.cache.memory import measure_store
 from eval.cache.storage.middle import Middle
 from eval.cache.storage.quantised import Packing
-from eval.cache.storage.store import Sizes, Store
+from eval.cache.storage.sizes import Sizes
+from eval.cache.storage.store import Store
 from eval.methods.reads.double_sparsity import Labels
 from eval.methods.reads.quest import Quest
 from scripts.bench.common.bytes_read import bytes_read

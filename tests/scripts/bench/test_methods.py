@@ -14,7 +14,8 @@ from eval.inference.prefill import PromptLayer
 from eval.methods import Method
 from eval.methods.registry import REGISTRY, name_of
 from eval.methods.tokens.snapkv import SnapKV
-from eval.run.replay import Replay, Settings
+from eval.run.replay import Replay
+from eval.run.settings import Settings
 from scripts.bench.common import one_method
 from scripts.bench.common.shapes import ROOT
 from scripts.bench.decoding import methods

@@ -1,0 +1,151 @@
+"""Any order of operations on a cache leaves each row as if it had been alone and its tokens had come one by one."""
+
+import copy
+from contextlib import suppress
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from eval.cache import compressed_cache
+from eval.cache.hook import ATTENTION
+from eval.inference.prefill import extend, joined
+from tests.eval.cache.test_turns import METHODS
+from tests.helpers.cache_oracle import VOCAB, left_padded, tiny_model
+
+LENGTH = st.one_of(st.integers(1, 3), st.integers(1, 45))
+SEEDS = st.integers(0, 2**20)
+CHECKS = settings(
+    max_examples=15, stateful_step_count=7, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+
+
+class Rows(RuleBasedStateMachine):
+    """A padded batch of any method beside caches of one row each."""
+
+    @initialize(name=st.sampled_from(sorted(METHODS)), lengths=st.lists(LENGTH, min_size=1, max_size=3), seed=SEEDS)
+    def begin(self, name, lengths, seed):
+        assume(min(lengths) >= METHODS[name].obs_queries)
+        self.prefill(METHODS[name], lengths, seed)
+
+    def prefill(self, method, lengths, seed):
+        self.model = tiny_model("llama")
+        self.model.set_attn_implementation(ATTENTION)
+        ids, mask = left_padded(lengths, seed)
+        mask = mask.bool()
+        self.real = None if mask.all() else mask
+        self.cache = method.cache(self.model, method.run_prefill(self.model, ids, self.real, 0))
+        prompts = [ids[row : row + 1, mask[row]] for row in range(len(ids))]
+        self.alone = [method.cache(self.model, method.run_prefill(self.model, one, None, 0)) for one in prompts]
+
+    @rule(lengths=st.lists(st.one_of(st.just(1), st.integers(1, 15)), min_size=3, max_size=3), seed=SEEDS)
+    def turn(self, lengths, seed):
+        ids, there = left_padded(lengths[: len(self.alone)], seed)
+        there = there.bool()
+        self.real = joined(self.real, None if there.all() else there, self.cache.get_seq_length(), ids)
+        got = extend(self.model, self.cache, ids, self.real)
+        for row, one in enumerate(self.alone):
+            for token in ids[row, there[row]]:
+                want = extend(self.model, one, token.view(1, 1), None)
+            torch.testing.assert_close(got[row : row + 1], want, rtol=1e-7, atol=1e-7)
+
+    @rule(order=st.lists(st.integers(0, 2), min_size=1, max_size=3))
+    def choose(self, order):
+        """Beams, dropped rows and repeated ones."""
+        rows = [row % len(self.alone) for row in order]
+        self.cache.reorder_cache(torch.tensor(rows))
+        self.alone = [copy.deepcopy(self.alone[row]) for row in rows]
+        self.real = None if self.real is None else self.real[rows]
+
+    @rule(offloaded=st.booleans())
+    def copied(self, offloaded):
+        self.cache = copy.deepcopy(self.cache)
+        for layer in self.cache.layers if offloaded else ():
+            layer.offload()
+
+
+class Dense(RuleBasedStateMachine):
+    """A cache that keeps every channel beside the model without a cache; tokens are taken back, and reset() comes."""
+
+    @initialize(sizes=st.tuples(st.integers(0, 3), st.integers(0, 7), st.integers(1, 5)))
+    def begin(self, sizes):
+        self.model, self.recorded = tiny_model("qwen2"), False
+        self.cache = compressed_cache(self.model, None, *sizes, backend="torch")
+        self.tokens = torch.empty(1, 0, dtype=torch.long)
+
+    def feed(self, new):
+        self.tokens = torch.cat([self.tokens, new], 1)
+        with torch.no_grad():
+            got = self.model(new, past_key_values=self.cache).logits[:, -1]
+            torch.testing.assert_close(got, self.model(self.tokens).logits[:, -1], rtol=1e-7, atol=1e-7)
+
+    def drawn(self, count, seed):
+        return torch.randint(2, VOCAB, (1, count), generator=torch.Generator().manual_seed(seed))
+
+    @rule(count=LENGTH, seed=SEEDS)
+    def some(self, count, seed):
+        self.feed(self.drawn(count, seed))
+
+    @precondition(lambda self: not self.tokens.shape[1])
+    @rule(counts=st.lists(st.integers(1, 9), min_size=2, max_size=3), seed=SEEDS)
+    def announced(self, counts, seed):
+        self.cache.expect(sum(counts))
+        for number, count in enumerate(counts):
+            self.feed(self.drawn(count, seed + number))
+
+    @precondition(lambda self: self.tokens.shape[1])
+    @rule(count=st.integers(1, 6))
+    def take_back(self, count):
+        assume(count < self.tokens.shape[1])
+        with suppress(ValueError):  # of tokens that have been compressed; the cache stays as it is
+            self.cache.crop(-count)
+            self.tokens = self.tokens[:, :-count]
+
+    @rule()
+    def record(self):
+        self.cache.activate_past_recording()
+
+    @rule()
+    def reset(self):
+        self.cache.reset()
+        self.tokens = self.tokens[:, :0]
+
+
+@pytest.mark.filterwarnings("ignore:a pass of")
+class TestRows(Rows.TestCase):
+    settings = CHECKS
+
+
+@pytest.mark.filterwarnings("ignore:a pass of")
+class TestDense(Dense.TestCase):
+    settings = settings(CHECKS, max_examples=40, stateful_step_count=10)
+
+
+def held(thing, seen):
+    """Every tensor that can be reached from an object of this project."""
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, torch.Tensor):
+        yield thing
+    elif isinstance(thing, dict | list | tuple):
+        for inner in thing.values() if isinstance(thing, dict) else thing:
+            yield from held(inner, seen)
+    elif type(thing).__module__.startswith("eval."):
+        for inner in getattr(thing, "__dict__", {}).values():
+            yield from held(inner, seen)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_memory_counts_every_tensor_that_is_held(name):
+    """Found through the objects, not through what they say of themselves."""
+    machine = Rows()
+    machine.prefill(METHODS[name], [40, 22], 3)
+    machine.turn([5, 9, 1], 4)
+    chosen = {id(layer.middle) for layer in machine.cache.layers}  # a mask is the method's, and not a prompt's
+    sizes = {
+        one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in held(machine.cache.layers, chosen)
+    }
+    assert machine.cache.memory().total == sum(sizes.values())

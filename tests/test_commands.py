@@ -1,0 +1,100 @@
+"""The commands that the pages show are read by the programs they name; none is carried out."""
+
+import argparse
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from itertools import takewhile
+
+import pytest
+from hydra import compose, initialize_config_module
+
+from tests.test_docs import PAGES
+
+OF_PROGRAMS = ("eval.papers", "data_gen", "scripts.")
+CONFIGS = {"leank_train": "train", "eval": "eval"}
+OPERATORS = {*"&;|()<"}
+LEFT_OPEN = {"...", "[--fuse]", "$S"}  # a line with one of these is not a whole command
+OTHER = {"report", "diff", "method=[dense,think,largest_key]"}  # no settings; and a method that the reader writes
+
+
+def lines(text: str) -> list[str]:
+    """The lines of code on a page: those that are indented, with continuations joined, and what stands in backticks."""
+    text = text.replace("\\\n", " ")
+    return re.findall(r"^ {4,}(.+)$", text, re.MULTILINE) + re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text)
+
+
+def words(line: str) -> list[str]:
+    """The words of a shell command, without its comment; operators such as & stand alone."""
+    read = shlex.shlex(line, posix=True, punctuation_chars=True)
+    read.whitespace_split = True
+    try:
+        return list(read)
+    except ValueError:  # prose in backticks, with an apostrophe
+        return []
+
+
+def commands(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Each `python -m MODULE ...` of a page that gives it words, as the module and these words."""
+    for line in lines(text):
+        if "python -m " not in line:
+            continue
+        given = [word.replace("{,_mixed}", "") for word in words(line)]
+        for place in [at for at, word in enumerate(given) if word == "-m" and given[at - 1] == "python"]:
+            module, *rest = list(takewhile(lambda word: word[:1] not in OPERATORS, given[place + 1 :]))
+            if rest and not (LEFT_OPEN | OTHER) & {*rest}:
+                yield module, rest
+
+
+SHOWN = {
+    " ".join((module, *rest)): (module, rest)
+    for page in PAGES if page.name != "CHANGELOG.md"
+    for module, rest in commands(page.read_text(encoding="utf-8"))
+}  # fmt: skip
+
+
+def of(*programs: str) -> list[object]:
+    """The commands of programs that begin so."""
+    return [pytest.param(*given, id=shown) for shown, given in SHOWN.items() if given[0].startswith(programs)]
+
+
+class Read(BaseException):
+    """The arguments of a program were read, which is all that is asked."""
+
+
+def test_there_are_commands():
+    assert len(SHOWN) > 100
+
+
+@pytest.mark.parametrize(("module", "given"), of(*OF_PROGRAMS))
+def test_programs_read_their_arguments(module, given, monkeypatch):
+    def only(parse):
+        def read(self, args=None, namespace=None):
+            parse(self, args, namespace)
+            raise Read
+
+        return read
+
+    for name in ("parse_args", "parse_intermixed_args"):
+        monkeypatch.setattr(argparse.ArgumentParser, name, only(getattr(argparse.ArgumentParser, name)))
+    monkeypatch.setattr("sys.argv", [module, *given])
+    try:
+        program = importlib.import_module(f"{module}.__main__")
+    except ModuleNotFoundError:
+        program = importlib.import_module(module)
+    with pytest.raises(Read):
+        program.main()
+
+
+def member(word: str) -> str:
+    """An override with the first of the values that a sweep gives it."""
+    key, equals, value = word.partition("=")
+    return f"{key}{equals}{value if value[:1] in '[{' else value.partition(',')[0]}"
+
+
+@pytest.mark.parametrize(("module", "given"), [one for one in of(*CONFIGS) if one.values[0] in CONFIGS])
+def test_settings_are_those_of_the_configuration(module, given):
+    overrides = [member(word) for word in given if word != "-m"]
+    with initialize_config_module(f"conf.{CONFIGS[module]}", version_base="1.3"):
+        assert compose(CONFIGS[module], overrides)
