@@ -188,7 +188,8 @@ def test_padding_among_the_queries():
 def test_spans_cover_every_token_once_and_are_even(parts, programs, tile, per_head, per_tile, piece):
     """Walking every program's span reads each unit's tokens once, in partial results that are numbered without gaps."""
     unit = [(2, i // per_head, 0, tokens, 0, i, *channels) for i, (tokens, *channels) in enumerate(parts)]
-    table = work.cut(np.array(unit, dtype=np.int64), programs, tile, per_tile=per_tile, piece=piece)  # V's start names the unit
+    units = np.array(unit, dtype=np.int64)  # V's start names the unit
+    table = work.cut(units, programs, tile, per_tile=per_tile, piece=piece)
     assert len(table) <= programs + len(unit)
     read = {i: [] for i in range(len(unit))}
     partials, cost = {}, []
