@@ -1,7 +1,8 @@
-"""The work table, by which one launch reads a whole ragged layer while every program moves the same number of bytes.
+"""The work table, by which one launch reads a whole ragged layer while every program takes the same time.
 
 A *unit* is one part (sink, prompt's middle, decoded middle, window) of one row and KV head. Units follow each other
-row by row, head by head. The line of all their bytes is cut into equal spans at tile boundaries, one span per program.
+row by row, head by head. The line of all their costs is cut into equal spans at tile boundaries, one span per program.
+Costs are counted in bytes. A tile costs more than its bytes, because what a program has on its way is a number of tiles.
 A *piece* is what a program reads of one unit. The pieces that a program reads of one (row, head) form one partial
 result. The last program to finish a (row, head) merges its partial results.
 """
@@ -77,7 +78,7 @@ def _bounds(tiles: np.ndarray, weight: np.ndarray, programs: int, piece: int) ->
     """The tile at which each program but the first begins, on the line of all tiles.
 
     tiles: [U], tiles of each unit
-    weight: [U], the cost of one of its tiles, in bytes
+    weight: [U], cost of one of its tiles, in bytes
     piece: as for `cut`
     """
     cost = tiles * weight + piece

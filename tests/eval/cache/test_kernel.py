@@ -275,6 +275,31 @@ def test_on_the_device(counts, dim, group, queries, config, dtype):
 
 
 @pytest.mark.gpu
+def test_launches_that_start_early_change_no_bit():
+    """Launches follow each other in a graph and share their scratch memory."""
+    sizes, generator = Sizes(16, 200, 32), torch.Generator().manual_seed(0)
+    stores = [make_store([32, 0, 64], 64, [3000 + 500 * i], sizes, torch.bfloat16, seed=i) for i in range(4)]
+    q = torch.randn(1, 12, 1, 64, generator=generator).to(DEVICE, torch.bfloat16)
+    found = []
+    for early in (False, True):
+        kernel, graph = Kernel(Config(early=early)), torch.cuda.CUDAGraph()
+
+        def step(kernel=kernel):
+            return [kernel.attend(store, q, (store.seen_dev - 1)[:, None], 0.1) for store in stores * 6]
+
+        for store in stores:
+            store.plan = None
+        step()
+        with torch.cuda.graph(graph):
+            got = step()
+        for _ in range(20):
+            graph.replay()
+        torch.cuda.synchronize()
+        found.append(torch.stack(got))
+    assert torch.equal(*found)
+
+
+@pytest.mark.gpu
 def test_a_captured_step_can_be_replayed_past_moves_out_of_the_window():
     """Replaying one captured step and accounting for it gives what uncaptured steps give."""
     from eval.cache.attention.backend import choose_backend
