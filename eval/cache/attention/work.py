@@ -2,7 +2,7 @@
 
 A *unit* is one part (sink, prompt's middle, decoded middle, window) of one row and KV head. Units follow each other
 row by row, head by head. The line of all their costs is cut into equal spans at tile boundaries, one span per program.
-Costs are counted in bytes. A tile costs more than its bytes, because what a program has on its way is a number of tiles.
+Costs are counted in bytes. A tile costs more than its bytes, because a program has a number of tiles on its way.
 A *piece* is what a program reads of one unit. The pieces that a program reads of one (row, head) form one partial
 result. The last program to finish a (row, head) merges its partial results.
 """
