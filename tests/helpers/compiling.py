@@ -53,7 +53,7 @@ OF_CHOSEN = {**OF_DECODE, "chosen": TABLE, "words": FLOATS}
 HEADS = {"H": 8}
 DECODE = {
     **HEADS, "GROUP": 4, "TILE": 64, "M": 16, "ROWS": 4, "MERGE_LINES": 32, "EVEN": True, "PAGE": 64,
-    "FIELDS": work.FIELDS, "BITS": 0, "CELL": 0, "PTX": True, "WARPS": 4, "VALUES": 0, "WEIGHTS": False,
+    "FIELDS": work.FIELDS, "BITS": 0, "CELL": 0, "PTX": True, "WARPS": 4, "VALUES": 0, "WEIGHTS": False, "EARLY": True,
 }  # fmt: skip
 MOVE = {**HEADS, "TILE": 32, "PAGE": 64, "VALUES": 0}
 CHOSEN = {

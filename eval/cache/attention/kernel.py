@@ -220,7 +220,7 @@ def decode(
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
     MERGE_LINES: tl.constexpr, EVEN: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr,
     BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr, WARPS: tl.constexpr, VALUES: tl.constexpr,
-    WEIGHTS: tl.constexpr,
+    WEIGHTS: tl.constexpr, EARLY: tl.constexpr,
 ):
     """Program (p, c): span p of the work table for the query tokens of chunk c.
 
@@ -237,7 +237,11 @@ def decode(
     ranks: [B, H, D], by a stride; the place of each channel of V among the kept, read unless VALUES is 0
     WEIGHTS: whether to leave logits and log-sum-exp for weights_kernel.add_weights, which says what scratch and room
         are; there is one chunk then, and no packed middle
+    EARLY: whether programs take their places before the launch ahead has ended, and let the next launch's do so
     """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     chunk = tl.program_id(1)
     PER: tl.constexpr = M // GROUP  # query tokens of a chunk
     r = tl.arange(0, M)

@@ -29,6 +29,12 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def starts_early(device: torch.device) -> bool:
+    """Whether a GPU lets programs take their places before the launch ahead has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 @dataclass(frozen=True)
 class Config:
     """How the decode kernel is launched.
@@ -38,8 +44,9 @@ class Config:
     registers: limit per thread, 0 = none
     per_sm: programs per multiprocessor
     merge: lines of partial results that a merge asks for at a time; a line is one query row's
-    slow: how much longer a byte of a packed middle takes than one of sink and window
-    piece: what it costs to start a piece, as bytes that could have been read meanwhile
+    slow: how much longer a byte of the middle takes than one of sink and window, whose tiles have masks
+    per_tile, piece: what it costs to read a tile, beside its bytes, and to start a piece; see work.cut
+    early: whether programs take their places before the launch ahead has ended, which needs compute capability 9.0
     """
 
     tile: int = 64
@@ -48,17 +55,21 @@ class Config:
     registers: int = 0
     per_sm: int = 2
     merge: int = 64
-    slow: float = 1.0
+    slow: float = 0.85
+    per_tile: int = work.TILE_BYTES
     piece: int = work.PIECE_BYTES
+    early: bool = True
 
 
 WIDE = Config(warps=8)  # for tiles of more than 16 rows
 # with a page more ahead, 8 warps' pages of 128 channels take 147 KB, and two programs do not fit a multiprocessor
 WIDE_PACKED = replace(WIDE, stages=2)
-PACKED = {8: Config(), 4: Config(slow=1.6), 2: Config(slow=1.6)}  # for packed middles, by bits
+_BYTES = Config(slow=1.0, per_tile=0, piece=16384)
+# for packed middles, by bits
+PACKED = {8: _BYTES, 4: replace(_BYTES, slow=1.6), 2: replace(_BYTES, slow=1.6)}
 # pages of the middle for each program: with fewer, another one on its way gains nothing, and a piece's start counts
 FEW = 32
-PACKED_FEW = {b: Config(stages=2, slow=slow, piece=65536) for b, slow in ((8, 1.3), (4, 1.6), (2, 2.5))}
+PACKED_FEW = {b: replace(_BYTES, stages=2, slow=slow, piece=65536) for b, slow in ((8, 1.3), (4, 1.6), (2, 2.5))}
 
 
 @dataclass
@@ -106,6 +117,7 @@ class Kernel:
             H=heads,
             PADDED=triton.next_power_of_2(heads),
             D=dim,
+            EARLY=(self.config or Config()).early and starts_early(k.device),
         )
         return position
 
@@ -177,6 +189,7 @@ class Kernel:
         packing, index, position = plan.packing, store.channels.index, position.contiguous()
         ranks = index if store.values is None else store.values.ranks()
         where = (done, done) if plan.room is None else (self.weights.scratch(store, rows, plan.room), plan.room.at)
+        early = config.early and starts_early(q.device)
         kernel.decode[(plan.programs, chunks)](
             *(store.ring_k, store.ring_k if packing is None else store.ring_k.view(torch.uint8), q, out),
             *(index, ranks, plan.table, store.seen_dev, store.start_dev),
@@ -199,6 +212,8 @@ class Kernel:
             WARPS=config.warps,
             VALUES=plan.values,
             WEIGHTS=plan.room is not None,
+            EARLY=early,
+            **({"launch_pdl": True} if early else {}),
             num_warps=config.warps,
             num_stages=config.stages,
             maxnreg=config.registers or None,
@@ -221,7 +236,7 @@ class Kernel:
         few = int(units[units[:, 0] >= work.PROMPT, 3].sum()) < FEW * PAGE * programs
         config = self._config(packing, 16, few)
         share = packing.cell(dtype) / (packing.group * dtype.itemsize) if packing else 1.0
-        lines = work.cut(units, programs, config.tile, share * config.slow, config.piece)
+        lines = work.cut(units, programs, config.tile, share * config.slow, config.per_tile, config.piece)
         most = programs + work.STORAGE_PARTS * batch * heads  # every cut and every unit begins at most one piece
         if old is not None and len(old.table) == most and old.table.device == device:
             table = old.table

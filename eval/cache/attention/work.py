@@ -1,7 +1,8 @@
-"""The work table, by which one launch reads a whole ragged layer while every program moves the same number of bytes.
+"""The work table, by which one launch reads a whole ragged layer while every program takes the same time.
 
 A *unit* is one part (sink, prompt's middle, decoded middle, window) of one row and KV head. Units follow each other
-row by row, head by head. The line of all their bytes is cut into equal spans at tile boundaries, one span per program.
+row by row, head by head. The line of all their costs is cut into equal spans at tile boundaries, one span per program.
+Costs are counted in bytes. A tile costs more than its bytes, because a program has a number of tiles on its way.
 A *piece* is what a program reads of one unit. The pieces that a program reads of one (row, head) form one partial
 result. The last program to finish a (row, head) merges its partial results.
 """
@@ -17,7 +18,8 @@ from eval.cache.storage.store import Store
 
 SINK, WINDOW, PROMPT, TAIL = range(4)
 STORAGE_PARTS = 4
-PIECE_BYTES = 16384  # the cost of starting a piece, as bytes that could have been read meanwhile
+# what a tile costs beside its bytes, and what it costs to start a piece, as bytes that could have been read meanwhile
+TILE_BYTES, PIECE_BYTES = 20480, 114688
 
 
 class Column(IntEnum):
@@ -76,7 +78,7 @@ def _bounds(tiles: np.ndarray, weight: np.ndarray, programs: int, piece: int) ->
     """The tile at which each program but the first begins, on the line of all tiles.
 
     tiles: [U], tiles of each unit
-    weight: [U], bytes of one of its tiles
+    weight: [U], cost of one of its tiles, in bytes
     piece: as for `cut`
     """
     cost = tiles * weight + piece
@@ -87,13 +89,21 @@ def _bounds(tiles: np.ndarray, weight: np.ndarray, programs: int, piece: int) ->
     return np.maximum.accumulate((np.cumsum(tiles) - tiles)[at] + into)
 
 
-def cut(unit: np.ndarray, programs: int, tile: int, share: float = 1.0, piece: int = PIECE_BYTES) -> np.ndarray:
+def cut(
+    unit: np.ndarray,
+    programs: int,
+    tile: int,
+    share: float = 1.0,
+    per_tile: int = TILE_BYTES,
+    piece: int = PIECE_BYTES,
+) -> np.ndarray:
     """Cut the units into equal spans, one per program.
 
     unit: [U, 8], from `units`
     programs: how many spans to make
     tile: tokens that a program reads at a time
     share: bytes of a number in the middle, over those of a number in sink and window
+    per_tile: what a tile costs beside its bytes, in bytes
     piece: the cost of starting a piece, in bytes
 
     Returns the table [>= programs, FIELDS] int64. Program p starts at line p; the line of an idle program is an empty
@@ -101,7 +111,7 @@ def cut(unit: np.ndarray, programs: int, tile: int, share: float = 1.0, piece: i
     """
     part, row, head, tokens, k_start, v_start, channels, width = unit.T
     tiles = -(-tokens // tile)
-    weight = (channels + width) * tile * 2 * np.where(part < PROMPT, 1, share)
+    weight = (channels + width) * tile * 2 * np.where(part < PROMPT, 1, share) + per_tile
     line = np.cumsum(tiles) - tiles  # first tile of each unit on the line of all tiles
     total = int(tiles.sum())
     bounds = _bounds(tiles, weight, programs, piece)

@@ -85,12 +85,14 @@ def test_padding_among_the_queries():
     st.integers(1, 40),
     st.sampled_from([64, 128]),
     st.integers(1, 4),
+    st.sampled_from([0, work.TILE_BYTES]),
     st.sampled_from([0, work.PIECE_BYTES, 2**17]),
 )
-def test_spans_cover_every_token_once_and_are_even(parts, programs, tile, per_head, piece):
+def test_spans_cover_every_token_once_and_are_even(parts, programs, tile, per_head, per_tile, piece):
     """Walking every program's span reads each unit's tokens once, in partial results that are numbered without gaps."""
     unit = [(2, i // per_head, 0, tokens, 0, i, *channels) for i, (tokens, *channels) in enumerate(parts)]
-    table = work.cut(np.array(unit, dtype=np.int64), programs, tile, piece=piece)  # V's start names the unit
+    units = np.array(unit, dtype=np.int64)  # V's start names the unit
+    table = work.cut(units, programs, tile, per_tile=per_tile, piece=piece)
     assert len(table) <= programs + len(unit)
     read = {i: [] for i in range(len(unit))}
     partials, cost = {}, []
@@ -101,7 +103,7 @@ def test_spans_cover_every_token_once_and_are_even(parts, programs, tile, per_he
             count, fresh, ends, number, first_number, line, width = values
             if last > first:
                 read[name].append((first, last))
-                spent += (-(-(last - first) // tile)) * (count + width) * tile * 2 + piece
+                spent += (-(-(last - first) // tile)) * ((count + width) * tile * 2 + per_tile) + piece
                 assert fresh == (open_result is None)
                 open_result = number
                 if ends:
@@ -118,7 +120,7 @@ def test_spans_cover_every_token_once_and_are_even(parts, programs, tile, per_he
         numbers = sorted(n for n, _, _ in results)
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
         assert all(first == numbers[0] and count == len(numbers) for _, first, count in results)
-    largest_step = 256 * tile * 2 + 2 * piece
+    largest_step = 256 * tile * 2 + per_tile + 2 * piece
     assert max(cost) <= sum(cost) / programs + 2 * largest_step + piece * len(unit)
 
 
@@ -173,6 +175,31 @@ def test_heads_with_tokens_of_their_own():
 )
 def test_on_the_device(counts, dim, group, queries, config, dtype):
     check_decoding(counts, dim, group, [3000, 1700, 700], Sizes(128, 256, 32), dtype, queries, 3, config, 0)
+
+
+@pytest.mark.gpu
+def test_launches_that_start_early_change_no_bit():
+    """Launches follow each other in a graph and share their scratch memory."""
+    sizes, generator = Sizes(16, 200, 32), torch.Generator().manual_seed(0)
+    stores = [make_store([32, 0, 64], 64, [3000 + 500 * i], sizes, torch.bfloat16, seed=i) for i in range(4)]
+    q = torch.randn(1, 12, 1, 64, generator=generator).to(DEVICE, torch.bfloat16)
+    found = []
+    for early in (False, True):
+        kernel, graph = Kernel(Config(early=early)), torch.cuda.CUDAGraph()
+
+        def step(kernel=kernel):
+            return [kernel.attend(store, q, (store.seen_dev - 1)[:, None], 0.1) for store in stores * 6]
+
+        for store in stores:
+            store.plan = None
+        step()
+        with torch.cuda.graph(graph):
+            got = step()
+        for _ in range(20):
+            graph.replay()
+        torch.cuda.synchronize()
+        found.append(torch.stack(got))
+    assert torch.equal(*found)
 
 
 @pytest.mark.gpu

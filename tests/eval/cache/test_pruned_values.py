@@ -118,7 +118,7 @@ def test_the_work_of_a_head_is_the_bytes_of_its_keys_and_values():
     units = work.units(store)
     middles = units[units[:, 0] == work.PROMPT]
     assert middles[:, 6:].tolist() == [[32, 0], [32, 32]]
-    table = work.cut(middles, 30, 64)
+    table = work.cut(middles, 30, 64, per_tile=0)  # bytes alone
     heads, numbers = table[:, work.Column.HEAD], table[:, work.Column.NUMBER]
     spans = [len(set(numbers[heads == head].tolist())) for head in (0, 1)]
     assert spans[1] / spans[0] == pytest.approx(2, abs=0.3)
