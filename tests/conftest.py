@@ -28,9 +28,10 @@ settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile("busy")
 torch.set_num_threads(1)  # threads cost more than they give on models this small
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
-    from tests.helpers.interpreter import replace_once_a_launch
+    from tests.helpers.interpreter import replace_once_a_launch, take_numpys_scalars
 
     replace_once_a_launch()
+    take_numpys_scalars()
 
 
 def pytest_collection_finish():

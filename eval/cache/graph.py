@@ -125,8 +125,8 @@ class DecodeLoop:
         """Make the steps that follow replays of a captured one; a first step must have compiled the kernels.
 
         Captured steps take no mask: a compressed cache remembers its padding. Nothing is appended to the cache here.
-        Any number of steps may be captured in a process, and later ones are as fast. torch.profiler is what slows
-        replays, all that follow it, unless TEARDOWN_CUPTI=1 is set before it runs.
+        A process that has run torch.profiler launches the step ten times as slowly, unless TEARDOWN_CUPTI=1 was set
+        before: docs/results/generation.md#profiled-processes.
         Raises torch.OutOfMemoryError if the graph does not fit.
         """
         self._advance(0)  # a flush may have outdated a work table, which cannot be made while capturing

@@ -67,7 +67,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, row: Row, chat: bool | None = Non
             _warn(tokenizer)
         how = "text" if specials == "text" and read is not None else "as_is"
         pairs = pairs if read is None else read
-    if not chatting and pairs[-1:] == [(tokenizer.eos_token_id, (0, 0))]:  # some tokenizers end every text with it
+    eos = getattr(tokenizer, "eos_token_id", None)
+    if not chatting and pairs[-1:] == [(eos, (0, 0))]:  # some tokenizers end every text with it
         pairs = pairs[:-1]
     end = inside + len(row.context)
     starts = [i for i, (_, (first, last)) in enumerate(pairs) if last > first and first >= end]

@@ -14,6 +14,7 @@ from data_gen.sample import Document
 from data_gen.tasks import RULER_NIAH, TASKS
 from data_gen.tasks.niah import Niah, join
 from data_gen.tasks.passkey import HEADER as PASSKEY_HEADER
+from data_gen.tasks.passkey import Passkey
 from data_gen.tokens import TokenCounter
 from tests.helpers.text_tokenizers import tokenizer
 
@@ -97,6 +98,22 @@ def test_passkeys(counter, exact):
     last = max(document.context.index(words) for words in found.values())
     assert first > 0.02 * len(body)
     assert last < 0.98 * len(document.context)
+
+
+def test_passkeys_stand_between_5_and_95_per_cent(counter):
+    places = []
+    for index in range(40):
+        text = (
+            Passkey("noise")
+            .draw(Request("passkey", 4096, counter, 9, index), 1000)
+            .context.removeprefix(PASSKEY_HEADER)
+        )
+        lines = text.split("\n")
+        needles = [place for place, line in enumerate(lines) if line != haystack.NOISE_LINE]
+        places += [place - before for before, place in enumerate(needles)]  # lines of the haystack before it
+    assert len(places) == 400
+    assert 50 <= min(places) < 100
+    assert 900 < max(places) <= 950
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "ruler"])

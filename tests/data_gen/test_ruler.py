@@ -10,12 +10,14 @@ import re
 from dataclasses import replace
 from functools import lru_cache
 
+import numpy as np
 import pytest
 
 from data_gen import haystack
 from data_gen.request import Request
 from data_gen.sample import Document
 from data_gen.tasks import RULER, TASKS
+from data_gen.tasks.niah import DEPTHS
 from data_gen.tasks.word_counts import zeta
 from data_gen.tokens import TokenCounter
 from tests import DATA
@@ -196,3 +198,7 @@ def test_a_chat_template_takes_its_tokens_from_the_haystack(counter):
     plain, reserved = (ruler("niah_single_1", counter, 4096, 1, reserve=r) for r in (0, 200))
     assert prompt_tokens(reserved, counter) + 200 + 128 == reserved.length <= 4096
     assert len(reserved.context) < len(plain.context)
+
+
+def test_needles_stand_at_rulers_depths():
+    assert list(DEPTHS) == np.round(np.linspace(0, 100, num=40, endpoint=True)).astype(int).tolist()

@@ -1,6 +1,7 @@
-"""Triton's interpreter, which replaces the functions of triton.language anew at every call of a kernel's function.
+"""Changes of Triton's interpreter, in which tests on a CPU run kernels.
 
-That takes a third of a test's time. Once in a launch is enough.
+It replaces the functions of triton.language anew at every call of a kernel's function, which takes a third of a test's
+time. Once in a launch is enough.
 """
 
 import functools
@@ -41,3 +42,17 @@ def replace_once_a_launch() -> None:
         return scope
 
     interpreter._patch_lang = once
+
+
+def take_numpys_scalars() -> None:
+    """Change the interpreter of this process for good: Triton 3.6's calls int() on arrays, which newer NumPy refuses.
+
+    The arrays have the shape [1].
+    """
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: type, scope: interpreter._LangPatchScope) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched

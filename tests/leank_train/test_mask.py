@@ -146,7 +146,9 @@ def test_masks_that_hardly_anybody_wants_are_named(tmp_path):
     empty = ChannelMask(torch.zeros(1, 2, 8, dtype=torch.bool))
     coarse = ChannelMask.from_scores(torch.rand(1, 2, 8), 0.3, 8, "exact")  # one of two heads: 50%
     fine = ChannelMask.from_scores(torch.rand(4, 4, 8), 0.3, 1, "exact")
-    for mask, said in ((empty, "all heads are empty"), (coarse, r"prunes 50\.0% of the channels, not ratio=0\.3")):
+    less = ChannelMask(coarse.keep, {"ratio": 0.7})
+    misses = [(mask, rf"prunes 50\.0% of the channels, not ratio={r}") for mask, r in ((coarse, 0.3), (less, 0.7))]
+    for mask, said in ((empty, "all heads are empty"), *misses):
         mask.save(path := tmp_path / "mask.safetensors")
         with pytest.warns(UserWarning, match=rf"mask={path}: (it )?{said}"):
             assert torch.equal(ChannelMask.load(path).keep, mask.keep)

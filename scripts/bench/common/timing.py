@@ -12,8 +12,8 @@ from itertools import pairwise
 import torch
 
 WARM_UP, PROFILED = 3, 4  # steps before those that are timed, and steps under the profiler after them
-# Without it, CUPTI stays in the process after the first profile, and every later launch of a captured graph takes the
-# host 0.4 us or more per kernel, instead of 50 us in all: docs/results/generation.md#later-graphs.
+# Without it, CUPTI stays in the process after the first profile, and a launch of 1,432 captured kernels takes the host
+# 0.4 to 0.5 ms instead of 0.01 to 0.05: docs/results/generation.md#profiled-processes.
 TEARDOWN = "TEARDOWN_CUPTI"
 # in the names of kernels
 ATTENTIONS = ("decode", "flash", "fmha", "sdpa", "attention", "attend", "score_", "choose", "softmax")
@@ -81,8 +81,11 @@ class Launches:
 def profiled(step: Callable[[], None], steps: int = PROFILED) -> list[Launches]:
     """What one step runs on the GPU, the longest first.
 
-    Afterwards the profiler is taken down, so that steps that are timed later take what they took before.
-    TEARDOWN_CUPTI=0 in the environment leaves it there.
+    The sum of kernels is the figure to compare across the cases of one process: from about the fourth on, a step takes
+    0.4 us more per kernel by the clock, for a reason that is not known (docs/results/generation.md#later-graphs).
+
+    Afterwards the profiler is taken down, so that later launches take what they took before. TEARDOWN_CUPTI=0 in the
+    environment leaves it there.
     """
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.eval.cache.test_kernel import DEVICE, ON_GPU  # skips where Triton is not installed
+from tests.helpers.kernels import DEVICE, ON_GPU  # skips where Triton is not installed
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.eval.cache.test_kernel import DEVICE, ON_GPU, error, interpreter_takes_numpys_scalars, make_store  # noqa: F401
+from tests.helpers.kernels import DEVICE, ON_GPU, error, make_store
 
 from eval.cache.attention import quantised_kernel, unpacking_kernel  # isort: skip
 from eval.cache.attention.launch import FEW, PACKED, PACKED_FEW, Config, Kernel  # isort: skip  (needs Triton, which the line above asks for)

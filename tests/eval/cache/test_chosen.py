@@ -21,7 +21,7 @@ from eval.cache.storage.sizes import Sizes  # noqa: E402
 from eval.cache.storage.store import Store  # noqa: E402
 from eval.methods.reads.double_sparsity import Labels  # noqa: E402
 from eval.methods.reads.quest import Quest  # noqa: E402
-from tests.eval.cache.test_kernel import interpreter_takes_numpys_scalars, poison  # noqa: E402, F401
+from tests.helpers.kernels import poison  # noqa: E402
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32  # in the interpreter what is chosen shall not depend on rounding

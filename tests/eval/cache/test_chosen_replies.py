@@ -16,7 +16,6 @@ from eval.cache.layer import CompressedLayer  # noqa: E402
 from eval.cache.storage.middle import Middle  # noqa: E402
 from eval.cache.storage.sizes import Sizes  # noqa: E402
 from tests.eval.cache.test_chosen import random_reads  # noqa: E402
-from tests.eval.cache.test_kernel import interpreter_takes_numpys_scalars, poison  # noqa: E402, F401
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32  # in the interpreter what is chosen shall not depend on rounding

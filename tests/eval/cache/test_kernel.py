@@ -8,110 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-ON_GPU = torch.cuda.is_available()
-pytest.importorskip("triton")  # Linux only
+from tests.helpers.kernels import DEVICE, ON_GPU, check_decoding, error, make_store, poison
 
-from eval.cache.attention import reference, work  # noqa: E402
-from eval.cache.attention.launch import Config, Kernel  # noqa: E402
-from eval.cache.storage.middle import Middle  # noqa: E402
-from eval.cache.storage.sizes import Sizes  # noqa: E402
-from eval.cache.storage.store import Store  # noqa: E402
-
-DEVICE = "cuda" if ON_GPU else "cpu"
-
-
-@pytest.fixture(autouse=True)
-def interpreter_takes_numpys_scalars(monkeypatch):
-    """Triton 3.6's interpreter calls int() on arrays of shape [1], which newer NumPy refuses."""
-    if ON_GPU:
-        return
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-
-
-def some_channels(counts, dim, generator):
-    """A mask [H, dim] of counts[h] random channels in head h."""
-    keep = torch.zeros(len(counts), dim, dtype=torch.bool)
-    for head, count in enumerate(counts):
-        keep[head, torch.randperm(dim, generator=generator)[:count]] = True
-    return keep
-
-
-def make_store(counts, dim, lengths, sizes, dtype, seed=0, bits=None, widths=None, per_row=False):
-    """A sealed layer of random keys: counts[h] channels of K and widths[h] of V (None = all) per head, rows of the
-    given lengths, left-padded. per_row: every row keeps other channels of V."""
-    generator = torch.Generator().manual_seed(seed)
-    keep, values = some_channels(counts, dim, generator), None
-    if widths is not None:
-        values = torch.stack([some_channels(widths, dim, generator) for _ in (lengths if per_row else [0])])
-        values = values if per_row else values[0]
-    shape = (2, len(lengths), len(counts), max(lengths), dim)
-    k, v = torch.randn(shape, generator=generator).to(DEVICE, dtype)
-    real = torch.arange(shape[3]) >= shape[3] - torch.tensor(lengths)[:, None]
-    return Store(k, v, None if real.all() else real.to(DEVICE), Middle(keep, values, bits=bits), sizes)
-
-
-def poison(store):
-    """NaN wherever no token is held, so that reading it shows."""
-    slots = store.ring_k.shape[2]
-    for row, (seen, start) in enumerate(zip(store.seen, store.start, strict=True)):
-        empty = np.setdiff1d(np.arange(slots), np.arange(start, max(start, seen)) % slots)
-        for part in (store.ring_k, store.ring_v):
-            part[row, :, empty] = torch.nan
-        for part in (store.sink_k, store.sink_v):
-            part[row, :, seen:] = torch.nan
-    for segment in (store.prompt, store.tail):
-        for row, head in np.ndindex(*segment.length.shape):
-            n, (k, v) = int(segment.length[row, head]), segment._regions(row, head)
-            for pages in (k,) if segment.values is None else (k, v):
-                page = pages.shape[-1]
-                first, rest = -(-n // page), n % page
-                pages[first:] = torch.nan
-                if rest:
-                    pages[first - 1, :, rest:] = torch.nan
-            if segment.values is None:
-                v[n:] = torch.nan
-
-
-def error(kernel, store, q, position, scaling=0.2):
-    """Relative error of the kernel, called twice with poisoned scratch and output memory."""
-    empty = torch.empty
-
-    def poisoned(*args, **kwargs):
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
-
-    want = reference.attend(store, q.double(), position, scaling)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "empty", poisoned)
-        kernel.attend(store, q, position, scaling)
-        kernel._partials.fill_(torch.nan)
-        got = kernel.attend(store, q, position, scaling)
-    assert (kernel._done == 0).all()
-    return ((got.double() - want).norm() / want.norm()).item()
-
-
-def check_decoding(counts, dim, group, lengths, sizes, dtype, queries, steps, config, programs, seed=0, **pruned):
-    """Append and attend a few times, past moves out of the window, comparing every step; pruned: of `make_store`."""
-    store = make_store(counts, dim, lengths, sizes, dtype, seed, **pruned)
-    kernel = Kernel(config, programs)
-    generator = torch.Generator().manual_seed(seed + 1)
-    heads, batch = len(counts), len(lengths)
-    for _ in range(steps):
-        k, v = torch.randn(2, batch, heads, queries, dim, generator=generator).to(DEVICE, dtype)
-        q = torch.randn(batch, queries, heads * group, dim, generator=generator).to(DEVICE, dtype).transpose(1, 2)
-        position = store.append(k, v, write=kernel.write)
-        assert position.tolist() == [[n - queries + i for i in range(queries)] for n in store.seen]
-        poison(store)
-        assert error(kernel, store, q, position) < (5e-3 if dtype == torch.bfloat16 else 1e-3)
-        store.flush(kernel.move if pruned else None)
+from eval.cache.attention import work  # isort: skip  (needs Triton, which the line above asks for)
+from eval.cache.attention.launch import Config, Kernel
+from eval.cache.storage.middle import Middle
+from eval.cache.storage.sizes import Sizes
+from eval.cache.storage.store import Store
 
 
 @pytest.mark.skipif(ON_GPU, reason="the same on the device below")

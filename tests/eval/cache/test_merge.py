@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.eval.cache.test_kernel import DEVICE, ON_GPU, interpreter_takes_numpys_scalars  # noqa: F401
+from tests.helpers.kernels import DEVICE, ON_GPU
 
 import triton  # isort: skip  (the line above skips where it is not installed)
 import triton.language as tl  # isort: skip

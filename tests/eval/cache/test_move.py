@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.eval.cache.test_kernel import DEVICE, ON_GPU, interpreter_takes_numpys_scalars, make_store, poison  # noqa: F401
+from tests.helpers.kernels import DEVICE, ON_GPU, make_store, poison
 
 from eval.cache.attention.launch import Kernel  # isort: skip  (needs Triton, which the line above asks for)
 from eval.cache.storage.channels import KeptChannels

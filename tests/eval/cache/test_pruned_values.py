@@ -5,21 +5,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.eval.cache.test_kernel import (
+from tests.eval.cache.test_move import check_moves, poisoned_memory  # noqa: F401
+from tests.helpers.kernels import (
     DEVICE,
     ON_GPU,
-    Config,
     check_decoding,
     error,
-    interpreter_takes_numpys_scalars,  # noqa: F401
     make_store,
     poison,
 )
-from tests.eval.cache.test_move import check_moves, poisoned_memory  # noqa: F401
 
 from eval.cache.attention import work  # isort: skip  (needs Triton, which the lines above ask for)
 from eval.cache.attention.backend import choose_backend
-from eval.cache.attention.launch import Kernel
+from eval.cache.attention.launch import Config, Kernel
 from eval.cache.layer import CompressedLayer
 from eval.cache.storage.addresses import Addresses
 from eval.cache.storage.channels import KeptChannels

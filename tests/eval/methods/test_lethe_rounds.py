@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.eval.cache.test_kernel import DEVICE, ON_GPU, interpreter_takes_numpys_scalars  # noqa: F401
+from tests.helpers.kernels import DEVICE, ON_GPU
 
 from eval.methods.tokens.lethe import Lethe, Rounds  # isort: skip  (Triton, which the line above asks for)
 

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from eval.inference.prefill import pad_left, prefill
 from eval.methods import Method
 from eval.methods.channels.leank import LeanK
 from eval.methods.channels.think import ThinK
-from eval.methods.common.slicing import slicing, window_scores
+from eval.methods.common.slicing import layer_at, slicing, window_scores
 from eval.methods.prefill.asl import ASL
 from eval.methods.prefill.fastkv import FastKV
 from eval.methods.prefill.gemfilter import GemFilter
@@ -37,6 +38,17 @@ def _exact(module, query, key, value, attention_mask, scaling=None, **kwargs):
 
 
 AttentionInterface.register("by_hand", _exact)
+
+
+@pytest.mark.parametrize(
+    ("of_32", "layers", "wanted"), [(15, 32, 15), (13, 32, 13), (15, 28, 13), (15, 7, 3), (16, 64, 32)]
+)
+def test_a_layer_that_is_not_set_is_as_deep_as_in_a_model_of_32(of_32, layers, wanted):
+    config = SimpleNamespace(num_hidden_layers=layers)
+    assert layer_at(None, of_32, config) == wanted
+    assert layer_at(0, of_32, config) == 0
+    with pytest.raises(ValueError, match=f"layer={layers - 1} must be from 0 to {layers - 2}"):
+        layer_at(layers - 1, of_32, config)
 
 
 @functools.cache

@@ -370,3 +370,17 @@ def test_bad_patterns_are_named(tmp_path):
 def test_a_share_of_the_prompt_is_rounded_down():
     sizes = Sizes(1, 2, 4)
     assert [SnapKV(budget=0.38, queries=2).between(length, sizes) for length in (7, 10, 11, 100)] == [0, 0, 1, 35]
+
+
+@pytest.mark.parametrize(
+    ("count", "ratio", "heads", "wanted"),
+    [
+        ("nearest", 0.5, 5, 3),
+        ("nearest", 0.25, 4, 1),
+        ("nearest", 0.3, 4, 1),
+        ("authors", 0.5, 5, 2),
+        ("authors", 0.3, 4, 1),
+    ],
+)
+def test_a_share_of_the_heads_streams(count, ratio, heads, wanted):
+    assert DuoAttention(ratio=ratio, count=count).how_many(heads) == wanted

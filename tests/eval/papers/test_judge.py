@@ -169,3 +169,9 @@ def test_samples_in_which_a_pass_selected_no_layer_are_told():
     some = [{**row, "selected_layer": -1 if int(row["sample"]) < 5 else 5} for row in rows("a", [1.0] * 20)]
     found = contrast(Contrast("a", "b"), [*some, *rows("b", [0.0] * 20)])
     assert found.said == "The claim shows here. In 25% of its samples a selected no layer."
+
+
+def test_a_loss_is_judged_where_the_other_method_has_something_to_lose():
+    """The first method is below the floor because it has lost points, and the second is not."""
+    weak = [*rows("a", [1.0] * 16 + [0.0] * 184), *rows("b", [1.0] * 22 + [0.0] * 178)]
+    assert contrast(Contrast("a", "b", bound=-8), weak).verdict == "shows"

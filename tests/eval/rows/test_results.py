@@ -114,6 +114,14 @@ def test_shards_of_many_tasks_are_read_in_the_plans_order(tmp_path):
     assert sorted(int(row["sample"]) for row in read(tmp_path)) == list(range(27))
 
 
+def test_a_row_that_two_shards_have_done_counts_once(tmp_path):
+    row = {"model": "m", "method": "dense", "config": "c", "benchmark": "b", "seed": 1, "compress": "after_question"}
+    for shard, samples in enumerate(("01", "12")):
+        lines = (json.dumps({**row, "task": "t", "length": 1024, "sample": n, "shard": shard}) + "\n" for n in samples)
+        (tmp_path / f"results-{shard}-of-2.jsonl").write_text("".join(lines))
+    assert [(found["sample"], found["shard"]) for found in read(tmp_path)] == [("0", 0), ("1", 0), ("2", 1)]
+
+
 def test_shards_together_are_the_whole(tmp_path, model, tokenizer):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(whole, job(), model, tokenizer)

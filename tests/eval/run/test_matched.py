@@ -79,6 +79,22 @@ def test_the_reference_model_s_settings_are_those_of_the_methods():
         assert usual != own
 
 
+@pytest.mark.parametrize("compress", ["after_question", "before_question"])
+def test_bytes_are_those_of_the_tokens_that_are_compressed(compress):
+    given = config(
+        "+experiment=reference_ruler", "method=[snapkv]", "match=0.7", f"compress={compress}", "benchmark.samples=1",
+        "benchmark.lengths=[704]", "benchmark.tasks=[niah_multikey_2]",
+    )  # fmt: skip
+    job, tokenizer = build_job(given)
+    ((cell, (method,)),) = job.by_cell.items()
+    prompt = encode(tokenizer, job.benchmark.row(cell, "0", tokenizer, 0))
+    tokens = {"after_question": len(prompt.ids), "before_question": prompt.question}
+    shares = {name: share_of_dense(method, MODEL, [length], 4) for name, length in tokens.items()}
+    near = min(shares, key=lambda name: abs(shares[name] - 0.7))
+    assert near == compress
+    assert shares[near] == pytest.approx(0.7, abs=2 / tokens[near])
+
+
 @pytest.mark.parametrize("to", ["lethe", "nobody", 0, 1.5])
 def test_bad_targets_are_named(to):
     overrides = ("method=[dense,lethe]", "benchmark.lengths=[1024]", "benchmark.samples=1", f"match={to}")

@@ -7,13 +7,11 @@ from hypothesis import strategies as st
 
 from eval.serving.layout import PageLayout
 from eval.serving.paged import PagedAttention, attend
-from tests.eval.cache.test_kernel import interpreter_takes_numpys_scalars
 
 pytest.importorskip("triton")  # Linux only
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
-scalars = pytest.fixture(autouse=True)(interpreter_takes_numpys_scalars.__wrapped__)
 
 
 def a_mask(seed, layers=2, heads=3, dim=64):

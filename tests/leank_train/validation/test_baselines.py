@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from leank_train.channel_scores import MeanScores, lowest_frequencies, random_mask
+from leank_train.channel_scores import MeanScores, lowest_frequencies, query_key_scores, random_mask
 from leank_train.forward.branching import branch, prefill
 from leank_train.validation.baselines import context_scores, think_mask
 from tests.conftest import tiny_model
@@ -85,3 +85,8 @@ def test_bad_settings_are_named(observed):
         think_mask(prefix, question.cut([1, 1, 1, 1]), 0.5)
     with pytest.raises(ValueError, match="no sample"):
         MeanScores().mask(0.5)
+
+
+def test_scores_of_a_half_precision_model_do_not_overflow():
+    queries, squares = torch.full((1, 4, 3, 2), 300.0, dtype=torch.float16), torch.ones(1, 2, 2)
+    assert query_key_scores(queries, squares, "squares").tolist() == [[[3 * 300.0**2] * 2] * 2]

@@ -6,9 +6,7 @@ import torch
 pytest.importorskip("triton")  # Linux only
 
 from scripts.bench.kernels.reading_kernel import LAUNCHES, _read
-from tests.eval.cache.test_kernel import DEVICE, interpreter_takes_numpys_scalars
-
-scalars = pytest.fixture(autouse=True)(interpreter_takes_numpys_scalars.__wrapped__)
+from tests.helpers.kernels import DEVICE
 
 
 @pytest.mark.parametrize("block", sorted({block for block, _ in LAUNCHES}))
