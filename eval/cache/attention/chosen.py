@@ -30,7 +30,8 @@ class ChosenConfig:
 
     tile, warps, per_sm: of the attention: tokens at a time, and programs per multiprocessor
     span: slots of sink and window that a program reads
-    score_tile, score_warps, score_per_sm: of the scores: pages or tokens at a time
+    score_tile, label_tile: of the scores: pages at a time, and tokens of 16 labels
+    score_warps, score_per_sm: of the scores
     held: of the choice, one program per query head: pages or tokens that a thread holds
     run: tokens of a run, whose best is found with the scores
     merge: partial results that a merge reads at a time
@@ -41,9 +42,10 @@ class ChosenConfig:
     per_sm: int = 2
     span: int = 64
     score_tile: int = 64
+    label_tile: int = 256
     score_warps: int = 4
     score_per_sm: int = 2
-    held: int = 32
+    held: int = 16
     run: int = 8
     merge: int = 16
 
@@ -144,8 +146,9 @@ class Chosen(Kernel):
         shape = {"H": heads, "GROUP": q_heads // heads, "D": dim, "M": ROWS, "STEP": plan.step}
         grid = (batch * heads, self._programs(store, config.score_per_sm, batch * heads))
         if by_token:
+            tile = max(config.score_tile, config.label_tile * 16 // plan.labels)  # as many bytes with more labels
             ranking_kernel.score_tokens[grid](
-                *given, **shape, TILE=config.score_tile, RUN=config.run, C=plan.labels, LABEL_STEP=plan.label_step,
+                *given, **shape, TILE=tile, RUN=config.run, C=plan.labels, LABEL_STEP=plan.label_step,
                 BITS=ranking.bits, num_warps=config.score_warps,
             )  # fmt: skip
         else:
@@ -154,17 +157,18 @@ class Chosen(Kernel):
             )
         width = config.run if by_token else LINE
         lines = -(-plan.room // width)
-        if by_token:  # first the lines of runs, then up to `cap` lines that are runs
-            lines = max(-(-lines // width), min(cap, lines))
-        held = max(8, min(MOST_BLOCK // width, triton.next_power_of_2(lines)))
+        if by_token:  # of runs
+            lines = -(-lines // width)
+        held, last = (max(8, min(MOST_BLOCK // width, triton.next_power_of_2(n))) for n in (lines, cap))
         choice_kernel.choose[(batch * q_heads,)](
             *(words, self._chosen, plan.table, store.tail.length_dev, ranking.most),
             GROUP=q_heads // heads,
             PER=ranking.page,
             WIDTH=width,
             LINES=held,
+            LAST=last,
             CAP=cap,
-            num_warps=min(32, max(1, held * width // config.held // 32)),
+            num_warps=min(32, max(1, max(held, last) * width // config.held // 32)),
             num_stages=1,
         )
         return self._chosen

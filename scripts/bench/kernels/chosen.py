@@ -45,8 +45,8 @@ LAUNCHES: dict[str, list[dict[str, int]]] = {
         {"score_tile": 32},
     ],
     "labels": [
-        {}, {"held": 16}, {"held": 8}, {"score_per_sm": 4}, {"score_tile": 128}, {"score_per_sm": 8},
-        {"per_sm": 4}, {"score_tile": 256}, {"per_sm": 1}, {"run": 16}, {"tile": 64}, {"run": 4},
+        {}, {"held": 16}, {"held": 8}, {"score_per_sm": 4}, {"label_tile": 512}, {"score_per_sm": 8},
+        {"per_sm": 4}, {"label_tile": 64}, {"per_sm": 1}, {"run": 16}, {"tile": 64}, {"run": 4},
         {"tile": 16},
     ],
 }  # fmt: skip

@@ -39,7 +39,7 @@ def choices(scores, most, run, lines):
     chosen = torch.full((8 * (most + cap),), -1, dtype=torch.int32, device=DEVICE)
     words, tail = torch.cat([padded.flatten(), best.flatten()]).to(DEVICE), torch.zeros(4, dtype=torch.int64)
     choice_kernel.choose[(8,)](words, chosen, table.to(DEVICE), tail.to(DEVICE), most, GROUP=2, PER=1, WIDTH=width,
-                                LINES=lines, CAP=cap)  # fmt: skip
+                                LINES=lines, CAP=cap, LAST=lines)  # fmt: skip
     return chosen[: 8 * most].view(8, most).cpu().long()
 
 
@@ -59,6 +59,8 @@ def test_the_choice_is_topks(total, most, run):
     scores[3], scores[4] = 7.0, torch.randn(total, generator=generator).mul(9).exp()
     scores[5, ::3] = torch.inf
     scores[6] = torch.randn(total, generator=generator) * 1e-42
+    scores[7] = 5 + torch.randint(-2, 3, (total,), generator=generator) * 1e-5  # equals near each other, far from some
+    scores[7, ::40] = 1e30
     check_choice(scores, most, run, 8)
 
 
