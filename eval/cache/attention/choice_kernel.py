@@ -2,8 +2,8 @@
 
 A program takes one query head. Scores are compared as whole numbers of the same order. The threshold is searched
 between bounds, by counting; then what is above it is written in ascending order. Candidates lie in lines, and a thread
-holds whole lines: it counts within a line by itself, and threads exchange one number a line. A choice takes its time for
-these exchanges and for code that runs once, so both are kept short.
+holds whole lines: it counts within a line by itself, and threads exchange one number a line. A choice takes its time
+for these exchanges and for code that runs once, so both are kept short.
 
 Names as in eval.cache.attention.ranking_kernel. order: the orders of a program's candidates, a tuple of WIDTH tensors
 [LINES], the first of each line, the second of each line and so on. number: [LINES], the number of each line's first.
