@@ -39,7 +39,10 @@ values = here(
 )  # fmt: skip
 NIAH_SETS = ("benchmark.longest=8000", *sized((128, 512, 1024, 2048), "snapkv", "snapkv_think"))
 kivi4 = here("papers/kivi4", "papers/kivi4_think")
-SPEED = gpu("python -m scripts.bench.decoding.methods OUT --length 512 --methods kivi4 kivi_think dense")
+SPEED = gpu(
+    "python -m scripts.bench.decoding.methods OUT --lengths 160 --new 338 --batches 1 64 300 largest "
+    "--methods dense papers/kivi4 papers/kivi4_think"
+)
 
 ITEMS = (
     Item("think:fig1", "The pruning of one head's key cache, as a drawing.", note="docs/architecture.md describes it."),

@@ -63,9 +63,9 @@ class Config:
 
 WIDE = Config(warps=8)  # for tiles of more than 16 rows
 # with a page more ahead, 8 warps' pages of 128 channels take 147 KB, and two programs do not fit a multiprocessor
-WIDE_PACKED = replace(WIDE, stages=2)
-_BYTES = Config(slow=1.0, per_tile=0, piece=16384)
-# for packed middles, by bits
+WIDE_PACKED = replace(WIDE, stages=2, early=False)
+# for packed middles, by bits: their costs follow bytes, and they gained nothing from early places
+_BYTES = Config(slow=1.0, per_tile=0, piece=16384, early=False)
 PACKED = {8: _BYTES, 4: replace(_BYTES, slow=1.6), 2: replace(_BYTES, slow=1.6)}
 # pages of the middle for each program: with fewer, another one on its way gains nothing, and a piece's start counts
 FEW = 32

@@ -2,7 +2,7 @@
 
     python -m scripts.bench.decoding.methods OUT --lengths 4096 32768 131072 --batches 1 largest     # 8B shape, one GPU
     python -m scripts.bench.decoding.methods OUT --lengths 160 --new 338 --batches 1 64 300 largest --methods $KIVI
-    KIVI="dense kivi4 papers/kivi4_think papers/kivi4_iap"      # ThinK's tables 10 and 11, IAP's table 6
+    KIVI="dense papers/kivi4 papers/kivi4_think papers/kivi4_iap"      # ThinK's tables 10 and 11, IAP's table 6
     python -m scripts.bench.decoding.methods OUT --shape reference --lengths 600 --new 4      # a CPU, to look at it
 
 Every method of conf/eval/method builds its cache from a pass over one random prompt and decodes forced tokens.

@@ -55,12 +55,16 @@ def variants() -> list[Config]:
     """Kernel configurations worth trying, the default first."""
     from eval.cache.attention.launch import Config
 
+    by_bytes = Config(slow=1.0, per_tile=0, piece=16384)
     return [
         Config(),
-        Config(merge=32),
+        Config(early=False),
+        by_bytes,
+        replace(by_bytes, early=False),
+        replace(by_bytes, piece=65536),
+        Config(piece=81920),
+        Config(merge=80),
         Config(stages=4),
-        Config(per_sm=4),
-        Config(tile=128, warps=8, stages=2, registers=128),
     ]
 
 
@@ -236,7 +240,7 @@ def plot(folder: Path) -> None:
 
 def compile_variants() -> None:
     """Compile every configuration in parallel; one that fails is printed and costs the others nothing."""
-    compiled = list({replace(c, per_sm=2): None for c in variants()})
+    compiled = list({replace(c, per_sm=2, slow=1.0, per_tile=0, piece=0): None for c in variants()})
     with ProcessPoolExecutor(12, mp_context=get_context("spawn")) as pool:
         for config, job in [(c, pool.submit(_compile, c)) for c in compiled]:
             if (reason := job.exception()) is not None:

@@ -183,12 +183,13 @@ def test_launches_that_start_early_change_no_bit():
     sizes, generator = Sizes(16, 200, 32), torch.Generator().manual_seed(0)
     stores = [make_store([32, 0, 64], 64, [3000 + 500 * i], sizes, torch.bfloat16, seed=i) for i in range(4)]
     q = torch.randn(1, 12, 1, 64, generator=generator).to(DEVICE, torch.bfloat16)
+    positions = [(store.seen_dev - 1)[:, None].clone() for store in stores]
     found = []
     for early in (False, True):
         kernel, graph = Kernel(Config(early=early)), torch.cuda.CUDAGraph()
 
         def step(kernel=kernel):
-            return [kernel.attend(store, q, (store.seen_dev - 1)[:, None], 0.1) for store in stores * 6]
+            return [kernel.attend(store, q, at, 0.1) for store, at in zip(stores * 6, positions * 6, strict=True)]
 
         for store in stores:
             store.plan = None
