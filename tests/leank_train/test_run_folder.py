@@ -15,10 +15,11 @@ from data_gen import haystack
 from leank_train import run_folder
 from leank_train.common.files import Lock
 from leank_train.common.tensor_files import read_tensors
+from leank_train.common.typed import BadConfig
 from leank_train.mask import ChannelMask
 from leank_train.running import parallel
 from leank_train.running.recorder import Recorder
-from leank_train.settings import BadConfig, check, fingerprint, plain
+from leank_train.settings import check, fingerprint, plain
 from leank_train.stages import Stage
 from leank_train.train import run
 from tests.helpers.tiny_run import alpha, killed, save_model, settings

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.eval.cache.test_kernel import DEVICE, ON_GPU, interpreter_takes_numpys_scalars, poison  # noqa: F401
+from tests.helpers.kernels import DEVICE, ON_GPU, poison
 
 from eval.cache.storage.middle import Middle  # isort: skip  (Triton, which the line above asks for)
 from eval.cache.storage.sizes import Sizes

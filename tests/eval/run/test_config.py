@@ -1,5 +1,6 @@
 """The command line's configuration: every experiment builds, and bad input is named before any weights are loaded."""
 
+import copy
 import json
 
 import pytest
@@ -193,26 +194,13 @@ def test_longbench_from_a_file_is_cut_to_the_model(tmp_path):
 def test_a_mask_is_known_by_its_contents(masks, tmp_path):
     """A copy gives the same rows, a mask trained anew gives new ones."""
     path = masks / "fits.safetensors"
-    copy, other = tmp_path / "copy.safetensors", tmp_path / "other.safetensors"
-    copy.write_bytes(path.read_bytes())
+    again, other = tmp_path / "copy.safetensors", tmp_path / "other.safetensors"
+    again.write_bytes(path.read_bytes())
     keep = torch.ones(REFERENCE, dtype=torch.bool)
     keep[0, 0, 0] = False
     ChannelMask(keep).save(other)
-    digests = [method("leank", {"channels": {"name": "leank", "mask": str(p)}}).digest() for p in (path, copy, other)]
+    digests = [method("leank", {"channels": {"name": "leank", "mask": str(p)}}).digest() for p in (path, again, other)]
     assert digests[0] == digests[1] != digests[2]
-
-
-class Chatting:
-    """The reference tokenizer with a chat template."""
-
-    def __init__(self, tokenizer, template):
-        self.tokenizer, self.chat_template = tokenizer, template
-
-    def __call__(self, *args, **kwargs):
-        return self.tokenizer(*args, **kwargs)
-
-    def apply_chat_template(self, messages, **kwargs):
-        return self.tokenizer.apply_chat_template(messages, chat_template=self.chat_template, **kwargs)
 
 
 TEMPLATE = "{{ bos_token }} {% for m in messages %}user says {{ m.content | trim }}{% endfor %} assistant says"
@@ -222,7 +210,8 @@ def test_chat_template_wraps_the_prompt_and_the_prefix_follows():
     from eval.inference.models import ModelConfig, load_config
 
     _, plain = load_config(ModelConfig())
-    tokenizer = Chatting(plain, TEMPLATE)
+    tokenizer = copy.deepcopy(plain)
+    tokenizer.chat_template = TEMPLATE
     row = Row("t", "0", " one two three.", " What is two?", ("x",), 4, "ruler_all", answer_prefix=" It is")
     prompt = encode(tokenizer, row)
     text = plain.decode(prompt.ids)
