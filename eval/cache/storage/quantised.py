@@ -4,8 +4,7 @@ A *cell* is `group` numbers that share a scale and a zero point: tokens of one c
 KIVI keeps a residual of recent tokens whole until they fill a group. Here the window is that residual: tokens are
 quantised once, when they leave it, `flush` at a time.
 
-A page of 64 tokens is a plane of codes, then a plane of *scales*: every cell's scale and zero point, in the model's
-dtype.
+A page of 64 tokens is a plane of codes, then one of *scales*: every cell's scale and zero point, in the model's dtype.
 
                codes, bytes                                     scales
     K, 8 bits  [64, C]                                          [64 / group, C / 2, 2, 2]
@@ -16,8 +15,7 @@ dtype.
 A byte holds codes of numbers that lie far apart, the first in the lowest bits. So the codes of a byte belong to
 different products of the kernel, and one load of bytes is an operand of each. Neighbours in memory are numbers over
 which a product sums, and a GPU computes with two of them at a time: so of two cells, both scales come first, then both
-zero points. C is the number of kept channels, rounded up to 16, so that a GPU reads a line of codes word by word;
-channels that are not there are zeros.
+zero points. C is the number of kept channels, rounded up to 16, so that lines are whole words; the others are zeros.
 """
 
 from __future__ import annotations
