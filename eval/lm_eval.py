@@ -131,11 +131,16 @@ class CompressedLM(TemplateLM):
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: object) -> list[int]:
-        """Return the ids of a text; one that begins with the BOS token (a chat template's) gets no second one."""
+        """Return the ids of a text; one that begins with the BOS token (a chat template's) gets no second one.
+
+        An end-of-text token that the tokenizer puts behind every text is left out: more is still to come.
+        """
         bos = self.tokenizer.bos_token
         if add_special_tokens is None:
             add_special_tokens = not (bos and string.startswith(bos))
-        return self.tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"]
+        ids = self.tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"]
+        ended = add_special_tokens and self.tokenizer("a")["input_ids"][-1] == self.tokenizer.eos_token_id
+        return ids[:-1] if ended else ids
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return the replies; a prompt that is too long loses its start, as in lm_eval."""

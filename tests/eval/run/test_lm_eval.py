@@ -13,6 +13,7 @@ from eval.cache import compressed_cache
 from eval.cache.hook import ATTENTION
 from eval.lm_eval import LENGTHS, CompressedLM
 from leank_train.mask import ChannelMask
+from tests.helpers.text_tokenizers import tokenizer
 
 SIZES = {"cache.sink": 4, "cache.window": 8, "cache.flush": 4}
 TEXT = "The river runs through the old town. " * 6
@@ -77,6 +78,18 @@ def test_choices_that_share_a_prefill_score_as_if_alone(name):
     alone = [lm.loglikelihood([request(TEXT * 3, choice)])[0] for choice in CHOICES]
     assert [score for score, _ in together] == pytest.approx([score for score, _ in alone], rel=1e-5)
     assert [greedy for _, greedy in together] == [greedy for _, greedy in alone]
+
+
+def test_no_end_of_text_stands_before_what_is_still_to_come(models, monkeypatch):
+    lm = models["dense"]
+    ending = tokenizer("sentencepiece")
+    monkeypatch.setattr(lm, "tokenizer", ending)
+    text = ending("A cat sat.")["input_ids"]
+    assert text[-1] == ending.eos_token_id
+    assert lm.tok_encode("A cat sat.") == text[:-1]
+    assert lm.tok_encode("A cat sat.</s>") == text  # its own one stays
+    context, choice = lm._encode_pair("A cat", " sat.")
+    assert context + choice == text[:-1]
 
 
 def test_rolling_scores_read_the_whole_text(models):
