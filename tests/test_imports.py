@@ -22,8 +22,8 @@ LAYERS = {
         {"tokens", "reading", "chat", "ending"},
     ],
     "leank_train": [
-        {"__main__"}, {"train"}, {"validation"}, {"run_folder"}, {"settings"}, {"stopping"}, {"stages"}, {"running"},
-        {"data"}, {"backbone"}, {"channel_scores"}, {"objective"}, {"forward"}, {"mask"}, {"common"},
+        {"__main__"}, {"train"}, {"fitting", "validation"}, {"run_folder"}, {"settings"}, {"stopping"}, {"stages"},
+        {"running"}, {"data"}, {"backbone"}, {"channel_scores"}, {"objective"}, {"forward"}, {"mask"}, {"common"},
     ],
     "eval": [
         {"__main__"}, {"lm_eval"}, {"papers"}, {"run"}, {"report"}, {"rows"}, {"methods"}, {"inference"},

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eval.cache.storage.channels import KeptChannels
 from eval.cache.storage.middle import Middle
-from eval.cache.storage.pages import PAGE, round_up
+from eval.cache.storage.pages import PAGE, Extent, round_up
 from eval.cache.storage.ring import resized, write_columns, write_prompt
 from eval.cache.storage.sealing import begin_eviction, padded_left_only, seal_middle
 from eval.cache.storage.sizes import Sizes, middle_columns, real_positions
@@ -111,7 +111,7 @@ class Store:
         of_rows = (self.start - self.sizes.sink)[:, None].repeat(k.shape[1], 1)
         moved = of_rows if chosen is None else chosen.sum(-1).cpu().numpy()
         parts = [
-            self.middle.segment(self.channels, capacity, k.shape[-1], k.dtype, self.values)
+            self.middle.segment(Extent(self.channels, capacity, k.shape[-1], k.dtype, self.values))
             for capacity in (moved, np.zeros_like(moved))
         ]
         filled, empty = parts
