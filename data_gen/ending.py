@@ -19,6 +19,8 @@ CURES = {
     errno.EROFS: "choose a folder that can be written to",
     errno.EACCES: "choose a folder that you may write to, or change its permissions",
     errno.EPERM: "choose a folder that you may write to, or change its permissions",
+    errno.ENAMETOOLONG: "give a shorter name",
+    errno.ELOOP: "its links lead back to themselves; give the file that is meant",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
 }
 NO_MEMORY = (

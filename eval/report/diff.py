@@ -17,7 +17,7 @@ from eval.report.tables import markdown, number
 from eval.rows.results import read
 from leank_train.common.bootstrap import interval, mean, together
 from leank_train.common.escape import markdown as escaped
-from leank_train.common.files import write_text
+from leank_train.common.files import name_of, write_text
 
 NEAR = 5  # last columns of the table, which rows without distance from dense do not have
 
@@ -102,7 +102,7 @@ def write_diff(directory: Path, first: str, second: str) -> tuple[Path, str]:
         raise ValueError(
             f"no sample in {directory} has both {first!r} and {second!r}; its methods are {', '.join(known)}"
         )
-    stem = re.sub(r"[^\w.-]+", "-", f"diff_{first}_{second}").strip("-")
+    stem = f"diff_{name_of(first)}_{name_of(second)}"
     write_text(directory / f"{stem}.md", "\n".join(texts))
     write_text(directory / f"{stem}.html", page(f"{first} and {second}", "".join(pages)))
     return directory / f"{stem}.html", "\n\n".join(shown)

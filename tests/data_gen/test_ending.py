@@ -29,6 +29,12 @@ def ended(capsys, error):
         (OSError(errno.ENOSPC, "No space left on device", "/a/b"), 1, "/a/b: No space left on device; make room"),
         (PermissionError(errno.EACCES, "Permission denied", "/a"), 1, "/a: Permission denied; choose a folder"),
         (OSError(errno.EROFS, "Read-only file system", "/a"), 1, "Read-only file system; choose a folder that can"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "/a"), 1, "/a: File name too long; give a shorter name"),
+        (
+            OSError(errno.ELOOP, "Too many levels of symbolic links", "/a"),
+            1,
+            "links; its links lead back to themselves",
+        ),
         (BlockingIOError("another run\nwrites here"), 1, "leank: another run writes here"),
         (MemoryError(), 1, "leank: out of memory; free some; 3 rows are kept"),
         (MemoryError("out of memory with one sample"), 1, "leank: out of memory with one sample; 3 rows"),
