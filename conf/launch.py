@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import CalledProcessError
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
@@ -22,7 +23,8 @@ def launch(main: Callable[[], object], command: str, hint: str = "") -> None:
     command: how the user calls it; the line begins with it.
     hint: ends the line.
 
-    Raises SystemExit with one line for a command line that Hydra cannot read or compose.
+    Raises SystemExit with one line for a command line that Hydra cannot read or compose, and for jobs that Slurm
+    does not take.
     """
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.WARNING)  # tells of its cache at every exit
     asked = FULL in os.environ
@@ -33,9 +35,18 @@ def launch(main: Callable[[], object], command: str, hint: str = "") -> None:
         if asked:
             raise
         sys.exit(f"{command}: {in_one_line(error)}{hint}")
+    except Exception as error:
+        if asked or not refused_by_slurm(error):
+            raise
+        sys.exit(f"{command}: Slurm took no job: {in_one_line(error)}; see what sinfo says, and hydra.launcher.*")
     finally:
         if not asked:
             os.environ.pop(FULL, None)
+
+
+def refused_by_slurm(error: Exception) -> bool:
+    """Whether an error is submitit's for an sbatch that failed; it is another if a job fails later."""
+    return type(error).__module__.startswith("submitit.") and isinstance(error.__cause__, CalledProcessError)
 
 
 def in_one_line(error: Exception) -> str:

@@ -20,7 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from conf import of_other_command
+from conf import of_other_command, without_slurm
 from conf.launch import launch, leave_no_trace
 from data_gen.ending import again, ending, in_one_line
 
@@ -153,8 +153,8 @@ def command_line() -> None:
         with ending("eval", lambda: f"the rows are as they were; again: {again('eval')}"):
             from_rows(sys.argv[1], sys.argv[2:])
         return
-    if other := of_other_command(sys.argv[1:], "eval"):
-        sys.exit(f"eval: {other}")
+    if wrong := of_other_command(sys.argv[1:], "eval") or without_slurm(sys.argv[1:], "eval"):
+        sys.exit(f"eval: {wrong}")
     usage = ", ".join(f"python -m eval {name} {arguments}" for name, (_, arguments) in COMMANDS.items())
     with ending("eval"):
         launch(main, "eval", f"; beside settings there are {usage}, and --help")

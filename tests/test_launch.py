@@ -1,11 +1,15 @@
 """What Hydra refuses is one line, and a run that is refused leaves no folder."""
 
 import os
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 from hydra.errors import ConfigCompositionException
 
+import conf
 from conf.launch import FULL, launch, leave_no_trace
 
 SAID = """In 'eval': Could not find 'experiment/nope'
@@ -32,6 +36,57 @@ def test_hydra_s_message_is_one_line(monkeypatch):
         "reference_ruler; see --help"
     )
     assert FULL not in os.environ
+
+
+SLURM = ["-m", "+experiment=llama_70pct", "hydra/launcher=slurm", "seed=1,2"]
+
+
+@pytest.mark.parametrize(
+    ("own", "arguments", "programs", "installed", "said"),
+    [
+        ("train", SLURM, {"sbatch", "srun"}, True, None),
+        ("train", SLURM, set(), True, "hydra/launcher=slurm needs sbatch and srun, which this machine does not have"),
+        ("train", SLURM, {"sbatch"}, True, "needs srun, which"),
+        ("train", SLURM, {"sbatch", "srun"}, False, r"needs the package .*-launcher; pip install .*\[slurm\]"),
+        ("train", [*SLURM, "--cfg", "job"], set(), True, None),
+        ("train", [*SLURM, "--cfg", "job"], set(), False, "needs the package"),
+        ("train", SLURM[1:], {"sbatch", "srun"}, True, "without -m there is none; add -m"),
+        ("train", ["-m", "++hydra/launcher=slurm_cpu"], set(), True, r"hydra/launcher=slurm_cpu needs sbatch"),
+        ("train", ["-m", "hydra/launcher=basic"], set(), False, None),
+        ("eval", ["-m", "hydra/launcher=submitit_slurm"], {"sbatch", "srun"}, True, None),
+        ("eval", SLURM, {"sbatch", "srun"}, True, "sbatch --array=0-7 scripts/cluster/eval.sbatch"),
+    ],
+)
+def test_what_a_launcher_of_slurm_lacks(monkeypatch, own, arguments, programs, installed, said):
+    monkeypatch.setattr(conf, "_is_installed", lambda module: installed)
+    monkeypatch.setattr(shutil, "which", lambda program: f"/usr/bin/{program}" if program in programs else None)
+    found = conf.without_slurm(arguments, own)
+    assert re.search(said, found) if said else found is None
+    assert found is None or "\n" not in found
+
+
+@pytest.mark.parametrize("parts", [("nowhere_at_all", "x"), ("conf", "nowhere")])
+def test_a_package_that_is_not_there(parts):
+    assert not conf._is_installed(".".join(parts))
+    assert conf._is_installed("conf.launch")
+
+
+def test_an_sbatch_that_fails_is_one_line(monkeypatch):
+    submitit = pytest.importorskip("submitit.core.utils")
+    monkeypatch.delenv(FULL, raising=False)
+
+    def main():
+        cause = subprocess.CalledProcessError(1, ["sbatch"])
+        raise submitit.FailedJobError("sbatch: error: no controller\nsbatch: fatal: no source") from cause
+
+    with pytest.raises(SystemExit, match=r"^eval: Slurm took no job: sbatch: error: no controller; sbatch: fatal: no s"):
+        launch(main, "eval")
+
+    def failed():
+        raise submitit.FailedJobError("Job (task=0) failed during processing with trace")
+
+    with pytest.raises(submitit.FailedJobError):
+        launch(failed, "eval")
 
 
 def test_a_refused_run_leaves_no_folder_and_others_stay(tmp_path, monkeypatch):

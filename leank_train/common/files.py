@@ -28,9 +28,8 @@ def name_of(text: str, longest: int = 100) -> str:
     longest: characters of the name without these digits.
     """
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", text)[:longest].strip("-.")
-    return (
-        name if name == text else f"{name}-{hashlib.sha256(text.encode(errors='replace')).hexdigest()[:8]}".lstrip("-")
-    )
+    digits = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:8]
+    return name if name == text else f"{name}-{digits}".lstrip("-")
 
 
 def write_bytes(path: str | os.PathLike, content: bytes) -> None:
