@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from data_gen.amount import amount
 from leank_train.common.shape import kv_shape
 from leank_train.common.tensor_files import DamagedFile, damage, read_tensors, write_tensors
 
@@ -225,7 +226,7 @@ def check_ratio(shape: Sequence[int], ratio: float, align: int, rounding: str, n
     if empty or whole:
         raise ValueError(
             f"{name}={ratio} with align={align} would {'empty every head' if empty else 'prune nothing'}: "
-            f"{list(shape)} channels are {total // align} blocks of {align}; "
+            f"{list(shape)} channels are {amount(total // align, 'block')} of {align}; "
             f"{'lower' if empty else 'raise'} {name}, or lower align"
         )
 

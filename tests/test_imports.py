@@ -19,7 +19,7 @@ FORBIDDEN = {
 LAYERS = {
     "data_gen": [
         {"__main__"}, {"tasks"}, {"task"}, {"fit"}, {"request"}, {"haystack", "sample", "gsm"},
-        {"tokens", "reading", "chat", "ending"},
+        {"tokens", "reading", "chat", "ending", "amount"},
     ],
     "leank_train": [
         {"__main__"}, {"train"}, {"fitting", "validation"}, {"run_folder"}, {"settings"}, {"stopping"}, {"stages"},

@@ -79,7 +79,7 @@ def test_an_sbatch_that_fails_is_one_line(monkeypatch):
         cause = subprocess.CalledProcessError(1, ["sbatch"])
         raise submitit.FailedJobError("sbatch: error: no controller\nsbatch: fatal: no source") from cause
 
-    with pytest.raises(SystemExit, match=r"^eval: Slurm took no job: sbatch: error: no controller; sbatch: fatal: no s"):
+    with pytest.raises(SystemExit, match=r"^eval: Slurm took no job: sbatch: error: no controller; sbatch: fatal: "):
         launch(main, "eval")
 
     def failed():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data_gen.amount import amount
 from eval.report import fidelity
 from eval.report.groups import Pair, by_label, changed, group, paired
 from eval.report.html import listing, page, title, to_table
@@ -94,7 +95,8 @@ def write_diff(directory: Path, first: str, second: str) -> tuple[Path, str]:
         if not pairs:
             continue
         of, about = changed(methods, first, second), title(some[0])
-        counts, heading = table(pairs, first, second), f"{len(of)} samples with other replies, largest loss first"
+        counts = table(pairs, first, second)
+        heading = f"{amount(len(of), 'sample')} with other replies, largest loss first"
         shown.append(f"{escaped(about)}\n\n{markdown(counts)}")
         texts.append(f"# {shown[-1]}\n\n## {heading}\n\n{to_markdown(of, (first, second))}")
         pages.append(f"<h1>{html.escape(about)}</h1>{to_table(counts)}<h2>{heading}</h2>{listing(of, (first, second))}")
