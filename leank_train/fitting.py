@@ -16,7 +16,7 @@ from leank_train.backbone import Backbone
 from leank_train.common.tensor_files import read_checkpoint, write_checkpoint
 from leank_train.common.typed import BadConfig
 from leank_train.data import RetrievalData
-from leank_train.mask import ChannelMask
+from leank_train.mask import ChannelMask, refuse_not_finite
 from leank_train.run_folder import Run
 from leank_train.running import parallel
 from leank_train.running.preempt import SaveOnSignal, Signals
@@ -76,7 +76,9 @@ def fit(current: Run, stage: Stage, name: str, logger: Logger | None, signals: S
     finished = done.exists()
     trainer.strategy.barrier()  # a stage without steps is written at once, maybe before another rank has looked
     if finished:
-        state = read_checkpoint(done, f"remove it, and the stage goes on from {last.name}")
+        cure = f"remove it, and the stage goes on from {last.name}"
+        state = read_checkpoint(done, cure)
+        refuse_not_finite(state["alpha"], cure, str(done))
         stage.alpha.data.copy_(state["alpha"])
         recorder.load_state_dict(state["record"])
         return recorder
