@@ -259,10 +259,9 @@ def refuse_not_finite(alpha: Tensor, cure: str, where: str = "alpha") -> None:
     """Raise ValueError that names the heads for scores [L, H, D] that are not finite; cure: what the user can do."""
     heads = (~torch.isfinite(alpha)).any(-1).nonzero().tolist()
     if heads:
-        (layer, head), every = heads[0], amount(alpha[..., 0].numel(), "KV head")
-        raise ValueError(
-            f"{where} holds NaN or infinite scores in {len(heads)} of {every}, such as layer {layer}, head {head}; {cure}"
-        )
+        layer, head = heads[0]
+        some = f"{len(heads)} of {amount(alpha[..., 0].numel(), 'KV head')}, such as layer {layer}, head {head}"
+        raise ValueError(f"{where} holds NaN or infinite scores in {some}; {cure}")
 
 
 def _check_scores(alpha: Tensor) -> None:

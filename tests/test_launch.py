@@ -7,10 +7,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hydra.errors import ConfigCompositionException
+from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra.errors import ConfigCompositionException, HydraException
 
 import conf
-from conf.launch import FULL, launch, leave_no_trace
+from conf.launch import FULL, launch, leave_no_trace, refusal
 
 SAID = """In 'eval': Could not find 'experiment/nope'
 
@@ -36,6 +37,58 @@ def test_hydra_s_message_is_one_line(monkeypatch):
         "reference_ruler; see --help"
     )
     assert FULL not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("benchmark.lenghts=[512]", r"Could not override 'benchmark\.lenghts' \(did you mean lengths\?\)$"),
+        ("benchmrk.lengths=[512]", r"Could not override 'benchmrk\.lengths' \(did you mean benchmark\?\)$"),
+        ("method=[dense,leenk]", r"Could not load 'method/leenk' \(did you mean leank\?\)$"),
+        ("model=referenc", r"Could not find 'model/referenc'; Available options .* \(did you mean reference\?\)$"),
+        ("qqqqqqq=1", "Could not override 'qqqqqqq'$"),
+        ("experiment=reference_ruler", r"use \+experiment=reference_ruler$"),
+        ("name=a=b", r"'name=a=b' cannot be read; a value with .* needs quotes of its own, such as 'name=\"a b\"'$"),
+        ("name=🙂\n", r"'name=🙂\\n' cannot be read"),
+    ],
+)
+def test_what_may_be_meant(override, said):
+    with pytest.raises(HydraException) as caught, initialize_config_module("conf.eval", version_base="1.3"):
+        compose("eval", overrides=[override])
+    assert re.search(said, refusal(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"a: [1,2\n", r"while parsing a flow sequence; in .*bad\.yaml\", line 1, column 4; expected"),
+        (b"a: caf\xe9\n", r"a configuration file is not in UTF-8 \(.* at byte \d+\); save it so$"),
+        (b"a: 1\n a: 2\n", r"bad\.yaml"),
+        (b"\x00\x01", r"bad\.yaml"),
+    ],
+)
+def test_a_configuration_file_that_cannot_be_read(tmp_path, monkeypatch, content, said):
+    monkeypatch.delenv(FULL, raising=False)
+    (tmp_path / "bad.yaml").write_bytes(content)
+
+    def main():
+        with initialize_config_dir(str(tmp_path), version_base="1.3"):
+            compose("bad")
+
+    with pytest.raises(SystemExit) as stopped:
+        launch(main, "eval")
+    assert re.search(said, stopped.value.code)
+    assert "\n" not in stopped.value.code
+
+
+def test_a_folder_whose_log_cannot_be_written(tmp_path):
+    """As logging.config raises it within Hydra; the caller says OSErrors in one line."""
+
+    def main():
+        raise ValueError("Unable to configure handler 'file'") from PermissionError(13, "Permission denied", "eval.log")
+
+    with pytest.raises(PermissionError):
+        launch(main, "eval")
 
 
 SLURM = ["-m", "+experiment=llama_70pct", "hydra/launcher=slurm", "seed=1,2"]
