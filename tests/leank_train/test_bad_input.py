@@ -149,6 +149,16 @@ def other(tmp_path, model_class, config_class, **sizes):
     return save_model(tmp_path / "other", model_class, config_class, **sizes)
 
 
+def test_a_refused_run_leaves_the_folder_as_it_was(model, tmp_path, no_step):
+    changed, _ = BEFORE_TRAINING["short for a task"]  # refused when the folder has been claimed
+    for _ in range(2):
+        says(lambda: run(settings(model, *changed), tmp_path), "is too short for task")
+        assert not list(tmp_path.iterdir())
+    (tmp_path / "config.yaml").write_text("of an earlier start")
+    says(lambda: run(settings(model, *changed), tmp_path), "is too short for task")
+    assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
+
+
 def test_a_model_without_rotary_positions(tmp_path, no_step):
     folder = other(
         tmp_path, GPT2LMHeadModel, GPT2Config, n_embd=32, n_layer=1, n_head=2,
