@@ -243,9 +243,8 @@ class Store:
         if (self.seen - remove < self.floor).any():
             can = int((self.seen - self.floor).min())
             raise ValueError(
-                f"cannot crop {amount(remove, 'token')}: at most {can} came after the last move to the compressed "
-                "middle, and after the last padding behind a token. Call cache.activate_past_recording() first; tokens "
-                "then wait in the window until crop() is called"
+                f"cannot crop {amount(remove, 'token')}: at most {can} came after the last move to the middle, and "
+                "after the last padding behind a token. With cache.activate_past_recording() tokens wait until crop()"
             )
         if remove and self.eviction is not None:
             raise ValueError(
