@@ -21,6 +21,8 @@ CURES = {
     errno.EPERM: "choose a folder that you may write to, or change its permissions",
     errno.ENAMETOOLONG: "give a shorter name",
     errno.ELOOP: "its links lead back to themselves; give the file that is meant",
+    errno.ENOTDIR: "a part of that path is a file; choose another folder",
+    errno.EEXIST: "that is a file; choose another folder",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
 }
 NO_MEMORY = (

@@ -29,6 +29,8 @@ def ended(capsys, error):
         (OSError(errno.ENOSPC, "No space left on device", "/a/b"), 1, "/a/b: No space left on device; make room"),
         (PermissionError(errno.EACCES, "Permission denied", "/a"), 1, "/a: Permission denied; choose a folder"),
         (OSError(errno.EROFS, "Read-only file system", "/a"), 1, "Read-only file system; choose a folder that can"),
+        (OSError(errno.ENOTDIR, "Not a directory", "/a/b"), 1, "a part of that path is a file; choose another folder"),
+        (OSError(errno.EEXIST, "File exists", "/a"), 1, "/a: File exists; that is a file; choose another folder"),
         (OSError(errno.ENAMETOOLONG, "File name too long", "/a"), 1, "/a: File name too long; give a shorter name"),
         (
             OSError(errno.ELOOP, "Too many levels of symbolic links", "/a"),
