@@ -154,7 +154,12 @@ class Replay:
         if course is not None and replies.texts is None:
             del cache, compression  # before the second cache, which begins where this one began
             near = self._comparison.fidelity(method.cache(self.model, prompt), prompt, course)
-        seconds = {"prefill": prefilled, "seal": sealed, "question": decoded.asked, "decode": decoded.seconds}
+        seconds = {
+            "prefill": prefilled,
+            "seal": sealed,
+            "question": decoded.question_seconds,
+            "decode": decoded.seconds,
+        }
         answers = []
         for row, t in enumerate(decoded.tokens):
             middle, compressed = found[row] if method.axes else (None, None)
@@ -209,10 +214,7 @@ class Replay:
         for group in filter(None, groups):
             start, allocated = self.now(), self._allocated()
             obs, one = max(method.obs_queries for method in group), group[0]
-            if one.prefill is None:
-                prompt = prefill(self.model, ids, real, room, obs, chunk, one.column_sums)
-            else:
-                prompt = one.prefill.run(self.model, ids, real, room, obs, chunk)
+            prompt = one.run_prefill(self.model, ids, real, room, chunk, obs)
             spent = self.now() - start, self._allocated() - allocated
             for method in group:
                 yield method, prompt, spent
