@@ -199,8 +199,8 @@ def test_a_mask_is_known_by_its_contents(masks, tmp_path):
     keep = torch.ones(REFERENCE, dtype=torch.bool)
     keep[0, 0, 0] = False
     ChannelMask(keep).save(other)
-    digests = [method("leank", {"channels": {"name": "leank", "mask": str(p)}}).digest() for p in (path, again, other)]
-    assert digests[0] == digests[1] != digests[2]
+    configs = [method("leank", {"channels": {"name": "leank", "mask": str(p)}}).config() for p in (path, again, other)]
+    assert configs[0] == configs[1] != configs[2]
 
 
 TEMPLATE = "{{ bos_token }} {% for m in messages %}user says {{ m.content | trim }}{% endfor %} assistant says"
