@@ -5,14 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.eval.cache.test_move import check_moves, poisoned_memory  # noqa: F401
-from tests.helpers.kernels import (
+from tests.eval.cache.test_move import check_moves
+from tests.helpers.kernels import (  # noqa: F401
     DEVICE,
     ON_GPU,
     check_decoding,
     error,
     make_store,
     poison,
+    poisoned_memory,
 )
 
 from eval.cache.attention import work  # isort: skip  (needs Triton, which the lines above ask for)
