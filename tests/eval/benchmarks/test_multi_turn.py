@@ -17,7 +17,7 @@ from eval.rows.results import Results, read
 from eval.run.build import build_job
 from eval.run.job import Job
 from eval.run.settings import Settings
-from tests.eval.report.test_report import row
+from tests.helpers.report_rows import row
 from tests.helpers.tiny_run import save_model
 
 
