@@ -145,12 +145,6 @@ def cut(
     first_number = number[np.searchsorted(place, place)]
     partials = np.bincount(place[fresh], minlength=int(place.max()) + 1)[place]
 
-    # Line p is program p's first piece; its other pieces follow after the first pieces of all programs.
-    begins = np.append(True, program[1:] != program[:-1])
-    where = np.where(begins, program, programs + np.cumsum(~begins) - 1)
-    follow = np.where(np.append(begins[1:], True), -1, np.append(where[1:], -1))
-    table = np.zeros((programs + int((~begins).sum()), FIELDS), dtype=np.int64)
-    table[:, Column.NEXT] = -1
     pieces = np.empty((len(cuts), FIELDS), dtype=np.int64)
     columns = {
         Column.PART: part[u],
@@ -165,10 +159,26 @@ def cut(
         Column.PARTIALS: np.where(ends, partials, 0),
         Column.NUMBER: number,
         Column.FIRST_NUMBER: first_number,
-        Column.NEXT: follow,
         Column.WIDTH: width[u],
     }
     for column, values in columns.items():
         pieces[:, column] = values
-    table[where] = pieces
+    return _lined_up(pieces, program, programs)
+
+
+def _lined_up(pieces: np.ndarray, program: np.ndarray, programs: int) -> np.ndarray:
+    """The work table of pieces in the order of reading; their column NEXT is filled here.
+
+    Line p is program p's first piece. Its other pieces follow after the first pieces of all programs.
+
+    pieces: [P, FIELDS]
+    program: [P], which program reads each, ascending
+    programs: how many there are
+    """
+    begins = np.append(True, program[1:] != program[:-1])
+    line = np.where(begins, program, programs + np.cumsum(~begins) - 1)
+    pieces[:, Column.NEXT] = np.where(np.append(begins[1:], True), -1, np.append(line[1:], -1))
+    table = np.zeros((programs + int((~begins).sum()), FIELDS), dtype=np.int64)
+    table[:, Column.NEXT] = -1  # of programs that read nothing
+    table[line] = pieces
     return table
