@@ -27,7 +27,7 @@ from eval.inference.prompts import Prompt, encode
 from eval.methods import Method
 from eval.run.answer import Answer, Decoded, Replies
 from eval.run.compression import Compression
-from eval.run.fidelity import Asked, Compared, Comparison, Course
+from eval.run.fidelity import Compared, Comparison, Course, Questions
 from eval.run.settings import Settings
 from leank_train.backbone import eos_ids
 
@@ -101,8 +101,8 @@ class Replay:
             )
         rest = [p.ids[p.question :] if split else [] for p in prompts]
         most, least = self.bounds(rows)
-        asked, texts = ([[] for _ in rows], rest) if reading else (rest, None)
-        replies = Replies(rows, asked, most, least, texts)
+        questions, texts = ([[] for _ in rows], rest) if reading else (rest, None)
+        replies = Replies(rows, questions, most, least, texts)
         ids, real = pad_left(first, self.pad, self.model.device)
         course = None
         for method, prompt, spent in self.prefills(methods, ids, real, replies.room, self.settings.prefill_chunk):
@@ -182,7 +182,7 @@ class Replay:
     def _decode(self, cache: Cache, prompt: Prefill, replies: Replies) -> Decoded:
         """Read the questions through the cache that holds the prompts, then decode greedily."""
         start, logits, spent = self.now(), prompt.logits, 0.0
-        asked = Asked.of(prompt, replies.questions, self.pad)
+        asked = Questions.of(prompt, replies.questions, self.pad)
         if asked.ids.shape[1]:
             logits = extend(self.model, cache, asked.ids, asked.real)
             spent = self.now() - start
