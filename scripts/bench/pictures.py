@@ -1,15 +1,13 @@
 """The pictures of the README, drawn from the tables of docs/results.
 
-    python -m scripts.bench.pictures scores outputs/eval/reference_ratios docs/results/reference/recall.csv
     python -m scripts.bench.pictures recall docs/results/reference{,_mixed}/recall.csv docs/pictures/recall.svg
     python -m scripts.bench.pictures documents docs/results/reference/documents.csv docs/pictures/documents.svg
     python -m scripts.bench.pictures speed docs/results/h200 docs/pictures/speed.svg
 
-`scores` turns the rows of an evaluation into mean recall, KL from dense and top-1 agreement with 95% bootstrap
-intervals per method and pruning ratio, which its label ends in; seeds of one method and ratio are averaged per sample.
-`recall` draws any such tables: label, ratio (% of K channels pruned, empty for dense), recall, low, high. Of several,
-each has a panel with the name of its folder. `documents` draws the table of `scripts.bench.quality.documents`. `speed`
-draws generation.csv and attention.csv of one folder. The files are transparent SVG, to be read on white and on black.
+`recall` draws tables of `scripts.bench.quality.ratios`: label, ratio (% of K channels pruned, empty for dense), recall,
+low, high. Of several, each has a panel with the name of its folder. `documents` draws the table of
+`scripts.bench.quality.documents`. `speed` draws generation.csv and attention.csv of one folder. The files are
+transparent SVG, to be read on white and on black.
 """
 
 from __future__ import annotations
@@ -17,10 +15,9 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,10 +28,6 @@ from matplotlib.figure import Figure
 
 from data_gen.ending import again, ending, in_one_line
 from eval.report.style import INK, SETTINGS, plain, sheet
-from eval.rows.result_row import ResultRow, check_one_model, check_rows
-from eval.rows.results import read
-from leank_train.common import bootstrap
-from leank_train.common.escape import csv_rows
 from leank_train.common.files import write_text
 from scripts.bench.quality.documents_plot import draw_documents
 
@@ -46,11 +39,6 @@ COLOURS = {
 }  # fmt: skip
 OTHERS = ("#5E8C31", "#C2497B")  # of labels without a colour of their own
 TEXT = "#7b8088"  # contrast 4 to 1 on white, 4.8 to 1 on #0d1117
-LABELS = {
-    "leank": "LeanK", "kl": "LeanK", "paper": "paper's objective", "paper240": "paper's objective",
-    "l2steered": "L2, steered", "think": "ThinK", "iap": "IAP", "duo_attention": "DuoAttention",
-    "static_norm": "static norm", "lowest_frequencies": "lowest frequencies",
-}  # fmt: skip
 LOOK = SETTINGS | {"font.size": 11, "axes.titlesize": 11, "svg.fonttype": "none", "svg.hashsalt": "leank"}
 
 Table = Sequence[Mapping[str, str]]
@@ -77,59 +65,6 @@ def finite(row: Mapping[str, str], *keys: str) -> list[float]:
     if not np.isfinite(found).all():
         raise ValueError(f"{', '.join(keys)} of {row['label']} are {found}")
     return found
-
-
-def scores(rows: Iterable[ResultRow]) -> list[dict[str, object]]:
-    """Mean recall in %, KL from dense and top-1 agreement in % of every method that `LABELS` names, and of dense.
-
-    Each has its 95% interval. KL and agreement are missing where no row has them.
-
-    rows: of an evaluation whose methods are named such as think_70pct, leank_70pct_seed1 or kl_90_seed1.
-    """
-    rows = list(rows)
-    near = any(row.get("fidelity") for row in rows)
-    samples: dict[tuple[str, str], dict[tuple[object, object], dict[object, list[ResultRow]]]] = defaultdict(
-        lambda: defaultdict(lambda: defaultdict(list))
-    )
-    for row in rows:
-        method = row["method"]
-        found = re.fullmatch(r"(.+?)_(\d+)(?:pct)?(?:_seed\d+)?", method)
-        name, ratio = (LABELS.get(found[1]), found[2]) if found else (method if method == "dense" else None, "")
-        if name is not None:
-            samples[name, ratio][row["task"], row["length"]][row["sample"], row["seed"]].append(row)
-    out = []
-    for (name, ratio), cells in samples.items():
-        strata = [
-            [float(np.mean([100 * row["score"] for row in some])) for some in of.values()] for of in cells.values()
-        ]
-        low, high = bootstrap.interval(strata)
-        line = {"label": name, "ratio": ratio, "recall": bootstrap.mean(strata), "low": low, "high": high}
-        out.append(line | (_distance([list(of.values()) for of in cells.values()]) if near else {}))
-    return out
-
-
-def _distance(cells: Sequence[Sequence[Sequence[ResultRow]]]) -> dict[str, float | None]:
-    """KL from dense and top-1 agreement in % with their intervals; None unless every row has them.
-
-    cells: of each task and length, of each sample, the rows of all seeds, which are averaged.
-    """
-    near = [[[_near(row) for row in some] for some in of] for of in cells]
-    out: dict[str, float | None] = {}
-    for i, name in enumerate(("kl", "top1")):
-        strata = [[float(np.mean([pair[i] for pair in some])) for some in of] for of in near]
-        low, high = bootstrap.interval(strata)
-        there = bool(np.isfinite([low, high]).all())
-        values = (bootstrap.mean(strata), low, high) if there else (None, None, None)
-        out |= dict(zip((name, f"{name}_low", f"{name}_high"), values, strict=True))
-    return out
-
-
-def _near(row: ResultRow) -> tuple[float, float]:
-    """KL and top-1 agreement in % of a row; NaN where there are none."""
-    found = row.get("fidelity")
-    if found is None or found["kl"] is None or found["top1"] is None:
-        return np.nan, np.nan
-    return found["kl"], 100 * found["top1"]
 
 
 def spread(values: Sequence[float], gap: float) -> list[float]:
@@ -264,9 +199,9 @@ def to_svg(figure: Figure) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["scores", "recall", "documents", "speed"])
+    parser.add_argument("action", choices=["recall", "documents", "speed"])
     parser.add_argument(
-        "source", type=Path, nargs="+", help="folder of an evaluation, tables of recall, or folder of benchmarks"
+        "source", type=Path, nargs="+", help="tables of recall, a table of documents, or folder of benchmarks"
     )
     parser.add_argument("out", type=Path)
     args = parser.parse_args(argv)
@@ -279,14 +214,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def made(action: str, source: Sequence[Path]) -> str:
-    """Return the table or the picture. Raises ValueError for rows or tables that it cannot be made from."""
-    if action == "scores":
-        rows = list(read(source[0]))
-        check_rows(rows)
-        check_one_model(rows)
-        if not (lines := scores(rows)):
-            raise ValueError(f"{source[0]} has no row of dense or of a method whose label ends in its ratio")
-        return csv_rows(lines)
+    """Return the picture. Raises ValueError for tables that it cannot be made from."""
     with matplotlib.rc_context(LOOK):
         if action == "documents":
             with drawn_from(source[0]):

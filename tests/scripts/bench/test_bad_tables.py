@@ -8,7 +8,7 @@ from eval.papers.make import Workshop
 from eval.papers.registry import find
 from eval.papers.task import Request
 from scripts.bench import pictures
-from scripts.bench.quality import turns
+from scripts.bench.quality import ratios, turns
 from tests.helpers.report_rows import row
 
 GOOD = [row(method, sample, 1.0) for method in ("dense", "leank_50") for sample in range(3)]
@@ -50,17 +50,17 @@ def test_tables_of_speed_are_named_too(tmp_path):
 
 def test_rows_without_a_figure_are_refused(tmp_path):
     unnamed = folder_of([row("mine", 0, 1.0)], tmp_path / "a")
-    assert "has no row of dense or of a method whose label" in refused(pictures.main, ["scores", unnamed, "out.csv"])
+    assert "no row is of dense" in refused(ratios.main, [unnamed, "--out", "out.csv"])
     nan = folder_of([{**one, "score": float("nan")} for one in GOOD], tmp_path / "b")
-    assert "'score' is wrong" in refused(pictures.main, ["scores", nan, "out.csv"])
+    assert "'score' is wrong" in refused(ratios.main, [nan, "--out", "out.csv"])
 
 
 @pytest.mark.parametrize("field", ["model", "benchmark", "compress"])
 def test_rows_of_two_runs_have_no_common_mean(field, tmp_path):
     talks = [{**one, "benchmark": "multi_turn", "meta": {"turn": 1, "mode": "reuse"}} for one in GOOD]
     mixed = folder_of(talks + [{**one, field: "another"} for one in talks], tmp_path / "mixed")
-    for command, arguments in ((pictures.main, ["scores", mixed, tmp_path / "o"]), (turns.main, [mixed, "--out", "o"])):
-        assert f"of several values of {field!r} (" in refused(command, arguments)
+    for command in (ratios.main, turns.main):
+        assert f"of several values of {field!r} (" in refused(command, [mixed, "--out", tmp_path / "o"])
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"rows": 3}', '{"rows": [3]}', "{"])

@@ -1,11 +1,11 @@
-"""The README's pictures: the table of recall from rows, and SVG files that say what the tables say."""
+"""The README's pictures: SVG files that say what the tables say."""
 
 import csv
 from xml.etree import ElementTree
 
 import pytest
 
-from scripts.bench.pictures import main, scores, spread
+from scripts.bench.pictures import main, spread
 from tests import ROOT
 
 RESULTS = ROOT / "docs/results"
@@ -13,32 +13,6 @@ RESULTS = ROOT / "docs/results"
 
 def texts(file):
     return [element.text for element in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text")]
-
-
-def test_seeds_are_averaged_per_sample_and_cells_count_alike():
-    def row(method, task, sample, score):
-        return {"task": task, "length": 1024, "sample": str(sample), "seed": 1, "method": method, "score": score}
-
-    rows = [row("dense", "a", 0, 1.0), row("leank_70pct_seed1", "a", 0, 1.0), row("leank_70pct_seed2", "a", 0, 0.5)]
-    rows += [row("leank_70pct_seed1", "b", i, 0.0) for i in range(3)] + [row("kl_90_seed1_cut_50pct", "a", 0, 0.0)]
-    dense, leank = scores(rows)
-    assert dense == {"label": "dense", "ratio": "", "recall": 100.0, "low": 100.0, "high": 100.0}
-    assert leank == {"label": "LeanK", "ratio": "70", "recall": 37.5, "low": 37.5, "high": 37.5}
-
-
-def test_kl_and_agreement_stand_beside_recall_where_rows_have_them():
-    def row(method, sample, kl, top1):
-        near = {"tokens": 9, "kl": kl, "top1": top1, "loss": None, "dense_loss": None, "non_finite": None}
-        return {"task": "a", "length": 1024, "sample": str(sample), "seed": 1, "method": method, "score": 1.0,
-                "fidelity": near}  # fmt: skip
-
-    rows = [row("dense", i, 0.0, 1.0) for i in range(2)]
-    rows += [row(f"kl_90_seed{seed}", i, 0.5 * seed, 1 - 0.25 * seed) for i in range(2) for seed in (1, 2)]
-    dense, leank = scores([*rows, row("think_90pct", 0, None, None)])[:2]
-    assert (dense["kl"], dense["top1"]) == (0, 100)
-    assert [leank[name] for name in ("kl", "kl_low", "kl_high", "top1")] == [0.75, 0.75, 0.75, 62.5]
-    broken = scores([*rows, row("think_90pct", 0, None, None)])[2]
-    assert (broken["kl"], broken["top1_high"]) == (None, None)
 
 
 def test_labels_move_apart_and_keep_their_order():
@@ -69,7 +43,7 @@ def test_tables_of_two_models_have_a_panel_each(tmp_path):
     wanted = {"model=one", "model=two", "dense 90.0%", "dense 91.0%", "LeanK 60.0%", "LeanK 61.0%"}
     assert wanted <= set(texts(tmp_path / "recall.svg"))
     with pytest.raises(SystemExit):
-        main(["scores", *map(str, files), str(tmp_path / "recall.svg")])
+        main(["documents", *map(str, files), str(tmp_path / "documents.svg")])
 
 
 def test_quality_against_documents(tmp_path):

@@ -1,0 +1,75 @@
+"""Methods against the pruning ratio: what a line says, and what it leaves out."""
+
+import numpy as np
+import pytest
+
+from scripts.bench.quality.ratios import named, page, table
+
+
+def rows(method, scores, task="a", kl=0.0, top1=1.0, size=4.0):
+    """Rows of one method, a sample for each score."""
+    near = {"tokens": 9, "kl": kl, "top1": top1, "loss": None, "dense_loss": None, "non_finite": None}
+    return [
+        {"task": task, "length": 1024, "sample": str(i), "seed": 1, "method": method, "score": score, "fidelity": near,
+         "cache_bytes": {"total": size}} for i, score in enumerate(scores)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("method", "wanted"),
+    [
+        ("kl_90_seed1", ("LeanK", "90", "1")),
+        ("paper240_95_seed3", ("paper's objective", "95", "3")),
+        ("think_0.85", ("ThinK", "85", "")),
+        ("think_0.7", ("ThinK", "70", "")),
+        ("iap_97pct", ("IAP", "97", "")),
+        ("leank_70pct_seed2", ("LeanK", "70", "2")),
+        ("kl_90_seed1_cut_50pct", None),
+        ("kl_80_r16_seed1", None),
+        ("dense", None),
+    ],
+)
+def test_names_say_what_a_method_is(method, wanted):
+    assert named(method) == wanted
+
+
+def test_seeds_are_averaged_per_sample_and_cells_count_alike():
+    found = rows("dense", [1.0, 0.5]) + rows("dense", [1.0], "b")
+    found += rows("kl_70_seed1", [1.0, 1.0], size=1.0) + rows("kl_70_seed1", [0.0], "b", size=1.0)
+    found += rows("kl_70_seed2", [0.5, 0.5], size=2.0) + rows("kl_70_seed2", [1.0], "b", size=2.0)
+    (dense, leank), lacking = table(found)
+    assert (dense["label"], dense["recall"], dense["bytes"], lacking) == ("dense", 87.5, 1.0, [])
+    assert "difference" not in dense
+    assert (leank["ratio"], leank["seeds"], leank["samples"]) == ("70", 2, 3)
+    assert (leank["recall"], leank["difference"]) == (62.5, -25.0)  # means of the cells 75 and 50
+    assert (leank["difference_seed1"], leank["difference_seed2"]) == (-37.5, -12.5)
+    assert leank["bytes"] == 1.5 / 4
+
+
+def test_differences_are_paired():
+    scores = np.random.default_rng(0).integers(0, 2, 200).astype(float)
+    (_, same, less), _ = table(
+        rows("dense", scores) + rows("think_0.7", scores) + rows("iap_0.7", [1 - scores[0], *scores[1:]])
+    )
+    assert (same["difference"], same["difference_low"], same["difference_high"]) == (0, 0, 0)
+    assert less["difference_high"] - less["difference_low"] < 3 < less["high"] - less["low"]
+
+
+def test_kl_and_agreement_are_means_where_every_row_has_them():
+    found = rows("dense", [1.0] * 2) + rows("think_0.9", [1.0] * 2, kl=None, top1=None)
+    for seed in (1, 2):
+        found += rows(f"kl_90_seed{seed}", [1.0] * 2, kl=0.5 * seed, top1=1 - 0.25 * seed)
+    (dense, leank, think), _ = table(found)
+    assert (dense["kl"], dense["top1"]) == (0, 100)
+    assert [leank[name] for name in ("kl", "kl_low", "kl_high", "top1")] == [0.75, 0.75, 0.75, 62.5]
+    assert "kl" not in think
+    assert "0.75; 62.50%" in page([dense, leank, think])
+
+
+def test_methods_that_lack_samples_are_left_out_and_named():
+    found = rows("dense", [1.0] * 3) + rows("think_0.9", [0.5] * 2) + rows("kl_90_seed1", [1.0] * 3)
+    lines, lacking = table([*found, *rows("kl_90_seed2", [0.0])])
+    assert [(line["label"], line.get("seeds")) for line in lines] == [("dense", 1), ("LeanK", 1)]
+    assert lacking == ["think_0.9", "kl_90_seed2"]
+    with pytest.raises(ValueError, match="dense"):
+        table(rows("think_0.9", [1.0]))
