@@ -26,6 +26,7 @@ from tests.helpers.cache_oracle import left_padded, random_keep, tiny_model
 
 KEPT = {name: method for name, method in METHODS.items() if name not in ("h2o", "tova", "rkv", "lethe", "quest")}
 KEPT["snapkv in 2 bits"] = Method("snapkv in 2 bits", tokens=SnapKV(14, 4), bits=KIVI(2, 4), **SIZES)
+KEPT["kivi in 8 bits"] = Method("kivi in 8 bits", bits=KIVI(8, 4), **SIZES)
 TURNS = [(13, 5), (9, 12)]
 
 
