@@ -160,15 +160,24 @@ class Replay:
             "question": decoded.question_seconds,
             "decode": decoded.seconds,
         }
-        answers = []
-        for row, t in enumerate(decoded.tokens):
-            middle, compressed = found[row] if method.axes else (None, None)
-            text = "" if rows[row].read else str(self.tokenizer.decode(t, skip_special_tokens=True))
-            dense_only = self._dense_only(method, replies, decoded, row)
-            layer = None if prompt.selected_at is None else prompt.selected_at[row]
-            said = (middle, compressed, dense_only, decoded.broken[row], *near[row], layer)
-            answers.append(Answer(t, text, seconds, decoded.steps, count, held[row], *said))
-        return answers
+        return [
+            Answer(
+                tokens=tokens,
+                text="" if rows[row].read else str(self.tokenizer.decode(tokens, skip_special_tokens=True)),
+                seconds=seconds,
+                steps=decoded.steps,
+                batch=count,
+                bytes=held[row],
+                middle_tokens=found[row][0] if method.axes else None,
+                compressed=found[row][1] if method.axes else None,
+                dense_only=self._dense_only(method, replies, decoded, row),
+                non_finite=decoded.broken[row],
+                fidelity=near[row][0],
+                score=near[row][1],
+                selected_layer=None if prompt.selected_at is None else prompt.selected_at[row],
+            )
+            for row, tokens in enumerate(decoded.tokens)
+        ]
 
     def _dense_only(self, method: Method, replies: Replies, decoded: Decoded, row: int) -> bool:
         """Whether the dense pass's logits alone decide a row's reply."""
