@@ -29,7 +29,7 @@ from leank_train.mask import ChannelMask
 from tests import DATA
 from tests.helpers import kvpress_think
 from tests.helpers.cache_oracle import random_keep, tiny_model
-from tests.helpers.replay_tools import SIZES, prompts
+from tests.helpers.replay_tools import SIZES, Letters, prompts
 
 QUERIES, LENGTHS = 5, [31, 9, 40]
 LOWEST = {"name": "lowest_frequencies", "ratio": 0.5}
@@ -93,7 +93,7 @@ def test_rows_of_a_padded_batch_choose_as_alone(family, label, drop):
 @pytest.mark.parametrize("label", ["think", "iap", "by length"])
 def test_rows_of_a_padded_batch_decode_as_alone(label):
     model, ids = tiny_model("llama"), prompts(LENGTHS)
-    engine = Replay(model, Decoder(), Settings())
+    engine = Replay(model, Letters(), Settings())
     methods = [Method("dense"), Method(label, CHOICES[label], **SIZES)]
 
     def tokens(some):
@@ -104,15 +104,6 @@ def test_rows_of_a_padded_batch_decode_as_alone(label):
     together = tokens(ids)
     assert together[label] == [tokens([one])[label][0] for one in ids]
     assert together[label] != together["dense"]
-
-
-class Decoder:
-    """A tokenizer that only decodes."""
-
-    pad_token_id, eos_token_id = 0, None
-
-    def decode(self, tokens, **options):
-        return " ".join(map(str, tokens))
 
 
 def norms_by_hand(one, layer, head):
