@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eval.cache.storage.channels import KeptChannels
-from eval.cache.storage.pages import Regions, lines, spread
+from eval.cache.storage.pages import Regions, spread, words
 from eval.cache.storage.upload import update, upload
 from eval.cache.storage.writing import write
 
@@ -93,7 +93,7 @@ class Segment(Regions):
             if self.length.any() and size.any():  # else there is nothing to copy
                 line = int(np.gcd.reduce([size, room], axis=None))
                 source = upload(_stretched(*(a.reshape(-1) // line for a in (start, size, room))), flat.device)
-                torch.index_select(lines(old, line), 0, source, out=lines(flat, line))
+                torch.index_select(words(old, line), 0, source, out=words(flat, line))
         new.length, new.length_dev = self.length, self.length_dev
         return new
 
@@ -103,7 +103,7 @@ class Segment(Regions):
         new = self.fresh(channels, self.capacity[at], values)
         for (old, start, _, line), (flat, _, size, _) in zip(self.flats(), new.flats(), strict=True):
             source = spread(start[at] // line, size // line, flat.device)
-            torch.index_select(lines(old, line), 0, source, out=lines(flat, line))
+            torch.index_select(words(old, line), 0, source, out=words(flat, line))
         new.length, new.length_dev = self.length[at], self.length_dev[rows.to(self.k.device)]
         return new
 

@@ -23,14 +23,15 @@ from eval.run.replay import Replay
 from scripts.bench.common.bytes_read import bytes_read
 from scripts.bench.common.caches import ROOM, WORK_SPACE, Decoding
 from scripts.bench.common.table import Record, out_of_memory
-from scripts.bench.common.timing import WARM_UP, clear, each_ms, profiled, seconds, wait, where
+from scripts.bench.common.timing import PROFILED, WARM_UP, clear, each_ms, profiled, seconds, wait, where
 
 FOLDER = files("conf.eval") / "method"
 NAMES = ("method", "length", "rows")
 SAMPLES, LONGEST = 4, 8  # most samples to calibrate on; kernels of each method that are written
 WARM = 4096  # tokens of the pass that compiles what passes of its kind run
 EAGER = 8  # most steps that are timed without a graph
-ATTEMPTS, LESS = 6, 0.9  # at the largest batch
+ATTEMPTS, LESS = 10, 0.95  # at the largest batch
+LOGITS = 4  # copies of a row's logits while decoding: of the steps before a graph, of the graph, and of their tokens
 
 
 def configured(
@@ -80,7 +81,6 @@ class Bench:
         self.device = self.model.device
         self.cuda = self.device.type == "cuda"
         self.warm: set[tuple[object, bool, int]] = set()  # kinds of passes that have run before, and their lengths
-        self.grown: dict[tuple[str, int], int] = {}  # bytes of one row that has decoded, by method and length
         self.launches: list[Record] = []
 
     def prompt(self, length: int) -> Tensor:
@@ -90,10 +90,10 @@ class Bench:
         return ids.to(self.device)
 
     @torch.no_grad()
-    def prefill(self, method: Method, length: int, obs_queries: int = 0) -> tuple[Prefill, float]:
-        """The method's pass over a prompt, and its seconds; a shorter one runs before the first of its kind."""
+    def prefill(self, method: Method, length: int, obs_queries: int = 0, timed: bool = True) -> tuple[Prefill, float]:
+        """The method's pass over a prompt, and its seconds; if it is timed, a shorter one runs before the first."""
         short = min(length, WARM)
-        if (kind := (*kind_of(method), short)) not in self.warm:
+        if timed and (kind := (*kind_of(method), short)) not in self.warm:
             method.run_prefill(self.model, self.prompt(short), None, 0, None, obs_queries)
             self.warm.add(kind)
         start = now()
@@ -120,29 +120,29 @@ class Bench:
         """Fill in what decoding one row costs."""
         self._held(row, method, cache, 1)
         self._steps(row, cache, prompt.lengths[:, None])
-        self.grown[method.label, prompt.columns] = cache.memory().total
 
     @torch.no_grad()
-    def decode(self, row: Record, method: Method, prompt: Prefill, aside: Aside, rows: int | str) -> None:
-        """Fill in what decoding costs in `rows` rows, or in as many as fit; the pass makes place for them."""
+    def decode(
+        self, row: Record, method: Method, prompt: Prefill, aside: Aside, rows: int | str, last: bool = False
+    ) -> None:
+        """Fill in what decoding costs in `rows` rows, or in as many as fit; the pass makes place for them.
+
+        last: whether nothing needs the pass afterwards.
+        """
         cache, position = method.compressed(self.model, prompt), prompt.lengths[:, None]
-        grown = method_bytes(method, self.model.config, prompt.columns + 2 * self.new, self.model.dtype.itemsize) or 0
-        size = max(cache.memory().total, int(grown), self.grown.get((method.label, prompt.columns), 0))
         try:
-            aside.leave()
+            aside.leave(for_good=last)
             clear()
-            self._several(row, method, cache, position, rows, size)
+            self._several(row, method, cache, position, rows)
         finally:
             del cache
             clear()
             aside.come_back()
 
-    def _several(
-        self, row: Record, method: Method, cache: CompressedCache, position: Tensor, rows: int | str, size: int
-    ) -> None:
-        """Decode in several rows, in fewer where "largest" does not fit; size: bytes of a row that decodes."""
+    def _several(self, row: Record, method: Method, cache: CompressedCache, position: Tensor, rows: int | str) -> None:
+        """Decode in several rows, in fewer where "largest" does not fit."""
         largest = isinstance(rows, str)
-        batch = most_rows(size) if isinstance(rows, str) else rows
+        batch = most_rows(self._row_bytes(cache)) if isinstance(rows, str) else rows
         for left in reversed(range(ATTEMPTS if largest else 1)):
             several = None
             try:
@@ -157,6 +157,18 @@ class Bench:
                 batch = max(1, int(batch * LESS))
             del several  # a step that ran out of memory has gone through some of its layers
             clear()
+
+    def _row_bytes(self, cache: CompressedCache) -> int:
+        """Bytes that a row takes in all steps: what it holds at their end, one layer twice, as it grows, and logits."""
+        period, steps = self._timed(cache)
+        held, config = grown(cache, 2 * WARM_UP + period + steps + PROFILED), self.model.config
+        clear()
+        return held + held // config.num_hidden_layers + LOGITS * config.vocab_size * self.model.dtype.itemsize
+
+    def _timed(self, cache: CompressedCache) -> tuple[int, int]:
+        """Steps from one flush of the window to the next, and steps that are timed: whole periods of these."""
+        period = next((layer.sizes.flush for layer in cache.compressed), 1)
+        return period, -(-self.new // period) * period
 
     def _held(self, row: Record, method: Method, cache: CompressedCache, batch: int) -> None:
         """Fill in the bytes that are held, by measure and by formula, and those that a step reads."""
@@ -180,17 +192,20 @@ class Bench:
             decoding.step()
         graph = self.cuda and cache.capturable
         step = decoding.graphed() if graph else decoding.step
-        period = next((layer.sizes.flush for layer in cache.compressed), 1)
+        period, steps = self._timed(cache)
         for _ in range(period if graph else 0):
             step()
-        steps = -(-self.new // period) * period if graph else min(EAGER, self.new)
-        spent = seconds(step, steps, self.cuda)
-        row.update(batch=len(position), token_ms=spent * 1e3, tokens_per_s=len(position) / spent)
-        row.update(loop="graph" if graph else "eager", why_eager=why_eager(cache))
+        steps = steps if graph else min(EAGER, self.new)
         if self.cuda:
+            begin = now()
             each = each_ms(step, steps)
+            spent = (now() - begin) / steps
             row.update(median_ms=median(each), worst_ms=max(each))
             row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        else:
+            spent = seconds(step, steps, self.cuda)
+        row.update(batch=len(position), token_ms=spent * 1e3, tokens_per_s=len(position) / spent)
+        row.update(loop="graph" if graph else "eager", why_eager=why_eager(cache))
         if self.cuda and self.profile:
             found = profiled(step)
             row.update(where(found))
@@ -217,8 +232,10 @@ class Aside:
         self.device = prompt.logits.device
         self.copies: list[tuple[Tensor, Tensor]] = []
 
-    def leave(self) -> None:
-        """Go to the host."""
+    def leave(self, for_good: bool = False) -> None:
+        """Go to the host, or be forgotten: nothing can be made of the pass any more."""
+        if for_good:
+            self.copies = [(layer.keys[:0].clone(), layer.values[:0].clone()) for layer in self.layers]
         if not self.copies:
             self.copies = [(on_host(layer.keys), on_host(layer.values)) for layer in self.layers]
         for layer, (k, v) in zip(self.layers, self.copies, strict=True):
@@ -228,6 +245,27 @@ class Aside:
         """Come back to the GPU; nothing happens where they did not leave."""
         for layer, (k, v) in zip(self.layers, self.copies, strict=False):
             layer.take(k.to(self.device, non_blocking=True), v.to(self.device, non_blocking=True))
+
+
+@torch.no_grad()
+def grown(cache: CompressedCache, tokens: int) -> int:
+    """Bytes that a cache will hold after `tokens` more, without tables that it then makes.
+
+    A copy takes in zeros, which receive no attention, as many at a time as leave the window together.
+    """
+    longer = cache.repeat(1)
+    for layer in longer.compressed:
+        if (store := layer.store) is None:
+            continue
+        batch, heads, _, dim = store.ring_k.shape
+        for first in range(0, tokens, layer.sizes.flush):
+            k, v = store.ring_k.new_zeros(2, batch, heads, min(layer.sizes.flush, tokens - first), dim)
+            store.append(k, v)
+            if store.eviction is not None:
+                held = store.held()
+                store.eviction.add(store.seen_dev.new_zeros(held.size, int(held.max())), held)
+            store.flush()
+    return longer.memory().total
 
 
 def on_host(tensor: Tensor) -> Tensor:

@@ -1,13 +1,14 @@
 """First token, time a token and bytes held of every method, at several lengths and batches, in one run.
 
     python -m scripts.bench.decoding.methods OUT --lengths 4096 32768 131072 --batches 1 largest     # 8B shape, one GPU
-    python -m scripts.bench.decoding.methods OUT --lengths 160 --new 338 --batches 1 64 300 largest --methods $KIVI
-    KIVI="dense papers/kivi4 papers/kivi4_think papers/kivi4_iap"      # ThinK's tables 10 and 11, IAP's table 6
+    KIVI="--lengths 160 --new 338 --window 128 --methods dense papers/kivi4 papers/kivi4_think papers/kivi4_iap"
+    python -m scripts.bench.decoding.methods OUT $KIVI --batches 1 64 300 largest      # ThinK's tables 10, 11, IAP's 6
     python -m scripts.bench.decoding.methods OUT --shape reference --lengths 600 --new 4      # a CPU, to look at it
 
 Every method of conf/eval/method builds its cache from a pass over one random prompt and decodes forced tokens.
 Methods without a pass of their own share one. A batch repeats the prompt's cache in all its rows. "largest" is the most
-rows that fit: it begins at what the bytes allow, and takes a tenth less wherever that does not fit.
+rows that fit: it begins at what the bytes at the end of all steps allow, and takes a twentieth less wherever that does
+not fit.
 
 Prints and keeps OUT/methods.csv, with one row per method, length and batch. It is written anew after each row, and
 a row that is there already is not measured again, so a run that was killed goes on where it stopped. A method that
@@ -21,7 +22,7 @@ fails costs its row. One that loses the GPU ends the run with status 75; started
     read_gb       K, V, bounds and labels that attention reads in a step; a query head reads what it chose by itself
     token_ms      of a decoding step, by `loop`: a captured CUDA graph, or Python; why_eager says why no graph. A graph
                   is timed over whole periods in which tokens leave the window, after one that compiles what moves them
-    median_ms     of these steps as the GPU sees them; worst_ms: the longest of them
+    median_ms     of the same steps as the GPU sees them; worst_ms: the longest of them
     tokens_per_s  of all rows
     gpu_ms        of a step in kernels alone, of which attention_ms, products_ms, other_ms; kernels: launches per step.
                   Attention in plain PyTorch counts among products and others. It is what to compare: after three
@@ -49,7 +50,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -109,7 +110,8 @@ def measure(bench: Bench, table: Table, methods: Sequence[Method], length: int, 
         if passed is None:
             row["error"] = error
         else:
-            attempt(row, partial(one, bench=bench, method=method, passed=passed, limit=limit))
+            last = method is left[-1]
+            attempt(row, partial(one, bench=bench, method=method, passed=passed, limit=limit, last=last))
         lost = bool(row.get("error")) and gpu_lost()
         if lost:
             row["error"] = f"{LOST}: {row['error']}"
@@ -142,7 +144,7 @@ def passed_over(bench: Bench, methods: Sequence[Method], length: int, timed: boo
     The first of a length takes about a second more than the others: it meets shapes that nothing was prepared for.
     """
     queries = max(method.obs_queries for method in methods)
-    prompt, first = bench.prefill(methods[0], length, queries)
+    prompt, first = bench.prefill(methods[0], length, queries, timed)
     if first > LONG or not timed:
         return prompt, first, 1
     del prompt
@@ -156,8 +158,8 @@ def kernels_of(table: Table) -> Path:
     return table.path.with_name("kernels.csv")
 
 
-def one(row: Record, bench: Bench, method: Method, passed: Passed, limit: float) -> None:
-    """Fill one row."""
+def one(row: Record, bench: Bench, method: Method, passed: Passed, limit: float, last: bool = False) -> None:
+    """Fill one row. last: whether nothing needs the pass afterwards."""
     rows, prompt = row["rows"], passed.prompt
     assert isinstance(rows, int | str)
     if prompt.selected_at:
@@ -168,7 +170,7 @@ def one(row: Record, bench: Bench, method: Method, passed: Passed, limit: float)
             row.update(prefill_s=passed.seconds, passes=passed.passes, cache_s=cache_s, ttft_s=passed.seconds + cache_s)
             bench.decode_one(row, method, prompt, cache)
         else:
-            bench.decode(row, method, prompt, passed.aside, rows)
+            bench.decode(row, method, prompt, passed.aside, rows, last)
 
 
 def kinds(methods: Sequence[Method]) -> Iterator[list[Method]]:
@@ -192,6 +194,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[32768], help="prompt tokens")
     parser.add_argument("--batches", type=batch, nargs="+", default=[1], help="rows, or the word largest")
     parser.add_argument("--new", type=int, default=32, help="tokens that are timed; 32 = one flush of the window")
+    parser.add_argument("--window", type=int, help="tokens at the end that stay whole, in methods that name no window")
     parser.add_argument("--methods", nargs="+", default=METHODS, help="of conf/eval/method; papers/NAME for a preset")
     parser.add_argument("--profile", action=argparse.BooleanOptionalAction, default=True,
                         help="look where a step's time goes")  # fmt: skip
@@ -199,6 +202,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     begin = time.perf_counter()
     model, mask, sizes = subject(args.shape)
+    sizes = sizes if args.window is None else replace(sizes, window=args.window)
     tokenizer = load_config(ModelConfig())[1]  # of the shipped model: calibration's ids are in any vocabulary
     bench, table = (
         Bench(Replay(model, tokenizer, Settings()), args.new, args.profile),

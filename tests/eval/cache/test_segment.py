@@ -10,6 +10,7 @@ from eval.cache import Sizes
 from eval.cache.storage import writing
 from eval.cache.storage.channels import KeptChannels
 from eval.cache.storage.middle import Middle
+from eval.cache.storage.pages import lines, words
 from eval.cache.storage.segment import Segment
 from eval.cache.storage.store import Store
 
@@ -73,6 +74,16 @@ def test_tokens_are_where_they_were_put(per_row, prune_v, appends, scattered, wh
         assert segment.length[row, head] == segment.length_dev[row, head] == len(k)
         assert torch.equal(got_k, k[:, in_order(keep[row, head], None if labels is None else labels[head])])
         assert torch.equal(got_v, v * keep_v[row, head] if prune_v else v)
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.sampled_from([torch.uint8, torch.bfloat16, torch.float32]), st.integers(1, 20), st.integers(0, 4))
+def test_lines_are_the_same_in_words(dtype, width, number):
+    """Copied by words, every line is where it was; a line that is no number of words is not cut into them."""
+    flat, new = (torch.arange(i, i + width * number).to(dtype) for i in (0, 100))
+    torch.index_select(words(flat, width), 0, torch.arange(number).flip(0), out=words(new, width))
+    assert torch.equal(new, lines(flat, width).flip(0).flatten())
+    assert words(flat, width).dtype == (dtype if width * dtype.itemsize % 8 else torch.int64)
 
 
 @pytest.mark.parametrize("length", [1, 6, 7, 40, 127, 128, 129, 300])
