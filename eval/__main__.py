@@ -25,7 +25,6 @@ from conf.launch import launch, leave_no_trace
 from data_gen.amount import amount
 from data_gen.ending import again, ending, in_one_line
 
-GLOB = "results*.jsonl"
 log = logging.getLogger("eval")
 
 
@@ -90,6 +89,8 @@ def main(config: DictConfig) -> None:
 
     def kept() -> str:
         """Say what is saved, and how to go on; Hydra's own files alone are not worth keeping."""
+        from eval.rows.results import GLOB
+
         if alone:
             leave_no_trace(directory)
         what = f"the rows in {directory} are kept" if any(directory.glob(GLOB)) else "there are no rows yet"

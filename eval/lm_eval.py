@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from eval.benchmarks.row import Row
 from eval.benchmarks.scoring import cut_at_stop
 from eval.inference.models import load_model
-from eval.inference.prefill import extend, prefill
+from eval.inference.prefill import extend
 from eval.inference.prompts import Prompt
 from eval.run.build import build_methods, build_model, warn_of_spans
 from eval.run.compression import Compression, Watch
@@ -198,12 +198,8 @@ class CompressedLM(TemplateLM):
     def _score(self, context: list[int], continuations: Sequence[list[int]]) -> Iterator[Scored]:
         head, last = (context[:-1], context[-1]) if len(context) > 1 else (context, None)
         room, device = 1 + max(map(len, continuations)), self.model.device
-        method, chunk = self.method, self.settings.prefill_chunk
-        ids = torch.tensor([head], device=device)
-        if method.prefill is None:
-            prompt = prefill(self.model, ids, None, room, method.obs_queries, chunk, method.column_sums)
-        else:
-            prompt = method.prefill.run(self.model, ids, None, room, method.obs_queries, chunk)
+        method, ids = self.method, torch.tensor([head], device=device)
+        prompt = method.run_prefill(self.model, ids, None, room, self.settings.prefill_chunk)
         for continuation in continuations:
             cache, logits = method.cache(self.model, prompt), prompt.logits
             compression = Compression(method, cache, prompt)

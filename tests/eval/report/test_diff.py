@@ -10,7 +10,7 @@ from eval.__main__ import command_line
 from eval.report import summarise, write_diff, write_report
 from eval.report.groups import by_label, changed, paired
 from eval.rows.results import Results
-from tests.eval.report.test_report import Checker, grid, row
+from tests.helpers.report_rows import Checker, grid, row
 
 
 @pytest.fixture
