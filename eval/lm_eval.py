@@ -22,7 +22,7 @@ from eval.benchmarks.scoring import cut_at_stop
 from eval.inference.models import load_model
 from eval.inference.prefill import extend
 from eval.inference.prompts import Prompt
-from eval.run.build import build_methods, build_model
+from eval.run.build import build_methods, build_model, warn_of_spans
 from eval.run.compression import Compression, Watch
 from eval.run.replay import Replay
 
@@ -90,7 +90,8 @@ class CompressedLM(TemplateLM):
             )
         if self.settings.fidelity:
             raise ValueError(f"fidelity={self.settings.fidelity} has no place in lm_eval's results; use python -m eval")
-        (self.method,) = build_methods(config, model_config, self.tokenizer)
+        (self.method,) = methods = build_methods(config, model_config, self.tokenizer)
+        warn_of_spans(methods)
         self.model = load_model(model)
         self.replay = Replay(self.model, self.tokenizer, self.settings)
         self.replay.calibrate([self.method], model.chat)

@@ -66,6 +66,17 @@ def test_difference_of_a_task_and_length_is_that_of_the_report(folder):
             assert f"{cell['against_dense']['difference']:+.1f} [" in line
 
 
+def test_labels_of_any_length_and_sign_have_a_page(tmp_path):
+    labels = "x" * 255, f"../{'é' * 120}"
+    with Results(tmp_path) as results:
+        for method, one in ((label, r) for label in labels for r in grid() if r["method"] == "dense"):
+            results.append({**one, "method": method})
+    page, _ = write_diff(tmp_path, *labels)
+    assert page.parent == tmp_path
+    assert page.is_file()
+    assert page.with_name(page.stem + ".md").is_file()
+
+
 def test_an_unknown_method_names_those_there_are(folder):
     path, _ = folder
     with pytest.raises(ValueError, match="its methods are dense, leank, think"):

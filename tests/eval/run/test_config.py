@@ -216,3 +216,13 @@ def test_chat_template_wraps_the_prompt_and_the_prefix_follows():
     assert plain.decode(bare.ids[bare.question :]).split()[0] == "What"
     assert overhead(plain) == 0
     assert overhead(tokenizer) == len(prompt.ids) - len(plain(row.prompt + row.answer_prefix)["input_ids"]) + 1
+
+
+def test_what_is_refused_has_logged_nothing(caplog):
+    """A log that is not empty would keep the folder of a run that was refused."""
+    spans = ["cache.window=100", f"mask={ROOT / MASK}", "benchmark.tasks=[niah_single_1]"]
+    with pytest.raises(ValueError, match="length=64 is too short"):
+        job(*spans, "benchmark.lengths=[64]")
+    assert not caplog.messages
+    job(*spans, "benchmark.lengths=[1024]")
+    assert "mask was trained with window=144; cache.window=100" in caplog.messages

@@ -181,7 +181,7 @@ def test_observed_queries_reach_back_into_the_document():
     short = prefill(model, pad(documents), [3, 17], obs_queries=6)
     assert [x.shape[2] for x in short.queries] == [3, 3]  # no document gives more queries than the shortest has
     torch.testing.assert_close(short.queries[0][1], prefix.queries[0][1, :, -3:])
-    with pytest.raises(ValueError, match="obs_queries=6, but only 1 queries"):
+    with pytest.raises(ValueError, match="obs_queries=6, and the shortest branch has 1 query;"):
         branch(model, prefill(model, pad(documents), DOCUMENTS), pad(questions), QUESTIONS, obs_queries=6)
 
 
@@ -220,7 +220,7 @@ def test_models_and_inputs_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match=r"lengths=\[9, 10\]"):
         prefill(llama, ids, [9, 10])
     prefix = prefill(llama, ids, [9, 9])
-    with pytest.raises(ValueError, match="3 branches do not divide"):
+    with pytest.raises(ValueError, match="3 branches among 2 documents cannot be divided"):
         branch(llama, prefix, torch.ones(3, 2, dtype=torch.long), [2, 2, 2])
     question = branch(llama, prefix, ids, [9, 9])
     with pytest.raises(ValueError, match=r"alpha has the shape \[2, 2, 4\].*\[2, 2, 8\]"):
