@@ -7,10 +7,15 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
+from importlib.resources import files
 from pathlib import Path
+from subprocess import CalledProcessError
 
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 FULL = "HYDRA_FULL_ERROR"  # makes Hydra raise its errors; without it Hydra prints several lines and exits
 ITS_OWN = {".hydra"}  # what Hydra puts into the folder of a run, beside an empty log
@@ -22,27 +27,69 @@ def launch(main: Callable[[], object], command: str, hint: str = "") -> None:
     command: how the user calls it; the line begins with it.
     hint: ends the line.
 
-    Raises SystemExit with one line for a command line that Hydra cannot read or compose.
+    Raises SystemExit with one line for a command line that Hydra cannot read or compose, and for jobs that Slurm
+    does not take.
     """
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.WARNING)  # tells of its cache at every exit
     asked = FULL in os.environ
     os.environ.setdefault(FULL, "1")
     try:
         main()
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         if asked:
             raise
-        sys.exit(f"{command}: {in_one_line(error)}{hint}")
+        sys.exit(f"{command}: {refusal(error)}{hint}")
+    except ValueError as error:
+        if isinstance(error.__cause__, OSError):  # the log of a run whose folder cannot be written to
+            raise error.__cause__ from None
+        raise
+    except Exception as error:
+        if asked or not refused_by_slurm(error):
+            raise
+        sys.exit(f"{command}: Slurm took no job: {in_one_line(error)}; see what sinfo says, and hydra.launcher.*")
     finally:
         if not asked:
             os.environ.pop(FULL, None)
+
+
+def refused_by_slurm(error: Exception) -> bool:
+    """Whether an error is submitit's for an sbatch that failed; it is another if a job fails later."""
+    return type(error).__module__.startswith("submitit.") and isinstance(error.__cause__, CalledProcessError)
+
+
+def refusal(error: Exception) -> str:
+    """Say in one line what is wrong with a command line or a configuration file, and what may be meant."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"a configuration file is not in UTF-8 ({error.reason} at byte {error.start}); save it so"
+    if isinstance(error, OverrideParseException):
+        return (
+            f"{error.override!r} cannot be read; a value with blanks, signs or other letters needs quotes of its own, "
+            "such as 'name=\"a b\"'"
+        )
+    near = meant(error)
+    return in_one_line(error) + (f" (did you mean {near}?)" if near else "")
+
+
+def meant(error: Exception) -> str | None:
+    """Return the name that comes nearest to one that Hydra does not find, of a setting or of a file in a group."""
+    cause = error.__cause__
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, wrong = error.missing_cfg_file.rpartition("/")
+        folders = [files("conf").joinpath(root, group) for root in ("train", "eval", "shared")]
+        known = [file.name for folder in folders if folder.is_dir() for file in folder.iterdir()]
+        known = [name.removesuffix(".yaml") for name in known if name.endswith(".yaml")]
+    elif isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):
+        wrong, known = str(cause.key), [str(key) for key in cause.parent_node if key != "hydra"]
+    else:
+        return None
+    return next(iter(get_close_matches(wrong, known, 1)), None)
 
 
 def in_one_line(error: Exception) -> str:
     """Join the lines of Hydra's message, without its advice on search paths."""
     said = ""
     for line in map(str.rstrip, str(error).splitlines()):
-        if line.startswith(("Config search path", "See https://", "To append to your")):
+        if line.startswith(("Config search path", "See https://", "To append to your config")):
             break
         if line:
             between = "" if not said else " " if said.endswith((":", ".")) else ", " if line[0] == "\t" else "; "

@@ -19,6 +19,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data_gen.amount import amount
 from data_gen.chat import template_tokens
 from data_gen.ending import again, ending, in_one_line
 from data_gen.request import Request
@@ -96,7 +97,7 @@ def main(argv: list[str] | None = None) -> None:
             count = write(rows(args, load_tokenizer(args.tokenizer)), args.out)
         except ValueError as error:
             sys.exit(f"data_gen: {in_one_line(str(error))}")
-    print(f"wrote {count} samples of {args.task} at {args.length} tokens to {args.out}")
+    print(f"wrote {amount(count, 'sample')} of {args.task} at {args.length} tokens to {args.out}")
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -19,6 +19,10 @@ CURES = {
     errno.EROFS: "choose a folder that can be written to",
     errno.EACCES: "choose a folder that you may write to, or change its permissions",
     errno.EPERM: "choose a folder that you may write to, or change its permissions",
+    errno.ENAMETOOLONG: "give a shorter name",
+    errno.ELOOP: "its links lead back to themselves; give the file that is meant",
+    errno.ENOTDIR: "a part of that path is a file; choose another folder",
+    errno.EEXIST: "that is a file; choose another folder",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
 }
 NO_MEMORY = (

@@ -13,17 +13,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+LONGEST = 1 << 29  # bytes of a text, or of one line of a file of lines; a small .gz can hold any number
 UNREADABLE = (OSError, EOFError, zlib.error)  # what a damaged .gz, a folder or a missing permission raises
 
 
 def read_text(source: Path) -> str:
     """Return the text of a UTF-8 file, plain or .gz, without a byte order mark.
 
-    Raises ValueError if the file cannot be read.
+    Raises ValueError if the file cannot be read, or is longer than `LONGEST`.
     """
     try:
-        raw = source.read_bytes()
-        return (gzip.decompress(raw) if source.suffix == ".gz" else raw).decode("utf-8-sig")
+        with gzip.open(source) if source.suffix == ".gz" else source.open("rb") as file:
+            raw = file.read(LONGEST + 1)
+        if len(raw) > LONGEST:
+            raise ValueError(f"{source} holds more than {LONGEST >> 20} MiB of text; give a part of it")
+        return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{source} is no text in UTF-8: {why(error)}; save it in UTF-8") from None
     except UNREADABLE as error:

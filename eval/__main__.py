@@ -20,11 +20,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from conf import of_other_command
+from conf import of_other_command, without_slurm
 from conf.launch import launch, leave_no_trace
+from data_gen.amount import amount
 from data_gen.ending import again, ending, in_one_line
 
-GLOB = "results*.jsonl"
 log = logging.getLogger("eval")
 
 
@@ -49,17 +49,17 @@ def run(config: dict[str, Any], directory: Path) -> int:
     with Results(directory, f"-{shard}-of-{shards}" if shards > 1 else "") as results:
         check_rows(read(directory))  # now, not in hours: the report is computed from the old rows, too
         work = job.missing(results.keys)
-        log.info("%d rows are there, %d batches to do, in %s", len(results.keys), len(work), directory)
+        log.info("%s there, %s to do, in %s", amount(len(results.keys), "row"), amount(len(work), "batch"), directory)
         if others := job.others(results.keys):
             log.info(
-                "%d of these rows have other settings, data or weights; they stay in tables of their own, and this run "
-                "uses none of them", others,
+                "%s of other settings, data or weights among them; such rows stay in tables of their own, and this run "
+                "uses none of them", amount(others, "row"),
             )  # fmt: skip
         new = 0
         if work:
             new = job.run(results, load_model(job.model), tokenizer)
     write_report(directory)
-    log.info("%d new rows; report: %s", new, directory / "report.html")
+    log.info("%s; report: %s", amount(new, "new row"), directory / "report.html")
     # one shard logs nothing: the same command without shard= logs all of them
     if shards == 1 and (logger := make_logger(logging_to, directory, job_type="eval")) is not None:
         from eval.report.wandb_log import log_report
@@ -89,6 +89,8 @@ def main(config: DictConfig) -> None:
 
     def kept() -> str:
         """Say what is saved, and how to go on; Hydra's own files alone are not worth keeping."""
+        from eval.rows.results import GLOB
+
         if alone:
             leave_no_trace(directory)
         what = f"the rows in {directory} are kept" if any(directory.glob(GLOB)) else "there are no rows yet"
@@ -153,8 +155,8 @@ def command_line() -> None:
         with ending("eval", lambda: f"the rows are as they were; again: {again('eval')}"):
             from_rows(sys.argv[1], sys.argv[2:])
         return
-    if other := of_other_command(sys.argv[1:], "eval"):
-        sys.exit(f"eval: {other}")
+    if wrong := of_other_command(sys.argv[1:], "eval") or without_slurm(sys.argv[1:], "eval"):
+        sys.exit(f"eval: {wrong}")
     usage = ", ".join(f"python -m eval {name} {arguments}" for name, (_, arguments) in COMMANDS.items())
     with ending("eval"):
         launch(main, "eval", f"; beside settings there are {usage}, and --help")

@@ -20,9 +20,9 @@ from omegaconf import OmegaConf
 from eval.benchmarks.row import Row
 from eval.benchmarks.scoring import cut_at_stop
 from eval.inference.models import load_model
-from eval.inference.prefill import extend, prefill
+from eval.inference.prefill import extend
 from eval.inference.prompts import Prompt
-from eval.run.build import build_methods, build_model
+from eval.run.build import build_methods, build_model, warn_of_spans
 from eval.run.compression import Compression, Watch
 from eval.run.replay import Replay
 
@@ -90,7 +90,8 @@ class CompressedLM(TemplateLM):
             )
         if self.settings.fidelity:
             raise ValueError(f"fidelity={self.settings.fidelity} has no place in lm_eval's results; use python -m eval")
-        (self.method,) = build_methods(config, model_config, self.tokenizer)
+        (self.method,) = methods = build_methods(config, model_config, self.tokenizer)
+        warn_of_spans(methods)
         self.model = load_model(model)
         self.replay = Replay(self.model, self.tokenizer, self.settings)
         self.replay.calibrate([self.method], model.chat)
@@ -197,12 +198,8 @@ class CompressedLM(TemplateLM):
     def _score(self, context: list[int], continuations: Sequence[list[int]]) -> Iterator[Scored]:
         head, last = (context[:-1], context[-1]) if len(context) > 1 else (context, None)
         room, device = 1 + max(map(len, continuations)), self.model.device
-        method, chunk = self.method, self.settings.prefill_chunk
-        ids = torch.tensor([head], device=device)
-        if method.prefill is None:
-            prompt = prefill(self.model, ids, None, room, method.obs_queries, chunk, method.column_sums)
-        else:
-            prompt = method.prefill.run(self.model, ids, None, room, method.obs_queries, chunk)
+        method, ids = self.method, torch.tensor([head], device=device)
+        prompt = method.run_prefill(self.model, ids, None, room, self.settings.prefill_chunk)
         for continuation in continuations:
             cache, logits = method.cache(self.model, prompt), prompt.logits
             compression = Compression(method, cache, prompt)

@@ -14,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from conf import of_other_command, of_several_experiments, set_twice
+from conf import of_other_command, of_several_experiments, set_twice, without_slurm
 from conf.launch import launch, leave_no_trace
 from data_gen.ending import again, ending, in_one_line
 
@@ -68,7 +68,8 @@ def main(config: DictConfig) -> float:
 def command_line() -> None:
     """Run Hydra's command line, or say why its arguments cannot be meant."""
     given = sys.argv[1:]
-    if wrong := of_other_command(given, "train") or of_several_experiments(given) or set_twice(given):
+    wrong = of_other_command(given, "train") or of_several_experiments(given) or set_twice(given)
+    if wrong := wrong or without_slurm(given, "train"):
         sys.exit(f"leank_train: {wrong}")
     hint = "; python -m leank_train --help shows what there is"
     with ending("leank_train"):

@@ -20,9 +20,11 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
+from data_gen.amount import amount
 from data_gen.chat import template as chat_template
 from data_gen.chat import template_tokens
 from data_gen.ending import in_one_line, out_of_memory
+from leank_train.common.finite import not_finite
 from leank_train.common.model_folder import check_folder
 from leank_train.common.shape import DecoderShape, kv_shape
 from leank_train.common.typed import BadConfig, Checked, OneOf, refuse_unknown, shown
@@ -197,8 +199,8 @@ def load(
     device: where the weights go.
     attention: the model's attention function, as transformers names it.
 
-    Raises FileNotFoundError if weights or tokenizer are missing, ValueError for a model that cannot be pruned or whose
-    files do not hold every weight.
+    Raises FileNotFoundError if weights or tokenizer are missing, ValueError for a model that cannot be pruned, or whose
+    files do not hold every weight, or hold weights that are not finite.
     """
     device = torch.device(device)
     kind = torch_dtype(dtype, device)
@@ -216,6 +218,7 @@ def load(
     except ValueError as error:
         raise ValueError(f"model.name={name!r} cannot be used: {error}") from None
     model.to(device)  # type: ignore[arg-type]  # transformers wraps Module.to without its types
+    _check_numbers(name, model)
     model.eval().requires_grad_(False)
     wrap = tokenizer.chat_template is not None if chat is None else chat
     before, after = chat_template(tokenizer) if wrap else ("", "")
@@ -254,6 +257,16 @@ def _weights(
             f"{min(made_up)}; copy the folder again, or leave out the model.overrides that change its shape"
         )
     return model
+
+
+def _check_numbers(name: str, model: PreTrainedModel) -> None:
+    """Raise ValueError, naming tensors, for weights with NaN or infinity, with which every loss and reply is NaN."""
+    if broken := not_finite(model.named_parameters()):
+        small = ", or set model.dtype=bfloat16, as float16 ends at 65504" if model.dtype == torch.float16 else ""
+        raise ValueError(
+            f"model.name={name!r} has NaN or infinite numbers in {amount(len(broken), 'tensor')}, such as "
+            f"{', '.join(broken[:3])}; copy its files again or take another checkpoint{small}"
+        )
 
 
 def _missing(name: str, error: Exception) -> str:

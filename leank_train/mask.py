@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from data_gen.amount import amount
 from leank_train.common.shape import kv_shape
 from leank_train.common.tensor_files import DamagedFile, damage, read_tensors, write_tensors
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:  # transformers takes seconds to import
 
 ROUNDINGS = ("nearest", "floor", "exact", "official")
 FORMAT = "leank-channel-mask-1"
+LONGEST = 1 << 20  # characters of metadata
 OFF = 0.02  # share of all channels by which a mask may miss its ratio without a warning
 
 
@@ -225,7 +227,7 @@ def check_ratio(shape: Sequence[int], ratio: float, align: int, rounding: str, n
     if empty or whole:
         raise ValueError(
             f"{name}={ratio} with align={align} would {'empty every head' if empty else 'prune nothing'}: "
-            f"{list(shape)} channels are {total // align} blocks of {align}; "
+            f"{list(shape)} channels are {amount(total // align, 'block')} of {align}; "
             f"{'lower' if empty else 'raise'} {name}, or lower align"
         )
 
@@ -236,17 +238,33 @@ def _read(path: str | os.PathLike) -> tuple[Tensor, dict[str, object]]:
     tensors, header = read_tensors(path, {"keep"}, cure, {"format", "metadata"})
     if header.get("format") != FORMAT:
         raise ValueError(f"mask={path} is a safetensors file, but not one that ChannelMask.save wrote")
+    keep = tensors["keep"]
+    if keep.dtype != torch.bool or keep.dim() != 3 or keep.numel() == 0:
+        raise ValueError(
+            f"mask={path} holds {keep.dtype} {list(keep.shape)}, and a mask is bool [layers, kv_heads, head_dim]; of "
+            "scores, ChannelMask.from_scores makes one"
+        )
+    if len(header["metadata"]) > LONGEST:
+        raise DamagedFile(path, f"its metadata has {len(header['metadata'])} characters, more than {LONGEST}", cure)
     try:
         metadata = json.loads(header["metadata"])
     except (ValueError, RecursionError):
         metadata = None
     if not isinstance(metadata, dict):
         raise DamagedFile(path, "its header is not what was written", cure)
-    return tensors["keep"], metadata
+    return keep, metadata
+
+
+def refuse_not_finite(alpha: Tensor, cure: str, where: str = "alpha") -> None:
+    """Raise ValueError that names the heads for scores [L, H, D] that are not finite; cure: what the user can do."""
+    heads = (~torch.isfinite(alpha)).any(-1).nonzero().tolist()
+    if heads:
+        layer, head = heads[0]
+        some = f"{len(heads)} of {amount(alpha[..., 0].numel(), 'KV head')}, such as layer {layer}, head {head}"
+        raise ValueError(f"{where} holds NaN or infinite scores in {some}; {cure}")
 
 
 def _check_scores(alpha: Tensor) -> None:
     if alpha.dim() != 3 or alpha.numel() == 0:
         raise ValueError(f"alpha has the shape {list(alpha.shape)}; give scores [layers, kv_heads, head_dim]")
-    if not torch.isfinite(alpha).all():
-        raise ValueError("alpha holds NaN or infinite scores; training diverged: lower the learning rate")
+    refuse_not_finite(alpha, "training diverged: lower the learning rate")

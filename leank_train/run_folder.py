@@ -19,7 +19,7 @@ from leank_train.common.typed import BadConfig
 from leank_train.running import parallel
 from leank_train.settings import RunConfig, fingerprint, need
 
-INPUTS = "inputs.json"
+INPUTS, CONFIG, HASH, LOCK = "inputs.json", "config.yaml", "config.hash", "run.lock"
 REQUEUED = 120.0  # seconds that a requeued job waits for the lock of its predecessor
 
 
@@ -45,7 +45,7 @@ class Run:
 
 @contextmanager
 def claimed(config: RunConfig, resolved: dict[str, object], out: Path) -> Iterator[Run]:
-    """Claim the folder `out` for this run alone, and leave the config and its fingerprint there.
+    """Claim the folder `out` for this run alone, and leave the config and its fingerprint there unless it is refused.
 
     The first process holds the lock during the run. A requeued Slurm job waits for its predecessor, whose lock a file
     server may keep for a while after its end.
@@ -58,15 +58,24 @@ def claimed(config: RunConfig, resolved: dict[str, object], out: Path) -> Iterat
         yield current
         return
     out.mkdir(parents=True, exist_ok=True)
+    locked = (out / LOCK).exists()
     busy = f"{out} is being written by another training; wait for it, or set hydra.run.dir to a new folder"
-    with Lock(out / "run.lock", busy, patience=REQUEUED if "SLURM_RESTART_COUNT" in os.environ else 0):
+    with Lock(out / LOCK, busy, patience=REQUEUED if "SLURM_RESTART_COUNT" in os.environ else 0):
         check_folder(current, given)
         remove_partial(out)
+        new = [out / name for name in (INPUTS, CONFIG, HASH) if not (out / name).exists()]
+        new += [] if locked else [out / LOCK]
         if not (out / "checkpoints").exists() or not (out / INPUTS).exists():
             write_json(out / INPUTS, given)
-        write_text(out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)))
-        write_text(out / "config.hash", current.fingerprint + "\n")
-        yield current
+        write_text(out / CONFIG, OmegaConf.to_yaml(OmegaConf.create(resolved)))
+        write_text(out / HASH, current.fingerprint + "\n")
+        try:
+            yield current
+        except (ValueError, FileNotFoundError):
+            if not (out / "checkpoints").exists():  # refused before its first step
+                for file in new:
+                    file.unlink(missing_ok=True)
+            raise
 
 
 def inputs(config: RunConfig, processes: int) -> dict[str, object]:
@@ -92,7 +101,7 @@ def check_folder(run: Run, given: dict[str, object]) -> None:
     out = run.out
     if not (out / "checkpoints").exists():
         return
-    file = out / "config.hash"
+    file = out / HASH
     before = file.read_text().strip() if file.exists() else "unknown"
     need(
         run.config.resume,

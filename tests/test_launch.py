@@ -1,12 +1,17 @@
 """What Hydra refuses is one line, and a run that is refused leaves no folder."""
 
 import os
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
-from hydra.errors import ConfigCompositionException
+from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra.errors import ConfigCompositionException, HydraException
 
-from conf.launch import FULL, launch, leave_no_trace
+import conf
+from conf.launch import FULL, launch, leave_no_trace, refusal
 
 SAID = """In 'eval': Could not find 'experiment/nope'
 
@@ -32,6 +37,109 @@ def test_hydra_s_message_is_one_line(monkeypatch):
         "reference_ruler; see --help"
     )
     assert FULL not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("benchmark.lenghts=[512]", r"Could not override 'benchmark\.lenghts' \(did you mean lengths\?\)$"),
+        ("benchmrk.lengths=[512]", r"Could not override 'benchmrk\.lengths' \(did you mean benchmark\?\)$"),
+        ("method=[dense,leenk]", r"Could not load 'method/leenk' \(did you mean leank\?\)$"),
+        ("model=referenc", r"Could not find 'model/referenc'; Available options .* \(did you mean reference\?\)$"),
+        ("qqqqqqq=1", "Could not override 'qqqqqqq'$"),
+        ("experiment=reference_ruler", r"use \+experiment=reference_ruler$"),
+        ("name=a=b", r"'name=a=b' cannot be read; a value with .* needs quotes of its own, such as 'name=\"a b\"'$"),
+        ("name=🙂\n", r"'name=🙂\\n' cannot be read"),
+    ],
+)
+def test_what_may_be_meant(override, said):
+    with pytest.raises(HydraException) as caught, initialize_config_module("conf.eval", version_base="1.3"):
+        compose("eval", overrides=[override])
+    assert re.search(said, refusal(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"a: [1,2\n", r"while parsing a flow sequence; in .*bad\.yaml\", line 1, column 4; expected"),
+        (b"a: caf\xe9\n", r"a configuration file is not in UTF-8 \(.* at byte \d+\); save it so$"),
+        (b"a: 1\n a: 2\n", r"bad\.yaml"),
+        (b"\x00\x01", r"bad\.yaml"),
+    ],
+)
+def test_a_configuration_file_that_cannot_be_read(tmp_path, monkeypatch, content, said):
+    monkeypatch.delenv(FULL, raising=False)
+    (tmp_path / "bad.yaml").write_bytes(content)
+
+    def main():
+        with initialize_config_dir(str(tmp_path), version_base="1.3"):
+            compose("bad")
+
+    with pytest.raises(SystemExit) as stopped:
+        launch(main, "eval")
+    assert re.search(said, stopped.value.code)
+    assert "\n" not in stopped.value.code
+
+
+def test_a_folder_whose_log_cannot_be_written(tmp_path):
+    """As logging.config raises it within Hydra; the caller says OSErrors in one line."""
+
+    def main():
+        raise ValueError("Unable to configure handler 'file'") from PermissionError(13, "Permission denied", "eval.log")
+
+    with pytest.raises(PermissionError):
+        launch(main, "eval")
+
+
+SLURM = ["-m", "+experiment=llama_70pct", "hydra/launcher=slurm", "seed=1,2"]
+
+
+@pytest.mark.parametrize(
+    ("own", "arguments", "programs", "installed", "said"),
+    [
+        ("train", SLURM, {"sbatch", "srun"}, True, None),
+        ("train", SLURM, set(), True, "hydra/launcher=slurm needs sbatch and srun, which this machine does not have"),
+        ("train", SLURM, {"sbatch"}, True, "needs srun, which"),
+        ("train", SLURM, {"sbatch", "srun"}, False, r"needs the package .*-launcher; pip install .*\[slurm\]"),
+        ("train", [*SLURM, "--cfg", "job"], set(), True, None),
+        ("train", [*SLURM, "--cfg", "job"], set(), False, "needs the package"),
+        ("train", SLURM[1:], {"sbatch", "srun"}, True, "without -m there is none; add -m"),
+        ("train", ["-m", "++hydra/launcher=slurm_cpu"], set(), True, r"hydra/launcher=slurm_cpu needs sbatch"),
+        ("train", ["-m", "hydra/launcher=basic"], set(), False, None),
+        ("eval", ["-m", "hydra/launcher=submitit_slurm"], {"sbatch", "srun"}, True, None),
+        ("eval", SLURM, {"sbatch", "srun"}, True, "sbatch --array=0-7 scripts/cluster/eval.sbatch"),
+    ],
+)
+def test_what_a_launcher_of_slurm_lacks(monkeypatch, own, arguments, programs, installed, said):
+    monkeypatch.setattr(conf, "_is_installed", lambda module: installed)
+    monkeypatch.setattr(shutil, "which", lambda program: f"/usr/bin/{program}" if program in programs else None)
+    found = conf.without_slurm(arguments, own)
+    assert re.search(said, found) if said else found is None
+    assert found is None or "\n" not in found
+
+
+@pytest.mark.parametrize("parts", [("nowhere_at_all", "x"), ("conf", "nowhere")])
+def test_a_package_that_is_not_there(parts):
+    assert not conf._is_installed(".".join(parts))
+    assert conf._is_installed("conf.launch")
+
+
+def test_an_sbatch_that_fails_is_one_line(monkeypatch):
+    submitit = pytest.importorskip("submitit.core.utils")
+    monkeypatch.delenv(FULL, raising=False)
+
+    def main():
+        cause = subprocess.CalledProcessError(1, ["sbatch"])
+        raise submitit.FailedJobError("sbatch: error: no controller\nsbatch: fatal: no source") from cause
+
+    with pytest.raises(SystemExit, match=r"^eval: Slurm took no job: sbatch: error: no controller; sbatch: fatal: "):
+        launch(main, "eval")
+
+    def failed():
+        raise submitit.FailedJobError("Job (task=0) failed during processing with trace")
+
+    with pytest.raises(submitit.FailedJobError):
+        launch(failed, "eval")
 
 
 def test_a_refused_run_leaves_no_folder_and_others_stay(tmp_path, monkeypatch):

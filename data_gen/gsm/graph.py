@@ -10,6 +10,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from data_gen.amount import amount
+
 LARGE = 60  # a quantity above this is no longer multiplied
 
 
@@ -108,7 +110,7 @@ class Graph:
                 if found not in self.taken:
                     break
             else:
-                raise ValueError(f"all names are taken after {len(self.taken)} quantities; lower length")
+                raise ValueError(f"all names are taken after {amount(len(self.taken), 'quantity')}; lower length")
         self.taken.add(found)
         return found
 

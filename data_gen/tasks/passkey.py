@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 
 from data_gen import haystack
+from data_gen.amount import amount
 from data_gen.request import Draft, Request
 from data_gen.sample import Question
 from data_gen.task import Task
@@ -49,7 +50,7 @@ class Passkey(Task):
         counter = request.counter
         fixed = counter.count(HEADER) + request.tail(asked)
         fixed += sum(counter.pieces(needles, self._separator, remember=False))
-        holds = f"{self.num_passkeys} passkeys of {self.num_words} words, question and answer"
+        holds = f"{amount(self.num_passkeys, 'passkey')} of {amount(self.num_words, 'word')}, question and answer"
         budget = request.left(fixed, holds, "num_passkeys, num_words")
         if self.haystack == "noise":
             units, tokens = haystack.take_noise(budget, counter)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from data_gen import haystack
+from data_gen.amount import amount
 from data_gen.reading import digest, parse_json, read_text
 from data_gen.request import Draft, Request
 from data_gen.sample import Question
@@ -93,7 +94,7 @@ class QuestionAnswering(Task):
         else:
             if left > 0.02 * budget:
                 raise ValueError(
-                    f"data={request.data!r} has {len(texts)} documents, too few for length={request.length}; "
+                    f"data={request.data!r} has {amount(len(texts), 'document')}, too few for length={request.length}; "
                     "give the whole data set or lower length"
                 )
         return Draft(self._text(request, shown, rng), (ask,), fixed + budget - left)
@@ -119,7 +120,7 @@ class QuestionAnswering(Task):
         number = max(0, request.index)  # the search for the size measures the first question, as RULER does
         if number >= len(questions):
             raise ValueError(
-                f"index={number}: data={request.data!r} has {len(questions)} questions; lower start or count"
+                f"index={number}: data={request.data!r} has {amount(len(questions), 'question')}; lower start or count"
             )
         asked = questions[number]
         related = rng.sample(asked.related, len(asked.related))

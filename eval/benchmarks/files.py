@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
+from data_gen.amount import amount
 from data_gen.reading import digest
 from eval.benchmarks import infinitebench, longbench, math500, mmlu, schema
 from eval.benchmarks.from_files import FromFiles, Tasks
@@ -156,8 +157,9 @@ class Mmlu(FromFiles[mmlu.Question]):
         dev = checked(mmlu.read(task, "dev", self.path), schema.mmlu_line())
         self._dev[task] = [line.data for line in dev][: self.shots]
         if len(self._dev[task]) < self.shots:
+            found = amount(len(self._dev[task]), "dev question")
             raise ValueError(
-                f"benchmark.path={self.path}: {task} has {len(self._dev[task])} dev questions, benchmark.shots="
+                f"benchmark.path={self.path}: {task} has {found}, benchmark.shots="
                 f"{self.shots} needs more; lower shots, check the subject's name, or give the whole data set"
             )
         return checked(mmlu.read(task, "test", self.path), schema.mmlu_line())

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
+from data_gen.amount import amount
 from data_gen.reading import read_text
 from eval.benchmarks import source
 from eval.benchmarks.row import Row
@@ -124,7 +125,7 @@ def _from_csv(file: Path) -> Iterator[source.Line]:
         for fields in table:
             line = source.Line(str(file), table.line_num, None)
             if fields and len(fields) != 6:
-                raise line.error(f"it has {len(fields)} fields; a question, four choices and a letter are 6")
+                raise line.error(f"it has {amount(len(fields), 'field')}; a question, four choices and a letter are 6")
             if fields:
                 question, *choices, answer = fields
                 yield replace(line, data={"question": question, "choices": choices, "answer": answer})

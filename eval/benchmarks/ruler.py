@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from annotated_types import MinLen
 
 from data_gen import haystack
+from data_gen.amount import amount
 from data_gen.haystack import SPLITS
 from data_gen.request import Request
 from data_gen.sample import Sample
@@ -126,4 +127,5 @@ def _check_data(name: str, path: str | None, samples: int) -> None:
     except (FileNotFoundError, ValueError) as error:
         raise type(error)(f"{where} ({name}): {error}") from None
     if len(questions) < samples:
-        raise ValueError(f"{where} has {len(questions)} questions, benchmark.samples={samples}; lower samples")
+        found = amount(len(questions), "question")
+        raise ValueError(f"{where} has {found}, benchmark.samples={samples}; lower samples")

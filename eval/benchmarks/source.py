@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gzip
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from data_gen.reading import UNREADABLE, parse_json, why
+from data_gen.reading import LONGEST, UNREADABLE, parse_json, why
 
 OWN = "take the line out, or give the data set's own file"
 
@@ -97,11 +97,13 @@ def _zipped(what: str, name: str, source: Path, hub: Hub) -> Iterator[Line]:
         raise ValueError(f"{source} cannot be read: {why(error)}; copy it again") from None
 
 
-def _parse(lines: Iterable[bytes], file: str) -> Iterator[Line]:
+def _parse(lines: IO[bytes], file: str) -> Iterator[Line]:
     r"""Lines end at \\n alone: JSON may hold any other line separator."""
-    number = 0
+    number = 0  # told where the file breaks off
     try:
-        for number, raw in enumerate(lines, 1):  # told where the file breaks off
+        for number, raw in enumerate(iter(lambda: lines.readline(LONGEST + 1), b""), 1):
+            if len(raw) > LONGEST:
+                raise Line(file, number, None).error(f"it has more than {LONGEST >> 20} MiB")
             if raw.strip():
                 yield _line(file, number, raw)
     except (*UNREADABLE, zipfile.BadZipFile) as error:

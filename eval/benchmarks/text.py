@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Gt, Lt, MinLen
 
+from data_gen.amount import amount
 from data_gen.haystack import SPLITS, known_by, paragraphs
 from data_gen.reading import read_text
 from eval.benchmarks.base import Cell, check_lengths
@@ -73,8 +74,9 @@ class Text(Checked):
                 )
             places = [(n, at) for n, of in enumerate(spans) for at in range(0, len(of) - size + 1, size)]
             if len(places) < self.samples:
+                found = amount(len(places), "window")
                 raise ValueError(
-                    f"benchmark.samples={self.samples}: the text has {len(places)} windows of {length} tokens; lower "
+                    f"benchmark.samples={self.samples}: the text has {found} of {length} tokens; lower "
                     "samples, drop that length, or give a longer text as benchmark.path"
                 )
             random.Random(f"{self.seed} {length}").shuffle(places)

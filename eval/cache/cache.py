@@ -14,6 +14,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.utils import GenerateOutput
 
+from data_gen.amount import amount
 from eval.cache.attention.backend import BackendChoice, choose_backend
 from eval.cache.generate import generate
 from eval.cache.graph import KeptSteps
@@ -74,8 +75,8 @@ class CompressedCache(Cache):
         """
         if layer_idx >= len(self.layers):
             raise ValueError(
-                f"this cache was made for a model of {len(self.layers)} layers, and layer {layer_idx} asks for it: "
-                "make one for this model with compressed_cache()"
+                f"this cache was made for a model of {amount(len(self.layers), 'layer')}, and layer {layer_idx} asks "
+                "for it: make one for this model with compressed_cache()"
             )
         if layer_idx == 0:
             self._begin_pass(key_states.shape[2])

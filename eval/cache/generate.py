@@ -26,6 +26,7 @@ from transformers.generation.utils import GenerateOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput
 
+from data_gen.amount import amount
 from eval.cache.graph import CAPTURE_FOR, DecodeLoop, KeptSteps, capturable, retractable, step_key
 
 ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")  # settings that draft
@@ -148,8 +149,8 @@ def generate(cache: Cache, model: PreTrainedModel, **kwargs: object) -> Generate
     ids, held = kwargs.get("input_ids", kwargs.get("inputs")), cache.get_seq_length()
     if isinstance(ids, Tensor) and held and ids.shape[-1] <= held:
         raise ValueError(
-            f"the cache holds {held} tokens and {ids.shape[-1]} ids came: give the ids of the whole conversation, or "
-            "call cache.reset() first"
+            f"the cache holds {amount(held, 'token')} and {amount(ids.shape[-1], 'id')} came: give the ids of the "
+            "whole conversation, or call cache.reset() first"
         )
     run: Any = model.generate
     streamer = kwargs.get("streamer")

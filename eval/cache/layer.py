@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data_gen.amount import amount
 from eval.cache.attention import dense
 from eval.cache.attention.backend import Backend, BackendChoice
 from eval.cache.attention.softmax import PLAIN, Softmax
@@ -76,9 +77,8 @@ class CompressedLayer(RowsLayer):
         if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
             raise ValueError(f"expect({tokens!r}): give the number of tokens in the whole prompt, at least 1")
         if self._columns:
-            raise RuntimeError(
-                f"expect({tokens}) must come before the prompt; this cache already holds {self._columns} tokens"
-            )
+            held = amount(self._columns, "token")
+            raise RuntimeError(f"expect({tokens}) must come before the prompt; this cache already holds {held}")
         self._expected = tokens
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -198,7 +198,8 @@ class CompressedLayer(RowsLayer):
         Raises RuntimeError if the layer already holds tokens.
         """
         if self._columns:
-            raise RuntimeError(f"seal() takes the place of the prompt; this layer already holds {self._columns} tokens")
+            held = amount(self._columns, "token")
+            raise RuntimeError(f"seal() takes the place of the prompt; this layer already holds {held}")
         self.lazy_initialization(k, v)
         self._columns = k.shape[2] if columns is None else columns
         self._begin(k.to(self.dtype), v.to(self.dtype), real, tokens, scores)
@@ -264,7 +265,7 @@ class CompressedLayer(RowsLayer):
             raise ValueError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
         remove = -int(tokens_to_remove)  # some callers hand over a tensor
         if remove > self._columns:
-            raise ValueError(f"cannot crop {remove} tokens: the cache holds {self._columns}")
+            raise ValueError(f"cannot crop {amount(remove, 'token')}: the cache holds {self._columns}")
         if self.store is not None:
             self.store.crop(remove)
         elif self.keys is not None and self.values is not None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from data_gen.amount import amount
 from eval.cache.storage.store import Store
 
 
@@ -30,8 +31,8 @@ class RowsLayer(DynamicLayer):
             raise ValueError(f"a compressed cache takes a 2-D padding mask, got shape {tuple(padding_mask.shape)}")
         if padding_mask.shape[1] < self._columns:
             raise ValueError(
-                f"attention_mask has {padding_mask.shape[1]} columns, and the cache {self._columns} with the new ones: "
-                "call cache.reset(), then give ids and mask of the whole conversation, and leave use_cache on"
+                f"attention_mask has {amount(padding_mask.shape[1], 'column')}, and the cache {self._columns} with the "
+                "new ones: call cache.reset(), then give ids and mask of the whole conversation, and leave use_cache on"
             )
         return padding_mask[:, : self._columns].bool()
 

@@ -9,10 +9,8 @@ from torch import Tensor
 
 from eval.cache.attention import dense
 from eval.cache.attention.backend import why_not
-from eval.cache.attention.softmax import PLAIN, Softmax
+from eval.cache.attention.softmax import LOG2_E, PLAIN, Softmax
 from eval.inference.observe import received
-
-LOG2_E = 1.4426950408889634
 
 
 class Tiles(NamedTuple):

@@ -5,6 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from eval.cache.attention import softmax
+
+LOG2_E = tl.constexpr(softmax.LOG2_E)
+
 # fmt: off
 
 
@@ -20,7 +24,7 @@ def _from_tile(keys, rows, lse, at, t_stride, scale, queries, before, n, M: tl.c
         total = tl.load(lse + at + m, mask=there, other=float("inf"))
     else:
         q, total = tl.load(where), tl.load(lse + at + m)
-    s = tl.dot(keys, q) * scale - (total * 1.4426950408889634)[None, :]
+    s = tl.dot(keys, q) * scale - (total * LOG2_E)[None, :]
     if EDGE:
         s = tl.where((at + m + before)[None, :] >= n[:, None], s, float("-inf"))
     return tl.sum(tl.exp2(s), 1)

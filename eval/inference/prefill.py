@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from data_gen.amount import amount
 from eval.cache.attention import dense
 from eval.cache.attention.softmax import PLAIN, Softmax
 from eval.cache.hook import ATTENTION
@@ -78,7 +79,7 @@ class PromptLayer(DynamicLayer):
             self._buffer = (key_states.new_empty(shape), value_states.new_empty(shape))
         end = self._columns + key_states.shape[2]
         if end > self.capacity:
-            raise ValueError(f"the prompt's buffer has room for {self.capacity} tokens, {end} came")
+            raise ValueError(f"the prompt's buffer has room for {amount(self.capacity, 'token')}, {end} came")
         for room, new in zip(self._buffer, (key_states, value_states), strict=True):
             room[:, :, self._columns : end] = new
         self.keys, self.values = (room[:, :, :end] for room in self._buffer)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
@@ -81,16 +79,12 @@ class Method(Checked):
         return any(choice.column_sums for choice in self.axes.values())
 
     def config(self) -> dict[str, Any]:
-        """The whole configuration, as JSON; empty for the dense cache."""
+        """What the answers depend on, as JSON: choices and sizes; empty for the dense cache."""
         if not self.axes:
             return {}
         chosen = {name: {"name": name_of(choice), **choice.identity()} for name, choice in self.axes.items()}
         matched = {} if self.matched is None else {"matched": dict(self.matched)}
         return {**chosen, "sink": self.sink, "window": self.window, "flush": self.flush, **matched}
-
-    def digest(self) -> str:
-        """Ten hex digits of what the answers depend on."""
-        return hashlib.sha256(json.dumps(self.config(), sort_keys=True).encode()).hexdigest()[:10]
 
     def run_prefill(
         self,

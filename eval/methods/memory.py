@@ -39,7 +39,7 @@ def method_bytes(method: Method, config: PreTrainedConfig, length: int, itemsize
     widths = (everywhere, everywhere) if method.channels is None else method.channels.kept_counts(config, length)
     if passes is None or widths is None:
         return None
-    found = set()
+    found = set()  # of the fewest and the most tokens that a layer may get; the prompt decides if they differ
     for columns in passes:
         held = _held(method, config, np.array(columns)[:, None], widths, itemsize)
         found.add(None if held is None else held_bytes(method, held) + _sliding_bytes(config, length, itemsize))

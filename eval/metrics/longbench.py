@@ -11,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 
+from data_gen.amount import amount
 from eval.metrics.rouge import lcs_increments, rouge_l
 from eval.metrics.text import normalize_chinese, qa_f1, token_f1
 
@@ -175,7 +176,8 @@ def _scores(
     code_backend: CodeBackend,
 ) -> list[float]:
     if not predictions or len(predictions) != len(answers):
-        raise ValueError(f"{task}: {len(predictions)} predictions for {len(answers)} rows; need one each, at least one")
+        found = f"{amount(len(predictions), 'prediction')} for {amount(len(answers), 'row')}"
+        raise ValueError(f"{task}: {found}; need one each, at least one")
     return [score(task, p, a, all_classes, code_backend) for p, a in zip(predictions, answers, strict=True)]
 
 

@@ -7,6 +7,8 @@ Source: NVIDIA/RULER c3f5e3b, scripts/eval (Apache-2.0). NIAH, vt, cwe and fwe u
 import re
 from collections.abc import Sequence
 
+from data_gen.amount import amount
+
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
@@ -42,7 +44,8 @@ def _check(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> N
     if isinstance(predictions, str) or any(isinstance(refs, str) for refs in references):
         raise ValueError("RULER scores lists: predictions as [str, ...], references as [[str, ...], ...]")
     if len(predictions) != len(references):
-        raise ValueError(f"{len(predictions)} predictions for {len(references)} lists of references; need one each")
+        given = amount(len(predictions), "prediction")
+        raise ValueError(f"{given} for {amount(len(references), 'list')} of references; need one each")
     if not predictions:
         raise ValueError("no predictions to score: RULER averages over at least one sample")
     for i, refs in enumerate(references):

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data_gen.amount import amount
 from data_gen.ending import again, ending, in_one_line
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
         write_text(arguments.out / "papers.html", as_html(everything, request.quick))
         print(f"page: {arguments.out / 'papers.html'}")
     whole = sum(bool(made.rows or made.measured) and made.whole for made in everything)
-    print(f"{whole} of {len(items)} items are there, in {arguments.out}")
+    print(f"{whole} of {amount(len(items), 'item')} made, in {arguments.out}")
     for made in everything:
         if made.item in named and not request.steps(made.item):
             print(f"{made.item.id}: {status(made.item)}")

@@ -35,30 +35,30 @@ class Judgement:
     verdict: whether the claim shows.
     figures: the mean, its interval and how many units they are of; empty if there is nothing to compare.
     why: why an undecided comparison is not decided.
-    beside: what to know of a verdict beside its interval, such as that the methods hardly differ.
+    remark: what to know of a verdict beside its interval, such as that the methods hardly differ.
     """
 
     compared: str
     verdict: Verdict
     figures: str = ""
     why: str = ""
-    beside: str = ""
+    remark: str = ""
 
     @property
     def remarks(self) -> str:
-        """Why it is not decided, and what to know beside."""
-        return "; ".join(filter(None, (self.why, self.beside)))
+        """Why it is not decided, and the remark."""
+        return "; ".join(filter(None, (self.why, self.remark)))
 
     @property
     def said(self) -> str:
-        """The verdict as a sentence, and what to know beside as another."""
+        """The verdict as a sentence, and the remark as another."""
         said = {
             "shows": "The claim shows here.",
             "contradicts": "This contradicts the paper.",
             "undecided": f"Not decided: {self.why}.",
             "not compared": "There is nothing to compare yet.",
         }[self.verdict]
-        return f"{said} {self.beside[0].upper()}{self.beside[1:]}." if self.beside else said
+        return f"{said} {self.remark[0].upper()}{self.remark[1:]}." if self.remark else said
 
     @property
     def sentence(self) -> str:
@@ -89,8 +89,8 @@ def contrast(claim: Contrast, rows: Sequence[ResultRow], alone: bool = True) -> 
         judged = _within(names, figures, found, few, -claim.bound)
     else:
         judged = _judged(names, " points", figures, sum(map(len, found)), few, claim.bound, True)
-    judged = _beside(judged, claim, levels, found)
-    return replace(judged, beside="; ".join(filter(None, (judged.beside, _idle(claim, rows)))))
+    judged = _remarked(judged, claim, levels, found)
+    return replace(judged, remark="; ".join(filter(None, (judged.remark, _idle(claim, rows)))))
 
 
 def expect(claim: Expect, rows: Sequence[Row]) -> Judgement:
@@ -139,7 +139,7 @@ def _measured(claim: Contrast, row: ResultRow) -> float | None:
     return row["cache_bytes"]["total"] if claim.measure == "bytes" else row["seconds"].get(claim.measure)
 
 
-def _beside(
+def _remarked(
     judged: Judgement, claim: Contrast, levels: Sequence[float], differences: Sequence[Sequence[float]]
 ) -> Judgement:
     """Add both methods' own points, and say where these hardly let the methods differ.
@@ -149,8 +149,8 @@ def _beside(
     """
     figures = judged.figures.replace(", n =", f", {levels[0]:.1f} against {levels[1]:.1f}, n =")
     alike = mean([[float(one == 0) for one in some] for some in differences])
-    beside = f"both score alike on {100 * alike:.0f}% of the samples" if alike >= ALIKE else ""
-    judged = replace(judged, figures=figures, beside=beside)
+    remark = f"both score alike on {100 * alike:.0f}% of the samples" if alike >= ALIKE else ""
+    judged = replace(judged, figures=figures, remark=remark)
     # a claim that nothing is lost needs something to lose; one that a method is better, a method that is good
     low = levels[1] if claim.bound < 0 and not claim.equal else max(levels)
     if judged.verdict != "contradicts" and low < FLOOR:
@@ -184,7 +184,7 @@ def _of_analysis(name: str, claim: Expect, figures: tuple[float, float, float], 
         judged = replace(judged, figures=f"{figures[0]:.3g}, counted")
     else:
         judged = _judged(name, "", figures, count, few, claim.bound, claim.above, claim.units)
-    return replace(judged, beside="the bound is a choice made here, the paper gives none") if claim.chosen else judged
+    return replace(judged, remark="the bound is a choice made here, the paper gives none") if claim.chosen else judged
 
 
 def _side(above: bool) -> str:

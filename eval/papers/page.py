@@ -6,6 +6,7 @@ import html
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from data_gen.amount import amount
 from eval import published
 from eval.papers.item import Command, Item, Replay
 from eval.papers.judge import Judgement
@@ -105,10 +106,11 @@ def as_html(everything: Sequence[Made], quick: bool) -> str:
     counts = {kind: sum(one.verdict == kind for _, one in verdicts) for kind in ("shows", "undecided", "contradicts")}
     parts = [
         "<h1>Figures and tables of five papers</h1>",
-        f"<p>{len(everything)} items. Of the {len(verdicts)} comparisons made here, {counts['shows']} show the paper's "
-        f"claim, {counts['contradicts']} contradict it, {counts['undecided']} do not decide. Intervals are 95% "
-        "bootstrap intervals: of two methods over the samples that both have, paired; of an analysis over its samples, "
-        "layers, heads or pairs of tasks. Of methods that do not differ, about one comparison in twenty says they do."
+        f"<p>{len(everything)} items. Verdicts of {amount(len(verdicts), 'comparison')} made here: {counts['shows']} "
+        f"for the paper's claim, {counts['contradicts']} against it, {counts['undecided']} undecided. Intervals are "
+        "95% bootstrap intervals: of two methods over the samples that both have, paired; of an analysis over its "
+        "samples, layers, heads or pairs of tasks. Of methods that do not differ, about one comparison in twenty says "
+        "they do."
         + (" This is the quick form, with few samples." if quick else "") + "</p>",
         *(to_table(table).replace("<table>", '<table class="claims">') for table in headlines(everything)),
         _contradictions(verdicts),

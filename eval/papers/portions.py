@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from data_gen.amount import amount
 from eval.papers.item import Analysed, Item, Replay
 from eval.rows.results import Key
 from eval.run.progress import EVERY, duration
@@ -155,5 +156,5 @@ class Line:
         if gone - self.said >= EVERY or not self.waiting:
             self.said = gone
             left = f", about {duration(gone / self.done * (self.total - self.done))} left" if self.done else ""
-            log.info("%.0f%% done, %d portions wait; %s gone%s", 100 * self.done / max(1, self.total),
-                     len(self.waiting), duration(gone), left)  # fmt: skip
+            log.info("%.0f%% done, %s to do; %s gone%s", 100 * self.done / max(1, self.total),
+                     amount(len(self.waiting), "portion"), duration(gone), left)  # fmt: skip

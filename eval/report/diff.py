@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data_gen.amount import amount
 from eval.report import fidelity
 from eval.report.groups import Pair, by_label, changed, group, paired
 from eval.report.html import listing, page, title, to_table
@@ -17,7 +18,7 @@ from eval.report.tables import markdown, number
 from eval.rows.results import read
 from leank_train.common.bootstrap import interval, mean, together
 from leank_train.common.escape import markdown as escaped
-from leank_train.common.files import write_text
+from leank_train.common.files import name_of, write_text
 
 NEAR = 5  # last columns of the table, which rows without distance from dense do not have
 
@@ -94,7 +95,8 @@ def write_diff(directory: Path, first: str, second: str) -> tuple[Path, str]:
         if not pairs:
             continue
         of, about = changed(methods, first, second), title(some[0])
-        counts, heading = table(pairs, first, second), f"{len(of)} samples with other replies, largest loss first"
+        counts = table(pairs, first, second)
+        heading = f"{amount(len(of), 'sample')} with other replies, largest loss first"
         shown.append(f"{escaped(about)}\n\n{markdown(counts)}")
         texts.append(f"# {shown[-1]}\n\n## {heading}\n\n{to_markdown(of, (first, second))}")
         pages.append(f"<h1>{html.escape(about)}</h1>{to_table(counts)}<h2>{heading}</h2>{listing(of, (first, second))}")
@@ -102,7 +104,7 @@ def write_diff(directory: Path, first: str, second: str) -> tuple[Path, str]:
         raise ValueError(
             f"no sample in {directory} has both {first!r} and {second!r}; its methods are {', '.join(known)}"
         )
-    stem = re.sub(r"[^\w.-]+", "-", f"diff_{first}_{second}").strip("-")
+    stem = f"diff_{name_of(first)}_{name_of(second)}"
     write_text(directory / f"{stem}.md", "\n".join(texts))
     write_text(directory / f"{stem}.html", page(f"{first} and {second}", "".join(pages)))
     return directory / f"{stem}.html", "\n\n".join(shown)

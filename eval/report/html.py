@@ -6,6 +6,7 @@ import html
 import json
 from collections.abc import Iterable, Sequence
 
+from data_gen.amount import amount
 from eval.report.fidelity import is_text
 from eval.report.groups import Pair, by_label, changed
 from eval.report.records import RunSummary, Summary
@@ -88,7 +89,8 @@ def _replies(rows: Sequence[ResultRow], run: RunSummary) -> str:
         pairs = changed(methods, dense, method)
         if pairs:
             more = f" ({SHOWN} shown, largest loss first)" if len(pairs) > SHOWN else ""
-            head = f"{html.escape(method)}: {len(pairs)} replies that differ from {html.escape(dense)}{more}"
+            of = amount(len(pairs), "reply")
+            head = f"{html.escape(method)}: {of} other than {html.escape(dense)}'s{more}"
             inner = listing(pairs[:SHOWN], (dense, method))
             parts.append(f"<details><summary>{head}</summary><div class=inner>{inner}</div></details>")
     return "<h2>Replies</h2>" + "".join(parts) if parts else ""
@@ -127,8 +129,8 @@ def to_html(
     parts = []
     for run, rows, drawn in zip(summary["runs"], groups, figures, strict=True):
         few = min((c["n"] for c in run["cells"]), default=0)
-        warn = f" The smallest cell has {few} samples: its interval says little." if few < 10 else ""
-        parts.append(f"<h1>{html.escape(title(run))}</h1><p>{run['rows']} rows; tasks count alike.{warn}</p>")
+        warn = f" The smallest cell has {amount(few, 'sample')}: its interval says little." if few < 10 else ""
+        parts.append(f"<h1>{html.escape(title(run))}</h1><p>{amount(run['rows'], 'row')}; tasks count alike.{warn}</p>")
         made = [to_table(t) for t in tables(run)]
         parts += [made[0], *(figure(caption, svg) for caption, svg in drawn), *made[1:]]
         parts.append(_replies(rows, run))

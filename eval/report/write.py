@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from data_gen.amount import amount
 from eval.report import plots, style
 from eval.report.fidelity import NEAR, near
 from eval.report.groups import group, labels
@@ -24,7 +25,8 @@ def to_markdown(summary: Summary) -> str:
     """Make summary.md."""
     parts = []
     for run in summary["runs"]:
-        parts += [f"# {escaped(title(run))}", f"{run['rows']} rows; tasks count alike.", *map(markdown, tables(run))]
+        count = f"{amount(run['rows'], 'row')}; tasks count alike."
+        parts += [f"# {escaped(title(run))}", count, *map(markdown, tables(run))]
     return "\n\n".join(parts) + "\n"
 
 

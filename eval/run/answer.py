@@ -66,13 +66,21 @@ class Replies:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What followed the prompts of a batch: see `Answer`. fed: tokens behind each row's prompt that were read."""
+    """What followed the prompts of a batch.
+
+    tokens: per row, the reply, or the text that was read.
+    steps: decoding steps.
+    broken: per row, `Answer.non_finite`.
+    fed: per row, tokens behind the prompt that were read.
+    question_seconds: spent on reading the questions through the cache.
+    seconds: spent on decoding, or on reading the texts.
+    """
 
     tokens: list[list[int]]
     steps: int
     broken: list[int | None]
     fed: list[int]
-    asked: float = 0.0
+    question_seconds: float = 0.0
     seconds: float = 0.0
 
     @classmethod

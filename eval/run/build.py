@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -63,11 +63,6 @@ def build_methods(
     """
     methods = name_methods(config)
     for one in methods:
-        if isinstance(one.channels, LeanK):
-            trained = one.channels.loaded.metadata
-            for key in ("sink", "window"):
-                if trained.get(key) not in (None, getattr(one, key)):
-                    log.warning("mask was trained with %s=%s; cache.%s=%s", key, trained[key], key, getattr(one, key))
         text_config = model_config.get_text_config(decoder=True)
         limit = getattr(text_config, "max_position_embeddings", None)
         for axis, choice in one.axes.items():
@@ -82,6 +77,16 @@ def build_methods(
             except ValueError as error:
                 raise ValueError(f"method.{one.label}: {error}") from error
     return methods
+
+
+def warn_of_spans(methods: Sequence[Method]) -> None:
+    """Log where a mask was trained with another sink or window than its method's cache has."""
+    for one in methods:
+        if isinstance(one.channels, LeanK):
+            trained = one.channels.loaded.metadata
+            for key in ("sink", "window"):
+                if trained.get(key) not in (None, getattr(one, key)):
+                    log.warning("mask was trained with %s=%s; cache.%s=%s", key, trained[key], key, getattr(one, key))
 
 
 def build_model(
@@ -119,5 +124,6 @@ def build_job(config: Mapping[str, Any]) -> tuple[Job, PreTrainedTokenizerBase]:
         raise ValueError(f"compress={settings.compress}: benchmark={benchmark.name} needs compress={wanted}")
     text_config = model_config.get_text_config(decoder=True)
     benchmark.check(text_config, tokenizer, overhead(tokenizer, model.chat), settings.max_new_tokens)
+    warn_of_spans(methods)  # once nothing is refused any more, so that a run that is leaves no log
     job = Job(model, methods, benchmark, settings)
     return job if settings.match is None else matched(job, text_config, tokenizer), tokenizer

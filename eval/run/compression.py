@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from transformers import Cache
 
+from data_gen.amount import amount
 from eval.cache import CompressedLayer
 from eval.cache.storage.store import Store
 from eval.inference.prefill import Prefill, PromptLayer
@@ -107,6 +108,6 @@ class Watch:
         """Raise ValueError if every sample of the dense method so far had non-finite logits."""
         if self.dense and self.broken == self.dense:
             raise ValueError(
-                f"all {self.dense} samples of the dense method so far had NaN or infinite logits with model.dtype="
-                f"{dtype}: use model.dtype=bfloat16 or float32, and check the weights of model.name={model}"
+                f"of {amount(self.dense, 'sample')} of the dense method so far, all had NaN or infinite logits with "
+                f"model.dtype={dtype}: use model.dtype=bfloat16 or float32, and check the weights of model.name={model}"
             )

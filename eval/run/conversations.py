@@ -96,7 +96,15 @@ class Conversations:
         seconds: dict[str, float],
         prompt: Prefill,
     ) -> list[Answer]:
-        """Decode the answers to one turn; the parameters are those of the turn."""
+        """Decode the answers to one turn of each conversation.
+
+        cache: holds the conversations up to the end of their questions.
+        logits, mask, lengths: as in `eval.inference.decode.greedy`, of all that the cache holds.
+        rows: of this turn.
+        compression, held: what the cache left out of the documents, and its bytes after them, per conversation.
+        seconds: spent on documents and questions so far.
+        prompt: the pass over the documents.
+        """
         replay, start = self.replay, self.replay.now()
         most, least = replay.bounds(rows)
         tokens, steps, broken = greedy(

@@ -28,7 +28,7 @@ Compared = tuple[Fidelity | None, float | None]  # of a sample; and the share of
 
 
 @dataclass(frozen=True)
-class Asked:
+class Questions:
     """The questions of a batch, which follow its prompts.
 
     ids: int [B, q], left-padded; [B, 0] where nothing follows.
@@ -41,7 +41,7 @@ class Asked:
     lengths: Tensor
 
     @classmethod
-    def of(cls, prompt: Prefill, questions: Sequence[list[int]], pad: int) -> Asked:
+    def of(cls, prompt: Prefill, questions: Sequence[list[int]], pad: int) -> Questions:
         """Put the questions, which may all be empty, behind the prompts. pad: id that fills shorter ones."""
         lengths = torch.tensor([len(q) for q in questions], device=prompt.logits.device)
         ids, there = pad_left(list(questions), pad, prompt.logits.device)
@@ -114,7 +114,7 @@ class Comparison:
 
     def _states(self, cache: Cache, prompt: Prefill, questions: Sequence[list[int]], ids: Tensor) -> Tensor:
         """Hidden states after the question, if one is read, and after each of ids."""
-        asked, found = Asked.of(prompt, questions, self.pad), []
+        asked, found = Questions.of(prompt, questions, self.pad), []
         if asked.ids.shape[1]:
             found.append(states(self.model, cache, asked.ids, asked.real)[:, -1:])
         if ids.shape[1]:

@@ -6,6 +6,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from data_gen.amount import amount
+
 EVERY = 10.0  # seconds between two lines, unless a task and length is finished
 log = logging.getLogger("eval")
 
@@ -46,6 +48,6 @@ class Progress:
         left = gone / sum(self.costs[: self.done]) * sum(self.costs[self.done :])
         so_far = f"{duration(gone)} gone, about {duration(left)} left" if left else f"took {duration(gone)}"
         log.info(
-            "replayed batch %d of %d (%s: %s), %d new rows; %s",
-            self.done, len(self.costs), where, ", ".join(methods), rows, so_far,
+            "replayed batch %d of %d (%s: %s), %s; %s",
+            self.done, len(self.costs), where, ", ".join(methods), amount(rows, "new row"), so_far,
         )  # fmt: skip

@@ -27,7 +27,7 @@ from eval.inference.prompts import Prompt, encode
 from eval.methods import Method
 from eval.run.answer import Answer, Decoded, Replies
 from eval.run.compression import Compression
-from eval.run.fidelity import Asked, Compared, Comparison, Course
+from eval.run.fidelity import Compared, Comparison, Course, Questions
 from eval.run.settings import Settings
 from leank_train.backbone import eos_ids
 
@@ -101,8 +101,8 @@ class Replay:
             )
         rest = [p.ids[p.question :] if split else [] for p in prompts]
         most, least = self.bounds(rows)
-        asked, texts = ([[] for _ in rows], rest) if reading else (rest, None)
-        replies = Replies(rows, asked, most, least, texts)
+        questions, texts = ([[] for _ in rows], rest) if reading else (rest, None)
+        replies = Replies(rows, questions, most, least, texts)
         ids, real = pad_left(first, self.pad, self.model.device)
         course = None
         for method, prompt, spent in self.prefills(methods, ids, real, replies.room, self.settings.prefill_chunk):
@@ -154,16 +154,30 @@ class Replay:
         if course is not None and replies.texts is None:
             del cache, compression  # before the second cache, which begins where this one began
             near = self._comparison.fidelity(method.cache(self.model, prompt), prompt, course)
-        seconds = {"prefill": prefilled, "seal": sealed, "question": decoded.asked, "decode": decoded.seconds}
-        answers = []
-        for row, t in enumerate(decoded.tokens):
-            middle, compressed = found[row] if method.axes else (None, None)
-            text = "" if rows[row].read else str(self.tokenizer.decode(t, skip_special_tokens=True))
-            dense_only = self._dense_only(method, replies, decoded, row)
-            layer = None if prompt.selected_at is None else prompt.selected_at[row]
-            said = (middle, compressed, dense_only, decoded.broken[row], *near[row], layer)
-            answers.append(Answer(t, text, seconds, decoded.steps, count, held[row], *said))
-        return answers
+        seconds = {
+            "prefill": prefilled,
+            "seal": sealed,
+            "question": decoded.question_seconds,
+            "decode": decoded.seconds,
+        }
+        return [
+            Answer(
+                tokens=tokens,
+                text="" if rows[row].read else str(self.tokenizer.decode(tokens, skip_special_tokens=True)),
+                seconds=seconds,
+                steps=decoded.steps,
+                batch=count,
+                bytes=held[row],
+                middle_tokens=found[row][0] if method.axes else None,
+                compressed=found[row][1] if method.axes else None,
+                dense_only=self._dense_only(method, replies, decoded, row),
+                non_finite=decoded.broken[row],
+                fidelity=near[row][0],
+                score=near[row][1],
+                selected_layer=None if prompt.selected_at is None else prompt.selected_at[row],
+            )
+            for row, tokens in enumerate(decoded.tokens)
+        ]
 
     def _dense_only(self, method: Method, replies: Replies, decoded: Decoded, row: int) -> bool:
         """Whether the dense pass's logits alone decide a row's reply."""
@@ -177,7 +191,7 @@ class Replay:
     def _decode(self, cache: Cache, prompt: Prefill, replies: Replies) -> Decoded:
         """Read the questions through the cache that holds the prompts, then decode greedily."""
         start, logits, spent = self.now(), prompt.logits, 0.0
-        asked = Asked.of(prompt, replies.questions, self.pad)
+        asked = Questions.of(prompt, replies.questions, self.pad)
         if asked.ids.shape[1]:
             logits = extend(self.model, cache, asked.ids, asked.real)
             spent = self.now() - start
@@ -209,10 +223,7 @@ class Replay:
         for group in filter(None, groups):
             start, allocated = self.now(), self._allocated()
             obs, one = max(method.obs_queries for method in group), group[0]
-            if one.prefill is None:
-                prompt = prefill(self.model, ids, real, room, obs, chunk, one.column_sums)
-            else:
-                prompt = one.prefill.run(self.model, ids, real, room, obs, chunk)
+            prompt = one.run_prefill(self.model, ids, real, room, chunk, obs)
             spent = self.now() - start, self._allocated() - allocated
             for method in group:
                 yield method, prompt, spent

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eval.cache.attention.softmax import LOG2_E
 from eval.serving.layout import Group, PageLayout
 
 TILE = 64  # tokens that a program reads at a time
@@ -159,7 +160,7 @@ class PagedAttention:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         paged_kernel.decode[(self.programs,)](
             *(pages, q, out, lengths, kept_table, rest_table, *of.kept, *of.rest, self._part, self._stat, self._done),
-            *(scaling * 1.4426950408889634, pages.stride(0), q.stride(0), q.stride(1), batch, self.programs),
+            *(scaling * LOG2_E, pages.stride(0), q.stride(0), q.stride(1), batch, self.programs),
             *(kept_table.stride(0), rest_table.stride(0), of.kept[1].shape[1], of.rest[1].shape[1]),
             *(layout.sink, layout.window),
             H=self.heads,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -15,6 +16,20 @@ from pathlib import Path
 
 BEGUN = 10.0  # seconds within which whoever made a temporary file has locked it
 PARTIAL = re.compile(r"\..+\.[a-z0-9_]{8}")  # what `write_bytes` calls a file before it is whole
+BEGINNING = 50  # characters of a file's name in that of its temporary file, which must not be too long, either
+
+
+def name_of(text: str, longest: int = 100) -> str:
+    """Return the part of a file's name that stands for a text which a user chose, such as a label.
+
+    Other characters than ASCII letters, digits, "_", "." and "-" become "-". A name that lost something ends in eight
+    digits of the text's SHA-256, so that two texts never have the same one.
+
+    longest: characters of the name without these digits.
+    """
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", text)[:longest].strip("-.")
+    digits = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:8]
+    return name if name == text else f"{name}-{digits}".lstrip("-")
 
 
 def write_bytes(path: str | os.PathLike, content: bytes) -> None:
@@ -28,7 +43,7 @@ def write_bytes(path: str | os.PathLike, content: bytes) -> None:
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, partial = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    handle, partial = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:BEGINNING]}.")
     try:
         with os.fdopen(handle, "wb") as file:
             _lock(file.fileno())  # until it is closed, or this process dies: see `remove_partial`

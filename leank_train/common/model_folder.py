@@ -6,6 +6,7 @@ import hashlib
 import json
 from pathlib import Path
 
+from data_gen.amount import amount
 from data_gen.reading import read_text
 
 # what changes answers: weights, the model's and the generation's config, tokenizer and chat template
@@ -59,13 +60,13 @@ def _check_safetensors(file: Path) -> None:
     with file.open("rb") as content:
         length = int.from_bytes(content.read(8), "little")
         if 8 + length > size:
-            raise ValueError(f"it has {size} bytes, and its header alone takes {8 + length}")
+            raise ValueError(f"it has {amount(size, 'byte')}, and its header alone takes {8 + length}")
         header = json.loads(content.read(length))
     if not isinstance(header, dict):
         raise ValueError("its header is no JSON object")
     ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
     if 8 + length + max(ends, default=0) != size:
-        raise ValueError(f"it has {size} bytes, and should have {8 + length + max(ends, default=0)}")
+        raise ValueError(f"it has {amount(size, 'byte')}, and should have {8 + length + max(ends, default=0)}")
 
 
 def _digest(file: Path) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from data_gen.amount import amount
 from leank_train.forward.hook import check_decoder, run_decoder
 from leank_train.forward.passes import DecodePass, FullPass, PrefillPass, ScaledPass
 from leank_train.forward.prefix import Branch, Prefix, checked_lengths, to_device
@@ -187,7 +188,8 @@ def _starts(prefix: Prefix, ids: Tensor) -> Tensor:
     """Position at which each branch begins, [R]: its document's length."""
     branches, left_over = divmod(ids.shape[0], len(prefix.lengths))
     if left_over or not branches:
-        raise ValueError(f"{ids.shape[0]} branches do not divide evenly among {len(prefix.lengths)} documents")
+        shares = f"{amount(ids.shape[0], 'branch')} among {amount(len(prefix.lengths), 'document')}"
+        raise ValueError(f"every document needs as many branches as the others: {shares} cannot be divided evenly")
     return prefix.lengths.repeat_interleave(branches)
 
 

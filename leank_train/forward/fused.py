@@ -69,10 +69,8 @@ def fused_attention(
             empty = _to_rows(none.view(B, M, H, 1, 1).transpose(1, 2), G, n)
     if flash_from is None and flash_takes(q):
         flash_from = FLASH_FROM
-    if (
-        keys[0].requires_grad or values[0].requires_grad
-    ):  # with the flash kernel, backward knows the gradient of q alone
-        flash_from = None
+    if keys[0].requires_grad or values[0].requires_grad:
+        flash_from = None  # with the flash kernel, backward knows the gradient of q alone
     limit = limit or SCORES_AT_ONCE["cuda" if q.is_cuda else "cpu"]
     layout = plan.layout(max(64, limit // max(1, dense.shape[:3].numel())), flash_from, ranks is not None)
     out = _Fused.apply(dense, factor, empty, scale, layout, ranks, M * n, len(keys), *keys, *values)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from data_gen.amount import amount
 from leank_train.forward.fused import fused_attention, side_by_side
 from leank_train.forward.kernels import kernel_order, tried_in
 from leank_train.forward.plan import Piece, Plan, document_pieces, own_pieces
@@ -101,7 +102,7 @@ class FullPass(_Keeps):
         shortest = earlier.shape[2] + int(self.lengths.min())
         if shortest < self.obs_queries:
             raise ValueError(
-                f"obs_queries={self.obs_queries}, but only {shortest} queries are at hand for the shortest branch; "
+                f"obs_queries={self.obs_queries}, and the shortest branch has {amount(shortest, 'query')}; "
                 "prefill with the same obs_queries, or use longer documents"
             )
         return _last(torch.cat([earlier, q], 2), self.lengths + earlier.shape[2], self.obs_queries)
@@ -225,7 +226,7 @@ def _per_layer(alpha: Tensor, prefix: Prefix, question: Branch) -> tuple[Tensor,
     if list(alpha.shape) not in (wanted, [branches, *wanted]):
         raise ValueError(
             f"alpha has the shape {list(alpha.shape)}; this model needs [layers, kv_heads, head_dim] = {wanted}, "
-            f"or one such mask for each of the {branches} branches"
+            f"or one such mask for each of {amount(branches, 'branch')}"
         )
     return alpha.to(prefix.keys[0].device).unbind(-3)
 

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from data_gen.amount import amount
+
 
 @dataclass(frozen=True)
 class Prefix:
@@ -90,7 +92,8 @@ def checked_lengths(lengths: Sequence[int] | Tensor, ids: Tensor) -> Tensor:
     """
     lengths = torch.as_tensor(lengths).cpu()
     if lengths.shape != ids.shape[:1] or lengths.min() < 1 or lengths.max() > ids.shape[1]:
-        raise ValueError(f"lengths={lengths.tolist()} must be {ids.shape[0]} numbers from 1 to {ids.shape[1]}")
+        wanted = amount(ids.shape[0], "number")
+        raise ValueError(f"lengths={lengths.tolist()} must be {wanted} from 1 to {ids.shape[1]}")
     return lengths
 
 

@@ -24,7 +24,7 @@ class Visibility:
     k_positions: [B, T], -1 for padding.
     spans: (start, stop, masked) ranges of key indices. Nobody sees a key outside the spans. Where masked is False,
         every row sees every key of the span.
-    start: [B, M * n], the first position of each row's window. None: the window slides with the row, as above.
+    start: [B, M * n], the first position of each row's window. None: the window slides with the row, i - j < window.
     """
 
     q_positions: Tensor

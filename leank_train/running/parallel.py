@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
+from data_gen.amount import amount
 from data_gen.ending import in_one_line
 from leank_train.common.typed import BadConfig, Checked, OneOf, Positive, shown
 from leank_train.forward.kernels import KERNELS
@@ -121,8 +122,8 @@ def trainer(config: TrainerConfig, **more: Any) -> L.Trainer:
     ranks = config.sequence_parallel
     if made.world_size % ranks:
         raise ValueError(
-            f"trainer.sequence_parallel={ranks} does not divide the {made.world_size} processes of trainer.devices="
-            f"{config.devices}, trainer.num_nodes={config.num_nodes}; set trainer.devices={ranks}, or "
+            f"trainer.sequence_parallel={ranks} does not divide the {amount(made.world_size, 'process')} of "
+            f"trainer.devices={config.devices}, trainer.num_nodes={config.num_nodes}; set trainer.devices={ranks}, or "
             "a multiple of it"
         )
     return made

@@ -9,6 +9,8 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from data_gen.amount import amount, plural
+
 SECONDS_PER_LINE = 30.0  # in a log file
 FIRST_ESTIMATE = 5.0  # seconds after which the first line says how long the phase will take
 
@@ -18,12 +20,12 @@ class Meter:
 
     phase: name of the phase and what it does.
     total: number of steps.
-    unit: name of a step in the plural.
+    unit: name of a step.
     done: steps that an earlier run has done.
     out: where to report; sys.stdout by default.
     """
 
-    def __init__(self, phase: str, total: int, unit: str = "steps", done: int = 0, out: TextIO | None = None) -> None:
+    def __init__(self, phase: str, total: int, unit: str = "step", done: int = 0, out: TextIO | None = None) -> None:
         self.phase, self.total, self.unit, self.done, self.before = phase, total, unit, done, done
         self.out = out or sys.stdout
         self.started = time.monotonic()
@@ -31,11 +33,12 @@ class Meter:
         self._bar: tqdm | None = None
         if self.out.isatty():
             self._bar = tqdm(
-                desc=phase, total=total, initial=done, unit=f" {unit}", dynamic_ncols=True, file=self.out, smoothing=0.1
-            )
+                desc=phase, total=total, initial=done, unit=f" {plural(unit)}", dynamic_ncols=True, file=self.out,
+                smoothing=0.1,
+            )  # fmt: skip
         else:
             begun = f", {done} of them done before" if done else ""
-            self._line(f"{total} {unit}{begun}")
+            self._line(f"{amount(total, unit)}{begun}")
 
     def advance(self, steps: int, figures: Mapping[str, object] | None = None) -> None:
         """Report that so many more steps are done; figures: name -> value of the last step."""
@@ -47,7 +50,7 @@ class Meter:
         elif (now := time.monotonic()) >= self._next_line or self.done == self.total:
             self._next_line = now + SECONDS_PER_LINE
             shown = "".join(f", {name} {_short(value)}" for name, value in (figures or {}).items())
-            self._line(f"{self.done} of {self.total} {self.unit}{shown}; {self._time(now)}")
+            self._line(f"{self.done} of {amount(self.total, self.unit)}{shown}; {self._time(now)}")
 
     def close(self) -> None:
         """End the bar; a log file has had its last line."""

@@ -16,6 +16,7 @@ from torch.serialization import MAP_LOCATION
 
 from leank_train.common.files import write_bytes
 from leank_train.common.tensor_files import read_checkpoint, write_checkpoint
+from leank_train.mask import refuse_not_finite
 from leank_train.running.progress import Meter
 
 BINS = 50  # of the histograms of alpha
@@ -43,12 +44,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         """Read a checkpoint without unpickling anything, whatever `weights_only` says.
 
-        Raises DamagedFile, which says how to go on.
+        Raises DamagedFile, or ValueError for scores that are not finite; both say how to go on.
         """
         cure = "remove it to start the stage anew"
         if (previous := Path(path).with_name(PREVIOUS)).exists():
             cure = f"copy {previous} over it to go on from the checkpoint before, or {cure}"
-        return read_checkpoint(path, cure, map_location)
+        found = read_checkpoint(path, cure, map_location)
+        refuse_not_finite(found["state_dict"]["alpha"], cure, str(path))
+        return found
 
 
 class Recorder(L.Callback):

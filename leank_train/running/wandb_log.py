@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from leank_train.common.typed import Checked, Lines, OneOf
+from leank_train.common.files import name_of
+from leank_train.common.typed import BadConfig, Checked, Lines, OneOf, shown
 from leank_train.mask import ChannelMask
 
 if TYPE_CHECKING:  # W&B and Lightning take seconds to import
@@ -23,6 +24,8 @@ if TYPE_CHECKING:  # W&B and Lightning take seconds to import
     from lightning.pytorch.loggers import Logger, WandbLogger
 
     from leank_train.running.metrics import Metrics
+
+NOT_IN_A_PROJECT = "/\\#?%:"  # characters
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,16 @@ class LoggerConfig(Checked):
     entity: str | None = None
     tags: Sequence[str] | None = None
     notes: Annotated[str, Lines()] | None = None
+
+    def __post_init__(self) -> None:
+        """Raise BadConfig for what W&B would refuse, which it does as late as a run's end."""
+        super().__post_init__()
+        if not 1 <= len(self.project) <= 128 or {*NOT_IN_A_PROJECT} & {*self.project}:
+            known = " ".join(NOT_IN_A_PROJECT)
+            raise BadConfig(f"project={shown(self.project)} must have 1 to 128 characters, and none of {known}")
+        for tag in self.tags or ():
+            if not 1 <= len(tag) <= 64:
+                raise BadConfig(f"tags={shown(tag)} must have 1 to 64 characters each")
 
 
 def make_logger(config: LoggerConfig, folder: Path, job_type: str | None = None) -> WandbLogger | None:
@@ -95,7 +108,7 @@ def _artifact(kind: str, name: str, content: Mapping[str, object]) -> wandb.Arti
     """An artifact that holds `content` as JSON; W&B gives equal content the same version."""
     import wandb
 
-    made = wandb.Artifact(f"{kind}-{name}", type=kind)
+    made = wandb.Artifact(f"{kind}-{name_of(name)}", type=kind)
     with made.new_file(f"{kind}.json", mode="w") as file:
         json.dump(content, file, indent=1, sort_keys=True)
     return made
@@ -116,7 +129,7 @@ def mask_artifact(path: Path, mask: ChannelMask) -> wandb.Artifact:
 
     name = mask.metadata.get("config") or hashlib.sha256(mask.keep.numpy().tobytes()).hexdigest()[:12]
     about = {"pruning_ratio": mask.pruning_ratio, **{k: mask.metadata.get(k) for k in ("ratio", "alignment", "seed")}}
-    made = wandb.Artifact(f"mask-{name}", type="mask", metadata=about)
+    made = wandb.Artifact(f"mask-{name_of(str(name))}", type="mask", metadata=about)
     made.add_file(str(path), name=f"mask{path.suffix}")
     return made
 

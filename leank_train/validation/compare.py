@@ -32,7 +32,7 @@ def validate(config: RunConfig, backbone: Backbone, mask: ChannelMask, out: Path
     Writes `validation.md` into the folder `out`, prints its table, and adds "validation" and its seconds to `metrics`.
     """
     started, settings = time.time(), config.validation
-    meter = Meter("validation: decodes unseen samples under every mask", _samples(config), "samples")
+    meter = Meter("validation: decodes unseen samples under every mask", _samples(config), "sample")
     methods = _methods(config, backbone, mask)
     results = validation.evaluate(
         backbone,

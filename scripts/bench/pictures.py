@@ -102,7 +102,7 @@ def draw_recall(axes: Axes, table: Table) -> None:
         colour = COLOURS.get(label) or next(spare)
         axes.fill_between(ratio, low, high, color=colour, alpha=0.25, linewidth=0)
         wide = 2.6 if label == "LeanK" else 1.6
-        axes.plot(ratio, recall, color=colour, linewidth=wide, marker="o", markersize=2 * wide)
+        axes.plot(ratio, recall, color=colour, linewidth=wide, marker="o", markersize=2 * wide, zorder=1 + wide)
         axes.annotate(f"{label} {recall[-1]:.1f}%", (1.02, height), xycoords=("axes fraction", "data"), color=colour,
                       va="center", annotation_clip=False, weight="bold" if label == "LeanK" else "normal")  # fmt: skip
     axes.set(xlabel="K channels pruned, %", ylabel="recall, %", ylim=(0, 108), yticks=range(0, 101, 20))

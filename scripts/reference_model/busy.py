@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoTokenizer, DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from data_gen.amount import amount
 from scripts.reference_model.batches import Row, evaluation_rows
 from scripts.reference_model.evaluation import right_tokens
 from scripts.reference_model.recipe import UNORDERED
@@ -182,7 +183,7 @@ def text_losses(
     sums = torch.zeros(2, length, device=device)
     rows = min(rows, len(stream) // length)
     if not rows:
-        raise ValueError(f"the text has {len(stream)} tokens, and one row takes {length}; give more text")
+        raise ValueError(f"the text has {amount(len(stream), 'token')}, and one row takes {length}; give more text")
     for row in range(rows):
         ids = torch.from_numpy(stream[row * length : (row + 1) * length].astype(np.int64)).to(device)
         shown = torch.cat([ids.new_tensor([bos]), ids[:-1]])[None]

@@ -45,6 +45,7 @@ from pathlib import Path
 import numpy as np
 
 from data_gen import haystack
+from data_gen.amount import amount
 
 # package -> the files that hold prose
 SOURCES = {
@@ -158,7 +159,7 @@ def extract(debs: Path, out: Path) -> None:
         texts += [" ".join(sentences[i : i + 500]) for i in range(0, len(sentences), 500)]
         with gzip.open(out / f"{split}.txt.gz", "wt", encoding="utf-8") as file:
             file.writelines(text.replace("\n", "\f") + "\n" for text in texts)
-        print(f"{split}: {len(texts)} documents, {sum(map(len, texts)) / 1e6:.1f} M characters")
+        print(f"{split}: {amount(len(texts), 'document')}, {sum(map(len, texts)) / 1e6:.1f} M characters")
 
 
 def read(folder: Path, split: str) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from eval.report.summary import summarise
 from eval.rows.results import GLOB, read
 from leank_train.common.escape import csv_text, markdown_table
 from leank_train.common.escape import markdown as escaped
-from leank_train.common.files import write_bytes, write_text
+from leank_train.common.files import name_of, write_bytes, write_text
 from leank_train.settings import NOT_IN_HASH, plain
 
 RESULT, OWN, AVERAGE, DENSE = "metrics.json", "validation", "average", "dense"
@@ -178,7 +177,7 @@ def write_report(sweep: Path) -> list[Path]:
         if "pruning.ratio" in varied:
             picture = io.BytesIO()
             figure4(found, source).savefig(picture, format="png", dpi=130, metadata={"Software": None})
-            files.append(out / "figure4_{}.png".format(re.sub(r"[^\w.-]+", "-", source)))
+            files.append(out / f"figure4_{name_of(source)}.png")
             write_bytes(files[-1], picture.getvalue())
             text.append(f"## Figure 4: accuracy against pruning ratio\n\n![figure 4]({files[-1].name})\n")
         learned = [row for row in found if row.method in (DENSE, "leank")]

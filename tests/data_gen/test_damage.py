@@ -2,11 +2,13 @@
 
 import gzip
 import json
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_gen import reading
 from data_gen.haystack import sentences
 from data_gen.tasks.qa import read as read_qa
 from data_gen.tasks.word_counts import vocabulary
@@ -48,6 +50,20 @@ def test_one_damaged_place_of_a_question_file_is_named(data, tmp_path_factory):
     with pytest.raises(ValueError, match=r"questions\.json' is not of the form of .*; give that file") as caught:
         read_qa(name, str(file))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["bomb.txt.gz", "long.txt"])
+def test_a_small_file_of_a_text_without_end_is_refused_before_memory_is(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "LONGEST", 1 << 20)
+    content = b"One sentence. " * (1 << 20)
+    (tmp_path / name).write_bytes(gzip.compress(content, mtime=0) if name.endswith(".gz") else content)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=rf"^{tmp_path / name} holds more than 1 MiB of text; give a part of it$"):
+            sentences(str(tmp_path / name), "all")
+        assert tracemalloc.get_traced_memory()[1] < 6 << 20  # the text has 14 MiB
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

@@ -62,17 +62,28 @@ def poison(store):
                 v[n:] = torch.nan
 
 
-def error(kernel, store, q, position, scaling=0.2):
-    """Relative error of the kernel, called twice with poisoned scratch and output memory."""
+def poison_new(patch):
+    """Let new floating-point tensors hold NaN, as long as the pytest.MonkeyPatch lasts."""
     empty = torch.empty
 
     def poisoned(*args, **kwargs):
         tensor = empty(*args, **kwargs)
         return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
 
+    patch.setattr(torch, "empty", poisoned)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    """`poison_new` in every test of a file that imports this."""
+    poison_new(monkeypatch)
+
+
+def error(kernel, store, q, position, scaling=0.2):
+    """Relative error of the kernel, called twice with poisoned scratch and output memory."""
     want = reference.attend(store, q.double(), position, scaling)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "empty", poisoned)
+        poison_new(patch)
         kernel.attend(store, q, position, scaling)
         kernel._partials.fill_(torch.nan)
         got = kernel.attend(store, q, position, scaling)

@@ -3,6 +3,7 @@
 import torch
 from transformers import DynamicCache
 
+from eval.benchmarks.row import Row
 from eval.cache.hook import ATTENTION
 from eval.methods import Method
 from eval.methods.channels.leank import LeanK
@@ -13,6 +14,22 @@ from leank_train.mask import ChannelMask
 from tests.helpers.cache_oracle import VOCAB, random_keep
 
 SIZES = {"sink": 2, "window": 6, "flush": 4, "backend": "torch"}
+NEW = 18  # tokens of a reply
+
+
+class Letters:
+    """A tokenizer that only decodes."""
+
+    pad_token_id = 0
+    eos_token_id = None
+
+    def decode(self, tokens, **options):
+        return " ".join(map(str, tokens))
+
+
+def rows(count, new_tokens=NEW, **settings):
+    """Samples whose context is the whole prompt; `settings` are fields of Row."""
+    return [Row("t", str(i), "c", "q", ("x",), new_tokens, "ruler_all", **settings) for i in range(count)]
 
 
 def methods(seed=0):

@@ -14,7 +14,7 @@ from eval.rows.results import Results
 from leank_train.mask import ChannelMask
 from scripts.dashboard.__main__ import against_ratio, main, set_loss_axis, training_table
 from scripts.dashboard.runs import evaluation_points, evaluations, training_points, trainings
-from tests.eval.report.test_report import Checker, grid, row
+from tests.helpers.report_rows import Checker, grid, row
 
 RECALL = {(0.5, 1): 90.0, (0.5, 2): 94.0, (0.8, 1): 70.0, (0.8, 2): 60.0}  # (ratio, seed) -> LeanK's average
 

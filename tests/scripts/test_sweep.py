@@ -18,7 +18,7 @@ from PIL import Image
 from leank_train.settings import fingerprint
 from scripts.sweep import __main__ as sweep
 from scripts.sweep import report as sweep_report
-from tests.eval.report.test_report import row as eval_row
+from tests.helpers.report_rows import row as eval_row
 
 CONF = str(files("conf.train"))
 

@@ -14,7 +14,7 @@ from eval.cache.attention.bounds import Bounds
 from eval.cache.attention.launch import Kernel, multiprocessors
 from eval.cache.attention.places import places
 from eval.cache.attention.ranking import Ranking
-from eval.cache.attention.softmax import PLAIN, Softmax
+from eval.cache.attention.softmax import LOG2_E, PLAIN, Softmax
 from eval.cache.storage.store import Store
 from eval.cache.storage.upload import update
 
@@ -114,7 +114,7 @@ class Chosen(Kernel):
         chosen_kernel.attend[(batch * heads, ends + group * shares)](
             *(store.ring_k, q, out, store.channels.index, plan.table, store.seen_dev, store.start_dev),
             *(store.tail.length_dev, position.contiguous(), chosen, partials, stats, done),
-            *(scaling * 1.4426950408889634, q.stride(0), q.stride(1), store.channels.index.stride(0)),
+            *(scaling * LOG2_E, q.stride(0), q.stride(1), store.channels.index.stride(0)),
             *(ranking.most, store.sizes.sink, slots, ends, shares),
             H=heads,
             GROUP=group,

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from eval.cache.attention import kernel, packing_kernel, ring_kernel, work
-from eval.cache.attention.softmax import PLAIN, Softmax
+from eval.cache.attention.softmax import LOG2_E, PLAIN, Softmax
 from eval.cache.attention.weights import Room, Weights
 from eval.cache.storage.pages import PAGE
 from eval.cache.storage.quantised import Packing
@@ -194,7 +194,7 @@ class Kernel:
             *(store.ring_k, store.ring_k if packing is None else store.ring_k.view(torch.uint8), q, out),
             *(index, ranks, plan.table, store.seen_dev, store.start_dev),
             *(store.tail.length_dev, position, partials, stats, done, *where),
-            *(scaling * 1.4426950408889634, q.stride(0), q.stride(1), q.stride(2), index.stride(0), ranks.stride(0)),
+            *(scaling * LOG2_E, q.stride(0), q.stride(1), q.stride(2), index.stride(0), ranks.stride(0)),
             *(queries, most, batch * heads, slots, store.sizes.sink),
             H=heads,
             GROUP=group,
@@ -233,7 +233,7 @@ class Kernel:
         packing = bits if isinstance(bits, Packing) else None
         programs = self.programs or multiprocessors(device) * self._config(packing, 16).per_sm
         units = work.units(store)
-        few = int(units[units[:, 0] >= work.PROMPT, 3].sum()) < FEW * PAGE * programs
+        few = int(units[units[:, work.Unit.PART] >= work.PROMPT, work.Unit.TOKENS].sum()) < FEW * PAGE * programs
         config = self._config(packing, 16, few)
         share = packing.cell(dtype) / (packing.group * dtype.itemsize) if packing else 1.0
         lines = work.cut(units, programs, config.tile, share * config.slow, config.per_tile, config.piece)

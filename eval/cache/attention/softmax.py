@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from leank_train.forward.attention import SCORES_AT_ONCE
 
+LOG2_E = math.log2(math.e)  # what a launch multiplies logits by, because kernels compute 2^x, not e^x
 UNKNOWN = ("position_bias", "indices", "block_indices", "sinks")  # arguments of some models that are not implemented
 
 

@@ -22,6 +22,19 @@ STORAGE_PARTS = 4
 TILE_BYTES, PIECE_BYTES = 20480, 114688
 
 
+class Unit(IntEnum):
+    """Columns of the table of units; a line is one unit, and its numbers are int64."""
+
+    PART = 0  # SINK, WINDOW, PROMPT or TAIL
+    ROW = 1
+    HEAD = 2  # KV head
+    TOKENS = 3  # in sink and window, slots
+    K_START = 4  # first element of the unit's K, counted from the ring's first
+    V_START = 5  # first element of the unit's V, counted from the ring's first
+    CHANNELS = 6  # channels of K
+    WIDTH = 7  # channels of V
+
+
 class Column(IntEnum):
     """Columns of the work table; a line of the table is one piece, and its numbers are int64."""
 
@@ -52,26 +65,29 @@ def _elements_from(base: Tensor, tensor: Tensor) -> int:
 def units(store: Store) -> np.ndarray:
     """The units of a store in the order in which they are read.
 
-    Returns [U, 8] int64: part, row, head, tokens, first element of K, first element of V, channels of K and of V.
+    Returns [U, columns of Unit] int64.
     """
     base = store.ring_k
     batch, heads, _, dim = base.shape
     number = np.arange(batch * heads)
-    table = np.empty((batch * heads, STORAGE_PARTS, 8), dtype=np.int64)  # of each row and head, in the order of reading
-    table[:, :, 0] = SINK, PROMPT, TAIL, WINDOW
-    table[:, :, 1], table[:, :, 2] = np.divmod(number[:, None], heads)
+    of_head = batch * heads, STORAGE_PARTS, len(Unit)  # the parts of a row and head in the order of reading
+    table = np.empty(of_head, dtype=np.int64)
+    table[:, :, Unit.PART] = SINK, PROMPT, TAIL, WINDOW
+    table[:, :, Unit.ROW], table[:, :, Unit.HEAD] = np.divmod(number[:, None], heads)
     for at, k, v in ((0, store.sink_k, store.sink_v), (3, store.ring_k, store.ring_v)):
         start = number * (k.shape[2] * dim)
-        table[:, at, 3] = k.shape[2]
-        table[:, at, 4], table[:, at, 5] = _elements_from(base, k) + start, _elements_from(base, v) + start
-        table[:, at, 6:] = dim
+        table[:, at, Unit.TOKENS] = k.shape[2]
+        table[:, at, Unit.K_START] = _elements_from(base, k) + start
+        table[:, at, Unit.V_START] = _elements_from(base, v) + start
+        table[:, at, [Unit.CHANNELS, Unit.WIDTH]] = dim
     for at, segment, tokens in ((1, store.prompt, store.prompt.length), (2, store.tail, store.tail.capacity)):
-        table[:, at, 3] = tokens.reshape(-1)
-        table[:, at, 4] = _elements_from(base, segment.k) + segment.k_start.reshape(-1)
-        table[:, at, 5] = _elements_from(base, segment.v) + segment.v_start.reshape(-1)
-        table[:, at, 6], table[:, at, 7] = segment.channels.count.reshape(-1), segment.width.reshape(-1)
-    found = table.reshape(-1, 8)
-    return found[found[:, 3] > 0]
+        table[:, at, Unit.TOKENS] = tokens.reshape(-1)
+        table[:, at, Unit.K_START] = _elements_from(base, segment.k) + segment.k_start.reshape(-1)
+        table[:, at, Unit.V_START] = _elements_from(base, segment.v) + segment.v_start.reshape(-1)
+        table[:, at, Unit.CHANNELS] = segment.channels.count.reshape(-1)
+        table[:, at, Unit.WIDTH] = segment.width.reshape(-1)
+    found = table.reshape(-1, len(Unit))
+    return found[found[:, Unit.TOKENS] > 0]
 
 
 def _bounds(tiles: np.ndarray, weight: np.ndarray, programs: int, piece: int) -> np.ndarray:
@@ -99,7 +115,7 @@ def cut(
 ) -> np.ndarray:
     """Cut the units into equal spans, one per program.
 
-    unit: [U, 8], from `units`
+    unit: [U, columns of Unit], from `units`
     programs: how many spans to make
     tile: tokens that a program reads at a time
     share: bytes of a number in the middle, over those of a number in sink and window
@@ -129,12 +145,6 @@ def cut(
     first_number = number[np.searchsorted(place, place)]
     partials = np.bincount(place[fresh], minlength=int(place.max()) + 1)[place]
 
-    # Line p is program p's first piece; its other pieces follow after the first pieces of all programs.
-    begins = np.append(True, program[1:] != program[:-1])
-    where = np.where(begins, program, programs + np.cumsum(~begins) - 1)
-    follow = np.where(np.append(begins[1:], True), -1, np.append(where[1:], -1))
-    table = np.zeros((programs + int((~begins).sum()), FIELDS), dtype=np.int64)
-    table[:, Column.NEXT] = -1
     pieces = np.empty((len(cuts), FIELDS), dtype=np.int64)
     columns = {
         Column.PART: part[u],
@@ -149,10 +159,26 @@ def cut(
         Column.PARTIALS: np.where(ends, partials, 0),
         Column.NUMBER: number,
         Column.FIRST_NUMBER: first_number,
-        Column.NEXT: follow,
         Column.WIDTH: width[u],
     }
     for column, values in columns.items():
         pieces[:, column] = values
-    table[where] = pieces
+    return _lined_up(pieces, program, programs)
+
+
+def _lined_up(pieces: np.ndarray, program: np.ndarray, programs: int) -> np.ndarray:
+    """The work table of pieces in the order of reading; their column NEXT is filled here.
+
+    Line p is program p's first piece. Its other pieces follow after the first pieces of all programs.
+
+    pieces: [P, FIELDS]
+    program: [P], which program reads each, ascending
+    programs: how many there are
+    """
+    begins = np.append(True, program[1:] != program[:-1])
+    line = np.where(begins, program, programs + np.cumsum(~begins) - 1)
+    pieces[:, Column.NEXT] = np.where(np.append(begins[1:], True), -1, np.append(line[1:], -1))
+    table = np.zeros((programs + int((~begins).sum()), FIELDS), dtype=np.int64)
+    table[:, Column.NEXT] = -1  # of programs that read nothing
+    table[line] = pieces
     return table

@@ -30,7 +30,7 @@ from eval.cache.saved.header import (
 )
 from eval.cache.storage.channels import KeptChannels
 from eval.cache.storage.middle import Middle
-from eval.cache.storage.pages import PAGE
+from eval.cache.storage.pages import PAGE, Extent
 from eval.cache.storage.quantised import Packing
 from eval.cache.storage.segment import Segment
 from eval.cache.storage.sizes import Sizes
@@ -168,7 +168,7 @@ def _segment(own: Mapping[str, Tensor], name: str, store: Store) -> Segment:
     if capacity.shape != store.channels.count.shape or length.shape != capacity.shape or (capacity < 0).any():
         raise ValueError("a table of tokens has another shape")
     dim, dtype = store.ring_k.shape[-1], store.ring_k.dtype
-    segment = store.middle.segment(store.channels, capacity, dim, dtype, store.values)
+    segment = store.middle.segment(Extent(store.channels, capacity, dim, dtype, store.values))
     k, v = own[f"{name}.k"], own[f"{name}.v"]
     if (segment.k.shape, segment.v.shape, segment.k.dtype) != (k.shape, v.shape, k.dtype) or k.dtype != v.dtype:
         raise ValueError("its middle has another size than its tables say")

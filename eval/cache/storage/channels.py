@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data_gen.amount import amount
 from eval.cache.storage.upload import upload
 from leank_train.mask import ChannelMask
 
@@ -43,9 +44,9 @@ class KeptChannels:
         batch, heads, _, dim = k.shape
         keep = torch.ones(heads, dim, dtype=torch.bool) if keep is None else keep.bool()
         if keep.shape[-2:] != (heads, dim) or keep.ndim > 3 or (keep.ndim == 3 and len(keep) != batch):
-            rows = f"{len(keep)} rows of " if keep.ndim == 3 else ""
+            rows = f"{amount(len(keep), 'row')} of " if keep.ndim == 3 else ""
             raise ValueError(
-                f"mask is for {rows}{keep.shape[-2]} KV heads of {keep.shape[-1]} channels, "
+                f"mask is for {rows}{amount(keep.shape[-2], 'KV head')} of {keep.shape[-1]} channels, "
                 f"the model has {heads} of {dim} (batch {batch}): use the mask made for this model and batch"
             )
         count = keep.sum(-1)

@@ -6,7 +6,7 @@ values stay as they are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from eval.cache.storage.channels import KeptChannels
+from eval.cache.storage.pages import Extent
 from eval.cache.storage.segment import Segment
 
 
@@ -53,21 +54,14 @@ class Coding:
 
     code: KeyCode
 
-    def segment(
-        self,
-        channels: KeptChannels,
-        capacity: np.ndarray,
-        head_dim: int,
-        dtype: torch.dtype,
-        values: KeptChannels | None = None,
-    ) -> CodedSegment:
-        """An empty segment of records; the parameters are those of `Segment`.
+    def segment(self, extent: Extent) -> CodedSegment:
+        """An empty segment of records.
 
         Raises ValueError unless K keeps all its channels.
         """
-        if (channels.count < head_dim).any() or values is not None:
+        if (extent.channels.count < extent.head_dim).any() or extent.values is not None:
             raise ValueError("keys that are stored as records keep all channels; leave out the choice of channels")
-        return CodedSegment(channels, capacity, head_dim, dtype, self.code.to(channels.index.device))
+        return CodedSegment(extent, self.code.to(extent.channels.index.device))
 
     @property
     def why_not_kernel(self) -> str | None:
@@ -78,15 +72,13 @@ class Coding:
 class CodedSegment(Segment):
     """A Segment whose keys are records; its `channels` are the numbers of a record."""
 
-    def __init__(
-        self, channels: KeptChannels, capacity: np.ndarray, head_dim: int, dtype: torch.dtype, code: KeyCode
-    ) -> None:
+    def __init__(self, extent: Extent, code: KeyCode) -> None:
+        """Make room; extent: of whole keys, or of their records."""
         self.code = code
-        super().__init__(first_channels(channels, code.width), capacity, head_dim, dtype)
+        super().__init__(replace(extent, channels=first_channels(extent.channels, code.width)))
 
-    def fresh(self, channels: KeptChannels, capacity: np.ndarray, values: KeptChannels | None) -> CodedSegment:
-        """An empty segment of the same form; channels: the records' or those of whole keys, which are alike."""
-        return CodedSegment(channels, capacity, self.head_dim, self.dtype, self.code)
+    def _of_form(self, extent: Extent) -> CodedSegment:
+        return CodedSegment(extent, self.code)
 
     def append(self, rows: np.ndarray, k: Tensor, v: Tensor, count: np.ndarray | None = None) -> None:
         """Add n tokens; the parameters are those of `Segment.append`."""

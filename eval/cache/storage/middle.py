@@ -9,26 +9,19 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from eval.cache.storage.channels import KeptChannels
 from eval.cache.storage.eviction import Eviction
+from eval.cache.storage.pages import Extent
 from eval.cache.storage.segment import Segment, TokenSegment
 
 
 class Codec(Protocol):
     """How the middle's numbers are stored."""
 
-    def segment(
-        self,
-        channels: KeptChannels,
-        capacity: np.ndarray,
-        head_dim: int,
-        dtype: torch.dtype,
-        values: KeptChannels | None,
-    ) -> Segment:
-        """An empty segment of this form; the parameters are those of `Segment`."""
+    def segment(self, extent: Extent) -> Segment:
+        """An empty segment of this form."""
 
     @property
     def why_not_kernel(self) -> str | None:
@@ -149,16 +142,8 @@ class Middle:
         has_middle = channels.count > 0
         return has_middle if self.joins is None else has_middle & self.joins.cpu().numpy()
 
-    def segment(
-        self,
-        channels: KeptChannels,
-        capacity: np.ndarray,
-        head_dim: int,
-        dtype: torch.dtype,
-        values: KeptChannels | None,
-    ) -> Segment:
-        """An empty segment with room for `capacity` [B, H] tokens; the parameters are those of `Segment`."""
+    def segment(self, extent: Extent) -> Segment:
+        """An empty segment of the form that these choices need."""
         if self.bits is not None:
-            return self.bits.segment(channels, capacity, head_dim, dtype, values)
-        make = Segment if self.reads is None else TokenSegment
-        return make(channels, capacity, head_dim, dtype, values)
+            return self.bits.segment(extent)
+        return Segment(extent) if self.reads is None else TokenSegment(extent)

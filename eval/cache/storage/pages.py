@@ -20,6 +20,7 @@ read single tokens, K is token-major too (`TokenSegment`).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -64,16 +65,30 @@ def words(flat: Tensor, width: int) -> Tensor:
     return lines(flat.view(torch.int64), width * flat.element_size() // 8) if fill else lines(flat, width)
 
 
+@dataclass(frozen=True, eq=False)
+class Extent:
+    """What a segment has to hold, whatever its form.
+
+    channels: kept channels of K
+    capacity: [B, H] on the host, tokens that each row and head must have room for
+    head_dim: D
+    dtype: the model's, of keys and values as they come
+    values: kept channels of V, None = all
+    """
+
+    channels: KeptChannels
+    capacity: np.ndarray
+    head_dim: int
+    dtype: torch.dtype
+    values: KeptChannels | None = None
+
+
 class Regions:
     """Room for middle tokens of all rows and heads; which of it is filled, `Segment` knows.
 
-    channels: kept channels of K
-    capacity: [B, H], tokens for which there is room, rounded up to pages; 0 in heads that keep no channels of K
-    head_dim: D
-    dtype: of the model
-    values: kept channels of V, None = all
-
     Attributes:
+    channels, values, head_dim, dtype: see `Extent`
+    capacity: [B, H], tokens for which there is room, rounded up to pages; 0 in heads that keep no channels of K
     page: tokens of a page of K
     k, v: the flat tensors
     k_start, v_start: [B, H], first element of each region
@@ -82,18 +97,12 @@ class Regions:
 
     page = PAGE
 
-    def __init__(
-        self,
-        channels: KeptChannels,
-        capacity: np.ndarray,
-        head_dim: int,
-        dtype: torch.dtype,
-        values: KeptChannels | None = None,
-    ) -> None:
-        device = channels.index.device
-        self.channels, self.values, self.head_dim, self.dtype = channels, values, head_dim, dtype
-        self.capacity = np.where(channels.count > 0, round_up(capacity, PAGE), 0).astype(np.int64)
-        self.width = np.full_like(self.capacity, head_dim) if values is None else values.count
+    def __init__(self, extent: Extent) -> None:
+        self.channels, self.values = extent.channels, extent.values
+        self.head_dim, self.dtype = extent.head_dim, extent.dtype
+        device = self.channels.index.device
+        self.capacity = np.where(self.channels.count > 0, round_up(extent.capacity, PAGE), 0).astype(np.int64)
+        self.width = np.full_like(self.capacity, self.head_dim) if self.values is None else self.values.count
         (k_size, _), (v_size, _) = self._sizes()
         self.k_start, self.v_start = _exclusive(k_size), _exclusive(v_size)
         stored = self._form()

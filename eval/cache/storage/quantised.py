@@ -1,8 +1,8 @@
 """Middle K and V in 2, 4 or 8 bits (KIVI, section 3): the packed form of eval.cache.storage.pages.
 
-A *cell* is `group` numbers that share a scale and a zero point: tokens of one channel in K, channels of one token in V.
-KIVI keeps a residual of recent tokens whole until they fill a group. Here the window is that residual: tokens are
-quantised once, when they leave it, `flush` at a time.
+A *cell* of numbers shares a scale and a zero point (eval.cache.storage.cells). KIVI keeps a residual of recent tokens
+whole until they fill a group. Here the window is that residual: tokens are quantised once, when they leave it, `flush`
+at a time.
 
 A page of 64 tokens is a plane of codes, then one of *scales*: every cell's scale and zero point, in the model's dtype.
 
@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from eval.cache.storage.channels import KeptChannels
+from eval.cache.storage.cells import Cells
 from eval.cache.storage.folds import K_FOLDS, V_FOLDS, fold, unfold
-from eval.cache.storage.pages import PAGE, Count, round_up
+from eval.cache.storage.pages import PAGE, Count, Extent, round_up
 from eval.cache.storage.segment import Segment
 from eval.cache.storage.upload import update, upload
 from eval.cache.storage.writing import COPIED, alike
@@ -38,50 +38,18 @@ ROOM = 16  # a page has room for a multiple of so many channels of K
 
 
 @dataclass(frozen=True)
-class Packing:
-    """How numbers are packed.
+class Packing(Cells):
+    """How cells are packed into pages; the fields are those of `Cells`."""
 
-    bits: of a number, 2, 4 or 8
-    group: numbers in a cell, a divisor of 64 that fills whole bytes
-
-    Raises ValueError for other numbers.
-    """
-
-    bits: int = 2
-    group: int = 32
-
-    def __post_init__(self) -> None:
-        if self.bits not in (2, 4, 8):
-            raise ValueError(f"bits={self.bits} must be 2, 4 or 8")
-        if self.group < 1 or PAGE % self.group or self.group * self.bits % 8:
-            raise ValueError(f"group={self.group} must divide {PAGE} and be at least {8 // self.bits}; KIVI uses 32")
-
-    def segment(
-        self,
-        channels: KeptChannels,
-        capacity: np.ndarray,
-        head_dim: int,
-        dtype: torch.dtype,
-        values: KeptChannels | None = None,
-    ) -> QuantisedSegment:
-        """An empty packed segment; the parameters are those of `Segment`, and V keeps all its channels."""
-        self.check(head_dim)
-        assert values is None
-        return QuantisedSegment(channels, capacity, head_dim, dtype, self)
-
-    def check(self, head_dim: int) -> None:
-        """Raise ValueError unless whole groups fill a token's channels."""
-        if head_dim % self.group:
-            raise ValueError(f"group={self.group} does not divide head_dim={head_dim}; choose a smaller group")
+    def segment(self, extent: Extent) -> QuantisedSegment:
+        """An empty packed segment; V keeps all its channels."""
+        self.check(extent.head_dim)
+        return QuantisedSegment(extent, self)
 
     @property
     def why_not_kernel(self) -> str | None:
         """Why only plain PyTorch can read it, or None."""
         return None if self.group >= 32 else f"the kernel reads groups of 32 or 64 numbers, not {self.group}"
-
-    def cell(self, dtype: torch.dtype) -> int:
-        """Bytes of a cell: group * bits / 8 of codes, then scale and zero point."""
-        return self.group * self.bits // 8 + 2 * dtype.itemsize
 
     def room(self, channels: Count) -> Count:
         """Channels of K for which a page has room when so many are kept."""
@@ -94,39 +62,17 @@ class Packing:
         room = self.room(channels)
         return (room * of_codes, room * scales), (head_dim * of_codes, head_dim * scales)
 
-    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes uint8 [..., A, N] and scales [..., A / group, N, 2] of x [..., A, N], whose cells lie along A.
-
-        code = round((x - zero) / scale), with zero = min and scale = (max - min) / (2^bits - 1). The scale of a cell of
-        equal numbers is 0.
-        """
-        x, top = x.unflatten(-2, (-1, self.group)), 2**self.bits - 1
-        low, high = torch.aminmax(x, dim=-2, keepdim=True)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        of_top = low.new_full((), top, dtype=wide)  # CUDA divides by a Python number inexactly
-        scale = ((high.to(wide) - low.to(wide)) / of_top).to(x.dtype)
-        step = torch.where(scale == 0, 1, scale).to(wide)
-        codes = ((x.to(wide) - low.to(wide)) / step).round().clamp(max=top).to(torch.uint8)
-        return codes.flatten(-3, -2), torch.stack([scale.squeeze(-2), low.squeeze(-2)], -1)
-
-    def restore(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """The numbers x̂ = code * scale + zero, rounded once, of codes and scales from `quantise`."""
-        scale, zero = scales.to(torch.promote_types(scales.dtype, torch.float32)).unsqueeze(-3).unbind(-1)
-        return (codes.unflatten(-2, (-1, self.group)) * scale + zero).to(scales.dtype).flatten(-3, -2)
-
 
 class QuantisedSegment(Segment):
     """A Segment whose k and v are packed pages, uint8; appended tokens begin at a whole group in every head."""
 
-    def __init__(
-        self, channels: KeptChannels, capacity: np.ndarray, head_dim: int, dtype: torch.dtype, packing: Packing
-    ) -> None:
+    def __init__(self, extent: Extent, packing: Packing) -> None:
+        assert extent.values is None
         self.packing = packing
-        super().__init__(channels, capacity, head_dim, dtype)
+        super().__init__(extent)
 
-    def fresh(self, channels: KeptChannels, capacity: np.ndarray, values: KeptChannels | None) -> QuantisedSegment:
-        """An empty segment of the same form."""
-        return QuantisedSegment(channels, capacity, self.head_dim, self.dtype, self.packing)
+    def _of_form(self, extent: Extent) -> QuantisedSegment:
+        return QuantisedSegment(extent, self.packing)
 
     def _form(self) -> torch.dtype:
         return torch.uint8
@@ -202,7 +148,7 @@ class QuantisedSegment(Segment):
 
     def without_spare(self) -> tuple[Tensor, Tensor]:
         """K and v, copies, with zeros where room is left."""
-        new = self.fresh(self.channels, self.capacity, None)
+        new = self._of_form(Extent(self.channels, self.capacity, self.head_dim, self.dtype))
         new.k, new.v = self.k.clone(), self.v.clone()
         for row, head in np.argwhere(self.capacity > 0).tolist():
             place, held = (row, 1, head, slice(None)), int(self.length[row, head])

@@ -13,14 +13,12 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from eval.cache.storage.channels import KeptChannels
 from eval.cache.storage.folds import VECTOR_FOLDS, fold, unfold
-from eval.cache.storage.pages import PAGE, Count, round_up
+from eval.cache.storage.pages import PAGE, Count, Extent, round_up
 from eval.cache.storage.quantised import Packing, QuantisedSegment
 
 
@@ -67,17 +65,9 @@ class Rotation(Packing):
         if self.bits not in VECTOR_FOLDS or self.group != 1:
             raise ValueError(f"rotated coordinates have 2 or 4 bits and groups of 1, not {self.bits} and {self.group}")
 
-    def segment(
-        self,
-        channels: KeptChannels,
-        capacity: np.ndarray,
-        head_dim: int,
-        dtype: torch.dtype,
-        values: KeptChannels | None = None,
-    ) -> RotatedSegment:
-        """An empty packed segment; the parameters are those of `Segment`, and V keeps all its channels."""
-        assert values is None
-        return RotatedSegment(channels, capacity, head_dim, dtype, self)
+    def segment(self, extent: Extent) -> RotatedSegment:
+        """An empty packed segment; V keeps all its channels."""
+        return RotatedSegment(extent, self)
 
     @property
     def why_not_kernel(self) -> str | None:
@@ -119,9 +109,8 @@ class RotatedSegment(QuantisedSegment):
 
     packing: Rotation
 
-    def fresh(self, channels: KeptChannels, capacity: np.ndarray, values: KeptChannels | None) -> RotatedSegment:
-        """An empty segment of the same form."""
-        return RotatedSegment(channels, capacity, self.head_dim, self.dtype, self.packing)
+    def _of_form(self, extent: Extent) -> RotatedSegment:
+        return RotatedSegment(extent, self.packing)
 
     def _put(self, row: int, head: int, at: int, keys: Tensor, values: Tensor) -> None:
         """Write keys [number, n, channels] and values [number, n, D] of one head of like rows, from token `at` on."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eval.cache.storage.channels import KeptChannels
-from eval.cache.storage.pages import Regions, spread, words
+from eval.cache.storage.pages import Extent, Regions, spread, words
 from eval.cache.storage.upload import update, upload
 from eval.cache.storage.writing import write
 
@@ -27,27 +27,24 @@ def _stretched(start: np.ndarray, size: np.ndarray, room: np.ndarray) -> np.ndar
 
 
 class Segment(Regions):
-    """Middle tokens of all rows and heads, in regions of the given capacity; the parameters are those of `Regions`.
+    """Middle tokens of all rows and heads, in the regions that an extent asks for.
 
-    Attributes:
+    Attributes, beside those of `Regions`:
     length, length_dev: [B, H], tokens held, on the host and on the device
     """
 
-    def __init__(
-        self,
-        channels: KeptChannels,
-        capacity: np.ndarray,
-        head_dim: int,
-        dtype: torch.dtype,
-        values: KeptChannels | None = None,
-    ) -> None:
-        super().__init__(channels, capacity, head_dim, dtype, values)
+    def __init__(self, extent: Extent) -> None:
+        super().__init__(extent)
         self.length = np.zeros_like(self.capacity)
         self.length_dev = torch.zeros(self.capacity.shape, dtype=torch.int64, device=self.k.device)
 
     def fresh(self, channels: KeptChannels, capacity: np.ndarray, values: KeptChannels | None) -> Segment:
-        """An empty segment of the same form."""
-        return type(self)(channels, capacity, self.head_dim, self.dtype, values)
+        """An empty segment of the same form; the parameters are those of `Extent`."""
+        return self._of_form(Extent(channels, capacity, self.head_dim, self.dtype, values))
+
+    def _of_form(self, extent: Extent) -> Segment:
+        """An empty segment of this form."""
+        return type(self)(extent)
 
     def append(self, rows: np.ndarray, k: Tensor, v: Tensor, count: np.ndarray | None = None) -> None:
         """Add n tokens to every head of some rows that has room; kept channels are picked here.

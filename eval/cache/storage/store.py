@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data_gen.amount import amount
 from eval.cache.storage.channels import KeptChannels
 from eval.cache.storage.middle import Middle
-from eval.cache.storage.pages import PAGE, round_up
+from eval.cache.storage.pages import PAGE, Extent, round_up
 from eval.cache.storage.ring import resized, write_columns, write_prompt
 from eval.cache.storage.sealing import begin_eviction, padded_left_only, seal_middle
 from eval.cache.storage.sizes import Sizes, middle_columns, real_positions
@@ -111,7 +112,7 @@ class Store:
         of_rows = (self.start - self.sizes.sink)[:, None].repeat(k.shape[1], 1)
         moved = of_rows if chosen is None else chosen.sum(-1).cpu().numpy()
         parts = [
-            self.middle.segment(self.channels, capacity, k.shape[-1], k.dtype, self.values)
+            self.middle.segment(Extent(self.channels, capacity, k.shape[-1], k.dtype, self.values))
             for capacity in (moved, np.zeros_like(moved))
         ]
         filled, empty = parts
@@ -186,10 +187,10 @@ class Store:
 
     def move(self, due: np.ndarray) -> None:
         """Put the oldest `due` [B] tokens of each row's window into the tail, and count them there and in start_dev."""
-        for amount in np.unique(due[due > 0]).tolist():
-            rows = np.nonzero(due == amount)[0]
+        for count in np.unique(due[due > 0]).tolist():
+            rows = np.nonzero(due == count)[0]
             rows_dev = upload(rows, self.seen_dev.device)
-            index = self.start_dev[rows_dev, None] + torch.arange(amount, device=self.seen_dev.device)
+            index = self.start_dev[rows_dev, None] + torch.arange(count, device=self.seen_dev.device)
             slot = index % self.ring_k.shape[2]
             k, v = (x[rows_dev[:, None], :, slot].transpose(1, 2) for x in (self.ring_k, self.ring_v))
             self.tail.append(rows, k, v)
@@ -242,13 +243,12 @@ class Store:
         if (self.seen - remove < self.floor).any():
             can = int((self.seen - self.floor).min())
             raise ValueError(
-                f"cannot crop {remove} tokens: at most {can} came after the last move to the compressed middle, and "
-                "after the last padding behind a token. Call cache.activate_past_recording() first; tokens then wait "
-                "in the window until crop() is called"
+                f"cannot crop {amount(remove, 'token')}: at most {can} came after the last move to the middle, and "
+                "after the last padding behind a token. With cache.activate_past_recording() tokens wait until crop()"
             )
         if remove and self.eviction is not None:
             raise ValueError(
-                f"cannot crop {remove} tokens: they have been counted in the attention by which this layer evicts; "
+                f"cannot crop {amount(remove, 'token')}, which counted in the attention by which this layer evicts; "
                 "use a method without eviction while decoding"
             )
         self.seen -= remove

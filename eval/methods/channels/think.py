@@ -75,15 +75,15 @@ def think_scores(prefill: Prefill, queries: int, group: str) -> Tensor:
     return torch.stack([query_key_scores(s.queries(queries), s.keys.square().sum(2), group) for s in layers], 1)
 
 
-def value_scores(layer: Seen, queries: int, group: str) -> Tensor:
+def value_scores(seen_layer: Seen, queries: int, group: str) -> Tensor:
     """Score_v[j] of every V channel of a layer (Eq. 3), [B, H, D]; `group` is that of `query_key_scores`."""
-    k, q = layer.keys, layer.queries(queries)
+    k, q, layer = seen_layer.keys, seen_layer.queries(queries), seen_layer.layer
     members, observed = q.shape[1] // k.shape[1], q.shape[2]
     place = torch.arange(k.shape[2], device=k.device)
-    visible = layer.stays[:, :, None] & (place <= place[-observed:, None])  # [B, 1 or H, n, T]
+    visible = seen_layer.stays[:, :, None] & (place <= place[-observed:, None])  # [B, 1 or H, n, T]
     if visible.shape[1] > 1:
         visible = visible.repeat_interleave(members, 1)
-    one = layer.layer  # a query that sees none of the keys that stay adds nothing
-    outputs = written_out(q, k, one.values, one.scaling, one.softmax, visible)  # [B, Hq, n, D]
+    # a query that sees none of the keys that stay adds nothing
+    outputs = written_out(q, k, layer.values, layer.scaling, layer.softmax, visible)  # [B, Hq, n, D]
     energy = outputs.unflatten(1, (-1, members)).square().sum(3)  # [B, H, G, D]
     return energy.mean(2) if group == "squares" else energy.sqrt().mean(2)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from data_gen.amount import amount
 from eval.inference.prefill import Prefill, PromptLayer
 from leank_train.channel_scores import wide
 
@@ -51,7 +52,7 @@ def seen(prefill: Prefill, queries: int = 0, recent: int = 0) -> Iterator[Seen]:
     """
     shortest = int(prefill.lengths.min())
     if shortest < queries:
-        raise ValueError(f"a prompt of {shortest} tokens has no {queries} queries to observe; lower queries")
+        raise ValueError(f"a prompt of {amount(shortest, 'token')} has no {queries} queries to observe; lower queries")
     full = [i for i, layer in enumerate(prefill.layers) if isinstance(layer, PromptLayer)]
     if not full:
         raise ValueError("every layer of the model has a sliding window: there is no middle, and nothing to observe")

@@ -22,7 +22,7 @@ def middle_budget(budget: int, sizes: Sizes) -> int:
     left = budget - sizes.sink - sizes.window
     if left < 0:
         raise ValueError(
-            f"budget={budget} is less than sink={sizes.sink} and the last {sizes.window} tokens, which always stay; "
+            f"budget={budget} is less than sink={sizes.sink} and window={sizes.window}, whose tokens always stay; "
             f"raise it to at least {budget - left}, or lower sink or window"
         )
     return left

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
+from data_gen.amount import amount
 from eval.inference.observe import received
 from eval.inference.prefill import Prefill, PromptLayer
 from eval.methods.axes import PromptPass
@@ -172,6 +173,8 @@ def layer_at(layer: int | None, of_32: int, config: PreTrainedConfig) -> int:
     count = config.num_hidden_layers
     found = of_32 * count // 32 if layer is None else layer
     if not 0 <= found < count - 1:
-        raise ValueError(f"layer={found} must be from 0 to {count - 2}: the model has {count} layers, and tokens are"
-                         " dropped above it")  # fmt: skip
+        raise ValueError(
+            f"layer={found} must be from 0 to {count - 2}: the model has {amount(count, 'layer')}, and tokens are "
+            "dropped above it"
+        )
     return found

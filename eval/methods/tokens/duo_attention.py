@@ -19,6 +19,7 @@ from annotated_types import Ge, Le
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from data_gen.amount import amount
 from data_gen.sample import Sample
 from data_gen.tasks import task
 from data_gen.tokens import TokenCounter
@@ -99,8 +100,8 @@ class DuoAttention(Tokens):
             found, wanted = tuple(self.gates.shape), kv_shape(config)[:2]
             if found != wanted:
                 raise ValueError(
-                    f"pattern={self.pattern} is of {found[0]} layers x {found[1]} KV heads, the model of {wanted[0]} x "
-                    f"{wanted[1]}; give this model's"
+                    f"pattern={self.pattern} is of {amount(found[0], 'layer')} x {amount(found[1], 'KV head')}, the "
+                    f"model of {wanted[0]} x {wanted[1]}; give this model's"
                 )
             return
         task(self.task)

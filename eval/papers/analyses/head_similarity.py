@@ -13,6 +13,7 @@ import torch
 from matplotlib.figure import Figure
 from torch.nn.functional import normalize
 
+from data_gen.amount import amount
 from eval.inference.observe import received
 from eval.papers.analyses.analysis import Analysis, Rows, Value, chosen_layers, distinct, only, row, values
 from eval.papers.analyses.drawing import heat_map, legend, lines, whole_layers
@@ -55,7 +56,8 @@ class HeadSimilarity(Analysis):
             given = received(layer.queries, layer.keys, scaling=layer.scaling, softmax=layer.softmax)[0]  # [Hq, T]
             end = given.shape[1] - self.window
             if end <= self.sink:
-                raise ValueError(f"sink={self.sink} and window={self.window} leave none of {given.shape[1]} tokens")
+                held = amount(given.shape[1], "token")
+                raise ValueError(f"sink={self.sink} and window={self.window} leave none of {held}")
             for part, some in (("all", given), ("middle", given[:, self.sink : end])):
                 at: dict[str, Value] = {"layer": index, "task": self.task, "length": self.length, "part": part}
                 unit = normalize(some.double(), dim=-1)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from data_gen.amount import amount
 from data_gen.chat import template as chat_template
 from data_gen.sample import Sample
 from data_gen.tokens import TokenCounter
@@ -126,7 +127,7 @@ class Source:
         Raises ValueError for a prompt of fewer tokens than `queries`.
         """
         if ids.shape[1] < queries:
-            raise ValueError(f"a prompt of {ids.shape[1]} tokens has no {queries} queries; lower queries")
+            raise ValueError(f"a prompt of {amount(ids.shape[1], 'token')} has no {queries} queries; lower queries")
         return prefill(self.need_model()[0], ids, None, room, queries, None, column_sums)
 
     def layers(self, task: str, length: int, index: int, queries: int) -> list[tuple[int, PromptLayer]]:

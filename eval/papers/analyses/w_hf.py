@@ -16,6 +16,7 @@ from annotated_types import MinLen
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from data_gen.amount import amount
 from eval.methods.tokens.duo_attention import high_frequency_ratio
 from eval.papers.analyses.analysis import Analysis, Rows, distinct, only, row, values
 from eval.papers.analyses.answers import known
@@ -116,7 +117,7 @@ class HighFrequencyRatio(Analysis):
             each = [self._by_trial(only(exact, order=order, share=share)) for share in shares]
             x = np.arange(len(shares)) + 0.27 * (number - 1)
             right.bar(x, [trials.mean() for trials in each], 0.25, color=colour, label=f"{order} w_hf"
-                      if order != RANDOM else f"random heads (dots: {len(each[0])} draws)")  # fmt: skip
+                      if order != RANDOM else f"random heads (dots: {amount(len(each[0]), 'draw')})")  # fmt: skip
             if order == RANDOM:
                 for at, trials in zip(x, each, strict=True):
                     right.plot([at] * len(trials), trials, ".", color=INK, markersize=4)

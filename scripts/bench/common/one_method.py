@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from data_gen.amount import amount
 from eval.cache import CompressedCache, Sizes
 from eval.inference.prefill import Prefill, PromptLayer
 from eval.methods import Method
@@ -153,7 +154,7 @@ class Bench:
             except RuntimeError as error:
                 if not left or not out_of_memory(error):
                     raise
-                print(f"    {batch} rows do not fit", flush=True)
+                print(f"    no room for {amount(batch, 'row')}", flush=True)
                 batch = max(1, int(batch * LESS))
             del several  # a step that ran out of memory has gone through some of its layers
             clear()

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from transformers import Cache, CompileConfig, PreTrainedModel
 
+from data_gen.amount import amount
 from eval.cache import CompressedCache
 from eval.cache.generate import generate
 from eval.cache.graph import CAPTURE_FOR
@@ -71,7 +72,7 @@ def call(
     if cuda:
         torch.cuda.synchronize()
     spent = time.perf_counter() - begin
-    print(f"  {contender.name}: {new} tokens in {spent:.1f} s", flush=True)
+    print(f"  {contender.name}: {amount(new, 'token')} in {spent:.1f} s", flush=True)
     return spent
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from data_gen.amount import amount
 from eval.cache import CompressedCache, Sizes
 from eval.cache.storage.quantised import Packing
 from eval.methods.channels.leank import LeanK
@@ -85,7 +86,7 @@ def largest(model: PreTrainedModel, contender: Contender, prompt: int, new: int,
         except RuntimeError as error:  # of PyTorch, of a graph, of Triton: each has a class of its own
             if "out of memory" not in str(error).lower():
                 raise
-            print(f"{contender.name}: {rows} rows do not fit", flush=True)
+            print(f"{contender.name}: no room for {amount(rows, 'row')}", flush=True)
             rows = int(rows * 0.97)
         clear()
     raise MemoryError(f"not one row of {prompt} tokens fits")

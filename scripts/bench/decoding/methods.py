@@ -55,6 +55,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
+from data_gen.amount import amount
 from eval.inference.models import ModelConfig, load_config
 from eval.inference.prefill import Prefill
 from eval.methods import Method
@@ -223,7 +224,7 @@ def main(argv: list[str] | None = None) -> None:
             for length, asked in product(args.lengths, args.batches):
                 if not table.has(name, length, asked):
                     table.add({**failed, "length": length, "rows": asked})
-    print(f"{len(ready)} methods are ready after {time.perf_counter() - begin:.1f} s", flush=True)
+    print(f"{amount(len(ready), 'method')} made ready in {time.perf_counter() - begin:.1f} s", flush=True)
     for length, asked in product(args.lengths, args.batches):
         for methods in kinds(ready):
             measure(bench, table, methods, length, asked, args.limit)

@@ -9,6 +9,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
+from data_gen.amount import amount
 from eval.report.style import INK, MARKERS, PALETTE, SETTINGS, plain, png, sheet
 from leank_train.common.files import write_bytes
 
@@ -65,7 +66,7 @@ def first_token(rows: Rows) -> Figure | None:
         colour, marker = next(styles)
         axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=4, linewidth=1, label=name)
     axes.set(xscale="log", xlabel="tokens of the prompt", ylabel="first token / dense's")
-    axes.set_title(f"{alike} methods within {NEAR:.0%} of dense at the longest prompt are not drawn")
+    axes.set_title(f"not drawn: {amount(alike, 'method')} within {NEAR:.0%} of dense at the longest prompt")
     if alike < len(curves):
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=7)
     plain(axes)

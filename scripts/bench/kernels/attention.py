@@ -31,6 +31,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from data_gen.amount import amount
 from eval.cache.storage.store import Store
 from scripts.bench.common.shapes import DIM, DTYPE
 from scripts.bench.common.table import Record, write_rows
@@ -245,7 +246,7 @@ def compile_variants() -> None:
         for config, job in [(c, pool.submit(_compile, c)) for c in compiled]:
             if (reason := job.exception()) is not None:
                 print(f"{config} does not compile or run: {type(reason).__name__} {str(reason)[:200]}")
-    print(f"compiled {len(compiled)} configurations")
+    print(f"compiled {amount(len(compiled), 'configuration')}")
 
 
 def run(folder: Path, shapes: Sequence[Shape], try_variants: bool) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from data_gen.amount import amount
 from eval.cache.attention import reference
 from eval.cache.storage.middle import Middle
 from eval.cache.storage.quantised import Packing
@@ -135,7 +136,8 @@ def check_case(keep: Tensor, group: int, queries: int, config: Config | None, bi
         worst = max(worst, ((got.double() - want).norm() / want.norm()).item())
         store.flush()
     print(
-        f"check {keep.sum(-1).tolist()} of {dim}, group {group}, {queries} queries: {worst:.1e}  {config} {bits or ''}"
+        f"check {keep.sum(-1).tolist()} of {dim}, group {group}, {amount(queries, 'query')}: {worst:.1e}  "
+        f"{config} {bits or ''}"
     )
     if not worst <= TOLERANCE:
         raise SystemExit(f"the kernel is wrong: relative error {worst:.2e} > {TOLERANCE}")

@@ -40,6 +40,7 @@ import numpy as np
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
+from data_gen.amount import amount
 from eval.rows.result_row import ResultRow
 from eval.rows.results import Results, read
 from leank_train.common import bootstrap
@@ -156,7 +157,7 @@ def score_shard(masks: Mapping[str, str], overrides: Sequence[str], out: Path, s
     with Results(out / "rows", part) as results:
         work = job.missing(results.keys)
         new = job.run(results, load_model(job.model), tokenizer) if work else 0
-    return f"shard {shard}: {new} new rows"
+    return f"shard {shard}: {amount(new, 'new row')}"
 
 
 def difference(dense: Samples, of: Samples) -> dict[str, object] | None:
@@ -215,11 +216,11 @@ def trainings(grid: Sequence[tuple[str, str, str]]) -> list[Training]:
             if variant not in VARIANTS:
                 raise ValueError(f"{variant} is no variant; choose among {', '.join(VARIANTS)}")
             if not (number.isdecimal() and seeds.isdecimal() and int(seeds)):
-                raise ValueError(f"{number} documents, {seeds} seeds: give numbers from 1 on")
+                raise ValueError(f"documents={number}, seeds={seeds}: give numbers from 1 on")
             for seed in range(1, int(seeds) + 1):
                 training = Training(variant, int(number), seed)
                 if not min(training.steps) or training.documents % training.together:
-                    raise ValueError(f"{number} documents do not fill steps of {training.together} in both stages")
+                    raise ValueError(f"documents={number} do not fill steps of {training.together} in both stages")
                 found[training] = None
     return list(found)
 

@@ -1,11 +1,13 @@
-"""Methods against the share of K channels pruned: recall, KL from dense, top-1 agreement and bytes.
+r"""Methods against the share of K channels pruned: recall, KL from dense, top-1 agreement and bytes.
 
-    python -m scripts.bench.quality.ratios outputs/eval/reference_ratios --out docs/results/reference/recall.csv
+    python -m scripts.bench.quality.ratios outputs/eval/reference_ratios --out docs/results/reference/recall.csv \
+        --tasks docs/results/reference/ratios.csv
 
 It reads the rows of an evaluation. Labels of methods end in their ratio, and masks of one kind in their seed:
-think_0.7, iap_97pct, kl_90_seed1. The CSV has a line for each method and ratio; seeds are averaged sample by sample.
-Differences are paired with dense; every interval is a 95% bootstrap interval. Printed are the tables of a page. Methods
-that lack a sample of dense's are left out of both, and named.
+think_0.7, iap_97pct, kl_90_seed1. --out gets a line for each method and ratio; seeds are averaged sample by sample.
+--tasks gets a line for each label and task, whatever the label. Differences are paired by sample, with dense and with
+LeanK's masks (the KL objective) of the same ratio; every interval is a 95% bootstrap interval. Printed are the tables
+of a page. Methods that lack a sample of dense's are left out, and named.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import argparse
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,9 +33,37 @@ LABELS = {
     "paper240": "paper's objective", "static_norm": "static norm", "think": "ThinK", "iap": "IAP",
     "lowest_frequencies": "lowest frequencies", "duo_attention": "DuoAttention",
 }  # fmt: skip
+ALL = "all"  # the tasks together
 Sample = tuple[str, int | None, str, int]  # task, length, sample and seed of the benchmark
 Rows = Mapping[Sample, ResultRow]  # of one method
+Value = Callable[[ResultRow], float]
+Cells = list[list[float]]  # values by task and length
 Line = Mapping[str, object]
+
+
+def recall(row: ResultRow) -> float:
+    """Recall of a row in %."""
+    return 100 * row["score"]
+
+
+def kl(row: ResultRow) -> float:
+    """KL from dense in nats a token; NaN where it was not measured."""
+    found = row.get("fidelity")
+    return np.nan if found is None or found["kl"] is None else found["kl"]
+
+
+def top1(row: ResultRow) -> float:
+    """Agreement with dense in %; NaN where it was not measured."""
+    found = row.get("fidelity")
+    return np.nan if found is None or found["top1"] is None else 100 * found["top1"]
+
+
+def held(row: ResultRow) -> float:
+    """Bytes of the cache after the prompt."""
+    return row["cache_bytes"]["total"]
+
+
+FIGURES: dict[str, Value] = {"recall": recall, "kl": kl, "top1": top1}
 
 
 def named(method: str) -> tuple[str, str, str] | None:
@@ -45,76 +75,96 @@ def named(method: str) -> tuple[str, str, str] | None:
     return LABELS[found[1]], f"{100 * float(share):g}" if "." in share else share, found[3] or ""
 
 
-def table(rows: Iterable[ResultRow]) -> tuple[list[dict[str, object]], list[str]]:
-    """Lines of the CSV, dense first, then by label and ratio; and the methods that lack samples.
+def by_method(rows: Iterable[ResultRow]) -> tuple[dict[str, Rows], list[str]]:
+    """Rows of the methods that have every sample of dense's, dense first, and the labels of the others.
 
-    recall, difference (to dense) and difference_seedN are points, kl is nats a token, top1 %, bytes the share of dense;
-    kl and top1 are missing where a row has none. Raises ValueError for rows without dense.
+    Raises ValueError for rows without dense.
     """
     of: dict[str, dict[Sample, ResultRow]] = defaultdict(dict)
     for row in rows:
         of[row["method"]][row["task"], row["length"], row["sample"], row["seed"]] = row
     if "dense" not in of:
         raise ValueError("no row is of dense, which every method is compared with")
-    kinds: dict[tuple[str, str], dict[str, Rows]] = defaultdict(dict)  # rows of every seed by label and ratio
-    lacking = []
-    for method, own in of.items():
-        if (found := named(method)) is not None:
-            if own.keys() >= of["dense"].keys():
-                kinds[found[:2]][found[2]] = own
-            else:
-                lacking.append(method)
-    order, dense = list(dict.fromkeys(LABELS.values())), of["dense"]
-    lines = [_line("dense", "", {"": dense}, dense)]
-    for label, ratio in sorted(kinds, key=lambda kind: (order.index(kind[0]), float(kind[1]))):
-        lines.append(_line(label, ratio, kinds[label, ratio], dense))
-    return lines, lacking
+    whole = {method: own for method, own in of.items() if own.keys() >= of["dense"].keys()}
+    return {"dense": whole["dense"], **whole}, [method for method in of if method not in whole]
 
 
-def _line(label: str, ratio: str, seeds: Mapping[str, Rows], dense: Rows) -> dict[str, object]:
-    """One line of the CSV. seeds: the rows of every seed. dense: the samples that count, as dense answers them."""
-
-    def strata(value: Callable[[ResultRow, ResultRow], float], of: Iterable[Rows] = seeds.values()) -> bootstrap.Strata:
-        """A value of each sample, averaged over seeds, by task and length."""
-        found: dict[tuple[str, int | None], list[float]] = defaultdict(list)
-        for sample, base in dense.items():
-            values = [value(own[sample], base) for own in of]
-            found[sample[:2]].append(sum(values) / len(values))
-        return list(found.values())
-
-    asked = {"recall": strata(lambda row, _: 100 * row["score"])}
-    if ratio:
-        asked["difference"] = strata(_gain)
-    near = {"kl": strata(lambda row, _: _near(row)[0]), "top1": strata(lambda row, _: 100 * _near(row)[1])}
-    asked |= {name: found for name, found in near.items() if all(np.isfinite(cell).all() for cell in found)}
-    out: dict[str, object] = {"label": label, "ratio": ratio, "seeds": len(seeds), "samples": len(dense)}
-    for (name, values), (low, high) in zip(asked.items(), bootstrap.intervals(asked.values()), strict=True):
-        means = {name: bootstrap.mean(values), f"{name}_low": low, f"{name}_high": high}
-        out |= {key.removeprefix("recall_"): _short(value) for key, value in means.items()}
-    sizes = [bootstrap.mean(strata(lambda row, _: row["cache_bytes"]["total"], of)) for of in (seeds.values(), [dense])]
-    out["bytes"] = round(sizes[0] / sizes[1], 4)
-    for seed, own in sorted(seeds.items()):
-        if seed:
-            out[f"difference_seed{seed}"] = _short(bootstrap.mean(strata(_gain, [own])))
-    return out
+def means(value: Value, seeds: Iterable[Rows], samples: Iterable[Sample]) -> dict[Sample, float]:
+    """A value of each sample, averaged over seeds."""
+    seeds = list(seeds)
+    return {sample: sum(value(own[sample]) for own in seeds) / len(seeds) for sample in samples}
 
 
-def _short(value: float) -> float:
+def strata(values: Mapping[Sample, float], minus: Mapping[Sample, float] | None = None) -> Cells:
+    """Values by task and length, less those of `minus`."""
+    found: dict[tuple[str, int | None], list[float]] = defaultdict(list)
+    for sample, value in values.items():
+        found[sample[:2]].append(value - (minus[sample] if minus else 0))
+    return list(found.values())
+
+
+def figures(asked: Mapping[str, Cells]) -> Generator[bootstrap.Strata, bootstrap.Ends, dict[str, object]]:
+    """Each figure's mean and interval to six digits, for `bootstrap.together`; without those that some sample lacks."""
+    out: dict[str, object] = {}
+    for name, cells in asked.items():
+        if all(np.isfinite(cell).all() for cell in cells):
+            low, high = yield cells
+            out |= {name: short(bootstrap.mean(cells)), f"{name}_low": short(low), f"{name}_high": short(high)}
+    return {name.removeprefix("recall_"): value for name, value in out.items()}
+
+
+def short(value: float) -> float:
     """Six significant digits; KL of methods differs by powers of ten."""
     return float(f"{value:.6g}")
 
 
-def _gain(row: ResultRow, dense: ResultRow) -> float:
-    """Points of recall above dense."""
-    return 100 * (row["score"] - dense["score"])
+def table(of: Mapping[str, Rows]) -> list[dict[str, object]]:
+    """Lines of --out: dense first, then by label and ratio.
+
+    recall, difference (to dense), minus_leank and difference_seedN are points, kl is nats a token, top1 %, bytes the
+    share of dense; kl and top1 are missing where a row has none.
+    """
+    kinds: dict[tuple[str, str], dict[str, Rows]] = defaultdict(dict)  # rows of every seed by label and ratio
+    for method, own in of.items():
+        if (kind := named(method)) is not None:
+            kinds[kind[:2]][kind[2]] = own
+    order, dense = list(dict.fromkeys(LABELS.values())), of["dense"]
+    base, size = means(recall, [dense], dense), bootstrap.mean(strata(means(held, [dense], dense)))
+    heads: list[dict[str, object]] = []
+    asked: list[dict[str, Cells]] = []
+    tails: list[dict[str, object]] = []
+    for label, ratio in [("dense", ""), *sorted(kinds, key=lambda at: (order.index(at[0]), float(at[1])))]:
+        seeds = kinds[label, ratio] if ratio else {"": dense}
+        values = {name: means(value, seeds.values(), dense) for name, value in FIGURES.items()}
+        asked.append({name: strata(some) for name, some in values.items()})
+        if ratio:
+            asked[-1]["difference"] = strata(values["recall"], base)
+        if label != "LeanK" and (best := kinds.get(("LeanK", ratio))):
+            asked[-1]["minus_leank"] = strata(values["recall"], means(recall, best.values(), dense))
+        share = bootstrap.mean(strata(means(held, seeds.values(), dense))) / size
+        heads.append({"label": label, "ratio": ratio, "seeds": len(seeds), "samples": len(dense)})
+        tails.append({"bytes": round(share, 4)})
+        for seed in sorted(filter(None, seeds)):
+            alone = strata(means(recall, [seeds[seed]], dense), base)
+            tails[-1][f"difference_seed{seed}"] = short(bootstrap.mean(alone))
+    found = bootstrap.together(map(figures, asked))
+    return [head | middle | tail for head, middle, tail in zip(heads, found, tails, strict=True)]
 
 
-def _near(row: ResultRow) -> tuple[float, float]:
-    """KL from dense and top-1 agreement of a row; NaN where there are none."""
-    found = row.get("fidelity")
-    if found is None or found["kl"] is None or found["top1"] is None:
-        return np.nan, np.nan
-    return found["kl"], found["top1"]
+def task_table(of: Mapping[str, Rows]) -> list[dict[str, object]]:
+    """Lines of --tasks: of every method, the tasks together and each alone; figures as in `table`."""
+    heads: list[dict[str, object]] = []
+    asked: list[dict[str, Cells]] = []
+    for task in (ALL, *dict.fromkeys(sample[0] for sample in of["dense"])):
+        samples = [sample for sample in of["dense"] if task in (ALL, sample[0])]
+        base = means(recall, [of["dense"]], samples)
+        size = bootstrap.mean(strata(means(held, [of["dense"]], samples)))
+        for method, own in of.items():
+            asked.append({name: strata(means(value, [own], samples)) for name, value in FIGURES.items()})
+            asked[-1]["difference"] = strata(means(recall, [own], samples), base)
+            share = bootstrap.mean(strata(means(held, [own], samples))) / size
+            heads.append({"method": method, "task": task, "samples": len(samples), "bytes": round(share, 4)})
+    return [head | found for head, found in zip(heads, bootstrap.together(map(figures, asked)), strict=True)]
 
 
 def _points(line: Line) -> str:
@@ -122,6 +172,13 @@ def _points(line: Line) -> str:
     seeds = [f"{value:+.1f}" for key, value in line.items() if key.startswith("difference_seed")]
     mean = f"{line['difference']:+.2f} [{line['difference_low']:.2f}, {line['difference_high']:.2f}]"
     return mean + (f" ({', '.join(seeds)})" if len(seeds) > 1 else "")
+
+
+def _behind(line: Line) -> str:
+    """The difference to LeanK's masks of the same ratio."""
+    if "minus_leank" not in line:
+        return ""
+    return f"{line['minus_leank']:+.2f} [{line['minus_leank_low']:.2f}, {line['minus_leank_high']:.2f}]"
 
 
 def _distance(line: Line) -> str:
@@ -137,6 +194,7 @@ def page(lines: Sequence[Line]) -> str:
     out = [f"dense: recall {lines[0]['recall']:.2f} [{lines[0]['low']:.2f}, {lines[0]['high']:.2f}]"]
     for title, shown in (
         ("recall minus dense, points (by seed)", _points),
+        ("recall minus LeanK's at the same ratio, points", _behind),
         ("KL from dense, nats a token; top-1 agreement", _distance),
         ("cache, of dense", lambda line: f"{100 * line['bytes']:.0f}%"),
     ):
@@ -150,15 +208,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="DIR", help="of an evaluation")
     parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--tasks", type=Path)
     given = parser.parse_args(argv)
     try:
         rows = list(read(given.folder))
         check_rows(rows)
         check_one_model(rows)
-        lines, lacking = table(rows)
+        of, lacking = by_method(rows)
     except (ValueError, FileNotFoundError) as error:
         sys.exit(f"ratios: {in_one_line(str(error))}")
+    lines = table(of)
     write_text(given.out, csv_rows(lines))
+    if given.tasks:
+        write_text(given.tasks, csv_rows(task_table(of)))
     print(page(lines))
     if lacking:
         print(f"\nleft out, as samples lack: {', '.join(lacking)}")

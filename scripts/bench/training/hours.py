@@ -10,6 +10,7 @@ from typing import TypedDict
 import numpy as np
 from hydra import compose, initialize_config_dir
 
+from data_gen.amount import amount
 from leank_train.common.files import write_json
 from scripts.bench.common.timing import device_name
 
@@ -70,7 +71,7 @@ def write_hours(found: Hours, args: argparse.Namespace) -> None:
     """Write OUT/hours.json and print it."""
     write_json(args.out / "hours.json", {"device": device_name(), "shape": args.shape, **found})
     shortest, longest = found["lengths"]
-    print(f"{found['pairs']} pairs at {shortest} to {longest} tokens ({found['fit']}, {found['measured']}):")
+    print(f"{amount(found['pairs'], 'pair')} at {shortest} to {longest} tokens ({found['fit']}, {found['measured']}):")
     for name, row in found["runs"].items():
-        print(f"{name:26s} {row['mean_seconds']:7.3f} s x {row['steps']} steps = {row['hours']:6.3f} h; "
+        print(f"{name:26s} {row['mean_seconds']:7.3f} s x {amount(int(row['steps']), 'step')} = {row['hours']:6.3f} h; "
               f"every step the first at its length: {row['first_hours']:6.3f} h", flush=True)  # fmt: skip

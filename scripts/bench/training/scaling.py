@@ -34,6 +34,7 @@ from typing import TextIO, TypedDict
 import torch
 from omegaconf import OmegaConf
 
+from data_gen.amount import amount
 from leank_train.backbone import load_tokenizer
 from leank_train.common.files import write_json
 from scripts.bench.common.shapes import ROOT, llama8b
@@ -188,7 +189,7 @@ def bench(
         found = json.loads((run / "trace.json").read_text())
         try:
             result["trace"] = {"steps": found["steps"], **idle(args.out / "trace.json.gz", found["seconds"])}
-            print(f"idle {result['trace']['idle']:.2%} of {found['seconds']:.2f} s, {found['steps']} steps; "
+            print(f"idle {result['trace']['idle']:.2%} of {found['seconds']:.2f} s, {amount(found['steps'], 'step')}; "
                   f"longest gap {result['trace']['gap_ms']:.1f} ms")  # fmt: skip
         except ValueError as error:  # the runs with more GPUs are still to come
             print(error)

@@ -147,6 +147,15 @@ def test_a_file_cut_or_spoilt_anywhere_loses_no_line_in_silence(cut, tmp_path_fa
     assert "\n" not in outcome
 
 
+def test_a_line_without_end_is_named(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(source, "LONGEST", 1 << 20)
+    (tmp_path / "qasper.jsonl.gz").write_bytes(gzip.compress(b"{}\n" + b" " * (4 << 20), mtime=0))
+    lines = source.read_file(tmp_path / "qasper.jsonl.gz")
+    assert next(lines).data == {}
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/qasper\.jsonl\.gz, line 2: it has more than 1 MiB; "):
+        next(lines)
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

@@ -3,8 +3,6 @@
 import json
 
 import pytest
-from hydra import compose, initialize_config_module
-from omegaconf import OmegaConf
 
 from eval.benchmarks.multi_turn import MultiTurn
 from eval.inference.models import ModelConfig, load_config, load_model
@@ -17,7 +15,8 @@ from eval.rows.results import Results, read
 from eval.run.build import build_job
 from eval.run.job import Job
 from eval.run.settings import Settings
-from tests.eval.report.test_report import row
+from tests.helpers.composed import evaluation
+from tests.helpers.report_rows import row
 from tests.helpers.tiny_run import save_model
 
 
@@ -61,10 +60,9 @@ def test_turns_share_a_document_that_answers_each_of_them(words):
     ],
 )
 def test_settings_that_cannot_be_are_named(change, said):
-    with initialize_config_module("conf.eval", version_base="1.3"):
-        config = compose("eval", ["+experiment=reference_multi_turn", "method=[dense]", "match=null", change])
+    config = evaluation("+experiment=reference_multi_turn", "method=[dense]", "match=null", change)
     with pytest.raises(ValueError, match=r".") as error:
-        build_job(OmegaConf.to_container(config, resolve=True))
+        build_job(config)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
 

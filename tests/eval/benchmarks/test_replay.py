@@ -6,8 +6,6 @@ import json
 from dataclasses import asdict
 
 import pytest
-from hydra import compose, initialize_config_module
-from omegaconf import OmegaConf
 
 from data_gen.gsm.infinite import realistic
 from data_gen.gsm.symbolic import symbolic
@@ -18,6 +16,7 @@ from eval.report import write_report
 from eval.rows.results import Results, read
 from eval.run.build import BENCHMARKS, build_job
 from tests import DATA
+from tests.helpers.composed import evaluation
 from tests.helpers.gsm_solver import solve
 
 QA = DATA / "qa"
@@ -84,9 +83,7 @@ SETTINGS = {
 def job(data, benchmark, *overrides, reply=4):
     given = [f"benchmark={benchmark}", *overrides, "cache.sink=8", "cache.window=32"]
     given += ["method=[dense,lowest_frequencies]"] + [f"max_new_tokens={reply}"] * bool(reply)
-    with initialize_config_module("conf.eval", version_base="1.3"):
-        config = compose("eval", [g.replace("{data}", str(data)) for g in given])
-    return build_job(OmegaConf.to_container(config, resolve=True))
+    return build_job(evaluation(*(g.replace("{data}", str(data)) for g in given)))
 
 
 @pytest.fixture(scope="module")
@@ -144,9 +141,7 @@ def test_niah_grid_hides_one_needle_at_each_depth(data):
 
 
 def test_niah_s_official_grid():
-    with initialize_config_module("conf.eval", version_base="1.3"):
-        config = OmegaConf.to_container(compose("eval", ["benchmark=niah"]).benchmark)
-    cells = niah.Niah(**config).cells()
+    cells = niah.Niah(**evaluation("benchmark=niah")["benchmark"]).cells()
     assert (len(cells), len(cells[0].samples)) == (35, 35)
     assert (cells[0].length, cells[-1].length, cells[3].samples[-1]) == (1000, 16_000, "100")
 

@@ -4,8 +4,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
-from omegaconf import OmegaConf
 
 from data_gen.haystack import paragraphs
 from eval.__main__ import run
@@ -20,6 +18,7 @@ from eval.rows.results import read
 from eval.run.build import build_job
 from eval.run.job import Job
 from eval.run.settings import Settings
+from tests.helpers.composed import evaluation
 
 CONFIG, TOKENIZER = load_config(ModelConfig())
 
@@ -89,11 +88,6 @@ def test_bad_input_is_named(settings, message):
         checked(**settings)
 
 
-def config(*overrides):
-    with initialize_config_module("conf.eval", version_base="1.3"):
-        return OmegaConf.to_container(compose("eval", list(overrides)), resolve=True)
-
-
 SMALL = (
     "benchmark=text", "benchmark.lengths=[128]", "benchmark.samples=2", "batch_size=2", "method=[dense,think]",
     "cache={sink:4,window:36,flush:8}", "+model.device=cpu", "model.dtype=float32",
@@ -101,8 +95,8 @@ SMALL = (
 
 
 def test_a_run_has_the_loss_of_one_pass_over_each_window(tmp_path):
-    assert run(config(*SMALL), tmp_path) == 4
-    assert run(config(*SMALL), tmp_path) == 0  # nothing is missing
+    assert run(evaluation(*SMALL), tmp_path) == 4
+    assert run(evaluation(*SMALL), tmp_path) == 0  # nothing is missing
     benchmark, model = checked(lengths=[128], samples=2), load_model(ModelConfig(dtype="float32", device="cpu"))
     rows = list(read(tmp_path))
     for row in rows:
@@ -129,7 +123,7 @@ def test_a_run_has_the_loss_of_one_pass_over_each_window(tmp_path):
 
 
 def test_bytes_can_be_matched_before_the_text_is_read():
-    job, _ = build_job(config(*SMALL, "match=0.8", "benchmark.lengths=[512]"))
+    job, _ = build_job(evaluation(*SMALL, "match=0.8", "benchmark.lengths=[512]"))
     think = next(m for methods in job.by_cell.values() for m in methods if m.label == "think")
     assert think.matched is not None
     assert think.channels.ratio != 0.6

@@ -13,6 +13,7 @@ from eval.cache.hook import ATTENTION
 from eval.cache.memory import measure_store
 from eval.cache.storage.channels import KeptChannels
 from eval.cache.storage.middle import Middle
+from eval.cache.storage.pages import Extent
 from eval.cache.storage.quantised import Packing
 from eval.cache.storage.store import Store
 from eval.inference.prefill import prefill
@@ -84,7 +85,7 @@ def test_where_the_codes_of_a_page_lie(bits):
     """As the picture at the head of quantised.py says: the number of token t and channel c is t for K, c for V."""
     group, dim = 8, 32
     channels = KeptChannels.of((torch.arange(dim) < 11)[None], torch.empty(1, 1, 0, dim))
-    segment = Packing(bits, group).segment(channels, np.full((1, 1), 64), dim, torch.float32)
+    segment = Packing(bits, group).segment(Extent(channels, np.full((1, 1), 64), dim, torch.float32))
     k, v = torch.randn(2, 1, 1, 64, dim, generator=torch.Generator().manual_seed(bits))
     segment.append(np.array([0]), k, v)
     (k_codes, k_scales), (v_codes, v_scales) = (Packing(bits, group).quantise(x) for x in (k[0, 0, :, :11], v[0, 0].mT))
@@ -128,7 +129,7 @@ def test_a_segment_holds_the_quantised_tokens_of_every_head(bits, group, appends
     """Ragged heads, empty heads, part of the rows at a time, room that grows; then a short last group."""
     batch, heads, dim = 2, 3, 16
     (channels, keep), generator = random_tables(seed, batch, heads, dim), torch.Generator().manual_seed(seed)
-    segment = Packing(bits, group).segment(channels, np.full((batch, heads), 64), dim, torch.float64)
+    segment = Packing(bits, group).segment(Extent(channels, np.full((batch, heads), 64), dim, torch.float64))
     want = {(b, h): [(torch.empty(0, dim).double(),) * 2] for b in range(batch) for h in range(heads)}
     for i, (groups, ragged) in enumerate([(g, None) for g in appends] + [(0, np.array(last).reshape(batch, heads))]):
         rows = np.array([[0, 1], [1], [0]][i % 3] if ragged is None else [0, 1])
@@ -158,7 +159,7 @@ def test_a_segment_holds_the_quantised_tokens_of_every_head(bits, group, appends
 
 def test_tokens_follow_whole_groups():
     channels, _ = random_tables(3, 1, 2, 16)
-    segment = Packing(2, 8).segment(channels, np.full((1, 2), 64), 16, torch.float32)
+    segment = Packing(2, 8).segment(Extent(channels, np.full((1, 2), 64), 16, torch.float32))
     x = torch.randn(1, 2, 12, 16)
     segment.append(np.array([0]), x, x)
     with pytest.raises(ValueError, match="whole groups of 8; set flush to a multiple"):

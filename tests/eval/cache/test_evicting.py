@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.kernels import DEVICE, ON_GPU, poison
+from tests.helpers.kernels import DEVICE, ON_GPU, poison, poisoned_memory  # noqa: F401
 
 from eval.cache.attention.backend import Plain, choose_backend  # isort: skip  (Triton, which the line above asks for)
 from eval.cache import graph
@@ -36,18 +36,6 @@ POLICIES = {
 }
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 TOLERANCE = {"rtol": 3e-2, "atol": 3e-2} if ON_GPU else {"rtol": 1e-4, "atol": 1e-4}
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch):
-    """New floating-point tensors hold NaN."""
-    empty = torch.empty
-
-    def poisoned(*args, **kwargs):
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 class Pair:

@@ -6,24 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.kernels import DEVICE, ON_GPU, make_store, poison
+from tests.helpers.kernels import DEVICE, ON_GPU, make_store, poison, poisoned_memory  # noqa: F401
 
 from eval.cache.attention.launch import Kernel  # isort: skip  (needs Triton, which the line above asks for)
 from eval.cache.storage.channels import KeptChannels
 from eval.cache.storage.middle import Middle
 from eval.cache.storage.sizes import Sizes
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch):
-    """New floating-point tensors hold NaN."""
-    empty = torch.empty
-
-    def poisoned(*args, **kwargs):
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def check_moves(counts, dim, lengths, sizes, dtype, appends, seed, joins=None, per_row=False, widths=None):

@@ -5,14 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.eval.cache.test_move import check_moves, poisoned_memory  # noqa: F401
-from tests.helpers.kernels import (
+from tests.eval.cache.test_move import check_moves
+from tests.helpers.kernels import (  # noqa: F401
     DEVICE,
     ON_GPU,
     check_decoding,
     error,
     make_store,
     poison,
+    poisoned_memory,
 )
 
 from eval.cache.attention import work  # isort: skip  (needs Triton, which the lines above ask for)
@@ -116,8 +117,8 @@ def test_the_work_of_a_head_is_the_bytes_of_its_keys_and_values():
     """Two heads alike but for V: the one that keeps twice as many bytes in all gets twice as many spans."""
     store = make_store([32, 32], 64, [12000], Sizes(0, 0, 8), DTYPE, widths=[0, 32])
     units = work.units(store)
-    middles = units[units[:, 0] == work.PROMPT]
-    assert middles[:, 6:].tolist() == [[32, 0], [32, 32]]
+    middles = units[units[:, work.Unit.PART] == work.PROMPT]
+    assert middles[:, [work.Unit.CHANNELS, work.Unit.WIDTH]].tolist() == [[32, 0], [32, 32]]
     table = work.cut(middles, 30, 64, per_tile=0)  # bytes alone
     heads, numbers = table[:, work.Column.HEAD], table[:, work.Column.NUMBER]
     spans = [len(set(numbers[heads == head].tolist())) for head in (0, 1)]

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eval.cache.storage.pages import Extent
 from eval.cache.storage.rotated import Rotation, centroids, rotation
 from tests.eval.cache.test_bits import SEEDS, random_tables
 
@@ -49,7 +50,7 @@ def test_a_segment_holds_every_vector_rotated(bits, appends, seed):
     """Ragged heads, empty heads, part of the rows at a time, room that grows, rows selected; bytes are counted."""
     batch, heads, dim = 2, 3, 16
     (channels, keep), generator = random_tables(seed, batch, heads, dim), torch.Generator().manual_seed(seed)
-    segment = Rotation(bits).segment(channels, np.full((batch, heads), 64), dim, torch.float64)
+    segment = Rotation(bits).segment(Extent(channels, np.full((batch, heads), 64), dim, torch.float64))
     tokens = {0: [], 1: []}
     for i, n in enumerate(appends):
         rows = np.array([[0, 1], [1], [0]][i % 3])

@@ -21,11 +21,13 @@ from eval.methods.bits.spark import SparK
 from eval.methods.tokens.snapkv import SnapKV
 from leank_train.common.tensor_files import write_tensors
 from leank_train.mask import ChannelMask
-from tests.eval.cache.test_turns import LEANK, METHODS, SIZES, begin, conversation, go_on
 from tests.helpers.cache_oracle import left_padded, random_keep, tiny_model
+from tests.helpers.replay_tools import SIZES
+from tests.helpers.turns import LEANK, METHODS, begin, conversation, go_on
 
 KEPT = {name: method for name, method in METHODS.items() if name not in ("h2o", "tova", "rkv", "lethe", "quest")}
 KEPT["snapkv in 2 bits"] = Method("snapkv in 2 bits", tokens=SnapKV(14, 4), bits=KIVI(2, 4), **SIZES)
+KEPT["kivi in 8 bits"] = Method("kivi in 8 bits", bits=KIVI(8, 4), **SIZES)
 TURNS = [(13, 5), (9, 12)]
 
 

@@ -11,6 +11,7 @@ from eval.cache.saved.header import model_digest
 from eval.cache.saved.writing import without_spare
 from eval.cache.storage.channels import KeptChannels
 from eval.cache.storage.middle import Middle
+from eval.cache.storage.pages import Extent
 from eval.cache.storage.quantised import Packing
 from tests.helpers.cache_oracle import left_padded, tiny_model
 
@@ -48,7 +49,7 @@ def test_nothing_of_a_file_comes_from_room_that_is_left(tokens, form):
     middle = Middle(keep, ~keep if form == "pruned values" else None, bits=Packing(4, 32) if form == "4 bits" else None)
     channels, values = (None if t is None else KeptChannels.of(t, k) for t in (middle.channels, middle.values))
     for left in (3, 200):
-        segment = middle.segment(channels, np.full((1, 2), 128), 32, k.dtype, values)
+        segment = middle.segment(Extent(channels, np.full((1, 2), 128), 32, k.dtype, values))
         segment.k.fill_(left)
         segment.v.fill_(left)
         segment.append(np.arange(1), k, v)

@@ -10,7 +10,7 @@ from eval.cache import Sizes
 from eval.cache.storage import writing
 from eval.cache.storage.channels import KeptChannels
 from eval.cache.storage.middle import Middle
-from eval.cache.storage.pages import lines, words
+from eval.cache.storage.pages import Extent, lines, words
 from eval.cache.storage.segment import Segment
 from eval.cache.storage.store import Store
 
@@ -52,7 +52,9 @@ def test_tokens_are_where_they_were_put(per_row, prune_v, appends, scattered, wh
     labels = torch.rand(HEADS, DIM, generator=generator) < 0.4 if labelled else None
     like = torch.empty(3, HEADS, 0, DIM)
     values = KeptChannels.of(keep_v, like) if prune_v else None
-    segment = Segment(KeptChannels.of(keep, like, labels), np.zeros((3, HEADS), int), DIM, torch.float32, values)
+    segment = Segment(
+        Extent(KeptChannels.of(keep, like, labels), np.zeros((3, HEADS), int), DIM, torch.float32, values)
+    )
     want = {at: [(torch.empty(0, DIM),) * 2] for at in np.ndindex(3, HEADS)}
     for rows, tokens, ragged in appends:
         segment = segment.grown(segment.capacity + tokens + 10)

@@ -17,7 +17,6 @@ from eval.methods import Method
 from eval.methods.axes import Channels, PromptPass, Tokens
 from eval.run.replay import Replay
 from eval.run.settings import Settings
-from tests.eval.run.test_engine import Letters, rows
 from tests.helpers.cache_oracle import (
     DIM,
     FAMILIES,
@@ -29,6 +28,7 @@ from tests.helpers.cache_oracle import (
     run,
     tiny_model,
 )
+from tests.helpers.replay_tools import Letters, rows
 
 
 @dataclass(frozen=True)

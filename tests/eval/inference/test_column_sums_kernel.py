@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.kernels import ON_GPU
+from tests.helpers.kernels import ON_GPU, poisoned_memory  # noqa: F401
 
 from eval.cache.attention import dense  # isort: skip  (Triton, which the line above asks for)
 from eval.cache.attention.softmax import Softmax
@@ -16,18 +16,6 @@ from eval.inference.prefill import prefill
 from tests.helpers.cache_oracle import left_padded, tiny_model
 
 SMALL = Tiles(keys=32, queries=16)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch):
-    """New floating-point tensors hold NaN."""
-    empty = torch.empty
-
-    def poisoned(*args, **kwargs):
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def log_sum_exp(q, k, scaling, real):

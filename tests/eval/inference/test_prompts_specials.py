@@ -14,8 +14,8 @@ from eval.methods import Method
 from eval.report import summarise
 from eval.run.job import Job
 from eval.run.settings import Settings
-from tests.eval.report.test_report import row as result
 from tests.eval.run.test_compression import Two
+from tests.helpers.report_rows import row as result
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}\n\n{{ m.content | trim }}</s>{% endfor %}"

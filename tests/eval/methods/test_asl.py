@@ -5,10 +5,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_module
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
 from eval.__main__ import run as run_eval
 from eval.inference.prefill import pad_left
@@ -30,12 +28,8 @@ from tests.eval.methods.test_prefill import (
     slow_asl,
     window_attention,
 )
+from tests.helpers.composed import evaluation
 from tests.helpers.replay_tools import prompts
-
-
-def composed(*overrides):
-    with initialize_config_module("conf.eval", version_base="1.3"):
-        return OmegaConf.to_container(compose("eval", list(overrides)), resolve=True)
 
 
 @torch.no_grad()
@@ -96,7 +90,7 @@ def test_asl_has_the_papers_settings_for_models_that_are_deep_enough(layers, exp
 def test_presets_have_the_papers_settings_for_its_models(preset, layers):
     config = tiny_model("llama", num_hidden_layers=2).config
     config.num_hidden_layers = layers
-    ((label, found),) = composed(f"method={preset}")["method"].items()
+    ((label, found),) = evaluation(f"method={preset}")["method"].items()
     asl = choice("prefill", found["prefill"], label)
     assert asl.rule(config) == (layers // 3, 8, 0.3)
     assert asl.budget == 2048
@@ -145,7 +139,7 @@ def test_rows_of_another_rule_have_another_identity(monkeypatch):
 def test_it_selects_on_the_reference_model_and_rows_say_where(tmp_path):
     """At layer 4 or 5 of 7, by the ranks; the paper's own settings find none."""
     paper = "{name: asl, budget: 256, first: 2, observed: 8, threshold: 0.3}"
-    settled = composed(
+    settled = evaluation(
         "+experiment=reference_ruler", "method=[dense,asl,asl_two_pass,papers/asl_layer]",
         f"+method.asl_paper.prefill={paper}", "+method.asl_paper.window=32", "match=0.43", "max_new_tokens=2",
         "benchmark.lengths=[1024]", "benchmark.tasks=[vt]", "benchmark.samples=2",

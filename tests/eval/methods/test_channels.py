@@ -29,7 +29,7 @@ from leank_train.mask import ChannelMask
 from tests import DATA
 from tests.helpers import kvpress_think
 from tests.helpers.cache_oracle import random_keep, tiny_model
-from tests.helpers.replay_tools import SIZES, prompts
+from tests.helpers.replay_tools import SIZES, Letters, prompts
 
 QUERIES, LENGTHS = 5, [31, 9, 40]
 LOWEST = {"name": "lowest_frequencies", "ratio": 0.5}
@@ -93,7 +93,7 @@ def test_rows_of_a_padded_batch_choose_as_alone(family, label, drop):
 @pytest.mark.parametrize("label", ["think", "iap", "by length"])
 def test_rows_of_a_padded_batch_decode_as_alone(label):
     model, ids = tiny_model("llama"), prompts(LENGTHS)
-    engine = Replay(model, Decoder(), Settings())
+    engine = Replay(model, Letters(), Settings())
     methods = [Method("dense"), Method(label, CHOICES[label], **SIZES)]
 
     def tokens(some):
@@ -104,15 +104,6 @@ def test_rows_of_a_padded_batch_decode_as_alone(label):
     together = tokens(ids)
     assert together[label] == [tokens([one])[label][0] for one in ids]
     assert together[label] != together["dense"]
-
-
-class Decoder:
-    """A tokenizer that only decodes."""
-
-    pad_token_id, eos_token_id = 0, None
-
-    def decode(self, tokens, **options):
-        return " ".join(map(str, tokens))
 
 
 def norms_by_hand(one, layer, head):
@@ -137,7 +128,9 @@ def test_think_prunes_the_lowest_norms_of_the_tokens_that_stay(observed, group):
         for layer in range(2):
             for head in range(2):
                 found = norms_by_hand(one, layer, head)
-                score = (found.square() if group == "squares" else found).sum(0)  # a sum, ours is a mean
+                score = (found.square() if group == "squares" else found).sum(
+                    0
+                )  # ThinK has the mean, which ranks alike
                 pruned_by_hand = score.argsort()[:4].sort().values  # floor(0.6 * 8)
                 assert torch.equal((~keep[row, layer, head]).nonzero().flatten(), pruned_by_hand)
 
@@ -224,7 +217,7 @@ def test_a_masks_budget_is_filled_by_thinks_rule(observed):
 def test_a_budget_is_known_by_its_mask_and_settings():
     mask = ChannelMask(random_keep(0))
     made = [LeanKBudget(mask, 5), LeanKBudget(mask, 6), LeanKBudget(ChannelMask(random_keep(1)), 5)]
-    assert len({Method("budget", one).digest() for one in made}) == 3
+    assert len({json.dumps(Method("budget", one).config()) for one in made}) == 3
 
 
 def test_by_length_tells_the_rows_apart(observed):
@@ -257,7 +250,7 @@ def test_by_length_of_two_masks_and_what_it_is_known_by(tmp_path):
     assert torch.equal(keep, torch.stack([random_keep(0), random_keep(0), random_keep(1)]))
     longer = method("qwen", {"channels": {"name": "by_length", "at": 32, **sides}})
     swapped = method("qwen", {"channels": {"name": "by_length", "below": sides["above"], "above": sides["below"]}})
-    assert len({m.digest() for m in (made, longer, swapped)}) == 3
+    assert len({json.dumps(m.config()) for m in (made, longer, swapped)}) == 3
 
 
 def calibrated(choice, lengths=(17, 23, 30)):

@@ -5,10 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_module
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
 from eval.cache import CompressedCache
 from eval.inference.models import ModelConfig, load_config
@@ -24,6 +22,7 @@ from leank_train.common.shape import kv_shape
 from leank_train.mask import ChannelMask
 from tests import ROOT
 from tests.conftest import tiny_model
+from tests.helpers.composed import evaluation
 
 LENGTH, ITEM = 2500, 4
 NAMES = sorted(p.stem for p in (ROOT / "conf" / "eval" / "method").glob("*.yaml"))
@@ -52,9 +51,7 @@ def masks(tmp_path_factory, model):
 @pytest.fixture(scope="module")
 def made(model, masks):
     """Every shipped method, calibrated on as little as possible."""
-    with initialize_config_module("conf.eval", version_base="1.3"):
-        config = compose("eval", [f"method=[{','.join(NAMES)}]", f"mask={masks}"])
-    given = OmegaConf.to_container(config.method, resolve=True)
+    given = evaluation(f"method=[{','.join(NAMES)}]", f"mask={masks}")["method"]
     given["by_length"]["channels"]["above"] = {"name": "random", "ratio": 0.5}
     for axes in given.values():
         for choice in axes.values():

@@ -3,12 +3,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rapidfuzz.distance import Indel
 
-from eval.metrics import longbench
+from eval.metrics import longbench, rouge, text
 from tests.helpers import parity
 
 METRICS = {
-    "qa_f1_score": ("hotpotqa", longbench.qa_f1),
-    "rouge_score": ("gov_report", longbench.rouge_l),
+    "qa_f1_score": ("hotpotqa", text.qa_f1),
+    "rouge_score": ("gov_report", rouge.rouge_l),
     "classification_score": (None, longbench.classification),
     "count_score": ("passage_count", longbench.count),
     "retrieval_score": ("passage_retrieval_en", longbench.retrieval),

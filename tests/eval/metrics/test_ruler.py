@@ -33,7 +33,7 @@ def test_two_decimals():
     ("predictions", "references", "message"),
     [
         ([], [], "no predictions"),
-        (["a"], [], "1 predictions for 0"),
+        (["a"], [], "1 prediction for 0 lists"),
         (["a"], [[]], "sample 0 has no references"),
         (["a"], ["a"], "references as"),
         ("a", [["a"]], "predictions as"),

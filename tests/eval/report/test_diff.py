@@ -10,7 +10,7 @@ from eval.__main__ import command_line
 from eval.report import summarise, write_diff, write_report
 from eval.report.groups import by_label, changed, paired
 from eval.rows.results import Results
-from tests.eval.report.test_report import Checker, grid, row
+from tests.helpers.report_rows import Checker, grid, row
 
 
 @pytest.fixture
@@ -64,6 +64,17 @@ def test_difference_of_a_task_and_length_is_that_of_the_report(folder):
         if cell["method"] == "leank":
             line = next(x for x in text.splitlines() if x.startswith(f"| {cell['task']}, {cell['length']} tokens |"))
             assert f"{cell['against_dense']['difference']:+.1f} [" in line
+
+
+def test_labels_of_any_length_and_sign_have_a_page(tmp_path):
+    labels = "x" * 255, f"../{'é' * 120}"
+    with Results(tmp_path) as results:
+        for method, one in ((label, r) for label in labels for r in grid() if r["method"] == "dense"):
+            results.append({**one, "method": method})
+    page, _ = write_diff(tmp_path, *labels)
+    assert page.parent == tmp_path
+    assert page.is_file()
+    assert page.with_name(page.stem + ".md").is_file()
 
 
 def test_an_unknown_method_names_those_there_are(folder):

@@ -13,7 +13,7 @@ from eval.report.plots import draw
 from eval.rows.result_row import check_rows
 from eval.rows.results import Results
 from leank_train.common import bootstrap
-from tests.eval.report.test_report import grid, row
+from tests.helpers.report_rows import grid, row
 
 LEVEL = {"dense": 0.0, "leank": 1e-4, "think": 0.3}
 

@@ -13,7 +13,7 @@ from eval.report.summary import summarise_groups
 from eval.report.tables import differences, overall
 from eval.rows.results import Results
 from leank_train.common import bootstrap
-from tests.eval.report.test_report import row
+from tests.helpers.report_rows import row
 
 
 def rows_of(masks, others=2, samples=3, lengths=(1024,)):

@@ -12,7 +12,7 @@ from matplotlib.text import Text
 from eval.report import summarise
 from eval.report.plots import FIGURES, axes_of, draw, front
 from eval.report.style import svg
-from tests.eval.report.test_report import grid, row
+from tests.helpers.report_rows import grid, row
 
 COORDINATE = st.integers(0, 8).map(float)
 

@@ -1,10 +1,8 @@
 """Reports come from rows alone, and their numbers are those of the rows."""
 
 import csv
-import json
 import math
 import re
-from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import numpy as np
@@ -18,31 +16,7 @@ from eval.report.summary import summarise_groups
 from eval.report.tables import by_length, by_task, differences, gsm, overall
 from eval.rows.results import Results
 from leank_train.common import bootstrap
-
-
-def row(method, sample, score, task="vt", length=4096, config=None, **more):
-    settings = {"format": 1, "model": {"name": "m"}, "method": config or ({} if method == "dense" else {"sink": 1})}
-    return {
-        "model": "meta-llama/Llama-3.1-8B-Instruct", "method": method, "config": f"{method}{json.dumps(config)}",
-        "benchmark": "ruler", "task": task, "length": length, "sample": str(sample), "seed": 1,
-        "compress": "after_question", "score": score, "prediction": f"<b>{method}</b> {score}", "answers": ["a & b"],
-        "metric": "ruler_all", "meta": {}, "prompt_tokens": (length or 50) - 30, "new_tokens": 4,
-        "cache_bytes": {"total": 1000 if method == "dense" else 250}, "batch": 1, "settings": settings,
-        "versions": {"torch": "x"},
-        "seconds": {"prefill": 1.0, "seal": 0.1, "decode": 1.0, "first_token": 1.0, "per_token": 0.02},
-        **more,
-    }  # fmt: skip
-
-
-def grid():
-    draw = np.random.default_rng(0)
-    return [
-        row(method, sample, float(draw.integers(0, 5)) / 4, task, length)
-        for length in (4096, 8192)
-        for task in ("vt", "niah_single_1")
-        for method in ("dense", "leank", "think")
-        for sample in range(12)
-    ]
+from tests.helpers.report_rows import Checker, grid, row
 
 
 def test_settings_that_match_moved_are_no_other_method_and_nor_are_those_that_follow_them():
@@ -268,30 +242,6 @@ def test_papers_are_found_by_model_and_benchmark():
     assert labels.count("dense (LeanK, table 11)") + labels.count("dense (LeanK, table 13)") == 1
     lengths = [f.label for f in published.find("ruler", "length", "nvidia/Llama-3.1-Nemotron-8B-UltraLong-1M-Instruct")]
     assert "GemFilter, 2048 tokens (ASL, table 3)" in lengths
-
-
-class Checker(HTMLParser):
-    """Every tag closed in order; what the page would load."""
-
-    VOID = ("meta",)
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.loads, self.ids = [], [], []
-
-    def handle_starttag(self, tag, attrs):
-        if tag not in self.VOID:
-            self.open.append(tag)
-        links = [v for k, v in attrs if k in ("src", "href", "xlink:href")]
-        self.loads += [v for v in links if not v.startswith(("#", "data:"))]
-        self.ids += [v for k, v in attrs if k == "id"]
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_startendtag(self, tag, attrs):
-        self.handle_starttag(tag, attrs)
-        self.handle_endtag(tag)
 
 
 def test_the_page_is_whole_and_needs_nothing_else(written):

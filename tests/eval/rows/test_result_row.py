@@ -11,7 +11,7 @@ from eval.__main__ import command_line
 from eval.report import summarise
 from eval.rows.result_row import check_rows
 from eval.rows.results import Key, Results
-from tests.eval.report.test_report import row
+from tests.helpers.report_rows import row
 
 KEY = {**Key("m", "dense", "c0", "ruler", "vt", 64, "0", 42, "after_question")._asdict(), "score": 1.0}
 NEAR = {"tokens": 4, "kl": 0.1, "top1": 0.5, "loss": None, "dense_loss": None, "non_finite": None}

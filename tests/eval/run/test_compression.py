@@ -27,10 +27,9 @@ from eval.run.compression import Watch
 from eval.run.job import Job
 from eval.run.replay import Replay
 from eval.run.settings import Settings
-from tests.eval.report.test_report import row
-from tests.eval.run.test_engine import NEW, Letters, rows
 from tests.helpers.cache_oracle import tiny_model
-from tests.helpers.replay_tools import SIZES, methods, prompts
+from tests.helpers.replay_tools import NEW, SIZES, Letters, methods, prompts, rows
+from tests.helpers.report_rows import row
 
 CHOICES = [
     Random(0.5, 0), SnapKV(budget=12, queries=4), SnapKV(budget=400, queries=4), StreamingLLM(),
@@ -168,7 +167,7 @@ def run(tmp_path, model, some):
 
 def test_a_run_stops_when_all_that_is_dense_is_broken(tmp_path):
     model = damaged("lm_head.weight", math.nan)
-    wanted = r"^all 2 samples of the dense method .* model\.dtype=float32: use model\.dtype=.* check the weights"
+    wanted = r"^of 2 samples of the dense method so far, .* model\.dtype=float32: use model\.dtype=.* check the weights"
     with pytest.raises(ValueError, match=wanted):
         run(tmp_path, model, methods()[:2])
     found = list(read(tmp_path))

@@ -5,8 +5,6 @@ import json
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
-from omegaconf import OmegaConf
 
 from data_gen.tasks import RULER_NIAH
 from eval.benchmarks.base import Cell
@@ -16,6 +14,7 @@ from eval.methods import AXES, REGISTRY, method, name_of
 from eval.run.build import build_job
 from leank_train.mask import ChannelMask
 from tests import ROOT
+from tests.helpers.composed import evaluation
 
 CONF = ROOT / "conf" / "eval"
 REFERENCE = (7, 4, 64)
@@ -31,13 +30,8 @@ def masks(tmp_path_factory):
     return folder
 
 
-def config(*overrides):
-    with initialize_config_module("conf.eval", version_base="1.3"):
-        return OmegaConf.to_container(compose("eval", list(overrides)), resolve=True)
-
-
 def job(*overrides):
-    return build_job(config(*overrides))
+    return build_job(evaluation(*overrides))
 
 
 def test_reference_ruler(masks):
@@ -71,7 +65,7 @@ def test_reference_masks_makes_the_headline_table(monkeypatch):
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in (CONF / "method").glob("*.yaml")))
 def test_every_method_builds_and_goes_by_its_name(name, masks):
-    given = config(f"method=[{name}]", f"mask={masks / 'fits.safetensors'}")["method"]
+    given = evaluation(f"method=[{name}]", f"mask={masks / 'fits.safetensors'}")["method"]
     assert list(given) == [name]
     made = method(name, given[name], {"sink": 3})
     assert made.sink == given[name].get("sink", 3)
@@ -88,7 +82,7 @@ def test_every_choice_has_a_configuration_of_its_own():
 @pytest.mark.parametrize("name", sorted(p.stem for p in (CONF / "experiment").glob("*.yaml") if "eval" in p.read_text()
                                         or "/benchmark" in p.read_text()))  # fmt: skip
 def test_every_experiment_composes(name):
-    assert config(f"+experiment={name}")["method"]
+    assert evaluation(f"+experiment={name}")["method"]
 
 
 @pytest.mark.parametrize(
@@ -199,8 +193,8 @@ def test_a_mask_is_known_by_its_contents(masks, tmp_path):
     keep = torch.ones(REFERENCE, dtype=torch.bool)
     keep[0, 0, 0] = False
     ChannelMask(keep).save(other)
-    digests = [method("leank", {"channels": {"name": "leank", "mask": str(p)}}).digest() for p in (path, again, other)]
-    assert digests[0] == digests[1] != digests[2]
+    configs = [method("leank", {"channels": {"name": "leank", "mask": str(p)}}).config() for p in (path, again, other)]
+    assert configs[0] == configs[1] != configs[2]
 
 
 TEMPLATE = "{{ bos_token }} {% for m in messages %}user says {{ m.content | trim }}{% endfor %} assistant says"
@@ -222,3 +216,13 @@ def test_chat_template_wraps_the_prompt_and_the_prefix_follows():
     assert plain.decode(bare.ids[bare.question :]).split()[0] == "What"
     assert overhead(plain) == 0
     assert overhead(tokenizer) == len(prompt.ids) - len(plain(row.prompt + row.answer_prefix)["input_ids"]) + 1
+
+
+def test_what_is_refused_has_logged_nothing(caplog):
+    """A log that is not empty would keep the folder of a run that was refused."""
+    spans = ["cache.window=100", f"mask={ROOT / MASK}", "benchmark.tasks=[niah_single_1]"]
+    with pytest.raises(ValueError, match="length=64 is too short"):
+        job(*spans, "benchmark.lengths=[64]")
+    assert not caplog.messages
+    job(*spans, "benchmark.lengths=[1024]")
+    assert "mask was trained with window=144; cache.window=100" in caplog.messages

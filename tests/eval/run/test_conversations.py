@@ -15,9 +15,8 @@ from eval.methods.tokens.snapkv import SnapKV
 from eval.run.conversations import Conversations
 from eval.run.replay import Replay
 from eval.run.settings import Settings
-from tests.eval.run.test_engine import Letters, rows
 from tests.helpers.cache_oracle import tiny_model
-from tests.helpers.replay_tools import SIZES, methods, prompts
+from tests.helpers.replay_tools import SIZES, Letters, methods, prompts, rows
 from tests.helpers.text_tokenizers import tokenizer
 
 NEW = 5

@@ -6,7 +6,6 @@ import gc
 import pytest
 import torch
 
-from eval.benchmarks.row import Row
 from eval.inference.decode import greedy
 from eval.inference.prefill import PromptLayer, pad_left, prefill
 from eval.inference.prompts import Prompt
@@ -17,19 +16,7 @@ from eval.methods.tokens.snapkv import SnapKV
 from eval.run.replay import Replay
 from eval.run.settings import Settings
 from tests.helpers.cache_oracle import FAMILIES, tiny_model
-from tests.helpers.replay_tools import SIZES, alone, methods, prompts
-
-NEW = 18
-
-
-class Letters:
-    """A tokenizer that only decodes."""
-
-    pad_token_id = 0
-    eos_token_id = None
-
-    def decode(self, tokens, **options):
-        return " ".join(map(str, tokens))
+from tests.helpers.replay_tools import NEW, SIZES, Letters, alone, methods, prompts, rows
 
 
 class Encoding(Letters):
@@ -37,10 +24,6 @@ class Encoding(Letters):
 
     def __call__(self, text, **options):
         return {"input_ids": [int(word) for word in text.split()]}
-
-
-def rows(count, new_tokens=NEW, **settings):
-    return [Row("t", str(i), "c", "q", ("x",), new_tokens, "ruler_all", **settings) for i in range(count)]
 
 
 def replay_tokens(model, ids, question=None, new_tokens=NEW, **settings):

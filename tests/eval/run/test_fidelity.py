@@ -20,9 +20,8 @@ from eval.methods.tokens.lethe import Lethe
 from eval.run.replay import Replay
 from eval.run.settings import Settings
 from leank_train.mask import ChannelMask
-from tests.eval.run.test_engine import Letters
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, random_keep, tiny_model
-from tests.helpers.replay_tools import SIZES, methods, prompts
+from tests.helpers.replay_tools import SIZES, Letters, methods, prompts
 
 NEW = 14
 

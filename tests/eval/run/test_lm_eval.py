@@ -59,7 +59,7 @@ def test_compressed_scores_are_those_of_decoding_with_the_cache(models, mask):
     found = lm.loglikelihood([request(TEXT, choice) for choice in CHOICES])
     for choice, (score, _) in zip(CHOICES, found, strict=True):
         context, continuation = lm._encode_pair(TEXT, choice)
-        cache = compressed_cache(lm.model, keep, 4, 8, 4, "reference")
+        cache = compressed_cache(lm.model, keep, 4, 8, 4, "torch")
         total = 0.0
         with torch.no_grad():
             lm.model(torch.tensor([context[:-1]]), past_key_values=cache)
@@ -111,7 +111,7 @@ def test_replies_are_those_of_generate(models, mask):
             ids = torch.tensor([lm.tok_encode(text)])
             cache = DynamicCache(config=lm.model.config)
             if name == "leank":
-                cache = compressed_cache(lm.model, ChannelMask.load(mask), 4, 8, 4, "reference")
+                cache = compressed_cache(lm.model, ChannelMask.load(mask), 4, 8, 4, "torch")
             lm.model.set_attn_implementation(ATTENTION)
             out = lm.model.generate(
                 ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=12, do_sample=False

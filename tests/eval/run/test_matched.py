@@ -3,8 +3,6 @@
 import logging
 
 import pytest
-from hydra import compose, initialize_config_module
-from omegaconf import OmegaConf
 
 from eval.__main__ import run
 from eval.inference.models import ModelConfig, load_config
@@ -15,12 +13,7 @@ from eval.report.summary import summarise
 from eval.rows.results import read
 from eval.run.build import build_job
 from tests import ROOT
-
-
-def config(*overrides):
-    with initialize_config_module("conf.eval", version_base="1.3"):
-        return OmegaConf.to_container(compose("eval", list(overrides)), resolve=True)
-
+from tests.helpers.composed import evaluation
 
 MODEL, _ = load_config(ModelConfig())
 SMALL = ("+experiment=reference_methods", "benchmark.samples=3", "benchmark.tasks=[niah_single_2,vt]")
@@ -28,7 +21,7 @@ SMALL = ("+experiment=reference_methods", "benchmark.samples=3", "benchmark.task
 
 def test_every_cell_is_brought_to_the_bytes_of_the_named_method(caplog):
     with caplog.at_level(logging.WARNING, "eval"):
-        job, tokenizer = build_job(config(*SMALL, "benchmark.lengths=[1024,2048]"))
+        job, tokenizer = build_job(evaluation(*SMALL, "benchmark.lengths=[1024,2048]"))
     assert len(job.by_cell) == 4
     settings = []
     for cell, methods in job.by_cell.items():
@@ -51,7 +44,7 @@ def test_every_cell_is_brought_to_the_bytes_of_the_named_method(caplog):
 
 def test_rows_carry_the_settings_and_the_report_shows_one_method(tmp_path):
     benchmark = ("benchmark.lengths=[640,704]", "benchmark.tasks=[niah_multikey_2]", "benchmark.samples=1")
-    given = config(
+    given = evaluation(
         "+experiment=reference_ruler", "method=[dense,snapkv,think]", "match=0.7", "max_new_tokens=2", *benchmark
     )
     assert run(given, tmp_path) == 6
@@ -72,7 +65,7 @@ def test_rows_carry_the_settings_and_the_report_shows_one_method(tmp_path):
 def test_the_reference_model_s_settings_are_those_of_the_methods():
     """One label, one axis, the same choices."""
     for path in (ROOT / "conf" / "eval" / "method" / "reference").glob("*.yaml"):
-        usual, own = (config(f"method=[{name}]")["method"] for name in (path.stem, f"reference/{path.stem}"))
+        usual, own = (evaluation(f"method=[{name}]")["method"] for name in (path.stem, f"reference/{path.stem}"))
         assert list(usual) == list(own) == [path.stem]
         names = [{axis: one["name"] for axis, one in x[path.stem].items() if axis in AXES} for x in (usual, own)]
         assert names[0] == names[1]
@@ -81,7 +74,7 @@ def test_the_reference_model_s_settings_are_those_of_the_methods():
 
 @pytest.mark.parametrize("compress", ["after_question", "before_question"])
 def test_bytes_are_those_of_the_tokens_that_are_compressed(compress):
-    given = config(
+    given = evaluation(
         "+experiment=reference_ruler", "method=[snapkv]", "match=0.7", f"compress={compress}", "benchmark.samples=1",
         "benchmark.lengths=[704]", "benchmark.tasks=[niah_multikey_2]",
     )  # fmt: skip
@@ -99,9 +92,9 @@ def test_bytes_are_those_of_the_tokens_that_are_compressed(compress):
 def test_bad_targets_are_named(to):
     overrides = ("method=[dense,lethe]", "benchmark.lengths=[1024]", "benchmark.samples=1", f"match={to}")
     with pytest.raises(ValueError, match=f"match={to}: .*give a share of dense bytes or one of dense, lethe"):
-        build_job(config(*overrides))
+        build_job(evaluation(*overrides))
 
 
 def test_true_is_no_target():
     with pytest.raises(ValueError, match="match=True must be a number, or a text, or null"):
-        build_job(config("method=[dense]", "match=true"))
+        build_job(evaluation("method=[dense]", "match=true"))

@@ -1,14 +1,17 @@
 """Files that appear whole: what a full disk says, and what a killed run leaves."""
 
 import os
+import re
 import resource
 import subprocess
 import sys
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from leank_train.common.files import remove_partial, write_bytes
+from leank_train.common.files import name_of, remove_partial, write_bytes
 from tests import ROOT
 
 HALF = """
@@ -20,6 +23,27 @@ def wait(handle):
 files.os.fsync = wait
 files.write_bytes(sys.argv[1], b"x" * 100)
 """
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "é" * 127, "😀" * 63])
+def test_a_name_of_any_length_that_a_file_may_have_can_be_written(tmp_path, name):
+    write_bytes(tmp_path / name, b"whole")
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [(name, b"whole")]
+
+
+@given(st.text(), st.text())
+def test_texts_become_names_that_no_file_system_refuses_and_that_differ(one, other):
+    names = {text: name_of(text) for text in (one, other)}
+    for name in names.values():
+        assert re.fullmatch(r"[\w.-]{0,109}", name, re.ASCII)
+        assert "/" not in name
+    assert (names[one] == names[other]) == (one == other)
+
+
+def test_a_plain_label_is_its_own_name():
+    assert name_of("snapkv_think_512_0.4") == "snapkv_think_512_0.4"
+    assert re.fullmatch(r"my-mask-[0-9a-f]{8}", name_of("my mask"))
+    assert len(name_of("x" * 5000)) == 109
 
 
 def test_others_may_read_what_is_written(tmp_path):

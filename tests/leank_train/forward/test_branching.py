@@ -8,8 +8,8 @@ from leank_train.forward.branching import branch, decode, prefill, prefill_and_b
 from leank_train.forward.reference import plain_forward
 from leank_train.objective.distill import answer_rows, l2_loss
 from tests.conftest import tiny_model
+from tests.helpers.branches import ANSWERS, DOCUMENTS, QUESTIONS, batch, pad, scores
 
-DOCUMENTS, QUESTIONS, ANSWERS = [23, 17], [4, 7, 1, 5], [3, 1, 5, 2]  # two branches per document, uneven
 ZONES = {
     "usual": (3, 6),
     "window shorter than question + answer": (2, 2),
@@ -19,27 +19,6 @@ ZONES = {
     "prompt shorter than sink + window": (8, 30),
     "window slides past the document's end": (1, 5),
 }
-
-
-def pad(rows):
-    return torch.nn.utils.rnn.pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True, padding_value=7)
-
-
-def tokens(lengths, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(1, 50, (n,), generator=generator) for n in lengths]
-
-
-def batch():
-    return tokens(DOCUMENTS, 1), tokens(QUESTIONS, 2), tokens(ANSWERS, 3)
-
-
-def scores(model, per_branch=False):
-    shape = [4] * per_branch + [2, 2, 8]
-    alpha = torch.rand(shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    alpha[..., 0, 1, :] = 0  # an empty head
-    alpha[..., 1, 0, :4] = 0
-    return alpha.requires_grad_()
 
 
 def rows(hidden, lengths):
@@ -56,12 +35,12 @@ def test_loss_and_gradient_equal_the_plain_form(model, zone, empty_heads):
     both = [torch.cat(pair) for pair in zip(questions, answers, strict=True)]
     teacher = branch(model, prefix, pad(both), [len(x) for x in both])
     target = torch.cat([h[q : q + a] for h, q, a in zip(teacher.hidden, QUESTIONS, ANSWERS, strict=True)])
-    alpha = scores(model)
+    alpha = scores()
     hidden = rows(student(model, prefix, teacher.cut(QUESTIONS), pad(answers), ANSWERS, alpha, **settings), ANSWERS)
     loss = (hidden - target).square().sum()
     (grad,) = torch.autograd.grad(loss, alpha)
 
-    plain_alpha = scores(model)
+    plain_alpha = scores()
     wholes = [torch.cat([documents[r // 2], both[r]]) for r in range(4)]
     contexts = [DOCUMENTS[r // 2] + QUESTIONS[r] for r in range(4)]
     plain_target = torch.cat([plain_forward(model, x, n)[n:] for x, n in zip(wholes, contexts, strict=True)])
@@ -83,7 +62,7 @@ def test_alpha_per_branch_and_questions_run_apart(model):
     documents, questions, answers = batch()
     prefix = prefill(model, pad(documents), DOCUMENTS)
     question = branch(model, prefix, pad(questions), QUESTIONS)
-    alpha = scores(model, per_branch=True)
+    alpha = scores(per_branch=True)
     zones = {"sink": 2, "window": 4, "empty_heads": "drop"}
     hidden = student(model, prefix, question, pad(answers), ANSWERS, alpha, **zones)
     for r in range(4):
@@ -107,7 +86,7 @@ def test_gradient_in_lower_precision(device, dtype, error):
         model = tiny_model("llama", initializer_range=0.15).to(place, kind)
         prefix = prefill(model, pad(documents).to(place), DOCUMENTS)
         question = branch(model, prefix, pad(questions).to(place), QUESTIONS)
-        alpha = scores(model).detach().to(place, torch.float32).requires_grad_()
+        alpha = scores().detach().to(place, torch.float32).requires_grad_()
         zones = {"sink": 2, "window": 4, "empty_heads": "drop"}
         hidden = student(model, prefix, question, pad(answers).to(place), ANSWERS, alpha, **zones)
         assert hidden.dtype == kind
@@ -123,7 +102,7 @@ def test_a_step_never_waits_for_the_gpu():
     model, (documents, questions, answers) = tiny_model("llama").to("cuda", torch.bfloat16), batch()
     both = [torch.cat(pair) for pair in zip(questions, answers, strict=True)]
     document_ids, ids, answer_ids = (pad(x).cuda() for x in (documents, both, answers))
-    alpha = scores(model).detach().float().cuda().requires_grad_()
+    alpha = scores().detach().float().cuda().requires_grad_()
     for mode in ("default", "error"):  # the first round loads kernels
         torch.cuda.set_sync_debug_mode(mode)
         try:
@@ -152,7 +131,7 @@ def test_decoding_equals_greedy_plain_decoding(model):
     documents, questions, _ = batch()
     prefix = prefill(model, pad(documents), DOCUMENTS)
     question = branch(model, prefix, pad(questions), QUESTIONS)
-    masks = scores(model, per_branch=True) > 0.4  # [R, L, H, D]
+    masks = scores(per_branch=True) > 0.4  # [R, L, H, D]
     eos, room, zones = 3, 12, {"sink": 2, "window": 5}  # Eq. 1 counts the token that reads its window, a cache does not
     answers = decode(model, prefix, question, masks, max_new_tokens=room, eos_id=eos, sink=2, window=4, flush=1)
     for r in range(4):
@@ -202,7 +181,7 @@ def test_observed_queries_reach_back_into_the_document():
     short = prefill(model, pad(documents), [3, 17], obs_queries=6)
     assert [x.shape[2] for x in short.queries] == [3, 3]  # no document gives more queries than the shortest has
     torch.testing.assert_close(short.queries[0][1], prefix.queries[0][1, :, -3:])
-    with pytest.raises(ValueError, match="obs_queries=6, but only 1 queries"):
+    with pytest.raises(ValueError, match="obs_queries=6, and the shortest branch has 1 query;"):
         branch(model, prefill(model, pad(documents), DOCUMENTS), pad(questions), QUESTIONS, obs_queries=6)
 
 
@@ -217,7 +196,7 @@ def test_answers_keep_no_copy_of_the_document():
         saved = []  # holding them keeps their addresses apart
         with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x) or x, lambda x: x):
             zones = {"sink": 2, "window": 4, "empty_heads": "drop"}
-            student(model, prefix, question, torch.ones(4, 2, dtype=torch.long), [2] * 4, scores(model), **zones)
+            student(model, prefix, question, torch.ones(4, 2, dtype=torch.long), [2] * 4, scores(), **zones)
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
         sizes.append(sum(size for pointer, size in storages.items() if pointer not in shared))
     assert sizes[0] == sizes[1]
@@ -241,7 +220,7 @@ def test_models_and_inputs_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match=r"lengths=\[9, 10\]"):
         prefill(llama, ids, [9, 10])
     prefix = prefill(llama, ids, [9, 9])
-    with pytest.raises(ValueError, match="3 branches do not divide"):
+    with pytest.raises(ValueError, match="3 branches among 2 documents cannot be divided"):
         branch(llama, prefix, torch.ones(3, 2, dtype=torch.long), [2, 2, 2])
     question = branch(llama, prefix, ids, [9, 9])
     with pytest.raises(ValueError, match=r"alpha has the shape \[2, 2, 4\].*\[2, 2, 8\]"):

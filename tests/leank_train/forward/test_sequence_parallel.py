@@ -16,7 +16,7 @@ from leank_train.forward.branching import branch, decode, prefill, student
 from leank_train.forward.sequence_parallel import block_attention, prefill_in_shares, share
 from leank_train.forward.visibility import visibility
 from tests.conftest import tiny_model
-from tests.leank_train.forward.test_branching import ANSWERS, DOCUMENTS, QUESTIONS, batch, pad, scores
+from tests.helpers.branches import ANSWERS, DOCUMENTS, QUESTIONS, batch, pad, scores
 
 ZONES = [(3, 6), (0, 1), (8, 30), (1, 5)]  # (sink, window); in the third no token is in the middle
 
@@ -26,7 +26,7 @@ def step(model, prefix, sink, window, empty_heads, replies=True):
     _, questions, answers = batch()
     both = [torch.cat(pair) for pair in zip(questions, answers, strict=True)]
     teacher = branch(model, prefix, pad(both), [len(x) for x in both])
-    question, alpha = teacher.cut(QUESTIONS), scores(model)
+    question, alpha = teacher.cut(QUESTIONS), scores()
     zones = {"sink": sink, "window": window}
     hidden = student(model, prefix, question, pad(answers), ANSWERS, alpha, **zones, empty_heads=empty_heads)
     seen = torch.arange(hidden.shape[1]) < torch.tensor(ANSWERS)[:, None]

@@ -14,8 +14,9 @@ from data_gen.tasks import Mixture
 from leank_train import backbone as backbones
 from leank_train import data
 from leank_train.data import Steps, collate
+from leank_train.fitting import mixture
 from leank_train.mask import ChannelMask
-from leank_train.train import mixture, run
+from leank_train.train import run
 from tests import ROOT
 from tests.helpers import forked
 from tests.helpers.tiny_run import alpha, command, save_model, settings

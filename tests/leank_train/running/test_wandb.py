@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from eval.__main__ import run as evaluate
 from leank_train.mask import ChannelMask
-from leank_train.running.wandb_log import mask_artifact, model_artifact, use, wandb_logger
+from leank_train.running.wandb_log import LoggerConfig, mask_artifact, model_artifact, use, wandb_logger
 from leank_train.train import run as train
 from scripts.dashboard.runs import evaluations, trainings
 from scripts.dashboard.wandb_workspace import PANELS, workspace
@@ -138,6 +138,24 @@ def test_online_a_used_artifact_is_marked():
     use(run, artifact)
     assert used == [artifact]
     assert config == {"uses/model": "model-llama"}
+
+
+@pytest.mark.parametrize("name", ["/models/my model 😀", f"/models/{'x' * 200}", "a\nb"])
+def test_a_model_of_any_name_is_an_artifact(name):
+    assert re.fullmatch(r"model-[\w.-]{1,109}", model_artifact(name).name, re.ASCII)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"project": "a/b"}, r"project='a/b' must have 1 to 128 characters, and none of / \\ # \? % :"),
+        ({"project": "p" * 129}, "must have 1 to 128 characters"),
+        ({"tags": ["t" * 65]}, r"tags='t+' must have 1 to 64 characters each"),
+    ],
+)
+def test_what_the_service_would_refuse_at_the_end_is_refused_at_the_start(given, said):
+    with pytest.raises(ValueError, match=said):
+        LoggerConfig(kind="wandb", **given)
 
 
 def test_no_key_is_written(folders):

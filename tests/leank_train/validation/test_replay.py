@@ -22,7 +22,7 @@ from leank_train.mask import ChannelMask
 from leank_train.validation import compare
 from leank_train.validation import evaluate as validation
 from tests.conftest import tiny_model
-from tests.leank_train.forward.test_branching import DOCUMENTS, QUESTIONS, batch, pad, scores
+from tests.helpers.branches import DOCUMENTS, QUESTIONS, batch, pad, scores
 
 NEW = 14
 ZONES = {  # sink, window, flush
@@ -40,7 +40,7 @@ ZONES = {  # sink, window, flush
 def test_tokens_are_those_of_the_compressed_cache(family, zone):
     """Two documents of other lengths with two questions each, against every prompt alone in a compressed cache."""
     sink, window, flush = ZONES[zone]
-    model, mask = tiny_model(family), scores(tiny_model(family)) > 0.4
+    model, mask = tiny_model(family), scores() > 0.4
     documents, questions, _ = batch()
     prefix = prefill(model, pad(documents), DOCUMENTS)
     asked = branch(model, prefix, pad(questions), QUESTIONS)

@@ -9,7 +9,7 @@ from eval.papers.registry import find
 from eval.papers.task import Request
 from scripts.bench import pictures
 from scripts.bench.quality import ratios, turns
-from tests.eval.report.test_report import row
+from tests.helpers.report_rows import row
 
 GOOD = [row(method, sample, 1.0) for method in ("dense", "leank_50") for sample in range(3)]
 TABLES = {"": "", "label,ratio,recall,low,high\n": "", "a,b\n1,2\n": "'recall'",

@@ -7,7 +7,7 @@ import pytest
 from eval.rows.results import Results
 from scripts.bench.quality.by_task import main, put_together, table
 from scripts.bench.quality.by_task import summary as summarised
-from tests.eval.report.test_report import row
+from tests.helpers.report_rows import row
 
 ASL = {"prefill": {"name": "asl"}}
 

@@ -87,7 +87,7 @@ def test_what_does_not_fit_is_said_and_not_tried_again(tmp_path, monkeypatch, ca
     assert len(found) == 4
     methods.main([str(tmp_path), *line.split()])
     assert tried[9:] == []
-    assert "18 rows do not fit" in capsys.readouterr().out
+    assert "no room for 18 rows" in capsys.readouterr().out
 
 
 def test_nothing_is_held_from_one_method_to_the_next(tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from scripts.bench.quality.ratios import named, page, table
+from scripts.bench.quality.ratios import by_method, named, page, table, task_table
 
 
 def rows(method, scores, task="a", kl=0.0, top1=1.0, size=4.0):
@@ -37,7 +37,8 @@ def test_seeds_are_averaged_per_sample_and_cells_count_alike():
     found = rows("dense", [1.0, 0.5]) + rows("dense", [1.0], "b")
     found += rows("kl_70_seed1", [1.0, 1.0], size=1.0) + rows("kl_70_seed1", [0.0], "b", size=1.0)
     found += rows("kl_70_seed2", [0.5, 0.5], size=2.0) + rows("kl_70_seed2", [1.0], "b", size=2.0)
-    (dense, leank), lacking = table(found)
+    of, lacking = by_method(found)
+    dense, leank = table(of)
     assert (dense["label"], dense["recall"], dense["bytes"], lacking) == ("dense", 87.5, 1.0, [])
     assert "difference" not in dense
     assert (leank["ratio"], leank["seeds"], leank["samples"]) == ("70", 2, 3)
@@ -48,9 +49,8 @@ def test_seeds_are_averaged_per_sample_and_cells_count_alike():
 
 def test_differences_are_paired():
     scores = np.random.default_rng(0).integers(0, 2, 200).astype(float)
-    (_, same, less), _ = table(
-        rows("dense", scores) + rows("think_0.7", scores) + rows("iap_0.7", [1 - scores[0], *scores[1:]])
-    )
+    found = rows("dense", scores) + rows("think_0.7", scores) + rows("iap_0.7", [1 - scores[0], *scores[1:]])
+    _, same, less = table(by_method(found)[0])
     assert (same["difference"], same["difference_low"], same["difference_high"]) == (0, 0, 0)
     assert less["difference_high"] - less["difference_low"] < 3 < less["high"] - less["low"]
 
@@ -59,7 +59,7 @@ def test_kl_and_agreement_are_means_where_every_row_has_them():
     found = rows("dense", [1.0] * 2) + rows("think_0.9", [1.0] * 2, kl=None, top1=None)
     for seed in (1, 2):
         found += rows(f"kl_90_seed{seed}", [1.0] * 2, kl=0.5 * seed, top1=1 - 0.25 * seed)
-    (dense, leank, think), _ = table(found)
+    dense, leank, think = table(by_method(found)[0])
     assert (dense["kl"], dense["top1"]) == (0, 100)
     assert [leank[name] for name in ("kl", "kl_low", "kl_high", "top1")] == [0.75, 0.75, 0.75, 62.5]
     assert "kl" not in think
@@ -68,8 +68,26 @@ def test_kl_and_agreement_are_means_where_every_row_has_them():
 
 def test_methods_that_lack_samples_are_left_out_and_named():
     found = rows("dense", [1.0] * 3) + rows("think_0.9", [0.5] * 2) + rows("kl_90_seed1", [1.0] * 3)
-    lines, lacking = table([*found, *rows("kl_90_seed2", [0.0])])
-    assert [(line["label"], line.get("seeds")) for line in lines] == [("dense", 1), ("LeanK", 1)]
+    of, lacking = by_method([*found, *rows("kl_90_seed2", [0.0])])
+    assert [(line["label"], line["seeds"]) for line in table(of)] == [("dense", 1), ("LeanK", 1)]
     assert lacking == ["think_0.9", "kl_90_seed2"]
     with pytest.raises(ValueError, match="dense"):
-        table(rows("think_0.9", [1.0]))
+        by_method(rows("think_0.9", [1.0]))
+
+
+def test_methods_are_compared_with_leank_at_their_ratio():
+    found = rows("dense", [1.0] * 4) + rows("l2steered_90_seed1", [1.0, 0.0, 0.0, 0.0])
+    found += rows("kl_90_seed1", [1.0] * 4) + rows("kl_90_seed2", [0.0] * 4) + rows("think_0.8", [0.0] * 4)
+    _, leank, steered, think = table(by_method(found)[0])
+    assert steered["minus_leank"] == -25.0
+    assert "minus_leank" not in leank.keys() | think.keys()
+
+
+def test_every_label_has_a_line_for_each_task():
+    found = rows("dense", [1.0, 1.0]) + rows("dense", [0.0], "b")
+    found += rows("kl_80_r16_seed1", [1.0, 0.0], size=1.0) + rows("kl_80_r16_seed1", [1.0], "b", size=3.0)
+    lines = {(line["method"], line["task"]): line for line in task_table(by_method(found)[0])}
+    assert len(lines) == 6
+    assert lines["kl_80_r16_seed1", "all"]["difference"] == 25.0  # means of the cells -50 and 100
+    assert lines["kl_80_r16_seed1", "a"]["difference"] == -50.0
+    assert (lines["kl_80_r16_seed1", "all"]["bytes"], lines["kl_80_r16_seed1", "b"]["bytes"]) == (0.5, 0.75)

@@ -6,7 +6,7 @@ import pytest
 
 from eval.rows.results import Results
 from scripts.bench.quality.turns import main, table
-from tests.eval.report.test_report import row
+from tests.helpers.report_rows import row
 
 
 def turn(method, conversation, number, score, size, task="kv"):

@@ -1,0 +1,30 @@
+"""A small batch of documents, questions and answers of uneven lengths, for tests of branches."""
+
+import torch
+
+DOCUMENTS, QUESTIONS, ANSWERS = [23, 17], [4, 7, 1, 5], [3, 1, 5, 2]  # two branches per document, uneven
+
+
+def pad(rows):
+    """Token ids [rows, longest], padded on the right with 7."""
+    return torch.nn.utils.rnn.pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True, padding_value=7)
+
+
+def tokens(lengths, seed):
+    """Random rows of these lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, 50, (n,), generator=generator) for n in lengths]
+
+
+def batch():
+    """The tokens of documents, questions and answers."""
+    return tokens(DOCUMENTS, 1), tokens(QUESTIONS, 2), tokens(ANSWERS, 3)
+
+
+def scores(per_branch=False):
+    """Random alpha [L, H, D] or [R, L, H, D] of `tests.conftest.tiny_model`, with an empty head in layer 0."""
+    shape = [4] * per_branch + [2, 2, 8]
+    alpha = torch.rand(shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    alpha[..., 0, 1, :] = 0  # an empty head
+    alpha[..., 1, 0, :4] = 0
+    return alpha.requires_grad_()
