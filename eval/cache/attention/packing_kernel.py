@@ -10,6 +10,8 @@ import triton.language as tl
 
 from eval.cache.attention.quantised_kernel import HALF, ROOM
 
+AT_ONCE = tl.constexpr(32)  # lines of channels: all at once took 254 registers, which left room for two programs
+
 # fmt: off
 
 
@@ -66,10 +68,9 @@ def _put_keys(
         code = code << (BEGIN * 2 + half * 4)
         if CELL > HALF:
             code |= _codes(y, scale[None, :], low[None, :], BITS) << (BEGIN * 2 + 4)
-        if BEGIN > 0 or CELL == HALF:
+        if half + BEGIN > 0:
             tl.debug_barrier()  # what is there has been written
-            before = there & (tl.zeros_like(row) + half + BEGIN > 0)
-            code |= tl.load(page + at, mask=before[None, :], other=0).to(tl.int32)
+            code |= tl.load(page + at, mask=there[None, :], other=0).to(tl.int32)
         tl.store(page + at, code.to(tl.uint8), mask=there[None, :])
     number = half * HALF // CELL * room + channel
     scales = (page + width * (PAGE if BITS == 8 else HALF)).to(tl.pointer_type(dtype), bitcast=True)
@@ -92,14 +93,16 @@ def _put_values(
     token = half * HALF + t
     slot = (oldest + t) % slots
     d, within = tl.arange(0, WIDTH), tl.arange(0, CELL)
-    for line in tl.static_range(0, LINES, WIDTH):
+    for line in range(0, LINES, WIDTH):
         code = tl.zeros([HALF, WIDTH], tl.int32)
         for place in tl.static_range(PLACES):
             first = (place * LINES + line) // CELL * CELL  # of the cell
             whole = tl.load(ring + slot[:, None] * D + (first + within)[None, :]).to(tl.float32)
             low, high = tl.min(whole, 1).to(dtype), tl.max(whole, 1).to(dtype)
             scale = _scale(low, high, BITS)
-            x = tl.load(ring + slot[:, None] * D + (place * LINES + line + d)[None, :])
+            x = whole
+            if WIDTH < CELL:
+                x = tl.load(ring + slot[:, None] * D + (place * LINES + line + d)[None, :]).to(tl.float32)
             code |= _codes(x, scale[:, None], low[:, None], BITS) << (place * BITS)
             at = first // CELL * PAGE + token
             at = at // 2 * 4 + at % 2
@@ -136,16 +139,16 @@ def move_packed(
             lots = (count + ROOM - 1) // ROOM
             room, width = lots * ROOM, lots * (ROOM // SHARED)
             k_page = room * (PAGE * BITS // 8 + PAGE // CELL * 2 * NUMBER)
-            row = tl.arange(0, D // SHARED)
             length = tl.load(length_ptr + head)
             oldest, amount, held = (start % slots).to(tl.int32), due.to(tl.int32), length.to(tl.int32)
             for at in range(0, amount, CELL):
                 page, half = (held + at) // PAGE, (held + at) % PAGE // HALF
                 to = k + page.to(tl.int64) * k_page
-                _put_keys(ring_k, slots, to, oldest + at, index, row, count, width, room, half, 0, D, PAGE, BITS, CELL)
-                if BITS == 2:
-                    _put_keys(ring_k, slots, to, oldest + at, index, row, count, width, room, half, 1,
-                              D, PAGE, BITS, CELL)
+                for first in range(0, width, AT_ONCE):
+                    row = first + tl.arange(0, AT_ONCE)
+                    for begin in tl.static_range(SHARED):
+                        _put_keys(ring_k, slots, to, oldest + at, index, row, count, width, room, half, begin,
+                                  D, PAGE, BITS, CELL)
                 to = v + page.to(tl.int64) * V_PAGE
                 for more in tl.static_range(0, CELL, HALF):
                     _put_values(ring_v, slots, to, oldest + at + more, half + more // HALF, D, PAGE, BITS, CELL)

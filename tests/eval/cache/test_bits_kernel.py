@@ -159,9 +159,10 @@ def check_moves(counts, dim, lengths, sizes, dtype, packing, appends, seed):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("packing", [Packing(b, g) for b in (2, 4, 8) for g in (32, 64)], ids=str)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_tokens_that_leave_the_window_are_packed_as_in_plain_pytorch(packing, dtype):
+@pytest.mark.parametrize(("counts", "dim"), [([0, 5, 64], 64), ([77, 128], 128)])  # lines in part, and several times
+def test_tokens_that_leave_the_window_are_packed_as_in_plain_pytorch(counts, dim, packing, dtype):
     sizes = Sizes(3, 20, packing.group)
-    assert check_moves([0, 5, 64], 64, [90, 40], sizes, dtype, packing, [packing.group, 70, 3, 70], 0) > 2
+    assert check_moves(counts, dim, [90, 40], sizes, dtype, packing, [packing.group, 70, 3, 70], 0) > 2
 
 
 @pytest.mark.gpu
