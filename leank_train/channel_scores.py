@@ -14,7 +14,7 @@ from torch import Tensor
 
 from leank_train.common.rotary import rotary_pairs
 from leank_train.common.shape import kv_shape
-from leank_train.mask import ChannelMask
+from leank_train.mask import ChannelMask, refuse_not_finite
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedConfig
@@ -65,10 +65,12 @@ class MeanScores:
 
     @property
     def scores(self) -> Tensor:
-        """Mean scores [L, H, D], float64. Raises ValueError before the first sample."""
+        """Mean scores [L, H, D], float64. Raises ValueError before the first sample, and if they are not finite."""
         if self.total is None:
             raise ValueError("no sample has been scored; add at least one before asking for the mask of mean scores")
-        return self.total / self.samples
+        mean = self.total / self.samples
+        refuse_not_finite(mean, "set model.dtype=bfloat16 or float32", "the mean of calibration samples")
+        return mean
 
     def mask(self, ratio: float) -> Tensor:
         """Keep the channels of the highest mean scores, equally many in every head; bool [L, H, D]."""

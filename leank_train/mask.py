@@ -257,8 +257,9 @@ def _read(path: str | os.PathLike) -> tuple[Tensor, dict[str, object]]:
 
 def refuse_not_finite(alpha: Tensor, cure: str, where: str = "alpha") -> None:
     """Raise ValueError that names the heads for scores [L, H, D] that are not finite; cure: what the user can do."""
-    heads = (~torch.isfinite(alpha)).any(-1).nonzero().tolist()
-    if heads:
+    fine = torch.isfinite(alpha)
+    if not fine.all():
+        heads = (~fine).any(-1).nonzero().tolist()
         layer, head = heads[0]
         some = f"{len(heads)} of {amount(alpha[..., 0].numel(), 'KV head')}, such as layer {layer}, head {head}"
         raise ValueError(f"{where} holds NaN or infinite scores in {some}; {cure}")

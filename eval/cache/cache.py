@@ -74,10 +74,8 @@ class CompressedCache(Cache):
         Raises ValueError for a layer that the cache's model does not have, RuntimeError if the last pass broke off.
         """
         if layer_idx >= len(self.layers):
-            raise ValueError(
-                f"this cache was made for a model of {amount(len(self.layers), 'layer')}, and layer {layer_idx} asks "
-                "for it: make one for this model with compressed_cache()"
-            )
+            made = f"this cache was made for a model of {amount(len(self.layers), 'layer')}"
+            raise ValueError(f"{made}, and layer {layer_idx} asks for it: make one with compressed_cache()")
         if layer_idx == 0:
             self._begin_pass(key_states.shape[2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)

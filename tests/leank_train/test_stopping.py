@@ -21,8 +21,8 @@ from leank_train.settings import check, fingerprint
 from leank_train.stages import Stage, Stage1, Stage2, StageConfig
 from leank_train.stopping import EarlyStop, best_look, first_look
 from leank_train.train import run
+from tests.helpers.ranks import forked_ranks
 from tests.helpers.tiny_run import alpha, killed, save_model, settings
-from tests.leank_train.running.test_ddp import forked_ranks
 
 RECIPE = [
     "stage1=steered", "stage2=kl", "stage1.steps=40", "stage2.steps=3", "stage1.lr=0.2",

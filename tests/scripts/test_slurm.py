@@ -19,8 +19,8 @@ from eval.rows.results import key_of, read
 from leank_train.train import run
 from scripts.cluster.local_slurm import LocalSlurm, missing
 from tests import ROOT
+from tests.helpers.ranks import SETTINGS
 from tests.helpers.tiny_run import alpha, command, save_model, settings
-from tests.leank_train.running.test_ddp import SETTINGS
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(missing() is not None, reason=f"no Slurm: {missing()}")]
 slow = pytest.mark.slow

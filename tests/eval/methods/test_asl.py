@@ -17,7 +17,8 @@ from eval.methods.registry import choice
 from eval.report.summary import summarise
 from eval.rows.results import read
 from tests.conftest import tiny_model
-from tests.eval.methods.test_prefill import (
+from tests.helpers.composed import evaluation
+from tests.helpers.passes_by_hand import (
     CASES,
     LAYERS,
     LENGTH,
@@ -28,7 +29,6 @@ from tests.eval.methods.test_prefill import (
     slow_asl,
     window_attention,
 )
-from tests.helpers.composed import evaluation
 from tests.helpers.replay_tools import prompts
 
 

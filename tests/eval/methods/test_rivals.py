@@ -23,8 +23,8 @@ from eval.methods.tokens.pyramidkv import PyramidKV
 from eval.methods.tokens.rkv import RKV
 from eval.methods.tokens.snapkv import SnapKV
 from eval.methods.tokens.tova import TOVA
-from tests.eval.methods.test_tokens import alone, attention, kept_of, observed
 from tests.helpers.cache_oracle import DIM, HEADS, left_padded, tiny_model
+from tests.helpers.token_choices import alone, attention, kept_of, observed
 
 SIZES = Sizes(2, 6, 4)
 LENGTHS = st.lists(st.integers(3, 36), min_size=1, max_size=3)

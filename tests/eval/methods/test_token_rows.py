@@ -15,7 +15,7 @@ from eval.methods.tokens.pyramidkv import PyramidKV
 from eval.methods.tokens.snapkv import SnapKV
 from eval.methods.tokens.streaming_llm import StreamingLLM
 from eval.methods.tokens.tova import TOVA
-from tests.eval.methods.test_tokens import alone, duo, kept_of, observed
+from tests.helpers.token_choices import alone, duo, kept_of, observed
 
 SIZES = Sizes(2, 6, 4)
 ANY = [

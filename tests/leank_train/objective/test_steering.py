@@ -22,8 +22,8 @@ from leank_train.objective.steering import Separation, learning_rate, steer, wan
 from leank_train.running.recorder import Recorder
 from leank_train.settings import check, fingerprint
 from leank_train.train import run
+from tests.helpers.ranks import forked_ranks, record
 from tests.helpers.tiny_run import alpha, killed, save_model, settings
-from tests.leank_train.running.test_ddp import forked_ranks, record
 
 RECIPE = ["stage1=steered", "stage2=kl", "stage1.steps=6", "stage2.steps=3"]
 

@@ -1,8 +1,5 @@
 """Several processes: two ranks with a document each learn what one process with two documents learns."""
 
-import os
-import subprocess
-import sys
 import time
 
 import pytest
@@ -17,40 +14,13 @@ from leank_train.data import Steps, collate
 from leank_train.fitting import mixture
 from leank_train.mask import ChannelMask
 from leank_train.train import run
-from tests import ROOT
-from tests.helpers import forked
-from tests.helpers.tiny_run import alpha, command, save_model, settings
-
-# answers of 1 and of 4 values, so that the ranks of a step count different answer tokens; float64 for exactness
-SETTINGS = ["++data.tasks.niah_multivalue=1", "data.questions=1", "model.dtype=float64", "stage1.steps=5", "seed=3"]
+from tests.helpers.ranks import SETTINGS, record, two_ranks
+from tests.helpers.tiny_run import alpha, save_model, settings
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("model"))
-
-
-def record(out, stage):
-    return torch.load(out / f"checkpoints/{stage}/done.ckpt", weights_only=True)["record"]["steps"]
-
-
-def of_ranks(model, out, *extra, trainer="ddp", devices=2):
-    """The command of a training in several processes on the CPU, and its environment."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    line = [sys.executable, "-m", "leank_train", *command(model), *extra, f"hydra.run.dir={out}"]
-    return [*line, f"trainer={trainer}", "trainer.accelerator=cpu", f"trainer.devices={devices}"], env
-
-
-def two_ranks(model, cwd, out, *extra):
-    """`python -m leank_train`, which starts a second process itself."""
-    line, env = of_ranks(model, out, *extra)
-    return subprocess.Popen(line, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def forked_ranks(model, cwd, out, *extra, trainer="ddp", devices=2):
-    """The same as forks of this process, as if `torchrun` had started them; returns what they print."""
-    line, env = of_ranks(model, out, *extra, trainer=trainer, devices=devices)
-    return forked.ranks(line, cwd, env, devices, cwd / f"{out}.log")
 
 
 @pytest.mark.parametrize("reduction", ["official", pytest.param("paper", marks=pytest.mark.slow)])

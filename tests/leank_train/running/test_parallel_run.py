@@ -19,9 +19,9 @@ from leank_train.settings import check
 from leank_train.train import run
 from tests.conftest import tiny_model
 from tests.helpers.branches import DOCUMENTS, batch, pad
+from tests.helpers.ranks import SETTINGS, forked_ranks, record
 from tests.helpers.tiny_run import alpha, save_model, settings
 from tests.leank_train.forward.test_sequence_parallel import step
-from tests.leank_train.running.test_ddp import SETTINGS, forked_ranks, record
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ import torch
 from leank_train.running.preempt import Signals
 from leank_train.running.recorder import Recorder
 from leank_train.train import run
+from tests.helpers.ranks import two_ranks
 from tests.helpers.tiny_run import VALIDATION, alpha, save_model, settings
-from tests.leank_train.running.test_ddp import two_ranks
 
 NEVER = "checkpoint_every=1000"  # what is saved is saved by the signal
 

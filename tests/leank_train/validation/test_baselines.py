@@ -85,6 +85,13 @@ def test_bad_settings_are_named(observed):
         think_mask(prefix, question.cut([1, 1, 1, 1]), 0.5)
     with pytest.raises(ValueError, match="no sample"):
         MeanScores().mask(0.5)
+    broken = MeanScores()
+    broken.add(torch.ones(1, 2, 2, 4))
+    scores = torch.ones(1, 2, 2, 4)
+    scores[0, 1, 0, 3] = torch.inf
+    broken.add(scores)
+    with pytest.raises(ValueError, match="samples holds NaN or infinite scores in 1 of 4 KV heads, such as layer 1"):
+        broken.mask(0.5)
 
 
 def test_scores_of_a_half_precision_model_do_not_overflow():

@@ -67,10 +67,10 @@ def test_a_run_in_two_grids_is_one(tmp_path):
     ("grid", "said"),
     [
         (["lk", "100", "1"], "lk is no variant"),
-        (["kl", "many", "1"], "many documents, 1 seeds: give numbers"),
-        (["kl", "100", "0"], "100 documents, 0 seeds: give numbers"),
-        (["kl", "2", "1"], "2 documents do not fill steps of 1 in both stages"),
-        (["kl", "102", "1"], "102 documents do not fill steps of 4 in both stages"),
+        (["kl", "many", "1"], "documents=many, seeds=1: give numbers"),
+        (["kl", "100", "0"], "documents=100, seeds=0: give numbers"),
+        (["kl", "2", "1"], "documents=2 do not fill steps of 1 in both stages"),
+        (["kl", "102", "1"], "documents=102 do not fill steps of 4 in both stages"),
     ],
 )
 def test_a_grid_that_cannot_be_trained_is_refused(grid, said, tmp_path, capsys):

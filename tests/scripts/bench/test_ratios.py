@@ -1,9 +1,12 @@
 """Methods against the pruning ratio: what a line says, and what it leaves out."""
 
+import csv
+
 import numpy as np
 import pytest
 
 from scripts.bench.quality.ratios import by_method, named, page, table, task_table
+from tests import ROOT
 
 
 def rows(method, scores, task="a", kl=0.0, top1=1.0, size=4.0):
@@ -91,3 +94,15 @@ def test_every_label_has_a_line_for_each_task():
     assert lines["kl_80_r16_seed1", "all"]["difference"] == 25.0  # means of the cells -50 and 100
     assert lines["kl_80_r16_seed1", "a"]["difference"] == -50.0
     assert (lines["kl_80_r16_seed1", "all"]["bytes"], lines["kl_80_r16_seed1", "b"]["bytes"]) == (0.5, 0.75)
+
+
+@pytest.mark.parametrize("model", ["reference", "reference_mixed"])
+def test_the_published_tables_say_of_how_many_samples_they_are(model):
+    with (ROOT / "docs/results" / model / "recall.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert {line["label"] for line in lines} >= {"dense", "LeanK", "ThinK", "IAP", "DuoAttention", "static norm"}
+    assert len({line["samples"] for line in lines}) == 1
+    for line in lines:
+        if line["ratio"]:
+            seeds = [float(v) for name, v in line.items() if name.startswith("difference_seed") and v]
+            assert not seeds or float(line["difference"]) == pytest.approx(np.mean(seeds), abs=1e-4)
