@@ -11,9 +11,9 @@ from torch import Tensor
 def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Return the names of the tensors that hold NaN or infinity, in order.
 
-    Each tensor is read once where it lies, by its smallest and its largest number, which are NaN if any number is:
-    an 8B model takes milliseconds on a GPU. All answers come to the host together. Types of one byte, which few
-    operations take, are passed over.
+    Each tensor is read once where it lies, for its smallest and its largest number, which are NaN if any number is.
+    No copy is made, and all answers come to the host together. Types of one byte, which few operations take, are
+    passed over.
 
     tensors: (name, tensor), of any shape, type and device.
     """
