@@ -137,7 +137,7 @@ def test_a_mask_from_before_loads_with_one_note(tmp_path):
         ({"keep": MASK.keep}, {**OLD, "metadata": "[1]"}, "header is not what was written"),
         ({"keep": MASK.keep}, {**OLD, "metadata": "[" * 10**5}, "header is not what was written"),
         ({"keep": MASK.keep}, {"format": FORMAT}, "header is not what was written"),
-        ({"keep": MASK.keep.byte()}, OLD, r"keep is torch\.uint8"),
+        ({"keep": MASK.keep.byte()}, OLD, r"mask=.* holds torch\.uint8 .*, and a mask is bool"),
         ({"keep": torch.full((1, 2, 8), 2, dtype=torch.uint8).view(torch.bool)}, OLD, "neither 0 nor 1"),
         ({"keep": MASK.keep, "more": MASK.keep.clone()}, OLD, "it holds keep, more, not keep"),
         ({"alpha": STATE["alpha"]}, OLD, "it holds alpha, not keep"),
