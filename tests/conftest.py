@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,6 +74,9 @@ def tiny_model(architecture: str, seed: int = 0, **settings) -> PreTrainedModel:
     return model.double().eval().requires_grad_(False)
 
 
-@pytest.fixture(params=sorted(ARCHITECTURES))
-def model(request) -> PreTrainedModel:
-    return tiny_model(request.param)
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory) -> Path:
+    """The folder of a tiny random Llama with the reference tokenizer, for runs that load their model; only read it."""
+    from tests.helpers.tiny_run import save_model  # brings Hydra, which most tests do without
+
+    return save_model(tmp_path_factory.mktemp("model"))

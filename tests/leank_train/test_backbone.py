@@ -23,15 +23,10 @@ from tests.helpers.tiny_run import save_model
 SLOW = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 @settings(max_examples=25, **SLOW)
 @given(data=st.data())
-def test_a_weight_that_is_missing_or_of_another_shape_is_never_made_up(model, tmp_path_factory, data):
-    tensors = load_file(model / "model.safetensors")
+def test_a_weight_that_is_missing_or_of_another_shape_is_never_made_up(model_folder, tmp_path_factory, data):
+    tensors = load_file(model_folder / "model.safetensors")
     name = data.draw(st.sampled_from(sorted(tensors)))
     change = data.draw(st.sampled_from(["missing", "renamed", "cut", "one more"]))
     lost = tensors.pop(name)
@@ -42,7 +37,7 @@ def test_a_weight_that_is_missing_or_of_another_shape_is_never_made_up(model, tm
     elif change == "one more":
         tensors[name] = torch.cat([lost, lost[:1]])
     folder = tmp_path_factory.mktemp("other")
-    for file in model.iterdir():
+    for file in model_folder.iterdir():
         (folder / file.name).symlink_to(file)
     (folder / "model.safetensors").unlink()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -60,8 +55,8 @@ ROPE = ("rope_type", "rope_theta", "factor", "attention_factor", "original_max_p
 
 @settings(max_examples=60, **SLOW)
 @given(data=st.data())
-def test_any_override_answers_in_one_line_or_loads(model, data):
-    config = AutoConfig.from_pretrained(model).to_dict()
+def test_any_override_answers_in_one_line_or_loads(model_folder, data):
+    config = AutoConfig.from_pretrained(model_folder).to_dict()
     key = data.draw(st.sampled_from(sorted(config.keys() - {"num_hidden_layers", "transformers_version"})))
     if data.draw(st.booleans()):
         kind = data.draw(st.sampled_from(["default", "yarn", "linear", "llama3"]))
@@ -70,7 +65,7 @@ def test_any_override_answers_in_one_line_or_loads(model, data):
         overrides = {key: data.draw(VALUES)}
     said = ""
     try:
-        backbone.load(str(model), overrides=overrides)
+        backbone.load(str(model_folder), overrides=overrides)
     except (ValueError, FileNotFoundError) as error:
         said = str(error)
     assert len(said.splitlines()) <= 1, said
@@ -83,9 +78,9 @@ def test_any_override_answers_in_one_line_or_loads(model, data):
         ({"rope_type": "yarm", "factor": 4.0}, r"rope_type='yarm' must be one of default, linear, dynamic, yarn"),
     ],
 )
-def test_a_change_of_rope_without_effect_is_refused(model, given, message):
+def test_a_change_of_rope_without_effect_is_refused(model_folder, given, message):
     with pytest.raises(BadConfig, match=message):
-        backbone.load_config(str(model), {"rope_parameters": given})
+        backbone.load_config(str(model_folder), {"rope_parameters": given})
 
 
 def test_parameters_of_rope_for_each_type_of_layer_are_changed_where_the_model_reads_them(tmp_path):
@@ -105,8 +100,8 @@ def test_the_tokenizer_of_a_model_with_more_tokens_is_refused(tmp_path):
         backbone.load(str(tmp_path))
 
 
-def test_damaged_files_are_named_before_weights_are_loaded(model, tmp_path):
-    for file in model.iterdir():
+def test_damaged_files_are_named_before_weights_are_loaded(model_folder, tmp_path):
+    for file in model_folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[:-9])

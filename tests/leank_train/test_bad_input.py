@@ -29,11 +29,6 @@ from tests.helpers import forked
 from tests.helpers.tiny_run import VALIDATION, command, save_model, settings
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 def says(call, *parts):
     """The call fails with a message that holds every one of these patterns."""
     with pytest.raises((ValueError, FileNotFoundError)) as caught:
@@ -133,10 +128,10 @@ BEFORE_TRAINING = {
 
 
 @pytest.mark.parametrize("case", BEFORE_TRAINING)
-def test_before_training(model, tmp_path, no_step, case, monkeypatch):
+def test_before_training(model_folder, tmp_path, no_step, case, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     changed, parts = BEFORE_TRAINING[case]
-    says(lambda: run(settings(model, *changed), tmp_path / "run"), *parts)
+    says(lambda: run(settings(model_folder, *changed), tmp_path / "run"), *parts)
     assert not (tmp_path / "run/checkpoints").exists()
 
 
@@ -144,13 +139,13 @@ def other(tmp_path, model_class, config_class, **sizes):
     return save_model(tmp_path / "other", model_class, config_class, **sizes)
 
 
-def test_a_refused_run_leaves_the_folder_as_it_was(model, tmp_path, no_step):
+def test_a_refused_run_leaves_the_folder_as_it_was(model_folder, tmp_path, no_step):
     changed, _ = BEFORE_TRAINING["short for a task"]  # refused when the folder has been claimed
     for _ in range(2):
-        says(lambda: run(settings(model, *changed), tmp_path), "is too short for task")
+        says(lambda: run(settings(model_folder, *changed), tmp_path), "is too short for task")
         assert not list(tmp_path.iterdir())
     (tmp_path / "config.yaml").write_text("of an earlier start")
-    says(lambda: run(settings(model, *changed), tmp_path), "is too short for task")
+    says(lambda: run(settings(model_folder, *changed), tmp_path), "is too short for task")
     assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
 
 
@@ -199,18 +194,18 @@ def test_a_model_that_slides_its_own_window(tmp_path, no_step):
     )  # fmt: skip
 
 
-def test_a_folder_without_weights(model, tmp_path, no_step):
+def test_a_folder_without_weights(model_folder, tmp_path, no_step):
     (tmp_path / "model").mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "model" / name).write_bytes((model / name).read_bytes())
+        (tmp_path / "model" / name).write_bytes((model_folder / name).read_bytes())
     says(
         lambda: run(settings(tmp_path / "model"), tmp_path / "run"),
         r"model\.name='.*/model' cannot be loaded", "does not hold a complete model", r"Put config\.json, \*\.safe",
     )  # fmt: skip
 
 
-def test_a_mask_of_another_shape_or_model(model, tmp_path):
-    config = AutoConfig.from_pretrained(model)
+def test_a_mask_of_another_shape_or_model(model_folder, tmp_path):
+    config = AutoConfig.from_pretrained(model_folder)
     mask = ChannelMask(torch.ones(3, 2, 16, dtype=torch.bool), {"model": "org/other"})
     says(
         lambda: mask.check_model(config), r"\[3, 2, 16\]", "org/other", r"needs .* = \[2, 2, 16\]; take a mask trained"
@@ -219,51 +214,54 @@ def test_a_mask_of_another_shape_or_model(model, tmp_path):
         ChannelMask(torch.ones(2, 2, 16, dtype=torch.bool), {"model": "org/other"}).check_model(config)
 
 
-def test_an_answer_without_tokens(model, tmp_path, no_step, monkeypatch):
+def test_an_answer_without_tokens(model_folder, tmp_path, no_step, monkeypatch):
     monkeypatch.setattr("leank_train.backbone.Backbone.encode", lambda self, text: [])
-    says(lambda: run(settings(model), tmp_path / "run"), r"the answer ' \d+\.' to .* has no tokens: nothing to distil")
+    says(
+        lambda: run(settings(model_folder), tmp_path / "run"),
+        r"the answer ' \d+\.' to .* has no tokens: nothing to distil",
+    )
     assert not (tmp_path / "run/checkpoints").exists()
 
 
-def test_a_loss_that_is_not_finite(model, tmp_path, monkeypatch):
+def test_a_loss_that_is_not_finite(model_folder, tmp_path, monkeypatch):
     rows = distill.answer_rows
     monkeypatch.setattr(distill, "answer_rows", lambda *args: rows(*args) * float("nan"))
     says(
-        lambda: run(settings(model), tmp_path),
+        lambda: run(settings(model_folder), tmp_path),
         "the distillation loss is nan; lower the learning rate", r"stage1\.lr", r"model\.dtype=float32",
     )  # fmt: skip
     assert not (tmp_path / "mask.safetensors").exists()
 
 
-def test_a_folder_of_another_config(model, tmp_path):
-    run(settings(model, "stage1.steps=1", "stage2.steps=0"), tmp_path)
+def test_a_folder_of_another_config(model_folder, tmp_path):
+    run(settings(model_folder, "stage1.steps=1", "stage2.steps=0"), tmp_path)
     mask = (tmp_path / "mask.safetensors").read_bytes()
     says(
-        lambda: run(settings(model, "stage1.steps=2", "stage2.steps=0"), tmp_path),
+        lambda: run(settings(model_folder, "stage1.steps=2", "stage2.steps=0"), tmp_path),
         "holds checkpoints of another config", r"compare .*/config\.yaml", r"set hydra\.run\.dir to a new folder",
     )  # fmt: skip
     says(
-        lambda: run(settings(model, "stage1.steps=1", "stage2.steps=0", "resume=false"), tmp_path),
+        lambda: run(settings(model_folder, "stage1.steps=1", "stage2.steps=0", "resume=false"), tmp_path),
         "resume=false", "holds a run already", r"set hydra\.run\.dir to a new folder, or resume=true",
     )  # fmt: skip
     (tmp_path / "config.hash").unlink()
     says(
-        lambda: run(settings(model, "stage1.steps=1", "stage2.steps=0"), tmp_path),
+        lambda: run(settings(model_folder, "stage1.steps=1", "stage2.steps=0"), tmp_path),
         "holds checkpoints of another config", r"set hydra\.run\.dir to a new folder",
     )  # fmt: skip
     assert (tmp_path / "mask.safetensors").read_bytes() == mask
 
 
-def test_out_of_memory_on_a_cpu(model, tmp_path, monkeypatch):
+def test_out_of_memory_on_a_cpu(model_folder, tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
 
     monkeypatch.setattr("leank_train.backbone.load", full)
-    says(lambda: run(settings(model), tmp_path), "out of memory while loading the model; lower the precision")
+    says(lambda: run(settings(model_folder), tmp_path), "out of memory while loading the model; lower the precision")
 
 
 @pytest.mark.parametrize("where", ["loading", "stage1", "stage2", "validation"])
-def test_out_of_gpu_memory(model, tmp_path, monkeypatch, where):
+def test_out_of_gpu_memory(model_folder, tmp_path, monkeypatch, where):
     def full(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -279,7 +277,7 @@ def test_out_of_gpu_memory(model, tmp_path, monkeypatch, where):
         monkeypatch.setattr(
             Stage, "training_step", lambda *args: (full if type(args[0]).__name__.lower() == where else step)(*args)
         )
-    says(lambda: run(settings(model, *VALIDATION), tmp_path), f"out of GPU memory .*{where}", *sizes)
+    says(lambda: run(settings(model_folder, *VALIDATION), tmp_path), f"out of GPU memory .*{where}", *sizes)
     assert not (tmp_path / "metrics.json").exists()
     assert (tmp_path / "mask.safetensors").exists() == (where == "validation")
 

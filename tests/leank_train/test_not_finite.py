@@ -17,11 +17,6 @@ from tests.helpers.tiny_run import save_model, settings
 from tests.leank_train.test_bad_input import says
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def no_step(monkeypatch):
     """Training must not begin."""
@@ -51,8 +46,8 @@ def test_weights_that_float16_cannot_hold(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["last", "done"])
-def test_scores_that_are_not_finite_are_named_before_a_step(model, tmp_path, monkeypatch, name):
-    run(settings(model, "stage1.steps=2", "stage2.steps=0"), tmp_path)
+def test_scores_that_are_not_finite_are_named_before_a_step(model_folder, tmp_path, monkeypatch, name):
+    run(settings(model_folder, "stage1.steps=2", "stage2.steps=0"), tmp_path)
     file = tmp_path / f"checkpoints/stage1/{name}.ckpt"
     state = read_checkpoint(file, "")
     (state["state_dict"] if name == "last" else state)["alpha"][1, 0, 3] = math.nan
@@ -61,7 +56,7 @@ def test_scores_that_are_not_finite_are_named_before_a_step(model, tmp_path, mon
         file.with_name("done.ckpt").unlink()
     monkeypatch.setattr(Stage, "training_step", lambda *args: pytest.fail("training has begun"))
     says(
-        lambda: run(settings(model, "stage1.steps=2", "stage2.steps=0"), tmp_path),
+        lambda: run(settings(model_folder, "stage1.steps=2", "stage2.steps=0"), tmp_path),
         rf"{name}\.ckpt holds NaN or infinite scores in 1 of 4 KV heads, such as layer 1, head 0; .*remove it",
     )
 

@@ -28,26 +28,21 @@ STEPS = 6 + 4  # of both stages
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def finished(model, tmp_path_factory):
+def finished(model_folder, tmp_path_factory):
     """The directory of a run that nothing has stopped."""
     out = tmp_path_factory.mktemp("run")
-    run(settings(model, *VALIDATION), out)
+    run(settings(model_folder, *VALIDATION), out)
     return out
 
 
-def test_run_directory(finished, model):
+def test_run_directory(finished, model_folder):
     mask = ChannelMask.load(finished / "mask.safetensors")
     assert mask.keep.shape == (2, 2, 16)
     assert abs(mask.pruning_ratio - 0.7) <= 2 / 64  # half a block of 4 among 64 channels
     assert (mask.channels_per_head % 4 == 0).all()
     metadata = mask.metadata
     assert (metadata["model"], metadata["ratio"], metadata["alignment"], metadata["rounding"]) == (
-        str(model), 0.7, 4, "exact",
+        str(model_folder), 0.7, 4, "exact",
     )  # fmt: skip
     assert (metadata["sink"], metadata["window"], metadata["lengths"], metadata["seed"]) == (4, 32, [300, 400], 1)
     assert metadata["config"] == (finished / "config.hash").read_text().strip()
@@ -73,7 +68,7 @@ def test_run_directory(finished, model):
 
     config = OmegaConf.load(finished / "config.yaml")
     assert config.stage1.steps == 6
-    assert config.model.name == str(model)
+    assert config.model.name == str(model_folder)
     table = (finished / "validation.md").read_text()
     assert all(f"| {m} |" in table for m in METHODS)
     for name in ("last", "done"):
@@ -94,7 +89,7 @@ def test_checkpoints_are_small_and_hold_no_weights_of_the_model(finished):
     assert [s["step"] for s in done["record"]["steps"]] == [1, 2, 3, 4, 5, 6]
 
 
-def test_the_same_command_again_does_no_step_and_gives_the_same(finished, model, monkeypatch):
+def test_the_same_command_again_does_no_step_and_gives_the_same(finished, model_folder, monkeypatch):
     files = ["mask.safetensors", "alpha.safetensors", "validation.md", *(f"plots/{p}.png" for p in PLOTS)]
     before = {f: (finished / f).read_bytes() for f in files}
     metrics = json.loads((finished / "metrics.json").read_text())
@@ -103,22 +98,22 @@ def test_the_same_command_again_does_no_step_and_gives_the_same(finished, model,
         raise AssertionError("a step was taken")
 
     monkeypatch.setattr(Stage, "training_step", no_step)
-    again = run(settings(model, *VALIDATION), finished)
+    again = run(settings(model_folder, *VALIDATION), finished)
     assert {f: (finished / f).read_bytes() for f in files} == before
     assert again["seconds"]["training"] == metrics["seconds"]["training"]
     for key in ("pruning_ratio", "distillation", "validation"):
         assert again[key] == metrics[key]
 
 
-def test_the_seed_decides(finished, model, tmp_path):
-    run(settings(model), tmp_path / "same")
-    run(settings(model, "seed=2"), tmp_path / "other")
+def test_the_seed_decides(finished, model_folder, tmp_path):
+    run(settings(model_folder), tmp_path / "same")
+    run(settings(model_folder, "seed=2"), tmp_path / "other")
     assert torch.equal(alpha(tmp_path / "same"), alpha(finished))
     assert not torch.equal(alpha(tmp_path / "other"), alpha(finished))
 
 
-def test_workers_change_nothing(finished, model, tmp_path):
-    run(settings(model, "workers=1"), tmp_path)
+def test_workers_change_nothing(finished, model_folder, tmp_path):
+    run(settings(model_folder, "workers=1"), tmp_path)
     assert torch.equal(alpha(tmp_path), alpha(finished))
 
 
@@ -176,19 +171,19 @@ STOPS = {
 
 
 @pytest.mark.parametrize("stop", STOPS)
-def test_killed_and_started_again(finished, model, tmp_path, stop):
+def test_killed_and_started_again(finished, model_folder, tmp_path, stop):
     out = tmp_path / "run"
 
     def work():
         STOPS[stop]()
-        run(settings(model), out)
+        run(settings(model_folder), out)
 
     assert killed(work)
     assert not (out / "metrics.json").exists()
     assert (out / "mask.safetensors").exists() == (stop == "metrics")
     for checkpoint in out.glob("checkpoints/*/*.ckpt"):
         torch.load(checkpoint, weights_only=True)  # whole, or not there
-    metrics = run(settings(model), out)
+    metrics = run(settings(model_folder), out)
     step = metrics["distillation"], json.loads((finished / "metrics.json").read_text())["distillation"]
     assert step[0] == step[1], stop
     assert torch.equal(alpha(out), alpha(finished)), STOPS[stop].__defaults__
@@ -202,8 +197,8 @@ def cli(model, cwd, *extra):
     return subprocess.Popen(line, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def test_command_line_killed_from_outside(finished, model, tmp_path):
-    process = cli(model, tmp_path)
+def test_command_line_killed_from_outside(finished, model_folder, tmp_path):
+    process = cli(model_folder, tmp_path)
     while process.poll() is None and not (tmp_path / "here/checkpoints/stage1/last.ckpt").exists():
         time.sleep(0.005)
     time.sleep(random.uniform(0, 0.2))
@@ -212,7 +207,7 @@ def test_command_line_killed_from_outside(finished, model, tmp_path):
     assert process.returncode == -signal.SIGKILL
     assert not (tmp_path / "here/metrics.json").exists()
 
-    again = cli(model, tmp_path)
+    again = cli(model_folder, tmp_path)
     output, _ = again.communicate(timeout=120)
     assert again.returncode == 0, output
     assert not [note for note in ("deprecated", "GPU available", "Tip:", "no effect") if note in output], output
@@ -221,11 +216,11 @@ def test_command_line_killed_from_outside(finished, model, tmp_path):
     assert torch.equal(alpha(tmp_path / "here"), alpha(finished))
 
 
-def test_weights_and_biases_offline(model, tmp_path, monkeypatch):
+def test_weights_and_biases_offline(model_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     out = tmp_path / "run"
-    run(settings(model, *VALIDATION, "logger=wandb", "stage1.steps=3", "stage2.steps=2"), out)
+    run(settings(model_folder, *VALIDATION, "logger=wandb", "stage1.steps=3", "stage2.steps=2"), out)
     (folder,) = out.glob("wandb/offline-run-*")
 
     def inspect(*arguments):

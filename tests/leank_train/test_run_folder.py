@@ -29,14 +29,9 @@ SHORT = ["stage1.steps=4", "stage2.steps=1", "checkpoint_every=1"]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def whole(model, tmp_path_factory):
+def whole(model_folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole")
-    run(settings(model, *SHORT), out)
+    run(settings(model_folder, *SHORT), out)
     return out
 
 
@@ -57,10 +52,10 @@ def damage(path, place=0.5):
 
 
 @pytest.mark.parametrize("how", ["flipped", "cut"])
-def test_a_damaged_last_checkpoint_is_refused_and_the_one_before_helps(model, whole, tmp_path, how):
+def test_a_damaged_last_checkpoint_is_refused_and_the_one_before_helps(model_folder, whole, tmp_path, how):
     def work():
         at_file("stage1/done.ckpt", "before")
-        run(settings(model, *SHORT), tmp_path)
+        run(settings(model_folder, *SHORT), tmp_path)
 
     assert killed(work)
     last = tmp_path / "checkpoints/stage1/last.ckpt"
@@ -73,38 +68,38 @@ def test_a_damaged_last_checkpoint_is_refused_and_the_one_before_helps(model, wh
     )
     for _ in range(2):
         with pytest.raises(ValueError, match=said) as error:
-            run(settings(model, *SHORT), tmp_path)
+            run(settings(model_folder, *SHORT), tmp_path)
         assert "\n" not in str(error.value)
     assert not (tmp_path / "mask.safetensors").exists()
     shutil.copy(previous, last)
     taken, keep = [], Recorder.on_train_batch_end
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Recorder, "on_train_batch_end", lambda *args: (taken.append(1), keep(*args)))
-        run(settings(model, *SHORT), tmp_path)
+        run(settings(model_folder, *SHORT), tmp_path)
     assert len(taken) == 1 + 1  # one step of stage 1 again, and stage 2
     for name in ("mask.safetensors", "alpha.safetensors"):
         assert (tmp_path / name).read_bytes() == (whole / name).read_bytes()
 
 
-def test_a_damaged_done_checkpoint_is_made_again_from_the_last(model, whole, tmp_path):
+def test_a_damaged_done_checkpoint_is_made_again_from_the_last(model_folder, whole, tmp_path):
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     done = tmp_path / "checkpoints/stage1/done.ckpt"
     damage(done)
     with pytest.raises(ValueError, match=f"{done} is damaged or cut off: .*; remove it, and .* goes on from last.ckpt"):
-        run(settings(model, *SHORT), tmp_path)
+        run(settings(model_folder, *SHORT), tmp_path)
     done.unlink()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stage, "training_step", lambda *args: pytest.fail("a step was taken"))
-        run(settings(model, *SHORT), tmp_path)
+        run(settings(model_folder, *SHORT), tmp_path)
     assert (tmp_path / "alpha.safetensors").read_bytes() == (whole / "alpha.safetensors").read_bytes()
 
 
-def test_checkpoints_from_before_go_on_with_a_note(model, whole, tmp_path):
+def test_checkpoints_from_before_go_on_with_a_note(model_folder, whole, tmp_path):
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     for file in tmp_path.rglob("*.ckpt"):
         torch.save(torch.load(file, weights_only=True), file)
     with pytest.warns(UserWarning, match=r"done\.ckpt has no sha256"):
-        run(settings(model, *SHORT), tmp_path)
+        run(settings(model_folder, *SHORT), tmp_path)
     assert (tmp_path / "mask.safetensors").read_bytes() == (whole / "mask.safetensors").read_bytes()
 
 
@@ -117,44 +112,44 @@ def test_scores_are_written_with_a_digest(whole):
         read_tensors(whole / "damaged", {"alpha", "stage1"}, "")
 
 
-def test_a_run_of_no_steps_is_refused(model, tmp_path, no_step):
+def test_a_run_of_no_steps_is_refused(model_folder, tmp_path, no_step):
     with pytest.raises(ValueError, match=r"stage1\.steps=0 and stage2\.steps=0: nothing would be learned; give one"):
-        run(settings(model, "stage1.steps=0", "stage2.steps=0"), tmp_path / "out")
+        run(settings(model_folder, "stage1.steps=0", "stage2.steps=0"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_ratio_that_cannot_be_met_is_refused_before_a_step(model, tmp_path, no_step):
+def test_a_ratio_that_cannot_be_met_is_refused_before_a_step(model_folder, tmp_path, no_step):
     with pytest.raises(
         ValueError, match=r"ratio=0\.95 with align=16 would empty every head: \[2, 2, 16\] channels are 4"
     ):
-        run(settings(model, "mask.ratio=0.95", "mask.align=16"), tmp_path)
+        run(settings(model_folder, "mask.ratio=0.95", "mask.align=16"), tmp_path)
     for ratio, words in (("0.99", "empty every head"), ("0.01", "prune nothing")):  # not at the end of the run
         with pytest.raises(ValueError, match=rf"^extra_ratios={ratio} with align=4 would {words}"):
-            run(settings(model, f"extra_ratios=[0.5,{ratio}]"), tmp_path)
+            run(settings(model_folder, f"extra_ratios=[0.5,{ratio}]"), tmp_path)
 
 
-def test_a_ratio_that_is_missed_is_said(model, tmp_path, caplog):
-    run(settings(model, "mask.align=16", "stage1.steps=1", "stage2.steps=0"), tmp_path)
+def test_a_ratio_that_is_missed_is_said(model_folder, tmp_path, caplog):
+    run(settings(model_folder, "mask.align=16", "stage1.steps=1", "stage2.steps=0"), tmp_path)
     assert f"{tmp_path}/mask.safetensors: it prunes 75.0% of the channels, not ratio=0.7" in caplog.text
     assert ChannelMask.load(tmp_path / "mask.safetensors").pruning_ratio == 0.75
 
 
-def test_two_trainings_in_one_folder(model, tmp_path, no_step):
+def test_two_trainings_in_one_folder(model_folder, tmp_path, no_step):
     words = (
         rf"^{re.escape(str(tmp_path))} is being written by another training; wait for it, or set hydra\.run\.dir to a"
     )
     with Lock(tmp_path / "run.lock", "busy"), pytest.raises(BlockingIOError, match=words):
-        run(settings(model), tmp_path)
+        run(settings(model_folder), tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["run.lock"]
 
 
 @pytest.mark.slow
-def test_a_second_command_is_refused_until_the_first_is_killed(model, tmp_path):
-    first = cli(model, tmp_path, "stage1.steps=3000", "workers=1")
+def test_a_second_command_is_refused_until_the_first_is_killed(model_folder, tmp_path):
+    first = cli(model_folder, tmp_path, "stage1.steps=3000", "workers=1")
     while first.poll() is None and not (tmp_path / "here/checkpoints/stage1/last.ckpt").exists():
         time.sleep(0.05)
     workers = subprocess.run(["pgrep", "-P", str(first.pid)], capture_output=True, text=True).stdout.split()
-    second, _ = cli(model, tmp_path, "stage1.steps=3000", "workers=1").communicate(timeout=120)
+    second, _ = cli(model_folder, tmp_path, "stage1.steps=3000", "workers=1").communicate(timeout=120)
     assert "leank_train: " in second.splitlines()[-1]
     assert "is being written by another training; wait for it" in second.splitlines()[-1]
     first.kill()
@@ -182,7 +177,7 @@ def test_processes_that_a_run_starts_hold_no_lock(tmp_path):
         os.waitpid(child, 0)
 
 
-def test_a_requeued_job_waits_for_its_predecessor(model, whole, tmp_path, monkeypatch):
+def test_a_requeued_job_waits_for_its_predecessor(model_folder, whole, tmp_path, monkeypatch):
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     read, write = os.pipe()
@@ -195,7 +190,7 @@ def test_a_requeued_job_waits_for_its_predecessor(model, whole, tmp_path, monkey
     os.read(read, 1)
     with pytest.raises(BlockingIOError):
         Lock(tmp_path / "run.lock", "busy")
-    run(settings(model, *SHORT), tmp_path)
+    run(settings(model_folder, *SHORT), tmp_path)
     assert os.waitpid(child, 0)[1] == 0
 
 
@@ -258,8 +253,8 @@ def test_a_run_whose_inputs_have_changed_does_not_go_on(tmp_path, no_step, chang
     assert (out / "inputs.json").read_bytes() == before
 
 
-def test_inputs_of_a_run_without_checkpoints_are_replaced_and_damaged_ones_refused(model, tmp_path):
-    config = settings(model, *SHORT)
+def test_inputs_of_a_run_without_checkpoints_are_replaced_and_damaged_ones_refused(model_folder, tmp_path):
+    config = settings(model_folder, *SHORT)
     (tmp_path / "inputs.json").write_text("{")
     with run_folder.claimed(check(config), plain(config), tmp_path):
         (tmp_path / "checkpoints").mkdir()

@@ -7,21 +7,15 @@ from data_gen.tasks import Mixture
 from leank_train import backbone as backbones
 from leank_train.data import collate
 from leank_train.stages import Stage1, StageConfig
-from tests.helpers.tiny_run import save_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize(("reduction", "size"), [("official", 1e-4), ("paper", 100)])
 @pytest.mark.parametrize("objective", ["l2", "kl"])
-def test_gradients_survive_float16(model, objective, reduction, size):
+def test_gradients_survive_float16(model_folder, objective, reduction, size):
     """A mean over the units and tokens of a large model has gradients below 6e-8; a sum over them has large ones."""
     found = {}
     for dtype in ("float32", "float16"):
-        backbone = backbones.load(str(model), dtype)
+        backbone = backbones.load(str(model_folder), dtype)
         mixed = Mixture({"multikey": 1}, backbone.tokenizer, 300, 400, questions=2)
         config = StageConfig(5, 0.1, objective=objective, reduction=reduction)
         stage = Stage1(backbone, config, 4, 32, torch.full(backbone.shape, 0.9))

@@ -22,7 +22,7 @@ from leank_train.stages import Stage, Stage1, Stage2, StageConfig
 from leank_train.stopping import EarlyStop, best_look, first_look
 from leank_train.train import run
 from tests.helpers.ranks import forked_ranks
-from tests.helpers.tiny_run import alpha, killed, save_model, settings
+from tests.helpers.tiny_run import alpha, killed, settings
 
 RECIPE = [
     "stage1=steered", "stage2=kl", "stage1.steps=40", "stage2.steps=3", "stage1.lr=0.2",
@@ -32,15 +32,10 @@ FIRST = 24  # the wanted mean of 40 steps falls during so many
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def finished(model, tmp_path_factory):
+def finished(model_folder, tmp_path_factory):
     """A run that nothing but its patience has stopped."""
     out = tmp_path_factory.mktemp("run")
-    run(settings(model, *RECIPE), out)
+    run(settings(model_folder, *RECIPE), out)
     return out
 
 
@@ -92,7 +87,7 @@ def test_looks_begin_when_scores_have_fallen():
     assert first_look(StageConfig(3, 0.02, patience=1)) == 1
 
 
-def test_a_run_ends_early_with_its_best_scores(finished, model, tmp_path):
+def test_a_run_ends_early_with_its_best_scores(finished, model_folder, tmp_path):
     done, metrics = state(finished), json.loads((finished / "metrics.json").read_text())
     looks, steps = done["record"]["looks"], [s["step"] for s in done["record"]["steps"]]
     assert [step for step, _ in looks] == list(range(FIRST, steps[-1] + 1, 2))
@@ -110,15 +105,15 @@ def test_a_run_ends_early_with_its_best_scores(finished, model, tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Recorder, "on_train_batch_end", note)
-        run(settings(model, *patient), tmp_path)
+        run(settings(model_folder, *patient), tmp_path)
     assert torch.equal(done["alpha"], course[step])
     assert state(tmp_path)["record"]["looks"][: len(looks)] == looks
     assert len(course) == 40
 
 
-def test_the_loss_is_that_of_the_deployed_mask(model):
+def test_the_loss_is_that_of_the_deployed_mask(model_folder):
     """It is what stage 2 minimises when heads without channels drop their middle."""
-    backbone = backbones.load(str(model))
+    backbone = backbones.load(str(model_folder))
     mixture = Mixture({"multikey": 1}, backbone.tokenizer, 300, 400, questions=2)
     batches = RetrievalData(backbone, mixture).held_out(3)
     scores = torch.rand(backbone.shape, generator=torch.Generator().manual_seed(1))
@@ -136,8 +131,8 @@ def test_the_loss_is_that_of_the_deployed_mask(model):
         assert one.heldout(batches, mask.keep) == pytest.approx(sum(wanted) / 3, rel=1e-6)
 
 
-def test_no_step_trains_on_held_out_documents(model):
-    backbone = backbones.load(str(model))
+def test_no_step_trains_on_held_out_documents(model_folder):
+    backbone = backbones.load(str(model_folder))
     mixture = Mixture({"multikey": 1}, backbone.tokenizer, 300, 400, per_length=2)
     data = RetrievalData(backbone, mixture, documents=2)
     assert len(Steps(backbone, mixture, 2, 0, 0, 1)) == HELD_OUT
@@ -155,8 +150,8 @@ def test_no_step_trains_on_held_out_documents(model):
     assert len({tuple(ids) for ids in together}) == 4
 
 
-def test_held_out_documents_lie_on_the_device_of_the_stage(model):
-    backbone = backbones.load(str(model))
+def test_held_out_documents_lie_on_the_device_of_the_stage(model_folder):
+    backbone = backbones.load(str(model_folder))
     data = RetrievalData(backbone, Mixture({"multikey": 1}, backbone.tokenizer, 300, 400))
     stop = EarlyStop(StageConfig(10, 0.1, patience=1), lambda scores: scores > 0)
     stop.on_train_start(SimpleNamespace(datamodule=data), SimpleNamespace(device=torch.device("meta")))
@@ -166,7 +161,7 @@ def test_held_out_documents_lie_on_the_device_of_the_stage(model):
 
 
 @pytest.mark.parametrize("fatal", [5, FIRST + 2])
-def test_killed_and_started_again(finished, model, tmp_path, fatal):
+def test_killed_and_started_again(finished, model_folder, tmp_path, fatal):
     out, taken, keep = tmp_path / "run", [], Recorder.on_train_batch_end
 
     def work():
@@ -177,18 +172,18 @@ def test_killed_and_started_again(finished, model, tmp_path, fatal):
             keep(*args)
 
         Recorder.on_train_batch_end = die
-        run(settings(model, *RECIPE), out)
+        run(settings(model_folder, *RECIPE), out)
 
     assert killed(work)
-    run(settings(model, *RECIPE), out)
+    run(settings(model_folder, *RECIPE), out)
     assert torch.equal(alpha(out), alpha(finished))
     assert state(out)["record"]["looks"] == state(finished)["record"]["looks"]
     assert state(out)["record"]["steps"] == state(finished)["record"]["steps"]
 
 
-def test_a_stage_that_had_ended_takes_no_step_more(finished, model, tmp_path, monkeypatch):
+def test_a_stage_that_had_ended_takes_no_step_more(finished, model_folder, tmp_path, monkeypatch):
     out = tmp_path / "run"
-    run(settings(model, *RECIPE, "checkpoint_every=1"), out)
+    run(settings(model_folder, *RECIPE, "checkpoint_every=1"), out)
     for file in (out / "checkpoints/stage1/done.ckpt", out / "mask.safetensors"):
         file.unlink()
     shutil.rmtree(out / "checkpoints/stage2")
@@ -199,29 +194,29 @@ def test_a_stage_that_had_ended_takes_no_step_more(finished, model, tmp_path, mo
         return before(stage, *args)
 
     monkeypatch.setattr(Stage, "training_step", only_stage2)
-    run(settings(model, *RECIPE, "checkpoint_every=1"), out)
+    run(settings(model_folder, *RECIPE, "checkpoint_every=1"), out)
     assert torch.equal(alpha(out), alpha(finished))
 
 
-def test_ranks_stop_where_one_process_stops(model, tmp_path):
+def test_ranks_stop_where_one_process_stops(model_folder, tmp_path):
     recipe = [*RECIPE, "model.dtype=float64", "stage1.steps=12", "stage1.heldout_every=1"]
-    output = forked_ranks(model, tmp_path, "ranks", *recipe)
-    run(settings(model, *recipe, "data.documents=2"), tmp_path / "one")
+    output = forked_ranks(model_folder, tmp_path, "ranks", *recipe)
+    run(settings(model_folder, *recipe, "data.documents=2"), tmp_path / "one")
     ours, theirs = (state(tmp_path / name)["record"]["looks"] for name in ("ranks", "one"))
     assert [step for step, _ in ours] == [step for step, _ in theirs]
     assert [loss for _, loss in ours] == pytest.approx([loss for _, loss in theirs], rel=1e-3)
     assert output.count("stage1 ended at step") == 1
 
 
-def test_a_stage_without_patience_is_what_it_was(model):
-    plain, patient = settings(model), settings(model, "stage1.patience=3")
-    assert fingerprint(plain) == fingerprint(settings(model, "stage1.heldout_every=7"))
+def test_a_stage_without_patience_is_what_it_was(model_folder):
+    plain, patient = settings(model_folder), settings(model_folder, "stage1.patience=3")
+    assert fingerprint(plain) == fingerprint(settings(model_folder, "stage1.heldout_every=7"))
     assert (
         fingerprint(plain)
         != fingerprint(patient)
-        != fingerprint(settings(model, "stage1.patience=3", "stage1.heldout_every=7"))
+        != fingerprint(settings(model_folder, "stage1.patience=3", "stage1.heldout_every=7"))
     )
     with pytest.raises(BadConfig, match=r"stage1\.patience=-1 must be"):
-        check(settings(model, "stage1.patience=-1"))
+        check(settings(model_folder, "stage1.patience=-1"))
     with pytest.raises(BadConfig, match=r"stage2\.heldout_documents=0 must be"):
-        check(settings(model, "stage2.heldout_documents=0"))
+        check(settings(model_folder, "stage2.heldout_documents=0"))

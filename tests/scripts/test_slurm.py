@@ -20,16 +20,11 @@ from leank_train.train import run
 from scripts.cluster.local_slurm import LocalSlurm, missing
 from tests import ROOT
 from tests.helpers.ranks import SETTINGS
-from tests.helpers.tiny_run import alpha, command, save_model, settings
+from tests.helpers.tiny_run import alpha, command, settings
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(missing() is not None, reason=f"no Slurm: {missing()}")]
 slow = pytest.mark.slow
 ROUNDS = 10
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -113,23 +108,23 @@ def train(slurm, cwd, model, options, *extra):
 
 @slow
 @pytest.mark.parametrize("tasks", [1, 2])
-def test_two_nodes_are_one_process(slurm, model, tmp_path, tasks):
+def test_two_nodes_are_one_process(slurm, model_folder, tmp_path, tasks):
     """Two ranks, and four: the scores of one process with as many documents a step, up to the order of additions."""
     options = ["--nodes=2", f"--ntasks-per-node={tasks}", "--cpus-per-task=1"]
-    number, log = train(slurm, tmp_path, model, options, "hydra.run.dir=nodes")
+    number, log = train(slurm, tmp_path, model_folder, options, "hydra.run.dir=nodes")
     finish(slurm, number, log)
     text = log.read_text()
     assert text.count(f"outputs   {tmp_path / 'nodes'}") == 1
     assert f"job {number}, start 1, on node[0-1]" in text
-    run(settings(model, *SETTINGS, f"data.documents={2 * tasks}"), tmp_path / "one")
+    run(settings(model_folder, *SETTINGS, f"data.documents={2 * tasks}"), tmp_path / "one")
     torch.testing.assert_close(alpha(tmp_path / "nodes"), alpha(tmp_path / "one"), rtol=1e-5, atol=1e-6)
 
 
 @slow
-def test_two_ranks_requeued_time_and_again(slurm, model, tmp_path):
+def test_two_ranks_requeued_time_and_again(slurm, model_folder, tmp_path):
     """USR1 at any moment of training, ten times: never a deadlock, never a step lost."""
     long, options = ["stage1.steps=250", "checkpoint_every=1"], ["--ntasks-per-node=2"]
-    number, log = train(slurm, tmp_path, model, options, *long, "hydra.run.dir=stopped")
+    number, log = train(slurm, tmp_path, model_folder, options, *long, "hydra.run.dir=stopped")
     last = tmp_path / "stopped/checkpoints/stage1/last.ckpt"
     for starts in range(1, ROUNDS + 1):
         until(lambda n=starts: log.exists() and log.read_text().count("outputs   ") == n, f"start {starts}")
@@ -144,7 +139,7 @@ def test_two_ranks_requeued_time_and_again(slurm, model, tmp_path):
     steps = torch.load(last.with_name("done.ckpt"), weights_only=True)["record"]["steps"]
     assert [s["step"] for s in steps] == [*range(1, 251)]
 
-    number, log = train(slurm, tmp_path, model, options, *long, "hydra.run.dir=whole")
+    number, log = train(slurm, tmp_path, model_folder, options, *long, "hydra.run.dir=whole")
     finish(slurm, number, log)
     assert torch.equal(alpha(tmp_path / "stopped"), alpha(tmp_path / "whole"))
 
@@ -156,11 +151,11 @@ def tool(slurm, cwd, *arguments):
 
 
 @slow
-def test_sweep_with_a_member_requeued_and_one_killed(slurm, model, tmp_path):
+def test_sweep_with_a_member_requeued_and_one_killed(slurm, model_folder, tmp_path):
     """Four ratios x two seeds from one command; USR1 to one member, SIGKILL to another, which is then run again."""
     experiment = tmp_path / "conf/train/experiment/tiny.yaml"
     experiment.parent.mkdir(parents=True)
-    tiny = settings(model, "stage1.steps=60", "checkpoint_every=1", "name=tiny")
+    tiny = settings(model_folder, "stage1.steps=60", "checkpoint_every=1", "name=tiny")
     tree = OmegaConf.masked_copy(tiny, [key for key in tiny if key != "logger"])
     head = "# @package _global_\ndefaults: [{override /logger: none}, _self_]\n"
     experiment.write_text(head + OmegaConf.to_yaml(tree))
@@ -205,9 +200,9 @@ def test_sweep_with_a_member_requeued_and_one_killed(slurm, model, tmp_path):
 
 
 @slow
-def test_evaluation_in_parts(slurm, model, tmp_path):
+def test_evaluation_in_parts(slurm, model_folder, tmp_path):
     settings = [
-        f"model.name={model}", "method=[dense,lowest_frequencies]", "benchmark.tasks=[niah_multikey_2]",
+        f"model.name={model_folder}", "method=[dense,lowest_frequencies]", "benchmark.tasks=[niah_multikey_2]",
         "benchmark.lengths=[300,400]", "benchmark.samples=5", "cache={sink: 4, window: 32, flush: 8}",
         "max_new_tokens=4", "batch_size=2",
     ]  # fmt: skip

@@ -7,7 +7,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from leank_train.forward.branching import branch, decode, prefill, prefill_and_branch, student
 from leank_train.forward.reference import plain_forward
 from leank_train.objective.distill import answer_rows, l2_loss
-from tests.conftest import tiny_model
+from tests.conftest import ARCHITECTURES, tiny_model
 from tests.helpers.branches import ANSWERS, DOCUMENTS, QUESTIONS, batch, pad, scores
 
 ZONES = {
@@ -21,31 +21,39 @@ ZONES = {
 }
 
 
+@pytest.fixture(params=sorted(ARCHITECTURES))
+def each_model(request):
+    """A tiny model of every supported architecture, one after the other."""
+    return tiny_model(request.param)
+
+
 def rows(hidden, lengths):
     return torch.cat([h[:n] for h, n in zip(hidden, lengths, strict=True)])
 
 
 @pytest.mark.parametrize("empty_heads", ["drop", "zero"])
 @pytest.mark.parametrize("zone", ZONES)
-def test_loss_and_gradient_equal_the_plain_form(model, zone, empty_heads):
+def test_loss_and_gradient_equal_the_plain_form(each_model, zone, empty_heads):
     sink, window = ZONES[zone]
     settings = {"sink": sink, "window": window, "empty_heads": empty_heads}
     documents, questions, answers = batch()
-    prefix = prefill(model, pad(documents), DOCUMENTS)
+    prefix = prefill(each_model, pad(documents), DOCUMENTS)
     both = [torch.cat(pair) for pair in zip(questions, answers, strict=True)]
-    teacher = branch(model, prefix, pad(both), [len(x) for x in both])
+    teacher = branch(each_model, prefix, pad(both), [len(x) for x in both])
     target = torch.cat([h[q : q + a] for h, q, a in zip(teacher.hidden, QUESTIONS, ANSWERS, strict=True)])
     alpha = scores()
-    hidden = rows(student(model, prefix, teacher.cut(QUESTIONS), pad(answers), ANSWERS, alpha, **settings), ANSWERS)
+    hidden = rows(
+        student(each_model, prefix, teacher.cut(QUESTIONS), pad(answers), ANSWERS, alpha, **settings), ANSWERS
+    )
     loss = (hidden - target).square().sum()
     (grad,) = torch.autograd.grad(loss, alpha)
 
     plain_alpha = scores()
     wholes = [torch.cat([documents[r // 2], both[r]]) for r in range(4)]
     contexts = [DOCUMENTS[r // 2] + QUESTIONS[r] for r in range(4)]
-    plain_target = torch.cat([plain_forward(model, x, n)[n:] for x, n in zip(wholes, contexts, strict=True)])
+    plain_target = torch.cat([plain_forward(each_model, x, n)[n:] for x, n in zip(wholes, contexts, strict=True)])
     plain = torch.cat(
-        [plain_forward(model, x, n, plain_alpha, **settings)[n:] for x, n in zip(wholes, contexts, strict=True)]
+        [plain_forward(each_model, x, n, plain_alpha, **settings)[n:] for x, n in zip(wholes, contexts, strict=True)]
     )
     plain_loss = (plain - plain_target).square().sum()
     (plain_grad,) = torch.autograd.grad(plain_loss, plain_alpha)
@@ -58,16 +66,16 @@ def test_loss_and_gradient_equal_the_plain_form(model, zone, empty_heads):
         assert grad[0, 1].abs().min() > 0  # the empty head is taught too
 
 
-def test_alpha_per_branch_and_questions_run_apart(model):
+def test_alpha_per_branch_and_questions_run_apart(each_model):
     documents, questions, answers = batch()
-    prefix = prefill(model, pad(documents), DOCUMENTS)
-    question = branch(model, prefix, pad(questions), QUESTIONS)
+    prefix = prefill(each_model, pad(documents), DOCUMENTS)
+    question = branch(each_model, prefix, pad(questions), QUESTIONS)
     alpha = scores(per_branch=True)
     zones = {"sink": 2, "window": 4, "empty_heads": "drop"}
-    hidden = student(model, prefix, question, pad(answers), ANSWERS, alpha, **zones)
+    hidden = student(each_model, prefix, question, pad(answers), ANSWERS, alpha, **zones)
     for r in range(4):
         whole, n = torch.cat([documents[r // 2], questions[r], answers[r]]), DOCUMENTS[r // 2] + QUESTIONS[r]
-        torch.testing.assert_close(hidden[r, : ANSWERS[r]], plain_forward(model, whole, n, alpha[r], **zones)[n:])
+        torch.testing.assert_close(hidden[r, : ANSWERS[r]], plain_forward(each_model, whole, n, alpha[r], **zones)[n:])
 
 
 @pytest.mark.parametrize(
@@ -117,29 +125,31 @@ def test_a_step_never_waits_for_the_gpu():
     assert alpha.grad.isfinite().all()
 
 
-def test_full_attention_is_the_models_own(model):
+def test_full_attention_is_the_models_own(each_model):
     documents, questions, _ = batch()
-    prefix = prefill(model, pad(documents), DOCUMENTS)
-    hidden = branch(model, prefix, pad(questions), QUESTIONS).hidden
+    prefix = prefill(each_model, pad(documents), DOCUMENTS)
+    hidden = branch(each_model, prefix, pad(questions), QUESTIONS).hidden
     for r in range(4):
         whole = torch.cat([documents[r // 2], questions[r]])[None]
-        torch.testing.assert_close(hidden[r, : QUESTIONS[r]], model.model(whole).last_hidden_state[0, -QUESTIONS[r] :])
-    assert model.config._attn_implementation == "sdpa"  # the model's own choice is put back
+        torch.testing.assert_close(
+            hidden[r, : QUESTIONS[r]], each_model.model(whole).last_hidden_state[0, -QUESTIONS[r] :]
+        )
+    assert each_model.config._attn_implementation == "sdpa"  # the model's own choice is put back
 
 
-def test_decoding_equals_greedy_plain_decoding(model):
+def test_decoding_equals_greedy_plain_decoding(each_model):
     documents, questions, _ = batch()
-    prefix = prefill(model, pad(documents), DOCUMENTS)
-    question = branch(model, prefix, pad(questions), QUESTIONS)
+    prefix = prefill(each_model, pad(documents), DOCUMENTS)
+    question = branch(each_model, prefix, pad(questions), QUESTIONS)
     masks = scores(per_branch=True) > 0.4  # [R, L, H, D]
     eos, room, zones = 3, 12, {"sink": 2, "window": 5}  # Eq. 1 counts the token that reads its window, a cache does not
-    answers = decode(model, prefix, question, masks, max_new_tokens=room, eos_id=eos, sink=2, window=4, flush=1)
+    answers = decode(each_model, prefix, question, masks, max_new_tokens=room, eos_id=eos, sink=2, window=4, flush=1)
     for r in range(4):
         context = torch.cat([documents[r // 2], questions[r]])
         ids, wanted = context, []
         while len(wanted) < room:
-            hidden = plain_forward(model, ids, len(context), masks[r].double(), **zones, empty_heads="drop")
-            token = model.lm_head(hidden[-1]).argmax()
+            hidden = plain_forward(each_model, ids, len(context), masks[r].double(), **zones, empty_heads="drop")
+            token = each_model.lm_head(hidden[-1]).argmax()
             if token == eos:
                 break
             wanted.append(int(token))
@@ -227,13 +237,13 @@ def test_models_and_inputs_that_do_not_fit_are_named():
         student(llama, prefix, question, ids, [9, 9], torch.ones(2, 2, 4), sink=0, window=1, empty_heads="zero")
 
 
-def test_one_pass_equals_prefill_then_branch(model):
+def test_one_pass_equals_prefill_then_branch(each_model):
     """Uneven documents and branches, one branch each."""
     documents, ids = torch.randint(3, 30, (2, 30)), torch.randint(3, 30, (2, 9))
     sizes, lengths = [30, 21], [5, 9]
-    prefix, found = prefill_and_branch(model, documents, sizes, ids, lengths)
-    wanted_prefix = prefill(model, documents, sizes)
-    wanted = branch(model, wanted_prefix, ids, lengths)
+    prefix, found = prefill_and_branch(each_model, documents, sizes, ids, lengths)
+    wanted_prefix = prefill(each_model, documents, sizes)
+    wanted = branch(each_model, wanted_prefix, ids, lengths)
     assert torch.equal(prefix.k_positions, wanted_prefix.k_positions)
     assert torch.equal(found.k_positions, wanted.k_positions)
     for r, (size, n) in enumerate(zip(sizes, lengths, strict=True)):

@@ -29,16 +29,11 @@ RECIPE = ["stage1=steered", "stage2=kl", "stage1.steps=6", "stage2.steps=3"]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def finished(model, tmp_path_factory):
+def finished(model_folder, tmp_path_factory):
     """A run of the new recipe that nothing has stopped, with masks at other ratios."""
     out = tmp_path_factory.mktemp("run")
     with TestCase().assertLogs("leank_train", "WARNING") as logged:
-        run(settings(model, *RECIPE, "extra_ratios=[0.5,0.9,0.9000001]"), out)
+        run(settings(model_folder, *RECIPE, "extra_ratios=[0.5,0.9,0.9000001]"), out)
     told = "\n".join(logged.output)
     assert re.search(f"{re.escape(str(out))}: the cut at ratio=0.7 was arbitrary: .* raise stage1.steps", told)
     return out
@@ -141,7 +136,7 @@ def test_separation():
     assert Separation.of(few, 0.9).margin == pytest.approx(0.1, abs=0.011)
 
 
-def test_a_run_leaves_other_ratios_and_says_how_the_scores_separated(finished, model):
+def test_a_run_leaves_other_ratios_and_says_how_the_scores_separated(finished, model_folder):
     scores = load_file(finished / "alpha.safetensors")["stage1"]
     for ratio, name in ((0.5, "50"), (0.9, "90"), (0.9000001, "90.00001")):
         mask = ChannelMask.load(finished / f"masks/mask_{name}pct.safetensors")
@@ -150,7 +145,7 @@ def test_a_run_leaves_other_ratios_and_says_how_the_scores_separated(finished, m
         assert abs(mask.pruning_ratio - ratio) <= 2 / 64
     found = json.loads((finished / "metrics.json").read_text())["separation"]
     assert found == Separation.of(scores, 0.7).metrics
-    assert fingerprint(settings(model)) == fingerprint(settings(model, "extra_ratios=[0.5]"))
+    assert fingerprint(settings(model_folder)) == fingerprint(settings(model_folder, "extra_ratios=[0.5]"))
 
 
 def test_a_loss_that_outweighs_lambda_is_named(tmp_path, caplog):
@@ -178,7 +173,7 @@ def test_lambda_is_recorded_and_moves(finished):
     assert list(state) == ["alpha", "lam"]
 
 
-def test_killed_and_started_again(finished, model, tmp_path):
+def test_killed_and_started_again(finished, model_folder, tmp_path):
     out, taken, keep = tmp_path / "run", [], Recorder.on_train_batch_end
 
     def work():
@@ -189,10 +184,10 @@ def test_killed_and_started_again(finished, model, tmp_path):
             keep(*args)
 
         Recorder.on_train_batch_end = die
-        run(settings(model, *RECIPE), out)
+        run(settings(model_folder, *RECIPE), out)
 
     assert killed(work)
-    run(settings(model, *RECIPE), out)
+    run(settings(model_folder, *RECIPE), out)
     assert torch.equal(alpha(out), alpha(finished))
     assert record(out, "stage1") == record(finished, "stage1")
 
@@ -206,11 +201,11 @@ def test_killed_and_started_again(finished, model, tmp_path):
         pytest.param("fsdp", ["+model.overrides.tie_word_embeddings=true"], 2, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_learn_what_one_process_learns(model, tmp_path, trainer, extra, documents):
+def test_ranks_learn_what_one_process_learns(model_folder, tmp_path, trainer, extra, documents):
     tied = [x for x in extra if x.startswith("+model")]
     variants = [*RECIPE, "model.dtype=float64", "stage1.steps=4", "stage2.steps=2", "stage1.lr=0.1", "stage2.lr=0.05"]
-    forked_ranks(model, tmp_path, "ranks", *variants, *extra, trainer=trainer)
-    run(settings(model, *variants, *tied, f"data.documents={documents}"), tmp_path / "one")
+    forked_ranks(model_folder, tmp_path, "ranks", *variants, *extra, trainer=trainer)
+    run(settings(model_folder, *variants, *tied, f"data.documents={documents}"), tmp_path / "one")
     for stage in ("stage1", "stage2"):
         for ours, theirs in zip(record(tmp_path / "ranks", stage), record(tmp_path / "one", stage), strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-12)
@@ -234,6 +229,6 @@ def test_ranks_learn_what_one_process_learns(model, tmp_path, trainer, extra, do
         (["extra_ratios=[0.5,1.0]"], r"extra_ratios=\[0.5, 1.0\] must be a list, each entry a number in \[0, 1\)"),
     ],
 )
-def test_settings_that_cannot_work_are_named(model, overrides, message):
+def test_settings_that_cannot_work_are_named(model_folder, overrides, message):
     with pytest.raises(BadConfig, match=message):
-        check(settings(model, *overrides))
+        check(settings(model_folder, *overrides))

@@ -15,26 +15,23 @@ from leank_train.fitting import mixture
 from leank_train.mask import ChannelMask
 from leank_train.train import run
 from tests.helpers.ranks import SETTINGS, record, two_ranks
-from tests.helpers.tiny_run import alpha, save_model, settings
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
+from tests.helpers.tiny_run import alpha, settings
 
 
 @pytest.mark.parametrize("reduction", ["official", pytest.param("paper", marks=pytest.mark.slow)])
-def test_two_ranks_are_one_batch(model, tmp_path, reduction):
+def test_two_ranks_are_one_batch(model_folder, tmp_path, reduction):
     variants = [*SETTINGS, *(f"stage{i}.reduction={reduction}" for i in (1, 2))]
-    process = two_ranks(model, tmp_path, "ranks", *variants)
+    process = two_ranks(model_folder, tmp_path, "ranks", *variants)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     assert {p.name for p in tmp_path.iterdir()} == {"ranks"}  # the second rank has written nowhere else
     assert output.count("mask      ") == 1
 
-    config = settings(model, *variants, "data.documents=2")
+    config = settings(model_folder, *variants, "data.documents=2")
     run(config, tmp_path / "one")
-    mixed = Mixture(dict(config.data.tasks), backbones.load(str(model)).tokenizer, 300, 400, seed=6, per_length=2)
+    mixed = Mixture(
+        dict(config.data.tasks), backbones.load(str(model_folder)).tokenizer, 300, 400, seed=6, per_length=2
+    )
     assert len({mixed[i].task for i in range(10)}) == 2
     assert any(mixed[i].task != mixed[i + 1].task for i in range(0, 10, 2))  # ranks that differ in one step
     for stage in ("stage1", "stage2"):
@@ -46,8 +43,8 @@ def test_two_ranks_are_one_batch(model, tmp_path, reduction):
 
 
 @pytest.mark.parametrize("start", [0, 3])
-def test_ranks_share_the_documents_of_one_process(model, start):
-    backbone = backbones.load(str(model))
+def test_ranks_share_the_documents_of_one_process(model_folder, start):
+    backbone = backbones.load(str(model_folder))
     mixed = Mixture({"multikey": 1, "kv": 1}, backbone.tokenizer, 300, 400, per_length=4)
     for item in range(2):
         first = (start + item) * 4
@@ -61,9 +58,9 @@ def test_ranks_share_the_documents_of_one_process(model, start):
             assert len(rows) == 4
 
 
-def test_a_prompt_ends_in_its_answer(model):
+def test_a_prompt_ends_in_its_answer(model_folder):
     """What precedes it is the question, of any length; moving a batch moves its ids and leaves lengths on the host."""
-    backbone = backbones.load(str(model))
+    backbone = backbones.load(str(model_folder))
     mixed = Mixture({"multikey": 1, "kv": 1}, backbone.tokenizer, 500, 600, per_length=2, questions=2)
     made = collate(backbone, [mixed[0], mixed[1]])
     assert (len(made.documents.ids), len(made.prompts.ids)) == (2, 4)
@@ -94,11 +91,11 @@ def test_any_number_of_ranks_sees_the_same_documents(quarter, start, steps):
                 assert seen == [*range((start + item) * 4 * quarter, (start + item + 1) * 4 * quarter)]
 
 
-def test_documents_do_not_depend_on_the_number_of_ranks(model):
+def test_documents_do_not_depend_on_the_number_of_ranks(model_folder):
     """What number i is, its length included: the same at the same documents a step."""
-    backbone = backbones.load(str(model))
+    backbone = backbones.load(str(model_folder))
     made = [
-        mixture(settings(model, "++data.tasks.kv=1", f"data.documents={4 // world}"), backbone, "stage1", world)
+        mixture(settings(model_folder, "++data.tasks.kv=1", f"data.documents={4 // world}"), backbone, "stage1", world)
         for world in (1, 2, 4)
     ]
     for index in range(8):
@@ -108,16 +105,16 @@ def test_documents_do_not_depend_on_the_number_of_ranks(model):
 
 
 @pytest.mark.slow
-def test_two_ranks_killed_and_started_again(model, tmp_path):
+def test_two_ranks_killed_and_started_again(model_folder, tmp_path):
     """The first process is killed, the second one follows; both go on from the same checkpoint."""
-    process = two_ranks(model, tmp_path, "killed", *SETTINGS, "stage1.steps=40")
+    process = two_ranks(model_folder, tmp_path, "killed", *SETTINGS, "stage1.steps=40")
     while process.poll() is None and not (tmp_path / "killed/checkpoints/stage1/last.ckpt").exists():
         time.sleep(0.005)
     process.kill()
     process.communicate(timeout=60)  # ends when the second process has closed its output, too
     assert not (tmp_path / "killed/mask.safetensors").exists()
     for out in ("killed", "whole"):
-        process = two_ranks(model, tmp_path, out, *SETTINGS, "stage1.steps=40")
+        process = two_ranks(model_folder, tmp_path, out, *SETTINGS, "stage1.steps=40")
         output, _ = process.communicate(timeout=240)
         assert process.returncode == 0, output
     assert torch.equal(alpha(tmp_path / "killed"), alpha(tmp_path / "whole"))

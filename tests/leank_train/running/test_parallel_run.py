@@ -20,14 +20,8 @@ from leank_train.train import run
 from tests.conftest import tiny_model
 from tests.helpers.branches import DOCUMENTS, batch, pad
 from tests.helpers.ranks import SETTINGS, forked_ranks, record
-from tests.helpers.tiny_run import alpha, save_model, settings
+from tests.helpers.tiny_run import alpha, settings
 from tests.leank_train.forward.test_sequence_parallel import step
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
-
 
 SHARES = [
     ("sequence_parallel", 2, ["trainer.sequence_parallel=2", "data.documents=2"], 2),  # uneven lengths, padded
@@ -38,7 +32,7 @@ SHARES = [
 
 
 @pytest.mark.parametrize(("trainer", "devices", "extra", "documents"), SHARES)
-def test_shares_learn_what_one_process_learns(model, tmp_path, trainer, devices, extra, documents):
+def test_shares_learn_what_one_process_learns(model_folder, tmp_path, trainer, devices, extra, documents):
     variants = [
         *SETTINGS,
         "data.questions=2",
@@ -48,16 +42,16 @@ def test_shares_learn_what_one_process_learns(model, tmp_path, trainer, devices,
         "stage2.steps=2",
         "stage2.empty_heads=drop",
     ]
-    forked_ranks(model, tmp_path, "ranks", *variants, *extra, trainer=trainer, devices=devices)
-    run(settings(model, *variants, f"data.documents={documents}"), tmp_path / "one")
+    forked_ranks(model_folder, tmp_path, "ranks", *variants, *extra, trainer=trainer, devices=devices)
+    run(settings(model_folder, *variants, f"data.documents={documents}"), tmp_path / "one")
     for stage in ("stage1", "stage2"):
         for ours, theirs in zip(record(tmp_path / "ranks", stage), record(tmp_path / "one", stage), strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-12)
     torch.testing.assert_close(alpha(tmp_path / "ranks"), alpha(tmp_path / "one"), rtol=1e-5, atol=1e-6)
 
 
-def test_ranks_of_a_context_see_the_same_documents(model):
-    backbone = backbones.load(str(model))
+def test_ranks_of_a_context_see_the_same_documents(model_folder):
+    backbone = backbones.load(str(model_folder))
     mixture = Mixture({"multikey": 1, "kv": 1}, backbone.tokenizer, 300, 400, per_length=2)
 
     def first(rank, world, together):
@@ -90,13 +84,13 @@ def test_ranks_of_a_context_see_the_same_documents(model):
         ),
     ],
 )
-def test_settings_that_cannot_work_are_named(model, overrides, message):
+def test_settings_that_cannot_work_are_named(model_folder, overrides, message):
     with pytest.raises(BadConfig, match=message):
-        check(settings(model, *overrides))
+        check(settings(model_folder, *overrides))
 
 
-def test_processes_that_do_not_divide_are_named(model, tmp_path):
-    config = settings(model, "trainer=sequence_parallel", "trainer.accelerator=cpu", "trainer.devices=2")
+def test_processes_that_do_not_divide_are_named(model_folder, tmp_path):
+    config = settings(model_folder, "trainer=sequence_parallel", "trainer.accelerator=cpu", "trainer.devices=2")
     with pytest.raises(ValueError, match=r"sequence_parallel=4 does not divide the 2 processes of trainer.devices=2"):
         run(config, tmp_path)
 

@@ -12,14 +12,9 @@ from leank_train.running.preempt import Signals
 from leank_train.running.recorder import Recorder
 from leank_train.train import run
 from tests.helpers.ranks import two_ranks
-from tests.helpers.tiny_run import VALIDATION, alpha, save_model, settings
+from tests.helpers.tiny_run import VALIDATION, alpha, settings
 
 NEVER = "checkpoint_every=1000"  # what is saved is saved by the signal
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -53,8 +48,8 @@ def signalled(at, number):
 
 
 @pytest.mark.parametrize(("step", "number"), [(1, signal.SIGUSR1), (6, signal.SIGTERM), (8, signal.SIGINT)])
-def test_a_signal_saves_the_step_and_the_run_goes_on(model, tmp_path, monkeypatch, step, number):
-    config, before = settings(model, NEVER), [signal.getsignal(n) for n in (signal.SIGUSR1, signal.SIGTERM)]
+def test_a_signal_saves_the_step_and_the_run_goes_on(model_folder, tmp_path, monkeypatch, step, number):
+    config, before = settings(model_folder, NEVER), [signal.getsignal(n) for n in (signal.SIGUSR1, signal.SIGTERM)]
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with monkeypatch.context() as patch, Signals() as signals:
         patch.setattr(Recorder, "on_train_batch_end", signalled(step, number))
@@ -73,9 +68,9 @@ def test_a_signal_saves_the_step_and_the_run_goes_on(model, tmp_path, monkeypatc
     assert torch.equal(alpha(tmp_path / "stopped"), alpha(tmp_path / "whole"))
 
 
-def test_a_signal_during_validation_ends_at_once(model, tmp_path, monkeypatch):
+def test_a_signal_during_validation_ends_at_once(model_folder, tmp_path, monkeypatch):
     """Nothing is lost by it: the stages are done, and the other ranks have left."""
-    config = settings(model, *VALIDATION)
+    config = settings(model_folder, *VALIDATION)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setattr("leank_train.train.validate", lambda *args: os.kill(os.getpid(), signal.SIGUSR1))
     with Signals() as signals, pytest.raises(SystemExit):
@@ -129,8 +124,8 @@ def test_a_refused_requeue_says_what_to_do(slurm_job, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_of_two_ranks_stops_both(model, tmp_path):
-    process = two_ranks(model, tmp_path, "out", "stage1.steps=2000", NEVER)
+def test_a_signal_to_one_of_two_ranks_stops_both(model_folder, tmp_path):
+    process = two_ranks(model_folder, tmp_path, "out", "stage1.steps=2000", NEVER)
     while process.poll() is None and not list(tmp_path.glob("out/config.yaml")):
         time.sleep(0.05)
     for line in process.stdout:
