@@ -24,6 +24,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+pytest.register_assert_rewrite("tests.helpers")  # so that what fails there shows its values, as in a test
 # a busy machine is no reason to fail
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")

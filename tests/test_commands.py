@@ -10,7 +10,7 @@ from itertools import takewhile
 import pytest
 from hydra import compose, initialize_config_module
 
-from tests.test_docs import PAGES
+from tests.helpers.pages import PAGES
 
 OF_PROGRAMS = ("eval.papers", "data_gen", "scripts.")
 CONFIGS = {"leank_train": "train", "eval": "eval"}

@@ -10,7 +10,6 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from transformers import LlamaConfig, Qwen2Config
 
@@ -21,6 +20,7 @@ from leank_train.__main__ import command_line
 from leank_train.common import typed
 from leank_train.stages import StageConfig
 from tests import ROOT
+from tests.helpers.composed import training
 
 CONF = Path(str(files("conf.train")))
 EXPERIMENTS = sorted(p.stem for p in CONF.glob("experiment/*.yaml"))
@@ -51,11 +51,6 @@ GROUPS = {"train": {"data", "pruning", "stage1", "trainer", "validation"}, "eval
 COMMANDS = {"train": "leank_train", "eval": "eval"}
 
 
-def composed(*overrides):
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("train", overrides=list(overrides))
-
-
 def test_there_are_the_promised_experiments():
     assert {*PAPER, "reference_demo", "reference_70pct", "reference_80pct"} <= {*EXPERIMENTS}
 
@@ -71,18 +66,18 @@ def published(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_passes_the_checks(name, published):
-    config = composed(f"+experiment={name}")
+    config = training(f"+experiment={name}")
     assert settings.check(config).name == name
     assert len(settings.fingerprint(config)) == 12
 
 
 def test_fingerprints_differ_between_experiments():
-    assert len({settings.fingerprint(composed(f"+experiment={name}")) for name in EXPERIMENTS}) == len(EXPERIMENTS)
+    assert len({settings.fingerprint(training(f"+experiment={name}")) for name in EXPERIMENTS}) == len(EXPERIMENTS)
 
 
 @pytest.mark.parametrize("name", PAPER)
 def test_the_paper_s_numbers(name):
-    config = composed(f"+experiment={name}")
+    config = training(f"+experiment={name}")
     (first, second), (low, high) = PAPER[name]
     assert (config.stage1.lr, config.stage2.lr) == (first, second)
     assert (config.stage1.steps, config.stage2.steps) == (2000, 200)
@@ -92,7 +87,7 @@ def test_the_paper_s_numbers(name):
 
 
 def test_yarn_extends_qwen_fourfold(published):
-    config = composed("+experiment=qwen_70pct_yarn")
+    config = training("+experiment=qwen_70pct_yarn")
     model = backbone.load_config(config.model.name, config.model.overrides)
     assert model.rope_parameters["rope_type"] == "yarn"
     assert model.rope_parameters["factor"] == 4.0
@@ -103,7 +98,7 @@ def test_yarn_extends_qwen_fourfold(published):
 
 @pytest.mark.parametrize("name", [f"reference_{ratio}pct" for ratio in (70, 80, 90, 95)])
 def test_reference_experiments(name):
-    config = composed(f"+experiment={name}")
+    config = training(f"+experiment={name}")
     assert config.model.name == "reference"
     assert config.pruning.sink == 16
     assert config.pruning.window <= 256
@@ -124,20 +119,20 @@ def test_files_that_configurations_read_are_shipped_with_the_packages():
 
 
 def test_overrides_win():
-    config = composed("+experiment=llama_70pct", "model.name=/models/x", "pruning.ratio=0.5", "stage2.lr=1", "seed=7")
+    config = training("+experiment=llama_70pct", "model.name=/models/x", "pruning.ratio=0.5", "stage2.lr=1", "seed=7")
     assert (config.model.name, config.pruning.ratio, config.stage2.lr, config.seed) == ("/models/x", 0.5, 1, 7)
     assert config.logger.group == "llama_70pct"
-    one_task = composed("data=paper")
+    one_task = training("data=paper")
     assert {name for name, share in one_task.data.tasks.items() if share} == {"kv", "multivalue"}
-    assert not composed("logger=none").get("logger")
-    assert composed("trainer=ddp").trainer.strategy == "ddp"
+    assert not training("logger=none").get("logger")
+    assert training("trainer=ddp").trainer.strategy == "ddp"
 
 
 @pytest.mark.parametrize("stage", ["stage1", "stage2"])
 def test_a_stage_takes_every_key(stage):
     keys = {f.name: f.default for f in fields(StageConfig)} | {"steps": 3, "lr": 0.5}
-    assert {*composed()[stage]} <= {*keys}
-    config = composed(*(f"++{stage}.{key}={value}" for key, value in keys.items()))
+    assert {*training()[stage]} <= {*keys}
+    config = training(*(f"++{stage}.{key}={value}" for key, value in keys.items()))
     assert typed.typed(StageConfig, OmegaConf.to_container(config[stage])) == StageConfig(**keys)
 
 

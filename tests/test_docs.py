@@ -9,11 +9,9 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from tests import ROOT
-from tests.test_imports import LAYERS
+from tests.helpers.layers import LAYERS
+from tests.helpers.pages import DOCS, PAGES
 
-DOCS = ROOT / "docs"
-PAGES = [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-PAGES += [page for package in ("scripts", "leank_train") for page in (ROOT / package).rglob("*.md")]
 PACKAGES = ("conf", "data_gen", "eval", "leank_train", "scripts")
 EXPLAINED_ELSEWHERE = ("benchmark", "method")  # have pages of their own
 

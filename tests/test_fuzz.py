@@ -22,8 +22,8 @@ from leank_train.running import parallel
 from leank_train.running.wandb_log import LoggerConfig
 from leank_train.train import check_inputs
 from tests import ROOT
+from tests.helpers import composed
 from tests.helpers.fuzzing import ANYTHING, fits, near, of_evaluation, of_training
-from tests.test_conf import composed
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))  # how many the long test tries; 0: its own number
 MASK = str(ROOT / "leank_train/assets/reference/mask_70pct.safetensors")
@@ -69,7 +69,7 @@ def kept(load, changes):
 
 @functools.cache
 def base_of_training():
-    config = OmegaConf.to_container(composed("+experiment=reference_demo", "logger=none"), resolve=True)
+    config = OmegaConf.to_container(composed.training("+experiment=reference_demo", "logger=none"), resolve=True)
     config["data"] |= QUICK
     del config["mask"]  # the old name of pruning, whose values would replace those of the new one
     config["validation"] |= {"lengths": [400], "tasks": ["niah_multikey_2"]}

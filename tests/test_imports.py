@@ -10,35 +10,13 @@ from graphlib import CycleError, TopologicalSorter
 import pytest
 
 from tests import ROOT
+from tests.helpers.layers import LAYERS
 
 FORBIDDEN = {
     "data_gen": {"torch", "lightning", "leank_train", "eval", "scripts", "tests", "conf"},
     "leank_train": {"eval", "scripts", "tests"},
     "eval": {"scripts", "tests"},
 }
-# the rooms (folders and files) of a package from the top floor down: each imports from its own floor's rooms below
-LAYERS = {
-    "data_gen": [
-        {"__main__"}, {"tasks"}, {"task"}, {"fit"}, {"request"}, {"haystack", "sample", "gsm"},
-        {"tokens", "reading", "chat", "ending", "amount"},
-    ],
-    "leank_train": [
-        {"__main__"}, {"train"}, {"fitting", "validation"}, {"run_folder"}, {"settings"}, {"stopping"}, {"stages"},
-        {"running"}, {"data"}, {"backbone"}, {"channel_scores"}, {"objective"}, {"forward"}, {"mask"}, {"common"},
-    ],
-    "eval": [
-        {"__main__"}, {"lm_eval"}, {"papers"}, {"run"}, {"report"}, {"rows"}, {"methods"}, {"inference"},
-        {"benchmarks"}, {"metrics", "published"}, {"serving"}, {"cache"},
-    ],
-    "eval.cache": [
-        {"cache"}, {"generate", "memory", "saved"}, {"graph"}, {"hook"}, {"layer"}, {"rows_layer"}, {"attention"},
-        {"storage"},
-    ],
-    "eval.methods": [
-        {"match"}, {"memory"}, {"base"}, {"tokens", "bits", "reads", "prefill"}, {"channels"}, {"common"},
-        {"registry"}, {"axes"}, {"held"},
-    ],
-}  # fmt: skip
 
 
 def modules():
@@ -53,6 +31,10 @@ def modules():
 MODULES = modules()
 
 
+def is_module(name):
+    return name in MODULES or ROOT.joinpath(*name.split(".")).with_suffix(".py").is_file()
+
+
 def imported(file):
     """(module, line) of every import of a file; a name that is a module of its own counts as that."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -62,7 +44,7 @@ def imported(file):
             assert not node.level, f"{file}:{node.lineno}: name the module in full"
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
-                yield (whole if whole in MODULES else node.module or ""), node.lineno
+                yield (whole if is_module(whole) else node.module or ""), node.lineno
 
 
 @pytest.mark.parametrize("package", FORBIDDEN)
@@ -73,6 +55,17 @@ def test_packages_import_one_way(package):
         if module.split(".")[0] == package
         for name, line in imported(file)
         if name.split(".")[0] in FORBIDDEN[package]
+    ]
+    assert not wrong
+
+
+def test_no_test_file_is_imported():
+    """What several tests use lies in tests/helpers, or is a fixture of a conftest.py: there a reader looks for it."""
+    wrong = [
+        f"{file.relative_to(ROOT)}:{line} imports {name}"
+        for file in sorted((ROOT / "tests").rglob("*.py"))
+        for name, line in imported(file)
+        if name.startswith("tests.") and name.split(".")[-1].startswith("test_")
     ]
     assert not wrong
 

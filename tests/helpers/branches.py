@@ -1,6 +1,8 @@
-"""A small batch of documents, questions and answers of uneven lengths, for tests of branches."""
+"""A small batch of documents, questions and answers of uneven lengths, and a step on it, for tests of branches."""
 
 import torch
+
+from leank_train.forward.branching import branch, decode, student
 
 DOCUMENTS, QUESTIONS, ANSWERS = [23, 17], [4, 7, 1, 5], [3, 1, 5, 2]  # two branches per document, uneven
 
@@ -28,3 +30,20 @@ def scores(per_branch=False):
     alpha[..., 0, 1, :] = 0  # an empty head
     alpha[..., 1, 0, :4] = 0
     return alpha.requires_grad_()
+
+
+def step(model, prefix, sink, window, empty_heads, replies=True):
+    """What training takes from a prefix: the teacher's rows, the student's, the gradient; and greedy answers."""
+    _, questions, answers = batch()
+    both = [torch.cat(pair) for pair in zip(questions, answers, strict=True)]
+    teacher = branch(model, prefix, pad(both), [len(x) for x in both])
+    question, alpha = teacher.cut(QUESTIONS), scores()
+    zones = {"sink": sink, "window": window}
+    hidden = student(model, prefix, question, pad(answers), ANSWERS, alpha, **zones, empty_heads=empty_heads)
+    seen = torch.arange(hidden.shape[1]) < torch.tensor(ANSWERS)[:, None]
+    loss = (hidden[seen] * torch.arange(hidden[seen].numel()).view(hidden[seen].shape).cos()).sum()
+    (gradient,) = torch.autograd.grad(loss, alpha)
+    found = [teacher.hidden, hidden.detach(), gradient]
+    if replies:
+        found += decode(model, prefix, question, alpha.detach(), max_new_tokens=4, eos_id=-1, **zones, flush=2)
+    return found

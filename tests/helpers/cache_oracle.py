@@ -7,6 +7,7 @@ Shares no code with eval.cache. Tiny random models of four families to run it on
 import functools
 
 import torch
+from hypothesis import strategies as st
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -26,6 +27,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
 LAYERS, HEADS, DIM, VOCAB = 2, 2, 8, 89
+SEEDS = st.integers(0, 2**20)
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),

@@ -1,7 +1,13 @@
-"""The configuration of `python -m eval`, as a command line composes it."""
+"""The configurations of `python -m leank_train` and `python -m eval`, as a command line composes them."""
 
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
+
+
+def training(*overrides):
+    """conf/train with these overrides, as the command gets it."""
+    with initialize_config_module("conf.train", version_base="1.3"):
+        return compose("train", list(overrides))
 
 
 def evaluation(*overrides):

@@ -14,6 +14,7 @@ pytest.importorskip("triton")  # Linux only
 
 from eval.cache.attention import reference  # noqa: E402
 from eval.cache.attention.launch import Kernel  # noqa: E402
+from eval.cache.storage.channels import KeptChannels  # noqa: E402
 from eval.cache.storage.middle import Middle  # noqa: E402
 from eval.cache.storage.store import Store  # noqa: E402
 
@@ -105,3 +106,37 @@ def check_decoding(counts, dim, group, lengths, sizes, dtype, queries, steps, co
         poison(store)
         assert error(kernel, store, q, position) < (5e-3 if dtype == torch.bfloat16 else 1e-3)
         store.flush(kernel.move if pruned else None)
+
+
+def check_moves(counts, dim, lengths, sizes, dtype, appends, seed, joins=None, per_row=False, widths=None):
+    """Append and move, again and again; both paths leave the same bits everywhere, and NaN where nothing was put."""
+    stores = [make_store(counts, dim, lengths, sizes, dtype, seed, None, widths, per_row) for _ in range(2)]
+    kernel = Kernel(programs=3)
+    generator = torch.Generator().manual_seed(seed)
+    keep = torch.stack([stores[0].middle.channels[:, torch.randperm(dim, generator=generator)] for _ in lengths])
+    for store in stores:
+        store.middle = Middle(store.middle.channels, store.middle.values, joins=joins)
+        if per_row:  # the same number of channels, other ones
+            store.channels = KeptChannels.of(keep, store.ring_k)
+            store.prompt.channels = store.tail.channels = store.channels
+    moves = 0
+    for new in appends:
+        k, v = torch.randn(2, len(lengths), len(counts), new, dim, generator=generator).to(DEVICE, dtype)
+        for store in stores:
+            store.append(k, v)
+            poison(store)
+        before = stores[0].start.copy()
+        stores[0].flush()
+        stores[1].flush(kernel.move)
+        moves += int((stores[0].start > before).any())
+        plain, moved = (store.tensors() for store in stores)
+        for name in plain.keys() - {"values.ranks"}:  # the kernel's alone
+            torch.testing.assert_close(moved[name], plain[name], rtol=0, atol=0, equal_nan=True, msg=name)
+        assert stores[1].tail.length.tolist() == stores[1].tail.length_dev.tolist() == stores[0].tail.length.tolist()
+        assert stores[1].start_dev.tolist() == stores[1].start.tolist() == stores[0].start.tolist()
+        assert stores[0].quiet == stores[1].quiet > 0
+        assert not kernel._done.any()
+        for segment in (stores[1].tail, stores[1].prompt):
+            for row, head in ((r, h) for r in range(len(lengths)) for h in range(len(counts))):
+                assert not any(x.isnan().any() for x in segment.read(row, head))
+    return moves, stores[1]

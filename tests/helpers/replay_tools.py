@@ -1,8 +1,11 @@
-"""Tiny models, methods and prompts for the tests of the replay."""
+"""Methods, prompts, a tokenizer and a benchmark, all tiny, for the tests of the replay."""
+
+import dataclasses
 
 import torch
 from transformers import DynamicCache
 
+from eval.benchmarks.base import Cell
 from eval.benchmarks.row import Row
 from eval.cache.hook import ATTENTION
 from eval.methods import Method
@@ -30,6 +33,24 @@ class Letters:
 def rows(count, new_tokens=NEW, **settings):
     """Samples whose context is the whole prompt; `settings` are fields of Row."""
     return [Row("t", str(i), "c", "q", ("x",), new_tokens, "ruler_all", **settings) for i in range(count)]
+
+
+class Two:
+    """A benchmark of two cells, of ids."""
+
+    name, seed = "two", 0
+
+    def data(self, task):
+        return None
+
+    def identity(self):
+        return {}
+
+    def cells(self):
+        return [Cell("a", 40, ("0", "1")), Cell("b", 40, ("0",))]
+
+    def row(self, cell, sample, tokenizer, overhead):
+        return dataclasses.replace(rows(1)[0], id=sample, task=cell.task, chat=False)
 
 
 def methods(seed=0):

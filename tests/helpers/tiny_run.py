@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from importlib.resources import files
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from omegaconf import DictConfig
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from tests import ROOT
 from tests.helpers.text_tokenizers import tokenizer
 
 SIZES = {
@@ -57,6 +60,13 @@ def command(model: Path | str) -> list[str]:
     return [f"model.name={model}", *OVERRIDES]
 
 
+def cli(model: Path | str, cwd: Path, *extra: str) -> subprocess.Popen:
+    """`python -m leank_train` on the tiny run, begun in the folder `cwd`; the run is in `cwd/here`."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    line = [sys.executable, "-m", "leank_train", *command(model), "hydra.run.dir=here", *extra]
+    return subprocess.Popen(line, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
 def alpha(out: Path) -> torch.Tensor:
     """The learned scores of a run directory."""
     return load_file(out / "alpha.safetensors")["alpha"]
@@ -78,3 +88,18 @@ def killed(work) -> bool:
         return True
     assert os.WEXITSTATUS(status) == 0
     return False
+
+
+def die_at_file(name: str, when: str) -> None:
+    """Die just before or after (`when`) a file gets its name; what is to stand in it is written already."""
+    replace = os.replace
+
+    def die(source, target):
+        if when == "after":
+            replace(source, target)
+        if str(target).endswith(name):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if when == "before":
+            replace(source, target)
+
+    os.replace = die

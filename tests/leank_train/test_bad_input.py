@@ -1,6 +1,5 @@
 """Bad input of the main job: the message names the setting, its value and what to do, and comes before training."""
 
-import re
 import sys
 
 import huggingface_hub
@@ -26,16 +25,8 @@ from leank_train.train import run
 from leank_train.validation import compare
 from tests import ROOT
 from tests.helpers import forked
+from tests.helpers.refusals import says
 from tests.helpers.tiny_run import VALIDATION, command, save_model, settings
-
-
-def says(call, *parts):
-    """The call fails with a message that holds every one of these patterns."""
-    with pytest.raises((ValueError, FileNotFoundError)) as caught:
-        call()
-    message = str(caught.value)
-    for part in parts:
-        assert re.search(part, message), f"{part!r} is not in {message!r}"
 
 
 @pytest.fixture

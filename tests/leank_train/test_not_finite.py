@@ -13,8 +13,8 @@ from leank_train.common.tensor_files import read_checkpoint, write_checkpoint
 from leank_train.mask import FORMAT, ChannelMask
 from leank_train.stages import Stage
 from leank_train.train import run
+from tests.helpers.refusals import says
 from tests.helpers.tiny_run import save_model, settings
-from tests.leank_train.test_bad_input import says
 
 
 @pytest.fixture

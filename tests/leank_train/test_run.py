@@ -19,8 +19,7 @@ from leank_train.mask import ChannelMask
 from leank_train.running.recorder import Recorder
 from leank_train.stages import Stage
 from leank_train.train import run
-from tests import ROOT
-from tests.helpers.tiny_run import VALIDATION, alpha, command, killed, save_model, settings
+from tests.helpers.tiny_run import VALIDATION, alpha, cli, die_at_file, killed, save_model, settings
 
 PLOTS = {"losses", "alpha_histogram", "channels_per_head", "kept_per_frequency"}
 METHODS = ["dense", "leank", "think", "static_norm", "lowest_frequencies", "random"]
@@ -145,28 +144,13 @@ def at_step(steps):
     Recorder.on_train_batch_end = die
 
 
-def at_file(name, when):
-    """Die just before or after a file gets its name: what is to stand in it is written already."""
-    replace = os.replace
-
-    def die(source, target):
-        if when == "after":
-            replace(source, target)
-        if str(target).endswith(name):
-            os.kill(os.getpid(), signal.SIGKILL)
-        if when == "before":
-            replace(source, target)
-
-    os.replace = die
-
-
 STOPS = {
     **{f"random{i}": (lambda n=n: at_step(n)) for i, n in enumerate(random.sample(range(1, STEPS + 1), 3))},
-    "last checkpoint": lambda: at_file("stage1/last.ckpt", "before"),
-    "end of stage 1": lambda: at_file("stage1/done.ckpt", "before"),
-    "between the stages": lambda: at_file("stage1/done.ckpt", "after"),
-    "mask": lambda: at_file("run/mask.safetensors", "before"),
-    "metrics": lambda: at_file("metrics.json", "before"),
+    "last checkpoint": lambda: die_at_file("stage1/last.ckpt", "before"),
+    "end of stage 1": lambda: die_at_file("stage1/done.ckpt", "before"),
+    "between the stages": lambda: die_at_file("stage1/done.ckpt", "after"),
+    "mask": lambda: die_at_file("run/mask.safetensors", "before"),
+    "metrics": lambda: die_at_file("metrics.json", "before"),
 }
 
 
@@ -188,13 +172,6 @@ def test_killed_and_started_again(finished, model_folder, tmp_path, stop):
     assert step[0] == step[1], stop
     assert torch.equal(alpha(out), alpha(finished)), STOPS[stop].__defaults__
     assert (out / "plots/losses.png").read_bytes() == (finished / "plots/losses.png").read_bytes()
-
-
-def cli(model, cwd, *extra):
-    """`python -m leank_train` on the tiny run, in a folder of its own."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    line = [sys.executable, "-m", "leank_train", *command(model), "hydra.run.dir=here", *extra]
-    return subprocess.Popen(line, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def test_command_line_killed_from_outside(finished, model_folder, tmp_path):

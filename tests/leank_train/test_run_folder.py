@@ -22,8 +22,7 @@ from leank_train.running.recorder import Recorder
 from leank_train.settings import check, fingerprint, plain
 from leank_train.stages import Stage
 from leank_train.train import run
-from tests.helpers.tiny_run import alpha, killed, save_model, settings
-from tests.leank_train.test_run import at_file, cli
+from tests.helpers.tiny_run import alpha, cli, die_at_file, killed, save_model, settings
 
 SHORT = ["stage1.steps=4", "stage2.steps=1", "checkpoint_every=1"]
 
@@ -54,7 +53,7 @@ def damage(path, place=0.5):
 @pytest.mark.parametrize("how", ["flipped", "cut"])
 def test_a_damaged_last_checkpoint_is_refused_and_the_one_before_helps(model_folder, whole, tmp_path, how):
     def work():
-        at_file("stage1/done.ckpt", "before")
+        die_at_file("stage1/done.ckpt", "before")
         run(settings(model_folder, *SHORT), tmp_path)
 
     assert killed(work)

@@ -21,7 +21,7 @@ from eval.run.settings import Settings
 from leank_train import backbone, settings
 from leank_train.common.typed import BadConfig, Checked, Count, OneOf, Positive, Share, _rules, typed
 from leank_train.running.wandb_log import LoggerConfig, make_logger
-from tests.test_conf import composed
+from tests.helpers.composed import training
 
 OLD = """
 model: {name: reference, dtype: auto, chat: null, overrides: {}}
@@ -219,7 +219,7 @@ def test_evaluation_refuses_nonsense(make, message):
 )
 def test_training_refuses_nonsense(overrides, message):
     with pytest.raises(BadConfig, match=message):
-        settings.check(composed("+experiment=reference_demo", *overrides))
+        settings.check(training("+experiment=reference_demo", *overrides))
 
 
 PAPER = ("stage1=paper", "stage2=paper")
@@ -234,7 +234,7 @@ RECIPES = {  # those that these experiments had before they took the KL objectiv
 
 
 def test_fingerprints_are_those_of_folders_in_use():
-    found = {name: settings.fingerprint(composed(f"+experiment={name}", *RECIPES.get(name, ()))) for name in HASHES}
+    found = {name: settings.fingerprint(training(f"+experiment={name}", *RECIPES.get(name, ()))) for name in HASHES}
     assert found == HASHES
 
 
@@ -255,8 +255,8 @@ def test_a_configuration_of_before_loads_as_it_was():
 
 
 def test_the_old_name_of_pruning_still_works_with_one_warning(caplog):
-    old = composed("+experiment=reference_demo", *DEMO, "mask.ratio=0.8", "mask.align=8", "seed=3", "stage1.lr=1")
-    new = composed("+experiment=reference_demo", *DEMO, "pruning.ratio=0.8", "pruning.align=8", "seed=3", "stage1.lr=1")
+    old = training("+experiment=reference_demo", *DEMO, "mask.ratio=0.8", "mask.align=8", "seed=3", "stage1.lr=1")
+    new = training("+experiment=reference_demo", *DEMO, "pruning.ratio=0.8", "pruning.align=8", "seed=3", "stage1.lr=1")
     with caplog.at_level(logging.WARNING, "leank_train"):
         resolved = settings.plain(new)
         assert not caplog.records
@@ -264,10 +264,10 @@ def test_the_old_name_of_pruning_still_works_with_one_warning(caplog):
     (record,) = caplog.records
     assert record.getMessage() == "mask is called pruning now; ratio=0.8, align=8 is taken from its old name"
     assert settings.fingerprint(old) == settings.fingerprint(new) == "b798b87c65ef"
-    group = settings.check(composed("pruning@mask=reference", "data.max_length=8192", "data.min_length=4096"))
+    group = settings.check(training("pruning@mask=reference", "data.max_length=8192", "data.min_length=4096"))
     assert (group.pruning.sink, group.pruning.window) == (16, 144)
 
 
 def test_no_logger_is_made_of_none(tmp_path):
-    assert make_logger(settings.check(composed("+experiment=reference_demo", "logger=none")).logger, tmp_path) is None
-    assert settings.check(composed("+experiment=reference_demo")).logger.kind == "wandb"
+    assert make_logger(settings.check(training("+experiment=reference_demo", "logger=none")).logger, tmp_path) is None
+    assert settings.check(training("+experiment=reference_demo")).logger.kind == "wandb"

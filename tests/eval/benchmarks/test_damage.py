@@ -7,33 +7,18 @@ import subprocess
 import sys
 import zipfile
 from contextlib import contextmanager
-from dataclasses import asdict
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_gen.gsm.infinite import realistic
-from data_gen.gsm.symbolic import symbolic
 from eval.benchmarks import source
 from eval.benchmarks.files import InfiniteBench, LongBench, Math500, Mmlu
 from eval.benchmarks.problems import GsmInfinite
 from eval.inference.models import ModelConfig, load_config
+from tests.helpers.benchmark_lines import CHOICE, CONFIG, FIND, MATH, MMLU, NAMES, PASSKEY, QASPER, SUM, TREC
 
-CONFIG = SimpleNamespace(max_position_embeddings=None)
 ALL_OPS = {"ops": None, "samples": None}
-
-QASPER = {"context": "A text.", "input": "Who?", "answers": ["Ada", "Ada L."], "all_classes": None, "length": 3,
-          "dataset": "qasper", "_id": "x1"}  # fmt: skip
-TREC = {**QASPER, "dataset": "trec", "answers": ["Person"], "all_classes": ["Person", "Place"]}
-PASSKEY = {"context": "A text.", "input": "The key?", "answer": ["71432"], "options": [], "id": 0}
-CHOICE = {"context": "A text.", "input": "Who?", "answer": ["Ada"], "options": ["Bo", "Ada", "Cy", "Di"], "id": 0}
-FIND = {"context": "[1, 17]", "input": "The second largest number of the list is:", "answer": [17], "id": 0}
-MATH = {"problem": "What is $2+3$?", "answer": "5", "unique_id": "a/1", "subject": "Algebra", "level": 1}
-SUM = asdict(realistic(2, 2, "crazy_zootopia", "normalforward", 0, 0))
-NAMES = {**asdict(symbolic(2, 0, 0)), "answer_list": list(symbolic(2, 0, 0).answer_list)}
-MMLU = {"split": "test", "subject": "anatomy", "question": "Which?", "choices": ["a", "b", "c", "d"], "answer": "B"}
 
 # benchmark -> how it is built, its file, a valid line, and the fields that it needs
 CASES = {

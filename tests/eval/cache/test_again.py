@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from eval.cache.layer import CompressedLayer
-from tests.eval.cache.test_uses import GREEDY, feed, new_cache, one_line
 from tests.helpers.cache_oracle import LAYERS, left_padded, random_keep, tiny_model
+from tests.helpers.cache_uses import GREEDY, feed, new_cache
+from tests.helpers.refusals import one_line
 
 
 @pytest.mark.parametrize("own", [True, False])

@@ -22,9 +22,9 @@ from eval.methods.base import Method
 from eval.methods.bits.kivi import KIVI
 from eval.methods.channels.leank import LeanK
 from leank_train.mask import ChannelMask
-from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, OracleLayer, left_padded, random_keep, run, tiny_model
+from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, SEEDS, OracleLayer, left_padded, random_keep, run, tiny_model
+from tests.helpers.channel_tables import random_tables
 
-SEEDS = st.integers(0, 2**20)
 BITS = st.sampled_from([2, 4, 8])
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16])
 
@@ -107,14 +107,6 @@ def test_where_the_codes_of_a_page_lie(bits):
         cells = flat[codes:].view(torch.float32).view(len(scales), -1, 4)
         for n in range(scales.shape[1]):
             assert torch.equal(cells[:, n // 2, [n % 2, n % 2 + 2]], scales[:, n])
-
-
-def random_tables(seed, batch, heads, dim):
-    """A KeptChannels table with empty heads among it, and its mask [B, H, D]."""
-    generator = torch.Generator().manual_seed(seed)
-    keep = torch.rand(batch, heads, dim, generator=generator) < torch.rand(batch, heads, 1, generator=generator) * 1.3
-    keep &= torch.rand(batch, heads, 1, generator=generator) > 0.25
-    return KeptChannels.of(keep, torch.empty(batch, heads, 0, dim)), keep
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

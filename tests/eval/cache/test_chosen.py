@@ -7,36 +7,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-ON_GPU = torch.cuda.is_available()
-pytest.importorskip("triton")  # Linux only
+from tests.helpers.kernels import DEVICE, ON_GPU, poison
 
-from eval.cache.attention import chosen as launch  # noqa: E402
-from eval.cache.attention import reference  # noqa: E402
-from eval.cache.attention.backend import Plain, choose_backend  # noqa: E402
-from eval.cache.attention.bounds import Bounds  # noqa: E402
-from eval.cache.attention.chosen import Chosen, ChosenConfig  # noqa: E402
-from eval.cache.storage.middle import Middle  # noqa: E402
-from eval.cache.storage.quantised import Packing  # noqa: E402
-from eval.cache.storage.sizes import Sizes  # noqa: E402
-from eval.cache.storage.store import Store  # noqa: E402
-from eval.methods.reads.double_sparsity import Labels  # noqa: E402
-from eval.methods.reads.quest import Quest  # noqa: E402
-from tests.helpers.kernels import poison  # noqa: E402
+from eval.cache.attention import chosen as launch  # isort: skip  (needs Triton, which the line above asks for)
+from eval.cache.attention import reference
+from eval.cache.attention.backend import Plain, choose_backend
+from eval.cache.attention.bounds import Bounds
+from eval.cache.attention.chosen import Chosen, ChosenConfig
+from eval.cache.storage.middle import Middle
+from eval.cache.storage.quantised import Packing
+from eval.cache.storage.sizes import Sizes
+from eval.cache.storage.store import Store
+from eval.methods.reads.quest import Quest
+from tests.helpers.chosen_reads import CLOSE, DTYPE, random_reads
 
-DEVICE = "cuda" if ON_GPU else "cpu"
-DTYPE = torch.bfloat16 if ON_GPU else torch.float32  # in the interpreter what is chosen shall not depend on rounding
-CLOSE = {"rtol": 2e-2, "atol": 2e-2} if ON_GPU else {"rtol": 1e-4, "atol": 1e-5}
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-
-def random_reads(kind, budget, heads, dim, page=16, seed=0):
-    """Quest, or Double Sparsity with an eighth of the channels as labels, whole or in 4 bits."""
-    if kind is None:
-        return None
-    if kind == "quest":
-        return Quest(budget, page, 0)
-    order = torch.rand(heads, dim, generator=torch.Generator().manual_seed(seed)).argsort(-1)
-    return Labels(order < dim // 8, budget, 4 if kind == "four bits" else 16)
 
 
 def make_store(reads, counts, dim, lengths, sizes, seed=0, tokens=None):

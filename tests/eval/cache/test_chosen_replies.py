@@ -6,20 +6,16 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-ON_GPU = torch.cuda.is_available()
-pytest.importorskip("triton")  # Linux only
+from tests.helpers.kernels import DEVICE, ON_GPU
 
-from eval.cache import compressed_cache  # noqa: E402
-from eval.cache.attention.backend import Plain, choose_backend  # noqa: E402
-from eval.cache.attention.chosen import Chosen  # noqa: E402
-from eval.cache.layer import CompressedLayer  # noqa: E402
-from eval.cache.storage.middle import Middle  # noqa: E402
-from eval.cache.storage.sizes import Sizes  # noqa: E402
-from tests.eval.cache.test_chosen import random_reads  # noqa: E402
+from eval.cache import compressed_cache  # isort: skip  (needs Triton, which the line above asks for)
+from eval.cache.attention.backend import Plain, choose_backend
+from eval.cache.attention.chosen import Chosen
+from eval.cache.layer import CompressedLayer
+from eval.cache.storage.middle import Middle
+from eval.cache.storage.sizes import Sizes
+from tests.helpers.chosen_reads import CLOSE, DTYPE, random_reads
 
-DEVICE = "cuda" if ON_GPU else "cpu"
-DTYPE = torch.bfloat16 if ON_GPU else torch.float32  # in the interpreter what is chosen shall not depend on rounding
-CLOSE = {"rtol": 2e-2, "atol": 2e-2} if ON_GPU else {"rtol": 1e-4, "atol": 1e-5}
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 

@@ -6,46 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.kernels import DEVICE, ON_GPU, make_store, poison, poisoned_memory  # noqa: F401
+from tests.helpers.kernels import DEVICE, ON_GPU, check_moves, poisoned_memory  # noqa: F401
 
 from eval.cache.attention.launch import Kernel  # isort: skip  (needs Triton, which the line above asks for)
-from eval.cache.storage.channels import KeptChannels
 from eval.cache.storage.middle import Middle
 from eval.cache.storage.sizes import Sizes
-
-
-def check_moves(counts, dim, lengths, sizes, dtype, appends, seed, joins=None, per_row=False, widths=None):
-    """Append and move, again and again; both paths leave the same bits everywhere, and NaN where nothing was put."""
-    stores = [make_store(counts, dim, lengths, sizes, dtype, seed, None, widths, per_row) for _ in range(2)]
-    kernel = Kernel(programs=3)
-    generator = torch.Generator().manual_seed(seed)
-    keep = torch.stack([stores[0].middle.channels[:, torch.randperm(dim, generator=generator)] for _ in lengths])
-    for store in stores:
-        store.middle = Middle(store.middle.channels, store.middle.values, joins=joins)
-        if per_row:  # the same number of channels, other ones
-            store.channels = KeptChannels.of(keep, store.ring_k)
-            store.prompt.channels = store.tail.channels = store.channels
-    moves = 0
-    for new in appends:
-        k, v = torch.randn(2, len(lengths), len(counts), new, dim, generator=generator).to(DEVICE, dtype)
-        for store in stores:
-            store.append(k, v)
-            poison(store)
-        before = stores[0].start.copy()
-        stores[0].flush()
-        stores[1].flush(kernel.move)
-        moves += int((stores[0].start > before).any())
-        plain, moved = (store.tensors() for store in stores)
-        for name in plain.keys() - {"values.ranks"}:  # the kernel's alone
-            torch.testing.assert_close(moved[name], plain[name], rtol=0, atol=0, equal_nan=True, msg=name)
-        assert stores[1].tail.length.tolist() == stores[1].tail.length_dev.tolist() == stores[0].tail.length.tolist()
-        assert stores[1].start_dev.tolist() == stores[1].start.tolist() == stores[0].start.tolist()
-        assert stores[0].quiet == stores[1].quiet > 0
-        assert not kernel._done.any()
-        for segment in (stores[1].tail, stores[1].prompt):
-            for row, head in ((r, h) for r in range(len(lengths)) for h in range(len(counts))):
-                assert not any(x.isnan().any() for x in segment.read(row, head))
-    return moves, stores[1]
 
 
 @pytest.mark.skipif(ON_GPU, reason="the same on the device below")

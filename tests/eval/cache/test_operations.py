@@ -12,11 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from eval.cache import compressed_cache
 from eval.cache.hook import ATTENTION
 from eval.inference.prefill import extend, joined
-from tests.helpers.cache_oracle import VOCAB, left_padded, tiny_model
+from tests.helpers.cache_oracle import SEEDS, VOCAB, left_padded, tiny_model
 from tests.helpers.turns import METHODS
 
 LENGTH = st.one_of(st.integers(1, 3), st.integers(1, 45))
-SEEDS = st.integers(0, 2**20)
 CHECKS = settings(
     max_examples=15, stateful_step_count=7, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )

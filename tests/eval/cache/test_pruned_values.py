@@ -5,11 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.eval.cache.test_move import check_moves
 from tests.helpers.kernels import (  # noqa: F401
     DEVICE,
     ON_GPU,
     check_decoding,
+    check_moves,
     error,
     make_store,
     poison,

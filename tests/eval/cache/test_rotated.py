@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from eval.cache.storage.pages import Extent
 from eval.cache.storage.rotated import Rotation, centroids, rotation
-from tests.eval.cache.test_bits import SEEDS, random_tables
+from tests.helpers.cache_oracle import SEEDS
+from tests.helpers.channel_tables import random_tables
 
 
 def test_levels_and_distortion_are_those_of_lloyd_and_max():

@@ -12,28 +12,8 @@ from eval.cache import Sizes, compressed_cache
 from eval.cache.hook import ATTENTION
 from eval.cache.storage.middle import Middle
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, left_padded, random_keep, run, tiny_model
-
-SIZES = (2, 6, 3)
-GREEDY = {"do_sample": False, "pad_token_id": 0}
-
-
-def new_cache(model, keep=None, **options):
-    return compressed_cache(model, keep, *SIZES, backend="torch", **options)
-
-
-def one_line(error):
-    return "\n" not in str(error.value)
-
-
-def feed(model, cache, *pieces, mask=None):
-    """Logits of the last piece's last token."""
-    seen = 0
-    for piece in pieces:
-        seen += piece.shape[1]
-        with torch.no_grad():
-            seen_mask = None if mask is None else mask[:, :seen]
-            logits = model(piece, attention_mask=seen_mask, past_key_values=cache).logits
-    return logits[:, -1]
+from tests.helpers.cache_uses import GREEDY, SIZES, feed, new_cache
+from tests.helpers.refusals import one_line
 
 
 @pytest.mark.parametrize("after", ["reset", "second turn"])

@@ -14,7 +14,7 @@ from eval.methods import Method
 from eval.report import summarise
 from eval.run.job import Job
 from eval.run.settings import Settings
-from tests.eval.run.test_compression import Two
+from tests.helpers.replay_tools import Two
 from tests.helpers.report_rows import row as result
 
 TEMPLATE = (

@@ -1,14 +1,12 @@
 """A score that cannot show a method's effect is marked: nothing compressed, the dense token alone, broken logits."""
 
 import copy
-import dataclasses
 import logging
 import math
 
 import pytest
 import torch
 
-from eval.benchmarks.base import Cell
 from eval.inference.decode import greedy
 from eval.inference.models import ModelConfig
 from eval.inference.prefill import prefill
@@ -28,7 +26,7 @@ from eval.run.job import Job
 from eval.run.replay import Replay
 from eval.run.settings import Settings
 from tests.helpers.cache_oracle import tiny_model
-from tests.helpers.replay_tools import NEW, SIZES, Letters, methods, prompts, rows
+from tests.helpers.replay_tools import NEW, SIZES, Letters, Two, methods, prompts, rows
 from tests.helpers.report_rows import row
 
 CHOICES = [
@@ -133,24 +131,6 @@ def test_logits_without_a_best_token_are_broken(value):
 def test_weights_that_are_infinite_break_every_sample_of_every_method(method):
     model = damaged("model.layers.0.self_attn.k_proj.weight", math.inf)
     assert [(a.non_finite, a.tokens) for a in answers(model, method, [40, 33])] == [(0, []), (0, [])]
-
-
-class Two:
-    """A benchmark of two cells, of ids."""
-
-    name, seed = "two", 0
-
-    def data(self, task):
-        return None
-
-    def identity(self):
-        return {}
-
-    def cells(self):
-        return [Cell("a", 40, ("0", "1")), Cell("b", 40, ("0",))]
-
-    def row(self, cell, sample, tokenizer, overhead):
-        return dataclasses.replace(rows(1)[0], id=sample, task=cell.task, chat=False)
 
 
 class Words(Letters):

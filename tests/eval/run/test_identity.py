@@ -24,7 +24,7 @@ from eval.run.settings import Settings
 from leank_train.backbone import resolve
 from leank_train.common.model_folder import BLOCK, BLOCKS, WHOLE, folder_digest
 from tests import DATA
-from tests.eval.benchmarks.test_damage import CONFIG, MMLU, QASPER
+from tests.helpers.benchmark_lines import CONFIG, MMLU, QASPER
 
 QA = DATA / "qa"
 

@@ -11,7 +11,7 @@ from eval.serving.attention import attend
 from eval.serving.device_step import DeviceStep, decoding_first
 from eval.serving.layout import PageLayout
 from eval.serving.step import Step
-from tests.eval.serving.test_paged import DEVICE, DTYPE, ON_GPU, a_mask, served
+from tests.helpers.served_pages import DEVICE, DTYPE, ON_GPU, a_mask, served
 
 pytest.importorskip("triton")  # Linux only
 from eval.serving.paged import PagedAttention

@@ -12,30 +12,13 @@ from hypothesis import strategies as st
 
 from leank_train.forward import fused
 from leank_train.forward.attention import partial_attention_reference
-from leank_train.forward.branching import branch, decode, prefill, student
+from leank_train.forward.branching import prefill
 from leank_train.forward.sequence_parallel import block_attention, prefill_in_shares, share
 from leank_train.forward.visibility import visibility
 from tests.conftest import tiny_model
-from tests.helpers.branches import ANSWERS, DOCUMENTS, QUESTIONS, batch, pad, scores
+from tests.helpers.branches import DOCUMENTS, batch, pad, step
 
 ZONES = [(3, 6), (0, 1), (8, 30), (1, 5)]  # (sink, window); in the third no token is in the middle
-
-
-def step(model, prefix, sink, window, empty_heads, replies=True):
-    """What training takes from a prefix: the teacher's rows, the student's, the gradient; and greedy answers."""
-    _, questions, answers = batch()
-    both = [torch.cat(pair) for pair in zip(questions, answers, strict=True)]
-    teacher = branch(model, prefix, pad(both), [len(x) for x in both])
-    question, alpha = teacher.cut(QUESTIONS), scores()
-    zones = {"sink": sink, "window": window}
-    hidden = student(model, prefix, question, pad(answers), ANSWERS, alpha, **zones, empty_heads=empty_heads)
-    seen = torch.arange(hidden.shape[1]) < torch.tensor(ANSWERS)[:, None]
-    loss = (hidden[seen] * torch.arange(hidden[seen].numel()).view(hidden[seen].shape).cos()).sum()
-    (gradient,) = torch.autograd.grad(loss, alpha)
-    found = [teacher.hidden, hidden.detach(), gradient]
-    if replies:
-        found += decode(model, prefix, question, alpha.detach(), max_new_tokens=4, eos_id=-1, **zones, flush=2)
-    return found
 
 
 def one_rank(rank, world, address, flash):

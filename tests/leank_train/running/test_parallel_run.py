@@ -18,10 +18,9 @@ from leank_train.running.parallel import shard
 from leank_train.settings import check
 from leank_train.train import run
 from tests.conftest import tiny_model
-from tests.helpers.branches import DOCUMENTS, batch, pad
+from tests.helpers.branches import DOCUMENTS, batch, pad, step
 from tests.helpers.ranks import SETTINGS, forked_ranks, record
 from tests.helpers.tiny_run import alpha, settings
-from tests.leank_train.forward.test_sequence_parallel import step
 
 SHARES = [
     ("sequence_parallel", 2, ["trainer.sequence_parallel=2", "data.documents=2"], 2),  # uneven lengths, padded

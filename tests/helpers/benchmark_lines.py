@@ -1,0 +1,20 @@
+"""A valid line of every benchmark that is read from files, and the configuration of a model of any length."""
+
+from dataclasses import asdict
+from types import SimpleNamespace
+
+from data_gen.gsm.infinite import realistic
+from data_gen.gsm.symbolic import symbolic
+
+CONFIG = SimpleNamespace(max_position_embeddings=None)
+
+QASPER = {"context": "A text.", "input": "Who?", "answers": ["Ada", "Ada L."], "all_classes": None, "length": 3,
+          "dataset": "qasper", "_id": "x1"}  # fmt: skip
+TREC = {**QASPER, "dataset": "trec", "answers": ["Person"], "all_classes": ["Person", "Place"]}
+PASSKEY = {"context": "A text.", "input": "The key?", "answer": ["71432"], "options": [], "id": 0}
+CHOICE = {"context": "A text.", "input": "Who?", "answer": ["Ada"], "options": ["Bo", "Ada", "Cy", "Di"], "id": 0}
+FIND = {"context": "[1, 17]", "input": "The second largest number of the list is:", "answer": [17], "id": 0}
+MATH = {"problem": "What is $2+3$?", "answer": "5", "unique_id": "a/1", "subject": "Algebra", "level": 1}
+SUM = asdict(realistic(2, 2, "crazy_zootopia", "normalforward", 0, 0))
+NAMES = {**asdict(symbolic(2, 0, 0)), "answer_list": list(symbolic(2, 0, 0).answer_list)}
+MMLU = {"split": "test", "subject": "anatomy", "question": "Which?", "choices": ["a", "b", "c", "d"], "answer": "B"}

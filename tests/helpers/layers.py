@@ -1,0 +1,25 @@
+"""The floors of the packages, which the imports keep to and the page on the architecture shows."""
+
+# the rooms (folders and files) of a package from the top floor down: each imports from its own floor's rooms below
+LAYERS = {
+    "data_gen": [
+        {"__main__"}, {"tasks"}, {"task"}, {"fit"}, {"request"}, {"haystack", "sample", "gsm"},
+        {"tokens", "reading", "chat", "ending", "amount"},
+    ],
+    "leank_train": [
+        {"__main__"}, {"train"}, {"fitting", "validation"}, {"run_folder"}, {"settings"}, {"stopping"}, {"stages"},
+        {"running"}, {"data"}, {"backbone"}, {"channel_scores"}, {"objective"}, {"forward"}, {"mask"}, {"common"},
+    ],
+    "eval": [
+        {"__main__"}, {"lm_eval"}, {"papers"}, {"run"}, {"report"}, {"rows"}, {"methods"}, {"inference"},
+        {"benchmarks"}, {"metrics", "published"}, {"serving"}, {"cache"},
+    ],
+    "eval.cache": [
+        {"cache"}, {"generate", "memory", "saved"}, {"graph"}, {"hook"}, {"layer"}, {"rows_layer"}, {"attention"},
+        {"storage"},
+    ],
+    "eval.methods": [
+        {"match"}, {"memory"}, {"base"}, {"tokens", "bits", "reads", "prefill"}, {"channels"}, {"common"},
+        {"registry"}, {"axes"}, {"held"},
+    ],
+}  # fmt: skip
