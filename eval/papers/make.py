@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.inference.models import ModelConfig, load_config, load_model
 from eval.papers.analyses import Analysis
-from eval.papers.item import Analysed, Contrast, Item, Replay, Row, Step
+from eval.papers.item import Analysed, Contrast, EvalRun, Item, Row, Step
 from eval.papers.judge import Judgement, contrast, expect
 from eval.papers.portions import Portion, portions
 from eval.papers.side_by_side import one_by_one, side_by_side
@@ -129,7 +129,7 @@ class Workshop:
 
     def _task(self, step: Step) -> Task:
         """Return the task of a step; items that share a step share it."""
-        assert isinstance(step, Replay | Analysed)
+        assert isinstance(step, EvalRun | Analysed)
         if repr(step) not in self._tasks:
             self._tasks[repr(step)] = Task(step, self.request)
         return self._tasks[repr(step)]

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from data_gen.amount import amount
 from eval import published
-from eval.papers.item import Command, Item, Replay
+from eval.papers.item import Command, EvalRun, Item
 from eval.papers.judge import Judgement
 from eval.papers.make import Made
 from eval.papers.registry import runs, status
@@ -76,7 +76,7 @@ def commands(item: Item) -> list[tuple[str, str]]:
     if any(not isinstance(step, Command) for step in item.real):
         lines.append((f"with {item.needs}", f"python -m eval.papers {item.id} --real"))
     lines += [(f"the same, {step.overrides[0].partition('=')[2]}", step.command)
-              for step in item.real if isinstance(step, Replay)]  # fmt: skip
+              for step in item.real if isinstance(step, EvalRun)]  # fmt: skip
     lines += [(f"needs {s.needs}", s.line) for s in item.real if isinstance(s, Command) and s not in item.here]
     return lines
 

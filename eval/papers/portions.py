@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from data_gen.amount import amount
-from eval.papers.item import Analysed, Item, Replay
+from eval.papers.item import Analysed, EvalRun, Item
 from eval.rows.results import Key
 from eval.run.progress import EVERY, duration
 
@@ -36,7 +36,7 @@ class Part:
     """
 
     item: str
-    step: Replay | Analysed
+    step: EvalRun | Analysed
     methods: tuple[str, ...] = ()
 
 

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from eval.inference.models import ModelConfig
 from eval.papers.analyses import Analysis, analysis
-from eval.papers.item import Analysed, Item, Replay, Step
+from eval.papers.item import Analysed, EvalRun, Item, Step
 from eval.papers.registry import makes
 from eval.rows.results import Key
 from eval.run.build import build_benchmark, build_job, build_settings, name_methods
@@ -68,10 +68,10 @@ def keys_of(job: Job) -> list[Key]:
 class Task:
     """A step under a request: a replay's checked job, or an analysis with its settings, its model and its mask."""
 
-    def __init__(self, step: Replay | Analysed, request: Request) -> None:
+    def __init__(self, step: EvalRun | Analysed, request: Request) -> None:
         self.step = step
-        quick = step.quick if isinstance(step, Replay) and request.quick else ()
-        first = () if isinstance(step, Replay) else (HERE,)
+        quick = step.quick if isinstance(step, EvalRun) and request.quick else ()
+        first = () if isinstance(step, EvalRun) else (HERE,)
         self.config = composed([*first, *step.overrides, *quick, *request.overrides])
         self.analysis: Analysis | None = None
         if isinstance(step, Analysed):

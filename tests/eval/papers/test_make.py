@@ -8,7 +8,7 @@ import pytest
 
 from eval.papers.__main__ import listing, main, parser, run
 from eval.papers.analyses.selection_layers import SelectionLayers
-from eval.papers.item import Analysed, Contrast, Item, Replay
+from eval.papers.item import Analysed, Contrast, EvalRun, Item
 from eval.papers.make import Made, Measured, Workshop
 from eval.papers.page import as_html, as_markdown
 from eval.papers.registry import ITEMS, find
@@ -30,7 +30,7 @@ def little(model, *more):
 
 ONE = Item(
     "think:table9", "ThinK alone.", "It costs nothing.",
-    here=(Replay(("+experiment=papers/here", "method=[dense,papers/think_alone]")),),
+    here=(EvalRun(("+experiment=papers/here", "method=[dense,papers/think_alone]")),),
     claims=(Contrast("think_alone_0.4", "dense", "bytes", 1),),
 )  # fmt: skip
 
@@ -58,7 +58,7 @@ def test_what_is_there_is_not_made_again(tmp_path, model):
 
 
 def test_an_item_that_fails_stops_no_other(tmp_path, model):
-    wrong = Item("leank:fig1", "x", here=(Replay(("+experiment=papers/here", "method=[dense,no_such]")),))
+    wrong = Item("leank:fig1", "x", here=(EvalRun(("+experiment=papers/here", "method=[dense,no_such]")),))
     late = Item("leank:fig8", "x", here=(Analysed("kept_by_pair", {"samples": 0}, overrides=("mask=none.pth",)),))
     workshop = Workshop(tmp_path, Request(overrides=little(model)))
     failed = workshop.make([wrong, late, ONE])

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval.papers import make as make_module
-from eval.papers.item import Analysed, Item, Replay
+from eval.papers.item import Analysed, EvalRun, Item
 from eval.papers.make import Workshop
 from eval.papers.page import our_tables
 from eval.papers.portions import Line, Part, Portion, portions
@@ -21,9 +21,9 @@ from tests.helpers.tiny_run import save_model
 
 LITTLE = ("benchmark.samples=2", "benchmark.tasks=[niah_multikey_2]", "benchmark.lengths=[512]", "max_new_tokens=2",
           "batch_size=1", "+model.device=cpu")  # fmt: skip
-FIRST = Replay(("+experiment=papers/here", "method=[dense,papers/think_alone]"))
-SECOND = Replay(("+experiment=papers/here", "method=[dense,snapkv,papers/think_alone]"))
-MATCHED = Replay(("+experiment=papers/here", "method=[dense,snapkv,h2o]", "match=0.7"))
+FIRST = EvalRun(("+experiment=papers/here", "method=[dense,papers/think_alone]"))
+SECOND = EvalRun(("+experiment=papers/here", "method=[dense,snapkv,papers/think_alone]"))
+MATCHED = EvalRun(("+experiment=papers/here", "method=[dense,snapkv,h2o]", "match=0.7"))
 WRONG = Analysed("kept_by_pair", {"samples": 0}, overrides=("mask=none.pth",), model=False)
 ITEMS = [Item(f"think:table{number + 1}", "x", here=(step,))
          for number, step in enumerate((FIRST, SECOND, WRONG))]  # fmt: skip
