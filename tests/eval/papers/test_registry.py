@@ -14,7 +14,7 @@ from eval.papers.item import Analysed, Command, Contrast, EvalRun, Expect, Item,
 from eval.papers.make import Made
 from eval.papers.page import as_markdown, commands
 from eval.papers.registry import ITEMS, PAPERS, find, of_papers, runs, status
-from eval.papers.task import HERE, Request
+from eval.papers.steps import HERE, Options
 from eval.papers.verdicts import CLAIMS
 from eval.run.grid import expanded
 from leank_train.common.typed import typed
@@ -102,7 +102,7 @@ def test_a_step_whose_model_is_not_there_is_named_and_not_made(tmp_path):
                      (("a folder", tmp_path), ("the model huge", tmp_path / "huge")))  # fmt: skip
     item = Item("lethe:table1", "x", here=(there, absent))
     assert status(item) == "runs here, in part: needs the model huge"
-    assert Request().steps(item) == (there,)
+    assert Options().steps(item) == (there,)
     assert status(replace(item, here=(absent,))) == "needs the model huge"
     assert status(replace(item, here=(there,))) == "runs here"
 
