@@ -124,8 +124,8 @@ def _joined(parts: Sequence[Part]) -> tuple[Part, ...]:
 
 
 @dataclass
-class Line:
-    """Portions that wait in a line: analyses first, as they cannot be cut, then the most expensive ones.
+class Queue:
+    """Portions that wait: analyses first, as they cannot be cut, then the most expensive ones.
 
     waiting: the portions.
     failed: the first error of each item that has one.
@@ -144,7 +144,7 @@ class Line:
         return self.waiting.pop()
 
     def answer(self, portion: Portion, error: str | None) -> None:
-        """Count a portion as done. If it failed, its parts join the line one by one, to find the step at fault."""
+        """Count a portion as done. If it failed, its parts join the queue one by one, to find the step at fault."""
         if error is not None and len(portion.parts) > 1:
             self.waiting += portion.pieces()
         else:

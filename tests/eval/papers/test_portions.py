@@ -12,7 +12,7 @@ from eval.papers import make as make_module
 from eval.papers.item import Analysed, EvalRun, Item
 from eval.papers.make import Workshop
 from eval.papers.page import our_tables
-from eval.papers.portions import Line, Part, Portion, portions
+from eval.papers.portions import Part, Portion, Queue, portions
 from eval.papers.side_by_side import one_by_one, side_by_side
 from eval.papers.steps import Options, ResolvedStep, keys_of
 from eval.rows.results import Results, key_of, read
@@ -129,5 +129,5 @@ def test_processes_end_with_the_one_that_deals_out(tmp_path):
 
 def test_analyses_come_first_then_what_costs_most():
     cheap, dear = of("a"), replace(of("b"), cost=9)
-    line = Line([cheap, Portion((Part("c", WRONG),), 0), dear])
-    assert [line.take().parts[0].item for _ in range(3)] == ["c", "b", "a"]
+    queue = Queue([cheap, Portion((Part("c", WRONG),), 0), dear])
+    assert [queue.take().parts[0].item for _ in range(3)] == ["c", "b", "a"]
