@@ -69,7 +69,7 @@ def _read(
 class _Layer:
     """The tables of one layer on the device.
 
-    kept, rest: runs and channels of each group
+    kept, rest: stripes and channels of each group
     even: whether every head keeps a multiple of 32 channels, so that columns need no masks
     """
 
