@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from eval.serving.layout import Group, PageLayout, Stripe
+from eval.serving.layout import PageGroup, PageLayout, Stripe
 from eval.serving.step import Chunk, Decoding, Places, Step
 
 QUERIES = 64  # queries of generated positions that are computed at a time
@@ -157,11 +157,11 @@ def _weighted(logits: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
     return weight @ values.masked_fill(hidden.mT, 0)
 
 
-def _blocks(group: Group, pages: Tensor, stripe: Stripe, blocks: Tensor) -> Tensor:
+def _blocks(group: PageGroup, pages: Tensor, stripe: Stripe, blocks: Tensor) -> Tensor:
     """A stripe of all tokens in the pages `blocks` [R, n]: [R, n * block, count]."""
     return group.stripe(pages, stripe)[blocks].flatten(1, 2)[..., : stripe.count]
 
 
-def _at(group: Group, pages: Tensor, stripe: Stripe, places: Places) -> Tensor:
+def _at(group: PageGroup, pages: Tensor, stripe: Stripe, places: Places) -> Tensor:
     """A stripe of the tokens at `places` [R, S]: [R, S, count]."""
     return group.stripe(pages, stripe)[places.block, places.token][..., : stripe.count]

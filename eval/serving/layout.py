@@ -86,7 +86,7 @@ class LayerStripes:
 
 
 @dataclass(frozen=True)
-class Group:
+class PageGroup:
     """One of the two groups of pages.
 
     block: tokens of a page
@@ -164,8 +164,8 @@ class PageLayout:
     head_dim: D
     """
 
-    kept: Group
-    rest: Group
+    kept: PageGroup
+    rest: PageGroup
     sink: int
     window: int
     head_dim: int
@@ -191,7 +191,7 @@ class PageLayout:
         kept, others = lay_out(keep, some), lay_out(~keep, ~some)
         columns = [sum(layer.columns for layer in layers) for layers in (kept, others)]
         fitting = [n for n in range(1, block + 1) if block % n == 0 and n * columns[1] <= block * columns[0]]
-        return cls(Group(block, kept), Group(max(fitting, default=1), others), sink, window, keep.shape[-1])
+        return cls(PageGroup(block, kept), PageGroup(max(fitting, default=1), others), sink, window, keep.shape[-1])
 
     @property
     def page_columns(self) -> int:
