@@ -15,7 +15,7 @@ from eval.papers.registry import runs, status
 from eval.papers.verdicts import headlines
 from eval.report import plots, style
 from eval.report.html import figure, page, to_table
-from eval.report.table import Line, Table
+from eval.report.table import Table, TableLine
 from eval.report.tables import by_length, markdown, number, overall
 
 SHARED = "Processes that shared the machine took the milliseconds (--jobs): they compare nothing."
@@ -46,9 +46,9 @@ def published_tables(item: Item) -> list[Table]:
         extra = [key for key in ("length", "subset") if any(key in row for row in table["rows"])]
         columns = table["columns"] if table["by"] != "average" else []
         lines = [
-            Line([row["model"], row["method"], *(str(row.get(key, "")) for key in extra),
-                  *(number(score, 2) for score in row["scores"][: len(columns)]), number(row["average"], 2)],
-                 published=True)
+            TableLine([row["model"], row["method"], *(str(row.get(key, "")) for key in extra),
+                       *(number(score, 2) for score in row["scores"][: len(columns)]), number(row["average"], 2)],
+                      published=True)
             for row in table["rows"]
         ]  # fmt: skip
         head = ["model", "method", *extra, *columns, "average"]
