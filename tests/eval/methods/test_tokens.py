@@ -282,9 +282,9 @@ def test_h2o_holds_its_budget_while_decoding():
     [
         (
             {"tokens": {"name": "snapkv", "budget": 100}},
-            r"method.x: budget=100 is less than sink=128 and the last 1024",
+            r"method.x: budget=100 is less than sink=128 and window=1024",
         ),
-        ({"tokens": {"name": "snapkv", "budget": 30}, "sink": 0, "window": 8}, "the last 32 tokens"),
+        ({"tokens": {"name": "snapkv", "budget": 30}, "sink": 0, "window": 8}, "less than sink=0 and window=32"),
         ({"tokens": {"name": "h2o", "budget": 7}, "sink": 4, "window": 4}, "raise it to at least 8"),
         (
             {"tokens": {"name": "pyramidkv", "budget": "many"}},
