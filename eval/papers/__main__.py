@@ -93,13 +93,13 @@ def run(arguments: argparse.Namespace) -> int:
     from eval.papers.make import Workshop
     from eval.papers.page import as_html, as_markdown
     from eval.papers.registry import status
-    from eval.papers.task import Request
+    from eval.papers.steps import Options
     from eval.papers.verdicts import as_markdown as as_verdicts
     from leank_train.common.files import write_text
 
     named, items, overrides = wanted(arguments)
-    request = Request(arguments.quick, arguments.real, overrides)
-    workshop = Workshop(arguments.out, request)
+    options = Options(arguments.quick, arguments.real, overrides)
+    workshop = Workshop(arguments.out, options)
     failed = {} if arguments.show else workshop.make(items, arguments.jobs)
     everything = workshop.collect(items)
     for made in everything:
@@ -109,12 +109,12 @@ def run(arguments: argparse.Namespace) -> int:
             print(text)
     write_text(arguments.out / "verdicts.md", as_verdicts(everything))
     if arguments.html:
-        write_text(arguments.out / "papers.html", as_html(everything, request.quick))
+        write_text(arguments.out / "papers.html", as_html(everything, options.quick))
         print(f"page: {arguments.out / 'papers.html'}")
     whole = sum(bool(made.rows or made.measured) and made.whole for made in everything)
     print(f"{whole} of {amount(len(items), 'item')} made, in {arguments.out}")
     for made in everything:
-        if made.item in named and not request.steps(made.item):
+        if made.item in named and not options.steps(made.item):
             print(f"{made.item.id}: {status(made.item)}")
     for name, error in failed.items():
         print(f"eval.papers: {name}: {error}", file=sys.stderr)

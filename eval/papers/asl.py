@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eval.papers.item import Analysed, Contrast, Expect, Item, Replay
+from eval.papers.item import Analysed, Contrast, EvalRun, Expect, Item
 from eval.papers.presets import QUICK, here, on, real, ruler, where
 
 UL, QWEN = "Llama-3.1-Nemotron-8B-UltraLong-1M-Instruct", "Qwen2.5-7B-Instruct-1M"
@@ -36,13 +36,13 @@ layers = here("papers/fastkv_full", sets=("method.fastkv_full.prefill.budget=512
                                           "method.fastkv_full.each.prefill.layer=[1,2,3,4,5]"))  # fmt: skip
 
 
-def on_ruler(lengths: tuple[int, ...], *names: str, sets: tuple[str, ...] = ()) -> tuple[Replay, ...]:
+def on_ruler(lengths: tuple[int, ...], *names: str, sets: tuple[str, ...] = ()) -> tuple[EvalRun, ...]:
     """Replay RULER on both models, Qwen with its own selection layers."""
     qwen = (*(QWEN_LAYERS if "papers/fastkv" in names else ()), *(QWEN_FULL if "papers/fastkv_full" in names else ()))
     return (ruler(MODELS[0], lengths, *names, sets=sets), ruler(MODELS[1], lengths, *names, sets=(*sets, *qwen)))
 
 
-def on_infinitebench(*names: str) -> tuple[Replay, ...]:
+def on_infinitebench(*names: str) -> tuple[EvalRun, ...]:
     """Replay InfiniteBench's ten tasks on both models."""
     sets = ("prefill_chunk=8192",)
     return (real(MODELS[0], "infinitebench", *names, sets=sets),

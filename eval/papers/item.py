@@ -22,7 +22,7 @@ class Need(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Replay:
+class EvalRun:
     """A run of python -m eval.
 
     overrides: what stands on its command line, such as "+experiment=papers/here".
@@ -72,7 +72,7 @@ class Command:
     needs: str = ""
 
 
-Step = Replay | Analysed | Command
+Step = EvalRun | Analysed | Command
 
 
 @dataclass(frozen=True)

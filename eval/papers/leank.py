@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from eval.papers.item import Analysed, Command, Contrast, Expect, Item, Need, Replay, Row
+from eval.papers.item import Analysed, Command, Contrast, EvalRun, Expect, Item, Need, Row
 from eval.papers.presets import LLAMA_MASK, QWEN_MASK, gpu, here, longbench, on, real, ruler, where
 
 LLAMA, QWEN = "Llama-3.1-8B-Instruct", "Qwen2.5-7B-Instruct"
@@ -19,7 +19,7 @@ QUICK_STATIC = "method.static_norm.channels.samples=8", "method.static_norm.chan
 
 main = here("leank", "papers/think")
 static = here("leank", "papers/think", "papers/static_norm", sets=STATIC)
-static = Replay(static.overrides, (*static.quick, *QUICK_STATIC))
+static = EvalRun(static.overrides, (*static.quick, *QUICK_STATIC))
 double = here("leank", "papers/think", "papers/double_sparsity_channels",
               sets=("method.double_sparsity_channels.channels.samples=64",))  # fmt: skip
 on_top = here(

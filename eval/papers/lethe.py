@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from eval.papers.item import Analysed, Contrast, Expect, Item, Replay
+from eval.papers.item import Analysed, Contrast, EvalRun, Expect, Item
 from eval.papers.presets import MIXED, gpu, methods, on, real, where
 
 MODELS = ("r1_qwen_7b", "r1_qwen_32b", "r1_llama_8b", "r1_llama_70b")
@@ -43,10 +43,10 @@ SPEED = gpu("python -m scripts.bench.decoding.replies OUT --whole --methods dens
 QUICK_CHAINS = ("benchmark.samples=2", "benchmark.lengths=[2048]", "batch_size=2")
 
 
-def chains(*names: str, sets: Sequence[str] = ()) -> Replay:
+def chains(*names: str, sets: Sequence[str] = ()) -> EvalRun:
     """Replay the task of long replies on the model that was trained on it."""
     tasks = ("benchmark.tasks=[chain]", "benchmark.lengths=[2048,4096]", "max_new_tokens=null")
-    return Replay(("+experiment=papers/here", *ON_CHAINS, *tasks, methods(names), *sets), QUICK_CHAINS, MIXED)
+    return EvalRun(("+experiment=papers/here", *ON_CHAINS, *tasks, methods(names), *sets), QUICK_CHAINS, MIXED)
 
 
 rivals = chains("reference/h2o", "streaming_llm", "pyramidkv", "reference/lethe",

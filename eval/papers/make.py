@@ -12,11 +12,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.inference.models import ModelConfig, load_config, load_model
 from eval.papers.analyses import Analysis
-from eval.papers.item import Analysed, Contrast, Item, Replay, Row, Step
+from eval.papers.item import Analysed, Contrast, EvalRun, Item, Row, Step
 from eval.papers.judge import Judgement, contrast, expect
 from eval.papers.portions import Portion, portions
 from eval.papers.side_by_side import one_by_one, side_by_side
-from eval.papers.task import Request, Task, keys_of
+from eval.papers.steps import Options, ResolvedStep, keys_of
 from eval.report.records import RunSummary
 from eval.report.summary import summarise
 from eval.rows.result_row import ResultRow
@@ -71,13 +71,13 @@ class Workshop:
     """Makes items into a folder, and finds what was made.
 
     directory: where rows and analyses lie.
-    request: how items are made.
+    options: how items are made.
     """
 
     directory: Path
-    request: Request
+    options: Options
     _models: dict[str, PreTrainedModel] = field(default_factory=dict)
-    _tasks: dict[str, Task] = field(default_factory=dict)
+    _resolved: dict[str, ResolvedStep] = field(default_factory=dict)
 
     def make(self, items: Sequence[Item], jobs: int = 1) -> dict[str, str]:
         """Make what is missing of these items. Returns the errors by item; an item that fails stops no other.
@@ -94,12 +94,12 @@ class Workshop:
 
     def make_portion(self, portion: Portion, results: Results) -> None:
         """Make one portion. Raises what its replay or its analysis raises."""
-        task = self._task(portion.parts[0].step)
-        if task.job is None:
-            self._analyse(task)
+        resolved = self._resolve(portion.parts[0].step)
+        if resolved.job is None:
+            self._analyse(resolved)
         else:
-            job = portion.of([job for part in portion.parts if (job := self._task(part.step).job) is not None])
-            job.run(results, *self._loaded(task.model))
+            job = portion.of([job for part in portion.parts if (job := self._resolve(part.step).job) is not None])
+            job.run(results, *self._loaded(resolved.model))
 
     def collect(self, items: Sequence[Item]) -> list[Made]:
         """Return what is there of these items."""
@@ -110,55 +110,55 @@ class Workshop:
     def _collected(self, item: Item, stored: Mapping[Key, ResultRow]) -> Made:
         rows: dict[Key, ResultRow] = {}
         measured, whole = [], True
-        for step in self.request.steps(item):
+        for step in self.options.steps(item):
             try:
-                task = self._task(step)
-                wanted = keys_of(task.job) if task.job is not None else []
+                resolved = self._resolve(step)
+                wanted = keys_of(resolved.job) if resolved.job is not None else []
             except (ValueError, FileNotFoundError):  # `make` has said so
                 whole = False
                 continue
             rows |= {key: stored[key] for key in wanted if key in stored}
-            whole &= task.job is None or not task.job.missing({*stored})
-            if task.analysis is not None:
-                file = self.directory / "analyses" / task.file
+            whole &= resolved.job is None or not resolved.job.missing({*stored})
+            if resolved.analysis is not None:
+                file = self.directory / "analyses" / resolved.file
                 whole &= file.is_file()
                 if file.is_file():
-                    measured.append(Measured(task.analysis, _rows_in(file)))
+                    measured.append(Measured(resolved.analysis, _rows_in(file)))
         alone = not any((self.directory / "rows").glob("results-*.jsonl"))
         return Made(item, [*rows.values()], measured, whole, alone)
 
-    def _task(self, step: Step) -> Task:
-        """Return the task of a step; items that share a step share it."""
-        assert isinstance(step, Replay | Analysed)
-        if repr(step) not in self._tasks:
-            self._tasks[repr(step)] = Task(step, self.request)
-        return self._tasks[repr(step)]
+    def _resolve(self, step: Step) -> ResolvedStep:
+        """Return a step with its checked configuration; items that share a step share it."""
+        assert isinstance(step, EvalRun | Analysed)
+        if repr(step) not in self._resolved:
+            self._resolved[repr(step)] = ResolvedStep(step, self.options)
+        return self._resolved[repr(step)]
 
-    def _plans(self, items: Sequence[Item], failed: dict[str, str]) -> Iterator[tuple[Item, Task]]:
+    def _plans(self, items: Sequence[Item], failed: dict[str, str]) -> Iterator[tuple[Item, ResolvedStep]]:
         """Yield what the items are made of, checked, without the analyses that are there; shared steps once."""
         seen: set[int] = set()
         for item in items:
-            for step in self.request.steps(item):
+            for step in self.options.steps(item):
                 try:
-                    task = self._task(step)
-                    if id(task) in seen:
+                    resolved = self._resolve(step)
+                    if id(resolved) in seen:
                         continue
-                    seen.add(id(task))
-                    if task.job is not None or not (self.directory / "analyses" / task.file).is_file():
-                        yield item, task
+                    seen.add(id(resolved))
+                    if resolved.job is not None or not (self.directory / "analyses" / resolved.file).is_file():
+                        yield item, resolved
                 except (ValueError, FileNotFoundError) as error:
                     failed.setdefault(item.id, str(error))
 
-    def _analyse(self, task: Task) -> None:
+    def _analyse(self, resolved: ResolvedStep) -> None:
         from eval.papers.analyses.source import Source
 
-        assert task.analysis is not None
-        source = Source.load(None, task.config.get("mask"))
-        if isinstance(task.step, Analysed) and task.step.model:
-            model, tokenizer = self._loaded(task.model)
-            source = Source(model, tokenizer, source.mask, task.model.label, task.model.chat)
-        found = task.analysis.measure(source)
-        write_json(self.directory / "analyses" / task.file, {"settings": repr(task.analysis), "rows": found})
+        assert resolved.analysis is not None
+        source = Source.load(None, resolved.config.get("mask"))
+        if isinstance(resolved.step, Analysed) and resolved.step.model:
+            model, tokenizer = self._loaded(resolved.model)
+            source = Source(model, tokenizer, source.mask, resolved.model.label, resolved.model.chat)
+        found = resolved.analysis.measure(source)
+        write_json(self.directory / "analyses" / resolved.file, {"settings": repr(resolved.analysis), "rows": found})
 
     def _loaded(self, config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         key = repr(config)

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 from data_gen.amount import amount
 from eval import published
-from eval.papers.item import Command, Item, Replay
+from eval.papers.item import Command, EvalRun, Item
 from eval.papers.judge import Judgement
 from eval.papers.make import Made
 from eval.papers.registry import runs, status
 from eval.papers.verdicts import headlines
 from eval.report import plots, style
 from eval.report.html import figure, page, to_table
-from eval.report.table import Line, Table
+from eval.report.table import Table, TableLine
 from eval.report.tables import by_length, markdown, number, overall
 
 SHARED = "Processes that shared the machine took the milliseconds (--jobs): they compare nothing."
@@ -46,9 +46,9 @@ def published_tables(item: Item) -> list[Table]:
         extra = [key for key in ("length", "subset") if any(key in row for row in table["rows"])]
         columns = table["columns"] if table["by"] != "average" else []
         lines = [
-            Line([row["model"], row["method"], *(str(row.get(key, "")) for key in extra),
-                  *(number(score, 2) for score in row["scores"][: len(columns)]), number(row["average"], 2)],
-                 published=True)
+            TableLine([row["model"], row["method"], *(str(row.get(key, "")) for key in extra),
+                       *(number(score, 2) for score in row["scores"][: len(columns)]), number(row["average"], 2)],
+                      published=True)
             for row in table["rows"]
         ]  # fmt: skip
         head = ["model", "method", *extra, *columns, "average"]
@@ -76,7 +76,7 @@ def commands(item: Item) -> list[tuple[str, str]]:
     if any(not isinstance(step, Command) for step in item.real):
         lines.append((f"with {item.needs}", f"python -m eval.papers {item.id} --real"))
     lines += [(f"the same, {step.overrides[0].partition('=')[2]}", step.command)
-              for step in item.real if isinstance(step, Replay)]  # fmt: skip
+              for step in item.real if isinstance(step, EvalRun)]  # fmt: skip
     lines += [(f"needs {s.needs}", s.line) for s in item.real if isinstance(s, Command) and s not in item.here]
     return lines
 

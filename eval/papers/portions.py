@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from data_gen.amount import amount
-from eval.papers.item import Analysed, Item, Replay
+from eval.papers.item import Analysed, EvalRun, Item
 from eval.rows.results import Key
 from eval.run.progress import EVERY, duration
 
 if TYPE_CHECKING:  # a process that deals out portions needs no torch
-    from eval.papers.task import Task
+    from eval.papers.steps import ResolvedStep
     from eval.run.job import Job
 
 STEP = 64  # a decoding step takes as long as so many tokens of a prompt
@@ -36,7 +36,7 @@ class Part:
     """
 
     item: str
-    step: Replay | Analysed
+    step: EvalRun | Analysed
     methods: tuple[str, ...] = ()
 
 
@@ -66,18 +66,18 @@ class Portion:
         return [replace(self, parts=(part,), cost=self.cost // len(self.parts)) for part in self.parts]
 
 
-def portions(plans: Sequence[tuple[Item, Task]], done: set[Key], processes: int) -> list[Portion]:
+def portions(plans: Sequence[tuple[Item, ResolvedStep]], done: set[Key], processes: int) -> list[Portion]:
     """Return what the steps of `plans` lack, each method's samples once.
 
     done: keys of the rows that are there.
     processes: int: how many are to share the portions.
     """
-    found = [Portion((Part(item.id, task.step),), ANALYSIS) for item, task in plans if task.analysis is not None]
+    found = [Portion((Part(item.id, one.step),), ANALYSIS) for item, one in plans if one.analysis is not None]
     batches: dict[tuple[str, int], list[tuple[Part, int]]] = defaultdict(list)
     totals: dict[str, int] = {}
     planned: set[Key] = set()
-    for number, (item, task) in enumerate(plans):
-        if (job := task.job) is None:
+    for number, (item, resolved) in enumerate(plans):
+        if (job := resolved.job) is None:
             continue
         # methods whose settings differ by cell stay among themselves
         like = repr((job.model, job.benchmark, job.settings, number if job.by_cell else None))
@@ -90,7 +90,7 @@ def portions(plans: Sequence[tuple[Item, Task]], done: set[Key], processes: int)
                     planned.add(key)
                     steps = job.settings.max_new_tokens or REPLY
                     cost = len(samples) * ((cell.length or 4096) + STEP * steps)
-                    part = Part(item.id, task.step, (method.label,))
+                    part = Part(item.id, resolved.step, (method.label,))
                     batches[like, numbers[cell, samples[0]]].append((part, cost))
     costs = [cost for one in batches.values() for _, cost in one]
     enough = max(sum(costs) // (EACH * processes), LEAST * min(costs, default=0))
@@ -124,8 +124,8 @@ def _joined(parts: Sequence[Part]) -> tuple[Part, ...]:
 
 
 @dataclass
-class Line:
-    """Portions that wait in a line: analyses first, as they cannot be cut, then the most expensive ones.
+class Queue:
+    """Portions that wait: analyses first, as they cannot be cut, then the most expensive ones.
 
     waiting: the portions.
     failed: the first error of each item that has one.
@@ -144,7 +144,7 @@ class Line:
         return self.waiting.pop()
 
     def answer(self, portion: Portion, error: str | None) -> None:
-        """Count a portion as done. If it failed, its parts join the line one by one, to find the step at fault."""
+        """Count a portion as done. If it failed, its parts join the queue one by one, to find the step at fault."""
         if error is not None and len(portion.parts) > 1:
             self.waiting += portion.pieces()
         else:

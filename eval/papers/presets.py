@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from eval.papers.item import Analysed, Command, Need, Replay, Row
+from eval.papers.item import Analysed, Command, EvalRun, Need, Row
 
 # --quick: the two hardest tasks at 1K, and as few samples as a verdict takes
 QUICK = (
@@ -24,14 +24,14 @@ def methods(names: Sequence[str]) -> str:
     return f"method=[{','.join(['dense', *names])}]"
 
 
-def here(*names: str, sets: Sequence[str] = (), quick: Sequence[str] = QUICK) -> Replay:
+def here(*names: str, sets: Sequence[str] = (), quick: Sequence[str] = QUICK) -> EvalRun:
     """Replay RULER's retrieval tasks on the reference model.
 
     names: of conf/eval/method.
     sets: overrides after these.
     quick: what `--quick` adds.
     """
-    return Replay(("+experiment=papers/here", methods(names), *sets), tuple(quick))
+    return EvalRun(("+experiment=papers/here", methods(names), *sets), tuple(quick))
 
 
 def sized(sizes: Sequence[int], *labels: str) -> tuple[str, ...]:
@@ -39,18 +39,18 @@ def sized(sizes: Sequence[int], *labels: str) -> tuple[str, ...]:
     return tuple(f"method.{label}.each.tokens.budget=[{','.join(map(str, sizes))}]" for label in labels)
 
 
-def real(model: str, benchmark: str, *names: str, sets: Sequence[str] = ()) -> Replay:
+def real(model: str, benchmark: str, *names: str, sets: Sequence[str] = ()) -> EvalRun:
     """Replay a benchmark on a model of conf/shared/model."""
-    return Replay((f"model={model}", f"benchmark={benchmark}", methods(names), *sets))
+    return EvalRun((f"model={model}", f"benchmark={benchmark}", methods(names), *sets))
 
 
-def ruler(model: str, lengths: Sequence[int], *names: str, sets: Sequence[str] = ()) -> Replay:
+def ruler(model: str, lengths: Sequence[int], *names: str, sets: Sequence[str] = ()) -> EvalRun:
     """Replay RULER at these lengths, prompts in pieces that fit a GPU."""
     length = f"benchmark.lengths=[{','.join(map(str, lengths))}]"
     return real(model, "ruler", *names, sets=(length, "prefill_chunk=8192", *sets))
 
 
-def longbench(model: str, preset: str, *names: str, sets: Sequence[str] = ()) -> Replay:
+def longbench(model: str, preset: str, *names: str, sets: Sequence[str] = ()) -> EvalRun:
     """Replay LongBench with a paper's tasks."""
     return real(model, "longbench", *names, sets=(f"benchmark.preset={preset}", *sets))
 

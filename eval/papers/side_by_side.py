@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
-from eval.papers.portions import Line, Portion
+from eval.papers.portions import Portion, Queue
 from eval.rows.results import Results
 
 Make = Callable[[Portion, Results], None]
@@ -32,15 +32,15 @@ log = logging.getLogger("eval")
 
 def one_by_one(make: Make, waiting: Sequence[Portion], results: Results) -> dict[str, str]:
     """Make all portions in this process. Returns the first error of each item that has one."""
-    line = Line(list(waiting))
-    while line.waiting:
-        portion, error = line.take(), None
+    queue = Queue(list(waiting))
+    while queue.waiting:
+        portion, error = queue.take(), None
         try:
             make(portion, results)
         except FAILURES as failure:
             error = str(failure)
-        line.answer(portion, error)
-    return line.failed
+        queue.answer(portion, error)
+    return queue.failed
 
 
 def side_by_side(make: Make, waiting: Sequence[Portion], jobs: int, directory: Path) -> dict[str, str]:
@@ -52,27 +52,27 @@ def side_by_side(make: Make, waiting: Sequence[Portion], jobs: int, directory: P
     with tempfile.NamedTemporaryFile(suffix=".pickle") as file:
         pickle.dump(make, file)
         file.flush()
-        return _deal(Path(file.name), Line(list(waiting)), jobs, directory)
+        return _deal(Path(file.name), Queue(list(waiting)), jobs, directory)
 
 
-def _deal(make: Path, line: Line, jobs: int, directory: Path) -> dict[str, str]:
-    """Deal out the portions of a line. make: the pickled function."""
+def _deal(make: Path, queue: Queue, jobs: int, directory: Path) -> dict[str, str]:
+    """Deal out the portions of a queue. make: the pickled function."""
     hands: dict[int, Hand] = {}
-    while line.waiting or hands:
+    while queue.waiting or hands:
         for number in range(jobs):
-            if number not in hands and line.waiting:
-                hands[number] = Hand.started(make, line.take(), number, jobs, directory)
+            if number not in hands and queue.waiting:
+                hands[number] = Hand.started(make, queue.take(), number, jobs, directory)
         ready = wait([hand.pipe for hand in hands.values()])
         for number, hand in [(n, h) for n, h in hands.items() if h.pipe in ready]:
             alive, error = hand.answer()
-            line.answer(hand.portion, error)
-            if alive and line.waiting:
-                hand.give(line.take())
+            queue.answer(hand.portion, error)
+            if alive and queue.waiting:
+                hand.give(queue.take())
             else:
                 hand.pipe.close()  # which ends the process
                 hand.process.join()
                 del hands[number]
-    return line.failed
+    return queue.failed
 
 
 @dataclass

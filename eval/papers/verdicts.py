@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from eval.papers.make import Made
-from eval.report.table import Line, Table
+from eval.report.table import Table, TableLine
 from eval.report.tables import markdown
 
 # what is asked first of the papers, and the items whose comparisons answer it
@@ -39,7 +39,7 @@ def table(title: str, some: Sequence[Made]) -> Table:
             if one.sentence not in seen:
                 seen.add(one.sentence)
                 why = f" ({one.remarks})" if one.remarks else ""
-                lines.append(Line([made.item.id, one.compared, one.figures, f"{WORDS[one.verdict]}{why}"]))
+                lines.append(TableLine([made.item.id, one.compared, one.figures, f"{WORDS[one.verdict]}{why}"]))
     return Table(title, COLUMNS, lines)
 
 

@@ -13,7 +13,7 @@ from data_gen.amount import amount
 from eval.report import fidelity
 from eval.report.groups import Pair, by_label, changed, group, paired
 from eval.report.html import listing, page, title, to_table
-from eval.report.table import Line, Table
+from eval.report.table import Table, TableLine
 from eval.report.tables import markdown, number
 from eval.rows.results import read
 from leank_train.common.bootstrap import interval, mean, together
@@ -33,7 +33,7 @@ def table(pairs: Sequence[Pair], first: str, second: str) -> Table:
         lines.append(_line("all samples", list(groups.values())))
     near = fidelity.difference(list(groups.values())) is not None
     if not near:
-        lines = [Line(line.cells[:-NEAR], line.shade) for line in lines]
+        lines = [TableLine(line.cells[:-NEAR], line.shade) for line in lines]
     head = ["", "n", first, second, "difference", "worse", "better", "same reply"]
     head += [f"KL {first}", f"KL {second}", "KL difference", f"top-1 {first}", f"top-1 {second}"] if near else []
     note = (
@@ -43,14 +43,14 @@ def table(pairs: Sequence[Pair], first: str, second: str) -> Table:
     return Table(f"{first} and {second}", head, lines, note)
 
 
-def _line(name: str, strata: Sequence[Sequence[Pair]]) -> Line:
+def _line(name: str, strata: Sequence[Sequence[Pair]]) -> TableLine:
     """Make one line. strata: the pairs of each task and length."""
     scores = [np.array([[100 * a["score"], 100 * b["score"]] for a, b in pairs]) for pairs in strata]
     gains = [of[:, 1] - of[:, 0] for of in scores]
     gain, (low, high), every = mean(gains), interval(gains), np.concatenate(gains)
     near = together(fidelity.figures([[pair[i] for pair in pairs] for pairs in strata]) for i in (0, 1))
     same = sum(a["prediction"] == b["prediction"] for pairs in strata for a, b in pairs)
-    return Line(
+    return TableLine(
         [
             *(name, str(len(every)), *(number(mean([of[:, i] for of in scores])) for i in (0, 1))),
             f"{gain:+.1f} [{low:+.1f}, {high:+.1f}]",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Generator, Sequence
 
 from eval.report.records import FidelityFigures, Figures, Interval, NatsDifference, RunSummary
-from eval.report.table import Line, Table
+from eval.report.table import Table, TableLine
 from eval.rows.result_row import Fidelity, ResultRow
 from leank_train.common.bootstrap import Ends, Strata, interval, mean
 
@@ -134,7 +134,7 @@ def overall(run: RunSummary) -> Table | None:
             loss = found.get("loss")
             perplexity = "-" if loss is None else f"{math.exp(min(loss, 700)):.4g}"
             line += ["-" if loss is None else f"{loss:.4f}", nats_difference(found.get("loss_difference")), perplexity]
-        lines.append(Line(line))
+        lines.append(TableLine(line))
     head = ["method", "n", "tokens", "KL, nats a token", "top-1 agreement"]
     head += ["loss, nats a token", "loss minus dense", "perplexity"] if texts else []
     what = "the rest of each text is" if texts else "dense's reply is"
@@ -158,7 +158,7 @@ def by_length(run: RunSummary) -> Table | None:
     if len(lengths) < 2:
         return None
     methods = dict.fromkeys(method for method, _ in cells)
-    lines = [Line([m, *(_short(cells.get((m, n))) for n in lengths)]) for m in methods]
+    lines = [TableLine([m, *(_short(cells.get((m, n))) for n in lengths)]) for m in methods]
     return Table(
         "Distance from dense by length",
         ["method", *map(str, lengths)],

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Line:
+class TableLine:
     """A line of a table.
 
     cells: texts of its columns.
@@ -25,5 +25,5 @@ class Table:
 
     title: str
     head: list[str]
-    lines: list[Line]
+    lines: list[TableLine]
     note: str = ""

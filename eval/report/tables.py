@@ -8,7 +8,7 @@ from eval import published
 from eval.metrics.gsm_infinite import auc
 from eval.report import fidelity, pairs
 from eval.report.records import Difference, Figures, Mark, MethodFigures, RunSummary
-from eval.report.table import Line, Table
+from eval.report.table import Table, TableLine
 from leank_train.common.escape import markdown as escaped
 from leank_train.common.escape import markdown_table
 
@@ -112,7 +112,7 @@ def overall(run: RunSummary) -> Table:
     for cell in run["overall"]:
         against, seconds = cell.get("against_dense"), cell["seconds"]
         lines.append(
-            Line(
+            TableLine(
                 [
                     *(cell["method"], str(cell["n"]), mean(cell), difference(against)),
                     f"{100 * against['same_reply']:.0f}%" if against and not text else "",
@@ -144,7 +144,7 @@ def differences(run: RunSummary) -> Table | None:
         return None
     cells = {other: [found.get((name, other)) for name in columns] for other in others}
     lines = [
-        Line([other, *map(difference, row)], [None, *(None if d is None else d["difference"] for d in row)])
+        TableLine([other, *map(difference, row)], [None, *(None if d is None else d["difference"] for d in row)])
         for other, row in cells.items()
     ]
     note = (
@@ -156,14 +156,14 @@ def differences(run: RunSummary) -> Table | None:
 
 def _published(
     run: RunSummary, by: str, columns: Sequence[str], digits: int = 1, last: bool = True, **where: str | int | None
-) -> tuple[list[Line], list[str]]:
+) -> tuple[list[TableLine], list[str]]:
     """Return lines with the papers' figures for these columns and, if `last`, their average; and the errata."""
     lines, errata = [], []
     for found in published.find(run["benchmark"], by, run["model"], **where):
         if any(found.scores.get(c) is not None for c in columns) or by == "average":
             texts = [number(found.scores.get(c), digits) for c in columns]
             average = [number(found.average, digits)] if last else []
-            lines.append(Line([found.label, *texts, *average], published=True))
+            lines.append(TableLine([found.label, *texts, *average], published=True))
             errata += [e for e in found.errata if e not in errata]
     return lines, errata
 
@@ -175,7 +175,7 @@ def by_length(run: RunSummary) -> Table | None:
         return None
     cells = {(c["method"], c["length"]): c for c in run["by_length"]}
     lines = [
-        Line(
+        TableLine(
             [
                 c["method"],
                 *(mean(cells[c["method"], n]) if (c["method"], n) in cells else "" for n in lengths),
@@ -200,7 +200,7 @@ def by_task(run: RunSummary, length: int | None) -> Table:
     means = {c["method"]: c for c in run["by_length"] if c["length"] == length}
     tasks = [t for t in run["tasks"] if any((m, t) in cells for m in means)]
     lines = [
-        Line(
+        TableLine(
             [m, *(scored(cells[m, t]) if (m, t) in cells else "" for t in tasks), mean(c)],
             [None, *(_shade(cells.get((m, t))) for t in tasks), _shade(c)],
         )
@@ -226,13 +226,13 @@ def gsm(run: RunSummary) -> list[Table]:
         for method, scores in group["methods"].items():
             area = auc({int(op): s for op, s in scores.items()}) if len(scores) > 1 else None
             areas[method][group["name"]] = area
-            lines.append(Line([method, *(number(scores.get(str(op)), 4) for op in ops), number(area, 4)]))
+            lines.append(TableLine([method, *(number(scores.get(str(op)), 4) for op in ops), number(area, 4)]))
         subset, _, length = group["name"].partition(" ")
         lines += _published(run, "op", [str(op) for op in ops], 4, subset=subset, length=length)[0]
         out.append(Table(f"GSM-Infinite {group['name']}", ["method", *(f"op={op}" for op in ops), "AUC"], lines))
     if out:
         names = [group["name"] for group in run["by_op"]]
-        lines = [Line([m, *(number(a.get(n), 2) for n in names)]) for m, a in areas.items()]
+        lines = [TableLine([m, *(number(a.get(n), 2) for n in names)]) for m, a in areas.items()]
         printed, errata = _published(run, "subset", names, 2, last=False)
         out.insert(0, Table("GSM-Infinite, AUC", ["method", *names], lines + printed, " ".join(errata)))
     return out
@@ -246,7 +246,7 @@ def turns(run: RunSummary) -> list[Table]:
         lines = []
         for method, scores in group["methods"].items():
             texts = {one["turn"]: f"{number(one['score'])} {bounds(one['interval'])}" for one in scores}
-            lines.append(Line([method, *(texts.get(turn, "") for turn in numbers)]))
+            lines.append(TableLine([method, *(texts.get(turn, "") for turn in numbers)]))
         length = "" if group["length"] is None else f", {group['length']} tokens"
         how = TURNS.get(group["mode"], group["mode"])
         out.append(Table(f"By turn{length}: {how}", ["method", *(f"turn {n}" for n in numbers)], lines))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from eval.serving.layout import Group, PageLayout, Run
+from eval.serving.layout import PageGroup, PageLayout, Stripe
 from eval.serving.step import Chunk, Decoding, Places, Step
 
 QUERIES = 64  # queries of generated positions that are computed at a time
@@ -58,7 +58,7 @@ def decode(layout: PageLayout, layer: int, pages: Tensor, q: Tensor, step: Decod
             values = _at(layout.rest, pages, rest.v, step.whole).to(wide)
             out[:, head] = _weighted(extra, values, ~step.whole.real[:, None])
             continue
-        k, values = (_blocks(layout.kept, pages, run, step.blocks).to(wide) for run in (kept.k, kept.v))
+        k, values = (_blocks(layout.kept, pages, stripe, step.blocks).to(wide) for stripe in (kept.k, kept.v))
         logits = of_head[..., kept.channels] @ k.mT  # [R, G, T]
         if extra is not None:
             extra = extra.masked_fill(~step.whole.real[:, None], 0)
@@ -141,13 +141,13 @@ def _past(layout: PageLayout, layer: int, pages: Tensor, step: Chunk, like: Tens
     for head, (kept, rest) in enumerate(
         zip(*(group.layers[layer].heads for group in (layout.kept, layout.rest)), strict=True)
     ):
-        for x, runs in ((k, (kept.k, rest.k)), (v, (kept.v, rest.v))):
+        for x, stripes in ((k, (kept.k, rest.k)), (v, (kept.v, rest.v))):
             to = kept.channels if x is k else slice(None)
-            if runs[0].width:
-                x[:, head, to] = _blocks(layout.kept, pages, runs[0], step.blocks[None])[0, : step.first]
+            if stripes[0].width:
+                x[:, head, to] = _blocks(layout.kept, pages, stripes[0], step.blocks[None])[0, : step.first]
             to = rest.channels if x is k else slice(None)
-            if runs[1].width:
-                x[at[:, None] if x is k else at, head, to] = _at(layout.rest, pages, runs[1], step.whole)[0]
+            if stripes[1].width:
+                x[at[:, None] if x is k else at, head, to] = _at(layout.rest, pages, stripes[1], step.whole)[0]
     return k, v
 
 
@@ -157,11 +157,11 @@ def _weighted(logits: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
     return weight @ values.masked_fill(hidden.mT, 0)
 
 
-def _blocks(group: Group, pages: Tensor, run: Run, blocks: Tensor) -> Tensor:
-    """A run of all tokens in the pages `blocks` [R, n]: [R, n * block, count]."""
-    return group.run(pages, run)[blocks].flatten(1, 2)[..., : run.count]
+def _blocks(group: PageGroup, pages: Tensor, stripe: Stripe, blocks: Tensor) -> Tensor:
+    """A stripe of all tokens in the pages `blocks` [R, n]: [R, n * block, count]."""
+    return group.stripe(pages, stripe)[blocks].flatten(1, 2)[..., : stripe.count]
 
 
-def _at(group: Group, pages: Tensor, run: Run, places: Places) -> Tensor:
-    """A run of the tokens at `places` [R, S]: [R, S, count]."""
-    return group.run(pages, run)[places.block, places.token][..., : run.count]
+def _at(group: PageGroup, pages: Tensor, stripe: Stripe, places: Places) -> Tensor:
+    """A stripe of the tokens at `places` [R, S]: [R, S, count]."""
+    return group.stripe(pages, stripe)[places.block, places.token][..., : stripe.count]

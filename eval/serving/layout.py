@@ -12,15 +12,15 @@ One page holds the columns of all layers for `group.block` tokens. The pages of 
 group at a time. stride(0) is `layout.page_columns`, which both groups fit. Block 0 is vLLM's null block: block tables
 point to it where a token is not stored, and it is never written nor read.
 
-Within a page lie runs. A run is one head's K or V: `width` columns that begin at column `start` of a token, for all
-tokens of the page side by side. Channel i of token t (0 <= t < block) of the run lies at
+Within a page lie stripes. A stripe is one head's K or V: `width` columns that begin at column `start` of a token, for
+all tokens of the page side by side. Channel i of token t (0 <= t < block) of the stripe lies at
 
     pages[b, block * start + t * width + i]
 
-so `run()` is a strided view [blocks, block, width] whose last two dimensions are contiguous. A K run holds the channels
-`channels[:count]` in ascending order, then zeros up to `width`, a multiple of RUN. A V run holds head_dim columns, and
-zeros up to a multiple of RUN. The runs of a layer follow each other (K, V of head 0, K, V of head 1, ...), and each
-layer begins at a multiple of LINE columns.
+so `stripe()` is a strided view [blocks, block, width] whose last two dimensions are contiguous. A K stripe holds the
+channels `channels[:count]` in ascending order, then zeros up to `width`, a multiple of STRIPE. A V stripe holds
+head_dim columns, and zeros up to a multiple of STRIPE. The stripes of a layer follow each other (K, V of head 0, K, V
+of head 1, ...), and each layer begins at a multiple of LINE columns.
 
 Position p of a request lies in the page `table[p // block]`, at token `p % block`. A step that computes the positions
 [first, end) of a request reads
@@ -40,17 +40,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-RUN = 16  # columns: a run is a whole number of them, so that a GPU reads whole sectors of 32 bytes
+STRIPE = 16  # columns: the width of a stripe is a multiple of them, so that a GPU reads whole sectors of 32 bytes
 LINE = 32  # columns: a layer begins at a multiple of them
 
 
 @dataclass(frozen=True)
-class Run:
+class Stripe:
     """One head's K or V in a group.
 
     start: first column in a token of the whole model
     count: columns that hold channels, at most `width`; 0 = nothing is stored
-    width: columns, a multiple of RUN
+    width: columns, a multiple of STRIPE
     """
 
     start: int
@@ -59,20 +59,20 @@ class Run:
 
 
 @dataclass(frozen=True)
-class HeadRuns:
+class HeadStripes:
     """What a group stores of one KV head.
 
     k, v: where
     channels: int64 [k.count], the K channels stored, ascending
     """
 
-    k: Run
-    v: Run
+    k: Stripe
+    v: Stripe
     channels: Tensor
 
 
 @dataclass(frozen=True)
-class LayerRuns:
+class LayerStripes:
     """What a group stores of one layer.
 
     start: first column of the layer
@@ -82,11 +82,11 @@ class LayerRuns:
 
     start: int
     columns: int
-    heads: tuple[HeadRuns, ...]
+    heads: tuple[HeadStripes, ...]
 
 
 @dataclass(frozen=True)
-class Group:
+class PageGroup:
     """One of the two groups of pages.
 
     block: tokens of a page
@@ -94,30 +94,30 @@ class Group:
     """
 
     block: int
-    layers: tuple[LayerRuns, ...]
+    layers: tuple[LayerStripes, ...]
 
     @property
     def columns(self) -> int:
         """Columns of a token over all layers."""
         return sum(layer.columns for layer in self.layers)
 
-    def run(self, pages: Tensor, run: Run) -> Tensor:
-        """The view [blocks, block, width] of a run; pages [blocks, page_columns]."""
-        first = pages.storage_offset() + self.block * run.start
-        return pages.as_strided((len(pages), self.block, run.width), (pages.stride(0), run.width, 1), first)
+    def stripe(self, pages: Tensor, stripe: Stripe) -> Tensor:
+        """The view [blocks, block, width] of a stripe; pages [blocks, page_columns]."""
+        first = pages.storage_offset() + self.block * stripe.start
+        return pages.as_strided((len(pages), self.block, stripe.width), (pages.stride(0), stripe.width, 1), first)
 
     def table(self, layer: int) -> Tensor:
-        """The runs of a layer for a kernel: int32 [H, 5].
+        """The stripes of a layer for a kernel: int32 [H, 5].
 
-        The columns are the start, width and count of the head's K run, and the start and width of its V run. A width
-        of 0 says that the run is not stored.
+        The columns are the start, width and count of the head's K stripe, and the start and width of its V stripe. A
+        width of 0 says that the stripe is not stored.
         """
         heads = self.layers[layer].heads
         rows = [(h.k.start, h.k.width, h.k.count, h.v.start, h.v.width) for h in heads]
         return torch.tensor(rows, dtype=torch.int32)
 
     def channels(self, layer: int) -> Tensor:
-        """The K channels of a layer for a kernel: int32 [H, widest run], -1 where a run holds zeros."""
+        """The K channels of a layer for a kernel: int32 [H, widest stripe], -1 where a stripe holds zeros."""
         heads = self.layers[layer].heads
         table = torch.full((len(heads), max(head.k.width for head in heads)), -1, dtype=torch.int32)
         for row, head in zip(table, heads, strict=True):
@@ -133,11 +133,11 @@ class Group:
         if not real.all():
             slots, k, v = slots[real], k[real], v[real]
         at = slots // self.block, slots % self.block
-        for head, runs in enumerate(self.layers[layer].heads):
-            for run, values in ((runs.k, k[:, head, runs.channels]), (runs.v, v[:, head])):
-                if run.width:
-                    pad = run.width - values.shape[-1]
-                    self.run(pages, run)[at] = torch.nn.functional.pad(values, (0, pad)).to(pages.dtype)
+        for head, stripes in enumerate(self.layers[layer].heads):
+            for stripe, values in ((stripes.k, k[:, head, stripes.channels]), (stripes.v, v[:, head])):
+                if stripe.width:
+                    pad = stripe.width - values.shape[-1]
+                    self.stripe(pages, stripe)[at] = torch.nn.functional.pad(values, (0, pad)).to(pages.dtype)
 
     def read(self, pages: Tensor, layer: int, slots: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
         """Return K, V [n, H, D] of the tokens at `slots`, with zeros for what the group does not hold.
@@ -147,11 +147,11 @@ class Group:
         at = slots // self.block, slots % self.block
         heads = self.layers[layer].heads
         k, v = (pages.new_zeros(len(slots), len(heads), head_dim) for _ in range(2))
-        for head, runs in enumerate(heads):
-            if runs.k.width:
-                k[:, head, runs.channels] = self.run(pages, runs.k)[at][:, : runs.k.count]
-            if runs.v.width:
-                v[:, head] = self.run(pages, runs.v)[at][:, : runs.v.count]
+        for head, stripes in enumerate(heads):
+            if stripes.k.width:
+                k[:, head, stripes.channels] = self.stripe(pages, stripes.k)[at][:, : stripes.k.count]
+            if stripes.v.width:
+                v[:, head] = self.stripe(pages, stripes.v)[at][:, : stripes.v.count]
         return k, v
 
 
@@ -164,8 +164,8 @@ class PageLayout:
     head_dim: D
     """
 
-    kept: Group
-    rest: Group
+    kept: PageGroup
+    rest: PageGroup
     sink: int
     window: int
     head_dim: int
@@ -191,7 +191,7 @@ class PageLayout:
         kept, others = lay_out(keep, some), lay_out(~keep, ~some)
         columns = [sum(layer.columns for layer in layers) for layers in (kept, others)]
         fitting = [n for n in range(1, block + 1) if block % n == 0 and n * columns[1] <= block * columns[0]]
-        return cls(Group(block, kept), Group(max(fitting, default=1), others), sink, window, keep.shape[-1])
+        return cls(PageGroup(block, kept), PageGroup(max(fitting, default=1), others), sink, window, keep.shape[-1])
 
     @property
     def page_columns(self) -> int:
@@ -203,29 +203,29 @@ class PageLayout:
         return max(self.sink, first - self.window)
 
 
-def lay_out(stored: Tensor, values: Tensor) -> tuple[LayerRuns, ...]:
-    """The runs of a group.
+def lay_out(stored: Tensor, values: Tensor) -> tuple[LayerStripes, ...]:
+    """The stripes of a group.
 
     stored: bool [L, H, D], the K channels
     values: bool [L, H], whether V is stored
     """
-    layers: list[LayerRuns] = []
+    layers: list[LayerStripes] = []
     start, dim = 0, stored.shape[-1]
     for of_layer, with_values in zip(stored, values.tolist(), strict=True):
         heads, at = [], start
         for channels, with_v in zip(of_layer, with_values, strict=True):
-            k = _run(at, int(channels.sum()))
-            v = _run(at + k.width, dim if with_v else 0)
-            heads.append(HeadRuns(k, v, channels.nonzero().flatten()))
+            k = _stripe(at, int(channels.sum()))
+            v = _stripe(at + k.width, dim if with_v else 0)
+            heads.append(HeadStripes(k, v, channels.nonzero().flatten()))
             at = v.start + v.width
         columns = _up(at - start, LINE)
-        layers.append(LayerRuns(start, columns, tuple(heads)))
+        layers.append(LayerStripes(start, columns, tuple(heads)))
         start += columns
     return tuple(layers)
 
 
-def _run(start: int, count: int) -> Run:
-    return Run(start, count, _up(count, RUN))
+def _stripe(start: int, count: int) -> Stripe:
+    return Stripe(start, count, _up(count, STRIPE))
 
 
 def _up(n: int, multiple: int) -> int:

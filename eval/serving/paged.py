@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from eval.cache.attention.softmax import LOG2_E
-from eval.serving.layout import Group, PageLayout
+from eval.serving.layout import PageGroup, PageLayout
 
 TILE = 64  # tokens that a program reads at a time
 PER_SM = 2  # programs per multiprocessor: all run at once
@@ -59,7 +59,7 @@ def attend(
 
 
 def _read(
-    group: Group, layer: int, pages: Tensor, table: Tensor, position: Tensor, head_dim: int
+    group: PageGroup, layer: int, pages: Tensor, table: Tensor, position: Tensor, head_dim: int
 ) -> tuple[Tensor, Tensor]:
     slots = table[position // group.block].long() * group.block + position % group.block
     return group.read(pages, layer, slots, head_dim)
@@ -69,7 +69,7 @@ def _read(
 class _Layer:
     """The tables of one layer on the device.
 
-    kept, rest: runs and channels of each group
+    kept, rest: stripes and channels of each group
     even: whether every head keeps a multiple of 32 channels, so that columns need no masks
     """
 
@@ -114,7 +114,7 @@ class PagedAttention:
         return _Layer(kept, rest, all(head.k.count % 32 == 0 for head in self.layout.kept.layers[layer].heads))
 
     def write(self, pages: Tensor, layer: int, k: Tensor, v: Tensor, kept_slots: Tensor, rest_slots: Tensor) -> None:
-        """Put tokens k, v [n, H, D] of a layer into both groups; the reference is `Group.write` of each.
+        """Put tokens k, v [n, H, D] of a layer into both groups; the reference is `PageGroup.write` of each.
 
         kept_slots, rest_slots: int64 [n], block * group.block + token; a slot of the null block stores nothing
         """

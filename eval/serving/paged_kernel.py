@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from eval.cache.attention.kernel import merge
-from eval.serving.paged_kernel_tiles import RUN, read, run_of, tiles_of
+from eval.serving.paged_kernel_tiles import STRIPE, read, stripe_of, tiles_of
 
 # fmt: off
 
@@ -37,15 +37,15 @@ def _before(x, begin, n, cost, START: tl.constexpr):
 
 @triton.jit
 def _span(
-    lengths, kept_runs, rest_runs, sink_size, window, batch, programs, p,
+    lengths, kept_stripes, rest_stripes, sink_size, window, batch, programs, p,
     H: tl.constexpr, HEADS: tl.constexpr, BATCH: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, START: tl.constexpr,
 ):
     """The length of a span, the (row, head) in which program p's span begins, and where that (row, head) begins."""
     rows, heads = tl.arange(0, BATCH), tl.arange(0, HEADS)
-    kept = tl.load(kept_runs + heads * 5 + 1, mask=heads < H, other=0)
-    rest = tl.load(rest_runs + heads * 5 + 1, mask=heads < H, other=0)
-    middle_cost = tl.where(kept > 0, (kept + D) // RUN, 0)
-    end_cost = tl.where(heads < H, (kept + rest + D) // RUN, 0)
+    kept = tl.load(kept_stripes + heads * 5 + 1, mask=heads < H, other=0)
+    rest = tl.load(rest_stripes + heads * 5 + 1, mask=heads < H, other=0)
+    middle_cost = tl.where(kept > 0, (kept + D) // STRIPE, 0)
+    end_cost = tl.where(heads < H, (kept + rest + D) // STRIPE, 0)
 
     tiles, _, middle = tiles_of(tl.load(lengths + rows, mask=rows < batch, other=0), sink_size, window, TILE)
     # an absent row has one tile, which is empty
@@ -68,8 +68,8 @@ def _span(
 
 @triton.jit
 def _read(
-    q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_run, rest_run, length, sink_size, window,
-    first, last, middle_first, middle_last, scale,
+    q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_stripe, rest_stripe, length, sink_size,
+    window, first, last, middle_first, middle_last, scale,
     M: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
     KEPT_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
 ):
@@ -77,27 +77,27 @@ def _read(
     acc = tl.zeros([M, D], tl.float32)
     m = tl.full([M], float("-inf"), tl.float32)
     z = tl.zeros([M, TILE], tl.float32)
-    width = kept_run[1]
+    width = kept_stripe[1]
     if width == 0:
-        acc, m, z = read(acc, m, z, q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_run,
-                         rest_run, length, sink_size, window, first, last, middle_first, middle_last, scale,
+        acc, m, z = read(acc, m, z, q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_stripe,
+                         rest_stripe, length, sink_size, window, first, last, middle_first, middle_last, scale,
                          0, EVEN, TILE, D, KEPT_BLOCK, REST_BLOCK)
     elif width <= 32:
-        acc, m, z = read(acc, m, z, q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_run,
-                         rest_run, length, sink_size, window, first, last, middle_first, middle_last, scale,
+        acc, m, z = read(acc, m, z, q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_stripe,
+                         rest_stripe, length, sink_size, window, first, last, middle_first, middle_last, scale,
                          32, EVEN, TILE, D, KEPT_BLOCK, REST_BLOCK)
     elif width <= 64:
-        acc, m, z = read(acc, m, z, q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_run,
-                         rest_run, length, sink_size, window, first, last, middle_first, middle_last, scale,
+        acc, m, z = read(acc, m, z, q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_stripe,
+                         rest_stripe, length, sink_size, window, first, last, middle_first, middle_last, scale,
                          64, EVEN, TILE, D, KEPT_BLOCK, REST_BLOCK)
     elif D > 64:
         if width <= 96:
-            acc, m, z = read(acc, m, z, q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_run,
-                             rest_run, length, sink_size, window, first, last, middle_first, middle_last, scale,
+            acc, m, z = read(acc, m, z, q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_stripe,
+                             rest_stripe, length, sink_size, window, first, last, middle_first, middle_last, scale,
                              96, EVEN, TILE, D, KEPT_BLOCK, REST_BLOCK)
         else:
-            acc, m, z = read(acc, m, z, q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_run,
-                             rest_run, length, sink_size, window, first, last, middle_first, middle_last, scale,
+            acc, m, z = read(acc, m, z, q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_stripe,
+                             rest_stripe, length, sink_size, window, first, last, middle_first, middle_last, scale,
                              128, EVEN, TILE, D, KEPT_BLOCK, REST_BLOCK)
     return acc, m, tl.sum(z, 1)
 
@@ -127,7 +127,7 @@ def _finish(
 
 @triton.jit(do_not_specialize=["batch", "programs", "kept_b", "rest_b", "kept_w", "rest_w", "sink_size", "window"])
 def decode(
-    pages, q, out, lengths, kept_tables, rest_tables, kept_runs, kept_channels, rest_runs, rest_channels,
+    pages, q, out, lengths, kept_tables, rest_tables, kept_stripes, kept_channels, rest_stripes, rest_channels,
     part, stat, done, scale, page, q_b, q_h, batch, programs, kept_b, rest_b, kept_w, rest_w, sink_size, window,
     H: tl.constexpr, HEADS: tl.constexpr, BATCH: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     TILE: tl.constexpr, START: tl.constexpr, EVEN: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
@@ -139,22 +139,22 @@ def decode(
     lengths: int32 [batch], tokens of a row, the query's own included; 0 = no row.
     part, stat: [programs + batch * H, ROWS, D] and [.., ROWS, 2] fp32. done: [batch * H] int32, zeros before and after.
     page: elements of a page. kept_w, rest_w: columns of the channel tables.
-    BATCH, HEADS: powers of two, at least batch and H. START: columns / RUN of a tile, the cost of beginning.
+    BATCH, HEADS: powers of two, at least batch and H. START: columns / STRIPE of a tile, the cost of beginning.
     """
     p = tl.program_id(0)
-    page = tl.multiple_of(page.to(tl.int64), RUN)
+    page = tl.multiple_of(page.to(tl.int64), STRIPE)
     r = tl.arange(0, M)
     ok = r < GROUP
-    span, row, head, begin = _span(lengths, kept_runs, rest_runs, sink_size, window, batch, programs, p,
+    span, row, head, begin = _span(lengths, kept_stripes, rest_stripes, sink_size, window, batch, programs, p,
                                    H, HEADS, BATCH, D, TILE, START)
     at, stop = p * span, (p + 1) * span
     while (row < batch) & (begin < stop):
         length = tl.load(lengths + row)
-        kept_run, rest_run = run_of(kept_runs, head), run_of(rest_runs, head)
+        kept_stripe, rest_stripe = stripe_of(kept_stripes, head), stripe_of(rest_stripes, head)
         tiles, in_sink, middle = tiles_of(length, sink_size, window, TILE)
-        ends, some = tl.maximum(tiles - middle, 1), tl.where(kept_run[1] > 0, middle, 0)
-        middle_cost = (kept_run[1] + D) // RUN
-        end_cost = middle_cost + rest_run[1] // RUN
+        ends, some = tl.maximum(tiles - middle, 1), tl.where(kept_stripe[1] > 0, middle, 0)
+        middle_cost = (kept_stripe[1] + D) // STRIPE
+        end_cost = middle_cost + rest_stripe[1] // STRIPE
         middle_begin = begin + _length(ends, end_cost, START)
         newest = tl.where(some > 0, middle_begin + _length(some - 1, middle_cost, START),
                           begin + _length(ends - 1, end_cost, START))  # where the last tile begins
@@ -164,7 +164,7 @@ def decode(
             acc, m, z = _read(
                 q + b * q_b + (head * GROUP + r) * q_h, ok, pages, page,
                 kept_tables + b * kept_b, rest_tables + b * rest_b,
-                kept_channels + head * kept_w, rest_channels + head * rest_w, kept_run, rest_run,
+                kept_channels + head * kept_w, rest_channels + head * rest_w, kept_stripe, rest_stripe,
                 length, sink_size, window,
                 _before(at, begin, ends, end_cost, START), _before(stop, begin, ends, end_cost, START),
                 in_sink + _before(at, middle_begin, some, middle_cost, START),
@@ -180,7 +180,7 @@ def decode(
 
 @triton.jit
 def _store(pages, source, slot, channels, start, width, count, page, BLOCK: tl.constexpr, D: tl.constexpr):
-    """One token's run: the channels picked from source [D], then zeros."""
+    """One token's stripe: the channels picked from source [D], then zeros."""
     c = tl.arange(0, D)
     index = tl.load(channels + c, mask=c < count, other=0)
     value = tl.load(source + index, mask=c < count, other=0.0)
@@ -190,14 +190,14 @@ def _store(pages, source, slot, channels, start, width, count, page, BLOCK: tl.c
 
 @triton.jit
 def write(
-    pages, k, v, kept_slots, rest_slots, kept_runs, kept_channels, rest_runs, rest_channels, every_channel,
+    pages, k, v, kept_slots, rest_slots, kept_stripes, kept_channels, rest_stripes, rest_channels, every_channel,
     page, k_t, k_h, v_t, v_h, kept_w, rest_w,
     D: tl.constexpr, KEPT_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
 ):
     """Program (t, h): put head h of token t of k and v [n, H, D], by strides, where both groups hold it.
 
     kept_slots, rest_slots: int64 [n]; a slot of the null block or below stores nothing.
-    every_channel: int32 [D], 0 .. D - 1, the channels of a V run.
+    every_channel: int32 [D], 0 .. D - 1, the channels of a V stripe.
     """
     t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     page = page.to(tl.int64)
@@ -205,13 +205,13 @@ def write(
     v += t * v_t + head * v_h
     slot = tl.load(kept_slots + t)
     if slot >= KEPT_BLOCK:
-        start, width, count, v_start = run_of(kept_runs, head)
-        v_width = tl.load(kept_runs + head * 5 + 4)
+        start, width, count, v_start = stripe_of(kept_stripes, head)
+        v_width = tl.load(kept_stripes + head * 5 + 4)
         _store(pages, k, slot, kept_channels + head * kept_w, start, width, count, page, KEPT_BLOCK, D)
         _store(pages, v, slot, every_channel, v_start, v_width, v_width, page, KEPT_BLOCK, D)
     slot = tl.load(rest_slots + t)
     if slot >= REST_BLOCK:
-        start, width, count, v_start = run_of(rest_runs, head)
-        v_width = tl.load(rest_runs + head * 5 + 4)
+        start, width, count, v_start = stripe_of(rest_stripes, head)
+        v_width = tl.load(rest_stripes + head * 5 + 4)
         _store(pages, k, slot, rest_channels + head * rest_w, start, width, count, page, REST_BLOCK, D)
         _store(pages, v, slot, every_channel, v_start, v_width, v_width, page, REST_BLOCK, D)

@@ -9,8 +9,8 @@ two kinds:
 
 A tile's pages are looked up while the tile before it is loaded, so that Triton keeps several tiles under way.
 
-Names as in eval.cache.attention.kernel. The page layout and its runs are those of eval.serving.layout; a run is here a
-tuple of its first column, its width, its channels, and the first column of the head's V run.
+Names as in eval.cache.attention.kernel. The page layout and its stripes are those of eval.serving.layout; a stripe is
+here a tuple of its first column, its width, its channels, and the first column of the head's V stripe.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import triton.language as tl
 
 from eval.cache.attention.kernel_middle import step
 
-RUN = tl.constexpr(16)  # columns: every offset within a page is a multiple of them
+STRIPE = tl.constexpr(16)  # columns: every offset within a page is a multiple of them
 
 # fmt: off
 
 
 @triton.jit
-def run_of(runs, head):
-    """The run of a head, from the table of its group."""
-    at = runs + head * 5
-    return (tl.multiple_of(tl.load(at), RUN), tl.multiple_of(tl.load(at + 1), RUN), tl.load(at + 2),
-            tl.multiple_of(tl.load(at + 3), RUN))
+def stripe_of(stripes, head):
+    """The stripe of a head, from the table of its group."""
+    at = stripes + head * 5
+    return (tl.multiple_of(tl.load(at), STRIPE), tl.multiple_of(tl.load(at + 1), STRIPE), tl.load(at + 2),
+            tl.multiple_of(tl.load(at + 3), STRIPE))
 
 
 @triton.jit
@@ -42,10 +42,10 @@ def tiles_of(length, sink_size, window, TILE: tl.constexpr):
 
 
 @triton.jit
-def _query(q_row, ok, channels, c, run):
-    """Query channels [M, C] of the columns c of a run; zero where these hold zeros."""
-    index = tl.load(channels + c, mask=c < run[2], other=0)
-    return tl.load(q_row[:, None] + index[None, :], mask=ok[:, None] & (c < run[2])[None, :], other=0.0)
+def _query(q_row, ok, channels, c, stripe):
+    """Query channels [M, C] of the columns c of a stripe; zero where these hold zeros."""
+    index = tl.load(channels + c, mask=c < stripe[2], other=0)
+    return tl.load(q_row[:, None] + index[None, :], mask=ok[:, None] & (c < stripe[2])[None, :], other=0.0)
 
 
 @triton.jit
@@ -77,14 +77,14 @@ def _pages_at(pages, page, number, t, TILE: tl.constexpr, BLOCK: tl.constexpr):
         if BLOCK * 4 == TILE:
             low = tl.where(t < BLOCK, low, number[1].to(tl.int64) * page)
             high = tl.where(t < 3 * BLOCK, high, number[3].to(tl.int64) * page)
-        return pages + tl.multiple_of(tl.where(t < TILE // 2, low, high), RUN)
+        return pages + tl.multiple_of(tl.where(t < TILE // 2, low, high), STRIPE)
     else:
         return pages + number[0].to(tl.int64) * page
 
 
 @triton.jit
 def _at(pages, page, number, tile, start, width, t, c, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """Pointers [T, C] to columns c of a tile's tokens in a run."""
+    """Pointers [T, C] to columns c of a tile's tokens in a stripe."""
     base = _pages_at(pages, page, number, t, TILE, BLOCK) + BLOCK * start
     if BLOCK % TILE == 0:
         return base + tile % (BLOCK // TILE) * TILE * width + (t[:, None] * width + c[None, :])
@@ -94,17 +94,17 @@ def _at(pages, page, number, tile, start, width, t, c, TILE: tl.constexpr, BLOCK
 
 @triton.jit
 def _logits(
-    s, q, pages, page, number, tile, run, t, c, EVEN: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    s, q, pages, page, number, tile, stripe, t, c, EVEN: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Add q [M, C] times columns c of a K run to s [M, T]."""
-    at = _at(pages, page, number, tile, run[0], run[1], t, c, TILE, BLOCK)
-    k = tl.load(at) if EVEN else tl.load(at, mask=(c < run[1])[None, :], other=0.0)
+    """Add q [M, C] times columns c of a K stripe to s [M, T]."""
+    at = _at(pages, page, number, tile, stripe[0], stripe[1], t, c, TILE, BLOCK)
+    k = tl.load(at) if EVEN else tl.load(at, mask=(c < stripe[1])[None, :], other=0.0)
     return tl.dot(q, tl.trans(k), s)
 
 
 @triton.jit
 def _middle(
-    acc, m, z, number, q0, q1, pages, page, table, first, last, newest, run, scale,
+    acc, m, z, number, q0, q1, pages, page, table, first, last, newest, stripe, scale,
     C0: tl.constexpr, C1: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Tiles [first, last) of the middle, of which up to C0 + C1 channels are kept. number: the first tile's pages."""
@@ -112,11 +112,11 @@ def _middle(
     for tile in range(first, last):
         ahead = _look_up(table, tl.minimum(tile + 1, last - 1), newest, t, TILE, BLOCK)
         s = tl.zeros([q0.shape[0], TILE], tl.float32)
-        s = _logits(s, q0, pages, page, number, tile, run, t, c0, EVEN, TILE, BLOCK)
+        s = _logits(s, q0, pages, page, number, tile, stripe, t, c0, EVEN, TILE, BLOCK)
         if C1 > 0:
             c1 = C0 + tl.arange(0, C1)
-            s = _logits(s, q1, pages, page, number, tile, run, t, c1, EVEN, TILE, BLOCK)
-        v = tl.load(_at(pages, page, number, tile, run[3], D, t, d, TILE, BLOCK))
+            s = _logits(s, q1, pages, page, number, tile, stripe, t, c1, EVEN, TILE, BLOCK)
+        v = tl.load(_at(pages, page, number, tile, stripe[3], D, t, d, TILE, BLOCK))
         acc, m, z = step(acc, m, z, s * scale, v)
         number = ahead
     return acc, m, z
@@ -125,7 +125,7 @@ def _middle(
 @triton.jit
 def _ends(
     acc, m, z, number, other, q0, q1, r0, r1, pages, page, kept, rest, first, last, in_sink, middle,
-    length, sink, window_from, kept_run, rest_run, scale,
+    length, sink, window_from, kept_stripe, rest_stripe, scale,
     C0: tl.constexpr, C1: tl.constexpr, R0: tl.constexpr, R1: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr,
     D: tl.constexpr, KEPT_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
 ):
@@ -147,19 +147,19 @@ def _ends(
         whole = seen & ((token < sink) | (token >= window_from))
         s = tl.zeros([q0.shape[0], TILE], tl.float32)
         if R0 > 0:
-            s = _logits(s, r0, pages, page, other, tile, rest_run, t, tl.arange(0, R0), EVEN, TILE, REST_BLOCK)
+            s = _logits(s, r0, pages, page, other, tile, rest_stripe, t, tl.arange(0, R0), EVEN, TILE, REST_BLOCK)
         if R1 > 0:
-            s = _logits(s, r1, pages, page, other, tile, rest_run, t, R0 + tl.arange(0, R1), EVEN, TILE, REST_BLOCK)
+            s = _logits(s, r1, pages, page, other, tile, rest_stripe, t, R0 + tl.arange(0, R1), EVEN, TILE, REST_BLOCK)
         if C0 > 0:
             s = tl.where(whole[None, :], s, 0.0)  # what the rest does not hold of a token of the middle may be anything
-            s = _logits(s, q0, pages, page, number, tile, kept_run, t, tl.arange(0, C0), EVEN, TILE, KEPT_BLOCK)
+            s = _logits(s, q0, pages, page, number, tile, kept_stripe, t, tl.arange(0, C0), EVEN, TILE, KEPT_BLOCK)
             if C1 > 0:
                 c1 = C0 + tl.arange(0, C1)
-                s = _logits(s, q1, pages, page, number, tile, kept_run, t, c1, EVEN, TILE, KEPT_BLOCK)
-            v_at = _at(pages, page, number, tile, kept_run[3], D, t, d, TILE, KEPT_BLOCK)
+                s = _logits(s, q1, pages, page, number, tile, kept_stripe, t, c1, EVEN, TILE, KEPT_BLOCK)
+            v_at = _at(pages, page, number, tile, kept_stripe[3], D, t, d, TILE, KEPT_BLOCK)
         else:
             seen = whole
-            v_at = _at(pages, page, other, tile, rest_run[3], D, t, d, TILE, REST_BLOCK)
+            v_at = _at(pages, page, other, tile, rest_stripe[3], D, t, d, TILE, REST_BLOCK)
         v = tl.load(v_at, mask=seen[:, None], other=0.0)
         acc, m, z = step(acc, m, z, tl.where(seen[None, :], s * scale, float("-inf")), v)
         tile, number, other = ahead, number_ahead, other_ahead
@@ -168,7 +168,7 @@ def _ends(
 
 @triton.jit
 def read(
-    acc, m, z, q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_run, rest_run,
+    acc, m, z, q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_stripe, rest_stripe,
     length, sink_size, window, first, last, middle_first, middle_last, scale,
     C: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
     KEPT_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
@@ -192,22 +192,22 @@ def read(
     q0, q1 = ok, ok  # not used where the head keeps no such channel
     if C > 0:
         of_middle = _look_up(kept, tl.where(middle_first < middle_last, middle_first, 0), newest, t, TILE, KEPT_BLOCK)
-        q0 = _query(q_row, ok, kept_channels, tl.arange(0, C0), kept_run)
+        q0 = _query(q_row, ok, kept_channels, tl.arange(0, C0), kept_stripe)
     if C > C0:
-        q1 = _query(q_row, ok, kept_channels, C0 + tl.arange(0, C - C0), kept_run)
+        q1 = _query(q_row, ok, kept_channels, C0 + tl.arange(0, C - C0), kept_stripe)
     if first < last:
         r0, r1 = ok, ok
         if R > 0:
-            r0 = _query(q_row, ok, rest_channels, tl.arange(0, R0), rest_run)
+            r0 = _query(q_row, ok, rest_channels, tl.arange(0, R0), rest_stripe)
         if R > R0:
-            r1 = _query(q_row, ok, rest_channels, R0 + tl.arange(0, R - R0), rest_run)
+            r1 = _query(q_row, ok, rest_channels, R0 + tl.arange(0, R - R0), rest_stripe)
         sink = tl.minimum(sink_size, length)
         acc, m, z = _ends(
             acc, m, z, number, other, q0, q1, r0, r1, pages, page, kept, rest, first, last, in_sink, middle,
-            length, sink, tl.maximum(sink, length - 1 - window), kept_run, rest_run, scale,
+            length, sink, tl.maximum(sink, length - 1 - window), kept_stripe, rest_stripe, scale,
             C0, C - C0, R0, R - R0, EVEN, TILE, D, KEPT_BLOCK, REST_BLOCK)
     if C > 0:  # noqa: SIM102, known when it is compiled
         if middle_first < middle_last:
             acc, m, z = _middle(acc, m, z, of_middle, q0, q1, pages, page, kept, middle_first, middle_last, newest,
-                                kept_run, scale, C0, C - C0, EVEN, TILE, D, KEPT_BLOCK)
+                                kept_stripe, scale, C0, C - C0, EVEN, TILE, D, KEPT_BLOCK)
     return acc, m, z

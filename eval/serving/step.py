@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from eval.serving.layout import Group, PageLayout
+from eval.serving.layout import PageGroup, PageLayout
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Step:
         return both[0], both[1]
 
 
-def slots_of(group: Group, table: Tensor, at: Tensor) -> Tensor:
+def slots_of(group: PageGroup, table: Tensor, at: Tensor) -> Tensor:
     """The slot of each position `at` of the request with this block table, -1 in the null block."""
     block = table[at // group.block]
     return torch.where(block > 0, block * group.block + at % group.block, -1)

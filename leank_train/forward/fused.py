@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from leank_train.common.autograd import AutogradContext
 from leank_train.forward.attention import SCORES_AT_ONCE, exp_, product
 from leank_train.forward.kernels import HALF, flash_backward, flash_forward, flash_takes
-from leank_train.forward.plan import Group, Layout, Piece, Plan, Run
+from leank_train.forward.plan import JoinedPieces, KeyBlock, Layout, Piece, Plan
 from leank_train.forward.ranks import over_ranks, summed
 
 FLASH_FROM = 512  # keys; the flash kernel reads ranges of at least so many, shorter ones cost less in a joint product
@@ -83,9 +83,9 @@ def _to_rows(x: Tensor, G: int, n: int) -> Tensor:
     return x[:, :, None].expand(B, H, G, M, n, C).reshape(B, H, G * M * n, C)
 
 
-def _read(tensors: Sequence[Tensor], run: Run) -> Tensor:
-    """The keys or values of a run, [B, H, width, D]."""
-    found = [tensors[p.part][:, :, p.start : p.stop] for p in run.pieces]
+def _read(tensors: Sequence[Tensor], joined: JoinedPieces) -> Tensor:
+    """The keys or values of joined pieces, [B, H, width, D]."""
+    found = [tensors[p.part][:, :, p.start : p.stop] for p in joined.pieces]
     return found[0] if len(found) == 1 else torch.cat(found, 2)
 
 
@@ -99,7 +99,7 @@ class _Context(AutogradContext, Protocol):
 
 
 class _Fused(torch.autograd.Function):
-    """Online softmax over the groups; the backward pass recomputes each group's probabilities from lse.
+    """Online softmax over the blocks; the backward pass recomputes each block's probabilities from lse.
 
     A head that drops the middle (`empty`) has two softmaxes. The deployed one, without the middle, makes the output and
     all gradients but that of alpha. The other one, with the middle at logits of 0, makes alpha's straight-through
@@ -114,21 +114,21 @@ class _Fused(torch.autograd.Function):
         keys, values = kv[:parts], kv[parts:]
         scaled = None if factor is None else (dense * factor).to(dense.dtype)
         state, full, rests = None, None, []
-        for number, group in enumerate(layout.groups):
+        for number, block in enumerate(layout.blocks):
             if ranks and number == layout.shares:
                 state = over_ranks(state, dense, values[0], ranks)
                 full = None if empty is None else over_ranks(full, dense, values[0], ranks)
             found = []
-            for p in group.flash:
+            for p in block.flash:
                 k, v = (x[p.part][:, :, p.start : p.stop] for x in (keys, values))
                 found.append(flash_forward(scaled if p.scaled else dense, k, v, scale))  # type: ignore[arg-type]
             rests.append([rest for _, _, rest in found])
             outs, lses = [out for out, _, _ in found], [lse[..., None] for _, lse, _ in found]
-            logits = _logits(dense, scaled, keys, group, scale, folded, lses)
-            deployed = logits if empty is None else logits.masked_fill(empty & group.middle(logits), -torch.inf)
-            state = _accumulate(state, deployed, values, group, outs)
+            logits = _logits(dense, scaled, keys, block, scale, folded, lses)
+            deployed = logits if empty is None else logits.masked_fill(empty & block.middle(logits), -torch.inf)
+            state = _accumulate(state, deployed, values, block, outs)
             if empty is not None:
-                full = _accumulate(full, logits, values, group, outs)
+                full = _accumulate(full, logits, values, block, outs)
         assert state is not None
         out, lse = _finish(*state)
         both, lse_both = _finish(*full) if full is not None else (None, None)
@@ -150,31 +150,31 @@ class _Fused(torch.autograd.Function):
         wholes = [(out, lse), (out, lse) if both is None else (both, lse_both)]
         if ctx.layout.flashes:
             wholes = [(x.to(dense.dtype), y.squeeze(-1)) for x, y in wholes]
-        for number, (group, rests) in enumerate(zip(ctx.layout.groups, ctx.rests, strict=True)):
+        for number, (block, rests) in enumerate(zip(ctx.layout.blocks, ctx.rests, strict=True)):
             if ctx.ranks and number == ctx.layout.shares:
                 d_queries = summed(d_queries, dense, scaled, out.dtype, ctx.ranks)
-            if group.runs:
-                logits = _logits(dense, scaled, keys, group, scale, ctx.folded)
-                spreads = [product(d_out, _read(values, run).mT) for run in group.spreads]
+            if block.joined:
+                logits = _logits(dense, scaled, keys, block, scale, ctx.folded)
+                spreads = [product(d_out, _read(values, joined).mT) for joined in block.spreads]
                 d_weights = torch.cat(spreads, -1) if len(spreads) > 1 else spreads[0]
                 weights, d_logits, d_taught = _through_softmax(
-                    logits, d_weights, group, empty, (delta, lse), (delta_both, lse_both), scale
+                    logits, d_weights, block, empty, (delta, lse), (delta_both, lse_both), scale
                 )
                 d_logits = _operand(d_logits, dense)
                 d_taught = d_logits if d_taught is None else _operand(d_taught, dense)
                 at = 0
-                for run in group.runs:
-                    d_run = (d_taught if run.scaled else d_logits)[..., at : at + run.width]
-                    if run.scaled or needs[0]:
-                        _add(d_queries, run.scaled, product(d_run, _read(keys, run)))
-                    for p in run.pieces:
+                for joined in block.joined:
+                    d_joined = (d_taught if joined.scaled else d_logits)[..., at : at + joined.width]
+                    if joined.scaled or needs[0]:
+                        _add(d_queries, joined.scaled, product(d_joined, _read(keys, joined)))
+                    for p in joined.pieces:
                         columns = slice(at, at := at + p.width)
                         for row, left, right in (
                             (p.part, d_logits, scaled if p.scaled else dense), (ctx.parts + p.part, weights, d_out)
                         ):  # fmt: skip
                             if needs[8 + row]:
                                 _add(d_kv, row, product(left[..., columns].mT, right), p, kv[row].shape[2])
-            for p, rest in zip(group.flash, rests, strict=True):
+            for p, rest in zip(block.flash, rests, strict=True):
                 if p.scaled or needs[0]:
                     k, v = (x[p.part][:, :, p.start : p.stop] for x in (keys, values))
                     query, (whole, total) = scaled if p.scaled else dense, wholes[p.scaled]
@@ -185,7 +185,7 @@ class _Fused(torch.autograd.Function):
 
 
 def _through_softmax(
-    logits: Tensor, d_weights: Tensor, group: Group, empty: Tensor | None, deployed: tuple[Tensor, Tensor],
+    logits: Tensor, d_weights: Tensor, block: KeyBlock, empty: Tensor | None, deployed: tuple[Tensor, Tensor],
     taught: tuple[Tensor, Tensor], scale: float,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Weights, gradient of the logits, and the gradient that teaches alpha if heads are empty; overwrites its inputs.
@@ -196,7 +196,7 @@ def _through_softmax(
     if empty is None:
         weights = exp_(logits.sub_(lse))
         return weights, d_weights.sub_(delta).mul_(weights).mul_(scale), None
-    hidden = empty & group.middle(logits)[: logits.shape[-1]]
+    hidden = empty & block.middle(logits)[: logits.shape[-1]]
     d_taught = (d_weights - taught[0]) * exp_(logits - taught[1]) * scale
     weights = exp_(logits.masked_fill_(hidden, -torch.inf).sub_(lse))
     d_logits = d_weights.sub_(delta).mul_(weights).mul_(scale)
@@ -228,15 +228,15 @@ def _add(sums: list[Tensor | None], at: int, found: Tensor, piece: Piece | None 
 
 
 def _logits(
-    dense: Tensor, scaled: Tensor | None, keys: Sequence[Tensor], group: Group, scale: float, folded: int,
+    dense: Tensor, scaled: Tensor | None, keys: Sequence[Tensor], block: KeyBlock, scale: float, folded: int,
     lses: Sequence[Tensor] = (),
 ) -> Tensor:  # fmt: skip
-    """Logits times scale, -inf where a row does not see a key: [B, H, G * M * n, keys of the runs], then the lses."""
+    """Logits times scale, -inf where a row does not see a key, then the lses: [B, H, G * M * n, joined keys + lses]."""
     found = []
-    for run in group.runs:
-        logits = product(scaled if run.scaled else dense, _read(keys, run).mT)  # type: ignore[arg-type]
-        if run.hidden is not None:
-            logits.unflatten(2, (-1, folded)).masked_fill_(run.hidden, -torch.inf)
+    for joined in block.joined:
+        logits = product(scaled if joined.scaled else dense, _read(keys, joined).mT)  # type: ignore[arg-type]
+        if joined.hidden is not None:
+            logits.unflatten(2, (-1, folded)).masked_fill_(joined.hidden, -torch.inf)
         found.append(logits)
     found += [lse / scale for lse in lses]
     return (torch.cat(found, -1) if len(found) > 1 else found[0]).mul_(scale)
@@ -248,17 +248,17 @@ def _operand(x: Tensor, model: Tensor) -> Tensor:
 
 
 def _accumulate(
-    state: tuple[Tensor, Tensor, Tensor] | None, logits: Tensor, values: Sequence[Tensor], group: Group,
+    state: tuple[Tensor, Tensor, Tensor] | None, logits: Tensor, values: Sequence[Tensor], block: KeyBlock,
     outs: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Add a group to the online softmax: (sum of weights * V, sum of weights, maximum); outs: of its flash pieces."""
+    """Add a block to the online softmax: (sum of weights * V, sum of weights, maximum); outs: of its flash pieces."""
     top = logits.amax(-1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min / 4)  # -inf - -inf would be NaN
     top = top if state is None else torch.maximum(top, state[2])
     weights = exp_(logits - top)
     total, out, at = weights.sum(-1, keepdim=True), None, 0
     operand = _operand(weights, values[0])
-    for run in group.spreads:
-        found = product(operand[..., at : (at := at + run.width)], _read(values, run))
+    for joined in block.spreads:
+        found = product(operand[..., at : (at := at + joined.width)], _read(values, joined))
         out = found if out is None else out.add_(found)
     for flash in outs:
         weight = weights[..., at : (at := at + 1)]

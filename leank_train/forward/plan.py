@@ -1,7 +1,7 @@
 """Which keys the rows of a pass read, and in which order: planned once per pass, used by all layers.
 
 In a pass over short answer rows, the GPU's time goes into launches and not into memory. So the plan gathers the keys
-into few groups, which `fused` reads with few products. `attention` names the shapes.
+into few blocks, which `fused` reads with few products. `attention` names the shapes.
 
 An example: one document of 1000 tokens (positions 0 to 999), a question of 20 tokens (1000 to 1019), and an answer of 3
 tokens, whose rows are at the positions 1020, 1021 and 1022. sink = 4, window = 64 (`passes.ScaledPass`).
@@ -13,11 +13,12 @@ tokens, whose rows are at the positions 1020, 1021 and 1022. sink = 4, window = 
 4. Each range is a `Piece`: 0:4, 957:1000 (with a mask for 957 and 958), and scaled 4:957 and 957:959 (with a mask).
 5. The parts 1 and 2 lie within every window: one plain piece each, with a mask, since a row must not see later answer
    tokens. With several questions per document the mask also hides the other questions.
-6. A `Run` joins short neighbours that need the same query: here all plain pieces, and all scaled ones. So a layer makes
-   its logits with two products, applies one softmax over them (a `Group`), and reads all values with one more.
+6. Short neighbours that need the same query become `JoinedPieces`: here all plain pieces, and all scaled ones. So a
+   layer makes its logits with two products, applies one softmax over them (a `KeyBlock`), and reads all values with one
+   more.
 7. On a GPU the flash kernel reads 4:957 instead, because all rows see it whole. It adds one column, its log-sum-exp, to
    that softmax.
-8. If all keys of a pass are too many for one block of memory, there are several groups, merged by an online softmax.
+8. If all keys of a pass are too many to read at once, there are several blocks, merged by an online softmax.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Piece:
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class JoinedPieces:
     """Pieces that one product reads, all with plain or all with scaled queries."""
 
     pieces: tuple[Piece, ...]
@@ -84,41 +85,41 @@ class Run:
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class KeyBlock:
     """The pieces whose logits stand side by side in one softmax.
 
-    runs: read key by key; each key is a column of the softmax.
+    joined: read key by key; each key is a column of the softmax.
     flash: read by the flash kernel; each piece is one column, its log-sum-exp.
     """
 
-    runs: tuple[Run, ...]
+    joined: tuple[JoinedPieces, ...]
     flash: tuple[Piece, ...]
 
     @cached_property
-    def spreads(self) -> tuple[Run, ...]:
-        """The runs for the product with values: it may join plain and scaled pieces, since no query enters it."""
-        return tuple(Run(pieces) for pieces in _side_by_side(p for run in self.runs for p in run.pieces))
+    def spreads(self) -> tuple[JoinedPieces, ...]:
+        """The pieces for the product with values: it may join plain and scaled pieces, since no query enters it."""
+        return tuple(JoinedPieces(pieces) for pieces in _side_by_side(p for some in self.joined for p in some.pieces))
 
     def middle(self, like: Tensor) -> Tensor:
         """Bool [columns] on the device of `like`, True for columns that were read with scaled queries."""
-        columns = [(run.width, run.scaled) for run in self.runs] + [(1, p.scaled) for p in self.flash]
+        columns = [(some.width, some.scaled) for some in self.joined] + [(1, p.scaled) for p in self.flash]
         return torch.cat([torch.full((width,), scaled, device=like.device) for width, scaled in columns])
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The groups of a plan, in the order in which they are read.
+    """The blocks of a plan, in the order in which they are read.
 
-    shares: how many groups at the front hold a rank's share of the documents; their result is merged over the ranks.
+    shares: how many blocks at the front hold a rank's share of the documents; their result is merged over the ranks.
     """
 
-    groups: tuple[Group, ...]
+    blocks: tuple[KeyBlock, ...]
     shares: int
 
     @property
     def flashes(self) -> bool:
         """Whether the flash kernel reads any piece."""
-        return any(group.flash for group in self.groups)
+        return any(block.flash for block in self.blocks)
 
 
 class Plan:
@@ -132,26 +133,26 @@ class Plan:
         self.scales = any(p.scaled for p in pieces)
         self._layouts: dict[tuple[int, int | None, bool], Layout] = {}
 
-    def layout(self, block: int, flash_from: int | None, shared: bool) -> Layout:
-        """The groups of the plan, made by the first layer and kept for the others.
+    def layout(self, size: int, flash_from: int | None, shared: bool) -> Layout:
+        """The blocks of the plan, made by the first layer and kept for the others.
 
-        block: keys per group, about.
+        size: keys per block, about.
         flash_from: keys from which the flash kernel reads a piece of part 0; None: it reads none.
         shared: whether part 0 is this rank's share of the documents.
         """
-        key = block, flash_from, shared
+        key = size, flash_from, shared
         if key not in self._layouts:
             self._layouts[key] = self._laid_out(*key)
         return self._layouts[key]
 
-    def _laid_out(self, block: int, flash_from: int | None, shared: bool) -> Layout:
+    def _laid_out(self, size: int, flash_from: int | None, shared: bool) -> Layout:
         flash = [p for p in self.pieces if flash_from and not p.part and p.hidden is None and p.width >= flash_from]
         documents = [p for p in self.pieces if not p.part and p not in flash]
         own = [p for p in self.pieces if p.part]
         if shared:
-            shares = _groups(documents, flash, block)
-            return Layout((*shares, *_groups(own, [], block)), len(shares))
-        return Layout(_groups(own + documents, flash, block), 0)
+            shares = _blocks(documents, flash, size)
+            return Layout((*shares, *_blocks(own, [], size)), len(shares))
+        return Layout(_blocks(own + documents, flash, size), 0)
 
 
 def document_pieces(
@@ -219,26 +220,26 @@ def own_pieces(
     return tuple(pieces)
 
 
-def _groups(pieces: Sequence[Piece], flash: Sequence[Piece], block: int) -> tuple[Group, ...]:
-    """Cut pieces to at most `block` keys and gather them into groups of about that many; the first has `flash`."""
-    groups: list[list[Piece]] = [[]] if flash else []
-    held = 0 if flash else block
+def _blocks(pieces: Sequence[Piece], flash: Sequence[Piece], size: int) -> tuple[KeyBlock, ...]:
+    """Cut pieces to at most `size` keys and gather them into blocks of about that many; the first has `flash`."""
+    blocks: list[list[Piece]] = [[]] if flash else []
+    held = 0 if flash else size
     for p in pieces:
-        for start in range(p.start, p.stop, block):
-            stop = min(start + block, p.stop)
+        for start in range(p.start, p.stop, size):
+            stop = min(start + size, p.stop)
             hidden = None if p.hidden is None else p.hidden[..., start - p.start : stop - p.start]
-            if held + stop - start > block:
-                groups.append([])
+            if held + stop - start > size:
+                blocks.append([])
                 held = 0
-            groups[-1].append(Piece(p.part, start, stop, p.scaled, hidden))
+            blocks[-1].append(Piece(p.part, start, stop, p.scaled, hidden))
             held += stop - start
     made = []
-    for number, group in enumerate(groups):
-        group.sort(key=lambda p: (p.width > JOINED, p.scaled))
-        parts = ([p for p in group if p.scaled == scaled and (p.width > JOINED) == long]
+    for number, block in enumerate(blocks):
+        block.sort(key=lambda p: (p.width > JOINED, p.scaled))
+        parts = ([p for p in block if p.scaled == scaled and (p.width > JOINED) == long]
                  for long in (False, True) for scaled in (False, True))  # fmt: skip
-        runs = tuple(Run(side) for part in parts for side in _side_by_side(part))
-        made.append(Group(runs, tuple(flash) if not number else ()))
+        joined = tuple(JoinedPieces(side) for part in parts for side in _side_by_side(part))
+        made.append(KeyBlock(joined, tuple(flash) if not number else ()))
     return tuple(made)
 
 

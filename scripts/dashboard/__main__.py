@@ -26,7 +26,7 @@ from eval.report.html import figure, page, title, to_table
 from eval.report.plots import draw
 from eval.report.records import RunSummary, Summary
 from eval.report.style import PALETTE, SETTINGS, plain, sheet, svg
-from eval.report.table import Line, Table
+from eval.report.table import Table, TableLine
 from eval.report.tables import number, overall
 from leank_train.common.files import write_text
 from scripts.dashboard.runs import Points, Training, evaluation_points, evaluations, training_points, trainings
@@ -50,7 +50,7 @@ def training_table(runs: Sequence[Training]) -> Table:
                  number(found["alpha_mean"], 3), seconds]  # fmt: skip
         recall = [run.recall.get(method) for method in methods]
         shade = [None if base is None or r is None else r - base for r in recall]
-        lines.append(Line([*cells, *(number(r) for r in recall)], [*[None] * len(cells), *shade]))
+        lines.append(TableLine([*cells, *(number(r) for r in recall)], [*[None] * len(cells), *shade]))
     note = (
         "Seconds: of training alone. Recall: the run's own validation, as deployed; for figures see its metrics.json."
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eval.serving.layout import Group, PageLayout, lay_out
+from eval.serving.layout import PageGroup, PageLayout, lay_out
 from eval.serving.paged import PagedAttention
 from scripts.bench.common.shapes import DIM, DTYPE
 from scripts.bench.common.table import Record, write_rows
@@ -31,14 +31,14 @@ def dense_layout(heads: int, block: int) -> PageLayout:
     everything = torch.ones(1, heads, DIM, dtype=torch.bool)
     kept = lay_out(everything, everything.any(-1))
     rest = lay_out(~everything, ~everything.any(-1))
-    return PageLayout(Group(block, kept), Group(block, rest), SIZES.sink, SIZES.window, DIM)
+    return PageLayout(PageGroup(block, kept), PageGroup(block, rest), SIZES.sink, SIZES.window, DIM)
 
 
 def layout_of(masks: Tensor, layer: int, block: int) -> PageLayout:
     """Pages that hold one layer of a mask [L, H, D]."""
     whole, keep = PageLayout.of(masks, block, SIZES.sink, SIZES.window), masks[layer : layer + 1]
     kept, rest = lay_out(keep, keep.any(-1)), lay_out(~keep, ~keep.any(-1))
-    return PageLayout(Group(block, kept), Group(whole.rest.block, rest), SIZES.sink, SIZES.window, DIM)
+    return PageLayout(PageGroup(block, kept), PageGroup(whole.rest.block, rest), SIZES.sink, SIZES.window, DIM)
 
 
 def paged_us(shape: Shape, layout: PageLayout) -> float:

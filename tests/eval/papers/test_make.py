@@ -8,11 +8,11 @@ import pytest
 
 from eval.papers.__main__ import listing, main, parser, run
 from eval.papers.analyses.selection_layers import SelectionLayers
-from eval.papers.item import Analysed, Contrast, Item, Replay
+from eval.papers.item import Analysed, Contrast, EvalRun, Item
 from eval.papers.make import Made, Measured, Workshop
 from eval.papers.page import as_html, as_markdown
 from eval.papers.registry import ITEMS, find
-from eval.papers.task import Request
+from eval.papers.steps import Options
 from eval.papers.verdicts import as_markdown as as_verdicts
 from tests.helpers.tiny_run import save_model
 
@@ -30,19 +30,19 @@ def little(model, *more):
 
 ONE = Item(
     "think:table9", "ThinK alone.", "It costs nothing.",
-    here=(Replay(("+experiment=papers/here", "method=[dense,papers/think_alone]")),),
+    here=(EvalRun(("+experiment=papers/here", "method=[dense,papers/think_alone]")),),
     claims=(Contrast("think_alone_0.4", "dense", "bytes", 1),),
 )  # fmt: skip
 
 
 def test_what_is_there_is_not_made_again(tmp_path, model):
-    workshop = Workshop(tmp_path, Request(overrides=little(model)))
+    workshop = Workshop(tmp_path, Options(overrides=little(model)))
     assert workshop.make([ONE]) == {}
     rows = tmp_path / "rows" / "results.jsonl"
     whole = rows.read_bytes()
     assert len(whole.splitlines()) == 4
     rows.write_bytes(whole[:-40])  # killed while the last row was being written
-    again = Workshop(tmp_path, Request(overrides=little(model)))
+    again = Workshop(tmp_path, Options(overrides=little(model)))
     (torn,) = again.collect([ONE])
     assert (torn.whole, len(torn.rows)) == (False, 3)
     assert again.make([ONE]) == {}
@@ -58,9 +58,9 @@ def test_what_is_there_is_not_made_again(tmp_path, model):
 
 
 def test_an_item_that_fails_stops_no_other(tmp_path, model):
-    wrong = Item("leank:fig1", "x", here=(Replay(("+experiment=papers/here", "method=[dense,no_such]")),))
+    wrong = Item("leank:fig1", "x", here=(EvalRun(("+experiment=papers/here", "method=[dense,no_such]")),))
     late = Item("leank:fig8", "x", here=(Analysed("kept_by_pair", {"samples": 0}, overrides=("mask=none.pth",)),))
-    workshop = Workshop(tmp_path, Request(overrides=little(model)))
+    workshop = Workshop(tmp_path, Options(overrides=little(model)))
     failed = workshop.make([wrong, late, ONE])
     assert set(failed) == {"leank:fig1", "leank:fig8"}
     assert "no_such" in failed["leank:fig1"]
@@ -159,12 +159,12 @@ def test_arguments_that_mean_nothing_here_are_refused(arguments, said, tmp_path,
      ("+method.dense.x=1", "x"), ("batch_size=-1", "batch_size"), ("x=1", "x=1")],
 )  # fmt: skip
 def test_an_analysis_refuses_overrides_that_no_run_knows(override, named, tmp_path):
-    failed = Workshop(tmp_path, Request(overrides=(override,))).make([find("leank:fig9")])
+    failed = Workshop(tmp_path, Options(overrides=(override,))).make([find("leank:fig9")])
     assert named in failed["leank:fig9"]
     assert "\n" not in failed["leank:fig9"]
     assert not list(tmp_path.glob("analyses/*"))
 
 
 def test_an_override_that_hydra_cannot_read_is_shown(tmp_path):
-    failed = Workshop(tmp_path, Request(overrides=("model=3",))).make([ONE])
+    failed = Workshop(tmp_path, Options(overrides=("model=3",))).make([ONE])
     assert "model=3: Config group override" in failed[ONE.id]

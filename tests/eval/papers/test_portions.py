@@ -9,61 +9,61 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval.papers import make as make_module
-from eval.papers.item import Analysed, Item, Replay
+from eval.papers.item import Analysed, EvalRun, Item
 from eval.papers.make import Workshop
 from eval.papers.page import our_tables
-from eval.papers.portions import Line, Part, Portion, portions
+from eval.papers.portions import Part, Portion, Queue, portions
 from eval.papers.side_by_side import one_by_one, side_by_side
-from eval.papers.task import Request, Task, keys_of
+from eval.papers.steps import Options, ResolvedStep, keys_of
 from eval.rows.results import Results, key_of, read
 from tests.helpers.portion_making import Together, make
 from tests.helpers.tiny_run import save_model
 
 LITTLE = ("benchmark.samples=2", "benchmark.tasks=[niah_multikey_2]", "benchmark.lengths=[512]", "max_new_tokens=2",
           "batch_size=1", "+model.device=cpu")  # fmt: skip
-FIRST = Replay(("+experiment=papers/here", "method=[dense,papers/think_alone]"))
-SECOND = Replay(("+experiment=papers/here", "method=[dense,snapkv,papers/think_alone]"))
-MATCHED = Replay(("+experiment=papers/here", "method=[dense,snapkv,h2o]", "match=0.7"))
+FIRST = EvalRun(("+experiment=papers/here", "method=[dense,papers/think_alone]"))
+SECOND = EvalRun(("+experiment=papers/here", "method=[dense,snapkv,papers/think_alone]"))
+MATCHED = EvalRun(("+experiment=papers/here", "method=[dense,snapkv,h2o]", "match=0.7"))
 WRONG = Analysed("kept_by_pair", {"samples": 0}, overrides=("mask=none.pth",), model=False)
 ITEMS = [Item(f"think:table{number + 1}", "x", here=(step,))
          for number, step in enumerate((FIRST, SECOND, WRONG))]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def request_(tmp_path_factory):
+def options(tmp_path_factory):
     model = save_model(tmp_path_factory.mktemp("model"), max_position_embeddings=4096)
-    return Request(overrides=(f"model.name={model}", *LITTLE))
+    return Options(overrides=(f"model.name={model}", *LITTLE))
 
 
 @pytest.fixture(scope="module")
-def tasks(request_):
-    return {repr(step): Task(step, request_) for step in (FIRST, SECOND, MATCHED)}
+def resolved(options):
+    return {repr(step): ResolvedStep(step, options) for step in (FIRST, SECOND, MATCHED)}
 
 
 @settings(max_examples=10, deadline=None)
 @given(chosen=st.permutations([FIRST, SECOND, MATCHED]), processes=st.integers(1, 40), data=st.data())
-def test_every_missing_row_is_in_one_portion(tasks, chosen, processes, data):
-    plans = [(Item(f"think:table{number}", "x"), tasks[repr(step)]) for number, step in enumerate(chosen)]
-    wanted = {key for _, task in plans for key in keys_of(task.job)}
+def test_every_missing_row_is_in_one_portion(resolved, chosen, processes, data):
+    plans = [(Item(f"think:table{number}", "x"), resolved[repr(step)]) for number, step in enumerate(chosen)]
+    wanted = {key for _, step in plans for key in keys_of(step.job)}
     # a batch of a method is there or lacks rows; rows of a half of it are made again by the same portion
     done = data.draw(st.sets(st.sampled_from(sorted(wanted, key=repr))))
     made = []
     for portion in portions(plans, done, processes):
-        job = portion.of([tasks[repr(part.step)].job for part in portion.parts])
+        job = portion.of([resolved[repr(part.step)].job for part in portion.parts])
         made += [(cell, samples, method.label, job.digest(method, cell.task))
                  for cell, samples, methods in job.missing(set()) for method in methods]  # fmt: skip
     assert len(made) == len({*map(repr, made)})  # nothing twice
     lacking = set()
-    for _, task in plans:
-        lacking |= {(cell, samples, method.label, task.job.digest(method, cell.task))
-                    for cell, samples, methods in task.job.missing(done) for method in methods}  # fmt: skip
+    for _, step in plans:
+        lacking |= {(cell, samples, method.label, step.job.digest(method, cell.task))
+                    for cell, samples, methods in step.job.missing(done) for method in methods}  # fmt: skip
     assert {*made} == lacking
 
 
-def test_side_by_side_makes_the_same_rows_and_names_what_fails(tmp_path, request_, monkeypatch):
+def test_side_by_side_makes_the_same_rows_and_names_what_fails(tmp_path, options, monkeypatch):
     failed = {}
     for jobs in (1, 2):
-        workshop = Workshop(tmp_path / str(jobs), request_)
+        workshop = Workshop(tmp_path / str(jobs), options)
         failed[jobs] = workshop.make(ITEMS, jobs)
         collected = workshop.collect(ITEMS)
         assert [made.whole for made in collected] == [True, True, False]
@@ -79,7 +79,7 @@ def test_side_by_side_makes_the_same_rows_and_names_what_fails(tmp_path, request
     lines = [line for file in (tmp_path / "2" / "rows").iterdir() for line in file.read_text().splitlines()]
     assert len(lines) == len(together)  # no row was made twice
     monkeypatch.setattr(make_module, "side_by_side", lambda make, waiting, jobs, directory: dict.fromkeys(waiting, ""))
-    assert Workshop(tmp_path / "2", request_).make(ITEMS[:2], 2) == {}  # nothing waits
+    assert Workshop(tmp_path / "2", options).make(ITEMS[:2], 2) == {}  # nothing waits
 
 
 def of(*names):
@@ -129,5 +129,5 @@ def test_processes_end_with_the_one_that_deals_out(tmp_path):
 
 def test_analyses_come_first_then_what_costs_most():
     cheap, dear = of("a"), replace(of("b"), cost=9)
-    line = Line([cheap, Portion((Part("c", WRONG),), 0), dear])
-    assert [line.take().parts[0].item for _ in range(3)] == ["c", "b", "a"]
+    queue = Queue([cheap, Portion((Part("c", WRONG),), 0), dear])
+    assert [queue.take().parts[0].item for _ in range(3)] == ["c", "b", "a"]

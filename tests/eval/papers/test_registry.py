@@ -10,11 +10,11 @@ from omegaconf import OmegaConf
 from eval import published
 from eval.methods import method
 from eval.papers.analyses import ANALYSES, analysis
-from eval.papers.item import Analysed, Command, Contrast, Expect, Item, Need, Replay
+from eval.papers.item import Analysed, Command, Contrast, EvalRun, Expect, Item, Need
 from eval.papers.make import Made
 from eval.papers.page import as_markdown, commands
 from eval.papers.registry import ITEMS, PAPERS, find, of_papers, runs, status
-from eval.papers.task import HERE, Request
+from eval.papers.steps import HERE, Options
 from eval.papers.verdicts import CLAIMS
 from eval.run.grid import expanded
 from leank_train.common.typed import typed
@@ -26,7 +26,7 @@ STEPS = [(item, step) for item in ITEMS.values() for step in (*item.here, *item.
 
 def run_of(step):
     """The overrides of a step in its quick form, which has those of the whole form first."""
-    return (*step.overrides, *step.quick) if isinstance(step, Replay) else (HERE, *step.overrides)
+    return (*step.overrides, *step.quick) if isinstance(step, EvalRun) else (HERE, *step.overrides)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_claims_compare_methods_that_the_item_runs(composed):
     for item in ITEMS.values():
         for claim in item.claims:
             if isinstance(claim, Contrast):
-                runs = [composed[run_of(step)] for step in item.here if isinstance(step, Replay)]
+                runs = [composed[run_of(step)] for step in item.here if isinstance(step, EvalRun)]
                 assert any({claim.first, claim.second} <= {*expanded(run["method"])} for run in runs), item.id
             else:
                 assert isinstance(claim, Expect)
@@ -98,11 +98,11 @@ def test_every_item_says_what_makes_it_or_why_nothing_does():
 
 
 def test_a_step_whose_model_is_not_there_is_named_and_not_made(tmp_path):
-    there, absent = (Replay(("x",), need=Need(name, str(path))) for name, path in
+    there, absent = (EvalRun(("x",), need=Need(name, str(path))) for name, path in
                      (("a folder", tmp_path), ("the model huge", tmp_path / "huge")))  # fmt: skip
     item = Item("lethe:table1", "x", here=(there, absent))
     assert status(item) == "runs here, in part: needs the model huge"
-    assert Request().steps(item) == (there,)
+    assert Options().steps(item) == (there,)
     assert status(replace(item, here=(absent,))) == "needs the model huge"
     assert status(replace(item, here=(there,))) == "runs here"
 
@@ -114,7 +114,7 @@ def test_the_claims_that_are_asked_first_have_comparisons():
 
 def test_commands_name_files_that_are_there():
     for _, step in STEPS:
-        line = step.line if isinstance(step, Command) else step.command if isinstance(step, Replay) else ""
+        line = step.line if isinstance(step, Command) else step.command if isinstance(step, EvalRun) else ""
         for module in re.findall(r"-m (scripts[\w.]+)", line):
             assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
         for experiment in re.findall(r"leank_train.*\+experiment=(\w+)", line):

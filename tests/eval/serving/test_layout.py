@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.serving.layout import LINE, RUN, PageLayout
+from eval.serving.layout import LINE, STRIPE, PageLayout
 from leank_train.mask import ChannelMask
 from tests import ROOT
 
@@ -18,11 +18,13 @@ def random_layout(seed, block=16, dim=32, layers=2, heads=3):
     return keep, PageLayout.of(keep, block, sink=4, window=24)
 
 
-def runs(group):
-    """(first element, elements) of every run in a page."""
+def stripes(group):
+    """(first element, elements) of every stripe in a page."""
     for layer in group.layers:
         for head in layer.heads:
-            yield from ((group.block * run.start, group.block * run.width) for run in (head.k, head.v) if run.width)
+            yield from (
+                (group.block * stripe.start, group.block * stripe.width) for stripe in (head.k, head.v) if stripe.width
+            )
 
 
 @settings(max_examples=30, deadline=None)
@@ -31,7 +33,7 @@ def test_every_channel_lies_in_one_group_and_no_runs_overlap(seed, block):
     keep, layout = random_layout(seed, block)
     for group, stored in ((layout.kept, keep), (layout.rest, ~keep)):
         ends = 0
-        for first, size in sorted(runs(group)):
+        for first, size in sorted(stripes(group)):
             assert first >= ends
             ends = first + size
         assert ends <= group.block * group.columns <= layout.page_columns
@@ -39,7 +41,7 @@ def test_every_channel_lies_in_one_group_and_no_runs_overlap(seed, block):
             assert layer.start % LINE == layer.columns % LINE == 0
             for head, channels in zip(layer.heads, of_layer, strict=True):
                 assert torch.equal(head.channels, channels.nonzero().flatten())
-                assert head.k.width % RUN == 0 <= head.k.width - head.k.count < RUN
+                assert head.k.width % STRIPE == 0 <= head.k.width - head.k.count < STRIPE
     both = [[h.v.count for layer in group.layers for h in layer.heads] for group in (layout.kept, layout.rest)]
     assert [sorted(pair) for pair in zip(*both, strict=True)] == [[0, keep.shape[-1]]] * keep[..., 0].numel()
     assert block % layout.rest.block == 0
@@ -86,10 +88,10 @@ def test_nothing_is_written_to_the_null_block():
 def test_tables_for_a_kernel_say_what_the_runs_say():
     keep, layout = random_layout(2)
     for group, stored in ((layout.kept, keep), (layout.rest, ~keep)):
-        for layer, runs_of in enumerate(group.layers):
+        for layer, stripes_of in enumerate(group.layers):
             table, channels = group.table(layer), group.channels(layer)
             for head, row in enumerate(table.tolist()):
-                k, v = runs_of.heads[head].k, runs_of.heads[head].v
+                k, v = stripes_of.heads[head].k, stripes_of.heads[head].v
                 assert row == [k.start, k.width, k.count, v.start, v.width]
                 found = channels[head][channels[head] >= 0]
                 assert torch.equal(found.long(), stored[layer, head].nonzero().flatten())

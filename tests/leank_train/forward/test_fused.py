@@ -59,7 +59,7 @@ def test_equals_the_parts(seed, documents, branches, group, sink, window, empty_
 
 
 def test_the_example_of_the_plan():
-    """The ranges and groups that the module's docstring shows."""
+    """The ranges and blocks that the module's docstring shows."""
     rows, pieces = torch.arange(1020, 1023)[None], ()
     for part, (start, stop) in enumerate(((0, 1000), (1000, 1020), (1020, 1023))):
         keys = torch.arange(start, stop)[None]
@@ -71,10 +71,10 @@ def test_the_example_of_the_plan():
         (1, 0, 20, False, True), (2, 0, 3, False, True),
     ]  # fmt: skip
     for flash_from, by_flash in ((None, []), (512, [(4, 957)])):
-        (group,) = Plan(pieces).layout(4096, flash_from, False).groups
-        assert [run.scaled for run in group.runs] == [False, True]
-        assert [(p.start, p.stop) for p in group.flash] == by_flash
-        assert len(group.spreads) == 1
+        (block,) = Plan(pieces).layout(4096, flash_from, False).blocks
+        assert [joined.scaled for joined in block.joined] == [False, True]
+        assert [(p.start, p.stop) for p in block.flash] == by_flash
+        assert len(block.spreads) == 1
 
 
 @pytest.mark.parametrize("empty_heads", ["zero", "drop"])

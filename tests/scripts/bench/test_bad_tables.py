@@ -6,7 +6,7 @@ import pytest
 
 from eval.papers.make import Workshop
 from eval.papers.registry import find
-from eval.papers.task import Request
+from eval.papers.steps import Options
 from scripts.bench import pictures
 from scripts.bench.quality import ratios, turns
 from tests.helpers.report_rows import row
@@ -65,8 +65,8 @@ def test_rows_of_two_runs_have_no_common_mean(field, tmp_path):
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"rows": 3}', '{"rows": [3]}', "{"])
 def test_a_damaged_analysis_is_named(content, tmp_path):
-    workshop, item = Workshop(tmp_path, Request()), find("leank:fig9")
-    file = tmp_path / "analyses" / workshop._task(item.here[0]).file
+    workshop, item = Workshop(tmp_path, Options()), find("leank:fig9")
+    file = tmp_path / "analyses" / workshop._resolve(item.here[0]).file
     file.parent.mkdir()
     (tmp_path / "rows").mkdir()
     file.write_text(content)

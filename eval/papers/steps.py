@@ -1,4 +1,4 @@
-"""What is to be made of an item: its steps under a request, each with its checked configuration."""
+"""What is to be made of an item: its steps under options, each with its checked configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from eval.inference.models import ModelConfig
 from eval.papers.analyses import Analysis, analysis
-from eval.papers.item import Analysed, Item, Replay, Step
+from eval.papers.item import Analysed, EvalRun, Item, Step
 from eval.papers.registry import makes
 from eval.rows.results import Key
 from eval.run.build import build_benchmark, build_job, build_settings, name_methods
@@ -26,7 +26,7 @@ HERE = "+experiment=papers/here"  # the model and the mask of analyses
 
 
 @dataclass(frozen=True)
-class Request:
+class Options:
     """How items are made.
 
     quick: fewer samples and shorter prompts.
@@ -65,19 +65,19 @@ def keys_of(job: Job) -> list[Key]:
     return keys
 
 
-class Task:
-    """A step under a request: a replay's checked job, or an analysis with its settings, its model and its mask."""
+class ResolvedStep:
+    """A step under options: a replay's checked job, or an analysis with its settings, its model and its mask."""
 
-    def __init__(self, step: Replay | Analysed, request: Request) -> None:
+    def __init__(self, step: EvalRun | Analysed, options: Options) -> None:
         self.step = step
-        quick = step.quick if isinstance(step, Replay) and request.quick else ()
-        first = () if isinstance(step, Replay) else (HERE,)
-        self.config = composed([*first, *step.overrides, *quick, *request.overrides])
+        quick = step.quick if isinstance(step, EvalRun) and options.quick else ()
+        first = () if isinstance(step, EvalRun) else (HERE,)
+        self.config = composed([*first, *step.overrides, *quick, *options.overrides])
         self.analysis: Analysis | None = None
         if isinstance(step, Analysed):
-            settings: Mapping[str, Any] = {**step.settings, **(step.quick if request.quick else {})}
+            settings: Mapping[str, Any] = {**step.settings, **(step.quick if options.quick else {})}
             self.analysis = typed(analysis(step.name), settings, f"{step.name}.")
-            if request.overrides:  # it takes the model and the mask alone, but what no run knows is a slip
+            if options.overrides:  # it takes the model and the mask alone, but what no run knows is a slip
                 build_settings(self.config)
                 build_benchmark(self.config.get("benchmark") or {})
                 name_methods(self.config)
