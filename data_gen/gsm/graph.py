@@ -110,7 +110,7 @@ class Graph:
                 if found not in self.taken:
                     break
             else:
-                raise ValueError(f"all names are taken after {amount(len(self.taken), 'quantity')}; lower length")
+                raise ValueError(f"all names are taken after {amount(len(self.taken), 'quantity')}; lower op or length")
         self.taken.add(found)
         return found
 

@@ -102,7 +102,10 @@ class GsmInfinite(Checked):
             made: Problem | SymbolicProblem = symbolic(op, self.seed, index, length)
         else:
             counter = self._counters.setdefault(id(tokenizer), TokenCounter(tokenizer))
-            made = nth(SUBSETS[subset], length, op, index, self.seed, counter)
+            try:
+                made = nth(SUBSETS[subset], length, op, index, self.seed, counter)
+            except ValueError as error:
+                raise ValueError(f"benchmark.ops={op}, benchmark.lengths={length}: {error}") from None
         return {**asdict(made), "length": _nominal(length)}
 
     def _plan(self) -> None:

@@ -66,7 +66,7 @@ def test_problems_are_about_as_long_as_the_official_ones(d):
 
 def test_names_run_out():
     counter = TokenCounter(tokenizer("gpt4"))
-    with pytest.raises(ValueError, match=r"all names are taken after \d+ quantities; lower length"):
+    with pytest.raises(ValueError, match=r"all names are taken after \d+ quantities; lower op or length"):
         realistic(4, 2, TEMPLATES[0], MODES[0], 0, 0, 200_000, counter)
 
 

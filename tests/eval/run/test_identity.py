@@ -255,3 +255,10 @@ def test_lengths_of_gsm_infinite_are_called_by_their_name():
         names(8000, 8192)
     with pytest.raises(ValueError, match=r"lengths=\(True,\) must be a list, each entry an integer of at least 0"):
         names(True)
+
+
+def test_a_problem_of_more_operations_than_names_says_which_setting_asks_for_it(tokenizer):
+    benchmark = GsmInfinite(subsets=["medium"], lengths=[0], ops=[1000], samples=1)
+    benchmark._plan()
+    with pytest.raises(ValueError, match=r"^benchmark.ops=1000, benchmark.lengths=0: all names are taken after \d+"):
+        benchmark.row(benchmark.cells()[0], "1000-0", tokenizer, 0)
