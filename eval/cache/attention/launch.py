@@ -160,9 +160,8 @@ class Kernel:
             self.weights.compact(store, policy, choice, room)
 
     def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
-        """Attention in one launch, or in several if there are many query tokens.
+        """Attention in one launch; parameters and result are those of `reference.attend`.
 
-        Parameters and result are those of `reference.attend`.
         Raises ValueError for a softmax that is not plain, and for a scaling <= 0 of a packed middle.
         """
         if not softmax.plain:
@@ -170,23 +169,17 @@ class Kernel:
         plan = self.prepare(store)
         if plan.packing is not None and not scaling > 0:
             raise ValueError(f'scaling={scaling} of logits must be positive for a packed middle; use backend="torch"')
-        group, queries = q.shape[1] // store.ring_k.shape[1], q.shape[2]
-        if q.stride(-1) != 1:
-            q = q.contiguous()
-        # the scratch memory for weights holds one chunk
-        at_once = MAX_ROWS // group * (1 if store.eviction is not None else MAX_CHUNKS)
-        if queries <= at_once:
-            return self._launch(store, plan, q, position, scaling)
-        pieces = zip(q.split(at_once, 2), position.split(at_once, 1), strict=True)
-        return torch.cat([self._launch(store, plan, *piece, scaling) for piece in pieces], 1)
-
-    def _launch(self, store: Store, plan: LaunchPlan, q: Tensor, position: Tensor, scaling: float) -> Tensor:
-        """`attend` for query tokens that fit one launch; the last dimension of q is contiguous."""
         batch, q_heads, queries, dim = q.shape
         heads, slots = store.ring_k.shape[1:3]
         group = q_heads // heads
+        if q.stride(-1) != 1:
+            q = q.contiguous()
         tile_rows = min(MAX_ROWS, max(16, triton.next_power_of_2(group * queries)))
         per_chunk = tile_rows // group
+        at_once = per_chunk if store.eviction is not None else MAX_CHUNKS * per_chunk
+        if queries > at_once:
+            pieces = zip(q.split(at_once, 2), position.split(at_once, 1), strict=True)
+            return torch.cat([self.attend(store, *piece, scaling) for piece in pieces], 1)
         config = self._config(plan.packing, tile_rows, plan.few)
         chunks = -(-queries // per_chunk)
         rows = min(tile_rows, triton.next_power_of_2(group * min(queries, per_chunk)))
