@@ -56,7 +56,7 @@ ITEMS = (
     Item("iap:fig3", "By how much IAP's error of the logits is below ThinK's, by layer.",
          "IAP's error is smaller, most of all in shallow layers.",
          here=(Analysed("layer_error", {"samples": 50}, quick={"samples": 10, "length": 1024}),),
-         real=(on("llama3_8b", "layer_error"), on("mistral_7b", "layer_error")),
+         real=(on("llama3_8b", "layer_error", samples=20), on("mistral_7b", "layer_error", samples=20)),
          needs=f"{LLAMA3}, {MISTRAL}",
          claims=(Expect("relative error of the logits in the first three of 7 layers, ThinK over IAP",
                         where(measure="logits", method="ThinK", layer=SHALLOW),
@@ -91,9 +91,9 @@ ITEMS = (
     ),
     Item(
         "iap:table4", "How many recent tokens stay whole with IAP: 32 or 64.", "It makes no difference.",
-        here=(here("papers/snapkv_iap_recent", sets=sized([256], "snapkv_iap_recent")),),
+        here=(here("papers/snapkv_iap_recent", sets=sized([256], "snapkv_iap_recent_32", "snapkv_iap_recent_64")),),
         real=(longbench("llama3_8b", "iap", "papers/snapkv_iap_recent"),), needs=f"{LLAMA3}, LongBench",
-        claims=(Contrast("snapkv_iap_recent_256_32", "snapkv_iap_recent_256_64", bound=EQUAL, equal=True),),
+        claims=(Contrast("snapkv_iap_recent_32_256", "snapkv_iap_recent_64_256", bound=EQUAL, equal=True),),
         note="Recent tokens count to the KV size of 256, so with 64 fewer others are chosen.",
     ),
     Item(

@@ -56,7 +56,7 @@ ITEMS = (
         claims=(Contrast("snapkv_think_256_0.4", "snapkv_208"), Contrast("h2o_think_256_0.4", "h2o_208"),
                 Contrast("kivi4_think_0.4", "kivi4", "bytes", 0.95)),
         note="At 40%, 256 tokens of SnapKV + ThinK take the bytes of 208 of SnapKV: 80% of those beyond the window. "
-        "Sizes of (b) are of one row; batches add up.",
+        "Sizes of (b) are of one row; batches add up. Table 4 has 2 bits.",
     ),
     Item("think:fig4", "Magnitude of keys and values by token and channel in two heads.",
          "Keys have a few strong channels, values have none.", here=(Analysed("magnitudes", quick={"length": 1024}),),
@@ -126,7 +126,9 @@ ITEMS = (
         claims=(Contrast("snapkv_think_recent_256_32", "snapkv_think_recent_256_0"),
                 Contrast("snapkv_think_recent_256_32", "snapkv_think_recent_256_128", bound=EQUAL)),
         note="New tokens leave the window `flush` at a time, so with 0 up to 31 tokens of the reply are whole. "
-        "Recent tokens count to the KV size of 256: the more of them stay, the fewer others are chosen.",
+        "Recent tokens count to the KV size of 256: the more of them stay, the fewer others are chosen. The "
+        "authors' code keeps the same tokens whatever the recent size, which says how many of them are pruned. With 0, "
+        "SnapKV keeps its 32 observed tokens here, too; H2O protects none.",
     ),
     Item(
         "think:table7", "ThinK on H2O and SnapKV at equal memory.", "At equal bytes, tokens and channels beat tokens.",
@@ -142,6 +144,9 @@ ITEMS = (
         here=(values,),
         real=(longbench("llama3_8b", "think", "papers/h2o", "papers/h2o_thinkv", "papers/snapkv",
                         "papers/snapkv_thinkv"),
+              longbench("llama3_8b", "think", "papers/h2o_thinkv", "papers/snapkv_thinkv", sets=(
+                  *sized([2048], "h2o_thinkv", "snapkv_thinkv"), *(f"method.{label}_thinkv.each.channels.{share}=[0.4]"
+                  for label in ("h2o", "snapkv") for share in ("ratio", "values")))),
               longbench("mistral_7b", "think", "papers/h2o", "papers/h2o_thinkv", "papers/snapkv",
                         "papers/snapkv_thinkv")),
         needs=f"{LLAMA3}, {MISTRAL}, LongBench", tables=("8",),

@@ -134,7 +134,7 @@ def test_quick_items_from_end_to_end(tmp_path, model, capsys):
     assert "IAP, table 4" in page
     assert 'class="verdict' in page
     stored = [json.loads(line) for line in (tmp_path / "rows" / "results.jsonl").read_text().splitlines()]
-    assert {row["method"] for row in stored} >= {"dense", "think_alone_0.4", "snapkv_iap_recent_256_32"}
+    assert {row["method"] for row in stored} >= {"dense", "think_alone_0.4", "snapkv_iap_recent_32_256"}
     assert (tmp_path / "items" / "iap_fig1.md").is_file()
     assert find("iap:fig1").here
 

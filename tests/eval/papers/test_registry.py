@@ -82,6 +82,55 @@ def test_published_tables_are_there():
         assert {*item.tables} <= {*published.tables(item.paper)}, item.id
 
 
+def plain(name):
+    """A model's name as papers and the hub both have it: "meta-llama/Llama-2-7b-chat-hf" is "llama-2-7b-chat"."""
+    return re.sub("^meta-|-instruct$|-hf$", "", name.rsplit("/", 1)[-1].lower())
+
+
+def printed_tables(composed):
+    """The items of published tables: item, table, and the configurations of its runs with real models."""
+    for item in ITEMS.values():
+        made = [composed[run_of(step)] for step in item.real if isinstance(step, EvalRun)]
+        for number in item.tables if made else ():
+            if item.number == f"table {number.partition(' ')[0]}":
+                yield item, published.tables(item.paper)[number], made
+
+
+def test_real_runs_have_every_length_that_is_printed(composed):
+    for item, table, made in printed_tables(composed):
+        if table["benchmark"] == "ruler":
+            of_all = [1024 * int(column[:-1]) for column in table["columns"]] if table["by"] == "length" else []
+            wanted = {(plain(row["model"]), n) for row in table["rows"] for n in of_all or [row["length"]]}
+            there = {(plain(run["model"]["name"]), n) for run in made for n in run["benchmark"]["lengths"]}
+            assert wanted <= there, item.id
+
+
+PRINTED = re.compile(
+    r"(?:(?P<tokens>SnapKV|H2O)(?: \+ )?)?"
+    r"(?:(?P<channels>ThinK|IAP) (?P<ratio>\d+)%(?: of K, (?P<values>\d+)% of V)?)?(?:, KV size (?P<budget>\d+))?"
+)
+
+
+def choices(given):
+    """What a method's configuration chooses, as the groups of `PRINTED`; shares in per cent."""
+    tokens, channels = given.get("tokens") or {}, given.get("channels") or {}
+    share = {name: round(100 * channels[name]) for name in ("ratio", "values") if channels.get(name)}
+    found = {"tokens": tokens.get("name"), "channels": channels.get("name"), "budget": tokens.get("budget"), **share}
+    return {name: str(value) for name, value in found.items() if value}
+
+
+def test_real_runs_have_every_model_size_and_ratio_that_is_printed(composed):
+    for item, table, made in printed_tables(composed):
+        there = [(plain(run["model"]["name"]), choices(given)) for run in made
+                 for given in expanded(run["method"]).values()]  # fmt: skip
+        for row in table["rows"]:
+            model, printed = plain(row["model"]), PRINTED.fullmatch(row["method"])
+            assert model in {name for name, _ in there}, item.id
+            if item.paper in ("think", "iap") and printed:  # not dense, Palu or ASVD
+                wanted = {name: value.lower() for name, value in printed.groupdict().items() if value}
+                assert (model, wanted) in there, (item.id, row["method"])
+
+
 def test_every_item_says_what_makes_it_or_why_nothing_does():
     for item in ITEMS.values():
         assert item.shows
