@@ -27,6 +27,7 @@ REAL_GSM = (
     real("llama31_8b", "gsm_infinite", "leank", "think", sets=(LLAMA_MASK,)),
     real("qwen25_7b", "gsm_infinite", "leank", "think", sets=(QWEN_MASK,)),
 )
+DUO = ("method.duo_attention.sink=128", "method.duo_attention.window=1024")  # those of duo_leank
 STAGE_2 = Command("python -m leank_train -m +experiment=qwen_70pct_yarn +sweep=stage2", f"{QWEN} and 8 GPUs")
 static = here("leank", "papers/think", "papers/static_norm", sets=STATIC)
 static = EvalRun(static.overrides, (*static.quick, *QUICK_STATIC))
@@ -179,7 +180,7 @@ ITEMS = (
     ),
     Item(
         "leank:table5", "LeanK on top of DuoAttention.", "Half of the heads stream, LeanK prunes the others for free.",
-        here=(on_top,), real=(ruler("llama31_8b", [64 * K], "duo_attention", "duo_leank", sets=(LLAMA_MASK,)),),
+        here=(on_top,), real=(ruler("llama31_8b", [64 * K], "duo_attention", "duo_leank", sets=(LLAMA_MASK, *DUO)),),
         needs=RULER, tables=("21",), claims=(Contrast("duo_leank", "duo_attention", bound=NO_LOSS),
                                             Contrast("duo_leank", "duo_attention", "bytes", 1)),
         note="Heads stream by w_hf; the paper's by DuoAttention's trained gates, which are a setting: "
@@ -276,7 +277,7 @@ ITEMS = (
     Item("leank:table21", "LeanK on DuoAttention, Quest and KIVI by task, the detail of tables 5 to 7.",
          "LeanK costs none of them more than half a point.", here=(on_top,),
          real=(ruler("llama31_8b", [64 * K], "duo_attention", "duo_leank", "papers/quest", "papers/quest_leank",
-                     sets=(LLAMA_MASK,)),
+                     sets=(LLAMA_MASK, *DUO)),
                ruler("llama31_8b", [32 * K], "papers/kivi2", "papers/kivi2_leank", sets=(LLAMA_MASK,))),
          needs=RULER, tables=("21",), claims=(Contrast("duo_leank", "duo_attention", bound=NO_LOSS),
                                              Contrast("quest_leank", "quest", bound=NO_LOSS),
