@@ -12,7 +12,7 @@ NAMES = "DeepSeek-R1-Distill-Qwen-7B and -32B, -Llama-8B and -70B"
 RIVALS = ("h2o", "streaming_llm", "pyramidkv", "papers/lethe")
 BOUND = (
     "Random weights attend almost evenly, and then no layer has a breakpoint: the benchmark bounds what a layer holds "
-    "(limit), and with real weights Lethe may hold more."
+    "(limit), and with real weights Lethe may hold more. Its shape is that of Llama-3.1-8B alone."
 )
 LATE = range(128, 10**6)  # decoding steps
 HELD = (
