@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from eval import published
 from eval.methods import method
+from eval.methods.channels.iap import IAP
 from eval.papers.analyses import ANALYSES, analysis
 from eval.papers.item import Analysed, Command, Contrast, EvalRun, Expect, Item, Need
 from eval.papers.make import Made
@@ -129,6 +130,22 @@ def test_real_runs_have_every_model_size_and_ratio_that_is_printed(composed):
             if item.paper in ("think", "iap") and printed:  # not dense, Palu or ASVD
                 wanted = {name: value.lower() for name, value in printed.groupdict().items() if value}
                 assert (model, wanted) in there, (item.id, row["method"])
+
+
+def test_iaps_presets_score_no_key_that_stays_whole(composed):
+    of_iap = [given for run in composed.values() for given in expanded(run["method"]).values()
+              if choices(given).get("channels") == "iap" and "window" in given]  # fmt: skip
+    assert {given["window"] for given in of_iap} == {32, 64, 128}
+    assert all(given["channels"].get("recent", IAP().recent) == given["window"] for given in of_iap)
+
+
+@pytest.mark.parametrize("names", [("duo_attention", "duo_leank"), ("quest", "quest_leank"), ("kivi2", "kivi2_leank")])
+def test_with_leank_and_without_it_as_many_tokens_are_whole(names, composed):
+    runs = [run for run in composed.values() if {*names} <= {*run["method"]}]
+    assert len(runs) >= 2
+    for run in runs:
+        first, second = (method(name, run["method"][name], run["cache"]) for name in names)
+        assert (first.sink, first.window, first.flush) == (second.sink, second.window, second.flush)
 
 
 def test_every_item_says_what_makes_it_or_why_nothing_does():
