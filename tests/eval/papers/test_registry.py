@@ -6,10 +6,13 @@ from dataclasses import replace
 import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
+from transformers import MistralConfig
 
 from eval import published
+from eval.inference.models import ModelConfig, load_config
 from eval.methods import method
 from eval.methods.channels.iap import IAP
+from eval.methods.memory import method_bytes
 from eval.papers.analyses import ANALYSES, analysis
 from eval.papers.item import Analysed, Command, Contrast, EvalRun, Expect, Item, Need
 from eval.papers.make import Made
@@ -137,6 +140,20 @@ def test_iaps_presets_score_no_key_that_stays_whole(composed):
               if choices(given).get("channels") == "iap" and "window" in given]  # fmt: skip
     assert {given["window"] for given in of_iap} == {32, 64, 128}
     assert all(given["channels"].get("recent", IAP().recent) == given["window"] for given in of_iap)
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_equal_memory_is_equal(real, composed):
+    item = find("think:table7")
+    run = composed[run_of((item.real if real else item.here)[0])]
+    config = MistralConfig(sliding_window=None) if real else load_config(ModelConfig())[0]
+    made = {label: method_bytes(method(label, given, run["cache"]), config, 3000, 2)
+            for label, given in expanded(run["method"]).items()}  # fmt: skip
+    for tokens in ("snapkv", "h2o"):
+        alone, pruned = ([made[label] for label in made if re.fullmatch(rf"{tokens}{kind}_\d+.*", label)]
+                         for kind in ("", "_think"))  # fmt: skip
+        assert len(alone) == (4 if real else 1)
+        assert alone == pytest.approx(pruned, rel=0.005)
 
 
 @pytest.mark.parametrize("names", [("duo_attention", "duo_leank"), ("quest", "quest_leank"), ("kivi2", "kivi2_leank")])
