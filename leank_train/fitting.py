@@ -16,7 +16,7 @@ from leank_train.backbone import Backbone
 from leank_train.common.tensor_files import read_checkpoint, write_checkpoint
 from leank_train.common.typed import BadConfig
 from leank_train.data import RetrievalData
-from leank_train.mask import ChannelMask, refuse_not_finite
+from leank_train.mask import refuse_not_finite
 from leank_train.run_folder import Run
 from leank_train.running import parallel
 from leank_train.running.preempt import SaveOnSignal, Signals
@@ -66,12 +66,10 @@ def fit(current: Run, stage: Stage, name: str, logger: Logger | None, signals: S
 
     Returns the course of the stage. Raises KeyboardInterrupt if the stage was interrupted before its end.
     """
-    config, recorder, pruning = current.config, Recorder(stage.config.steps // 20), current.config.pruning
+    config, recorder = current.config, Recorder(stage.config.steps // 20)
     folder = current.out / "checkpoints" / name
     done, last = folder / "done.ckpt", folder / "last.ckpt"
-    stopper = EarlyStop(
-        stage.config, lambda alpha: ChannelMask.from_scores(alpha, pruning.ratio, pruning.align, pruning.rounding).keep
-    )
+    stopper = EarlyStop(stage.config)
     trainer = stage_trainer(current, stage, recorder, name, logger, signals, stopper)
     finished = done.exists()
     trainer.strategy.barrier()  # a stage without steps is written at once, maybe before another rank has looked

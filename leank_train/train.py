@@ -58,24 +58,18 @@ def train(current: Run, signals: Signals) -> Metrics:
         signals.leave_at_once()  # until the first step
     torch.set_float32_matmul_precision("high")
     L.seed_everything(config.seed, workers=True, verbose=False)
-    shared = parallel.settings(config.trainer)
 
     # 1. the model, and all that can be wrong with it and the data
-    backbone = load_backbone(config, shared)
+    backbone = load_backbone(config)
     check_inputs(config, backbone)
     logger = make_logger(config.logger, out)
     if logger:
         logger.log_hyperparams(current.resolved)
 
     # 2. the two stages
-    pruning = config.pruning
-    span = (pruning.sink, pruning.window)
-    stage1 = Stage1(backbone, config.stage1, *span, parallel=shared, ratio=pruning.ratio)
+    stage1 = Stage1(backbone, config.stage1, config.pruning, parallel=config.trainer)
     record1 = fit(current, stage1, "stage1", logger, signals)
-    stage2 = Stage2(
-        backbone, config.stage2, *span, alpha=stage1.alpha, parallel=shared,
-        ratio=pruning.ratio, align=pruning.align, rounding=pruning.rounding,
-    )  # fmt: skip
+    stage2 = Stage2(backbone, config.stage2, config.pruning, stage1.alpha, config.trainer)
     record2 = fit(current, stage2, "stage2", logger, signals)
     if not current.first:
         return {}
@@ -98,11 +92,11 @@ def train(current: Run, signals: Signals) -> Metrics:
     return metrics
 
 
-def load_backbone(config: RunConfig, shared: parallel.Parallel) -> Backbone:
+def load_backbone(config: RunConfig) -> Backbone:
     """Load the frozen model: on the CPU if the ranks share its weights, which `Stage.setup` hands out."""
     own = parallel.device(config.trainer)
     dtype = str(backbones.torch_dtype(config.model.dtype, own)).removeprefix("torch.")
-    device = torch.device("cpu") if shared.shard_weights else own
+    device = torch.device("cpu") if config.trainer.shard_weights else own
     with memory("while loading the model", f"the precision, model.dtype={config.model.dtype}"):
         return backbones.load(config.model.name, dtype, device, config.model.chat, dict(config.model.overrides))
 
