@@ -105,7 +105,7 @@ def recall(reply: str, expected: str = EXPECTED) -> float:
 
 
 @dataclass
-class Niah(Checked):
+class NeedleGrid(Checked):
     """The grid, cell by cell (eval.benchmarks.base): each cell is a length, and its samples are the depths.
 
     lengths: tokens; None takes `count` lengths from shortest to longest, as officially.

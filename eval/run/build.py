@@ -29,7 +29,7 @@ BENCHMARKS = {
     "math500": "eval.benchmarks.files:Math500",
     "mmlu": "eval.benchmarks.files:Mmlu",
     "multi_turn": "eval.benchmarks.multi_turn:MultiTurn",
-    "niah": "eval.benchmarks.niah:Niah",
+    "niah": "eval.benchmarks.niah:NeedleGrid",
     "ruler": "eval.benchmarks.ruler:Ruler",
     "text": "eval.benchmarks.text:Text",
 }

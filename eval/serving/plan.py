@@ -17,7 +17,7 @@ from torch import Tensor
 from data_gen.ending import ending, in_one_line
 from eval.serving.blocks import RestBlocks
 from eval.serving.layout import PageLayout
-from eval.serving.settings import Settings, load_mask
+from eval.serving.settings import ServerSettings, load_mask
 from leank_train.common.typed import LARGEST
 
 
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def planned(args: argparse.Namespace) -> str:
     """The line that says what a server admits. Raises ValueError naming the argument at fault."""
-    settings = Settings.find({"leank": {"mask": args.mask}})
+    settings = ServerSettings.find({"leank": {"mask": args.mask}})
     assert settings is not None
     if not math.isfinite(args.memory) or not 1 <= args.memory * 2**30 <= LARGEST:
         raise ValueError(f"--memory {args.memory} must be a number of GiB that a machine has")

@@ -41,7 +41,7 @@ OTHERS = ("#5E8C31", "#C2497B")  # of labels without a colour of their own
 TEXT = "#7b8088"  # contrast 4 to 1 on white, 4.8 to 1 on #0d1117
 LOOK = SETTINGS | {"font.size": 11, "axes.titlesize": 11, "svg.fonttype": "none", "svg.hashsalt": "leank"}
 
-Table = Sequence[Mapping[str, str]]
+Records = Sequence[Mapping[str, str]]
 
 
 def read_table(path: Path) -> list[dict[str, str]]:
@@ -83,7 +83,7 @@ def spread(values: Sequence[float], gap: float) -> list[float]:
     return out.tolist()
 
 
-def draw_recall(axes: Axes, table: Table) -> None:
+def draw_recall(axes: Axes, table: Records) -> None:
     """Recall against pruning ratio: a line with its band per label, the label at its end, dense as a dashed line."""
     plain(axes)
     lines: dict[str, list[tuple[float, ...]]] = defaultdict(list)
@@ -135,7 +135,7 @@ def bars(
     axes.tick_params(left=False, bottom=False, labelbottom=False)
 
 
-def draw_generation(axes: Axes, table: Table) -> None:
+def draw_generation(axes: Axes, table: Records) -> None:
     """Tokens per second at the common batch and at the largest that fits; the first row of each kind counts."""
     wanted = (("LeanK", "graph"), ("own cache, nothing pruned", "graph"), ("StaticCache", "graph"),
               ("DynamicCache", "eager"))  # fmt: skip
@@ -157,7 +157,7 @@ def draw_generation(axes: Axes, table: Table) -> None:
     axes.set_title("Tokens per second, 4K tokens in the cache", loc="left")
 
 
-def draw_attention(axes: Axes, table: Table) -> None:
+def draw_attention(axes: Axes, table: Records) -> None:
     """Time of LeanK's attention per layer as a share of the fastest dense attention, and what its bytes allow."""
     labels, values, texts, limits, dense_texts = [], [], [], [], []
     for shape in dict.fromkeys(row["shape"] for row in table):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoTokenizer, DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data_gen.amount import amount
-from scripts.reference_model.batches import Row, evaluation_rows
+from scripts.reference_model.batches import TrainingRow, evaluation_rows
 from scripts.reference_model.evaluation import right_tokens
 from scripts.reference_model.recipe import UNORDERED
 
@@ -80,7 +80,7 @@ class Probe:
     labels: Tensor
 
 
-def prefill(model: LlamaForCausalLM, rows: Sequence[Row]) -> Probe:
+def prefill(model: LlamaForCausalLM, rows: Sequence[TrainingRow]) -> Probe:
     """Read the contexts of some rows densely, up to the question."""
     cuts = [max(1, row.supervised[0] - _QUESTION) for row in rows]
     widest, longest = max(cuts), max(len(row.ids) - cut for row, cut in zip(rows, cuts, strict=True))

@@ -79,7 +79,7 @@ def test_needle_lengths_and_errors():
 
 def test_a_sample_id_that_is_no_depth_is_named():
     with pytest.raises(ValueError, match=r"niah, length 1000, sample '12.5': a sample's id is its depth"):
-        niah.Niah().row(Cell("niah", 1000, ("12.5",)), "12.5", None, 0)
+        niah.NeedleGrid().row(Cell("niah", 1000, ("12.5",)), "12.5", None, 0)
 
 
 def test_needle_grid_and_recall():
