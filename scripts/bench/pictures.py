@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from data_gen.ending import again, ending, in_one_line
+from data_gen.ending import again, ending
 from eval.report.style import INK, SETTINGS, plain, sheet
 from leank_train.common.files import write_text
 from scripts.bench.quality.documents_plot import draw_documents
@@ -207,10 +206,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.action != "recall" and len(args.source) > 1:
         parser.error(f"{args.action} takes one folder, not {len(args.source)}")
-    try:
+    with ending("pictures", lambda: f"what it draws is as it was; again: {again('scripts.bench.pictures')}"):
         write_text(args.out, made(args.action, args.source))
-    except ValueError as error:
-        sys.exit(f"pictures: {in_one_line(str(error))}")
 
 
 def made(action: str, source: Sequence[Path]) -> str:
@@ -223,5 +220,4 @@ def made(action: str, source: Sequence[Path]) -> str:
 
 
 if __name__ == "__main__":
-    with ending("pictures", lambda: f"what it draws is as it was; again: {again('scripts.bench.pictures')}"):
-        main()
+    main()

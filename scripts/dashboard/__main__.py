@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
-from data_gen.ending import again, ending, in_one_line
+from data_gen.ending import again, ending
 from eval.report.html import figure, page, title, to_table
 from eval.report.plots import draw
 from eval.report.records import RunSummary, Summary
@@ -211,9 +211,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="the page; default: dashboard.html in the first folder")
     parser.add_argument("--wandb", metavar="ENTITY/PROJECT", help="save a workspace there instead")
     given = parser.parse_args(arguments)
-    try:
+    with ending("dashboard", lambda: f"the runs are as they were; again: {again('scripts.dashboard')}"):
         if given.wandb is not None:
-            print(saved(workspace(given.wandb)))
+            try:
+                print(saved(workspace(given.wandb)))
+            except ModuleNotFoundError as error:
+                sys.exit(f"dashboard: {error}; pip install -e '.[dashboard]'")
             return
         missing = [str(folder) for folder in given.folders if not folder.is_dir()]
         if missing or not given.folders:
@@ -221,12 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         out = given.out or given.folders[0] / "dashboard.html"
         write_text(out, to_page(given.folders, out))
         print(out)
-    except ModuleNotFoundError as error:
-        sys.exit(f"dashboard: {error}; pip install -e '.[dashboard]'")
-    except ValueError as error:
-        sys.exit(f"dashboard: {in_one_line(str(error))}")
 
 
 if __name__ == "__main__":
-    with ending("dashboard", lambda: f"the runs are as they were; again: {again('scripts.dashboard')}"):
-        main()
+    main()
