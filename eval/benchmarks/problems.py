@@ -12,7 +12,7 @@ from annotated_types import Ge, MinLen
 
 from data_gen.gsm.infinite import Problem, nth
 from data_gen.gsm.symbolic import SymbolicProblem, symbolic
-from data_gen.tokens import TokenCounter
+from data_gen.tokens import counter_of
 from eval.benchmarks import gsm_infinite
 from eval.benchmarks.base import Cell, check_fits
 from eval.benchmarks.row import Row
@@ -52,7 +52,6 @@ class GsmInfinite(Checked):
     seed: Seed = 42
     _made: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
     _digest: str = field(default="", repr=False)
-    _counters: dict[int, TokenCounter] = field(default_factory=dict, repr=False)
 
     def check(
         self,
@@ -101,9 +100,8 @@ class GsmInfinite(Checked):
         if subset == "symbolic":
             made: Problem | SymbolicProblem = symbolic(op, self.seed, index, length)
         else:
-            counter = self._counters.setdefault(id(tokenizer), TokenCounter(tokenizer))
             try:
-                made = nth(SUBSETS[subset], length, op, index, self.seed, counter)
+                made = nth(SUBSETS[subset], length, op, index, self.seed, counter_of(tokenizer))
             except ValueError as error:
                 raise ValueError(f"benchmark.ops={op}, benchmark.lengths={length}: {error}") from None
         return {**asdict(made), "length": _nominal(length)}
