@@ -20,7 +20,8 @@ from leank_train.mask import refuse_not_finite
 from leank_train.run_folder import Run
 from leank_train.running import parallel
 from leank_train.running.preempt import SaveOnSignal, Signals
-from leank_train.running.recorder import AtomicCheckpointIO, Progress, Recorder
+from leank_train.running.progress import StageProgress
+from leank_train.running.recorder import AtomicCheckpointIO, Recorder
 from leank_train.settings import RunConfig
 from leank_train.stages import Stage
 from leank_train.stopping import EarlyStop, best_look
@@ -29,7 +30,7 @@ log = logging.getLogger("leank_train")
 
 
 @contextmanager
-def memory(when: str, settings: str) -> Iterator[None]:
+def memory_advice(when: str, settings: str) -> Iterator[None]:
     """Raise BadConfig that names the settings to lower if memory runs out; `when` says in which phase."""
     try:
         yield
@@ -86,7 +87,7 @@ def fit(current: Run, stage: Stage, name: str, logger: Logger | None, signals: S
         contexts = mixture(config, stage.backbone, name, trainer.world_size // together)
         module = RetrievalData(stage.backbone, contexts, data.documents, config.workers, together)
         sizes = f"data.max_length={data.max_length}, data.questions={data.questions}, data.documents={data.documents}"
-        with memory(f"in {name}", sizes):
+        with memory_advice(f"in {name}", sizes):
             trainer.fit(stage, module, ckpt_path=str(last) if last.exists() else None, weights_only=True)
         if signals.agreed:
             signals.leave(first=trainer.is_global_zero)
@@ -125,7 +126,7 @@ def stage_trainer(
         plugins=[AtomicCheckpointIO()],
         callbacks=[
             recorder,
-            Progress(name),
+            StageProgress(name),
             *([stopper] if stage.config.patience else []),  # before what saves, so that a checkpoint has its look
             SaveOnSignal(signals, folder / "last.ckpt"),
             ModelCheckpoint(

@@ -221,12 +221,12 @@ def check_model(config: RunConfig, longest: dict[str, int]) -> None:
     need(
         dim % align == 0, f"pruning.align={align} does not divide head_dim={dim} of {kind}; use a divisor such as 16",
     )  # fmt: skip
-    check_lengths(model, kind, longest)
+    check_positions(model, kind, longest)
     for rope in layer_ropes(model):
         check_rope(config, rope, kind)
 
 
-def check_lengths(model: PreTrainedConfig, kind: str, longest: dict[str, int]) -> None:
+def check_positions(model: PreTrainedConfig, kind: str, longest: dict[str, int]) -> None:
     """Raise BadConfig for sequences that are longer than the model's positions or its sliding window."""
     limit = getattr(model, "max_position_embeddings", None)
     window = getattr(model, "sliding_window", None)
