@@ -54,7 +54,7 @@ def test_one_line_says_what_stopped_a_command_and_what_is_kept(capsys, error, st
 def test_input_that_is_refused_ends_a_command_with_the_reason():
     """The folder of a run is cleared up before, which is what `kept` does."""
     asked = []
-    with pytest.raises(SystemExit, match="^leank: ratio=2: lower it$"), ending("leank", lambda: asked.append(1) or ""):
+    with pytest.raises(SystemExit, match=r"^leank: ratio=2: lower it$"), ending("leank", lambda: asked.append(1) or ""):
         raise ValueError("ratio=2:\nlower it")
     assert asked
 

@@ -11,7 +11,7 @@ from tests.helpers import parity
 
 
 @pytest.mark.parametrize("row", parity.rows("mmlu_prompts"), ids=parity.label)
-def test_mmlu_parity(row):
+def test_mmlu_prompts_are_those_of_the_official_code(row):
     assert mmlu.format_prompt(row["subject"], row["dev_rows"], row["row"]) == row["prompt"]
     as_csv = [[r["question"], *r["choices"], r["answer"]] for r in [*row["dev_rows"], row["row"]]]
     assert mmlu.format_prompt(row["subject"], as_csv[:-1], as_csv[-1]) == row["prompt"]
