@@ -29,7 +29,6 @@ INSTRUCTION = 'Reason step by step. End with a line "The answer is (X).", where 
 MAX_NEW_TOKENS = 32_768  # of reasoning; see eval.benchmarks.math500
 REPO = "cais/mmlu"
 SPLITS = ("dev", "test", "val", "validation", "train", "auxiliary_train")
-ANSWER_TOKENS = tuple(f" {letter}" for letter in LETTERS)
 
 
 class MmluLine(TypedDict):

@@ -75,10 +75,6 @@ class Meter:
         print(f"{self.phase}: {text}", file=self.out, flush=True)
 
 
-def _short(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 class StageProgress(ProgressBar):
     """Reports the steps of a stage, in the first process alone.
 
@@ -94,10 +90,6 @@ class StageProgress(ProgressBar):
     def disable(self) -> None:
         """Lightning calls this in every process but the first."""
         self._enabled = False
-
-    def enable(self) -> None:
-        """Report again."""
-        self._enabled = True
 
     def on_train_start(self, trainer: L.Trainer, *_: object) -> None:
         """Say what the stage does, and how many steps it has."""
@@ -116,3 +108,7 @@ class StageProgress(ProgressBar):
         """End the bar, also where an error or a signal ends the stage."""
         if self._meter is not None:
             self._meter.close()
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -70,7 +70,7 @@ class ScalingRun(TypedDict, total=False):
     speed_up: float
 
 
-class ScalingFile(TypedDict, total=False):
+class Scaling(TypedDict, total=False):
     """What scaling.json holds.
 
     length: tokens, or the shortest and the longest.
@@ -149,9 +149,9 @@ def speed(out: Path, trainer: str, gpus: int, warm_up: int, steps: int) -> Scali
     }  # fmt: skip
 
 
-def kept(file: Path, result: ScalingFile) -> ScalingFile:
+def kept(file: Path, result: Scaling) -> Scaling:
     """What an earlier call wrote if its device, shape and length are those of `result`, else `result`."""
-    before: ScalingFile = json.loads(file.read_text()) if file.exists() else {}
+    before: Scaling = json.loads(file.read_text()) if file.exists() else {}
     return before if all(before.get(k) == v for k, v in result.items() if k != "runs") else result
 
 
@@ -167,7 +167,7 @@ def model_name(args: argparse.Namespace, scratch: Path) -> str:
 
 
 def bench(
-    trainer: str, gpus: int, args: argparse.Namespace, settings: Sequence[str], scratch: Path, result: ScalingFile
+    trainer: str, gpus: int, args: argparse.Namespace, settings: Sequence[str], scratch: Path, result: Scaling
 ) -> None:
     """Run the program on so many processes and add what it took to `result`."""
     timed = args.warm_up + args.steps
@@ -225,12 +225,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / "scaling.json"
-    new: ScalingFile = {
-        "device": device_name(),
-        "shape": args.shape,
-        "experiment": args.experiment,
-        "length": args.length,
-    }
+    new: Scaling = {"device": device_name(), "shape": args.shape, "experiment": args.experiment, "length": args.length}
     result = kept(file, {**new, "runs": []})
     with tempfile.TemporaryDirectory(prefix="bench_scaling_") as folder:
         scratch = Path(folder)
