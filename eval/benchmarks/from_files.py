@@ -65,11 +65,7 @@ class FromFiles(Checked, ABC, Generic[Data]):
         """One line as a row."""
 
     def check(
-        self,
-        config: PreTrainedConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        overhead: int,
-        max_new_tokens: int | None = None,
+        self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, overhead: int, max_new_tokens: int | None
     ) -> None:
         """Read, build and score every line once; see `Benchmark.check`."""
         self._limit, self._reply = getattr(config, "max_position_embeddings", None), max_new_tokens

@@ -57,11 +57,7 @@ class MultiTurn(Checked):
     compress = "before_question"  # what the run must be set to, because the document is compressed without a question
 
     def check(
-        self,
-        config: PreTrainedConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        overhead: int,
-        max_new_tokens: int | None = None,
+        self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, overhead: int, max_new_tokens: int | None
     ) -> None:
         """Check settings before any weights are loaded; see `Benchmark.check`."""
         known = [name for name, one in TASKS.items() if isinstance(one, Niah)]

@@ -125,11 +125,7 @@ class NeedleGrid(Checked):
     _texts: dict[int, str] = field(default_factory=dict, repr=False)
 
     def check(
-        self,
-        config: PreTrainedConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        overhead: int,
-        max_new_tokens: int | None = None,
+        self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, overhead: int, max_new_tokens: int | None
     ) -> None:
         """Check settings and data before any weights are loaded; see `Benchmark.check`."""
         limit = getattr(config, "max_position_embeddings", None) or LONGEST

@@ -54,11 +54,7 @@ class GsmInfinite(Checked):
     _digest: str = field(default="", repr=False)
 
     def check(
-        self,
-        config: PreTrainedConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        overhead: int,
-        max_new_tokens: int | None = None,
+        self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, overhead: int, max_new_tokens: int | None
     ) -> None:
         """Check settings and data before any weights are loaded; see `Benchmark.check`."""
         if self.path is None:

@@ -66,11 +66,7 @@ class Ruler(Checked):
     name: str = "ruler"
 
     def check(
-        self,
-        config: PreTrainedConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        overhead: int,
-        max_new_tokens: int | None = None,
+        self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, overhead: int, max_new_tokens: int | None
     ) -> None:
         """Check settings and data before any weights are loaded; see `Benchmark.check`."""
         known = [*OFFICIAL, *EXTRA]
