@@ -13,8 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval.benchmarks import source
-from eval.benchmarks.files import InfiniteBench, LongBench, Math500, Mmlu
-from eval.benchmarks.problems import GsmInfinite
+from eval.benchmarks.gsm_infinite import GsmInfinite
+from eval.benchmarks.infinitebench import InfiniteBench
+from eval.benchmarks.longbench import LongBench
+from eval.benchmarks.math500 import Math500
+from eval.benchmarks.mmlu import Mmlu
 from eval.inference.models import ModelConfig, load_config
 from tests.helpers.benchmark_lines import CHOICE, CONFIG, FIND, MATH, MMLU, NAMES, PASSKEY, QASPER, SUM, TREC
 

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval.benchmarks.base import Cell
-from eval.benchmarks.files import LongBench, Mmlu
+from eval.benchmarks.gsm_infinite import GsmInfinite
+from eval.benchmarks.longbench import LongBench
+from eval.benchmarks.mmlu import Mmlu
 from eval.benchmarks.niah import NeedleGrid
-from eval.benchmarks.problems import GsmInfinite
 from eval.benchmarks.ruler import Ruler
 from eval.inference.models import ModelConfig, load_config
 from eval.methods import Method
