@@ -67,6 +67,23 @@ def test_links_lead_to_files_and_sections(page):
     assert not sorted(wrong)
 
 
+def prose(page: Path) -> list[str]:
+    """The lines of a page that are no code."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return [line for line in text.splitlines() if not line.startswith("    ")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_rows_have_the_columns_of_their_table(page):
+    wrong, columns = [], None
+    for line in prose(page):
+        cells = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else None
+        if cells and columns and cells != columns:
+            wrong.append(line)
+        columns = cells and (columns or cells)
+    assert not wrong
+
+
 def test_every_picture_is_on_a_page():
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert not {file.name for kind in ("png", "svg") for file in DOCS.rglob(f"*.{kind}") if f"{file.name})" not in text}
