@@ -8,6 +8,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
+from eval.report.plots import FIGURES
 from tests import ROOT
 from tests.helpers.layers import LAYERS
 from tests.helpers.pages import DOCS, PAGES
@@ -82,6 +83,11 @@ def test_rows_have_the_columns_of_their_table(page):
             wrong.append(line)
         columns = cells and (columns or cells)
     assert not wrong
+
+
+def test_dashboards_name_every_picture_of_an_evaluation():
+    text = (DOCS / "dashboards.md").read_text(encoding="utf-8")
+    assert not [name for name in FIGURES if f"`plots/{name}`" not in text]
 
 
 def test_every_picture_is_on_a_page():
