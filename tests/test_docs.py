@@ -85,6 +85,11 @@ def test_rows_have_the_columns_of_their_table(page):
     assert not wrong
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_points_of_a_list_begin_lines(page):
+    assert not [line for line in prose(page) if line[:1] != "|" and re.search(r"\w{2}\S* - \w", line)]
+
+
 def test_dashboards_name_every_picture_of_an_evaluation():
     text = (DOCS / "dashboards.md").read_text(encoding="utf-8")
     assert not [name for name in FIGURES if f"`plots/{name}`" not in text]
