@@ -205,9 +205,9 @@ def test_a_mask_of_another_model_of_the_same_shape_warns(tmp_path):
     model.config._name_or_path = "org/small"
     mask = ChannelMask(torch.ones(LAYERS, HEADS, DIM, dtype=torch.bool), {"model": "org/large"})
     mask.save(tmp_path / "mask.safetensors")
-    for given in (mask, tmp_path / "mask.safetensors"):
+    for known in (mask, tmp_path / "mask.safetensors"):
         with pytest.warns(UserWarning, match="trained on org/large and is used on org/small"):
-            compressed_cache(model, given)
+            compressed_cache(model, known)
 
 
 def test_pickling_says_what_to_do_instead():
