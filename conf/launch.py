@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -50,8 +51,9 @@ def launch(main: Callable[[], object], command: str, hint: str = "") -> None:
             raise
         sys.exit(f"{command}: {in_one_line(error)}{hint}")
     except OSError as error:
-        if error.filename is None and error.errno is not None:  # a disk that is full does not say for which file
-            raise OSError(error.errno, error.strerror, HYDRAS) from error
+        if error.filename is None and error.errno is not None:  # a full disk does not say for which file, nor getcwd()
+            where = "the current folder" if error.errno == errno.ENOENT else HYDRAS
+            raise OSError(error.errno, error.strerror, where) from error
         raise
     except Exception as error:
         if asked or not refused_by_slurm(error):

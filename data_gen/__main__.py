@@ -141,9 +141,9 @@ def load_tokenizer(given: str) -> PreTrainedTokenizerBase:
     name = str(files("leank_train") / "assets" / given) if shipped else given
     try:
         return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers raises many kinds for a damaged folder
         sys.exit(
-            f"data_gen: tokenizer={given!r} cannot be loaded ({str(error).splitlines()[0]}); "
+            f"data_gen: tokenizer={given!r} cannot be loaded ({type(error).__name__}: {in_one_line(str(error))[:300]}); "
             "give 'reference', 'reference_mixed', a folder, or a Hugging Face name"
         )
 
