@@ -64,9 +64,11 @@ def launch(main: Callable[[], object], command: str, hint: str = "") -> None:
             os.environ.pop(FULL, None)
 
 
-def _formatted(message: Warning | str, kind: type[Warning], file: str, number: int, line: str | None = None) -> str:
+def _formatted(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
     """Return a warning as one line, without the line of code that Python writes below it."""
-    return f"{file}:{number}: {kind.__name__}: {message}\n"
+    return f"{filename}:{lineno}: {category.__name__}: {message}\n"
 
 
 def refused_by_slurm(error: Exception) -> bool:

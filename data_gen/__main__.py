@@ -142,8 +142,9 @@ def load_tokenizer(given: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(name)
     except Exception as error:  # transformers raises many kinds for a damaged folder
+        why = f"{type(error).__name__}: {in_one_line(str(error))[:300]}"
         sys.exit(
-            f"data_gen: tokenizer={given!r} cannot be loaded ({type(error).__name__}: {in_one_line(str(error))[:300]}); "
+            f"data_gen: tokenizer={given!r} cannot be loaded ({why}); "
             "give 'reference', 'reference_mixed', a folder, or a Hugging Face name"
         )
 
