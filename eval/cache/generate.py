@@ -21,7 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    Cache,
+    GenerationConfig,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.generation.utils import GenerateOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput
@@ -121,7 +128,8 @@ def graph_decoding(
 ) -> GenerateOutput | Tensor:
     """Greedy decoding and sampling for `model.generate(custom_generate=graph_decoding)`; beams run as usual.
 
-    transformers hands no streamer and no assistant to a `custom_generate`; `CompressedCache.generate` takes both.
+    transformers hands no streamer, no assistant and no tokenizer to a `custom_generate`; `CompressedCache.generate`
+    takes them.
 
     Raises ValueError for assisted decoding.
     """
@@ -155,8 +163,13 @@ def generate(cache: Cache, model: PreTrainedModel, **kwargs: object) -> Generate
     run: Any = model.generate
     streamer = kwargs.get("streamer")
     config = kwargs.get("generation_config") or model.generation_config
-    if any(kwargs.get(name, getattr(config, name, None)) for name in ASSISTED):
+    plain = (*ASSISTED, "token_healing")
+    if any(kwargs.get(name, getattr(config, name, None)) for name in plain) or config.stop_strings:
         return run(past_key_values=cache, **kwargs)
+    words: Any = kwargs.pop("tokenizer", None)
+    if words is not None and kwargs.get("stop_strings"):  # of which transformers hands a custom_generate no tokenizer
+        stop, given = StopStringCriteria(words, kwargs.pop("stop_strings")), kwargs.get("stopping_criteria") or []
+        kwargs["stopping_criteria"] = StoppingCriteriaList([*given, stop])
 
     def decode(
         model: PreTrainedModel, input_ids: Tensor, generation_config: GenerationConfig, **given: Any
