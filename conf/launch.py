@@ -49,7 +49,7 @@ def launch(main: Callable[[], object], command: str, hint: str = "") -> None:
             raise error.__cause__ from None
         if asked:
             raise
-        sys.exit(f"{command}: {in_one_line(error)}{hint}")
+        sys.exit(f"{command}: {hydra_says(error)}{hint}")
     except OSError as error:
         if error.filename is None and error.errno is not None:  # a full disk does not say for which file, nor getcwd()
             where = "the current folder" if error.errno == errno.ENOENT else HYDRAS
@@ -58,7 +58,7 @@ def launch(main: Callable[[], object], command: str, hint: str = "") -> None:
     except Exception as error:
         if asked or not refused_by_slurm(error):
             raise
-        sys.exit(f"{command}: Slurm took no job: {in_one_line(error)}; see what sinfo says, and hydra.launcher.*")
+        sys.exit(f"{command}: Slurm took no job: {hydra_says(error)}; see what sinfo says, and hydra.launcher.*")
     finally:
         if not asked:
             os.environ.pop(FULL, None)
@@ -87,7 +87,7 @@ def refusal(error: Exception) -> str:
         )
     near, cause = meant(error), error.__cause__
     why = f": {str(cause).splitlines()[0]}" if isinstance(cause, ValidationError) else ""
-    return in_one_line(error) + why + (f" (did you mean {near}?)" if near else "")
+    return hydra_says(error) + why + (f" (did you mean {near}?)" if near else "")
 
 
 def meant(error: Exception) -> str | None:
@@ -105,7 +105,7 @@ def meant(error: Exception) -> str | None:
     return None if wrong in known else next(iter(get_close_matches(wrong, known, 1)), None)
 
 
-def in_one_line(error: Exception) -> str:
+def hydra_says(error: Exception) -> str:
     """Join the lines of Hydra's message, without its advice on search paths."""
     said = ""
     for line in map(str.rstrip, str(error).splitlines()):
