@@ -47,9 +47,7 @@ def launch(main: Callable[[], object], command: str, hint: str = "") -> None:
     except ValueError as error:
         if isinstance(error.__cause__, OSError):  # the log of a run whose folder cannot be written to
             raise error.__cause__ from None
-        if asked:
-            raise
-        sys.exit(f"{command}: {hydra_says(error)}{hint}")
+        raise
     except OSError as error:
         if error.filename is None and error.errno is not None:  # a full disk does not say for which file, nor getcwd()
             where = "the current folder" if error.errno == errno.ENOENT else HYDRAS

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from data_gen.amount import amount
 from data_gen.chat import template_tokens
-from data_gen.ending import again, ending
+from data_gen.ending import again, ending, in_one_line
 from data_gen.request import Request
 from data_gen.sample import Sample
 from data_gen.tasks import TASKS, task

@@ -105,17 +105,6 @@ def test_a_disk_that_fills_while_hydra_writes_its_files():
         launch(main, "eval")
 
 
-def test_what_hydra_refuses_by_a_plain_value_error(monkeypatch):
-    monkeypatch.delenv(FULL, raising=False)
-
-    def main():
-        with initialize_config_module("conf.eval", version_base="1.3"):
-            compose("eval", overrides=["method=null"])
-
-    with pytest.raises(SystemExit, match=r"^eval: Config group override must be a string or a list"):
-        launch(main, "eval")
-
-
 def test_a_log_that_cannot_be_written_and_a_warning_are_no_tracebacks(capsys, monkeypatch):
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
     monkeypatch.setattr(logging, "raiseExceptions", True)

@@ -159,18 +159,19 @@ def generate(cache: Cache, model: PreTrainedModel, **kwargs: object) -> Generate
         )
     run: Any = model.generate
     streamer = kwargs.get("streamer")
-    config = kwargs.get("generation_config") or model.generation_config
+    config: Any = kwargs.get("generation_config") or model.generation_config
     plain = (*ASSISTED, "token_healing")
     if any(kwargs.get(name, getattr(config, name, None)) for name in plain) or config.stop_strings:
         return run(past_key_values=cache, **kwargs)
-    words: Any = kwargs.pop("tokenizer", None)
-    if words is not None and kwargs.get("stop_strings"):  # of which transformers hands a custom_generate no tokenizer
-        stop, given = StopStringCriteria(words, kwargs.pop("stop_strings")), kwargs.get("stopping_criteria") or []
-        kwargs["stopping_criteria"] = StoppingCriteriaList([*given, stop])
+    words: Any = kwargs.pop("tokenizer", None)  # transformers hands it to no custom_generate
+    if words is not None and kwargs.get("stop_strings"):
+        stop: Any = kwargs.pop("stop_strings")
+        given: Any = kwargs.get("stopping_criteria") or []
+        kwargs["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(words, stop)])
 
     def decode(
-        model: PreTrainedModel, input_ids: Tensor, generation_config: GenerationConfig, **given: Any
+        model: PreTrainedModel, input_ids: Tensor, generation_config: GenerationConfig, **more: Any
     ) -> GenerateOutput | Tensor:
-        return graph_decoding(model, input_ids, generation_config, streamer=streamer, **given)
+        return graph_decoding(model, input_ids, generation_config, streamer=streamer, **more)
 
     return run(past_key_values=cache, custom_generate=decode, **kwargs)
