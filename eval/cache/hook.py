@@ -57,7 +57,8 @@ def attention(
     """
     softmax = Softmax.of(getattr(module, "layer_idx", "?"), kwargs)
     if not isinstance(key, Tensor):
-        if kwargs.get("use_cache") is False and key.get_seq_length() > query.shape[2]:
+        positions = kwargs.get("position_ids") if kwargs.get("use_cache") is False else None
+        if positions is not None and key.get_seq_length() > query.shape[2] and bool((positions[..., 0] == 0).any()):
             raise ValueError(
                 "use_cache=False hands over all tokens anew at every step, and this cache holds them already: leave "
                 "use_cache on, and call cache.reset() before the whole conversation comes again"
