@@ -239,8 +239,11 @@ def test_files_that_are_no_masks(tmp_path):
     for path in (PUBLISHED / "qwen2.5-7b-instruct.pth", tmp_path / "other.pth"):
         with pytest.raises(ValueError, match="from_official"):
             ChannelMask.load(path)
-    with pytest.raises(ValueError, match="zeros and ones"):
-        ChannelMask.from_official(tmp_path / "other.pth")
+    ones = torch.ones(2, 2, 4)
+    for other in (ones[0], ones.to_sparse(), ones.to("meta"), 2 * ones, {"mask": ones}):
+        torch.save(other, tmp_path / "other.pth")
+        with pytest.raises(ValueError, match=r"other\.pth must hold one tensor .* of zeros and ones"):
+            ChannelMask.from_official(tmp_path / "other.pth")
     (tmp_path / "text.pth").write_text("hello")
     with pytest.raises(ValueError, match=r"text\.pth"):
         ChannelMask.from_official(tmp_path / "text.pth")
