@@ -60,7 +60,7 @@ CHOSEN = {
     **HEADS, "GROUP": 4, "TILE": 16, "SPAN": 64, "M": 16, "ROWS": 4, "MERGE_LINES": 32, "PER": 16, "STEP": 16,
 }  # fmt: skip
 SCORED = {**HEADS, "GROUP": 4, "M": 16, "TILE": 64, "RUN": 8, "C": 16, "STEP": 16}
-CHOICE = {"GROUP": 4, "WIDTH": 8, "LINES": 64, "LAST": 64}
+CHOICE = {"GROUP": 4, "RUN": 8, "WIDTH": 10, "LINES": 64, "LAST": 64}
 
 
 def compiles(function: triton.JITFunction, types: Mapping[str, str], constants: Mapping[str, object]) -> str:

@@ -32,7 +32,7 @@ def _order(bits, there):
 def _orders(scores, runs, listed, first, lines, limit, LINES: tl.constexpr, WIDTH: tl.constexpr):
     """Orders and numbers of the candidates of LINES lines; what is no candidate has the order LEAST.
 
-    Scores are read in pairs, and whole lines of them, for there is room behind the last candidate.
+    Scores are read in pairs, for there is room behind the last candidate.
 
     runs: which lines are read, if `listed`; all of them, if not
     first: of these lines, of `lines` in all
@@ -45,7 +45,7 @@ def _orders(scores, runs, listed, first, lines, limit, LINES: tl.constexpr, WIDT
     pairs = scores.to(tl.pointer_type(tl.int64), bitcast=True) + line * (WIDTH // 2)
     found = tl.tuple([])
     for i in tl.static_range(WIDTH // 2):
-        found += (tl.load(pairs + i, mask=there, other=0),)
+        found += (tl.load(pairs + i, mask=there & (number + 2 * i < limit), other=0),)
     order = tl.tuple([])
     for i in tl.static_range(WIDTH // 2):
         order += (_order(found[i].to(tl.int32), there & (number + 2 * i < limit)),)
@@ -193,8 +193,8 @@ def _choose_any(
 @triton.jit(do_not_specialize=["most"])
 def choose(
     words, chosen, table, tail_ptr, most,
-    GROUP: tl.constexpr, PER: tl.constexpr, WIDTH: tl.constexpr, LINES: tl.constexpr, CAP: tl.constexpr,
-    LAST: tl.constexpr,
+    GROUP: tl.constexpr, PER: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr, LINES: tl.constexpr,
+    CAP: tl.constexpr, LAST: tl.constexpr,
 ):
     """Program n: the `most` highest pages or tokens of query head n, all of them if there are no more.
 
@@ -203,7 +203,7 @@ def choose(
 
     chosen: [B * Hq, most] int32, and behind them scratch, [B * Hq, CAP]
     CAP: at least `most`; 0 = no runs are chosen
-    WIDTH: candidates of a line, the tokens of a run
+    RUN: tokens of a run, which are then a line. WIDTH: pages or runs of a line, an even number
     LINES, LAST: lines that a program holds in registers, of pages or runs, and then of tokens
     """
     n = tl.program_id(0).to(tl.int64)
@@ -212,11 +212,13 @@ def choose(
     _, tokens = held(entry, tail_ptr, x)
     total = tl.cdiv(tokens, PER)
     scores = words + tl.multiple_of(tl.load(entry + SCORES) + g * tl.load(entry + STRIDE), 4)
-    number, wanted, out = tl.cdiv(total, WIDTH), tl.minimum(most, total), chosen + n * most
+    wanted, out = tl.minimum(most, total), chosen + n * most
     if wanted > 0:
         if CAP == 0:
-            _choose_any(scores, out, False, number, total, LEAST + 1, wanted, wanted, out, LINES, WIDTH, False)
+            lines = tl.cdiv(total, WIDTH)
+            _choose_any(scores, out, False, lines, total, LEAST + 1, wanted, wanted, out, LINES, WIDTH, False)
         else:
+            number = tl.cdiv(total, RUN)
             runs = chosen + (tl.num_programs(0).to(tl.int64) * most + n * CAP)
             best = words + tl.multiple_of(tl.load(entry + BEST) + g * tl.load(entry + BEST_STRIDE), 4)
             taken, low = _choose_any(best, runs, False, tl.cdiv(number, WIDTH), number, LEAST + 1,
@@ -224,6 +226,6 @@ def choose(
             tl.debug_barrier()  # every thread has written its runs before one of them reads them
             low = tl.where(number >= most, low, LEAST + 1)  # otherwise tokens below every run's best are chosen, too
             if CAP <= LAST:
-                _choose(scores, runs, True, taken, total, low, wanted, wanted, out, LAST, WIDTH, True, False)
+                _choose(scores, runs, True, taken, total, low, wanted, wanted, out, LAST, RUN, True, False)
             else:
-                _choose_any(scores, runs, True, taken, total, low, wanted, wanted, out, LAST, WIDTH, True)
+                _choose_any(scores, runs, True, taken, total, low, wanted, wanted, out, LAST, RUN, True)

@@ -20,7 +20,7 @@ from eval.cache.storage.upload import update
 
 ROWS = 16  # of a tile: the fewest that tensor cores take; a group has no more query heads
 MOST_BLOCK = 16384  # candidates that a program of `choose` holds in registers
-LINE = 8  # pages of a line, of which `choose` holds several
+LINE, LONGEST = 8, 14  # pages or runs of a line, of which `choose` holds several: the fewest and the most
 ALIGNED = 16  # scores of a query head begin at multiples of so many
 
 
@@ -32,7 +32,7 @@ class ChosenConfig:
     span: slots of sink and window that a program reads
     score_tile, label_tile: of the scores: pages at a time, and tokens of 16 labels
     score_warps, score_per_sm: of the scores
-    held: of the choice, one program per query head: pages or tokens that a thread holds
+    held: of the choice, one program per query head: tokens that a thread holds, and about as many pages
     run: tokens of a run, whose best is found with the scores
     merge: partial results that a merge reads at a time
     """
@@ -155,20 +155,18 @@ class Chosen(Kernel):
             ranking_kernel.score_pages[grid](
                 *given, **shape, TILE=config.score_tile, PER=ranking.page, num_warps=config.score_warps
             )
-        width = config.run if by_token else LINE
-        lines = -(-plan.room // width)
-        if by_token:  # of runs
-            lines = -(-lines // width)
-        held, last = (max(8, min(MOST_BLOCK // width, triton.next_power_of_2(n))) for n in (lines, cap))
+        lines, width = lines_held(-(-plan.room // config.run) if by_token else plan.room)
+        last = max(8, min(MOST_BLOCK // config.run, cap))
         choice_kernel.choose[(batch * q_heads,)](
             *(words, self._chosen, plan.table, store.tail.length_dev, ranking.most),
             GROUP=q_heads // heads,
             PER=ranking.page,
+            RUN=config.run,
             WIDTH=width,
-            LINES=held,
+            LINES=lines,
             LAST=last,
             CAP=cap,
-            num_warps=min(32, max(1, max(held, last) * width // config.held // 32)),
+            num_warps=min(32, max(1, max(lines * LINE, last * config.run if by_token else 0) // config.held // 32)),
             num_stages=1,
         )
         return self._chosen
@@ -231,6 +229,17 @@ class Chosen(Kernel):
     def tensors(self) -> dict[str, Tensor]:
         """Scratch memory held, by name."""
         return {**super().tensors(), "scores": self._scores, "chosen": self._chosen}
+
+
+def lines_held(candidates: int) -> tuple[int, int]:
+    """Lines that a program of `choose` holds of so many pages or runs, and how many of these a line has.
+
+    There is room for 1/16 more, because a captured step goes on while the middle grows, and each count reads what is
+    past the lines again. So where a power of two is full, lines grow longer rather than twice as many.
+    """
+    wanted = candidates + candidates // 16 + 1
+    lines = max(8, min(MOST_BLOCK // LINE, triton.next_power_of_2(-(-wanted // LONGEST))))
+    return lines, min(LONGEST, max(LINE, -(-wanted // (2 * lines)) * 2))
 
 
 def ranking_of(store: Store) -> Ranking:

@@ -9,6 +9,7 @@ from tests.helpers.kernels import DEVICE, ON_GPU
 
 import triton  # isort: skip  (which the line above asks for)
 from eval.cache.attention import choice_kernel  # isort: skip
+from eval.cache.attention.chosen import lines_held  # isort: skip
 from eval.cache.attention.places import FIELDS, Column
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -19,18 +20,19 @@ def highest(scores, most):
     return scores.argsort(descending=True, stable=True)[:most].sort().values
 
 
-def choices(scores, most, run, lines):
+def choices(scores, most, run, lines, width):
     """What `choose` writes for scores [8, total] of two query heads per KV head, [8, most], -1 where it writes nothing.
 
-    run: tokens of a run, 0 = no runs. lines: that are held in registers. What lies past the last score is NaN or huge.
+    run: tokens of a run, 0 = no runs. lines: that are held in registers, of `width` pages or runs. What lies past the
+    last score is NaN or huge.
     """
-    total, width = scores.shape[1], run or 8
-    room, runs = (-(-n // 16) * 16 for n in (total, (total + width - 1) // width))
+    total, size = scores.shape[1], run or 8
+    room, runs = (-(-n // 16) * 16 for n in (total, (total + size - 1) // size))
     table, heads = torch.zeros(4, FIELDS, dtype=torch.int64), torch.arange(4)
     padded = torch.full((8, room), torch.nan)
     padded[:, total:], padded[:, :total] = torch.tensor([torch.nan, 1e30]).repeat(room)[: room - total], scores
     best = torch.full((8, runs), 1e30)
-    best[:, : -(-total // width)] = torch.stack([s.amax(-1) for s in scores.split(width, -1)], -1)
+    best[:, : -(-total // size)] = torch.stack([s.amax(-1) for s in scores.split(size, -1)], -1)
     table[:, Column.PROMPT] = total
     table[:, Column.SCORES], table[:, Column.STRIDE] = heads * 2 * room, room
     table[:, Column.BEST] = 8 * room + heads * 2 * runs
@@ -38,13 +40,13 @@ def choices(scores, most, run, lines):
     cap = triton.next_power_of_2(max(1, most)) if run else 0
     chosen = torch.full((8 * (most + cap),), -1, dtype=torch.int32, device=DEVICE)
     words, tail = torch.cat([padded.flatten(), best.flatten()]).to(DEVICE), torch.zeros(4, dtype=torch.int64)
-    choice_kernel.choose[(8,)](words, chosen, table.to(DEVICE), tail.to(DEVICE), most, GROUP=2, PER=1, WIDTH=width,
-                                LINES=lines, CAP=cap, LAST=lines)  # fmt: skip
+    choice_kernel.choose[(8,)](words, chosen, table.to(DEVICE), tail.to(DEVICE), most, GROUP=2, PER=1, RUN=size,
+                                WIDTH=width, LINES=lines, CAP=cap, LAST=lines)  # fmt: skip
     return chosen[: 8 * most].view(8, most).cpu().long()
 
 
-def check_choice(scores, most, run, lines):
-    for found, of_row in zip(choices(scores, most, run, lines), scores, strict=True):
+def check_choice(scores, most, run, lines, width=10):
+    for found, of_row in zip(choices(scores, most, run, lines, width), scores, strict=True):
         assert torch.equal(found[: min(most, scores.shape[1])], highest(of_row, most))
         assert (found[scores.shape[1] :] == -1).all()
 
@@ -81,6 +83,15 @@ def test_the_choice_on_random_scores(total, most, run, lines, different, scale, 
     scores = torch.randint(-different, different + 1, (8, total), generator=generator) / different * scale
     scores[:4] = scores[:4] ** 3 + 2 * scale
     check_choice(scores, most, run, lines)
+
+
+@pytest.mark.parametrize("candidates", [1, 60, 2043, 4086, 5000, 8192, 16_384])
+def test_a_middle_grows_by_a_sixteenth_before_candidates_are_read_again(candidates):
+    """4,086 runs are a prompt of 32K, whose power of two is full after 80 decoded tokens."""
+    lines, width = lines_held(candidates)
+    assert lines * width > candidates * 17 / 16
+    assert width % 2 == 0
+    assert lines == 8 or lines * width < 2 * candidates
 
 
 @pytest.mark.gpu
