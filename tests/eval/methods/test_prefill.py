@@ -127,6 +127,7 @@ def test_with_room_for_all_or_nothing_settled_it_is_the_dense_pass(method):
     model, (prompt,) = model_of(), prompts([LENGTH], seed=5)
     ids = torch.tensor([prompt])
     dense, found = prefill(model, ids, None, NEW), run(method, model, ids)
+    assert list(method.kept_counts(model.config, 9)[1]) == [9] * LAYERS
     assert torch.equal(dense.logits, found.logits)
     for one, other in zip(dense.layers, found.layers, strict=True):
         assert other.kept is None
@@ -138,6 +139,7 @@ def test_with_room_for_all_or_nothing_settled_it_is_the_dense_pass(method):
     ("method", "expected"),
     [
         (FastKV(20, 2, 4), [[LENGTH] * 3 + [20] * 3]),
+        (FastKV(0.05, 2, 4), [[LENGTH] * 3 + [5] * 3]),  # a share of three tokens; the window and one go on
         (GemFilter(16, 1), [[LENGTH] * 2 + [1] * 4, [16] * 6]),
         (GemFilter(16), [[LENGTH] * 3 + [1] * 3, [16] * 6]),
         # 13 recent; the 47 before them times shares of 1, .973, .9, .8, .7 give 47, 45, 40, 32, 22
