@@ -46,7 +46,7 @@ def launch(main: Callable[[], object], command: str, hint: str = "") -> None:
     except Exception as error:
         if asked or not refused_by_slurm(error):
             raise
-        sys.exit(f"{command}: Slurm took no job: {in_one_line(error)}; see what sinfo says, and hydra.launcher.*")
+        sys.exit(f"{command}: Slurm took no job: {hydra_says(error)}; see what sinfo says, and hydra.launcher.*")
     finally:
         if not asked:
             os.environ.pop(FULL, None)
@@ -67,7 +67,7 @@ def refusal(error: Exception) -> str:
             "such as 'name=\"a b\"'"
         )
     near = meant(error)
-    return in_one_line(error) + (f" (did you mean {near}?)" if near else "")
+    return hydra_says(error) + (f" (did you mean {near}?)" if near else "")
 
 
 def meant(error: Exception) -> str | None:
@@ -85,7 +85,7 @@ def meant(error: Exception) -> str | None:
     return next(iter(get_close_matches(wrong, known, 1)), None)
 
 
-def in_one_line(error: Exception) -> str:
+def hydra_says(error: Exception) -> str:
     """Join the lines of Hydra's message, without its advice on search paths."""
     said = ""
     for line in map(str.rstrip, str(error).splitlines()):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from data_gen.amount import amount
 from data_gen.chat import template_tokens
-from data_gen.ending import again, ending, in_one_line
+from data_gen.ending import again, ending
 from data_gen.request import Request
 from data_gen.sample import Sample
 from data_gen.tasks import TASKS, task
@@ -93,10 +93,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line of the module's docstring."""
     args = arguments(argv)
     with ending("data_gen", lambda: f"{args.out} is as it was; again: {again('data_gen')}"):
-        try:
-            count = write(rows(args, load_tokenizer(args.tokenizer)), args.out)
-        except ValueError as error:
-            sys.exit(f"data_gen: {in_one_line(str(error))}")
+        count = write(rows(args, load_tokenizer(args.tokenizer)), args.out)
     print(f"wrote {amount(count, 'sample')} of {args.task} at {args.length} tokens to {args.out}")
 
 

@@ -83,13 +83,10 @@ class _Stepped:
         if kept.loop is not None and kept.key == step_key(self._model, cache.addresses()):
             kept.loop.resume(loop.positions)
             return kept.loop
-        if self._pays():
+        if self._longest - cache.get_seq_length() > CAPTURE_FOR:  # else it costs more than it saves
             loop.capture()
             kept.loop, kept.key = loop, step_key(self._model, cache.addresses())
         return loop
-
-    def _pays(self) -> bool:
-        return self._longest - self._cache.get_seq_length() > CAPTURE_FOR
 
 
 class _NextStep(StoppingCriteria):

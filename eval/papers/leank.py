@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from eval.papers.item import Analysed, Command, Contrast, EvalRun, Expect, Item, Need, Row
+from eval.papers.item import Analysed, Command, Contrast, EvalRun, Expect, Item, Measurement, Need
 from eval.papers.presets import LLAMA_MASK, QWEN_MASK, gpu, here, longbench, on, real, ruler, where
 
 LLAMA, QWEN = "Llama-3.1-8B-Instruct", "Qwen2.5-7B-Instruct"
@@ -38,7 +38,7 @@ WHOLE = "Prompts are compressed from 160 tokens on here, from 1,152 in the paper
 KEPT = {"measure": "kept", "method": "mask", "layer": range(99)}  # the mask's share of a RoPE pair in each layer
 
 
-def different(axis: str, name: str) -> Callable[[Row], bool]:
+def different(axis: str, name: str) -> Callable[[Measurement], bool]:
     """Whether a row is the correlation of two tasks, or of two lengths, that differ; each pair counts once."""
     chosen = where(measure="pearson", axis=axis)
     return lambda row: chosen(row) and str(row[name]) < str(row[f"other_{name}"])

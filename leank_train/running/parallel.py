@@ -78,15 +78,6 @@ class TrainerConfig(Checked):
                 "prefill_kernel='flash_attn', but the package is not installed: pip install flash-attn, or use auto"
             )
 
-
-@dataclass(frozen=True)
-class Parallel:
-    """What the stages need to know of the processes; the fields are those of `TrainerConfig`."""
-
-    sequence_parallel: int = 1
-    shard_weights: bool = False
-    prefill_kernel: str = "auto"
-
     @property
     def in_step(self) -> bool:
         """Whether the ranks exchange tensors in every layer, so that all must run the same passes."""
@@ -95,11 +86,6 @@ class Parallel:
     def context_ranks(self) -> dist.ProcessGroup | None:
         """The neighbouring ranks that share this one's contexts; None if it has its own. Every rank must call it."""
         return dist.new_subgroups(self.sequence_parallel)[0] if self.sequence_parallel > 1 else None
-
-
-def settings(config: TrainerConfig) -> Parallel:
-    """What the stages need to know of the processes."""
-    return Parallel(**{key: getattr(config, key) for key in OWN_SETTINGS})
 
 
 def trainer(config: TrainerConfig, **more: Any) -> L.Trainer:

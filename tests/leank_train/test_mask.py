@@ -248,7 +248,7 @@ def test_files_that_are_no_masks(tmp_path):
         ChannelMask(torch.ones(2, 2, 2))
 
 
-def test_check_model():
+def test_a_mask_of_another_shape_is_refused_and_one_of_another_name_warned_of():
     config = SimpleNamespace(
         num_hidden_layers=2, num_key_value_heads=3, hidden_size=32, num_attention_heads=4, _name_or_path="org/small"
     )
