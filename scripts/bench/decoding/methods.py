@@ -1,8 +1,9 @@
 """First token, time a token and bytes held of every method, at several lengths and batches, in one run.
 
     python -m scripts.bench.decoding.methods OUT --lengths 4096 32768 131072 --batches 1 largest     # 8B shape, one GPU
-    KIVI="--lengths 160 --new 338 --window 128 --methods dense papers/kivi4 papers/kivi4_think papers/kivi4_iap"
-    python -m scripts.bench.decoding.methods OUT $KIVI --batches 1 64 300 largest      # ThinK's tables 10, 11, IAP's 6
+    KIVI="--window 128 --methods dense papers/kivi4 papers/kivi4_think papers/kivi4_iap"
+    python -m scripts.bench.decoding.methods OUT $KIVI --lengths 160 --new 338 --batches 300    # ThinK's tables 10, 11
+    python -m scripts.bench.decoding.methods OUT $KIVI --lengths 4097 --new 128 --batches 15    # IAP's table 6
     python -m scripts.bench.decoding.methods OUT --shape reference --lengths 600 --new 4      # a CPU, to look at it
 
 Every method of conf/eval/method builds its cache from a pass over one random prompt and decodes forced tokens.
