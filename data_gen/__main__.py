@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from data_gen.amount import amount
 from data_gen.chat import template_tokens
-from data_gen.ending import again, ending
+from data_gen.ending import again, ending, in_one_line
 from data_gen.request import Request
 from data_gen.sample import Sample
 from data_gen.tasks import TASKS, task
@@ -138,9 +138,10 @@ def load_tokenizer(given: str) -> PreTrainedTokenizerBase:
     name = str(files("leank_train") / "assets" / given) if shipped else given
     try:
         return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers raises many kinds for a damaged folder
+        why = f"{type(error).__name__}: {in_one_line(str(error))[:300]}"
         sys.exit(
-            f"data_gen: tokenizer={given!r} cannot be loaded ({str(error).splitlines()[0]}); "
+            f"data_gen: tokenizer={given!r} cannot be loaded ({why}); "
             "give 'reference', 'reference_mixed', a folder, or a Hugging Face name"
         )
 

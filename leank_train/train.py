@@ -53,7 +53,7 @@ def run(given: DictConfig, out: Path, signals: Signals | None = None) -> Metrics
 
 def train(current: Run, signals: Signals) -> Metrics:
     """Run all phases of a claimed run; see `run`."""
-    started, config, out = time.time(), current.config, current.out
+    started, config, out = time.monotonic(), current.config, current.out
     if current.alone:
         signals.leave_at_once()  # until the first step
     torch.set_float32_matmul_precision("high")
@@ -86,7 +86,7 @@ def train(current: Run, signals: Signals) -> Metrics:
         with memory_advice("in validation; the mask is saved", lengths):
             validate(config, backbone, mask, out, metrics)
     figures = plots.training_plots(record1, record2, alpha, mask, rotary_pairs(backbone.model.config), out / "plots")
-    metrics["seconds"]["all"] = round(time.time() - started, 1)
+    metrics["seconds"]["all"] = round(time.monotonic() - started, 1)
     write_json(out / "metrics.json", metrics)
     log_results(logger, metrics, figures, config.model.name, current.resolved, mask, out)
     return metrics

@@ -29,6 +29,12 @@ if TYPE_CHECKING:
 SUBSETS = {"medium": 2, "hard": 3, "symbolic": 0}  # and their d
 
 
+LENGTH = Rule(
+    "a text without control characters, or a whole number",
+    lambda length: NAME.holds(length) and str(length).isprintable(),
+)  # it is part of a task's name, which terminals show
+
+
 @dataclass
 class GsmInfinite(Checked):
     """GSM-Infinite; a cell is a subset at a nominal length.
@@ -153,7 +159,7 @@ def _nominal(length: int) -> str:
 
 def _schema(data: Mapping[str, object]) -> Schema:
     """Return the schema of a problem; "answer_list" makes it a symbolic one."""
-    fields = {"problem": TEXT, "question": TEXT, "op": COUNT, "length": optional(NAME), "id": optional(NAME)}
+    fields = {"problem": TEXT, "question": TEXT, "op": COUNT, "length": optional(LENGTH), "id": optional(NAME)}
     same = ("id", "problem", "question")
     if "answer_list" in data:
         return Schema({**fields, "answer_list": Rule("a list of names such as V12", _variables)}, same=same)

@@ -102,7 +102,7 @@ def write_diff(directory: Path, first: str, second: str) -> tuple[Path, str]:
         pages.append(f"<h1>{html.escape(about)}</h1>{to_table(counts)}<h2>{heading}</h2>{listing(of, (first, second))}")
     if not pages:
         raise ValueError(
-            f"no sample in {directory} has both {first!r} and {second!r}; its methods are {', '.join(known)}"
+            f"no sample in {directory} has both {first!r} and {second!r}; its methods are {', '.join(known) or 'none'}"
         )
     stem = f"diff_{name_of(first)}_{name_of(second)}"
     write_text(directory / f"{stem}.md", "\n".join(texts))

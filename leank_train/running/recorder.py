@@ -71,7 +71,7 @@ class Recorder(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, *_: object) -> None:
         """Start the clock."""
-        self._last = time.time()
+        self._last = time.monotonic()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: STEP_OUTPUT, batch: object, index: int
@@ -79,7 +79,7 @@ class Recorder(L.Callback):
         """Keep the step's values."""
         assert isinstance(outputs, Mapping)  # as `Stage.training_step` returns them
         values = {k: float(v.detach()) for k, v in outputs.items() if k != "loss"}  # tensors of this process
-        now = time.time()  # reading the values has waited for the GPU
+        now = time.monotonic()  # reading the values has waited for the GPU
         self.times.append(now - self._last)
         self.seconds, self._last = self.seconds + self.times[-1], now
         if module.device.type == "cuda":

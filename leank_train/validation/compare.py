@@ -31,7 +31,7 @@ def validate(config: RunConfig, backbone: Backbone, mask: ChannelMask, out: Path
 
     Writes `validation.md` into the folder `out`, prints its table, and adds "validation" and its seconds to `metrics`.
     """
-    started, settings = time.time(), config.validation
+    started, settings = time.monotonic(), config.validation
     meter = Meter("validation: decodes unseen samples under every mask", _samples(config), "sample")
     methods = _methods(config, backbone, mask)
     results = validation.evaluate(
@@ -52,7 +52,7 @@ def validate(config: RunConfig, backbone: Backbone, mask: ChannelMask, out: Path
         "leank_minus": {m: {"mean": d[0], "low": d[1], "high": d[2]} for m, d in differences.items()},
         "samples": {"per_task_and_length": settings.samples, "lengths": list(settings.lengths)},
     }
-    metrics["seconds"]["validation"] = round(time.time() - started, 1)
+    metrics["seconds"]["validation"] = round(time.monotonic() - started, 1)
     text = validation.markdown(scores)
     write_text(
         out / "validation.md", f"# RULER recall (%), {100 * mask.pruning_ratio:.1f}% of K channels pruned\n\n{text}\n"

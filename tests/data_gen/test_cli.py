@@ -62,6 +62,14 @@ def test_a_failure_leaves_what_was_there(tmp_path, name):
         assert len((tmp_path / name).read_text("utf-8").splitlines()) == 6
 
 
+@pytest.mark.parametrize(("name", "content"), [("tokenizer.json", "[1]"), ("tokenizer_config.json", "[]")])
+def test_a_damaged_tokenizer(tmp_path, name, content):
+    tokenizer("reference").save_pretrained(tmp_path / "words")
+    (tmp_path / "words" / name).write_text(content)
+    with pytest.raises(SystemExit, match=r"data_gen: tokenizer='.*words' cannot be loaded \(\w+Error: .*\); give "):
+        run(tmp_path / "kv.jsonl", "--tokenizer", str(tmp_path / "words"))
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

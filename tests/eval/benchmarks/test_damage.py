@@ -204,6 +204,7 @@ def test_lines_end_at_newlines_alone(name, tmp_path, tokenizer):
         ("mmlu", {"split": "tset"}, "\"split\" is 'tset'; it must be one of dev, test"),
         ("gsm", {"answer": SUM["answer"] + 1, "solution": f"Answer: {SUM['answer']}."}, "states"),
         ("gsm", {"answer": None}, '"answer" and "solution" are missing'),
+        ("gsm", {"length": "8k\x1b[31m"}, "a text without control characters"),
         ("symbolic", {"answer_list": []}, "a list of names such as V12"),
     ],
 )

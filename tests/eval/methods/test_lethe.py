@@ -251,6 +251,31 @@ def test_a_round_keeps_sink_recent_and_best(values, reading, ratio, sink, segmen
         assert len(kept) <= cuts[0] + sink + recent
 
 
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 40), min_size=20, max_size=60), st.floats(0, 0.9), st.integers(0, 3),
+       st.integers(2, 6), st.floats(1.5, 50), st.integers(-2, 20))  # fmt: skip
+def test_a_round_beyond_the_limit_keeps_sink_recent_and_best_of_the_others(values, ratio, sink, segments, tau, less):
+    """Beside a row that holds three tokens more; the limit is `less` than what would stay without one."""
+    count, scores = len(values), torch.tensor([[*values, 0, 0, 0]]).float()
+
+    def of_round(limit):
+        options = Lethe(tau, ratio, segments, 0.9, evict_at=19, limit=limit)
+        policy = options.eviction(None, None, Sizes(*SIZES)).begin(scores[None], np.array([[count]]))
+        (stay,) = policy._round(np.array([0]), scores, np.array([count]), np.array([sink]), np.array([0]))
+        return set(stay[:count].nonzero().flatten().tolist()), int(policy.evict_at[0])
+
+    free, wanted = of_round(0)
+    limit = max(1, len(free) - less)
+    bounded, evict_at = of_round(limit)
+    assert evict_at == min(wanted, limit)
+    if len(free) > limit:
+        recent = int(ratio * limit)
+        others = sorted(range(sink, count - recent), key=lambda i: (-values[i], -i))
+        room = max(0, limit * (segments - 1) // segments - sink - recent)
+        free = {*range(sink), *others[:room], *range(count - recent, count)}
+    assert bounded == free
+
+
 def test_layers_of_different_sparsity_have_different_budgets():
     options = Lethe(3.0, 0.1, 8, 0.9, evict_at=20)
     flat, peaked = (
