@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Callable
 from difflib import get_close_matches
 from importlib.resources import files
@@ -14,10 +16,11 @@ from subprocess import CalledProcessError
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 from yaml import YAMLError
 
 FULL = "HYDRA_FULL_ERROR"  # makes Hydra raise its errors; without it Hydra prints several lines and exits
+HYDRAS = "Hydra's files in hydra.run.dir or hydra.sweep.dir"
 ITS_OWN = {".hydra"}  # what Hydra puts into the folder of a run, beside an empty log
 
 
@@ -28,9 +31,11 @@ def launch(main: Callable[[], object], command: str, hint: str = "") -> None:
     hint: ends the line.
 
     Raises SystemExit with one line for a command line that Hydra cannot read or compose, and for jobs that Slurm
-    does not take.
+    does not take; OSError naming a file or the settings of a folder.
     """
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.WARNING)  # tells of its cache at every exit
+    logging.raiseExceptions = False  # or each line that no longer fits into a log on a full disk prints a traceback
+    warnings.formatwarning = _formatted
     asked = FULL in os.environ
     os.environ.setdefault(FULL, "1")
     try:
@@ -43,13 +48,25 @@ def launch(main: Callable[[], object], command: str, hint: str = "") -> None:
         if isinstance(error.__cause__, OSError):  # the log of a run whose folder cannot be written to
             raise error.__cause__ from None
         raise
+    except OSError as error:
+        if error.filename is None and error.errno is not None:  # a full disk does not say for which file, nor getcwd()
+            where = "the current folder" if error.errno == errno.ENOENT else HYDRAS
+            raise OSError(error.errno, error.strerror, where) from error
+        raise
     except Exception as error:
         if asked or not refused_by_slurm(error):
             raise
-        sys.exit(f"{command}: Slurm took no job: {in_one_line(error)}; see what sinfo says, and hydra.launcher.*")
+        sys.exit(f"{command}: Slurm took no job: {hydra_says(error)}; see what sinfo says, and hydra.launcher.*")
     finally:
         if not asked:
             os.environ.pop(FULL, None)
+
+
+def _formatted(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Return a warning as one line, without the line of code that Python writes below it."""
+    return f"{filename}:{lineno}: {category.__name__}: {message}\n"
 
 
 def refused_by_slurm(error: Exception) -> bool:
@@ -66,8 +83,9 @@ def refusal(error: Exception) -> str:
             f"{error.override!r} cannot be read; a value with blanks, signs or other letters needs quotes of its own, "
             "such as 'name=\"a b\"'"
         )
-    near = meant(error)
-    return in_one_line(error) + (f" (did you mean {near}?)" if near else "")
+    near, cause = meant(error), error.__cause__
+    why = f": {str(cause).splitlines()[0]}" if isinstance(cause, ValidationError) else ""
+    return hydra_says(error) + why + (f" (did you mean {near}?)" if near else "")
 
 
 def meant(error: Exception) -> str | None:
@@ -82,10 +100,10 @@ def meant(error: Exception) -> str | None:
         wrong, known = str(cause.key), [str(key) for key in cause.parent_node if key != "hydra"]
     else:
         return None
-    return next(iter(get_close_matches(wrong, known, 1)), None)
+    return None if wrong in known else next(iter(get_close_matches(wrong, known, 1)), None)
 
 
-def in_one_line(error: Exception) -> str:
+def hydra_says(error: Exception) -> str:
     """Join the lines of Hydra's message, without its advice on search paths."""
     said = ""
     for line in map(str.rstrip, str(error).splitlines()):

@@ -93,10 +93,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line of the module's docstring."""
     args = arguments(argv)
     with ending("data_gen", lambda: f"{args.out} is as it was; again: {again('data_gen')}"):
-        try:
-            count = write(rows(args, load_tokenizer(args.tokenizer)), args.out)
-        except ValueError as error:
-            sys.exit(f"data_gen: {in_one_line(str(error))}")
+        count = write(rows(args, load_tokenizer(args.tokenizer)), args.out)
     print(f"wrote {amount(count, 'sample')} of {args.task} at {args.length} tokens to {args.out}")
 
 
@@ -141,9 +138,10 @@ def load_tokenizer(given: str) -> PreTrainedTokenizerBase:
     name = str(files("leank_train") / "assets" / given) if shipped else given
     try:
         return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers raises many kinds for a damaged folder
+        why = f"{type(error).__name__}: {in_one_line(str(error))[:300]}"
         sys.exit(
-            f"data_gen: tokenizer={given!r} cannot be loaded ({str(error).splitlines()[0]}); "
+            f"data_gen: tokenizer={given!r} cannot be loaded ({why}); "
             "give 'reference', 'reference_mixed', a folder, or a Hugging Face name"
         )
 

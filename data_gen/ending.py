@@ -1,4 +1,4 @@
-"""How a command ends where its user or its machine stops it: with one line, and the status that shells expect."""
+"""How a command ends where its user, its machine or its input stops it: one line, and the status that shells expect."""
 
 from __future__ import annotations
 
@@ -72,12 +72,13 @@ def of_system(error: OSError) -> str:
 
 @contextmanager
 def ending(command: str, kept: Callable[[], str] | None = None) -> Iterator[None]:
-    """Answer with one line what stops a command: a signal, or a machine without room.
+    """Answer with one line what stops a command: a signal, a machine without room, or input that it refuses.
 
     command: how the user calls it, such as "eval"; the line begins with it.
     kept: says what is saved and how to go on; None says to give the same command again.
 
-    Raises SystemExit: with 130 after Ctrl-C, 143 after SIGTERM, and 1 where memory, a disk or a permission is lacking.
+    Raises SystemExit: with 130 after Ctrl-C, 143 after SIGTERM, 1 where memory, a disk or a permission is lacking, and
+    with the line itself (which gives 1) after a ValueError; nothing is kept of a run that is refused.
     """
     mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     if mine:
@@ -94,6 +95,9 @@ def ending(command: str, kept: Callable[[], str] | None = None) -> Iterator[None
     except OSError as error:
         said = left()
         _leave(f"{command}: {of_system(error)}" + ("" if error.errno is None else f"; {said}"), 1)
+    except ValueError as error:
+        left()  # which may clear up
+        sys.exit(f"{command}: {in_one_line(str(error))}")
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise

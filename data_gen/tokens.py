@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # transformers takes seconds to import
@@ -70,3 +71,9 @@ class TokenCounter:
             self._backend.no_truncation()
             return [len(e) for e in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
         return [len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+
+@lru_cache(maxsize=4)
+def counter_of(tokenizer: PreTrainedTokenizerBase) -> TokenCounter:
+    """Return the one counter of a tokenizer, whoever asks: what it has counted and fitted is not done again."""
+    return TokenCounter(tokenizer)

@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from conf import of_other_command, without_slurm
 from conf.launch import launch, leave_no_trace
 from data_gen.amount import amount
-from data_gen.ending import again, ending, in_one_line
+from data_gen.ending import again, ending
 
 log = logging.getLogger("eval")
 
@@ -96,15 +96,10 @@ def main(config: DictConfig) -> None:
         what = f"the rows in {directory} are kept" if any(directory.glob(GLOB)) else "there are no rows yet"
         return f"{what}; to go on: {again('eval')}"
 
-    try:
-        with ending("eval", kept):
-            plain = OmegaConf.to_container(config, resolve=True)
-            refuse_repeated(HydraConfig.get().overrides.task)
-            run(plain, directory)  # type: ignore[arg-type]
-    except ValueError as error:
-        if alone:
-            leave_no_trace(directory)
-        sys.exit(f"eval: {in_one_line(str(error))}")
+    with ending("eval", kept):
+        plain = OmegaConf.to_container(config, resolve=True)
+        refuse_repeated(HydraConfig.get().overrides.task)
+        run(plain, directory)  # type: ignore[arg-type]
 
 
 def report(directory: str, *methods: str) -> None:
@@ -134,19 +129,16 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
 
 
 def from_rows(name: str, given: Sequence[str]) -> None:
-    """Run one of COMMANDS, or say how it is used."""
+    """Run one of COMMANDS, or print how it is used. Raises ValueError for arguments that it does not take."""
     command, arguments = COMMANDS[name]
     usage = f"usage: python -m eval {name} {arguments}"
     if {"-h", "--help"} & {*given}:
         print(f"{usage}\n\n{inspect.getdoc(command)}")
         return
-    try:
-        needed = arguments.partition(" [")[0].split()
-        if len(given) < len(needed) or (len(given) > len(needed) and "[" not in arguments):
-            raise ValueError(usage)
-        command(*given)
-    except ValueError as error:
-        sys.exit(f"eval: {in_one_line(str(error))}")
+    needed = arguments.partition(" [")[0].split()
+    if len(given) < len(needed) or (len(given) > len(needed) and "[" not in arguments):
+        raise ValueError(usage)
+    command(*given)
 
 
 def command_line() -> None:

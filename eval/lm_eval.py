@@ -17,6 +17,8 @@ import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
+from conf.launch import launch
+from data_gen.ending import ending
 from eval.benchmarks.row import Row
 from eval.benchmarks.scoring import cut_at_stop
 from eval.inference.models import load_model
@@ -90,7 +92,10 @@ class CompressedLM(TemplateLM):
             )
         if self.settings.fidelity:
             raise ValueError(f"fidelity={self.settings.fidelity} has no place in lm_eval's results; use python -m eval")
-        (self.method,) = methods = build_methods(config, model_config, self.tokenizer)
+        methods = build_methods(config, model_config, self.tokenizer)
+        if len(methods) != 1:
+            raise ValueError(f"method={method} stands for {len(methods)} methods, and lm_eval takes one at a time")
+        (self.method,) = methods
         warn_of_spans(methods)
         self.model = load_model(model)
         self.replay = Replay(self.model, self.tokenizer, self.settings)
@@ -235,4 +240,5 @@ if __name__ == "__main__":
 
     if "--tasks" in sys.argv and "--model" not in sys.argv:
         sys.argv += ["--model", "leank"]
-    cli_evaluate()
+    with ending("lm_eval"):
+        launch(cli_evaluate, "lm_eval")

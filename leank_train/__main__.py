@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from conf import of_other_command, of_several_experiments, set_twice, without_slurm
 from conf.launch import launch, leave_no_trace
-from data_gen.ending import again, ending, in_one_line
+from data_gen.ending import again, ending
 
 CONF = str(files("conf.train"))
 
@@ -24,9 +24,8 @@ CONF = str(files("conf.train"))
 @hydra.main(version_base="1.3", config_path=CONF, config_name="train")
 def main(config: DictConfig) -> float:
     """Train in Hydra's run directory, and return the score that a sweep maximises."""
-    from lightning.pytorch.utilities.rank_zero import (
-        rank_zero_only,
-    )  # after --help and config errors: seconds to import
+    # after --help and config errors: seconds to import
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
     from leank_train.running.preempt import Signals
     from leank_train.train import run
@@ -45,10 +44,6 @@ def main(config: DictConfig) -> float:
         with ending("leank_train", kept), Signals(requeues if isinstance(requeues, int) else 0, kept) as signals:
             rank_zero_only(print)(f"outputs   {out}", flush=True)
             metrics = run(config, out, signals)
-    except ValueError as error:
-        if alone:
-            leave_no_trace(out)
-        sys.exit(f"leank_train: {in_one_line(str(error))}")
     except Exception:
         if not alone:
             traceback.print_exc()  # the launcher of a sweep keeps it from the job's log

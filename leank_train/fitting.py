@@ -16,11 +16,12 @@ from leank_train.backbone import Backbone
 from leank_train.common.tensor_files import read_checkpoint, write_checkpoint
 from leank_train.common.typed import BadConfig
 from leank_train.data import RetrievalData
-from leank_train.mask import ChannelMask, refuse_not_finite
+from leank_train.mask import refuse_not_finite
 from leank_train.run_folder import Run
 from leank_train.running import parallel
 from leank_train.running.preempt import SaveOnSignal, Signals
-from leank_train.running.recorder import AtomicCheckpointIO, Progress, Recorder
+from leank_train.running.progress import StageProgress
+from leank_train.running.recorder import AtomicCheckpointIO, Recorder
 from leank_train.settings import RunConfig
 from leank_train.stages import Stage
 from leank_train.stopping import EarlyStop, best_look
@@ -29,7 +30,7 @@ log = logging.getLogger("leank_train")
 
 
 @contextmanager
-def memory(when: str, settings: str) -> Iterator[None]:
+def memory_advice(when: str, settings: str) -> Iterator[None]:
     """Raise BadConfig that names the settings to lower if memory runs out; `when` says in which phase."""
     try:
         yield
@@ -66,12 +67,10 @@ def fit(current: Run, stage: Stage, name: str, logger: Logger | None, signals: S
 
     Returns the course of the stage. Raises KeyboardInterrupt if the stage was interrupted before its end.
     """
-    config, recorder, pruning = current.config, Recorder(stage.config.steps // 20), current.config.pruning
+    config, recorder = current.config, Recorder(stage.config.steps // 20)
     folder = current.out / "checkpoints" / name
     done, last = folder / "done.ckpt", folder / "last.ckpt"
-    stopper = EarlyStop(
-        stage.config, lambda alpha: ChannelMask.from_scores(alpha, pruning.ratio, pruning.align, pruning.rounding).keep
-    )
+    stopper = EarlyStop(stage.config)
     trainer = stage_trainer(current, stage, recorder, name, logger, signals, stopper)
     finished = done.exists()
     trainer.strategy.barrier()  # a stage without steps is written at once, maybe before another rank has looked
@@ -88,7 +87,7 @@ def fit(current: Run, stage: Stage, name: str, logger: Logger | None, signals: S
         contexts = mixture(config, stage.backbone, name, trainer.world_size // together)
         module = RetrievalData(stage.backbone, contexts, data.documents, config.workers, together)
         sizes = f"data.max_length={data.max_length}, data.questions={data.questions}, data.documents={data.documents}"
-        with memory(f"in {name}", sizes):
+        with memory_advice(f"in {name}", sizes):
             trainer.fit(stage, module, ckpt_path=str(last) if last.exists() else None, weights_only=True)
         if signals.agreed:
             signals.leave(first=trainer.is_global_zero)
@@ -127,7 +126,7 @@ def stage_trainer(
         plugins=[AtomicCheckpointIO()],
         callbacks=[
             recorder,
-            Progress(name),
+            StageProgress(name),
             *([stopper] if stage.config.patience else []),  # before what saves, so that a checkpoint has its look
             SaveOnSignal(signals, folder / "last.ckpt"),
             ModelCheckpoint(

@@ -123,7 +123,8 @@ class ChannelMask:
         except Exception as error:  # torch raises many kinds, some with pages of advice, for a file that is no tensor
             kind = type(error).__name__
             raise ValueError(f"mask={path} is not a tensor saved by torch.save ({kind}); give another file") from error
-        if not isinstance(values, Tensor) or values.dim() != 3 or not ((values == 0) | (values == 1)).all():
+        plain = isinstance(values, Tensor) and values.layout == torch.strided and not values.is_meta
+        if not plain or values.dim() != 3 or not ((values == 0) | (values == 1)).all():
             raise ValueError(f"mask={path} must hold one tensor [layers, kv_heads, head_dim] of zeros and ones")
         return cls(values.bool(), {"source": Path(path).name})._doubted(path)
 

@@ -102,7 +102,7 @@ def check_folder(run: Run, given: dict[str, object]) -> None:
     if not (out / "checkpoints").exists():
         return
     file = out / HASH
-    before = file.read_text().strip() if file.exists() else "unknown"
+    before = file.read_text(errors="replace").strip() if file.exists() else "unknown"
     need(
         run.config.resume,
         f"resume=false, and {out} holds a run already; set hydra.run.dir to a new folder, or resume=true",

@@ -23,13 +23,12 @@ from leank_train import backbone as backbones
 from leank_train.backbone import ModelConfig
 from leank_train.common.rotary import layer_ropes
 from leank_train.common.shape import kv_shape
-from leank_train.common.typed import BadConfig, Checked, Count, OneOf, Positive, Samples, Seed, Share, shown, typed
+from leank_train.common.typed import BadConfig, Checked, Count, Positive, Samples, Seed, Share, shown, typed
 from leank_train.forward.hook import has_rope
-from leank_train.mask import ROUNDINGS
 from leank_train.objective import steering
 from leank_train.running.parallel import TrainerConfig
 from leank_train.running.wandb_log import LoggerConfig
-from leank_train.stages import StageConfig
+from leank_train.stages import PruningConfig, StageConfig
 
 NOT_IN_HASH = (
     "trainer", "logger", "validation", "resume", "workers", "name", "checkpoint_every", "requeues", "extra_ratios",
@@ -73,23 +72,6 @@ class DataConfig(Checked):
             any(share > 0 for share in self.tasks.values()),
             f"tasks={dict(self.tasks)} has no task to draw: give shares from 0 on, at least one above 0",
         )
-
-
-@dataclass(frozen=True)
-class PruningConfig(Checked):
-    """The mask to learn.
-
-    ratio: share of K channels to prune.
-    align: every head keeps a multiple of this number of channels.
-    rounding: see `ChannelMask.from_scores`.
-    sink, window: first and last tokens that keep all channels.
-    """
-
-    ratio: Annotated[Share, "it is the share of channels to prune, e.g. 0.7"]
-    align: Positive = 32
-    rounding: Annotated[str, OneOf(*ROUNDINGS)] = "exact"
-    sink: Count = 128
-    window: Positive = 1024
 
 
 @dataclass(frozen=True)
@@ -239,12 +221,12 @@ def check_model(config: RunConfig, longest: dict[str, int]) -> None:
     need(
         dim % align == 0, f"pruning.align={align} does not divide head_dim={dim} of {kind}; use a divisor such as 16",
     )  # fmt: skip
-    check_lengths(model, kind, longest)
+    check_positions(model, kind, longest)
     for rope in layer_ropes(model):
         check_rope(config, rope, kind)
 
 
-def check_lengths(model: PreTrainedConfig, kind: str, longest: dict[str, int]) -> None:
+def check_positions(model: PreTrainedConfig, kind: str, longest: dict[str, int]) -> None:
     """Raise BadConfig for sequences that are longer than the model's positions or its sliding window."""
     limit = getattr(model, "max_position_embeddings", None)
     window = getattr(model, "sliding_window", None)

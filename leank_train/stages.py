@@ -23,15 +23,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from leank_train.backbone import Backbone
-from leank_train.common.typed import Checked, Count, OneOf, Positive
+from leank_train.common.typed import Checked, Count, OneOf, Positive, Share
 from leank_train.data import Batch
 from leank_train.forward.attention import EMPTY_HEADS
 from leank_train.forward.branching import branch, prefill, prefill_and_branch, student
 from leank_train.forward.prefix import to_device
 from leank_train.forward.sequence_parallel import prefill_in_shares
-from leank_train.mask import ChannelMask
+from leank_train.mask import ROUNDINGS, ChannelMask
 from leank_train.objective import distill, kl, steering
-from leank_train.running.parallel import Parallel, shard
+from leank_train.running.parallel import TrainerConfig, shard
 
 Auto = Annotated[str, OneOf(steering.AUTO)]
 
@@ -70,6 +70,23 @@ class StageConfig(Checked):
     heldout_documents: Positive = 8
 
 
+@dataclass(frozen=True)
+class PruningConfig(Checked):
+    """The mask to learn.
+
+    ratio: share of K channels to prune.
+    align: every head keeps a multiple of this number of channels.
+    rounding: see `ChannelMask.from_scores`.
+    sink, window: first and last tokens that keep all channels.
+    """
+
+    ratio: Annotated[Share, "it is the share of channels to prune, e.g. 0.7"]
+    align: Positive = 32
+    rounding: Annotated[str, OneOf(*ROUNDINGS)] = "exact"
+    sink: Count = 128
+    window: Positive = 1024
+
+
 class Stage(L.LightningModule):
     """What both stages share: the frozen decoder, alpha, Adam, and the distillation loss of Eq. 1."""
 
@@ -79,15 +96,14 @@ class Stage(L.LightningModule):
         self,
         backbone: Backbone,
         config: StageConfig,
-        sink: int,
-        window: int,
+        pruning: PruningConfig,
         alpha: Tensor | None = None,
-        parallel: Parallel | None = None,
+        parallel: TrainerConfig | None = None,
     ) -> None:
         """Make alpha, the only parameter.
 
         backbone: the frozen decoder.
-        sink, window: first and last tokens of a context that keep all channels.
+        pruning: the mask to learn.
         alpha: scores to start from, [L, H, D]; ones by default.
         parallel: how processes share the work; one process by default.
         """
@@ -96,7 +112,7 @@ class Stage(L.LightningModule):
             kl.check_head(backbone.model)
         # not a child of the module: a frozen decoder belongs in no checkpoint and in no optimizer
         self.__dict__["backbone"] = backbone
-        self.config, self.sink, self.window, self.parallel = config, sink, window, parallel or Parallel()
+        self.config, self.pruning, self.parallel = config, pruning, parallel or TrainerConfig()
         self.ranks: dist.ProcessGroup | None = None
         self._loss_of_all_ranks: Tensor | None = None  # from `training_step` to `backward`
         self.alpha = torch.nn.Parameter(torch.ones(backbone.shape) if alpha is None else alpha.detach().clone())
@@ -106,6 +122,10 @@ class Stage(L.LightningModule):
         self.ranks = self.parallel.context_ranks()
         if self.parallel.shard_weights:
             shard(self.backbone.model, self.trainer.strategy.root_device, self.config.objective == "kl")
+
+    def mask(self) -> ChannelMask:
+        """Return beta = Top_{s%, r}(alpha)."""
+        return ChannelMask.from_scores(self.alpha, self.pruning.ratio, self.pruning.align, self.pruning.rounding)
 
     def scores(self) -> Tensor:
         """Return what takes alpha's place in Eq. 1, [L, H, D]."""
@@ -137,7 +157,7 @@ class Stage(L.LightningModule):
         scores, empty = (self.scores(), self.config.empty_heads) if beta is None else (beta.to(self.alpha), "drop")
         scaled = student(
             model, prefix, question, answers.ids, answers.lengths, scores,
-            sink=self.sink, window=self.window, empty_heads=empty,
+            sink=self.pruning.sink, window=self.pruning.window, empty_heads=empty,
         )  # fmt: skip
         if self.config.objective == "kl":
             head = kl.Head.of(model)
@@ -157,8 +177,9 @@ class Stage(L.LightningModule):
         return {"loss": distillation + penalty, **values}
 
     @torch.no_grad()
-    def heldout(self, batches: Sequence[Batch], beta: Tensor) -> float:
-        """Return the distance under the mask beta, the mean over these batches of every rank."""
+    def heldout(self, batches: Sequence[Batch]) -> float:
+        """Return the distance under the mask that the scores give, the mean over these batches of every rank."""
+        beta = self.mask().keep
         losses = [self._over_ranks(batch, self.distillation(batch, beta))[1] for batch in batches]
         return float(torch.stack(losses).mean())
 
@@ -225,16 +246,12 @@ class Stage1(Stage):
         self,
         backbone: Backbone,
         config: StageConfig,
-        sink: int,
-        window: int,
+        pruning: PruningConfig,
         alpha: Tensor | None = None,
-        parallel: Parallel | None = None,
-        *,
-        ratio: float = 0.0,
+        parallel: TrainerConfig | None = None,
     ) -> None:
-        """Make alpha and lambda; `ratio` is the pruning ratio to which lam=auto steers the mean of alpha."""
-        super().__init__(backbone, config, sink, window, alpha, parallel)
-        self.ratio = ratio
+        """Make alpha and lambda."""
+        super().__init__(backbone, config, pruning, alpha, parallel)
         if config.lam == steering.AUTO:
             self.register_buffer("lam", torch.tensor(steering.START))  # a buffer: checkpoints hold it
         else:
@@ -263,34 +280,11 @@ class Stage1(Stage):
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         if isinstance(self.lam, Tensor):
             after = self.alpha.detach().mean()
-            steering.steer(self.lam, before, after, step, self.config.steps, self.ratio)
+            steering.steer(self.lam, before, after, step, self.config.steps, self.pruning.ratio)
 
 
 class Stage2(Stage):
-    """Learn alpha under the binary mask of a given ratio and alignment (section 3.2).
-
-    ratio, align, rounding: see `ChannelMask.from_scores`.
-    """
-
-    def __init__(
-        self,
-        backbone: Backbone,
-        config: StageConfig,
-        sink: int,
-        window: int,
-        alpha: Tensor | None = None,
-        parallel: Parallel | None = None,
-        *,
-        ratio: float,
-        align: int,
-        rounding: str,
-    ) -> None:
-        super().__init__(backbone, config, sink, window, alpha, parallel)
-        self.ratio, self.align, self.rounding = ratio, align, rounding
-
-    def mask(self) -> ChannelMask:
-        """Return beta = Top_{s%, r}(alpha)."""
-        return ChannelMask.from_scores(self.alpha, self.ratio, self.align, self.rounding)
+    """Learn alpha under the binary mask of a given ratio and alignment (section 3.2)."""
 
     def scores(self) -> Tensor:
         """Return beta, with alpha's gradient in the backward pass."""

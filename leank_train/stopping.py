@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
@@ -37,14 +37,13 @@ class EarlyStop(L.Callback):
     so they stop together. Checkpoints hold the looks and the best scores.
 
     config: settings of the stage; it has patience.
-    cut: scores [L, H, D] -> the mask that they give, bool.
 
     looks: (step, loss) of each look.
     best: scores [L, H, D] of the look with the smallest loss; None before the first look.
     """
 
-    def __init__(self, config: StageConfig, cut: Callable[[Tensor], Tensor]) -> None:
-        self.config, self.cut, self.first = config, cut, first_look(config)
+    def __init__(self, config: StageConfig) -> None:
+        self.config, self.first = config, first_look(config)
         self.looks: list[tuple[int, float]] = []
         self.best: Tensor | None = None
         self._batches: list[Batch] = []
@@ -75,13 +74,12 @@ class EarlyStop(L.Callback):
         if step < self.first or (step % self.config.heldout_every and step != trainer.max_steps):
             return
         assert isinstance(module, Stage)
-        alpha = module.alpha.detach().cpu()
-        loss = module.heldout(self._batches, self.cut(alpha))
+        loss = module.heldout(self._batches)
         if not math.isfinite(loss):
             raise ValueError(f"the loss of held-out documents is {loss}; set model.dtype=float32")
         self.looks.append((step, loss))
         if best_look(self.looks) == (step, loss):
-            self.best = alpha.clone()
+            self.best = module.alpha.detach().cpu().clone()
         module.log(f"{type(module).__name__.lower()}/heldout", loss)
         if self.over:
             trainer.should_stop = True

@@ -17,7 +17,7 @@ from leank_train.common.files import write_json
 from leank_train.common.rotary import rotary_pairs
 from leank_train.common.tensor_files import write_tensors
 from leank_train.data import collate
-from leank_train.fitting import fit, memory, mixture
+from leank_train.fitting import fit, memory_advice, mixture
 from leank_train.mask import ChannelMask, check_ratio
 from leank_train.objective.steering import AUTO, Separation
 from leank_train.run_folder import Run, claimed
@@ -29,7 +29,7 @@ from leank_train.running.wandb_log import log_results, make_logger
 from leank_train.settings import RunConfig, check, plain
 from leank_train.stages import Stage1, Stage2
 from leank_train.stopping import best_look
-from leank_train.validation.compare import check_lengths, validate
+from leank_train.validation.compare import check_samples_fit, validate
 
 log = logging.getLogger("leank_train")
 
@@ -53,29 +53,23 @@ def run(given: DictConfig, out: Path, signals: Signals | None = None) -> Metrics
 
 def train(current: Run, signals: Signals) -> Metrics:
     """Run all phases of a claimed run; see `run`."""
-    started, config, out = time.time(), current.config, current.out
+    started, config, out = time.monotonic(), current.config, current.out
     if current.alone:
         signals.leave_at_once()  # until the first step
     torch.set_float32_matmul_precision("high")
     L.seed_everything(config.seed, workers=True, verbose=False)
-    shared = parallel.settings(config.trainer)
 
     # 1. the model, and all that can be wrong with it and the data
-    backbone = load_backbone(config, shared)
+    backbone = load_backbone(config)
     check_inputs(config, backbone)
     logger = make_logger(config.logger, out)
     if logger:
         logger.log_hyperparams(current.resolved)
 
     # 2. the two stages
-    pruning = config.pruning
-    span = (pruning.sink, pruning.window)
-    stage1 = Stage1(backbone, config.stage1, *span, parallel=shared, ratio=pruning.ratio)
+    stage1 = Stage1(backbone, config.stage1, config.pruning, parallel=config.trainer)
     record1 = fit(current, stage1, "stage1", logger, signals)
-    stage2 = Stage2(
-        backbone, config.stage2, *span, alpha=stage1.alpha, parallel=shared,
-        ratio=pruning.ratio, align=pruning.align, rounding=pruning.rounding,
-    )  # fmt: skip
+    stage2 = Stage2(backbone, config.stage2, config.pruning, stage1.alpha, config.trainer)
     record2 = fit(current, stage2, "stage2", logger, signals)
     if not current.first:
         return {}
@@ -89,21 +83,21 @@ def train(current: Run, signals: Signals) -> Metrics:
     # 4. validation and plots
     if config.validation.samples:
         lengths = f"validation.batch={config.validation.batch}, validation.lengths={list(config.validation.lengths)}"
-        with memory("in validation; the mask is saved", lengths):
+        with memory_advice("in validation; the mask is saved", lengths):
             validate(config, backbone, mask, out, metrics)
     figures = plots.training_plots(record1, record2, alpha, mask, rotary_pairs(backbone.model.config), out / "plots")
-    metrics["seconds"]["all"] = round(time.time() - started, 1)
+    metrics["seconds"]["all"] = round(time.monotonic() - started, 1)
     write_json(out / "metrics.json", metrics)
     log_results(logger, metrics, figures, config.model.name, current.resolved, mask, out)
     return metrics
 
 
-def load_backbone(config: RunConfig, shared: parallel.Parallel) -> Backbone:
+def load_backbone(config: RunConfig) -> Backbone:
     """Load the frozen model: on the CPU if the ranks share its weights, which `Stage.setup` hands out."""
     own = parallel.device(config.trainer)
     dtype = str(backbones.torch_dtype(config.model.dtype, own)).removeprefix("torch.")
-    device = torch.device("cpu") if shared.shard_weights else own
-    with memory("while loading the model", f"the precision, model.dtype={config.model.dtype}"):
+    device = torch.device("cpu") if config.trainer.shard_weights else own
+    with memory_advice("while loading the model", f"the precision, model.dtype={config.model.dtype}"):
         return backbones.load(config.model.name, dtype, device, config.model.chat, dict(config.model.overrides))
 
 
@@ -122,7 +116,7 @@ def check_inputs(config: RunConfig, backbone: Backbone) -> None:
             raise ValueError(f"data.min_length or data.tasks.{name}: {error}") from error
     for together in [documents] if config.data.documents > 1 else [[d] for d in documents]:
         collate(backbone, together)
-    check_lengths(config, backbone)
+    check_samples_fit(config, backbone)
     pruning = config.pruning
     for name, ratio in [("ratio", pruning.ratio), *(("extra_ratios", ratio) for ratio in config.extra_ratios)]:
         check_ratio(backbone.shape, ratio, pruning.align, pruning.rounding, name)

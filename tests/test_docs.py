@@ -8,6 +8,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
+from eval.report.plots import FIGURES
 from tests import ROOT
 from tests.helpers.layers import LAYERS
 from tests.helpers.pages import DOCS, PAGES
@@ -65,6 +66,33 @@ def test_links_lead_to_files_and_sections(page):
         if not is_there(page.parent / file if file else page, anchor)
     ]
     assert not sorted(wrong)
+
+
+def prose(page: Path) -> list[str]:
+    """The lines of a page that are no code."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return [line for line in text.splitlines() if not line.startswith("    ")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_rows_have_the_columns_of_their_table(page):
+    wrong, columns = [], None
+    for line in prose(page):
+        cells = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else None
+        if cells and columns and cells != columns:
+            wrong.append(line)
+        columns = cells and (columns or cells)
+    assert not wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_points_of_a_list_begin_lines(page):
+    assert not [line for line in prose(page) if line[:1] != "|" and re.search(r"\w{2}\S* - \w", line)]
+
+
+def test_dashboards_name_every_picture_of_an_evaluation():
+    text = (DOCS / "dashboards.md").read_text(encoding="utf-8")
+    assert not [name for name in FIGURES if f"`plots/{name}`" not in text]
 
 
 def test_every_picture_is_on_a_page():

@@ -1,9 +1,11 @@
 """What Hydra refuses is one line, and a run that is refused leaves no folder."""
 
+import logging
 import os
 import re
 import shutil
 import subprocess
+import warnings
 from pathlib import Path
 
 import pytest
@@ -50,11 +52,13 @@ def test_hydra_s_message_is_one_line(monkeypatch):
         ("experiment=reference_ruler", r"use \+experiment=reference_ruler$"),
         ("name=a=b", r"'name=a=b' cannot be read; a value with .* needs quotes of its own, such as 'name=\"a b\"'$"),
         ("name=🙂\n", r"'name=🙂\\n' cannot be read"),
+        ("hydra.run.dir=null", r"override hydra\.run\.dir=null: field 'hydra\.run\.dir' is not Optional$"),
+        ("hydra.mode=foo", r"override hydra\.mode=foo: Invalid value 'foo', expected one of \[RUN, MULTIRUN\]$"),
     ],
 )
 def test_what_may_be_meant(override, said):
     with pytest.raises(HydraException) as caught, initialize_config_module("conf.eval", version_base="1.3"):
-        compose("eval", overrides=[override])
+        compose("eval", overrides=[override], return_hydra_config=True)
     assert re.search(said, refusal(caught.value))
 
 
@@ -89,6 +93,31 @@ def test_a_folder_whose_log_cannot_be_written(tmp_path):
 
     with pytest.raises(PermissionError):
         launch(main, "eval")
+
+
+def test_a_disk_that_fills_while_hydra_writes_its_files():
+    """The message of such an error has no name of a file."""
+
+    def main():
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match=r"No space left on device: .*hydra\.run\.dir"):
+        launch(main, "eval")
+
+
+def test_a_log_that_cannot_be_written_and_a_warning_are_no_tracebacks(capsys, monkeypatch):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+
+    def main():
+        full = logging.FileHandler("/dev/full")
+        full.emit(logging.makeLogRecord({"msg": "2 new rows"}))
+        full.stream = None  # closing would write what is left
+        said = warnings.formatwarning("no sha256", UserWarning, __file__, 1)
+        assert said == f"{__file__}:1: UserWarning: no sha256\n"
+
+    launch(main, "eval")
+    assert capsys.readouterr().err == ""
 
 
 SLURM = ["-m", "+experiment=llama_70pct", "hydra/launcher=slurm", "seed=1,2"]

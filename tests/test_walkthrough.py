@@ -31,12 +31,12 @@ def test_it_is_stored_without_outputs():
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook.cells)
 
 
-def test_a_few_steps(tmp_path):
+def test_the_notebook_runs_with_a_few_steps(tmp_path):
     text = run(tmp_path, FEW)
     assert "% of the K channels are pruned" in text
     assert (tmp_path / "mask.safetensors").exists()
 
 
 @pytest.mark.slow
-def test_as_it_stands(tmp_path):
+def test_the_notebook_runs_as_it_stands(tmp_path):
     assert "% of the K channels are pruned" in run(tmp_path, "")

@@ -64,7 +64,7 @@ class CommonWords(Task):
         common, uncommon, *_ = self._frequencies(request)
         costs = counter.pieces(words, " ")
         totals = [*accumulate((c * (common if i < _COMMON else uncommon) for i, c in enumerate(costs)), initial=0)]
-        numbers = _number_costs(request, common * _COMMON + uncommon * (len(words) - _COMMON))
+        numbers = _number_costs(request, _entries(len(words), common, uncommon))
         sizes = [totals[n] + numbers[_entries(n, common, uncommon)] for n in range(_COMMON, len(words) + 1)]
         n = _COMMON - 1 + bisect.bisect_right(sizes, budget)
         if n < _COMMON:

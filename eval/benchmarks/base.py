@@ -43,11 +43,7 @@ class Benchmark(Protocol):
     seed: int
 
     def check(
-        self,
-        config: PreTrainedConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        overhead: int,
-        max_new_tokens: int | None = None,
+        self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, overhead: int, max_new_tokens: int | None
     ) -> None:
         """Raise ValueError or FileNotFoundError before any weights are loaded.
 

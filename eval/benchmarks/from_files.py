@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -65,11 +65,7 @@ class FromFiles(Checked, ABC, Generic[Data]):
         """One line as a row."""
 
     def check(
-        self,
-        config: PreTrainedConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        overhead: int,
-        max_new_tokens: int | None = None,
+        self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, overhead: int, max_new_tokens: int | None
     ) -> None:
         """Read, build and score every line once; see `Benchmark.check`."""
         self._limit, self._reply = getattr(config, "max_position_embeddings", None), max_new_tokens
@@ -139,3 +135,13 @@ class FromFiles(Checked, ABC, Generic[Data]):
                 limit = self._limit - reply - overhead - 8  # the seam of a cut prompt may cost a token or two
             row = self.build(cell.task, line, tokenizer, limit)
         return replace(row, id=sample)
+
+
+def known_tasks(
+    tasks: Iterable[str], known: Mapping[str, object], where: str, plain: Callable[[str], str] = lambda task: task
+) -> Sequence[str]:  # fmt: skip
+    """Return the tasks. Raises ValueError for one that is not known. plain: the name that is looked up."""
+    for task in (found := list(tasks)):
+        if plain(task) not in known:
+            raise ValueError(f"benchmark.tasks: {task!r} is not in {where}; choose from {', '.join(known)}")
+    return found

@@ -6,18 +6,39 @@ reads the published files: that is the style "completion"; "chat" are the prompt
 Data: <task>.jsonl files in a folder, else from the Hugging Face hub.
 """
 
+from __future__ import annotations
+
 import json
 import re
-from collections.abc import Iterator
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
 from eval.benchmarks import source
+from eval.benchmarks.from_files import FromFiles, Tasks, known_tasks
 from eval.benchmarks.mmlu import LETTERS
 from eval.benchmarks.prompting import Tokenizer, fill
 from eval.benchmarks.row import Row
+from eval.benchmarks.rules import (
+    ANY_TEXT,
+    FOUR_TEXTS,
+    NAME,
+    TEXT,
+    Rule,
+    Schema,
+    alone,
+    checked,
+    is_digits,
+    is_number,
+    is_text_or_texts,
+    is_whole,
+    optional,
+)
+from leank_train.common.typed import OneOf, Positive
 
 REPO = "xinrongzhang2022/InfiniteBench"
 TASKS = (
@@ -36,6 +57,42 @@ class InfiniteBenchLine(TypedDict):
     answer: object
     options: NotRequired[list[object]]
     id: NotRequired[str | int | None]
+
+
+@dataclass
+class InfiniteBench(FromFiles[InfiniteBenchLine]):
+    """InfiniteBench.
+
+    path: a folder of <task>.jsonl files.
+    tasks: official names; None takes ASL's ten.
+    style: "completion" or "chat", see above.
+    max_length: tokens above which a prompt is cut; None takes what the model's positions leave.
+    """
+
+    tasks: Tasks | None = None
+    style: Annotated[str, OneOf(*STYLES)] = "completion"
+    max_length: Positive | None = None
+    name: str = "infinitebench"
+
+    cut = True
+
+    def wanted(self) -> Sequence[str]:
+        """Return the names of the tasks. Raises ValueError for an unknown one."""
+        return known_tasks(self.tasks or TASKS, assets()["max_new_tokens"], "InfiniteBench")
+
+    def read(self, task: str) -> Iterator[source.Line]:
+        """Yield the task's lines, checked against their schema."""
+        return checked(read(task, self.path), _schema(task))
+
+    def build(
+        self, task: str, line: InfiniteBenchLine, tokenizer: Tokenizer | None = None, max_length: int | None = None
+    ) -> Row:
+        """Build a row of one line."""
+        return build_row(task, line, tokenizer, max_length, self.style)
+
+    def identity(self) -> dict[str, object]:
+        """Return what every sample depends on; see `Benchmark.identity`."""
+        return {"max_length": self.max_length, "style": self.style, **super().identity()}
 
 
 @cache
@@ -108,3 +165,45 @@ def _found(pattern: str, text: str) -> str:
     if match is None:
         raise ValueError(f"the input {text[:200]!r} does not say what is asked ({pattern})")
     return match[1]
+
+
+def _schema(task: str) -> Schema:
+    """Return the schema of a task. Labels of code_run, math_find and math_calc are numbers, of all others texts."""
+    choice = task in CHOICES
+    asked = any(field in assets()["completion"][task] for field in ("{input}", "{question}", "{func}"))
+    fields = {
+        "context": TEXT,
+        "input": TEXT if asked else ANY_TEXT,
+        "answer": _LABELS.get(task, Rule("a text that is not blank, or a list of such texts", is_text_or_texts)),
+        "id": optional(NAME),
+    }
+    if choice:
+        fields["options"] = FOUR_TEXTS
+    return Schema(fields, _right_option if choice else lambda data: None, ("id",))
+
+
+def _right_option(data: Mapping[str, Any]) -> str | None:
+    """Say what is wrong with multiple choice: the answer, and its letter if given, must be of the options."""
+    answer, options = data["answer"], data["options"]
+    answers = [answer] if isinstance(answer, str) else answer
+    found = [letter for letter, option in zip(LETTERS, options, strict=True) if option == answers[0]]
+    if not found:
+        return f'"answer" is {reprlib.repr(answers[0])}, which is none of the options {reprlib.repr(options)}'
+    if len(answers) == 2 and answers[1] in found:
+        return None
+    if len(answers) > 1:
+        return f'"answer" is {reprlib.repr(answer)}; it must be the right option, or that with its letter'
+    return None if len(found) == 1 else f'"options" holds the answer {reprlib.repr(answers[0])} more than once'
+
+
+def _values(value: object) -> bool:
+    inner = value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list) else value
+    return isinstance(inner, list) and bool(inner) and all(map(is_whole, inner))
+
+
+_LABELS = {
+    **dict.fromkeys(("passkey", "number_string"), Rule("the digits as a text", alone(is_digits))),
+    "code_run": Rule("a whole number", alone(is_whole)),
+    "math_find": Rule("a number", alone(is_number)),
+    "math_calc": Rule("a list of whole numbers", _values),
+}

@@ -4,16 +4,23 @@ Source: THUDM/LongBench 2e00731, pred.py and config/ (MIT; prompts unchanged in 
 Data: <task>.jsonl files (or .jsonl.gz) in a folder, else the benchmark's data.zip from the Hugging Face hub.
 """
 
+from __future__ import annotations
+
 import json
-from collections.abc import Iterator
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
 from eval.benchmarks import source
+from eval.benchmarks.from_files import FromFiles, Tasks, known_tasks
 from eval.benchmarks.prompting import Tokenizer, fill
 from eval.benchmarks.row import Row
+from eval.benchmarks.rules import ANY_TEXT, NAME, TEXT, TEXTS, WHOLE, Rule, Schema, checked, optional
+from leank_train.common.typed import OneOf, Positive
 
 HUB = source.Hub("zai-org/LongBench", "data.zip")  # THUDM/LongBench until it moved; its loading script is refused
 
@@ -64,6 +71,43 @@ class LongBenchLine(TypedDict):
     _id: NotRequired[str | int | None]
 
 
+@dataclass
+class LongBench(FromFiles[LongBenchLine]):
+    """LongBench v1.
+
+    path: .jsonl, .jsonl.gz, data.zip or a folder of them.
+    tasks: official names; None takes those of `preset`.
+    preset: tasks of a paper's table.
+    max_length: tokens above which a prompt is cut; None takes what the model's positions leave.
+    """
+
+    tasks: Tasks | None = None
+    preset: Annotated[str, OneOf(*PRESETS)] = "leank"
+    max_length: Positive | None = None
+    name: str = "longbench"
+
+    cut = True
+
+    def wanted(self) -> Sequence[str]:
+        """Return the names of the tasks. Raises ValueError for an unknown one."""
+        known = max_new_tokens()
+        return known_tasks(self.tasks or tasks(self.preset), known, "LongBench", lambda t: t.removesuffix("_e"))
+
+    def read(self, task: str) -> Iterator[source.Line]:
+        """Yield the task's lines, checked against their schema."""
+        return checked(read(task, self.path), _schema(task))
+
+    def build(
+        self, task: str, line: LongBenchLine, tokenizer: Tokenizer | None = None, max_length: int | None = None
+    ) -> Row:
+        """Build a row of one line."""
+        return build_row(task, line, tokenizer, max_length)
+
+    def identity(self) -> dict[str, object]:
+        """Return what every sample depends on; see `Benchmark.identity`."""
+        return {"max_length": self.max_length, **super().identity()}
+
+
 def build_row(
     task: str,
     data: LongBenchLine,
@@ -106,3 +150,27 @@ def read(task: str, path: str | Path | None = None) -> Iterator[source.Line]:
 
 def _asset(name: str) -> Any:
     return json.loads(files("eval.benchmarks").joinpath("assets", name).read_text(encoding="utf-8"))
+
+
+def _schema(task: str) -> Schema:
+    """Return the schema of a task, "_e" or not."""
+    name = task.removesuffix("_e")
+    classes = name in ("trec", "lsht")
+
+    def whole(data: Mapping[str, Any]) -> str | None:
+        if data.get("dataset") is not None and data["dataset"].removesuffix("_e") != name:
+            return f'"dataset" is {data["dataset"]!r}, which is not the task {task!r}'
+        if classes and not set(data["answers"]) & set(data["all_classes"]):
+            return f'"answers" is {reprlib.repr(data["answers"])}; one must be among "all_classes"'
+        return None
+
+    fields = {
+        "context": TEXT,
+        "input": TEXT if "{input}" in prompts()[name] else ANY_TEXT,
+        "answers": TEXTS,
+        "all_classes": Rule(TEXTS.must, TEXTS.holds, needed=classes),
+        "length": optional(WHOLE),
+        "dataset": optional(TEXT),
+        "_id": optional(NAME),
+    }
+    return Schema(fields, whole, ("_id",))

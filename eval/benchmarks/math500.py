@@ -5,15 +5,26 @@ request to reason and to box the answer, which eval.metrics.math500 grades.
 Data: test.jsonl of prm800k's math_splits, else HuggingFaceH4/MATH-500 from the hub (the same problems).
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
 from eval.benchmarks import source
+from eval.benchmarks.from_files import FromFiles
+from eval.benchmarks.prompting import Tokenizer
 from eval.benchmarks.row import Row, kept
+from eval.benchmarks.rules import NAME, TEXT, Schema, checked, optional
+from leank_train.common.typed import Positive
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 MAX_NEW_TOKENS = 32_768  # Lethe does not say; what DeepSeek-R1, whose distilled models it uses, is evaluated with
+_SCHEMA = Schema(
+    {"problem": TEXT, "answer": TEXT, "subject": optional(TEXT), "level": optional(NAME), "unique_id": optional(NAME)},
+    same=("unique_id",),
+)
 
 
 class Math500Line(TypedDict):
@@ -24,6 +35,32 @@ class Math500Line(TypedDict):
     unique_id: NotRequired[str | int | None]
     subject: NotRequired[str | None]
     level: NotRequired[str | int | None]
+
+
+@dataclass
+class Math500(FromFiles[Math500Line]):
+    """MATH-500.
+
+    path: test.jsonl of prm800k's math_splits, or its folder.
+    max_new_tokens: of a reply.
+    """
+
+    max_new_tokens: Positive = MAX_NEW_TOKENS
+    name: str = "math500"
+
+    def read(self, task: str) -> Iterator[source.Line]:
+        """Yield the task's lines, checked against their schema."""
+        return checked(read(self.path), _SCHEMA)
+
+    def build(
+        self, task: str, line: Math500Line, tokenizer: Tokenizer | None = None, max_length: int | None = None
+    ) -> Row:
+        """Build a row of one line."""
+        return build_row(line, self.max_new_tokens)
+
+    def identity(self) -> dict[str, object]:
+        """Return what every sample depends on; see `Benchmark.identity`."""
+        return {"max_new_tokens": self.max_new_tokens, **super().identity()}
 
 
 def build_row(data: Math500Line, max_new_tokens: int = MAX_NEW_TOKENS) -> Row:

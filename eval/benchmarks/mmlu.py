@@ -1,24 +1,30 @@
-"""MMLU prompts.
+"""MMLU: the questions of a subject with examples before them, and their rows.
 
 Source: hendrycks/test, evaluate.py (MIT). Officially the reply is the likeliest of " A", " B", " C", " D" as next
 token. That token comes from the prefill, so it says nothing about a decoding method; for one, generate reasoning and
-read it with `extract_letter`.
+read it with `eval.metrics.mmlu.extract_letter`.
 Data: data.tar's folders dev and test of CSV files, a .jsonl, or cais/mmlu from the hub.
 """
 
+from __future__ import annotations
+
 import csv
 import io
-import re
+import json
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
 from data_gen.amount import amount
-from data_gen.reading import read_text
+from data_gen.reading import digest, read_text
 from eval.benchmarks import source
+from eval.benchmarks.from_files import FromFiles, Tasks
+from eval.benchmarks.prompting import Tokenizer
 from eval.benchmarks.row import Row
+from eval.benchmarks.rules import FOUR_TEXTS, TEXT, Rule, Schema, checked, is_whole
+from leank_train.common.typed import Count, Positive
 
 LETTERS = "ABCD"
 LETHE = (
@@ -29,7 +35,6 @@ INSTRUCTION = 'Reason step by step. End with a line "The answer is (X).", where 
 MAX_NEW_TOKENS = 32_768  # of reasoning; see eval.benchmarks.math500
 REPO = "cais/mmlu"
 SPLITS = ("dev", "test", "val", "validation", "train", "auxiliary_train")
-ANSWER_TOKENS = tuple(f" {letter}" for letter in LETTERS)
 
 
 class MmluLine(TypedDict):
@@ -41,6 +46,60 @@ class MmluLine(TypedDict):
 
 
 Question = MmluLine | Sequence[str]
+
+
+@dataclass
+class Mmlu(FromFiles[Question]):
+    """MMLU.
+
+    path: the folder of the official CSV files, or a .jsonl.
+    tasks: subjects; None takes Lethe's eight.
+    shots: examples before the question.
+    reasoning: whether the reply is reasoning of at most max_new_tokens; else it is one token, the letter.
+    """
+
+    tasks: Tasks | None = None
+    shots: Count = 5
+    reasoning: bool = True
+    max_new_tokens: Positive = MAX_NEW_TOKENS
+    name: str = "mmlu"
+    _dev: dict[str, list[Question]] = field(default_factory=dict, repr=False)
+
+    def wanted(self) -> Sequence[str]:
+        """Return the names of the tasks. Raises ValueError for an unknown one."""
+        return list(self.tasks or LETHE)
+
+    def read(self, task: str) -> Iterator[source.Line]:
+        """Yield the task's lines, checked against their schema."""
+        dev = checked(read(task, "dev", self.path), _SCHEMA)
+        self._dev[task] = [line.data for line in dev][: self.shots]
+        if len(self._dev[task]) < self.shots:
+            found = amount(len(self._dev[task]), "dev question")
+            raise ValueError(
+                f"benchmark.path={self.path}: {task} has {found}, benchmark.shots="
+                f"{self.shots} needs more; lower shots, check the subject's name, or give the whole data set"
+            )
+        return checked(read(task, "test", self.path), _SCHEMA)
+
+    def _check_source(self, tasks: Sequence[str]) -> None:
+        """Accept any path, because one .jsonl holds all subjects."""
+
+    def _known_by(self, task: str, lines: Sequence[source.Line]) -> str:
+        """Count the examples, too."""
+        return digest(json.dumps(self._dev[task], sort_keys=True) + super()._known_by(task, lines))
+
+    def build(
+        self, task: str, line: Question, tokenizer: Tokenizer | None = None, max_length: int | None = None
+    ) -> Row:
+        """Build a row of one line."""
+        if self.reasoning:
+            return reasoning_row(task, self._dev[task], line, "", self.max_new_tokens)
+        return row_for(task, self._dev[task], line, "")
+
+    def identity(self) -> dict[str, object]:
+        """Return what every sample depends on; see `Benchmark.identity`."""
+        reply = self.max_new_tokens if self.reasoning else 1
+        return {"shots": self.shots, "reasoning": self.reasoning, "max_new_tokens": reply, **super().identity()}
 
 
 def format_prompt(subject: str, dev_rows: Sequence[Question], row: Question) -> str:
@@ -146,16 +205,6 @@ def _from_hub(subject: str, split: str) -> Iterator[source.Line]:
         ) from error
 
 
-def extract_letter(reply: str) -> str | None:
-    """The letter of a generated answer: the last "answer is (X)" or "Answer: X", else a leading letter. Ours."""
-    # possessive quantifiers give nothing back, so that a long run of blanks is read once
-    stated = re.findall(r"(?i:answer)\s*+(?i:is)?+\s*+:?+\s*+\**+\(?+([A-D])\b", reply)
-    if stated:
-        return str(stated[-1])
-    leading = re.match(r"\s*\(?([A-D])\b", reply)
-    return leading[1] if leading else None
-
-
 def _ask(row: Question) -> str:
     if isinstance(row, Mapping):
         question, choices = row["question"], row["choices"]
@@ -163,3 +212,10 @@ def _ask(row: Question) -> str:
         question, choices = row[0], row[1:-1]
     options = "".join(f"\n{mark}. {choice}" for mark, choice in zip(LETTERS, choices, strict=False))
     return f"{question}{options}\nAnswer:"
+
+
+def _letter(value: object) -> bool:
+    return (is_whole(value) and 0 <= value < 4) or (isinstance(value, str) and value in tuple(LETTERS))
+
+
+_SCHEMA = Schema({"question": TEXT, "choices": FOUR_TEXTS, "answer": Rule("a letter A-D or a number 0-3", _letter)})

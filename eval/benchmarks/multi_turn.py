@@ -10,7 +10,7 @@ on documents of data_gen. A method that chooses tokens by a question's attention
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge, MinLen
@@ -20,7 +20,7 @@ from data_gen.haystack import SPLITS
 from data_gen.request import Request
 from data_gen.tasks import TASKS, task
 from data_gen.tasks.niah import Niah
-from data_gen.tokens import TokenCounter
+from data_gen.tokens import counter_of
 from eval.benchmarks.base import Cell, check_lengths
 from eval.benchmarks.row import Row
 from leank_train.common.typed import Checked, OneOf, Positive, Samples, Seed
@@ -53,16 +53,11 @@ class MultiTurn(Checked):
     essays: str | None = None
     split: Annotated[str, OneOf(*SPLITS)] = "all"
     name: str = "multi_turn"
-    _counters: dict[int, TokenCounter] = field(default_factory=dict, repr=False)
 
     compress = "before_question"  # what the run must be set to, because the document is compressed without a question
 
     def check(
-        self,
-        config: PreTrainedConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        overhead: int,
-        max_new_tokens: int | None = None,
+        self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, overhead: int, max_new_tokens: int | None
     ) -> None:
         """Check settings before any weights are loaded; see `Benchmark.check`."""
         known = [name for name, one in TASKS.items() if isinstance(one, Niah)]
@@ -101,11 +96,10 @@ class MultiTurn(Checked):
 
     def row(self, cell: Cell, sample: str, tokenizer: PreTrainedTokenizerBase, overhead: int) -> Row:
         """Build one conversation, as the row of its first turn; see `Benchmark.row`."""
-        counter = self._counters.setdefault(id(tokenizer), TokenCounter(tokenizer))
         assert cell.length is not None
         name, _, mode = cell.task.rpartition("_")
         wanted = Request(
-            name, cell.length, counter, self.seed, int(sample), self.turns,
+            name, cell.length, counter_of(tokenizer), self.seed, int(sample), self.turns,
             essays=self.essays, split=self.split, reserve=overhead,
         )  # fmt: skip
         made = task(name).build(wanted)

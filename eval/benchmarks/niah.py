@@ -105,7 +105,7 @@ def recall(reply: str, expected: str = EXPECTED) -> float:
 
 
 @dataclass
-class Niah(Checked):
+class NeedleGrid(Checked):
     """The grid, cell by cell (eval.benchmarks.base): each cell is a length, and its samples are the depths.
 
     lengths: tokens; None takes `count` lengths from shortest to longest, as officially.
@@ -125,11 +125,7 @@ class Niah(Checked):
     _texts: dict[int, str] = field(default_factory=dict, repr=False)
 
     def check(
-        self,
-        config: PreTrainedConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        overhead: int,
-        max_new_tokens: int | None = None,
+        self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, overhead: int, max_new_tokens: int | None
     ) -> None:
         """Check settings and data before any weights are loaded; see `Benchmark.check`."""
         limit = getattr(config, "max_position_embeddings", None) or LONGEST

@@ -6,7 +6,7 @@ LeanK's tables have 200 samples per task.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import MinLen
@@ -17,7 +17,7 @@ from data_gen.haystack import SPLITS
 from data_gen.request import Request
 from data_gen.sample import Sample
 from data_gen.tasks import CHAINS, qa, task
-from data_gen.tokens import TokenCounter
+from data_gen.tokens import counter_of
 from eval.benchmarks.base import Cell, check_lengths
 from eval.benchmarks.row import Row
 from leank_train.common.typed import Checked, OneOf, Positive, Samples, Seed
@@ -34,10 +34,11 @@ QA = {"qa_1": "squad", "qa_2": "hotpotqa"}  # and the setting that names their d
 
 
 def draw(
-    name: str, length: int, counter: TokenCounter, seed: int, index: int, essays: str | None = None, split: str = "all",
-    data: str | None = None,
+    name: str, length: int, tokenizer: PreTrainedTokenizerBase, seed: int, index: int, essays: str | None = None,
+    split: str = "all", data: str | None = None,
 ) -> Sample:  # fmt: skip
     """One sample of a task of data_gen, sized as RULER's: prompt and reply keep to `length` tokens."""
+    counter = counter_of(tokenizer)
     wanted = Request(name, length, counter, seed, index, exact=False, essays=essays, split=split, data=data)
     return task(name).build(wanted).samples()[0]
 
@@ -63,14 +64,9 @@ class Ruler(Checked):
     squad: str | None = None
     hotpotqa: str | None = None
     name: str = "ruler"
-    _counters: dict[int, TokenCounter] = field(default_factory=dict, repr=False)
 
     def check(
-        self,
-        config: PreTrainedConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        overhead: int,
-        max_new_tokens: int | None = None,
+        self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, overhead: int, max_new_tokens: int | None
     ) -> None:
         """Check settings and data before any weights are loaded; see `Benchmark.check`."""
         known = [*OFFICIAL, *EXTRA]
@@ -98,11 +94,10 @@ class Ruler(Checked):
 
     def row(self, cell: Cell, sample: str, tokenizer: PreTrainedTokenizerBase, overhead: int) -> Row:
         """Build one sample; see `Benchmark.row`."""
-        counter = self._counters.setdefault(id(tokenizer), TokenCounter(tokenizer))
         assert cell.length is not None
         length = cell.length - overhead
         data = self._data(cell.task)
-        made = draw(cell.task, length, counter, self.seed, int(sample), self.essays, self.split, data)
+        made = draw(cell.task, length, tokenizer, self.seed, int(sample), self.essays, self.split, data)
         return Row(
             task=cell.task,
             id=sample,

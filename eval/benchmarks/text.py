@@ -52,11 +52,7 @@ class Text(Checked):
     _windows: dict[int, list[Window]] = field(default_factory=dict, repr=False)
 
     def check(
-        self,
-        config: PreTrainedConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        overhead: int,
-        max_new_tokens: int | None = None,
+        self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, overhead: int, max_new_tokens: int | None
     ) -> None:
         """Cut the text into windows before any weights are loaded; see `Benchmark.check`."""
         check_lengths(self.lengths, config)

@@ -7,10 +7,10 @@ import os
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Never, Self
 
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.utils import GenerateOutput
 
@@ -147,6 +147,9 @@ class CompressedCache(Cache):
             layer.ended_at = -1  # what is copied is no prompt that still lacks chunks
         return new
 
+    def __reduce__(self) -> Never:
+        raise TypeError("a compressed cache is not pickled; call save(), and CompressedCache.load() where it goes on")
+
     def repeat(self, repeats: int) -> Self:
         """A new cache with each row `repeats` times, the copies of a row side by side; this cache stays as it is.
 
@@ -253,12 +256,10 @@ def compressed_cache(
     one batch; `reset()` makes it new.
 
     Raises ValueError if the mask does not fit the model, a layer's attention is neither full nor sliding, or the model
-    takes no registered attention function. Warns if no layer can be compressed.
+    takes no registered attention function. Warns if no layer can be compressed, or if the mask names another model.
     """
     config = model.config.get_text_config(decoder=True)
-    expected = kv_shape(config)
-    middles = _middles(mask, expected)
-    sizes, choice = Sizes(sink, window, flush), choose_backend(backend)
+    middles, sizes, choice = _middles(mask, config), Sizes(sink, window, flush), choose_backend(backend)
     layers: list[CacheLayerMixin] = []
     for index, layer in enumerate(DynamicCache(config=config).layers):
         if type(layer) is DynamicLayer:
@@ -283,14 +284,13 @@ def compressed_cache(
     return CompressedCache(layers, choice, model)
 
 
-def _middles(mask: MaskLike | list[Middle] | None, expected: tuple[int, int, int]) -> list[Middle]:
-    """One Middle per layer; raises ValueError unless they fit the model's `expected` (layers, KV heads, head_dim)."""
+def _middles(mask: MaskLike | list[Middle] | None, config: PreTrainedConfig) -> list[Middle]:
+    """One Middle per layer; raises ValueError unless they fit the model's (layers, KV heads, head_dim)."""
+    expected = kv_shape(config)
     if mask is None:
         return [Middle()] * expected[0]
-    if isinstance(mask, list) and all(isinstance(middle, Middle) for middle in mask):
-        found = mask
-    else:
-        found = [Middle(keep) for keep in layer_masks(mask)]
+    given = mask if isinstance(mask, list) and all(isinstance(middle, Middle) for middle in mask) else None
+    found = given or [Middle(keep) for keep in layer_masks(mask, config)]
     shapes = [(len(found), *m.channels.shape[-2:]) for m in found if m.channels is not None]
     for shape in shapes or [(len(found), *expected[1:])]:
         if shape != expected:

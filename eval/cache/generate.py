@@ -21,7 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    Cache,
+    GenerationConfig,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.generation.utils import GenerateOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput
@@ -83,13 +90,10 @@ class _Stepped:
         if kept.loop is not None and kept.key == step_key(self._model, cache.addresses()):
             kept.loop.resume(loop.positions)
             return kept.loop
-        if self._pays():
+        if self._longest - cache.get_seq_length() > CAPTURE_FOR:  # else it costs more than it saves
             loop.capture()
             kept.loop, kept.key = loop, step_key(self._model, cache.addresses())
         return loop
-
-    def _pays(self) -> bool:
-        return self._longest - self._cache.get_seq_length() > CAPTURE_FOR
 
 
 class _NextStep(StoppingCriteria):
@@ -121,7 +125,8 @@ def graph_decoding(
 ) -> GenerateOutput | Tensor:
     """Greedy decoding and sampling for `model.generate(custom_generate=graph_decoding)`; beams run as usual.
 
-    transformers hands no streamer and no assistant to a `custom_generate`; `CompressedCache.generate` takes both.
+    transformers hands no streamer, no assistant and no tokenizer to a `custom_generate`; `CompressedCache.generate`
+    takes them.
 
     Raises ValueError for assisted decoding.
     """
@@ -154,13 +159,19 @@ def generate(cache: Cache, model: PreTrainedModel, **kwargs: object) -> Generate
         )
     run: Any = model.generate
     streamer = kwargs.get("streamer")
-    config = kwargs.get("generation_config") or model.generation_config
-    if any(kwargs.get(name, getattr(config, name, None)) for name in ASSISTED):
+    config: Any = kwargs.get("generation_config") or model.generation_config
+    plain = (*ASSISTED, "token_healing")
+    if any(kwargs.get(name, getattr(config, name, None)) for name in plain) or config.stop_strings:
         return run(past_key_values=cache, **kwargs)
+    words: Any = kwargs.pop("tokenizer", None)  # transformers hands it to no custom_generate
+    if words is not None and kwargs.get("stop_strings"):
+        stop: Any = kwargs.pop("stop_strings")
+        given: Any = kwargs.get("stopping_criteria") or []
+        kwargs["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(words, stop)])
 
     def decode(
-        model: PreTrainedModel, input_ids: Tensor, generation_config: GenerationConfig, **given: Any
+        model: PreTrainedModel, input_ids: Tensor, generation_config: GenerationConfig, **more: Any
     ) -> GenerateOutput | Tensor:
-        return graph_decoding(model, input_ids, generation_config, streamer=streamer, **given)
+        return graph_decoding(model, input_ids, generation_config, streamer=streamer, **more)
 
     return run(past_key_values=cache, custom_generate=decode, **kwargs)

@@ -29,6 +29,9 @@ class AttendingLayer(Protocol):
     ) -> Tensor:
         """Attention of the queries q [B, Hq, Q, D] over what the layer holds: [B, Q, Hq, D]."""
 
+    def get_seq_length(self) -> int:
+        """Columns held, those of the queries included."""
+
 
 def attention(
     module: nn.Module,
@@ -54,6 +57,12 @@ def attention(
     """
     softmax = Softmax.of(getattr(module, "layer_idx", "?"), kwargs)
     if not isinstance(key, Tensor):
+        positions = kwargs.get("position_ids") if kwargs.get("use_cache") is False else None
+        if positions is not None and key.get_seq_length() > query.shape[2] and bool((positions[..., 0] == 0).any()):
+            raise ValueError(
+                "use_cache=False hands over all tokens anew at every step, and this cache holds them already: leave "
+                "use_cache on, and call cache.reset() before the whole conversation comes again"
+            )
         return key.attend(query, attention_mask, scaling, softmax), None
     causal = getattr(module, "is_causal", True)
     if causal and not dropout and (attention_mask is None or attention_mask.ndim == 2):

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 
-class Rule(NamedTuple):
+class AnswerRule(NamedTuple):
     """Text between `keyword` and `end` (or the end of the reply) is read as the answer."""
 
     keyword: str
@@ -20,16 +20,16 @@ class Rule(NamedTuple):
 
 
 RULES = (
-    Rule("answer: ", "."),
-    Rule("solution: ", "."),
-    Rule("oxed{", "}", last=True),
-    Rule("**answer:** ", "."),
-    Rule("**answer: ", "**"),
-    Rule("final answer: answer: ", "."),
-    Rule("\nanswer: ", "."),
-    Rule("\\text{answer: } ", None),
-    Rule("is ", ".", last=True),
-    Rule("answer: ", "\n"),
+    AnswerRule("answer: ", "."),
+    AnswerRule("solution: ", "."),
+    AnswerRule("oxed{", "}", last=True),
+    AnswerRule("**answer:** ", "."),
+    AnswerRule("**answer: ", "**"),
+    AnswerRule("final answer: answer: ", "."),
+    AnswerRule("\nanswer: ", "."),
+    AnswerRule("\\text{answer: } ", None),
+    AnswerRule("is ", ".", last=True),
+    AnswerRule("answer: ", "\n"),
 )
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_gen.amount import amount
-from data_gen.ending import again, ending, in_one_line
+from data_gen.ending import again, ending
 
 if TYPE_CHECKING:
     from eval.papers.item import Item
@@ -127,14 +127,11 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for name in ("httpx", "matplotlib"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    try:
-        with ending("eval.papers", lambda: f"what is in {arguments.out} is kept; to go on: {again('eval.papers')}"):
-            if arguments.list:
-                print(listing(arguments.paper))
-                return
-            status = run(arguments)
-    except ValueError as error:
-        sys.exit(f"eval.papers: {in_one_line(str(error))}")
+    with ending("eval.papers", lambda: f"what is in {arguments.out} is kept; to go on: {again('eval.papers')}"):
+        if arguments.list:
+            print(listing(arguments.paper))
+            return
+        status = run(arguments)
     sys.exit(status)
 
 

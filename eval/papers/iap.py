@@ -32,6 +32,7 @@ def against_think(tokens: str, ratio: float, equal: bool = False) -> tuple[Contr
     return tuple(Contrast(*both, bound=EQUAL if equal else 0.0, equal=equal) for both in names)
 
 
+PROMPTS = "Prompts of RULER's niah_single_2, a needle in natural text, instead of Qasper's and NarrativeQA's."
 SHORT = {"samples": 1, "length": 1024}
 INTERACTION = Analysed("interaction", quick=SHORT)
 PAIRED, SAMPLE = ("layer", "sample", "ratio"), ("sample",)  # rows of ThinK and of IAP with the same prompt
@@ -47,7 +48,7 @@ INTERACT = (
 ITEMS = (
     Item("iap:fig1", "How much each pair of channels adds to the error together, in layers of growing depth.",
          "Channels interact: many terms off the diagonal are large, fewer so in deep layers.",
-         here=(INTERACTION,), real=(on("llama3_8b", "interaction"),), needs=LLAMA3, claims=INTERACT),
+         here=(INTERACTION,), real=(on("llama3_8b", "interaction"),), needs=LLAMA3, claims=INTERACT, note=PROMPTS),
     Item("iap:fig2", "Mean and standard deviation of the queries' channels in the observation window.",
          "Queries vary more than their mean says, so a window cannot stand for all queries.",
          here=(Analysed("query_spread", quick={"length": 1024}),), real=(on("llama3_8b", "query_spread"),),
@@ -56,7 +57,7 @@ ITEMS = (
     Item("iap:fig3", "By how much IAP's error of the logits is below ThinK's, by layer.",
          "IAP's error is smaller, most of all in shallow layers.",
          here=(Analysed("layer_error", {"samples": 50}, quick={"samples": 10, "length": 1024}),),
-         real=(on("llama3_8b", "layer_error"), on("mistral_7b", "layer_error")),
+         real=(on("llama3_8b", "layer_error", samples=20), on("mistral_7b", "layer_error", samples=20)),
          needs=f"{LLAMA3}, {MISTRAL}",
          claims=(Expect("relative error of the logits in the first three of 7 layers, ThinK over IAP",
                         where(measure="logits", method="ThinK", layer=SHALLOW),
@@ -69,7 +70,7 @@ ITEMS = (
     Item("iap:fig4", "More interaction maps, of two models.", "The same holds on both models.",
          here=(INTERACTION,), real=(on("llama3_8b", "interaction"),
                                                 on("mistral_7b", "interaction")),
-         needs=f"{LLAMA3}, {MISTRAL}", claims=INTERACT),
+         needs=f"{LLAMA3}, {MISTRAL}", claims=INTERACT, note=PROMPTS),
     Item(
         "iap:table1", "LongBench on LLaMA-3: IAP and ThinK at 50 and 60% on SnapKV and H2O, by KV size.",
         "IAP is better in most settings.", here=(grid,),
@@ -91,9 +92,9 @@ ITEMS = (
     ),
     Item(
         "iap:table4", "How many recent tokens stay whole with IAP: 32 or 64.", "It makes no difference.",
-        here=(here("papers/snapkv_iap_recent", sets=sized([256], "snapkv_iap_recent")),),
+        here=(here("papers/snapkv_iap_recent", sets=sized([256], "snapkv_iap_recent_32", "snapkv_iap_recent_64")),),
         real=(longbench("llama3_8b", "iap", "papers/snapkv_iap_recent"),), needs=f"{LLAMA3}, LongBench",
-        claims=(Contrast("snapkv_iap_recent_256_32", "snapkv_iap_recent_256_64", bound=EQUAL, equal=True),),
+        claims=(Contrast("snapkv_iap_recent_32_256", "snapkv_iap_recent_64_256", bound=EQUAL, equal=True),),
         note="Recent tokens count to the KV size of 256, so with 64 fewer others are chosen.",
     ),
     Item(
@@ -106,10 +107,11 @@ ITEMS = (
     ),
     Item("iap:table6", "Memory, time to the first token and per token: KIVI at 4 bits, alone and with IAP.",
          "Memory falls by 16 and 17%; the first token comes later.", here=(kivi,),
-         real=(gpu("python -m scripts.bench.decoding.methods OUT --lengths 160 --new 338 --methods dense papers/kivi4"
-                   " papers/kivi4_iap"),), needs="a GPU",
+         real=(gpu("python -m scripts.bench.decoding.methods OUT --lengths 4097 --new 128 --window 128 --batches 1 15 "
+                   "--methods dense papers/kivi4 papers/kivi4_iap"),), needs="a GPU",
          claims=(Contrast("kivi4_iap_0.5", "kivi4", "bytes", 1), Contrast("kivi4_iap_0.6", "kivi4", "bytes", 1)),
-         note="Bytes are those of the method; seconds are of the machine that runs this."),
+         note="Bytes are those of the method; seconds are of the machine that runs this, on the shape "
+         "of Llama-3.1-8B, not of LLaMA-2."),
     Item("iap:table7", "Which [a, b] the paper chose on LLaMA-3, by KV size.", "None below 1024, [3, 7] from there on.",
          here=(protected,),
          real=(longbench("llama3_8b", "iap", "papers/snapkv_iap", "papers/snapkv_iap_free", "papers/h2o_iap",

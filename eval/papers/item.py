@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-Row = dict[str, str | float | int | None]
+Measurement = dict[str, str | float | int | None]  # a row of an analysis
 Measure = Literal["score", "bytes", "first_token", "per_token"]
 
 
@@ -112,8 +112,8 @@ class Expect:
     """
 
     says: str
-    of: Callable[[Row], bool]
-    minus: Callable[[Row], bool] | None = None
+    of: Callable[[Measurement], bool]
+    minus: Callable[[Measurement], bool] | None = None
     by: tuple[str, ...] = ()
     over: tuple[str, ...] = ()
     units: str = "samples"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from eval.methods.prefill.asl import NOWHERE
-from eval.papers.item import Contrast, Expect, Row
+from eval.papers.item import Contrast, Expect, Measurement
 from eval.report.groups import which
 from eval.rows.result_row import ResultRow
 from leank_train.common.bootstrap import interval, mean
@@ -93,7 +93,7 @@ def contrast(claim: Contrast, rows: Sequence[ResultRow], alone: bool = True) -> 
     return replace(judged, remark="; ".join(filter(None, (judged.remark, _idle(claim, rows)))))
 
 
-def expect(claim: Expect, rows: Sequence[Row]) -> Judgement:
+def expect(claim: Expect, rows: Sequence[Measurement]) -> Judgement:
     """Judge the mean value of some rows of an analysis, or the difference of two such means."""
     name = claim.says if claim.minus is None else f"{claim.says}, difference"
     name = f"{name}, {_side(claim.above)} {claim.bound:g}"
@@ -191,12 +191,12 @@ def _side(above: bool) -> str:
     return "above" if above else "below"
 
 
-def _chosen(counts: Callable[[Row], bool], rows: Sequence[Row]) -> list[tuple[Row, float]]:
+def _chosen(counts: Callable[[Measurement], bool], rows: Sequence[Measurement]) -> list[tuple[Measurement, float]]:
     """Return the rows that count and have a value, with it."""
     return [(row, float(value)) for row in rows if counts(row) and (value := row.get("value")) is not None]
 
 
-def _pairs(claim: Expect, rows: Sequence[Row]) -> list[tuple[Row, float]]:
+def _pairs(claim: Expect, rows: Sequence[Measurement]) -> list[tuple[Measurement, float]]:
     """Return the rows that agree in the fields by which they are paired, with the difference of their values."""
     assert claim.minus is not None
     of, minus = ({tuple(row[name] for name in claim.by): (row, value) for row, value in _chosen(counts, rows)}
@@ -204,7 +204,7 @@ def _pairs(claim: Expect, rows: Sequence[Row]) -> list[tuple[Row, float]]:
     return [(of[key][0], of[key][1] - minus[key][1]) for key in of if key in minus]
 
 
-def _units(found: Sequence[tuple[Row, float]], over: Sequence[str]) -> list[float]:
+def _units(found: Sequence[tuple[Measurement, float]], over: Sequence[str]) -> list[float]:
     """Return the mean of each unit's values."""
     units: dict[object, list[float]] = defaultdict(list)
     for number, (row, value) in enumerate(found):

@@ -12,7 +12,7 @@ NAMES = "DeepSeek-R1-Distill-Qwen-7B and -32B, -Llama-8B and -70B"
 RIVALS = ("h2o", "streaming_llm", "pyramidkv", "papers/lethe")
 BOUND = (
     "Random weights attend almost evenly, and then no layer has a breakpoint: the benchmark bounds what a layer holds "
-    "(limit), and with real weights Lethe may hold more."
+    "(limit), and with real weights Lethe may hold more. Its shape is that of Llama-3.1-8B alone."
 )
 LATE = range(128, 10**6)  # decoding steps
 HELD = (
@@ -62,10 +62,11 @@ ON_MATH = (
 ITEMS = (
     Item("lethe:fig1", "Hoyer sparsity of attention by layer and decoding step.",
          "Layers differ, and a layer changes over time, so each needs a budget of its own that moves.",
-         here=(Analysed("sparsity"),), real=(on("r1_llama_8b", "sparsity"),
-                                             on("r1_qwen_7b", "sparsity")),
+         here=(Analysed("sparsity"),), real=(on("r1_llama_8b", "sparsity", steps=5700, every=50),
+                                             on("r1_qwen_7b", "sparsity", steps=3000, every=50)),
          needs="DeepSeek-R1-Distill-Llama-8B, -Qwen-7B",
-         note="The paper gives no number. Rows have the standard deviations between layers and over steps."),
+         note="The paper gives no number, and has prompts of MATH-500 and MMLU, not of RULER. Rows have the standard "
+         "deviations between layers and over steps."),
     Item("lethe:fig2", "How Lethe runs beside decoding, as a drawing.",
          note="docs/architecture.md has the way of a step; eval/cache/storage/eviction.py evicts."),
     Item("lethe:fig3", "Which tokens two layers still hold after 1,000 and 2,000 steps.",
@@ -78,7 +79,7 @@ ITEMS = (
          here=(REPLIES, Analysed("retained_tokens")), real=(SPEED,), needs="a GPU", claims=(*LEVEL, *HELD),
          note=f"Memory as tokens held, from retained_tokens. {PLATEAU} {BOUND}"),
     Item("lethe:fig5", "Attention of four heads of a layer.", "Heads of a layer look at the same tokens.",
-         here=(Analysed("head_similarity"),), real=(on("r1_qwen_7b", "head_similarity"),),
+         here=(Analysed("head_similarity"),), real=(on("r1_qwen_7b", "head_similarity", layers=[6]),),
          needs="DeepSeek-R1-Distill-Qwen-7B",
          claims=(Expect("cosine of the attention of two heads of a layer", where(measure="mean_cosine", part="all"),
                         bound=0.5, units="layers", chosen=True),),

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.inference.models import ModelConfig, load_config, load_model
 from eval.papers.analyses import Analysis
-from eval.papers.item import Analysed, Contrast, EvalRun, Item, Row, Step
+from eval.papers.item import Analysed, Contrast, EvalRun, Item, Measurement, Step
 from eval.papers.judge import Judgement, contrast, expect
 from eval.papers.portions import Portion, portions
 from eval.papers.side_by_side import one_by_one, side_by_side
@@ -29,7 +29,7 @@ class Measured:
     """Rows of one analysis, and the analysis, which draws them."""
 
     analysis: Analysis
-    rows: list[Row]
+    rows: list[Measurement]
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Workshop:
         return self._models[key], load_config(config)[1]
 
 
-def _rows_in(file: Path) -> list[Row]:
+def _rows_in(file: Path) -> list[Measurement]:
     """Return the rows of an analysis that was made before. Raises ValueError for a file that is damaged."""
     try:
         rows = json.loads(file.read_text(encoding="utf-8"))["rows"]

@@ -15,7 +15,7 @@ from eval.papers.registry import runs, status
 from eval.papers.verdicts import headlines
 from eval.report import plots, style
 from eval.report.html import figure, page, to_table
-from eval.report.table import Table, TableLine
+from eval.report.table import ReportTable, TableLine
 from eval.report.tables import by_length, markdown, number, overall
 
 SHARED = "Processes that shared the machine took the milliseconds (--jobs): they compare nothing."
@@ -38,7 +38,7 @@ code { font-size: .86rem; overflow-wrap: anywhere; }
 """
 
 
-def published_tables(item: Item) -> list[Table]:
+def published_tables(item: Item) -> list[ReportTable]:
     """Return the paper's own figures for an item, where eval/published has them."""
     found = []
     for name in item.tables:
@@ -53,11 +53,11 @@ def published_tables(item: Item) -> list[Table]:
         ]  # fmt: skip
         head = ["model", "method", *extra, *columns, "average"]
         title = f"{published.PAPERS[item.paper]}, table {name}: {table['title']} (published)"
-        found.append(Table(title, head, lines, " ".join(table["errata"])))
+        found.append(ReportTable(title, head, lines, " ".join(table["errata"])))
     return found
 
 
-def our_tables(made: Made) -> list[Table]:
+def our_tables(made: Made) -> list[ReportTable]:
     """Return the tables of an item's replays."""
     found = []
     for run in made.runs:
@@ -169,7 +169,7 @@ def _article(made: Made) -> str:
     return "".join(parts)
 
 
-def _small(table: Table) -> str:
+def _small(table: ReportTable) -> str:
     """Make a table under a small heading; a long one is folded."""
     made = to_table(table).replace("<h2>", "<h3>").replace("</h2>", "</h3>")
     if len(table.lines) <= LONG:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from eval.papers.item import Analysed, Command, EvalRun, Need, Row
+from eval.papers.item import Analysed, Command, EvalRun, Measurement, Need
 
 # --quick: the two hardest tasks at 1K, and as few samples as a verdict takes
 QUICK = (
@@ -60,10 +60,10 @@ def on(model: str, name: str, **settings: object) -> Analysed:
     return Analysed(name, settings, overrides=(f"model={model}",))
 
 
-def where(**wanted: object) -> Callable[[Row], bool]:
+def where(**wanted: object) -> Callable[[Measurement], bool]:
     """Whether a row of an analysis has these values; a range or a tuple accepts any of its own."""
 
-    def counts(row: Row) -> bool:
+    def counts(row: Measurement) -> bool:
         return all(
             row.get(name) in value if isinstance(value, range | tuple) else row.get(name) == value
             for name, value in wanted.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from eval.papers.make import Made
-from eval.report.table import Table, TableLine
+from eval.report.table import ReportTable, TableLine
 from eval.report.tables import markdown
 
 # what is asked first of the papers, and the items whose comparisons answer it
@@ -23,14 +23,14 @@ COLUMNS = ["item", "what is compared, and the claim", "here, with its 95% interv
 WORDS = {"shows": "shows", "contradicts": "contradicted", "undecided": "not decided"}
 
 
-def headlines(everything: Sequence[Made]) -> list[Table]:
+def headlines(everything: Sequence[Made]) -> list[ReportTable]:
     """Return a table of verdicts for each of CLAIMS on which there is something."""
     by_id = {made.item.id: made for made in everything}
     found = [(title, [by_id[name] for name in names if name in by_id]) for title, names in CLAIMS.items()]
     return [table(title, some) for title, some in found if any(made.judgements for made in some)]
 
 
-def table(title: str, some: Sequence[Made]) -> Table:
+def table(title: str, some: Sequence[Made]) -> ReportTable:
     """Return the verdicts of some items; items that share a comparison name it once."""
     seen: set[str] = set()
     lines = []
@@ -40,7 +40,7 @@ def table(title: str, some: Sequence[Made]) -> Table:
                 seen.add(one.sentence)
                 why = f" ({one.remarks})" if one.remarks else ""
                 lines.append(TableLine([made.item.id, one.compared, one.figures, f"{WORDS[one.verdict]}{why}"]))
-    return Table(title, COLUMNS, lines)
+    return ReportTable(title, COLUMNS, lines)
 
 
 def as_markdown(everything: Sequence[Made]) -> str:

@@ -13,7 +13,7 @@ from data_gen.amount import amount
 from eval.report import fidelity
 from eval.report.groups import Pair, by_label, changed, group, paired
 from eval.report.html import listing, page, title, to_table
-from eval.report.table import Table, TableLine
+from eval.report.table import ReportTable, TableLine
 from eval.report.tables import markdown, number
 from eval.rows.results import read
 from leank_train.common.bootstrap import interval, mean, together
@@ -23,7 +23,7 @@ from leank_train.common.files import name_of, write_text
 NEAR = 5  # last columns of the table, which rows without distance from dense do not have
 
 
-def table(pairs: Sequence[Pair], first: str, second: str) -> Table:
+def table(pairs: Sequence[Pair], first: str, second: str) -> ReportTable:
     """Make a table of both scores by task and length, of what got worse or better, and of the paired difference."""
     groups: dict[tuple[str, int | None], list[Pair]] = {}
     for a, b in pairs:
@@ -40,7 +40,7 @@ def table(pairs: Sequence[Pair], first: str, second: str) -> Table:
         f"Difference: {second} minus {first}, paired by sample, 95% bootstrap interval. Tasks and lengths count alike."
         + (" KL from dense: nats a token, paired likewise. Top-1: agreement with dense." if near else "")
     )
-    return Table(f"{first} and {second}", head, lines, note)
+    return ReportTable(f"{first} and {second}", head, lines, note)
 
 
 def _line(name: str, strata: Sequence[Sequence[Pair]]) -> TableLine:
@@ -102,7 +102,7 @@ def write_diff(directory: Path, first: str, second: str) -> tuple[Path, str]:
         pages.append(f"<h1>{html.escape(about)}</h1>{to_table(counts)}<h2>{heading}</h2>{listing(of, (first, second))}")
     if not pages:
         raise ValueError(
-            f"no sample in {directory} has both {first!r} and {second!r}; its methods are {', '.join(known)}"
+            f"no sample in {directory} has both {first!r} and {second!r}; its methods are {', '.join(known) or 'none'}"
         )
     stem = f"diff_{name_of(first)}_{name_of(second)}"
     write_text(directory / f"{stem}.md", "\n".join(texts))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Generator, Sequence
 
 from eval.report.records import FidelityFigures, Figures, Interval, NatsDifference, RunSummary
-from eval.report.table import Table, TableLine
+from eval.report.table import ReportTable, TableLine
 from eval.rows.result_row import Fidelity, ResultRow
 from leank_train.common.bootstrap import Ends, Strata, interval, mean
 
@@ -121,7 +121,7 @@ def nats_difference(found: NatsDifference | None) -> str:
     return "-" if found is None else _with(digits(found["difference"], "+"), found["interval"], "+.3g")
 
 
-def overall(run: RunSummary) -> Table | None:
+def overall(run: RunSummary) -> ReportTable | None:
     """Make a table with one line per method: KL and top-1 agreement, and for texts the loss; None without any."""
     cells = [(cell["method"], cell["fidelity"]) for cell in run["overall"] if "fidelity" in cell]
     if not cells:
@@ -142,7 +142,7 @@ def overall(run: RunSummary) -> Table | None:
         f"KL(dense || method) of next-token distributions, and how often both have one likeliest token, where {what}"
         " read through each method's cache. 95% bootstrap intervals; loss differences are paired by sample."
     )
-    return Table("Distance from dense", head, lines, " ".join([note, *_remarks(cells)]))
+    return ReportTable("Distance from dense", head, lines, " ".join([note, *_remarks(cells)]))
 
 
 def _remarks(cells: Sequence[tuple[str, FidelityFigures]]) -> list[str]:
@@ -151,7 +151,7 @@ def _remarks(cells: Sequence[tuple[str, FidelityFigures]]) -> list[str]:
     return [f"{BROKEN} {left} ({', '.join(counts)})."] if counts else []
 
 
-def by_length(run: RunSummary) -> Table | None:
+def by_length(run: RunSummary) -> ReportTable | None:
     """Make a table of KL and top-1 agreement by length; None without several lengths."""
     cells = {(c["method"], c["length"]): c for c in run["by_length"] if "fidelity" in c}
     lengths = [n for n in run["lengths"] if n is not None and any(length == n for _, length in cells)]
@@ -159,7 +159,7 @@ def by_length(run: RunSummary) -> Table | None:
         return None
     methods = dict.fromkeys(method for method, _ in cells)
     lines = [TableLine([m, *(_short(cells.get((m, n))) for n in lengths)]) for m in methods]
-    return Table(
+    return ReportTable(
         "Distance from dense by length",
         ["method", *map(str, lengths)],
         lines,

@@ -10,7 +10,7 @@ from data_gen.amount import amount
 from eval.report.fidelity import is_text
 from eval.report.groups import Pair, by_label, changed
 from eval.report.records import RunSummary, Summary
-from eval.report.table import Table
+from eval.report.table import ReportTable
 from eval.report.tables import tables
 from eval.rows.result_row import ResultRow
 
@@ -50,7 +50,7 @@ def _td(text: str, shade: float | None) -> str:
     return f'<td style="background:rgb(var(--{kind}) / {strength:.2f})">{html.escape(text)}</td>'
 
 
-def to_table(table: Table) -> str:
+def to_table(table: ReportTable) -> str:
     """Make a table of HTML; a wide one scrolls while its first column stays."""
     head = "".join(f'<th scope="col">{html.escape(text)}</th>' for text in table.head)
     body = ""

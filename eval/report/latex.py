@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterable
 
-from eval.report.table import Table
+from eval.report.table import ReportTable
 
 HEADER = "% \\usepackage{booktabs,graphicx} in the preamble, \\input{tables.tex} in the text\n"
 SPECIAL = {
@@ -34,7 +34,7 @@ def escape(text: str) -> str:
     return "".join(out)
 
 
-def latex(table: Table, about: str = "") -> str:
+def latex(table: ReportTable, about: str = "") -> str:
     """A table environment; figures of the papers stand below a rule, in italics. about: what the caption adds."""
     columns = len(table.head)
     own = [line for line in table.lines if not line.published]
@@ -53,6 +53,6 @@ def latex(table: Table, about: str = "") -> str:
     return f"\\begin{{table}}\n\\centering\n\\caption{{{caption}}}\n{tabular}\n\\end{{table}}\n"
 
 
-def document(tables: Iterable[tuple[str, Table]]) -> str:
+def document(tables: Iterable[tuple[str, ReportTable]]) -> str:
     """All tables with what their captions add, as one file."""
     return HEADER + "\n" + "\n".join(latex(table, about) for about, table in tables)

@@ -74,17 +74,8 @@ def by_length(run: RunSummary) -> Figure | None:
         score, errors = _errors(_scores(cells))
         aside = 0 if crowded else 0.03 * (offset - len(run["methods"]) / 2)
         x = np.array([lengths.index(c["length"]) for c in cells if c["length"] is not None]) + aside
-        axes.errorbar(
-            x,
-            score,
-            None if crowded else errors,
-            label=method,
-            capsize=2,
-            linewidth=1.4,
-            markersize=5,
-            elinewidth=0.8,
-            **style,
-        )
+        axes.errorbar(x, score, None if crowded else errors, label=method, capsize=2, linewidth=1.4, markersize=5,
+                      elinewidth=0.8, **style)  # fmt: skip
     axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], rotation=45 if len(lengths) > 8 else 0)
     axes.set(xlabel="tokens of prompt and reply", ylabel="score", ylim=_reach(run["by_length"]))
     legend(figure)

@@ -20,7 +20,7 @@ class TableLine:
 
 
 @dataclass
-class Table:
+class ReportTable:
     """A table with its heading; `note` stands below it."""
 
     title: str

@@ -8,7 +8,7 @@ from eval import published
 from eval.metrics.gsm_infinite import auc
 from eval.report import fidelity, pairs
 from eval.report.records import Difference, Figures, Mark, MethodFigures, RunSummary
-from eval.report.table import Table, TableLine
+from eval.report.table import ReportTable, TableLine
 from leank_train.common.escape import markdown as escaped
 from leank_train.common.escape import markdown_table
 
@@ -106,7 +106,7 @@ def lacking(run: RunSummary) -> list[str]:
     return [f"Some methods lack samples that others have ({few}): compare differences, not means over other samples."]
 
 
-def overall(run: RunSummary) -> Table:
+def overall(run: RunSummary) -> ReportTable:
     """Make a table with one line per method: score, difference, bytes, times."""
     lines, text = [], fidelity.is_text(run)
     for cell in run["overall"]:
@@ -132,10 +132,10 @@ def overall(run: RunSummary) -> Table:
             f" The {masks} learned masks are not compared with other methods than dense: python -m eval report DIR"
             " METHOD ... does so for the methods that it names."
         )
-    return Table("Overall", head, lines, " ".join([note, *lacking(run), *remarks(run["overall"])]))
+    return ReportTable("Overall", head, lines, " ".join([note, *lacking(run), *remarks(run["overall"])]))
 
 
-def differences(run: RunSummary) -> Table | None:
+def differences(run: RunSummary) -> ReportTable | None:
     """Compare learned masks, or methods named (columns), with every other (lines); None if dense is the only other."""
     found = {(d["method"], d["minus"]): d for d in run["differences"]}
     columns, others = (list(dict.fromkeys(pair[i] for pair in found)) for i in (0, 1))
@@ -151,7 +151,9 @@ def differences(run: RunSummary) -> Table | None:
         "Points by which a column's method is better than a line's method on the samples of both: 95% paired bootstrap."
     )
     masks = set(columns) <= set(pairs.learned(run["methods"]))
-    return Table(f"{'Learned masks' if masks else 'Methods'} minus other methods", ["minus", *columns], lines, note)
+    return ReportTable(
+        f"{'Learned masks' if masks else 'Methods'} minus other methods", ["minus", *columns], lines, note
+    )
 
 
 def _published(
@@ -168,7 +170,7 @@ def _published(
     return lines, errata
 
 
-def by_length(run: RunSummary) -> Table | None:
+def by_length(run: RunSummary) -> ReportTable | None:
     """Make a table of methods by lengths, as in LeanK's table 3."""
     lengths = [n for n in run["lengths"] if n is not None]
     if not lengths:
@@ -191,10 +193,10 @@ def by_length(run: RunSummary) -> Table | None:
         printed, errata = _published(run, by, names)
         lines, notes = lines + printed, notes + errata
     notes += remarks(c for c in run["by_length"] if c["length"] is not None)
-    return Table("By length", ["method", *map(str, lengths), "average"], lines, " ".join(notes))
+    return ReportTable("By length", ["method", *map(str, lengths), "average"], lines, " ".join(notes))
 
 
-def by_task(run: RunSummary, length: int | None) -> Table:
+def by_task(run: RunSummary, length: int | None) -> ReportTable:
     """Make a table of methods by tasks at one length, as in LeanK's tables 2, 13 and 18."""
     cells = {(c["method"], c["task"]): c for c in run["cells"] if c["length"] == length}
     means = {c["method"]: c for c in run["by_length"] if c["length"] == length}
@@ -213,12 +215,12 @@ def by_task(run: RunSummary, length: int | None) -> Table:
         )
     notes += remarks(cells.values())
     title = "All tasks" if length is None else f"{length} tokens"
-    return Table(title, ["method", *tasks, "average"], lines + printed, " ".join(notes))
+    return ReportTable(title, ["method", *tasks, "average"], lines + printed, " ".join(notes))
 
 
-def gsm(run: RunSummary) -> list[Table]:
+def gsm(run: RunSummary) -> list[ReportTable]:
     """Make tables of GSM-Infinite: fractions by op with the area under them (table 14), and all areas (table 4)."""
-    out: list[Table] = []
+    out: list[ReportTable] = []
     areas: dict[str, dict[str, float | None]] = {m: {} for m in run["methods"]}
     for group in run["by_op"]:
         ops = sorted({int(op) for scores in group["methods"].values() for op in scores})
@@ -229,16 +231,16 @@ def gsm(run: RunSummary) -> list[Table]:
             lines.append(TableLine([method, *(number(scores.get(str(op)), 4) for op in ops), number(area, 4)]))
         subset, _, length = group["name"].partition(" ")
         lines += _published(run, "op", [str(op) for op in ops], 4, subset=subset, length=length)[0]
-        out.append(Table(f"GSM-Infinite {group['name']}", ["method", *(f"op={op}" for op in ops), "AUC"], lines))
+        out.append(ReportTable(f"GSM-Infinite {group['name']}", ["method", *(f"op={op}" for op in ops), "AUC"], lines))
     if out:
         names = [group["name"] for group in run["by_op"]]
         lines = [TableLine([m, *(number(a.get(n), 2) for n in names)]) for m, a in areas.items()]
         printed, errata = _published(run, "subset", names, 2, last=False)
-        out.insert(0, Table("GSM-Infinite, AUC", ["method", *names], lines + printed, " ".join(errata)))
+        out.insert(0, ReportTable("GSM-Infinite, AUC", ["method", *names], lines + printed, " ".join(errata)))
     return out
 
 
-def turns(run: RunSummary) -> list[Table]:
+def turns(run: RunSummary) -> list[ReportTable]:
     """Make a table of methods by turn for conversations of each mode and length."""
     out = []
     for group in run["by_turn"]:
@@ -249,11 +251,11 @@ def turns(run: RunSummary) -> list[Table]:
             lines.append(TableLine([method, *(texts.get(turn, "") for turn in numbers)]))
         length = "" if group["length"] is None else f", {group['length']} tokens"
         how = TURNS.get(group["mode"], group["mode"])
-        out.append(Table(f"By turn{length}: {how}", ["method", *(f"turn {n}" for n in numbers)], lines))
+        out.append(ReportTable(f"By turn{length}: {how}", ["method", *(f"turn {n}" for n in numbers)], lines))
     return out
 
 
-def tables(run: RunSummary) -> list[Table]:
+def tables(run: RunSummary) -> list[ReportTable]:
     """Make all tables of one run of a summary."""
     lengths = by_length(run)
     alike = lengths is not None and len(run["tasks"]) == 1  # a table of tasks at each length would repeat it
@@ -271,7 +273,7 @@ def tables(run: RunSummary) -> list[Table]:
     ]
 
 
-def markdown(table: Table) -> str:
+def markdown(table: ReportTable) -> str:
     """Write a table in Markdown, with its heading and note."""
     body = markdown_table(table.head, [line.cells for line in table.lines])
     return f"## {escaped(table.title)}\n\n{body}" + (f"\n\n{escaped(table.note)}" if table.note else "")

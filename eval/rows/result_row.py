@@ -13,8 +13,6 @@ from typing_extensions import TypedDict
 from leank_train.common.typed import LARGEST, OneOf, shown
 
 Count = Annotated[int, Ge(0), Le(LARGEST)]
-
-
 Amount = Annotated[FiniteFloat, Ge(0), Le(LARGEST)]
 Finite = Annotated[FiniteFloat, Ge(-LARGEST), Le(LARGEST)]
 META: dict[str, Callable[[Any], bool]] = {  # what tables group by, where a benchmark has it

@@ -60,7 +60,7 @@ class Results:
         """
         self.path = Path(directory) / NAME.replace(".", f"{part}.")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        new = not self.path.exists()
+        self._new = not self.path.exists()
         busy = f"{self.path} is being written by another run; wait for it or choose another {folder}"
         self._lock = Lock(self.path, busy)
         self._file = os.open(self.path, os.O_RDWR | os.O_APPEND)
@@ -68,7 +68,7 @@ class Results:
             self._cut_torn_line()
             self.keys = {key_of(row) for row in read(directory)}
             remove_partial(self.path.parent, HOUR)  # other shards may be writing a report
-            if new:
+            if self._new:
                 sync_folder(self.path.parent)
         except BaseException:
             self.close()
@@ -111,7 +111,9 @@ class Results:
     def __enter__(self) -> Results:
         return self
 
-    def __exit__(self, *args: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None and self._new and not os.fstat(self._file).st_size:
+            self.path.unlink(missing_ok=True)  # a run that is refused leaves no file
         self.close()
 
 
@@ -146,6 +148,8 @@ def _in_turn(parts: list[Path]) -> Iterator[ResultRow]:
 
 def _read(file: Path) -> Iterator[ResultRow]:
     """Yield the rows of one file; those of equal settings or versions share one object, which saves much memory."""
+    if not file.is_file():  # reading from a pipe would never end
+        raise ValueError(f"{file} is no file; remove it, or give another folder")
     shared: dict[bytes, object] = {}
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):

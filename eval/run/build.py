@@ -23,13 +23,13 @@ from leank_train.common.typed import group, refuse_unknown, refuse_unsound, show
 
 # name -> "module:class"; imported when first used
 BENCHMARKS = {
-    "gsm_infinite": "eval.benchmarks.problems:GsmInfinite",
-    "infinitebench": "eval.benchmarks.files:InfiniteBench",
-    "longbench": "eval.benchmarks.files:LongBench",
-    "math500": "eval.benchmarks.files:Math500",
-    "mmlu": "eval.benchmarks.files:Mmlu",
+    "gsm_infinite": "eval.benchmarks.gsm_infinite:GsmInfinite",
+    "infinitebench": "eval.benchmarks.infinitebench:InfiniteBench",
+    "longbench": "eval.benchmarks.longbench:LongBench",
+    "math500": "eval.benchmarks.math500:Math500",
+    "mmlu": "eval.benchmarks.mmlu:Mmlu",
     "multi_turn": "eval.benchmarks.multi_turn:MultiTurn",
-    "niah": "eval.benchmarks.niah:Niah",
+    "niah": "eval.benchmarks.niah:NeedleGrid",
     "ruler": "eval.benchmarks.ruler:Ruler",
     "text": "eval.benchmarks.text:Text",
 }

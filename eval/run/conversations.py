@@ -6,7 +6,6 @@ import copy
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
 from transformers import Cache
 
 from eval.benchmarks.row import Row
@@ -75,49 +74,23 @@ class Conversations:
             question, there = pad_left(new, replay.pad, replay.model.device)
             mask = joined(real, there, cache.get_seq_length(), question)
             logits = extend(replay.model, reading, question, mask)
-            now = lengths + torch.tensor([len(one) for one in new], device=lengths.device)
-            seconds = {"prefill": spent, "seal": sealed, "question": replay.now() - start}
+            so_far = lengths + torch.tensor([len(one) for one in new], device=lengths.device)
+            question_seconds = replay.now() - start
             answering = branch(reading) if self.one_cache else reading
-            found.append(self._replies(method, answering, logits, mask, now, rows, compression, held, seconds, prompt))
-            if self.one_cache:
-                real, lengths = mask, now
-        return found
-
-    def _replies(
-        self,
-        method: Method,
-        cache: Cache,
-        logits: Tensor,
-        mask: Tensor | None,
-        lengths: Tensor,
-        rows: Sequence[Row],
-        compression: Compression,
-        held: Sequence[dict[str, float]],
-        seconds: dict[str, float],
-        prompt: Prefill,
-    ) -> list[Answer]:
-        """Decode the answers to one turn of each conversation.
-
-        cache: holds the conversations up to the end of their questions.
-        logits, mask, lengths: as in `eval.inference.decode.greedy`, of all that the cache holds.
-        rows: of this turn.
-        compression, held: what the cache left out of the documents, and its bytes after them, per conversation.
-        seconds: spent on documents and questions so far.
-        prompt: the pass over the documents.
-        """
-        replay, start = self.replay, self.replay.now()
-        most, least = replay.bounds(rows)
-        tokens, steps, broken = greedy(
-            replay.model, cache, logits, mask, lengths, replay.eos, most, least, replay.stops(rows)
-        )
-        seconds = {**seconds, "decode": replay.now() - start}
-        fed = (lengths - prompt.lengths).tolist()
-        of_rows = compression.found([n + min(steps, len(t)) for n, t in zip(fed, tokens, strict=True)], cache)
-        answers = []
-        for row, t in enumerate(tokens):
-            middle, compressed = of_rows[row] if method.axes else (None, None)
-            text = str(replay.tokenizer.decode(t, skip_special_tokens=True))
-            answers.append(
-                Answer(t, text, seconds, steps, len(rows), held[row], middle, compressed, non_finite=broken[row])
+            start, (most, least) = replay.now(), replay.bounds(rows)
+            tokens, steps, broken = greedy(
+                replay.model, answering, logits, mask, so_far, replay.eos, most, least, replay.stops(rows)
             )
-        return answers
+            seconds = {"prefill": spent, "seal": sealed, "question": question_seconds, "decode": replay.now() - start}
+            fed = [n + min(steps, len(t)) for n, t in zip((so_far - prompt.lengths).tolist(), tokens, strict=True)]
+            answers = []
+            for row, (t, (middle, less)) in enumerate(zip(tokens, compression.found(fed, answering), strict=True)):
+                kept, compressed = (middle, less) if method.axes else (None, None)
+                text = str(replay.tokenizer.decode(t, skip_special_tokens=True))
+                answers.append(
+                    Answer(t, text, seconds, steps, len(rows), held[row], kept, compressed, non_finite=broken[row])
+                )
+            found.append(answers)
+            if self.one_cache:
+                real, lengths = mask, so_far
+        return found

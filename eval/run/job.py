@@ -41,7 +41,7 @@ def versions() -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Batch:
+class CellBatch:
     """Samples of one cell that are replayed together, as rows and as the tokens that the model reads.
 
     A conversation has a row and a prompt for each turn, one after the other.
@@ -51,11 +51,11 @@ class Batch:
     rows: Sequence[Row]
     prompts: Sequence[Prompt]
 
-    def parts(self, size: int) -> Iterator[Batch]:
+    def parts(self, size: int) -> Iterator[CellBatch]:
         """Yield the batch in pieces of at most `size` samples."""
         for start in range(0, len(self.rows), size * self.cell.turns):
             end = start + size * self.cell.turns
-            yield Batch(self.cell, self.rows[start:end], self.prompts[start:end])
+            yield CellBatch(self.cell, self.rows[start:end], self.prompts[start:end])
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Job:
 
     def _batch(
         self, cell: Cell, samples: Sequence[str], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-    ) -> Batch:
+    ) -> CellBatch:
         """Build a batch's rows and prompts. Raises ValueError for one that is longer than the model's positions."""
         extra, limit = overhead(tokenizer, self.model.chat), getattr(model.config, "max_position_embeddings", None)
         rows: list[Row] = []
@@ -193,10 +193,10 @@ class Job:
                     f"sample {row.id} of {cell.task} takes {total} tokens with its reply, more than the model's "
                     f"max_position_embeddings={limit}; lower max_new_tokens or use shorter samples"
                 )
-        return Batch(cell, rows, prompts)
+        return CellBatch(cell, rows, prompts)
 
     def _halved_until_it_fits(
-        self, results: Results, replay: Replay, batch: Batch, methods: Sequence[Method], size: int, watch: Watch
+        self, results: Results, replay: Replay, batch: CellBatch, methods: Sequence[Method], size: int, watch: Watch
     ) -> tuple[int, int]:
         """Replay a batch, and halve `size` while memory runs out. Returns the new rows and the size that fitted."""
         before, cell = len(results.keys), batch.cell
@@ -219,7 +219,7 @@ class Job:
             log.warning("out of memory at %s: going on with batch_size=%d", cell.place, size)
 
     def _replay(
-        self, results: Results, replay: Replay, batch: Batch, methods: Sequence[Method], watch: Watch
+        self, results: Results, replay: Replay, batch: CellBatch, methods: Sequence[Method], watch: Watch
     ) -> None:  # fmt: skip
         """Answer a batch with every method that lacks a row of it, and store the rows that are new."""
         cell, samples = batch.cell, list(zip(batch.rows, batch.prompts, strict=True))

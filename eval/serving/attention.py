@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from eval.serving.layout import PageGroup, PageLayout, Stripe
-from eval.serving.step import Chunk, Decoding, Places, Step
+from eval.serving.step import Chunk, DecodingRequests, Places, Step
 
 QUERIES = 64  # queries of generated positions that are computed at a time
 
@@ -33,7 +33,7 @@ def attend(step: Step, layer: int, pages: Tensor, q: Tensor, k: Tensor, v: Tenso
         out[at] = prefill(step.layout, layer, pages, q[at], k[at], v[at], chunk, scaling)
 
 
-def decode(layout: PageLayout, layer: int, pages: Tensor, q: Tensor, step: Decoding, scaling: float) -> Tensor:
+def decode(layout: PageLayout, layer: int, pages: Tensor, q: Tensor, step: DecodingRequests, scaling: float) -> Tensor:
     """Attention of R requests with one new position each, which is in pages already.
 
     pages: [blocks, page_columns]

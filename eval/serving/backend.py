@@ -32,7 +32,7 @@ from eval.serving.attention import attend
 from eval.serving.device_step import DeviceStep, decoding_first
 from eval.serving.layout import PageLayout
 from eval.serving.manager import RestSpec
-from eval.serving.settings import Settings, load_mask
+from eval.serving.settings import ServerSettings, load_mask
 from eval.serving.step import Step
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ KEPT, REST = "leank.1000000.kept", "leank.1000001.rest"  # vLLM sorts caches by 
 class PageHolder(AttentionLayerBase):
     """Owns the pages of one group for all layers."""
 
-    def __init__(self, settings: Settings, kept: bool) -> None:
+    def __init__(self, settings: ServerSettings, kept: bool) -> None:
         self.settings, self.kept = settings, kept
         self.keep = load_mask(settings.mask).keep
         self.layout: PageLayout | None = None
@@ -198,7 +198,7 @@ class PrunedAttention(AttentionImpl[GroupStep]):
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
         self._layers = get_current_vllm_config().compilation_config.static_forward_context
         if KEPT not in self._layers:
-            settings = Settings.find(None)
+            settings = ServerSettings.find(None)
             assert settings is not None, "the plug-in registers this backend only with a mask"
             self._layers[KEPT], self._layers[REST] = PageHolder(settings, True), PageHolder(settings, False)
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from eval.serving.layout import PageLayout
-from eval.serving.settings import Settings, load_mask
+from eval.serving.settings import ServerSettings, load_mask
 
 VERSION = "0.32"  # the minor version of vLLM whose interfaces the plug-in uses
 
 
-def check(config: Any, settings: Settings) -> None:
+def check(config: Any, settings: ServerSettings) -> None:
     """Raise ValueError that names the first thing in vLLM's configuration that cannot be served with a mask."""
     for wrong, cure in _wrong(config, settings):
         if wrong:
@@ -35,7 +35,7 @@ def _wrong_on_gpu(config: Any) -> Iterator[tuple[bool, str]]:
     yield size not in HEAD_DIMS, f"on a GPU, the heads must have {HEAD_DIMS} channels, not {size}"
 
 
-def _wrong(config: Any, settings: Settings) -> Iterator[tuple[bool, str]]:
+def _wrong(config: Any, settings: ServerSettings) -> Iterator[tuple[bool, str]]:
     """(whether it is so, what is wrong and what to do)."""
     import vllm
     from vllm.platforms import current_platform

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from data_gen.ending import ending, in_one_line
+from data_gen.ending import ending
 from eval.serving.blocks import RestBlocks
 from eval.serving.layout import PageLayout
-from eval.serving.settings import Settings, load_mask
+from eval.serving.settings import ServerSettings, load_mask
 from leank_train.common.typed import LARGEST
 
 
@@ -79,16 +78,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--itemsize", type=int, default=2, help="bytes of a number: 2 for bfloat16, 4 for float32")
     parser.add_argument("--no-hits", action="store_true", help="no-enable-prefix-caching")
     args = parser.parse_args(argv)
-    try:
-        with ending("eval.serving.plan"):
-            print(planned(args))
-    except ValueError as error:
-        sys.exit(f"plan: {in_one_line(str(error))}")
+    with ending("eval.serving.plan"):
+        print(planned(args))
 
 
 def planned(args: argparse.Namespace) -> str:
     """The line that says what a server admits. Raises ValueError naming the argument at fault."""
-    settings = Settings.find({"leank": {"mask": args.mask}})
+    settings = ServerSettings.find({"leank": {"mask": args.mask}})
     assert settings is not None
     if not math.isfinite(args.memory) or not 1 <= args.memory * 2**30 <= LARGEST:
         raise ValueError(f"--memory {args.memory} must be a number of GiB that a machine has")

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from eval.serving.settings import Settings
+from eval.serving.settings import ServerSettings
 
 BACKEND = "eval.serving.backend.PrunedBackend"
 _exported: dict[str, tuple[str | None, str]] = {}  # variable -> what the user gave, what the last engine exported
@@ -23,7 +23,7 @@ def register() -> None:
 
     if not hasattr(EngineArgs.create_engine_config, "leank"):
         EngineArgs.create_engine_config = _checked(EngineArgs.create_engine_config)
-    if Settings.find(None) is not None:
+    if ServerSettings.find(None) is not None:
         use_backend()
 
 
@@ -55,7 +55,7 @@ def _checked(create: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(create)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         _take_back()
-        settings = Settings.find(self.additional_config)
+        settings = ServerSettings.find(self.additional_config)
         if settings is None:
             if _exported:  # the backend that its layers would get is that of a mask
                 raise ValueError("an engine of this process has a mask: start one without in a process of its own")

@@ -14,7 +14,7 @@ DEFAULTS = {"sink": 128, "window": 1024}  # those of `compressed_cache`
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServerSettings:
     """The settings of a server.
 
     mask: a mask.safetensors, or a published .pth mask
@@ -26,7 +26,7 @@ class Settings:
     window: int
 
     @classmethod
-    def find(cls, additional: object, environment: Mapping[str, str] = os.environ) -> Settings | None:
+    def find(cls, additional: object, environment: Mapping[str, str] = os.environ) -> ServerSettings | None:
         """Read the settings of `--additional-config '{"leank": {"mask": PATH}}'`, else of LEANK_MASK and the like.
 
         additional: the value of additional-config

@@ -32,7 +32,7 @@ class Places:
 
 
 @dataclass(frozen=True)
-class Decoding:
+class DecodingRequests:
     """The requests of a step with one new position each.
 
     rows: int64 [R], their rows in the step's tokens
@@ -83,7 +83,7 @@ class Step:
         self._new = [end - start for start, end in pairwise(starts)]
 
     @cached_property
-    def decoding(self) -> Decoding | None:
+    def decoding(self) -> DecodingRequests | None:
         """The requests that decode, if any; padded requests have no new position."""
         which = [i for i, new in enumerate(self._new) if new == 1]
         if not which:
@@ -94,7 +94,7 @@ class Step:
         blocks = kept[:, : -(-int(ends.max()) // block)]
         seen = torch.arange(blocks.shape[1] * block, device=kept.device) < ends[:, None]
         rows = torch.tensor([self.starts[i] for i in which], device=kept.device)
-        return Decoding(rows, blocks, seen, places(self.layout, rest, ends - 1, ends))
+        return DecodingRequests(rows, blocks, seen, places(self.layout, rest, ends - 1, ends))
 
     @cached_property
     def chunks(self) -> list[Chunk]:

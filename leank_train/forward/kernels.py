@@ -18,7 +18,7 @@ _BACKENDS = {
     "math": SDPBackend.MATH,
 }
 KERNELS = ("auto", "flash_attn", *_BACKENDS)  # of a prefill; flash_attn is the package of this name, the others SDPA's
-# cuDNN makes a plan for every new shape, which takes 25 to 50 ms. On an H200 it then runs at about 600 TFLOP/s, and
+# cuDNN makes a plan for every new shape, which takes 23 to 50 ms. On an H200 it then runs at about 600 TFLOP/s, and
 # flash at 350. So cuDNN gains 1.2 ms per TFLOP, and a plan has paid for itself after this many operations.
 CUDNN_FROM = 42e12  # FLOPs of all calls that use one plan
 

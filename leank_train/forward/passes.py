@@ -191,9 +191,8 @@ class DecodePass:
         self.slot += 1
         self.k_positions[:, self.slot] = positions[:, 0]
         start = self._window_start(positions)
-        if self.start is None or not torch.equal(
-            start, self.start
-        ):  # until the window moves, all steps read the same ranges
+        # until the window moves, all steps read the same ranges
+        if self.start is None or not torch.equal(start, self.start):
             self.start = start
             self.document = document_pieces(
                 positions, self.prefix.k_positions, self._zones(positions, self.prefix.k_positions), self.prefix.device

@@ -75,17 +75,17 @@ def visibility(
     if sink < 0 or window < 1:
         raise ValueError(f"sink={sink}, window={window}: the sink must be at least 0, the window (self included) 1")
     folded = q_positions.reshape(k_positions.shape[0], -1)  # [B, M * n]
-    plan = Visibility(folded, k_positions, zone, sink, window, (), None if start is None else start.view(folded.shape))
+    found = Visibility(folded, k_positions, zone, sink, window, (), None if start is None else start.view(folded.shape))
     if start is not None:
-        seen = plan.sees(folded[:, :, None], k_positions[:, None])  # [B, M * n, T]
-        return replace(plan, spans=_spans(~seen.any(1), seen.all(1)))
+        seen = found.sees(folded[:, :, None], k_positions[:, None])  # [B, M * n, T]
+        return replace(found, spans=_spans(~seen.any(1), seen.all(1)))
     low, high = folded.amin(1, keepdim=True), folded.amax(1, keepdim=True)  # [B, 1]
     # The rows that see a key are neighbours. So if the lowest and the highest row see it, those between see it, too.
-    at_low, at_high = plan.sees(low, k_positions), plan.sees(high, k_positions)  # [B, T]
+    at_low, at_high = found.sees(low, k_positions), found.sees(high, k_positions)  # [B, T]
     unseen = ~at_high
     if zone == "dense":  # a key can lie in the windows of rows in between, but of neither the lowest nor the highest
         unseen &= (k_positions < 0) | (k_positions > high) | (low - k_positions >= window)
-    return replace(plan, spans=_spans(unseen, at_low & at_high))
+    return replace(found, spans=_spans(unseen, at_low & at_high))
 
 
 def _spans(unseen: Tensor, seen: Tensor) -> tuple[tuple[int, int, bool], ...]:

@@ -6,6 +6,7 @@ conf/train/trainer has the settings.
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -25,6 +26,7 @@ from leank_train.forward.kernels import KERNELS
 from leank_train.running.preempt import environments
 
 OWN_SETTINGS = ("sequence_parallel", "shard_weights", "prefill_kernel")  # settings that lightning.Trainer does not take
+CROWD = 8  # processes for each core, above which a number without GPUs is a slip
 WHOLE = (None, 32, "32", "32-true", 64, "64", "64-true")  # precisions of Lightning that round nothing to half
 LIGHTNING_NOTES = (  # what Lightning says at every start, of its own use of torch and of Slurm
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
@@ -78,15 +80,6 @@ class TrainerConfig(Checked):
                 "prefill_kernel='flash_attn', but the package is not installed: pip install flash-attn, or use auto"
             )
 
-
-@dataclass(frozen=True)
-class Parallel:
-    """What the stages need to know of the processes; the fields are those of `TrainerConfig`."""
-
-    sequence_parallel: int = 1
-    shard_weights: bool = False
-    prefill_kernel: str = "auto"
-
     @property
     def in_step(self) -> bool:
         """Whether the ranks exchange tensors in every layer, so that all must run the same passes."""
@@ -97,17 +90,13 @@ class Parallel:
         return dist.new_subgroups(self.sequence_parallel)[0] if self.sequence_parallel > 1 else None
 
 
-def settings(config: TrainerConfig) -> Parallel:
-    """What the stages need to know of the processes."""
-    return Parallel(**{key: getattr(config, key) for key in OWN_SETTINGS})
-
-
 def trainer(config: TrainerConfig, **more: Any) -> L.Trainer:
     """Make a Trainer.
 
     more: further arguments of lightning.Trainer.
 
-    Raises ValueError if sequence_parallel does not divide the number of processes.
+    Raises ValueError if sequence_parallel does not divide the number of processes, or if processes without a GPU would
+    bring the machine to a halt.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its notes on hardware and products
     for words in LIGHTNING_NOTES:
@@ -119,6 +108,12 @@ def trainer(config: TrainerConfig, **more: Any) -> L.Trainer:
     except Exception as error:  # Lightning raises many kinds for settings that it does not understand
         told = ", ".join(f"trainer.{name}={shown(value)}" for name, value in given.items() if value is not None)
         raise BadConfig(f"{told} cannot work: {in_one_line(str(error))}") from error
+    cores = os.cpu_count() or 1
+    if made.strategy.root_device.type == "cpu" and made.num_devices > CROWD * cores:
+        raise BadConfig(
+            f"trainer.devices={config.devices} starts as many processes without a GPU, and this machine has "
+            f"{amount(cores, 'core')}; lower it"
+        )
     ranks = config.sequence_parallel
     if made.world_size % ranks:
         raise ValueError(

@@ -7,10 +7,16 @@ import time
 from collections.abc import Mapping
 from typing import TextIO
 
+import lightning as L
+from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
 
 from data_gen.amount import amount, plural
 
+PHASES = {
+    "stage1": "learns a score for every key channel",
+    "stage2": "learns which channels stay at the pruning ratio",
+}
 SECONDS_PER_LINE = 30.0  # in a log file
 FIRST_ESTIMATE = 5.0  # seconds after which the first line says how long the phase will take
 
@@ -67,6 +73,41 @@ class Meter:
 
     def _line(self, text: str) -> None:
         print(f"{self.phase}: {text}", file=self.out, flush=True)
+
+
+class StageProgress(ProgressBar):
+    """Reports the steps of a stage, in the first process alone.
+
+    name: stage1 or stage2.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self._enabled = True
+        self._meter: Meter | None = None
+
+    def disable(self) -> None:
+        """Lightning calls this in every process but the first."""
+        self._enabled = False
+
+    def on_train_start(self, trainer: L.Trainer, *_: object) -> None:
+        """Say what the stage does, and how many steps it has."""
+        if self._enabled:
+            phase = f"{self.name}: {PHASES[self.name]}"
+            self._meter = Meter(phase, trainer.max_steps, done=trainer.global_step)
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: object) -> None:
+        """Report the step, with loss and mean alpha."""
+        if self._meter is not None:
+            shown = self.get_metrics(trainer, module)
+            shown.pop("v_num", None)  # the logger's name of the run
+            self._meter.advance(trainer.global_step - self._meter.done, shown)
+
+    def teardown(self, *_: object, **__: object) -> None:
+        """End the bar, also where an error or a signal ends the stage."""
+        if self._meter is not None:
+            self._meter.close()
 
 
 def _short(value: object) -> str:

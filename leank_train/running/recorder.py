@@ -1,4 +1,4 @@
-"""What a stage writes while it runs: a record of its steps, checkpoints that appear whole, and its progress."""
+"""What a stage writes while it runs: a record of its steps, and checkpoints that appear whole."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.serialization import MAP_LOCATION
@@ -17,14 +16,9 @@ from torch.serialization import MAP_LOCATION
 from leank_train.common.files import write_bytes
 from leank_train.common.tensor_files import read_checkpoint, write_checkpoint
 from leank_train.mask import refuse_not_finite
-from leank_train.running.progress import Meter
 
 BINS = 50  # of the histograms of alpha
 PREVIOUS = "previous.ckpt"
-PHASES = {
-    "stage1": "learns a score for every key channel",
-    "stage2": "learns which channels stay at the pruning ratio",
-}
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -77,7 +71,7 @@ class Recorder(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, *_: object) -> None:
         """Start the clock."""
-        self._last = time.time()
+        self._last = time.monotonic()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: STEP_OUTPUT, batch: object, index: int
@@ -85,7 +79,7 @@ class Recorder(L.Callback):
         """Keep the step's values."""
         assert isinstance(outputs, Mapping)  # as `Stage.training_step` returns them
         values = {k: float(v.detach()) for k, v in outputs.items() if k != "loss"}  # tensors of this process
-        now = time.time()  # reading the values has waited for the GPU
+        now = time.monotonic()  # reading the values has waited for the GPU
         self.times.append(now - self._last)
         self.seconds, self._last = self.seconds + self.times[-1], now
         if module.device.type == "cuda":
@@ -109,42 +103,3 @@ class Recorder(L.Callback):
         self.times, self.seconds = list(state.get("times", [])), state["seconds"]  # older checkpoints have no times
         self.peak_bytes = state.get("peak_bytes", 0)
         self.looks = [tuple(look) for look in state.get("looks", [])]
-
-
-class Progress(ProgressBar):
-    """Reports the steps of a stage (`leank_train.running.progress`), in the first process alone.
-
-    name: stage1 or stage2.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-        self._enabled = True
-        self._meter: Meter | None = None
-
-    def disable(self) -> None:
-        """Lightning calls this in every process but the first."""
-        self._enabled = False
-
-    def enable(self) -> None:
-        """Report again."""
-        self._enabled = True
-
-    def on_train_start(self, trainer: L.Trainer, *_: object) -> None:
-        """Say what the stage does, and how many steps it has."""
-        if self._enabled:
-            phase = f"{self.name}: {PHASES[self.name]}"
-            self._meter = Meter(phase, trainer.max_steps, done=trainer.global_step)
-
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: object) -> None:
-        """Report the step, with loss and mean alpha."""
-        if self._meter is not None:
-            shown = self.get_metrics(trainer, module)
-            shown.pop("v_num", None)  # the logger's name of the run
-            self._meter.advance(trainer.global_step - self._meter.done, shown)
-
-    def teardown(self, *_: object, **__: object) -> None:
-        """End the bar, also where an error or a signal ends the stage."""
-        if self._meter is not None:
-            self._meter.close()

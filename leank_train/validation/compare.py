@@ -9,7 +9,7 @@ from pathlib import Path
 from data_gen.request import Request
 from data_gen.sample import Document
 from data_gen.tasks import RULER_NIAH, task
-from data_gen.tokens import TokenCounter
+from data_gen.tokens import counter_of
 from leank_train.backbone import Backbone
 from leank_train.channel_scores import MeanScores, lowest_frequencies, random_mask
 from leank_train.common.files import write_text
@@ -31,7 +31,7 @@ def validate(config: RunConfig, backbone: Backbone, mask: ChannelMask, out: Path
 
     Writes `validation.md` into the folder `out`, prints its table, and adds "validation" and its seconds to `metrics`.
     """
-    started, settings = time.time(), config.validation
+    started, settings = time.monotonic(), config.validation
     meter = Meter("validation: decodes unseen samples under every mask", _samples(config), "sample")
     methods = _methods(config, backbone, mask)
     results = validation.evaluate(
@@ -52,7 +52,7 @@ def validate(config: RunConfig, backbone: Backbone, mask: ChannelMask, out: Path
         "leank_minus": {m: {"mean": d[0], "low": d[1], "high": d[2]} for m, d in differences.items()},
         "samples": {"per_task_and_length": settings.samples, "lengths": list(settings.lengths)},
     }
-    metrics["seconds"]["validation"] = round(time.time() - started, 1)
+    metrics["seconds"]["validation"] = round(time.monotonic() - started, 1)
     text = validation.markdown(scores)
     write_text(
         out / "validation.md", f"# RULER recall (%), {100 * mask.pruning_ratio:.1f}% of K channels pruned\n\n{text}\n"
@@ -84,47 +84,48 @@ def _samples(config: RunConfig) -> int:
 
 def _batches(config: RunConfig, backbone: Backbone) -> Iterator[list[Document]]:
     """The samples of all tasks and lengths; a batch holds samples of one task and length."""
-    counter, settings = TokenCounter(backbone.tokenizer), config.validation
+    settings = config.validation
     for name in _tasks(config):
         for length in settings.lengths:
             for first in range(0, settings.samples, settings.batch):
                 numbers = range(first, min(first + settings.batch, settings.samples))
-                yield [unseen(backbone, counter, name, length, config.seed + UNSEEN, i) for i in numbers]
+                yield [unseen(backbone, name, length, config.seed + UNSEEN, i) for i in numbers]
 
 
-def unseen(backbone: Backbone, counter: TokenCounter, name: str, length: int, seed: int, index: int) -> Document:
+def unseen(backbone: Backbone, name: str, length: int, seed: int, index: int) -> Document:
     """A test sample of RULER's size at `length` tokens, on text that no training document shows."""
+    counter = counter_of(backbone.tokenizer)
     wanted = Request(name, length, counter, seed, index, exact=False, split="test", reserve=backbone.reserve)
     return task(name).build(wanted)
 
 
-def calibration(backbone: Backbone, counter: TokenCounter, length: int, seed: int, index: int) -> Document:
+def calibration(backbone: Backbone, length: int, seed: int, index: int) -> Document:
     """A multi-key sample (LeanK section 2.2, appendix L), as observed by `eval.methods.channels.static_norm`."""
     name = "niah_multikey_3"  # its haystack is made of needles, so it shows no text of the evaluation
+    counter = counter_of(backbone.tokenizer)
     wanted = Request(name, length, counter, seed, index, exact=False, split="train", reserve=backbone.reserve)
     return task(name).build(wanted)
 
 
-def check_lengths(config: RunConfig, backbone: Backbone) -> None:
+def check_samples_fit(config: RunConfig, backbone: Backbone) -> None:
     """Raise ValueError, before training, if a length is too short for its validation task."""
     if config.validation.samples:
-        counter = TokenCounter(backbone.tokenizer)
         try:
-            calibration(backbone, counter, config.data.max_length, config.seed, 0)
+            calibration(backbone, config.data.max_length, config.seed, 0)
         except ValueError as error:
             raise ValueError(f"data.max_length, which bounds the validation's calibration: {error}") from error
         for name in _tasks(config):
             try:
-                unseen(backbone, counter, name, min(config.validation.lengths), config.seed, 0)
+                unseen(backbone, name, min(config.validation.lengths), config.seed, 0)
             except ValueError as error:
                 raise ValueError(f"validation.lengths: {error}") from error
 
 
 def static_norm_mask(backbone: Backbone, length: int, samples: int, seed: int, ratio: float) -> ChannelMask:
     """The mask of LeanK's static norm (`MeanScores`), from calibration samples of at most `length` tokens."""
-    found, counter, device = MeanScores(), TokenCounter(backbone.tokenizer), backbone.model.device
+    found, device = MeanScores(), backbone.model.device
     for i in range(samples):
-        batch = collate(backbone, [calibration(backbone, counter, length, seed, i)]).to(device)
+        batch = collate(backbone, [calibration(backbone, length, seed, i)]).to(device)
         prefix = prefill(backbone.model, batch.documents.ids, batch.documents.lengths, validation.OBSERVED)
         question = batch.prompts.ids[:, : int(batch.question_lengths[0])]
         asked = branch(backbone.model, prefix, question, batch.question_lengths, validation.OBSERVED)

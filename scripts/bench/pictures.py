@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from data_gen.ending import again, ending, in_one_line
+from data_gen.ending import again, ending
 from eval.report.style import INK, SETTINGS, plain, sheet
 from leank_train.common.files import write_text
 from scripts.bench.quality.documents_plot import draw_documents
@@ -41,7 +40,7 @@ OTHERS = ("#5E8C31", "#C2497B")  # of labels without a colour of their own
 TEXT = "#7b8088"  # contrast 4 to 1 on white, 4.8 to 1 on #0d1117
 LOOK = SETTINGS | {"font.size": 11, "axes.titlesize": 11, "svg.fonttype": "none", "svg.hashsalt": "leank"}
 
-Table = Sequence[Mapping[str, str]]
+Records = Sequence[Mapping[str, str]]
 
 
 def read_table(path: Path) -> list[dict[str, str]]:
@@ -83,7 +82,7 @@ def spread(values: Sequence[float], gap: float) -> list[float]:
     return out.tolist()
 
 
-def draw_recall(axes: Axes, table: Table) -> None:
+def draw_recall(axes: Axes, table: Records) -> None:
     """Recall against pruning ratio: a line with its band per label, the label at its end, dense as a dashed line."""
     plain(axes)
     lines: dict[str, list[tuple[float, ...]]] = defaultdict(list)
@@ -135,7 +134,7 @@ def bars(
     axes.tick_params(left=False, bottom=False, labelbottom=False)
 
 
-def draw_generation(axes: Axes, table: Table) -> None:
+def draw_generation(axes: Axes, table: Records) -> None:
     """Tokens per second at the common batch and at the largest that fits; the first row of each kind counts."""
     wanted = (("LeanK", "graph"), ("own cache, nothing pruned", "graph"), ("StaticCache", "graph"),
               ("DynamicCache", "eager"))  # fmt: skip
@@ -157,7 +156,7 @@ def draw_generation(axes: Axes, table: Table) -> None:
     axes.set_title("Tokens per second, 4K tokens in the cache", loc="left")
 
 
-def draw_attention(axes: Axes, table: Table) -> None:
+def draw_attention(axes: Axes, table: Records) -> None:
     """Time of LeanK's attention per layer as a share of the fastest dense attention, and what its bytes allow."""
     labels, values, texts, limits, dense_texts = [], [], [], [], []
     for shape in dict.fromkeys(row["shape"] for row in table):
@@ -207,10 +206,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.action != "recall" and len(args.source) > 1:
         parser.error(f"{args.action} takes one folder, not {len(args.source)}")
-    try:
+    with ending("pictures", lambda: f"what it draws is as it was; again: {again('scripts.bench.pictures')}"):
         write_text(args.out, made(args.action, args.source))
-    except ValueError as error:
-        sys.exit(f"pictures: {in_one_line(str(error))}")
 
 
 def made(action: str, source: Sequence[Path]) -> str:
@@ -223,5 +220,4 @@ def made(action: str, source: Sequence[Path]) -> str:
 
 
 if __name__ == "__main__":
-    with ending("pictures", lambda: f"what it draws is as it was; again: {again('scripts.bench.pictures')}"):
-        main()
+    main()

@@ -21,15 +21,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
-from data_gen.ending import again, ending, in_one_line
+from data_gen.ending import again, ending
 from eval.report.html import figure, page, title, to_table
 from eval.report.plots import draw
 from eval.report.records import RunSummary, Summary
 from eval.report.style import PALETTE, SETTINGS, plain, sheet, svg
-from eval.report.table import Table, TableLine
+from eval.report.table import ReportTable, TableLine
 from eval.report.tables import number, overall
 from leank_train.common.files import write_text
-from scripts.dashboard.runs import Points, Training, evaluation_points, evaluations, training_points, trainings
+from scripts.dashboard.runs import FinishedRun, Points, evaluation_points, evaluations, training_points, trainings
 from scripts.dashboard.wandb_workspace import saved, workspace
 
 MAPS = 12  # masks drawn
@@ -37,7 +37,7 @@ FIGURES = 24  # evaluations with a figure; it takes a third of a second, and eve
 NAMES = 40  # runs that a legend names
 
 
-def training_table(runs: Sequence[Training]) -> Table:
+def training_table(runs: Sequence[FinishedRun]) -> ReportTable:
     """One line per run: model, pruning ratio, what came of it."""
     methods = list(dict.fromkeys(method for run in runs for method in run.recall))
     head = ["run", "model", "ratio", "pruned", "empty heads", "alpha", "seconds", *(f"recall, {m}" for m in methods)]
@@ -54,10 +54,10 @@ def training_table(runs: Sequence[Training]) -> Table:
     note = (
         "Seconds: of training alone. Recall: the run's own validation, as deployed; for figures see its metrics.json."
     )
-    return Table("Masks", head, lines, note)
+    return ReportTable("Masks", head, lines, note)
 
 
-def curves(runs: Sequence[Training]) -> Figure:
+def curves(runs: Sequence[FinishedRun]) -> Figure:
     """Distillation loss of both stages and the mean score over steps, one line per run."""
     drawn = sheet(3.4, 10)
     panels = drawn.subplots(1, 3)
@@ -95,7 +95,7 @@ def set_loss_axis(panel: Axes, losses: Sequence[float]) -> None:
         panel.set_ylim(0, 1.1 * high or 1)
 
 
-def masks(runs: Sequence[Training]) -> Figure:
+def masks(runs: Sequence[FinishedRun]) -> Figure:
     """Kept channels of every KV head, one map per run."""
     shown, most = runs[:MAPS], max(run.mask.keep.shape[2] for run in runs[:MAPS])
     columns = min(4, len(shown))
@@ -151,7 +151,7 @@ class Page:
         if drawn is not None:
             self.parts.append(figure(caption, svg(drawn, f"figure-{len(self.parts)}")))
 
-    def add_trainings(self, runs: Sequence[Training]) -> None:
+    def add_trainings(self, runs: Sequence[FinishedRun]) -> None:
         """Append the table of masks, recall against ratio, losses and maps."""
         self.parts.append(to_table(training_table(runs)))
         self.add("Validation recall against pruning ratio; bars: from the least to the best of a ratio's runs",
@@ -211,9 +211,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="the page; default: dashboard.html in the first folder")
     parser.add_argument("--wandb", metavar="ENTITY/PROJECT", help="save a workspace there instead")
     given = parser.parse_args(arguments)
-    try:
+    with ending("dashboard", lambda: f"the runs are as they were; again: {again('scripts.dashboard')}"):
         if given.wandb is not None:
-            print(saved(workspace(given.wandb)))
+            try:
+                print(saved(workspace(given.wandb)))
+            except ModuleNotFoundError as error:
+                sys.exit(f"dashboard: {error}; pip install -e '.[dashboard]'")
             return
         missing = [str(folder) for folder in given.folders if not folder.is_dir()]
         if missing or not given.folders:
@@ -221,12 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         out = given.out or given.folders[0] / "dashboard.html"
         write_text(out, to_page(given.folders, out))
         print(out)
-    except ModuleNotFoundError as error:
-        sys.exit(f"dashboard: {error}; pip install -e '.[dashboard]'")
-    except ValueError as error:
-        sys.exit(f"dashboard: {in_one_line(str(error))}")
 
 
 if __name__ == "__main__":
-    with ending("dashboard", lambda: f"the runs are as they were; again: {again('scripts.dashboard')}"):
-        main()
+    main()

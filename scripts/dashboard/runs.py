@@ -23,7 +23,7 @@ STAGES = ("stage1", "stage2")
 
 
 @dataclass
-class Training:
+class FinishedRun:
     """A finished training run, read from its folder."""
 
     name: str
@@ -39,7 +39,7 @@ class Training:
         return {method: row["average"] for method, row in validation["recall"].items()} if validation else {}
 
 
-def trainings(roots: Sequence[Path]) -> list[Training]:
+def trainings(roots: Sequence[Path]) -> list[FinishedRun]:
     """Every finished training run below the folders, by name."""
     found = {}
     for root in roots:
@@ -53,7 +53,7 @@ def trainings(roots: Sequence[Path]) -> list[Training]:
             name = folder.name if folder == root else str(folder.relative_to(root))
             mask = ChannelMask.load(folder / "mask.safetensors")
             steps = {stage: _steps(folder / "checkpoints" / stage / "done.ckpt") for stage in STAGES}
-            found[folder.resolve()] = Training(name, config, json.loads(file.read_text()), mask, steps)
+            found[folder.resolve()] = FinishedRun(name, config, json.loads(file.read_text()), mask, steps)
     return sorted(found.values(), key=lambda run: run.name)
 
 
@@ -73,7 +73,7 @@ def evaluations(roots: Sequence[Path]) -> list[tuple[Path, Summary]]:
 Points = dict[str, dict[float, list[float]]]  # method -> pruning ratio -> scores
 
 
-def training_points(runs: Sequence[Training]) -> Points:
+def training_points(runs: Sequence[FinishedRun]) -> Points:
     """Validation recall by the configured pruning ratio; seeds and other settings of one ratio stand together."""
     points: Points = defaultdict(lambda: defaultdict(list))
     for run in runs:

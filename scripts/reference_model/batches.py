@@ -31,11 +31,11 @@ from scripts.reference_model.recipe import LENGTHS, RECIPES, ROOM, STAGES, Recip
 _HAYSTACKS = ("noise", "essay", "needle")
 _LONGEST_CHAIN = 160
 _REPEATED = 0.2  # of the rows of text: their end repeats a passage that stands anywhere before
-Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # see `Batches`
+TrainingBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # see `Batches`
 
 
 @dataclass(frozen=True)
-class Row:
+class TrainingRow:
     """Token ids [n] and the positions whose next token is supervised; whether it is natural text."""
 
     ids: list[int]
@@ -54,7 +54,7 @@ class RowMaker:
         vocabulary = tokenizer.get_vocab()
         self.hexadecimal = [vocabulary[c] for c in "0123456789abcdef-"]
 
-    def make(self, length: int, early: float, rng: random.Random) -> Row:
+    def make(self, length: int, early: float, rng: random.Random) -> TrainingRow:
         """A row of at most `length` + 1 ids."""
         if rng.random() < 0.04 + 0.2 * early:
             return self._induction(length, rng)
@@ -64,7 +64,7 @@ class RowMaker:
         document = self._document(name, length, early, rng)
         return self.row(in_order(document) if self.recipe.in_order and document.task == "cwe" else document, length)
 
-    def row(self, document: Document, length: int) -> Row:
+    def row(self, document: Document, length: int) -> TrainingRow:
         """The document and as many of its questions as fit, one after the other."""
         encode = self.tokenizer.backend_tokenizer.encode
         ids = [self.bos, *encode(document.context, add_special_tokens=False).ids]
@@ -77,7 +77,7 @@ class RowMaker:
             ids += prompt
             supervised += range(len(ids) - 1, len(ids) + len(target))
             ids += [*target, self.eos]
-        return Row(ids, supervised)
+        return TrainingRow(ids, supervised)
 
     def _document(self, name: str, length: int, early: float, rng: random.Random) -> Document:
         _, cost = ROOM.get(name, (0, 45))
@@ -124,7 +124,7 @@ class RowMaker:
             return replace(spec, prefix=f" One of the special magic {spec.value_type} for {{key}} is:")
         return spec
 
-    def _induction(self, length: int, rng: random.Random) -> Row:
+    def _induction(self, length: int, rng: random.Random) -> TrainingRow:
         alphabet, known = rng.choice(
             ((self.plain, 2), (rng.sample(self.plain, 200), 3), (self.hexadecimal, 6), (self.hexadecimal[:10], 6))
         )
@@ -137,7 +137,7 @@ class RowMaker:
             supervised += range(len(ids) + known - 1, len(ids) + len(copied) - 1)
             ids += copied
             ids += rng.choices(alphabet, k=rng.randint(4, 48))
-        return Row(ids, supervised)
+        return TrainingRow(ids, supervised)
 
 
 def in_order(document: Document) -> Document:
@@ -149,7 +149,7 @@ def in_order(document: Document) -> Document:
     return replace(document, questions=(replace(question, answers=tuple(words), target=" " + numbered(words)),))
 
 
-def text_row(stream: np.ndarray, bos: int, length: int, rng: random.Random) -> Row:
+def text_row(stream: np.ndarray, bos: int, length: int, rng: random.Random) -> TrainingRow:
     """A slice of a token stream; the end of some slices repeats a passage of theirs, so that far context pays early."""
     start = rng.randrange(len(stream) - length)
     ids = [bos, *stream[start : start + length].tolist()]
@@ -157,7 +157,7 @@ def text_row(stream: np.ndarray, bos: int, length: int, rng: random.Random) -> R
         size = rng.randint(32, length // 4)
         at = rng.randint(1, length - 2 * size)
         ids[-size:] = ids[at : at + size]
-    return Row(ids, list(range(length)), text=True)
+    return TrainingRow(ids, list(range(length)), text=True)
 
 
 class Batches(torch.utils.data.Dataset):
@@ -199,14 +199,14 @@ class Batches(torch.utils.data.Dataset):
         rng = random.Random(f"length/{self.seed}/{step}")
         return self.lengths[reached if rng.random() < 0.65 or not reached else rng.randrange(reached)]
 
-    def __getitem__(self, item: int) -> Batch:
+    def __getitem__(self, item: int) -> TrainingBatch:
         step = self.start + item
         share = self.share(step)
         length = self.length_of(step, share)
         early = max(0.0, 1 - share / STAGES[2])
         rng = random.Random(f"rows/{self.seed}/{step}/{self.rank}")
         count = max(1, self.tokens // length)
-        rows: list[Row] = []
+        rows: list[TrainingRow] = []
         if self.text is not None and self.maker.recipe.text:
             texts = int(self.maker.recipe.text * count + rng.random())  # the share in the mean, of few long rows too
             rows += [text_row(self.text, self.maker.bos, length, rng) for _ in range(texts)]
@@ -214,7 +214,7 @@ class Batches(torch.utils.data.Dataset):
         return collate(rows, length, self.maker.recipe)
 
 
-def collate(rows: list[Row], length: int, recipe: Recipe = RECIPES["retrieval"]) -> Batch:
+def collate(rows: list[TrainingRow], length: int, recipe: Recipe = RECIPES["retrieval"]) -> TrainingBatch:
     """Right-padded ids [rows, length], flat supervised positions [n], labels [n], their weights in the loss [n]."""
     ids = np.zeros((len(rows), length), dtype=np.int64)
     positions, labels, weights = [], [], []
@@ -240,10 +240,12 @@ def collate(rows: list[Row], length: int, recipe: Recipe = RECIPES["retrieval"])
     )
 
 
-def evaluation_rows(tokenizer: PreTrainedTokenizerFast, length: int, count: int, seed: int) -> dict[str, list[Row]]:
+def evaluation_rows(
+    tokenizer: PreTrainedTokenizerFast, length: int, count: int, seed: int
+) -> dict[str, list[TrainingRow]]:
     """Unseen samples of the RULER tasks, one question per document, on text that training never shows."""
     maker = RowMaker(tokenizer)
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[TrainingRow]] = {}
     shortest = {"vt": 1024, "cwe": 2048, "chain": 2048, "chain_long": 8192}  # the examples of vt and cwe are long
     for name in [*RULER_NIAH, "vt", "cwe", "fwe", *CHAINS]:
         if length < shortest.get(name, ROOM.get(name, (0, 0))[0]):

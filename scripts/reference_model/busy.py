@@ -11,7 +11,6 @@ log-likelihood). DIR receives `busy.csv` (heads removed, the head, exact match p
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoTokenizer, DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data_gen.amount import amount
-from scripts.reference_model.batches import Row, evaluation_rows
+from leank_train.common.escape import csv_rows
+from leank_train.common.files import write_text
+from scripts.reference_model.batches import TrainingRow, evaluation_rows
 from scripts.reference_model.evaluation import right_tokens
 from scripts.reference_model.recipe import UNORDERED
 
@@ -80,7 +81,7 @@ class Probe:
     labels: Tensor
 
 
-def prefill(model: LlamaForCausalLM, rows: Sequence[Row]) -> Probe:
+def prefill(model: LlamaForCausalLM, rows: Sequence[TrainingRow]) -> Probe:
     """Read the contexts of some rows densely, up to the question."""
     cuts = [max(1, row.supervised[0] - _QUESTION) for row in rows]
     widest, longest = max(cuts), max(len(row.ids) - cut for row, cut in zip(rows, cuts, strict=True))
@@ -201,10 +202,8 @@ def text_losses(
 
 def write(path: Path, records: Sequence[Mapping[str, float | str]]) -> None:
     """Write records as CSV."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({k: round(v, 4) if isinstance(v, float) else v for k, v in r.items()} for r in records)
+    rounded = [{k: round(v, 4) if isinstance(v, float) else v for k, v in r.items()} for r in records]
+    write_text(path, csv_rows(rounded))
 
 
 def plot(path: Path, means: Sequence[float], heads: int) -> None:

@@ -12,7 +12,7 @@ from lightning.fabric import Fabric
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from scripts.reference_model.batches import Row, collate
+from scripts.reference_model.batches import TrainingRow, collate
 from scripts.reference_model.recipe import UNORDERED
 
 _TEXT_ROWS = 32
@@ -47,7 +47,9 @@ def right_tokens(predicted: torch.Tensor, labels: torch.Tensor, rows: torch.Tens
 
 
 @torch.no_grad()
-def exact_match(model: nn.Module, rows: dict[str, list[Row]], length: int, fabric: Fabric) -> dict[str, list[float]]:
+def exact_match(
+    model: nn.Module, rows: dict[str, list[TrainingRow]], length: int, fabric: Fabric
+) -> dict[str, list[float]]:
     """Per task, teacher-forced: the share of rows with every supervised token right, and of tokens that are right."""
     found = {}
     for name, all_rows in rows.items():
@@ -85,7 +87,7 @@ def text_loss(model: nn.Module, stream: np.ndarray, bos: int, length: int, fabri
 
 def evaluate(
     model: Answers,
-    probes: dict[int, dict[str, list[Row]]],
+    probes: dict[int, dict[str, list[TrainingRow]]],
     heldout: np.ndarray | None,
     step: int,
     out: Path,

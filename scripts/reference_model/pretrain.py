@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from leank_train.common.tensor_files import read_checkpoint, write_checkpoint
-from scripts.reference_model.batches import Batch, Batches, evaluation_rows
+from scripts.reference_model.batches import Batches, TrainingBatch, evaluation_rows
 from scripts.reference_model.clock import Clock
 from scripts.reference_model.evaluation import Answers, evaluate, record
 from scripts.reference_model.recipe import RECIPES
@@ -125,7 +125,9 @@ def make_optimizers(lm: LlamaForCausalLM, lr: float, fused: bool, muon: bool) ->
     return found
 
 
-def update(model: nn.Module, optimizers: Sequence[Optimizer], batch: Batch, lr: float, fabric: Fabric) -> torch.Tensor:
+def update(
+    model: nn.Module, optimizers: Sequence[Optimizer], batch: TrainingBatch, lr: float, fabric: Fabric
+) -> torch.Tensor:
     """One optimiser step on a batch of `Batches`; returns the loss."""
     ids, positions, labels, weights = batch
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):

@@ -174,7 +174,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("sweep", type=Path, metavar="DIR", help="the sweep's hydra.sweep.dir")
     parser.add_argument("--at-once", type=int, default=8, help="members that rerun waits for side by side (default 8)")
     args = parser.parse_args(argv)
-    try:
+    with ending("sweep", lambda: f"the runs are as they were; again: {again('scripts.sweep')}"):
         if args.at_once < 1:
             raise ValueError(f"--at-once={args.at_once} must be at least 1")
         if args.action == "report":
@@ -184,11 +184,8 @@ def main(argv: list[str] | None = None) -> None:
                 print(file)
             return
         lost = status(args.sweep) if args.action == "status" else rerun(args.sweep, args.at_once)
-    except ValueError as error:
-        sys.exit(f"sweep: {in_one_line(str(error))}")
     sys.exit(1 if lost else 0)
 
 
 if __name__ == "__main__":
-    with ending("sweep", lambda: f"the runs are as they were; again: {again('scripts.sweep')}"):
-        main()
+    main()

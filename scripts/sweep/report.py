@@ -33,14 +33,14 @@ ROWS = {  # what varies -> the paper's tables
     "stage2.steps": "Tables 12 and 22: the second stage (0 steps: without it)",
 }
 EVERYTHING = "Tables 9 and 23: budget and mask; every method and setting"
-Settings = tuple[tuple[str, object], ...]
+Varied = tuple[tuple[str, object], ...]
 
 
 @dataclass(frozen=True)
-class Score:
+class MemberScore:
     """Score (0-100) of one method on one task under one member's mask. source: validation, or a benchmark's name."""
 
-    settings: Settings
+    settings: Varied
     seed: object
     source: str
     method: str
@@ -72,7 +72,7 @@ def member_scores(folder: Path) -> Iterable[tuple[str, str, str, float]]:
                 yield part["benchmark"], cell["method"], task, cell["score"]
 
 
-def collect(sweep: Path) -> list[Score]:
+def collect(sweep: Path) -> list[MemberScore]:
     """Every score of every member that is done. Raises ValueError where there is none, or two have equal settings."""
     found, configs = {}, {}
     for folder in sorted(file.parent for file in sweep.rglob(RESULT)):
@@ -89,26 +89,26 @@ def collect(sweep: Path) -> list[Score]:
         settings = tuple((name, config.get(name)) for name in varied)
         if (first := seen.setdefault((str(settings), config["seed"]), folder)) != folder:
             raise ValueError(f"{first} and {folder} have the same settings and seed; remove one of them")
-        scores += [Score(settings, config["seed"], *values) for values in found[folder]]
+        scores += [MemberScore(settings, config["seed"], *values) for values in found[folder]]
     return scores
 
 
 @dataclass(frozen=True)
-class Row:
+class Averaged:
     """One method under one setting: (mean, standard deviation) over seeds of each task and of the average over tasks.
 
     A deviation is None with one seed; a task that some seed lacks has no cell.
     """
 
-    settings: Settings
+    settings: Varied
     method: str
     seeds: int
     cells: dict[str, tuple[float, float | None]]
 
 
-def rows(scores: Sequence[Score], tasks: Sequence[str]) -> list[Row]:
+def rows(scores: Sequence[MemberScore], tasks: Sequence[str]) -> list[Averaged]:
     """Group by method and settings, dense first; tasks count alike in the average."""
-    groups: dict[tuple[Settings, str], dict[object, dict[str, float]]] = {}
+    groups: dict[tuple[Varied, str], dict[object, dict[str, float]]] = {}
     for s in scores:
         settings = tuple((n, v if s.method != DENSE or n.startswith(OF_DENSE) else None) for n, v in s.settings)
         groups.setdefault((settings, s.method), {}).setdefault(s.seed, {})[s.task] = s.score
@@ -120,11 +120,11 @@ def rows(scores: Sequence[Score], tasks: Sequence[str]) -> list[Row]:
             if all(t in one for t in needed for one in by_seed.values()):
                 values = [float(np.mean([one[t] for t in needed])) for one in by_seed.values()]
                 cells[task] = float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None
-        out.append(Row(settings, method, len(by_seed), cells))
+        out.append(Averaged(settings, method, len(by_seed), cells))
     return sorted(out, key=lambda row: row.method != DENSE)
 
 
-def markdown(table: Sequence[Row], title: str, tasks: Sequence[str]) -> str:
+def markdown(table: Sequence[Averaged], title: str, tasks: Sequence[str]) -> str:
     """Rows as a Markdown table, one column per varied setting and per task."""
     head = ["method", *(name for name, _ in table[0].settings), "seeds", *tasks, AVERAGE]
     lines = []
@@ -137,7 +137,7 @@ def markdown(table: Sequence[Row], title: str, tasks: Sequence[str]) -> str:
     return f"## {escaped(title)}\n\n{markdown_table(head, lines)}\n"
 
 
-def figure4(table: Sequence[Row], source: str) -> Figure:
+def figure4(table: Sequence[Averaged], source: str) -> Figure:
     """Average accuracy against the pruning ratio, one line per method and other setting; bars: deviation over seeds."""
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     axis = figure.add_subplot()

@@ -81,7 +81,7 @@ def test_lines_nobody_asks_for_never_use_an_asked_key(counter, monkeypatch):
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "whole units"])
-def test_passkeys(counter, exact):
+def test_every_passkey_is_in_the_text_and_is_asked_for_once(counter, exact):
     document = TASKS["passkey"].build(Request("passkey", 4096, counter, 9, 0, 20, exact=exact))
     assert len(document.questions) == 10, "ten passkeys, ten questions at most"
     assert len({q.question for q in document.questions}) == 10
@@ -118,7 +118,7 @@ def test_passkeys_stand_between_5_and_95_per_cent(counter):
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "ruler"])
 @pytest.mark.parametrize("questions", [1, 3])
-def test_variables(counter, questions, exact):
+def test_the_answers_are_the_variables_of_the_chain_in_question(counter, questions, exact):
     document = TASKS["vt"].build(Request("vt", 4096, counter, 9, 0, questions, exact=exact))
     assert len({q.question for q in document.questions}) == questions
     text = document.context.rsplit("Memorize and track", 1)[1]
@@ -136,7 +136,7 @@ def test_variables(counter, questions, exact):
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "ruler"])
 @pytest.mark.parametrize("length", [1024, 4096])
-def test_common_words(counter, length, exact):
+def test_the_answers_are_the_words_that_appear_most_often(counter, length, exact):
     document = TASKS["cwe"].build(Request("cwe", length, counter, 9, 0, exact=exact))
     example, text = re.split(r"the list are: .*\nBelow is", document.context)
     counts = Counter(re.findall(r"\d+\. (\D+?)(?= \d|$)", text.split("\n")[-1]))

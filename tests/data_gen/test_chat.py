@@ -63,7 +63,7 @@ def test_a_date_in_the_template_is_the_same_on_any_day(start, shown):
     assert shown in template(chat)[0]
 
 
-def test_messages():
+def test_tokenizers_without_a_usable_template_are_refused():
     with pytest.raises(ValueError, match=r"has no chat template; set chat=False"):
         prompt(sample(), tokenizer("reference"), chat=True)
 

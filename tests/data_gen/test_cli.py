@@ -27,7 +27,7 @@ def expected() -> list[dict]:
     return [json.loads(json.dumps(vars(s))) for d in documents for s in d.samples()]
 
 
-def test_jsonl(tmp_path):
+def test_a_jsonl_file_holds_the_samples_and_nothing_else_is_left(tmp_path):
     run(tmp_path / "new" / "kv.jsonl")
     lines = (tmp_path / "new" / "kv.jsonl").read_text("utf-8").splitlines()
     assert [json.loads(line) for line in lines] == expected()
@@ -62,6 +62,14 @@ def test_a_failure_leaves_what_was_there(tmp_path, name):
         assert len((tmp_path / name).read_text("utf-8").splitlines()) == 6
 
 
+@pytest.mark.parametrize(("name", "content"), [("tokenizer.json", "[1]"), ("tokenizer_config.json", "[]")])
+def test_a_damaged_tokenizer(tmp_path, name, content):
+    tokenizer("reference").save_pretrained(tmp_path / "words")
+    (tmp_path / "words" / name).write_text(content)
+    with pytest.raises(SystemExit, match=r"data_gen: tokenizer='.*words' cannot be loaded \(\w+Error: .*\); give "):
+        run(tmp_path / "kv.jsonl", "--tokenizer", str(tmp_path / "words"))
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -72,7 +80,7 @@ def test_a_failure_leaves_what_was_there(tmp_path, name):
         (("--task", "qa_1"), "data=None: no such file; download SQuAD's"),
     ],
 )
-def test_messages(tmp_path, more, message, capsys):
+def test_arguments_that_cannot_be_meant_leave_no_file(tmp_path, more, message, capsys):
     with pytest.raises(SystemExit) as found:
         run(tmp_path / "kv.jsonl", *more)
     assert re.search(f"data_gen: .*{message}", f"{found.value}{capsys.readouterr().err}")

@@ -51,6 +51,14 @@ def test_one_line_says_what_stopped_a_command_and_what_is_kept(capsys, error, st
     assert line in said
 
 
+def test_input_that_is_refused_ends_a_command_with_the_reason():
+    """The folder of a run is cleared up before, which is what `kept` does."""
+    asked = []
+    with pytest.raises(SystemExit, match=r"^leank: ratio=2: lower it$"), ending("leank", lambda: asked.append(1) or ""):
+        raise ValueError("ratio=2:\nlower it")
+    assert asked
+
+
 def test_sigterm_ends_a_command_as_ctrl_c_does(capsys):
     with pytest.raises(SystemExit) as stopped, ending("leank"):
         os.kill(os.getpid(), signal.SIGTERM)

@@ -65,7 +65,7 @@ def test_settings_of_requests(request_kv, changed, parts):
 
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("name", [n for n in TASKS if not n.startswith("qa")])
-def test_too_short(request_kv, name, exact):
+def test_a_length_too_short_for_its_task_is_named(request_kv, name, exact):
     request = replace(request_kv, name=name, length=60, exact=exact)
     says(lambda: TASKS[name].build(request), ValueError, "length=60 is too short", name, "raise length")
 
@@ -82,7 +82,7 @@ def test_too_short(request_kv, name, exact):
         ({"kv": 1}, {"per_length": 0}, ("per_length=0", "at least 1")),
     ],
 )
-def test_mixtures(weights, settings, parts):
+def test_mixtures_that_cannot_be_meant_are_named(weights, settings, parts):
     ranges = {"min_length": 1024, "max_length": 4096} | settings
     says(lambda: Mixture(weights, tokenizer("reference"), **ranges), ValueError, *parts)
 
@@ -91,7 +91,7 @@ def test_numbers_below_0():
     says(lambda: Mixture({"kv": 1}, tokenizer("reference"), 1024, 1024)[-1], IndexError, "index=-1")
 
 
-def test_essays(tmp_path, request_kv):
+def test_essays_that_cannot_be_read_are_named(tmp_path, request_kv):
     request = replace(request_kv, name="niah_single_2", essays=str(tmp_path / "none.txt"))
     says(lambda: TASKS["niah_single_2"].build(request), FileNotFoundError, "essays=.*none.txt", "give a .txt")
     (tmp_path / "empty.txt").write_text("\n\n")

@@ -103,7 +103,7 @@ def test_a_packed_file(counter, tmp_path):
     assert RULER["qa_1"].build(replace(plain, data=str(packed))) == RULER["qa_1"].build(plain)
 
 
-def test_messages(counter, tmp_path):
+def test_missing_and_wrong_files_are_named(counter, tmp_path):
     asked = request("qa_1", counter, 1024)
     with pytest.raises(FileNotFoundError, match=r"data=None.*SQuAD's dev-v2.0.json.*give its path as data="):
         RULER["qa_1"].build(replace(asked, data=None))

@@ -1,6 +1,7 @@
 """Bad input of the main job: the message names the setting, its value and what to do, and comes before training."""
 
 import sys
+from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -235,11 +236,12 @@ def test_a_folder_of_another_config(model_folder, tmp_path):
         lambda: run(settings(model_folder, "stage1.steps=1", "stage2.steps=0", "resume=false"), tmp_path),
         "resume=false", "holds a run already", r"set hydra\.run\.dir to a new folder, or resume=true",
     )  # fmt: skip
-    (tmp_path / "config.hash").unlink()
-    says(
-        lambda: run(settings(model_folder, "stage1.steps=1", "stage2.steps=0"), tmp_path),
-        "holds checkpoints of another config", r"set hydra\.run\.dir to a new folder",
-    )  # fmt: skip
+    for spoil in (lambda file: file.write_bytes(b"\xff"), Path.unlink):
+        spoil(tmp_path / "config.hash")
+        says(
+            lambda: run(settings(model_folder, "stage1.steps=1", "stage2.steps=0"), tmp_path),
+            "holds checkpoints of another config", r"set hydra\.run\.dir to a new folder",
+        )  # fmt: skip
     assert (tmp_path / "mask.safetensors").read_bytes() == mask
 
 

@@ -241,8 +241,11 @@ def test_files_that_are_no_masks(tmp_path):
     for path in (PUBLISHED / "qwen2.5-7b-instruct.pth", tmp_path / "other.pth"):
         with pytest.raises(ValueError, match="from_official"):
             ChannelMask.load(path)
-    with pytest.raises(ValueError, match="zeros and ones"):
-        ChannelMask.from_official(tmp_path / "other.pth")
+    ones = torch.ones(2, 2, 4)
+    for other in (ones[0], ones.to_sparse(), ones.to("meta"), 2 * ones, {"mask": ones}):
+        torch.save(other, tmp_path / "other.pth")
+        with pytest.raises(ValueError, match=r"other\.pth must hold one tensor .* of zeros and ones"):
+            ChannelMask.from_official(tmp_path / "other.pth")
     (tmp_path / "text.pth").write_text("hello")
     with pytest.raises(ValueError, match=r"text\.pth"):
         ChannelMask.from_official(tmp_path / "text.pth")
@@ -261,7 +264,7 @@ def test_a_published_mask_runs_no_code(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_check_model():
+def test_a_mask_of_another_shape_is_refused_and_one_of_another_name_warned_of():
     config = SimpleNamespace(
         num_hidden_layers=2, num_key_value_heads=3, hidden_size=32, num_attention_heads=4, _name_or_path="org/SMALL"
     )

@@ -6,7 +6,7 @@ import torch
 from data_gen.tasks import Mixture
 from leank_train import backbone as backbones
 from leank_train.data import collate
-from leank_train.stages import Stage1, StageConfig
+from leank_train.stages import PruningConfig, Stage1, StageConfig
 
 
 @pytest.mark.parametrize(("reduction", "size"), [("official", 1e-4), ("paper", 100)])
@@ -18,7 +18,7 @@ def test_gradients_survive_float16(model_folder, objective, reduction, size):
         backbone = backbones.load(str(model_folder), dtype)
         mixed = Mixture({"multikey": 1}, backbone.tokenizer, 300, 400, questions=2)
         config = StageConfig(5, 0.1, objective=objective, reduction=reduction)
-        stage = Stage1(backbone, config, 4, 32, torch.full(backbone.shape, 0.9))
+        stage = Stage1(backbone, config, PruningConfig(0.7, sink=4, window=32), torch.full(backbone.shape, 0.9))
         stage.backward(stage.distillation(collate(backbone, [mixed[0]])) * size)
         found[dtype] = stage.alpha.grad
     exact, half = found.values()

@@ -15,10 +15,9 @@ from data_gen.tasks import Mixture
 from leank_train import backbone as backbones
 from leank_train.common.typed import BadConfig
 from leank_train.data import HELD_OUT, RetrievalData, Steps
-from leank_train.mask import ChannelMask
 from leank_train.running.recorder import Recorder
 from leank_train.settings import check, fingerprint
-from leank_train.stages import Stage, Stage1, Stage2, StageConfig
+from leank_train.stages import PruningConfig, Stage, Stage1, Stage2, StageConfig
 from leank_train.stopping import EarlyStop, best_look, first_look
 from leank_train.train import run
 from tests.helpers.ranks import forked_ranks
@@ -50,8 +49,8 @@ class Losses(Stage):
         torch.nn.Module.__init__(self)
         self.losses, self.alpha = losses, torch.nn.Parameter(torch.zeros(1))
 
-    def heldout(self, batches, beta):
-        return self.losses[int(beta)]
+    def heldout(self, batches):
+        return self.losses[int(self.alpha)]
 
     def log(self, *args, **kwargs):
         """Drop what Lightning would write: there is no trainer here."""
@@ -60,7 +59,7 @@ class Losses(Stage):
 @given(st.lists(st.sampled_from([0.1, 0.2, 0.3, 0.4, 0.5]), min_size=1, max_size=30), st.integers(1, 5))
 def test_patience_ends_a_stage_that_gains_no_more(losses, patience):
     """It goes on until so many looks in a row are no better than the best before them."""
-    stopper = EarlyStop(StageConfig(len(losses), 0.1, patience=patience, heldout_every=1), lambda a: a)
+    stopper = EarlyStop(StageConfig(len(losses), 0.1, patience=patience, heldout_every=1))
     stopper.first = 0
     stage, taken = Losses(losses), 0
     for step in range(len(losses)):
@@ -68,7 +67,7 @@ def test_patience_ends_a_stage_that_gains_no_more(losses, patience):
         trainer = SimpleNamespace(global_step=step, max_steps=len(losses), should_stop=False)
         stopper.on_train_batch_end(trainer, stage)
         taken += 1
-        again = EarlyStop(stopper.config, stopper.cut)
+        again = EarlyStop(stopper.config)
         again.load_state_dict(stopper.state_dict())
         assert again.over == stopper.over == trainer.should_stop
         if trainer.should_stop:
@@ -118,17 +117,14 @@ def test_the_loss_is_that_of_the_deployed_mask(model_folder):
     batches = RetrievalData(backbone, mixture).held_out(3)
     scores = torch.rand(backbone.shape, generator=torch.Generator().manual_seed(1))
     scores[0, 1] = 0  # a head without channels
-    mask = ChannelMask.from_scores(scores, 0.7, 4, "exact")
-    assert (mask.channels_per_head == 0).any()
+    pruning = PruningConfig(0.7, align=4, sink=4, window=32)
     for objective in ("kl", "l2"):
-        one = Stage1(backbone, StageConfig(1, 0.1, objective=objective), 4, 32)
-        two = Stage2(
-            backbone, StageConfig(1, 0.1, objective=objective, empty_heads="drop"), 4, 32, scores,
-            ratio=0.7, align=4, rounding="exact",
-        )  # fmt: skip
+        one = Stage1(backbone, StageConfig(1, 0.1, objective=objective), pruning, scores)
+        two = Stage2(backbone, StageConfig(1, 0.1, objective=objective, empty_heads="drop"), pruning, scores)
+        assert (one.mask().channels_per_head == 0).any()
         one.trainer = SimpleNamespace(world_size=1)
         wanted = [float(two.distillation(batch).detach()) for batch in batches]
-        assert one.heldout(batches, mask.keep) == pytest.approx(sum(wanted) / 3, rel=1e-6)
+        assert one.heldout(batches) == pytest.approx(sum(wanted) / 3, rel=1e-6)
 
 
 def test_no_step_trains_on_held_out_documents(model_folder):
@@ -153,7 +149,7 @@ def test_no_step_trains_on_held_out_documents(model_folder):
 def test_held_out_documents_lie_on_the_device_of_the_stage(model_folder):
     backbone = backbones.load(str(model_folder))
     data = RetrievalData(backbone, Mixture({"multikey": 1}, backbone.tokenizer, 300, 400))
-    stop = EarlyStop(StageConfig(10, 0.1, patience=1), lambda scores: scores > 0)
+    stop = EarlyStop(StageConfig(10, 0.1, patience=1))
     stop.on_train_start(SimpleNamespace(datamodule=data), SimpleNamespace(device=torch.device("meta")))
     rows = [part for batch in stop._batches for part in (batch.documents, batch.prompts, batch.answers)]
     assert rows

@@ -178,7 +178,8 @@ def test_rows_are_means_over_seeds(data):
     number = st.floats(0, 100)
     table = {key: data.draw(number) for key in product(ratios, seeds, tasks)}
     scores = [
-        sweep_report.Score((("pruning.ratio", r),), s, "validation", "leank", t, x) for (r, s, t), x in table.items()
+        sweep_report.MemberScore((("pruning.ratio", r),), s, "validation", "leank", t, x)
+        for (r, s, t), x in table.items()
     ]
     found = sweep_report.rows(data.draw(st.permutations(scores)), tasks)
     assert {(row.method, row.settings[0][1], row.seeds) for row in found} == {("leank", r, 3) for r in ratios}
@@ -192,7 +193,7 @@ def test_rows_are_means_over_seeds(data):
 
 
 def test_a_task_that_a_seed_lacks_has_no_cell():
-    made = [sweep_report.Score((), s, "validation", "leank", t, 50.0) for s, t in ((1, "a"), (1, "b"), (2, "a"))]
+    made = [sweep_report.MemberScore((), s, "validation", "leank", t, 50.0) for s, t in ((1, "a"), (1, "b"), (2, "a"))]
     (row,) = sweep_report.rows(made, ["a", "b"])
     assert row.cells == {"a": (50.0, 0.0)}
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from eval.cache.storage.store import Plan, Store
+from eval.cache.storage.store import BackendPlan, Store
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Addresses:
     count: np.ndarray
     width: np.ndarray
     first: np.ndarray | None
-    plan: Plan | None
+    plan: BackendPlan | None
     version: int
 
     @classmethod

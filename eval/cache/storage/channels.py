@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ from torch import Tensor
 from data_gen.amount import amount
 from eval.cache.storage.upload import upload
 from leank_train.mask import ChannelMask
+
+if TYPE_CHECKING:  # transformers takes seconds to import
+    from transformers import PreTrainedConfig
 
 MaskLike: TypeAlias = ChannelMask | Tensor | str | os.PathLike[str]
 
@@ -99,13 +102,18 @@ class KeptChannels:
         return KeptChannels(self.count[at], self.index[rows.to(self.index.device)], first)
 
 
-def layer_masks(mask: object) -> Tensor:
+def layer_masks(mask: object, config: PreTrainedConfig | None = None) -> Tensor:
     """The bool tensor [L, H, D], True = kept, of a ChannelMask, of the path of its file, or of a bool tensor.
 
-    Raises ValueError for numbers that are not bool (0.01 would count as kept), or another number of axes.
+    config: of the model that the mask is used on, None = not known; a mask that names another model warns
+
+    Raises ValueError for numbers that are not bool (0.01 would count as kept), another number of axes, or a ChannelMask
+    that does not fit the config.
     """
     if isinstance(mask, str | os.PathLike):
-        return ChannelMask.load(mask).keep
+        mask = ChannelMask.load(mask)
+    if isinstance(mask, ChannelMask) and config is not None:
+        mask.check_model(config)
     try:
         keep = torch.as_tensor(getattr(mask, "keep", mask))
     except (TypeError, ValueError, RuntimeError):

@@ -30,7 +30,7 @@ Evict = Callable[["Store"], None]
 GROWTH = 128  # tokens: a growing middle takes this much slack, or 1/16 of its length if that is more
 
 
-class Plan(Protocol):
+class BackendPlan(Protocol):
     """What a backend derives from a store and keeps until the store's addresses or capacities change."""
 
     @property
@@ -71,7 +71,7 @@ class Store:
         """
         self.sizes, self.middle = sizes, middle
         self.quiet, self.version = 0, 0
-        self.plan: Plan | None = None
+        self.plan: BackendPlan | None = None
         self.channels = KeptChannels.of(middle.channels, k, middle.labels)
         self.values = None if middle.values is None else KeptChannels.of(middle.values, v)
         self._count(k, real)

@@ -1,4 +1,4 @@
-"""KIVI: the middle in 2 or 4 bits, K per channel along tokens, V per token along channels.
+"""KIVI: the middle in 2, 4 or 8 bits, K per channel along tokens, V per token along channels.
 
 "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", arXiv 2402.02750, section 3.
 """

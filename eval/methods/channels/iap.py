@@ -45,6 +45,9 @@ class IAP(Uniform):
       caches.
     - Keys that the tokens axis dropped do not count.
 
+    Deviation: the paper has one recent size, of the keys that stay whole and are not scored. Here the cache's window
+    stays whole, and `recent` keys are not scored.
+
     Cost per KV head: T D^2 for the Gram matrix of K, n G D^2 for that of Q, then floor(ratio * D) steps of O(D), each
     one batched operation for all rows, layers and heads. M takes D^2 numbers per head meanwhile.
 

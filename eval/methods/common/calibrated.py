@@ -11,7 +11,6 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from data_gen.sample import Sample
 from data_gen.tasks import task
-from data_gen.tokens import TokenCounter
 from eval.benchmarks.ruler import draw
 from eval.inference.prefill import Prefill
 from eval.methods.axes import Axis, Observe, Uniform
@@ -65,16 +64,15 @@ class FromSamples(Axis):
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         task(self.task)
-        self._sample(TokenCounter(tokenizer), 0)
+        self._sample(tokenizer, 0)
 
     def calibrate(self, observe: Observe, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
         if self.calibrated_on not in self._found:
-            counter = TokenCounter(tokenizer)
-            samples = (self._sample(counter, index) for index in range(self.samples))
+            samples = (self._sample(tokenizer, index) for index in range(self.samples))
             self._found[self.calibrated_on] = self.of_samples(observe(sample, self.observed) for sample in samples)
 
-    def _sample(self, counter: TokenCounter, index: int) -> Sample:
-        return draw(self.task, self.length, counter, self.seed, index)
+    def _sample(self, tokenizer: PreTrainedTokenizerBase, index: int) -> Sample:
+        return draw(self.task, self.length, tokenizer, self.seed, index)
 
 
 @dataclass(frozen=True)

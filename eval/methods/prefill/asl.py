@@ -31,7 +31,7 @@ NOWHERE = -1  # in place of the layer, where none was selected
 DEEP = 24  # layers from which on the paper's rule is used; the paper's models have 28 and 32
 
 
-class Rule(NamedTuple):
+class LayerRule(NamedTuple):
     """L_min, L_obs and tau."""
 
     first: int
@@ -39,7 +39,7 @@ class Rule(NamedTuple):
     threshold: float
 
 
-def few_layers(layers: int) -> Rule:
+def few_layers(layers: int) -> LayerRule:
     """The rule for a model of fewer than DEEP layers, which the paper's does not fit.
 
     L_obs = 8 does not fit into so few layers, and the ranks of fewer layers vary less apart from each other, so the
@@ -53,7 +53,7 @@ def few_layers(layers: int) -> Rule:
     """
     observed = max(2, layers // 3)
     first = max(1, min(layers // 2, layers - 3))
-    return Rule(first, observed, 0.95 - 0.65 * (observed - 2) / 6)
+    return LayerRule(first, observed, 0.95 - 0.65 * (observed - 2) / 6)
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,11 @@ class ASL(RowPass):
             found["rule"] = hashlib.sha256(json.dumps(rules).encode()).hexdigest()[:10]
         return found
 
-    def rule(self, config: PreTrainedConfig) -> Rule:
+    def rule(self, config: PreTrainedConfig) -> LayerRule:
         """L_min, L_obs and tau for a model."""
         layers = config.num_hidden_layers
-        rule = Rule(layers // 3, 8, 0.3) if layers >= DEEP else few_layers(layers)
-        return Rule(
+        rule = LayerRule(layers // 3, 8, 0.3) if layers >= DEEP else few_layers(layers)
+        return LayerRule(
             rule.first if self.first is None else self.first,
             rule.observed if self.observed is None else self.observed,
             rule.threshold if self.threshold is None else self.threshold,

@@ -22,7 +22,6 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from data_gen.amount import amount
 from data_gen.sample import Sample
 from data_gen.tasks import task
-from data_gen.tokens import TokenCounter
 from eval.benchmarks.ruler import draw
 from eval.cache.storage.sizes import Sizes
 from eval.inference.prefill import Prefill, PromptLayer
@@ -123,7 +122,7 @@ class DuoAttention(Tokens):
             self._ratios[self.calibrated_on] = high_frequency_ratio(prefill, high, self.queries)
 
     def _sample(self, tokenizer: PreTrainedTokenizerBase) -> Sample:
-        return draw(self.task, self.length, TokenCounter(tokenizer), self.seed, 0)
+        return draw(self.task, self.length, tokenizer, self.seed, 0)
 
     def streaming(self) -> Tensor:
         """Heads that stream, bool [L, H]; by w_hf never those of layers with sliding-window attention."""

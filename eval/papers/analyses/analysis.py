@@ -10,11 +10,12 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from eval.papers.analyses.source import Source
+from eval.papers.item import Measurement
 from eval.report.style import SETTINGS
 from leank_train.common.typed import Checked
 
 Value = str | float | int | None
-Rows = list[dict[str, Value]]
+Rows = list[Measurement]
 PLACE = ("layer", "head", "task", "length")
 
 
@@ -40,7 +41,7 @@ class Analysis(Checked, ABC):
             return self.draw(rows)
 
 
-def row(measure: str, value: float | None, unit: str, **at: Value) -> dict[str, Value]:
+def row(measure: str, value: float | None, unit: str, **at: Value) -> Measurement:
     """One row: what was measured, its value and unit, and where.
 
     value: None where it is undefined, such as a share of nothing.
@@ -63,7 +64,7 @@ def distinct(rows: Rows, name: str) -> list[Value]:
     return list(dict.fromkeys(one.get(name) for one in rows))
 
 
-def values(rows: Iterable[dict[str, Value]], name: str = "value") -> list[float]:
+def values(rows: Iterable[Measurement], name: str = "value") -> list[float]:
     """A column of numbers; NaN stands for None, so that figures leave a gap."""
     column = [one[name] for one in rows]
     return [math.nan if value is None else float(value) for value in column]

@@ -7,7 +7,6 @@ many of its last queries as the analysis wants. So memory grows with the tokens,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Self
 
 import torch
@@ -17,7 +16,6 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from data_gen.amount import amount
 from data_gen.chat import template as chat_template
 from data_gen.sample import Sample
-from data_gen.tokens import TokenCounter
 from eval.benchmarks.row import Row
 from eval.benchmarks.ruler import draw
 from eval.inference.models import ModelConfig, load_config, load_model
@@ -86,10 +84,6 @@ class Source:
         """The decoder's config."""
         return self.need_model()[0].config.get_text_config(decoder=True)
 
-    @cached_property
-    def _counter(self) -> TokenCounter:
-        return TokenCounter(self.need_model()[1])
-
     def sample(self, task: str, length: int, index: int) -> Sample:
         """Sample number `index` of a task at `length` tokens of prompt and reply.
 
@@ -99,7 +93,7 @@ class Source:
         if limit is not None and length > limit:
             raise ValueError(f"length={length} is more than the model's max_position_embeddings={limit}; lower it")
         room = length - overhead(tokenizer, self.chat)
-        return draw(task, room, self._counter, self.seed, index, self.essays, self.split)
+        return draw(task, room, tokenizer, self.seed, index, self.essays, self.split)
 
     @property
     def backbone(self) -> Backbone:

@@ -1,14 +1,15 @@
 """First token, time a token and bytes held of every method, at several lengths and batches, in one run.
 
     python -m scripts.bench.decoding.methods OUT --lengths 4096 32768 131072 --batches 1 largest     # 8B shape, one GPU
-    KIVI="--lengths 160 --new 338 --window 128 --methods dense papers/kivi4 papers/kivi4_think papers/kivi4_iap"
-    python -m scripts.bench.decoding.methods OUT $KIVI --batches 1 64 300 largest      # ThinK's tables 10, 11, IAP's 6
+    KIVI="--window 128 --methods dense papers/kivi4 papers/kivi4_think papers/kivi4_iap"
+    python -m scripts.bench.decoding.methods OUT $KIVI --lengths 160 --new 338 --batches 300    # ThinK's tables 10, 11
+    python -m scripts.bench.decoding.methods OUT $KIVI --lengths 4097 --new 128 --batches 15    # IAP's table 6
     python -m scripts.bench.decoding.methods OUT --shape reference --lengths 600 --new 4      # a CPU, to look at it
 
 Every method of conf/eval/method builds its cache from a pass over one random prompt and decodes forced tokens.
-Methods without a pass of their own share one. A batch repeats the prompt's cache in all its rows. "largest" is the most
-rows that fit: it begins at what the bytes at the end of all steps allow, and takes a twentieth less wherever that does
-not fit.
+Methods without a pass of their own share one, and all batches of a length do. A batch repeats the prompt's cache in all
+its rows. "largest" is the most rows that fit: it begins at what the bytes at the end of all steps allow, and takes a
+twentieth less wherever that does not fit.
 
 Prints and keeps OUT/methods.csv, with one row per method, length and batch. It is written anew after each row, and
 a row that is there already is not measured again, so a run that was killed goes on where it stopped. A method that
@@ -88,30 +89,32 @@ LONG = 6.0  # seconds of a pass that is not run twice
 AGAIN = 75  # exit status where a row lost the GPU to this process, and another one can go on
 
 
-def measure(bench: Bench, table: Table, methods: Sequence[Method], length: int, asked: int | str, limit: float) -> None:
-    """The rows of methods that share a pass, at one length and batch.
+def measure(
+    bench: Bench, table: Table, methods: Sequence[Method], length: int, batches: Sequence[int | str], limit: float
+) -> None:
+    """The rows of methods that share a pass, at one length: every batch of all methods before the next batch.
 
     limit: seconds that the pass may take, and each row; 0 = no limit.
     Raises SystemExit if a row loses the GPU; that row is in the table.
     """
-    left = [method for method in methods if not table.has(method.label, length, asked)]
+    left = [(method, asked) for asked in batches for method in methods if not table.has(method.label, length, asked)]
     if not left:
         return
-    prompt, prefill_s, passes, error, begin = None, 0.0, 0, "", now()
+    passed, error, begin = None, "", now()
+    sharing = list({method.label: method for method, _ in left}.values())
     try:
         with within(limit):
-            prompt, prefill_s, passes = passed_over(bench, left, length, asked == 1)
+            passed = passed_over(bench, sharing, length, any(asked == 1 for _, asked in left))
     except Exception as failure:
         error = noted(failure)
-    print(f"pass of {', '.join(method.label for method in left)}: {now() - begin:.1f} s", flush=True)
-    passed = None if prompt is None else Passed(prompt, prefill_s, passes, Aside(prompt))
-    for method in left:
+    print(f"pass of {', '.join(method.label for method in sharing)}: {now() - begin:.1f} s", flush=True)
+    for number, (method, asked) in enumerate(left, 1):
         row: Record = {"method": method.label, "length": length, "rows": asked}
         begin = time.perf_counter()
         if passed is None:
             row["error"] = error
         else:
-            last = method is left[-1]
+            last = number == len(left)
             attempt(row, partial(one, bench=bench, method=method, passed=passed, limit=limit, last=last))
         lost = bool(row.get("error")) and gpu_lost()
         if lost:
@@ -129,7 +132,7 @@ def measure(bench: Bench, table: Table, methods: Sequence[Method], length: int, 
 
 @dataclass(frozen=True)
 class Passed:
-    """A pass over a prompt, the least seconds of how many passes, and how it makes place for a batch."""
+    """A pass over a prompt, the least seconds of as many as were run, and how it makes place for a batch."""
 
     prompt: Prefill
     seconds: float
@@ -137,8 +140,8 @@ class Passed:
     aside: Aside
 
 
-def passed_over(bench: Bench, methods: Sequence[Method], length: int, timed: bool) -> tuple[Prefill, float, int]:
-    """A pass that these methods share, the least seconds of those that were run, and how many were.
+def passed_over(bench: Bench, methods: Sequence[Method], length: int, timed: bool) -> Passed:
+    """A pass that these methods share.
 
     timed: whether anyone asks for the seconds.
 
@@ -147,11 +150,11 @@ def passed_over(bench: Bench, methods: Sequence[Method], length: int, timed: boo
     queries = max(method.obs_queries for method in methods)
     prompt, first = bench.prefill(methods[0], length, queries, timed)
     if first > LONG or not timed:
-        return prompt, first, 1
+        return Passed(prompt, first, 1, Aside(prompt))
     del prompt
     clear()
     prompt, second = bench.prefill(methods[0], length, queries)
-    return prompt, min(first, second), 2
+    return Passed(prompt, min(first, second), 2, Aside(prompt))
 
 
 def kernels_of(table: Table) -> Path:
@@ -225,9 +228,9 @@ def main(argv: list[str] | None = None) -> None:
                 if not table.has(name, length, asked):
                     table.add({**failed, "length": length, "rows": asked})
     print(f"{amount(len(ready), 'method')} made ready in {time.perf_counter() - begin:.1f} s", flush=True)
-    for length, asked in product(args.lengths, args.batches):
+    for length in args.lengths:
         for methods in kinds(ready):
-            measure(bench, table, methods, length, asked, args.limit)
+            measure(bench, table, methods, length, args.batches, args.limit)
             clear()
         draw(table.rows, args.out)
     complain((row for row in table.rows if not str(row.get("error")).startswith(NO_ROOM)), "method")

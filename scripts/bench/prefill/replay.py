@@ -63,7 +63,7 @@ class _Numbers:
         return " ".join(map(str, tokens))
 
 
-class Comparison:
+class Contest:
     """The same methods on the same prompt, in one replay and in separate runs.
 
     model: Any, because transformers types generate() for a protocol that its own models do not meet.
@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> None:
     chosen = methods(16, 128) if args.shape == "reference" else methods(128, 1024)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(10, model.config.vocab_size, (args.length,), generator=generator).tolist()
-    both = Comparison(model, tokenizer or _Numbers(), chosen, ids, args.new_tokens)
+    both = Contest(model, tokenizer or _Numbers(), chosen, ids, args.new_tokens)
     if model.device.type == "cuda":
         both.replayed()  # loads kernels
     once, one_by_one = fastest(both.replayed, args.repeat), fastest(both.separate, args.repeat)

@@ -10,12 +10,11 @@ selected. Rows of several folders are put together: a sample that stands in two 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from data_gen.ending import again, ending, in_one_line
+from data_gen.ending import again, ending
 from eval.benchmarks.ruler import OFFICIAL
 from eval.methods.prefill.asl import NOWHERE
 from eval.report.groups import by_label, group
@@ -122,18 +121,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="of runs of python -m eval")
     parser.add_argument("--out", required=True, type=Path)
     given = parser.parse_args(argv)
-    try:
+    with ending("by_task", lambda: f"the rows are as they were; again: {again('scripts.bench.quality.by_task')}"):
         rows = put_together(given.folders)
-        run = summary(rows)
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"by_task: {in_one_line(str(error))}")
-    at = layers(rows)
-    write_text(given.out, csv_rows(lines(run, at)))
-    print(table(run))
-    for method, task in sorted(at, key=lambda one: (one[0], one[1] != ALL)):
-        print(f"{method}, {task}: {told(at[method, task])}")
+        run, at = summary(rows), layers(rows)
+        write_text(given.out, csv_rows(lines(run, at)))
+        print(table(run))
+        for method, task in sorted(at, key=lambda one: (one[0], one[1] != ALL)):
+            print(f"{method}, {task}: {told(at[method, task])}")
 
 
 if __name__ == "__main__":
-    with ending("by_task", lambda: f"the rows are as they were; again: {again('scripts.bench.quality.by_task')}"):
-        main()
+    main()

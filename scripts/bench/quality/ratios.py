@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from data_gen.ending import again, ending, in_one_line
+from data_gen.ending import again, ending
 from eval.rows.result_row import ResultRow, check_one_model, check_rows
 from eval.rows.results import read
 from leank_train.common import bootstrap
@@ -210,22 +209,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--tasks", type=Path)
     given = parser.parse_args(argv)
-    try:
+    with ending("ratios", lambda: f"the rows are as they were; again: {again('scripts.bench.quality.ratios')}"):
         rows = list(read(given.folder))
         check_rows(rows)
         check_one_model(rows)
         of, lacking = by_method(rows)
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"ratios: {in_one_line(str(error))}")
-    lines = table(of)
-    write_text(given.out, csv_rows(lines))
-    if given.tasks:
-        write_text(given.tasks, csv_rows(task_table(of)))
-    print(page(lines))
-    if lacking:
-        print(f"\nleft out, as samples lack: {', '.join(lacking)}")
+        lines = table(of)
+        write_text(given.out, csv_rows(lines))
+        if given.tasks:
+            write_text(given.tasks, csv_rows(task_table(of)))
+        print(page(lines))
+        if lacking:
+            print(f"\nleft out, as samples lack: {', '.join(lacking)}")
 
 
 if __name__ == "__main__":
-    with ending("ratios", lambda: f"the rows are as they were; again: {again('scripts.bench.quality.ratios')}"):
-        main()
+    main()

@@ -8,17 +8,15 @@ A report counts turns as independent samples. Here the mean of a conversation's 
 from __future__ import annotations
 
 import argparse
-import csv
-import io
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from data_gen.ending import again, ending, in_one_line
+from data_gen.ending import again, ending
 from eval.rows.result_row import ResultRow, check_one_model, check_rows
 from eval.rows.results import read
 from leank_train.common.bootstrap import interval, mean
+from leank_train.common.escape import csv_rows
 from leank_train.common.files import write_text
 
 BOTH = "all"  # the tasks of a mode together, which count alike
@@ -70,21 +68,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="of runs with benchmark=multi_turn")
     parser.add_argument("--out", required=True, type=Path)
     given = parser.parse_args(argv)
-    try:
+    with ending("turns", lambda: f"the rows are as they were; again: {again('scripts.bench.quality.turns')}"):
         rows = [row for directory in given.directories for row in read(directory)]
         check_rows(rows)
         check_one_model(rows)
-        lines = table(rows)
-    except ValueError as error:
-        sys.exit(f"turns: {in_one_line(str(error))}")
-    text = io.StringIO()
-    names = list(dict.fromkeys(name for line in lines for name in line))
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    write_text(given.out, text.getvalue())
+        write_text(given.out, csv_rows(table(rows)))
 
 
 if __name__ == "__main__":
-    with ending("turns", lambda: f"the rows are as they were; again: {again('scripts.bench.quality.turns')}"):
-        main()
+    main()

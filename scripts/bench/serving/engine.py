@@ -33,7 +33,7 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Run:
+class Outcome:
     """What became of all requests.
 
     served: each
@@ -68,7 +68,7 @@ def serve(
     seed: int = 0,
     at_once: float = 1.0,
     preempt_every: int = 0,
-) -> Run:
+) -> Outcome:
     """Let requests arrive at random while others decode.
 
     prompts: token ids of each prompt
@@ -100,4 +100,4 @@ def serve(
                 done[int(output.request_id.split("-")[0])] = Served(ids, logprobs, output.num_cached_tokens or 0)
         together = max(together, len(scheduler.running))
         preempted |= {(r.request_id, r.num_preemptions) for r in scheduler.requests.values() if r.num_preemptions}
-    return Run([done[i] for i in range(len(prompts))], len(preempted), together)
+    return Outcome([done[i] for i in range(len(prompts))], len(preempted), together)

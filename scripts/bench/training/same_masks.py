@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
-from data_gen.ending import in_one_line
+from data_gen.ending import ending
 from leank_train.common.escape import csv_rows
 from leank_train.common.files import write_text
 from leank_train.common.tensor_files import read_checkpoint
@@ -62,12 +61,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("other", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True, help="a CSV file")
     args = parser.parse_args(argv)
-    try:
+    with ending("same_masks"):
         lines = [compare(args.one, other) for other in args.other]
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"same_masks: {in_one_line(str(error))}")
-    print(*(said(line, 6) for line in lines), sep="\n")
-    write_text(args.out, csv_rows(lines))
+        print(*(said(line, 6) for line in lines), sep="\n")
+        write_text(args.out, csv_rows(lines))
 
 
 if __name__ == "__main__":

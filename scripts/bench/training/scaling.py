@@ -47,7 +47,7 @@ SEVERAL = ("ddp", "sequence_parallel", "fsdp")  # trainers for several GPUs
 LENGTH = {"llama8b": 16384, "reference": 1024}  # tokens
 
 
-class Run(TypedDict, total=False):
+class ScalingRun(TypedDict, total=False):
     """Figures of one run.
 
     trainer: of conf/train/trainer.
@@ -70,7 +70,7 @@ class Run(TypedDict, total=False):
     speed_up: float
 
 
-class Result(TypedDict, total=False):
+class Scaling(TypedDict, total=False):
     """What scaling.json holds.
 
     length: tokens, or the shortest and the longest.
@@ -83,7 +83,7 @@ class Result(TypedDict, total=False):
     shape: str
     experiment: str
     length: list[int]
-    runs: list[Run]
+    runs: list[ScalingRun]
     trace: dict[str, float]
 
 
@@ -135,7 +135,7 @@ def status(line: Sequence[str], environment: Mapping[str, str], file: TextIO) ->
             signal.signal(signal.SIGTERM, before)
 
 
-def speed(out: Path, trainer: str, gpus: int, warm_up: int, steps: int) -> Run:
+def speed(out: Path, trainer: str, gpus: int, warm_up: int, steps: int) -> ScalingRun:
     """Contexts and (context, answer) pairs per second over `steps` steps after the warm-up, from the run's record."""
     record = torch.load(out / "checkpoints/stage1/done.ckpt", map_location="cpu", weights_only=True)["record"]
     data = OmegaConf.load(out / "config.yaml").data
@@ -149,9 +149,9 @@ def speed(out: Path, trainer: str, gpus: int, warm_up: int, steps: int) -> Run:
     }  # fmt: skip
 
 
-def kept(file: Path, result: Result) -> Result:
+def kept(file: Path, result: Scaling) -> Scaling:
     """What an earlier call wrote if its device, shape and length are those of `result`, else `result`."""
-    before: Result = json.loads(file.read_text()) if file.exists() else {}
+    before: Scaling = json.loads(file.read_text()) if file.exists() else {}
     return before if all(before.get(k) == v for k, v in result.items() if k != "runs") else result
 
 
@@ -167,7 +167,7 @@ def model_name(args: argparse.Namespace, scratch: Path) -> str:
 
 
 def bench(
-    trainer: str, gpus: int, args: argparse.Namespace, settings: Sequence[str], scratch: Path, result: Result
+    trainer: str, gpus: int, args: argparse.Namespace, settings: Sequence[str], scratch: Path, result: Scaling
 ) -> None:
     """Run the program on so many processes and add what it took to `result`."""
     timed = args.warm_up + args.steps
@@ -225,7 +225,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / "scaling.json"
-    new: Result = {"device": device_name(), "shape": args.shape, "experiment": args.experiment, "length": args.length}
+    new: Scaling = {"device": device_name(), "shape": args.shape, "experiment": args.experiment, "length": args.length}
     result = kept(file, {**new, "runs": []})
     with tempfile.TemporaryDirectory(prefix="bench_scaling_") as folder:
         scratch = Path(folder)

@@ -153,7 +153,7 @@ def build(shape: str, device: torch.device, dtype: torch.dtype) -> PreTrainedMod
     return llama8b(device, dtype)
 
 
-class Bench:
+class StepBench:
     """Measures the runs of one model and writes a JSON file per length."""
 
     def __init__(self, model: PreTrainedModel, args: argparse.Namespace) -> None:
@@ -269,7 +269,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     cuda = torch.cuda.is_available()
     model = build(args.shape, torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if cuda else torch.float32)
-    bench = Bench(model, args)
+    bench = StepBench(model, args)
     bench.short_runs()
     if found := hours(bench.results, args.experiment):
         write_hours(found, args)

@@ -13,8 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval.benchmarks import source
-from eval.benchmarks.files import InfiniteBench, LongBench, Math500, Mmlu
-from eval.benchmarks.problems import GsmInfinite
+from eval.benchmarks.gsm_infinite import GsmInfinite
+from eval.benchmarks.infinitebench import InfiniteBench
+from eval.benchmarks.longbench import LongBench
+from eval.benchmarks.math500 import Math500
+from eval.benchmarks.mmlu import Mmlu
 from eval.inference.models import ModelConfig, load_config
 from tests.helpers.benchmark_lines import CHOICE, CONFIG, FIND, MATH, MMLU, NAMES, PASSKEY, QASPER, SUM, TREC
 
@@ -201,6 +204,7 @@ def test_lines_end_at_newlines_alone(name, tmp_path, tokenizer):
         ("mmlu", {"split": "tset"}, "\"split\" is 'tset'; it must be one of dev, test"),
         ("gsm", {"answer": SUM["answer"] + 1, "solution": f"Answer: {SUM['answer']}."}, "states"),
         ("gsm", {"answer": None}, '"answer" and "solution" are missing'),
+        ("gsm", {"length": "8k\x1b[31m"}, "a text without control characters"),
         ("symbolic", {"answer_list": []}, "a list of names such as V12"),
     ],
 )
@@ -252,7 +256,7 @@ def test_a_damaged_zip_is_named(tmp_path):
 def test_one_file_is_no_file_of_several_tasks(tmp_path, tokenizer):
     write(tmp_path / "qasper.jsonl", [QASPER])
     with pytest.raises(ValueError, match=r"is the file of one task, and 2 are to be run; name its task"):
-        LongBench(str(tmp_path / "qasper.jsonl"), tasks=["qasper", "hotpotqa"]).check(CONFIG, tokenizer, 0)
+        LongBench(str(tmp_path / "qasper.jsonl"), tasks=["qasper", "hotpotqa"]).check(CONFIG, tokenizer, 0, None)
 
 
 def test_the_command_line_ends_with_one_line_and_status_1(tmp_path):

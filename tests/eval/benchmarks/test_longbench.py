@@ -74,7 +74,7 @@ def test_truncated_row_keeps_its_question_where_it_can():
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "zip", "folder"])
-def test_reading(tmp_path, kind):
+def test_lines_are_read_from_every_form_of_the_files(tmp_path, kind):
     lines = "".join(json.dumps({**DATA, "_id": str(i)}) + "\n" for i in range(3))
     path = tmp_path / "hotpotqa.jsonl"
     path.write_text(lines, encoding="utf-8")

@@ -4,14 +4,15 @@ import hashlib
 
 import pytest
 
-from eval.benchmarks import gsm_infinite, mmlu, niah, scoring
+from eval.benchmarks import gsm_infinite_prompts, mmlu, niah, scoring
 from eval.benchmarks.base import Cell
 from eval.benchmarks.row import Row
+from eval.metrics.mmlu import extract_letter
 from tests.helpers import parity
 
 
 @pytest.mark.parametrize("row", parity.rows("mmlu_prompts"), ids=parity.label)
-def test_mmlu_parity(row):
+def test_mmlu_prompts_are_those_of_the_official_code(row):
     assert mmlu.format_prompt(row["subject"], row["dev_rows"], row["row"]) == row["prompt"]
     as_csv = [[r["question"], *r["choices"], r["answer"]] for r in [*row["dev_rows"], row["row"]]]
     assert mmlu.format_prompt(row["subject"], as_csv[:-1], as_csv[-1]) == row["prompt"]
@@ -25,10 +26,10 @@ def test_mmlu_letters():
     for answer in ("E", "AB", 4, -1, True):
         with pytest.raises(ValueError, match="expected a letter"):
             mmlu.letter({"answer": answer})
-    assert mmlu.extract_letter("A cat ... so the answer is (C). The end") == "C"
-    assert mmlu.extract_letter("**Answer: D**") == "D"
-    assert mmlu.extract_letter(" B. because") == "B"
-    assert mmlu.extract_letter("I do not know") is None
+    assert extract_letter("A cat ... so the answer is (C). The end") == "C"
+    assert extract_letter("**Answer: D**") == "D"
+    assert extract_letter(" B. because") == "B"
+    assert extract_letter("I do not know") is None
 
 
 def encode(text):
@@ -80,7 +81,7 @@ def test_needle_lengths_and_errors():
 
 def test_a_sample_id_that_is_no_depth_is_named():
     with pytest.raises(ValueError, match=r"niah, length 1000, sample '12.5': a sample's id is its depth"):
-        niah.Niah().row(Cell("niah", 1000, ("12.5",)), "12.5", None, 0)
+        niah.NeedleGrid().row(Cell("niah", 1000, ("12.5",)), "12.5", None, 0)
 
 
 def test_needle_grid_and_recall():
@@ -98,28 +99,30 @@ def test_needle_grid_and_recall():
     ],
 )
 def test_gsm_infinite_headers_are_the_official_ones(template, sha256):
-    header = gsm_infinite.header(template, "normalforward")
+    header = gsm_infinite_prompts.header(template, "normalforward")
     assert hashlib.sha256(header.encode()).hexdigest() == sha256
-    assert gsm_infinite.header(template, "forwardreverse") == header + gsm_infinite.REVERSE_HINT
+    assert gsm_infinite_prompts.header(template, "forwardreverse") == header + gsm_infinite_prompts.REVERSE_HINT
 
 
 def test_gsm_infinite_rows():
     data = {"problem": "P.", "question": "Q?", "template": "crazy_zootopia", "mode": "normalforward", "op": 2}
-    row = gsm_infinite.realistic_row({**data, "solution": "Answer: 31."})
-    assert row.messages() == gsm_infinite.build_messages("P.", "Q?", "crazy_zootopia", "normalforward")
+    row = gsm_infinite_prompts.realistic_row({**data, "solution": "Answer: 31."})
+    assert row.messages() == gsm_infinite_prompts.build_messages("P.", "Q?", "crazy_zootopia", "normalforward")
     assert row.messages()[2]["content"] == "Problem: P. Question: Q? Solution: "
     assert (row.question, row.answers, row.meta["op"]) == ("Question: Q? Solution: ", [31], 2)
     assert scoring.score_row(row, "Answer: 31.") == 1.0
-    merged = gsm_infinite.realistic_row({**data, "answer": 31}, merge_turns=True)
+    merged = gsm_infinite_prompts.realistic_row({**data, "answer": 31}, merge_turns=True)
     assert [m["role"] for m in merged.messages()] == ["system", "user"]
     assert merged.prompt.endswith("calculated. Problem: P. Question: Q? Solution: ")
-    symbolic = gsm_infinite.symbolic_row({"problem": "assign V1 = 2.", "question": "Which?", "answer_list": ["V1"]})
+    symbolic = gsm_infinite_prompts.symbolic_row(
+        {"problem": "assign V1 = 2.", "question": "Which?", "answer_list": ["V1"]}
+    )
     assert symbolic.prompt == "<context>\nassign V1 = 2.\n</context>\n\nWhich?"
     assert scoring.score_row(symbolic, "V1") == 1.0
     with pytest.raises(ValueError, match="template='zoo'"):
-        gsm_infinite.header("zoo", "normalforward")
+        gsm_infinite_prompts.header("zoo", "normalforward")
     with pytest.raises(ValueError, match="mode='back'"):
-        gsm_infinite.header("crazy_zootopia", "back")
+        gsm_infinite_prompts.header("crazy_zootopia", "back")
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_niah_grid_hides_one_needle_at_each_depth(data):
 
 
 def test_niah_s_official_grid():
-    cells = niah.Niah(**evaluation("benchmark=niah")["benchmark"]).cells()
+    cells = niah.NeedleGrid(**evaluation("benchmark=niah")["benchmark"]).cells()
     assert (len(cells), len(cells[0].samples)) == (35, 35)
     assert (cells[0].length, cells[-1].length, cells[3].samples[-1]) == (1000, 16_000, "100")
 

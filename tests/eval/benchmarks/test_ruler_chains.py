@@ -12,7 +12,7 @@ from tests.helpers.text_tokenizers import tokenizer
 @pytest.mark.parametrize(("name", "length", "steps"), [("chain", 2048, 64), ("chain_long", 4096, 160)])
 def test_a_reply_is_right_if_it_arrives(name, length, steps):
     made = Ruler(tasks=[name], lengths=[length], samples=1)
-    made.check(load_config("reference"), tokenizer("reference"), 0)
+    made.check(load_config("reference"), tokenizer("reference"), 0, None)
     row = made.row(Cell(name, length, ("0",)), "0", tokenizer("reference"), 0)
     prompt = tokenizer("reference")(row.context + row.question + row.answer_prefix)["input_ids"]
     assert len(prompt) + row.max_new_tokens <= length

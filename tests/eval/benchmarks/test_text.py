@@ -25,7 +25,7 @@ CONFIG, TOKENIZER = load_config(ModelConfig())
 
 def checked(**settings):
     made = Text(**settings)
-    made.check(CONFIG, TOKENIZER, 0)
+    made.check(CONFIG, TOKENIZER, 0, None)
     return made
 
 

@@ -12,11 +12,11 @@ from tests.helpers.refusals import one_line
 
 
 @pytest.mark.parametrize("own", [True, False])
-@pytest.mark.parametrize("again", ["prompt", "turn", "use_cache"])
+@pytest.mark.parametrize("again", ["prompt", "turn", "use_cache", "use_cache without padding"])
 def test_ids_that_do_not_fit_what_the_cache_holds_are_refused(again, own):
     """A prompt without reset(), a turn without what came before, and use_cache=False all answered with other tokens."""
     model = tiny_model("llama")
-    ids, mask = left_padded([20, 9], 1)
+    ids, mask = left_padded([20, 20 if "without" in again else 9], 1)
     cache = new_cache(model, random_keep(3))
     how = (cache.generate, (model,), {}) if own else (model.generate, (), {"past_key_values": cache})
     generate = functools.partial(how[0], *how[1], **how[2], **GREEDY, max_new_tokens=4)

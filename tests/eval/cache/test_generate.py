@@ -1,5 +1,6 @@
 """cache.generate(): transformers' own generate(), whose steps replay a captured graph where they can."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -15,6 +16,7 @@ from eval.cache.storage.quantised import Packing
 from eval.inference.models import ModelConfig, load_model
 from tests.helpers.cache_oracle import tiny_model
 from tests.helpers.generating import Fake, compare_ends, held, prompts, random_mask, same
+from tests.helpers.text_tokenizers import tokenizer
 
 SIZES = 4, 16, 4
 WAYS = {
@@ -75,6 +77,29 @@ def test_the_result_is_that_of_generate(way, replayed, request):
         assert Fake.captures == runs
         assert Fake.begun == runs * 27  # the first token is the prompt's, the second step captures, and it runs at once
         assert not Fake.undone
+
+
+@pytest.mark.parametrize("where", ["call", "configuration"])
+def test_strings_that_end_a_reply(where, captured):
+    """transformers gives a custom_generate no tokenizer, and then refused the strings for want of one."""
+    model, words = tiny_model("llama"), tokenizer("reference")
+    options = {"input_ids": prompts()["input_ids"][:1], "do_sample": False, "max_new_tokens": 30, "tokenizer": words}
+
+    def run(own, **more):
+        cache = compressed_cache(model, random_mask(model.config), *SIZES)
+        if own:
+            return cache.generate(model, **options, **more)
+        return model.generate(past_key_values=cache, **options, **more)
+
+    long = run(False)
+    stop = words.decode(long[0, -12:-10])
+    more = {"stop_strings": [stop]} if where == "call" else {"generation_config": copy.copy(model.generation_config)}
+    if where == "configuration":
+        more["generation_config"].stop_strings = [stop]
+    want = run(False, **more)
+    assert want.shape[1] < long.shape[1]
+    assert torch.equal(run(True, **more), want)
+    assert bool(Fake.captures) == (where == "call")
 
 
 @pytest.mark.parametrize("way", ["greedy", "sampling", "several of each", "processors and scores"])

@@ -1,5 +1,6 @@
 """Unusual uses of a compressed cache: what the user hears, and what must come out the same."""
 
+import pickle
 import warnings
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import DynamicCache
 from eval.cache import Sizes, compressed_cache
 from eval.cache.hook import ATTENTION
 from eval.cache.storage.middle import Middle
+from leank_train.mask import ChannelMask
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, left_padded, random_keep, run, tiny_model
 from tests.helpers.cache_uses import GREEDY, SIZES, feed, new_cache
 from tests.helpers.refusals import one_line
@@ -195,6 +197,22 @@ def test_what_is_no_mask_is_refused(mask, line):
     with pytest.raises(ValueError, match=line) as error:
         compressed_cache(tiny_model("llama"), mask)
     assert one_line(error)
+
+
+def test_a_mask_of_another_model_of_the_same_shape_warns(tmp_path):
+    """The tokens would be other ones without a word."""
+    model = tiny_model("llama")
+    model.config._name_or_path = "org/small"
+    mask = ChannelMask(torch.ones(LAYERS, HEADS, DIM, dtype=torch.bool), {"model": "org/large"})
+    mask.save(tmp_path / "mask.safetensors")
+    for known in (mask, tmp_path / "mask.safetensors"):
+        with pytest.warns(UserWarning, match="trained on org/large and is used on org/small"):
+            compressed_cache(model, known)
+
+
+def test_pickling_says_what_to_do_instead():
+    with pytest.raises(TypeError, match=r"call save\(\), and CompressedCache\.load\(\)"):
+        pickle.dumps(new_cache(tiny_model("llama")))
 
 
 @pytest.mark.parametrize("name", ["sink", "window", "flush"])

@@ -133,7 +133,7 @@ def test_halves_that_come_out_in_float32(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("length", [64, 77])
-def test_on_a_gpu(dtype, length):
+def test_attention_received_on_a_gpu_is_that_in_float64(dtype, length):
     queries, keys = torch.randn(2, 4, length, 64).to(dtype), torch.randn(2, 2, length + 9, 64).to(dtype)[:, :, :length]
     real = torch.arange(length) >= torch.tensor([0, 13])[:, None]
     found = received(queries.cuda(), keys.cuda(), real=real.cuda())

@@ -191,7 +191,7 @@ def test_rows_of_a_batch_may_select_at_different_layers():
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_rank_variance(data):
+def test_rank_variance_is_over_tokens_that_any_layer_ranks_first(data):
     layers, tokens = data.draw(st.integers(1, 8)), data.draw(st.integers(2, 30))
     scores = [data.draw(st.permutations(range(tokens))) for _ in range(layers)]
     k = data.draw(st.integers(1, tokens))

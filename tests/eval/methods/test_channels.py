@@ -189,7 +189,7 @@ def test_values_are_pruned_by_their_own_ratio(observed):
 
 
 @pytest.mark.parametrize("norm", [1, 2])
-def test_magnitude(observed, norm):
+def test_magnitude_keeps_the_channels_of_the_largest_norm(observed, norm):
     model, batch, alone = observed
     keep = Magnitude(0.4, norm).keep_mask(batch, model.config)
     for row, one in enumerate(alone):

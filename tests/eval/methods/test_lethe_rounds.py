@@ -48,7 +48,9 @@ def check(options, lengths, heads, different, sink, window, seed):
     st.tuples(st.integers(0, 5), st.integers(1, 12)),
     st.integers(0, 99),
 )
-def test_any_settings(tau, ratio, segments, reading, limit, least, lengths, heads, different, ends, seed):
+def test_rounds_of_any_settings_are_those_of_the_slow_form(
+    tau, ratio, segments, reading, limit, least, lengths, heads, different, ends, seed
+):
     options = Lethe(tau, ratio, segments, 0.9, evict_at=18, reading=reading, limit=limit, min_sparsity=least)
     check(options, lengths, heads, different, *ends, seed)
 

@@ -49,7 +49,7 @@ def compare(keys, there, threshold, tiles):
     st.sampled_from([0, 5, 10**6]),
     st.integers(0, 99),
 )
-def test_prompts(batch, heads, tokens, dim, repeats, threshold, padding, seed):
+def test_redundancy_in_a_prompt_is_that_of_the_slow_form(batch, heads, tokens, dim, repeats, threshold, padding, seed):
     """Any share of tokens that are alike, so that the search ends early, late or never; padded rows, and empty ones."""
     keys = random_keys(batch, heads, tokens, dim, repeats, seed)
     there = torch.ones(keys.shape[:3], dtype=torch.bool, device=DEVICE)
@@ -110,7 +110,7 @@ def rank(counts, lengths, sizes, options, seed, tiles):
     st.sampled_from([0.0, 0.4]),
     st.integers(0, 99),
 )
-def test_rounds(counts, lengths, ends, kernel, mix, threshold, seed):
+def test_scores_of_a_round_are_those_of_the_slow_form(counts, lengths, ends, kernel, mix, threshold, seed):
     options = RKV(kernel=kernel, mix=mix, threshold=threshold)
     rank(counts, lengths, Sizes(*ends, 4), options, seed, SMALL)
 

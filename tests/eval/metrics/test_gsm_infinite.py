@@ -40,12 +40,12 @@ WRONG = [
 
 
 @pytest.mark.parametrize("reply", RIGHT)
-def test_right(reply):
+def test_replies_that_are_right(reply):
     assert gsm.grade(reply, 31)
 
 
 @pytest.mark.parametrize("reply", WRONG)
-def test_wrong(reply):
+def test_replies_that_are_wrong(reply):
     assert not gsm.grade(reply, 31)
 
 
@@ -71,7 +71,7 @@ def test_several_replies_share_the_digit_rule_of_the_first():
     assert [gsm.grade(reply, 31) for reply in (first, second)] == [False, True]
 
 
-def test_gold_answer():
+def test_the_gold_answer_ends_a_solution():
     assert gsm.gold_answer("so w = 31. Answer: 31.") == 31
     with pytest.raises(ValueError, match="no 'Answer"):
         gsm.gold_answer("so w = 31.")
@@ -90,7 +90,7 @@ def test_gold_answer():
         ("None", False),
     ],
 )
-def test_symbolic(reply, right):
+def test_symbolic_answers_are_compared_as_sets(reply, right):
     assert gsm.grade_symbolic(reply, ["V7", "V12"]) == right
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from eval.benchmarks import mmlu, niah
-from eval.metrics import gsm_infinite, infinitebench, longbench, math500, math_equal, math_worker, rouge, ruler
+from eval.benchmarks import niah
+from eval.metrics import gsm_infinite, infinitebench, longbench, math500, math_equal, math_worker, mmlu, rouge, ruler
 from eval.metrics.infinitebench import _SCORER_OF_TASK
 from tests import ROOT
 

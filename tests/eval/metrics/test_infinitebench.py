@@ -5,7 +5,7 @@ from tests.helpers import parity
 
 
 @pytest.mark.parametrize("row", parity.rows("infinitebench_scores"), ids=parity.label)
-def test_parity(row):
+def test_scores_are_those_of_the_official_code(row):
     assert infinitebench.score(row["task"], row["prediction"], row["label"]) == row["score"]
 
 
@@ -56,7 +56,7 @@ def test_parity(row):
         ("math_calc", "", [1], 0),
     ],
 )
-def test_rules(task, reply, label, want):
+def test_scores_by_the_rule_of_each_task(task, reply, label, want):
     assert infinitebench.score(task, reply, label) == want
 
 

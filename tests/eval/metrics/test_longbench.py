@@ -20,7 +20,7 @@ METRICS = {
 
 
 @pytest.mark.parametrize("row", parity.rows("longbench_metrics"), ids=parity.label)
-def test_parity(row):
+def test_scores_are_those_of_the_official_code(row):
     if row["type"] == "metric":
         task, metric = METRICS[row["fn"]]
         assert metric(row["prediction"], row["ground_truth"], **row["kwargs"]) == row["score"]

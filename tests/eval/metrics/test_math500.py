@@ -11,7 +11,7 @@ from tests.helpers import parity
 
 
 @pytest.mark.parametrize("row", parity.rows("math500_grader"), ids=parity.label)
-def test_parity(row):
+def test_grades_are_those_of_the_official_code(row):
     assert math500.grade(row["given"], row["ground_truth"]) == row["correct"]
     if "normalized_given" in row:
         assert grader_normalize(row["given"]) == row["normalized_given"]
@@ -47,7 +47,7 @@ def test_parity(row):
         ("2^10", "1024", False),
     ],
 )
-def test_rules(given, truth, right):
+def test_grades_of_equal_and_of_unequal_answers(given, truth, right):
     assert math500.grade(given, truth) is right
 
 
@@ -85,13 +85,13 @@ def test_a_worker_that_hangs_is_ended(monkeypatch):
         worker.stop()
 
 
-def test_thousands():
+def test_separators_of_thousands_alone_are_stripped():
     assert strip_thousands("1,234,567") == "1234567"
     assert strip_thousands("1,2,345") == "1,2345"
     assert strip_thousands("(1,2)") == "(1,2)"
 
 
-def test_last_boxed():
+def test_the_last_whole_box_is_the_answer():
     assert math500.last_boxed("\\boxed{1} then \\boxed{\\frac{1}{2}}.") == "\\frac{1}{2}"
     assert math500.last_boxed("\\boxed{1") is None
     assert math500.last_boxed("1") is None

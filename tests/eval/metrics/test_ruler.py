@@ -5,7 +5,7 @@ from tests.helpers import parity
 
 
 @pytest.mark.parametrize("row", parity.rows("ruler_metrics"), ids=parity.label)
-def test_parity(row):
+def test_scores_are_those_of_the_official_code(row):
     metric = getattr(ruler, row["metric"])
     if row["type"] == "batch":
         assert metric(row["predictions_postprocessed"], row["references"]) == row["score"]
@@ -25,7 +25,7 @@ def test_part_counts_any_reference_and_matches_inside_words():
     assert ruler.string_match_all(["maybe", "yes"], [["no", "maybe"], ["no", "maybe"]]) == 25.0
 
 
-def test_two_decimals():
+def test_scores_have_two_decimals():
     assert ruler.string_match_all(["a", "a", "-"], [["a"], ["a"], ["a"]]) == 66.67
 
 

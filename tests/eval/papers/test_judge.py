@@ -52,7 +52,7 @@ def test_tasks_count_alike_and_only_common_samples_count():
 
 
 @pytest.mark.parametrize(("measure", "verdict"), [("bytes", "shows"), ("first_token", "contradicts")])
-def test_ratios(measure, verdict):
+def test_ratios_of_bytes_and_of_seconds_are_judged(measure, verdict):
     cheap = [*rows("a", [1.0] * 12, bytes_=50.0, first=3.0), *rows("b", [1.0] * 12, first=2.0)]
     found = contrast(Contrast("a", "b", measure, 1), cheap)
     assert found.verdict == verdict

@@ -6,9 +6,13 @@ from dataclasses import replace
 import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
+from transformers import MistralConfig
 
 from eval import published
+from eval.inference.models import ModelConfig, load_config
 from eval.methods import method
+from eval.methods.channels.iap import IAP
+from eval.methods.memory import method_bytes
 from eval.papers.analyses import ANALYSES, analysis
 from eval.papers.item import Analysed, Command, Contrast, EvalRun, Expect, Item, Need
 from eval.papers.make import Made
@@ -80,6 +84,85 @@ def test_settings_of_analyses_are_theirs():
 def test_published_tables_are_there():
     for item in ITEMS.values():
         assert {*item.tables} <= {*published.tables(item.paper)}, item.id
+
+
+def plain(name):
+    """A model's name as papers and the hub both have it: "meta-llama/Llama-2-7b-chat-hf" is "llama-2-7b-chat"."""
+    return re.sub("^meta-|-instruct$|-hf$", "", name.rsplit("/", 1)[-1].lower())
+
+
+def printed_tables(composed):
+    """The items of published tables: item, table, and the configurations of its runs with real models."""
+    for item in ITEMS.values():
+        made = [composed[run_of(step)] for step in item.real if isinstance(step, EvalRun)]
+        for number in item.tables if made else ():
+            if item.number == f"table {number.partition(' ')[0]}":
+                yield item, published.tables(item.paper)[number], made
+
+
+def test_real_runs_have_every_length_that_is_printed(composed):
+    for item, table, made in printed_tables(composed):
+        if table["benchmark"] == "ruler":
+            of_all = [1024 * int(column[:-1]) for column in table["columns"]] if table["by"] == "length" else []
+            wanted = {(plain(row["model"]), n) for row in table["rows"] for n in of_all or [row["length"]]}
+            there = {(plain(run["model"]["name"]), n) for run in made for n in run["benchmark"]["lengths"]}
+            assert wanted <= there, item.id
+
+
+PRINTED = re.compile(
+    r"(?:(?P<tokens>SnapKV|H2O)(?: \+ )?)?"
+    r"(?:(?P<channels>ThinK|IAP) (?P<ratio>\d+)%(?: of K, (?P<values>\d+)% of V)?)?(?:, KV size (?P<budget>\d+))?"
+)
+
+
+def choices(given):
+    """What a method's configuration chooses, as the groups of `PRINTED`; shares in per cent."""
+    tokens, channels = given.get("tokens") or {}, given.get("channels") or {}
+    share = {name: round(100 * channels[name]) for name in ("ratio", "values") if channels.get(name)}
+    found = {"tokens": tokens.get("name"), "channels": channels.get("name"), "budget": tokens.get("budget"), **share}
+    return {name: str(value) for name, value in found.items() if value}
+
+
+def test_real_runs_have_every_model_size_and_ratio_that_is_printed(composed):
+    for item, table, made in printed_tables(composed):
+        there = [(plain(run["model"]["name"]), choices(given)) for run in made
+                 for given in expanded(run["method"]).values()]  # fmt: skip
+        for row in table["rows"]:
+            model, printed = plain(row["model"]), PRINTED.fullmatch(row["method"])
+            assert model in {name for name, _ in there}, item.id
+            if item.paper in ("think", "iap") and printed:  # not dense, Palu or ASVD
+                wanted = {name: value.lower() for name, value in printed.groupdict().items() if value}
+                assert (model, wanted) in there, (item.id, row["method"])
+
+
+def test_iaps_presets_score_no_key_that_stays_whole(composed):
+    of_iap = [given for run in composed.values() for given in expanded(run["method"]).values()
+              if choices(given).get("channels") == "iap" and "window" in given]  # fmt: skip
+    assert {given["window"] for given in of_iap} == {32, 64, 128}
+    assert all(given["channels"].get("recent", IAP().recent) == given["window"] for given in of_iap)
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_equal_memory_is_equal(real, composed):
+    item = find("think:table7")
+    run = composed[run_of((item.real if real else item.here)[0])]
+    config = MistralConfig(sliding_window=None) if real else load_config(ModelConfig())[0]
+    made = {label: method_bytes(method(label, given, run["cache"]), config, 3000, 2)
+            for label, given in expanded(run["method"]).items()}  # fmt: skip
+    for tokens in ("snapkv", "h2o"):
+        alone, pruned = ([made[label] for label in made if re.fullmatch(rf"{tokens}{kind}_\d+.*", label)]
+                         for kind in ("", "_think"))  # fmt: skip
+        assert len(alone) == (4 if real else 1)
+        assert alone == pytest.approx(pruned, rel=0.005)
+
+
+@pytest.mark.parametrize("names", [("duo_attention", "duo_leank"), ("quest", "quest_leank"), ("kivi2", "kivi2_leank")])
+def test_with_leank_and_without_it_as_many_tokens_are_whole(names, composed):
+    runs = [run for run in composed.values() if {*names} <= {*run["method"]}]
+    assert len(runs) >= 2
+    for run in runs:
+        first, second = (method(name, run["method"][name], run["cache"]) for name in names)
+        assert (first.sink, first.window, first.flush) == (second.sink, second.window, second.flush)
 
 
 def test_every_item_says_what_makes_it_or_why_nothing_does():

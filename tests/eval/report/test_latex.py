@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval.report.latex import document, escape, latex
-from eval.report.table import Table, TableLine
+from eval.report.table import ReportTable, TableLine
 
 NASTY = ["[1] a", "* b", "a_b & c", "50% #1 $x$", "{y} \\end{tabular}", "~^<>|\"'`", "λ=0.06 – é 日本 \x07", ""]
 
@@ -30,14 +30,14 @@ def test_letters_and_digits_stay(text):
 
 
 def test_the_papers_figures_stand_apart():
-    table = Table(
+    table = ReportTable(
         "T", ["method", "a"], [TableLine(["ours", "1.0"]), TableLine(["theirs", "2.0"], published=True)], "Note."
     )
     text = latex(table, "about it")
     assert text.index(r"ours & 1.0 \\") < text.rindex(r"\midrule") < text.index(r"\textit{theirs} & \textit{2.0} \\")
     assert r"\caption{T. about it. Note.}" in text
     assert "resizebox" not in text
-    assert "resizebox" in latex(Table("T", [str(i) for i in range(9)], []))
+    assert "resizebox" in latex(ReportTable("T", [str(i) for i in range(9)], []))
 
 
 @pytest.mark.slow
@@ -46,7 +46,7 @@ def test_the_papers_figures_stand_apart():
 )
 def test_nasty_names_compile(tmp_path):
     tables = [
-        (name, Table(name or "T", [*NASTY], [TableLine(NASTY), TableLine(NASTY[::-1], published=True)], name))
+        (name, ReportTable(name or "T", [*NASTY], [TableLine(NASTY), TableLine(NASTY[::-1], published=True)], name))
         for name in NASTY
     ]
     (tmp_path / "tables.tex").write_text(document(tables))

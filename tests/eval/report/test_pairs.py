@@ -115,9 +115,9 @@ def test_methods_are_named_on_the_command_line(folder, capsys):
     summary = json.loads((folder / "summary.json").read_text())
     assert {d["method"] for d in summary["runs"][0]["differences"]} == {"think_0"}
     assert "## Methods minus other methods" in (folder / "summary.md").read_text()
-    with pytest.raises(SystemExit, match=r"no row in .* is of a method 'thin'; its methods are dense, leank_0"):
+    with pytest.raises(ValueError, match=r"no row in .* is of a method 'thin'; its methods are dense, leank_0"):
         from_rows("report", [str(folder), "thin"])
-    with pytest.raises(SystemExit, match=r"usage: python -m eval report DIR \[METHOD ...\]"):
+    with pytest.raises(ValueError, match=r"usage: python -m eval report DIR \[METHOD ...\]"):
         from_rows("report", [])
 
 

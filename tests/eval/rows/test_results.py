@@ -91,6 +91,23 @@ def test_killed_at_random_and_finished_gives_the_rows_of_an_uninterrupted_run(tm
     assert run(killed, work, model, tokenizer) == 0
 
 
+def test_a_run_that_is_refused_leaves_no_empty_file(tmp_path):
+    for there in (False, True):
+        if there:
+            (tmp_path / NAME).touch()
+        with pytest.raises(ValueError, match="NaN"), Results(tmp_path):
+            raise ValueError("the model holds NaN")
+        assert (tmp_path / NAME).exists() == there
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/dev/null", path)])
+def test_what_is_no_file_is_refused(tmp_path, make):
+    """Reading from a pipe never ended."""
+    make(tmp_path / NAME)
+    with pytest.raises(ValueError, match=r"results\.jsonl is no file"):
+        Results(tmp_path)
+
+
 def test_only_what_is_new_is_run(tmp_path, model, tokenizer):
     assert run(tmp_path, job(samples=3), model, tokenizer) == 3 * 3 * 2
     assert run(tmp_path, job(samples=3, ratio=0.25), model, tokenizer) == 3 * 2  # one method changed

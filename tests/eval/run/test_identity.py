@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval.benchmarks.base import Cell
-from eval.benchmarks.files import LongBench, Mmlu
-from eval.benchmarks.niah import Niah
-from eval.benchmarks.problems import GsmInfinite
+from eval.benchmarks.gsm_infinite import GsmInfinite
+from eval.benchmarks.longbench import LongBench
+from eval.benchmarks.mmlu import Mmlu
+from eval.benchmarks.niah import NeedleGrid
 from eval.benchmarks.ruler import Ruler
 from eval.inference.models import ModelConfig, load_config
 from eval.methods import Method
@@ -96,7 +97,7 @@ def test_essays_are_known_by_their_text(name, tmp_path, tokenizer):
     def of(folder):
         essays = str(tmp_path / folder / "essays.txt")
         if name == "niah":
-            return key(Niah(lengths=[400], depths=[0], essays=essays), tokenizer, "niah")
+            return key(NeedleGrid(lengths=[400], depths=[0], essays=essays), tokenizer, "niah")
         return key(Ruler(tasks=["niah_single_2"], lengths=[1024], samples=1, essays=essays), tokenizer, "niah_single_2")
 
     assert of("a") == of("b/c") != of("d")

@@ -41,6 +41,11 @@ def models(mask):
     }
 
 
+def test_a_name_that_stands_for_several_methods_is_refused():
+    with pytest.raises(ValueError, match=r"method=dense,think stands for 2 methods, and lm_eval takes one at a time"):
+        CompressedLM("dense,think")
+
+
 def test_dense_scores_are_those_of_one_forward_pass(models):
     lm = models["dense"]
     found = lm.loglikelihood([request(TEXT, choice) for choice in CHOICES])

@@ -6,7 +6,7 @@ import pytest
 
 from eval.serving import check, plan, plugin
 from eval.serving.plan import Server
-from eval.serving.settings import NAMES, Settings, load_mask
+from eval.serving.settings import NAMES, ServerSettings, load_mask
 from leank_train.mask import ChannelMask
 from tests import ROOT
 
@@ -14,15 +14,17 @@ MASK = ROOT / "leank_train/assets/reference/mask_70pct.safetensors"
 
 
 def test_nothing_is_served_without_a_mask():
-    assert Settings.find(None, {}) is None
-    assert Settings.find({"other": 1}, {"LEANK_WINDOW": "3"}) is None
+    assert ServerSettings.find(None, {}) is None
+    assert ServerSettings.find({"other": 1}, {"LEANK_WINDOW": "3"}) is None
 
 
 def test_sink_and_window_are_those_of_the_training_unless_given():
-    assert Settings.find(None, {"LEANK_MASK": str(MASK)}) == Settings(str(MASK), 16, 144)
-    given = Settings.find({"leank": {"mask": str(MASK), "window": 64}}, {"LEANK_MASK": "other", "LEANK_SINK": "4"})
-    assert given == Settings(str(MASK), 4, 64)
-    assert Settings.find(None, given.export()) == given
+    assert ServerSettings.find(None, {"LEANK_MASK": str(MASK)}) == ServerSettings(str(MASK), 16, 144)
+    given = ServerSettings.find(
+        {"leank": {"mask": str(MASK), "window": 64}}, {"LEANK_MASK": "other", "LEANK_SINK": "4"}
+    )
+    assert given == ServerSettings(str(MASK), 4, 64)
+    assert ServerSettings.find(None, given.export()) == given
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,7 @@ def test_sink_and_window_are_those_of_the_training_unless_given():
 )
 def test_wrong_settings_are_named(additional, environment, words):
     with pytest.raises(ValueError, match=words):
-        Settings.find(additional, environment)
+        ServerSettings.find(additional, environment)
 
 
 class Engine:
@@ -48,7 +50,7 @@ class Engine:
     additional_config = None
 
     def create_engine_config(self):
-        told = Settings.find(None)
+        told = ServerSettings.find(None)
         arch = SimpleNamespace()
         return SimpleNamespace(told=told, model_config=SimpleNamespace(model_arch_config=arch))
 
@@ -75,20 +77,20 @@ def test_an_engine_is_not_told_the_settings_of_the_one_before(clean, tmp_path):
     other = tmp_path / "mask.safetensors"
     trained = ChannelMask.load(MASK)
     ChannelMask(trained.keep, {**trained.metadata, "sink": 4, "window": 32}).save(other)
-    assert engine({"mask": str(MASK), "window": 64}).told == Settings(str(MASK), 16, 64)
-    assert engine({"mask": str(other)}).told == Settings(str(other), 4, 32)
+    assert engine({"mask": str(MASK), "window": 64}).told == ServerSettings(str(MASK), 16, 64)
+    assert engine({"mask": str(other)}).told == ServerSettings(str(other), 4, 32)
     with pytest.raises(ValueError, match="start one without in a process of its own"):
         engine(None)
     clean.setenv("LEANK_MASK", str(MASK))
-    assert engine(None).told == engine(None).told == Settings(str(MASK), 16, 144)
+    assert engine(None).told == engine(None).told == ServerSettings(str(MASK), 16, 144)
     clean.setenv("LEANK_WINDOW", "48")
-    assert engine(None).told == engine({"sink": 16}).told == Settings(str(MASK), 16, 48)
+    assert engine(None).told == engine({"sink": 16}).told == ServerSettings(str(MASK), 16, 48)
 
 
 @pytest.mark.parametrize("name", ["none.safetensors", "none.pth"])
 def test_a_missing_mask_is_named(name):
     with pytest.raises(FileNotFoundError, match=name):
-        Settings.find(None, {"LEANK_MASK": name})
+        ServerSettings.find(None, {"LEANK_MASK": name})
 
 
 @pytest.mark.parametrize("block", [16, 32, 64, 128])

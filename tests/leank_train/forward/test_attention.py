@@ -113,7 +113,7 @@ def test_statistics_are_kept_in_float32(dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("zone", ["causal", "dense", "middle"])
-def test_on_a_gpu(dtype, error, zone):
+def test_attention_on_a_gpu_is_that_in_float64(dtype, error, zone):
     """Two documents, three branches each, four query heads on two KV heads; errors relative to float64."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(6, 4, 9, 64, generator=generator).cuda().to(dtype)

@@ -28,7 +28,7 @@ def test_half_precision_is_compared_in_float32():
     assert loss.item() == 254.0**2
 
 
-def test_answer_rows():
+def test_answer_rows_past_the_last_one_repeat_it():
     hidden = torch.arange(12.0).view(2, 6, 1)
     assert answer_rows(hidden, torch.tensor([2, 5]), 3)[..., 0].tolist() == [[2, 3, 4], [11, 11, 11]]
 

@@ -11,7 +11,7 @@ from transformers.models.auto import CONFIG_MAPPING
 from leank_train.common.shape import kv_shape
 from leank_train.data import Batch, Ragged
 from leank_train.objective import kl
-from leank_train.stages import Stage1, StageConfig
+from leank_train.stages import PruningConfig, Stage1, StageConfig
 
 NAME, SINK, WINDOW = "plain_form", 4, 20
 SIZES = {
@@ -92,7 +92,8 @@ def test_a_stage_minimises_the_plain_form(monkeypatch, name, reduction, at_once)
     scores = torch.rand(kv_shape(config), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     scores[0, 0] = 0
     backbone = SimpleNamespace(model=model, shape=kv_shape(config))
-    stage = Stage1(backbone, StageConfig(9, 0.1, objective="kl", reduction=reduction), SINK, WINDOW, scores)
+    settings = StageConfig(9, 0.1, objective="kl", reduction=reduction)
+    stage = Stage1(backbone, settings, PruningConfig(0.5, sink=SINK, window=WINDOW), scores)
     asked = batch([120, 97], [9, 7, 12, 8], [3, 5, 1, 4])
     loss = stage.distillation(asked)
     (gradient,) = torch.autograd.grad(loss, stage.alpha)

@@ -119,7 +119,7 @@ def test_lambda_answers_the_mean_and_stays_in_its_limits(start, before, after, s
         assert lam <= start * (1 + 1e-6)
 
 
-def test_separation():
+def test_separation_of_scores_that_lie_apart_and_of_scores_that_do_not():
     apart = torch.cat([torch.ones(30), torch.zeros(70)]).view(1, 1, 100)
     assert Separation.of(apart, 0.7) == Separation(0.0, 1.0)
     assert Separation.of(apart, 0.7).warning(0.7) is None

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from leank_train.running import progress
-from leank_train.running.progress import Meter
-from leank_train.running.recorder import PHASES, Progress
+from leank_train.running.progress import PHASES, Meter, StageProgress
 
 
 class Terminal(io.StringIO):
@@ -67,7 +66,7 @@ def test_only_the_first_process_reports_and_goes_on_where_it_stopped(capsys):
     trainer = SimpleNamespace(max_steps=5, global_step=3, progress_bar_metrics={"loss": 0.5, "v_num": "x"})
     trainer.loggers = []
     for enabled in (False, True):
-        bar = Progress("stage2")
+        bar = StageProgress("stage2")
         if not enabled:
             bar.disable()
         bar.on_train_start(trainer)

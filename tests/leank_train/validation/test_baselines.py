@@ -25,7 +25,7 @@ def observed():
     return prefix, question, alone
 
 
-def test_think_mask(observed):
+def test_think_s_masks_are_those_of_each_sample_alone(observed):
     prefix, question, alone = observed
     masks = think_mask(prefix, question, 0.4)
     assert masks.shape == (4, 2, 2, 8)
@@ -40,7 +40,7 @@ def test_think_mask(observed):
                 assert (~masks[r, layer, head]).nonzero().flatten().tolist() == sorted(dropped)
 
 
-def test_static_norm(observed):
+def test_the_static_norm_is_a_mean_over_samples(observed):
     prefix, question, alone = observed
     norm = MeanScores()
     for _ in range(2):

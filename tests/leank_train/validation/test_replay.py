@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from data_gen.tokens import TokenCounter
 from eval.benchmarks.base import Cell
 from eval.benchmarks.ruler import Ruler
 from eval.benchmarks.scoring import score_row
@@ -87,10 +86,9 @@ def replayed(backbone):
 
 
 def test_samples_are_those_of_the_benchmark(backbone):
-    counter = TokenCounter(backbone.tokenizer)
     benchmark = Ruler(tasks=TASKS, lengths=[LENGTH], samples=SAMPLES, seed=SEED, split="test")
     for name in TASKS:
-        document = compare.unseen(backbone, counter, name, LENGTH, SEED, 1)
+        document = compare.unseen(backbone, name, LENGTH, SEED, 1)
         (question,) = document.questions
         row = benchmark.row(Cell(name, LENGTH, ("1",)), "1", backbone.tokenizer, 0)
         assert (document.context, question.question, question.answers) == (row.context, row.question, row.answers)
@@ -101,7 +99,6 @@ def test_samples_are_those_of_the_benchmark(backbone):
 
 
 def test_validation_gives_the_replays_replies_and_scores(backbone, replayed):
-    counter = TokenCounter(backbone.tokenizer)
     methods = {
         "dense": None,
         "leank": ChannelMask.load(ASSETS),
@@ -110,7 +107,7 @@ def test_validation_gives_the_replays_replies_and_scores(backbone, replayed):
     }
     answers, static_norm = replayed
     assert torch.equal(methods["static_norm"].keep, static_norm)
-    documents = [[compare.unseen(backbone, counter, t, LENGTH, SEED, i) for i in range(SAMPLES)] for t in TASKS]
+    documents = [[compare.unseen(backbone, t, LENGTH, SEED, i) for i in range(SAMPLES)] for t in TASKS]
     results = validation.evaluate(backbone, methods, documents, 16, 144, max_new_tokens=TOKENS)
     assert {(r.task, r.index, r.method): (r.reply, r.recall) for r in results} == answers
     assert len({answers["niah_multivalue", 0, label][0] for label in ("dense", "think", "static_norm")}) == 3

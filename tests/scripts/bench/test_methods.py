@@ -57,6 +57,32 @@ def test_methods_beside_dense(tmp_path, capsys, monkeypatch):
     assert [r for r in read_table(tmp_path / "methods.csv") if not r["error"]] == list(rows.values())
 
 
+def test_a_pass_is_run_once_for_all_batches(tmp_path, monkeypatch):
+    """Twice where its seconds are asked for; what a killed run left shares one again, which nobody times."""
+    passes, prefill = [], one_method.Bench.prefill
+
+    def counted(self, method, length, *given):
+        passes.append((method.label, length))
+        return prefill(self, method, length, *given)
+
+    monkeypatch.setattr(one_method.Bench, "prefill", counted)
+    line = "--shape reference --lengths 200 260 --new 2 --batches 1 2 3 --methods dense snapkv gemfilter"
+    methods.main([str(tmp_path), *line.split()])
+    assert passes == [(name, n) for n in (200, 260) for name in ("dense", "gemfilter") for _ in range(2)]
+    whole = read_table(tmp_path / "methods.csv")
+    keys = [(r["length"], r["method"], r["rows"]) for r in whole]
+    kind = [(name, rows) for rows in "123" for name in ("dense", "snapkv")] + [("gemfilter", rows) for rows in "123"]
+    assert keys == [(length, *one) for length in ("200", "260") for one in kind]
+
+    lines = (tmp_path / "methods.csv").read_text().splitlines(keepends=True)
+    (tmp_path / "methods.csv").write_text("".join(lines[:4] + lines[10:]))  # of 200: dense 1, snapkv 1, dense 2
+    del passes[:]
+    methods.main([str(tmp_path), *line.split()])
+    assert passes == [("snapkv", 200), ("gemfilter", 200), ("gemfilter", 200)]
+    again = {(r["length"], r["method"], r["rows"]): (r["gb"], r["batch"]) for r in read_table(tmp_path / "methods.csv")}
+    assert again == {key: (r["gb"], r["batch"]) for key, r in zip(keys, whole, strict=True)}
+
+
 def test_what_does_not_fit_is_said_and_not_tried_again(tmp_path, monkeypatch, capsys):
     """At the largest batch a twentieth less each time; a pass that runs out of memory costs its methods alone."""
     tried, update, prefill = [], CompressedCache.update, one_method.Bench.prefill

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from scripts.reference_model.batches import Row
+from scripts.reference_model.batches import TrainingRow
 from scripts.reference_model.busy import NAME, Probe, greedy, main, measure, no_heads, prefill, score, text_losses
 from scripts.reference_model.evaluation import right_tokens
 from tests.helpers.text_tokenizers import tokenizer
@@ -28,16 +28,16 @@ def model() -> LlamaForCausalLM:
     return LlamaForCausalLM._from_config(config, attn_implementation=NAME).eval()
 
 
-def row(length: int, answer: int, seed: int) -> Row:
+def row(length: int, answer: int, seed: int) -> TrainingRow:
     rng = random.Random(seed)
-    return Row([1, *rng.choices(range(3, 4096), k=length - 1)], list(range(length - answer - 1, length - 1)))
+    return TrainingRow([1, *rng.choices(range(3, 4096), k=length - 1)], list(range(length - answer - 1, length - 1)))
 
 
 ROWS = [row(200, 5, 1), row(160, 9, 2), row(90, 3, 3)]
 
 
 @torch.no_grad()
-def by_hand(model, row: Row, removed: torch.Tensor) -> float:
+def by_hand(model, row: TrainingRow, removed: torch.Tensor) -> float:
     """The mean log-likelihood of the answer from one pass over the whole row, with a mask for every head."""
     n = len(row.ids)
     cut = max(1, row.supervised[0] - 63)
@@ -77,7 +77,9 @@ def test_every_token_of_the_answer_counts(model):
         for p in at:
             ids[p + 1] = int(model(torch.tensor([ids[: p + 1]])).logits[0, -1].argmax())
         changed = [*ids[:190], 3 if ids[190] != 3 else 4, *ids[191:]]
-        right, _ = score(model, prefill(model, [Row(ids, [*at]), Row(changed, [*at])]), no_heads(model), SINK, WINDOW)
+        right, _ = score(
+            model, prefill(model, [TrainingRow(ids, [*at]), TrainingRow(changed, [*at])]), no_heads(model), SINK, WINDOW
+        )
     assert right.tolist() == [True, False]
 
 

@@ -10,7 +10,7 @@ import pytest
 from data_gen.request import Request
 from data_gen.tasks import TASKS
 from data_gen.tokens import TokenCounter
-from scripts.reference_model.batches import Batches, Row, RowMaker, collate, in_order
+from scripts.reference_model.batches import Batches, RowMaker, TrainingRow, collate, in_order
 from scripts.reference_model.recipe import RECIPES
 from tests.helpers.text_tokenizers import tokenizer
 
@@ -57,7 +57,7 @@ def test_in_the_first_recipe_every_label_counts_the_same():
 
 def test_a_row_counts_as_so_many_labels():
     """Rows of 10, 100 and 500 answer labels count as 64, 100 and 256."""
-    rows = [Row([*range(3, 604)], [*range(labels)]) for labels in (10, 100, 500)]
+    rows = [TrainingRow([*range(3, 604)], [*range(labels)]) for labels in (10, 100, 500)]
     by_row = weights_by_row(collate(rows, 600, MIXED))
     assert by_row == pytest.approx([64 / 420, 100 / 420, 256 / 420])
     assert weights_by_row(collate(rows, 600)) == pytest.approx([10 / 610, 100 / 610, 500 / 610])
