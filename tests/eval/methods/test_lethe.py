@@ -213,9 +213,13 @@ def held(store):
     st.integers(0, 99),
 )
 def test_whatever_the_attention_memory_is_bounded_and_both_ends_stay(reading, peaked, tau, ratio, segments, seed):
-    """No layer ever holds more than its limit; the first and the last tokens are untouched."""
+    """No layer holds more than its limit; the ends are untouched; nothing leaves before the store expects it."""
     options = Lethe(tau, ratio, segments, 0.9, evict_at=20, reading=reading, limit=50)
+    quiet, before = 0, None
     for store in decoding(options.eviction(None, None, Sizes(*SIZES)), 60, peaked, seed):
+        middle = store.prompt.length + store.tail.length
+        assert quiet <= 1 or np.array_equal(middle, before)
+        quiet, before = store.quiet, middle
         assert held(store).max() <= 50
         assert (store.seen - store.start >= WINDOW).all()
         assert (store.eviction.evict_at <= 50).all()
