@@ -93,7 +93,7 @@ class ChannelMask:
         check_ratio(alpha.shape, ratio, align, rounding)
         ratio, align = ratio if isinstance(ratio, int) else float(ratio), int(align)  # JSON has none of numpy's types
         scores = alpha.detach().double().cpu()
-        heads, dim = scores.flatten(0, 1), scores.shape[-1]  # [L*H, D]
+        heads = scores.flatten(0, 1)  # [L*H, D]
         if rounding == "exact":
             blocks = heads.sort(dim=-1, descending=True).values.unflatten(-1, (-1, align)).sum(-1)  # [L*H, D/r]
             counts = _count_best(blocks, _nearest_integer(scores.numel() * (1 - ratio) / align)) * align
@@ -104,7 +104,7 @@ class ChannelMask:
         if rounding != "exact":
             counts = (counts + (0 if rounding == "floor" else align // 2)) // align * align
         rank = heads.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)  # of each channel in its head
-        keep = (rank < counts[:, None].clamp(max=dim)).view(alpha.shape)
+        keep = (rank < counts[:, None]).view(alpha.shape)
         return cls(keep, {**(metadata or {}), "ratio": ratio, "alignment": align, "rounding": rounding})
 
     @classmethod

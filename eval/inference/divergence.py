@@ -57,9 +57,8 @@ def compare(
 
 def _chunk(dense: Tensor, method: Tensor, targets: Tensor | None) -> list[Tensor]:
     """The fields of `Divergence` for logits [n, vocabulary]."""
-    finite = dense.amax(-1).isfinite() & method.amax(-1).isfinite()
     p, q = dense.log_softmax(-1), method.log_softmax(-1)
-    kl = divergence(p, q).masked_fill(~finite, torch.nan)
+    kl = divergence(p, q)  # NaN where the largest logit of either is NaN or infinite
     found = [kl, (p.argmax(-1) == q.argmax(-1)).to(kl)]
     if targets is not None:
         losses = [-x.gather(-1, targets[:, None]).squeeze(-1) for x in (q, p)]

@@ -86,22 +86,18 @@ def auc(accuracy_by_op: Mapping[int, float] | Sequence[float]) -> float:
     accuracy_by_op: {op: accuracy 0-1}, or accuracies in order of op. Six op values (2, 4, .. 12) give a scale of 0-5.
     Fewer than two values give 0. Source: LeanK tables 14 -> 4.
     """
-    return _trapezoid(_by_op(accuracy_by_op))
+    return float(np.trapezoid(_by_op(accuracy_by_op)))
 
 
 def auc_app(accuracy_by_op: Mapping[int, float]) -> float:
     """Area of the benchmark's own results viewer: trapezoid over the op values themselves, times 100."""
-    return _trapezoid(_by_op(accuracy_by_op), sorted(accuracy_by_op)) * 100
+    return float(np.trapezoid(_by_op(accuracy_by_op), sorted(accuracy_by_op))) * 100
 
 
 def _by_op(accuracy_by_op: Mapping[int, float] | Sequence[float]) -> list[float]:
     if isinstance(accuracy_by_op, Mapping):
         return [accuracy_by_op[op] for op in sorted(accuracy_by_op)]
     return list(accuracy_by_op)
-
-
-def _trapezoid(y: Sequence[float], x: Sequence[float] | None = None) -> float:
-    return float(np.trapezoid(y, x)) if len(y) > 1 else 0.0
 
 
 def _stated(text: str, first: str, at_end: str) -> int | None:

@@ -141,7 +141,7 @@ def _after_prefix(reply: str, prefixes: Sequence[str], accepted: Sequence[str]) 
         at = reply.find(prefix)
         if at != -1:
             rest = reply[at + len(prefix) + 1 :]  # officially one character after the prefix is skipped unread
-            return len(reply) > at + len(prefix) and any(rest.startswith(text) for text in accepted)
+            return any(rest.startswith(text) for text in accepted)
     return None
 
 

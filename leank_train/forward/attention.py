@@ -90,7 +90,7 @@ class _PartialAttention(torch.autograd.Function):
             out = out * decay[..., None] + product(weights, v[:, :, start:stop])
             top = new
         out /= total.masked_fill(total == 0, 1.0)[..., None]
-        lse = top + total.masked_fill(total == 0, 1.0).log()
+        lse = top + total.log()
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.scale, ctx.sees, ctx.block = scale, sees, block
         return out, lse

@@ -3,6 +3,7 @@
 import math
 import warnings
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -146,8 +147,9 @@ def test_masks_that_hardly_anybody_wants_are_named(tmp_path):
     empty = ChannelMask(torch.zeros(1, 2, 8, dtype=torch.bool))
     coarse = ChannelMask.from_scores(torch.rand(1, 2, 8), 0.3, 8, "exact")  # one of two heads: 50%
     fine = ChannelMask.from_scores(torch.rand(4, 4, 8), 0.3, 1, "exact")
-    less = ChannelMask(coarse.keep, {"ratio": 0.7})
-    misses = [(mask, rf"prunes 50\.0% of the channels, not ratio={r}") for mask, r in ((coarse, 0.3), (less, 0.7))]
+    less, none = (ChannelMask(coarse.keep, {"ratio": ratio}) for ratio in (0.7, 0.0))
+    masks = ((coarse, 0.3), (less, 0.7), (none, 0.0))
+    misses = [(mask, rf"prunes 50\.0% of the channels, not ratio={r}") for mask, r in masks]
     for mask, said in ((empty, "all heads are empty"), *misses):
         mask.save(path := tmp_path / "mask.safetensors")
         with pytest.warns(UserWarning, match=rf"mask={path}: (it )?{said}"):
@@ -251,13 +253,26 @@ def test_files_that_are_no_masks(tmp_path):
         ChannelMask(torch.ones(2, 2, 2))
 
 
+def test_a_published_mask_runs_no_code(tmp_path):
+    class Code:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "ran",)
+
+    torch.save(Code(), tmp_path / "code.pth")
+    with pytest.raises(ValueError, match=r"code\.pth is not a tensor"):
+        ChannelMask.from_official(tmp_path / "code.pth")
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_mask_of_another_shape_is_refused_and_one_of_another_name_warned_of():
     config = SimpleNamespace(
-        num_hidden_layers=2, num_key_value_heads=3, hidden_size=32, num_attention_heads=4, _name_or_path="org/small"
+        num_hidden_layers=2, num_key_value_heads=3, hidden_size=32, num_attention_heads=4, _name_or_path="org/SMALL"
     )
     keep = torch.ones(2, 3, 8, dtype=torch.bool)
-    ChannelMask(keep, {"model": "local/Small"}).check_model(config)
-    with pytest.raises(ValueError, match=r"org/large.*\[1, 3, 8\].*org/small.*\[2, 3, 8\]"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ChannelMask(keep, {"model": "local/Small"}).check_model(config)
+    with pytest.raises(ValueError, match=r"org/large.*\[1, 3, 8\].*org/SMALL.*\[2, 3, 8\]"):
         ChannelMask(keep[:1], {"model": "org/large"}).check_model(config)
     with pytest.warns(UserWarning, match="org/large"):
         ChannelMask(keep, {"model": "org/large"}).check_model(config)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from eval.cache.attention import places
-from eval.cache.attention.kernel import merge, sink_and_window, store_rows
+from eval.cache.attention.kernel import merge, real_rows, sink_and_window, store_rows
 from eval.cache.attention.ranking_kernel import CHANNELS, FIELDS, PROMPT_K, TAIL_K, held, line
 
 PROMPT_V, TAIL_V = tl.constexpr(int(places.Column.PROMPT_V)), tl.constexpr(int(places.Column.TAIL_V))
@@ -126,8 +126,9 @@ def attend(
         tl.store(part + at_one * D + d, one)
         tl.store(stat + 2 * at_one, m_one)
         tl.store(stat + 2 * at_one + 1, z_one)
+    real = real_rows(row, position_ptr, 1, 0, ROWS, GROUP, GROUP)
     tl.debug_barrier()  # all of it is written before the ticket says so
     if tl.atomic_add(done + x, 1, sem="acq_rel") == ends + GROUP * shares - 1:
         merged, _, _ = merge(part, stat, x * parts, parts, ROWS, MERGE_LINES, D)
-        store_rows(out, merged, row, head, position_ptr, 1, 0, ROWS, GROUP, GROUP, H, D)
+        store_rows(out, merged, real, row, head, 1, 0, ROWS, GROUP, GROUP, H, D)
         tl.store(done + x, 0)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from eval.cache.attention import work
-from eval.cache.attention.kernel_middle import add_kept, middle, step
+from eval.cache.attention.kernel_middle import add_kept, middle, step, wait_for_the_launch_ahead
 from eval.cache.attention.quantised_kernel import packed_middle
 from eval.cache.attention.weights_kernel import logits_of, store_lse
 
@@ -71,10 +71,11 @@ def sink_and_window(
 def _ends(
     acc, m, z, q_row, ok, base, seen_ptr, start_ptr, position_ptr, k_at, v_at, first, last, row, t, ring, queries,
     slots, scale, logits,
-    TILE: tl.constexpr, D: tl.constexpr, WEIGHTS: tl.constexpr,
+    TILE: tl.constexpr, D: tl.constexpr, WEIGHTS: tl.constexpr, EARLY: tl.constexpr,
 ):
     """Slots [first, last) of row's sink or, if `ring`, window, k_at and v_at elements from base, for query tokens t."""
     k, v = tl.multiple_of(base + k_at, 16), tl.multiple_of(base + v_at, 16)
+    wait_for_the_launch_ahead(EARLY)
     position = tl.load(position_ptr + row * queries + t, mask=ok, other=-1).to(tl.int32)
     seen = tl.load(seen_ptr + row).to(tl.int32)
     start = tl.where(ring, tl.load(start_ptr + row).to(tl.int32), 0)
@@ -87,7 +88,7 @@ def _ends(
 def _read(
     acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale, logits,
     C0: tl.constexpr, C1: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, VALUES: tl.constexpr,
-    EVEN: tl.constexpr, PAGE: tl.constexpr, WEIGHTS: tl.constexpr,
+    EVEN: tl.constexpr, PAGE: tl.constexpr, WEIGHTS: tl.constexpr, EARLY: tl.constexpr,
 ):
     """Tokens [first, last) of a middle part with up to C0 + C1 channels of K, k_at and v_at elements from base.
 
@@ -96,11 +97,11 @@ def _read(
     k, v = tl.multiple_of(base + k_at, 16), tl.multiple_of(base + v_at, 16)
     if VALUES == 0:
         acc, m, z = middle(acc, m, z, q_row, ok, index, k, v, first, last, count, width, scale, logits,
-                           C0, C1, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
+                           C0, C1, TILE, D, VALUES, EVEN, PAGE, WEIGHTS, EARLY)
     else:
         before, of_kept = m, tl.zeros([acc.shape[0], VALUES], tl.float32)
         of_kept, m, z = middle(of_kept, m, z, q_row, ok, index, k, v, first, last, count, width, scale, logits,
-                               C0, C1, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
+                               C0, C1, TILE, D, VALUES, EVEN, PAGE, WEIGHTS, EARLY)
         acc = add_kept(acc, of_kept, before, m, ranks, D)
     return acc, m, z
 
@@ -109,22 +110,22 @@ def _read(
 def _kept(
     acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale, logits,
     TILE: tl.constexpr, D: tl.constexpr, VALUES: tl.constexpr, EVEN: tl.constexpr, PAGE: tl.constexpr,
-    WEIGHTS: tl.constexpr,
+    WEIGHTS: tl.constexpr, EARLY: tl.constexpr,
 ):
     """Tokens [first, last) of a middle part in 16 bits, by the form for its number of channels."""
     if count <= 32:
         acc, m, z = _read(acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale,
-                          logits, 32, 0, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
+                          logits, 32, 0, TILE, D, VALUES, EVEN, PAGE, WEIGHTS, EARLY)
     elif count <= 64:
         acc, m, z = _read(acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale,
-                          logits, 64, 0, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
+                          logits, 64, 0, TILE, D, VALUES, EVEN, PAGE, WEIGHTS, EARLY)
     elif D > 64:
         if count <= 96:
             acc, m, z = _read(acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale,
-                              logits, 64, 32, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
+                              logits, 64, 32, TILE, D, VALUES, EVEN, PAGE, WEIGHTS, EARLY)
         else:
             acc, m, z = _read(acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale,
-                              logits, 128, 0, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
+                              logits, 128, 0, TILE, D, VALUES, EVEN, PAGE, WEIGHTS, EARLY)
     return acc, m, z
 
 
@@ -168,15 +169,23 @@ def merge(part, stat, first, parts, ROWS: tl.constexpr, MERGE_LINES: tl.constexp
 
 
 @triton.jit
-def store_rows(
-    out, result, row, head, position_ptr, queries, chunk,
-    R: tl.constexpr, M: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
-):
-    """Write the first R tile rows of result [R, D] to out [B, Q, Hq, D]; queries that are padding get zeros."""
+def real_rows(row, position_ptr, queries, chunk, R: tl.constexpr, M: tl.constexpr, GROUP: tl.constexpr):
+    """Which of the first R tile rows are of queries that are no padding, [R]."""
     r = tl.arange(0, R)
     token = chunk * (M // GROUP) + r // GROUP
     ok = (r // GROUP < M // GROUP) & (token < queries)
-    real = tl.load(position_ptr + row * queries + token, mask=ok, other=-1) >= 0
+    return tl.load(position_ptr + row * queries + token, mask=ok, other=-1) >= 0
+
+
+@triton.jit
+def store_rows(
+    out, result, real, row, head, queries, chunk,
+    R: tl.constexpr, M: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+):
+    """Write the first R tile rows of result [R, D] to out [B, Q, Hq, D]; queries that are not `real` get zeros."""
+    r = tl.arange(0, R)
+    token = chunk * (M // GROUP) + r // GROUP
+    ok = (r // GROUP < M // GROUP) & (token < queries)
     to = ((row * queries + token) * (H * GROUP) + head * GROUP + r % GROUP)[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(out + to, tl.where(real[:, None], result, 0.0).to(out.dtype.element_ty), mask=ok[:, None])
 
@@ -196,9 +205,11 @@ def _finish(
     if parts == 1:
         total = tl.sum(z, 1)
         result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        store_rows(out, result, row, head, position_ptr, queries, chunk, M, M, GROUP, H, D)
+        real = real_rows(row, position_ptr, queries, chunk, M, M, GROUP)
+        store_rows(out, result, real, row, head, queries, chunk, M, M, GROUP, H, D)
         store_lse(scratch, (row * H + head) * ROWS + r, m, total, ok, WEIGHTS)
     elif parts > 1:
+        real = real_rows(row, position_ptr, queries, chunk, ROWS, M, GROUP)  # asked for now, needed at the very end
         at = number * ROWS + r
         tl.store(part + at[:, None] * D + d[None, :], acc, mask=ok[:, None])
         tl.store(stat + 2 * at, m, mask=ok)
@@ -207,21 +218,10 @@ def _finish(
         ticket = done + chunk * places + row * H + head
         if tl.atomic_add(ticket, 1, sem="acq_rel") == parts - 1:
             merged, most, total = merge(part, stat, first_number, parts, ROWS, MERGE_LINES, D)
-            store_rows(out, merged, row, head, position_ptr, queries, chunk, ROWS, M, GROUP, H, D)
+            store_rows(out, merged, real, row, head, queries, chunk, ROWS, M, GROUP, H, D)
             rows = tl.arange(0, ROWS)
             store_lse(scratch, (row * H + head) * ROWS + rows, most, total, rows < GROUP * queries, WEIGHTS)
             tl.store(ticket, 0)
-
-
-@triton.jit
-def _look_ahead(table, index, index_b, D: tl.constexpr, FIELDS: tl.constexpr):
-    """Bring to L2 the line of the work table and the channels that this program begins with; nothing waits for them.
-
-    The launch ahead may still run. It is `write` or `decode`, as no other lets this one begin, and they write neither.
-    """
-    entry = table + tl.program_id(0).to(tl.int64) * FIELDS
-    at = index + tl.load(entry + ROW) * index_b + tl.load(entry + HEAD) * D + tl.arange(0, D)
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], tl.int32, False, 1)
 
 
 @triton.jit(do_not_specialize=["partials", "places"])
@@ -250,10 +250,6 @@ def decode(
         are; there is one chunk then, and no packed middle
     EARLY: whether programs take their places before the launch ahead has ended, and let the next launch's do so
     """
-    if EARLY:
-        _look_ahead(table, index, index_b, D, FIELDS)
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     chunk = tl.program_id(1)
     PER: tl.constexpr = M // GROUP  # query tokens of a chunk
     r = tl.arange(0, M)
@@ -280,13 +276,16 @@ def decode(
         m = tl.where(fresh != 0, float("-inf"), m)
         z = tl.where(fresh != 0, 0.0, z)
         acc = tl.where(fresh != 0, 0.0, acc)
+        if WEIGHTS or BITS > 0:  # what these read first, the launch ahead may write
+            wait_for_the_launch_ahead(EARLY)
         logits = logits_of(scratch, room, seen_ptr, start_ptr, tail_ptr, row, row * H + head, places, r, sink,
                            kind != SINK, kind == WINDOW, ROWS, WEIGHTS)
         if kind <= WINDOW:  # sink or window
             acc, m, z = _ends(acc, m, z, q_row, ok, base, seen_ptr, start_ptr, position_ptr, k_at, v_at, first, last,
-                              row, t, kind == WINDOW, queries, slots, scale, logits, TILE, D, WEIGHTS)
+                              row, t, kind == WINDOW, queries, slots, scale, logits, TILE, D, WEIGHTS, EARLY)
         else:
             if kind == TAIL:
+                wait_for_the_launch_ahead(EARLY)  # it may be `move`
                 last = tl.minimum(last, tl.load(tail_ptr + row * H + head).to(tl.int32))
             kept, of_v = index + row * index_b + head * D, ranks + row * ranks_b + head * D
             if BITS > 0:
@@ -294,6 +293,6 @@ def decode(
                                           scale, ROWS, TILE, D, EVEN, PAGE, BITS, CELL, PTX, WARPS)
             else:
                 acc, m, z = _kept(acc, m, z, q_row, ok, kept, of_v, base, k_at, v_at, first, last, count, width, scale,
-                                  logits, TILE, D, VALUES, EVEN, PAGE, WEIGHTS)
+                                  logits, TILE, D, VALUES, EVEN, PAGE, WEIGHTS, EARLY)
         _finish(out, part, stat, done, scratch, position_ptr, acc, m, z, ok, row, head, parts, number, first_number,
                 places, queries, H, GROUP, D, M, ROWS, MERGE_LINES, WEIGHTS)

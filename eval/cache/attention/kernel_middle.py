@@ -23,13 +23,37 @@ def step(acc, m, z, s, v):
 
 
 @triton.jit
+def wait_for_the_launch_ahead(EARLY: tl.constexpr):
+    """Return when the launch ahead has ended, if this one began before; the next one's programs may then begin.
+
+    What comes before reads only the work table and the kept channels. The launches that let another begin, `write` and
+    `decode`, write neither.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _kept_channels(index, channel, count, EVEN: tl.constexpr):
+    """The numbers [C] of channels that a head keeps."""
+    if EVEN:
+        return tl.load(index + channel)
+    return tl.load(index + channel, mask=channel < count, other=0)
+
+
+@triton.jit
+def _gather(q_row, ok, kept, channel, count, EVEN: tl.constexpr):
+    """Query channels [M, C] with the numbers `kept`."""
+    if EVEN:
+        return tl.load(q_row[:, None] + kept[None, :], mask=ok[:, None], other=0.0)
+    return tl.load(q_row[:, None] + kept[None, :], mask=ok[:, None] & (channel < count)[None, :], other=0.0)
+
+
+@triton.jit
 def gather(q_row, ok, index, channel, count, EVEN: tl.constexpr):
     """Query channels [M, C] that a head keeps."""
-    if EVEN:
-        return tl.load(q_row[:, None] + tl.load(index + channel)[None, :], mask=ok[:, None], other=0.0)
-    chosen = channel < count
-    picked = tl.load(index + channel, mask=chosen, other=0)
-    return tl.load(q_row[:, None] + picked[None, :], mask=ok[:, None] & chosen[None, :], other=0.0)
+    return _gather(q_row, ok, _kept_channels(index, channel, count, EVEN), channel, count, EVEN)
 
 
 @triton.jit
@@ -79,7 +103,7 @@ def add_kept(acc, of_kept, m_before, m, ranks, D: tl.constexpr):
 def middle(
     acc, m, z, q_row, ok, index, k, v, first, last, count, width, scale, logits,
     C0: tl.constexpr, C1: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, VALUES: tl.constexpr,
-    EVEN: tl.constexpr, PAGE: tl.constexpr, WEIGHTS: tl.constexpr,
+    EVEN: tl.constexpr, PAGE: tl.constexpr, WEIGHTS: tl.constexpr, EARLY: tl.constexpr,
 ):
     """Tokens [first, last) of a middle part with up to C0 + C1 channels; whole tiles without masks, then the rest.
 
@@ -88,10 +112,14 @@ def middle(
     """
     token = tl.arange(0, TILE)
     c0 = tl.arange(0, C0)
-    q0 = gather(q_row, ok, index, c0, count, EVEN)
+    kept0 = _kept_channels(index, c0, count, EVEN)
     if C1 > 0:
         c1 = C0 + tl.arange(0, C1)
-        q1 = gather(q_row, ok, index, c1, count, EVEN)
+        kept1 = _kept_channels(index, c1, count, EVEN)
+    wait_for_the_launch_ahead(EARLY)
+    q0 = _gather(q_row, ok, kept0, c0, count, EVEN)
+    if C1 > 0:
+        q1 = _gather(q_row, ok, kept1, c1, count, EVEN)
     whole = first + (last - first) // TILE * TILE
     for at in range(first, whole, TILE):
         page = k + tl.multiple_of((at // PAGE) * (count * PAGE), PAGE)

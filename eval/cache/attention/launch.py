@@ -43,7 +43,8 @@ class Config:
     warps, stages: of a program
     registers: limit per thread, 0 = none
     per_sm: programs per multiprocessor
-    merge: lines of partial results that a merge asks for at a time; a line is one query row's
+    merge: lines of partial results that a merge asks for at a time, if that many rows at once keep all threads busy; a
+        line is one query row's
     slow: how much longer a byte of the middle takes than one of sink and window, whose tiles have masks
     per_tile, piece: what it costs to read a tile, beside its bytes, and to start a piece; see work.cut
     early: whether programs take their places before the launch ahead has ended, which needs compute capability 9.0
@@ -202,7 +203,7 @@ class Kernel:
             TILE=config.tile,
             M=tile_rows,
             ROWS=rows,
-            MERGE_LINES=max(1, config.merge // rows),
+            MERGE_LINES=max(1, config.merge // max(rows, config.warps)),
             EVEN=plan.even,
             PAGE=PAGE,
             FIELDS=work.FIELDS,

@@ -86,7 +86,6 @@ class AdaKV(Scored):
 
     def highest(self, scores: Tensor, count: Tensor, sizes: Sizes) -> Tensor:
         ends = sizes.sink + sizes.window
-        certain = (((count + ends) * self.safeguard).long() - ends).clamp(min=0)
-        first = top(scores, certain[:, None, None]) & ~scores.isneginf()
-        shared = scores.masked_fill(first, torch.inf).flatten(1)
-        return top(shared, count[:, None] * scores.shape[1]).view_as(first)
+        certain = ((count + ends) * self.safeguard).long() - ends  # none where it is below 0
+        shared = scores.masked_fill(top(scores, certain[:, None, None]), torch.inf).flatten(1)
+        return top(shared, count[:, None] * scores.shape[1]).view_as(scores)

@@ -23,8 +23,9 @@ def test_mmlu_prompts_are_those_of_the_official_code(row):
 
 def test_mmlu_letters():
     assert mmlu.letter({"answer": 2}) == "C"
-    with pytest.raises(ValueError, match="expected a letter"):
-        mmlu.letter({"answer": "E"})
+    for answer in ("E", "AB", 4, -1, True):
+        with pytest.raises(ValueError, match="expected a letter"):
+            mmlu.letter({"answer": answer})
     assert extract_letter("A cat ... so the answer is (C). The end") == "C"
     assert extract_letter("**Answer: D**") == "D"
     assert extract_letter(" B. because") == "B"

@@ -56,7 +56,8 @@ def data(tmp_path_factory):
             with (folder / split / f"{subject}_{split}.csv").open("w", newline="") as table:
                 csv.writer(table).writerows([f"{i}, or not?", "a", "b", "c", "d", "ABCD"[i % 4]] for i in range(count))
     problems = [realistic(op, 2, "crazy_zootopia", "normalforward", 0, 0) for op in (2, 4)]
-    rows = [{**asdict(p), "length": "zero_context"} for p in problems] + [{**asdict(symbolic(2, 0, 0))}]
+    rows = [{**asdict(p), "length": "zero_context"} for p in (*problems, problems[0])]
+    rows.insert(2, {**asdict(symbolic(2, 0, 0))})
     for row in rows:
         del row["id"]
     with gzip.open(folder / "gsm.jsonl.gz", "wt") as packed:
@@ -234,6 +235,13 @@ def test_generated_gsm_infinite(data):
         assert score_row(row, f"Answer: {row.answers[0]}.") == 1
 
 
+def test_lengths_of_gsm_infinite_are_named_as_in_its_tables(data):
+    given = ("benchmark.subsets=[medium]", "benchmark.ops=[2]", "benchmark.samples=1")
+    made, tokenizer = job(data, "gsm_infinite", *given, "benchmark.lengths=[0,1000,2048,2500]")
+    names = [row.meta["length"] for row in rows_of(made, tokenizer).values()]
+    assert names == ["zero", "1k", "2k", "2500"]
+
+
 def test_gsm_infinite_from_a_file_without_ids(data):
     given = ("benchmark.path={data}/gsm.jsonl.gz", "benchmark.samples=1", "benchmark.ops=[2]")
     found = rows_of(*job(data, "gsm_infinite", *given))
@@ -243,8 +251,10 @@ def test_gsm_infinite_from_a_file_without_ids(data):
 
 
 def test_ruler_asks_the_questions_of_the_files(data):
-    made, tokenizer = job(data, "ruler", *SETTINGS["ruler"])
+    made, tokenizer = job(data, "ruler", *SETTINGS["ruler"], "benchmark.tasks=[qa_1,qa_2,niah_multivalue]")
     found = rows_of(made, tokenizer)
+    one = {task: score_row(row, row.answers[0]) for (task, _, _), row in found.items()}
+    assert one == {"qa_1": 1, "qa_2": 1, "niah_multivalue": 0.25}  # any answer to a question, all of the values
     first = json.loads((QA / "hotpotqa_sample.json").read_text("utf-8"))[0]
     row = found["qa_2", 3000, "0"]
     assert first["question"] in row.question

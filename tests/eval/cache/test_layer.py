@@ -179,6 +179,7 @@ def test_memory_is_what_the_tensors_hold_and_what_was_projected():
     row = bytes_per_row(keep, 300, torch.float64, sizes)
     assert memory.total - memory.tables == 2 * row
     assert max_batch(keep, 300, 10 * row + 1, torch.float64, sizes) == 10
+    assert bytes_per_row(keep, 3) == bytes_per_row(keep, 128 + 1024) < bytes_per_row(keep, 128 + 1024 + 1)
 
 
 def test_memory_reads_in_megabytes_and_as_a_share_of_dense():

@@ -57,7 +57,8 @@ def test_rows_end_at_their_own_bounds_and_no_step_follows_the_last():
     free = written_one_by_one(model, torch.tensor(prompts[:1]), [], 12, 0)
     for at in (0, 3, 5):
         eos = free[at : at + 2]  # with at least at + 1 tokens, the last of them is the first of these if it may be
-        for most, least in (([6, 1, 9], [0, 0, 0]), ([8, 8, 0], [at + 1, 0, 0]), ([1, 1, 1], [1, 0, 0])):
+        for most, least in (([6, 1, 9], [0, 0, 0]), ([8, 8, 0], [at + 1, 0, 0]), ([1, 8, 1], [1, 0, 0]),
+                            ([8, 8, 9], [at, 0, at + 2])):  # fmt: skip
             ids, real = pad_left(prompts, 0, "cpu")
             dense = prefill(model, ids, real, max(most))
             found, steps, broken = greedy(model, dense.fork(), dense.logits, real, dense.lengths, eos, most, least)

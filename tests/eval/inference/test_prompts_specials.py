@@ -21,9 +21,10 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}\n\n{{ m.content | trim }}</s>{% endfor %}"
     "<|start|>assistant\n\n"
 )
+BESIDE = "{{ bos_token }}{% for m in messages %}<|start|>{{ m.content }}</s>{% endfor %}<|start|>"
 
 
-@pytest.fixture(scope="module", params=[None, TEMPLATE], ids=["bare", "chat"])
+@pytest.fixture(scope="module", params=[None, TEMPLATE, BESIDE], ids=["bare", "chat", "chat without spaces"])
 def tokenizer(request):
     _, made = load_config(ModelConfig())
     made.add_special_tokens({"additional_special_tokens": [AddedToken("<|start|>", special=True)]})

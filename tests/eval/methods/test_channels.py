@@ -135,11 +135,12 @@ def test_think_prunes_the_lowest_norms_of_the_tokens_that_stay(observed, group):
                 assert torch.equal((~keep[row, layer, head]).nonzero().flatten(), pruned_by_hand)
 
 
-def test_thinks_values_against_the_whole_attention(observed):
+@pytest.mark.parametrize(("group", "power"), [("norms", 1), ("squares", 2)])
+def test_thinks_values_against_the_whole_attention(observed, group, power):
     """Eq. 3, query by query, over what each may see."""
     _, batch, alone = observed
     for layer, found in enumerate(seen(batch, QUERIES)):
-        scores = value_scores(found, QUERIES, "norms")
+        scores = value_scores(found, QUERIES, group)
         for row, one in enumerate(alone):
             dense, length = one.layers[layer], one.columns
             for head in range(2):
@@ -151,7 +152,7 @@ def test_thinks_values_against_the_whole_attention(observed):
                         sees = one.selected[layer][0, head, : place + 1].nonzero().flatten()
                         k, v = dense.keys[0, head, sees], dense.values[0, head, sees]
                         outputs.append(torch.softmax(k @ dense.queries[0, member, n] / 8**0.5, 0) @ v)
-                    by_hand += torch.stack(outputs).norm(dim=0) / 2
+                    by_hand += torch.stack(outputs).norm(dim=0) ** power / 2
                 torch.testing.assert_close(scores[row, head], by_hand)
 
 

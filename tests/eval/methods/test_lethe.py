@@ -213,9 +213,13 @@ def held(store):
     st.integers(0, 99),
 )
 def test_whatever_the_attention_memory_is_bounded_and_both_ends_stay(reading, peaked, tau, ratio, segments, seed):
-    """No layer ever holds more than its limit; the first and the last tokens are untouched."""
+    """No layer holds more than its limit; the ends are untouched; nothing leaves before the store expects it."""
     options = Lethe(tau, ratio, segments, 0.9, evict_at=20, reading=reading, limit=50)
+    quiet, before = 0, None
     for store in decoding(options.eviction(None, None, Sizes(*SIZES)), 60, peaked, seed):
+        middle = store.prompt.length + store.tail.length
+        assert quiet <= 1 or np.array_equal(middle, before)
+        quiet, before = store.quiet, middle
         assert held(store).max() <= 50
         assert (store.seen - store.start >= WINDOW).all()
         assert (store.eviction.evict_at <= 50).all()
@@ -249,6 +253,31 @@ def test_a_round_keeps_sink_recent_and_best(values, reading, ratio, sink, segmen
         assert sum(values[i] >= max(values[j] for j in others) for i in kept) >= cuts[0]
     if reading == "printed":
         assert len(kept) <= cuts[0] + sink + recent
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 40), min_size=20, max_size=60), st.floats(0, 0.9), st.integers(0, 3),
+       st.integers(2, 6), st.floats(1.5, 50), st.integers(-2, 20))  # fmt: skip
+def test_a_round_beyond_the_limit_keeps_sink_recent_and_best_of_the_others(values, ratio, sink, segments, tau, less):
+    """Beside a row that holds three tokens more; the limit is `less` than what would stay without one."""
+    count, scores = len(values), torch.tensor([[*values, 0, 0, 0]]).float()
+
+    def of_round(limit):
+        options = Lethe(tau, ratio, segments, 0.9, evict_at=19, limit=limit)
+        policy = options.eviction(None, None, Sizes(*SIZES)).begin(scores[None], np.array([[count]]))
+        (stay,) = policy._round(np.array([0]), scores, np.array([count]), np.array([sink]), np.array([0]))
+        return set(stay[:count].nonzero().flatten().tolist()), int(policy.evict_at[0])
+
+    free, wanted = of_round(0)
+    limit = max(1, len(free) - less)
+    bounded, evict_at = of_round(limit)
+    assert evict_at == min(wanted, limit)
+    if len(free) > limit:
+        recent = int(ratio * limit)
+        others = sorted(range(sink, count - recent), key=lambda i: (-values[i], -i))
+        room = max(0, limit * (segments - 1) // segments - sink - recent)
+        free = {*range(sink), *others[:room], *range(count - recent, count)}
+    assert bounded == free
 
 
 def test_layers_of_different_sparsity_have_different_budgets():

@@ -106,6 +106,19 @@ def test_fastkv_pools_each_head_by_maximum_and_passes_on_a_share():
     assert method.kept_counts(model.config, LENGTH)[0] == [LENGTH] * 3 + [24] * 3
 
 
+@pytest.mark.parametrize("method", [ASL(20, 0.9, 4), FastKV(20, 2, 4), PyramidInfer(0.2, 0.6, least=8)], ids=repr)
+@torch.no_grad()
+def test_as_many_queries_are_kept_as_the_other_axes_ask_for(method):
+    """More than the pass itself observes; in the layers that read the whole prompt, those of the dense pass."""
+    model, (prompt,) = model_of(), prompts([LENGTH], seed=5)
+    ids = torch.tensor([prompt])
+    dense, found = prefill(model, ids, None, NEW, 9), run(method, model, ids, obs=9)
+    for one, other in zip(dense.layers, found.layers, strict=True):
+        assert other.queries.shape == one.queries.shape
+        if other.kept is None:
+            assert torch.equal(one.queries, other.queries)
+
+
 @pytest.mark.parametrize("method", [ASL(LENGTH, 0.9, 4), ASL(LENGTH, 0.9, 4, two_pass=True), FastKV(LENGTH, 2, 4),
                                     GemFilter(LENGTH, 2), PyramidInfer(least=LENGTH), PyramidInfer(decay=1.0),
                                     ASL(20, 1e-9, 4)], ids=repr)  # fmt: skip
@@ -114,6 +127,7 @@ def test_with_room_for_all_or_nothing_settled_it_is_the_dense_pass(method):
     model, (prompt,) = model_of(), prompts([LENGTH], seed=5)
     ids = torch.tensor([prompt])
     dense, found = prefill(model, ids, None, NEW), run(method, model, ids)
+    assert list(method.kept_counts(model.config, 9)[1]) == [9] * LAYERS
     assert torch.equal(dense.logits, found.logits)
     for one, other in zip(dense.layers, found.layers, strict=True):
         assert other.kept is None
@@ -125,6 +139,7 @@ def test_with_room_for_all_or_nothing_settled_it_is_the_dense_pass(method):
     ("method", "expected"),
     [
         (FastKV(20, 2, 4), [[LENGTH] * 3 + [20] * 3]),
+        (FastKV(0.05, 2, 4), [[LENGTH] * 3 + [5] * 3]),  # a share of three tokens; the window and one go on
         (GemFilter(16, 1), [[LENGTH] * 2 + [1] * 4, [16] * 6]),
         (GemFilter(16), [[LENGTH] * 3 + [1] * 3, [16] * 6]),
         # 13 recent; the 47 before them times shares of 1, .973, .9, .8, .7 give 47, 45, 40, 32, 22

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from eval.cache import CompressedLayer, Sizes
@@ -66,19 +66,28 @@ def pages_by_hand(q, middle, page, most):
     return {j for n in best for j in range(n * page, (n + 1) * page)}
 
 
+def rounded_by_hand(values, bits):
+    """A token's label channels, to the nearest of 2^bits values from the least to the largest of them."""
+    least, step = min(values), (max(values) - min(values)) / (2**bits - 1)
+    return [round((x - least) / step) * step + least if step else x for x in values]
+
+
 @settings(max_examples=25, deadline=None)
+@example(seed=0, lengths=[60, 40], page=1, budget=16, grow=3, bits=2)
+@example(seed=1, lengths=[60, 40], page=1, budget=16, grow=3, bits=4)
 @given(
     seed=st.integers(0, 2**16),
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=2),
     page=st.integers(1, 7),
     budget=st.integers(8, 60),
     grow=st.integers(0, 9),
-    labels=st.booleans(),
+    bits=st.sampled_from([None, None, 2, 4, 16]),
 )
-def test_a_step_reads_what_the_loops_choose(seed, lengths, page, budget, grow, labels):
+def test_a_step_reads_what_the_loops_choose(seed, lengths, page, budget, grow, bits):
+    """Quest, or Double Sparsity with labels of so many bits."""
     keep = random_keep(seed)[0]
     label = torch.rand(HEADS, DIM, generator=torch.Generator().manual_seed(seed)) < 0.5
-    reads = Labels(label, budget) if labels else Quest(budget, page, 0)
+    reads = Labels(label, budget, bits) if bits else Quest(budget, page, 0)
     layer, rows = layer_of(reads, lengths, seed, keep, grow)
     store = layer.store
     q = torch.randn(len(lengths), 2 * HEADS, 1, DIM, dtype=torch.float64)
@@ -89,14 +98,16 @@ def test_a_step_reads_what_the_loops_choose(seed, lengths, page, budget, grow, l
         start, one = max(SIZES.sink, int(store.start[row])), q[row, head, 0]
         middle, chosen = k[SIZES.sink : start][:, of], set()
         spare = budget - SIZES.sink - SIZES.window
-        if of.any() and labels:
+        if of.any() and bits:
             few = label[head // 2][of]
-            scores = [float(one[of][few] @ t[few]) for t in middle]
-            chosen = set(sorted(range(len(scores)), key=lambda j: -scores[j])[:spare]) if few.any() else None
+            if not few.any():  # all tokens tie
+                continue
+            stored = [t[few] if bits == 16 else t.new_tensor(rounded_by_hand(t[few].tolist(), bits)) for t in middle]
+            scores = [float(one[of][few] @ t) for t in stored]
+            chosen = set(sorted(range(len(scores)), key=lambda j: -scores[j])[:spare])
         elif of.any():
             chosen = pages_by_hand(one[of], middle, page, max(1, spare // page))
-        if chosen is not None:  # without a label channel all tokens tie
-            torch.testing.assert_close(out[row, 0, head], by_hand(one, k, v, of, start, chosen))
+        torch.testing.assert_close(out[row, 0, head], by_hand(one, k, v, of, start, chosen))
 
 
 @pytest.mark.parametrize(

@@ -116,8 +116,9 @@ def whole(lengths, row=None):
 
 @settings(deadline=None, max_examples=20)
 @example(lengths=[3, 20], budget=8, safeguard=0.0, name="snapkv")  # one prompt of observed queries alone
+@example(lengths=[36, 30], budget=16, safeguard=0.9, name="snapkv")  # without the safeguard others would stay
 @given(
-    lengths=LENGTHS, budget=st.integers(8, 24), safeguard=st.sampled_from([0.0, 0.2, 0.7]),
+    lengths=LENGTHS, budget=st.integers(8, 24), safeguard=st.sampled_from([0.0, 0.2, 0.7, 0.9]),
     name=st.sampled_from(["keydiff", "h2o", "snapkv"]),
 )  # fmt: skip
 def test_adakv_shares_one_budget_among_the_heads(lengths, budget, safeguard, name):

@@ -1,6 +1,7 @@
 """Choices of tokens against obvious loops over each prompt alone, against kvpress, and end to end."""
 
 import json
+import math
 from dataclasses import replace
 from fractions import Fraction
 
@@ -133,6 +134,9 @@ def test_pyramidkv_is_snapkv_with_each_layers_budget(beta):
         for index, share in enumerate(pyramid(8, middle, 4, beta)):
             same = SnapKV(share + 8, 4, 3).keep_mask(found, model.config, SIZES)[index]
             assert kept_of(keeps[index], row, length) == kept_of(same, row, length)
+    for length in (*lengths, 3):
+        middle = max(0, length - SIZES.sink - SIZES.window)
+        assert choice.kept_counts(model.config, [length], SIZES)[:, 0].tolist() == pyramid(8, middle, 4, beta)
     if beta == 1:
         same = SnapKV(16, 4, 3).keep_mask(found, model.config, SIZES)
         assert all(torch.equal(a, b) for a, b in zip(keeps, same, strict=True))
@@ -191,6 +195,14 @@ def test_duo_attention_streams_in_another_order(tmp_path):
     assert "order" not in choice.identity()  # rows of before there was an order stay those of the same method
     identities = {str(replace(choice, order="random", seed=s).identity()) for s in (1, 2)}
     assert len({*identities, str(replace(choice, order="lowest").identity())}) == 3
+
+
+@pytest.mark.parametrize("order", ["highest", "lowest", "random"])
+def test_heads_of_layers_with_a_sliding_window_never_stream(order):
+    for seed in range(8 if order == "random" else 1):
+        choice = DuoAttention(ratio=0.5, order=order, seed=seed)
+        choice._ratios[choice.calibrated_on] = torch.tensor([[0.3, 0.9], [-math.inf, -math.inf]])
+        assert choice.streaming().sum(1).tolist() == [1, 0]
 
 
 def test_high_frequency_ratio():

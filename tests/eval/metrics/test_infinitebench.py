@@ -35,7 +35,9 @@ def test_scores_are_those_of_the_official_code(row):
         ("code_debug", "answer:", ["f", "B"], 0),
         ("longbook_choice_eng", "", ["x", "B"], 0),
         ("longbook_choice_eng", "Because", ["x", "B"], 1),
+        ("longbook_choice_eng", "\nBecause", ["x", "B"], 1),
         ("longbook_choice_eng", "x", ["x", "B"], 1),
+        ("longbook_choice_eng", "the answer is not B", ["x", "B"], 0),  # what follows the phrase decides
         ("longbook_choice_eng", "the answer is B", ["x", "B"], 1),
         ("longbook_choice_eng", "the answer is:\nB", ["x", "B"], 1),
         ("longbook_choice_eng", "I say AB or B", ["x", "B"], 0),
@@ -43,6 +45,7 @@ def test_scores_are_those_of_the_official_code(row):
         ("longbook_choice_eng", "none of them", ["x", "B"], 0),
         ("longbook_qa_eng", "The cat", ["dog", "a cat"], 1),
         ("longbook_qa_chn", "猫。", ["猫"], 1),
+        ("longbook_qa_chn", "KV猫", ["kv猫"], 1),
         ("longbook_sum_eng", "One.\nTwo", ["one\ntwo", "x"], 1),
         ("math_find", "It is 4.0", [4.0], 1),
         ("math_find", "It is -4", 4, 1),  # the sign is not read

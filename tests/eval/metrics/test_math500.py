@@ -5,6 +5,7 @@ import time
 import pytest
 
 from eval.metrics import math500, math_worker
+from eval.metrics.math_equal import MAX_EXPRESSION, readable
 from eval.metrics.math_normalize import grader_normalize, mathd_normalize, strip_thousands
 from tests.helpers import parity
 
@@ -30,6 +31,7 @@ def test_grades_are_those_of_the_official_code(row):
         ("0.25", "\\frac14", True),
         ("1,234", "1234", True),
         ("1234.0", "1{,}234", True),
+        ("2.6", "3", False),
         ("2 1/2", "5/2", True),
         ("3 million", "3000000", False),  # an integer needs the same integer: 3*10^6 is not one
         ("(1, 2)", "(1,2)", True),
@@ -55,6 +57,12 @@ def test_grades_of_equal_and_of_unequal_answers(given, truth, right):
 def test_malformed_text_is_graded_not_raised(text):
     assert math500.grade(text, text)
     assert not math500.grade(text, "17")
+
+
+def test_what_sympy_may_not_see():
+    assert readable("1" * MAX_EXPRESSION)
+    assert not readable("1" * (MAX_EXPRESSION + 1))
+    assert not readable("x.y; z")
 
 
 def test_expressions_that_run_long_are_refused():
