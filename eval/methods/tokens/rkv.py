@@ -53,7 +53,7 @@ class RKV(Evicting):
     queries: int, default 8: alpha, last queries that are observed; their tokens always stay.
     kernel: int, odd, default 7: neighbours over which importance is pooled.
     mix: float in [0, 1], default 0.1: weight of importance; the authors' code has 0.07.
-    threshold: float in [0, 1], default 0.5: cosine above which two keys are alike.
+    threshold: float in [0, 1], default 0.5: cosine above which two keys are alike; none are at 1.
     evict: bool, default True: whether the budget also holds while decoding.
     """
 
@@ -127,6 +127,11 @@ def compared(keys: Tensor, there: Tensor, threshold: float) -> Tensor:
     return rkv_launch.redundancy(keys, there, threshold)
 
 
+def reachable(threshold: float) -> float:
+    """A threshold that cosines do not pass by rounding where it is 1: that of equal keys may be a little above."""
+    return threshold if threshold < 1 else 2.0
+
+
 def redundancy(keys: Tensor, there: Tensor, threshold: float) -> Tensor:
     """R [B, H, n] of keys [B, H, n, D]; there: bool [B, H, n], the tokens that count."""
     each = normalize(keys.to(wide(keys)), dim=-1) * there[..., None]
@@ -136,7 +141,7 @@ def redundancy(keys: Tensor, there: Tensor, threshold: float) -> Tensor:
         rows = place[start : start + BLOCK]
         alike = each[:, :, rows] @ each.mT  # [B, H, block, n]
         alike = alike.masked_fill(rows[:, None] == place, 0)
-        latest = torch.where(alike > threshold, place, -1).amax(-1, keepdim=True)
+        latest = torch.where(alike > reachable(threshold), place, -1).amax(-1, keepdim=True)
         total += alike.masked_fill(place == latest, 0).sum(2)
     mean = total / there.sum(-1, keepdim=True).clamp(min=1)
     return mean.masked_fill(~there, -torch.inf).softmax(-1).masked_fill(~there, 0)

@@ -10,6 +10,7 @@ from torch import Tensor
 from eval.cache.storage.pages import PAGE, round_up
 from eval.cache.storage.segment import Segment
 from eval.methods.tokens import rkv_kernel
+from eval.methods.tokens.rkv import reachable
 
 UNIT = float(1 << 40)  # of cosines that are added up as whole numbers
 
@@ -68,7 +69,7 @@ def _compare(
     """
     most = norm.shape[-1]
     rkv_kernel.repeats[(most // tiles.block, norm.shape[0] * heads)](
-        *(*keys, norm, repeated, threshold, *dense, most),
+        *(*keys, norm, repeated, reachable(threshold), *dense, most),
         H=heads,
         D=dim,
         PAGE=page,

@@ -34,12 +34,16 @@ def folders(tmp_path_factory):
         patch.setenv("WANDB_API_KEY", SECRET)
         patch.setenv("WANDB_MODE", "offline")
         patch.setenv("WANDB_SILENT", "true")
-        train(settings(model, *VALIDATION, "logger=wandb", "stage1.steps=2", "stage2.steps=1"), top / "train")
+        given = "patience=1", "heldout_every=1", "heldout_documents=1"
+        looks = [f"stage{n}.{setting}" for n in (1, 2) for setting in given]
+        steps = ["stage1.steps=2", "stage2.steps=1"]
+        train(settings(model, *VALIDATION, "logger=wandb", *steps, *looks), top / "train")
         with initialize_config_dir(str(ROOT / "conf/eval"), version_base="1.3"):
             config = compose("eval", overrides=[
                 f"model.name={model}", f"mask={top / 'train/mask.safetensors'}", "method=[dense,leank,random]",
                 "benchmark.tasks=[niah_multikey_2,niah_single_1]", "benchmark.lengths=[320,384]", "benchmark.samples=1",
                 "cache={sink: 4, window: 32, flush: 8}", "max_new_tokens=2", "logger=wandb", "name=sweep",
+                "fidelity=2",
             ])  # fmt: skip
         evaluate(OmegaConf.to_container(config, resolve=True), top / "eval")
     return top
