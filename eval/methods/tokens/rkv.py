@@ -127,11 +127,6 @@ def compared(keys: Tensor, there: Tensor, threshold: float) -> Tensor:
     return rkv_launch.redundancy(keys, there, threshold)
 
 
-def reachable(threshold: float) -> float:
-    """A threshold that cosines do not pass by rounding where it is 1: that of equal keys may be a little above."""
-    return threshold if threshold < 1 else 2.0
-
-
 def redundancy(keys: Tensor, there: Tensor, threshold: float) -> Tensor:
     """R [B, H, n] of keys [B, H, n, D]; there: bool [B, H, n], the tokens that count."""
     each = normalize(keys.to(wide(keys)), dim=-1) * there[..., None]
@@ -141,7 +136,8 @@ def redundancy(keys: Tensor, there: Tensor, threshold: float) -> Tensor:
         rows = place[start : start + BLOCK]
         alike = each[:, :, rows] @ each.mT  # [B, H, block, n]
         alike = alike.masked_fill(rows[:, None] == place, 0)
-        latest = torch.where(alike > reachable(threshold), place, -1).amax(-1, keepdim=True)
+        cosine = alike.clamp(max=1)  # that of equal keys is rounded to more
+        latest = torch.where(cosine > threshold, place, -1).amax(-1, keepdim=True)
         total += alike.masked_fill(place == latest, 0).sum(2)
     mean = total / there.sum(-1, keepdim=True).clamp(min=1)
     return mean.masked_fill(~there, -torch.inf).softmax(-1).masked_fill(~there, 0)

@@ -10,7 +10,6 @@ from torch import Tensor
 from eval.cache.storage.pages import PAGE, round_up
 from eval.cache.storage.segment import Segment
 from eval.methods.tokens import rkv_kernel
-from eval.methods.tokens.rkv import reachable
 
 UNIT = float(1 << 40)  # of cosines that are added up as whole numbers
 
@@ -68,8 +67,9 @@ def _compare(
     dense: strides and tokens of keys without pages
     """
     most = norm.shape[-1]
+    threshold = threshold if threshold < 1 else 2.0  # a cosine of equal keys is rounded to more than 1
     rkv_kernel.repeats[(most // tiles.block, norm.shape[0] * heads)](
-        *(*keys, norm, repeated, reachable(threshold), *dense, most),
+        *(*keys, norm, repeated, threshold, *dense, most),
         H=heads,
         D=dim,
         PAGE=page,
