@@ -19,13 +19,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_gen.amount import amount
-from data_gen.chat import template_tokens
-from data_gen.ending import again, ending, in_one_line
-from data_gen.request import Request
-from data_gen.sample import Sample
-from data_gen.tasks import TASKS, task
-from data_gen.tokens import TokenCounter
+from leank.data_gen.amount import amount
+from leank.data_gen.chat import template_tokens
+from leank.data_gen.ending import again, ending, in_one_line
+from leank.data_gen.request import Request
+from leank.data_gen.sample import Sample
+from leank.data_gen.tasks import TASKS, task
+from leank.data_gen.tokens import TokenCounter
 
 LARGEST = 2**53  # beyond it a number of samples is a slip
 READERS = {  # settings that name a file -> the tasks that read it

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Protocol
 
-from data_gen.request import Draft, Request
+from leank.data_gen.request import Draft, Request
 
 _SEARCH = -1  # the index of the draw that the search measures
 

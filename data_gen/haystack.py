@@ -15,8 +15,8 @@ from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 
-from data_gen.reading import digest, parse_json, read_text
-from data_gen.tokens import TokenCounter
+from leank.data_gen.reading import digest, parse_json, read_text
+from leank.data_gen.tokens import TokenCounter
 
 NOISE_SENTENCES = (
     "The grass is green.",
@@ -36,7 +36,7 @@ Units = tuple[list[str], int]  # units of text, and the tokens they take with th
 @lru_cache
 def words(kind: str) -> tuple[str, ...]:
     """Return a shipped word list: "nouns", "adjectives" or "verbs"."""
-    return tuple((files("data_gen") / "assets" / f"{kind}.txt").read_text(encoding="utf-8").split("\n")[:-1])
+    return tuple((files("leank.data_gen") / "assets" / f"{kind}.txt").read_text(encoding="utf-8").split("\n")[:-1])
 
 
 @lru_cache
@@ -98,7 +98,7 @@ def known_by(path: str | None) -> str | None:
 @lru_cache(maxsize=8)
 def _read(path: str | None) -> str:
     if path is None:
-        packed = (files("data_gen") / "assets" / "wikipedia_paragraphs.txt.gz").read_bytes()
+        packed = (files("leank.data_gen") / "assets" / "wikipedia_paragraphs.txt.gz").read_bytes()
         return gzip.decompress(packed).decode("utf-8")
     source = Path(path)
     if source.is_dir():

@@ -6,9 +6,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from data_gen.haystack import SPLITS
-from data_gen.sample import Question
-from data_gen.tokens import TokenCounter
+from leank.data_gen.haystack import SPLITS
+from leank.data_gen.sample import Question
+from leank.data_gen.tokens import TokenCounter
 
 LONGEST = 2**24  # tokens; no model reads more, and a slip must not fill the memory
 

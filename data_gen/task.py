@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from data_gen.fit import whole_units
-from data_gen.request import Draft, Request
-from data_gen.sample import Document
+from leank.data_gen.fit import whole_units
+from leank.data_gen.request import Draft, Request
+from leank.data_gen.sample import Document
 
 
 class Task(ABC):

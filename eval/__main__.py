@@ -20,10 +20,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from conf import of_other_command, without_slurm
-from conf.launch import launch, leave_no_trace
-from data_gen.amount import amount
-from data_gen.ending import again, ending
+from leank.commands import of_other_command, without_slurm
+from leank.data_gen.amount import amount
+from leank.data_gen.ending import again, ending
+from leank.launch import launch, leave_no_trace
 
 log = logging.getLogger("eval")
 
@@ -35,13 +35,13 @@ def run(config: dict[str, Any], directory: Path) -> int:
     directory: of the run; it may hold rows already.
     Returns the number of new rows.
     """
-    from eval.inference.models import load_model
-    from eval.report import write_report
-    from eval.rows.result_row import check_rows
-    from eval.rows.results import Results, read
-    from eval.run.build import build_job
-    from leank_train.common.typed import typed
-    from leank_train.running.wandb_log import LoggerConfig, make_logger
+    from leank.eval.inference.models import load_model
+    from leank.eval.report import write_report
+    from leank.eval.rows.result_row import check_rows
+    from leank.eval.rows.results import Results, read
+    from leank.eval.run.build import build_job
+    from leank.typed import typed
+    from leank.wandb_log import LoggerConfig, make_logger
 
     logging_to = typed(LoggerConfig, {} if config.get("logger") is None else config["logger"], "logger.")
     job, tokenizer = build_job(config)
@@ -62,7 +62,7 @@ def run(config: dict[str, Any], directory: Path) -> int:
     log.info("%s; report: %s", amount(new, "new row"), directory / "report.html")
     # one shard logs nothing: the same command without shard= logs all of them
     if shards == 1 and (logger := make_logger(logging_to, directory, job_type="eval")) is not None:
-        from eval.report.wandb_log import log_report
+        from leank.eval.report.wandb_log import log_report
 
         log_report(logger, config, job.methods, directory)
     return new
@@ -82,14 +82,14 @@ def refuse_repeated(overrides: Sequence[str]) -> None:
                     raise ValueError(f"{override}: {label} is there twice; leave one out, or give it another label")
 
 
-@hydra.main(version_base="1.3", config_path="pkg://conf.eval", config_name="eval")
+@hydra.main(version_base="1.3", config_path="pkg://leank.conf.eval", config_name="eval")
 def main(config: DictConfig) -> None:
     """Run what the command line says; see the module's docstring."""
     directory, alone = Path(HydraConfig.get().runtime.output_dir), HydraConfig.get().mode == RunMode.RUN
 
     def kept() -> str:
         """Say what is saved, and how to go on; Hydra's own files alone are not worth keeping."""
-        from eval.rows.results import GLOB
+        from leank.eval.rows.results import GLOB
 
         if alone:
             leave_no_trace(directory)
@@ -107,7 +107,7 @@ def report(directory: str, *methods: str) -> None:
 
     It compares each METHOD with every other by sample; without any, the learned masks if they are few.
     """
-    from eval.report import write_report
+    from leank.eval.report import write_report
 
     write_report(Path(directory), methods)
     print(f"report: {Path(directory) / 'report.html'}")
@@ -115,7 +115,7 @@ def report(directory: str, *methods: str) -> None:
 
 def diff(directory: str, first: str, second: str) -> None:
     """Compare two methods of a run, sample by sample."""
-    from eval.report import write_diff
+    from leank.eval.report import write_diff
 
     if first == second:
         raise ValueError(f"{first} and {second} are the same method; give two of a run")

@@ -17,16 +17,16 @@ import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from conf.launch import launch
-from data_gen.ending import ending
-from eval.benchmarks.row import Row
-from eval.benchmarks.scoring import cut_at_stop
-from eval.inference.models import load_model
-from eval.inference.prefill import extend
-from eval.inference.prompts import Prompt
-from eval.run.build import build_methods, build_model, warn_of_spans
-from eval.run.compression import Compression, Watch
-from eval.run.replay import Replay
+from leank.data_gen.ending import ending
+from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks.scoring import cut_at_stop
+from leank.eval.inference.models import load_model
+from leank.eval.inference.prefill import extend
+from leank.eval.inference.prompts import Prompt
+from leank.eval.run.build import build_methods, build_model, warn_of_spans
+from leank.eval.run.compression import Compression, Watch
+from leank.eval.run.replay import Replay
+from leank.launch import launch
 
 try:
     from lm_eval.api.instance import Instance
@@ -82,7 +82,7 @@ class CompressedLM(TemplateLM):
         overrides = [f"method=[{method}]", *(f"{name}={value}" for name, value in settings.items())]
         if device and (torch.cuda.is_available() or not device.startswith("cuda")):  # lm_eval asks for cuda:0 anywhere
             overrides.append(f"++model.device={device}")
-        with initialize_config_module("conf.eval", version_base="1.3"):
+        with initialize_config_module("leank.conf.eval", version_base="1.3"):
             config: Any = OmegaConf.to_container(compose("eval", overrides), resolve=True)
         model, self.settings, model_config, self.tokenizer = build_model(config)
         if self.settings.match is not None:

@@ -14,11 +14,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from conf import of_other_command, of_several_experiments, set_twice, without_slurm
-from conf.launch import launch, leave_no_trace
-from data_gen.ending import again, ending
+from leank.commands import of_other_command, of_several_experiments, set_twice, without_slurm
+from leank.data_gen.ending import again, ending
+from leank.launch import launch, leave_no_trace
 
-CONF = str(files("conf.train"))
+CONF = str(files("leank.conf.train"))
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="train")

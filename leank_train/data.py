@@ -10,9 +10,9 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from data_gen.sample import Document
-from data_gen.tasks import Mixture
-from leank_train.backbone import Backbone
+from leank.backbone import Backbone
+from leank.data_gen.sample import Document
+from leank.data_gen.tasks import Mixture
 
 HELD_OUT = 2**31  # the first step that no training reaches
 

@@ -10,13 +10,13 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 
-from data_gen.ending import out_of_memory
-from data_gen.tasks import Mixture
-from leank_train.backbone import Backbone
-from leank_train.common.tensor_files import read_checkpoint, write_checkpoint
-from leank_train.common.typed import BadConfig
+from leank.backbone import Backbone
+from leank.data_gen.ending import out_of_memory
+from leank.data_gen.tasks import Mixture
+from leank.mask import refuse_not_finite
+from leank.tensor_files import read_checkpoint, write_checkpoint
+from leank.typed import BadConfig
 from leank_train.data import RetrievalData
-from leank_train.mask import refuse_not_finite
 from leank_train.run_folder import Run
 from leank_train.running import parallel
 from leank_train.running.preempt import SaveOnSignal, Signals

@@ -17,17 +17,17 @@ from annotated_types import Ge, Le, MinLen
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedConfig
 
-from data_gen import haystack
-from data_gen.tasks import task
-from leank_train import backbone as backbones
-from leank_train.backbone import ModelConfig
-from leank_train.common.rotary import layer_ropes
-from leank_train.common.shape import kv_shape
-from leank_train.common.typed import BadConfig, Checked, Count, Positive, Samples, Seed, Share, shown, typed
-from leank_train.forward.hook import has_rope
+from leank import backbone as backbones
+from leank.backbone import ModelConfig
+from leank.data_gen import haystack
+from leank.data_gen.tasks import task
+from leank.decoder import has_rope
+from leank.rotary import layer_ropes
+from leank.shape import kv_shape
+from leank.typed import BadConfig, Checked, Count, Positive, Samples, Seed, Share, shown, typed
+from leank.wandb_log import LoggerConfig
 from leank_train.objective import steering
 from leank_train.running.parallel import TrainerConfig
-from leank_train.running.wandb_log import LoggerConfig
 from leank_train.stages import PruningConfig, StageConfig
 
 NOT_IN_HASH = (

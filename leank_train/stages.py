@@ -22,14 +22,15 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
 
-from leank_train.backbone import Backbone
-from leank_train.common.typed import Checked, Count, OneOf, Positive, Share
+from leank.backbone import Backbone
+from leank.head import FLOAT16_FACTOR, Head, check_head
+from leank.mask import ROUNDINGS, ChannelMask
+from leank.typed import Checked, Count, OneOf, Positive, Share
 from leank_train.data import Batch
 from leank_train.forward.attention import EMPTY_HEADS
 from leank_train.forward.branching import branch, prefill, prefill_and_branch, student
 from leank_train.forward.prefix import to_device
 from leank_train.forward.sequence_parallel import prefill_in_shares
-from leank_train.mask import ROUNDINGS, ChannelMask
 from leank_train.objective import distill, kl, steering
 from leank_train.running.parallel import TrainerConfig, shard
 
@@ -109,7 +110,7 @@ class Stage(L.LightningModule):
         """
         super().__init__()
         if config.objective == "kl":
-            kl.check_head(backbone.model)
+            check_head(backbone.model)
         # not a child of the module: a frozen decoder belongs in no checkpoint and in no optimizer
         self.__dict__["backbone"] = backbone
         self.config, self.pruning, self.parallel = config, pruning, parallel or TrainerConfig()
@@ -160,7 +161,7 @@ class Stage(L.LightningModule):
             sink=self.pruning.sink, window=self.pruning.window, empty_heads=empty,
         )  # fmt: skip
         if self.config.objective == "kl":
-            head = kl.Head.of(model)
+            head = Head.of(model)
             return kl.kl_loss(head, full, scaled, answers.lengths, self.config.reduction)
         return distill.l2_loss(full, scaled, answers.lengths, self.config.reduction)
 
@@ -186,7 +187,7 @@ class Stage(L.LightningModule):
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         """Run the backward pass; raise ValueError if the loss of all ranks is not finite."""
         small = self.backbone.model.dtype == torch.float16 and self.config.reduction == "official"
-        factor = distill.FLOAT16_FACTOR if small else 1.0
+        factor = FLOAT16_FACTOR if small else 1.0
         distill.backward(loss * factor, self._loss_of_all_ranks)
         if factor != 1.0 and self.alpha.grad is not None:
             self.alpha.grad.div_(factor)

@@ -11,21 +11,21 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from leank_train import backbone as backbones
-from leank_train.backbone import Backbone
-from leank_train.common.files import write_json
-from leank_train.common.rotary import rotary_pairs
-from leank_train.common.tensor_files import write_tensors
+from leank import backbone as backbones
+from leank.backbone import Backbone
+from leank.files import write_json
+from leank.mask import ChannelMask, check_ratio
+from leank.rotary import rotary_pairs
+from leank.tensor_files import write_tensors
+from leank.wandb_log import log_results, make_logger
 from leank_train.data import collate
 from leank_train.fitting import fit, memory_advice, mixture
-from leank_train.mask import ChannelMask, check_ratio
 from leank_train.objective.steering import AUTO, Separation
 from leank_train.run_folder import Run, claimed
 from leank_train.running import parallel, plots
 from leank_train.running.metrics import Metrics
 from leank_train.running.preempt import Signals
 from leank_train.running.recorder import Recorder
-from leank_train.running.wandb_log import log_results, make_logger
 from leank_train.settings import RunConfig, check, plain
 from leank_train.stages import Stage1, Stage2
 from leank_train.stopping import best_look

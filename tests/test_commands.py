@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_module
 
 from tests.helpers.pages import PAGES
 
-OF_PROGRAMS = ("eval.papers", "data_gen", "scripts.")
+OF_PROGRAMS = ("leank.eval.papers", "data_gen", "scripts.")
 CONFIGS = {"leank_train": "train", "eval": "eval"}
 OPERATORS = {*"&;|()<"}
 LEFT_OPEN = {"...", "[--fuse]", "$S"}  # a line with one of these is not a whole command

@@ -13,16 +13,16 @@ import pytest
 from omegaconf import OmegaConf
 from transformers import LlamaConfig, Qwen2Config
 
-from conf import of_other_command, of_several_experiments, set_twice
-from eval.__main__ import refuse_repeated
-from leank_train import backbone, settings
+from leank import backbone, typed
+from leank.commands import of_other_command, of_several_experiments, set_twice
+from leank.eval.__main__ import refuse_repeated
+from leank_train import settings
 from leank_train.__main__ import command_line
-from leank_train.common import typed
 from leank_train.stages import StageConfig
 from tests import ROOT
 from tests.helpers.composed import training
 
-CONF = Path(str(files("conf.train")))
+CONF = Path(str(files("leank.conf.train")))
 EXPERIMENTS = sorted(p.stem for p in CONF.glob("experiment/*.yaml"))
 OF_EVAL = sorted(p.stem for p in CONF.parent.glob("eval/experiment/*.yaml"))
 PAPER = {  # section 4.1: learning rates of the stages, range of the training lengths

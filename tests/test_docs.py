@@ -8,7 +8,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from eval.report.plots import FIGURES
+from leank.eval.report.plots import FIGURES
 from tests import ROOT
 from tests.helpers.layers import LAYERS
 from tests.helpers.pages import DOCS, PAGES

@@ -12,14 +12,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from data_gen.ending import of_system
-from eval.methods import REGISTRY
-from eval.run.build import build_job
-from leank_train import backbone
+from leank import backbone
+from leank.data_gen.ending import of_system
+from leank.eval.methods import REGISTRY
+from leank.eval.run.build import build_job
+from leank.typed import typed
+from leank.wandb_log import LoggerConfig
 from leank_train import settings as training
-from leank_train.common.typed import typed
 from leank_train.running import parallel
-from leank_train.running.wandb_log import LoggerConfig
 from leank_train.train import check_inputs
 from tests import ROOT
 from tests.helpers import composed

@@ -12,8 +12,8 @@ import pytest
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.errors import ConfigCompositionException, HydraException
 
-import conf
-from conf.launch import FULL, launch, leave_no_trace, refusal
+from leank import commands
+from leank.launch import FULL, launch, leave_no_trace, refusal
 
 SAID = """In 'eval': Could not find 'experiment/nope'
 
@@ -57,7 +57,7 @@ def test_hydra_s_message_is_one_line(monkeypatch):
     ],
 )
 def test_what_may_be_meant(override, said):
-    with pytest.raises(HydraException) as caught, initialize_config_module("conf.eval", version_base="1.3"):
+    with pytest.raises(HydraException) as caught, initialize_config_module("leank.conf.eval", version_base="1.3"):
         compose("eval", overrides=[override], return_hydra_config=True)
     assert re.search(said, refusal(caught.value))
 
@@ -140,17 +140,17 @@ SLURM = ["-m", "+experiment=llama_70pct", "hydra/launcher=slurm", "seed=1,2"]
     ],
 )
 def test_what_a_launcher_of_slurm_lacks(monkeypatch, own, arguments, programs, installed, said):
-    monkeypatch.setattr(conf, "_is_installed", lambda module: installed)
+    monkeypatch.setattr(commands, "_is_installed", lambda module: installed)
     monkeypatch.setattr(shutil, "which", lambda program: f"/usr/bin/{program}" if program in programs else None)
-    found = conf.without_slurm(arguments, own)
+    found = commands.without_slurm(arguments, own)
     assert re.search(said, found) if said else found is None
     assert found is None or "\n" not in found
 
 
-@pytest.mark.parametrize("parts", [("nowhere_at_all", "x"), ("conf", "nowhere")])
+@pytest.mark.parametrize("parts", [("nowhere_at_all", "x"), ("leank", "nowhere")])
 def test_a_package_that_is_not_there(parts):
-    assert not conf._is_installed(".".join(parts))
-    assert conf._is_installed("conf.launch")
+    assert not commands._is_installed(".".join(parts))
+    assert commands._is_installed("leank.launch")
 
 
 def test_an_sbatch_that_fails_is_one_line(monkeypatch):

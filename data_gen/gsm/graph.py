@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from data_gen.amount import amount
+from leank.data_gen.amount import amount
 
 LARGE = 60  # a quantity above this is no longer multiplied
 

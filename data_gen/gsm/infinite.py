@@ -18,10 +18,10 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from data_gen.gsm.graph import Graph, Quantity, grown, solve_for
-from data_gen.gsm.words import TEMPLATES as _TEMPLATES
-from data_gen.gsm.words import Template
-from data_gen.tokens import TokenCounter
+from leank.data_gen.gsm.graph import Graph, Quantity, grown, solve_for
+from leank.data_gen.gsm.words import TEMPLATES as _TEMPLATES
+from leank.data_gen.gsm.words import Template
+from leank.data_gen.tokens import TokenCounter
 
 MODES = ("normalforward", "forwardreverse")
 TEMPLATES = tuple(_TEMPLATES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-from data_gen.gsm.graph import Definition, Quantity
+from leank.data_gen.gsm.graph import Definition, Quantity
 
 
 @dataclass(frozen=True)

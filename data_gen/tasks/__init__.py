@@ -10,16 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from data_gen.request import Request
-from data_gen.sample import Document
-from data_gen.task import Task
-from data_gen.tasks.chain import Chain
-from data_gen.tasks.niah import Niah
-from data_gen.tasks.passkey import Passkey
-from data_gen.tasks.qa import QuestionAnswering
-from data_gen.tasks.vt import VariableTracking
-from data_gen.tasks.word_counts import CommonWords, FrequentWords
-from data_gen.tokens import TokenCounter
+from leank.data_gen.request import Request
+from leank.data_gen.sample import Document
+from leank.data_gen.task import Task
+from leank.data_gen.tasks.chain import Chain
+from leank.data_gen.tasks.niah import Niah
+from leank.data_gen.tasks.passkey import Passkey
+from leank.data_gen.tasks.qa import QuestionAnswering
+from leank.data_gen.tasks.vt import VariableTracking
+from leank.data_gen.tasks.word_counts import CommonWords, FrequentWords
+from leank.data_gen.tokens import TokenCounter
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase

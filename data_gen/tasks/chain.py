@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice, pairwise
 
-from data_gen import haystack
-from data_gen.request import Draft, Request
-from data_gen.sample import Question
-from data_gen.task import Task
+from leank.data_gen import haystack
+from leank.data_gen.request import Draft, Request
+from leank.data_gen.sample import Question
+from leank.data_gen.task import Task
 
 HEADER = "The following table says where each path leads. Memorize it. I will send you along a path afterwards.\n"
 LINE = "{a} leads to {b}."

@@ -11,10 +11,10 @@ import uuid
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 
-from data_gen import haystack
-from data_gen.request import Draft, Request
-from data_gen.sample import Question
-from data_gen.task import Task
+from leank.data_gen import haystack
+from leank.data_gen.request import Draft, Request
+from leank.data_gen.sample import Question
+from leank.data_gen.task import Task
 
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 HEADER = (

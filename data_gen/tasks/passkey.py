@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from data_gen import haystack
-from data_gen.amount import amount
-from data_gen.request import Draft, Request
-from data_gen.sample import Question
-from data_gen.task import Task
+from leank.data_gen import haystack
+from leank.data_gen.amount import amount
+from leank.data_gen.request import Draft, Request
+from leank.data_gen.sample import Question
+from leank.data_gen.task import Task
 
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 HEADER = "Several vault passkeys are hidden within the following text. Memorize every one of them.\n"

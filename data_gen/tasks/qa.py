@@ -14,12 +14,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
-from data_gen import haystack
-from data_gen.amount import amount
-from data_gen.reading import digest, parse_json, read_text
-from data_gen.request import Draft, Request
-from data_gen.sample import Question
-from data_gen.task import Task
+from leank.data_gen import haystack
+from leank.data_gen.amount import amount
+from leank.data_gen.reading import digest, parse_json, read_text
+from leank.data_gen.request import Draft, Request
+from leank.data_gen.sample import Question
+from leank.data_gen.task import Task
 
 _INSTRUCTION = (
     "Answer the question based on the given documents. Only give me the answer and do not output any other words."

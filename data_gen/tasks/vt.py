@@ -7,10 +7,10 @@ import string
 from dataclasses import dataclass
 from itertools import pairwise
 
-from data_gen import haystack
-from data_gen.request import Draft, Request
-from data_gen.sample import Question
-from data_gen.task import Task
+from leank.data_gen import haystack
+from leank.data_gen.request import Draft, Request
+from leank.data_gen.sample import Question
+from leank.data_gen.task import Task
 
 HEADER = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
 QUESTION = "\nQuestion: Find all variables that are assigned the value {value} in the text above."

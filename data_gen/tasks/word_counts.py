@@ -10,11 +10,11 @@ from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 
-from data_gen import haystack
-from data_gen.reading import read_text
-from data_gen.request import Draft, Request
-from data_gen.sample import Question
-from data_gen.task import Task
+from leank.data_gen import haystack
+from leank.data_gen.reading import read_text
+from leank.data_gen.request import Draft, Request
+from leank.data_gen.sample import Question
+from leank.data_gen.task import Task
 
 CWE_HEADER = (
     "Below is a numbered list of words. In these words, some appear more often than others. "

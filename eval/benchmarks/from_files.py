@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Annotated, Generic, TypeVar
 
 from annotated_types import MinLen
 
-from data_gen.reading import digest
-from eval.benchmarks.base import Cell, check_fits
-from eval.benchmarks.row import Row
-from eval.benchmarks.scoring import score_row
-from eval.benchmarks.source import Line
-from leank_train.common.typed import Checked, Samples, Seed
+from leank.data_gen.reading import digest
+from leank.eval.benchmarks.base import Cell, check_fits
+from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks.scoring import score_row
+from leank.eval.benchmarks.source import Line
+from leank.typed import Checked, Samples, Seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase

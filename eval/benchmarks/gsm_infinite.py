@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, MinLen
 
-from data_gen.gsm.infinite import Problem, nth
-from data_gen.gsm.symbolic import SymbolicProblem, symbolic
-from data_gen.tokens import counter_of
-from eval.benchmarks.base import Cell, check_fits
-from eval.benchmarks.gsm_infinite_prompts import MAX_NEW_TOKENS, MODES, TEMPLATES, realistic_row, symbolic_row
-from eval.benchmarks.row import Row
-from eval.benchmarks.rules import COUNT, NAME, TEXT, Rule, Schema, checked, is_integer, is_texts, one_of, optional
-from eval.benchmarks.source import read_file
-from eval.metrics.gsm_infinite import gold_answer
-from leank_train.common.typed import Checked, Count, OneOf, Positive, Samples, Seed
+from leank.data_gen.gsm.infinite import Problem, nth
+from leank.data_gen.gsm.symbolic import SymbolicProblem, symbolic
+from leank.data_gen.tokens import counter_of
+from leank.eval.benchmarks.base import Cell, check_fits
+from leank.eval.benchmarks.gsm_infinite_prompts import MAX_NEW_TOKENS, MODES, TEMPLATES, realistic_row, symbolic_row
+from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks.rules import COUNT, NAME, TEXT, Rule, Schema, checked, is_integer, is_texts, one_of, optional
+from leank.eval.benchmarks.source import read_file
+from leank.eval.metrics.gsm_infinite import gold_answer
+from leank.typed import Checked, Count, OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase

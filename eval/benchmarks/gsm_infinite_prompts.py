@@ -7,8 +7,8 @@ so one template fills them; spelling and grammar are the benchmark's.
 from collections.abc import Mapping
 from typing import Any
 
-from eval.benchmarks.row import Message, Row, kept
-from eval.metrics.gsm_infinite import gold_answer
+from leank.eval.benchmarks.row import Message, Row, kept
+from leank.eval.metrics.gsm_infinite import gold_answer
 
 MODES = ("normalforward", "forwardreverse")
 MAX_NEW_TOKENS = 4096

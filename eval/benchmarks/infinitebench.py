@@ -18,12 +18,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
 
-from eval.benchmarks import source
-from eval.benchmarks.from_files import FromFiles, Tasks, known_tasks
-from eval.benchmarks.mmlu import LETTERS
-from eval.benchmarks.prompting import Tokenizer, fill
-from eval.benchmarks.row import Row
-from eval.benchmarks.rules import (
+from leank.eval.benchmarks import source
+from leank.eval.benchmarks.from_files import FromFiles, Tasks, known_tasks
+from leank.eval.benchmarks.mmlu import LETTERS
+from leank.eval.benchmarks.prompting import Tokenizer, fill
+from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks.rules import (
     ANY_TEXT,
     FOUR_TEXTS,
     NAME,
@@ -38,7 +38,7 @@ from eval.benchmarks.rules import (
     is_whole,
     optional,
 )
-from leank_train.common.typed import OneOf, Positive
+from leank.typed import OneOf, Positive
 
 REPO = "xinrongzhang2022/InfiniteBench"
 TASKS = (
@@ -98,7 +98,9 @@ class InfiniteBench(FromFiles[InfiniteBenchLine]):
 @cache
 def assets() -> dict[str, dict[str, Any]]:
     """Return by task the prompts of "completion" and of "chat", and the reply lengths in "max_new_tokens"."""
-    return json.loads(files("eval.benchmarks").joinpath("assets", "infinitebench.json").read_text(encoding="utf-8"))
+    return json.loads(
+        files("leank.eval.benchmarks").joinpath("assets", "infinitebench.json").read_text(encoding="utf-8")
+    )
 
 
 def build_row(

@@ -15,12 +15,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
 
-from eval.benchmarks import source
-from eval.benchmarks.from_files import FromFiles, Tasks, known_tasks
-from eval.benchmarks.prompting import Tokenizer, fill
-from eval.benchmarks.row import Row
-from eval.benchmarks.rules import ANY_TEXT, NAME, TEXT, TEXTS, WHOLE, Rule, Schema, checked, optional
-from leank_train.common.typed import OneOf, Positive
+from leank.eval.benchmarks import source
+from leank.eval.benchmarks.from_files import FromFiles, Tasks, known_tasks
+from leank.eval.benchmarks.prompting import Tokenizer, fill
+from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks.rules import ANY_TEXT, NAME, TEXT, TEXTS, WHOLE, Rule, Schema, checked, optional
+from leank.typed import OneOf, Positive
 
 HUB = source.Hub("zai-org/LongBench", "data.zip")  # THUDM/LongBench until it moved; its loading script is refused
 
@@ -149,7 +149,7 @@ def read(task: str, path: str | Path | None = None) -> Iterator[source.Line]:
 
 
 def _asset(name: str) -> Any:
-    return json.loads(files("eval.benchmarks").joinpath("assets", name).read_text(encoding="utf-8"))
+    return json.loads(files("leank.eval.benchmarks").joinpath("assets", name).read_text(encoding="utf-8"))
 
 
 def _schema(task: str) -> Schema:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
-from eval.benchmarks import source
-from eval.benchmarks.from_files import FromFiles
-from eval.benchmarks.prompting import Tokenizer
-from eval.benchmarks.row import Row, kept
-from eval.benchmarks.rules import NAME, TEXT, Schema, checked, optional
-from leank_train.common.typed import Positive
+from leank.eval.benchmarks import source
+from leank.eval.benchmarks.from_files import FromFiles
+from leank.eval.benchmarks.prompting import Tokenizer
+from leank.eval.benchmarks.row import Row, kept
+from leank.eval.benchmarks.rules import NAME, TEXT, Schema, checked, optional
+from leank.typed import Positive
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 MAX_NEW_TOKENS = 32_768  # Lethe does not say; what DeepSeek-R1, whose distilled models it uses, is evaluated with

@@ -17,14 +17,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
-from data_gen.amount import amount
-from data_gen.reading import digest, read_text
-from eval.benchmarks import source
-from eval.benchmarks.from_files import FromFiles, Tasks
-from eval.benchmarks.prompting import Tokenizer
-from eval.benchmarks.row import Row
-from eval.benchmarks.rules import FOUR_TEXTS, TEXT, Rule, Schema, checked, is_whole
-from leank_train.common.typed import Count, Positive
+from leank.data_gen.amount import amount
+from leank.data_gen.reading import digest, read_text
+from leank.eval.benchmarks import source
+from leank.eval.benchmarks.from_files import FromFiles, Tasks
+from leank.eval.benchmarks.prompting import Tokenizer
+from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks.rules import FOUR_TEXTS, TEXT, Rule, Schema, checked, is_whole
+from leank.typed import Count, Positive
 
 LETTERS = "ABCD"
 LETHE = (

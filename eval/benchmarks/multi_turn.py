@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge, MinLen
 
-from data_gen import haystack
-from data_gen.haystack import SPLITS
-from data_gen.request import Request
-from data_gen.tasks import TASKS, task
-from data_gen.tasks.niah import Niah
-from data_gen.tokens import counter_of
-from eval.benchmarks.base import Cell, check_lengths
-from eval.benchmarks.row import Row
-from leank_train.common.typed import Checked, OneOf, Positive, Samples, Seed
+from leank.data_gen import haystack
+from leank.data_gen.haystack import SPLITS
+from leank.data_gen.request import Request
+from leank.data_gen.tasks import TASKS, task
+from leank.data_gen.tasks.niah import Niah
+from leank.data_gen.tokens import counter_of
+from leank.eval.benchmarks.base import Cell, check_lengths
+from leank.eval.benchmarks.row import Row
+from leank.typed import Checked, OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 from annotated_types import Ge, Le, MinLen
 
-from data_gen.haystack import SPLITS, known_by, sentences
-from data_gen.request import LONGEST
-from eval.benchmarks.base import Cell, check_fits
-from eval.benchmarks.row import Row
-from leank_train.common.typed import Checked, OneOf, Positive, Samples, Seed
+from leank.data_gen.haystack import SPLITS, known_by, sentences
+from leank.data_gen.request import LONGEST
+from leank.eval.benchmarks.base import Cell, check_fits
+from leank.eval.benchmarks.row import Row
+from leank.typed import Checked, OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase

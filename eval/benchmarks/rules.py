@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from eval.benchmarks.source import Line
+from leank.eval.benchmarks.source import Line
 
 Test = Callable[[object], bool]
 Whole = Callable[[Mapping[str, Any]], str | None]

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from eval.benchmarks import niah
-from eval.benchmarks.row import Row
-from eval.metrics import gsm_infinite, infinitebench, longbench, math500, mmlu, ruler
+from leank.eval.benchmarks import niah
+from leank.eval.benchmarks.row import Row
+from leank.eval.metrics import gsm_infinite, infinitebench, longbench, math500, mmlu, ruler
 
 
 def cut_at_stop(reply: str, stop: Sequence[str]) -> str:

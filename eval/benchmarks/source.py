@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from data_gen.reading import LONGEST, UNREADABLE, parse_json, why
+from leank.data_gen.reading import LONGEST, UNREADABLE, parse_json, why
 
 OWN = "take the line out, or give the data set's own file"
 

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Gt, Lt, MinLen
 
-from data_gen.amount import amount
-from data_gen.haystack import SPLITS, known_by, paragraphs
-from data_gen.reading import read_text
-from eval.benchmarks.base import Cell, check_lengths
-from eval.benchmarks.row import Row
-from leank_train.common.typed import Checked, OneOf, Positive, Samples, Seed
+from leank.data_gen.amount import amount
+from leank.data_gen.haystack import SPLITS, known_by, paragraphs
+from leank.data_gen.reading import read_text
+from leank.eval.benchmarks.base import Cell, check_lengths
+from leank.eval.benchmarks.row import Row
+from leank.typed import Checked, OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase

@@ -8,9 +8,9 @@ keeps the tokens: `store` is one layer's, `pages` its ragged middle. `attention`
 computed, `batched` and `kernel` compute it fast. `hook` registers both with transformers; `memory` counts bytes.
 """
 
-from eval.cache.cache import CompressedCache, compressed_cache
-from eval.cache.layer import CompressedLayer
-from eval.cache.memory import bytes_per_row, max_batch
-from eval.cache.storage.sizes import Sizes
+from leank.eval.cache.cache import CompressedCache, compressed_cache
+from leank.eval.cache.layer import CompressedLayer
+from leank.eval.cache.memory import bytes_per_row, max_batch
+from leank.eval.cache.storage.sizes import Sizes
 
 __all__ = ["CompressedCache", "CompressedLayer", "Sizes", "bytes_per_row", "compressed_cache", "max_batch"]

@@ -14,20 +14,20 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.utils import GenerateOutput
 
-from data_gen.amount import amount
-from eval.cache.attention.backend import BackendChoice, choose_backend
-from eval.cache.generate import generate
-from eval.cache.graph import KeptSteps
-from eval.cache.hook import ATTENTION
-from eval.cache.layer import CompressedLayer
-from eval.cache.memory import Memory, measure
-from eval.cache.saved.reading import Saved
-from eval.cache.saved.writing import save
-from eval.cache.storage.addresses import Addresses
-from eval.cache.storage.channels import MaskLike, layer_masks
-from eval.cache.storage.middle import Middle
-from eval.cache.storage.sizes import Sizes
-from leank_train.common.shape import kv_shape
+from leank.data_gen.amount import amount
+from leank.eval.cache.attention.backend import BackendChoice, choose_backend
+from leank.eval.cache.generate import generate
+from leank.eval.cache.graph import KeptSteps
+from leank.eval.cache.hook import ATTENTION
+from leank.eval.cache.layer import CompressedLayer
+from leank.eval.cache.memory import Memory, measure
+from leank.eval.cache.saved.reading import Saved
+from leank.eval.cache.saved.writing import save
+from leank.eval.cache.storage.addresses import Addresses
+from leank.eval.cache.storage.channels import MaskLike, layer_masks
+from leank.eval.cache.storage.middle import Middle
+from leank.eval.cache.storage.sizes import Sizes
+from leank.shape import kv_shape
 
 
 class CompressedCache(Cache):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from eval.cache.layer import CompressedLayer
-from eval.cache.storage.store import Store
+from leank.eval.cache.layer import CompressedLayer
+from leank.eval.cache.storage.store import Store
 
 CAPTURE_FOR = 16  # steps still to come at which capturing, which costs two or three, has paid
 

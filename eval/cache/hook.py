@@ -15,8 +15,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from eval.cache.attention import dense
-from eval.cache.attention.softmax import Softmax, written_out
+from leank.eval.cache.attention import dense
+from leank.eval.cache.attention.softmax import Softmax, written_out
 
 ATTENTION = "leank"
 

@@ -15,18 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_gen.amount import amount
-from eval.cache.attention import dense
-from eval.cache.attention.backend import Backend, BackendChoice
-from eval.cache.attention.softmax import PLAIN, Softmax
-from eval.cache.rows_layer import RowsLayer
-from eval.cache.storage.addresses import Addresses
-from eval.cache.storage.arrival import pieces
-from eval.cache.storage.middle import Middle
-from eval.cache.storage.sealing import PromptRoom
-from eval.cache.storage.sizes import Sizes
-from eval.cache.storage.store import Store
-from eval.cache.storage.upload import capturing
+from leank.data_gen.amount import amount
+from leank.eval.cache.attention import dense
+from leank.eval.cache.attention.backend import Backend, BackendChoice
+from leank.eval.cache.attention.softmax import PLAIN, Softmax
+from leank.eval.cache.rows_layer import RowsLayer
+from leank.eval.cache.storage.addresses import Addresses
+from leank.eval.cache.storage.arrival import pieces
+from leank.eval.cache.storage.middle import Middle
+from leank.eval.cache.storage.sealing import PromptRoom
+from leank.eval.cache.storage.sizes import Sizes
+from leank.eval.cache.storage.store import Store
+from leank.eval.cache.storage.upload import capturing
 
 
 class CompressedLayer(RowsLayer):

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.cache.layer import CompressedLayer
-from eval.cache.storage.channels import MaskLike, layer_masks
-from eval.cache.storage.pages import PAGE, round_up
-from eval.cache.storage.quantised import Packing
-from eval.cache.storage.sizes import Sizes
-from eval.cache.storage.store import Store
+from leank.eval.cache.layer import CompressedLayer
+from leank.eval.cache.storage.channels import MaskLike, layer_masks
+from leank.eval.cache.storage.pages import PAGE, round_up
+from leank.eval.cache.storage.quantised import Packing
+from leank.eval.cache.storage.sizes import Sizes
+from leank.eval.cache.storage.store import Store
 
 
 @dataclass

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from data_gen.amount import amount
-from eval.cache.storage.store import Store
+from leank.data_gen.amount import amount
+from leank.eval.cache.storage.store import Store
 
 
 class RowsLayer(DynamicLayer):

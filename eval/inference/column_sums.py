@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eval.cache.attention import dense
-from eval.cache.attention.backend import why_not
-from eval.cache.attention.softmax import LOG2_E, PLAIN, Softmax
-from eval.inference.observe import received
+from leank.eval.cache.attention import dense
+from leank.eval.cache.attention.backend import why_not
+from leank.eval.cache.attention.softmax import LOG2_E, PLAIN, Softmax
+from leank.eval.inference.observe import received
 
 
 class Tiles(NamedTuple):
@@ -75,7 +75,7 @@ def column_sums(
 
     Returns [B, H, T] float32, zero in padding.
     """
-    from eval.inference.column_sums_kernel import sum_columns
+    from leank.eval.inference.column_sums_kernel import sum_columns
 
     (batch, q_heads, queries, dim), (heads, length) = q.shape, k.shape[1:3]
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))

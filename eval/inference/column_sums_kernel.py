@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from eval.cache.attention import softmax
+from leank.eval.cache.attention import softmax
 
 LOG2_E = tl.constexpr(softmax.LOG2_E)
 

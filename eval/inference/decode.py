@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from eval.cache.graph import CAPTURE_FOR, DecodeLoop, capturable
+from leank.eval.cache.graph import CAPTURE_FOR, DecodeLoop, capturable
 
 Stopped = Callable[[int, list[int]], bool]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from leank_train.objective.kl import LOGITS_AT_ONCE, Head, divergence
+from leank.head import LOGITS_AT_ONCE, Head, divergence
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The model under test, as leank_train.backbone loads it: its config and tokenizer without weights, and the weights."""
+"""The model under test, as leank.backbone loads it: its config and tokenizer without weights, and the weights."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from leank_train import backbone
-from leank_train.common.model_folder import folder_digest
-from leank_train.common.typed import shown
+from leank import backbone
+from leank.model_folder import folder_digest
+from leank.typed import shown
 
 # windows_of by the address of a config, and whose it was
 _WINDOWS: dict[int, tuple[weakref.ref[PreTrainedConfig], list[int | None]]] = {}

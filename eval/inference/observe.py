@@ -7,9 +7,8 @@ import functools
 import torch
 from torch import Tensor
 
-from eval.cache.attention.softmax import PLAIN, Softmax
-from leank_train.forward.attention import SCORES_AT_ONCE
-from leank_train.forward.kernels import HALF
+from leank.eval.cache.attention.softmax import PLAIN, Softmax
+from leank.kernels import HALF, SCORES_AT_ONCE
 
 
 def received(

@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from data_gen.amount import amount
-from eval.cache.attention import dense
-from eval.cache.attention.softmax import PLAIN, Softmax
-from eval.cache.hook import ATTENTION
-from eval.inference.column_sums import attend_and_sum
+from leank.data_gen.amount import amount
+from leank.eval.cache.attention import dense
+from leank.eval.cache.attention.softmax import PLAIN, Softmax
+from leank.eval.cache.hook import ATTENTION
+from leank.eval.inference.column_sums import attend_and_sum
 
 
 class PromptLayer(DynamicLayer):

@@ -9,8 +9,8 @@ from itertools import pairwise
 
 from transformers import PreTrainedTokenizerBase
 
-from data_gen.chat import rendered
-from eval.benchmarks.row import Row
+from leank.data_gen.chat import rendered
+from leank.eval.benchmarks.row import Row
 
 SPECIALS = ("text", "as_is")
 Span = tuple[int, int]

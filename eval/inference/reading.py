@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from eval.inference.prefill import positions_of
+from leank.eval.inference.prefill import positions_of
 
 AT_ONCE = 256  # tokens of a call; the limit bounds the hidden states and scores held
 

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 from transformers import PreTrainedTokenizerBase
 
-from data_gen.chat import rendered
-from eval.benchmarks.row import Row
-from eval.inference.prompts import Prompt, encode, uses_chat
+from leank.data_gen.chat import rendered
+from leank.eval.benchmarks.row import Row
+from leank.eval.inference.prompts import Prompt, encode, uses_chat
 
 MARK = "the reply stands here"
 

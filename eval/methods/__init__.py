@@ -5,10 +5,10 @@ method("think", {"channels": {"name": "think", "ratio": 0.6}}, {"sink": 16, "win
 
 from __future__ import annotations
 
-from eval.methods.axes import Axis, Channels
-from eval.methods.base import Method
-from eval.methods.registry import AXES, REGISTRY, Registry, choice, name_of
-from leank_train.common.typed import group, refuse_unknown, refuse_unsound, typed
+from leank.eval.methods.axes import Axis, Channels
+from leank.eval.methods.base import Method
+from leank.eval.methods.registry import AXES, REGISTRY, Registry, choice, name_of
+from leank.typed import group, refuse_unknown, refuse_unsound, typed
 
 CACHE_SETTINGS = ("sink", "window", "flush", "backend")
 

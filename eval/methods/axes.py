@@ -13,15 +13,15 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from data_gen.sample import Sample
-from eval.cache.storage import middle
-from eval.cache.storage.eviction import Eviction
-from eval.cache.storage.sizes import Sizes
-from eval.inference.prefill import Prefill, PromptLayer
-from eval.methods.held import Held
-from leank_train.channel_scores import pruned
-from leank_train.common.shape import kv_shape
-from leank_train.common.typed import Checked
+from leank.channel_scores import pruned
+from leank.data_gen.sample import Sample
+from leank.eval.cache.storage import middle
+from leank.eval.cache.storage.eviction import Eviction
+from leank.eval.cache.storage.sizes import Sizes
+from leank.eval.inference.prefill import Prefill, PromptLayer
+from leank.eval.methods.held import Held
+from leank.shape import kv_shape
+from leank.typed import Checked
 
 Observe = Callable[[Sample, int], Prefill]  # (a sample, obs_queries) -> its dense pass
 
@@ -29,7 +29,7 @@ Observe = Callable[[Sample, int], Prefill]  # (a sample, obs_queries) -> its den
 class Axis(Checked):
     """A choice on one axis.
 
-    Its fields hold what their annotations say (`leank_train.common.typed`); `check` adds what depends on the model.
+    Its fields hold what their annotations say (`leank.typed`); `check` adds what depends on the model.
     Fields whose names begin with an underscore are no settings.
 
     free: str or None: the setting that says how much is kept, one of its own or the cache's `window`; `match` moves it.

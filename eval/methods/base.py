@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
-from eval.cache import CompressedCache, CompressedLayer, Sizes, compressed_cache
-from eval.cache.storage.middle import Middle
-from eval.cache.storage.sizes import middle_columns, real_positions
-from eval.inference.prefill import Prefill, PromptLayer
-from eval.inference.prefill import prefill as dense_pass
-from eval.methods.axes import Axis, Bits, Channels, PromptPass, Reads, Tokens
-from eval.methods.registry import AXES, name_of
-from leank_train.common.typed import Checked, Count, OneOf, Positive
+from leank.eval.cache import CompressedCache, CompressedLayer, Sizes, compressed_cache
+from leank.eval.cache.storage.middle import Middle
+from leank.eval.cache.storage.sizes import middle_columns, real_positions
+from leank.eval.inference.prefill import Prefill, PromptLayer
+from leank.eval.inference.prefill import prefill as dense_pass
+from leank.eval.methods.axes import Axis, Bits, Channels, PromptPass, Reads, Tokens
+from leank.eval.methods.registry import AXES, name_of
+from leank.typed import Checked, Count, OneOf, Positive
 
 BACKENDS = ("auto", "torch", "triton")
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
-from eval.methods.base import Method
-from eval.methods.memory import dense_bytes, method_bytes
+from leank.eval.methods.base import Method
+from leank.eval.methods.memory import dense_bytes, method_bytes
 
 TOLERANCE = 0.03
 STEPS = 10_000  # of a setting that is a share

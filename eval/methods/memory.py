@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 from transformers import PreTrainedConfig
 
-from eval.cache.storage.sizes import Sizes
-from eval.inference.models import windows_of
-from eval.methods.base import Method
-from eval.methods.held import Held
-from leank_train.common.shape import kv_shape
+from leank.eval.cache.storage.sizes import Sizes
+from leank.eval.inference.models import windows_of
+from leank.eval.methods.base import Method
+from leank.eval.methods.held import Held
+from leank.shape import kv_shape
 
 
 def held_bytes(method: Method, held: Held) -> float:

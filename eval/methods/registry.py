@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Generic, TypeVar
 
-from eval.methods.axes import Axis, Bits, Channels, PromptPass, Reads, Tokens
-from leank_train.common.typed import shown, typed
+from leank.eval.methods.axes import Axis, Bits, Channels, PromptPass, Reads, Tokens
+from leank.typed import shown, typed
 
 T = TypeVar("T")
 
@@ -66,46 +66,46 @@ class Registry(Mapping[str, str], Generic[T]):
 
 REGISTRY: dict[str, Registry[Axis]] = {
     "channels": Registry("choice of channels", Channels, {
-        "leank": "eval.methods.channels.leank:LeanK",
-        "by_length": "eval.methods.channels.by_length:ByLength",
-        "double_sparsity_channels": "eval.methods.channels.double_sparsity_channels:DoubleSparsityChannels",
-        "iap": "eval.methods.channels.iap:IAP",
-        "leank_budget": "eval.methods.channels.leank_budget:LeanKBudget",
-        "lowest_frequencies": "eval.methods.channels.lowest_frequencies:LowestFrequencies",
-        "magnitude": "eval.methods.channels.magnitude:Magnitude",
-        "pair_energy": "eval.methods.channels.pair_energy:PairEnergy",
-        "random": "eval.methods.channels.random:Random",
-        "static_norm": "eval.methods.channels.static_norm:StaticNorm",
-        "think": "eval.methods.channels.think:ThinK",
+        "leank": "leank.eval.methods.channels.leank:LeanK",
+        "by_length": "leank.eval.methods.channels.by_length:ByLength",
+        "double_sparsity_channels": "leank.eval.methods.channels.double_sparsity_channels:DoubleSparsityChannels",
+        "iap": "leank.eval.methods.channels.iap:IAP",
+        "leank_budget": "leank.eval.methods.channels.leank_budget:LeanKBudget",
+        "lowest_frequencies": "leank.eval.methods.channels.lowest_frequencies:LowestFrequencies",
+        "magnitude": "leank.eval.methods.channels.magnitude:Magnitude",
+        "pair_energy": "leank.eval.methods.channels.pair_energy:PairEnergy",
+        "random": "leank.eval.methods.channels.random:Random",
+        "static_norm": "leank.eval.methods.channels.static_norm:StaticNorm",
+        "think": "leank.eval.methods.channels.think:ThinK",
     }),
     "tokens": Registry("choice of tokens", Tokens, {
-        "adakv": "eval.methods.tokens.adakv:AdaKV",
-        "duo_attention": "eval.methods.tokens.duo_attention:DuoAttention",
-        "expected_attention": "eval.methods.tokens.expected_attention:ExpectedAttention",
-        "h2o": "eval.methods.tokens.h2o:H2O",
-        "keydiff": "eval.methods.tokens.keydiff:KeyDiff",
-        "lethe": "eval.methods.tokens.lethe:Lethe",
-        "pyramidkv": "eval.methods.tokens.pyramidkv:PyramidKV",
-        "rkv": "eval.methods.tokens.rkv:RKV",
-        "snapkv": "eval.methods.tokens.snapkv:SnapKV",
-        "streaming_llm": "eval.methods.tokens.streaming_llm:StreamingLLM",
-        "tova": "eval.methods.tokens.tova:TOVA",
+        "adakv": "leank.eval.methods.tokens.adakv:AdaKV",
+        "duo_attention": "leank.eval.methods.tokens.duo_attention:DuoAttention",
+        "expected_attention": "leank.eval.methods.tokens.expected_attention:ExpectedAttention",
+        "h2o": "leank.eval.methods.tokens.h2o:H2O",
+        "keydiff": "leank.eval.methods.tokens.keydiff:KeyDiff",
+        "lethe": "leank.eval.methods.tokens.lethe:Lethe",
+        "pyramidkv": "leank.eval.methods.tokens.pyramidkv:PyramidKV",
+        "rkv": "leank.eval.methods.tokens.rkv:RKV",
+        "snapkv": "leank.eval.methods.tokens.snapkv:SnapKV",
+        "streaming_llm": "leank.eval.methods.tokens.streaming_llm:StreamingLLM",
+        "tova": "leank.eval.methods.tokens.tova:TOVA",
     }),
     "bits": Registry("choice of bits", Bits, {
-        "kivi": "eval.methods.bits.kivi:KIVI",
-        "turboquant": "eval.methods.bits.turboquant:TurboQuant",
-        "pca": "eval.methods.bits.pca:PCA",
-        "spark": "eval.methods.bits.spark:SparK",
+        "kivi": "leank.eval.methods.bits.kivi:KIVI",
+        "turboquant": "leank.eval.methods.bits.turboquant:TurboQuant",
+        "pca": "leank.eval.methods.bits.pca:PCA",
+        "spark": "leank.eval.methods.bits.spark:SparK",
     }),
     "reads": Registry("choice of reads", Reads, {
-        "double_sparsity": "eval.methods.reads.double_sparsity:DoubleSparsity",
-        "quest": "eval.methods.reads.quest:Quest",
+        "double_sparsity": "leank.eval.methods.reads.double_sparsity:DoubleSparsity",
+        "quest": "leank.eval.methods.reads.quest:Quest",
     }),
     "prefill": Registry("choice of prefill", PromptPass, {
-        "asl": "eval.methods.prefill.asl:ASL",
-        "fastkv": "eval.methods.prefill.fastkv:FastKV",
-        "gemfilter": "eval.methods.prefill.gemfilter:GemFilter",
-        "pyramid_infer": "eval.methods.prefill.pyramid_infer:PyramidInfer",
+        "asl": "leank.eval.methods.prefill.asl:ASL",
+        "fastkv": "leank.eval.methods.prefill.fastkv:FastKV",
+        "gemfilter": "leank.eval.methods.prefill.gemfilter:GemFilter",
+        "pyramid_infer": "leank.eval.methods.prefill.pyramid_infer:PyramidInfer",
     }),
 }  # fmt: skip
 AXES = tuple(REGISTRY)

@@ -7,8 +7,8 @@ published files. Where the official code raises on a reply, the reply is wrong (
 import re
 from collections.abc import Callable, Sequence
 
-from eval.metrics.rouge import rouge_lsum
-from eval.metrics.text import normalize_chinese, qa_f1, token_f1
+from leank.eval.metrics.rouge import rouge_lsum
+from leank.eval.metrics.text import normalize_chinese, qa_f1, token_f1
 
 _SENTENCE_MARKS = "\n:\"'.,?!{}"
 

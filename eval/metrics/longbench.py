@@ -11,9 +11,9 @@ from typing import Literal
 
 import numpy as np
 
-from data_gen.amount import amount
-from eval.metrics.rouge import lcs_increments, rouge_l
-from eval.metrics.text import normalize_chinese, qa_f1, token_f1
+from leank.data_gen.amount import amount
+from leank.eval.metrics.rouge import lcs_increments, rouge_l
+from leank.eval.metrics.text import normalize_chinese, qa_f1, token_f1
 
 CodeBackend = Literal["difflib", "levenshtein"]
 # Characters that are read at most; officially all. Code has replies of 64 tokens, some 300 characters; Chinese has 512

@@ -5,8 +5,8 @@ sympy and pylatexenc 2. Replies and answers are hostile input: what is not equal
 limits (eval.metrics.math_worker), which sees at most `MAX_ANSWER` characters of either.
 """
 
-from eval.metrics import math_worker
-from eval.metrics.math_normalize import mathd_normalize
+from leank.eval.metrics import math_worker
+from leank.eval.metrics.math_normalize import mathd_normalize
 
 MAX_ANSWER = 10_000  # characters; the longest answer of MATH-500 has 53
 

@@ -15,7 +15,7 @@ import sys
 import token
 from collections.abc import Sequence
 
-from eval.metrics.math_normalize import grader_normalize, strip_thousands
+from leank.eval.metrics.math_normalize import grader_normalize, strip_thousands
 
 MAX_EXPRESSION = 1000  # characters that sympy reads of either side; MATH-500's longest answer has 53
 CPU_SECONDS = 2  # for one comparison; comparing MATH-500's answers with each other takes at most 0.3

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 
-from eval.metrics import math_equal
+from leank.eval.metrics import math_equal
 
 WALL_SECONDS = 60.0  # for a process that hangs; one that computes is ended by its CPU limit long before
 START_SECONDS = 300.0

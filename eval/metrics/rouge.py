@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from eval.metrics.text import MAX_REFERENCE, MAX_REPLY
+from leank.eval.metrics.text import MAX_REFERENCE, MAX_REPLY
 
 # The package reads the subsequence back by recursion. From LongBench's eval.py (Python 3.11, recursion limit 1000) a
 # path of 990 steps is the longest that does not overflow; beyond it LongBench scores the whole pair 0.

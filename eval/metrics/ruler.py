@@ -7,7 +7,7 @@ Source: NVIDIA/RULER c3f5e3b, scripts/eval (Apache-2.0). NIAH, vt, cwe and fwe u
 import re
 from collections.abc import Sequence
 
-from data_gen.amount import amount
+from leank.data_gen.amount import amount
 
 _CONTROL = re.compile(r"[\x00-\x1f]")
 

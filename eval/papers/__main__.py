@@ -22,11 +22,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_gen.amount import amount
-from data_gen.ending import again, ending
+from leank.data_gen.amount import amount
+from leank.data_gen.ending import again, ending
 
 if TYPE_CHECKING:
-    from eval.papers.item import Item
+    from leank.eval.papers.item import Item
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,8 +51,8 @@ def parser() -> argparse.ArgumentParser:
 
 def listing(paper: Sequence[str] = ()) -> str:
     """Return the lines of --list: id, status, what it shows, and the command with real weights where it needs them."""
-    from eval.papers.page import commands
-    from eval.papers.registry import ITEMS, PAPERS, of_papers, runs, status
+    from leank.eval.papers.page import commands
+    from leank.eval.papers.registry import ITEMS, PAPERS, of_papers, runs, status
 
     lines = []
     for item in of_papers(paper or PAPERS):
@@ -71,7 +71,7 @@ def wanted(arguments: argparse.Namespace) -> tuple[list[Item], list[Item], tuple
 
     Raises ValueError for arguments that cannot be meant.
     """
-    from eval.papers.registry import ITEMS, find, of_papers
+    from leank.eval.papers.registry import ITEMS, find, of_papers
 
     overrides = tuple(one for one in arguments.items if "=" in one)
     if of_hydra := [one for one in overrides if one.lstrip("+~").startswith("hydra")]:
@@ -90,12 +90,12 @@ def wanted(arguments: argparse.Namespace) -> tuple[list[Item], list[Item], tuple
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the items of the command line, and print or write them. Returns the exit status."""
-    from eval.papers.make import Workshop
-    from eval.papers.page import as_html, as_markdown
-    from eval.papers.registry import status
-    from eval.papers.steps import Options
-    from eval.papers.verdicts import as_markdown as as_verdicts
-    from leank_train.common.files import write_text
+    from leank.eval.papers.make import Workshop
+    from leank.eval.papers.page import as_html, as_markdown
+    from leank.eval.papers.registry import status
+    from leank.eval.papers.steps import Options
+    from leank.eval.papers.verdicts import as_markdown as as_verdicts
+    from leank.files import write_text
 
     named, items, overrides = wanted(arguments)
     options = Options(arguments.quick, arguments.real, overrides)
@@ -127,7 +127,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for name in ("httpx", "matplotlib"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    with ending("eval.papers", lambda: f"what is in {arguments.out} is kept; to go on: {again('eval.papers')}"):
+    with ending("leank.eval.papers", lambda: f"what is in {arguments.out} is kept; to go on: {again('eval.papers')}"):
         if arguments.list:
             print(listing(arguments.paper))
             return

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from eval.papers.item import Analysed, Contrast, EvalRun, Expect, Item
-from eval.papers.presets import QUICK, here, on, real, ruler, where
+from leank.eval.papers.item import Analysed, Contrast, EvalRun, Expect, Item
+from leank.eval.papers.presets import QUICK, here, on, real, ruler, where
 
 UL, QWEN = "Llama-3.1-Nemotron-8B-UltraLong-1M-Instruct", "Qwen2.5-7B-Instruct-1M"
 BOTH = f"{UL}, {QWEN}"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from eval.papers.item import Analysed, Contrast, Expect, Item
-from eval.papers.presets import SIZES, gpu, here, longbench, on, sized, where
-from eval.papers.think import EQUAL, LLAMA2, LLAMA3, MISTRAL, SMALL
+from leank.eval.papers.item import Analysed, Contrast, Expect, Item
+from leank.eval.papers.presets import SIZES, gpu, here, longbench, on, sized, where
+from leank.eval.papers.think import EQUAL, LLAMA2, LLAMA3, MISTRAL, SMALL
 
 CHANNELS = (*(f"papers/{t}_{m}" for t in ("snapkv", "h2o") for m in ("think", "iap_free", "iap")),)
 OF_LLAMA = (*sized((256, 512, 1024, 2048), "snapkv_think"), *sized((1024, 2048), "h2o_think", "h2o_iap"),

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from eval.methods.prefill.asl import NOWHERE
-from eval.papers.item import Contrast, Expect, Measurement
-from eval.report.groups import which
-from eval.rows.result_row import ResultRow
-from leank_train.common.bootstrap import interval, mean
+from leank.bootstrap import interval, mean
+from leank.eval.methods.prefill.asl import NOWHERE
+from leank.eval.papers.item import Contrast, Expect, Measurement
+from leank.eval.report.groups import which
+from leank.eval.rows.result_row import ResultRow
 
 Verdict = Literal["shows", "contradicts", "undecided", "not compared"]
 WORDS = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from eval.papers.item import Analysed, Command, Contrast, EvalRun, Expect, Item, Measurement, Need
-from eval.papers.presets import LLAMA_MASK, QWEN_MASK, gpu, here, longbench, on, real, ruler, where
+from leank.eval.papers.item import Analysed, Command, Contrast, EvalRun, Expect, Item, Measurement, Need
+from leank.eval.papers.presets import LLAMA_MASK, QWEN_MASK, gpu, here, longbench, on, real, ruler, where
 
 LLAMA, QWEN = "Llama-3.1-8B-Instruct", "Qwen2.5-7B-Instruct"
 RULER = f"{LLAMA}; SQuAD and HotpotQA for qa_1 and qa_2"

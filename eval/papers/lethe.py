@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from eval.papers.item import Analysed, Contrast, EvalRun, Expect, Item
-from eval.papers.presets import MIXED, gpu, methods, on, real, where
+from leank.eval.papers.item import Analysed, Contrast, EvalRun, Expect, Item
+from leank.eval.papers.presets import MIXED, gpu, methods, on, real, where
 
 MODELS = ("r1_qwen_7b", "r1_qwen_32b", "r1_llama_8b", "r1_llama_70b")
 NAMES = "DeepSeek-R1-Distill-Qwen-7B and -32B, -Llama-8B and -70B"

@@ -10,18 +10,18 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from eval.inference.models import ModelConfig, load_config, load_model
-from eval.papers.analyses import Analysis
-from eval.papers.item import Analysed, Contrast, EvalRun, Item, Measurement, Step
-from eval.papers.judge import Judgement, contrast, expect
-from eval.papers.portions import Portion, portions
-from eval.papers.side_by_side import one_by_one, side_by_side
-from eval.papers.steps import Options, ResolvedStep, keys_of
-from eval.report.records import RunSummary
-from eval.report.summary import summarise
-from eval.rows.result_row import ResultRow
-from eval.rows.results import GLOB, Key, Results, key_of, read
-from leank_train.common.files import write_json
+from leank.eval.inference.models import ModelConfig, load_config, load_model
+from leank.eval.papers.analyses import Analysis
+from leank.eval.papers.item import Analysed, Contrast, EvalRun, Item, Measurement, Step
+from leank.eval.papers.judge import Judgement, contrast, expect
+from leank.eval.papers.portions import Portion, portions
+from leank.eval.papers.side_by_side import one_by_one, side_by_side
+from leank.eval.papers.steps import Options, ResolvedStep, keys_of
+from leank.eval.report.records import RunSummary
+from leank.eval.report.summary import summarise
+from leank.eval.rows.result_row import ResultRow
+from leank.eval.rows.results import GLOB, Key, Results, key_of, read
+from leank.files import write_json
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Workshop:
                     failed.setdefault(item.id, str(error))
 
     def _analyse(self, resolved: ResolvedStep) -> None:
-        from eval.papers.analyses.source import Source
+        from leank.eval.papers.analyses.source import Source
 
         assert resolved.analysis is not None
         source = Source.load(None, resolved.config.get("mask"))

@@ -6,17 +6,17 @@ import html
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from data_gen.amount import amount
-from eval import published
-from eval.papers.item import Command, EvalRun, Item
-from eval.papers.judge import Judgement
-from eval.papers.make import Made
-from eval.papers.registry import runs, status
-from eval.papers.verdicts import headlines
-from eval.report import plots, style
-from eval.report.html import figure, page, to_table
-from eval.report.table import ReportTable, TableLine
-from eval.report.tables import by_length, markdown, number, overall
+from leank.data_gen.amount import amount
+from leank.eval import published
+from leank.eval.papers.item import Command, EvalRun, Item
+from leank.eval.papers.judge import Judgement
+from leank.eval.papers.make import Made
+from leank.eval.papers.registry import runs, status
+from leank.eval.papers.verdicts import headlines
+from leank.eval.report import plots, style
+from leank.eval.report.html import figure, page, to_table
+from leank.eval.report.table import ReportTable, TableLine
+from leank.eval.report.tables import by_length, markdown, number, overall
 
 SHARED = "Processes that shared the machine took the milliseconds (--jobs): they compare nothing."
 LONG = 14  # lines above which a table is folded

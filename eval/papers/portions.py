@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from data_gen.amount import amount
-from eval.papers.item import Analysed, EvalRun, Item
-from eval.rows.results import Key
-from eval.run.progress import EVERY, duration
+from leank.data_gen.amount import amount
+from leank.eval.papers.item import Analysed, EvalRun, Item
+from leank.eval.rows.results import Key
+from leank.eval.run.progress import EVERY, duration
 
 if TYPE_CHECKING:  # a process that deals out portions needs no torch
-    from eval.papers.steps import ResolvedStep
-    from eval.run.job import Job
+    from leank.eval.papers.steps import ResolvedStep
+    from leank.eval.run.job import Job
 
 STEP = 64  # a decoding step takes as long as so many tokens of a prompt
 REPLY = 1024  # steps where a task sets its own bound

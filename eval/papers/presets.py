@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from eval.papers.item import Analysed, Command, EvalRun, Measurement, Need
+from leank.eval.papers.item import Analysed, Command, EvalRun, Measurement, Need
 
 # --quick: the two hardest tasks at 1K, and as few samples as a verdict takes
 QUICK = (

@@ -6,9 +6,9 @@ import difflib
 from collections.abc import Iterable
 from pathlib import Path
 
-from eval.papers import asl, iap, leank, lethe, think
-from eval.papers.analyses import ANALYSES
-from eval.papers.item import Analysed, Command, Item, Step
+from leank.eval.papers import asl, iap, leank, lethe, think
+from leank.eval.papers.analyses import ANALYSES
+from leank.eval.papers.item import Analysed, Command, Item, Step
 
 ITEMS: dict[str, Item] = {
     item.id: item for items in (leank.ITEMS, think.ITEMS, iap.ITEMS, lethe.ITEMS, asl.ITEMS) for item in items

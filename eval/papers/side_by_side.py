@@ -22,8 +22,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
-from eval.papers.portions import Portion, Queue
-from eval.rows.results import Results
+from leank.eval.papers.portions import Portion, Queue
+from leank.eval.rows.results import Results
 
 Make = Callable[[Portion, Results], None]
 FAILURES = (ValueError, FileNotFoundError, MemoryError)  # of one step; after any other a process cannot be trusted

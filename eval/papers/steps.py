@@ -13,14 +13,14 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from eval.inference.models import ModelConfig
-from eval.papers.analyses import Analysis, analysis
-from eval.papers.item import Analysed, EvalRun, Item, Step
-from eval.papers.registry import makes
-from eval.rows.results import Key
-from eval.run.build import build_benchmark, build_job, build_settings, name_methods
-from eval.run.job import Job
-from leank_train.common.typed import typed
+from leank.eval.inference.models import ModelConfig
+from leank.eval.papers.analyses import Analysis, analysis
+from leank.eval.papers.item import Analysed, EvalRun, Item, Step
+from leank.eval.papers.registry import makes
+from leank.eval.rows.results import Key
+from leank.eval.run.build import build_benchmark, build_job, build_settings, name_methods
+from leank.eval.run.job import Job
+from leank.typed import typed
 
 HERE = "+experiment=papers/here"  # the model and the mask of analyses
 
@@ -46,7 +46,7 @@ class Options:
 def composed(overrides: Sequence[str]) -> dict[str, Any]:
     """Return the resolved configuration of python -m eval. Raises ValueError naming what Hydra refuses."""
     try:
-        with initialize_config_module("conf.eval", version_base="1.3"):
+        with initialize_config_module("leank.conf.eval", version_base="1.3"):
             config = OmegaConf.to_container(compose("eval", overrides=list(overrides)), resolve=True)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ValueError(f"{' '.join(overrides)}: {str(error).splitlines()[0]}") from None

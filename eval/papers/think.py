@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from eval.papers.item import Analysed, Contrast, Expect, Item
-from eval.papers.presets import SIZES, gpu, here, longbench, on, real, sized, where
+from leank.eval.papers.item import Analysed, Contrast, Expect, Item
+from leank.eval.papers.presets import SIZES, gpu, here, longbench, on, real, sized, where
 
 LLAMA3, MISTRAL, LLAMA2 = "LLaMA-3-8B-Instruct", "Mistral-7B-Instruct-v0.2", "LLaMA-2-7B-chat"
 EQUAL = -2.0  # points that a method may lose and still count as equal

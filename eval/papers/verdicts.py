@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from eval.papers.make import Made
-from eval.report.table import ReportTable, TableLine
-from eval.report.tables import markdown
+from leank.eval.papers.make import Made
+from leank.eval.report.table import ReportTable, TableLine
+from leank.eval.report.tables import markdown
 
 # what is asked first of the papers, and the items whose comparisons answer it
 CLAIMS: dict[str, tuple[str, ...]] = {

@@ -28,7 +28,7 @@ class Found(NamedTuple):
 @functools.cache
 def tables(paper: str = "leank") -> dict[str, Any]:
     """A paper's tables by number: title, benchmark, by, scale, columns, errata, rows."""
-    return json.loads(files("eval.published").joinpath(f"{paper}.json").read_text(encoding="utf-8"))["tables"]
+    return json.loads(files("leank.eval.published").joinpath(f"{paper}.json").read_text(encoding="utf-8"))["tables"]
 
 
 def find(benchmark: str, by: str, model: str, **where: object) -> Iterator[Found]:

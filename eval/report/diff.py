@@ -9,16 +9,16 @@ from pathlib import Path
 
 import numpy as np
 
-from data_gen.amount import amount
-from eval.report import fidelity
-from eval.report.groups import Pair, by_label, changed, group, paired
-from eval.report.html import listing, page, title, to_table
-from eval.report.table import ReportTable, TableLine
-from eval.report.tables import markdown, number
-from eval.rows.results import read
-from leank_train.common.bootstrap import interval, mean, together
-from leank_train.common.escape import markdown as escaped
-from leank_train.common.files import name_of, write_text
+from leank.bootstrap import interval, mean, together
+from leank.data_gen.amount import amount
+from leank.escape import markdown as escaped
+from leank.eval.report import fidelity
+from leank.eval.report.groups import Pair, by_label, changed, group, paired
+from leank.eval.report.html import listing, page, title, to_table
+from leank.eval.report.table import ReportTable, TableLine
+from leank.eval.report.tables import markdown, number
+from leank.eval.rows.results import read
+from leank.files import name_of, write_text
 
 NEAR = 5  # last columns of the table, which rows without distance from dense do not have
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Sequence
 
-from eval.report.records import FidelityFigures, Figures, Interval, NatsDifference, RunSummary
-from eval.report.table import ReportTable, TableLine
-from eval.rows.result_row import Fidelity, ResultRow
-from leank_train.common.bootstrap import Ends, Strata, interval, mean
+from leank.bootstrap import Ends, Strata, interval, mean
+from leank.eval.report.records import FidelityFigures, Figures, Interval, NatsDifference, RunSummary
+from leank.eval.report.table import ReportTable, TableLine
+from leank.eval.rows.result_row import Fidelity, ResultRow
 
 BROKEN = "§"
 NEAR = ("kl", "kl_low", "kl_high", "top1", "top1_low", "top1_high", "loss", "loss_minus_dense")
@@ -35,7 +35,7 @@ def figures(strata: Sequence[Sequence[ResultRow]]) -> Generator[Strata, Ends, Fi
 
     strata: its rows by task and length, which count alike. Samples with logits that are not finite are counted, and
     left out of the means.
-    Yields the values whose intervals it is then sent (`leank_train.common.bootstrap.together`).
+    Yields the values whose intervals it is then sent (`leank.bootstrap.together`).
     """
     there = [[found for row in rows if (found := measured(row)) is not None] for rows in strata]
     every = [found for some in there for found in some]

@@ -8,8 +8,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from eval.report.records import FidelityFigures, LengthFigures, RunSummary
-from eval.report.style import Style, legend, plain, sheet
+from leank.eval.report.records import FidelityFigures, LengthFigures, RunSummary
+from leank.eval.report.style import Style, legend, plain, sheet
 
 LABEL = "KL from dense, nats a token"
 Place = Callable[[LengthFigures], float]

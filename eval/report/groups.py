@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from eval.rows.result_row import ResultRow, RowSettings, check_rows
+from leank.eval.rows.result_row import ResultRow, RowSettings, check_rows
 
 Pair = tuple[ResultRow, ResultRow]
 Variant = tuple[str, str]  # a method's label, and the digest of its settings

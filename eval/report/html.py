@@ -6,13 +6,13 @@ import html
 import json
 from collections.abc import Iterable, Sequence
 
-from data_gen.amount import amount
-from eval.report.fidelity import is_text
-from eval.report.groups import Pair, by_label, changed
-from eval.report.records import RunSummary, Summary
-from eval.report.table import ReportTable
-from eval.report.tables import tables
-from eval.rows.result_row import ResultRow
+from leank.data_gen.amount import amount
+from leank.eval.report.fidelity import is_text
+from leank.eval.report.groups import Pair, by_label, changed
+from leank.eval.report.records import RunSummary, Summary
+from leank.eval.report.table import ReportTable
+from leank.eval.report.tables import tables
+from leank.eval.rows.result_row import ResultRow
 
 SHOWN = 40  # replies listed per method, of those that differ from dense
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterable
 
-from eval.report.table import ReportTable
+from leank.eval.report.table import ReportTable
 
 HEADER = "% \\usepackage{booktabs,graphicx} in the preamble, \\input{tables.tex} in the text\n"
 SPECIAL = {

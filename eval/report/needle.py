@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.figure import Figure
 
-from eval.report.records import RunSummary
-from eval.report.style import sheet
+from leank.eval.report.records import RunSummary
+from leank.eval.report.style import sheet
 
 
 def by_depth(run: RunSummary) -> Figure | None:

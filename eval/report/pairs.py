@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
-from eval.report.groups import Variant, variant, which
-from eval.report.records import Difference, MethodDifference
-from eval.rows.result_row import ResultRow
-from leank_train.common.bootstrap import Ends, Strata, mean, together
+from leank.bootstrap import Ends, Strata, mean, together
+from leank.eval.report.groups import Variant, variant, which
+from leank.eval.report.records import Difference, MethodDifference
+from leank.eval.rows.result_row import ResultRow
 
 COLUMNS = 8  # learned masks that are compared unasked: pairs grow with their number, and no page is wider
 
@@ -29,7 +29,7 @@ def difference(strata: Iterable[Sequence[float]]) -> Generator[Strata, Ends, Dif
     """Compute the mean of paired differences in points; None if there are none.
 
     strata: those of each task at each length.
-    Yields the values whose interval it is then sent (`leank_train.common.bootstrap.together`).
+    Yields the values whose interval it is then sent (`leank.bootstrap.together`).
     """
     strata = [stratum for stratum in strata if stratum]
     if not strata:

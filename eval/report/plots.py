@@ -10,10 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from eval.report import fidelity_plots
-from eval.report.needle import by_depth
-from eval.report.records import AgainstDense, Figures, Interval, RunSummary
-from eval.report.style import INK, MARKERS, PALETTE, SETTINGS, Style, legend, plain, sheet
+from leank.eval.report import fidelity_plots
+from leank.eval.report.needle import by_depth
+from leank.eval.report.records import AgainstDense, Figures, Interval, RunSummary
+from leank.eval.report.style import INK, MARKERS, PALETTE, SETTINGS, Style, legend, plain, sheet
 
 CROWD = 8  # above so many methods a figure draws less of each
 NAMED = 32  # above so many, the methods that others beat have no name beside their point

@@ -10,10 +10,11 @@ from itertools import chain, product
 
 import numpy as np
 
-from eval.report import fidelity
-from eval.report.groups import Variant, group, labels, variant, which
-from eval.report.pairs import difference, differences, unasked
-from eval.report.records import (
+from leank.bootstrap import DRAWS, LEVEL, Ends, Strata, mean, together
+from leank.eval.report import fidelity
+from leank.eval.report.groups import Variant, group, labels, variant, which
+from leank.eval.report.pairs import difference, differences, unasked
+from leank.eval.report.records import (
     AgainstDense,
     CellFigures,
     DepthMap,
@@ -26,9 +27,8 @@ from eval.report.records import (
     Seconds,
     Summary,
 )  # fmt: skip
-from eval.report.turns import by_turn
-from eval.rows.result_row import ResultRow
-from leank_train.common.bootstrap import DRAWS, LEVEL, Ends, Strata, mean, together
+from leank.eval.report.turns import by_turn
+from leank.eval.rows.result_row import ResultRow
 
 BySample = Mapping[tuple[str, int], ResultRow]
 SECONDS = ("prefill", "seal", "first_token", "per_token")

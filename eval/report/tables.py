@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from eval import published
-from eval.metrics.gsm_infinite import auc
-from eval.report import fidelity, pairs
-from eval.report.records import Difference, Figures, Mark, MethodFigures, RunSummary
-from eval.report.table import ReportTable, TableLine
-from leank_train.common.escape import markdown as escaped
-from leank_train.common.escape import markdown_table
+from leank.escape import markdown as escaped
+from leank.escape import markdown_table
+from leank.eval import published
+from leank.eval.metrics.gsm_infinite import auc
+from leank.eval.report import fidelity, pairs
+from leank.eval.report.records import Difference, Figures, Mark, MethodFigures, RunSummary
+from leank.eval.report.table import ReportTable, TableLine
 
 # the mark behind a score, and the sentence below the table
 MARKS: dict[Mark, tuple[str, str]] = {

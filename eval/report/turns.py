@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from eval.report.groups import Variant, variant
-from eval.report.records import TurnScores
-from eval.rows.result_row import ResultRow
-from leank_train.common.bootstrap import interval, mean
+from leank.bootstrap import interval, mean
+from leank.eval.report.groups import Variant, variant
+from leank.eval.report.records import TurnScores
+from leank.eval.rows.result_row import ResultRow
 
 
 def by_turn(rows: Sequence[ResultRow], named: Mapping[Variant, str]) -> list[TurnScores]:

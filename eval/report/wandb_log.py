@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.methods import Method
-from eval.methods.channels.leank import LeanK
-from eval.report.fidelity import near
-from eval.report.groups import by_label, changed, group
-from eval.report.html import SHOWN, title
-from eval.report.plots import FIGURES
-from eval.report.summary import summarise_groups
-from eval.rows.results import read
-from leank_train.running.wandb_log import mask_artifact, model_artifact, use
+from leank.eval.methods import Method
+from leank.eval.methods.channels.leank import LeanK
+from leank.eval.report.fidelity import near
+from leank.eval.report.groups import by_label, changed, group
+from leank.eval.report.html import SHOWN, title
+from leank.eval.report.plots import FIGURES
+from leank.eval.report.summary import summarise_groups
+from leank.eval.rows.results import read
+from leank.wandb_log import mask_artifact, model_artifact, use
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import WandbLogger

@@ -6,19 +6,19 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_gen.amount import amount
-from eval.report import plots, style
-from eval.report.fidelity import NEAR, near
-from eval.report.groups import group, labels
-from eval.report.html import title, to_html
-from eval.report.latex import document
-from eval.report.records import Summary
-from eval.report.summary import MARKED, summarise_groups
-from eval.report.tables import markdown, tables
-from eval.rows.results import read
-from leank_train.common.escape import csv_text
-from leank_train.common.escape import markdown as escaped
-from leank_train.common.files import write_bytes, write_text
+from leank.data_gen.amount import amount
+from leank.escape import csv_text
+from leank.escape import markdown as escaped
+from leank.eval.report import plots, style
+from leank.eval.report.fidelity import NEAR, near
+from leank.eval.report.groups import group, labels
+from leank.eval.report.html import title, to_html
+from leank.eval.report.latex import document
+from leank.eval.report.records import Summary
+from leank.eval.report.summary import MARKED, summarise_groups
+from leank.eval.report.tables import markdown, tables
+from leank.eval.rows.results import read
+from leank.files import write_bytes, write_text
 
 
 def to_markdown(summary: Summary) -> str:

@@ -10,7 +10,7 @@ from annotated_types import Ge, Le
 from pydantic import AfterValidator, ConfigDict, FiniteFloat, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
-from leank_train.common.typed import LARGEST, OneOf, shown
+from leank.typed import LARGEST, OneOf, shown
 
 Count = Annotated[int, Ge(0), Le(LARGEST)]
 Amount = Annotated[FiniteFloat, Ge(0), Le(LARGEST)]

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json, to_json
 
-from eval.rows.result_row import ResultRow
-from leank_train.common.files import Lock, remove_partial, sync_folder
+from leank.eval.rows.result_row import ResultRow
+from leank.files import Lock, remove_partial, sync_folder
 
 NAME = "results.jsonl"
 GLOB = "results*.jsonl"

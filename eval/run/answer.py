@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from eval.benchmarks.row import Row
-from eval.rows.result_row import Fidelity
+from leank.eval.benchmarks.row import Row
+from leank.eval.rows.result_row import Fidelity
 
 
 @dataclass

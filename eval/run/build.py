@@ -10,28 +10,28 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from eval.benchmarks.base import Benchmark
-from eval.inference.models import ModelConfig, load_config
-from eval.inference.prompts import overhead
-from eval.methods import Method, method
-from eval.methods.channels.leank import LeanK
-from eval.run.grid import expanded
-from eval.run.job import Job
-from eval.run.matched import matched
-from eval.run.settings import Settings
-from leank_train.common.typed import group, refuse_unknown, refuse_unsound, shown, typed
+from leank.eval.benchmarks.base import Benchmark
+from leank.eval.inference.models import ModelConfig, load_config
+from leank.eval.inference.prompts import overhead
+from leank.eval.methods import Method, method
+from leank.eval.methods.channels.leank import LeanK
+from leank.eval.run.grid import expanded
+from leank.eval.run.job import Job
+from leank.eval.run.matched import matched
+from leank.eval.run.settings import Settings
+from leank.typed import group, refuse_unknown, refuse_unsound, shown, typed
 
 # name -> "module:class"; imported when first used
 BENCHMARKS = {
-    "gsm_infinite": "eval.benchmarks.gsm_infinite:GsmInfinite",
-    "infinitebench": "eval.benchmarks.infinitebench:InfiniteBench",
-    "longbench": "eval.benchmarks.longbench:LongBench",
-    "math500": "eval.benchmarks.math500:Math500",
-    "mmlu": "eval.benchmarks.mmlu:Mmlu",
-    "multi_turn": "eval.benchmarks.multi_turn:MultiTurn",
-    "niah": "eval.benchmarks.niah:NeedleGrid",
-    "ruler": "eval.benchmarks.ruler:Ruler",
-    "text": "eval.benchmarks.text:Text",
+    "gsm_infinite": "leank.eval.benchmarks.gsm_infinite:GsmInfinite",
+    "infinitebench": "leank.eval.benchmarks.infinitebench:InfiniteBench",
+    "longbench": "leank.eval.benchmarks.longbench:LongBench",
+    "math500": "leank.eval.benchmarks.math500:Math500",
+    "mmlu": "leank.eval.benchmarks.mmlu:Mmlu",
+    "multi_turn": "leank.eval.benchmarks.multi_turn:MultiTurn",
+    "niah": "leank.eval.benchmarks.niah:NeedleGrid",
+    "ruler": "leank.eval.benchmarks.ruler:Ruler",
+    "text": "leank.eval.benchmarks.text:Text",
 }
 GROUPS = ("model", "benchmark", "method", "cache", "mask", "name", "logger")
 log = logging.getLogger("eval")

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from transformers import Cache
 
-from data_gen.amount import amount
-from eval.cache import CompressedLayer
-from eval.cache.storage.store import Store
-from eval.inference.prefill import Prefill, PromptLayer
-from eval.methods import Method
+from leank.data_gen.amount import amount
+from leank.eval.cache import CompressedLayer
+from leank.eval.cache.storage.store import Store
+from leank.eval.inference.prefill import Prefill, PromptLayer
+from leank.eval.methods import Method
 
 log = logging.getLogger("eval")
 

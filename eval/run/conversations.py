@@ -8,15 +8,15 @@ from collections.abc import Iterator, Sequence
 import torch
 from transformers import Cache
 
-from eval.benchmarks.row import Row
-from eval.cache import CompressedCache
-from eval.inference.decode import greedy
-from eval.inference.prefill import Prefill, PromptLayer, extend, joined, pad_left
-from eval.inference.prompts import Prompt
-from eval.methods import Method
-from eval.run.answer import Answer
-from eval.run.compression import Compression
-from eval.run.replay import Replay, cache_bytes
+from leank.eval.benchmarks.row import Row
+from leank.eval.cache import CompressedCache
+from leank.eval.inference.decode import greedy
+from leank.eval.inference.prefill import Prefill, PromptLayer, extend, joined, pad_left
+from leank.eval.inference.prompts import Prompt
+from leank.eval.methods import Method
+from leank.eval.run.answer import Answer
+from leank.eval.run.compression import Compression
+from leank.eval.run.replay import Replay, cache_bytes
 
 
 def branch(cache: Cache) -> Cache:

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from eval.inference.divergence import Divergence, compare
-from eval.inference.prefill import Prefill, joined, pad_left
-from eval.inference.reading import read, states
-from eval.rows.result_row import Fidelity
-from leank_train.objective.kl import Head, check_head
+from leank.eval.inference.divergence import Divergence, compare
+from leank.eval.inference.prefill import Prefill, joined, pad_left
+from leank.eval.inference.reading import read, states
+from leank.eval.rows.result_row import Fidelity
+from leank.head import Head, check_head
 
 Compared = tuple[Fidelity | None, float | None]  # of a sample; and the share of a text's tokens that are ranked first
 

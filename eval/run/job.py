@@ -14,22 +14,22 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from data_gen.ending import out_of_memory
-from eval.benchmarks.base import Benchmark, Cell
-from eval.benchmarks.row import Row
-from eval.benchmarks.scoring import score_row
-from eval.inference.models import ModelConfig
-from eval.inference.prompts import Prompt, overhead
-from eval.inference.turns import encode_turns
-from eval.methods import Method
-from eval.rows.result_row import ResultRow, RowSettings
-from eval.rows.results import Key, Results
-from eval.run.answer import Answer
-from eval.run.compression import Watch
-from eval.run.conversations import Conversations
-from eval.run.progress import Progress
-from eval.run.replay import Replay
-from eval.run.settings import Settings
+from leank.data_gen.ending import out_of_memory
+from leank.eval.benchmarks.base import Benchmark, Cell
+from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks.scoring import score_row
+from leank.eval.inference.models import ModelConfig
+from leank.eval.inference.prompts import Prompt, overhead
+from leank.eval.inference.turns import encode_turns
+from leank.eval.methods import Method
+from leank.eval.rows.result_row import ResultRow, RowSettings
+from leank.eval.rows.results import Key, Results
+from leank.eval.run.answer import Answer
+from leank.eval.run.compression import Watch
+from leank.eval.run.conversations import Conversations
+from leank.eval.run.progress import Progress
+from leank.eval.run.replay import Replay
+from leank.eval.run.settings import Settings
 
 FORMAT = 1  # version of what a row means; part of its key
 log = logging.getLogger("eval")

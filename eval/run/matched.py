@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from eval.benchmarks.base import Cell
-from eval.inference.prompts import encode, overhead
-from eval.methods import Method
-from eval.methods.match import free_settings, match, share_of_dense
-from eval.run.job import Job
+from leank.eval.benchmarks.base import Cell
+from leank.eval.inference.prompts import encode, overhead
+from leank.eval.methods import Method
+from leank.eval.methods.match import free_settings, match, share_of_dense
+from leank.eval.run.job import Job
 
 log = logging.getLogger("eval")
 

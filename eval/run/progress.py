@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from data_gen.amount import amount
+from leank.data_gen.amount import amount
 
 EVERY = 10.0  # seconds between two lines, unless a task and length is finished
 log = logging.getLogger("eval")

@@ -16,20 +16,20 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
-from data_gen.sample import Sample
-from eval.benchmarks.row import Row
-from eval.benchmarks.scoring import cut_at_stop
-from eval.cache import CompressedCache
-from eval.inference.decode import Stopped, greedy
-from eval.inference.models import windows_of
-from eval.inference.prefill import Prefill, extend, pad_left, prefill
-from eval.inference.prompts import Prompt, encode
-from eval.methods import Method
-from eval.run.answer import Answer, Decoded, Replies
-from eval.run.compression import Compression
-from eval.run.fidelity import Compared, Comparison, Course, Questions
-from eval.run.settings import Settings
-from leank_train.backbone import eos_ids
+from leank.backbone import eos_ids
+from leank.data_gen.sample import Sample
+from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks.scoring import cut_at_stop
+from leank.eval.cache import CompressedCache
+from leank.eval.inference.decode import Stopped, greedy
+from leank.eval.inference.models import windows_of
+from leank.eval.inference.prefill import Prefill, extend, pad_left, prefill
+from leank.eval.inference.prompts import Prompt, encode
+from leank.eval.methods import Method
+from leank.eval.run.answer import Answer, Decoded, Replies
+from leank.eval.run.compression import Compression
+from leank.eval.run.fidelity import Compared, Comparison, Course, Questions
+from leank.eval.run.settings import Settings
 
 
 def cache_bytes(cache: Cache, prompt: Prefill) -> list[dict[str, float]]:

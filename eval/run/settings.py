@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from eval.inference.prompts import SPECIALS
-from leank_train.common.typed import BadConfig, Checked, Count, OneOf, Positive
+from leank.eval.inference.prompts import SPECIALS
+from leank.typed import BadConfig, Checked, Count, OneOf, Positive
 
 COMPRESS = ("after_question", "before_question")
 

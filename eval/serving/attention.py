@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from eval.serving.layout import PageGroup, PageLayout, Stripe
-from eval.serving.step import Chunk, DecodingRequests, Places, Step
+from leank.eval.serving.layout import PageGroup, PageLayout, Stripe
+from leank.eval.serving.step import Chunk, DecodingRequests, Places, Step
 
 QUERIES = 64  # queries of generated positions that are computed at a time
 

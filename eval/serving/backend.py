@@ -28,15 +28,15 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout
 
-from eval.serving.attention import attend
-from eval.serving.device_step import DeviceStep, decoding_first
-from eval.serving.layout import PageLayout
-from eval.serving.manager import RestSpec
-from eval.serving.settings import ServerSettings, load_mask
-from eval.serving.step import Step
+from leank.eval.serving.attention import attend
+from leank.eval.serving.device_step import DeviceStep, decoding_first
+from leank.eval.serving.layout import PageLayout
+from leank.eval.serving.manager import RestSpec
+from leank.eval.serving.settings import ServerSettings, load_mask
+from leank.eval.serving.step import Step
 
 if TYPE_CHECKING:
-    from eval.serving.paged import PagedAttention
+    from leank.eval.serving.paged import PagedAttention
 
 KEPT, REST = "leank.1000000.kept", "leank.1000001.rest"  # vLLM sorts caches by the number in their name
 
@@ -89,7 +89,7 @@ class PageHolder(AttentionLayerBase):
 
     def use_kernel(self, device: torch.device, vllm_config: VllmConfig) -> None:
         """Take the memory that the kernel needs for the largest step, before any step is captured."""
-        from eval.serving.paged import PagedAttention
+        from leank.eval.serving.paged import PagedAttention
 
         assert self.layout is not None
         heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from eval.serving.layout import PageLayout
-from eval.serving.settings import ServerSettings, load_mask
+from leank.eval.serving.layout import PageLayout
+from leank.eval.serving.settings import ServerSettings, load_mask
 
 VERSION = "0.32"  # the minor version of vLLM whose interfaces the plug-in uses
 
@@ -26,7 +26,7 @@ def check(config: Any, settings: ServerSettings) -> None:
 
 def _wrong_on_gpu(config: Any) -> Iterator[tuple[bool, str]]:
     """The same, of what the kernel cannot do."""
-    from eval.serving.paged import HEAD_DIMS
+    from leank.eval.serving.paged import HEAD_DIMS
 
     model, backend = config.model_config, config.attention_config.backend
     yield getattr(backend, "name", None) != "CUSTOM", "on a GPU, add --attention-backend CUSTOM"

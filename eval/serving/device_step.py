@@ -14,9 +14,9 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from eval.serving.attention import attend
-from eval.serving.paged import PagedAttention
-from eval.serving.step import Step
+from leank.eval.serving.attention import attend
+from leank.eval.serving.paged import PagedAttention
+from leank.eval.serving.step import Step
 
 
 def decoding_first(starts: Sequence[int], tokens: int) -> int:

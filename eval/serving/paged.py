@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eval.cache.attention.softmax import LOG2_E
-from eval.serving.layout import PageGroup, PageLayout
+from leank.eval.cache.attention.softmax import LOG2_E
+from leank.eval.serving.layout import PageGroup, PageLayout
 
 TILE = 64  # tokens that a program reads at a time
 PER_SM = 2  # programs per multiprocessor: all run at once
@@ -118,7 +118,7 @@ class PagedAttention:
 
         kept_slots, rest_slots: int64 [n], block * group.block + token; a slot of the null block stores nothing
         """
-        from eval.serving import paged_kernel
+        from leank.eval.serving import paged_kernel
 
         of = self._layers[layer]
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
@@ -151,7 +151,7 @@ class PagedAttention:
         """
         import triton
 
-        from eval.serving import paged_kernel
+        from leank.eval.serving import paged_kernel
 
         of, layout, batch = self._layers[layer], self.layout, len(q)
         if batch > self.rows:

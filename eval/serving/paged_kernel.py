@@ -16,8 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from eval.cache.attention.kernel import merge
-from eval.serving.paged_kernel_tiles import STRIPE, read, stripe_of, tiles_of
+from leank.eval.cache.attention.kernel import merge
+from leank.eval.serving.paged_kernel_tiles import STRIPE, read, stripe_of, tiles_of
 
 # fmt: off
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from eval.cache.attention.kernel_middle import step
+from leank.eval.cache.attention.kernel_middle import step
 
 STRIPE = tl.constexpr(16)  # columns: every offset within a page is a multiple of them
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from data_gen.ending import ending
-from eval.serving.blocks import RestBlocks
-from eval.serving.layout import PageLayout
-from eval.serving.settings import ServerSettings, load_mask
-from leank_train.common.typed import LARGEST
+from leank.data_gen.ending import ending
+from leank.eval.serving.blocks import RestBlocks
+from leank.eval.serving.layout import PageLayout
+from leank.eval.serving.settings import ServerSettings, load_mask
+from leank.typed import LARGEST
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from eval.serving.settings import ServerSettings
+from leank.eval.serving.settings import ServerSettings
 
-BACKEND = "eval.serving.backend.PrunedBackend"
+BACKEND = "leank.eval.serving.backend.PrunedBackend"
 _exported: dict[str, tuple[str | None, str]] = {}  # variable -> what the user gave, what the last engine exported
 
 
@@ -33,7 +33,7 @@ def use_backend() -> None:
     from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-    from eval.serving.manager import RestManager, RestSpec
+    from leank.eval.serving.manager import RestManager, RestSpec
 
     for backend in (AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum.CUSTOM):  # the latter on a GPU
         register_backend(backend, BACKEND)
@@ -60,7 +60,7 @@ def _checked(create: Callable[..., Any]) -> Callable[..., Any]:
             if _exported:  # the backend that its layers would get is that of a mask
                 raise ValueError("an engine of this process has a mask: start one without in a process of its own")
             return create(self, *args, **kwargs)
-        from eval.serving.check import check
+        from leank.eval.serving.check import check
 
         _exported.update({name: (os.environ.get(name), value) for name, value in settings.export().items()})
         os.environ.update(settings.export())  # for the processes that vLLM starts

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from eval.serving.layout import PageGroup, PageLayout
+from leank.eval.serving.layout import PageGroup, PageLayout
 
 
 @dataclass(frozen=True)

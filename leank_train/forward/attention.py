@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from leank_train.common.autograd import AutogradContext
-from leank_train.forward.kernels import HALF
+from leank.kernels import HALF, SCORES_AT_ONCE
+from leank_train.autograd import AutogradContext
 from leank_train.forward.visibility import Visibility
 
 EMPTY_HEADS = ("drop", "zero")
 LEAST_LOGIT = -60.0  # relative to the row's maximum: e^-60 = 9e-27 is lost in the rounding of a sum that holds 1
-SCORES_AT_ONCE = {"cpu": 2**20, "cuda": 2**27}  # attention scores held at a time; this sets the size of a key block
 
 
 def partial_attention(

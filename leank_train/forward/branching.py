@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from data_gen.amount import amount
-from leank_train.forward.hook import check_decoder, run_decoder
+from leank.data_gen.amount import amount
+from leank.decoder import check_decoder
+from leank_train.forward.hook import run_decoder
 from leank_train.forward.passes import DecodePass, FullPass, PrefillPass, ScaledPass
 from leank_train.forward.prefix import Branch, Prefix, checked_lengths, to_device
 

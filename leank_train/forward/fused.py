@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from leank_train.common.autograd import AutogradContext
-from leank_train.forward.attention import SCORES_AT_ONCE, exp_, product
-from leank_train.forward.kernels import HALF, flash_backward, flash_forward, flash_takes
+from leank.kernels import HALF, SCORES_AT_ONCE, flash_backward, flash_forward, flash_takes
+from leank_train.autograd import AutogradContext
+from leank_train.forward.attention import exp_, product
 from leank_train.forward.plan import JoinedPieces, KeyBlock, Layout, Piece, Plan
 from leank_train.forward.ranks import over_ranks, summed
 

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data_gen.amount import amount
+from leank.data_gen.amount import amount
+from leank.kernels import kernel_order, tried_in
 from leank_train.forward.fused import fused_attention, side_by_side
-from leank_train.forward.kernels import kernel_order, tried_in
 from leank_train.forward.plan import Piece, Plan, document_pieces, own_pieces
 from leank_train.forward.prefix import Branch, Prefix, to_device
 from leank_train.forward.visibility import Visibility, visibility

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data_gen.amount import amount
+from leank.data_gen.amount import amount
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ STRAIGHT_THROUGH = ("binary", "alpha_beta")
 # Factor of the loss in the backward pass of a float16 model. The official loss is a mean over thousands of units and
 # tokens, so most gradients of hidden states lie below float16's smallest number, 6e-8. In bfloat16 they do not. The
 # paper's loss is a sum, whose gradients times this factor would lie beyond float16's largest number.
-FLOAT16_FACTOR = 4096.0
 
 
 def answer_rows(hidden: Tensor, question_lengths: Tensor, answer_tokens: int) -> Tensor:

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
-from data_gen.amount import amount
-from data_gen.ending import in_one_line
-from leank_train.common.typed import BadConfig, Checked, OneOf, Positive, shown
-from leank_train.forward.kernels import KERNELS
+from leank.data_gen.amount import amount
+from leank.data_gen.ending import in_one_line
+from leank.kernels import KERNELS
+from leank.typed import BadConfig, Checked, OneOf, Positive, shown
 from leank_train.running.preempt import environments
 
 OWN_SETTINGS = ("sequence_parallel", "shard_weights", "prefill_kernel")  # settings that lightning.Trainer does not take

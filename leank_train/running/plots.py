@@ -16,9 +16,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from leank_train.common.files import write_bytes
-from leank_train.common.rotary import mean_by_pair
-from leank_train.mask import ChannelMask
+from leank.files import write_bytes
+from leank.mask import ChannelMask
+from leank.rotary import mean_by_pair
 
 if TYPE_CHECKING:
     from matplotlib.typing import RcKeyType

@@ -11,7 +11,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
 
-from data_gen.amount import amount, plural
+from leank.data_gen.amount import amount, plural
 
 PHASES = {
     "stage1": "learns a score for every key channel",

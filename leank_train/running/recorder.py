@@ -13,9 +13,9 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.serialization import MAP_LOCATION
 
-from leank_train.common.files import write_bytes
-from leank_train.common.tensor_files import read_checkpoint, write_checkpoint
-from leank_train.mask import refuse_not_finite
+from leank.files import write_bytes
+from leank.mask import refuse_not_finite
+from leank.tensor_files import read_checkpoint, write_checkpoint
 
 BINS = 50  # of the histograms of alpha
 PREVIOUS = "previous.ckpt"

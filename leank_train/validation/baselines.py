@@ -7,7 +7,7 @@ defines the scores.
 import torch
 from torch import Tensor
 
-from leank_train.channel_scores import best, query_key_scores, wide
+from leank.channel_scores import best, query_key_scores, wide
 from leank_train.forward.prefix import Branch, Prefix, to_device
 
 

@@ -6,16 +6,16 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from data_gen.request import Request
-from data_gen.sample import Document
-from data_gen.tasks import RULER_NIAH, task
-from data_gen.tokens import counter_of
-from leank_train.backbone import Backbone
-from leank_train.channel_scores import MeanScores, lowest_frequencies, random_mask
-from leank_train.common.files import write_text
+from leank.backbone import Backbone
+from leank.channel_scores import MeanScores, lowest_frequencies, random_mask
+from leank.data_gen.request import Request
+from leank.data_gen.sample import Document
+from leank.data_gen.tasks import RULER_NIAH, task
+from leank.data_gen.tokens import counter_of
+from leank.files import write_text
+from leank.mask import ChannelMask
 from leank_train.data import collate
 from leank_train.forward.branching import branch, prefill
-from leank_train.mask import ChannelMask
 from leank_train.running.metrics import Metrics
 from leank_train.running.progress import Meter
 from leank_train.settings import RunConfig

@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_gen.sample import Document
-from leank_train.backbone import Backbone
-from leank_train.common import bootstrap
-from leank_train.common.escape import markdown_table
+from leank import bootstrap
+from leank.backbone import Backbone
+from leank.data_gen.sample import Document
+from leank.escape import markdown_table
+from leank.mask import ChannelMask
 from leank_train.data import pad
 from leank_train.forward.branching import branch, decode, prefill
 from leank_train.forward.prefix import Branch, Prefix
-from leank_train.mask import ChannelMask
 from leank_train.validation.baselines import think_mask
 
 OBSERVED = 32  # queries that ThinK and the static norm observe

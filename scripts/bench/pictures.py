@@ -25,9 +25,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from data_gen.ending import again, ending
-from eval.report.style import INK, SETTINGS, plain, sheet
-from leank_train.common.files import write_text
+from leank.data_gen.ending import again, ending
+from leank.eval.report.style import INK, SETTINGS, plain, sheet
+from leank.files import write_text
 from scripts.bench.quality.documents_plot import draw_documents
 
 # Okabe and Ito's six that do not fade on white, then three more; an SVG in an <img> cannot take the colour of its page

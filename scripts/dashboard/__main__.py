@@ -21,14 +21,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
-from data_gen.ending import again, ending
-from eval.report.html import figure, page, title, to_table
-from eval.report.plots import draw
-from eval.report.records import RunSummary, Summary
-from eval.report.style import PALETTE, SETTINGS, plain, sheet, svg
-from eval.report.table import ReportTable, TableLine
-from eval.report.tables import number, overall
-from leank_train.common.files import write_text
+from leank.data_gen.ending import again, ending
+from leank.eval.report.html import figure, page, title, to_table
+from leank.eval.report.plots import draw
+from leank.eval.report.records import RunSummary, Summary
+from leank.eval.report.style import PALETTE, SETTINGS, plain, sheet, svg
+from leank.eval.report.table import ReportTable, TableLine
+from leank.eval.report.tables import number, overall
+from leank.files import write_text
 from scripts.dashboard.runs import FinishedRun, Points, evaluation_points, evaluations, training_points, trainings
 from scripts.dashboard.wandb_workspace import saved, workspace
 

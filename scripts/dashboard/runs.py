@@ -10,12 +10,12 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from eval.report.groups import group
-from eval.report.records import RunSummary, Summary
-from eval.report.summary import summarise_groups
-from eval.rows.results import GLOB, read
-from leank_train.common.tensor_files import read_checkpoint
-from leank_train.mask import ChannelMask
+from leank.eval.report.groups import group
+from leank.eval.report.records import RunSummary, Summary
+from leank.eval.report.summary import summarise_groups
+from leank.eval.rows.results import GLOB, read
+from leank.mask import ChannelMask
+from leank.tensor_files import read_checkpoint
 from leank_train.running.metrics import Metrics
 from leank_train.settings import plain
 

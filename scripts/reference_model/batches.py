@@ -16,16 +16,16 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from data_gen.request import Request
-from data_gen.sample import Document
-from data_gen.task import Task
-from data_gen.tasks import CHAINS, RULER_NIAH, TASKS
-from data_gen.tasks.chain import Chain
-from data_gen.tasks.niah import Niah
-from data_gen.tasks.passkey import Passkey
-from data_gen.tasks.vt import VariableTracking
-from data_gen.tasks.word_counts import CWE_HEADER, numbered
-from data_gen.tokens import TokenCounter
+from leank.data_gen.request import Request
+from leank.data_gen.sample import Document
+from leank.data_gen.task import Task
+from leank.data_gen.tasks import CHAINS, RULER_NIAH, TASKS
+from leank.data_gen.tasks.chain import Chain
+from leank.data_gen.tasks.niah import Niah
+from leank.data_gen.tasks.passkey import Passkey
+from leank.data_gen.tasks.vt import VariableTracking
+from leank.data_gen.tasks.word_counts import CWE_HEADER, numbered
+from leank.data_gen.tokens import TokenCounter
 from scripts.reference_model.recipe import LENGTHS, RECIPES, ROOM, STAGES, Recipe
 
 _HAYSTACKS = ("noise", "essay", "needle")

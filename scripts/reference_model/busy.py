@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoTokenizer, DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from data_gen.amount import amount
-from leank_train.common.escape import csv_rows
-from leank_train.common.files import write_text
+from leank.data_gen.amount import amount
+from leank.escape import csv_rows
+from leank.files import write_text
 from scripts.reference_model.batches import TrainingRow, evaluation_rows
 from scripts.reference_model.evaluation import right_tokens
 from scripts.reference_model.recipe import UNORDERED

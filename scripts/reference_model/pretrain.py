@@ -30,7 +30,7 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from leank_train.common.tensor_files import read_checkpoint, write_checkpoint
+from leank.tensor_files import read_checkpoint, write_checkpoint
 from scripts.reference_model.batches import Batches, TrainingBatch, evaluation_rows
 from scripts.reference_model.clock import Clock
 from scripts.reference_model.evaluation import Answers, evaluate, record
@@ -46,10 +46,10 @@ def make_tokenizer(folder: Path, vocabulary: int = 4096, text: Path | None = Non
     """Byte-level BPE over the shipped text and word lists, and a quarter of `text`; digits are split one by one."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-    from data_gen import haystack
-    from data_gen.request import Request
-    from data_gen.tasks import TASKS
-    from data_gen.tokens import TokenCounter
+    from leank.data_gen import haystack
+    from leank.data_gen.request import Request
+    from leank.data_gen.tasks import TASKS
+    from leank.data_gen.tokens import TokenCounter
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

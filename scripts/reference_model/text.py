@@ -44,8 +44,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data_gen import haystack
-from data_gen.amount import amount
+from leank.data_gen import haystack
+from leank.data_gen.amount import amount
 
 # package -> the files that hold prose
 SOURCES = {

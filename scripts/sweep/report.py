@@ -17,11 +17,11 @@ import numpy as np
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
-from eval.report.summary import summarise
-from eval.rows.results import GLOB, read
-from leank_train.common.escape import csv_text, markdown_table
-from leank_train.common.escape import markdown as escaped
-from leank_train.common.files import name_of, write_bytes, write_text
+from leank.escape import csv_text, markdown_table
+from leank.escape import markdown as escaped
+from leank.eval.report.summary import summarise
+from leank.eval.rows.results import GLOB, read
+from leank.files import name_of, write_bytes, write_text
 from leank_train.settings import NOT_IN_HASH, plain
 
 RESULT, OWN, AVERAGE, DENSE = "metrics.json", "validation", "average", "dense"

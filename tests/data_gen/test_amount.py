@@ -2,7 +2,7 @@
 
 import pytest
 
-from data_gen.amount import amount
+from leank.data_gen.amount import amount
 
 
 @pytest.mark.parametrize(

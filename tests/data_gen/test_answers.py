@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_gen import haystack
-from data_gen.request import Request
-from data_gen.sample import Document
-from data_gen.tasks import RULER_NIAH, TASKS
-from data_gen.tasks.niah import Niah, join
-from data_gen.tasks.passkey import HEADER as PASSKEY_HEADER
-from data_gen.tasks.passkey import Passkey
-from data_gen.tokens import TokenCounter
+from leank.data_gen import haystack
+from leank.data_gen.request import Request
+from leank.data_gen.sample import Document
+from leank.data_gen.tasks import RULER_NIAH, TASKS
+from leank.data_gen.tasks.niah import Niah, join
+from leank.data_gen.tasks.passkey import HEADER as PASSKEY_HEADER
+from leank.data_gen.tasks.passkey import Passkey
+from leank.data_gen.tokens import TokenCounter
 from tests.helpers.text_tokenizers import tokenizer
 
 NEEDLE = re.compile(r"One of the special magic (\w+) for (.+?) is: (\S+)\.")

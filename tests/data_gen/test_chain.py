@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from data_gen.request import Request
-from data_gen.tasks import CHAINS
-from data_gen.tasks.chain import Chain
-from data_gen.tokens import TokenCounter
+from leank.data_gen.request import Request
+from leank.data_gen.tasks import CHAINS
+from leank.data_gen.tasks.chain import Chain
+from leank.data_gen.tokens import TokenCounter
 from tests.helpers.text_tokenizers import tokenizer
 
 COUNTER = TokenCounter(tokenizer("reference"))

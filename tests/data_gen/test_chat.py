@@ -4,10 +4,10 @@ import copy
 
 import pytest
 
-from data_gen.chat import prompt, rendered, template, template_tokens
-from data_gen.request import Request
-from data_gen.tasks import TASKS
-from data_gen.tokens import TokenCounter
+from leank.data_gen.chat import prompt, rendered, template, template_tokens
+from leank.data_gen.request import Request
+from leank.data_gen.tasks import TASKS
+from leank.data_gen.tokens import TokenCounter
 from tests.helpers.text_tokenizers import tokenizer
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from datasets import load_from_disk
 
-from data_gen.__main__ import READERS, main, write
-from data_gen.request import Request
-from data_gen.sample import Sample
-from data_gen.tasks import TASKS
-from data_gen.tokens import TokenCounter
+from leank.data_gen.__main__ import READERS, main, write
+from leank.data_gen.request import Request
+from leank.data_gen.sample import Sample
+from leank.data_gen.tasks import TASKS
+from leank.data_gen.tokens import TokenCounter
 from tests.helpers.text_tokenizers import tokenizer
 
 

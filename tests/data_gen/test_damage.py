@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_gen import reading
-from data_gen.haystack import sentences
-from data_gen.tasks.qa import read as read_qa
-from data_gen.tasks.word_counts import vocabulary
+from leank.data_gen import reading
+from leank.data_gen.haystack import sentences
+from leank.data_gen.tasks.qa import read as read_qa
+from leank.data_gen.tasks.word_counts import vocabulary
 from tests import DATA
 
 QA = DATA / "qa"

@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 
-from data_gen.ending import ending, out_of_memory
+from leank.data_gen.ending import ending, out_of_memory
 
 NO_ROOM = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from data_gen.request import Request
-from data_gen.sample import Document
-from data_gen.tasks import TASKS
-from data_gen.tasks.chain import Chain
-from data_gen.tasks.niah import Niah
-from data_gen.tasks.passkey import Passkey
-from data_gen.tokens import TokenCounter
+from leank.data_gen.request import Request
+from leank.data_gen.sample import Document
+from leank.data_gen.tasks import TASKS
+from leank.data_gen.tasks.chain import Chain
+from leank.data_gen.tasks.niah import Niah
+from leank.data_gen.tasks.passkey import Passkey
+from leank.data_gen.tokens import TokenCounter
 from tests.helpers.text_tokenizers import KINDS, tokenizer
 
 TRAINING = ("kv", "multivalue", "multikey", "multiquery", "passkey")

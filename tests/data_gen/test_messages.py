@@ -5,20 +5,20 @@ from dataclasses import replace
 
 import pytest
 
-from data_gen import haystack
-from data_gen.request import Request
-from data_gen.tasks import TASKS, Mixture, task
-from data_gen.tasks.niah import Niah
-from data_gen.tasks.passkey import Passkey
-from data_gen.tasks.qa import QuestionAnswering
-from data_gen.tasks.vt import VariableTracking
-from data_gen.tasks.word_counts import FrequentWords
+from leank.data_gen import haystack
+from leank.data_gen.request import Request
+from leank.data_gen.tasks import TASKS, Mixture, task
+from leank.data_gen.tasks.niah import Niah
+from leank.data_gen.tasks.passkey import Passkey
+from leank.data_gen.tasks.qa import QuestionAnswering
+from leank.data_gen.tasks.vt import VariableTracking
+from leank.data_gen.tasks.word_counts import FrequentWords
 from tests.helpers.text_tokenizers import tokenizer
 
 
 @pytest.fixture(scope="module")
 def request_kv():
-    from data_gen.tokens import TokenCounter
+    from leank.data_gen.tokens import TokenCounter
 
     return Request("kv", 2048, TokenCounter(tokenizer("reference")), 0, 0)
 

@@ -8,9 +8,9 @@ from itertools import islice
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from data_gen.request import Request
-from data_gen.tasks import TASKS, Mixture
-from data_gen.tokens import TokenCounter
+from leank.data_gen.request import Request
+from leank.data_gen.tasks import TASKS, Mixture
+from leank.data_gen.tokens import TokenCounter
 from tests.helpers.text_tokenizers import tokenizer
 
 WEIGHTS = {"kv": 1.0, "multivalue": 2.0, "multikey": 1.0, "multiquery": 1.0, "vt": 1.0, "fwe": 1.0}

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from data_gen.request import Request
-from data_gen.tasks import RULER
-from data_gen.tasks.qa import QuestionAnswering, read
-from data_gen.tokens import TokenCounter
+from leank.data_gen.request import Request
+from leank.data_gen.tasks import RULER
+from leank.data_gen.tasks.qa import QuestionAnswering, read
+from leank.data_gen.tokens import TokenCounter
 from tests import DATA
 from tests.helpers.text_tokenizers import tokenizer
 

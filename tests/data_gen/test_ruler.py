@@ -13,13 +13,13 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
-from data_gen import haystack
-from data_gen.request import Request
-from data_gen.sample import Document
-from data_gen.tasks import RULER, TASKS
-from data_gen.tasks.niah import DEPTHS
-from data_gen.tasks.word_counts import zeta
-from data_gen.tokens import TokenCounter
+from leank.data_gen import haystack
+from leank.data_gen.request import Request
+from leank.data_gen.sample import Document
+from leank.data_gen.tasks import RULER, TASKS
+from leank.data_gen.tasks.niah import DEPTHS
+from leank.data_gen.tasks.word_counts import zeta
+from leank.data_gen.tokens import TokenCounter
 from tests import DATA
 from tests.helpers.ruler_skeleton import fingerprint, skeleton
 from tests.helpers.text_tokenizers import KINDS, tokenizer

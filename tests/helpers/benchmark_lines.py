@@ -3,8 +3,8 @@
 from dataclasses import asdict
 from types import SimpleNamespace
 
-from data_gen.gsm.infinite import realistic
-from data_gen.gsm.symbolic import symbolic
+from leank.data_gen.gsm.infinite import realistic
+from leank.data_gen.gsm.symbolic import symbolic
 
 CONFIG = SimpleNamespace(max_position_embeddings=None)
 

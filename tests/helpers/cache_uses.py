@@ -2,7 +2,7 @@
 
 import torch
 
-from eval.cache import compressed_cache
+from leank.eval.cache import compressed_cache
 
 SIZES = (2, 6, 3)  # sink, window, flush
 GREEDY = {"do_sample": False, "pad_token_id": 0}

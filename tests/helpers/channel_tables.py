@@ -2,7 +2,7 @@
 
 import torch
 
-from eval.cache.storage.channels import KeptChannels
+from leank.eval.cache.storage.channels import KeptChannels
 
 
 def random_tables(seed, batch, heads, dim):

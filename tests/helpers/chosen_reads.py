@@ -2,8 +2,8 @@
 
 import torch
 
-from eval.methods.reads.double_sparsity import Labels
-from eval.methods.reads.quest import Quest
+from leank.eval.methods.reads.double_sparsity import Labels
+from leank.eval.methods.reads.quest import Quest
 from tests.helpers.kernels import ON_GPU
 
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32  # in the interpreter what is chosen shall not depend on rounding

@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from eval.cache.attention import (
+from leank.eval.cache.attention import (
     choice_kernel,
     chosen_kernel,
     kernel,
@@ -25,8 +25,8 @@ from eval.cache.attention import (
     weights_kernel,
     work,
 )
-from eval.methods.tokens import rkv_kernel
-from eval.methods.tokens.rkv_launch import UNIT as WHOLE
+from leank.eval.methods.tokens import rkv_kernel
+from leank.eval.methods.tokens.rkv_launch import UNIT as WHOLE
 
 UNIT = -64  # log2 of unpacking_kernel.unit_of in bfloat16
 SUBNORMAL = -133  # log2 of bfloat16's smallest number, which a byte counts

@@ -6,11 +6,11 @@ from omegaconf import OmegaConf
 
 def training(*overrides):
     """conf/train with these overrides, as the command gets it."""
-    with initialize_config_module("conf.train", version_base="1.3"):
+    with initialize_config_module("leank.conf.train", version_base="1.3"):
         return compose("train", list(overrides))
 
 
 def evaluation(*overrides):
     """conf/eval with these overrides, resolved, in built-in types."""
-    with initialize_config_module("conf.eval", version_base="1.3"):
+    with initialize_config_module("leank.conf.eval", version_base="1.3"):
         return OmegaConf.to_container(compose("eval", list(overrides)), resolve=True)

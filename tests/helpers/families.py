@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from leank_train.common.escape import markdown_table
+from leank.escape import markdown_table
 
 WINDOW = 64  # of layers with a sliding window
 BASE = {

@@ -11,12 +11,12 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from hypothesis import strategies as st
 
-from eval.inference.models import ModelConfig
-from eval.methods import CACHE_SETTINGS, REGISTRY, Method
-from eval.run.build import BENCHMARKS
-from eval.run.settings import Settings
-from leank_train.common.typed import Checked, OneOf
-from leank_train.running.wandb_log import LoggerConfig
+from leank.eval.inference.models import ModelConfig
+from leank.eval.methods import CACHE_SETTINGS, REGISTRY, Method
+from leank.eval.run.build import BENCHMARKS
+from leank.eval.run.settings import Settings
+from leank.typed import Checked, OneOf
+from leank.wandb_log import LoggerConfig
 from leank_train.settings import RunConfig
 
 LARGEST = 2**53

@@ -2,8 +2,8 @@
 
 import torch
 
-from eval.cache import compressed_cache
-from eval.cache.graph import DecodeLoop
+from leank.eval.cache import compressed_cache
+from leank.eval.cache.graph import DecodeLoop
 
 
 def prompts(vocabulary=50, device="cpu", length=40):

@@ -2,23 +2,27 @@
 
 # the rooms (folders and files) of a package from the top floor down: each imports from its own floor's rooms below
 LAYERS = {
-    "data_gen": [
+    "leank.data_gen": [
         {"__main__"}, {"tasks"}, {"task"}, {"fit"}, {"request"}, {"haystack", "sample", "gsm"},
         {"tokens", "reading", "chat", "ending", "amount"},
     ],
+    "leank": [
+        {"wandb_log", "launch", "commands"}, {"backbone"}, {"channel_scores", "head", "decoder"}, {"mask", "rotary"},
+        {"shape", "tensor_files", "typed", "model_folder", "bootstrap", "escape", "finite", "kernels"}, {"files"},
+    ],
     "leank_train": [
         {"__main__"}, {"train"}, {"fitting", "validation"}, {"run_folder"}, {"settings"}, {"stopping"}, {"stages"},
-        {"running"}, {"data"}, {"backbone"}, {"channel_scores"}, {"objective"}, {"forward"}, {"mask"}, {"common"},
+        {"running"}, {"data"}, {"objective"}, {"forward"}, {"autograd"},
     ],
-    "eval": [
+    "leank.eval": [
         {"__main__"}, {"lm_eval"}, {"papers"}, {"run"}, {"report"}, {"rows"}, {"methods"}, {"inference"},
         {"benchmarks"}, {"metrics", "published"}, {"serving"}, {"cache"},
     ],
-    "eval.cache": [
+    "leank.eval.cache": [
         {"cache"}, {"generate", "memory", "saved"}, {"graph"}, {"hook"}, {"layer"}, {"rows_layer"}, {"attention"},
         {"storage"},
     ],
-    "eval.methods": [
+    "leank.eval.methods": [
         {"match"}, {"memory"}, {"base"}, {"tokens", "bits", "reads", "prefill"}, {"channels"}, {"common"},
         {"registry"}, {"axes"}, {"held"},
     ],

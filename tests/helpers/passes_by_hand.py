@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from transformers import AttentionInterface, DynamicCache
 
-from eval.methods.prefill.asl import ASL
-from eval.methods.prefill.fastkv import FastKV
-from eval.methods.prefill.pyramid_infer import PyramidInfer
+from leank.eval.methods.prefill.asl import ASL
+from leank.eval.methods.prefill.fastkv import FastKV
+from leank.eval.methods.prefill.pyramid_infer import PyramidInfer
 from tests.conftest import tiny_model
 from tests.helpers.cache_oracle import VOCAB
 

@@ -5,15 +5,15 @@ import dataclasses
 import torch
 from transformers import DynamicCache
 
-from eval.benchmarks.base import Cell
-from eval.benchmarks.row import Row
-from eval.cache.hook import ATTENTION
-from eval.methods import Method
-from eval.methods.channels.leank import LeanK
-from eval.methods.channels.lowest_frequencies import LowestFrequencies
-from eval.methods.channels.random import Random
-from eval.methods.channels.think import ThinK
-from leank_train.mask import ChannelMask
+from leank.eval.benchmarks.base import Cell
+from leank.eval.benchmarks.row import Row
+from leank.eval.cache.hook import ATTENTION
+from leank.eval.methods import Method
+from leank.eval.methods.channels.leank import LeanK
+from leank.eval.methods.channels.lowest_frequencies import LowestFrequencies
+from leank.eval.methods.channels.random import Random
+from leank.eval.methods.channels.think import ThinK
+from leank.mask import ChannelMask
 from tests.helpers.cache_oracle import VOCAB, random_keep
 
 SIZES = {"sink": 2, "window": 6, "flush": 4, "backend": "torch"}
@@ -76,7 +76,7 @@ def alone(model, method, ids, new_tokens, prefill, eos=None, min_new_tokens=None
 
     prefill: a dense pass over this prompt alone, for masks that depend on the sample.
     """
-    from eval.cache import compressed_cache
+    from leank.eval.cache import compressed_cache
 
     cache = DynamicCache(config=model.config)
     if method.channels is not None:

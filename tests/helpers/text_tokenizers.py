@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from data_gen import haystack
+from leank.data_gen import haystack
 
 KINDS = ("reference", "gpt4", "sentencepiece")
 # words with one character before them, numbers by three, and line ends that join the punctuation before them

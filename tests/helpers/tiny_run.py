@@ -51,7 +51,7 @@ def save_model(
 
 def settings(model: Path | str, *overrides: str) -> DictConfig:
     """The configuration of a small run, changed by Hydra overrides."""
-    with initialize_config_dir(str(files("conf.train")), version_base="1.3"):
+    with initialize_config_dir(str(files("leank.conf.train")), version_base="1.3"):
         return compose("train", overrides=[*command(model), *overrides])
 
 

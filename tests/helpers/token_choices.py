@@ -2,8 +2,8 @@
 
 import torch
 
-from eval.inference.prefill import prefill
-from eval.methods.tokens.duo_attention import DuoAttention
+from leank.eval.inference.prefill import prefill
+from leank.eval.methods.tokens.duo_attention import DuoAttention
 from tests.helpers.cache_oracle import HEADS, left_padded, tiny_model
 
 

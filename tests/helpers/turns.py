@@ -2,19 +2,19 @@
 
 import torch
 
-from eval.cache.hook import ATTENTION
-from eval.inference.prefill import extend
-from eval.methods import Method
-from eval.methods.bits.kivi import KIVI
-from eval.methods.channels.leank import LeanK
-from eval.methods.channels.think import ThinK
-from eval.methods.reads.quest import Quest
-from eval.methods.tokens.h2o import H2O
-from eval.methods.tokens.lethe import Lethe
-from eval.methods.tokens.rkv import RKV
-from eval.methods.tokens.snapkv import SnapKV
-from eval.methods.tokens.tova import TOVA
-from leank_train.mask import ChannelMask
+from leank.eval.cache.hook import ATTENTION
+from leank.eval.inference.prefill import extend
+from leank.eval.methods import Method
+from leank.eval.methods.bits.kivi import KIVI
+from leank.eval.methods.channels.leank import LeanK
+from leank.eval.methods.channels.think import ThinK
+from leank.eval.methods.reads.quest import Quest
+from leank.eval.methods.tokens.h2o import H2O
+from leank.eval.methods.tokens.lethe import Lethe
+from leank.eval.methods.tokens.rkv import RKV
+from leank.eval.methods.tokens.snapkv import SnapKV
+from leank.eval.methods.tokens.tova import TOVA
+from leank.mask import ChannelMask
 from tests.helpers.cache_oracle import left_padded, random_keep
 from tests.helpers.replay_tools import SIZES
 

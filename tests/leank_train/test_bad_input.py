@@ -18,8 +18,8 @@ from transformers import (
 )
 from transformers import StableLmForCausalLM as StableLm
 
-from leank_train.common.files import write_bytes
-from leank_train.mask import ChannelMask
+from leank.files import write_bytes
+from leank.mask import ChannelMask
 from leank_train.objective import distill
 from leank_train.stages import Stage
 from leank_train.train import run
@@ -207,7 +207,7 @@ def test_a_mask_of_another_shape_or_model(model_folder, tmp_path):
 
 
 def test_an_answer_without_tokens(model_folder, tmp_path, no_step, monkeypatch):
-    monkeypatch.setattr("leank_train.backbone.Backbone.encode", lambda self, text: [])
+    monkeypatch.setattr("leank.backbone.Backbone.encode", lambda self, text: [])
     says(
         lambda: run(settings(model_folder), tmp_path / "run"),
         r"the answer ' \d+\.' to .* has no tokens: nothing to distil",
@@ -249,7 +249,7 @@ def test_out_of_memory_on_a_cpu(model_folder, tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
 
-    monkeypatch.setattr("leank_train.backbone.load", full)
+    monkeypatch.setattr("leank.backbone.load", full)
     says(lambda: run(settings(model_folder), tmp_path), "out of memory while loading the model; lower the precision")
 
 
@@ -260,7 +260,7 @@ def test_out_of_gpu_memory(model_folder, tmp_path, monkeypatch, where):
 
     sizes = [r"lower data\.max_length=400, data\.questions=2, data\.documents=1"]
     if where == "loading":
-        monkeypatch.setattr("leank_train.backbone.load", full)
+        monkeypatch.setattr("leank.backbone.load", full)
         sizes = [r"lower the precision, model\.dtype=auto"]
     elif where == "validation":
         monkeypatch.setattr(compare.validation, "decode", full)
@@ -282,7 +282,7 @@ def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
     def no_disk(*args):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("leank_train.common.files.os.replace", no_disk)
+    monkeypatch.setattr("leank.files.os.replace", no_disk)
     with pytest.raises(OSError, match="No space"):
         write_bytes(target, b"second")
     assert [p.name for p in target.parent.iterdir()] == ["result.json"]

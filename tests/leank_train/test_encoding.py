@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from eval.benchmarks.row import Row
-from eval.inference.prompts import encode
-from leank_train.backbone import Backbone, eos_ids
+from leank.backbone import Backbone, eos_ids
+from leank.eval.benchmarks.row import Row
+from leank.eval.inference.prompts import encode
 from tests.helpers.text_tokenizers import tokenizer
 
 CONTEXT, QUESTION, PREFIX = "A document about ships.", "\nWhat is it about?", " It is about"

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eval.inference.models import ModelConfig, load_model
-from leank_train.common.tensor_files import read_checkpoint, write_checkpoint
-from leank_train.mask import FORMAT, ChannelMask
+from leank.eval.inference.models import ModelConfig, load_model
+from leank.mask import FORMAT, ChannelMask
+from leank.tensor_files import read_checkpoint, write_checkpoint
 from leank_train.stages import Stage
 from leank_train.train import run
 from tests.helpers.refusals import says

@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from leank_train.mask import ChannelMask
+from leank.mask import ChannelMask
 from leank_train.running.recorder import Recorder
 from leank_train.stages import Stage
 from leank_train.train import run

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from data_gen import haystack
+from leank.data_gen import haystack
+from leank.files import Lock
+from leank.mask import ChannelMask
+from leank.tensor_files import read_tensors
+from leank.typed import BadConfig
 from leank_train import run_folder
-from leank_train.common.files import Lock
-from leank_train.common.tensor_files import read_tensors
-from leank_train.common.typed import BadConfig
-from leank_train.mask import ChannelMask
 from leank_train.running import parallel
 from leank_train.running.recorder import Recorder
 from leank_train.settings import check, fingerprint, plain
@@ -197,7 +197,7 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
     def no_locks(*args):
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr("leank_train.common.files.fcntl.flock", no_locks)
+    monkeypatch.setattr("leank.files.fcntl.flock", no_locks)
     with pytest.warns(UserWarning, match=r"lock cannot be locked .*; start no second run in its folder"):
         Lock(tmp_path / "lock", "busy").close()
 

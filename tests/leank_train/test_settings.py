@@ -14,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from eval.inference.models import ModelConfig
-from eval.methods import REGISTRY, choice, method
-from eval.run.build import BENCHMARKS, build_benchmark
-from eval.run.settings import Settings
-from leank_train import backbone, settings
-from leank_train.common.typed import BadConfig, Checked, Count, OneOf, Positive, Share, _rules, typed
-from leank_train.running.wandb_log import LoggerConfig, make_logger
+from leank import backbone
+from leank.eval.inference.models import ModelConfig
+from leank.eval.methods import REGISTRY, choice, method
+from leank.eval.run.build import BENCHMARKS, build_benchmark
+from leank.eval.run.settings import Settings
+from leank.typed import BadConfig, Checked, Count, OneOf, Positive, Share, _rules, typed
+from leank.wandb_log import LoggerConfig, make_logger
+from leank_train import settings
 from tests.helpers.composed import training
 
 OLD = """

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from data_gen.request import Request
-from data_gen.tasks import task
-from data_gen.tokens import TokenCounter
-from leank_train import backbone as backbones
-from leank_train.common.shape import kv_shape
-from leank_train.mask import ChannelMask
+from leank import backbone as backbones
+from leank.data_gen.request import Request
+from leank.data_gen.tasks import task
+from leank.data_gen.tokens import TokenCounter
+from leank.mask import ChannelMask
+from leank.shape import kv_shape
 from leank_train.validation.evaluate import evaluate
 
 FOLDERS = {name: Path(str(files("leank_train"))) / "assets" / name for name in backbones.SHIPPED}

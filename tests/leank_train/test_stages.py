@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from data_gen.tasks import Mixture
-from leank_train import backbone as backbones
+from leank import backbone as backbones
+from leank.data_gen.tasks import Mixture
 from leank_train.data import collate
 from leank_train.stages import PruningConfig, Stage1, StageConfig
 

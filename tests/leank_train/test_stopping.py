@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_gen.tasks import Mixture
-from leank_train import backbone as backbones
-from leank_train.common.typed import BadConfig
+from leank import backbone as backbones
+from leank.data_gen.tasks import Mixture
+from leank.typed import BadConfig
 from leank_train.data import HELD_OUT, RetrievalData, Steps
 from leank_train.running.recorder import Recorder
 from leank_train.settings import check, fingerprint

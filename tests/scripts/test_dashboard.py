@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 from wandb_workspaces.workspaces import Workspace
 
-from eval.report import summarise
-from eval.rows.results import Results
-from leank_train.mask import ChannelMask
+from leank.eval.report import summarise
+from leank.eval.rows.results import Results
+from leank.mask import ChannelMask
 from scripts.dashboard.__main__ import against_ratio, main, set_loss_axis, training_table
 from scripts.dashboard.runs import evaluation_points, evaluations, training_points, trainings
 from tests.helpers.report_rows import Checker, grid, row

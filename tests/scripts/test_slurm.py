@@ -15,7 +15,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from eval.rows.results import key_of, read
+from leank.eval.rows.results import key_of, read
 from leank_train.train import run
 from scripts.cluster.local_slurm import LocalSlurm, missing
 from tests import ROOT

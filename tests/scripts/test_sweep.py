@@ -20,7 +20,7 @@ from scripts.sweep import __main__ as sweep
 from scripts.sweep import report as sweep_report
 from tests.helpers.report_rows import row as eval_row
 
-CONF = str(files("conf.train"))
+CONF = str(files("leank.conf.train"))
 
 
 def composed(overrides, **kwargs):

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.cache.attention import batched
-from eval.cache.attention.ranking import Ranking
-from eval.cache.attention.softmax import PLAIN, Softmax
-from eval.cache.storage.store import Store
+from leank.eval.cache.attention import batched
+from leank.eval.cache.attention.ranking import Ranking
+from leank.eval.cache.attention.softmax import PLAIN, Softmax
+from leank.eval.cache.storage.store import Store
 
 if TYPE_CHECKING:
-    from eval.cache.attention.chosen import Chosen
-    from eval.cache.attention.launch import Kernel
+    from leank.eval.cache.attention.chosen import Chosen
+    from leank.eval.cache.attention.launch import Kernel
 
 
 class Backend(Protocol):
@@ -145,13 +145,13 @@ class Auto:
         )
         if reason is None and store.reads is not None:
             if isinstance(getattr(store.reads, "ranking", None), Ranking):
-                from eval.cache.attention.chosen import Chosen
+                from leank.eval.cache.attention.chosen import Chosen
 
                 self.chosen = self.chosen or Chosen(programs=self.options.get("programs", 0))
                 return self.chosen
             reason = f"the kernel cannot rank what {type(store.reads).__name__} reads"
         if reason is None:
-            from eval.cache.attention.launch import Kernel
+            from leank.eval.cache.attention.launch import Kernel
 
             self.kernel = self.kernel or Kernel(**self.options)
             return self.kernel

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from eval.cache.attention.softmax import PLAIN, Softmax
-from eval.cache.storage.padded import Padded, channel_columns
-from eval.cache.storage.store import Store
-from eval.cache.storage.upload import upload
+from leank.eval.cache.attention.softmax import PLAIN, Softmax
+from leank.eval.cache.storage.padded import Padded, channel_columns
+from leank.eval.cache.storage.store import Store
+from leank.eval.cache.storage.upload import upload
 
 
 def attend(store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:

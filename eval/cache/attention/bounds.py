@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.cache.attention.batched import layout_of
-from eval.cache.storage.store import Store
-from eval.cache.storage.upload import upload
+from leank.eval.cache.attention.batched import layout_of
+from leank.eval.cache.storage.store import Store
+from leank.eval.cache.storage.upload import upload
 
 
 class Bounds:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from eval.cache.attention.ranking_kernel import BEST, BEST_STRIDE, FIELDS, SCORES, STRIDE, held
+from leank.eval.cache.attention.ranking_kernel import BEST, BEST_STRIDE, FIELDS, SCORES, STRIDE, held
 
 LEAST = tl.constexpr(-(2**31))  # below every score's order
 HIGHEST = tl.constexpr(2**31 - 1)

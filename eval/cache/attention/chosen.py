@@ -9,14 +9,14 @@ import torch
 import triton
 from torch import Tensor
 
-from eval.cache.attention import batched, choice_kernel, chosen_kernel, ranking_kernel
-from eval.cache.attention.bounds import Bounds
-from eval.cache.attention.launch import Kernel, multiprocessors
-from eval.cache.attention.places import places
-from eval.cache.attention.ranking import Ranking
-from eval.cache.attention.softmax import LOG2_E, PLAIN, Softmax
-from eval.cache.storage.store import Store
-from eval.cache.storage.upload import update
+from leank.eval.cache.attention import batched, choice_kernel, chosen_kernel, ranking_kernel
+from leank.eval.cache.attention.bounds import Bounds
+from leank.eval.cache.attention.launch import Kernel, multiprocessors
+from leank.eval.cache.attention.places import places
+from leank.eval.cache.attention.ranking import Ranking
+from leank.eval.cache.attention.softmax import LOG2_E, PLAIN, Softmax
+from leank.eval.cache.storage.store import Store
+from leank.eval.cache.storage.upload import update
 
 ROWS = 16  # of a tile: the fewest that tensor cores take; a group has no more query heads
 MOST_BLOCK = 16384  # candidates that a program of `choose` holds in registers

@@ -10,9 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from eval.cache.attention import places
-from eval.cache.attention.kernel import merge, real_rows, sink_and_window, store_rows
-from eval.cache.attention.ranking_kernel import CHANNELS, FIELDS, PROMPT_K, TAIL_K, held, line
+from leank.eval.cache.attention import places
+from leank.eval.cache.attention.kernel import merge, real_rows, sink_and_window, store_rows
+from leank.eval.cache.attention.ranking_kernel import CHANNELS, FIELDS, PROMPT_K, TAIL_K, held, line
 
 PROMPT_V, TAIL_V = tl.constexpr(int(places.Column.PROMPT_V)), tl.constexpr(int(places.Column.TAIL_V))
 SINK_K, SINK_V = tl.constexpr(int(places.Column.SINK_K)), tl.constexpr(int(places.Column.SINK_V))

@@ -1,7 +1,7 @@
 """Dense causal attention for prompts: SDPA on real tokens only, so that no [T, T] mask is ever built for padding.
 
 cuDNN's attention, SDPA's first choice on recent GPUs, plans for tens of milliseconds whenever a shape is new. Only
-calls that are long enough to gain by it may use it (`leank_train.forward.kernels.cudnn_pays`).
+calls that are long enough to gain by it may use it (`leank.kernels.cudnn_pays`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from eval.cache.attention.softmax import PLAIN, Softmax, written_out
-from eval.cache.storage.pages import round_up
-from eval.cache.storage.upload import upload
-from leank_train.forward.kernels import cudnn_forward, cudnn_pays, flash_forward, flash_takes
+from leank.eval.cache.attention.softmax import PLAIN, Softmax, written_out
+from leank.eval.cache.storage.pages import round_up
+from leank.eval.cache.storage.upload import upload
+from leank.kernels import cudnn_forward, cudnn_pays, flash_forward, flash_takes
 
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # Calls that use one of cuDNN's plans: those of all layers, and of later prompts that have the same shape. 84 calls are

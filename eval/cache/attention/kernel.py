@@ -14,10 +14,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from eval.cache.attention import work
-from eval.cache.attention.kernel_middle import add_kept, middle, step, wait_for_the_launch_ahead
-from eval.cache.attention.quantised_kernel import packed_middle
-from eval.cache.attention.weights_kernel import logits_of, store_lse
+from leank.eval.cache.attention import work
+from leank.eval.cache.attention.kernel_middle import add_kept, middle, step, wait_for_the_launch_ahead
+from leank.eval.cache.attention.quantised_kernel import packed_middle
+from leank.eval.cache.attention.weights_kernel import logits_of, store_lse
 
 # What the kernel reads of the work table, as constants that Triton compiles in.
 SINK, WINDOW, TAIL = tl.constexpr(work.SINK), tl.constexpr(work.WINDOW), tl.constexpr(work.TAIL)

@@ -10,13 +10,13 @@ import torch
 import triton
 from torch import Tensor
 
-from eval.cache.attention import kernel, packing_kernel, ring_kernel, work
-from eval.cache.attention.softmax import LOG2_E, PLAIN, Softmax
-from eval.cache.attention.weights import Room, Weights
-from eval.cache.storage.pages import PAGE
-from eval.cache.storage.quantised import Packing
-from eval.cache.storage.store import Store
-from eval.cache.storage.upload import update
+from leank.eval.cache.attention import kernel, packing_kernel, ring_kernel, work
+from leank.eval.cache.attention.softmax import LOG2_E, PLAIN, Softmax
+from leank.eval.cache.attention.weights import Room, Weights
+from leank.eval.cache.storage.pages import PAGE
+from leank.eval.cache.storage.quantised import Packing
+from leank.eval.cache.storage.store import Store
+from leank.eval.cache.storage.upload import update
 
 MAX_ROWS = 32  # query tokens x heads of a group in one tile; more query tokens take several passes, called chunks
 MOVED = 32  # tokens that a program of `move` holds in registers at a time

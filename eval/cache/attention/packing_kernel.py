@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from eval.cache.attention.quantised_kernel import HALF, ROOM
+from leank.eval.cache.attention.quantised_kernel import HALF, ROOM
 
 AT_ONCE = tl.constexpr(32)  # lines of channels: all at once took 254 registers, which left room for two programs
 

@@ -7,8 +7,8 @@ from enum import IntEnum
 import numpy as np
 from torch import Tensor
 
-from eval.cache.attention.ranking import Ranking
-from eval.cache.storage.store import Store
+from leank.eval.cache.attention.ranking import Ranking
+from leank.eval.cache.storage.store import Store
 
 
 class Column(IntEnum):

@@ -16,9 +16,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from eval.cache.attention.kernel_middle import gather
-from eval.cache.attention.unpacking_kernel import numbers, scale_and_zero, unit_of
-from eval.cache.storage import quantised
+from leank.eval.cache.attention.kernel_middle import gather
+from leank.eval.cache.attention.unpacking_kernel import numbers, scale_and_zero, unit_of
+from leank.eval.cache.storage import quantised
 
 HALF = tl.constexpr(32)  # tokens of a page that are multiplied at a time
 ROOM = tl.constexpr(quantised.ROOM)

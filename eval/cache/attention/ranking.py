@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from eval.cache.attention.bounds import Bounds
+from leank.eval.cache.attention.bounds import Bounds
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from eval.cache.attention import places
-from eval.cache.attention.kernel_middle import gather
+from leank.eval.cache.attention import places
+from leank.eval.cache.attention.kernel_middle import gather
 
 FIELDS = tl.constexpr(places.FIELDS)
 PROMPT_K, TAIL_K = tl.constexpr(int(places.Column.PROMPT_K)), tl.constexpr(int(places.Column.TAIL_K))

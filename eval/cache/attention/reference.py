@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eval.cache.attention.softmax import PLAIN, Softmax
-from eval.cache.storage.store import Store
+from leank.eval.cache.attention.softmax import PLAIN, Softmax
+from leank.eval.cache.storage.store import Store
 
 
 def attend(store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:

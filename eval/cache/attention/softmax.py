@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leank_train.forward.attention import SCORES_AT_ONCE
+from leank.kernels import SCORES_AT_ONCE
 
 LOG2_E = math.log2(math.e)  # what a launch multiplies logits by, because kernels compute 2^x, not e^x
 UNKNOWN = ("position_bias", "indices", "block_indices", "sinks")  # arguments of some models that are not implemented

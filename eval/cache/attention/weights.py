@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.cache.attention import weights_kernel
-from eval.cache.storage.eviction import Choice, Eviction
-from eval.cache.storage.pages import PAGE
-from eval.cache.storage.store import GROWTH, Store
-from eval.cache.storage.upload import update
+from leank.eval.cache.attention import weights_kernel
+from leank.eval.cache.storage.eviction import Choice, Eviction
+from leank.eval.cache.storage.pages import PAGE
+from leank.eval.cache.storage.store import GROWTH, Store
+from leank.eval.cache.storage.upload import update
 
 BLOCK = 256  # tokens whose weights a program adds, or whose scores it moves, at a time
 SLICE = 64  # channels of a token that a program moves

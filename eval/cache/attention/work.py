@@ -14,7 +14,7 @@ from enum import IntEnum
 import numpy as np
 from torch import Tensor
 
-from eval.cache.storage.store import Store
+from leank.eval.cache.storage.store import Store
 
 SINK, WINDOW, PROMPT, TAIL = range(4)
 STORAGE_PARTS = 4

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from leank_train.common.tensor_files import DIGEST, digest
+from leank.tensor_files import DIGEST, digest
 
 FORMAT = "leank-cache-4"
 EARLIER = ("leank-cache-1", "leank-cache-2", "leank-cache-3")  # without digests of headers; other rooms of packed pages

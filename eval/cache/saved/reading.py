@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from data_gen.request import LONGEST
-from eval.cache.layer import CompressedLayer
-from eval.cache.saved.header import (
+from leank.data_gen.request import LONGEST
+from leank.eval.cache.layer import CompressedLayer
+from leank.eval.cache.saved.header import (
     COUNTS,
     CURE,
     EARLIER,
@@ -28,14 +28,14 @@ from eval.cache.saved.header import (
     mask_digest,
     model_digest,
 )
-from eval.cache.storage.channels import KeptChannels
-from eval.cache.storage.middle import Middle
-from eval.cache.storage.pages import PAGE, Extent
-from eval.cache.storage.quantised import Packing
-from eval.cache.storage.segment import Segment
-from eval.cache.storage.sizes import Sizes
-from eval.cache.storage.store import Store
-from leank_train.common.tensor_files import DamagedFile, read_tensors
+from leank.eval.cache.storage.channels import KeptChannels
+from leank.eval.cache.storage.middle import Middle
+from leank.eval.cache.storage.pages import PAGE, Extent
+from leank.eval.cache.storage.quantised import Packing
+from leank.eval.cache.storage.segment import Segment
+from leank.eval.cache.storage.sizes import Sizes
+from leank.eval.cache.storage.store import Store
+from leank.tensor_files import DamagedFile, read_tensors
 
 
 class Saved:

@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from eval.cache.layer import CompressedLayer
-from eval.cache.saved.header import COUNTS, ENDS, FORMAT, SEGMENTS, digests, mask_digest, model_digest
-from eval.cache.storage.pages import PAGE
-from eval.cache.storage.quantised import Packing, QuantisedSegment
-from eval.cache.storage.segment import Segment
-from leank_train.common.tensor_files import write_tensors
+from leank.eval.cache.layer import CompressedLayer
+from leank.eval.cache.saved.header import COUNTS, ENDS, FORMAT, SEGMENTS, digests, mask_digest, model_digest
+from leank.eval.cache.storage.pages import PAGE
+from leank.eval.cache.storage.quantised import Packing, QuantisedSegment
+from leank.eval.cache.storage.segment import Segment
+from leank.tensor_files import write_tensors
 
 
 def save(path: str | os.PathLike[str], layers: Sequence[Any], model: PreTrainedModel) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from eval.cache.storage.store import BackendPlan, Store
+from leank.eval.cache.storage.store import BackendPlan, Store
 
 
 @dataclass(frozen=True)

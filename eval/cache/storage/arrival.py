@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from eval.cache.storage.store import Store
+from leank.eval.cache.storage.store import Store
 
 
 def pieces(store: Store, new: int) -> Iterator[slice]:

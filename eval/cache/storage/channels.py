@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_gen.amount import amount
-from eval.cache.storage.upload import upload
-from leank_train.mask import ChannelMask
+from leank.data_gen.amount import amount
+from leank.eval.cache.storage.upload import upload
+from leank.mask import ChannelMask
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedConfig

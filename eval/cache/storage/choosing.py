@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from eval.cache.storage import choosing_kernel
+from leank.eval.cache.storage import choosing_kernel
 
 BLOCK = 1024  # most tokens that a program looks at together
 

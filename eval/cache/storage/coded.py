@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from eval.cache.storage.channels import KeptChannels
-from eval.cache.storage.pages import Extent
-from eval.cache.storage.segment import Segment
+from leank.eval.cache.storage.channels import KeptChannels
+from leank.eval.cache.storage.pages import Extent
+from leank.eval.cache.storage.segment import Segment
 
 
 class KeyCode(Protocol):

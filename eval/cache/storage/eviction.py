@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from eval.cache.storage.padded import compacted
-from eval.cache.storage.segment import Segment
-from eval.cache.storage.upload import upload
+from leank.eval.cache.storage.padded import compacted
+from leank.eval.cache.storage.segment import Segment
+from leank.eval.cache.storage.upload import upload
 
 SCORE = 4  # bytes of one token's score in one KV head
 ENDLESS = 1 << 40  # tokens: more than ever come
@@ -185,7 +185,7 @@ class HeavyHitters(Eviction):
             return None
         first, most = int(sink.max()), int(middle.max())
         if kernel:
-            from eval.cache.storage.choosing import heaviest
+            from leank.eval.cache.storage.choosing import heaviest
 
             ranked = self.launched(prompt, tail, first, most)
             return Choice(heaviest(ranked, tail.length_dev, self.heavy), np.minimum(middle, self.heavy))

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from eval.cache.storage.channels import KeptChannels
-from eval.cache.storage.eviction import Eviction
-from eval.cache.storage.pages import Extent
-from eval.cache.storage.segment import Segment, TokenSegment
+from leank.eval.cache.storage.channels import KeptChannels
+from leank.eval.cache.storage.eviction import Eviction
+from leank.eval.cache.storage.pages import Extent
+from leank.eval.cache.storage.segment import Segment, TokenSegment
 
 
 class Codec(Protocol):

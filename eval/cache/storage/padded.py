@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.cache.storage.channels import KeptChannels
-from eval.cache.storage.pages import PAGE, lines, round_up
-from eval.cache.storage.quantised import QuantisedSegment
-from eval.cache.storage.segment import Segment
-from eval.cache.storage.upload import upload
+from leank.eval.cache.storage.channels import KeptChannels
+from leank.eval.cache.storage.pages import PAGE, lines, round_up
+from leank.eval.cache.storage.quantised import QuantisedSegment
+from leank.eval.cache.storage.segment import Segment
+from leank.eval.cache.storage.upload import upload
 
 
 def channel_columns(table: KeptChannels) -> Tensor:

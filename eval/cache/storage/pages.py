@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.cache.storage.channels import KeptChannels
-from eval.cache.storage.upload import upload
+from leank.eval.cache.storage.channels import KeptChannels
+from leank.eval.cache.storage.upload import upload
 
 PAGE = 64  # tokens
 

@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from eval.cache.storage.cells import Cells
-from eval.cache.storage.folds import K_FOLDS, V_FOLDS, fold, unfold
-from eval.cache.storage.pages import PAGE, Count, Extent, round_up
-from eval.cache.storage.segment import Segment
-from eval.cache.storage.upload import update, upload
-from eval.cache.storage.writing import COPIED, alike
+from leank.eval.cache.storage.cells import Cells
+from leank.eval.cache.storage.folds import K_FOLDS, V_FOLDS, fold, unfold
+from leank.eval.cache.storage.pages import PAGE, Count, Extent, round_up
+from leank.eval.cache.storage.segment import Segment
+from leank.eval.cache.storage.upload import update, upload
+from leank.eval.cache.storage.writing import COPIED, alike
 
 ROOM = 16  # a page has room for a multiple of so many channels of K
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from eval.cache.storage.folds import VECTOR_FOLDS, fold, unfold
-from eval.cache.storage.pages import PAGE, Count, Extent, round_up
-from eval.cache.storage.quantised import Packing, QuantisedSegment
+from leank.eval.cache.storage.folds import VECTOR_FOLDS, fold, unfold
+from leank.eval.cache.storage.pages import PAGE, Count, Extent, round_up
+from leank.eval.cache.storage.quantised import Packing, QuantisedSegment
 
 
 @functools.lru_cache(maxsize=512)

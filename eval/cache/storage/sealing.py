@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.cache.storage.eviction import Eviction, moved_up
-from eval.cache.storage.segment import Segment
-from eval.cache.storage.upload import upload
+from leank.eval.cache.storage.eviction import Eviction, moved_up
+from leank.eval.cache.storage.segment import Segment
+from leank.eval.cache.storage.upload import upload
 
 
 class PromptRoom:

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.cache.storage.channels import KeptChannels
-from eval.cache.storage.pages import Extent, Regions, spread, words
-from eval.cache.storage.upload import update, upload
-from eval.cache.storage.writing import write
+from leank.eval.cache.storage.channels import KeptChannels
+from leank.eval.cache.storage.pages import Extent, Regions, spread, words
+from leank.eval.cache.storage.upload import update, upload
+from leank.eval.cache.storage.writing import write
 
 
 def _stretched(start: np.ndarray, size: np.ndarray, room: np.ndarray) -> np.ndarray:

@@ -8,8 +8,8 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from data_gen.request import LONGEST
-from eval.cache.storage.pages import PAGE, round_up
+from leank.data_gen.request import LONGEST
+from leank.eval.cache.storage.pages import PAGE, round_up
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_gen.amount import amount
-from eval.cache.storage.channels import KeptChannels
-from eval.cache.storage.middle import Middle
-from eval.cache.storage.pages import PAGE, Extent, round_up
-from eval.cache.storage.ring import resized, write_columns, write_prompt
-from eval.cache.storage.sealing import begin_eviction, padded_left_only, seal_middle
-from eval.cache.storage.sizes import Sizes, middle_columns, real_positions
-from eval.cache.storage.upload import capturing, update, upload
+from leank.data_gen.amount import amount
+from leank.eval.cache.storage.channels import KeptChannels
+from leank.eval.cache.storage.middle import Middle
+from leank.eval.cache.storage.pages import PAGE, Extent, round_up
+from leank.eval.cache.storage.ring import resized, write_columns, write_prompt
+from leank.eval.cache.storage.sealing import begin_eviction, padded_left_only, seal_middle
+from leank.eval.cache.storage.sizes import Sizes, middle_columns, real_positions
+from leank.eval.cache.storage.upload import capturing, update, upload
 
 Write = Callable[["Store", Tensor, Tensor], Tensor]
 Move = Callable[["Store", np.ndarray], None]

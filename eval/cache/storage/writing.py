@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.cache.storage.channels import KeptChannels
-from eval.cache.storage.pages import PAGE, Regions, lines, spread
-from eval.cache.storage.upload import upload
+from leank.eval.cache.storage.channels import KeptChannels
+from leank.eval.cache.storage.pages import PAGE, Regions, lines, spread
+from leank.eval.cache.storage.upload import upload
 
 COPIED = 1 << 24  # elements copied at once; the limit bounds the temporary tensors of a long prompt
 SCATTERED = 4  # pieces of rows that are not alike from which all are written at once

@@ -10,13 +10,13 @@ from typing import Annotated
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from eval.cache.storage.pages import round_up
-from eval.cache.storage.quantised import Packing
-from eval.cache.storage.sizes import Sizes
-from eval.methods.axes import Bits
-from eval.methods.held import Held
-from leank_train.common.shape import kv_shape
-from leank_train.common.typed import OneOf, Positive
+from leank.eval.cache.storage.pages import round_up
+from leank.eval.cache.storage.quantised import Packing
+from leank.eval.cache.storage.sizes import Sizes
+from leank.eval.methods.axes import Bits
+from leank.eval.methods.held import Held
+from leank.shape import kv_shape
+from leank.typed import OneOf, Positive
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from eval.cache.storage.coded import Coding
-from eval.inference.prefill import Prefill
-from eval.methods.axes import Bits
-from eval.methods.common.calibrated import FromSamples
-from eval.methods.common.observed import seen
-from eval.methods.held import Held
-from leank_train.channel_scores import pruned, wide
+from leank.channel_scores import pruned, wide
+from leank.eval.cache.storage.coded import Coding
+from leank.eval.inference.prefill import Prefill
+from leank.eval.methods.axes import Bits
+from leank.eval.methods.common.calibrated import FromSamples
+from leank.eval.methods.common.observed import seen
+from leank.eval.methods.held import Held
 
 
 @dataclass(frozen=True)

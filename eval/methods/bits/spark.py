@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
-from eval.cache.storage.coded import Coding
-from eval.inference.prefill import Prefill, PromptLayer
-from eval.methods.axes import Bits
-from eval.methods.held import Held
-from leank_train.channel_scores import pruned, top, wide
-from leank_train.common.typed import OneOf, Positive, Share
+from leank.channel_scores import pruned, top, wide
+from leank.eval.cache.storage.coded import Coding
+from leank.eval.inference.prefill import Prefill, PromptLayer
+from leank.eval.methods.axes import Bits
+from leank.eval.methods.held import Held
+from leank.typed import OneOf, Positive, Share
 
 RECOVERY = ("mean", "none")
 INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}

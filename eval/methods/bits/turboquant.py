@@ -10,10 +10,10 @@ from typing import Annotated
 
 from transformers import PreTrainedConfig
 
-from eval.cache.storage.rotated import Rotation
-from eval.methods.axes import Bits
-from eval.methods.held import Held
-from leank_train.common.typed import OneOf, Seed
+from leank.eval.cache.storage.rotated import Rotation
+from leank.eval.methods.axes import Bits
+from leank.eval.methods.held import Held
+from leank.typed import OneOf, Seed
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from eval.inference.prefill import Prefill
-from eval.methods.axes import Channels, Observe
-from eval.methods.registry import choice, name_of
-from leank_train.common.shape import kv_shape
-from leank_train.common.typed import Positive
+from leank.eval.inference.prefill import Prefill
+from leank.eval.methods.axes import Channels, Observe
+from leank.eval.methods.registry import choice, name_of
+from leank.shape import kv_shape
+from leank.typed import Positive
 
 
 @dataclass(frozen=True)

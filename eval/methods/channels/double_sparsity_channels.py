@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eval.inference.prefill import Prefill
-from eval.methods.common.calibrated import Calibrated
-from eval.methods.common.observed import seen
-from leank_train.common.typed import Positive, Samples
+from leank.eval.inference.prefill import Prefill
+from leank.eval.methods.common.calibrated import Calibrated
+from leank.eval.methods.common.observed import seen
+from leank.typed import Positive, Samples
 
 
 @dataclass(frozen=True)

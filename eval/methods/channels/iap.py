@@ -15,12 +15,12 @@ from annotated_types import Ge
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from eval.inference.prefill import Prefill
-from eval.methods.axes import Uniform
-from eval.methods.common.observed import seen
-from leank_train.channel_scores import pruned, top
-from leank_train.common.shape import kv_shape
-from leank_train.common.typed import Count, Positive, Share
+from leank.channel_scores import pruned, top
+from leank.eval.inference.prefill import Prefill
+from leank.eval.methods.axes import Uniform
+from leank.eval.methods.common.observed import seen
+from leank.shape import kv_shape
+from leank.typed import Count, Positive, Share
 
 
 @dataclass(frozen=True)

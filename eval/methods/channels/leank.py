@@ -15,9 +15,9 @@ from pydantic import InstanceOf
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from eval.inference.prefill import Prefill
-from eval.methods.axes import Channels
-from leank_train.mask import ChannelMask
+from leank.eval.inference.prefill import Prefill
+from leank.eval.methods.axes import Channels
+from leank.mask import ChannelMask
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from typing import Annotated
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from eval.inference.prefill import Prefill
-from eval.methods.channels.leank import LeanK
-from eval.methods.channels.think import think_scores
-from leank_train.channel_scores import GROUPS, top
-from leank_train.common.typed import OneOf, Positive
+from leank.channel_scores import GROUPS, top
+from leank.eval.inference.prefill import Prefill
+from leank.eval.methods.channels.leank import LeanK
+from leank.eval.methods.channels.think import think_scores
+from leank.typed import OneOf, Positive
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from eval.inference.prefill import Prefill
-from eval.methods.axes import Uniform
-from leank_train.channel_scores import lowest_frequencies
-from leank_train.common.shape import kv_shape
-from leank_train.common.typed import Share
+from leank.channel_scores import lowest_frequencies
+from leank.eval.inference.prefill import Prefill
+from leank.eval.methods.axes import Uniform
+from leank.shape import kv_shape
+from leank.typed import Share
 
 
 @dataclass(frozen=True)

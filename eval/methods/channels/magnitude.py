@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from eval.inference.prefill import Prefill
-from eval.methods.axes import Uniform
-from eval.methods.common.observed import seen
-from leank_train.channel_scores import best
-from leank_train.common.typed import OneOf, Share
+from leank.channel_scores import best
+from leank.eval.inference.prefill import Prefill
+from leank.eval.methods.axes import Uniform
+from leank.eval.methods.common.observed import seen
+from leank.typed import OneOf, Share
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from eval.inference.prefill import Prefill
-from eval.methods.common.calibrated import Calibrated
-from eval.methods.common.observed import seen
-from leank_train.common.rotary import rotates_halves
+from leank.eval.inference.prefill import Prefill
+from leank.eval.methods.common.calibrated import Calibrated
+from leank.eval.methods.common.observed import seen
+from leank.rotary import rotates_halves
 
 
 @dataclass(frozen=True)

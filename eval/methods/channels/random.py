@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from eval.inference.prefill import Prefill
-from eval.methods.axes import Uniform
-from leank_train.channel_scores import random_mask
-from leank_train.common.shape import kv_shape
-from leank_train.common.typed import Seed, Share
+from leank.channel_scores import random_mask
+from leank.eval.inference.prefill import Prefill
+from leank.eval.methods.axes import Uniform
+from leank.shape import kv_shape
+from leank.typed import Seed, Share
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from eval.cache.attention.softmax import written_out
-from eval.inference.prefill import Prefill
-from eval.methods.axes import Uniform
-from eval.methods.common.observed import Seen, seen
-from leank_train.channel_scores import GROUPS, best, pruned, query_key_scores
-from leank_train.common.shape import kv_shape
-from leank_train.common.typed import OneOf, Positive, Share
+from leank.channel_scores import GROUPS, best, pruned, query_key_scores
+from leank.eval.cache.attention.softmax import written_out
+from leank.eval.inference.prefill import Prefill
+from leank.eval.methods.axes import Uniform
+from leank.eval.methods.common.observed import Seen, seen
+from leank.shape import kv_shape
+from leank.typed import OneOf, Positive, Share
 
 
 @dataclass(frozen=True)

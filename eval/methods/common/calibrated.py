@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from data_gen.sample import Sample
-from data_gen.tasks import task
-from eval.benchmarks.ruler import draw
-from eval.inference.prefill import Prefill
-from eval.methods.axes import Axis, Observe, Uniform
-from leank_train.channel_scores import MeanScores, best
-from leank_train.common.typed import Positive, Samples, Seed, Share
+from leank.channel_scores import MeanScores, best
+from leank.data_gen.sample import Sample
+from leank.data_gen.tasks import task
+from leank.eval.benchmarks.ruler import draw
+from leank.eval.inference.prefill import Prefill
+from leank.eval.methods.axes import Axis, Observe, Uniform
+from leank.typed import Positive, Samples, Seed, Share
 
 
 class Calibration(dict[tuple[object, ...], Tensor]):

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from data_gen.amount import amount
-from eval.inference.prefill import Prefill, PromptLayer
-from leank_train.channel_scores import wide
+from leank.channel_scores import wide
+from leank.data_gen.amount import amount
+from leank.eval.inference.prefill import Prefill, PromptLayer
 
 
 class Seen(NamedTuple):

@@ -12,15 +12,15 @@ from annotated_types import Gt, Lt
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from eval.cache.storage.eviction import SCORE, HeavyHitters
-from eval.cache.storage.sizes import Sizes
-from eval.inference.prefill import Prefill, PromptLayer
-from eval.methods.axes import Tokens
-from eval.methods.common.selection import keep_chosen, middle_budget
-from eval.methods.held import Held
-from leank_train.channel_scores import top
-from leank_train.common.shape import kv_shape
-from leank_train.common.typed import Positive
+from leank.channel_scores import top
+from leank.eval.cache.storage.eviction import SCORE, HeavyHitters
+from leank.eval.cache.storage.sizes import Sizes
+from leank.eval.inference.prefill import Prefill, PromptLayer
+from leank.eval.methods.axes import Tokens
+from leank.eval.methods.common.selection import keep_chosen, middle_budget
+from leank.eval.methods.held import Held
+from leank.shape import kv_shape
+from leank.typed import Positive
 
 Budget = Positive | Annotated[float, Gt(0), Lt(1)]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from eval.cache.storage.sizes import Sizes, middle_columns, real_positions
-from eval.inference.prefill import Prefill, PromptLayer
+from leank.eval.cache.storage.sizes import Sizes, middle_columns, real_positions
+from leank.eval.inference.prefill import Prefill, PromptLayer
 
 Scores = Callable[[PromptLayer, Tensor | None], Tensor]  # (layer, its real columns [B, T]) -> scores [B, H, T]
 Choose = Callable[[Tensor, Tensor], Tensor]  # (scores [B, H, T], -inf outside the middle; count [B]) -> bool [B, H, T]

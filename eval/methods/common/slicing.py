@@ -18,11 +18,11 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
-from data_gen.amount import amount
-from eval.inference.observe import received
-from eval.inference.prefill import Prefill, PromptLayer
-from eval.methods.axes import PromptPass
-from eval.methods.common.scored import Budget
+from leank.data_gen.amount import amount
+from leank.eval.inference.observe import received
+from leank.eval.inference.prefill import Prefill, PromptLayer
+from leank.eval.methods.axes import PromptPass
+from leank.eval.methods.common.scored import Budget
 
 Choose = Callable[[int, PromptLayer], Tensor | None]
 POOLING = {"avg": torch.avg_pool1d, "max": torch.max_pool1d}

@@ -16,8 +16,8 @@ from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from eval.inference.prefill import Prefill, PromptLayer, prefill
-from eval.methods.common.slicing import (
+from leank.eval.inference.prefill import Prefill, PromptLayer, prefill
+from leank.eval.methods.common.slicing import (
     RowPass,
     check_window,
     layer_at,
@@ -25,7 +25,7 @@ from eval.methods.common.slicing import (
     window_and_best,
     window_scores,
 )
-from leank_train.common.typed import Count, Positive
+from leank.typed import Count, Positive
 
 NOWHERE = -1  # in place of the layer, where none was selected
 DEEP = 24  # layers from which on the paper's rule is used; the paper's models have 28 and 32

@@ -12,9 +12,9 @@ from typing import Annotated
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from eval.inference.prefill import Prefill, PromptLayer, prefill
-from eval.methods.common.scored import Budget
-from eval.methods.common.slicing import (
+from leank.eval.inference.prefill import Prefill, PromptLayer, prefill
+from leank.eval.methods.common.scored import Budget
+from leank.eval.methods.common.slicing import (
     POOLING,
     RowPass,
     check_window,
@@ -23,7 +23,7 @@ from eval.methods.common.slicing import (
     window_and_best,
     window_scores,
 )
-from leank_train.common.typed import Count, OneOf, Positive
+from leank.typed import Count, OneOf, Positive
 
 
 @dataclass(frozen=True)

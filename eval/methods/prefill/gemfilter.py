@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from eval.inference.prefill import Prefill, PromptLayer, prefill
-from eval.methods.common.slicing import RowPass, check_kernel, layer_at, slicing
-from leank_train.common.typed import Count, Positive
+from leank.eval.inference.prefill import Prefill, PromptLayer, prefill
+from leank.eval.methods.common.slicing import RowPass, check_kernel, layer_at, slicing
+from leank.typed import Count, Positive
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from annotated_types import Ge, Gt, Le
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from eval.inference.prefill import Prefill, PromptLayer, prefill
-from eval.methods.common.slicing import RowPass, slicing, window_and_best
-from leank_train.common.typed import Count, OneOf, Positive
+from leank.eval.inference.prefill import Prefill, PromptLayer, prefill
+from leank.eval.methods.common.slicing import RowPass, slicing, window_and_best
+from leank.typed import Count, OneOf, Positive
 
 SCHEDULES = ("cosine", "linear")
 

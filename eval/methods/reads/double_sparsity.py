@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from eval.cache.attention.ranking import Ranking
-from eval.cache.storage.middle import Columns
-from eval.cache.storage.sizes import Sizes
-from eval.cache.storage.store import Store
-from eval.methods.axes import Observe, Reads
-from eval.methods.channels.double_sparsity_channels import DoubleSparsityChannels
-from eval.methods.common.calibrated import Calibration
-from eval.methods.common.selection import middle_budget
-from leank_train.common.typed import Count, OneOf, Positive, Samples, Seed, Share
+from leank.eval.cache.attention.ranking import Ranking
+from leank.eval.cache.storage.middle import Columns
+from leank.eval.cache.storage.sizes import Sizes
+from leank.eval.cache.storage.store import Store
+from leank.eval.methods.axes import Observe, Reads
+from leank.eval.methods.channels.double_sparsity_channels import DoubleSparsityChannels
+from leank.eval.methods.common.calibrated import Calibration
+from leank.eval.methods.common.selection import middle_budget
+from leank.typed import Count, OneOf, Positive, Samples, Seed, Share
 
 
 @dataclass(frozen=True)

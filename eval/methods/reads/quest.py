@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from eval.cache.attention.bounds import Bounds
-from eval.cache.attention.ranking import Ranking
-from eval.cache.storage.middle import Columns
-from eval.cache.storage.sizes import Sizes
-from eval.cache.storage.store import Store
-from eval.methods.axes import Reads
-from eval.methods.common.selection import middle_budget
-from eval.methods.held import Held
-from leank_train.common.typed import Count, Positive
+from leank.eval.cache.attention.bounds import Bounds
+from leank.eval.cache.attention.ranking import Ranking
+from leank.eval.cache.storage.middle import Columns
+from leank.eval.cache.storage.sizes import Sizes
+from leank.eval.cache.storage.store import Store
+from leank.eval.methods.axes import Reads
+from leank.eval.methods.common.selection import middle_budget
+from leank.eval.methods.held import Held
+from leank.typed import Count, Positive
 
 
 @dataclass(frozen=True)

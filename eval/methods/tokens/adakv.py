@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from eval.cache.storage.sizes import Sizes
-from eval.inference.prefill import Prefill, PromptLayer
-from eval.methods.common.scored import Scored
-from eval.methods.registry import choice, name_of
-from leank_train.channel_scores import top
-from leank_train.common.typed import Share
+from leank.channel_scores import top
+from leank.eval.cache.storage.sizes import Sizes
+from leank.eval.inference.prefill import Prefill, PromptLayer
+from leank.eval.methods.common.scored import Scored
+from leank.eval.methods.registry import choice, name_of
+from leank.typed import Share
 
 
 @dataclass(frozen=True)

@@ -19,17 +19,17 @@ from annotated_types import Ge, Le
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from data_gen.amount import amount
-from data_gen.sample import Sample
-from data_gen.tasks import task
-from eval.benchmarks.ruler import draw
-from eval.cache.storage.sizes import Sizes
-from eval.inference.prefill import Prefill, PromptLayer
-from eval.methods.axes import Observe, Tokens
-from eval.methods.common.calibrated import Calibration
-from leank_train.channel_scores import lowest_frequencies
-from leank_train.common.shape import kv_shape
-from leank_train.common.typed import OneOf, Positive, Seed
+from leank.channel_scores import lowest_frequencies
+from leank.data_gen.amount import amount
+from leank.data_gen.sample import Sample
+from leank.data_gen.tasks import task
+from leank.eval.benchmarks.ruler import draw
+from leank.eval.cache.storage.sizes import Sizes
+from leank.eval.inference.prefill import Prefill, PromptLayer
+from leank.eval.methods.axes import Observe, Tokens
+from leank.eval.methods.common.calibrated import Calibration
+from leank.shape import kv_shape
+from leank.typed import OneOf, Positive, Seed
 
 CALIBRATION = ("task", "length", "seed", "queries")
 COUNTS = ("nearest", "authors")

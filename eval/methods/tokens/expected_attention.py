@@ -15,12 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from eval.inference.prefill import PromptLayer
-from eval.methods.common.scored import Scored
-from leank_train.channel_scores import wide
-from leank_train.common.rotary import layer_ropes, rotates_halves
-from leank_train.common.shape import kv_shape
-from leank_train.common.typed import Count, Positive
+from leank.channel_scores import wide
+from leank.eval.inference.prefill import PromptLayer
+from leank.eval.methods.common.scored import Scored
+from leank.rotary import layer_ropes, rotates_halves
+from leank.shape import kv_shape
+from leank.typed import Count, Positive
 
 STATIC = ("default", "linear", "llama3", "yarn")  # kinds of RoPE whose frequencies do not depend on the length
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from eval.cache.storage.eviction import HeavyHitters
-from eval.inference.prefill import PromptLayer
-from eval.methods.common.scored import Evicting
+from leank.eval.cache.storage.eviction import HeavyHitters
+from leank.eval.inference.prefill import PromptLayer
+from leank.eval.methods.common.scored import Evicting
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 from transformers import PreTrainedConfig
 
-from eval.inference.prefill import PromptLayer
-from eval.methods.common.scored import Scored
-from leank_train.channel_scores import wide
+from leank.channel_scores import wide
+from leank.eval.inference.prefill import PromptLayer
+from leank.eval.methods.common.scored import Scored
 
 
 @dataclass(frozen=True)

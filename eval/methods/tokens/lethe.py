@@ -15,14 +15,14 @@ from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from eval.cache.storage.eviction import SCORE, Choice, Eviction, largest
-from eval.cache.storage.segment import Segment
-from eval.cache.storage.sizes import Sizes
-from eval.cache.storage.upload import upload
-from eval.inference.prefill import Prefill, PromptLayer
-from eval.methods.axes import Tokens
-from eval.methods.held import Held
-from leank_train.common.typed import Count, OneOf, Positive, Share
+from leank.eval.cache.storage.eviction import SCORE, Choice, Eviction, largest
+from leank.eval.cache.storage.segment import Segment
+from leank.eval.cache.storage.sizes import Sizes
+from leank.eval.cache.storage.upload import upload
+from leank.eval.inference.prefill import Prefill, PromptLayer
+from leank.eval.methods.axes import Tokens
+from leank.eval.methods.held import Held
+from leank.typed import Count, OneOf, Positive, Share
 
 READINGS = ("text", "printed")
 
@@ -160,7 +160,7 @@ class Rounds(Eviction):
         self, due: np.ndarray, length: Tensor, most: int, held: np.ndarray, sink: np.ndarray, window: np.ndarray
     ) -> tuple[Tensor, np.ndarray]:
         """What `_chosen` returns, in one launch; length: int64 [B, H] on the device, most: tokens of a middle."""
-        from eval.methods.tokens.lethe_rounds import rounds
+        from leank.eval.methods.tokens.lethe_rounds import rounds
 
         settings = self.settings
         recent = (settings.recent_ratio * held).astype(np.int64)

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.cache.storage.choosing import block
-from eval.cache.storage.upload import upload
-from eval.methods.tokens import lethe_kernel
+from leank.eval.cache.storage.choosing import block
+from leank.eval.cache.storage.upload import upload
+from leank.eval.methods.tokens import lethe_kernel
 
 
 def rounds(

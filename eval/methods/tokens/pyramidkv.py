@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from eval.cache.storage.sizes import Sizes
-from eval.inference.models import windows_of
-from eval.inference.prefill import Prefill, PromptLayer
-from eval.methods.tokens.snapkv import SnapKV
-from leank_train.common.shape import kv_shape
-from leank_train.common.typed import OneOf, Positive
+from leank.eval.cache.storage.sizes import Sizes
+from leank.eval.inference.models import windows_of
+from leank.eval.inference.prefill import Prefill, PromptLayer
+from leank.eval.methods.tokens.snapkv import SnapKV
+from leank.shape import kv_shape
+from leank.typed import OneOf, Positive
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,16 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from eval.cache.attention.backend import why_not
-from eval.cache.storage.eviction import HeavyHitters
-from eval.cache.storage.segment import Segment
-from eval.cache.storage.sizes import Sizes
-from eval.inference.observe import received
-from eval.inference.prefill import PromptLayer
-from eval.methods.common.scored import Evicting
-from eval.methods.common.slicing import check_kernel
-from leank_train.channel_scores import wide
-from leank_train.common.typed import Positive
+from leank.channel_scores import wide
+from leank.eval.cache.attention.backend import why_not
+from leank.eval.cache.storage.eviction import HeavyHitters
+from leank.eval.cache.storage.segment import Segment
+from leank.eval.cache.storage.sizes import Sizes
+from leank.eval.inference.observe import received
+from leank.eval.inference.prefill import PromptLayer
+from leank.eval.methods.common.scored import Evicting
+from leank.eval.methods.common.slicing import check_kernel
+from leank.typed import Positive
 
 BLOCK = 1024  # keys compared at once with all others; the limit bounds memory
 
@@ -112,7 +112,7 @@ class Redundant(HeavyHitters):
         return self.settings.ranked(share, redundant)
 
     def launched(self, prompt: Segment, tail: Segment, sink: int, most: int) -> Tensor:
-        from eval.methods.tokens.rkv_launch import ranking
+        from leank.eval.methods.tokens.rkv_launch import ranking
 
         settings = self.settings
         return ranking(self.scores, tail, sink, most, settings.mix, settings.kernel, settings.threshold)
@@ -122,7 +122,7 @@ def compared(keys: Tensor, there: Tensor, threshold: float) -> Tensor:
     """What `redundancy` returns; Triton computes it where it can."""
     if why_not(keys.device, keys.dtype, keys.shape[-1], 1, interpret=False):
         return redundancy(keys, there, threshold)
-    from eval.methods.tokens import rkv_launch
+    from leank.eval.methods.tokens import rkv_launch
 
     return rkv_launch.redundancy(keys, there, threshold)
 

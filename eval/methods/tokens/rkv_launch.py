@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eval.cache.storage.pages import PAGE, round_up
-from eval.cache.storage.segment import Segment
-from eval.methods.tokens import rkv_kernel
+from leank.eval.cache.storage.pages import PAGE, round_up
+from leank.eval.cache.storage.segment import Segment
+from leank.eval.methods.tokens import rkv_kernel
 
 UNIT = float(1 << 40)  # of cosines that are added up as whole numbers
 

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from eval.cache.storage.sizes import Sizes
-from eval.inference.observe import received
-from eval.inference.prefill import PromptLayer
-from eval.methods.common.scored import Scored
-from eval.methods.common.slicing import POOLING, check_kernel
-from leank_train.common.typed import OneOf, Positive
+from leank.eval.cache.storage.sizes import Sizes
+from leank.eval.inference.observe import received
+from leank.eval.inference.prefill import PromptLayer
+from leank.eval.methods.common.scored import Scored
+from leank.eval.methods.common.slicing import POOLING, check_kernel
+from leank.typed import OneOf, Positive
 
 GROUP = ("mean", "max")
 

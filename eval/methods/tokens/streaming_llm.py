@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from eval.cache.storage.sizes import Sizes
-from eval.inference.prefill import Prefill, PromptLayer
-from eval.methods.axes import Tokens
-from leank_train.common.shape import kv_shape
+from leank.eval.cache.storage.sizes import Sizes
+from leank.eval.inference.prefill import Prefill, PromptLayer
+from leank.eval.methods.axes import Tokens
+from leank.shape import kv_shape
 
 
 @dataclass(frozen=True)

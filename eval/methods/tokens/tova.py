@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from eval.cache.storage.eviction import HeavyHitters
-from eval.cache.storage.segment import Segment
-from eval.inference.observe import received
-from eval.inference.prefill import PromptLayer
-from eval.methods.common.scored import Evicting
+from leank.eval.cache.storage.eviction import HeavyHitters
+from leank.eval.cache.storage.segment import Segment
+from leank.eval.inference.observe import received
+from leank.eval.inference.prefill import PromptLayer
+from leank.eval.methods.common.scored import Evicting
 
 
 @dataclass(frozen=True)

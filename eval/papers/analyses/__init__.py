@@ -1,7 +1,7 @@
 """The analyses behind the papers' figures: `analysis(name)` is a frozen dataclass of settings that measures and plots.
 
-from eval.papers.analyses import analysis
-from eval.papers.analyses.source import Source
+from leank.eval.papers.analyses import analysis
+from leank.eval.papers.analyses.source import Source
 
 kept = analysis("kept_by_pair")()
 rows = kept.measure(Source.load(mask="mask.safetensors"))
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from eval.papers.analyses.analysis import Analysis
+from leank.eval.papers.analyses.analysis import Analysis
 
 # name -> class, in the module of that name; imported when first used
 ANALYSES = {
@@ -41,4 +41,4 @@ def analysis(name: str) -> type[Analysis]:
     """Return the analysis of this name. Raises ValueError with the known names if there is none."""
     if name not in ANALYSES:
         raise ValueError(f"analysis={name!r} is unknown; choose one of {', '.join(ANALYSES)}")
-    return getattr(import_module(f"eval.papers.analyses.{name}"), ANALYSES[name])
+    return getattr(import_module(f"leank.eval.papers.analyses.{name}"), ANALYSES[name])

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 import matplotlib
 from matplotlib.figure import Figure
 
-from eval.papers.analyses.source import Source
-from eval.papers.item import Measurement
-from eval.report.style import SETTINGS
-from leank_train.common.typed import Checked
+from leank.eval.papers.analyses.source import Source
+from leank.eval.papers.item import Measurement
+from leank.eval.report.style import SETTINGS
+from leank.typed import Checked
 
 Value = str | float | int | None
 Rows = list[Measurement]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from data_gen.sample import Sample
-from eval.papers.analyses.source import Source
+from leank.data_gen.sample import Sample
+from leank.eval.papers.analyses.source import Source
 from leank_train.forward.branching import branch, prefill, student
 
 

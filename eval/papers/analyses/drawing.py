@@ -12,7 +12,7 @@ from matplotlib.image import AxesImage
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike
 
-from eval.report.style import MARKERS, PALETTE, plain
+from leank.eval.report.style import MARKERS, PALETTE, plain
 
 SEQUENTIAL, DIVERGING = "cividis", "PuOr"  # colour-blind readers can read both
 MOST_NUMBERS = 64

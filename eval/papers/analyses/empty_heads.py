@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.figure import Figure
 
-from eval.methods.tokens.duo_attention import high_frequency_ratio
-from eval.papers.analyses.analysis import Analysis, Rows, distinct, only, row, values
-from eval.papers.analyses.drawing import heat_map
-from eval.papers.analyses.source import Source
-from eval.report.style import PALETTE, plain, sheet
-from leank_train.channel_scores import lowest_frequencies
-from leank_train.common.typed import Positive
+from leank.channel_scores import lowest_frequencies
+from leank.eval.methods.tokens.duo_attention import high_frequency_ratio
+from leank.eval.papers.analyses.analysis import Analysis, Rows, distinct, only, row, values
+from leank.eval.papers.analyses.drawing import heat_map
+from leank.eval.papers.analyses.source import Source
+from leank.eval.report.style import PALETTE, plain, sheet
+from leank.typed import Positive
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from eval.papers.analyses.analysis import Analysis, Rows, Value, only, row, values
-from eval.papers.analyses.answers import known
-from eval.papers.analyses.drawing import SEQUENTIAL
-from eval.papers.analyses.source import Source
-from eval.papers.analyses.staticity import norm_ratios
-from eval.report.style import INK, plain, sheet
-from leank_train.common.typed import OneOf, Positive
+from leank.eval.papers.analyses.analysis import Analysis, Rows, Value, only, row, values
+from leank.eval.papers.analyses.answers import known
+from leank.eval.papers.analyses.drawing import SEQUENTIAL
+from leank.eval.papers.analyses.source import Source
+from leank.eval.papers.analyses.staticity import norm_ratios
+from leank.eval.report.style import INK, plain, sheet
+from leank.typed import OneOf, Positive
 
 
 class Group(NamedTuple):

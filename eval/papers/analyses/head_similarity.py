@@ -13,13 +13,13 @@ import torch
 from matplotlib.figure import Figure
 from torch.nn.functional import normalize
 
-from data_gen.amount import amount
-from eval.inference.observe import received
-from eval.papers.analyses.analysis import Analysis, Rows, Value, chosen_layers, distinct, only, row, values
-from eval.papers.analyses.drawing import heat_map, legend, lines, whole_layers
-from eval.papers.analyses.source import Source
-from eval.report.style import sheet
-from leank_train.common.typed import Count, Positive
+from leank.data_gen.amount import amount
+from leank.eval.inference.observe import received
+from leank.eval.papers.analyses.analysis import Analysis, Rows, Value, chosen_layers, distinct, only, row, values
+from leank.eval.papers.analyses.drawing import heat_map, legend, lines, whole_layers
+from leank.eval.papers.analyses.source import Source
+from leank.eval.report.style import sheet
+from leank.typed import Count, Positive
 
 PARTS = {"all": "all tokens", "middle": "without sink and window"}
 

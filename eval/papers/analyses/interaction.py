@@ -13,13 +13,13 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from eval.methods.channels.iap import interactions
-from eval.papers.analyses.analysis import Analysis, Rows, Value, chosen_layers, distinct, only, row, values
-from eval.papers.analyses.drawing import DIVERGING, heat_map, legend, lines, whole_layers
-from eval.papers.analyses.source import Source
-from eval.report.style import sheet
-from leank_train.channel_scores import wide
-from leank_train.common.typed import Count, Positive
+from leank.channel_scores import wide
+from leank.eval.methods.channels.iap import interactions
+from leank.eval.papers.analyses.analysis import Analysis, Rows, Value, chosen_layers, distinct, only, row, values
+from leank.eval.papers.analyses.drawing import DIVERGING, heat_map, legend, lines, whole_layers
+from leank.eval.papers.analyses.source import Source
+from leank.eval.report.style import sheet
+from leank.typed import Count, Positive
 
 SHARES = {
     "off_diagonal": "of all |M|, off the diagonal",

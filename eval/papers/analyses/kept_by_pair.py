@@ -12,13 +12,13 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from eval.methods.channels.think import ThinK
-from eval.papers.analyses.analysis import Analysis, Rows, distinct, only, row, values
-from eval.papers.analyses.drawing import heat_map, legend, lines
-from eval.papers.analyses.source import Source
-from eval.report.style import sheet
-from leank_train.common.rotary import mean_by_pair, rotary_pairs
-from leank_train.common.typed import Count, Positive
+from leank.eval.methods.channels.think import ThinK
+from leank.eval.papers.analyses.analysis import Analysis, Rows, distinct, only, row, values
+from leank.eval.papers.analyses.drawing import heat_map, legend, lines
+from leank.eval.papers.analyses.source import Source
+from leank.eval.report.style import sheet
+from leank.rotary import mean_by_pair, rotary_pairs
+from leank.typed import Count, Positive
 
 
 @dataclass(frozen=True)

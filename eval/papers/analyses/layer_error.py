@@ -14,16 +14,16 @@ from annotated_types import MinLen
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from eval.cache.attention import dense
-from eval.inference.prefill import PromptLayer
-from eval.methods.channels.iap import IAP, interactions
-from eval.methods.channels.think import ThinK
-from eval.papers.analyses.analysis import Analysis, Rows, Value, distinct, only, row, values
-from eval.papers.analyses.drawing import legend, lines, whole_layers
-from eval.papers.analyses.source import Source, full_attention
-from eval.report.style import INK, PALETTE, sheet
-from leank_train.channel_scores import wide
-from leank_train.common.typed import Positive, Share
+from leank.channel_scores import wide
+from leank.eval.cache.attention import dense
+from leank.eval.inference.prefill import PromptLayer
+from leank.eval.methods.channels.iap import IAP, interactions
+from leank.eval.methods.channels.think import ThinK
+from leank.eval.papers.analyses.analysis import Analysis, Rows, Value, distinct, only, row, values
+from leank.eval.papers.analyses.drawing import legend, lines, whole_layers
+from leank.eval.papers.analyses.source import Source, full_attention
+from leank.eval.report.style import INK, PALETTE, sheet
+from leank.typed import Positive, Share
 
 ERRORS = {"logits": "logits Q K^T", "outputs": "attention outputs"}
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.figure import Figure
 
-from eval.papers.analyses.analysis import Analysis, Rows, Value, chosen_layers, distinct, only, row, values
-from eval.papers.analyses.drawing import legend, lines, whole_layers
-from eval.papers.analyses.source import Source
-from eval.report.style import PALETTE, plain, sheet
-from leank_train.channel_scores import wide
-from leank_train.common.typed import Count, Positive
+from leank.channel_scores import wide
+from leank.eval.papers.analyses.analysis import Analysis, Rows, Value, chosen_layers, distinct, only, row, values
+from leank.eval.papers.analyses.drawing import legend, lines, whole_layers
+from leank.eval.papers.analyses.source import Source
+from leank.eval.report.style import PALETTE, plain, sheet
+from leank.typed import Count, Positive
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ import torch
 from annotated_types import MinLen
 from matplotlib.figure import Figure
 
-from eval.methods.prefill.asl import ASL, ranks
-from eval.papers.analyses.analysis import Analysis, Rows, Value, distinct, only, row, values
-from eval.papers.analyses.drawing import heat_map, legend, lines, whole_layers
-from eval.papers.analyses.relative_variance import layer_scores
-from eval.papers.analyses.source import Source
-from eval.report.style import PALETTE, sheet
-from leank_train.common.typed import Positive
+from leank.eval.methods.prefill.asl import ASL, ranks
+from leank.eval.papers.analyses.analysis import Analysis, Rows, Value, distinct, only, row, values
+from leank.eval.papers.analyses.drawing import heat_map, legend, lines, whole_layers
+from leank.eval.papers.analyses.relative_variance import layer_scores
+from leank.eval.papers.analyses.source import Source
+from leank.eval.report.style import PALETTE, sheet
+from leank.typed import Positive
 
 QUANTILES = (0.1, 0.5, 0.9)
 

@@ -16,13 +16,13 @@ from annotated_types import MinLen
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from eval.methods.common.slicing import window_scores
-from eval.methods.prefill.asl import ASL, rank_variance, ranks
-from eval.papers.analyses.analysis import Analysis, Rows, distinct, only, row, values
-from eval.papers.analyses.drawing import legend, lines, whole_layers
-from eval.papers.analyses.source import Source
-from eval.report.style import INK, sheet
-from leank_train.common.typed import Positive
+from leank.eval.methods.common.slicing import window_scores
+from leank.eval.methods.prefill.asl import ASL, rank_variance, ranks
+from leank.eval.papers.analyses.analysis import Analysis, Rows, distinct, only, row, values
+from leank.eval.papers.analyses.drawing import legend, lines, whole_layers
+from leank.eval.papers.analyses.source import Source
+from leank.eval.report.style import INK, sheet
+from leank.typed import Positive
 
 TASKS = ("niah_single_1", "niah_single_2", "niah_multikey_2", "niah_multikey_3", "vt")
 

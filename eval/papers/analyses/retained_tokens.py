@@ -15,18 +15,18 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from eval.cache.storage.eviction import Choice
-from eval.cache.storage.segment import Segment
-from eval.cache.storage.sizes import Sizes
-from eval.inference.decode import greedy
-from eval.inference.prefill import PromptLayer, pad_left, prefill
-from eval.methods.base import Method
-from eval.methods.tokens.lethe import Lethe, Rounds
-from eval.papers.analyses.analysis import Analysis, Rows, Value, distinct, only, row, values
-from eval.papers.analyses.drawing import heat_map
-from eval.papers.analyses.source import Source
-from eval.report.style import sheet
-from leank_train.common.typed import Count, Positive
+from leank.eval.cache.storage.eviction import Choice
+from leank.eval.cache.storage.segment import Segment
+from leank.eval.cache.storage.sizes import Sizes
+from leank.eval.inference.decode import greedy
+from leank.eval.inference.prefill import PromptLayer, pad_left, prefill
+from leank.eval.methods.base import Method
+from leank.eval.methods.tokens.lethe import Lethe, Rounds
+from leank.eval.papers.analyses.analysis import Analysis, Rows, Value, distinct, only, row, values
+from leank.eval.papers.analyses.drawing import heat_map
+from leank.eval.papers.analyses.source import Source
+from leank.eval.report.style import sheet
+from leank.typed import Count, Positive
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ import numpy as np
 from annotated_types import MinLen
 from matplotlib.figure import Figure
 
-from eval.methods.prefill.asl import ASL
-from eval.papers.analyses.analysis import Analysis, Rows, distinct, only, row, values
-from eval.papers.analyses.drawing import heat_map
-from eval.papers.analyses.relative_variance import TASKS, layer_scores, lookback, relative_variances, third
-from eval.papers.analyses.source import Source
-from eval.report.style import sheet
-from leank_train.common.typed import Positive
+from leank.eval.methods.prefill.asl import ASL
+from leank.eval.papers.analyses.analysis import Analysis, Rows, distinct, only, row, values
+from leank.eval.papers.analyses.drawing import heat_map
+from leank.eval.papers.analyses.relative_variance import TASKS, layer_scores, lookback, relative_variances, third
+from leank.eval.papers.analyses.source import Source
+from leank.eval.report.style import sheet
+from leank.typed import Positive
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from annotated_types import Gt, Lt
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from eval.inference.prefill import PromptLayer
-from eval.papers.analyses.analysis import Analysis, Rows, Value, chosen_layers, distinct, only, row, values
-from eval.papers.analyses.drawing import legend, lines, whole_layers
-from eval.papers.analyses.source import Source
-from eval.report.style import PALETTE, plain, sheet
-from leank_train.common.typed import Count, Positive
-from leank_train.forward.attention import SCORES_AT_ONCE
+from leank.eval.inference.prefill import PromptLayer
+from leank.eval.papers.analyses.analysis import Analysis, Rows, Value, chosen_layers, distinct, only, row, values
+from leank.eval.papers.analyses.drawing import legend, lines, whole_layers
+from leank.eval.papers.analyses.source import Source
+from leank.eval.report.style import PALETTE, plain, sheet
+from leank.kernels import SCORES_AT_ONCE
+from leank.typed import Count, Positive
 
 UNIFORM = "uniform causal attention"
 

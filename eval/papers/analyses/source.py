@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from data_gen.amount import amount
-from data_gen.chat import template as chat_template
-from data_gen.sample import Sample
-from eval.benchmarks.row import Row
-from eval.benchmarks.ruler import draw
-from eval.inference.models import ModelConfig, load_config, load_model
-from eval.inference.prefill import Prefill, PromptLayer, prefill
-from eval.inference.prompts import encode, overhead
-from eval.methods.channels.leank import LeanK
-from leank_train.backbone import Backbone
-from leank_train.mask import ChannelMask
+from leank.backbone import Backbone
+from leank.data_gen.amount import amount
+from leank.data_gen.chat import template as chat_template
+from leank.data_gen.sample import Sample
+from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks.ruler import draw
+from leank.eval.inference.models import ModelConfig, load_config, load_model
+from leank.eval.inference.prefill import Prefill, PromptLayer, prefill
+from leank.eval.inference.prompts import encode, overhead
+from leank.eval.methods.channels.leank import LeanK
+from leank.mask import ChannelMask
 
 
 @dataclass(frozen=True)

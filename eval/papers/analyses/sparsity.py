@@ -15,14 +15,14 @@ from annotated_types import MinLen
 from matplotlib.figure import Figure
 from transformers import Cache
 
-from eval.inference.observe import received
-from eval.inference.prefill import PromptLayer, extend
-from eval.methods.tokens.lethe import hoyer
-from eval.papers.analyses.analysis import Analysis, Rows, Value, distinct, only, row, values
-from eval.papers.analyses.drawing import heat_map
-from eval.papers.analyses.source import Source, full_attention
-from eval.report.style import sheet
-from leank_train.common.typed import Positive
+from leank.eval.inference.observe import received
+from leank.eval.inference.prefill import PromptLayer, extend
+from leank.eval.methods.tokens.lethe import hoyer
+from leank.eval.papers.analyses.analysis import Analysis, Rows, Value, distinct, only, row, values
+from leank.eval.papers.analyses.drawing import heat_map
+from leank.eval.papers.analyses.source import Source, full_attention
+from leank.eval.report.style import sheet
+from leank.typed import Positive
 
 
 @dataclass(frozen=True)

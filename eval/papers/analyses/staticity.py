@@ -16,13 +16,13 @@ from annotated_types import MinLen
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from eval.methods.channels.iap import interactions
-from eval.papers.analyses.analysis import Analysis, Rows, Value, distinct, only, row, values
-from eval.papers.analyses.drawing import heat_map
-from eval.papers.analyses.source import Source
-from eval.report.style import sheet
-from leank_train.channel_scores import best, wide
-from leank_train.common.typed import Positive, Share
+from leank.channel_scores import best, wide
+from leank.eval.methods.channels.iap import interactions
+from leank.eval.papers.analyses.analysis import Analysis, Rows, Value, distinct, only, row, values
+from leank.eval.papers.analyses.drawing import heat_map
+from leank.eval.papers.analyses.source import Source
+from leank.eval.report.style import sheet
+from leank.typed import Positive, Share
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,15 @@ from annotated_types import MinLen
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from data_gen.amount import amount
-from eval.methods.tokens.duo_attention import high_frequency_ratio
-from eval.papers.analyses.analysis import Analysis, Rows, distinct, only, row, values
-from eval.papers.analyses.answers import known
-from eval.papers.analyses.drawing import heat_map
-from eval.papers.analyses.source import Source
-from eval.report.style import INK, PALETTE, plain, sheet
-from leank_train.channel_scores import lowest_frequencies
-from leank_train.common.typed import Count, Positive, Share
+from leank.channel_scores import lowest_frequencies
+from leank.data_gen.amount import amount
+from leank.eval.methods.tokens.duo_attention import high_frequency_ratio
+from leank.eval.papers.analyses.analysis import Analysis, Rows, distinct, only, row, values
+from leank.eval.papers.analyses.answers import known
+from leank.eval.papers.analyses.drawing import heat_map
+from leank.eval.papers.analyses.source import Source
+from leank.eval.report.style import INK, PALETTE, plain, sheet
+from leank.typed import Count, Positive, Share
 
 DENSE, RANDOM = "dense", "random"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from eval.cache.memory import measure_store
-from eval.cache.storage.pages import PAGE
-from eval.cache.storage.quantised import QuantisedSegment
-from eval.cache.storage.store import Store
+from leank.eval.cache.memory import measure_store
+from leank.eval.cache.storage.pages import PAGE
+from leank.eval.cache.storage.quantised import QuantisedSegment
+from leank.eval.cache.storage.store import Store
 
 
 def bytes_read(store: Store, group: int) -> int:

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
-from eval.cache import CompressedLayer, Sizes, bytes_per_row, compressed_cache
-from eval.cache.graph import DecodeLoop
-from eval.cache.hook import ATTENTION
-from eval.cache.storage.channels import layer_masks
-from eval.cache.storage.middle import Middle
-from eval.cache.storage.quantised import Packing
-from eval.cache.storage.store import GROWTH
-from eval.inference.models import ModelConfig, load_model
-from leank_train.common.shape import kv_shape
-from leank_train.mask import ChannelMask
+from leank.eval.cache import CompressedLayer, Sizes, bytes_per_row, compressed_cache
+from leank.eval.cache.graph import DecodeLoop
+from leank.eval.cache.hook import ATTENTION
+from leank.eval.cache.storage.channels import layer_masks
+from leank.eval.cache.storage.middle import Middle
+from leank.eval.cache.storage.quantised import Packing
+from leank.eval.cache.storage.store import GROWTH
+from leank.eval.inference.models import ModelConfig, load_model
+from leank.mask import ChannelMask
+from leank.shape import kv_shape
 from scripts.bench.common.shapes import LLAMA, MASKS, ROOT, llama8b
 from scripts.bench.common.timing import WARM_UP
 

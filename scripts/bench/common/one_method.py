@@ -14,19 +14,19 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from data_gen.amount import amount
-from eval.cache import CompressedCache, Sizes
-from eval.inference.prefill import Prefill, PromptLayer
-from eval.methods import Method
-from eval.methods.memory import method_bytes
-from eval.run.build import build_methods
-from eval.run.replay import Replay
+from leank.data_gen.amount import amount
+from leank.eval.cache import CompressedCache, Sizes
+from leank.eval.inference.prefill import Prefill, PromptLayer
+from leank.eval.methods import Method
+from leank.eval.methods.memory import method_bytes
+from leank.eval.run.build import build_methods
+from leank.eval.run.replay import Replay
 from scripts.bench.common.bytes_read import bytes_read
 from scripts.bench.common.caches import ROOM, WORK_SPACE, Decoding
 from scripts.bench.common.table import Record, out_of_memory
 from scripts.bench.common.timing import PROFILED, WARM_UP, clear, each_ms, profiled, seconds, wait, where
 
-FOLDER = files("conf.eval") / "method"
+FOLDER = files("leank.conf.eval") / "method"
 NAMES = ("method", "length", "rows")
 SAMPLES, LONGEST = 4, 8  # most samples to calibrate on; kernels of each method that are written
 WARM = 4096  # tokens of the pass that compiles what passes of its kind run
@@ -43,7 +43,7 @@ def configured(
     A file there is one method, or several where its settings are varied.
     """
     small = shape == "reference" and (FOLDER / "reference" / f"{name}.yaml").is_file()
-    with initialize_config_module("conf.eval", version_base="1.3"):
+    with initialize_config_module("leank.conf.eval", version_base="1.3"):
         given = compose("eval", [f"method=[{'reference/' if small else ''}{name}]"])
     given.mask, given.cache = str(mask), asdict(sizes)
     found: object = OmegaConf.to_container(given, resolve=True)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from leank_train.common.escape import csv_rows
-from leank_train.common.files import write_text
+from leank.escape import csv_rows
+from leank.files import write_text
 from scripts.bench.common.timing import wait
 
 NO_ROOM, TOO_SLOW, LOST = "does not fit", "too slow", "the GPU was lost"  # measured again only once the row is deleted

@@ -29,11 +29,11 @@ from typing import Any
 import torch
 from transformers import Cache, CompileConfig, PreTrainedModel
 
-from data_gen.amount import amount
-from eval.cache import CompressedCache
-from eval.cache.generate import generate
-from eval.cache.graph import CAPTURE_FOR
-from eval.methods.channels.leank import LeanK
+from leank.data_gen.amount import amount
+from leank.eval.cache import CompressedCache
+from leank.eval.cache.generate import generate
+from leank.eval.cache.graph import CAPTURE_FOR
+from leank.eval.methods.channels.leank import LeanK
 from scripts.bench.common.caches import Contender, contenders, fill, subject
 from scripts.bench.common.table import Record, Table, attempt, complain
 from scripts.bench.common.timing import PROFILED, WARM_UP, clear

@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from data_gen.amount import amount
-from eval.cache import CompressedCache, Sizes
-from eval.cache.storage.quantised import Packing
-from eval.methods.channels.leank import LeanK
+from leank.data_gen.amount import amount
+from leank.eval.cache import CompressedCache, Sizes
+from leank.eval.cache.storage.quantised import Packing
+from leank.eval.methods.channels.leank import LeanK
 from scripts.bench.common.caches import ROOM, WORK_SPACE, Contender, Decoding, contenders, fill, subject
 from scripts.bench.common.table import Record, attempt, complain, said, write_rows
 from scripts.bench.common.timing import PROFILED, WARM_UP, clear, profiled, seconds, where

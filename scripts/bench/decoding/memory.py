@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eval.cache import CompressedLayer, Sizes, bytes_per_row, max_batch
-from eval.cache.attention.backend import choose_backend
-from eval.cache.memory import Memory, measure
-from eval.cache.storage.middle import Middle
-from leank_train.mask import ChannelMask
+from leank.eval.cache import CompressedLayer, Sizes, bytes_per_row, max_batch
+from leank.eval.cache.attention.backend import choose_backend
+from leank.eval.cache.memory import Memory, measure
+from leank.eval.cache.storage.middle import Middle
+from leank.mask import ChannelMask
 from scripts.bench.common.shapes import DIM, DTYPE, LLAMA, MASKS
 from scripts.bench.common.table import said, write_rows
 

@@ -56,12 +56,12 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from data_gen.amount import amount
-from eval.inference.models import ModelConfig, load_config
-from eval.inference.prefill import Prefill
-from eval.methods import Method
-from eval.run.replay import Replay
-from eval.run.settings import Settings
+from leank.data_gen.amount import amount
+from leank.eval.inference.models import ModelConfig, load_config
+from leank.eval.inference.prefill import Prefill
+from leank.eval.methods import Method
+from leank.eval.run.replay import Replay
+from leank.eval.run.settings import Settings
 from scripts.bench.common.caches import subject
 from scripts.bench.common.one_method import FOLDER, NAMES, Aside, Bench, configured, kind_of, now
 from scripts.bench.common.table import (

@@ -9,9 +9,9 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from data_gen.amount import amount
-from eval.report.style import INK, MARKERS, PALETTE, SETTINGS, plain, png, sheet
-from leank_train.common.files import write_bytes
+from leank.data_gen.amount import amount
+from leank.eval.report.style import INK, MARKERS, PALETTE, SETTINGS, plain, png, sheet
+from leank.files import write_bytes
 
 NEAR = 0.05  # of dense's first token: curves within it are not drawn
 

@@ -30,13 +30,13 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from eval.cache import CompressedCache, Sizes, compressed_cache
-from eval.cache.attention.backend import Auto
-from eval.cache.attention.chosen import Chosen, ChosenConfig
-from eval.cache.storage.middle import Middle
-from eval.methods.channels.leank import LeanK
-from eval.methods.reads.double_sparsity import Labels
-from eval.methods.reads.quest import Quest
+from leank.eval.cache import CompressedCache, Sizes, compressed_cache
+from leank.eval.cache.attention.backend import Auto
+from leank.eval.cache.attention.chosen import Chosen, ChosenConfig
+from leank.eval.cache.storage.middle import Middle
+from leank.eval.methods.channels.leank import LeanK
+from leank.eval.methods.reads.double_sparsity import Labels
+from leank.eval.methods.reads.quest import Quest
 from scripts.bench.common.bytes_read import bytes_read
 from scripts.bench.common.caches import Decoding, fill, subject
 from scripts.bench.common.table import Record, attempt, complain, said, write_rows

@@ -30,14 +30,14 @@ from pathlib import Path
 import torch
 from transformers import Cache
 
-from eval.cache import CompressedCache, Sizes, compressed_cache
-from eval.cache.graph import capturable
-from eval.cache.hook import ATTENTION
-from eval.cache.storage.middle import Middle
-from eval.inference.models import ModelConfig, load_config
-from eval.methods import Method
-from eval.methods.channels.leank import LeanK
-from eval.methods.tokens.lethe import Lethe
+from leank.eval.cache import CompressedCache, Sizes, compressed_cache
+from leank.eval.cache.graph import capturable
+from leank.eval.cache.hook import ATTENTION
+from leank.eval.cache.storage.middle import Middle
+from leank.eval.inference.models import ModelConfig, load_config
+from leank.eval.methods import Method
+from leank.eval.methods.channels.leank import LeanK
+from leank.eval.methods.tokens.lethe import Lethe
 from scripts.bench.common.caches import Decoding, contenders, fill, subject
 from scripts.bench.common.one_method import configured
 from scripts.bench.common.table import Record, attempt, complain, said, write_rows

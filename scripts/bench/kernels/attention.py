@@ -31,8 +31,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from data_gen.amount import amount
-from eval.cache.storage.store import Store
+from leank.data_gen.amount import amount
+from leank.eval.cache.storage.store import Store
 from scripts.bench.common.shapes import DIM, DTYPE
 from scripts.bench.common.table import Record, write_rows
 from scripts.bench.common.timing import device_name
@@ -49,12 +49,12 @@ from scripts.bench.kernels.cases import (
 )
 
 if TYPE_CHECKING:  # Triton is imported where a GPU is used
-    from eval.cache.attention.launch import Config, Kernel
+    from leank.eval.cache.attention.launch import Config, Kernel
 
 
 def variants() -> list[Config]:
     """Kernel configurations worth trying, the default first."""
-    from eval.cache.attention.launch import Config
+    from leank.eval.cache.attention.launch import Config
 
     by_bytes = Config(slow=1.0, per_tile=0, piece=16384)
     return [
@@ -71,7 +71,7 @@ def variants() -> list[Config]:
 
 def dense_times(shape: Shape) -> dict[str, float]:
     """Microseconds of each dense attention over the whole context."""
-    from eval.cache.attention.launch import Kernel
+    from leank.eval.cache.attention.launch import Kernel
 
     size = dense_size(shape)
     kv = torch.randn(copies_of(size), 2, shape.batch, shape.kv_heads, shape.context, DIM, device="cuda", dtype=DTYPE)
@@ -101,7 +101,7 @@ def kernel_us(shape: Shape, stores: list[Store], kernel: Kernel) -> float:
 
 def _compile(config: Config) -> None:
     """Fill Triton's disk cache for one configuration, in a process of its own."""
-    from eval.cache.attention.launch import Kernel
+    from leank.eval.cache.attention.launch import Kernel
 
     for shape in (SHAPES[0], SHAPES[4]):
         tiny = replace(shape, batch=2, context=2048)
@@ -114,7 +114,7 @@ def tune(shape: Shape, dense: float) -> Config:
 
     dense: microseconds of the fastest dense attention, to print speed-ups.
     """
-    from eval.cache.attention.launch import Kernel
+    from leank.eval.cache.attention.launch import Kernel
 
     layers = shape.keep()[::8]
     total: dict[Config, float] = {}
@@ -152,7 +152,7 @@ def dense_size(shape: Shape) -> int:
 
 def time_layers(shape: Shape, config: Config) -> list[dict[str, Any]]:
     """Layer, microseconds and bytes at every layer of the published mask, of the kernel and of reading alone."""
-    from eval.cache.attention.launch import Kernel
+    from leank.eval.cache.attention.launch import Kernel
     from scripts.bench.kernels.reading_kernel import reading_us
 
     rows, floor = [], {}  # bytes of a layer -> microseconds of reading them
@@ -173,7 +173,7 @@ def time_layers(shape: Shape, config: Config) -> list[dict[str, Any]]:
 
 def bench(shape: Shape, try_variants: bool) -> list[Record]:
     """Rows of the table for one shape: every dense method, then every layer of the published mask."""
-    from eval.cache.attention.launch import Config
+    from leank.eval.cache.attention.launch import Config
 
     dense, size = dense_times(shape), dense_size(shape)
     torch.cuda.empty_cache()

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from data_gen.amount import amount
-from eval.cache.attention import reference
-from eval.cache.storage.middle import Middle
-from eval.cache.storage.quantised import Packing
-from eval.cache.storage.sizes import Sizes
-from eval.cache.storage.store import Store
+from leank.data_gen.amount import amount
+from leank.eval.cache.attention import reference
+from leank.eval.cache.storage.middle import Middle
+from leank.eval.cache.storage.quantised import Packing
+from leank.eval.cache.storage.sizes import Sizes
+from leank.eval.cache.storage.store import Store
 from scripts.bench.common.shapes import DIM, DTYPE, LLAMA, MASKS, QWEN
 
 if TYPE_CHECKING:  # Triton is not everywhere that these modules are imported
-    from eval.cache.attention.launch import Config
+    from leank.eval.cache.attention.launch import Config
 
 SIZES = Sizes(sink=128, window=1024, flush=32)
 TOLERANCE = 5e-3  # relative error against float64
@@ -121,7 +121,7 @@ def check_case(keep: Tensor, group: int, queries: int, config: Config | None, bi
     bits: how the middle is packed, None = in 16 bits.
     Raises SystemExit if the relative error exceeds TOLERANCE.
     """
-    from eval.cache.attention.launch import Kernel
+    from leank.eval.cache.attention.launch import Kernel
 
     heads, dim = keep.shape
     k, v = torch.randn(2, 3, heads, 3333, dim, device="cuda", dtype=DTYPE)
@@ -145,7 +145,7 @@ def check_case(keep: Tensor, group: int, queries: int, config: Config | None, bi
 
 def check() -> None:
     """Compare the kernel with attention in float64 on published and on ragged masks, for one query and several."""
-    from eval.cache.attention.launch import Config
+    from leank.eval.cache.attention.launch import Config
 
     llama, qwen = SHAPES[0].keep()[13], SHAPES[4].keep()[20]
     ragged = torch.rand(6, DIM).argsort(-1) < torch.tensor([0, 5, 77, 96, 33, 128])[:, None]

@@ -22,14 +22,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eval.cache import Sizes
-from eval.cache.attention.chosen import Chosen, ChosenConfig, ranking_of
-from eval.cache.attention.launch import Kernel
-from eval.cache.attention.places import Column
-from eval.cache.storage.middle import Middle, ReadChoice
-from eval.cache.storage.store import Store
-from eval.methods.reads.double_sparsity import Labels
-from eval.methods.reads.quest import Quest
+from leank.eval.cache import Sizes
+from leank.eval.cache.attention.chosen import Chosen, ChosenConfig, ranking_of
+from leank.eval.cache.attention.launch import Kernel
+from leank.eval.cache.attention.places import Column
+from leank.eval.cache.storage.middle import Middle, ReadChoice
+from leank.eval.cache.storage.store import Store
+from leank.eval.methods.reads.double_sparsity import Labels
+from leank.eval.methods.reads.quest import Quest
 from scripts.bench.common.bytes_read import bytes_read
 from scripts.bench.common.shapes import DIM, DTYPE
 from scripts.bench.common.table import Record, attempt, said, write_rows

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from eval.cache.storage.quantised import Packing
+from leank.eval.cache.storage.quantised import Packing
 from scripts.bench.common.shapes import DIM
 from scripts.bench.common.table import Record, said, write_rows
 from scripts.bench.common.timing import clear, device_name
@@ -29,7 +29,7 @@ from scripts.bench.kernels.attention import kernel_us
 from scripts.bench.kernels.cases import SHAPES, check_case, copies_of, make_store, needed_bytes, query
 
 if TYPE_CHECKING:  # Triton is imported where a GPU is used
-    from eval.cache.attention.launch import Config
+    from leank.eval.cache.attention.launch import Config
 
 CONTEXT, STEP = 32768, 8  # tokens; every so manieth layer is timed
 PACKINGS = {16: None, 8: Packing(8), 4: Packing(4), 2: Packing(2)}  # by bits
@@ -37,7 +37,7 @@ PACKINGS = {16: None, 8: Packing(8), 4: Packing(4), 2: Packing(2)}  # by bits
 
 def variants(packing: Packing | None) -> list[Config | None]:
     """Launch configurations worth trying, the default (None) first."""
-    from eval.cache.attention.launch import Config
+    from leank.eval.cache.attention.launch import Config
 
     if packing is None:
         return [None]
@@ -46,7 +46,7 @@ def variants(packing: Packing | None) -> list[Config | None]:
 
 def compile_one(packing: Packing | None, config: Config | None) -> None:
     """Fill Triton's disk cache for one configuration, in a process of its own."""
-    from eval.cache.attention.launch import Kernel
+    from leank.eval.cache.attention.launch import Kernel
 
     tiny = replace(SHAPES[0], batch=2, context=2048)
     store = make_store(tiny.keep()[0], 2, 2048, packing)
@@ -76,7 +76,7 @@ def in_parallel(calls: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 def bench(folder: Path, batches: Sequence[int], packings: Sequence[Packing | None], every_variant: bool) -> None:
     """Time packings at every batch, and dense where None is among them; write packed.csv after each."""
-    from eval.cache.attention.launch import Kernel
+    from leank.eval.cache.attention.launch import Kernel
 
     keep, rows = SHAPES[0].keep()[::STEP], []
     cases = [("LeanK", keep, packing) for packing in packings]

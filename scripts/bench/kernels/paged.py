@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eval.serving.layout import PageGroup, PageLayout, lay_out
-from eval.serving.paged import PagedAttention
+from leank.eval.serving.layout import PageGroup, PageLayout, lay_out
+from leank.eval.serving.paged import PagedAttention
 from scripts.bench.common.shapes import DIM, DTYPE
 from scripts.bench.common.table import Record, write_rows
 from scripts.bench.common.timing import clear, device_name
@@ -79,7 +79,7 @@ def tables(shape: Shape, widths: list[int], stored: list[int]) -> tuple[Tensor, 
 
 def bench(shape: Shape, block: int, step: int) -> list[Record]:
     """A row per timed layer: microseconds of the three, and bytes that the cache's kernel must read."""
-    from eval.cache.attention.launch import Kernel
+    from leank.eval.cache.attention.launch import Kernel
 
     masks = shape.keep()
     dense = paged_us(shape, dense_layout(masks.shape[1], block))

@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eval.cache.attention import reference
-from eval.cache.attention.launch import Config, Kernel
-from eval.cache.storage.middle import Middle
-from eval.cache.storage.store import Store
+from leank.eval.cache.attention import reference
+from leank.eval.cache.attention.launch import Config, Kernel
+from leank.eval.cache.storage.middle import Middle
+from leank.eval.cache.storage.store import Store
 from scripts.bench.common.shapes import DIM, DTYPE
 from scripts.bench.common.table import Record, said, write_rows
 from scripts.bench.common.timing import clear

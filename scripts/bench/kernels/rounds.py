@@ -23,14 +23,14 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from eval.cache.attention.launch import Kernel
-from eval.cache.storage.eviction import HeavyHitters
-from eval.cache.storage.middle import Middle
-from eval.cache.storage.sizes import Sizes
-from eval.cache.storage.store import Store
-from eval.methods.tokens import rkv, rkv_launch
-from eval.methods.tokens.rkv import RKV
-from eval.methods.tokens.tova import LastQuery
+from leank.eval.cache.attention.launch import Kernel
+from leank.eval.cache.storage.eviction import HeavyHitters
+from leank.eval.cache.storage.middle import Middle
+from leank.eval.cache.storage.sizes import Sizes
+from leank.eval.cache.storage.store import Store
+from leank.eval.methods.tokens import rkv, rkv_launch
+from leank.eval.methods.tokens.rkv import RKV
+from leank.eval.methods.tokens.tova import LastQuery
 from scripts.bench.common.shapes import DIM, DTYPE
 from scripts.bench.common.table import Record, said, write_rows
 from scripts.bench.common.timing import each_ms, profiled, wait

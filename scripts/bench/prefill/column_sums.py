@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eval.cache.attention import dense
-from eval.inference.column_sums import Tiles, column_sums
-from eval.inference.observe import received
+from leank.eval.cache.attention import dense
+from leank.eval.inference.column_sums import Tiles, column_sums
+from leank.eval.inference.observe import received
 from scripts.bench.common.table import Record, attempt, complain, said, write_rows
 from scripts.bench.common.timing import clear, seconds
 

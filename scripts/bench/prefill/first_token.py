@@ -32,16 +32,16 @@ import matplotlib
 import torch
 from transformers import PreTrainedConfig
 
-from eval.inference.models import ModelConfig, load_config
-from eval.methods import Method
-from eval.methods.common.slicing import layer_at
-from eval.methods.prefill.asl import ASL
-from eval.methods.prefill.fastkv import FastKV
-from eval.methods.prefill.gemfilter import GemFilter
-from eval.report.style import INK, MARKERS, PALETTE, SETTINGS, plain, png, sheet
-from eval.run.replay import Replay
-from eval.run.settings import Settings
-from leank_train.common.files import write_bytes
+from leank.eval.inference.models import ModelConfig, load_config
+from leank.eval.methods import Method
+from leank.eval.methods.common.slicing import layer_at
+from leank.eval.methods.prefill.asl import ASL
+from leank.eval.methods.prefill.fastkv import FastKV
+from leank.eval.methods.prefill.gemfilter import GemFilter
+from leank.eval.report.style import INK, MARKERS, PALETTE, SETTINGS, plain, png, sheet
+from leank.eval.run.replay import Replay
+from leank.eval.run.settings import Settings
+from leank.files import write_bytes
 from scripts.bench.common.caches import subject
 from scripts.bench.common.one_method import Bench, configured
 from scripts.bench.common.table import Record, Table, attempt, complain, final

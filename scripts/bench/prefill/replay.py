@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from eval.benchmarks.row import Row
-from eval.cache import compressed_cache
-from eval.cache.hook import ATTENTION
-from eval.inference.decode import greedy
-from eval.inference.models import ModelConfig, load_config, load_model
-from eval.inference.prefill import prefill
-from eval.inference.prompts import Prompt
-from eval.methods import Method, method
-from eval.run.replay import Replay
-from eval.run.settings import Settings
+from leank.eval.benchmarks.row import Row
+from leank.eval.cache import compressed_cache
+from leank.eval.cache.hook import ATTENTION
+from leank.eval.inference.decode import greedy
+from leank.eval.inference.models import ModelConfig, load_config, load_model
+from leank.eval.inference.prefill import prefill
+from leank.eval.inference.prompts import Prompt
+from leank.eval.methods import Method, method
+from leank.eval.run.replay import Replay
+from leank.eval.run.settings import Settings
 from scripts.bench.common.shapes import llama8b
 from scripts.bench.common.timing import wait
 

@@ -14,17 +14,17 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from data_gen.ending import again, ending
-from eval.benchmarks.ruler import OFFICIAL
-from eval.methods.prefill.asl import NOWHERE
-from eval.report.groups import by_label, group
-from eval.report.records import Figures, RunSummary
-from eval.report.summary import MARKED, summarise_groups
-from eval.report.tables import difference, mean, number
-from eval.rows.result_row import ResultRow, check_rows
-from eval.rows.results import Key, key_of, read
-from leank_train.common.escape import csv_rows, markdown_table
-from leank_train.common.files import write_text
+from leank.data_gen.ending import again, ending
+from leank.escape import csv_rows, markdown_table
+from leank.eval.benchmarks.ruler import OFFICIAL
+from leank.eval.methods.prefill.asl import NOWHERE
+from leank.eval.report.groups import by_label, group
+from leank.eval.report.records import Figures, RunSummary
+from leank.eval.report.summary import MARKED, summarise_groups
+from leank.eval.report.tables import difference, mean, number
+from leank.eval.rows.result_row import ResultRow, check_rows
+from leank.eval.rows.results import Key, key_of, read
+from leank.files import write_text
 
 ALL = "all"  # the tasks together
 

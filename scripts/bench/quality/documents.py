@@ -40,12 +40,12 @@ import numpy as np
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from data_gen.amount import amount
-from eval.rows.result_row import ResultRow
-from eval.rows.results import Results, read
-from leank_train.common import bootstrap
-from leank_train.common.escape import csv_rows
-from leank_train.common.files import write_text
+from leank import bootstrap
+from leank.data_gen.amount import amount
+from leank.escape import csv_rows
+from leank.eval.rows.result_row import ResultRow
+from leank.eval.rows.results import Results, read
+from leank.files import write_text
 from leank_train.objective import steering
 
 VARIANTS = ("kl", "l2", "usual_momentum", "one_document", "stopping")
@@ -121,7 +121,7 @@ def train_one(training: Training, more: Sequence[str], out: Path, stop: float) -
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
         try:
-            run(configured("conf.train", "train", [*training.overrides, *more]), folder)
+            run(configured("leank.conf.train", "train", [*training.overrides, *more]), folder)
         except Exception:
             traceback.print_exc()
             return f"{training.name}: failed, see {log}"
@@ -144,10 +144,10 @@ def shares(masks: Mapping[str, str], cells: int, jobs: int) -> list[tuple[dict[s
 
 def score_shard(masks: Mapping[str, str], overrides: Sequence[str], out: Path, shard: str) -> str:
     """Replay one shard of the samples with some masks; return a line about it."""
-    from eval.inference.models import load_model
-    from eval.run.build import build_job
+    from leank.eval.inference.models import load_model
+    from leank.eval.run.build import build_job
 
-    config = configured("conf.eval", "eval", [*overrides, f"shard={shard}"])
+    config = configured("leank.conf.eval", "eval", [*overrides, f"shard={shard}"])
     plain = OmegaConf.to_container(config, resolve=True)
     assert isinstance(plain, dict)
     methods = {name: {"channels": {"name": "leank", "mask": mask}} for name, mask in masks.items()}

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from eval.report.style import INK, PALETTE, plain, sheet
+from leank.eval.report.style import INK, PALETTE, plain, sheet
 
 NAMES = {
     "kl": "KL", "l2": "L2", "one_document": "KL, one document a step", "usual_momentum": "KL, momentum 0.9",

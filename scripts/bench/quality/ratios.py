@@ -20,12 +20,12 @@ from pathlib import Path
 
 import numpy as np
 
-from data_gen.ending import again, ending
-from eval.rows.result_row import ResultRow, check_one_model, check_rows
-from eval.rows.results import read
-from leank_train.common import bootstrap
-from leank_train.common.escape import csv_rows, markdown_table
-from leank_train.common.files import write_text
+from leank import bootstrap
+from leank.data_gen.ending import again, ending
+from leank.escape import csv_rows, markdown_table
+from leank.eval.rows.result_row import ResultRow, check_one_model, check_rows
+from leank.eval.rows.results import read
+from leank.files import write_text
 
 LABELS = {
     "leank": "LeanK", "kl": "LeanK", "l2steered": "L2, steered", "paper": "paper's objective",

@@ -12,12 +12,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from data_gen.ending import again, ending
-from eval.rows.result_row import ResultRow, check_one_model, check_rows
-from eval.rows.results import read
-from leank_train.common.bootstrap import interval, mean
-from leank_train.common.escape import csv_rows
-from leank_train.common.files import write_text
+from leank.bootstrap import interval, mean
+from leank.data_gen.ending import again, ending
+from leank.escape import csv_rows
+from leank.eval.rows.result_row import ResultRow, check_one_model, check_rows
+from leank.eval.rows.results import read
+from leank.files import write_text
 
 BOTH = "all"  # the tasks of a mode together, which count alike
 

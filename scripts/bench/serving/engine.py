@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from leank_train import backbone
+from leank import backbone
 
 REFERENCE = Path(backbone.resolve("reference"))
 MASK = REFERENCE / "mask_70pct.safetensors"

@@ -16,10 +16,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from eval.benchmarks.ruler import Ruler
-from eval.benchmarks.scoring import score_row
-from leank_train import backbone
-from leank_train.common.bootstrap import interval
+from leank import backbone
+from leank.bootstrap import interval
+from leank.eval.benchmarks.ruler import Ruler
+from leank.eval.benchmarks.scoring import score_row
 from scripts.bench.serving.engine import MASK, engine, serve
 
 TASKS = ("niah_multikey_3", "niah_multivalue", "niah_multiquery", "vt")

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from eval.benchmarks.ruler import Ruler
-from eval.cache import compressed_cache
-from leank_train import backbone
-from leank_train.mask import ChannelMask
+from leank import backbone
+from leank.eval.benchmarks.ruler import Ruler
+from leank.eval.cache import compressed_cache
+from leank.mask import ChannelMask
 from scripts.bench.serving.engine import MASK, Served, engine, serve
 
 TASKS = ("niah_single_2", "niah_multikey_2", "niah_multivalue", "vt")

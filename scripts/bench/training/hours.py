@@ -10,8 +10,8 @@ from typing import TypedDict
 import numpy as np
 from hydra import compose, initialize_config_dir
 
-from data_gen.amount import amount
-from leank_train.common.files import write_json
+from leank.data_gen.amount import amount
+from leank.files import write_json
 from scripts.bench.common.timing import device_name
 
 Results = dict[int, dict[str, dict[str, float]]]  # length -> run -> seconds, first, peak_gb
@@ -39,7 +39,7 @@ def hours(results: Results, experiment: str) -> Hours | None:
 
     Returns None where fewer than three lengths are measured, or not the shortest and longest: nothing is extrapolated.
     """
-    with initialize_config_dir(str(files("conf.train")), version_base="1.3"):
+    with initialize_config_dir(str(files("leank.conf.train")), version_base="1.3"):
         config = compose("train", [f"+experiment={experiment}"])
     measured, low, high = sorted(results), config.data.min_length, config.data.max_length
     if len(measured) < 3 or measured[0] > low or measured[-1] < high:

@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from data_gen.ending import ending
-from leank_train.common.escape import csv_rows
-from leank_train.common.files import write_text
-from leank_train.common.tensor_files import read_checkpoint
-from leank_train.mask import ChannelMask
+from leank.data_gen.ending import ending
+from leank.escape import csv_rows
+from leank.files import write_text
+from leank.mask import ChannelMask
+from leank.tensor_files import read_checkpoint
 from scripts.bench.common.table import said
 
 

@@ -34,9 +34,9 @@ from typing import TextIO, TypedDict
 import torch
 from omegaconf import OmegaConf
 
-from data_gen.amount import amount
-from leank_train.backbone import load_tokenizer
-from leank_train.common.files import write_json
+from leank.backbone import load_tokenizer
+from leank.data_gen.amount import amount
+from leank.files import write_json
 from scripts.bench.common.shapes import ROOT, llama8b
 from scripts.bench.common.table import said
 from scripts.bench.common.timing import clear, device_name

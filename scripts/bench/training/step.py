@@ -34,13 +34,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from transformers import PreTrainedModel
 
-from leank_train import backbone as backbones
-from leank_train.common.files import write_json
-from leank_train.common.shape import kv_shape
+from leank import backbone as backbones
+from leank.files import write_json
+from leank.head import Head
+from leank.kernels import kernel_order, tried_in
+from leank.shape import kv_shape
 from leank_train.forward.branching import branch, prefill, prefill_and_branch, student
-from leank_train.forward.kernels import kernel_order, tried_in
 from leank_train.objective import distill
-from leank_train.objective.kl import OBJECTIVES, Head, kl_loss
+from leank_train.objective.kl import OBJECTIVES, kl_loss
 from scripts.bench.common.shapes import llama8b
 from scripts.bench.common.timing import clear, device_name, wait
 from scripts.bench.training.full_sequence import full_sequence

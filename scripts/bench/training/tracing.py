@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 from torch.profiler import ProfilerActivity, profile
 
-from leank_train.common.files import write_json
+from leank.files import write_json
 from scripts.bench.common.timing import wait
 
 SETTLE = 5  # steps between the profiler's start-up and the trace: they use up the data made meanwhile (4 per worker)

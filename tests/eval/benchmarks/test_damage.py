@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.benchmarks import source
-from eval.benchmarks.gsm_infinite import GsmInfinite
-from eval.benchmarks.infinitebench import InfiniteBench
-from eval.benchmarks.longbench import LongBench
-from eval.benchmarks.math500 import Math500
-from eval.benchmarks.mmlu import Mmlu
-from eval.inference.models import ModelConfig, load_config
+from leank.eval.benchmarks import source
+from leank.eval.benchmarks.gsm_infinite import GsmInfinite
+from leank.eval.benchmarks.infinitebench import InfiniteBench
+from leank.eval.benchmarks.longbench import LongBench
+from leank.eval.benchmarks.math500 import Math500
+from leank.eval.benchmarks.mmlu import Mmlu
+from leank.eval.inference.models import ModelConfig, load_config
 from tests.helpers.benchmark_lines import CHOICE, CONFIG, FIND, MATH, MMLU, NAMES, PASSKEY, QASPER, SUM, TREC
 
 ALL_OPS = {"ops": None, "samples": None}

@@ -4,8 +4,8 @@ import zipfile
 
 import pytest
 
-from eval.benchmarks import longbench, scoring
-from eval.benchmarks.prompting import truncate_middle
+from leank.eval.benchmarks import longbench, scoring
+from leank.eval.benchmarks.prompting import truncate_middle
 
 DATA = {
     "input": "Who?",

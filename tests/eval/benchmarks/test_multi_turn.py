@@ -4,17 +4,17 @@ import json
 
 import pytest
 
-from eval.benchmarks.multi_turn import MultiTurn
-from eval.inference.models import ModelConfig, load_config, load_model
-from eval.inference.turns import encode_turns
-from eval.methods import Method
-from eval.methods.channels.random import Random
-from eval.report.summary import summarise
-from eval.report.tables import tables
-from eval.rows.results import Results, read
-from eval.run.build import build_job
-from eval.run.job import Job
-from eval.run.settings import Settings
+from leank.eval.benchmarks.multi_turn import MultiTurn
+from leank.eval.inference.models import ModelConfig, load_config, load_model
+from leank.eval.inference.turns import encode_turns
+from leank.eval.methods import Method
+from leank.eval.methods.channels.random import Random
+from leank.eval.report.summary import summarise
+from leank.eval.report.tables import tables
+from leank.eval.rows.results import Results, read
+from leank.eval.run.build import build_job
+from leank.eval.run.job import Job
+from leank.eval.run.settings import Settings
 from tests.helpers.composed import evaluation
 from tests.helpers.report_rows import row
 from tests.helpers.tiny_run import save_model

@@ -4,10 +4,10 @@ import hashlib
 
 import pytest
 
-from eval.benchmarks import gsm_infinite_prompts, mmlu, niah, scoring
-from eval.benchmarks.base import Cell
-from eval.benchmarks.row import Row
-from eval.metrics.mmlu import extract_letter
+from leank.eval.benchmarks import gsm_infinite_prompts, mmlu, niah, scoring
+from leank.eval.benchmarks.base import Cell
+from leank.eval.benchmarks.row import Row
+from leank.eval.metrics.mmlu import extract_letter
 from tests.helpers import parity
 
 

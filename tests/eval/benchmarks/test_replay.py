@@ -7,14 +7,14 @@ from dataclasses import asdict
 
 import pytest
 
-from data_gen.gsm.infinite import realistic
-from data_gen.gsm.symbolic import symbolic
-from eval.benchmarks import infinitebench, mmlu, niah
-from eval.benchmarks.scoring import score_row
-from eval.inference.models import ModelConfig, load_model
-from eval.report import write_report
-from eval.rows.results import Results, read
-from eval.run.build import BENCHMARKS, build_job
+from leank.data_gen.gsm.infinite import realistic
+from leank.data_gen.gsm.symbolic import symbolic
+from leank.eval.benchmarks import infinitebench, mmlu, niah
+from leank.eval.benchmarks.scoring import score_row
+from leank.eval.inference.models import ModelConfig, load_model
+from leank.eval.report import write_report
+from leank.eval.rows.results import Results, read
+from leank.eval.run.build import BENCHMARKS, build_job
 from tests import DATA
 from tests.helpers.composed import evaluation
 from tests.helpers.gsm_solver import solve

@@ -2,10 +2,10 @@
 
 import pytest
 
-from eval.benchmarks.base import Cell
-from eval.benchmarks.ruler import Ruler
-from eval.benchmarks.scoring import score_row
-from leank_train.backbone import load_config
+from leank.backbone import load_config
+from leank.eval.benchmarks.base import Cell
+from leank.eval.benchmarks.ruler import Ruler
+from leank.eval.benchmarks.scoring import score_row
 from tests.helpers.text_tokenizers import tokenizer
 
 

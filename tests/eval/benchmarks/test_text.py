@@ -5,19 +5,19 @@ from itertools import pairwise
 import pytest
 import torch
 
-from data_gen.haystack import paragraphs
-from eval.__main__ import run
-from eval.benchmarks.base import Cell
-from eval.benchmarks.ruler import Ruler
-from eval.benchmarks.text import Text
-from eval.inference.models import ModelConfig, load_config, load_model
-from eval.inference.prompts import encode
-from eval.methods import Method
-from eval.report.summary import summarise
-from eval.rows.results import read
-from eval.run.build import build_job
-from eval.run.job import Job
-from eval.run.settings import Settings
+from leank.data_gen.haystack import paragraphs
+from leank.eval.__main__ import run
+from leank.eval.benchmarks.base import Cell
+from leank.eval.benchmarks.ruler import Ruler
+from leank.eval.benchmarks.text import Text
+from leank.eval.inference.models import ModelConfig, load_config, load_model
+from leank.eval.inference.prompts import encode
+from leank.eval.methods import Method
+from leank.eval.report.summary import summarise
+from leank.eval.rows.results import read
+from leank.eval.run.build import build_job
+from leank.eval.run.job import Job
+from leank.eval.run.settings import Settings
 from tests.helpers.composed import evaluation
 
 CONFIG, TOKENIZER = load_config(ModelConfig())

@@ -4,11 +4,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.cache import Sizes
-from eval.cache.attention.backend import Plain
-from eval.cache.storage.addresses import Addresses
-from eval.cache.storage.middle import Middle
-from eval.cache.storage.store import Store
+from leank.eval.cache import Sizes
+from leank.eval.cache.attention.backend import Plain
+from leank.eval.cache.storage.addresses import Addresses
+from leank.eval.cache.storage.middle import Middle
+from leank.eval.cache.storage.store import Store
 
 SIZES = Sizes(2, 20, 4)
 

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from eval.cache.layer import CompressedLayer
+from leank.eval.cache.layer import CompressedLayer
 from tests.helpers.cache_oracle import LAYERS, left_padded, random_keep, tiny_model
 from tests.helpers.cache_uses import GREEDY, feed, new_cache
 from tests.helpers.refusals import one_line

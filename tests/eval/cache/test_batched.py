@@ -7,21 +7,21 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eval.cache import Sizes
-from eval.cache.attention import batched, reference
-from eval.cache.attention.softmax import PLAIN, Softmax
-from eval.cache.storage.coded import Coding
-from eval.cache.storage.eviction import HeavyHitters
-from eval.cache.storage.middle import Middle
-from eval.cache.storage.quantised import Packing
-from eval.cache.storage.store import Store
-from eval.methods.bits.pca import Coordinates
-from eval.methods.bits.spark import Records
-from eval.methods.reads.double_sparsity import Labels
-from eval.methods.reads.quest import Quest
-from eval.methods.tokens.lethe import Lethe, Rounds
-from eval.methods.tokens.rkv import RKV, Redundant
-from eval.methods.tokens.tova import LastQuery
+from leank.eval.cache import Sizes
+from leank.eval.cache.attention import batched, reference
+from leank.eval.cache.attention.softmax import PLAIN, Softmax
+from leank.eval.cache.storage.coded import Coding
+from leank.eval.cache.storage.eviction import HeavyHitters
+from leank.eval.cache.storage.middle import Middle
+from leank.eval.cache.storage.quantised import Packing
+from leank.eval.cache.storage.store import Store
+from leank.eval.methods.bits.pca import Coordinates
+from leank.eval.methods.bits.spark import Records
+from leank.eval.methods.reads.double_sparsity import Labels
+from leank.eval.methods.reads.quest import Quest
+from leank.eval.methods.tokens.lethe import Lethe, Rounds
+from leank.eval.methods.tokens.rkv import RKV, Redundant
+from leank.eval.methods.tokens.tova import LastQuery
 
 HEADS, DIM, GROUP = 3, 8, 2
 SIZES = Sizes(2, 5, 3)

@@ -8,20 +8,20 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import Cache
 
-from eval.cache import Sizes, bytes_per_row, compressed_cache
-from eval.cache.hook import ATTENTION
-from eval.cache.memory import measure_store
-from eval.cache.storage.channels import KeptChannels
-from eval.cache.storage.middle import Middle
-from eval.cache.storage.pages import Extent
-from eval.cache.storage.quantised import Packing
-from eval.cache.storage.store import Store
-from eval.inference.prefill import prefill
-from eval.methods import method
-from eval.methods.base import Method
-from eval.methods.bits.kivi import KIVI
-from eval.methods.channels.leank import LeanK
-from leank_train.mask import ChannelMask
+from leank.eval.cache import Sizes, bytes_per_row, compressed_cache
+from leank.eval.cache.hook import ATTENTION
+from leank.eval.cache.memory import measure_store
+from leank.eval.cache.storage.channels import KeptChannels
+from leank.eval.cache.storage.middle import Middle
+from leank.eval.cache.storage.pages import Extent
+from leank.eval.cache.storage.quantised import Packing
+from leank.eval.cache.storage.store import Store
+from leank.eval.inference.prefill import prefill
+from leank.eval.methods import method
+from leank.eval.methods.base import Method
+from leank.eval.methods.bits.kivi import KIVI
+from leank.eval.methods.channels.leank import LeanK
+from leank.mask import ChannelMask
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, SEEDS, OracleLayer, left_padded, random_keep, run, tiny_model
 from tests.helpers.channel_tables import random_tables
 

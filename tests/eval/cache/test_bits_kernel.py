@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from tests.helpers.kernels import DEVICE, ON_GPU, error, make_store
 
-from eval.cache.attention import quantised_kernel, unpacking_kernel  # isort: skip
-from eval.cache.attention.launch import FEW, PACKED, PACKED_FEW, Config, Kernel  # isort: skip  (needs Triton, which the line above asks for)
-from eval.cache.storage.quantised import Packing
-from eval.cache.storage.sizes import Sizes
+from leank.eval.cache.attention import quantised_kernel, unpacking_kernel  # isort: skip
+from leank.eval.cache.attention.launch import FEW, PACKED, PACKED_FEW, Config, Kernel  # isort: skip  (needs Triton, which the line above asks for)
+from leank.eval.cache.storage.quantised import Packing
+from leank.eval.cache.storage.sizes import Sizes
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from tests.helpers.kernels import DEVICE, ON_GPU
 
 import triton  # isort: skip  (which the line above asks for)
-from eval.cache.attention import choice_kernel  # isort: skip
-from eval.cache.attention.chosen import lines_held  # isort: skip
-from eval.cache.attention.places import FIELDS, Column
+from leank.eval.cache.attention import choice_kernel  # isort: skip
+from leank.eval.cache.attention.chosen import lines_held  # isort: skip
+from leank.eval.cache.attention.places import FIELDS, Column
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

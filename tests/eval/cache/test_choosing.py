@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from tests.helpers.kernels import DEVICE, ON_GPU
 
-from eval.cache.storage import choosing  # isort: skip  (Triton, which the line above asks for)
-from eval.cache.storage.eviction import largest
+from leank.eval.cache.storage import choosing  # isort: skip  (Triton, which the line above asks for)
+from leank.eval.cache.storage.eviction import largest
 
 
 def check(ranked, lengths, count):

@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 
 from tests.helpers.kernels import DEVICE, ON_GPU, poison
 
-from eval.cache.attention import chosen as launch  # isort: skip  (needs Triton, which the line above asks for)
-from eval.cache.attention import reference
-from eval.cache.attention.backend import Plain, choose_backend
-from eval.cache.attention.bounds import Bounds
-from eval.cache.attention.chosen import Chosen, ChosenConfig
-from eval.cache.storage.middle import Middle
-from eval.cache.storage.quantised import Packing
-from eval.cache.storage.sizes import Sizes
-from eval.cache.storage.store import Store
-from eval.methods.reads.quest import Quest
+from leank.eval.cache.attention import chosen as launch  # isort: skip  (needs Triton, which the line above asks for)
+from leank.eval.cache.attention import reference
+from leank.eval.cache.attention.backend import Plain, choose_backend
+from leank.eval.cache.attention.bounds import Bounds
+from leank.eval.cache.attention.chosen import Chosen, ChosenConfig
+from leank.eval.cache.storage.middle import Middle
+from leank.eval.cache.storage.quantised import Packing
+from leank.eval.cache.storage.sizes import Sizes
+from leank.eval.cache.storage.store import Store
+from leank.eval.methods.reads.quest import Quest
 from tests.helpers.chosen_reads import CLOSE, DTYPE, random_reads
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

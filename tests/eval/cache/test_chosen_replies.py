@@ -8,12 +8,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.helpers.kernels import DEVICE, ON_GPU
 
-from eval.cache import compressed_cache  # isort: skip  (needs Triton, which the line above asks for)
-from eval.cache.attention.backend import Plain, choose_backend
-from eval.cache.attention.chosen import Chosen
-from eval.cache.layer import CompressedLayer
-from eval.cache.storage.middle import Middle
-from eval.cache.storage.sizes import Sizes
+from leank.eval.cache import compressed_cache  # isort: skip  (needs Triton, which the line above asks for)
+from leank.eval.cache.attention.backend import Plain, choose_backend
+from leank.eval.cache.attention.chosen import Chosen
+from leank.eval.cache.layer import CompressedLayer
+from leank.eval.cache.storage.middle import Middle
+from leank.eval.cache.storage.sizes import Sizes
 from tests.helpers.chosen_reads import CLOSE, DTYPE, random_reads
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.cache.attention import dense
-from eval.cache.attention.softmax import PLAIN, Softmax, written_out
-from leank_train.forward import kernels
+from leank import kernels
+from leank.eval.cache.attention import dense
+from leank.eval.cache.attention.softmax import PLAIN, Softmax, written_out
 
 
 def by_rows(q, k, v, scaling, real, softmax=PLAIN):
@@ -54,7 +54,7 @@ def test_padded_rows_are_those_of_the_whole_matrix(starts, holes, group, softcap
     softmax = Softmax(softcap, torch.randn(2 * group, generator=generator, dtype=torch.float64) if sinks else None)
     want = by_rows(q, k, v, 0.4, real, softmax)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("eval.cache.attention.softmax.SCORES_AT_ONCE", {"cpu": block})
+        patch.setattr("leank.eval.cache.attention.softmax.SCORES_AT_ONCE", {"cpu": block})
         torch.testing.assert_close(dense.attend(q, k, v, 0.4, real, softmax), want)
 
 

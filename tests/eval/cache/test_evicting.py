@@ -9,22 +9,22 @@ from hypothesis import strategies as st
 
 from tests.helpers.kernels import DEVICE, ON_GPU, poison, poisoned_memory  # noqa: F401
 
-from eval.cache.attention.backend import Plain, choose_backend  # isort: skip  (Triton, which the line above asks for)
-from eval.cache import graph
-from eval.cache.attention.launch import Kernel
-from eval.cache.graph import DecodeLoop
-from eval.cache.layer import CompressedLayer
-from eval.cache.storage.eviction import HeavyHitters
-from eval.cache.storage.middle import Middle
-from eval.cache.storage.sizes import Sizes
-from eval.cache.storage.store import Store
-from eval.inference.decode import greedy
-from eval.inference.models import ModelConfig, load_model
-from eval.methods import Method
-from eval.methods.tokens.h2o import H2O
-from eval.methods.tokens.lethe import Lethe, Rounds
-from eval.methods.tokens.rkv import RKV, Redundant
-from eval.methods.tokens.tova import TOVA, LastQuery
+from leank.eval.cache.attention.backend import Plain, choose_backend  # isort: skip  (Triton, which the line above asks for)
+from leank.eval.cache import graph
+from leank.eval.cache.attention.launch import Kernel
+from leank.eval.cache.graph import DecodeLoop
+from leank.eval.cache.layer import CompressedLayer
+from leank.eval.cache.storage.eviction import HeavyHitters
+from leank.eval.cache.storage.middle import Middle
+from leank.eval.cache.storage.sizes import Sizes
+from leank.eval.cache.storage.store import Store
+from leank.eval.inference.decode import greedy
+from leank.eval.inference.models import ModelConfig, load_model
+from leank.eval.methods import Method
+from leank.eval.methods.tokens.h2o import H2O
+from leank.eval.methods.tokens.lethe import Lethe, Rounds
+from leank.eval.methods.tokens.rkv import RKV, Redundant
+from leank.eval.methods.tokens.tova import TOVA, LastQuery
 from tests.helpers.cache_oracle import left_padded
 
 POLICIES = {
@@ -191,7 +191,7 @@ def test_a_captured_step_decodes_what_single_steps_do(choice, monkeypatch):
     ids, real, new = ids.to(model.device), mask.bool().to(model.device), 1000 if choice in ("h2o", "lethe") else 250
     found = []
     for least in (10**6, graph.CAPTURE_FOR):  # never captured, captured
-        monkeypatch.setattr("eval.inference.decode.CAPTURE_FOR", least)
+        monkeypatch.setattr("leank.eval.inference.decode.CAPTURE_FOR", least)
         prompt = method.run_prefill(model, ids, real, new)
         cache = method.cache(model, prompt)
         tokens, _, _ = greedy(model, cache, prompt.logits, real, prompt.lengths, [], [new] * 2, [new] * 2)
@@ -203,7 +203,7 @@ def test_a_captured_step_decodes_what_single_steps_do(choice, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_auto_takes_the_kernel_for_a_layer_that_evicts(monkeypatch):
-    monkeypatch.setattr("eval.cache.attention.backend.why_not", lambda *_: None)
+    monkeypatch.setattr("leank.eval.cache.attention.backend.why_not", lambda *_: None)
     layer = CompressedLayer(Middle(eviction=HeavyHitters(20)), Sizes(2, 9, 4), choose_backend("auto", programs=4))
     plain = CompressedLayer(Middle(eviction=HeavyHitters(20)), Sizes(2, 9, 4), choose_backend("torch"))
     k, v = torch.randn(2, 1, 2, 70, 64).to(DEVICE, DTYPE)

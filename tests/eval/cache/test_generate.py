@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import StoppingCriteria
 
-from eval.cache import compressed_cache, graph
-from eval.cache.generate import graph_decoding
-from eval.cache.graph import DecodeLoop
-from eval.cache.storage.eviction import HeavyHitters
-from eval.cache.storage.middle import Middle
-from eval.cache.storage.quantised import Packing
-from eval.inference.models import ModelConfig, load_model
+from leank.eval.cache import compressed_cache, graph
+from leank.eval.cache.generate import graph_decoding
+from leank.eval.cache.graph import DecodeLoop
+from leank.eval.cache.storage.eviction import HeavyHitters
+from leank.eval.cache.storage.middle import Middle
+from leank.eval.cache.storage.quantised import Packing
+from leank.eval.inference.models import ModelConfig, load_model
 from tests.helpers.cache_oracle import tiny_model
 from tests.helpers.generating import Fake, compare_ends, held, prompts, random_mask, same
 from tests.helpers.text_tokenizers import tokenizer
@@ -49,9 +49,9 @@ class Streamer:
 @pytest.fixture
 def captured(monkeypatch):
     """Let generate() capture and replay steps as it does on a GPU."""
-    monkeypatch.setattr("eval.cache.generate.DecodeLoop", Fake)
+    monkeypatch.setattr("leank.eval.cache.generate.DecodeLoop", Fake)
     for user in ("generate", "graph"):
-        monkeypatch.setattr(f"eval.cache.{user}.capturable", lambda cache: True)
+        monkeypatch.setattr(f"leank.eval.cache.{user}.capturable", lambda cache: True)
     for name in ("captures", "begun", "undone"):
         monkeypatch.setattr(Fake, name, 0)
 
@@ -216,7 +216,7 @@ def test_a_captured_call_gives_the_tokens_of_an_eager_one(way, padded, monkeypat
     monkeypatch.setattr(DecodeLoop, "capture", lambda loop: (captures.append(1), capture(loop)))
     found = []
     for least in (1000, graph.CAPTURE_FOR):  # never captured, captured
-        monkeypatch.setattr("eval.cache.generate.CAPTURE_FOR", least)
+        monkeypatch.setattr("leank.eval.cache.generate.CAPTURE_FOR", least)
         torch.manual_seed(0)
         cache = compressed_cache(model, random_mask(model.config), 16, 96)
         found.append(cache.generate(model, **options))
@@ -234,7 +234,7 @@ def test_rows_that_end_leave_the_cache_of_an_eager_call(way, steps, monkeypatch)
     options = {**prompts(4000, model.device, 400), **WAYS[way], "max_new_tokens": 120}
 
     def run(least, cache, given):
-        monkeypatch.setattr("eval.cache.generate.CAPTURE_FOR", least)
+        monkeypatch.setattr("leank.eval.cache.generate.CAPTURE_FOR", least)
         return cache.generate(model, **given)
 
     compare_ends(model, (16, 96), options, steps, partial(run, 1000), partial(run, graph.CAPTURE_FOR))
@@ -260,7 +260,7 @@ def test_later_calls_replay_what_the_first_captured(bits, monkeypatch):
     for length, rows, so_far in ((400, 2, 1), (900, 2, 1), (150, 2, 1), (400, 1, 2), (1200, 1, 2)):
         found = run(kept, length, rows)
         assert len(captures) == so_far
-        monkeypatch.setattr("eval.cache.generate.CAPTURE_FOR", 1000)  # the other cache decodes step by step
+        monkeypatch.setattr("leank.eval.cache.generate.CAPTURE_FOR", 1000)  # the other cache decodes step by step
         assert torch.equal(found, run(compressed_cache(model, middles, 16, 96), length, rows))
-        monkeypatch.setattr("eval.cache.generate.CAPTURE_FOR", graph.CAPTURE_FOR)
+        monkeypatch.setattr("leank.eval.cache.generate.CAPTURE_FOR", graph.CAPTURE_FOR)
         kept.reset()

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from tests.helpers.kernels import DEVICE, ON_GPU, check_decoding, error, make_store, poison
 
-from eval.cache.attention import work  # isort: skip  (needs Triton, which the line above asks for)
-from eval.cache.attention.launch import Config, Kernel
-from eval.cache.storage.middle import Middle
-from eval.cache.storage.sizes import Sizes
-from eval.cache.storage.store import Store
+from leank.eval.cache.attention import work  # isort: skip  (needs Triton, which the line above asks for)
+from leank.eval.cache.attention.launch import Config, Kernel
+from leank.eval.cache.storage.middle import Middle
+from leank.eval.cache.storage.sizes import Sizes
+from leank.eval.cache.storage.store import Store
 
 
 @pytest.mark.skipif(ON_GPU, reason="the same on the device below")
@@ -206,8 +206,8 @@ def test_launches_that_start_early_change_no_bit():
 @pytest.mark.gpu
 def test_a_captured_step_can_be_replayed_past_moves_out_of_the_window():
     """Replaying one captured step and accounting for it gives what uncaptured steps give."""
-    from eval.cache.attention.backend import choose_backend
-    from eval.cache.layer import CompressedLayer
+    from leank.eval.cache.attention.backend import choose_backend
+    from leank.eval.cache.layer import CompressedLayer
 
     keep = torch.zeros(4, 128, dtype=torch.bool)
     keep[1, :32] = keep[2, :64] = keep[3, :96] = True

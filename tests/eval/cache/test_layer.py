@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from eval.cache import CompressedLayer, Sizes, bytes_per_row, compressed_cache, max_batch
-from eval.cache.attention import backend
-from eval.cache.hook import ATTENTION
-from eval.cache.memory import Memory
-from eval.cache.storage.channels import KeptChannels
-from leank_train.mask import ChannelMask
+from leank.eval.cache import CompressedLayer, Sizes, bytes_per_row, compressed_cache, max_batch
+from leank.eval.cache.attention import backend
+from leank.eval.cache.hook import ATTENTION
+from leank.eval.cache.memory import Memory
+from leank.eval.cache.storage.channels import KeptChannels
+from leank.mask import ChannelMask
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, left_padded, oracle_cache, random_keep, run, tiny_model
 
 SIZES = (2, 6, 3)

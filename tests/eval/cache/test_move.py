@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from tests.helpers.kernels import DEVICE, ON_GPU, check_moves, poisoned_memory  # noqa: F401
 
-from eval.cache.attention.launch import Kernel  # isort: skip  (needs Triton, which the line above asks for)
-from eval.cache.storage.middle import Middle
-from eval.cache.storage.sizes import Sizes
+from leank.eval.cache.attention.launch import Kernel  # isort: skip  (needs Triton, which the line above asks for)
+from leank.eval.cache.storage.middle import Middle
+from leank.eval.cache.storage.sizes import Sizes
 
 
 @pytest.mark.skipif(ON_GPU, reason="the same on the device below")
@@ -43,9 +43,9 @@ def test_a_tail_that_grows_several_times():
 
 def test_a_step_that_brings_nothing_due_touches_no_store(monkeypatch):
     """advance() moves exactly when decoding step by step would, and asks nothing of a store in between."""
-    from eval.cache.attention.backend import Plain
-    from eval.cache.layer import CompressedLayer
-    from eval.cache.storage.store import Store
+    from leank.eval.cache.attention.backend import Plain
+    from leank.eval.cache.layer import CompressedLayer
+    from leank.eval.cache.storage.store import Store
 
     layer = CompressedLayer(Middle(torch.ones(2, 64).bool()), Sizes(4, 20, 8), Plain())
     k, v = torch.randn(2, 2, 2, 50, 64)
@@ -66,8 +66,8 @@ def test_a_step_that_brings_nothing_due_touches_no_store(monkeypatch):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_layer_decodes_with_the_kernel_what_it_does_without(monkeypatch):
     """Through CompressedLayer, whose backend moves by the kernel once a first query has chosen it."""
-    from eval.cache.attention.backend import choose_backend
-    from eval.cache.layer import CompressedLayer
+    from leank.eval.cache.attention.backend import choose_backend
+    from leank.eval.cache.layer import CompressedLayer
 
     dtype, launches, move = torch.bfloat16 if ON_GPU else torch.float16, [], Kernel.move
     monkeypatch.setattr(Kernel, "move", lambda self, store, due: (launches.append(due.max()), move(self, store, due)))

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from eval.cache import compressed_cache
-from eval.cache.hook import ATTENTION
-from eval.inference.prefill import extend, joined
+from leank.eval.cache import compressed_cache
+from leank.eval.cache.hook import ATTENTION
+from leank.eval.inference.prefill import extend, joined
 from tests.helpers.cache_oracle import SEEDS, VOCAB, left_padded, tiny_model
 from tests.helpers.turns import METHODS
 

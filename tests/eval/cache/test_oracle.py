@@ -5,8 +5,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from eval.cache import compressed_cache
-from eval.cache.hook import ATTENTION
+from leank.eval.cache import compressed_cache
+from leank.eval.cache.hook import ATTENTION
 from tests.helpers.cache_oracle import FAMILIES, SEEDS, left_padded, oracle_cache, random_keep, run, tiny_model
 
 SIZES = st.tuples(st.integers(0, 5), st.integers(0, 12), st.integers(1, 6))

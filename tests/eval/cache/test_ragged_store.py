@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import pad
 
-from eval.cache import Sizes
-from eval.cache.attention.backend import Auto, Plain
-from eval.cache.memory import measure_store
-from eval.cache.storage.eviction import HeavyHitters
-from eval.cache.storage.middle import Middle
-from eval.cache.storage.padded import compacted
-from eval.cache.storage.quantised import Packing
-from eval.cache.storage.store import Store
+from leank.eval.cache import Sizes
+from leank.eval.cache.attention.backend import Auto, Plain
+from leank.eval.cache.memory import measure_store
+from leank.eval.cache.storage.eviction import HeavyHitters
+from leank.eval.cache.storage.middle import Middle
+from leank.eval.cache.storage.padded import compacted
+from leank.eval.cache.storage.quantised import Packing
+from leank.eval.cache.storage.store import Store
 
 
 def random_store(seed, middle=None, sizes=(2, 5, 3), lengths=(60, 200), heads=3, dim=16):
@@ -110,7 +110,7 @@ def test_bytes_are_what_the_formula_says(pruned_values):
 
 
 def test_the_kernel_says_what_it_cannot(monkeypatch):
-    monkeypatch.setattr("eval.cache.attention.backend.why_not", lambda *args: None)
+    monkeypatch.setattr("leank.eval.cache.attention.backend.why_not", lambda *args: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     store = random_store(0, Middle(bits=Packing(4, 8)))[0]
     q = torch.randn(2, 3, 1, 16)

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from eval.cache import CompressedCache, compressed_cache
-from eval.cache.saved.header import digests
-from eval.methods import Method
-from eval.methods.bits.kivi import KIVI
-from eval.methods.bits.spark import SparK
-from eval.methods.tokens.snapkv import SnapKV
-from leank_train.common.tensor_files import write_tensors
-from leank_train.mask import ChannelMask
+from leank.eval.cache import CompressedCache, compressed_cache
+from leank.eval.cache.saved.header import digests
+from leank.eval.methods import Method
+from leank.eval.methods.bits.kivi import KIVI
+from leank.eval.methods.bits.spark import SparK
+from leank.eval.methods.tokens.snapkv import SnapKV
+from leank.mask import ChannelMask
+from leank.tensor_files import write_tensors
 from tests.helpers.cache_oracle import left_padded, random_keep, tiny_model
 from tests.helpers.replay_tools import SIZES
 from tests.helpers.turns import LEANK, METHODS, begin, conversation, go_on

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from eval.cache import CompressedCache, compressed_cache
-from eval.cache.saved.header import model_digest
-from eval.cache.saved.writing import without_spare
-from eval.cache.storage.channels import KeptChannels
-from eval.cache.storage.middle import Middle
-from eval.cache.storage.pages import Extent
-from eval.cache.storage.quantised import Packing
+from leank.eval.cache import CompressedCache, compressed_cache
+from leank.eval.cache.saved.header import model_digest
+from leank.eval.cache.saved.writing import without_spare
+from leank.eval.cache.storage.channels import KeptChannels
+from leank.eval.cache.storage.middle import Middle
+from leank.eval.cache.storage.pages import Extent
+from leank.eval.cache.storage.quantised import Packing
 from tests.helpers.cache_oracle import left_padded, tiny_model
 
 

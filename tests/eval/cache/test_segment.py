@@ -6,13 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.cache import Sizes
-from eval.cache.storage import writing
-from eval.cache.storage.channels import KeptChannels
-from eval.cache.storage.middle import Middle
-from eval.cache.storage.pages import Extent, lines, words
-from eval.cache.storage.segment import Segment
-from eval.cache.storage.store import Store
+from leank.eval.cache import Sizes
+from leank.eval.cache.storage import writing
+from leank.eval.cache.storage.channels import KeptChannels
+from leank.eval.cache.storage.middle import Middle
+from leank.eval.cache.storage.pages import Extent, lines, words
+from leank.eval.cache.storage.segment import Segment
+from leank.eval.cache.storage.store import Store
 
 HEADS, DIM = 3, 8
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from eval.cache import compressed_cache
-from eval.cache.storage.pages import PAGE
-from leank_train.mask import ChannelMask
+from leank.eval.cache import compressed_cache
+from leank.eval.cache.storage.pages import PAGE
+from leank.mask import ChannelMask
 from tests.helpers.cache_oracle import random_keep, tiny_model
 
 
@@ -26,7 +26,7 @@ def test_no_more_than_a_page_is_spare_before_there_is_a_middle():
 
 @pytest.mark.parametrize("lengths", [[5, 5], [40, 7], [300, 200]], ids=str)
 def test_tokens_are_those_of_a_ring_that_is_whole_from_the_start(lengths, monkeypatch):
-    from eval.cache.storage.store import Store
+    from leank.eval.cache.storage.store import Store
 
     model, logits = tiny_model("llama"), []
     width = max(lengths)

@@ -10,13 +10,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eval.cache.hook import ATTENTION
-from eval.inference.prefill import PromptLayer, prefill
-from eval.inference.prompts import Prompt
-from eval.methods import Method
-from eval.methods.axes import Channels, PromptPass, Tokens
-from eval.run.replay import Replay
-from eval.run.settings import Settings
+from leank.eval.cache.hook import ATTENTION
+from leank.eval.inference.prefill import PromptLayer, prefill
+from leank.eval.inference.prompts import Prompt
+from leank.eval.methods import Method
+from leank.eval.methods.axes import Channels, PromptPass, Tokens
+from leank.eval.run.replay import Replay
+from leank.eval.run.settings import Settings
 from tests.helpers.cache_oracle import (
     DIM,
     FAMILIES,

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from eval.cache import Sizes, compressed_cache
-from eval.cache.storage.middle import Middle
-from eval.cache.storage.store import Store
+from leank.eval.cache import Sizes, compressed_cache
+from leank.eval.cache.storage.middle import Middle
+from leank.eval.cache.storage.store import Store
 from tests.helpers.cache_oracle import left_padded, random_keep, tiny_model
 from tests.helpers.turns import METHODS, begin, conversation, go_on
 
@@ -83,7 +83,7 @@ def test_a_copied_prompt_is_complete(recwarn):
 def test_a_copied_store_makes_its_own_work_table():
     """The kernel's table holds addresses: with the old one a copy would read the original's tokens."""
     pytest.importorskip("triton")
-    from eval.cache.attention.launch import Kernel
+    from leank.eval.cache.attention.launch import Kernel
 
     k, v = torch.randn(2, 1, 2, 300, 64)
     kernel, store = Kernel(programs=4), Store(k, v, None, Middle(), Sizes(4, 64, 32))

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from eval.cache import Sizes, compressed_cache
-from eval.cache.hook import ATTENTION
-from eval.cache.storage.middle import Middle
-from leank_train.mask import ChannelMask
+from leank.eval.cache import Sizes, compressed_cache
+from leank.eval.cache.hook import ATTENTION
+from leank.eval.cache.storage.middle import Middle
+from leank.mask import ChannelMask
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, left_padded, random_keep, run, tiny_model
 from tests.helpers.cache_uses import GREEDY, SIZES, feed, new_cache
 from tests.helpers.refusals import one_line

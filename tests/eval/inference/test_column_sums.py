@@ -6,10 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import eval.inference.observe
-from eval.cache.attention.softmax import PLAIN, Softmax
-from eval.inference.observe import received
-from eval.inference.prefill import prefill
+from leank.eval.cache.attention.softmax import PLAIN, Softmax
+from leank.eval.inference.observe import received
+from leank.eval.inference.prefill import prefill
 from tests.helpers.cache_oracle import left_padded, tiny_model
 
 

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from tests.helpers.kernels import ON_GPU, poisoned_memory  # noqa: F401
 
-from eval.cache.attention import dense  # isort: skip  (Triton, which the line above asks for)
-from eval.cache.attention.softmax import Softmax
-from eval.inference import column_sums
-from eval.inference.column_sums import Tiles, attend_and_sum
-from eval.inference.observe import received
-from eval.inference.prefill import prefill
+from leank.eval.cache.attention import dense  # isort: skip  (Triton, which the line above asks for)
+from leank.eval.cache.attention.softmax import Softmax
+from leank.eval.inference import column_sums
+from leank.eval.inference.column_sums import Tiles, attend_and_sum
+from leank.eval.inference.observe import received
+from leank.eval.inference.prefill import prefill
 from tests.helpers.cache_oracle import left_padded, tiny_model
 
 SMALL = Tiles(keys=32, queries=16)

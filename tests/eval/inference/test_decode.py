@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eval.cache import compressed_cache
-from eval.cache.attention.backend import Plain
-from eval.cache.graph import DecodeLoop, capturable
-from eval.inference import decode
-from eval.inference.decode import greedy
-from eval.inference.models import ModelConfig, load_model
-from eval.inference.prefill import pad_left, prefill
-from eval.methods import method
+from leank.eval.cache import compressed_cache
+from leank.eval.cache.attention.backend import Plain
+from leank.eval.cache.graph import DecodeLoop, capturable
+from leank.eval.inference import decode
+from leank.eval.inference.decode import greedy
+from leank.eval.inference.models import ModelConfig, load_model
+from leank.eval.inference.prefill import pad_left, prefill
+from leank.eval.methods import method
 from tests.helpers.cache_oracle import tiny_model
 
 NEW = 100  # three flushes of 32

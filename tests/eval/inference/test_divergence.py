@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.inference.divergence import compare
-from leank_train.objective.kl import Head
+from leank.eval.inference.divergence import compare
+from leank.head import Head
 
 WORDS, HIDDEN = 37, 6
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from eval.inference.models import ModelConfig
+from leank.eval.inference.models import ModelConfig
 
 
 @pytest.mark.parametrize("device", ["", " ", "gpu", "cuda:x", "meta"])

@@ -2,7 +2,7 @@
 
 import torch
 
-from eval.inference.prefill import pad_left, prefill
+from leank.eval.inference.prefill import pad_left, prefill
 from tests.helpers.cache_oracle import tiny_model
 
 

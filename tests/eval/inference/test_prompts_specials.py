@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from eval.benchmarks.row import Row
-from eval.inference.models import ModelConfig, load_config
-from eval.inference.prompts import SPECIALS, encode
-from eval.methods import Method
-from eval.report import summarise
-from eval.run.job import Job
-from eval.run.settings import Settings
+from leank.eval.benchmarks.row import Row
+from leank.eval.inference.models import ModelConfig, load_config
+from leank.eval.inference.prompts import SPECIALS, encode
+from leank.eval.methods import Method
+from leank.eval.report import summarise
+from leank.eval.run.job import Job
+from leank.eval.run.settings import Settings
 from tests.helpers.replay_tools import Two
 from tests.helpers.report_rows import row as result
 

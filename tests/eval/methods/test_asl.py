@@ -8,14 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.__main__ import run as run_eval
-from eval.inference.prefill import pad_left
-from eval.methods.prefill import asl
-from eval.methods.prefill.asl import ASL, DEEP, few_layers, rank_variance, ranks
-from eval.methods.prefill.fastkv import FastKV
-from eval.methods.registry import choice
-from eval.report.summary import summarise
-from eval.rows.results import read
+from leank.eval.__main__ import run as run_eval
+from leank.eval.inference.prefill import pad_left
+from leank.eval.methods.prefill import asl
+from leank.eval.methods.prefill.asl import ASL, DEEP, few_layers, rank_variance, ranks
+from leank.eval.methods.prefill.fastkv import FastKV
+from leank.eval.methods.registry import choice
+from leank.eval.report.summary import summarise
+from leank.eval.rows.results import read
 from tests.conftest import tiny_model
 from tests.helpers.composed import evaluation
 from tests.helpers.passes_by_hand import (

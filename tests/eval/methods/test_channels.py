@@ -8,24 +8,24 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eval.benchmarks.row import Row
-from eval.cache.attention.softmax import Softmax
-from eval.inference.models import ModelConfig, load_config
-from eval.inference.prefill import pad_left, prefill
-from eval.inference.prompts import Prompt
-from eval.methods import Method, method
-from eval.methods.channels.by_length import ByLength
-from eval.methods.channels.double_sparsity_channels import DoubleSparsityChannels
-from eval.methods.channels.iap import IAP
-from eval.methods.channels.leank_budget import LeanKBudget
-from eval.methods.channels.magnitude import Magnitude
-from eval.methods.channels.static_norm import StaticNorm
-from eval.methods.channels.think import ThinK, value_scores
-from eval.methods.common.observed import seen
-from eval.run.replay import Replay
-from eval.run.settings import Settings
-from leank_train.channel_scores import best, lowest_frequencies, pruned
-from leank_train.mask import ChannelMask
+from leank.channel_scores import best, lowest_frequencies, pruned
+from leank.eval.benchmarks.row import Row
+from leank.eval.cache.attention.softmax import Softmax
+from leank.eval.inference.models import ModelConfig, load_config
+from leank.eval.inference.prefill import pad_left, prefill
+from leank.eval.inference.prompts import Prompt
+from leank.eval.methods import Method, method
+from leank.eval.methods.channels.by_length import ByLength
+from leank.eval.methods.channels.double_sparsity_channels import DoubleSparsityChannels
+from leank.eval.methods.channels.iap import IAP
+from leank.eval.methods.channels.leank_budget import LeanKBudget
+from leank.eval.methods.channels.magnitude import Magnitude
+from leank.eval.methods.channels.static_norm import StaticNorm
+from leank.eval.methods.channels.think import ThinK, value_scores
+from leank.eval.methods.common.observed import seen
+from leank.eval.run.replay import Replay
+from leank.eval.run.settings import Settings
+from leank.mask import ChannelMask
 from tests import DATA
 from tests.helpers import kvpress_think
 from tests.helpers.cache_oracle import random_keep, tiny_model

@@ -6,9 +6,9 @@ import pytest
 import torch
 import yaml
 
-from eval.inference.prefill import prefill
-from eval.methods import REGISTRY, method, name_of
-from eval.methods.match import match, share_of_dense
+from leank.eval.inference.prefill import prefill
+from leank.eval.methods import REGISTRY, method, name_of
+from leank.eval.methods.match import match, share_of_dense
 from tests import ROOT
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, left_padded, tiny_model
 
@@ -72,4 +72,4 @@ def test_a_choice_that_cannot_be_imported_is_named():
     with pytest.raises(ValueError, match=r"method\.x\.channels\.name='no_such:Thing' cannot be imported"):
         method("x", {"channels": {"name": "no_such:Thing"}})
     with pytest.raises(ValueError, match=r"name='eval\.methods\.channels\.think:Thing' cannot be imported"):
-        method("x", {"channels": {"name": "eval.methods.channels.think:Thing"}})
+        method("x", {"channels": {"name": "leank.eval.methods.channels.think:Thing"}})

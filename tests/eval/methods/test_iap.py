@@ -7,14 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.benchmarks.base import Cell
-from eval.benchmarks.ruler import Ruler
-from eval.inference.models import ModelConfig, load_config, load_model
-from eval.inference.prefill import prefill
-from eval.inference.prompts import encode
-from eval.methods import method
-from eval.methods.channels.iap import IAP, greedy, interactions, salient
-from eval.methods.channels.think import ThinK
+from leank.eval.benchmarks.base import Cell
+from leank.eval.benchmarks.ruler import Ruler
+from leank.eval.inference.models import ModelConfig, load_config, load_model
+from leank.eval.inference.prefill import prefill
+from leank.eval.inference.prompts import encode
+from leank.eval.methods import method
+from leank.eval.methods.channels.iap import IAP, greedy, interactions, salient
+from leank.eval.methods.channels.think import ThinK
 from tests.helpers.cache_oracle import tiny_model
 from tests.helpers.replay_tools import prompts
 

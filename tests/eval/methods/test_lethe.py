@@ -9,20 +9,20 @@ from hypothesis import strategies as st
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from eval.cache import Sizes
-from eval.cache.attention import reference
-from eval.cache.attention.backend import Auto
-from eval.cache.hook import ATTENTION
-from eval.cache.memory import measure_store
-from eval.cache.storage.eviction import HeavyHitters, largest
-from eval.cache.storage.middle import Middle
-from eval.cache.storage.store import Store
-from eval.inference.prefill import prefill
-from eval.methods import Method, method
-from eval.methods.channels.leank import LeanK
-from eval.methods.tokens.h2o import H2O
-from eval.methods.tokens.lethe import Lethe, hoyer
-from leank_train.mask import ChannelMask
+from leank.eval.cache import Sizes
+from leank.eval.cache.attention import reference
+from leank.eval.cache.attention.backend import Auto
+from leank.eval.cache.hook import ATTENTION
+from leank.eval.cache.memory import measure_store
+from leank.eval.cache.storage.eviction import HeavyHitters, largest
+from leank.eval.cache.storage.middle import Middle
+from leank.eval.cache.storage.store import Store
+from leank.eval.inference.prefill import prefill
+from leank.eval.methods import Method, method
+from leank.eval.methods.channels.leank import LeanK
+from leank.eval.methods.tokens.h2o import H2O
+from leank.eval.methods.tokens.lethe import Lethe, hoyer
+from leank.mask import ChannelMask
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, left_padded, random_keep, run, tiny_model
 
 SINK, WINDOW, FLUSH = SIZES = 2, 4, 3
@@ -330,7 +330,7 @@ def test_what_cannot_be_is_refused(monkeypatch):
         store.crop(1)
     with pytest.raises(ValueError, match="cannot be combined with a choice on the axis reads"):
         Middle(eviction=HeavyHitters(3), reads=object())
-    monkeypatch.setattr("eval.cache.attention.backend.why_not", lambda *args: None)
+    monkeypatch.setattr("leank.eval.cache.attention.backend.why_not", lambda *args: None)
     store.middle = Middle(eviction=HeavyHitters(3), joins=torch.tensor([True, False]))
     with pytest.raises(RuntimeError, match="the kernel evicts where every head takes new tokens"):
         Auto(insist=True).choose(store, torch.randn(2, 4, 1, 8))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.kernels import DEVICE, ON_GPU
 
-from eval.methods.tokens.lethe import Lethe, Rounds  # isort: skip  (Triton, which the line above asks for)
+from leank.eval.methods.tokens.lethe import Lethe, Rounds  # isort: skip  (Triton, which the line above asks for)
 
 
 def check(options, lengths, heads, different, sink, window, seed):

@@ -10,15 +10,15 @@ import pytest
 import torch
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
-from eval.cache import Sizes
-from eval.inference.prefill import prefill
-from eval.methods import method
-from eval.methods.reads.double_sparsity import DoubleSparsity
-from eval.methods.reads.quest import Quest
-from eval.methods.tokens.h2o import H2O
-from eval.methods.tokens.lethe import Lethe
-from eval.methods.tokens.rkv import RKV
-from eval.methods.tokens.tova import TOVA
+from leank.eval.cache import Sizes
+from leank.eval.inference.prefill import prefill
+from leank.eval.methods import method
+from leank.eval.methods.reads.double_sparsity import DoubleSparsity
+from leank.eval.methods.reads.quest import Quest
+from leank.eval.methods.tokens.h2o import H2O
+from leank.eval.methods.tokens.lethe import Lethe
+from leank.eval.methods.tokens.rkv import RKV
+from leank.eval.methods.tokens.tova import TOVA
 
 RUNNING = []  # the slow form whose turn it is
 

@@ -8,18 +8,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.cache import CompressedCache
-from eval.inference.models import ModelConfig, load_config
-from eval.inference.prefill import prefill
-from eval.methods import REGISTRY, method
-from eval.methods.held import Held
-from eval.methods.match import STEPS, WHOLE, free_settings, match, share_of_dense
-from eval.methods.memory import dense_bytes, held_bytes, method_bytes
-from eval.methods.tokens.duo_attention import DuoAttention
-from eval.run.replay import Replay, cache_bytes
-from eval.run.settings import Settings
-from leank_train.common.shape import kv_shape
-from leank_train.mask import ChannelMask
+from leank.eval.cache import CompressedCache
+from leank.eval.inference.models import ModelConfig, load_config
+from leank.eval.inference.prefill import prefill
+from leank.eval.methods import REGISTRY, method
+from leank.eval.methods.held import Held
+from leank.eval.methods.match import STEPS, WHOLE, free_settings, match, share_of_dense
+from leank.eval.methods.memory import dense_bytes, held_bytes, method_bytes
+from leank.eval.methods.tokens.duo_attention import DuoAttention
+from leank.eval.run.replay import Replay, cache_bytes
+from leank.eval.run.settings import Settings
+from leank.mask import ChannelMask
+from leank.shape import kv_shape
 from tests import ROOT
 from tests.conftest import tiny_model
 from tests.helpers.composed import evaluation

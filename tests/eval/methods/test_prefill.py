@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from eval.inference.decode import greedy
-from eval.inference.prefill import pad_left, prefill
-from eval.methods import Method
-from eval.methods.channels.leank import LeanK
-from eval.methods.channels.think import ThinK
-from eval.methods.common.slicing import layer_at, slicing, window_scores
-from eval.methods.prefill.asl import ASL
-from eval.methods.prefill.fastkv import FastKV
-from eval.methods.prefill.gemfilter import GemFilter
-from eval.methods.prefill.pyramid_infer import PyramidInfer
-from eval.methods.tokens.snapkv import SnapKV
-from leank_train.mask import ChannelMask
+from leank.eval.inference.decode import greedy
+from leank.eval.inference.prefill import pad_left, prefill
+from leank.eval.methods import Method
+from leank.eval.methods.channels.leank import LeanK
+from leank.eval.methods.channels.think import ThinK
+from leank.eval.methods.common.slicing import layer_at, slicing, window_scores
+from leank.eval.methods.prefill.asl import ASL
+from leank.eval.methods.prefill.fastkv import FastKV
+from leank.eval.methods.prefill.gemfilter import GemFilter
+from leank.eval.methods.prefill.pyramid_infer import PyramidInfer
+from leank.eval.methods.tokens.snapkv import SnapKV
+from leank.mask import ChannelMask
 from tests.conftest import ARCHITECTURES, tiny_model
 from tests.helpers.passes_by_hand import CASES, LAYERS, LENGTH, NEW, ByHand, highest, model_of, run, smooth
 from tests.helpers.replay_tools import SIZES, prompts

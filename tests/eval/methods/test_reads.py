@@ -8,16 +8,16 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from eval.cache import CompressedLayer, Sizes
-from eval.cache.attention.backend import choose_backend
-from eval.cache.memory import measure_store
-from eval.cache.storage.middle import Middle
-from eval.inference.prefill import prefill
-from eval.methods import Method, method
-from eval.methods.channels.leank import LeanK
-from eval.methods.reads.double_sparsity import DoubleSparsity, Labels
-from eval.methods.reads.quest import Pages, Quest
-from leank_train.mask import ChannelMask
+from leank.eval.cache import CompressedLayer, Sizes
+from leank.eval.cache.attention.backend import choose_backend
+from leank.eval.cache.memory import measure_store
+from leank.eval.cache.storage.middle import Middle
+from leank.eval.inference.prefill import prefill
+from leank.eval.methods import Method, method
+from leank.eval.methods.channels.leank import LeanK
+from leank.eval.methods.reads.double_sparsity import DoubleSparsity, Labels
+from leank.eval.methods.reads.quest import Pages, Quest
+from leank.mask import ChannelMask
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, left_padded, random_keep, run, tiny_model
 
 SIZES = Sizes(2, 6, 4)

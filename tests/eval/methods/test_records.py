@@ -6,14 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.inference.models import ModelConfig, load_config
-from eval.inference.prefill import prefill
-from eval.methods import method
-from eval.methods.bits.pca import PCA, Coordinates
-from eval.methods.bits.spark import INTEGER, Records, SparK, query_norms
-from eval.methods.channels.pair_energy import PairEnergy
-from eval.methods.match import match, share_of_dense
-from leank_train.channel_scores import pruned
+from leank.channel_scores import pruned
+from leank.eval.inference.models import ModelConfig, load_config
+from leank.eval.inference.prefill import prefill
+from leank.eval.methods import method
+from leank.eval.methods.bits.pca import PCA, Coordinates
+from leank.eval.methods.bits.spark import INTEGER, Records, SparK, query_norms
+from leank.eval.methods.channels.pair_energy import PairEnergy
+from leank.eval.methods.match import match, share_of_dense
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, left_padded, tiny_model
 
 SIZES = {"sink": 2, "window": 6, "flush": 4}

@@ -9,20 +9,20 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AttentionInterface
 
-from eval.cache import Sizes
-from eval.inference.decode import greedy
-from eval.inference.prefill import prefill
-from eval.methods import method
-from eval.methods.reads.double_sparsity import rounded
-from eval.methods.tokens import rkv
-from eval.methods.tokens.adakv import AdaKV
-from eval.methods.tokens.duo_attention import DuoAttention
-from eval.methods.tokens.expected_attention import ExpectedAttention, frequencies
-from eval.methods.tokens.keydiff import KeyDiff
-from eval.methods.tokens.pyramidkv import PyramidKV
-from eval.methods.tokens.rkv import RKV
-from eval.methods.tokens.snapkv import SnapKV
-from eval.methods.tokens.tova import TOVA
+from leank.eval.cache import Sizes
+from leank.eval.inference.decode import greedy
+from leank.eval.inference.prefill import prefill
+from leank.eval.methods import method
+from leank.eval.methods.reads.double_sparsity import rounded
+from leank.eval.methods.tokens import rkv
+from leank.eval.methods.tokens.adakv import AdaKV
+from leank.eval.methods.tokens.duo_attention import DuoAttention
+from leank.eval.methods.tokens.expected_attention import ExpectedAttention, frequencies
+from leank.eval.methods.tokens.keydiff import KeyDiff
+from leank.eval.methods.tokens.pyramidkv import PyramidKV
+from leank.eval.methods.tokens.rkv import RKV
+from leank.eval.methods.tokens.snapkv import SnapKV
+from leank.eval.methods.tokens.tova import TOVA
 from tests.helpers.cache_oracle import DIM, HEADS, left_padded, tiny_model
 from tests.helpers.token_choices import alone, attention, kept_of, observed
 

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from tests.helpers.kernels import DEVICE, ON_GPU, poison
 
-from eval.cache.storage.middle import Middle  # isort: skip  (Triton, which the line above asks for)
-from eval.cache.storage.sizes import Sizes
-from eval.cache.storage.store import Store
-from eval.inference.prefill import PromptLayer
-from eval.methods.tokens import rkv, rkv_launch
-from eval.methods.tokens.rkv import RKV, Redundant, redundancy
+from leank.eval.cache.storage.middle import Middle  # isort: skip  (Triton, which the line above asks for)
+from leank.eval.cache.storage.sizes import Sizes
+from leank.eval.cache.storage.store import Store
+from leank.eval.inference.prefill import PromptLayer
+from leank.eval.methods.tokens import rkv, rkv_launch
+from leank.eval.methods.tokens.rkv import RKV, Redundant, redundancy
 
 SMALL = rkv_launch.Tiles(block=16, tile=16, span=32, warps=4)
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32

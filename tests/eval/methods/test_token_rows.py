@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eval.cache import Sizes
-from eval.inference.prefill import PromptLayer
-from eval.methods.tokens.adakv import AdaKV
-from eval.methods.tokens.expected_attention import ExpectedAttention
-from eval.methods.tokens.h2o import H2O
-from eval.methods.tokens.keydiff import KeyDiff
-from eval.methods.tokens.pyramidkv import PyramidKV
-from eval.methods.tokens.snapkv import SnapKV
-from eval.methods.tokens.streaming_llm import StreamingLLM
-from eval.methods.tokens.tova import TOVA
+from leank.eval.cache import Sizes
+from leank.eval.inference.prefill import PromptLayer
+from leank.eval.methods.tokens.adakv import AdaKV
+from leank.eval.methods.tokens.expected_attention import ExpectedAttention
+from leank.eval.methods.tokens.h2o import H2O
+from leank.eval.methods.tokens.keydiff import KeyDiff
+from leank.eval.methods.tokens.pyramidkv import PyramidKV
+from leank.eval.methods.tokens.snapkv import SnapKV
+from leank.eval.methods.tokens.streaming_llm import StreamingLLM
+from leank.eval.methods.tokens.tova import TOVA
 from tests.helpers.token_choices import alone, duo, kept_of, observed
 
 SIZES = Sizes(2, 6, 4)

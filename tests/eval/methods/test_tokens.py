@@ -10,20 +10,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.cache import Sizes
-from eval.inference.decode import greedy
-from eval.inference.models import ModelConfig, load_config
-from eval.inference.prefill import prefill
-from eval.methods import method
-from eval.methods.tokens.adakv import AdaKV
-from eval.methods.tokens.duo_attention import DuoAttention, high_frequency_ratio
-from eval.methods.tokens.expected_attention import ExpectedAttention
-from eval.methods.tokens.h2o import H2O
-from eval.methods.tokens.keydiff import KeyDiff
-from eval.methods.tokens.pyramidkv import PyramidKV, pyramid
-from eval.methods.tokens.snapkv import SnapKV
-from eval.methods.tokens.streaming_llm import StreamingLLM
-from eval.methods.tokens.tova import TOVA
+from leank.eval.cache import Sizes
+from leank.eval.inference.decode import greedy
+from leank.eval.inference.models import ModelConfig, load_config
+from leank.eval.inference.prefill import prefill
+from leank.eval.methods import method
+from leank.eval.methods.tokens.adakv import AdaKV
+from leank.eval.methods.tokens.duo_attention import DuoAttention, high_frequency_ratio
+from leank.eval.methods.tokens.expected_attention import ExpectedAttention
+from leank.eval.methods.tokens.h2o import H2O
+from leank.eval.methods.tokens.keydiff import KeyDiff
+from leank.eval.methods.tokens.pyramidkv import PyramidKV, pyramid
+from leank.eval.methods.tokens.snapkv import SnapKV
+from leank.eval.methods.tokens.streaming_llm import StreamingLLM
+from leank.eval.methods.tokens.tova import TOVA
 from tests import DATA
 from tests.helpers import kvpress_tokens
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, left_padded, oracle_cache, run, tiny_model

@@ -2,7 +2,7 @@
 
 import pytest
 
-from eval.metrics import gsm_infinite as gsm
+from leank.eval.metrics import gsm_infinite as gsm
 
 RIGHT = [
     "Answer: 31.",

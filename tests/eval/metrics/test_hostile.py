@@ -14,9 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from eval.benchmarks import niah
-from eval.metrics import gsm_infinite, infinitebench, longbench, math500, math_equal, math_worker, mmlu, rouge, ruler
-from eval.metrics.infinitebench import _SCORER_OF_TASK
+from leank.eval.benchmarks import niah
+from leank.eval.metrics import (
+    gsm_infinite,
+    infinitebench,
+    longbench,
+    math500,
+    math_equal,
+    math_worker,
+    mmlu,
+    rouge,
+    ruler,
+)
+from leank.eval.metrics.infinitebench import _SCORER_OF_TASK
 from tests import ROOT
 
 LENGTH = 200_000

@@ -1,6 +1,6 @@
 import pytest
 
-from eval.metrics import infinitebench
+from leank.eval.metrics import infinitebench
 from tests.helpers import parity
 
 

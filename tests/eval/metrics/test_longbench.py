@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rapidfuzz.distance import Indel
 
-from eval.metrics import longbench, rouge, text
+from leank.eval.metrics import longbench, rouge, text
 from tests.helpers import parity
 
 METRICS = {

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from eval.metrics import math500, math_worker
-from eval.metrics.math_equal import MAX_EXPRESSION, readable
-from eval.metrics.math_normalize import grader_normalize, mathd_normalize, strip_thousands
+from leank.eval.metrics import math500, math_worker
+from leank.eval.metrics.math_equal import MAX_EXPRESSION, readable
+from leank.eval.metrics.math_normalize import grader_normalize, mathd_normalize, strip_thousands
 from tests.helpers import parity
 
 

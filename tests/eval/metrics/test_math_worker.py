@@ -9,7 +9,7 @@ import time
 import pytest
 from sympy.parsing import sympy_parser
 
-from eval.metrics import math500, math_equal, math_worker
+from leank.eval.metrics import math500, math_equal, math_worker
 from tests import ROOT
 
 
@@ -98,7 +98,7 @@ def test_the_worker_has_limits(tmp_path):
     attempts = """
 import sys
 from pathlib import Path
-from eval.metrics import math_equal
+from leank.eval.metrics import math_equal
 math_equal._limit_process()
 for attempt in (lambda: bytearray(2**30), lambda: Path(sys.argv[1]).write_text("x")):
     try:

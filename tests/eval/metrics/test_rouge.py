@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rouge import Rouge
 from rouge_score import rouge_scorer
 
-from eval.metrics import rouge
+from leank.eval.metrics import rouge
 
 texts = st.lists(
     st.tuples(

@@ -1,6 +1,6 @@
 import pytest
 
-from eval.metrics import ruler
+from leank.eval.metrics import ruler
 from tests.helpers import parity
 
 

@@ -7,9 +7,9 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from eval.papers.analyses import ANALYSES, Analysis, analysis
-from eval.papers.analyses.analysis import PLACE, row
-from eval.papers.analyses.source import Source
+from leank.eval.papers.analyses import ANALYSES, Analysis, analysis
+from leank.eval.papers.analyses.analysis import PLACE, row
+from leank.eval.papers.analyses.source import Source
 from tests import ROOT
 from tests.helpers.analysis_source import LENGTH, random_mask, source, tiny_model
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from eval.methods.tokens.duo_attention import high_frequency_ratio
-from eval.papers.analyses.analysis import only
-from eval.papers.analyses.answers import known
-from eval.papers.analyses.group_removal import GroupRemoval
-from eval.papers.analyses.w_hf import HighFrequencyRatio
-from leank_train.channel_scores import lowest_frequencies
+from leank.channel_scores import lowest_frequencies
+from leank.eval.methods.tokens.duo_attention import high_frequency_ratio
+from leank.eval.papers.analyses.analysis import only
+from leank.eval.papers.analyses.answers import known
+from leank.eval.papers.analyses.group_removal import GroupRemoval
+from leank.eval.papers.analyses.w_hf import HighFrequencyRatio
 from tests.helpers.analysis_source import DIM, GROUP, HEADS, LAYERS, LENGTH, source, tiny_model
 
 TASK = "niah_multikey_1"

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from eval.methods.prefill.asl import ASL
-from eval.papers.analyses.analysis import only
-from eval.papers.analyses.ranks import Ranks
-from eval.papers.analyses.relative_variance import RelativeVariance
-from eval.papers.analyses.selection_layers import SelectionLayers
+from leank.eval.methods.prefill.asl import ASL
+from leank.eval.papers.analyses.analysis import only
+from leank.eval.papers.analyses.ranks import Ranks
+from leank.eval.papers.analyses.relative_variance import RelativeVariance
+from leank.eval.papers.analyses.selection_layers import SelectionLayers
 from tests.helpers.analysis_source import LAYERS, LENGTH, attention, qkv, source
 
 TASK, WINDOW, KERNEL, BUDGET = "niah_single_2", 16, 3, 80

@@ -2,12 +2,12 @@
 
 import pytest
 
-from eval.methods.tokens.duo_attention import high_frequency_ratio
-from eval.papers.analyses.analysis import only
-from eval.papers.analyses.empty_heads import EmptyHeads
-from eval.papers.analyses.source import Source
-from leank_train.channel_scores import lowest_frequencies
-from leank_train.mask import ChannelMask
+from leank.channel_scores import lowest_frequencies
+from leank.eval.methods.tokens.duo_attention import high_frequency_ratio
+from leank.eval.papers.analyses.analysis import only
+from leank.eval.papers.analyses.empty_heads import EmptyHeads
+from leank.eval.papers.analyses.source import Source
+from leank.mask import ChannelMask
 from tests import ROOT
 from tests.helpers.analysis_source import HEADS, LAYERS, LENGTH, random_mask, source
 

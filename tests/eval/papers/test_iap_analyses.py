@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from eval.methods.channels.iap import IAP
-from eval.methods.channels.think import ThinK
-from eval.papers.analyses.analysis import only
-from eval.papers.analyses.interaction import Interaction
-from eval.papers.analyses.layer_error import LayerError
-from eval.papers.analyses.query_spread import QuerySpread
+from leank.eval.methods.channels.iap import IAP
+from leank.eval.methods.channels.think import ThinK
+from leank.eval.papers.analyses.analysis import only
+from leank.eval.papers.analyses.interaction import Interaction
+from leank.eval.papers.analyses.layer_error import LayerError
+from leank.eval.papers.analyses.query_spread import QuerySpread
 from tests.helpers.analysis_source import DIM, GROUP, HEADS, LAYERS, LENGTH, attention, qkv, source
 
 TASK, QUERIES = "niah_single_2", 16

@@ -2,8 +2,8 @@
 
 import pytest
 
-from eval.papers.item import Contrast, Expect
-from eval.papers.judge import contrast, expect
+from leank.eval.papers.item import Contrast, Expect
+from leank.eval.papers.judge import contrast, expect
 
 
 def rows(method, scores, task="t", bytes_=100.0, first=None):

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from eval.papers.analyses.analysis import only
-from eval.papers.analyses.kept_by_pair import KeptByPair
-from eval.papers.analyses.source import Source
-from leank_train.mask import ChannelMask
+from leank.eval.papers.analyses.analysis import only
+from leank.eval.papers.analyses.kept_by_pair import KeptByPair
+from leank.eval.papers.analyses.source import Source
+from leank.mask import ChannelMask
 from tests import ROOT
 from tests.helpers.analysis_source import LENGTH, random_mask, source
 

@@ -6,14 +6,14 @@ from itertools import pairwise
 import pytest
 import torch
 
-from eval.cache.layer import CompressedLayer
-from eval.methods.base import Method
-from eval.papers.analyses import retained_tokens
-from eval.papers.analyses.analysis import only
-from eval.papers.analyses.head_similarity import HeadSimilarity
-from eval.papers.analyses.retained_tokens import RetainedTokens
-from eval.papers.analyses.source import Source
-from eval.papers.analyses.sparsity import Sparsity
+from leank.eval.cache.layer import CompressedLayer
+from leank.eval.methods.base import Method
+from leank.eval.papers.analyses import retained_tokens
+from leank.eval.papers.analyses.analysis import only
+from leank.eval.papers.analyses.head_similarity import HeadSimilarity
+from leank.eval.papers.analyses.retained_tokens import RetainedTokens
+from leank.eval.papers.analyses.source import Source
+from leank.eval.papers.analyses.sparsity import Sparsity
 from tests.helpers.analysis_source import GROUP, HEADS, LAYERS, LENGTH, attention, qkv, source, tiny_model
 
 TASK = "niah_single_2"

@@ -6,14 +6,14 @@ import sys
 
 import pytest
 
-from eval.papers.__main__ import listing, main, parser, run
-from eval.papers.analyses.selection_layers import SelectionLayers
-from eval.papers.item import Analysed, Contrast, EvalRun, Item
-from eval.papers.make import Made, Measured, Workshop
-from eval.papers.page import as_html, as_markdown
-from eval.papers.registry import ITEMS, find
-from eval.papers.steps import Options
-from eval.papers.verdicts import as_markdown as as_verdicts
+from leank.eval.papers.__main__ import listing, main, parser, run
+from leank.eval.papers.analyses.selection_layers import SelectionLayers
+from leank.eval.papers.item import Analysed, Contrast, EvalRun, Item
+from leank.eval.papers.make import Made, Measured, Workshop
+from leank.eval.papers.page import as_html, as_markdown
+from leank.eval.papers.registry import ITEMS, find
+from leank.eval.papers.steps import Options
+from leank.eval.papers.verdicts import as_markdown as as_verdicts
 from tests.helpers.tiny_run import save_model
 
 LITTLE = ("benchmark.samples=1", "benchmark.tasks=[niah_multikey_2]", "benchmark.lengths=[512]", "max_new_tokens=2")

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.papers import make as make_module
-from eval.papers.item import Analysed, EvalRun, Item
-from eval.papers.make import Workshop
-from eval.papers.page import our_tables
-from eval.papers.portions import Part, Portion, Queue, portions
-from eval.papers.side_by_side import one_by_one, side_by_side
-from eval.papers.steps import Options, ResolvedStep, keys_of
-from eval.rows.results import Results, key_of, read
+from leank.eval.papers import make as make_module
+from leank.eval.papers.item import Analysed, EvalRun, Item
+from leank.eval.papers.make import Workshop
+from leank.eval.papers.page import our_tables
+from leank.eval.papers.portions import Part, Portion, Queue, portions
+from leank.eval.papers.side_by_side import one_by_one, side_by_side
+from leank.eval.papers.steps import Options, ResolvedStep, keys_of
+from leank.eval.rows.results import Results, key_of, read
 from tests.helpers.portion_making import Together, make
 from tests.helpers.tiny_run import save_model
 

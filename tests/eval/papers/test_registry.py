@@ -8,20 +8,20 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from transformers import MistralConfig
 
-from eval import published
-from eval.inference.models import ModelConfig, load_config
-from eval.methods import method
-from eval.methods.channels.iap import IAP
-from eval.methods.memory import method_bytes
-from eval.papers.analyses import ANALYSES, analysis
-from eval.papers.item import Analysed, Command, Contrast, EvalRun, Expect, Item, Need
-from eval.papers.make import Made
-from eval.papers.page import as_markdown, commands
-from eval.papers.registry import ITEMS, PAPERS, find, of_papers, runs, status
-from eval.papers.steps import HERE, Options
-from eval.papers.verdicts import CLAIMS
-from eval.run.grid import expanded
-from leank_train.common.typed import typed
+from leank.eval import published
+from leank.eval.inference.models import ModelConfig, load_config
+from leank.eval.methods import method
+from leank.eval.methods.channels.iap import IAP
+from leank.eval.methods.memory import method_bytes
+from leank.eval.papers.analyses import ANALYSES, analysis
+from leank.eval.papers.item import Analysed, Command, Contrast, EvalRun, Expect, Item, Need
+from leank.eval.papers.make import Made
+from leank.eval.papers.page import as_markdown, commands
+from leank.eval.papers.registry import ITEMS, PAPERS, find, of_papers, runs, status
+from leank.eval.papers.steps import HERE, Options
+from leank.eval.papers.verdicts import CLAIMS
+from leank.eval.run.grid import expanded
+from leank.typed import typed
 from tests import ROOT
 
 NUMBERS = {"leank": (10, 23), "think": (7, 12), "iap": (4, 8), "lethe": (6, 6), "asl": (10, 12)}
@@ -37,7 +37,7 @@ def run_of(step):
 def composed():
     """The configuration of every run of the registry, by its overrides; resolved, and without weights."""
     found = {}
-    with initialize_config_module("conf.eval", version_base="1.3"):
+    with initialize_config_module("leank.conf.eval", version_base="1.3"):
         for _, step in STEPS:
             if isinstance(step, Command):
                 continue

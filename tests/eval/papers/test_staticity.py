@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from eval.papers.analyses.analysis import only
-from eval.papers.analyses.staticity import Staticity
+from leank.eval.papers.analyses.analysis import only
+from leank.eval.papers.analyses.staticity import Staticity
 from tests.helpers.analysis_source import DIM, GROUP, HEADS, LENGTH, qkv, source
 
 TASKS = ("niah_single_2", "niah_multikey_1")

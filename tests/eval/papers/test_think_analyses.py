@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from eval.papers.analyses import singular_energy
-from eval.papers.analyses.analysis import only
-from eval.papers.analyses.magnitudes import Magnitudes
-from eval.papers.analyses.singular_energy import UNIFORM, SingularEnergy
+from leank.eval.papers.analyses import singular_energy
+from leank.eval.papers.analyses.analysis import only
+from leank.eval.papers.analyses.magnitudes import Magnitudes
+from leank.eval.papers.analyses.singular_energy import UNIFORM, SingularEnergy
 from tests.helpers.analysis_source import DIM, GROUP, HEADS, LENGTH, attention, qkv, source
 
 TASK = "niah_single_2"

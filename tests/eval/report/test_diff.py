@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from eval.__main__ import command_line
-from eval.report import summarise, write_diff, write_report
-from eval.report.groups import by_label, changed, paired
-from eval.rows.results import Results
+from leank.eval.__main__ import command_line
+from leank.eval.report import summarise, write_diff, write_report
+from leank.eval.report.groups import by_label, changed, paired
+from leank.eval.rows.results import Results
 from tests.helpers.report_rows import Checker, grid, row
 
 

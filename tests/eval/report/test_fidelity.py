@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pytest
 
-from eval.report import summarise, write_diff, write_report
-from eval.report.fidelity import by_length, overall
-from eval.report.plots import draw
-from eval.rows.result_row import check_rows
-from eval.rows.results import Results
-from leank_train.common import bootstrap
+from leank import bootstrap
+from leank.eval.report import summarise, write_diff, write_report
+from leank.eval.report.fidelity import by_length, overall
+from leank.eval.report.plots import draw
+from leank.eval.rows.result_row import check_rows
+from leank.eval.rows.results import Results
 from tests.helpers.report_rows import grid, row
 
 LEVEL = {"dense": 0.0, "leank": 1e-4, "think": 0.3}

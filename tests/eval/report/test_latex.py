@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.report.latex import document, escape, latex
-from eval.report.table import ReportTable, TableLine
+from leank.eval.report.latex import document, escape, latex
+from leank.eval.report.table import ReportTable, TableLine
 
 NASTY = ["[1] a", "* b", "a_b & c", "50% #1 $x$", "{y} \\end{tabular}", "~^<>|\"'`", "λ=0.06 – é 日本 \x07", ""]
 

@@ -6,13 +6,13 @@ import warnings
 import numpy as np
 import pytest
 
-from eval.__main__ import from_rows
-from eval.report import summarise, write_report
-from eval.report.pairs import COLUMNS
-from eval.report.summary import summarise_groups
-from eval.report.tables import differences, overall
-from eval.rows.results import Results
-from leank_train.common import bootstrap
+from leank import bootstrap
+from leank.eval.__main__ import from_rows
+from leank.eval.report import summarise, write_report
+from leank.eval.report.pairs import COLUMNS
+from leank.eval.report.summary import summarise_groups
+from leank.eval.report.tables import differences, overall
+from leank.eval.rows.results import Results
 from tests.helpers.report_rows import row
 
 

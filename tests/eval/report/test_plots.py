@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
-from eval.report import summarise
-from eval.report.plots import FIGURES, axes_of, draw, front
-from eval.report.style import svg
+from leank.eval.report import summarise
+from leank.eval.report.plots import FIGURES, axes_of, draw, front
+from leank.eval.report.style import svg
 from tests.helpers.report_rows import grid, row
 
 COORDINATE = st.integers(0, 8).map(float)

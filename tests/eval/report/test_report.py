@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from markdown_it import MarkdownIt
 
-from eval import published
-from eval.report import summarise, write_diff, write_report
-from eval.report.groups import by_label, group, labels
-from eval.report.summary import summarise_groups
-from eval.report.tables import by_length, by_task, differences, gsm, overall
-from eval.rows.results import Results
-from leank_train.common import bootstrap
+from leank import bootstrap
+from leank.eval import published
+from leank.eval.report import summarise, write_diff, write_report
+from leank.eval.report.groups import by_label, group, labels
+from leank.eval.report.summary import summarise_groups
+from leank.eval.report.tables import by_length, by_task, differences, gsm, overall
+from leank.eval.rows.results import Results
 from tests.helpers.report_rows import Checker, grid, row
 
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.__main__ import command_line
-from eval.report import summarise
-from eval.rows.result_row import check_rows
-from eval.rows.results import Key, Results
+from leank.eval.__main__ import command_line
+from leank.eval.report import summarise
+from leank.eval.rows.result_row import check_rows
+from leank.eval.rows.results import Key, Results
 from tests.helpers.report_rows import row
 
 KEY = {**Key("m", "dense", "c0", "ruler", "vt", 64, "0", 42, "after_question")._asdict(), "score": 1.0}

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eval.benchmarks.ruler import Ruler
-from eval.inference.models import ModelConfig, load_config
-from eval.methods import Method, method
-from eval.rows.results import NAME, Key, Results, key_of, read
-from eval.run.job import Job
-from eval.run.settings import Settings
+from leank.eval.benchmarks.ruler import Ruler
+from leank.eval.inference.models import ModelConfig, load_config
+from leank.eval.methods import Method, method
+from leank.eval.rows.results import NAME, Key, Results, key_of, read
+from leank.eval.run.job import Job
+from leank.eval.run.settings import Settings
 
 ROW = {**Key("m", "dense", "c0", "ruler", "vt", 64, "0", 42, "after_question")._asdict(), "score": 1.0}
 
@@ -157,7 +157,7 @@ def test_shards_together_are_the_whole(tmp_path, model, tokenizer):
     "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
 )
 def test_out_of_memory_goes_on_with_a_smaller_batch(tmp_path, model, tokenizer, monkeypatch, caplog, error):
-    from eval.run.replay import Replay
+    from leank.eval.run.replay import Replay
 
     answers = Replay.answers
 

@@ -7,24 +7,24 @@ import math
 import pytest
 import torch
 
-from eval.inference.decode import greedy
-from eval.inference.models import ModelConfig
-from eval.inference.prefill import prefill
-from eval.inference.prompts import Prompt
-from eval.methods import Method
-from eval.methods.channels.leank import LeanK
-from eval.methods.channels.random import Random
-from eval.methods.prefill.asl import ASL
-from eval.methods.prefill.gemfilter import GemFilter
-from eval.methods.reads.quest import Quest
-from eval.methods.tokens.snapkv import SnapKV
-from eval.methods.tokens.streaming_llm import StreamingLLM
-from eval.report import write_report
-from eval.rows.results import Results, read
-from eval.run.compression import Watch
-from eval.run.job import Job
-from eval.run.replay import Replay
-from eval.run.settings import Settings
+from leank.eval.inference.decode import greedy
+from leank.eval.inference.models import ModelConfig
+from leank.eval.inference.prefill import prefill
+from leank.eval.inference.prompts import Prompt
+from leank.eval.methods import Method
+from leank.eval.methods.channels.leank import LeanK
+from leank.eval.methods.channels.random import Random
+from leank.eval.methods.prefill.asl import ASL
+from leank.eval.methods.prefill.gemfilter import GemFilter
+from leank.eval.methods.reads.quest import Quest
+from leank.eval.methods.tokens.snapkv import SnapKV
+from leank.eval.methods.tokens.streaming_llm import StreamingLLM
+from leank.eval.report import write_report
+from leank.eval.rows.results import Results, read
+from leank.eval.run.compression import Watch
+from leank.eval.run.job import Job
+from leank.eval.run.replay import Replay
+from leank.eval.run.settings import Settings
 from tests.helpers.cache_oracle import tiny_model
 from tests.helpers.replay_tools import NEW, SIZES, Letters, Two, methods, prompts, rows
 from tests.helpers.report_rows import row

@@ -6,13 +6,13 @@ import json
 import pytest
 import torch
 
-from data_gen.tasks import RULER_NIAH
-from eval.benchmarks.base import Cell
-from eval.benchmarks.row import Row
-from eval.inference.prompts import encode, overhead
-from eval.methods import AXES, REGISTRY, method, name_of
-from eval.run.build import build_job
-from leank_train.mask import ChannelMask
+from leank.data_gen.tasks import RULER_NIAH
+from leank.eval.benchmarks.base import Cell
+from leank.eval.benchmarks.row import Row
+from leank.eval.inference.prompts import encode, overhead
+from leank.eval.methods import AXES, REGISTRY, method, name_of
+from leank.eval.run.build import build_job
+from leank.mask import ChannelMask
 from tests import ROOT
 from tests.helpers.composed import evaluation
 
@@ -201,7 +201,7 @@ TEMPLATE = "{{ bos_token }} {% for m in messages %}user says {{ m.content | trim
 
 
 def test_chat_template_wraps_the_prompt_and_the_prefix_follows():
-    from eval.inference.models import ModelConfig, load_config
+    from leank.eval.inference.models import ModelConfig, load_config
 
     _, plain = load_config(ModelConfig())
     tokenizer = copy.deepcopy(plain)

@@ -5,16 +5,16 @@ from itertools import pairwise
 import pytest
 import torch
 
-from eval.benchmarks.row import Row
-from eval.inference.prefill import extend
-from eval.inference.prompts import Prompt
-from eval.inference.turns import encode_turns
-from eval.methods import Method
-from eval.methods.tokens.h2o import H2O
-from eval.methods.tokens.snapkv import SnapKV
-from eval.run.conversations import Conversations
-from eval.run.replay import Replay
-from eval.run.settings import Settings
+from leank.eval.benchmarks.row import Row
+from leank.eval.inference.prefill import extend
+from leank.eval.inference.prompts import Prompt
+from leank.eval.inference.turns import encode_turns
+from leank.eval.methods import Method
+from leank.eval.methods.tokens.h2o import H2O
+from leank.eval.methods.tokens.snapkv import SnapKV
+from leank.eval.run.conversations import Conversations
+from leank.eval.run.replay import Replay
+from leank.eval.run.settings import Settings
 from tests.helpers.cache_oracle import tiny_model
 from tests.helpers.replay_tools import SIZES, Letters, methods, prompts, rows
 from tests.helpers.text_tokenizers import tokenizer

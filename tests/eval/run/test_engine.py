@@ -6,15 +6,15 @@ import gc
 import pytest
 import torch
 
-from eval.inference.decode import greedy
-from eval.inference.prefill import PromptLayer, pad_left, prefill
-from eval.inference.prompts import Prompt
-from eval.methods import Method
-from eval.methods.prefill.asl import ASL
-from eval.methods.prefill.fastkv import FastKV
-from eval.methods.tokens.snapkv import SnapKV
-from eval.run.replay import Replay
-from eval.run.settings import Settings
+from leank.eval.inference.decode import greedy
+from leank.eval.inference.prefill import PromptLayer, pad_left, prefill
+from leank.eval.inference.prompts import Prompt
+from leank.eval.methods import Method
+from leank.eval.methods.prefill.asl import ASL
+from leank.eval.methods.prefill.fastkv import FastKV
+from leank.eval.methods.tokens.snapkv import SnapKV
+from leank.eval.run.replay import Replay
+from leank.eval.run.settings import Settings
 from tests.helpers.cache_oracle import FAMILIES, tiny_model
 from tests.helpers.replay_tools import NEW, SIZES, Letters, alone, methods, prompts, rows
 
@@ -106,8 +106,8 @@ def test_the_last_token_of_an_end_is_as_end_of_text(at, least):
 @pytest.mark.parametrize("lengths", [[40], [40, 40], [40, 29, 33]], ids=str)
 def test_before_question_reads_the_question_through_the_compressed_cache(lengths):
     """As a second turn of generate(): context, then question, into one cache."""
-    from eval.cache import compressed_cache
-    from eval.cache.hook import ATTENTION
+    from leank.eval.cache import compressed_cache
+    from leank.eval.cache.hook import ATTENTION
 
     model, ids = tiny_model("qwen3"), prompts(lengths)
     engine = Replay(model, Letters(), Settings(compress="before_question"))

@@ -5,21 +5,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eval.benchmarks.row import Row
-from eval.cache import CompressedLayer
-from eval.inference import reading
-from eval.inference.prefill import pad_left
-from eval.inference.prompts import Prompt
-from eval.methods import Method
-from eval.methods.bits.kivi import KIVI
-from eval.methods.channels.leank import LeanK
-from eval.methods.prefill.gemfilter import GemFilter
-from eval.methods.reads.quest import Quest
-from eval.methods.tokens.h2o import H2O
-from eval.methods.tokens.lethe import Lethe
-from eval.run.replay import Replay
-from eval.run.settings import Settings
-from leank_train.mask import ChannelMask
+from leank.eval.benchmarks.row import Row
+from leank.eval.cache import CompressedLayer
+from leank.eval.inference import reading
+from leank.eval.inference.prefill import pad_left
+from leank.eval.inference.prompts import Prompt
+from leank.eval.methods import Method
+from leank.eval.methods.bits.kivi import KIVI
+from leank.eval.methods.channels.leank import LeanK
+from leank.eval.methods.prefill.gemfilter import GemFilter
+from leank.eval.methods.reads.quest import Quest
+from leank.eval.methods.tokens.h2o import H2O
+from leank.eval.methods.tokens.lethe import Lethe
+from leank.eval.run.replay import Replay
+from leank.eval.run.settings import Settings
+from leank.mask import ChannelMask
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, random_keep, tiny_model
 from tests.helpers.replay_tools import SIZES, Letters, methods, prompts
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from eval.methods import method
-from eval.run.grid import expanded
+from leank.eval.methods import method
+from leank.eval.run.grid import expanded
 
 THINK = {"tokens": {"name": "snapkv"}, "channels": {"name": "think"}, "sink": 0, "window": 32}
 

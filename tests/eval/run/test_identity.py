@@ -9,21 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.benchmarks.base import Cell
-from eval.benchmarks.gsm_infinite import GsmInfinite
-from eval.benchmarks.longbench import LongBench
-from eval.benchmarks.mmlu import Mmlu
-from eval.benchmarks.niah import NeedleGrid
-from eval.benchmarks.ruler import Ruler
-from eval.inference.models import ModelConfig, load_config
-from eval.methods import Method
-from eval.report.groups import group
-from eval.report.summary import summarise
-from eval.rows.results import Results, read
-from eval.run.job import Job
-from eval.run.settings import Settings
-from leank_train.backbone import resolve
-from leank_train.common.model_folder import BLOCK, BLOCKS, WHOLE, folder_digest
+from leank.backbone import resolve
+from leank.eval.benchmarks.base import Cell
+from leank.eval.benchmarks.gsm_infinite import GsmInfinite
+from leank.eval.benchmarks.longbench import LongBench
+from leank.eval.benchmarks.mmlu import Mmlu
+from leank.eval.benchmarks.niah import NeedleGrid
+from leank.eval.benchmarks.ruler import Ruler
+from leank.eval.inference.models import ModelConfig, load_config
+from leank.eval.methods import Method
+from leank.eval.report.groups import group
+from leank.eval.report.summary import summarise
+from leank.eval.rows.results import Results, read
+from leank.eval.run.job import Job
+from leank.eval.run.settings import Settings
+from leank.model_folder import BLOCK, BLOCKS, WHOLE, folder_digest
 from tests import DATA
 from tests.helpers.benchmark_lines import CONFIG, MMLU, QASPER
 

@@ -9,10 +9,10 @@ from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 from transformers import DynamicCache
 
-from eval.cache import compressed_cache
-from eval.cache.hook import ATTENTION
-from eval.lm_eval import LENGTHS, CompressedLM
-from leank_train.mask import ChannelMask
+from leank.eval.cache import compressed_cache
+from leank.eval.cache.hook import ATTENTION
+from leank.eval.lm_eval import LENGTHS, CompressedLM
+from leank.mask import ChannelMask
 from tests.helpers.text_tokenizers import tokenizer
 
 SIZES = {"cache.sink": 4, "cache.window": 8, "cache.flush": 4}

@@ -4,14 +4,14 @@ import logging
 
 import pytest
 
-from eval.__main__ import run
-from eval.inference.models import ModelConfig, load_config
-from eval.inference.prompts import encode
-from eval.methods import AXES
-from eval.methods.match import share_of_dense
-from eval.report.summary import summarise
-from eval.rows.results import read
-from eval.run.build import build_job
+from leank.eval.__main__ import run
+from leank.eval.inference.models import ModelConfig, load_config
+from leank.eval.inference.prompts import encode
+from leank.eval.methods import AXES
+from leank.eval.methods.match import share_of_dense
+from leank.eval.report.summary import summarise
+from leank.eval.rows.results import read
+from leank.eval.run.build import build_job
 from tests import ROOT
 from tests.helpers.composed import evaluation
 

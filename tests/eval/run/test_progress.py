@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from eval.benchmarks.base import Cell
-from eval.run.progress import EVERY, Progress, duration
+from leank.eval.benchmarks.base import Cell
+from leank.eval.run.progress import EVERY, Progress, duration
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,18 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from eval.benchmarks.base import Cell
-from eval.benchmarks.ruler import Ruler
-from eval.cache import compressed_cache
-from eval.cache.hook import ATTENTION
-from eval.inference.models import ModelConfig, load_config, load_model
-from eval.inference.prompts import encode
-from eval.methods import method
-from eval.run.replay import Replay
-from eval.run.settings import Settings
-from leank_train.channel_scores import lowest_frequencies
-from leank_train.common.shape import kv_shape
-from leank_train.mask import ChannelMask
+from leank.channel_scores import lowest_frequencies
+from leank.eval.benchmarks.base import Cell
+from leank.eval.benchmarks.ruler import Ruler
+from leank.eval.cache import compressed_cache
+from leank.eval.cache.hook import ATTENTION
+from leank.eval.inference.models import ModelConfig, load_config, load_model
+from leank.eval.inference.prompts import encode
+from leank.eval.methods import method
+from leank.eval.run.replay import Replay
+from leank.eval.run.settings import Settings
+from leank.mask import ChannelMask
+from leank.shape import kv_shape
 
 SIZES = {"sink": 16, "window": 128, "flush": 32, "backend": "torch"}
 

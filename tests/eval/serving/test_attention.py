@@ -5,14 +5,14 @@ from itertools import pairwise
 import pytest
 import torch
 
-from eval.cache.attention import reference
-from eval.cache.storage.middle import Middle
-from eval.cache.storage.sizes import Sizes
-from eval.cache.storage.store import Store
-from eval.serving.attention import attend
-from eval.serving.blocks import RestBlocks
-from eval.serving.layout import PageLayout
-from eval.serving.step import Step
+from leank.eval.cache.attention import reference
+from leank.eval.cache.storage.middle import Middle
+from leank.eval.cache.storage.sizes import Sizes
+from leank.eval.cache.storage.store import Store
+from leank.eval.serving.attention import attend
+from leank.eval.serving.blocks import RestBlocks
+from leank.eval.serving.layout import PageLayout
+from leank.eval.serving.step import Step
 
 HEADS, GROUP, DIM, SINK, WINDOW = 3, 2, 32, 4, 24
 SCALE = DIM**-0.5

@@ -7,14 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.serving.attention import attend
-from eval.serving.device_step import DeviceStep, decoding_first
-from eval.serving.layout import PageLayout
-from eval.serving.step import Step
+from leank.eval.serving.attention import attend
+from leank.eval.serving.device_step import DeviceStep, decoding_first
+from leank.eval.serving.layout import PageLayout
+from leank.eval.serving.step import Step
 from tests.helpers.served_pages import DEVICE, DTYPE, ON_GPU, a_mask, served
 
 pytest.importorskip("triton")  # Linux only
-from eval.serving.paged import PagedAttention
+from leank.eval.serving.paged import PagedAttention
 
 SCALE = 0.125
 

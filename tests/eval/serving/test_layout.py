@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.serving.layout import LINE, STRIPE, PageLayout
-from leank_train.mask import ChannelMask
+from leank.eval.serving.layout import LINE, STRIPE, PageLayout
+from leank.mask import ChannelMask
 from tests import ROOT
 
 

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from eval.serving.layout import PageLayout
+from leank.eval.serving.layout import PageLayout
 
 pytestmark = [
     pytest.mark.vllm,
@@ -26,8 +26,8 @@ class Books:
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
         from vllm.v1.request import Request
 
-        from eval.serving.manager import RestSpec
-        from eval.serving.plugin import use_backend
+        from leank.eval.serving.manager import RestSpec
+        from leank.eval.serving.plugin import use_backend
 
         use_backend()
         init_none_hash(sha256)

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.serving.layout import PageLayout
-from eval.serving.paged import PagedAttention, attend
+from leank.eval.serving.layout import PageLayout
+from leank.eval.serving.paged import PagedAttention, attend
 from tests.helpers.served_pages import DEVICE, DTYPE, ON_GPU, a_mask, served
 
 pytest.importorskip("triton")  # Linux only

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from eval.serving import check, plan, plugin
-from eval.serving.plan import Server
-from eval.serving.settings import NAMES, ServerSettings, load_mask
-from leank_train.mask import ChannelMask
+from leank.eval.serving import check, plan, plugin
+from leank.eval.serving.plan import Server
+from leank.eval.serving.settings import NAMES, ServerSettings, load_mask
+from leank.mask import ChannelMask
 from tests import ROOT
 
 MASK = ROOT / "leank_train/assets/reference/mask_70pct.safetensors"

@@ -10,8 +10,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from eval.serving.plan import Server
-from eval.serving.settings import load_mask
+from leank.eval.serving.plan import Server
+from leank.eval.serving.settings import load_mask
 from scripts.bench.serving.same import compare
 from tests import ROOT
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from leank.kernels import flash_backward, flash_forward
 from leank_train.forward.attention import (
     LEAST_LOGIT,
     Keys,
@@ -16,7 +17,6 @@ from leank_train.forward.attention import (
     partial_attention_reference,
     scaled_attention,
 )
-from leank_train.forward.kernels import flash_backward, flash_forward
 from leank_train.forward.visibility import visibility
 
 D = 4

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend
 
-from eval.cache.attention.dense import CALLS_PER_PLAN
-from leank_train.forward import kernels, passes
+from leank import kernels
+from leank.eval.cache.attention.dense import CALLS_PER_PLAN
+from leank_train.forward import passes
 
 
 def test_named_kernels_come_first_and_others_follow(monkeypatch):

@@ -8,7 +8,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.auto import CONFIG_MAPPING
 
-from leank_train.common.shape import kv_shape
+from leank.shape import kv_shape
 from leank_train.data import Batch, Ragged
 from leank_train.objective import kl
 from leank_train.stages import PruningConfig, Stage1, StageConfig

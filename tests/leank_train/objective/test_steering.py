@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from leank_train.common.typed import BadConfig
-from leank_train.mask import ChannelMask
+from leank.mask import ChannelMask
+from leank.typed import BadConfig
 from leank_train.objective import steering
 from leank_train.objective.distill import lr_factor
 from leank_train.objective.steering import Separation, learning_rate, steer, wanted_mean

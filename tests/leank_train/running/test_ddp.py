@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_gen.tasks import Mixture
-from leank_train import backbone as backbones
+from leank import backbone as backbones
+from leank.data_gen.tasks import Mixture
+from leank.mask import ChannelMask
 from leank_train import data
 from leank_train.data import Steps, collate
 from leank_train.fitting import mixture
-from leank_train.mask import ChannelMask
 from leank_train.train import run
 from tests.helpers.ranks import SETTINGS, record, two_ranks
 from tests.helpers.tiny_run import alpha, settings

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from data_gen.tasks import Mixture
-from leank_train import backbone as backbones
-from leank_train.common.typed import BadConfig
+from leank import backbone as backbones
+from leank.data_gen.tasks import Mixture
+from leank.typed import BadConfig
 from leank_train.data import RetrievalData
 from leank_train.forward.branching import prefill
 from leank_train.running.parallel import shard

@@ -11,9 +11,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from eval.__main__ import run as evaluate
-from leank_train.mask import ChannelMask
-from leank_train.running.wandb_log import LoggerConfig, mask_artifact, model_artifact, use, wandb_logger
+from leank.eval.__main__ import run as evaluate
+from leank.mask import ChannelMask
+from leank.wandb_log import LoggerConfig, mask_artifact, model_artifact, use, wandb_logger
 from leank_train.train import run as train
 from scripts.dashboard.runs import evaluations, trainings
 from scripts.dashboard.wandb_workspace import PANELS, workspace

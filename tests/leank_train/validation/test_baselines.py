@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from leank_train.channel_scores import MeanScores, lowest_frequencies, query_key_scores, random_mask
+from leank.channel_scores import MeanScores, lowest_frequencies, query_key_scores, random_mask
 from leank_train.forward.branching import branch, prefill
 from leank_train.validation.baselines import context_scores, think_mask
 from tests.conftest import tiny_model

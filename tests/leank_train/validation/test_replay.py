@@ -3,21 +3,21 @@
 import pytest
 import torch
 
-from eval.benchmarks.base import Cell
-from eval.benchmarks.ruler import Ruler
-from eval.benchmarks.scoring import score_row
-from eval.cache import Sizes
-from eval.inference.decode import greedy
-from eval.inference.prefill import pad_left
-from eval.inference.prefill import prefill as prompt_pass
-from eval.inference.prompts import encode
-from eval.methods import Method, method
-from eval.methods.channels.leank import LeanK
-from eval.run.replay import Replay
-from eval.run.settings import Settings
-from leank_train import backbone as backbones
+from leank import backbone as backbones
+from leank.eval.benchmarks.base import Cell
+from leank.eval.benchmarks.ruler import Ruler
+from leank.eval.benchmarks.scoring import score_row
+from leank.eval.cache import Sizes
+from leank.eval.inference.decode import greedy
+from leank.eval.inference.prefill import pad_left
+from leank.eval.inference.prefill import prefill as prompt_pass
+from leank.eval.inference.prompts import encode
+from leank.eval.methods import Method, method
+from leank.eval.methods.channels.leank import LeanK
+from leank.eval.run.replay import Replay
+from leank.eval.run.settings import Settings
+from leank.mask import ChannelMask
 from leank_train.forward.branching import branch, decode, prefill
-from leank_train.mask import ChannelMask
 from leank_train.validation import compare
 from leank_train.validation import evaluate as validation
 from tests.conftest import tiny_model

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from eval.papers.make import Workshop
-from eval.papers.registry import find
-from eval.papers.steps import Options
+from leank.eval.papers.make import Workshop
+from leank.eval.papers.registry import find
+from leank.eval.papers.steps import Options
 from scripts.bench import pictures
 from scripts.bench.quality import ratios, turns
 from tests.helpers.report_rows import row

@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from eval.rows.results import Results
+from leank.eval.rows.results import Results
 from scripts.bench.quality.by_task import main, put_together, table
 from scripts.bench.quality.by_task import summary as summarised
 from tests.helpers.report_rows import row

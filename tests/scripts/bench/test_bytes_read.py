@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from eval.cache.memory import measure_store
-from eval.cache.storage.middle import Middle
-from eval.cache.storage.quantised import Packing
-from eval.cache.storage.sizes import Sizes
-from eval.cache.storage.store import Store
-from eval.methods.reads.double_sparsity import Labels
-from eval.methods.reads.quest import Quest
+from leank.eval.cache.memory import measure_store
+from leank.eval.cache.storage.middle import Middle
+from leank.eval.cache.storage.quantised import Packing
+from leank.eval.cache.storage.sizes import Sizes
+from leank.eval.cache.storage.store import Store
+from leank.eval.methods.reads.double_sparsity import Labels
+from leank.eval.methods.reads.quest import Quest
 from scripts.bench.common.bytes_read import bytes_read
 
 HEADS, DIM, TOKENS = 2, 64, 64 * 4 + 8 + 32  # whole groups in the middle, so that what is held is what is read

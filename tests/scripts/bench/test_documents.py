@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from leank_train.common.tensor_files import write_checkpoint
-from leank_train.mask import ChannelMask
+from leank.mask import ChannelMask
+from leank.tensor_files import write_checkpoint
 from leank_train.objective import steering
 from leank_train.settings import check
 from scripts.bench.quality import documents
@@ -40,7 +40,7 @@ def rows(method, scores, kl=0.25, seed=1):
 )
 def test_documents_of_both_stages_are_those_asked_for(training, together, steps):
     assert (training.together, training.steps) == (together, steps)
-    config = check(configured("conf.train", "train", training.overrides))
+    config = check(configured("leank.conf.train", "train", training.overrides))
     assert (config.stage1.steps, config.stage2.steps, config.data.documents) == (*steps, together)
     assert config.pruning.ratio == 0.9
     assert {config.stage1.objective, config.stage2.objective} == {"l2" if training.variant == "l2" else "kl"}
@@ -49,7 +49,7 @@ def test_documents_of_both_stages_are_those_asked_for(training, together, steps)
 
 def test_variants_change_what_they_say():
     def stage1(variant):
-        return check(configured("conf.train", "train", Training(variant, 100, 1).overrides)).stage1
+        return check(configured("leank.conf.train", "train", Training(variant, 100, 1).overrides)).stage1
 
     assert stage1("kl").lr == "auto"
     assert stage1("usual_momentum").lr == steering.learning_rate(21)  # a number: Adam's own momentum

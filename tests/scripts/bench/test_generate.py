@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eval.cache.graph import CAPTURE_FOR
+from leank.eval.cache.graph import CAPTURE_FOR
 from scripts.bench.decoding import generate
 from scripts.bench.pictures import read_table
 

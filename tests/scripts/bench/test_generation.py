@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eval.cache import Sizes
-from eval.inference.models import ModelConfig, load_model
+from leank.eval.cache import Sizes
+from leank.eval.inference.models import ModelConfig, load_model
 from scripts.bench.common.caches import Decoding, fill
 from scripts.bench.common.timing import Launches, where
 from scripts.bench.decoding import generation as bench_generation

@@ -7,15 +7,15 @@ import time
 import pytest
 import torch
 
-from eval.cache import CompressedCache, Sizes
-from eval.cache.graph import DecodeLoop
-from eval.inference.models import ModelConfig, load_config, load_model
-from eval.inference.prefill import PromptLayer
-from eval.methods import Method
-from eval.methods.registry import REGISTRY, name_of
-from eval.methods.tokens.snapkv import SnapKV
-from eval.run.replay import Replay
-from eval.run.settings import Settings
+from leank.eval.cache import CompressedCache, Sizes
+from leank.eval.cache.graph import DecodeLoop
+from leank.eval.inference.models import ModelConfig, load_config, load_model
+from leank.eval.inference.prefill import PromptLayer
+from leank.eval.methods import Method
+from leank.eval.methods.registry import REGISTRY, name_of
+from leank.eval.methods.tokens.snapkv import SnapKV
+from leank.eval.run.replay import Replay
+from leank.eval.run.settings import Settings
 from scripts.bench.common import one_method
 from scripts.bench.common.shapes import ROOT
 from scripts.bench.decoding import methods

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eval.cache.storage.quantised import Packing
+from leank.eval.cache.storage.quantised import Packing
 from scripts.bench.kernels import packed
 from scripts.bench.pictures import read_table
 

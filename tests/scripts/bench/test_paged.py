@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")  # Linux only
 
-from eval.serving.layout import PageLayout
+from leank.eval.serving.layout import PageLayout
 from scripts.bench.kernels.paged import rest_pages
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from leank_train.common.shape import kv_shape
+from leank.shape import kv_shape
 from leank_train.objective.kl import kl_loss_reference
 from scripts.bench.training import step as bench_training
 from scripts.bench.training.hours import hours

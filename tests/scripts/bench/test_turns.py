@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from eval.rows.results import Results
+from leank.eval.rows.results import Results
 from scripts.bench.quality.turns import main, table
 from tests.helpers.report_rows import row
 

@@ -7,9 +7,9 @@ import re
 import numpy as np
 import pytest
 
-from data_gen.request import Request
-from data_gen.tasks import TASKS
-from data_gen.tokens import TokenCounter
+from leank.data_gen.request import Request
+from leank.data_gen.tasks import TASKS
+from leank.data_gen.tokens import TokenCounter
 from scripts.reference_model.batches import Batches, RowMaker, TrainingRow, collate, in_order
 from scripts.reference_model.recipe import RECIPES
 from tests.helpers.text_tokenizers import tokenizer

@@ -6,7 +6,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from data_gen import haystack
+from leank.data_gen import haystack
 from scripts.reference_model.text import documents, html_text, main, read, tidy
 from tests.helpers.text_tokenizers import tokenizer
 

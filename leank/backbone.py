@@ -20,15 +20,15 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
-from data_gen.amount import amount
-from data_gen.chat import template as chat_template
-from data_gen.chat import template_tokens
-from data_gen.ending import in_one_line, out_of_memory
-from leank_train.common.finite import not_finite
-from leank_train.common.model_folder import check_folder
-from leank_train.common.shape import DecoderShape, kv_shape
-from leank_train.common.typed import BadConfig, Checked, OneOf, refuse_unknown, shown
-from leank_train.forward.hook import check_decoder
+from leank.data_gen.amount import amount
+from leank.data_gen.chat import template as chat_template
+from leank.data_gen.chat import template_tokens
+from leank.data_gen.ending import in_one_line, out_of_memory
+from leank.decoder import check_decoder
+from leank.finite import not_finite
+from leank.model_folder import check_folder
+from leank.shape import DecoderShape, kv_shape
+from leank.typed import BadConfig, Checked, OneOf, refuse_unknown, shown
 
 SHIPPED = ("reference", "reference_mixed")  # models that the package holds
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")

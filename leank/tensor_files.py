@@ -23,7 +23,7 @@ from safetensors.torch import save as serialise
 from torch import Tensor
 from torch.serialization import MAP_LOCATION
 
-from leank_train.common.files import write_bytes
+from leank.files import write_bytes
 
 DIGEST = "sha256"
 MARK = f"{DIGEST}:".encode()

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from leank_train.common import bootstrap
-from leank_train.common.bootstrap import interval, intervals, mean, together
+from leank import bootstrap
+from leank.bootstrap import interval, intervals, mean, together
 
 SCORES = st.lists(st.sampled_from([0.0, 25.0, 50.0, 75.0, 100.0]), min_size=1, max_size=12)
 

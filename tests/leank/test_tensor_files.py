@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from safetensors.torch import save as serialise
 
-from leank_train.common.tensor_files import DamagedFile, read_checkpoint, read_tensors, write_checkpoint, write_tensors
-from leank_train.mask import FORMAT, ChannelMask
+from leank.mask import FORMAT, ChannelMask
+from leank.tensor_files import DamagedFile, read_checkpoint, read_tensors, write_checkpoint, write_tensors
 from tests import ROOT
 
 CURE = "copy it again"

@@ -93,7 +93,7 @@ def meant(error: Exception) -> str | None:
     cause = error.__cause__
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, wrong = error.missing_cfg_file.rpartition("/")
-        folders = [files("conf").joinpath(root, group) for root in ("train", "eval", "shared")]
+        folders = [files("leank.conf").joinpath(root, group) for root in ("train", "eval", "shared")]
         known = [file.name for folder in folders if folder.is_dir() for file in folder.iterdir()]
         known = [name.removesuffix(".yaml") for name in known if name.endswith(".yaml")]
     elif isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from data_gen.amount import amount
-from leank_train.common.shape import kv_shape
-from leank_train.common.tensor_files import DamagedFile, damage, read_tensors, write_tensors
+from leank.data_gen.amount import amount
+from leank.shape import kv_shape
+from leank.tensor_files import DamagedFile, damage, read_tensors, write_tensors
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedConfig

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import normalizers
 from transformers import AutoConfig, Gemma3ForCausalLM, Gemma3TextConfig
 
-from data_gen.tasks import Mixture
-from leank_train import backbone
-from leank_train.common.shape import kv_shape
-from leank_train.common.typed import BadConfig
+from leank import backbone
+from leank.data_gen.tasks import Mixture
+from leank.shape import kv_shape
+from leank.typed import BadConfig
 from tests.helpers.text_tokenizers import KINDS, tokenizer
 from tests.helpers.tiny_run import save_model
 

@@ -6,8 +6,8 @@ import hashlib
 import json
 from pathlib import Path
 
-from data_gen.amount import amount
-from data_gen.reading import read_text
+from leank.data_gen.amount import amount
+from leank.data_gen.reading import read_text
 
 # what changes answers: weights, the model's and the generation's config, tokenizer and chat template
 WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import CohereConfig, Gemma3TextConfig, LlamaConfig, PhiConfig
 
-from leank_train.channel_scores import lowest_frequencies
-from leank_train.common.rotary import mean_by_pair, rotary_pairs, rotates_halves
+from leank.channel_scores import lowest_frequencies
+from leank.rotary import mean_by_pair, rotary_pairs, rotates_halves
 from leank_train.forward.branching import prefill
 from tests.helpers.families import build, trained
 

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from leank_train.common.escape import csv_cell, csv_text, markdown, markdown_table
+from leank.escape import csv_cell, csv_text, markdown, markdown_table
 
 NASTY = st.text(st.sampled_from("=+-@\t\r\n;,'\"|\\`*_~$<>[]()!&#:/.w1e ａ＝")) | st.text()
 LEADING = r"(\A|[;\t\r\n])'+"  # apostrophes where a spreadsheet may begin a cell

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from leank_train.common.files import name_of
-from leank_train.common.typed import BadConfig, Checked, Lines, OneOf, shown
-from leank_train.mask import ChannelMask
+from leank.files import name_of
+from leank.mask import ChannelMask
+from leank.typed import BadConfig, Checked, Lines, OneOf, shown
 
 if TYPE_CHECKING:  # W&B and Lightning take seconds to import
     import wandb

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.cache.storage.channels import layer_masks
-from leank_train.mask import ROUNDINGS, ChannelMask, check_ratio
+from leank.eval.cache.storage.channels import layer_masks
+from leank.mask import ROUNDINGS, ChannelMask, check_ratio
 from tests import ROOT
 
 PUBLISHED = ROOT / "leank_train/assets/masks/published"
@@ -31,7 +31,7 @@ scores = st.builds(
 def unchecked():
     """Ratios that `from_scores` refuses, too: its arithmetic holds for them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("leank_train.mask.check_ratio", lambda *settings: None)
+        patch.setattr("leank.mask.check_ratio", lambda *settings: None)
         yield
 
 

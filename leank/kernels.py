@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 HALF = (torch.bfloat16, torch.float16)
+SCORES_AT_ONCE = {"cpu": 2**20, "cuda": 2**27}  # attention scores held at a time; this sets the size of a key block
 AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities: flash runs from Ampere on, cuDNN is the fastest from Hopper on
 _BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leank_train.common.files import name_of, remove_partial, write_bytes
+from leank.files import name_of, remove_partial, write_bytes
 from tests import ROOT
 
 HALF = """
 import os, sys, time
-from leank_train.common import files
+from leank import files
 def wait(handle):
     print("half", flush=True)
     time.sleep(60)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from leank_train.common.rotary import rotary_pairs
-from leank_train.common.shape import kv_shape
-from leank_train.mask import ChannelMask, refuse_not_finite
+from leank.mask import ChannelMask, refuse_not_finite
+from leank.rotary import rotary_pairs
+from leank.shape import kv_shape
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedConfig

@@ -1,1 +1,0 @@
-"""What training and evaluation share: whole files, checked settings, the decoder's shape, escaping, the bootstrap."""
