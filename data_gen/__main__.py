@@ -19,9 +19,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from leank.cli import again, ending, in_one_line
 from leank.data_gen.amount import amount
 from leank.data_gen.chat import template_tokens
-from leank.data_gen.ending import again, ending, in_one_line
 from leank.data_gen.request import Request
 from leank.data_gen.sample import Sample
 from leank.data_gen.tasks import TASKS, task

@@ -254,7 +254,7 @@ def test_lengths_of_gsm_infinite_are_called_by_their_name():
     assert names(5, 500, 8000, 8500, 8999) == ["5", "500", "8k", "8500", "8999"]
     with pytest.raises(ValueError, match=r"lengths=\[8000, 8192\]: .* call 8000 and 8192 both 8k; leave one out"):
         names(8000, 8192)
-    with pytest.raises(ValueError, match=r"lengths=\(True,\) must be a list, each entry an integer of at least 0"):
+    with pytest.raises(ValueError, match=r"lengths=\(True,\).* must be"):
         names(True)
 
 
