@@ -45,9 +45,7 @@ class OneOf:
         object.__setattr__(self, "choices", choices)
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        return core_schema.chain_schema(
-            [handler(source), core_schema.literal_schema(list(self.choices))]
-        )  # 1 is no true
+        return core_schema.chain_schema([handler(source), core_schema.literal_schema(list(self.choices))])
 
 
 Count = Annotated[int, Ge(0), Le(LARGEST)]
