@@ -4,10 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from leank.observe import received
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leank.eval.cache.attention.softmax import PLAIN, Softmax
+from leank.eval.inference import observe
+from leank.eval.inference.observe import received
 from leank.eval.inference.prefill import prefill
 from tests.helpers.cache_oracle import left_padded, tiny_model
 
