@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from leank import backbone
 from leank.eval.methods import REGISTRY
 from leank.eval.run.build import build_job
+from leank.shipped import resolve
 from leank.typed import typed
 from leank.wandb_log import LoggerConfig
 from leank_train import settings as training
@@ -56,7 +57,7 @@ def quick():
 
 def kept(load, changes):
     """A loader that reads the reference model once; changes: callers change what they are given."""
-    own = backbone.resolve("reference")
+    own = resolve("reference")
     once = functools.cache(load)
 
     def loader(name, *args, **kwargs):

@@ -9,7 +9,7 @@ LAYERS = {
     "leank": [
         {"wandb_log"}, {"backbone"}, {"channel_scores", "head", "decoder"}, {"mask", "rotary"},
         {"shape", "tensor_files", "typed", "model_folder", "bootstrap", "escape", "finite", "kernels"},
-        {"files", "cli"},
+        {"files", "cli", "shipped"},
     ],
     "leank_train": [
         {"__main__"}, {"train"}, {"fitting", "validation"}, {"run_folder"}, {"settings"}, {"stopping"}, {"stages"},

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leank.backbone import resolve
 from leank.eval.benchmarks.base import Cell
 from leank.eval.benchmarks.gsm_infinite import GsmInfinite
 from leank.eval.benchmarks.longbench import LongBench
@@ -24,6 +23,7 @@ from leank.eval.rows.results import Results, read
 from leank.eval.run.job import Job
 from leank.eval.run.settings import Settings
 from leank.model_folder import BLOCK, BLOCKS, WHOLE, folder_digest
+from leank.shipped import resolve
 from tests import DATA
 from tests.helpers.benchmark_lines import CONFIG, MMLU, QASPER
 
