@@ -10,7 +10,7 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 from leank.eval.cache import Sizes
-from leank.eval.cache.attention import reference
+from leank.eval.cache.attention import naive
 from leank.eval.cache.attention.backend import Auto
 from leank.eval.cache.hook import ATTENTION
 from leank.eval.cache.memory import measure_store
@@ -192,7 +192,7 @@ def decoding(policy, steps, peaked, seed=0, start=60, heads=2, dim=8):
     for _ in range(steps):
         position = store.append(*torch.randn(2, 2, heads, 1, dim, generator=generator))
         q = torch.randn(2, 2 * heads, 1, dim, generator=generator)
-        reference.attend(store, q, position, 6.0 if peaked else 0.01)
+        naive.attend(store, q, position, 6.0 if peaked else 0.01)
         store.flush()
         yield store
 
