@@ -15,17 +15,17 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from leank.cli import again, ending, in_one_line
 from leank.data_gen.amount import amount
 from leank.data_gen.chat import template_tokens
-from leank.data_gen.ending import again, ending, in_one_line
 from leank.data_gen.request import Request
 from leank.data_gen.sample import Sample
 from leank.data_gen.tasks import TASKS, task
 from leank.data_gen.tokens import TokenCounter
+from leank.shipped import resolve
 
 LARGEST = 2**53  # beyond it a number of samples is a slip
 READERS = {  # settings that name a file -> the tasks that read it
@@ -134,10 +134,8 @@ def load_tokenizer(given: str) -> PreTrainedTokenizerBase:
     """Load a tokenizer by name or folder; exit with one line if there is none."""
     from transformers import AutoTokenizer
 
-    shipped = given in ("reference", "reference_mixed")
-    name = str(files("leank_train") / "assets" / given) if shipped else given
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(resolve(given))
     except Exception as error:  # transformers raises many kinds for a damaged folder
         why = f"{type(error).__name__}: {in_one_line(str(error))[:300]}"
         sys.exit(

@@ -20,10 +20,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from leank.commands import of_other_command, without_slurm
+from leank.cli import again, ending, launch, leave_no_trace, refuse
 from leank.data_gen.amount import amount
-from leank.data_gen.ending import again, ending
-from leank.launch import launch, leave_no_trace
 
 log = logging.getLogger("eval")
 
@@ -147,8 +145,7 @@ def command_line() -> None:
         with ending("eval", lambda: f"the rows are as they were; again: {again('eval')}"):
             from_rows(sys.argv[1], sys.argv[2:])
         return
-    if wrong := of_other_command(sys.argv[1:], "eval") or without_slurm(sys.argv[1:], "eval"):
-        sys.exit(f"eval: {wrong}")
+    refuse(sys.argv[1:], "eval")
     usage = ", ".join(f"python -m eval {name} {arguments}" for name, (_, arguments) in COMMANDS.items())
     with ending("eval"):
         launch(main, "eval", f"; beside settings there are {usage}, and --help")

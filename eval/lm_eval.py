@@ -17,7 +17,7 @@ import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from leank.data_gen.ending import ending
+from leank.cli import ending, launch
 from leank.eval.benchmarks.row import Row
 from leank.eval.benchmarks.scoring import cut_at_stop
 from leank.eval.inference.models import load_model
@@ -26,7 +26,6 @@ from leank.eval.inference.prompts import Prompt
 from leank.eval.run.build import build_methods, build_model, warn_of_spans
 from leank.eval.run.compression import Compression, Watch
 from leank.eval.run.replay import Replay
-from leank.launch import launch
 
 try:
     from lm_eval.api.instance import Instance

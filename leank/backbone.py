@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
 
@@ -20,17 +19,17 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
+from leank.cli import in_one_line, out_of_memory
 from leank.data_gen.amount import amount
 from leank.data_gen.chat import template as chat_template
 from leank.data_gen.chat import template_tokens
-from leank.data_gen.ending import in_one_line, out_of_memory
 from leank.decoder import check_decoder
 from leank.finite import not_finite
 from leank.model_folder import check_folder
 from leank.shape import DecoderShape, kv_shape
+from leank.shipped import SHIPPED, resolve
 from leank.typed import BadConfig, Checked, OneOf, refuse_unknown, shown
 
-SHIPPED = ("reference", "reference_mixed")  # models that the package holds
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -100,11 +99,6 @@ def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = 
     if eos is None:
         eos = getattr(tokenizer, "eos_token_id", None)
     return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-
-
-def resolve(name: str) -> str:
-    """Return the folder or hub name; the names of `SHIPPED` are folders of the package."""
-    return str(files("leank_train") / "assets" / name) if name in SHIPPED else name
 
 
 def load_config(name: str, overrides: Mapping[str, object] | None = None) -> PreTrainedConfig:

@@ -1,38 +1,29 @@
-"""Settings as frozen dataclasses, checked in one way for training and for evaluation.
+"""Settings as frozen dataclasses, checked by pydantic in one way for training and for evaluation.
 
     @dataclass(frozen=True)
     class DataConfig(Checked):
         questions: Positive = 4
         lengths: Sequence[Positive] = (1024,)
 
-An annotation says what a field accepts: its type, its bounds, its choices. `typed` builds such an object from a group
-of the configuration and names the dotted key of a setting that is unknown, missing, or of the wrong type.
+An annotation says what a field accepts: its type, its bounds, its choices; a text in it is advice for the message.
+`typed` builds such an object from a group of the configuration and names the dotted key of a setting that is unknown,
+missing, or of the wrong type.
 """
 
 from __future__ import annotations
 
 import difflib
-import math
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
-from types import NoneType, UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, TypeVar, get_args, get_type_hints
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Le, Lt
 from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
 from pydantic_core import core_schema
 
 STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
-WORDS: dict[object, str] = {
-    bool: "true or false", int: "an integer", float: "a number", str: "a text", NoneType: "null", object: "any value",
-}  # fmt: skip
-BOUNDS = {Ge: ("ge", "of at least {}", "[{}"), Gt: ("gt", "above {}", "({}"), Le: ("le", "of at most {}", "{}]"),
-          Lt: ("lt", "below {}", "{})")}  # fmt: skip
 SHOWN = 200  # characters of a value in a message
-LINE_ENDS = str.maketrans("\n\t\r", "   ")
-LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes that file systems take
 LARGEST = 2**53  # beyond it a number of steps, tokens or samples is a slip
 T = TypeVar("T")
 
@@ -43,7 +34,10 @@ class BadConfig(ValueError):
 
 @dataclass(frozen=True)
 class OneOf:
-    """Annotation of a field that takes one of these values, such as `Annotated[str, OneOf("l2", "kl")]`."""
+    """Annotation of a field that takes one of these values, such as `Annotated[str, OneOf("l2", "kl")]`.
+
+    Unlike `Literal` it takes choices that are computed.
+    """
 
     choices: tuple[object, ...]
 
@@ -51,20 +45,11 @@ class OneOf:
         object.__setattr__(self, "choices", choices)
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        return core_schema.no_info_after_validator_function(self._check, handler(source))
-
-    def _check(self, value: object) -> object:
-        if value not in self.choices:
-            raise ValueError
-        return value
+        return core_schema.chain_schema([handler(source), core_schema.literal_schema(list(self.choices))])
 
 
-class Lines:
-    """Annotation of a text that may have several lines; any other has one."""
-
-
-Count = Annotated[int, Ge(0)]
-Positive = Annotated[int, Ge(1)]
+Count = Annotated[int, Ge(0), Le(LARGEST)]
+Positive = Annotated[int, Ge(1), Le(LARGEST)]
 Share = Annotated[float, Ge(0), Lt(1)]  # a share to prune, which is never everything
 Seed = Annotated[int, Ge(0), Le(2**32 - 1)]
 Samples = Annotated[int, Ge(1), Le(1_000_000)]
@@ -78,14 +63,12 @@ class Checked:
 
     def __post_init__(self) -> None:
         """Raise BadConfig for a value that its annotation does not accept."""
-        rules = _rules(type(self))  # type: ignore[arg-type]  # a class can be hashed, whatever mypy says
-        for name, (adapter, words) in rules.items():
+        for name, (adapter, advice) in _adapters(type(self)).items():  # type: ignore[arg-type]  # classes are hashable
             value = getattr(self, name)
             try:
                 adapter.validate_python(value)
-            except ValidationError:
-                raise BadConfig(f"{name}={shown(value)} must be {words}") from None
-            refuse_unsound(value, name, lines="several lines" in words)
+            except ValidationError as error:
+                raise BadConfig(f"{name}={shown(value)} {'; '.join([_said(error), *advice])}") from None
 
 
 def typed(target: type[T], given: object, where: str = "") -> T:
@@ -104,7 +87,7 @@ def typed(target: type[T], given: object, where: str = "") -> T:
     values = dict(given)
     for field in known:
         if field.name not in given and field.default is field.default_factory is MISSING:
-            raise BadConfig(f"{where}{field.name} is not set; it must be {_words(hints[field.name])}")
+            raise BadConfig(f"{where}{field.name} is not set; give it a value")
         if field.name in given and _is_group(hints[field.name]):
             values[field.name] = typed(hints[field.name], given[field.name], f"{where}{field.name}.")
     try:
@@ -122,47 +105,11 @@ def group(given: object, name: str) -> Mapping[str, object]:
 
 def shown(value: object) -> str:
     """Return a value as one line of a message shows it, cut where it is long."""
-    if isinstance(value, int) and not -LARGEST <= value <= LARGEST:
-        return f"a number of {value.bit_length()} bits"  # Python refuses to write very long ones
     try:
         text = repr(value)
-    except ValueError:  # a very long number within
-        return f"a {type(value).__name__}"
+    except ValueError:  # Python refuses to write integers of more than 4,300 digits
+        return f"a {type(value).__name__} of very many digits"
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
-
-
-def unprintable(text: str) -> bool:
-    """Whether a line cannot show a text as it is, because of line ends, control characters or half characters."""
-    return any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in text)
-
-
-def too_long(text: str) -> bool:
-    """Whether no file can have a text as its path; a setting of one line is a path, a name or a word."""
-    parts = [part.encode() for part in text.split("/")]
-    return sum(map(len, parts)) + len(parts) > LONGEST_PATH or max(map(len, parts)) > LONGEST_NAME
-
-
-def refuse_unsound(value: object, name: str, lines: bool = False) -> None:
-    """Raise BadConfig for a value with a part that no setting can mean, however deep in a list or a mapping it stands.
-
-    That is NaN, an infinite or too large number, or a text that a line cannot show or that is too long for a path;
-    lines: may have several, and any length.
-    """
-    if isinstance(value, Mapping):
-        for key, one in value.items():
-            refuse_unsound(key, name)
-            refuse_unsound(one, name)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            refuse_unsound(one, name)
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise BadConfig(f"{name}={value} must be a finite number")
-    elif isinstance(value, int) and not -LARGEST <= value <= LARGEST:
-        raise BadConfig(f"{name}={shown(value)} is beyond 2**53; give a smaller one")
-    elif isinstance(value, str) and unprintable(value.translate(LINE_ENDS) if lines else value):
-        raise BadConfig(f"{name}={shown(value)} holds a character that cannot be seen; leave it out")
-    elif isinstance(value, str) and not lines and too_long(value):
-        raise BadConfig(f"{name}={shown(value)} is too long for a name or a path; give a shorter one")
 
 
 def refuse_unknown(given: Iterable[object], known: Sequence[str], where: str) -> None:
@@ -171,43 +118,30 @@ def refuse_unknown(given: Iterable[object], known: Sequence[str], where: str) ->
         if key not in known:
             near = difflib.get_close_matches(str(key), known, 1)
             hint = f"did you mean {near[0]}? There" if near else "there"
-            name = shown(key).strip("'") if unprintable(str(key)) or len(str(key)) > SHOWN else key
-            raise BadConfig(f"{where}{name} is no setting; {hint} are {', '.join(known)}")
+            raise BadConfig(f"{where}{shown(key).strip(chr(39))} is no setting; {hint} are {', '.join(known)}")
 
 
 def _is_group(hint: object) -> bool:
     return isinstance(hint, type) and issubclass(hint, Checked)
 
 
+def _said(error: ValidationError) -> str:
+    """Return pydantic's messages in a line: of each member of a union, and with the place of an entry of a list."""
+    found = []
+    for one in error.errors(include_url=False):
+        place = "".join(f"[{index}] " for index in one["loc"] if isinstance(index, int))
+        found.append(place + one["msg"].replace("Input should be", "must be"))
+    return ", or ".join(dict.fromkeys(found))
+
+
 @cache
-def _rules(target: type) -> dict[str, tuple[TypeAdapter[object], str]]:
-    """Return for every setting its checker and what it accepts in words; groups check themselves."""
+def _adapters(target: type) -> dict[str, tuple[TypeAdapter[object], list[str]]]:
+    """Return the checker of every setting, and the texts of its annotation, which advise; groups check themselves."""
     hints = get_type_hints(target, include_extras=True)
     names = [f.name for f in fields(target) if not f.name.startswith("_") and not _is_group(hints[f.name])]
-    return {name: (TypeAdapter(hints[name], config=STRICT), _words(hints[name])) for name in names}
+    return {name: (TypeAdapter(hints[name], config=STRICT), _advice(hints[name])) for name in names}
 
 
-def _words(hint: object) -> str:
-    """Say what an annotation accepts, such as "an integer of at least 1, or null"."""
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        base, *rules = args
-        choices = [str(choice) for rule in rules if isinstance(rule, OneOf) for choice in rule.choices]
-        hints = [f": {rule}" for rule in rules if isinstance(rule, str)]
-        hints += [" of one or several lines" for rule in rules if isinstance(rule, Lines)]
-        return (f"one of {', '.join(choices)}" if choices else f"{_words(base)}{_bounds(rules)}") + "".join(hints)
-    if origin in (Union, UnionType):
-        return ", or ".join(_words(one) for one in args)
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        return f"a mapping of names, each to {_words(args[1])}"
-    if isinstance(origin, type) and issubclass(origin, Sequence):
-        return f"a list, each entry {_words(args[0])}"
-    return "any value" if hint is Any else WORDS.get(hint) or f"a {getattr(hint, '__name__', hint)}"
-
-
-def _bounds(rules: Sequence[object]) -> str:
-    found = [(getattr(rule, name), alone, pair) for rule in rules for kind, (name, alone, pair) in BOUNDS.items()
-             if isinstance(rule, kind)]  # fmt: skip
-    if len(found) == 2:
-        return " in " + ", ".join(pair.format(value) for value, _, pair in found)
-    return "".join(" " + alone.format(value) for value, alone, _ in found)
+def _advice(hint: object) -> list[str]:
+    texts = [text for text in getattr(hint, "__metadata__", ()) if isinstance(text, str)]
+    return texts + [text for inner in get_args(hint) if not isinstance(inner, str) for text in _advice(inner)]

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from leank.files import name_of
 from leank.mask import ChannelMask
-from leank.typed import BadConfig, Checked, Lines, OneOf, shown
+from leank.typed import BadConfig, Checked, OneOf, shown
 
 if TYPE_CHECKING:  # W&B and Lightning take seconds to import
     import wandb
     from lightning.pytorch.loggers import Logger, WandbLogger
 
-    from leank_train.running.metrics import Metrics
 
 NOT_IN_A_PROJECT = "/\\#?%:"  # characters
 
@@ -45,7 +44,7 @@ class LoggerConfig(Checked):
     mode: Annotated[str, OneOf("auto", "online", "offline")] = "auto"
     entity: str | None = None
     tags: Sequence[str] | None = None
-    notes: Annotated[str, Lines()] | None = None
+    notes: str | None = None
 
     def __post_init__(self) -> None:
         """Raise BadConfig for what W&B would refuse, which it does as late as a run's end."""
@@ -143,7 +142,7 @@ def use(run: wandb.Run, artifact: wandb.Artifact) -> None:
 
 def log_results(
     logger: Logger | None,
-    metrics: Metrics,
+    metrics: Mapping[str, Any],
     figures: dict[str, Path],
     model: str,
     config: Mapping[str, object],

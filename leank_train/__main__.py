@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import sys
 import traceback
-from contextlib import redirect_stdout
 from importlib.resources import files
 from pathlib import Path
 
@@ -14,9 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from leank.commands import of_other_command, of_several_experiments, set_twice, without_slurm
-from leank.data_gen.ending import again, ending
-from leank.launch import launch, leave_no_trace
+from leank.cli import again, ending, launch, leave_no_trace, refuse
 
 CONF = str(files("leank.conf.train"))
 
@@ -62,22 +58,9 @@ def main(config: DictConfig) -> float:
 
 def command_line() -> None:
     """Run Hydra's command line, or say why its arguments cannot be meant."""
-    given = sys.argv[1:]
-    wrong = of_other_command(given, "train") or of_several_experiments(given) or set_twice(given)
-    if wrong := wrong or without_slurm(given, "train"):
-        sys.exit(f"leank_train: {wrong}")
-    hint = "; python -m leank_train --help shows what there is"
+    refuse(sys.argv[1:], "train")
     with ending("leank_train"):
-        if {"--help", "-h"} & set(sys.argv[1:]):
-            sys.argv.append("~pruning@mask")  # help shows the settings of the mask under their new name alone
-            said = io.StringIO()
-            try:
-                with redirect_stdout(said):
-                    launch(main, "leank_train", hint)
-            finally:
-                print(said.getvalue().replace("pruning: old_name, ", "pruning: "), end="")
-            return
-        launch(main, "leank_train", hint)
+        launch(main, "leank_train", "; python -m leank_train --help shows what there is")
 
 
 if __name__ == "__main__":

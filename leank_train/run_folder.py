@@ -11,10 +11,10 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from leank.backbone import SHIPPED
 from leank.data_gen.haystack import known_by
 from leank.files import Lock, remove_partial, write_json, write_text
 from leank.model_folder import folder_digest
+from leank.shipped import SHIPPED
 from leank.typed import BadConfig
 from leank_train.running import parallel
 from leank_train.settings import RunConfig, fingerprint, need

@@ -14,7 +14,8 @@ from omegaconf import OmegaConf
 from transformers import LlamaConfig, Qwen2Config
 
 from leank import backbone, typed
-from leank.commands import of_other_command, of_several_experiments, set_twice
+from leank.cli import _of_other_command as of_other_command
+from leank.cli import _of_several_experiments as of_several_experiments
 from leank.eval.__main__ import refuse_repeated
 from leank_train import settings
 from leank_train.__main__ import command_line
@@ -186,14 +187,6 @@ def test_a_method_named_twice_is_refused():
             refuse_repeated(["seed=1", f"method=[dense, h2o, {again}]"])
 
 
-def test_one_setting_under_two_names_is_refused():
-    told = "mask.ratio=0.5 and pruning.ratio=0.6 are one setting, which is called pruning now; give one"
-    assert set_twice(["seed=2", "mask.ratio=0.5", "pruning.ratio=0.6"]) == told
-    assert set_twice(["++pruning.ratio=0.6", "+mask.ratio=0.5"]) == told
-    assert set_twice(["mask.ratio=0.5", "pruning.ratio=0.5", "mask.align=8", "pruning.sink=4"]) is None
-    assert set_twice([]) is None
-
-
 def test_a_sweep_over_experiments_is_refused(monkeypatch):
     """The folder of a sweep's run has no experiment in its name, so two runs would share it."""
     for argument in ("+experiment=reference_70pct,reference_80pct", "experiment=a,b/c,d"):
@@ -203,10 +196,4 @@ def test_a_sweep_over_experiments_is_refused(monkeypatch):
     assert of_several_experiments(["-m", "+experiment=reference_70pct", "seed=1,2"]) is None
     monkeypatch.setattr(sys, "argv", ["leank_train", "-m", "+experiment=reference_70pct,reference_80pct"])
     with pytest.raises(SystemExit, match=r"leank_train: \+experiment=.*: a sweep has one experiment"):
-        command_line()
-
-
-def test_training_says_that_a_setting_has_two_values(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["leank_train", "mask.align=8", "pruning.align=4"])
-    with pytest.raises(SystemExit, match=r"leank_train: mask\.align=8 and pruning\.align=4 are one setting"):
         command_line()

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from leank import backbone
-from leank.data_gen.ending import of_system
 from leank.eval.methods import REGISTRY
 from leank.eval.run.build import build_job
+from leank.shipped import resolve
 from leank.typed import typed
 from leank.wandb_log import LoggerConfig
 from leank_train import settings as training
@@ -57,7 +57,7 @@ def quick():
 
 def kept(load, changes):
     """A loader that reads the reference model once; changes: callers change what they are given."""
-    own = backbone.resolve("reference")
+    own = resolve("reference")
     once = functools.cache(load)
 
     def loader(name, *args, **kwargs):
@@ -125,7 +125,7 @@ def answer(describe, config, keys):
         describe(config)
         return True
     except (ValueError, OSError) as error:
-        said = of_system(error) if isinstance(error, OSError) else str(error)
+        said = str(error)
         assert len(said.splitlines()) == 1, said
         parts = {part for key in keys for part in (key.path[-1], ".".join(key.path[:2]))}
         named = any(part in said for part in (*parts, *(["pruning"] if "mask" in parts else [])))

@@ -75,7 +75,7 @@ def column_sums(
 
     Returns [B, H, T] float32, zero in padding.
     """
-    from leank.eval.inference.column_sums_kernel import sum_columns
+    from leank.eval.inference.kernels.column_sums import sum_columns
 
     (batch, q_heads, queries, dim), (heads, length) = q.shape, k.shape[1:3]
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))

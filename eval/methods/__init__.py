@@ -8,7 +8,7 @@ from __future__ import annotations
 from leank.eval.methods.axes import Axis, Channels
 from leank.eval.methods.base import Method
 from leank.eval.methods.registry import AXES, REGISTRY, Registry, choice, name_of
-from leank.typed import group, refuse_unknown, refuse_unsound, typed
+from leank.typed import group, refuse_unknown, typed
 
 CACHE_SETTINGS = ("sink", "window", "flush", "backend")
 
@@ -36,7 +36,6 @@ def method(label: str, config: object = None, shared: object = None) -> Method:
     Raises ValueError naming the setting at fault.
     """
     where = f"method.{label}"
-    refuse_unsound(label, "method")
     config = {} if config is None else group(config, where)
     shared = {} if shared is None else group(shared, "cache")
     refuse_unknown(config, (*AXES, *CACHE_SETTINGS), f"{where}.")

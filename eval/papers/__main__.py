@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from leank.cli import again, ending
 from leank.data_gen.amount import amount
-from leank.data_gen.ending import again, ending
 
 if TYPE_CHECKING:
     from leank.eval.papers.item import Item

@@ -14,7 +14,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from leank.data_gen.ending import out_of_memory
+from leank.cli import out_of_memory
 from leank.eval.benchmarks.base import Benchmark, Cell
 from leank.eval.benchmarks.row import Row
 from leank.eval.benchmarks.scoring import score_row

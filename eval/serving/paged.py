@@ -118,11 +118,11 @@ class PagedAttention:
 
         kept_slots, rest_slots: int64 [n], block * group.block + token; a slot of the null block stores nothing
         """
-        from leank.eval.serving import paged_kernel
+        from leank.eval.serving.kernels import paged
 
         of = self._layers[layer]
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
-        paged_kernel.write[k.shape[:2]](
+        paged.write[k.shape[:2]](
             *(pages, k, v, kept_slots, rest_slots, *of.kept, *of.rest, self._every, pages.stride(0)),
             *(*k.stride()[:2], *v.stride()[:2], of.kept[1].shape[1], of.rest[1].shape[1]),
             D=self.layout.head_dim,
@@ -151,14 +151,14 @@ class PagedAttention:
         """
         import triton
 
-        from leank.eval.serving import paged_kernel
+        from leank.eval.serving.kernels import paged
 
         of, layout, batch = self._layers[layer], self.layout, len(q)
         if batch > self.rows:
             raise ValueError(f"{batch} rows at once are more than the {self.rows} that this kernel was made for")
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        paged_kernel.decode[(self.programs,)](
+        paged.decode[(self.programs,)](
             *(pages, q, out, lengths, kept_table, rest_table, *of.kept, *of.rest, self._part, self._stat, self._done),
             *(scaling * LOG2_E, pages.stride(0), q.stride(0), q.stride(1), batch, self.programs),
             *(kept_table.stride(0), rest_table.stride(0), of.kept[1].shape[1], of.rest[1].shape[1]),

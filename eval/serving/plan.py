@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from leank.data_gen.ending import ending
+from leank.cli import ending
 from leank.eval.serving.blocks import RestBlocks
 from leank.eval.serving.layout import PageLayout
 from leank.eval.serving.settings import ServerSettings, load_mask

@@ -21,7 +21,7 @@ import lightning as L
 import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 
-from leank.data_gen.ending import again, stopped
+from leank.cli import again, stopped
 
 Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)

@@ -25,7 +25,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from leank.data_gen.ending import again, ending
+from leank.cli import again, ending
 from leank.eval.report.style import INK, SETTINGS, plain, sheet
 from leank.files import write_text
 from scripts.bench.quality.documents_plot import draw_documents

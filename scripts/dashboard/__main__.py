@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
-from leank.data_gen.ending import again, ending
+from leank.cli import again, ending
 from leank.eval.report.html import figure, page, title, to_table
 from leank.eval.report.plots import draw
 from leank.eval.report.records import RunSummary, Summary

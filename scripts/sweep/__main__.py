@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from leank.data_gen.ending import again, ending, in_one_line
+from leank.cli import again, ending, in_one_line
 
 RESULT, RECORD, AGAIN = "metrics.json", "multirun.yaml", ".rerun"
 NOISE = ("srun:", "slurmstepd:", "submitit ", "[", "Exiting")

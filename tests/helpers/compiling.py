@@ -15,20 +15,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from leank.eval.cache.attention import (
-    choice_kernel,
-    chosen_kernel,
-    kernel,
-    packing_kernel,
-    ranking_kernel,
-    ring_kernel,
-    weights_kernel,
-    work,
-)
+from leank.eval.cache.attention import work
+from leank.eval.cache.attention.kernels import choose, decode, evict, packed, ring
 from leank.eval.methods.tokens import rkv_kernel
 from leank.eval.methods.tokens.rkv_launch import UNIT as WHOLE
 
-UNIT = -64  # log2 of unpacking_kernel.unit_of in bfloat16
+UNIT = -64  # log2 of kernels.packed.unit_of in bfloat16
 SUBNORMAL = -133  # log2 of bfloat16's smallest number, which a byte counts
 HOPPER = GPUTarget("cuda", 90, 32)
 NUMBER, COUNT, TABLE, BYTES, FLOATS = "*bf16", "*i64", "*i32", "*u8", "*fp32"
@@ -96,30 +88,30 @@ def wrong_units(text: str, bits: int) -> str:
 
 def main(dim: int) -> None:
     """Compile the forms that differ in what a constant switches on: all at one head_dim, the plainest at 128."""
-    decode, move = {**DECODE, "D": dim}, {**MOVE, "D": dim}
+    plain, move = {**DECODE, "D": dim}, {**MOVE, "D": dim}
     for change in ({"D": 128}, {"VALUES": dim // 2}, {"WEIGHTS": True}):
-        compiles(kernel.decode, OF_DECODE, {**decode, **change})
+        compiles(decode.decode, OF_DECODE, {**plain, **change})
     for bits in (8, 2):
-        text = compiles(kernel.decode, OF_DECODE, {**decode, "BITS": bits, "CELL": 32})
+        text = compiles(decode.decode, OF_DECODE, {**plain, "BITS": bits, "CELL": 32})
         assert not (wrong := wrong_units(text, bits)), f"{wrong}; Triton may have made 0 of one"
     for change in ({}, {"VALUES": 1}, {"PAGE": 1}):
-        compiles(ring_kernel.move, OF_MOVE, {**move, **change})
+        compiles(ring.move, OF_MOVE, {**move, **change})
     page = {**HEADS, "D": dim, "PAGE": 64}
-    compiles(weights_kernel.drop, OF_COMPACT, {**HEADS, "TILE": 256})
-    compiles(weights_kernel.compact, OF_COMPACT, {"D": dim, "PAGE": 64, "SLICE": 64})
+    compiles(evict.drop, OF_COMPACT, {**HEADS, "TILE": 256})
+    compiles(evict.compact, OF_COMPACT, {"D": dim, "PAGE": 64, "SLICE": 64})
     keys = {**page, "TILE": 64}
     compiles(rkv_kernel.measure, OF_RKV, keys)
     compiles(rkv_kernel.rank, OF_RKV, {**keys, "KERNEL": 7, "UNIT": WHOLE})
     for change in ({}, {"PAGE": 0}):
         compiles(rkv_kernel.repeats, OF_RKV, {**keys, "BLOCK": 64, "SPAN": 1024, "UNIT": WHOLE, **change})
-    compiles(chosen_kernel.attend, OF_CHOSEN, {**CHOSEN, "D": dim, "C": dim})
+    compiles(choose.attend, OF_CHOSEN, {**CHOSEN, "D": dim, "C": dim})
     for bits, label_step in ((16, 8), (4, 16)):
         labels = {**SCORED, "D": dim, "LABEL_STEP": label_step, "BITS": bits}
-        compiles(ranking_kernel.score_tokens, OF_CHOSEN, labels)
+        compiles(choose.score_tokens, OF_CHOSEN, labels)
     for change in ({"PER": 1, "CAP": 64}, {"PER": 16, "CAP": 0}):
-        compiles(choice_kernel.choose, OF_CHOSEN, {**CHOICE, **change})
-    packed = {name: kind for name, kind in OF_MOVE.items() if name != "ranks"} | {"k": BYTES, "v": BYTES}
-    compiles(packing_kernel.move_packed, packed, {**page, "BITS": 2, "CELL": 32})
+        compiles(choose.choose, OF_CHOSEN, {**CHOICE, **change})
+    of_packed = {name: kind for name, kind in OF_MOVE.items() if name != "ranks"} | {"k": BYTES, "v": BYTES}
+    compiles(packed.move, of_packed, {**page, "BITS": 2, "CELL": 32})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 pytest.importorskip("triton")  # Linux only
 
-from leank.eval.cache.attention import reference  # noqa: E402
+from leank.eval.cache.attention import naive  # noqa: E402
 from leank.eval.cache.attention.launch import Kernel  # noqa: E402
 from leank.eval.cache.storage.channels import KeptChannels  # noqa: E402
 from leank.eval.cache.storage.middle import Middle  # noqa: E402
@@ -82,7 +82,7 @@ def poisoned_memory(monkeypatch):
 
 def error(kernel, store, q, position, scaling=0.2):
     """Relative error of the kernel, called twice with poisoned scratch and output memory."""
-    want = reference.attend(store, q.double(), position, scaling)
+    want = naive.attend(store, q.double(), position, scaling)
     with pytest.MonkeyPatch.context() as patch:
         poison_new(patch)
         kernel.attend(store, q, position, scaling)

@@ -7,8 +7,9 @@ LAYERS = {
         {"tokens", "reading", "chat", "ending", "amount"},
     ],
     "leank": [
-        {"wandb_log", "launch", "commands"}, {"backbone"}, {"channel_scores", "head", "decoder"}, {"mask", "rotary"},
-        {"shape", "tensor_files", "typed", "model_folder", "bootstrap", "escape", "finite", "kernels"}, {"files"},
+        {"wandb_log"}, {"backbone"}, {"channel_scores", "head", "decoder"}, {"mask", "rotary"},
+        {"shape", "tensor_files", "typed", "model_folder", "bootstrap", "escape", "finite", "kernels"},
+        {"files", "cli", "shipped"},
     ],
     "leank_train": [
         {"__main__"}, {"train"}, {"fitting", "validation"}, {"run_folder"}, {"settings"}, {"stopping"}, {"stages"},

@@ -75,7 +75,7 @@ def test_any_override_answers_in_one_line_or_loads(model_folder, data):
     ("given", "message"),
     [
         ({"factor": 4.0}, r"rope_parameters\.factor has no effect with rope_type=default; give a rope_type, too"),
-        ({"rope_type": "yarm", "factor": 4.0}, r"rope_type='yarm' must be one of default, linear, dynamic, yarn"),
+        ({"rope_type": "yarm", "factor": 4.0}, r"rope_type='yarm' must be"),
     ],
 )
 def test_a_change_of_rope_without_effect_is_refused(model_folder, given, message):

@@ -13,13 +13,14 @@ from leank.data_gen.tasks import task
 from leank.data_gen.tokens import TokenCounter
 from leank.mask import ChannelMask
 from leank.shape import kv_shape
+from leank.shipped import SHIPPED
 from leank_train.validation.evaluate import evaluate
 
-FOLDERS = {name: Path(str(files("leank_train"))) / "assets" / name for name in backbones.SHIPPED}
+FOLDERS = {name: Path(str(files("leank_train"))) / "assets" / name for name in SHIPPED}
 MASKS = [(name, mask.name) for name, folder in FOLDERS.items() for mask in sorted(folder.glob("mask_*"))]
 
 
-@pytest.mark.parametrize("name", backbones.SHIPPED)
+@pytest.mark.parametrize("name", SHIPPED)
 def test_the_card_describes_the_weights(name):
     folder, config = FOLDERS[name], backbones.load_config(name)
     card = (folder / "README.md").read_text(encoding="utf-8")
@@ -42,7 +43,7 @@ def test_the_card_describes_the_weights(name):
 
 
 def test_there_are_masks():
-    assert {name for name, _ in MASKS} == {*backbones.SHIPPED}
+    assert {name for name, _ in MASKS} == {*SHIPPED}
 
 
 @pytest.mark.parametrize(("name", "file"), MASKS)
@@ -55,7 +56,7 @@ def test_a_shipped_mask_fits_its_model(name, file):
     assert (mask.metadata["sink"], mask.metadata["window"]) == (16, 144)
 
 
-@pytest.mark.parametrize("name", backbones.SHIPPED)
+@pytest.mark.parametrize("name", SHIPPED)
 def test_the_model_retrieves_and_so_do_its_masks(name):
     """Two needles in text of 1,024 tokens."""
     backbone = backbones.load(name, "float32")

@@ -1,1 +1,1 @@
-"""What reads a sealed layer: the Triton kernel, plain PyTorch over all heads at once, and the slow reference."""
+"""What reads a sealed layer: `naive.py` is the slow, obvious form; `batched.py` and `kernels/` are held equal to it."""

@@ -18,7 +18,7 @@ from leank.eval.cache.attention.softmax import PLAIN, Softmax
 from leank.eval.cache.storage.store import Store
 
 if TYPE_CHECKING:
-    from leank.eval.cache.attention.chosen import Chosen
+    from leank.eval.cache.attention.choose import Chosen
     from leank.eval.cache.attention.launch import Kernel
 
 
@@ -31,7 +31,7 @@ class Backend(Protocol):
     captures: bool
 
     def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
-        """Attention over the layer; the parameters are those of `reference.attend`."""
+        """Attention over the layer; the parameters are those of `naive.attend`."""
 
     def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor:
         """Put new tokens into the ring; the reference is `Store.write`."""
@@ -66,7 +66,7 @@ class Plain:
         return self
 
     def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
-        """Attention over the layer; the parameters are those of `reference.attend`."""
+        """Attention over the layer; the parameters are those of `naive.attend`."""
         return batched.attend(store, q, position, scaling, softmax)
 
     def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class Auto:
         )
         if reason is None and store.reads is not None:
             if isinstance(getattr(store.reads, "ranking", None), Ranking):
-                from leank.eval.cache.attention.chosen import Chosen
+                from leank.eval.cache.attention.choose import Chosen
 
                 self.chosen = self.chosen or Chosen(programs=self.options.get("programs", 0))
                 return self.chosen

@@ -1,6 +1,6 @@
 """Attention over a sealed layer in plain PyTorch, all rows and heads at once.
 
-A call takes a few dozen operations, however large the batch is. `reference.attend` computes the same head by head.
+A call takes a few dozen operations, however large the batch is. `naive.attend` computes the same head by head.
 
 The ragged middle is gathered into padded tensors for one call; only index tensors are kept between calls. Shapes:
 
@@ -23,7 +23,7 @@ from leank.eval.cache.storage.upload import upload
 
 
 def attend(store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
-    """Attention of q over everything held; parameters and result are those of `reference.attend`."""
+    """Attention of q over everything held; parameters and result are those of `naive.attend`."""
     layout, (batch, q_heads, new, dim) = layout_of(store), q.shape
     heads, wide = store.ring_k.shape[1], torch.promote_types(q.dtype, torch.float32)
     rows, at = q.reshape(batch * heads, -1, dim).to(wide), position.repeat(1, q_heads // heads)  # [X, R, D], [B, R]

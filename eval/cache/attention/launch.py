@@ -10,9 +10,10 @@ import torch
 import triton
 from torch import Tensor
 
-from leank.eval.cache.attention import kernel, packing_kernel, ring_kernel, work
+from leank.eval.cache.attention import work
+from leank.eval.cache.attention.evict import Room, Weights
+from leank.eval.cache.attention.kernels import decode, packed, ring
 from leank.eval.cache.attention.softmax import LOG2_E, PLAIN, Softmax
-from leank.eval.cache.attention.weights import Room, Weights
 from leank.eval.cache.storage.pages import PAGE
 from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.store import Store
@@ -84,7 +85,7 @@ class LaunchPlan:
     values: int  # the most channels that V keeps, rounded up to a power of two; 0 = all
     packing: Packing | None
     few: bool = False  # every program reads few pages of the middle; see FEW
-    room: Room | None = None  # where the scores of a layer that evicts lie; see weights_kernel
+    room: Room | None = None  # where the scores of a layer that evicts lie; see kernels.evict
 
     def __deepcopy__(self, memo: object) -> None:
         """Nothing: the table holds addresses, and a copied store, which lies elsewhere, makes its own."""
@@ -112,7 +113,7 @@ class Kernel:
             return store.write(k, v)
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
         position = torch.empty(batch, new, dtype=torch.int64, device=k.device)
-        ring_kernel.write[(batch,)](
+        ring.write[(batch,)](
             *(k, v, store.ring_k, store.ring_v, store.seen_dev, position, *k.stride()[:3], *v.stride()[:3]),
             *(new, store.ring_k.shape[2]),
             H=heads,
@@ -130,7 +131,7 @@ class Kernel:
         rings, counts = (store.ring_k, store.ring_v), (store.seen_dev, store.start_dev, tail.length_dev, done)
         sizes = slots, store.sizes.window, store.sizes.flush
         if isinstance(bits, Packing):
-            packing_kernel.move_packed[(batch, heads)](
+            packed.move[(batch, heads)](
                 *(*rings, tail.k, tail.v, index, tail.places(), *counts, index.stride(0), *sizes),
                 H=heads,
                 D=dim,
@@ -140,7 +141,7 @@ class Kernel:
             )
         else:
             ranks = index if store.values is None else store.values.ranks()
-            ring_kernel.move[(batch, heads)](
+            ring.move[(batch, heads)](
                 *(*rings, tail.k, tail.v, index, ranks, tail.places(), *counts, index.stride(0), ranks.stride(0)),
                 *sizes,
                 H=heads,
@@ -161,7 +162,7 @@ class Kernel:
             self.weights.compact(store, policy, choice, room)
 
     def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
-        """Attention in one launch; parameters and result are those of `reference.attend`.
+        """Attention in one launch; parameters and result are those of `naive.attend`.
 
         Raises ValueError for a softmax that is not plain, and for a scaling <= 0 of a packed middle.
         """
@@ -191,7 +192,7 @@ class Kernel:
         ranks = index if store.values is None else store.values.ranks()
         where = (done, done) if plan.room is None else (self.weights.scratch(store, rows, plan.room), plan.room.at)
         early = config.early and starts_early(q.device)
-        kernel.decode[(plan.programs, chunks)](
+        decode.decode[(plan.programs, chunks)](
             *(store.ring_k, store.ring_k if packing is None else store.ring_k.view(torch.uint8), q, out),
             *(index, ranks, plan.table, store.seen_dev, store.start_dev),
             *(store.tail.length_dev, position, partials, stats, done, *where),

@@ -1,10 +1,118 @@
-"""What the kernel must know of a choice of reads to rank pages or tokens by itself."""
+"""How the kernels rank the middle: single tokens by their label channels, or pages by the bounds of their keys."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from leank.eval.cache.attention.bounds import Bounds
+import numpy as np
+import torch
+from torch import Tensor
+
+from leank.eval.cache.attention.batched import layout_of
+from leank.eval.cache.storage.store import Store
+from leank.eval.cache.storage.upload import upload
+
+
+class Bounds:
+    """The smallest and largest key of every page of one layer's middle, per row and KV head (Quest, Algorithm 1).
+
+    page: tokens of a page
+
+    Attributes:
+    flat: the bounds of one head after the other, each [pages that there is room for, 2, kept channels]
+    first: [B, H], first element of each head's region
+    pages, channels: [B, H], pages that hold tokens, and kept channels
+    room: [B, H], pages that there is room for
+    table: [3, X, 1, 1], first, pages and channels on the device
+    """
+
+    def __init__(self, store: Store, page: int) -> None:
+        self.page = page
+        self._of: tuple[object, ...] | None = None
+        self._at: tuple[Tensor, Tensor] | None = None  # of `_places`, once they are asked for
+        self.update(store)
+
+    def update(self, store: Store) -> None:
+        """Bounds of the middle as it is now; the last page may be partly filled. Nothing happens if they are these."""
+        if self.current(store):
+            return
+        layout, device = layout_of(store), store.seen_dev.device
+        self._make_room(store, store.prompt.length + store.tail.length)
+        if not layout.parts:
+            return
+        dtype = store.ring_k.dtype
+        keys = torch.cat([part.keys(dtype) for part in layout.parts], -1)  # [X, C, N]
+        token = torch.arange(int(self.pages.max()) * self.page, device=device)
+        filled = layout.column(torch.minimum(token, layout.middle - 1).clamp(min=0))  # past the end the last again,
+        filled = filled.clamp(max=keys.shape[-1] - 1)  # anything in heads without a middle
+        pages = keys.gather(-1, filled[:, None].expand(-1, keys.shape[1], -1)).unflatten(-1, (-1, self.page))
+        both = torch.stack([pages.amin(-1), pages.amax(-1)], 1).permute(0, 3, 1, 2)  # [X, pages, 2, C]
+        page, channel = (torch.arange(n, device=device) for n in (both.shape[1], both.shape[3]))
+        there = (page[:, None, None] < self.table[1, :, None]) & (channel < self.table[2, :, None])
+        self.flat = both[there.expand_as(both)]
+
+    def widen(self, store: Store, tokens: np.ndarray) -> bool:
+        """Make room for the bounds of `tokens` [B, H] of the middle unless there is; then all must be computed anew."""
+        short = bool((-(-tokens // self.page) > self.room).any())
+        if short:
+            self._make_room(store, tokens)
+        return short
+
+    def _make_room(self, store: Store, tokens: np.ndarray) -> None:
+        self.room, self.channels = -(-tokens // self.page), store.channels.count
+        size = (2 * self.room * self.channels).reshape(-1)
+        self.first = (np.cumsum(size) - size).reshape(tokens.shape)
+        self.flat = store.ring_k.new_empty(int(size.sum()))
+        self.settle(store)
+
+    def settle(self, store: Store) -> None:
+        """Note that these are the bounds of the middle as it is now."""
+        self._of, self._at = self._state(store), None
+        self.pages = -(-(store.prompt.length + store.tail.length) // self.page)
+        of_heads = np.stack([x.reshape(-1, 1, 1) for x in (self.first, self.pages, self.channels)])
+        self.table = upload(of_heads, store.seen_dev.device)
+
+    def current(self, store: Store) -> bool:
+        """Whether these are the bounds of the middle as it is now."""
+        return self._of is not None and all(a is b or a == b for a, b in zip(self._of, self._state(store), strict=True))
+
+    def _state(self, store: Store) -> tuple[object, ...]:
+        lengths = (store.prompt.length.tobytes(), store.tail.length.tobytes())
+        return store.prompt, store.prompt.k.data_ptr(), *lengths
+
+    def of(self, row: int, head: int) -> tuple[Tensor, Tensor]:
+        """Smallest and largest key of every page of one head, [pages, kept channels] each."""
+        first, pages, channels = (int(n[row, head]) for n in (self.first, self.pages, self.channels))
+        both = self.flat[first : first + 2 * pages * channels].view(pages, 2, channels)
+        return both[:, 0], both[:, 1]
+
+    def highest(self, q: Tensor) -> Tensor:
+        """The highest product that a key of each page can have, [X, R, pages], with q [X, R, C]; -inf past the last.
+
+        sum over channels c of max(q_c min_c, q_c max_c)        (Algorithm 1)
+        """
+        if self._at is None:
+            self._at = self._places()
+        at, past = self._at
+        low, high = self.flat[at].to(q.dtype).mT  # [X, C, pages] each
+        bound = torch.baddbmm(torch.bmm(q.clamp(min=0), high), q.clamp(max=0), low)  # what the larger products add to
+        return bound.masked_fill(past, -torch.inf)
+
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """Where the bounds of every page and channel are, [2, X, pages, C], and which pages hold none, [X, 1, pages].
+
+        A head's first channel stands for channels that it lacks, where q is zero.
+        """
+        first, pages, channels = self.table
+        channel, page = (torch.arange(int(n.max()), device=first.device) for n in (self.channels, self.pages))
+        of_channel, of_page = torch.where(channel < channels, channel, 0), torch.where(page < pages, page, 0)
+        low = first + 2 * of_page.mT * channels + of_channel  # [X, pages, C]
+        return torch.stack([low, low + channels]).clamp(max=self.flat.numel() - 1), page >= pages
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All bounds, and where each head's are."""
+        places = {} if self._at is None else dict(zip(("places", "past"), self._at, strict=True))
+        return {"bounds": self.flat, "table": self.table, **places}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Launches of what chooses the tokens that stay (eval.cache.storage.choosing_kernel)."""
+"""Launches of what chooses the tokens that stay (eval.cache.storage.kernels.choosing)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from leank.eval.cache.storage import choosing_kernel
+from leank.eval.cache.storage.kernels import choosing
 
 BLOCK = 1024  # most tokens that a program looks at together
 
@@ -25,7 +25,7 @@ def heaviest(ranked: Tensor, length: Tensor, count: int) -> Tensor:
     Returns bool [B, H, n]; what it says past a head's own tokens is undefined.
     """
     stay = torch.empty(ranked.shape, dtype=torch.bool, device=ranked.device)
-    choosing_kernel.heaviest[(length.numel(),)](
+    choosing.heaviest[(length.numel(),)](
         *(ranked, stay.view(torch.uint8), length, ranked.stride(0), ranked.stride(1), count, ranked.shape[-1]),
         H=ranked.shape[1],
         BLOCK=block(ranked.shape[-1]),

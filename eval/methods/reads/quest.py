@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from leank.eval.cache.attention.bounds import Bounds
-from leank.eval.cache.attention.ranking import Ranking
+from leank.eval.cache.attention.ranking import Bounds, Ranking
 from leank.eval.cache.storage.middle import Columns
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Store

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from leank.eval.cache.storage.choosing_kernel import among, keys_of, least, numbers_of, surplus
+from leank.eval.cache.storage.kernels.choosing import among, keys_of, least, numbers_of, surplus
 
 # fmt: off
 

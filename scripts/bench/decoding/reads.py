@@ -32,7 +32,7 @@ from transformers import Cache, PreTrainedModel
 
 from leank.eval.cache import CompressedCache, Sizes, compressed_cache
 from leank.eval.cache.attention.backend import Auto
-from leank.eval.cache.attention.chosen import Chosen, ChosenConfig
+from leank.eval.cache.attention.choose import Chosen, ChosenConfig
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.methods.channels.leank import LeanK
 from leank.eval.methods.reads.double_sparsity import Labels

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from leank.data_gen.amount import amount
-from leank.eval.cache.attention import reference
+from leank.eval.cache.attention import naive
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.sizes import Sizes
@@ -131,7 +131,7 @@ def check_case(keep: Tensor, group: int, queries: int, config: Config | None, bi
         k, v = torch.randn(2, 3, heads, 11 if queries == 1 else queries, dim, device="cuda", dtype=DTYPE)
         position = store.append(k, v, write=kernel.write)[:, -queries:]
         q = torch.randn(3, queries, heads * group, dim, device="cuda", dtype=DTYPE).transpose(1, 2)
-        want = reference.attend(store, q.double(), position, dim**-0.5)
+        want = naive.attend(store, q.double(), position, dim**-0.5)
         got = kernel.attend(store, q, position, dim**-0.5)
         worst = max(worst, ((got.double() - want).norm() / want.norm()).item())
         store.flush()

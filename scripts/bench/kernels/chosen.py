@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from leank.eval.cache import Sizes
-from leank.eval.cache.attention.chosen import Chosen, ChosenConfig, ranking_of
+from leank.eval.cache.attention.choose import Chosen, ChosenConfig, ranking_of
 from leank.eval.cache.attention.launch import Kernel
 from leank.eval.cache.attention.places import Column
 from leank.eval.cache.storage.middle import Middle, ReadChoice

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from leank.eval.cache.attention import reference
+from leank.eval.cache.attention import naive
 from leank.eval.cache.attention.launch import Config, Kernel
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.store import Store
@@ -52,7 +52,7 @@ def error(kernel: Kernel, store: Store, q: Tensor, position: Tensor) -> float:
     """Relative error of the first row against the slow form."""
     got = kernel.attend(store, q, position, DIM**-0.5)[:1].double()
     store.select(torch.zeros(1, dtype=torch.long))
-    want = reference.attend(store, q[:1].double(), position[:1], DIM**-0.5)
+    want = naive.attend(store, q[:1].double(), position[:1], DIM**-0.5)
     return ((got - want).norm() / want.norm()).item()
 
 

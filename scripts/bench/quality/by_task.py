@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from leank.data_gen.ending import again, ending
+from leank.cli import again, ending
 from leank.escape import csv_rows, markdown_table
 from leank.eval.benchmarks.ruler import OFFICIAL
 from leank.eval.methods.prefill.asl import NOWHERE

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from leank import bootstrap
-from leank.data_gen.ending import again, ending
+from leank.cli import again, ending
 from leank.escape import csv_rows, markdown_table
 from leank.eval.rows.result_row import ResultRow, check_one_model, check_rows
 from leank.eval.rows.results import read

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from leank.bootstrap import interval, mean
-from leank.data_gen.ending import again, ending
+from leank.cli import again, ending
 from leank.escape import csv_rows
 from leank.eval.rows.result_row import ResultRow, check_one_model, check_rows
 from leank.eval.rows.results import read

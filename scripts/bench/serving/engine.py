@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from leank import backbone
+from leank.shipped import resolve
 
-REFERENCE = Path(backbone.resolve("reference"))
+REFERENCE = Path(resolve("reference"))
 MASK = REFERENCE / "mask_70pct.safetensors"
 
 

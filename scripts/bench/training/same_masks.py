@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from leank.data_gen.ending import ending
+from leank.cli import ending
 from leank.escape import csv_rows
 from leank.files import write_text
 from leank.mask import ChannelMask

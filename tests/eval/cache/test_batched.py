@@ -1,4 +1,4 @@
-"""Attention over all rows and heads at once against `reference.attend`, head by head; how many operations it takes."""
+"""Attention over all rows and heads at once against `naive.attend`, head by head; how many operations it takes."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leank.eval.cache import Sizes
-from leank.eval.cache.attention import batched, reference
+from leank.eval.cache.attention import batched, naive
 from leank.eval.cache.attention.softmax import PLAIN, Softmax
 from leank.eval.cache.storage.coded import Coding
 from leank.eval.cache.storage.eviction import HeavyHitters
@@ -66,7 +66,7 @@ def check(stores, generator, new, real, softmax=PLAIN):
     q = random_like(generator, batch, HEADS * GROUP, new, DIM) * 2
     position, _ = (store.append(k, v, real) for store in stores)
     out = batched.attend(one, q, position, 0.5, softmax)
-    torch.testing.assert_close(out, reference.attend(other, q, position, 0.5, softmax))
+    torch.testing.assert_close(out, naive.attend(other, q, position, 0.5, softmax))
     if one.eviction is not None:
         assert np.array_equal(one.eviction.held, other.eviction.held)
         for row, head in np.ndindex(batch, HEADS):
@@ -146,8 +146,7 @@ def test_in_the_precision_of_the_reference(choice, dtype):
     stores = both(lambda: Store(k, v, None, Middle(**chooses), SIZES))
     q, position = random_like(generator, 2, HEADS * GROUP, 1, DIM, dtype=dtype), torch.tensor([[59], [59]])
     found, want = (
-        attend(store, q, position, 0.3)
-        for attend, store in zip((batched.attend, reference.attend), stores, strict=True)
+        attend(store, q, position, 0.3) for attend, store in zip((batched.attend, naive.attend), stores, strict=True)
     )
     assert found.dtype == dtype
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2  # of a result that has been rounded once
@@ -225,6 +224,6 @@ def test_who_reads_every_token_by_labels_reads_as_who_has_none(bits):
     for reads in (None, Labels(label, 100)):
         store = Store(k, v, None, Middle(bits=bits, reads=reads), Sizes(2, 5, 8))
         position = store.append(*(random_like(torch.Generator().manual_seed(1), 2, HEADS, 1, DIM) for _ in range(2)))
-        found += [attend(store, q, position, 0.3) for attend in (reference.attend, batched.attend)]
+        found += [attend(store, q, position, 0.3) for attend in (naive.attend, batched.attend)]
     for other in found[1:]:
         torch.testing.assert_close(other, found[0])

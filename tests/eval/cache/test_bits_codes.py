@@ -7,7 +7,7 @@ from tests.helpers.kernels import DEVICE, ON_GPU  # skips where Triton is not in
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
-from leank.eval.cache.attention.unpacking_kernel import instructions, numbers, step_of, unit_of  # isort: skip
+from leank.eval.cache.attention.kernels.packed import instructions, numbers, step_of, unit_of  # isort: skip
 
 WORD, HALF, BYTE = 2**32 - 1, 2**16 - 1, 2**8 - 1
 OF_TRITON = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.kernels import DEVICE, ON_GPU, error, make_store
 
-from leank.eval.cache.attention import quantised_kernel, unpacking_kernel  # isort: skip
+from leank.eval.cache.attention.kernels import packed  # isort: skip
 from leank.eval.cache.attention.launch import FEW, PACKED, PACKED_FEW, Config, Kernel  # isort: skip  (needs Triton, which the line above asks for)
 from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.sizes import Sizes
@@ -86,8 +86,7 @@ def test_interpreted_on_random_shapes(counts, group, lengths, ends, bits, cell, 
 @pytest.mark.skipif(ON_GPU, reason="bfloat16 has that unit on the device below")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_logits_and_results_are_divided_by_the_unit(monkeypatch):
-    for module in (quantised_kernel, unpacking_kernel):
-        monkeypatch.setattr(module, "unit_of", lambda dtype, ptx: 2.0**-64)
+    monkeypatch.setattr(packed, "unit_of", lambda dtype, ptx: 2.0**-64)
     sizes = Sizes(10, 64, 32)
     check_decoding([17, 64], 64, 2, [170, 90], sizes, torch.float32, Packing(8, 32), 1, 2, Config(), 3)
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tests.helpers.kernels import DEVICE, ON_GPU
 
 import triton  # isort: skip  (which the line above asks for)
-from leank.eval.cache.attention import choice_kernel  # isort: skip
-from leank.eval.cache.attention.chosen import lines_held  # isort: skip
+from leank.eval.cache.attention.kernels import choose  # isort: skip
+from leank.eval.cache.attention.choose import lines_held  # isort: skip
 from leank.eval.cache.attention.places import FIELDS, Column
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -40,8 +40,8 @@ def choices(scores, most, run, lines, width):
     cap = triton.next_power_of_2(max(1, most)) if run else 0
     chosen = torch.full((8 * (most + cap),), -1, dtype=torch.int32, device=DEVICE)
     words, tail = torch.cat([padded.flatten(), best.flatten()]).to(DEVICE), torch.zeros(4, dtype=torch.int64)
-    choice_kernel.choose[(8,)](words, chosen, table.to(DEVICE), tail.to(DEVICE), most, GROUP=2, PER=1, RUN=size,
-                                WIDTH=width, LINES=lines, CAP=cap, LAST=lines)  # fmt: skip
+    choose.choose[(8,)](words, chosen, table.to(DEVICE), tail.to(DEVICE), most, GROUP=2, PER=1, RUN=size,
+                        WIDTH=width, LINES=lines, CAP=cap, LAST=lines)  # fmt: skip
     return chosen[: 8 * most].view(8, most).cpu().long()
 
 

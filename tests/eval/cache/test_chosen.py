@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from tests.helpers.kernels import DEVICE, ON_GPU, poison
 
-from leank.eval.cache.attention import chosen as launch  # isort: skip  (needs Triton, which the line above asks for)
-from leank.eval.cache.attention import reference
+from leank.eval.cache.attention import choose as launch  # isort: skip  (needs Triton, which the line above asks for)
+from leank.eval.cache.attention import naive
 from leank.eval.cache.attention.backend import Plain, choose_backend
-from leank.eval.cache.attention.bounds import Bounds
-from leank.eval.cache.attention.chosen import Chosen, ChosenConfig
+from leank.eval.cache.attention.choose import Chosen, ChosenConfig
+from leank.eval.cache.attention.ranking import Bounds
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.sizes import Sizes
@@ -49,7 +49,7 @@ def check_steps(store, group, steps, kernel, seed=0):
         poison(store)
         got = kernel.attend(store, q, position, 0.3)
         # labels are rounded in the cache's own precision
-        want = reference.attend(store, q if store.reads.ranking.bits < 16 else q.double(), position, 0.3).double()
+        want = naive.attend(store, q if store.reads.ranking.bits < 16 else q.double(), position, 0.3).double()
         assert not got.isnan().any()
         torch.testing.assert_close(got.double(), want, **CLOSE)
         assert not kernel._done.any()
@@ -127,7 +127,7 @@ def test_steps_on_the_device(kind, counts, dim, group, page):
         q, position = step_of(store, kernel, group, generator)
         poison(store)
         got = kernel.attend(store, q, position, 0.1).double()
-        want = reference.attend(store, q.float(), position, 0.1).double()
+        want = naive.attend(store, q.float(), position, 0.1).double()
         assert not got.isnan().any()
         wrong = ~torch.isclose(got, want, **CLOSE).all(-1)  # a page or token that ties with another may be chosen
         off, of_all = off + int(wrong.sum()), of_all + wrong.numel()
@@ -221,6 +221,6 @@ def test_scores_that_outgrow_their_memory_move_on(monkeypatch):
         for store in stores:
             q, position = step_of(store, kernel, 1, generator)
             got = kernel.attend(store, q, position, 0.3)
-            want = reference.attend(store, q.double(), position, 0.3)
+            want = naive.attend(store, q.double(), position, 0.3)
             torch.testing.assert_close(got.double(), want, **CLOSE)
             store.flush(kernel.move)

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from leank.eval.cache.attention.unpacking_kernel import step_of, unit_of
+from leank.eval.cache.attention.kernels.packed import step_of, unit_of
 from tests.helpers.compiling import wrong_units
 
 

@@ -9,10 +9,11 @@ import transformers
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache, StaticCache
 
-from leank.decoder import check_decoder, run_decoder
+from leank.decoder import check_decoder
 from leank.eval.cache import CompressedLayer, compressed_cache
 from leank.eval.cache.hook import ATTENTION
 from leank.shape import kv_shape
+from leank_train.forward.hook import run_decoder
 from tests import ROOT
 from tests.helpers.cache_oracle import oracle_cache
 from tests.helpers.families import REFUSED, RIGHT, UNTRAINED, build, table, trained

@@ -10,7 +10,7 @@ from tests.helpers.kernels import DEVICE, ON_GPU
 
 import triton  # isort: skip  (the line above skips where it is not installed)
 import triton.language as tl  # isort: skip
-from leank.eval.cache.attention.kernel import merge  # isort: skip
+from leank.eval.cache.attention.kernels.parts import merge  # isort: skip
 
 
 @triton.jit

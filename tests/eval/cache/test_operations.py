@@ -133,7 +133,7 @@ def held(thing, seen):
     elif isinstance(thing, dict | list | tuple):
         for inner in thing.values() if isinstance(thing, dict) else thing:
             yield from held(inner, seen)
-    elif type(thing).__module__.startswith("eval."):
+    elif type(thing).__module__.startswith("leank.eval."):
         for inner in getattr(thing, "__dict__", {}).values():
             yield from held(inner, seen)
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leank.eval.cache.attention.softmax import PLAIN, Softmax
+from leank.eval.inference import observe
 from leank.eval.inference.observe import received
 from leank.eval.inference.prefill import prefill
 from tests.helpers.cache_oracle import left_padded, tiny_model
@@ -52,7 +53,7 @@ def test_received_is_the_column_sum_of_the_matrix(data, dtype, length, group, bl
     real = torch.arange(length) >= torch.tensor(padding)[:, None]
     weights = data.draw(st.sampled_from([None, torch.rand(count, generator=generator, dtype=dtype)]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(eval.inference.observe.SCORES_AT_ONCE, "cpu", block)
+        patch.setitem(observe.SCORES_AT_ONCE, "cpu", block)
         found = received(queries, keys, weights, real, 0.7)
         unpadded = received(queries, keys, weights)
     by_row = torch.ones(count, dtype=dtype) if weights is None else weights
@@ -120,9 +121,9 @@ def test_halves_that_come_out_in_float32(monkeypatch):
     queries, keys = torch.randn(2, 4, 9, 8).bfloat16(), torch.randn(2, 2, 12, 8).bfloat16()
     real = torch.arange(12) >= torch.tensor([0, 5])[:, None]
     wanted = received(queries, keys, real=real, scaling=0.4)
-    assert not eval.inference.observe.multiplies_half(keys.device, keys.dtype)
-    monkeypatch.setattr(eval.inference.observe, "multiplies_half", lambda *_: True)
-    monkeypatch.setattr(eval.inference.observe, "scaled_product", product)
+    assert not observe.multiplies_half(keys.device, keys.dtype)
+    monkeypatch.setattr(observe, "multiplies_half", lambda *_: True)
+    monkeypatch.setattr(observe, "scaled_product", product)
     found = received(queries, keys, real=real, scaling=0.4)
     close(found, wanted)
     assert found.dtype == torch.float32
@@ -136,7 +137,7 @@ def test_attention_received_on_a_gpu_is_that_in_float64(dtype, length):
     queries, keys = torch.randn(2, 4, length, 64).to(dtype), torch.randn(2, 2, length + 9, 64).to(dtype)[:, :, :length]
     real = torch.arange(length) >= torch.tensor([0, 13])[:, None]
     found = received(queries.cuda(), keys.cuda(), real=real.cuda())
-    assert eval.inference.observe.multiplies_half(torch.device("cuda", 0), dtype)
+    assert observe.multiplies_half(torch.device("cuda", 0), dtype)
     close(found.cpu(), received(queries.double(), keys.double(), real=real).float(), 1e-5)
 
 
@@ -155,7 +156,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("padded", [False, True])
 def test_no_tensor_is_larger_than_the_keys_and_a_block_of_scores(monkeypatch, padded):
     """Keys in particular are not repeated for the query heads of a group."""
-    monkeypatch.setitem(eval.inference.observe.SCORES_AT_ONCE, "cpu", 2**14)
+    monkeypatch.setitem(observe.SCORES_AT_ONCE, "cpu", 2**14)
     queries, keys = torch.randn(1, 16, 40, 64), torch.randn(1, 2, 500, 64)
     real = torch.arange(500)[None] >= 30 if padded else None
     with Largest() as seen:

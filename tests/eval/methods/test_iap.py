@@ -177,7 +177,7 @@ def test_reconstruction_error_is_below_thinks_in_every_layer(reference, ratio):
 @pytest.mark.parametrize(
     ("given_settings", "message"),
     [
-        ({"ratio": 1.0}, "ratio=1.0 must be a number in \\[0, 1\\)"),
+        ({"ratio": 1.0}, "ratio=1.0 must be"),
         ({"queries": 0}, "queries=0 must be"),
         ({"recent": -1}, "recent=-1 must be"),
         ({"salient_min": 0.2, "salient_max": 0.1}, "salient_min=0.2, salient_max=0.1 must be shares"),

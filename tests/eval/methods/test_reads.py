@@ -157,7 +157,7 @@ def test_a_partly_filled_page_is_bounded_by_its_own_tokens():
     ("config", "message"),
     [
         ({"reads": {"name": "quest", "budget": 70}}, "budget=70 is less than sink=16 and window=64"),
-        ({"reads": {"name": "quest", "page": 0}}, "page=0 must be an integer of at least 1"),
+        ({"reads": {"name": "quest", "page": 0}}, "page=0 must be"),
         ({"reads": {"name": "double_sparsity", "ratio": 1.5}}, "ratio=1.5"),
     ],
 )

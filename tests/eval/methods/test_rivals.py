@@ -188,7 +188,7 @@ def test_a_budget_may_be_a_share_of_each_prompt():
     assert keep.sum(-1).tolist() == [[13, 13], [4, 4], [8, 8]]  # of 33, 7 and 21; sink and window are four
     with pytest.raises(ValueError, match=r"budget=0\.4 is a share of the prompt; evict=true needs a number"):
         method("x", {"tokens": {"name": "h2o", "budget": 0.4}}, {"sink": 0, "window": 6})
-    with pytest.raises(ValueError, match=r"budget=1\.5 must be an integer of at least 1, or a number in \(0, 1\)"):
+    with pytest.raises(ValueError, match=r"budget=1\.5 must be"):
         method("x", {"tokens": {"name": "snapkv", "budget": 1.5}})
 
 

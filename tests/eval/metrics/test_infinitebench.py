@@ -67,7 +67,7 @@ def test_math_calc_of_gpt4_drops_the_first_number():
 def test_bad_input_is_named():
     with pytest.raises(ValueError, match="task='x' is not in InfiniteBench; choose one of code_debug"):
         infinitebench.score("x", "", "")
-    with pytest.raises(ValueError, match="label must be a number"):
+    with pytest.raises(ValueError, match="label must be"):
         infinitebench.score("math_find", "4", "4")
     with pytest.raises(ValueError, match=r"must be \[name, letter\]"):
         infinitebench.score("code_debug", "4", "4")

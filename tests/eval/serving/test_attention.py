@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from leank.eval.cache.attention import reference
+from leank.eval.cache.attention import naive
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Store
@@ -69,7 +69,7 @@ def decoded_by_the_cache(keep, prompt, k, v, q):
     outs = []
     for at in range(prompt, len(k)):
         position = store.append(*(x[:, :, at : at + 1] for x in rows[:2]))
-        outs.append(reference.attend(store, rows[2][:, :, at : at + 1], position, SCALE)[0, 0])
+        outs.append(naive.attend(store, rows[2][:, :, at : at + 1], position, SCALE)[0, 0])
         store.flush()
     return torch.stack(outs)
 

@@ -224,9 +224,9 @@ def test_ranks_learn_what_one_process_learns(model_folder, tmp_path, trainer, ex
             "stage1.l1='sum' and stage1.reduction='official' with stage1.lam='auto': the limits .* fit means",
         ),
         (["stage1=steered", "stage1.reduction=paper"], "stage1.reduction='paper' with stage1.lam='auto'"),
-        (["stage1.lr=fast"], r"stage1.lr=\'fast\' must be a number in \(0, 1\].*or one of auto"),
-        (["++stage1.objective=mse"], "stage1.objective='mse' must be one of l2, kl"),
-        (["extra_ratios=[0.5,1.0]"], r"extra_ratios=\[0.5, 1.0\] must be a list, each entry a number in \[0, 1\)"),
+        (["stage1.lr=fast"], r"stage1.lr=\'fast\' must be"),
+        (["++stage1.objective=mse"], "stage1.objective='mse' must be"),
+        (["extra_ratios=[0.5,1.0]"], r"extra_ratios=\[0.5, 1.0\].* must be"),
     ],
 )
 def test_settings_that_cannot_work_are_named(model_folder, overrides, message):

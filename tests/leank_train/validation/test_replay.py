@@ -17,6 +17,7 @@ from leank.eval.methods.channels.leank import LeanK
 from leank.eval.run.replay import Replay
 from leank.eval.run.settings import Settings
 from leank.mask import ChannelMask
+from leank.shipped import resolve
 from leank_train.forward.branching import branch, decode, prefill
 from leank_train.validation import compare
 from leank_train.validation import evaluate as validation
@@ -55,7 +56,7 @@ def test_tokens_are_those_of_the_compressed_cache(family, zone):
 
 TASKS, LENGTH, SAMPLES, SEED, TOKENS = ["niah_multivalue", "niah_multikey_3"], 1024, 2, 7001, 36
 SIZES = {"sink": 16, "window": 144, "flush": validation.FLUSH}
-ASSETS = f"{backbones.resolve('reference')}/mask_80pct.safetensors"
+ASSETS = f"{resolve('reference')}/mask_80pct.safetensors"
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Decode attention over the pages of a served cache, and writing new tokens to them, in one Triton launch each.
 
-The tiles (eval.serving.paged_kernel_tiles) of all rows and heads follow each other on one line: row by row, head by
+The tiles (eval.serving.kernels.paged_tiles) of all rows and heads follow each other on one line: row by row, head by
 head, the ends of a head before its middle. On this line a tile is as long as the columns that it reads; the first of
 the ends and the first of the middle are START longer, which is what it costs to begin. Programs have equal spans of the
 line, and a tile belongs to the program in whose span it begins. So all programs read about the same number of bytes.
@@ -16,8 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from leank.eval.cache.attention.kernel import merge
-from leank.eval.serving.paged_kernel_tiles import STRIPE, read, stripe_of, tiles_of
+from leank.eval.cache.attention.kernels.parts import merge
+from leank.eval.serving.kernels.paged_tiles import STRIPE, read, stripe_of, tiles_of
 
 # fmt: off
 

@@ -9,11 +9,11 @@ import torch
 import triton
 from torch import Tensor
 
-from leank.eval.cache.attention import batched, choice_kernel, chosen_kernel, ranking_kernel
-from leank.eval.cache.attention.bounds import Bounds
+from leank.eval.cache.attention import batched
+from leank.eval.cache.attention.kernels import choose as kernels
 from leank.eval.cache.attention.launch import Kernel, multiprocessors
 from leank.eval.cache.attention.places import places
-from leank.eval.cache.attention.ranking import Ranking
+from leank.eval.cache.attention.ranking import Bounds, Ranking
 from leank.eval.cache.attention.softmax import LOG2_E, PLAIN, Softmax
 from leank.eval.cache.storage.store import Store
 from leank.eval.cache.storage.upload import update
@@ -96,7 +96,7 @@ class Chosen(Kernel):
         return max(1, -(-programs // units))
 
     def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
-        """Attention in three launches; parameters and result are those of `reference.attend`."""
+        """Attention in three launches; parameters and result are those of `naive.attend`."""
         batch, q_heads, queries, dim = q.shape
         self._group = q_heads // store.ring_k.shape[1]
         if queries > 1 or not softmax.plain:
@@ -111,7 +111,7 @@ class Chosen(Kernel):
         rows = triton.next_power_of_2(group)
         partials, stats, done = self._scratch(batch * heads * (ends + shares) * rows, dim, batch * heads, q.device)
         out = torch.empty(batch, 1, q_heads, dim, dtype=q.dtype, device=q.device)
-        chosen_kernel.attend[(batch * heads, ends + group * shares)](
+        kernels.attend[(batch * heads, ends + group * shares)](
             *(store.ring_k, q, out, store.channels.index, plan.table, store.seen_dev, store.start_dev),
             *(store.tail.length_dev, position.contiguous(), chosen, partials, stats, done),
             *(scaling * LOG2_E, q.stride(0), q.stride(1), store.channels.index.stride(0)),
@@ -147,17 +147,17 @@ class Chosen(Kernel):
         grid = (batch * heads, self._programs(store, config.score_per_sm, batch * heads))
         if by_token:
             tile = max(config.score_tile, config.label_tile * 16 // plan.labels)  # as many bytes with more labels
-            ranking_kernel.score_tokens[grid](
+            kernels.score_tokens[grid](
                 *given, **shape, TILE=tile, RUN=config.run, C=plan.labels, LABEL_STEP=plan.label_step,
                 BITS=ranking.bits, num_warps=config.score_warps,
             )  # fmt: skip
         else:
-            ranking_kernel.score_pages[grid](
+            kernels.score_pages[grid](
                 *given, **shape, TILE=config.score_tile, PER=ranking.page, num_warps=config.score_warps
             )
         lines, width = lines_held(-(-plan.room // config.run) if by_token else plan.room)
         last = max(8, min(MOST_BLOCK // config.run, cap))
-        choice_kernel.choose[(batch * q_heads,)](
+        kernels.choose[(batch * q_heads,)](
             *(words, self._chosen, plan.table, store.tail.length_dev, ranking.most),
             GROUP=q_heads // heads,
             PER=ranking.page,
@@ -218,7 +218,7 @@ class Chosen(Kernel):
         """Bring the bounds of the pages that hold the last `moved` tokens of each head up to date."""
         heads = store.prompt.length.size
         programs = min(self._programs(store, self.chosen_config.score_per_sm, heads), -(-moved // bounds.page) + 1)
-        ranking_kernel.bound[(heads, programs)](
+        kernels.bound[(heads, programs)](
             *(store.ring_k, plan.table, store.tail.length_dev, moved),
             D=store.ring_k.shape[-1],
             PER=bounds.page,

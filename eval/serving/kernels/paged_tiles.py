@@ -9,8 +9,8 @@ two kinds:
 
 A tile's pages are looked up while the tile before it is loaded, so that Triton keeps several tiles under way.
 
-Names as in eval.cache.attention.kernel. The page layout and its stripes are those of eval.serving.layout; a stripe is
-here a tuple of its first column, its width, its channels, and the first column of the head's V stripe.
+Names as in eval.cache.attention.kernels.parts. The page layout and its stripes are those of eval.serving.layout; a
+stripe is here a tuple of its first column, its width, its channels, and the first column of the head's V stripe.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from leank.eval.cache.attention.kernel_middle import step
+from leank.eval.cache.attention.kernels.parts import step
 
 STRIPE = tl.constexpr(16)  # columns: every offset within a page is a multiple of them
 

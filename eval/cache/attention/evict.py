@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leank.eval.cache.attention import weights_kernel
+from leank.eval.cache.attention.kernels import evict as kernels
 from leank.eval.cache.storage.eviction import Choice, Eviction
 from leank.eval.cache.storage.pages import PAGE
 from leank.eval.cache.storage.store import GROWTH, Store
@@ -88,7 +88,7 @@ class Weights:
         rows: query rows of a KV head in the launch
         """
         places = store.tail.length.size
-        weights_kernel.add_weights[(places, max(1, min(PROGRAMS // places, -(-room.columns // BLOCK))))](
+        kernels.add_weights[(places, max(1, min(PROGRAMS // places, -(-room.columns // BLOCK))))](
             *(self._at, room.at, position, store.seen_dev, store.start_dev, store.tail.length_dev),
             *(decay, position.shape[1], store.sizes.sink, places),
             H=store.tail.length.shape[1],
@@ -107,13 +107,13 @@ class Weights:
         roomy = (tail.capacity > ROOMY * (left + GROWTH)).any()
         new = tail.fresh(tail.channels, np.where(left > 0, left + GROWTH, 0), tail.values) if roomy else tail
         source = torch.empty(stay.shape, dtype=torch.int32, device=stay.device)
-        weights_kernel.drop[(left.size,)](
+        kernels.drop[(left.size,)](
             *(stay.contiguous().view(torch.uint8), source, room.at, store.seen_dev, store.start_dev, tail.length_dev),
             *(most, store.sizes.sink),
             H=left.shape[1],
             TILE=BLOCK,
         )
-        weights_kernel.compact[(left.size, 2 * dim // SLICE)](
+        kernels.compact[(left.size, 2 * dim // SLICE)](
             *(tail.k, tail.v, new.k, new.v, tail.places(), new.places(), source, tail.length_dev, most, int(roomy)),
             D=dim,
             SLICE=SLICE,

@@ -1,12 +1,11 @@
-"""Decode attention over a sealed layer in one Triton launch: the fast path beside `reference.attend`.
+"""Decode attention over a sealed layer in one Triton launch: the fast path beside `naive.attend`.
 
 Every program walks its span of the work table (eval.cache.attention.work) and keeps an online softmax per (row, KV
 head). Query channels are gathered here, so the model's weights stay as they are. The last program to finish a (row,
 head) merges the partial results by log-sum-exp, so there is no second launch. Lengths are read from device tensors, so
 that a captured CUDA graph can be replayed.
 
-Names: a tile has M rows (query token, head of the group) and T tokens; m, z and acc are the running maximum,
-denominator and numerator of the softmax, base 2.
+Names as in eval.cache.attention.kernels.parts.
 """
 
 from __future__ import annotations
@@ -15,9 +14,18 @@ import triton
 import triton.language as tl
 
 from leank.eval.cache.attention import work
-from leank.eval.cache.attention.kernel_middle import add_kept, middle, step, wait_for_the_launch_ahead
-from leank.eval.cache.attention.quantised_kernel import packed_middle
-from leank.eval.cache.attention.weights_kernel import logits_of, store_lse
+from leank.eval.cache.attention.kernels.evict import logits_of, store_lse
+from leank.eval.cache.attention.kernels.packed import packed_middle
+from leank.eval.cache.attention.kernels.parts import (
+    _gather,
+    _kept_channels,
+    merge,
+    real_rows,
+    sink_and_window,
+    step,
+    store_rows,
+    wait_for_the_launch_ahead,
+)
 
 # What the kernel reads of the work table, as constants that Triton compiles in.
 SINK, WINDOW, TAIL = tl.constexpr(work.SINK), tl.constexpr(work.WINDOW), tl.constexpr(work.TAIL)
@@ -40,30 +48,89 @@ WIDTH = tl.constexpr(int(work.Column.WIDTH))
 
 
 @triton.jit
-def sink_and_window(
-    acc, m, z, q_row, ok, position, k, v, first, last, seen, start, slots, ring, scale, logits,
-    TILE: tl.constexpr, D: tl.constexpr, WEIGHTS: tl.constexpr,
-):
-    """Slots [first, last) of the sink (slot = token) or the window's ring (slot = token mod slots), all channels.
+def _keys(k, channel, count, token, tokens, EVEN: tl.constexpr, PAGE: tl.constexpr):
+    """K tile [C, T] of a page-wise stored head; pages at or past `tokens` are not read."""
+    at = channel[:, None] * PAGE + ((token // PAGE) * (count * PAGE) + token % PAGE)[None, :]
+    one_page: tl.constexpr = token.shape[0] == PAGE
+    if one_page:
+        if EVEN:
+            return tl.load(k + at)
+        return tl.load(k + at, mask=(channel < count)[:, None], other=0.0)
+    there = (token // PAGE * PAGE < tokens)[None, :]
+    if EVEN:
+        return tl.load(k + at, mask=there, other=0.0)
+    return tl.load(k + at, mask=there & (channel < count)[:, None], other=0.0)
 
-    logits: [M], where the logit of token 0 would be written; used if WEIGHTS.
+
+@triton.jit
+def _values(
+    v, at, width, token, tokens, D: tl.constexpr, VALUES: tl.constexpr, PAGE: tl.constexpr, WHOLE: tl.constexpr,
+):
+    """V tile of tokens at .. at + tokens - 1, zeros behind them unless the tile is whole: [T, D], or [T, VALUES]."""
+    if VALUES == 0:
+        v_at = v + tl.multiple_of(at * D, PAGE) + (token[:, None] * D + tl.arange(0, D)[None, :])
+        found = tl.load(v_at) if WHOLE else tl.load(v_at, mask=(token < tokens)[:, None], other=0.0)
+    else:
+        channel = tl.arange(0, VALUES)
+        page = v + tl.multiple_of((at // PAGE) * (width * PAGE), PAGE)
+        tile = _keys(page, channel, width, token, tokens, False, PAGE)
+        found = tl.trans(tile) if WHOLE else tl.trans(tl.where((token < tokens)[None, :], tile, 0.0))
+    return found
+
+
+@triton.jit
+def add_kept(acc, of_kept, m_before, m, ranks, D: tl.constexpr):
+    """The numerator acc [M, D] of maximum m_before, and of_kept [M, VALUES] of maximum m, of the kept channels of V.
+
+    ranks: the place of every channel among the kept, [D], -1 = pruned, which receives nothing
     """
-    tile, d = tl.arange(0, TILE), tl.arange(0, D)
-    q = tl.load(q_row[:, None] + d[None, :], mask=ok[:, None], other=0.0)
-    offset = tile[:, None] * D + d[None, :]
-    newest = seen - 1
-    turn = tl.where(ring, newest - newest % slots, 0)  # token of the ring's slot 0, this time round
-    ahead = tl.where(ring, newest % slots, last)  # slots after this one are from the time before
-    for at in range(first, last, TILE):
-        slot = at + tile
-        token = turn + slot - tl.where(slot > ahead, slots, 0)
-        there = (slot < last) & (token >= start)
-        keys = tl.load(k + at * D + offset, mask=there[:, None], other=0.0)
-        s = tl.dot(q, tl.trans(keys)) * scale
-        s = tl.where(there[None, :] & (token[None, :] <= position[:, None]), s, float("-inf"))
+    rank = tl.load(ranks + tl.arange(0, D))
+    place = tl.broadcast_to(tl.maximum(rank, 0)[None, :], acc.shape)
+    found = tl.where((rank >= 0)[None, :], tl.gather(of_kept, place, 1), 0.0)
+    return acc * tl.exp2(m_before - tl.where(m == float("-inf"), 0.0, m))[:, None] + found
+
+
+@triton.jit
+def middle(
+    acc, m, z, q_row, ok, index, k, v, first, last, count, width, scale, logits,
+    C0: tl.constexpr, C1: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, VALUES: tl.constexpr,
+    EVEN: tl.constexpr, PAGE: tl.constexpr, WEIGHTS: tl.constexpr, EARLY: tl.constexpr,
+):
+    """Tokens [first, last) of a middle part with up to C0 + C1 channels; whole tiles without masks, then the rest.
+
+    acc: [M, D], or [M, VALUES] where V is pruned to `width` channels, at most VALUES
+    logits: [M], where the logit of the part's first token is written; used if WEIGHTS.
+    """
+    token = tl.arange(0, TILE)
+    c0 = tl.arange(0, C0)
+    kept0 = _kept_channels(index, c0, count, EVEN)
+    if C1 > 0:
+        c1 = C0 + tl.arange(0, C1)
+        kept1 = _kept_channels(index, c1, count, EVEN)
+    wait_for_the_launch_ahead(EARLY)
+    q0 = _gather(q_row, ok, kept0, c0, count, EVEN)
+    if C1 > 0:
+        q1 = _gather(q_row, ok, kept1, c1, count, EVEN)
+    whole = first + (last - first) // TILE * TILE
+    for at in range(first, whole, TILE):
+        page = k + tl.multiple_of((at // PAGE) * (count * PAGE), PAGE)
+        s = tl.dot(q0, _keys(page, c0, count, token, TILE, EVEN, PAGE))
+        if C1 > 0:
+            s = tl.dot(q1, _keys(page, c1, count, token, TILE, EVEN, PAGE), s)
         if WEIGHTS:
-            tl.store(logits[:, None] + token[None, :], s, mask=ok[:, None] & there[None, :])
-        acc, m, z = step(acc, m, z, s, tl.load(v + at * D + offset, mask=there[:, None], other=0.0))
+            tl.store(logits[:, None] + (at + token)[None, :], s * scale, mask=ok[:, None])
+        acc, m, z = step(acc, m, z, s * scale, _values(v, at, width, token, TILE, D, VALUES, PAGE, True))
+    if whole < last:
+        there = token < last - whole
+        page = k + tl.multiple_of((whole // PAGE) * (count * PAGE), PAGE)
+        s = tl.dot(q0, _keys(page, c0, count, token, last - whole, EVEN, PAGE))
+        if C1 > 0:
+            s = tl.dot(q1, _keys(page, c1, count, token, last - whole, EVEN, PAGE), s)
+        s = tl.where(there[None, :], s * scale, float("-inf"))
+        if WEIGHTS:
+            tl.store(logits[:, None] + (whole + token)[None, :], s, mask=ok[:, None] & there[None, :])
+        values = _values(v, whole, width, token, last - whole, D, VALUES, PAGE, False)
+        acc, m, z = step(acc, m, z, s, values)
     return acc, m, z
 
 
@@ -130,67 +197,6 @@ def _kept(
 
 
 @triton.jit
-def merge(part, stat, first, parts, ROWS: tl.constexpr, MERGE_LINES: tl.constexpr, D: tl.constexpr):
-    """Combine partial results first .. first + parts - 1 by log-sum-exp.
-
-    A thread has four columns of a row in every partial result, and that row's maxima and denominators, so that threads
-    exchange nothing. It asks for MERGE_LINES partial results before it waits for one.
-
-    Returns [ROWS, D], zero where nothing was seen, and the maximum and denominator [ROWS].
-    """
-    PLACES: tl.constexpr = ROWS * D // 4
-    place = tl.arange(0, PLACES)
-    part += first * (ROWS * D) + (place * 4)[:, None] + tl.arange(0, 4)[None, :]
-    stat = (stat + first * (2 * ROWS)).to(tl.pointer_type(tl.int64), bitcast=True) + place // (D // 4)
-    acc = tl.zeros([PLACES, 4], tl.float32)
-    m = tl.full([PLACES], float("-inf"), tl.float32)
-    z = tl.zeros([PLACES], tl.float32)
-    for at in range(0, parts, MERGE_LINES):
-        new = m
-        accs = tl.tuple([])
-        pairs = tl.tuple([])
-        for i in tl.static_range(MERGE_LINES):
-            there = i * PLACES + place < (parts - at) * PLACES
-            pairs += (tl.load(stat + i * ROWS, mask=there, other=0xFF800000, cache_modifier=".cg"),)  # -inf and 0
-            accs += (tl.load(part + i * (ROWS * D), mask=there[:, None], other=0.0, cache_modifier=".cg"),)
-        for i in tl.static_range(MERGE_LINES):
-            new = tl.maximum(new, pairs[i].to(tl.int32).to(tl.float32, bitcast=True))
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        alpha = tl.exp2(m - safe)
-        acc, z, m = acc * alpha[:, None], z * alpha, new
-        for i in tl.static_range(MERGE_LINES):
-            weight = tl.exp2(pairs[i].to(tl.int32).to(tl.float32, bitcast=True) - safe)
-            acc += accs[i] * weight[:, None]
-            z += (pairs[i] >> 32).to(tl.int32).to(tl.float32, bitcast=True) * weight
-        part += MERGE_LINES * ROWS * D
-        stat += MERGE_LINES * ROWS
-    result = tl.reshape(acc / tl.where(z == 0.0, 1.0, z)[:, None], [ROWS, D])
-    return result, tl.max(tl.reshape(m, [ROWS, D // 4]), 1), tl.max(tl.reshape(z, [ROWS, D // 4]), 1)
-
-
-@triton.jit
-def real_rows(row, position_ptr, queries, chunk, R: tl.constexpr, M: tl.constexpr, GROUP: tl.constexpr):
-    """Which of the first R tile rows are of queries that are no padding, [R]."""
-    r = tl.arange(0, R)
-    token = chunk * (M // GROUP) + r // GROUP
-    ok = (r // GROUP < M // GROUP) & (token < queries)
-    return tl.load(position_ptr + row * queries + token, mask=ok, other=-1) >= 0
-
-
-@triton.jit
-def store_rows(
-    out, result, real, row, head, queries, chunk,
-    R: tl.constexpr, M: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
-):
-    """Write the first R tile rows of result [R, D] to out [B, Q, Hq, D]; queries that are not `real` get zeros."""
-    r = tl.arange(0, R)
-    token = chunk * (M // GROUP) + r // GROUP
-    ok = (r // GROUP < M // GROUP) & (token < queries)
-    to = ((row * queries + token) * (H * GROUP) + head * GROUP + r % GROUP)[:, None] * D + tl.arange(0, D)[None, :]
-    tl.store(out + to, tl.where(real[:, None], result, 0.0).to(out.dtype.element_ty), mask=ok[:, None])
-
-
-@triton.jit
 def _finish(
     out, part, stat, done, scratch, position_ptr, acc, m, z, ok, row, head, parts, number, first_number, places,
     queries,
@@ -246,7 +252,7 @@ def decode(
     WARPS: of a program
     VALUES: the most channels that the middle's V has, rounded up to a power of two; 0 = every channel
     ranks: [B, H, D], by a stride; the place of each channel of V among the kept, read unless VALUES is 0
-    WEIGHTS: whether to leave logits and log-sum-exp for weights_kernel.add_weights, which says what scratch and room
+    WEIGHTS: whether to leave logits and log-sum-exp for evict.add_weights, which says what scratch and room
         are; there is one chunk then, and no packed middle
     EARLY: whether programs take their places before the launch ahead has ended, and let the next launch's do so
     """

@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 
-from leank.data_gen.ending import ending, out_of_memory
+from leank.cli import ending, out_of_memory
 
 NO_ROOM = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
 
@@ -26,17 +26,8 @@ def ended(capsys, error):
     ("error", "status", "line"),
     [
         (KeyboardInterrupt(), 130, "leank: stopped by Ctrl-C; 3 rows"),
-        (OSError(errno.ENOSPC, "No space left on device", "/a/b"), 1, "/a/b: No space left on device; make room"),
-        (PermissionError(errno.EACCES, "Permission denied", "/a"), 1, "/a: Permission denied; choose a folder"),
-        (OSError(errno.EROFS, "Read-only file system", "/a"), 1, "Read-only file system; choose a folder that can"),
-        (OSError(errno.ENOTDIR, "Not a directory", "/a/b"), 1, "a part of that path is a file; choose another folder"),
-        (OSError(errno.EEXIST, "File exists", "/a"), 1, "/a: File exists; that is a file; choose another folder"),
-        (OSError(errno.ENAMETOOLONG, "File name too long", "/a"), 1, "/a: File name too long; give a shorter name"),
-        (
-            OSError(errno.ELOOP, "Too many levels of symbolic links", "/a"),
-            1,
-            "links; its links lead back to themselves",
-        ),
+        (OSError(errno.ENOSPC, "No space left on device", "/a/b"), 1, "leank: /a/b: No space left on device; 3 rows"),
+        (OSError(errno.ENOSPC, "No space left on device"), 1, "leank: No space left on device; 3 rows"),
         (BlockingIOError("another run\nwrites here"), 1, "leank: another run writes here"),
         (MemoryError(), 1, "leank: out of memory; free some; 3 rows are kept"),
         (MemoryError("out of memory with one sample"), 1, "leank: out of memory with one sample; 3 rows"),

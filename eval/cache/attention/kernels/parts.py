@@ -1,0 +1,146 @@
+"""What attention kernels share: a step of an online softmax, gathered queries, sink and window, the merge of results.
+
+Names: a tile has M rows (query token, head of the group) and T tokens; m, z and acc are the running maximum,
+denominator and numerator of the softmax, base 2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# fmt: off
+
+
+@triton.jit
+def step(acc, m, z, s, v):
+    """One tile: s [M, T] logits, v [T, columns of acc]; z [M, T] is summed over T only at the end."""
+    m_new = tl.maximum(m, tl.max(s, 1))
+    safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = tl.exp2(m - safe)
+    p = tl.exp2(s - safe[:, None])
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+    return acc, m_new, z * alpha[:, None] + p
+
+
+@triton.jit
+def wait_for_the_launch_ahead(EARLY: tl.constexpr):
+    """Return when the launch ahead has ended, if this one began before; the next one's programs may then begin.
+
+    What comes before reads only the work table and the kept channels. The launches that let another begin, `write` and
+    `decode`, write neither.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _kept_channels(index, channel, count, EVEN: tl.constexpr):
+    """The numbers [C] of channels that a head keeps."""
+    if EVEN:
+        return tl.load(index + channel)
+    return tl.load(index + channel, mask=channel < count, other=0)
+
+
+@triton.jit
+def _gather(q_row, ok, kept, channel, count, EVEN: tl.constexpr):
+    """Query channels [M, C] with the numbers `kept`."""
+    if EVEN:
+        return tl.load(q_row[:, None] + kept[None, :], mask=ok[:, None], other=0.0)
+    return tl.load(q_row[:, None] + kept[None, :], mask=ok[:, None] & (channel < count)[None, :], other=0.0)
+
+
+@triton.jit
+def gather(q_row, ok, index, channel, count, EVEN: tl.constexpr):
+    """Query channels [M, C] that a head keeps."""
+    return _gather(q_row, ok, _kept_channels(index, channel, count, EVEN), channel, count, EVEN)
+
+
+@triton.jit
+def sink_and_window(
+    acc, m, z, q_row, ok, position, k, v, first, last, seen, start, slots, ring, scale, logits,
+    TILE: tl.constexpr, D: tl.constexpr, WEIGHTS: tl.constexpr,
+):
+    """Slots [first, last) of the sink (slot = token) or the window's ring (slot = token mod slots), all channels.
+
+    logits: [M], where the logit of token 0 would be written; used if WEIGHTS.
+    """
+    tile, d = tl.arange(0, TILE), tl.arange(0, D)
+    q = tl.load(q_row[:, None] + d[None, :], mask=ok[:, None], other=0.0)
+    offset = tile[:, None] * D + d[None, :]
+    newest = seen - 1
+    turn = tl.where(ring, newest - newest % slots, 0)  # token of the ring's slot 0, this time round
+    ahead = tl.where(ring, newest % slots, last)  # slots after this one are from the time before
+    for at in range(first, last, TILE):
+        slot = at + tile
+        token = turn + slot - tl.where(slot > ahead, slots, 0)
+        there = (slot < last) & (token >= start)
+        keys = tl.load(k + at * D + offset, mask=there[:, None], other=0.0)
+        s = tl.dot(q, tl.trans(keys)) * scale
+        s = tl.where(there[None, :] & (token[None, :] <= position[:, None]), s, float("-inf"))
+        if WEIGHTS:
+            tl.store(logits[:, None] + token[None, :], s, mask=ok[:, None] & there[None, :])
+        acc, m, z = step(acc, m, z, s, tl.load(v + at * D + offset, mask=there[:, None], other=0.0))
+    return acc, m, z
+
+
+@triton.jit
+def merge(part, stat, first, parts, ROWS: tl.constexpr, MERGE_LINES: tl.constexpr, D: tl.constexpr):
+    """Combine partial results first .. first + parts - 1 by log-sum-exp.
+
+    A thread has four columns of a row in every partial result, and that row's maxima and denominators, so that threads
+    exchange nothing. It asks for MERGE_LINES partial results before it waits for one.
+
+    Returns [ROWS, D], zero where nothing was seen, and the maximum and denominator [ROWS].
+    """
+    PLACES: tl.constexpr = ROWS * D // 4
+    place = tl.arange(0, PLACES)
+    part += first * (ROWS * D) + (place * 4)[:, None] + tl.arange(0, 4)[None, :]
+    stat = (stat + first * (2 * ROWS)).to(tl.pointer_type(tl.int64), bitcast=True) + place // (D // 4)
+    acc = tl.zeros([PLACES, 4], tl.float32)
+    m = tl.full([PLACES], float("-inf"), tl.float32)
+    z = tl.zeros([PLACES], tl.float32)
+    for at in range(0, parts, MERGE_LINES):
+        new = m
+        accs = tl.tuple([])
+        pairs = tl.tuple([])
+        for i in tl.static_range(MERGE_LINES):
+            there = i * PLACES + place < (parts - at) * PLACES
+            pairs += (tl.load(stat + i * ROWS, mask=there, other=0xFF800000, cache_modifier=".cg"),)  # -inf and 0
+            accs += (tl.load(part + i * (ROWS * D), mask=there[:, None], other=0.0, cache_modifier=".cg"),)
+        for i in tl.static_range(MERGE_LINES):
+            new = tl.maximum(new, pairs[i].to(tl.int32).to(tl.float32, bitcast=True))
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        alpha = tl.exp2(m - safe)
+        acc, z, m = acc * alpha[:, None], z * alpha, new
+        for i in tl.static_range(MERGE_LINES):
+            weight = tl.exp2(pairs[i].to(tl.int32).to(tl.float32, bitcast=True) - safe)
+            acc += accs[i] * weight[:, None]
+            z += (pairs[i] >> 32).to(tl.int32).to(tl.float32, bitcast=True) * weight
+        part += MERGE_LINES * ROWS * D
+        stat += MERGE_LINES * ROWS
+    result = tl.reshape(acc / tl.where(z == 0.0, 1.0, z)[:, None], [ROWS, D])
+    return result, tl.max(tl.reshape(m, [ROWS, D // 4]), 1), tl.max(tl.reshape(z, [ROWS, D // 4]), 1)
+
+
+@triton.jit
+def real_rows(row, position_ptr, queries, chunk, R: tl.constexpr, M: tl.constexpr, GROUP: tl.constexpr):
+    """Which of the first R tile rows are of queries that are no padding, [R]."""
+    r = tl.arange(0, R)
+    token = chunk * (M // GROUP) + r // GROUP
+    ok = (r // GROUP < M // GROUP) & (token < queries)
+    return tl.load(position_ptr + row * queries + token, mask=ok, other=-1) >= 0
+
+
+@triton.jit
+def store_rows(
+    out, result, real, row, head, queries, chunk,
+    R: tl.constexpr, M: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+):
+    """Write the first R tile rows of result [R, D] to out [B, Q, Hq, D]; queries that are not `real` get zeros."""
+    r = tl.arange(0, R)
+    token = chunk * (M // GROUP) + r // GROUP
+    ok = (r // GROUP < M // GROUP) & (token < queries)
+    to = ((row * queries + token) * (H * GROUP) + head * GROUP + r % GROUP)[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(out + to, tl.where(real[:, None], result, 0.0).to(out.dtype.element_ty), mask=ok[:, None])

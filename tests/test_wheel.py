@@ -1,0 +1,80 @@
+"""The wheel: what it puts at the top level, and that folders of a user's own shadow nothing of it."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from tests import ROOT
+
+LARGEST = 3 << 20  # bytes
+SHADOWS = ("eval", "conf", "data_gen", "scripts", "tests")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel of a copy of the tracked files, so that the checkout gets no build folder."""
+    out = tmp_path_factory.mktemp("wheel")
+    tree = out / "tree"
+    tree.mkdir()
+    names = subprocess.check_output(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT)
+    subprocess.run(["tar", "cf", out / "tree.tar", "-T", "-"], cwd=ROOT, input=names, check=True)
+    subprocess.run(["tar", "xf", out / "tree.tar"], cwd=tree, check=True)
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", out, tree]
+    subprocess.run(build, check=True)
+    return next(out.glob("leank-*.whl"))
+
+
+@pytest.fixture(scope="module")
+def hostile(wheel, tmp_path_factory):
+    """A folder with packages of the names of ours, and a function that runs Python there with the wheel installed."""
+    site, folder = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("folder")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    for name in SHADOWS:
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text(f"raise RuntimeError('the {name} of the user')\n")
+
+    def run(*arguments):
+        env = {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{ROOT / 'models'}", "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run([sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+def test_the_top_level_is_ours_alone(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (top,) = (name for name in archive.namelist() if name.endswith("/top_level.txt"))
+        assert archive.read(top).decode().split() == ["leank", "leank_train"]
+    assert wheel.stat().st_size < LARGEST
+
+
+def test_commands_run_beside_folders_of_the_same_names(hostile):
+    """A script of the wheel has the working folder on its path, as `python -c` has."""
+    start = "from {} import command_line; command_line()"
+    mask = ROOT / "models/leank_models/reference/mask_70pct.safetensors"
+    hostile(
+        "-c", start.format("leank.eval.__main__"), "model=reference", "benchmark=niah", "method=[dense,leank]",
+        f"mask={mask}", "benchmark.lengths=[256]", "benchmark.count=1", "benchmark.depths=[50]",
+        "cache={sink: 4, window: 32, flush: 32}", "hydra.run.dir=run",
+    )  # fmt: skip
+    rows = hostile("-c", "print(open('run/results.jsonl').read())").split("\n")
+    assert {json.loads(row)["method"] for row in rows if row} == {"dense", "leank"}
+    assert "pruning" in hostile("-c", start.format("leank_train.__main__"), "--help")
+    hostile("-m", "leank.data_gen", "--task=passkey", "--length=256", "--count=1", "--out=samples.jsonl")
+
+
+def test_vllm_finds_the_plug_in_there(hostile):
+    """Where loading a plug-in fails, vLLM logs a line and serves the dense model."""
+    said = hostile(
+        "-c",
+        "from importlib.metadata import entry_points\n"
+        "(found,) = entry_points(group='vllm.general_plugins', name='leank')\n"
+        "print(found.load().__module__)",
+    )
+    assert said.strip() == "leank.eval.serving.plugin"
