@@ -125,7 +125,7 @@ def frame(rows: Sequence[ResultRow]) -> pd.DataFrame:
     named = labels(rows)
     columns: dict[str, list[Any]] = {
         "method": [named[variant(row)] for row in rows],
-        **{name: [row[name] for row in rows] for name in ("task", "sample", "seed", "metric", "prediction", "answers")},  # type: ignore[literal-required]
+        **{name: [row[name] for row in rows] for name in ("task", "sample", "seed", "metric", "prediction", "answers")},
         "length": [row["length"] for row in rows],
         "score": [100 * row["score"] for row in rows],
         "cache_bytes": [row["cache_bytes"]["total"] for row in rows],

@@ -115,7 +115,7 @@ def _run(rows: Sequence[ResultRow], columns: Sequence[str]) -> Run:
         common["data"] = data
     means = Means()
     run = {
-        **{name: rows[0][name] for name in ("model", "benchmark", "compress")},  # type: ignore[literal-required]
+        **{name: rows[0][name] for name in ("model", "benchmark", "compress")},
         "settings": common,
         "versions": sorted({json.dumps(row["versions"], sort_keys=True) for row in rows}),
         "dense": dense,

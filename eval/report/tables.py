@@ -279,7 +279,8 @@ def _grid(
     overall: Sequence[Record], cells: Mapping[tuple[str, object], Record], columns: Sequence[object], interval: bool
 ) -> tuple[list[list[str]], dict[tuple[int, int], float | None]]:
     """Return lines of scores, a method's cells and then its mean, and their shades."""
-    write, lines, shades = mean if interval else scored, [], {}
+    write, lines = mean if interval else scored, []
+    shades: dict[tuple[int, int], float | None] = {}
     for line, whole in enumerate(overall):
         mine = [*(cells.get((whole["method"], column)) for column in columns)]
         lines.append([whole["method"], *("" if cell is None else write(cell) for cell in mine), mean(whole)])
