@@ -225,8 +225,13 @@ class Terminated(KeyboardInterrupt):
 
 
 def again(command: str) -> str:
-    """Return the command line of this process, so that the user can give it again."""
-    return f"python -m {command} {shlex.join(sys.argv[1:])}".rstrip()
+    """Return the command line of this process, so that the user can give it again.
+
+    command: the module of `python -m`; an installed program such as leank-eval is called by its own name.
+    """
+    program = Path(sys.argv[0]).name
+    start = program if program.startswith("leank-") else f"python -m {command}"
+    return f"{start} {shlex.join(sys.argv[1:])}".rstrip()
 
 
 def stopped(command: str, number: int, kept: str) -> str:
