@@ -8,7 +8,7 @@ LAYERS = {
     ],
     "leank": [
         {"wandb_log"}, {"backbone"}, {"channel_scores", "head", "decoder"}, {"mask", "rotary"},
-        {"shape", "tensor_files", "typed", "model_folder", "bootstrap", "escape", "finite", "kernels"},
+        {"shape", "tensor_files", "typed", "model_folder", "stats", "finite", "kernels"},
         {"files", "cli", "shipped"},
     ],
     "leank_train": [

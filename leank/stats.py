@@ -1,4 +1,4 @@
-"""Bootstrap intervals of scores and of paired differences: every figure with an interval comes from here.
+"""Means and bootstrap intervals of scores and of paired differences: every figure with an interval comes from here.
 
 Methods are compared on the same samples. A difference is taken sample by sample first and then resampled, so that the
 difficulty of a sample, which all methods share, cancels. A stratum holds the values of one task at one length; every
@@ -11,8 +11,7 @@ differences of two, share their resamples, and a report of many methods draws ea
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -26,7 +25,6 @@ Strata = Sequence[ArrayLike]
 Ends = tuple[float, float]
 Values = NDArray[np.float64]
 Picks = NDArray[np.int64]
-T = TypeVar("T")
 
 
 def interval(strata: Strata, draws: int = DRAWS, seed: int = 0) -> Ends:
@@ -47,7 +45,7 @@ def interval(strata: Strata, draws: int = DRAWS, seed: int = 0) -> Ends:
 
 
 def intervals(wanted: Iterable[Strata], draws: int = DRAWS, seed: int = 0) -> list[Ends]:
-    """Compute `interval` of each of `wanted`; those whose strata have the same sizes share their resamples."""
+    """Compute `interval` of each of `wanted` at once; those whose strata have the same sizes share their resamples."""
     checked = [_checked(strata) for strata in wanted]
     alike: dict[tuple[int, ...], list[int]] = defaultdict(list)  # sizes of the strata -> which intervals
     for number, strata in enumerate(checked):
@@ -76,26 +74,6 @@ def _counts(picks: Picks) -> Values:
     draws, size = picks.shape
     flat = picks + size * np.arange(draws)[:, None]
     return np.bincount(flat.ravel(), minlength=picks.size).reshape(draws, size).astype(float)
-
-
-def together(askers: Iterable[Generator[Strata, Ends, T]]) -> list[T]:
-    """Run generators that yield strata and are sent their interval; what they ask for at one time is drawn at once.
-
-    Returns what each generator returns.
-    """
-    waiting = dict(enumerate(askers))
-    answers: dict[int, Ends] = {}
-    results: dict[int, T] = {}
-    while waiting:
-        asked: dict[int, Strata] = {}
-        for number, asker in list(waiting.items()):
-            try:
-                asked[number] = asker.send(answers[number]) if number in answers else next(asker)
-            except StopIteration as end:
-                results[number] = end.value
-                del waiting[number]
-        answers = dict(zip(asked, intervals(asked.values()), strict=True))
-    return [results[number] for number in sorted(results)]
 
 
 def mean(strata: Strata) -> float:

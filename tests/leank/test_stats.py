@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from leank import bootstrap
-from leank.bootstrap import interval, intervals, mean, together
+from leank import stats
+from leank.stats import interval, intervals, mean
 
 SCORES = st.lists(st.sampled_from([0.0, 25.0, 50.0, 75.0, 100.0]), min_size=1, max_size=12)
 
@@ -55,15 +55,15 @@ def test_a_pair_that_differs_by_a_constant_has_no_width():
 VALUES = st.lists(st.one_of(st.sampled_from([0.0, 100 / 3, 100.0]), st.floats(-1e9, 1e9)), min_size=1, max_size=9)
 
 
-@hypothesis_settings(max_examples=50, deadline=None)
+@hypothesis_settings(max_examples=30, deadline=None)
 @given(st.lists(st.lists(VALUES, min_size=1, max_size=4), max_size=8), st.sampled_from([1, 7, 64, 1 << 19]),
        st.integers(1, 3))  # fmt: skip
 def test_intervals_that_share_resamples_are_the_plain_ones(wanted, block, at_once):
     """Each is the plain form's, whatever stands beside it and however the work is cut."""
     plain = [interval(strata, draws=200) for strata in wanted]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bootstrap, "BLOCK", block)
-        patch.setattr(bootstrap, "TOGETHER", at_once)
+        patch.setattr(stats, "BLOCK", block)
+        patch.setattr(stats, "TOGETHER", at_once)
         found = intervals(wanted, draws=200)
     for ends, expected, strata in zip(found, plain, wanted, strict=True):
         assert ends == pytest.approx(expected, rel=1e-9, abs=1e-9 * max(abs(x) for stratum in strata for x in stratum))
@@ -74,21 +74,6 @@ def test_strata_of_one_size_share_no_resamples_at_other_places():
     values = np.random.default_rng(2).normal(0, 1, 50)
     ((low, high), (low2, high2)) = intervals([[values], [values, values]])
     assert (high2 - low2) == pytest.approx((high - low) / np.sqrt(2), rel=0.1)
-
-
-def test_those_that_ask_at_one_time_are_answered_together(monkeypatch):
-    asked, draw = [], bootstrap.intervals
-    monkeypatch.setattr(bootstrap, "intervals", lambda wanted: asked.append(len(list(wanted))) or draw(wanted))
-
-    def asker(strata):
-        found = []
-        for stratum in strata:
-            found.append((yield [stratum]))
-        return found
-
-    wanted = [[[1.0, 2.0], [3.0, 5.0]], [], [[4.0, 9.0]]]
-    assert together(map(asker, wanted)) == [[interval([stratum]) for stratum in strata] for strata in wanted]
-    assert [n for n in asked if n] == [2, 1]
 
 
 def test_nothing_to_resample_is_refused():
