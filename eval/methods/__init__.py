@@ -1,13 +1,13 @@
 """Methods by name, built from configuration.
 
-method("think", {"channels": {"name": "think", "ratio": 0.6}}, {"sink": 16, "window": 128})
+build_method("think", {"channels": {"name": "think", "ratio": 0.6}}, {"sink": 16, "window": 128})
 """
 
 from __future__ import annotations
 
 from leank.eval.methods.axes import Axis, Channels
 from leank.eval.methods.base import Method
-from leank.eval.methods.registry import AXES, REGISTRY, Registry, choice, name_of
+from leank.eval.methods.registry import AXES, REGISTRY, choice, choice_class, name_of
 from leank.typed import group, refuse_unknown, typed
 
 CACHE_SETTINGS = ("sink", "window", "flush", "backend")
@@ -19,14 +19,14 @@ __all__ = [
     "Axis",
     "Channels",
     "Method",
-    "Registry",
+    "build_method",
     "choice",
-    "method",
+    "choice_class",
     "name_of",
 ]
 
 
-def method(label: str, config: object = None, shared: object = None) -> Method:
+def build_method(label: str, config: object = None, shared: object = None) -> Method:
     """The method called `label`.
 
     config: mapping, default empty: for each axis {"name": ..., its settings}, and the cache settings (sink, window,

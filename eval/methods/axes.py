@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import fields
+from typing import TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -33,11 +34,11 @@ class Axis(Checked):
     Fields whose names begin with an underscore are no settings.
 
     free: str or None: the setting that says how much is kept, one of its own or the cache's `window`; `match` moves it.
-    later: settings that were added when rows without them existed; they count where they differ from their default.
+    registered: str or None: the name that `method` gives it in configurations.
     """
 
     free: str | None = None
-    later: tuple[str, ...] = ()
+    registered: str | None = None
 
     @property
     def obs_queries(self) -> int:
@@ -59,17 +60,29 @@ class Axis(Checked):
         """Look at samples once, before the first batch."""
 
     def identity(self) -> dict[str, object]:
-        """What the answers depend on, as JSON; by default every setting, those of `later` as it says."""
-        found = {}
-        for field in fields(self):  # type: ignore[arg-type]  # every choice is a dataclass
-            value = getattr(self, field.name)
-            if not (field.name.startswith("_") or (field.name in self.later and value == field.default)):
-                found[field.name] = value
-        return found
+        """What the answers depend on, as JSON; by default every setting."""
+        names = [field.name for field in fields(self)]  # type: ignore[arg-type]  # every choice is a dataclass
+        return {name: getattr(self, name) for name in names if not name.startswith("_")}
 
     def extra_bytes(self, held: Held) -> float:
         """Bytes that this holds for one prompt in addition to K and V."""
         return 0
+
+
+Choice = TypeVar("Choice", bound=Axis)
+
+
+def method(name: str) -> Callable[[type[Choice]], type[Choice]]:
+    """Return the decorator of a choice's class that gives it its name in configurations.
+
+    name: str: that of its file, eval/methods/<axis>/<name>.py; the axis is that of its base class.
+    """
+
+    def decorate(kind: type[Choice]) -> type[Choice]:
+        kind.registered = name
+        return kind
+
+    return decorate
 
 
 class Channels(Axis, ABC):

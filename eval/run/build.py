@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from leank.eval.benchmarks.base import Benchmark
 from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.inference.prompts import overhead
-from leank.eval.methods import Method, method
+from leank.eval.methods import Method, build_method
 from leank.eval.methods.channels.leank import LeanK
 from leank.eval.run.grid import expanded
 from leank.eval.run.job import Job
@@ -51,7 +51,7 @@ def name_methods(config: Mapping[str, Any]) -> list[Method]:
     labels = expanded(group({} if config.get("method") is None else config["method"], "method"))
     if not labels:
         raise ValueError("method is empty; give method=[dense,leank] or other names of conf/method")
-    return [method(label, given, config.get("cache")) for label, given in labels.items()]
+    return [build_method(label, given, config.get("cache")) for label, given in labels.items()]
 
 
 def build_methods(

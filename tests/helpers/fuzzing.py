@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from hypothesis import strategies as st
 
 from leank.eval.inference.models import ModelConfig
-from leank.eval.methods import CACHE_SETTINGS, REGISTRY, Method
+from leank.eval.methods import CACHE_SETTINGS, REGISTRY, Method, choice_class
 from leank.eval.run.build import BENCHMARKS
 from leank.eval.run.settings import Settings
 from leank.typed import Checked, OneOf
@@ -66,9 +66,9 @@ def of_evaluation() -> list[Setting]:
         found += of_class(loaded(target), ("benchmark",), f"benchmark {name}")
     found += [Setting(("cache", key), hint) for key, hint in OF_CACHE.items()]
     for axis, names in REGISTRY.items():
-        for name, target in names.items():
+        for name in names:
             choice = f"{axis} {name}"
-            found += of_class(loaded(target), ("method", "fuzzed", axis), choice)
+            found += of_class(choice_class(axis, name), ("method", "fuzzed", axis), choice)
             found += [Setting(path, object, choice) for path in (("method", "fuzzed", axis), ("method", "fuzzed"))]
             found += [Setting(("method", "fuzzed", key), hint, choice) for key, hint in OF_CACHE.items()]
     return found

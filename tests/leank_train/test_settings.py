@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from leank import backbone
 from leank.eval.inference.models import ModelConfig
-from leank.eval.methods import REGISTRY, choice, method
+from leank.eval.methods import REGISTRY, build_method, choice, choice_class
 from leank.eval.run.build import BENCHMARKS, build_benchmark
 from leank.eval.run.settings import Settings
 from leank.typed import BadConfig, Checked, Count, OneOf, Positive, Share, _adapters, typed
@@ -140,8 +140,7 @@ def test_a_count_takes_counts_alone(value):
 @pytest.mark.parametrize(("axis", "name"), CHOICES)
 def test_every_number_of_a_method_has_its_type_and_a_bound(axis, name):
     """No field of a method takes true for a number, a text for a number, or a number below all bounds."""
-    module, attribute = REGISTRY[axis][name].split(":")
-    target = getattr(import_module(module), attribute)
+    target = choice_class(axis, name)
     for field in fields(target):
         if field.name in _adapters(target) and isinstance(field.default, int | float) and field.default is not True:
             for bad in (-1e30, float("nan"), "abc", *([True, -(10**9), 1.5] if type(field.default) is int else ())):
@@ -172,9 +171,9 @@ def test_every_number_of_a_benchmark_has_its_type_and_a_bound(name):
             lambda: build_benchmark({"name": "longbench", "tasks": ["qasper"], "preset": "nonsense"}),
             "benchmark.preset='nonsense' must be",
         ),
-        (lambda: method("x", {}, {"windw": 3}), r"cache\.windw is no setting; did you mean window\?"),
-        (lambda: method("x", {"channel": {}}), r"method\.x\.channel is no setting; did you mean channels\?"),
-        (lambda: method("x", {"bits": {"name": "kivi"}, "backend": "tritn"}), r"x\.backend='tritn' must be"),
+        (lambda: build_method("x", {}, {"windw": 3}), r"cache\.windw is no setting; did you mean window\?"),
+        (lambda: build_method("x", {"channel": {}}), r"method\.x\.channel is no setting; did you mean channels\?"),
+        (lambda: build_method("x", {"bits": {"name": "kivi"}, "backend": "tritn"}), r"x\.backend='tritn' must be"),
         (lambda: choice("channels", {"name": "os:system"}, "m"), "is no choice of channels; give a dataclass that sub"),
         (lambda: typed(Settings, {"min_new_tokens": -1}), "min_new_tokens=-1 must be"),
         (lambda: typed(ModelConfig, {"chat": "yes"}, "model."), "model.chat='yes' must be"),
@@ -242,7 +241,7 @@ def test_fingerprints_are_those_of_folders_in_use():
 @pytest.mark.parametrize("name", DIGESTS)
 def test_digests_of_methods_are_those_of_rows_in_use(name):
     given, digest = DIGESTS[name]
-    config = method(name, given, {"sink": 128, "window": 1024, "flush": 32}).config()
+    config = build_method(name, given, {"sink": 128, "window": 1024, "flush": 32}).config()
     assert hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:10] == digest
 
 

@@ -13,12 +13,13 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from leank.eval.cache.storage.pages import round_up
 from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.sizes import Sizes
-from leank.eval.methods.axes import Bits
+from leank.eval.methods.axes import Bits, method
 from leank.eval.methods.held import Held
 from leank.shape import kv_shape
 from leank.typed import OneOf, Positive
 
 
+@method("kivi")
 @dataclass(frozen=True)
 class KIVI(Bits):
     """Each group of numbers x is stored as integers with one scale s and one zero point z.

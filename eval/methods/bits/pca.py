@@ -18,12 +18,13 @@ from transformers import PreTrainedConfig
 from leank.channel_scores import pruned, wide
 from leank.eval.cache.storage.coded import Coding
 from leank.eval.inference.prefill import Prefill
-from leank.eval.methods.axes import Bits
+from leank.eval.methods.axes import Bits, method
 from leank.eval.methods.common.calibrated import FromSamples
 from leank.eval.methods.common.observed import seen
 from leank.eval.methods.held import Held
 
 
+@method("pca")
 @dataclass(frozen=True)
 class PCA(FromSamples, Bits):
     """A key k is stored as k U and read as k U U^T.

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from leank.channel_scores import pruned, top, wide
 from leank.eval.cache.storage.coded import Coding
 from leank.eval.inference.prefill import Prefill, PromptLayer
-from leank.eval.methods.axes import Bits
+from leank.eval.methods.axes import Bits, method
 from leank.eval.methods.held import Held
 from leank.typed import OneOf, Positive, Share
 
@@ -25,6 +25,7 @@ RECOVERY = ("mean", "none")
 INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+@method("spark")
 @dataclass(frozen=True)
 class SparK(Bits):
     """Every token t keeps the D - floor(ratio D) channels of its key with the largest saliency.

@@ -11,11 +11,12 @@ from typing import Annotated
 from transformers import PreTrainedConfig
 
 from leank.eval.cache.storage.rotated import Rotation
-from leank.eval.methods.axes import Bits
+from leank.eval.methods.axes import Bits, method
 from leank.eval.methods.held import Held
 from leank.typed import OneOf, Seed
 
 
+@method("turboquant")
 @dataclass(frozen=True)
 class TurboQuant(Bits):
     """Every token's vector x, of d kept channels of K or of V, is stored as its norm and one code per coordinate.

@@ -16,12 +16,13 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from leank.eval.inference.prefill import Prefill
-from leank.eval.methods.axes import Channels, Observe
+from leank.eval.methods.axes import Channels, Observe, method
 from leank.eval.methods.registry import choice, name_of
 from leank.shape import kv_shape
 from leank.typed import Positive
 
 
+@method("by_length")
 @dataclass(frozen=True)
 class ByLength(Channels):
     """Prompts of at most `at` tokens get one choice, longer prompts another.

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from leank.eval.inference.prefill import Prefill
+from leank.eval.methods.axes import method
 from leank.eval.methods.common.calibrated import Calibrated
 from leank.eval.methods.common.observed import seen
 from leank.typed import Positive, Samples
 
 
+@method("double_sparsity_channels")
 @dataclass(frozen=True)
 class DoubleSparsityChannels(Calibrated):
     """The channels with the largest mean product of a query and the key of the same token stay.

@@ -17,12 +17,13 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from leank.channel_scores import pruned, top
 from leank.eval.inference.prefill import Prefill
-from leank.eval.methods.axes import Uniform
+from leank.eval.methods.axes import Uniform, method
 from leank.eval.methods.common.observed import seen
 from leank.shape import kv_shape
 from leank.typed import Count, Positive, Share
 
 
+@method("iap")
 @dataclass(frozen=True)
 class IAP(Uniform):
     """Prune the set B of channels that greedily keeps the error of the observed logits small.

@@ -16,10 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from leank.eval.inference.prefill import Prefill
-from leank.eval.methods.axes import Channels
+from leank.eval.methods.axes import Channels, method
 from leank.mask import ChannelMask
 
 
+@method("leank")
 @dataclass(frozen=True)
 class LeanK(Channels):
     """One mask S, learned beforehand, selects the kept channels of K for all inputs: Q_S K_S^T stands for Q K^T.

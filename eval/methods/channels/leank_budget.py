@@ -13,11 +13,13 @@ from transformers import PreTrainedConfig
 
 from leank.channel_scores import GROUPS, top
 from leank.eval.inference.prefill import Prefill
+from leank.eval.methods.axes import method
 from leank.eval.methods.channels.leank import LeanK
 from leank.eval.methods.channels.think import think_scores
 from leank.typed import OneOf, Positive
 
 
+@method("leank_budget")
 @dataclass(frozen=True)
 class LeanKBudget(LeanK):
     """Each head keeps as many channels as the mask gives it: those of the largest ThinK score.

@@ -13,11 +13,12 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from leank.channel_scores import lowest_frequencies
 from leank.eval.inference.prefill import Prefill
-from leank.eval.methods.axes import Uniform
+from leank.eval.methods.axes import Uniform, method
 from leank.shape import kv_shape
 from leank.typed import Share
 
 
+@method("lowest_frequencies")
 @dataclass(frozen=True)
 class LowestFrequencies(Uniform):
     """Every head keeps the RoPE pairs p of the lowest frequencies theta^(-2p / D).

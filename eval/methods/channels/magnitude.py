@@ -14,11 +14,12 @@ from transformers import PreTrainedConfig
 
 from leank.channel_scores import best
 from leank.eval.inference.prefill import Prefill
-from leank.eval.methods.axes import Uniform
+from leank.eval.methods.axes import Uniform, method
 from leank.eval.methods.common.observed import seen
 from leank.typed import OneOf, Share
 
 
+@method("magnitude")
 @dataclass(frozen=True)
 class Magnitude(Uniform):
     """Every head keeps the channels of the largest norm over the prompt's keys that stay.

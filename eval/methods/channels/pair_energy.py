@@ -12,11 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from leank.eval.inference.prefill import Prefill
+from leank.eval.methods.axes import method
 from leank.eval.methods.common.calibrated import Calibrated
 from leank.eval.methods.common.observed import seen
 from leank.rotary import rotates_halves
 
 
+@method("pair_energy")
 @dataclass(frozen=True)
 class PairEnergy(Calibrated):
     """Every head keeps the channels of the RoPE pairs with the largest mean energy of keys.

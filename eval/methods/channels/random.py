@@ -9,11 +9,12 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from leank.channel_scores import random_mask
 from leank.eval.inference.prefill import Prefill
-from leank.eval.methods.axes import Uniform
+from leank.eval.methods.axes import Uniform, method
 from leank.shape import kv_shape
 from leank.typed import Seed, Share
 
 
+@method("random")
 @dataclass(frozen=True)
 class Random(Uniform):
     """Every head keeps channels that are drawn once and are the same for all inputs.

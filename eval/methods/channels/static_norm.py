@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from leank.eval.inference.prefill import Prefill
+from leank.eval.methods.axes import method
 from leank.eval.methods.channels.think import think_scores
 from leank.eval.methods.common.calibrated import Calibrated
 from leank.eval.methods.common.observed import seen
 from leank.typed import Positive
 
 
+@method("static_norm")
 @dataclass(frozen=True)
 class StaticNorm(Calibrated):
     """Every head keeps the channels of the largest mean ThinK score.
@@ -39,7 +41,6 @@ class StaticNorm(Calibrated):
     relative: bool, default False: whether a query head's norms of one sample are divided by its ||Q K^T||_F first.
     """
 
-    later = ("relative",)
     queries: Positive = 32
     relative: bool = False
 

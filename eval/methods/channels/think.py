@@ -16,12 +16,13 @@ from transformers import PreTrainedConfig
 from leank.channel_scores import GROUPS, best, pruned, query_key_scores
 from leank.eval.cache.attention.softmax import written_out
 from leank.eval.inference.prefill import Prefill
-from leank.eval.methods.axes import Uniform
+from leank.eval.methods.axes import Uniform, method
 from leank.eval.methods.common.observed import Seen, seen
 from leank.shape import kv_shape
 from leank.typed import OneOf, Positive, Share
 
 
+@method("think")
 @dataclass(frozen=True)
 class ThinK(Uniform):
     """Every head keeps the channels that contribute most to the observed logits.

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from leank.eval.inference.prefill import Prefill, PromptLayer, prefill
+from leank.eval.methods.axes import method
 from leank.eval.methods.common.slicing import (
     RowPass,
     check_window,
@@ -56,6 +57,7 @@ def few_layers(layers: int) -> LayerRule:
     return LayerRule(first, observed, 0.95 - 0.65 * (observed - 2) / 6)
 
 
+@method("asl")
 @dataclass(frozen=True)
 class ASL(RowPass):
     """The first layer whose token ranks have settled selects the tokens that go on up.
@@ -90,7 +92,7 @@ class ASL(RowPass):
     layer: int or None, default None: select at this layer, whatever the ranks, for curves of cost and of quality.
     """
 
-    free, later = "budget", ("layer",)
+    free = "budget"
     budget: Positive = 2048
     threshold: Annotated[float, Gt(0), Lt(1), "the paper uses 0.3"] | None = None
     window: Positive = 32

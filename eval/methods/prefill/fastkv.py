@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from leank.eval.inference.prefill import Prefill, PromptLayer, prefill
+from leank.eval.methods.axes import method
 from leank.eval.methods.common.scored import Budget
 from leank.eval.methods.common.slicing import (
     POOLING,
@@ -26,6 +27,7 @@ from leank.eval.methods.common.slicing import (
 from leank.typed import Count, OneOf, Positive
 
 
+@method("fastkv")
 @dataclass(frozen=True)
 class FastKV(RowPass):
     """Token-selective propagation: layer `layer` selects the tokens that the layers above it read.
@@ -50,7 +52,6 @@ class FastKV(RowPass):
     pooling: "avg" or "max", default "avg": how a head's scores are pooled.
     """
 
-    later = ("pooling",)
     budget: Budget = 2048
     layer: Count | None = None
     window: Positive = 8

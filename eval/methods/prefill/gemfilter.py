@@ -13,10 +13,12 @@ from torch.nn.functional import avg_pool1d
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from leank.eval.inference.prefill import Prefill, PromptLayer, prefill
+from leank.eval.methods.axes import method
 from leank.eval.methods.common.slicing import RowPass, check_kernel, layer_at, slicing
 from leank.typed import Count, Positive
 
 
+@method("gemfilter")
 @dataclass(frozen=True)
 class GemFilter(RowPass):
     """The k tokens with the largest products at the filter layer become a new prompt.

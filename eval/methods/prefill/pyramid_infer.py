@@ -15,12 +15,14 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from leank.eval.inference.prefill import Prefill, PromptLayer, prefill
+from leank.eval.methods.axes import method
 from leank.eval.methods.common.slicing import RowPass, slicing, window_and_best
 from leank.typed import Count, OneOf, Positive
 
 SCHEDULES = ("cosine", "linear")
 
 
+@method("pyramid_infer")
 @dataclass(frozen=True)
 class PyramidInfer(RowPass):
     """Pivotal contexts in the pass over the prompt.

@@ -17,13 +17,14 @@ from leank.eval.cache.attention.ranking import Ranking
 from leank.eval.cache.storage.middle import Columns
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Store
-from leank.eval.methods.axes import Observe, Reads
+from leank.eval.methods.axes import Observe, Reads, method
 from leank.eval.methods.channels.double_sparsity_channels import DoubleSparsityChannels
 from leank.eval.methods.common.calibrated import Calibration
 from leank.eval.methods.common.selection import middle_budget
 from leank.typed import Count, OneOf, Positive, Samples, Seed, Share
 
 
+@method("double_sparsity")
 @dataclass(frozen=True)
 class DoubleSparsity(Reads):
     """Each query head reads the tokens of the middle with the largest product over the label channels.
@@ -53,7 +54,6 @@ class DoubleSparsity(Reads):
       are. Each token's labels share a scale and a zero point in a KV head.
     """
 
-    later = ("dense_layers", "label_bits")
     budget: Positive = 1024
     ratio: Share = 0.875
     task: str = "niah_single_2"

@@ -15,12 +15,13 @@ from leank.eval.cache.attention.ranking import Bounds, Ranking
 from leank.eval.cache.storage.middle import Columns
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Store
-from leank.eval.methods.axes import Reads
+from leank.eval.methods.axes import Reads, method
 from leank.eval.methods.common.selection import middle_budget
 from leank.eval.methods.held import Held
 from leank.typed import Count, Positive
 
 
+@method("quest")
 @dataclass(frozen=True)
 class Quest(Reads):
     """Each query head reads the pages of the highest upper bound on q k.

@@ -18,11 +18,13 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from leank.channel_scores import top
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.inference.prefill import Prefill, PromptLayer
+from leank.eval.methods.axes import method
 from leank.eval.methods.common.scored import Scored
 from leank.eval.methods.registry import choice, name_of
 from leank.typed import Share
 
 
+@method("adakv")
 @dataclass(frozen=True)
 class AdaKV(Scored):
     """A layer keeps the H B tokens of the highest scores over all its H KV heads, B the budget of a head.

@@ -26,7 +26,7 @@ from leank.data_gen.tasks import task
 from leank.eval.benchmarks.ruler import draw
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.inference.prefill import Prefill, PromptLayer
-from leank.eval.methods.axes import Observe, Tokens
+from leank.eval.methods.axes import Observe, Tokens, method
 from leank.eval.methods.common.calibrated import Calibration
 from leank.shape import kv_shape
 from leank.typed import OneOf, Positive, Seed
@@ -36,6 +36,7 @@ COUNTS = ("nearest", "authors")
 ORDERS = ("highest", "lowest", "random")
 
 
+@method("duo_attention")
 @dataclass(frozen=True)
 class DuoAttention(Tokens):
     """A share of the KV heads streams: those of the lowest gates, or without gates those of the highest w_hf.
@@ -64,7 +65,7 @@ class DuoAttention(Tokens):
       highest w_hf are the lowest gates. "lowest" and "random" (by `seed`) are the controls of LeanK's figure 8.
     """
 
-    free, later = "ratio", ("count", "order")
+    free = "ratio"
     pattern: str | None = None
     ratio: Annotated[float, Ge(0), Le(1)] = 0.5
     task: str = "vt"

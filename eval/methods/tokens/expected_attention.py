@@ -17,6 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from leank.channel_scores import wide
 from leank.eval.inference.prefill import PromptLayer
+from leank.eval.methods.axes import method
 from leank.eval.methods.common.scored import Scored
 from leank.rotary import layer_ropes, rotates_halves
 from leank.shape import kv_shape
@@ -25,6 +26,7 @@ from leank.typed import Count, Positive
 STATIC = ("default", "linear", "llama3", "yarn")  # kinds of RoPE whose frequencies do not depend on the length
 
 
+@method("expected_attention")
 @dataclass(frozen=True)
 class ExpectedAttention(Scored):
     """Every KV head keeps the tokens of the largest expected attention times the norm of their value.

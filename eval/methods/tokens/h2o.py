@@ -12,9 +12,11 @@ from transformers import PreTrainedConfig
 
 from leank.eval.cache.storage.eviction import HeavyHitters
 from leank.eval.inference.prefill import PromptLayer
+from leank.eval.methods.axes import method
 from leank.eval.methods.common.scored import Evicting
 
 
+@method("h2o")
 @dataclass(frozen=True)
 class H2O(Evicting):
     """Every KV head keeps the recent tokens and its heavy hitters.

@@ -15,9 +15,11 @@ from transformers import PreTrainedConfig
 
 from leank.channel_scores import wide
 from leank.eval.inference.prefill import PromptLayer
+from leank.eval.methods.axes import method
 from leank.eval.methods.common.scored import Scored
 
 
+@method("keydiff")
 @dataclass(frozen=True)
 class KeyDiff(Scored):
     """Every KV head keeps the tokens whose keys lie furthest from the mean direction of its keys.

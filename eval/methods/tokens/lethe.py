@@ -20,13 +20,14 @@ from leank.eval.cache.storage.segment import Segment
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.upload import upload
 from leank.eval.inference.prefill import Prefill, PromptLayer
-from leank.eval.methods.axes import Tokens
+from leank.eval.methods.axes import Tokens, method
 from leank.eval.methods.held import Held
 from leank.typed import Count, OneOf, Positive, Share
 
 READINGS = ("text", "printed")
 
 
+@method("lethe")
 @dataclass(frozen=True)
 class Lethe(Tokens):
     """A layer that holds more than L_evict tokens of a row prunes behind a breakpoint of its sorted scores.

@@ -16,11 +16,13 @@ from transformers import PreTrainedConfig
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.inference.models import windows_of
 from leank.eval.inference.prefill import Prefill, PromptLayer
+from leank.eval.methods.axes import method
 from leank.eval.methods.tokens.snapkv import SnapKV
 from leank.shape import kv_shape
 from leank.typed import OneOf, Positive
 
 
+@method("pyramidkv")
 @dataclass(frozen=True)
 class PyramidKV(SnapKV):
     """SnapKV's scores choose, and each layer's budget lies on a line that falls with depth.
@@ -46,7 +48,6 @@ class PyramidKV(SnapKV):
     rounding: "exact" or "authors", default "exact": whether the shares add up, or the step is rounded down.
     """
 
-    later = ("rounding",)
     beta: Positive = 20
     rounding: Annotated[str, OneOf("exact", "authors")] = "exact"
 

@@ -22,6 +22,7 @@ from leank.eval.cache.storage.segment import Segment
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.inference.observe import received
 from leank.eval.inference.prefill import PromptLayer
+from leank.eval.methods.axes import method
 from leank.eval.methods.common.scored import Evicting
 from leank.eval.methods.common.slicing import check_kernel
 from leank.typed import Positive
@@ -29,6 +30,7 @@ from leank.typed import Positive
 BLOCK = 1024  # keys compared at once with all others; the limit bounds memory
 
 
+@method("rkv")
 @dataclass(frozen=True)
 class RKV(Evicting):
     """Every KV head keeps the tokens of the largest Z = mix I - (1 - mix) R.

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.inference.observe import received
 from leank.eval.inference.prefill import PromptLayer
+from leank.eval.methods.axes import method
 from leank.eval.methods.common.scored import Scored
 from leank.eval.methods.common.slicing import POOLING, check_kernel
 from leank.typed import OneOf, Positive
@@ -22,6 +23,7 @@ from leank.typed import OneOf, Positive
 GROUP = ("mean", "max")
 
 
+@method("snapkv")
 @dataclass(frozen=True)
 class SnapKV(Scored):
     """Every KV head keeps the observed tokens and those with the highest pooled attention.

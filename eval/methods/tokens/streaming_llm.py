@@ -14,10 +14,11 @@ from transformers import PreTrainedConfig
 
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.inference.prefill import Prefill, PromptLayer
-from leank.eval.methods.axes import Tokens
+from leank.eval.methods.axes import Tokens, method
 from leank.shape import kv_shape
 
 
+@method("streaming_llm")
 @dataclass(frozen=True)
 class StreamingLLM(Tokens):
     """The middle is empty, after the prompt and while decoding.

@@ -14,9 +14,11 @@ from leank.eval.cache.storage.eviction import HeavyHitters
 from leank.eval.cache.storage.segment import Segment
 from leank.eval.inference.observe import received
 from leank.eval.inference.prefill import PromptLayer
+from leank.eval.methods.axes import method
 from leank.eval.methods.common.scored import Evicting
 
 
+@method("tova")
 @dataclass(frozen=True)
 class TOVA(Evicting):
     """A layer keeps the tokens with the largest attention of the last query, averaged over all its heads.

@@ -25,7 +25,7 @@ from leank.eval.inference.decode import greedy
 from leank.eval.inference.models import ModelConfig, load_config, load_model
 from leank.eval.inference.prefill import prefill
 from leank.eval.inference.prompts import Prompt
-from leank.eval.methods import Method, method
+from leank.eval.methods import Method, build_method
 from leank.eval.run.replay import Replay
 from leank.eval.run.settings import Settings
 from scripts.bench.common.shapes import llama8b
@@ -42,7 +42,7 @@ def methods(sink: int, window: int) -> list[Method]:
         "random_50": {"name": "random", "ratio": 0.5},
         "think_60": {"name": "think", "ratio": 0.6},
     }
-    return [method("dense"), *(method(label, {"channels": c}, shared) for label, c in specs.items())]
+    return [build_method("dense"), *(build_method(label, {"channels": c}, shared) for label, c in specs.items())]
 
 
 def model_of(shape: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:

@@ -17,7 +17,7 @@ from leank.eval.cache.storage.pages import Extent
 from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.store import Store
 from leank.eval.inference.prefill import prefill
-from leank.eval.methods import method
+from leank.eval.methods import build_method
 from leank.eval.methods.base import Method
 from leank.eval.methods.bits.kivi import KIVI
 from leank.eval.methods.channels.leank import LeanK
@@ -307,4 +307,4 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match="group=32 does not divide head_dim=8"):
         KIVI().check(tiny_model("llama").config, None)
     with pytest.raises(ValueError, match=r"method.kivi: flush=32 must be a multiple of group=64.* set flush to 64"):
-        method("kivi", {"bits": {"name": "kivi", "group": 64}})
+        build_method("kivi", {"bits": {"name": "kivi", "group": 64}})

@@ -12,7 +12,7 @@ from leank.eval.inference import decode
 from leank.eval.inference.decode import greedy
 from leank.eval.inference.models import ModelConfig, load_model
 from leank.eval.inference.prefill import pad_left, prefill
-from leank.eval.methods import method
+from leank.eval.methods import build_method
 from tests.helpers.cache_oracle import tiny_model
 
 NEW = 100  # three flushes of 32
@@ -81,7 +81,7 @@ def test_rows_end_at_their_own_bounds_and_no_step_follows_the_last():
 @pytest.mark.parametrize("lengths", [[400, 400], [420, 180, 300]], ids=["equal", "padded"])
 def test_a_captured_loop_gives_the_tokens_of_an_eager_one(config, lengths, monkeypatch):
     model = load_model(ModelConfig())
-    chosen = method("one", config, {"sink": 16, "window": 96})
+    chosen = build_method("one", config, {"sink": 16, "window": 96})
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(10, 4000, (n,), generator=generator).tolist() for n in lengths]
     ids, real = pad_left(prompts, 0, model.device)

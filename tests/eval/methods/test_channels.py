@@ -14,7 +14,7 @@ from leank.eval.cache.attention.softmax import Softmax
 from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.inference.prefill import pad_left, prefill
 from leank.eval.inference.prompts import Prompt
-from leank.eval.methods import Method, method
+from leank.eval.methods import Method, build_method
 from leank.eval.methods.channels.by_length import ByLength
 from leank.eval.methods.channels.double_sparsity_channels import DoubleSparsityChannels
 from leank.eval.methods.channels.iap import IAP
@@ -245,12 +245,14 @@ def test_by_length_of_two_masks_and_what_it_is_known_by(tmp_path):
     }
     model = tiny_model("llama")
     padded, real = pad_left(prompts(LENGTHS), 0, "cpu")
-    made = method("qwen", {"channels": {"name": "by_length", "at": 31, **sides}})
+    made = build_method("qwen", {"channels": {"name": "by_length", "at": 31, **sides}})
     made.channels.check(model.config, None)
     keep = made.channels.keep_mask(prefill(model, padded, real, 0), model.config)
     assert torch.equal(keep, torch.stack([random_keep(0), random_keep(0), random_keep(1)]))
-    longer = method("qwen", {"channels": {"name": "by_length", "at": 32, **sides}})
-    swapped = method("qwen", {"channels": {"name": "by_length", "below": sides["above"], "above": sides["below"]}})
+    longer = build_method("qwen", {"channels": {"name": "by_length", "at": 32, **sides}})
+    swapped = build_method(
+        "qwen", {"channels": {"name": "by_length", "below": sides["above"], "above": sides["below"]}}
+    )
     assert len({json.dumps(m.config()) for m in (made, longer, swapped)}) == 3
 
 
@@ -355,4 +357,6 @@ def test_all_baselines_prune_as_many_channels():
 )
 def test_bad_settings_are_named(settings, message):
     with pytest.raises(ValueError, match=message):
-        method("m", {"channels": settings}).channels.check(tiny_model("llama").config, load_config(ModelConfig())[1])
+        build_method("m", {"channels": settings}).channels.check(
+            tiny_model("llama").config, load_config(ModelConfig())[1]
+        )

@@ -8,7 +8,7 @@ import yaml
 
 from leank.conf.eval import method_options
 from leank.eval.inference.prefill import prefill
-from leank.eval.methods import REGISTRY, method, name_of
+from leank.eval.methods import REGISTRY, build_method, name_of
 from leank.eval.methods.match import match, share_of_dense
 from tests import ROOT
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, left_padded, tiny_model
@@ -27,7 +27,7 @@ def largest_key(tmp_path, monkeypatch):
     (given,) = re.findall(r"```yaml\n(.*?)```", DOCS, re.DOTALL)
     (label,) = loaded = yaml.safe_load(given)
     assert f"conf/method/{label}.yaml" in DOCS
-    return method(label, loaded[label], SIZES)
+    return build_method(label, loaded[label], SIZES)
 
 
 def test_the_example_of_a_new_method(largest_key):
@@ -65,12 +65,12 @@ def test_the_setting_that_match_moves_is_bold():
     }
     for axis, names in REGISTRY.items():
         for name in names:
-            free = method("one", {axis: {"name": name}}, {"sink": 0, "window": 1}).axes[axis].free
+            free = build_method("one", {axis: {"name": name}}, {"sink": 0, "window": 1}).axes[axis].free
             assert re.findall(r"\*\*(\w+)\*\*", lines[name]) == ([free] if free else []), name
 
 
 def test_a_choice_that_cannot_be_imported_is_named():
     with pytest.raises(ValueError, match=r"method\.x\.channels\.name='no_such:Thing' cannot be imported"):
-        method("x", {"channels": {"name": "no_such:Thing"}})
+        build_method("x", {"channels": {"name": "no_such:Thing"}})
     with pytest.raises(ValueError, match=r"name='leank\.eval\.methods\.channels\.think:Thing' cannot be imported"):
-        method("x", {"channels": {"name": "leank.eval.methods.channels.think:Thing"}})
+        build_method("x", {"channels": {"name": "leank.eval.methods.channels.think:Thing"}})

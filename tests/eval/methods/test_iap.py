@@ -12,7 +12,7 @@ from leank.eval.benchmarks.ruler import Ruler
 from leank.eval.inference.models import ModelConfig, load_config, load_model
 from leank.eval.inference.prefill import prefill
 from leank.eval.inference.prompts import encode
-from leank.eval.methods import method
+from leank.eval.methods import build_method
 from leank.eval.methods.channels.iap import IAP, greedy, interactions, salient
 from leank.eval.methods.channels.think import ThinK
 from tests.helpers.cache_oracle import tiny_model
@@ -186,7 +186,9 @@ def test_reconstruction_error_is_below_thinks_in_every_layer(reference, ratio):
 )
 def test_bad_settings_are_named(given_settings, message):
     with pytest.raises(ValueError, match=message):
-        method("iap", {"channels": {"name": "iap", **given_settings}}).channels.check(tiny_model("llama").config, None)
+        build_method("iap", {"channels": {"name": "iap", **given_settings}}).channels.check(
+            tiny_model("llama").config, None
+        )
 
 
 def test_a_prompt_of_recent_tokens_alone_is_scored_on_them():

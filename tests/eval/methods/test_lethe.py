@@ -18,7 +18,7 @@ from leank.eval.cache.storage.eviction import HeavyHitters, largest
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.store import Store
 from leank.eval.inference.prefill import prefill
-from leank.eval.methods import Method, method
+from leank.eval.methods import Method, build_method
 from leank.eval.methods.channels.leank import LeanK
 from leank.eval.methods.tokens.h2o import H2O
 from leank.eval.methods.tokens.lethe import Lethe, hoyer
@@ -343,6 +343,6 @@ def test_what_cannot_be_is_refused(monkeypatch):
         with pytest.raises(ValueError, match=message):
             Lethe(**change).check(None, None)
     with pytest.raises(ValueError, match=r"method.m: evict_at=30 must be more than sink \+ window = 40"):
-        method("m", {"tokens": {"name": "lethe", "evict_at": 30}, "sink": 8, "window": 32})
+        build_method("m", {"tokens": {"name": "lethe", "evict_at": 30}, "sink": 8, "window": 32})
     with pytest.raises(ValueError, match="limit=50 must be 0"):
         Lethe(limit=50).check_sizes(Sizes(4, 32))

@@ -12,7 +12,7 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from leank.eval.cache import Sizes
 from leank.eval.inference.prefill import prefill
-from leank.eval.methods import method
+from leank.eval.methods import build_method
 from leank.eval.methods.reads.double_sparsity import DoubleSparsity
 from leank.eval.methods.reads.quest import Quest
 from leank.eval.methods.tokens.h2o import H2O
@@ -253,7 +253,7 @@ def check(case, steps):
     if config["name"] == "quest":
         config = {"dense_layers": 1, **config}
     given = {axis: config, **({"channels": {"name": "random", "ratio": ratio}} if ratio else {})}
-    chosen = method(case, given, {"sink": sink, "window": window, "flush": flush, "backend": "torch"})
+    chosen = build_method(case, given, {"sink": sink, "window": window, "flush": flush, "backend": "torch"})
     choice = chosen.axes[axis]
     if isinstance(choice, DoubleSparsity):
         scores = torch.rand(layers, heads, dim, generator=torch.Generator().manual_seed(3))

@@ -12,7 +12,7 @@ from leank.conf.eval import method_options
 from leank.eval.cache import CompressedCache
 from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.inference.prefill import prefill
-from leank.eval.methods import REGISTRY, method
+from leank.eval.methods import REGISTRY, build_method
 from leank.eval.methods.held import Held
 from leank.eval.methods.match import STEPS, WHOLE, free_settings, match, share_of_dense
 from leank.eval.methods.memory import dense_bytes, held_bytes, method_bytes
@@ -59,7 +59,7 @@ def made(model, masks):
                 choice.update(samples=1, length=256)
             if isinstance(choice, dict) and choice["name"] in ("duo_attention", "pair_energy", "pca", "static_norm"):
                 choice["length"] = 1024
-    found = [method(name, given[name]) for name in NAMES]
+    found = [build_method(name, given[name]) for name in NAMES]
     _, tokenizer = load_config(ModelConfig())
     Replay(model, tokenizer, Settings()).calibrate(found)
     return {one.label: one for one in found}
@@ -109,7 +109,7 @@ def test_every_share_that_match_moves_takes_all_of_its_values():
     """Else the ends of what `match` tries are refused, and count as if nothing was held."""
     for axis, names in REGISTRY.items():
         for name in names:
-            one = method(name, {axis: {"name": name}}, {"sink": 0, "window": 1}).axes[axis]
+            one = build_method(name, {axis: {"name": name}}, {"sink": 0, "window": 1}).axes[axis]
             if one.free is not None and one.free not in WHOLE:
                 for step in (0, 1, STEPS - 1):
                     assert getattr(replace(one, **{one.free: step / STEPS}), one.free) == step / STEPS
@@ -117,8 +117,8 @@ def test_every_share_that_match_moves_takes_all_of_its_values():
 
 def test_pyramid_infer_whose_share_falls_to_nothing_holds_what_its_formula_says(model, prompt):
     """The schedule reaches 0 above the last layer, so every layer still gets the recent tokens and some others."""
-    none = method("none", {"prefill": {"name": "pyramid_infer", "decay": 0.0}})
-    little = method("little", {"prefill": {"name": "pyramid_infer", "decay": 1e-4}})
+    none = build_method("none", {"prefill": {"name": "pyramid_infer", "decay": 0.0}})
+    little = build_method("little", {"prefill": {"name": "pyramid_infer", "decay": 1e-4}})
     layers = model.config.num_hidden_layers
     assert held(none, model, prompt)[0] == method_bytes(none, model.config, LENGTH, ITEM)
     assert none.prefill.share((layers - 1) / layers) > 0
@@ -193,7 +193,7 @@ AXES_OF = {
 def test_a_share_is_of_all_prompts_together_or_refused(lengths, share, name):
     """It is refused only where a scan of the setting finds nothing near."""
     config, _ = load_config(ModelConfig())
-    one = method(name, AXES_OF[name], {"sink": 4, "window": 32})
+    one = build_method(name, AXES_OF[name], {"sink": 4, "window": 32})
     try:
         found = match(one, share, config, lengths, ITEM)
     except ValueError:
@@ -234,9 +234,9 @@ def test_padding_is_no_part_of_a_sliding_window_either():
 def test_a_method_runs_the_pass_that_it_needs(model, prompt):
     """Its own where it has one, else the dense one with column sums and at least its own queries."""
     ids = prompt[0][:, :100]
-    h2o = method("h2o", {"tokens": {"name": "h2o"}}, {"sink": 4, "window": 32})
-    snapkv = method("snapkv", {"tokens": {"name": "snapkv", "queries": 8}}, {"sink": 4, "window": 32})
-    gemfilter = method("gemfilter", {"prefill": {"name": "gemfilter", "budget": 40}})
+    h2o = build_method("h2o", {"tokens": {"name": "h2o"}}, {"sink": 4, "window": 32})
+    snapkv = build_method("snapkv", {"tokens": {"name": "snapkv", "queries": 8}}, {"sink": 4, "window": 32})
+    gemfilter = build_method("gemfilter", {"prefill": {"name": "gemfilter", "budget": 40}})
     layer = h2o.run_prefill(model, ids, None, 0).layers[0]
     assert (layer.column_sums.shape[-1], layer.queries) == (100, None)
     for wanted, kept in ((0, 8), (5, 8), (20, 20)):
@@ -256,6 +256,8 @@ def test_streaming_heads_count_alike_before_it_is_known_which_they_are(made, mod
 def test_a_method_without_a_free_setting_is_refused():
     config, _ = load_config(ModelConfig())
     with pytest.raises(ValueError, match="no setting that says how much"):
-        match(method("quest", {"reads": {"name": "quest"}}, {"sink": 4, "window": 32}), 0.5, config, [2000], 2)
+        match(build_method("quest", {"reads": {"name": "quest"}}, {"sink": 4, "window": 32}), 0.5, config, [2000], 2)
     with pytest.raises(ValueError, match="depends on the prompt"):
-        share_of_dense(method("lethe", {"tokens": {"name": "lethe"}}, {"sink": 4, "window": 32}), config, [2000], 2)
+        share_of_dense(
+            build_method("lethe", {"tokens": {"name": "lethe"}}, {"sink": 4, "window": 32}), config, [2000], 2
+        )

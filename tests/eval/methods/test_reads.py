@@ -13,7 +13,7 @@ from leank.eval.cache.attention.backend import choose_backend
 from leank.eval.cache.memory import measure_store
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.inference.prefill import prefill
-from leank.eval.methods import Method, method
+from leank.eval.methods import Method, build_method
 from leank.eval.methods.channels.leank import LeanK
 from leank.eval.methods.reads.double_sparsity import DoubleSparsity, Labels
 from leank.eval.methods.reads.quest import Pages, Quest
@@ -163,7 +163,7 @@ def test_a_partly_filled_page_is_bounded_by_its_own_tokens():
 )
 def test_messages(config, message):
     def use():
-        method("m", config, {"sink": 16, "window": 64}).reads.check(tiny_model("llama").config, None)
+        build_method("m", config, {"sink": 16, "window": 64}).reads.check(tiny_model("llama").config, None)
 
     with pytest.raises(ValueError, match=message):
         use()

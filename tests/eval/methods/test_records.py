@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from leank.channel_scores import pruned
 from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.inference.prefill import prefill
-from leank.eval.methods import method
+from leank.eval.methods import build_method
 from leank.eval.methods.bits.pca import PCA, Coordinates
 from leank.eval.methods.bits.spark import INTEGER, Records, SparK, query_norms
 from leank.eval.methods.channels.pair_energy import PairEnergy
@@ -109,7 +109,7 @@ def test_pair_energy_keeps_whole_pairs_and_no_mask_of_axes_keeps_more_than_pca()
 @torch.no_grad()
 def test_the_cache_attends_to_the_keys_that_are_read_back(name):
     """A padded batch, past moves out of the window, against each prompt alone, and what its middle holds."""
-    chosen = method(
+    chosen = build_method(
         name, {"bits": {"name": name, "ratio": 0.5, **({"samples": 1} if name == "pca" else {"queries": 3})}}, SIZES
     )
     if name == "pca":
@@ -150,7 +150,7 @@ def test_the_cache_attends_to_the_keys_that_are_read_back(name):
 
 def test_records_take_no_choice_of_channels():
     model = tiny_model("llama")
-    chosen = method("x", {"bits": {"name": "spark"}, "channels": {"name": "think", "queries": 3}}, SIZES)
+    chosen = build_method("x", {"bits": {"name": "spark"}, "channels": {"name": "think", "queries": 3}}, SIZES)
     ids, _ = left_padded([40], 1)
     with pytest.raises(ValueError, match="keep all channels; leave out the choice of channels"):
         chosen.cache(model, prefill(model, ids, None, 0, obs_queries=32))
@@ -159,7 +159,7 @@ def test_records_take_no_choice_of_channels():
 @pytest.mark.parametrize("name", ["pca", "spark"])
 def test_match_moves_the_ratio(name):
     config, _ = load_config(ModelConfig())
-    one = method(name, {"bits": {"name": name}}, {"sink": 4, "window": 32})
+    one = build_method(name, {"bits": {"name": name}}, {"sink": 4, "window": 32})
     found = match(one, 0.75, config, [4000], 2)
     assert share_of_dense(found, config, [4000], 2) == pytest.approx(0.75, rel=0.03)
     assert found.bits.ratio != one.bits.ratio

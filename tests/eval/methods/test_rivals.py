@@ -12,7 +12,7 @@ from transformers import AttentionInterface
 from leank.eval.cache import Sizes
 from leank.eval.inference.decode import greedy
 from leank.eval.inference.prefill import prefill
-from leank.eval.methods import method
+from leank.eval.methods import build_method
 from leank.eval.methods.reads.double_sparsity import rounded
 from leank.eval.methods.tokens import rkv
 from leank.eval.methods.tokens.adakv import AdaKV
@@ -187,15 +187,15 @@ def test_a_budget_may_be_a_share_of_each_prompt():
     keep = SnapKV(0.4, 3).keep_mask(found, model.config, Sizes(1, 3, 4))[0]
     assert keep.sum(-1).tolist() == [[13, 13], [4, 4], [8, 8]]  # of 33, 7 and 21; sink and window are four
     with pytest.raises(ValueError, match=r"budget=0\.4 is a share of the prompt; evict=true needs a number"):
-        method("x", {"tokens": {"name": "h2o", "budget": 0.4}}, {"sink": 0, "window": 6})
+        build_method("x", {"tokens": {"name": "h2o", "budget": 0.4}}, {"sink": 0, "window": 6})
     with pytest.raises(ValueError, match=r"budget=1\.5 must be"):
-        method("x", {"tokens": {"name": "snapkv", "budget": 1.5}})
+        build_method("x", {"tokens": {"name": "snapkv", "budget": 1.5}})
 
 
 @torch.no_grad()
 def test_tova_evicts_what_the_newest_query_attends_to_least():
     """Against a dense cache whose weights are cut by hand after every move out of the window."""
-    chosen = method("tova", {"tokens": {"name": "tova", "budget": 16}}, {"sink": 2, "window": 6, "flush": 4})
+    chosen = build_method("tova", {"tokens": {"name": "tova", "budget": 16}}, {"sink": 2, "window": 6, "flush": 4})
     model, lengths, new = tiny_model("llama"), (34, 19), 15
     ids, mask = left_padded(lengths, 5)
     found = prefill(model, ids, mask.bool(), new, 1)
@@ -289,7 +289,7 @@ def test_many_keys_are_compared_block_by_block(monkeypatch):
 
 @torch.no_grad()
 def test_rkv_holds_its_budget_through_a_long_reply():
-    chosen = method(
+    chosen = build_method(
         "rkv", {"tokens": {"name": "rkv", "budget": 20, "queries": 3}}, {"sink": 2, "window": 4, "flush": 6}
     )
     model, lengths, new = tiny_model("llama"), (34, 9), 60

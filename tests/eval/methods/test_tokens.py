@@ -14,7 +14,7 @@ from leank.eval.cache import Sizes
 from leank.eval.inference.decode import greedy
 from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.inference.prefill import prefill
-from leank.eval.methods import method
+from leank.eval.methods import build_method
 from leank.eval.methods.tokens.adakv import AdaKV
 from leank.eval.methods.tokens.duo_attention import DuoAttention, high_frequency_ratio
 from leank.eval.methods.tokens.expected_attention import ExpectedAttention
@@ -250,7 +250,7 @@ def test_answers_are_those_of_a_dense_cache_that_does_not_see_the_others(name, t
         "streaming_llm": {},
     }[name]
     sizes = {"sink": SIZES.sink, "window": SIZES.window, "flush": SIZES.flush}
-    chosen = method(name, {"tokens": {"name": name, **setting}, **sizes})
+    chosen = build_method(name, {"tokens": {"name": name, **setting}, **sizes})
     model, lengths, new = tiny_model("llama"), (34, 19, 26), 14
     ids, mask = left_padded(lengths, 5)
     found = prefill(model, ids, mask.bool(), new, chosen.obs_queries, column_sums=chosen.column_sums)
@@ -274,7 +274,7 @@ def test_answers_are_those_of_a_dense_cache_that_does_not_see_the_others(name, t
 
 
 def test_h2o_holds_its_budget_while_decoding():
-    chosen = method("h2o", {"tokens": {"name": "h2o", "budget": 14}, "sink": 2, "window": 6, "flush": 4})
+    chosen = build_method("h2o", {"tokens": {"name": "h2o", "budget": 14}, "sink": 2, "window": 6, "flush": 4})
     model = tiny_model("llama")
     ids, mask = left_padded((34, 19), 5)
     found = prefill(model, ids, mask.bool(), 40, column_sums=True)
@@ -308,7 +308,7 @@ def test_h2o_holds_its_budget_while_decoding():
 )
 def test_bad_sizes_are_named_when_a_method_is_made(given, message):
     with pytest.raises(ValueError, match=message):
-        method("x", given)
+        build_method("x", given)
 
 
 @pytest.mark.parametrize(

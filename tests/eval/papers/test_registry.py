@@ -10,7 +10,7 @@ from transformers import MistralConfig
 
 from leank.eval import published
 from leank.eval.inference.models import ModelConfig, load_config
-from leank.eval.methods import method
+from leank.eval.methods import build_method
 from leank.eval.methods.channels.iap import IAP
 from leank.eval.methods.memory import method_bytes
 from leank.eval.papers.analyses import ANALYSES, analysis
@@ -60,7 +60,7 @@ def test_every_number_is_there_once(paper):
 def test_every_run_composes_and_its_methods_are_checked(composed):
     for config in composed.values():
         labels = expanded(config["method"])
-        assert {method(label, given, config["cache"]).label for label, given in labels.items()} == {*labels}
+        assert {build_method(label, given, config["cache"]).label for label, given in labels.items()} == {*labels}
 
 
 def test_claims_compare_methods_that_the_item_runs(composed):
@@ -147,7 +147,7 @@ def test_equal_memory_is_equal(real, composed):
     item = find("think:table7")
     run = composed[run_of((item.real if real else item.here)[0])]
     config = MistralConfig(sliding_window=None) if real else load_config(ModelConfig())[0]
-    made = {label: method_bytes(method(label, given, run["cache"]), config, 3000, 2)
+    made = {label: method_bytes(build_method(label, given, run["cache"]), config, 3000, 2)
             for label, given in expanded(run["method"]).items()}  # fmt: skip
     for tokens in ("snapkv", "h2o"):
         alone, pruned = ([made[label] for label in made if re.fullmatch(rf"{tokens}{kind}_\d+.*", label)]
@@ -161,7 +161,7 @@ def test_with_leank_and_without_it_as_many_tokens_are_whole(names, composed):
     runs = [run for run in composed.values() if {*names} <= {*run["method"]}]
     assert len(runs) >= 2
     for run in runs:
-        first, second = (method(name, run["method"][name], run["cache"]) for name in names)
+        first, second = (build_method(name, run["method"][name], run["cache"]) for name in names)
         assert (first.sink, first.window, first.flush) == (second.sink, second.window, second.flush)
 
 

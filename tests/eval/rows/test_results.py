@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from leank.eval.benchmarks.ruler import Ruler
 from leank.eval.inference.models import ModelConfig, load_config
-from leank.eval.methods import Method, method
+from leank.eval.methods import Method, build_method
 from leank.eval.rows.results import NAME, Key, Results, key_of, read
 from leank.eval.run.job import Job
 from leank.eval.run.settings import Settings
@@ -33,8 +33,10 @@ def job(samples=4, ratio=0.5, batch_size=3, lengths=(320,), **settings):
     shared = {"sink": 4, "window": 16, "flush": 4}
     methods = [
         Method("dense"),
-        method("think", {"channels": {"name": "think", "ratio": ratio}}, shared),
-        method("static_norm", {"channels": {"name": "static_norm", "ratio": 0.5, "length": 360, "samples": 2}}, shared),
+        build_method("think", {"channels": {"name": "think", "ratio": ratio}}, shared),
+        build_method(
+            "static_norm", {"channels": {"name": "static_norm", "ratio": 0.5, "length": 360, "samples": 2}}, shared
+        ),
     ]
     benchmark = Ruler(tasks=["niah_multikey_2", "niah_single_1"], lengths=list(lengths), samples=samples)
     return Job(ModelConfig("tiny"), methods, benchmark, Settings(max_new_tokens=5, batch_size=batch_size, **settings))

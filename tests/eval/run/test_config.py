@@ -11,7 +11,7 @@ from leank.data_gen.tasks import RULER_NIAH
 from leank.eval.benchmarks.base import Cell
 from leank.eval.benchmarks.row import Row
 from leank.eval.inference.prompts import encode, overhead
-from leank.eval.methods import AXES, REGISTRY, method, name_of
+from leank.eval.methods import AXES, REGISTRY, build_method, name_of
 from leank.eval.run.build import build_job
 from leank.mask import ChannelMask
 from tests import ROOT
@@ -68,7 +68,7 @@ def test_reference_masks_makes_the_headline_table(monkeypatch):
 def test_every_method_builds_and_goes_by_its_name(name, masks):
     given = evaluation(f"method=[{name}]", f"mask={masks / 'fits.safetensors'}")["method"]
     assert list(given) == [name]
-    made = method(name, given[name], {"sink": 3})
+    made = build_method(name, given[name], {"sink": 3})
     assert made.sink == given[name].get("sink", 3)
     assert {axis: name_of(choice) for axis, choice in made.axes.items()} == {
         axis: given[name][axis]["name"] for axis in AXES if axis in given[name]
@@ -194,7 +194,9 @@ def test_a_mask_is_known_by_its_contents(masks, tmp_path):
     keep = torch.ones(REFERENCE, dtype=torch.bool)
     keep[0, 0, 0] = False
     ChannelMask(keep).save(other)
-    configs = [method("leank", {"channels": {"name": "leank", "mask": str(p)}}).config() for p in (path, again, other)]
+    configs = [
+        build_method("leank", {"channels": {"name": "leank", "mask": str(p)}}).config() for p in (path, again, other)
+    ]
     assert configs[0] == configs[1] != configs[2]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from leank.eval.methods import method
+from leank.eval.methods import build_method
 from leank.eval.run.grid import expanded
 
 THINK = {"tokens": {"name": "snapkv"}, "channels": {"name": "think"}, "sink": 0, "window": 32}
@@ -12,7 +12,7 @@ def test_every_combination_is_a_method_of_its_own():
     given = {"a": {**THINK, "each": {"tokens": {"budget": [64, 128]}, "channels": {"ratio": [0.4, 0.5]}}}, "dense": {}}
     found = expanded(given)
     assert list(found) == ["a_64_0.4", "a_64_0.5", "a_128_0.4", "a_128_0.5", "dense"]
-    made = method("a_128_0.4", found["a_128_0.4"])
+    made = build_method("a_128_0.4", found["a_128_0.4"])
     assert (made.tokens.budget, made.channels.ratio, made.window) == (128, 0.4, 32)
     assert "budget" not in THINK["tokens"]
 

@@ -11,7 +11,7 @@ from leank.eval.cache import compressed_cache
 from leank.eval.cache.hook import ATTENTION
 from leank.eval.inference.models import ModelConfig, load_config, load_model
 from leank.eval.inference.prompts import encode
-from leank.eval.methods import method
+from leank.eval.methods import build_method
 from leank.eval.run.replay import Replay
 from leank.eval.run.settings import Settings
 from leank.mask import ChannelMask
@@ -38,9 +38,9 @@ def test_tokens_are_those_of_separate_runs(reference):
         "lowest_frequencies": lowest_frequencies(config, 0.7).keep,
         "random": torch.rand(kv_shape(config), generator=torch.Generator().manual_seed(0)) < 0.3,
     }
-    methods = [method("dense")]
+    methods = [build_method("dense")]
     methods += [
-        method(label, {"channels": {"name": "leank", "mask": ChannelMask(mask)}}, SIZES)
+        build_method(label, {"channels": {"name": "leank", "mask": ChannelMask(mask)}}, SIZES)
         for label, mask in masks.items()
     ]
     found = {

@@ -12,7 +12,7 @@ from leank.eval.inference.decode import greedy
 from leank.eval.inference.prefill import pad_left
 from leank.eval.inference.prefill import prefill as prompt_pass
 from leank.eval.inference.prompts import encode
-from leank.eval.methods import Method, method
+from leank.eval.methods import Method, build_method
 from leank.eval.methods.channels.leank import LeanK
 from leank.eval.run.replay import Replay
 from leank.eval.run.settings import Settings
@@ -72,7 +72,10 @@ def replayed(backbone):
         "think": {"name": "think", "ratio": 0.8},  # at 0.8 replies go wrong, each in its own way
         "static_norm": {"name": "static_norm", "ratio": 0.8, "samples": 2, "length": 512, "seed": 5},
     }
-    methods = [method("dense"), *(method(label, {"channels": given}, SIZES) for label, given in channels.items())]
+    methods = [
+        build_method("dense"),
+        *(build_method(label, {"channels": given}, SIZES) for label, given in channels.items()),
+    ]
     benchmark = Ruler(tasks=TASKS, lengths=[LENGTH], samples=SAMPLES, seed=SEED, split="test")
     engine = Replay(backbone.model, backbone.tokenizer, Settings(max_new_tokens=TOKENS))
     engine.calibrate(methods)
