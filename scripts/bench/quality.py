@@ -303,7 +303,7 @@ def by_turn(rows: Iterable[ResultRow]) -> list[Line]:
     ])  # fmt: skip
     if table.empty:
         raise ValueError("no row is of benchmark=multi_turn; give the directory of such a run")
-    sizes = table.groupby(["mode", "method", "task"], sort=False)["bytes"].mean()
+    sizes = table.groupby(["mode", "method", "task"])["bytes"].mean()
     lines: list[Line] = []
     for (mode, method), own in table.groupby(["mode", "method"]):
         for name, some in [(ALL, own), *own.groupby("task", sort=False)]:
