@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -150,7 +151,7 @@ def scores(sweep: Path) -> pd.DataFrame:
     found, configs = {}, {}
     for folder in sorted(file.parent for file in sweep.rglob(RESULT)):
         config = plain(OmegaConf.load(folder / "config.yaml"))  # type: ignore[arg-type]
-        kept = {key: value for key, value in config.items() if key == OWN or key not in NOT_IN_HASH}
+        kept: dict[str, Any] = {key: value for key, value in config.items() if key == OWN or key not in NOT_IN_HASH}
         tasks = {name: share for name, share in kept["data"]["tasks"].items() if share}
         kept["data"] |= {"tasks": " ".join(f"{name}:{share}" for name, share in tasks.items())}  # one setting
         configs[folder], found[folder] = flat(kept), list(member_scores(folder))

@@ -56,7 +56,7 @@ def checked(rows: Iterable[ResultRow]) -> list[ResultRow]:
     rows = list(rows)
     check_rows(rows)
     for field in ("model", "benchmark", "compress"):
-        if len(found := sorted({row[field] for row in rows})) > 1:  # type: ignore[literal-required]
+        if len(found := sorted({row[field] for row in rows})) > 1:
             raise ValueError(f"these rows are of several values of {field!r} ({', '.join(found)}); give those of one")
     return rows
 
@@ -241,7 +241,7 @@ def by_ratio(wide: Wide) -> list[Line]:
 
 def by_ratio_and_task(wide: Wide) -> list[Line]:
     """Lines of ratios' --tasks: of every method, the tasks together and each alone; figures as in `by_ratio`."""
-    lines = []
+    lines: list[tuple[Line, dict[str, pd.Series], Line]] = []
     for task in (ALL, *wide["recall"].index.unique("task")):
         some = {name: values if task == ALL else values.xs(task, level="task", drop_level=False)
                 for name, values in wide.items()}  # fmt: skip
