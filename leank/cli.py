@@ -25,6 +25,8 @@ from subprocess import CalledProcessError
 from types import FrameType
 from typing import NoReturn
 
+from hydra.core.config_store import ConfigStore
+from hydra.core.object_type import ObjectType
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException, ValidationError
@@ -184,9 +186,11 @@ def _meant(error: Exception) -> str | None:
 
 
 def _options(group: str) -> list[str]:
-    """Return the names of the configuration files in a group."""
+    """Return the names of the configurations in a group."""
     folders = [CONF / root / group for root in ("train", "eval", "shared")]
     names = [file.name for folder in folders if folder.is_dir() for file in folder.iterdir()]
+    store = ConfigStore.instance()  # of what is no file of its own, such as methods
+    names += store.list(group) if store.get_type(group) == ObjectType.GROUP else []
     return [name.removesuffix(".yaml") for name in names if name.endswith(".yaml")]
 
 
