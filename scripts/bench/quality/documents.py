@@ -41,7 +41,7 @@ import pandas as pd
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from leank import bootstrap
+from leank import stats
 from leank.data_gen.amount import amount
 from leank.eval.rows.result_row import ResultRow
 from leank.eval.rows.results import Results, read
@@ -168,17 +168,17 @@ def difference(dense: Samples, of: Samples) -> dict[str, object] | None:
     if any(not of.get(cell, {}).keys() >= asked.keys() for cell, asked in dense.items()):
         return None
     apart = [[100 * (of[cell][s]["score"] - row["score"]) for s, row in asked.items()] for cell, asked in dense.items()]
-    low, high = bootstrap.interval(apart)
+    low, high = stats.interval(apart)
     rows = [[of[cell][s] for s in asked] for cell, asked in dense.items()]
-    recall = bootstrap.mean([[100 * row["score"] for row in some] for some in rows])
+    recall = stats.mean([[100 * row["score"] for row in some] for some in rows])
     found: dict[str, object] = {
-        "samples": sum(map(len, rows)), "recall": recall, "minus_dense": bootstrap.mean(apart), "low": low,
+        "samples": sum(map(len, rows)), "recall": recall, "minus_dense": stats.mean(apart), "low": low,
         "high": high,
     }  # fmt: skip
     near = [[row["fidelity"] for row in some] for some in rows]
     for key, scale in (("kl", 1.0), ("top1", 100.0)):
         values = [[np.nan if f is None or f[key] is None else scale * f[key] for f in some] for some in near]  # type: ignore[literal-required]
-        mean = bootstrap.mean(values)
+        mean = stats.mean(values)
         found[key] = None if np.isnan(mean) else mean
     return found
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from leank import bootstrap
+from leank import stats
 from leank.cli import again, ending
 from leank.eval.rows.result_row import ResultRow, check_one_model, check_rows
 from leank.eval.rows.results import read
@@ -108,7 +108,7 @@ def figures(asked: Mapping[str, Cells]) -> Generator[bootstrap.Strata, bootstrap
     for name, cells in asked.items():
         if all(np.isfinite(cell).all() for cell in cells):
             low, high = yield cells
-            out |= {name: short(bootstrap.mean(cells)), f"{name}_low": short(low), f"{name}_high": short(high)}
+            out |= {name: short(stats.mean(cells)), f"{name}_low": short(low), f"{name}_high": short(high)}
     return {name.removeprefix("recall_"): value for name, value in out.items()}
 
 
@@ -128,7 +128,7 @@ def table(of: Mapping[str, Rows]) -> list[dict[str, object]]:
         if (kind := named(method)) is not None:
             kinds[kind[:2]][kind[2]] = own
     order, dense = list(dict.fromkeys(LABELS.values())), of["dense"]
-    base, size = means(recall, [dense], dense), bootstrap.mean(strata(means(held, [dense], dense)))
+    base, size = means(recall, [dense], dense), stats.mean(strata(means(held, [dense], dense)))
     heads: list[dict[str, object]] = []
     asked: list[dict[str, Cells]] = []
     tails: list[dict[str, object]] = []
@@ -140,12 +140,12 @@ def table(of: Mapping[str, Rows]) -> list[dict[str, object]]:
             asked[-1]["difference"] = strata(values["recall"], base)
         if label != "LeanK" and (best := kinds.get(("LeanK", ratio))):
             asked[-1]["minus_leank"] = strata(values["recall"], means(recall, best.values(), dense))
-        share = bootstrap.mean(strata(means(held, seeds.values(), dense))) / size
+        share = stats.mean(strata(means(held, seeds.values(), dense))) / size
         heads.append({"label": label, "ratio": ratio, "seeds": len(seeds), "samples": len(dense)})
         tails.append({"bytes": round(share, 4)})
         for seed in sorted(filter(None, seeds)):
             alone = strata(means(recall, [seeds[seed]], dense), base)
-            tails[-1][f"difference_seed{seed}"] = short(bootstrap.mean(alone))
+            tails[-1][f"difference_seed{seed}"] = short(stats.mean(alone))
     found = bootstrap.together(map(figures, asked))
     return [head | middle | tail for head, middle, tail in zip(heads, found, tails, strict=True)]
 
@@ -157,11 +157,11 @@ def task_table(of: Mapping[str, Rows]) -> list[dict[str, object]]:
     for task in (ALL, *dict.fromkeys(sample[0] for sample in of["dense"])):
         samples = [sample for sample in of["dense"] if task in (ALL, sample[0])]
         base = means(recall, [of["dense"]], samples)
-        size = bootstrap.mean(strata(means(held, [of["dense"]], samples)))
+        size = stats.mean(strata(means(held, [of["dense"]], samples)))
         for method, own in of.items():
             asked.append({name: strata(means(value, [own], samples)) for name, value in FIGURES.items()})
             asked[-1]["difference"] = strata(means(recall, [own], samples), base)
-            share = bootstrap.mean(strata(means(held, [own], samples))) / size
+            share = stats.mean(strata(means(held, [own], samples))) / size
             heads.append({"method": method, "task": task, "samples": len(samples), "bytes": round(share, 4)})
     return [head | found for head, found in zip(heads, bootstrap.together(map(figures, asked)), strict=True)]
 
