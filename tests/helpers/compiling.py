@@ -43,9 +43,7 @@ OF_RKV = {
     "scores": FLOATS, "ranked": FLOATS, "threshold": "fp32", "mix": "fp32",
 }  # fmt: skip
 OF_CHOSEN = {
-    "base": NUMBER, "words": FLOATS, "q": NUMBER, "out": NUMBER, "index": TABLE, "table": COUNT, "seen_ptr": COUNT,
-    "start_ptr": COUNT, "tail_ptr": COUNT, "position_ptr": COUNT, "chosen": TABLE, "part": FLOATS, "stat": FLOATS,
-    "done": TABLE, "scale": "fp32",
+    **OF_DECODE, "base": NUMBER, "words": FLOATS, "q": NUMBER, "index": TABLE, "tail_ptr": COUNT, "chosen": TABLE,
 }  # fmt: skip
 HEADS = {"H": 8}
 FORM = decode.Form(
