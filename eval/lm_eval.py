@@ -69,7 +69,7 @@ class CompressedLM(TemplateLM):
     ) -> None:  # fmt: skip
         """Load the model and check the settings. Raises ValueError or FileNotFoundError as python -m eval does.
 
-        method: one name of conf/eval/method.
+        method: one name of conf/method.
         batch_size: prompts that are decoded together; "auto" means 1.
         max_batch_size: taken because lm_eval passes it, and not used.
         device: where the model is put; None leaves it to `model.device`.

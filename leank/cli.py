@@ -25,6 +25,8 @@ from subprocess import CalledProcessError
 from types import FrameType
 from typing import NoReturn
 
+from hydra.core.config_store import ConfigStore
+from hydra.core.object_type import ObjectType
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException, ValidationError
@@ -184,9 +186,11 @@ def _meant(error: Exception) -> str | None:
 
 
 def _options(group: str) -> list[str]:
-    """Return the names of the configuration files in a group."""
+    """Return the names of the configurations in a group."""
     folders = [CONF / root / group for root in ("train", "eval", "shared")]
     names = [file.name for folder in folders if folder.is_dir() for file in folder.iterdir()]
+    store = ConfigStore.instance()  # of what is no file of its own, such as methods
+    names += store.list(group) if store.get_type(group) == ObjectType.GROUP else []
     return [name.removesuffix(".yaml") for name in names if name.endswith(".yaml")]
 
 
@@ -225,8 +229,13 @@ class Terminated(KeyboardInterrupt):
 
 
 def again(command: str) -> str:
-    """Return the command line of this process, so that the user can give it again."""
-    return f"python -m {command} {shlex.join(sys.argv[1:])}".rstrip()
+    """Return the command line of this process, so that the user can give it again.
+
+    command: the module of `python -m`; an installed program such as leank-eval is called by its own name.
+    """
+    program = Path(sys.argv[0]).name
+    start = program if program.startswith("leank-") else f"python -m {command}"
+    return f"{start} {shlex.join(sys.argv[1:])}".rstrip()
 
 
 def stopped(command: str, number: int, kept: str) -> str:

@@ -14,7 +14,6 @@ import warnings
 import weakref
 from pathlib import Path
 
-BEGUN = 10.0  # seconds within which whoever made a temporary file has locked it
 PARTIAL = re.compile(r"\..+\.[a-z0-9_]{8}")  # what `write_bytes` calls a file before it is whole
 BEGINNING = 50  # characters of a file's name in that of its temporary file, which must not be too long, either
 
@@ -46,7 +45,6 @@ def write_bytes(path: str | os.PathLike, content: bytes) -> None:
     handle, partial = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:BEGINNING]}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            _lock(file.fileno())  # until it is closed, or this process dies: see `remove_partial`
             file.write(content)
             file.flush()
             os.fsync(file.fileno())  # or a power cut may leave the name with half of the bytes
@@ -75,34 +73,11 @@ def sync_folder(folder: Path) -> None:
 def remove_partial(folder: Path, age: float = 0.0) -> None:
     """Remove the temporary files that killed runs left in a folder and below it.
 
-    age: seconds; younger files stay while a process writes them, or where locks cannot tell whether one does.
+    age: seconds; younger files stay, because another process may be writing them.
     """
     for file in folder.rglob(".*"):
-        if PARTIAL.fullmatch(file.name) and file.is_file():
-            old = time.time() - file.stat().st_mtime
-            if old >= age or (old >= BEGUN and _is_left(file)):
-                file.unlink(missing_ok=True)
-
-
-def _lock(handle: int) -> bool:
-    """Lock an open file; whether that succeeded."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # another process holds it, or the file system has no locks
-        return False
-    return True
-
-
-def _is_left(file: Path) -> bool:
-    """Whether no process is writing a temporary file any more."""
-    try:
-        handle = os.open(file, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        return _lock(handle)
-    finally:
-        os.close(handle)
+        if PARTIAL.fullmatch(file.name) and file.is_file() and time.time() - file.stat().st_mtime >= age:
+            file.unlink(missing_ok=True)
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:

@@ -7,7 +7,6 @@ ChannelMask.load("mask.safetensors").check_model(model.config)
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from leank.data_gen.amount import amount
 from leank.shape import kv_shape
-from leank.tensor_files import DamagedFile, damage, read_tensors, write_tensors
+from leank.tensor_files import DamagedFile, read_checkpoint, read_tensors, write_tensors
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedConfig
@@ -111,18 +110,12 @@ class ChannelMask:
     def from_official(cls, path: str | os.PathLike) -> ChannelMask:
         """Read a mask published with LeanK: a .pth tensor [L, H, D] of zeros and ones.
 
-        Such a file has no sha256; the CRC-32 sums of its zip archive are compared.
-
         Raises ValueError for any other file.
         """
-        content = Path(path).read_bytes()
-        if content.startswith(b"PK") and (reason := damage(content)):
-            raise DamagedFile(f"mask={path}", reason, "copy it again")
         try:
-            values = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        except Exception as error:  # torch raises many kinds, some with pages of advice, for a file that is no tensor
-            kind = type(error).__name__
-            raise ValueError(f"mask={path} is not a tensor saved by torch.save ({kind}); give another file") from error
+            values = read_checkpoint(path, "copy it again")
+        except DamagedFile as error:
+            raise ValueError(f"mask={error}") from error
         plain = isinstance(values, Tensor) and values.layout == torch.strided and not values.is_meta
         if not plain or values.dim() != 3 or not ((values == 0) | (values == 1)).all():
             raise ValueError(f"mask={path} must hold one tensor [layers, kv_heads, head_dim] of zeros and ones")
@@ -137,7 +130,7 @@ class ChannelMask:
     def load(cls, path: str | os.PathLike) -> ChannelMask:
         """Read what `save` wrote; nothing is unpickled.
 
-        Warns of `doubts`, and of a file without sha256, which an earlier version wrote.
+        Warns of `doubts`.
 
         Raises FileNotFoundError if there is no file, ValueError if it is damaged or of another form.
         """

@@ -1,8 +1,7 @@
-"""Files of tensors that hold their own sha256: a damaged file is refused by its name, and never read as another one.
+"""Files of tensors: a damaged file is refused by its name, and never read as another one.
 
-A safetensors file keeps the digest of its tensors and metadata in its header. A checkpoint keeps the digest of its
-bytes as the comment of the zip archive that `torch.save` writes. `safetensors` and `torch.load` read both as before.
-Files without a digest, which earlier versions wrote, are read with a warning.
+A safetensors file keeps the sha256 of its tensors and metadata in its header, because its format has no check of its
+own. A checkpoint is the zip archive that `torch.save` writes, whose CRC-32 sums `torch.load` does not compare.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import hashlib
 import io
 import json
 import os
-import warnings
 import zipfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -26,9 +24,6 @@ from torch.serialization import MAP_LOCATION
 from leank.files import write_bytes
 
 DIGEST = "sha256"
-MARK = f"{DIGEST}:".encode()
-END = 22  # bytes of a zip archive's last record, without a comment
-COMMENT = len(MARK) + hashlib.sha256().digest_size * 2  # bytes of a checkpoint's comment
 
 
 class DamagedFile(ValueError):
@@ -69,7 +64,8 @@ def read_tensors(
     names: of the tensors that the file must hold, no others.
     cure: what the user can do about a damaged file.
     keys: of the metadata, none by default.
-    Raises DamagedFile; warns where the file has no digest.
+
+    Raises DamagedFile.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -79,65 +75,43 @@ def read_tensors(
                     path, f"it holds {', '.join(sorted(there)[:5])}, not {', '.join(sorted(names))}", cure
                 )
             tensors = {name: _copy(file.get_tensor(name)) for name in sorted(names)}
+            if any((t.view(torch.uint8) > 1).any() for t in tensors.values() if t.dtype == torch.bool):
+                raise DamagedFile(path, "it holds booleans that are neither 0 nor 1", cure)
     except SafetensorError as error:
         raise DamagedFile(path, f"it is no whole safetensors file ({error})", cure) from error
     written = metadata.pop(DIGEST, None)
     if set(metadata) != set(keys):  # a digest whose name is damaged among them
         raise DamagedFile(path, "its header is not what was written", cure)
-    if written is None:
-        if any((t.view(torch.uint8) > 1).any() for t in tensors.values() if t.dtype == torch.bool):
-            raise DamagedFile(path, "it holds booleans that are neither 0 nor 1", cure)
-        _no_digest(path)
-    elif written != digest(tensors, metadata):
+    if written is not None and written != digest(tensors, metadata):  # another program's file may have none
         raise DamagedFile(path, f"its {DIGEST} is another than that of its contents", cure)
     return tensors, metadata
 
 
 def write_checkpoint(path: str | os.PathLike, state: Mapping[str, object]) -> None:
-    """`torch.save` with the digest of the bytes at their end: whole or not at all. Made in memory, written at once."""
+    """`torch.save`, whole or not at all."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    content = buffer.getvalue()[:-2] + COMMENT.to_bytes(2, "little")  # a zip archive ends with its comment's length
-    write_bytes(path, content + MARK + hashlib.sha256(content).hexdigest().encode())
+    write_bytes(path, buffer.getvalue())
 
 
-def read_checkpoint(path: str | os.PathLike, cure: str, map_location: MAP_LOCATION = "cpu") -> dict[str, Any]:
-    """What `write_checkpoint` wrote, tensors and plain values alone. cure: what the user can do about a damaged file.
+def read_checkpoint(path: str | os.PathLike, cure: str, map_location: MAP_LOCATION = "cpu") -> Any:
+    """What `torch.save` wrote, tensors and plain values alone. cure: what the user can do about a damaged file.
 
-    Raises DamagedFile; warns where the file has no digest (its CRC-32 sums are compared then).
+    Raises DamagedFile.
     """
-    content = Path(path).read_bytes()
-    body, comment = content[:-COMMENT], content[-COMMENT:]
-    if comment.startswith(MARK):
-        if comment != MARK + hashlib.sha256(body).hexdigest().encode():
-            raise DamagedFile(path, f"its {DIGEST} is another than that of its contents", cure)
-    elif reason := damage(content):
-        raise DamagedFile(path, reason, cure)
-    else:
-        _no_digest(path)
+    content = io.BytesIO(Path(path).read_bytes())  # so that the tensors do not change with the file
     try:
-        return torch.load(io.BytesIO(content), map_location=map_location, weights_only=True)
-    except Exception as error:  # torch raises many kinds for a file that is no checkpoint
-        raise DamagedFile(path, f"torch.load reads no plain values there ({type(error).__name__})", cure) from error
-
-
-def damage(content: bytes) -> str | None:
-    """Why the bytes are no whole zip archive of `torch.save`, by its own CRC-32 sums; None where nothing is wrong."""
-    try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            wrong = archive.testzip()
-    except Exception as error:  # zipfile raises many kinds for a file that is no archive
-        return f"it is no whole zip archive ({error})"
-    if wrong is not None:
-        return f"the CRC-32 of its record {wrong} is another than written"
-    whole = content[-END:].startswith(b"PK\5\6") and content.endswith(b"\0\0")  # zipfile forgives what follows
-    return None if whole else "its end is missing"
+        with zipfile.ZipFile(content) as archive:
+            if (wrong := archive.testzip()) is not None:
+                raise DamagedFile(path, f"the CRC-32 of its record {wrong} is another than written", cure)
+        content.seek(0)
+        return torch.load(content, map_location=map_location, weights_only=True)
+    except DamagedFile:
+        raise
+    except Exception as error:  # zipfile and torch raise many kinds for a file that is no checkpoint
+        raise DamagedFile(path, f"it is no whole archive of plain values ({type(error).__name__})", cure) from error
 
 
 def _copy(tensor: Tensor) -> Tensor:
     """A copy byte by byte: `clone` makes a 1 of any other byte of a bool tensor."""
     return tensor.flatten().view(torch.uint8).clone().view(tensor.dtype).view(tensor.shape)
-
-
-def _no_digest(path: str | os.PathLike) -> None:
-    warnings.warn(f"{path} has no {DIGEST}: an earlier version wrote it, and damage to it may go unseen", stacklevel=4)

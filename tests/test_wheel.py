@@ -66,7 +66,7 @@ def test_commands_run_beside_folders_of_the_same_names(hostile):
     rows = hostile("-c", "print(open('run/results.jsonl').read())").split("\n")
     assert {json.loads(row)["method"] for row in rows if row} == {"dense", "leank"}
     assert "pruning" in hostile("-c", start.format("leank_train.__main__"), "--help")
-    hostile("-m", "leank.data_gen", "--task=passkey", "--length=256", "--count=1", "--out=samples.jsonl")
+    hostile("-m", "leank.data_gen", "--task=passkey", "--length=1500", "--count=1", "--out=samples.jsonl")
 
 
 def test_vllm_finds_the_plug_in_there(hostile):

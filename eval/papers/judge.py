@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from leank.bootstrap import interval, mean
 from leank.eval.methods.prefill.asl import NOWHERE
 from leank.eval.papers.item import Contrast, Expect, Measurement
-from leank.eval.report.groups import which
 from leank.eval.rows.result_row import ResultRow
+from leank.stats import interval, mean
 
 Verdict = Literal["shows", "contradicts", "undecided", "not compared"]
 WORDS = {
@@ -117,9 +116,9 @@ def _samples(claim: Contrast, rows: Sequence[ResultRow]) -> dict[object, list[tu
     """Return both methods' figures of the samples that both have, by task and length."""
     found: dict[object, list[tuple[float, float]]] = defaultdict(list)
     batches: set[float] = set()  # the samples of a batch have the same seconds, which are one measurement
-    other = {(r["task"], r["length"], *which(r)): r for r in rows if r["method"] == claim.second}
+    other = {(r["task"], r["length"], r["sample"], r["seed"]): r for r in rows if r["method"] == claim.second}
     for row in rows:
-        against = other.get((row["task"], row["length"], *which(row)))
+        against = other.get((row["task"], row["length"], row["sample"], row["seed"]))
         if row["method"] != claim.first or against is None:
             continue
         ours, theirs = _measured(claim, row), _measured(claim, against)

@@ -17,8 +17,7 @@ from leank.eval.papers.judge import Judgement, contrast, expect
 from leank.eval.papers.portions import Portion, portions
 from leank.eval.papers.side_by_side import one_by_one, side_by_side
 from leank.eval.papers.steps import Options, ResolvedStep, keys_of
-from leank.eval.report.records import RunSummary
-from leank.eval.report.summary import summarise
+from leank.eval.report.summary import Run, summarise
 from leank.eval.rows.result_row import ResultRow
 from leank.eval.rows.results import GLOB, Key, Results, key_of, read
 from leank.files import write_json
@@ -49,7 +48,7 @@ class Made:
     alone: bool = True
 
     @cached_property
-    def runs(self) -> list[RunSummary]:
+    def runs(self) -> list[Run]:
         """The tables' numbers: a run for all rows that differ in the method alone."""
         return summarise(self.rows)["runs"] if self.rows else []
 

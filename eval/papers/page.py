@@ -14,9 +14,8 @@ from leank.eval.papers.make import Made
 from leank.eval.papers.registry import runs, status
 from leank.eval.papers.verdicts import headlines
 from leank.eval.report import plots, style
-from leank.eval.report.html import figure, page, to_table
-from leank.eval.report.table import ReportTable, TableLine
-from leank.eval.report.tables import by_length, markdown, number, overall
+from leank.eval.report.page import Section, page, to_figure, to_table
+from leank.eval.report.tables import Table, by_length, number, overall
 
 SHARED = "Processes that shared the machine took the milliseconds (--jobs): they compare nothing."
 LONG = 14  # lines above which a table is folded
@@ -38,7 +37,7 @@ code { font-size: .86rem; overflow-wrap: anywhere; }
 """
 
 
-def published_tables(item: Item) -> list[ReportTable]:
+def published_tables(item: Item) -> list[Table]:
     """Return the paper's own figures for an item, where eval/published has them."""
     found = []
     for name in item.tables:
@@ -46,18 +45,17 @@ def published_tables(item: Item) -> list[ReportTable]:
         extra = [key for key in ("length", "subset") if any(key in row for row in table["rows"])]
         columns = table["columns"] if table["by"] != "average" else []
         lines = [
-            TableLine([row["model"], row["method"], *(str(row.get(key, "")) for key in extra),
-                       *(number(score, 2) for score in row["scores"][: len(columns)]), number(row["average"], 2)],
-                      published=True)
+            [row["model"], row["method"], *(str(row.get(key, "")) for key in extra),
+             *(number(score, 2) for score in row["scores"][: len(columns)]), number(row["average"], 2)]
             for row in table["rows"]
         ]  # fmt: skip
         head = ["model", "method", *extra, *columns, "average"]
         title = f"{published.PAPERS[item.paper]}, table {name}: {table['title']} (published)"
-        found.append(ReportTable(title, head, lines, " ".join(table["errata"])))
+        found.append(Table.of(title, head, [], " ".join(table["errata"]), published=lines))
     return found
 
 
-def our_tables(made: Made) -> list[ReportTable]:
+def our_tables(made: Made) -> list[Table]:
     """Return the tables of an item's replays."""
     found = []
     for run in made.runs:
@@ -89,7 +87,7 @@ def as_markdown(made: Made) -> str:
         parts.append(f"The paper: {item.claim}")
     parts += [one.sentence for one in made.judgements]
     parts += [item.note] if item.note else []
-    parts += [markdown(table) for table in our_tables(made)]
+    parts += [table.markdown() for table in our_tables(made)]
     if not made.rows and not made.measured:
         parts.append(_not_there(item))
         parts += [f"{what}:\n\n    {line}" for what, line in commands(item)]
@@ -105,7 +103,6 @@ def as_html(everything: Sequence[Made], quick: bool) -> str:
     verdicts = [*named.values()]
     counts = {kind: sum(one.verdict == kind for _, one in verdicts) for kind in ("shows", "undecided", "contradicts")}
     parts = [
-        "<h1>Figures and tables of five papers</h1>",
         f"<p>{len(everything)} items. Verdicts of {amount(len(verdicts), 'comparison')} made here: {counts['shows']} "
         f"for the paper's claim, {counts['contradicts']} against it, {counts['undecided']} undecided. Intervals are "
         "95% bootstrap intervals: of two methods over the samples that both have, paired; of an analysis over its "
@@ -117,7 +114,9 @@ def as_html(everything: Sequence[Made], quick: bool) -> str:
         "<nav>" + "".join(_link(made) for made in everything) + "</nav>",
         *(_article(made) for made in everything),
     ]  # fmt: skip
-    whole = page("Figures and tables of five papers", "".join(parts))
+    whole = page(
+        "Figures and tables of five papers", [Section("Figures and tables of five papers", body="".join(parts))]
+    )
     return whole.replace("</style>", f"{LAYOUT}</style>", 1)
 
 
@@ -169,18 +168,18 @@ def _article(made: Made) -> str:
     return "".join(parts)
 
 
-def _small(table: ReportTable) -> str:
+def _small(table: Table) -> str:
     """Make a table under a small heading; a long one is folded."""
     made = to_table(table).replace("<h2>", "<h3>").replace("</h2>", "</h3>")
-    if len(table.lines) <= LONG:
+    if len(table.cells) <= LONG:
         return made
-    return f"<details><summary>{html.escape(table.title)}: {len(table.lines)} lines</summary>{made}</details>"
+    return f"<details><summary>{html.escape(table.title)}: {len(table.cells)} lines</summary>{made}</details>"
 
 
 def _drawings(made: Made) -> str:
     """Draw an item's analyses, and a figure's replays."""
     parts = [
-        figure(one.analysis.__doc__.splitlines()[0] if one.analysis.__doc__ else "",
+        to_figure(one.analysis.__doc__.splitlines()[0] if one.analysis.__doc__ else "",
                style.svg(one.analysis.plot(one.rows), f"{_anchor(made.item)}-{number}"))
         for number, one in enumerate(made.measured)
     ]  # fmt: skip
@@ -190,5 +189,5 @@ def _drawings(made: Made) -> str:
                 drawn = plots.draw(name, run)
                 if drawn is not None:
                     salt = f"{_anchor(made.item)}-{name}-{place}"
-                    parts.append(figure(plots.FIGURES[name][0], style.svg(drawn, salt)))
+                    parts.append(to_figure(plots.FIGURES[name][0], style.svg(drawn, salt)))
     return "".join(parts)

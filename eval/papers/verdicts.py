@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from leank.eval.papers.make import Made
-from leank.eval.report.table import ReportTable, TableLine
-from leank.eval.report.tables import markdown
+from leank.eval.report.tables import Table
 
 # what is asked first of the papers, and the items whose comparisons answer it
 CLAIMS: dict[str, tuple[str, ...]] = {
@@ -23,14 +22,14 @@ COLUMNS = ["item", "what is compared, and the claim", "here, with its 95% interv
 WORDS = {"shows": "shows", "contradicts": "contradicted", "undecided": "not decided"}
 
 
-def headlines(everything: Sequence[Made]) -> list[ReportTable]:
+def headlines(everything: Sequence[Made]) -> list[Table]:
     """Return a table of verdicts for each of CLAIMS on which there is something."""
     by_id = {made.item.id: made for made in everything}
     found = [(title, [by_id[name] for name in names if name in by_id]) for title, names in CLAIMS.items()]
     return [table(title, some) for title, some in found if any(made.judgements for made in some)]
 
 
-def table(title: str, some: Sequence[Made]) -> ReportTable:
+def table(title: str, some: Sequence[Made]) -> Table:
     """Return the verdicts of some items; items that share a comparison name it once."""
     seen: set[str] = set()
     lines = []
@@ -39,12 +38,12 @@ def table(title: str, some: Sequence[Made]) -> ReportTable:
             if one.sentence not in seen:
                 seen.add(one.sentence)
                 why = f" ({one.remarks})" if one.remarks else ""
-                lines.append(TableLine([made.item.id, one.compared, one.figures, f"{WORDS[one.verdict]}{why}"]))
-    return ReportTable(title, COLUMNS, lines)
+                lines.append([made.item.id, one.compared, one.figures, f"{WORDS[one.verdict]}{why}"])
+    return Table.of(title, COLUMNS, lines)
 
 
 def as_markdown(everything: Sequence[Made]) -> str:
     """Write the claims that are asked first, then every comparison."""
     tables = [*headlines(everything), table("Every comparison", everything)]
-    text = "\n\n".join(["# Claims of the papers", *map(markdown, tables)]) + "\n"
-    return text.replace("---:", "---")  # columns of words
+    text = "\n\n".join(["# Claims of the papers", *(table.markdown() for table in tables)]) + "\n"
+    return text.replace("--:|", "---|")  # columns of words

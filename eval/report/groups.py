@@ -1,4 +1,4 @@
-"""Which rows belong together: those of one run, of one method, and of one sample."""
+"""Which rows belong together (those of one run, of one method, of one sample), and a run's rows as one DataFrame."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import pandas as pd
+
 from leank.eval.rows.result_row import ResultRow, RowSettings, check_rows
 
-Pair = tuple[ResultRow, ResultRow]
 Variant = tuple[str, str]  # a method's label, and the digest of its settings
+SAMPLE = ["cell", "length", "task", "sample", "seed"]  # columns that tell a sample from every other of its run
+SECONDS = ("prefill", "seal", "first_token", "per_token")
+MARKED = ("not_compressed", "dense_only", "non_finite", "not_selected")  # samples whose score says less than it seems
+META = ("op", "d", "length", "depth_percent", "turn", "mode")  # of a row's `meta`: what tables group by
 
 
 def group(rows: Iterable[ResultRow]) -> list[list[ResultRow]]:
@@ -32,7 +37,15 @@ def group(rows: Iterable[ResultRow]) -> list[list[ResultRow]]:
             written[id(row["settings"])] = _texts(row["settings"])
         common, method = written[id(row["settings"])]
         run = runs[row["model"], row["benchmark"], row["compress"], common]
-        sample = (row["method"], method, row["task"], row["length"], row["settings"].get("data"), *which(row))
+        sample = (
+            row["method"],
+            method,
+            row["settings"].get("data"),
+            row["task"],
+            row["length"],
+            row["sample"],
+            row["seed"],
+        )
         if sample not in run or _rank(row) > _rank(run[sample]):
             run[sample] = row
     groups: dict[tuple[object, ...], list[ResultRow]] = defaultdict(list)
@@ -67,24 +80,24 @@ def variant(row: ResultRow) -> Variant:
 def labels(rows: Sequence[ResultRow]) -> dict[Variant, str]:
     """Return a name for every variant: the method's label, and the settings that differ if it has several.
 
-    Settings that were chosen to match bytes (eval.run.matched) differ from cell to cell and are left out, also where
-    a cell had nothing to match, and so are those of a choice within a choice that follow them, such as AdaKV's
+    Settings that were chosen to match bytes (`match=`) differ from cell to cell and are left out, also where a cell had
+    nothing to match, and so are those of a choice within a choice that follow them, such as AdaKV's
     `tokens.scores_of.budget`.
     """
     found: dict[str, dict[Variant, dict[str, Any]]] = defaultdict(dict)
     for row in rows:
         if variant(row) not in found[row["method"]]:
-            found[row["method"]][variant(row)] = _flat(row["settings"]["method"])
+            found[row["method"]][variant(row)] = flat(row["settings"]["method"])
     names = {}
     for label, variants in found.items():
-        matched = {_setting(name) for flat in variants.values() for name in flat.get("matched.settings", ())}
+        matched = {_setting(name) for one in variants.values() for name in one.get("matched.settings", ())}
         every = [
-            {k: v for k, v in flat.items() if not (k.startswith("matched.") or _setting(k) in matched)}
-            for flat in variants.values()
+            {k: v for k, v in one.items() if not (k.startswith("matched.") or _setting(k) in matched)}
+            for one in variants.values()
         ]
         differing = [k for k in dict.fromkeys(k for v in every for k in v) if len({repr(v.get(k)) for v in every}) > 1]
-        for of, flat in zip(variants, every, strict=True):
-            said = ", ".join(f"{name.rsplit('.', 1)[-1]}={flat[name]}" for name in differing if name in flat)
+        for of, one in zip(variants, every, strict=True):
+            said = ", ".join(f"{name.rsplit('.', 1)[-1]}={one[name]}" for name in differing if name in one)
             names[of] = f"{label} ({said})" if differing else label
     return names
 
@@ -94,38 +107,69 @@ def _setting(name: str) -> tuple[str, str]:
     return name.partition(".")[0], name.rpartition(".")[2]
 
 
-def _flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
+def flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings under dotted names."""
     out: dict[str, Any] = {}
     for name, value in tree.items():
-        out |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+        out |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
     return out
 
 
-def which(row: ResultRow) -> tuple[str, int]:
-    """Return what tells a row's sample from the others of its task and length."""
-    return row["sample"], row["seed"]
+def frame(rows: Sequence[ResultRow]) -> pd.DataFrame:
+    """Return a run's rows as a table, sorted by method, length and task; scores and shares are 0 to 100.
 
-
-def by_label(rows: Sequence[ResultRow]) -> dict[str, list[ResultRow]]:
-    """Return the rows of every method, in order, as `labels` names the methods."""
-    named = labels(rows)
-    found: dict[str, list[ResultRow]] = {name: [] for name in named.values()}
-    for row in rows:
-        found[named[variant(row)]].append(row)
-    return found
-
-
-def paired(methods: Mapping[str, Sequence[ResultRow]], first: str, second: str) -> list[Pair]:
-    """Return (row of `first`, row of `second`) for every sample that both methods have.
-
-    methods: the rows of each, see `by_label`.
+    `method` (as `labels` names it) and `task` are categories in order of appearance, and `cell` is the number of a
+    row's length and task. Figures that a row lacks are NaN.
+    `kl`, `top1`, `loss` and `loss_minus_dense` are NaN, too, where logits were NaN or infinite (`broken`).
     """
-    place = {(r["task"], r["length"], *which(r)): r for r in methods.get(first, ())}
-    mine = [(place.get((r["task"], r["length"], *which(r))), r) for r in methods.get(second, ())]
-    return [(a, b) for a, b in mine if a is not None]
+    named = labels(rows)
+    columns: dict[str, list[Any]] = {
+        "method": [named[variant(row)] for row in rows],
+        **{name: [row[name] for row in rows] for name in ("task", "sample", "seed", "metric", "prediction", "answers")},
+        "length": [row["length"] for row in rows],
+        "score": [100 * row["score"] for row in rows],
+        "cache_bytes": [row["cache_bytes"]["total"] for row in rows],
+        "allocated_bytes": [row["cache_bytes"].get("allocated") for row in rows],
+        "prompt_tokens": [row["prompt_tokens"] for row in rows],
+        **{name: [row["seconds"].get(name) for row in rows] for name in SECONDS},
+        "not_compressed": [row.get("compressed") is False for row in rows],
+        "dense_only": [bool(row.get("dense_only")) and bool(row["settings"]["method"]) for row in rows],
+        "non_finite": [row.get("non_finite") is not None for row in rows],
+        "not_selected": [row.get("selected_layer") == -1 for row in rows],
+        **{f"meta_{name}": [row["meta"].get(name) for row in rows] for name in META},
+    }
+    near = [row.get("fidelity") for row in rows]
+    columns["tokens_compared"] = [None if found is None else found["tokens"] for found in near]
+    columns["broken"] = [found is not None and found["non_finite"] is not None for found in near]
+    whole = [found if found is not None and found["non_finite"] is None else None for found in near]
+    columns["kl"] = [None if found is None else found["kl"] for found in whole]
+    columns["top1"] = [None if found is None else 100 * (found["top1"] or 0.0) for found in whole]
+    both = [found is not None and None not in (found["loss"], found["dense_loss"]) for found in whole]
+    columns["loss"] = [found["loss"] if there and found else None for found, there in zip(whole, both, strict=True)]
+    columns["dense_loss"] = [
+        found["dense_loss"] if there and found else None for found, there in zip(whole, both, strict=True)
+    ]
+    table = pd.DataFrame(columns)
+    table["method"] = pd.Categorical(table["method"], list(dict.fromkeys(named.values())))
+    table["task"] = pd.Categorical(table["task"], list(dict.fromkeys(table["task"])))
+    numbers = ["length", "allocated_bytes", *SECONDS, "tokens_compared", "kl", "top1", "loss", "dense_loss"]
+    table[numbers] = table[numbers].astype(float)
+    table["loss_minus_dense"] = table["loss"] - table["dense_loss"]
+    table["cell"] = table.groupby(["length", "task"], observed=True, dropna=False).ngroup()
+    return table.sort_values(["method", "cell"], kind="stable", ignore_index=True)
 
 
-def changed(methods: Mapping[str, Sequence[ResultRow]], first: str, second: str) -> list[Pair]:
-    """Return the pairs of `paired` whose replies differ, the largest loss of `second` first."""
-    differing = [(a, b) for a, b in paired(methods, first, second) if a["prediction"] != b["prediction"]]
-    return sorted(differing, key=lambda pair: pair[1]["score"] - pair[0]["score"])
+def paired(table: pd.DataFrame, first: str, second: str) -> pd.DataFrame:
+    """Return a line for every sample that both methods have, in the order of `second`.
+
+    table: of `frame`. The columns of the first method end in _first, those of the second in _second.
+    """
+    a, b = (table[table["method"] == name] for name in (first, second))
+    return b.merge(a, on=SAMPLE, suffixes=("_second", "_first"))
+
+
+def changed(table: pd.DataFrame, first: str, second: str) -> pd.DataFrame:
+    """Return the lines of `paired` whose replies differ, the largest loss of `second` first."""
+    pairs = paired(table, first, second)
+    gain = (pairs["score_second"] - pairs["score_first"])[pairs["prediction_first"] != pairs["prediction_second"]]
+    return pairs.loc[gain.sort_values(kind="stable").index]

@@ -1,22 +1,21 @@
-"""The figures of a report: accuracy by length, differences from dense, accuracy against the cache, needle heat maps."""
+"""The figures of a report: scores and distance from dense by length and against the cache, differences, needle maps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import matplotlib
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
-from leank.eval.report import fidelity_plots
-from leank.eval.report.needle import by_depth
-from leank.eval.report.records import AgainstDense, Figures, Interval, RunSummary
 from leank.eval.report.style import INK, MARKERS, PALETTE, SETTINGS, Style, legend, plain, sheet
+from leank.eval.report.summary import Record, Run
 
 CROWD = 8  # above so many methods a figure draws less of each
 NAMED = 32  # above so many, the methods that others beat have no name beside their point
+MIB = "MiB of cache per sample, after the prompt"
 
 
 def axes_of(config: Mapping[str, object]) -> str:
@@ -25,7 +24,7 @@ def axes_of(config: Mapping[str, object]) -> str:
     return " + ".join(choices) or "dense"
 
 
-def _styles(run: RunSummary) -> dict[str, Style]:
+def _styles(run: Run) -> dict[str, Style]:
     """Return colour and marker of each method."""
     styles: dict[str, Style] = {}
     number = 0
@@ -39,80 +38,82 @@ def _styles(run: RunSummary) -> dict[str, Style]:
     return styles
 
 
-def _errors(found: Sequence[tuple[float, Interval]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the values, and the distances to both ends of their intervals."""
-    middle = np.array([v for v, _ in found])
-    ends = np.array([i for _, i in found]).T
-    return middle, np.maximum(0, np.stack([middle - ends[0], ends[1] - middle]))
+def _errors(cells: pd.DataFrame, name: str) -> np.ndarray:
+    """Return the distances of a figure to both ends of its interval, [2, cells]."""
+    return np.maximum(0, np.stack([cells[name] - cells[f"{name}_low"], cells[f"{name}_high"] - cells[name]]))
 
 
-def _scores(cells: Iterable[Figures]) -> list[tuple[float, Interval]]:
-    """Return the scores with their intervals."""
-    return [(cell["score"], cell["interval"]) for cell in cells]
-
-
-def _differences(found: Iterable[AgainstDense]) -> list[tuple[float, Interval]]:
-    """Return the differences with their intervals."""
-    return [(one["difference"], one["interval"]) for one in found]
-
-
-def _reach(cells: Sequence[Figures]) -> tuple[float, float]:
+def _reach(cells: Sequence[Record]) -> tuple[float, float]:
     """Return the ends of a score axis: up to 100, and down to the lowest interval, at least 20 points."""
-    return max(-3, min(min(cell["interval"][0] for cell in cells) - 3, 80)), 103
+    return max(-3, min(min(cell["score_low"] for cell in cells) - 3, 80)), 103
 
 
-def by_length(run: RunSummary) -> Figure | None:
-    """Draw scores over lengths, one line per method."""
+def _score_or_kl(run: Run, name: str, against: str) -> Figure | None:
+    """Draw a figure of `by_length`, one line per method; None where there is nothing to show.
+
+    name: "score", or "kl", which is logarithmic: a KL of zero has no place there.
+    against: "length", or "bytes" with one point per length.
+    """
     lengths = [n for n in run["lengths"] if n is not None]
-    if len(lengths) < 2:
+    cells = pd.DataFrame(run["by_length"])
+    cells = cells[cells[name].notna() & ((name == "score") | (cells[name] > 0))]
+    cells = cells[cells["length"].notna() if against == "length" else cells["cache_bytes"] > 0]
+    if cells.empty or (against == "length" and len(lengths) < 2):
         return None
     figure = sheet(4.2)
     axes = plain(figure.add_subplot())
-    crowded = len(run["methods"]) > CROWD
+    crowded = len(run["methods"]) > CROWD and name == "score" and against == "length"
+    dotted = name == "score" and against == "bytes"
     for offset, (method, style) in enumerate(_styles(run).items()):
-        cells = [c for c in run["by_length"] if c["method"] == method and c["length"] is not None]
-        score, errors = _errors(_scores(cells))
-        aside = 0 if crowded else 0.03 * (offset - len(run["methods"]) / 2)
-        x = np.array([lengths.index(c["length"]) for c in cells if c["length"] is not None]) + aside
-        axes.errorbar(x, score, None if crowded else errors, label=method, capsize=2, linewidth=1.4, markersize=5,
-                      elinewidth=0.8, **style)  # fmt: skip
-    axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], rotation=45 if len(lengths) > 8 else 0)
-    axes.set(xlabel="tokens of prompt and reply", ylabel="score", ylim=_reach(run["by_length"]))
+        mine = cells[cells["method"] == method]
+        if mine.empty:
+            continue
+        if against == "length":
+            aside = 0.03 * (offset - len(run["methods"]) / 2) if name == "score" and not crowded else 0
+            x = np.array([lengths.index(n) for n in mine["length"]]) + aside
+        else:
+            x = mine["cache_bytes"].to_numpy() / 2**20
+        axes.errorbar(x, mine[name], None if crowded else _errors(mine, name), label=method, capsize=2, markersize=5,
+                      elinewidth=0.8, linewidth=0.6 if dotted else 1.4,
+                      linestyle="-" if not dotted else ":" if len(run["lengths"]) > 1 else "", **style)  # fmt: skip
+    if against == "length":
+        axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], rotation=45 if len(lengths) > 8 else 0)
+        axes.set_xlabel("tokens of prompt and reply")
+    else:
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_locator(matplotlib.ticker.LogLocator(base=2, subs=(1, 1.5)))
+        axes.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda x, _: f"{x:g}"))
+        axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+        axes.set_xlabel(f"{MIB}; one point per length" if len(run["lengths"]) > 1 else MIB)
+    if name == "score":
+        axes.set(ylabel="score", ylim=_reach(run["by_length"]))
+    else:
+        axes.set_yscale("log", nonpositive="clip")
+        axes.set_ylabel("KL from dense, nats a token")
     legend(figure)
     return figure
 
 
-def _over_lengths(found: Sequence[AgainstDense]) -> tuple[np.float64, NDArray[np.float64]]:
-    """Return the mean difference of a task over its lengths, and its distances to both ends of the interval."""
-    middle, errors = _errors(_differences(found))
-    # the lengths of a task are independent draws: errors of their mean add up in squares
-    return middle.mean(), np.sqrt((errors**2).sum(1)) / len(found)
-
-
-def differences(run: RunSummary) -> Figure | None:
-    """Draw paired differences from dense, one row per task."""
+def differences(run: Run) -> Figure | None:
+    """Draw paired differences from dense, one row per task; the mean over a task's lengths."""
+    cells = pd.DataFrame(run["cells"])
+    cells = cells[cells["difference"].notna()]
+    if len(run["tasks"]) == 1 or cells.empty:
+        return None  # of one task the overall table says it
     styles = {m: s for m, s in _styles(run).items() if m != run["dense"]}
-    if len(run["tasks"]) == 1:
-        return None  # the overall table says it
     crowded = len(styles) > CROWD
     figure = sheet(max(3.4, (0.1 + (0.05 if crowded else 0.08) * len(styles)) * len(run["tasks"]) + 1.5))
     axes = plain(figure.add_subplot())
-    shown = 0
     for offset, (method, style) in enumerate(styles.items()):
-        tasks: dict[str, list[AgainstDense]] = {}
-        for cell in run["cells"]:
-            if cell["method"] == method and "against_dense" in cell:
-                tasks.setdefault(cell["task"], []).append(cell["against_dense"])
-        if not tasks:
+        by_task = [(task, part) for task, part in cells[cells["method"] == method].groupby("task", sort=False)]
+        if not by_task:
             continue
-        shown += 1
-        means = [_over_lengths(found) for found in tasks.values()]
-        y = np.array([run["tasks"].index(task) for task in tasks]) + 0.7 * ((offset + 0.5) / len(styles) - 0.5)
-        axes.errorbar([mean for mean, _ in means], y, xerr=np.stack([error for _, error in means], 1),
+        # the lengths of a task are independent draws: errors of their mean add up in squares
+        errors = [np.sqrt((_errors(part, "difference") ** 2).sum(1)) / len(part) for _, part in by_task]
+        y = np.array([run["tasks"].index(task) for task, _ in by_task]) + 0.7 * ((offset + 0.5) / len(styles) - 0.5)
+        axes.errorbar([part["difference"].mean() for _, part in by_task], y, xerr=np.stack(errors, 1),
                       capsize=0 if crowded else 2, markersize=3 if crowded else 5, elinewidth=0.8, linestyle="",
                       label=method, **style)  # fmt: skip
-    if not shown:
-        return None
     axes.axvline(0, color=INK, linewidth=0.8)
     axes.set_yticks(range(len(run["tasks"])), run["tasks"])
     axes.invert_yaxis()
@@ -121,26 +122,29 @@ def differences(run: RunSummary) -> Figure | None:
     return figure
 
 
-def against_bytes(run: RunSummary) -> Figure | None:
-    """Draw scores over MiB of cache, one point per length."""
-    several = len(run["lengths"]) > 1
-    figure = sheet(4.2)
-    axes = plain(figure.add_subplot())
-    for method, style in _styles(run).items():
-        cells = [c for c in run["by_length"] if c["method"] == method and c["cache_bytes"]]
-        if not cells:
-            continue
-        score, errors = _errors(_scores(cells))
-        x = [(c["cache_bytes"] or 0) / 2**20 for c in cells]
-        axes.errorbar(x, score, errors, label=method, capsize=2, markersize=5, elinewidth=0.8, linewidth=0.6,
-                      linestyle=":" if several else "", **style)  # fmt: skip
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(matplotlib.ticker.LogLocator(base=2, subs=(1, 1.5)))
-    axes.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda x, _: f"{x:g}"))
-    axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
-    axes.set_xlabel("MiB of cache per sample, after the prompt" + ("; one point per length" if several else ""))
-    axes.set(ylabel="score", ylim=_reach(run["by_length"]))
-    legend(figure)
+def needle(run: Run) -> Figure | None:
+    """Draw the mean score by length and depth of the needle, one heat map per method and task."""
+    if not run["by_depth"]:
+        return None
+    maps = list(pd.DataFrame(run["by_depth"]).groupby(["method", "task"], sort=False))
+    columns = min(3, len(maps))
+    lines = -(-len(maps) // columns)
+    figure = sheet(0.6 + 2.3 * lines)
+    panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
+    for panel, ((method, task), found) in zip(panels.flat, maps, strict=False):
+        scores = found.pivot(index="depth", columns="length", values="score")
+        image = panel.pcolormesh(np.ma.masked_invalid(scores), vmin=0, vmax=100, cmap="viridis", linewidth=0)
+        panel.set_title(method if len(run["tasks"]) == 1 else f"{method}, {task}")
+        for axis, values in ((panel.xaxis, scores.columns), (panel.yaxis, scores.index)):
+            every = -(-len(values) // 8)
+            axis.set_ticks(np.arange(len(values))[::every] + 0.5, [f"{v:,g}" for v in values[::every]])
+        panel.tick_params(axis="x", rotation=45)
+    panels[0, 0].invert_yaxis()
+    for panel in panels.flat[len(maps) :]:
+        panel.set_axis_off()
+    figure.supxlabel("tokens", fontsize=9)
+    figure.supylabel("depth of the needle, %", fontsize=9)
+    figure.colorbar(image, ax=panels, label="score")  # of the last panel; all have the same scale
     return figure
 
 
@@ -174,46 +178,43 @@ def _name(axes: Axes, places: list[tuple[float, float, str]]) -> None:
         axes.annotate(text, (x, y), offset, textcoords="offset points", va="center", fontsize=size, arrowprops=line)
 
 
-def by_axes(run: RunSummary) -> Figure | None:
+def by_axes(run: Run) -> Figure | None:
     """Draw scores over the share of the dense cache that is held; the colour tells the axes that a method uses."""
-    cells = [c for c in run["overall"] if "against_dense" in c or c["method"] == run["dense"]]
+    cells = pd.DataFrame(run["overall"])
+    cells = cells[cells["share_of_dense"].notna() | (cells["method"] == run["dense"])]
     if run["dense"] is None or len(cells) < 3:
         return None
+    cells = cells.assign(
+        share=cells["share_of_dense"].fillna(100.0),
+        kind=[axes_of(run["methods"][method]) for method in cells["method"]],
+    )
     figure = sheet(max(4.2, 0.22 * min(len(cells), NAMED) + 1.5))
     axes = plain(figure.add_subplot())
-    kinds = dict.fromkeys(axes_of(run["methods"][c["method"]]) for c in cells)
-    places = []
-    for kind, colour in zip(kinds, (INK, *PALETTE * len(kinds)), strict=False):
-        mine = [c for c in cells if axes_of(run["methods"][c["method"]]) == kind]
-        score, errors = _errors(_scores(mine))
-        x = [100 * c["against_dense"]["bytes"] if "against_dense" in c else 100.0 for c in mine]
-        axes.errorbar(x, score, errors, label=kind, color=colour, marker="o", markersize=5, linestyle="", capsize=2,
-                      elinewidth=0.8)  # fmt: skip
-        places += [(x, y, cell["method"]) for x, y, cell in zip(x, score, mine, strict=True)]
-    best = front([p[:2] for p in places])
+    for (kind, mine), colour in zip(cells.groupby("kind", sort=False), (INK, *PALETTE * len(cells)), strict=False):
+        axes.errorbar(mine["share"], mine["score"], _errors(mine, "score"), label=kind, color=colour, marker="o",
+                      markersize=5, linestyle="", capsize=2, elinewidth=0.8)  # fmt: skip
+    places = list(cells[["share", "score", "method"]].itertuples(index=False, name=None))
+    best = front([(share, score) for share, score, _ in places])
     axes.plot(*zip(*best, strict=True), color=INK, alpha=0.5, linewidth=0.8, linestyle="--")
-    axes.set(xlabel="% of the dense cache's bytes, after the prompt", ylabel="score", ylim=_reach(cells))
-    axes.set_xlim(0, 1.3 * max(x for x, *_ in places))
+    axes.set(xlabel="% of the dense cache's bytes, after the prompt", ylabel="score", ylim=_reach(run["overall"]))
+    axes.set_xlim(0, 1.3 * cells["share"].max())
     _name(axes, [p for p in places if len(places) <= NAMED or p[:2] in best or p[2] == run["dense"]])
     legend(figure)
     return figure
 
 
-FIGURES: dict[str, tuple[str, Callable[[RunSummary], Figure | None]]] = {
-    "accuracy_by_length": ("Accuracy by length", by_length),
+FIGURES: dict[str, tuple[str, Callable[[Run], Figure | None]]] = {
+    "accuracy_by_length": ("Accuracy by length", lambda run: _score_or_kl(run, "score", "length")),
     "accuracy_by_axes": ("Accuracy against share of the dense cache; dashed: methods that no other beats", by_axes),
-    "needle_by_depth": ("Needle in a haystack: score by length and depth", by_depth),
+    "needle_by_depth": ("Needle in a haystack: score by length and depth", needle),
     "difference_from_dense": ("Difference from dense, by task", differences),
-    "accuracy_against_bytes": ("Accuracy against bytes of cache", against_bytes),
-    "kl_by_length": ("Distance from dense by length", lambda run: fidelity_plots.by_length(run, _styles(run))),
-    "kl_against_bytes": (
-        "Distance from dense against bytes of cache",
-        lambda run: fidelity_plots.against_bytes(run, _styles(run)),
-    ),
+    "accuracy_against_bytes": ("Accuracy against bytes of cache", lambda run: _score_or_kl(run, "score", "bytes")),
+    "kl_by_length": ("Distance from dense by length", lambda run: _score_or_kl(run, "kl", "length")),
+    "kl_against_bytes": ("Distance from dense against bytes of cache", lambda run: _score_or_kl(run, "kl", "bytes")),
 }
 
 
-def draw(name: str, run: RunSummary) -> Figure | None:
+def draw(name: str, run: Run) -> Figure | None:
     """Draw one of FIGURES for one run of a summary; return None where there is nothing to show."""
     with matplotlib.rc_context(SETTINGS):
         return FIGURES[name][1](run)

@@ -1,244 +1,248 @@
-"""Numbers of a report: means with bootstrap intervals, paired differences against dense, bytes and times."""
+"""Numbers of a report (summary.json): means with bootstrap intervals, paired differences, bytes and times.
+
+Intervals are computed in two passes: `Means` collects what is to be resampled, and one call draws them all.
+
+`summarise` returns {"resamples", "level", "runs"}. A run holds the rows of one model, benchmark and `compress` that
+differ in the method alone:
+
+    model, benchmark, compress, settings, versions      what all its rows share, and the versions that made them
+    dense               name of the method that differences are taken from; None if no row is of it
+    methods             configuration of each method by its name
+    lengths, tasks, rows
+    cells, by_length, overall       figures of each method by task and length, by length, and of all
+    differences         each method that is asked for, or has a learned mask, minus every other
+    by_op, by_depth, by_turn        scores by op (GSM-Infinite), by depth (needle) and by turn (conversations)
+
+The last seven are lists of records, which pandas reads as tables. Scores, shares and their differences are in points, 0
+to 100, and tasks and lengths count alike in a mean. NAME_low and NAME_high are the 95% interval of NAME. A figure is
+None where no row has it. Records of figures have
+
+    n, score, prompt_tokens
+    cache_bytes, allocated_bytes        mean bytes after the prompt, of the tensors and of the GPU's allocator
+    prefill, seal, first_token, per_token       mean seconds
+    not_compressed, dense_only, non_finite, not_selected        samples whose score says little (`tables.MARKS`)
+    pairs, difference, same_reply, share_of_dense       of the samples that dense has, too: their number, points above
+                        dense, % of equal replies, and the method's bytes in % of dense's
+    compared, tokens_compared, compared_non_finite      samples and next-token distributions compared with dense's, and
+                        samples whose logits were NaN or infinite, which the next means leave out
+    kl, top1, loss, loss_minus_dense    distance from dense (`eval.rows.result_row.Fidelity`)
+"""
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain, product
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from leank.bootstrap import DRAWS, LEVEL, Ends, Strata, mean, together
-from leank.eval.report import fidelity
-from leank.eval.report.groups import Variant, group, labels, variant, which
-from leank.eval.report.pairs import difference, differences, unasked
-from leank.eval.report.records import (
-    AgainstDense,
-    CellFigures,
-    DepthMap,
-    Figures,
-    LengthFigures,
-    Mark,
-    MethodFigures,
-    OpScores,
-    RunSummary,
-    Seconds,
-    Summary,
-)  # fmt: skip
-from leank.eval.report.turns import by_turn
+from leank.eval.report.groups import MARKED, SAMPLE, SECONDS, frame, group, labels, variant
 from leank.eval.rows.result_row import ResultRow
+from leank.stats import DRAWS, LEVEL, intervals, mean
 
-BySample = Mapping[tuple[str, int], ResultRow]
-SECONDS = ("prefill", "seal", "first_token", "per_token")
-# samples of a cell whose score says less than it seems to; rows of earlier versions lack the fields and count as none
-MARKED: dict[Mark, Callable[[ResultRow], bool]] = {
-    "not_compressed": lambda row: row.get("compressed") is False,
-    "dense_only": lambda row: bool(row.get("dense_only")) and bool(row["settings"]["method"]),
-    "non_finite": lambda row: row.get("non_finite") is not None,
-    "not_selected": lambda row: row.get("selected_layer") == -1,
-}
+COLUMNS = 8  # learned masks that are compared unasked: pairs grow with their number, and no page is wider
+Record = dict[str, Any]
+Run = dict[str, Any]
+Values = np.ndarray
 
 
-def summarise(rows: Iterable[ResultRow]) -> Summary:
-    """Compute everything that a report shows.
+class Means:
+    """Means of strata, whose intervals are drawn at once.
 
-    There is one run for all rows of a model, benchmark and compress switch that differ in the method alone; rows of
-    other settings make a run of their own. Within a run `cells` are of one method, task and length, `by_length` of one
-    method and length over its tasks, and `overall` of one method. `differences` are those of every method with a
-    learned mask minus every other, over all tasks and lengths, as long as there are at most `pairs.COLUMNS` such masks.
+    `add` writes a mean into a record at once, and `draw` the intervals of all of them, under NAME_low and NAME_high.
+    """
+
+    def __init__(self) -> None:
+        self._wanted: list[tuple[Record, str, list[Values]]] = []
+
+    def add(self, record: Record, name: str, strata: list[Values]) -> None:
+        """Write the mean of some strata, None if there are none."""
+        record |= {name: mean(strata) if strata else None, f"{name}_low": None, f"{name}_high": None}
+        if strata:
+            self._wanted.append((record, name, strata))
+
+    def draw(self) -> None:
+        """Write all intervals."""
+        found = intervals([strata for *_, strata in self._wanted])
+        for (record, name, _), (low, high) in zip(self._wanted, found, strict=True):
+            record |= {f"{name}_low": low, f"{name}_high": high}
+
+
+def strata(table: pd.DataFrame, name: str) -> list[Values]:
+    """Return the values of a column by length and task (the column `cell`), without those that are missing."""
+    values = table[name].to_numpy(float)
+    there = ~np.isnan(values)
+    return split(values[there], table["cell"].to_numpy()[there])
+
+
+def split(values: Values, cells: Values) -> list[Values]:
+    """Split values by their cells; those of a cell stand together."""
+    return np.split(values, np.flatnonzero(np.diff(cells)) + 1) if len(values) else []
+
+
+def summarise(rows: Iterable[ResultRow]) -> dict[str, Any]:
+    """Compute everything that a report shows; this module says what it holds.
 
     Raises ValueError for a row that no report can be computed from.
     """
     return summarise_groups(group(rows))
 
 
-def summarise_groups(groups: Iterable[Sequence[ResultRow]], parts: bool = True, columns: Sequence[str] = ()) -> Summary:
-    """Compute the same from rows that `group` has grouped already.
+def summarise_groups(groups: Iterable[Sequence[ResultRow]], columns: Sequence[str] = ()) -> dict[str, Any]:
+    """Compute `summarise` of rows that `group` has grouped already.
 
-    parts: whether cells, lengths, differences, ops and depths are wanted, too; without them the intervals of `overall`
-        alone are drawn, and the other lists are empty.
-    columns: labels of the methods whose differences from every other are wanted, in place of the learned masks.
+    columns: names of the methods whose differences from every other are wanted, in place of the learned masks.
     """
-    return {"resamples": DRAWS, "level": LEVEL, "runs": [_run(rows, parts, columns) for rows in groups]}
+    return {"resamples": DRAWS, "level": LEVEL, "runs": [_run(rows, columns) for rows in groups]}
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    there = [v for v in values if v is not None]
-    return float(np.mean(there)) if there else None
+def learned(methods: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the names of the methods that have a learned mask. methods: configurations by name."""
+    return [name for name, config in methods.items() if config.get("channels", {}).get("name") == "leank"]
 
 
-@dataclass(frozen=True)
-class _Cell:
-    """Rows of one method in one task at one length, with their columns, which all tables of these rows share.
+def _run(rows: Sequence[ResultRow], columns: Sequence[str]) -> Run:
+    """Summarise rows that differ in method, task, length and sample alone."""
+    configs = {variant(row): row["settings"]["method"] for row in rows}
+    methods = {name: configs[of] for of, name in labels(rows).items()}
+    dense = next((name for name, config in methods.items() if not config), None)
+    masks = learned(methods)
+    compared = [name for name in columns or masks if name in methods] if columns or len(masks) <= COLUMNS else []
+    table = _beside_dense(frame(rows), dense)
+    common = {name: value for name, value in rows[0]["settings"].items() if name not in ("method", "data")}
+    if data := {row["task"]: row["settings"]["data"] for row in rows if "data" in row["settings"]}:
+        common["data"] = data
+    means = Means()
+    run = {
+        **{name: rows[0][name] for name in ("model", "benchmark", "compress")},
+        "settings": common,
+        "versions": sorted({json.dumps(row["versions"], sort_keys=True) for row in rows}),
+        "dense": dense,
+        "methods": methods,
+        "lengths": [_plain(length) for length in sorted(table["length"].unique(), key=lambda n: (np.isnan(n), n))],
+        "tasks": list(table["task"].cat.categories),
+        "rows": len(rows),
+        "cells": _figures(table, ["method", "length", "task"], means),
+        "by_length": _figures(table, ["method", "length"], means),
+        "overall": _figures(table, ["method"], means),
+        "differences": _differences(table, compared, means),
+        "by_op": _by_op(table),
+        "by_depth": _by_depth(table),
+        "by_turn": _by_turn(table, means),
+    }
+    means.draw()
+    return run
 
-    scores: points. numbers: by name of the column. marked: samples with each mark.
-    gains, same, mine, whole: of the samples that dense has, too: points above dense, whether the replies are equal, and
-      both cache bytes.
-    """
 
-    rows: Sequence[ResultRow]
-    scores: Sequence[float]
-    numbers: Mapping[str, Sequence[float | None]]
-    marked: Mapping[Mark, int]
-    gains: Sequence[float]
-    same: Sequence[bool]
-    mine: Sequence[float]
-    whole: Sequence[float]
+def _plain(value: object) -> Any:
+    """Return a value as JSON has it: None for NaN, and int for a length."""
+    if isinstance(value, float):
+        return None if np.isnan(value) else int(value) if value == int(value) else float(value)
+    return value
 
 
-def _cell(rows: Sequence[ResultRow], dense: BySample) -> _Cell:
-    """Read the columns of some rows. dense: the rows to compare with, by sample; empty without any."""
-    numbers: dict[str, list[float | None]] = {name: [r["seconds"].get(name) for r in rows] for name in SECONDS}
-    numbers["cache_bytes"] = [r["cache_bytes"]["total"] for r in rows]
-    numbers["allocated_bytes"] = [r["cache_bytes"].get("allocated") for r in rows]
-    numbers["prompt_tokens"] = [r["prompt_tokens"] for r in rows]
-    pairs = [(r, d) for r in rows if (d := dense.get(which(r))) is not None] if dense else []
-    return _Cell(
-        rows,
-        [100 * r["score"] for r in rows],
-        numbers,
-        {mark: sum(map(has, rows)) for mark, has in MARKED.items()},
-        [100 * (r["score"] - d["score"]) for r, d in pairs],
-        [r["prediction"] == d["prediction"] for r, d in pairs],
-        [r["cache_bytes"]["total"] for r, _ in pairs],
-        [d["cache_bytes"]["total"] for _, d in pairs],
+def _beside_dense(table: pd.DataFrame, dense: str | None) -> pd.DataFrame:
+    """Add what dense has of each sample: points above it, whether replies are equal, and both bytes; NaN without it."""
+    of_dense = table.loc[table["method"] == dense, [*SAMPLE, "score", "prediction", "cache_bytes"]]
+    base = table[SAMPLE].merge(of_dense, on=SAMPLE, how="left")
+    there = base["score"].notna().to_numpy() & (table["method"] != dense).to_numpy()
+    return table.assign(
+        difference=(table["score"] - base["score"]).where(there),
+        same_reply=(100.0 * (table["prediction"] == base["prediction"])).where(there),
+        paired_bytes=table["cache_bytes"].where(there),
+        dense_bytes=base["cache_bytes"].where(there),
     )
 
 
-def _against_dense(cells: Sequence[_Cell]) -> Generator[Strata, Ends, AgainstDense | None]:
-    """The paired difference from dense, and the share of equal replies and of bytes; None without common samples."""
-    found = yield from difference(cell.gains for cell in cells)
-    if found is None:
-        return None
-    same = float(np.mean([equal for cell in cells for equal in cell.same]))
-    mine, whole = sum(chain.from_iterable(c.mine for c in cells)), sum(chain.from_iterable(c.whole for c in cells))
-    return {**found, "same_reply": same, "bytes": mine / whole}
+def _groups(table: pd.DataFrame, by: Sequence[str]) -> Iterable[tuple[Record, pd.DataFrame]]:
+    """Yield the lines that agree in the columns `by`, with these columns' values, in order."""
+    for key, part in table.groupby([*by], observed=True, dropna=False):
+        yield {name: _plain(value) for name, value in zip(by, key, strict=True)}, part
 
 
-def _figures(cells: Sequence[_Cell]) -> Generator[Strata, Ends, Figures]:
-    """Figures of one method over some cells, which count alike. Yields what `bootstrap.together` draws intervals of."""
+def _average(values: pd.Series) -> float | None:
+    there = values.to_numpy(float)
+    there = there[~np.isnan(there)]
+    return float(np.mean(there)) if len(there) else None
 
-    def average(name: str) -> float | None:
-        return _mean(chain.from_iterable(cell.numbers[name] for cell in cells))
 
-    groups = [cell.scores for cell in cells]
-    out: Figures = {
-        "n": sum(map(len, groups)),
-        "score": mean(groups),
-        "interval": (yield groups),
-        "cache_bytes": average("cache_bytes"),
-        "allocated_bytes": average("allocated_bytes"),
-        "not_compressed": sum(cell.marked["not_compressed"] for cell in cells),
-        "dense_only": sum(cell.marked["dense_only"] for cell in cells),
-        "non_finite": sum(cell.marked["non_finite"] for cell in cells),
-        "not_selected": sum(cell.marked["not_selected"] for cell in cells),
-        "prompt_tokens": average("prompt_tokens"),
-        "seconds": Seconds(
-            prefill=average("prefill"), seal=average("seal"), first_token=average("first_token"),
-            per_token=average("per_token"),
-        ),
-    }  # fmt: skip
-    if (against := (yield from _against_dense(cells))) is not None:
-        out["against_dense"] = against
-    if (near := (yield from fidelity.figures([cell.rows for cell in cells]))) is not None:
-        out["fidelity"] = near
+def _figures(table: pd.DataFrame, by: Sequence[str], means: Means) -> list[Record]:
+    """Compute the figures of each method, or of each method and length and task."""
+    out = []
+    for record, part in _groups(table, by):
+        record["n"] = len(part)
+        means.add(record, "score", strata(part, "score"))
+        means.add(record, "difference", strata(part, "difference"))
+        record["pairs"] = int(part["difference"].notna().sum())
+        record["same_reply"] = _average(part["same_reply"])
+        record["share_of_dense"] = (
+            100 * float(part["paired_bytes"].sum() / part["dense_bytes"].sum()) if record["pairs"] else None
+        )
+        for name in ("cache_bytes", "allocated_bytes", "prompt_tokens", *SECONDS):
+            record[name] = _average(part[name])
+        for name in MARKED:
+            record[name] = int(part[name].sum())
+        record["compared"] = int(part["tokens_compared"].notna().sum())
+        record["tokens_compared"] = int(part["tokens_compared"].sum())
+        record["compared_non_finite"] = int(part["broken"].sum())
+        for name in ("kl", "top1", "loss_minus_dense"):
+            means.add(record, name, strata(part, name))
+        losses = strata(part, "loss")
+        record["loss"] = mean(losses) if losses else None
+        out.append(record)
     return out
 
 
-def _common(rows: Sequence[ResultRow]) -> dict[str, object]:
-    """The settings that all rows of a run share, and the digest of each task's data where there is one."""
-    shared = {name: value for name, value in rows[0]["settings"].items() if name not in ("method", "data")}
-    data = {row["task"]: row["settings"]["data"] for row in rows if "data" in row["settings"]}
-    return {**shared, "data": data} if data else shared
+def _differences(table: pd.DataFrame, columns: Sequence[str], means: Means) -> list[Record]:
+    """Compute each method of `columns` minus every other method, over all samples that both have."""
+    out: list[Record] = []
+    if not columns:
+        return out
+    scores = table.set_index(["cell", "sample", "seed", "method"])["score"].unstack("method")
+    for method in columns:
+        for other in scores.columns.drop(method):
+            gain = (scores[method] - scores[other]).dropna()
+            if len(gain):
+                record: Record = {"method": method, "minus": other, "n": len(gain)}
+                means.add(record, "difference", split(gain.to_numpy(), gain.index.get_level_values("cell").to_numpy()))
+                out.append(record)
+    return out
 
 
-def _run(rows: Sequence[ResultRow], parts: bool, columns: Sequence[str]) -> RunSummary:
-    """The summary of rows that differ in method, task, length and sample alone."""
-    named, configs = labels(rows), {variant(r): r["settings"]["method"] for r in rows}
-    tasks = list(dict.fromkeys(r["task"] for r in rows))
-    lengths = sorted(dict.fromkeys(r["length"] for r in rows), key=lambda n: (n is None, n))
-    methods = {name: configs[of] for of, name in named.items()}
-    dense = next((name for name, config in methods.items() if not config), None)
-    compared = [name for name in columns or unasked(methods) if name in methods]
-    cells, by_length, overall = _tables(rows, named, dense, lengths, tasks, parts)
-    return {
-        "model": rows[0]["model"],
-        "benchmark": rows[0]["benchmark"],
-        "compress": rows[0]["compress"],
-        "settings": _common(rows),
-        "versions": sorted(
-            {json.dumps(v, sort_keys=True) for v in {id(r["versions"]): r["versions"] for r in rows}.values()}
-        ),
-        "dense": dense,
-        "methods": methods,
-        "lengths": lengths,
-        "tasks": tasks,
-        "rows": len(rows),
-        "cells": cells,
-        "by_length": by_length,
-        "overall": overall,
-        "differences": differences(rows, named, compared) if parts else [],
-        "by_op": _by_op(rows, named) if parts else [],
-        "by_depth": _by_depth(rows, named) if parts else [],
-        "by_turn": by_turn(rows, named) if parts else [],
-    }
-
-
-def _tables(
-    rows: Sequence[ResultRow], named: Mapping[Variant, str], dense: str | None, lengths: Sequence[int | None],
-    tasks: Sequence[str], parts: bool,
-) -> tuple[list[CellFigures], list[LengthFigures], list[MethodFigures]]:  # fmt: skip
-    """Figures by task and length, by length, and overall, each method in turn. dense: its label, None without any."""
-    table: dict[tuple[str, int | None, str], list[ResultRow]] = defaultdict(list)
-    for row in rows:
-        table[named[variant(row)], row["length"], row["task"]].append(row)
-    base = {key[1:]: {which(r): r for r in some} for key, some in table.items() if key[0] == dense}
-    by_length: dict[tuple[str, int | None], list[_Cell]] = defaultdict(list)
-    overall: dict[str, list[_Cell]] = defaultdict(list)
-    cells: dict[tuple[str, int | None, str], _Cell] = {}
-    for method, length, task in product(dict.fromkeys(named.values()), lengths, tasks):
-        if some := table.get((method, length, task)):
-            cell = _cell(some, base.get((length, task), {}) if method != dense else {})
-            cells[method, length, task] = cell
-            by_length[method, length].append(cell)
-            overall[method].append(cell)
-    wanted = [[[cell] for cell in cells.values()], [*by_length.values()]] if parts else [[], []]
-    drawn = iter(together(map(_figures, chain(*wanted, overall.values()))))
-    return (
-        [{"method": m, "length": n, "task": t, **next(drawn)} for m, n, t in cells] if parts else [],
-        [{"method": m, "length": n, **next(drawn)} for m, n in by_length] if parts else [],
-        [{"method": m, **next(drawn)} for m in overall],
+def _by_op(table: pd.DataFrame) -> list[Record]:
+    """GSM-Infinite: mean score (0 to 1, as in the paper) of each method by subset, length and op."""
+    rows = table[(table["metric"] == "gsm_infinite") & table["meta_op"].notna()]
+    if rows.empty:
+        return []
+    subset = rows["meta_d"].map({2: "medium", 3: "hard"}).fillna("realistic")
+    names = (subset + " " + rows["meta_length"].fillna("").astype(str).str.upper()).str.strip()
+    rows = rows.assign(
+        subset=pd.Categorical(names, names.unique()), op=rows["meta_op"].astype(int), fraction=rows["score"] / 100
     )
-
-
-def _by_op(rows: Sequence[ResultRow], named: Mapping[Variant, str]) -> list[OpScores]:
-    """GSM-Infinite: accuracy (0-1) of each method by op, one group per subset and length."""
-    scores: dict[str, dict[str, dict[str, list[float]]]] = {}
-    for row in rows:
-        if row["metric"] != "gsm_infinite" or "op" not in row["meta"]:
-            continue
-        subset = {2: "medium", 3: "hard"}.get(row["meta"].get("d", 0), "realistic")
-        length = str(row["meta"].get("length", "")).upper()
-        group = scores.setdefault(f"{subset} {length}".strip(), {}).setdefault(named[variant(row)], {})
-        group.setdefault(str(row["meta"]["op"]), []).append(row["score"])
     return [
-        {"name": name, "methods": {m: {op: float(np.mean(s)) for op, s in ops.items()} for m, ops in found.items()}}
-        for name, found in scores.items()
+        {**key, "n": len(part), "score": _average(part["fraction"])}
+        for key, part in _groups(rows, ["subset", "method", "op"])
     ]
 
 
-def _by_depth(rows: Sequence[ResultRow], named: Mapping[Variant, str]) -> list[DepthMap]:
-    """Needle in a haystack: mean score of each method by depth (lines) and length (columns)."""
-    found: dict[tuple[str, str], dict[tuple[float, int], list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        if row["length"] is not None and "depth_percent" in row["meta"]:
-            place = row["meta"]["depth_percent"], row["length"]
-            found[named[variant(row)], row["task"]][place].append(100 * row["score"])
-    maps: list[DepthMap] = []
-    for (method, task), cells in found.items():
-        depths, lengths = sorted({depth for depth, _ in cells}), sorted({length for _, length in cells})
-        scores = [[_mean(cells.get((depth, length), ())) for length in lengths] for depth in depths]
-        maps.append({"method": method, "task": task, "depths": depths, "lengths": lengths, "scores": scores})
-    return maps
+def _by_depth(table: pd.DataFrame) -> list[Record]:
+    """Needle in a haystack: mean score of each method and task by length and depth of the needle."""
+    rows = table[table["length"].notna() & table["meta_depth_percent"].notna()]
+    rows = rows.assign(depth=rows["meta_depth_percent"])
+    return [
+        {**key, "n": len(part), "score": _average(part["score"])}
+        for key, part in _groups(rows, ["method", "task", "length", "depth"])
+    ]
+
+
+def _by_turn(table: pd.DataFrame, means: Means) -> list[Record]:
+    """Conversations: mean score of each method by mode, length and turn; tasks count alike."""
+    rows = table[table["meta_turn"].notna() & table["meta_mode"].notna()]
+    rows = rows.rename(columns={"meta_mode": "mode", "meta_turn": "turn"})
+    out = []
+    for record, part in _groups(rows, ["mode", "length", "method", "turn"]):
+        record["n"] = len(part)
+        means.add(record, "score", strata(part, "score"))
+        out.append(record)
+    return out

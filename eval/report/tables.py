@@ -1,19 +1,23 @@
-"""The tables of a report, laid out as LeanK's: by length (table 3), by task (2, 13, 18), GSM-Infinite (4, 14)."""
+"""The tables of a report, laid out as LeanK's: by length (table 3), by task (2, 13, 18), GSM-Infinite (4, 14).
+
+A `Table` is a DataFrame of texts, which pandas writes in Markdown and LaTeX and `eval.report.page` in HTML.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from leank.escape import markdown as escaped
-from leank.escape import markdown_table
+import pandas as pd
+
 from leank.eval import published
 from leank.eval.metrics.gsm_infinite import auc
-from leank.eval.report import fidelity, pairs
-from leank.eval.report.records import Difference, Figures, Mark, MethodFigures, RunSummary
-from leank.eval.report.table import ReportTable, TableLine
+from leank.eval.report.groups import flat
+from leank.eval.report.summary import COLUMNS, Record, Run, learned
 
 # the mark behind a score, and the sentence below the table
-MARKS: dict[Mark, tuple[str, str]] = {
+MARKS = {
     "not_compressed": ("†", "Nothing was compressed, as sink and window or the budget hold the whole prompt: such a "
                        "score says nothing about the method"),
     "dense_only": ("‡", "The first token alone decided the reply, and the dense pass chose it: such a score says "
@@ -22,9 +26,68 @@ MARKS: dict[Mark, tuple[str, str]] = {
     "not_selected": ("¶", "No layer was selected, as the ranks of the tokens never settled or the budget holds the "
                      "whole prompt"),
 }  # fmt: skip
-# the modes of conversations in words
+BROKEN = MARKS["non_finite"][0]
 TURNS = {"conversation": "all turns on one cache", "reuse": "each question on a copy of the context's cache"}
 PAPER_LENGTHS = {4096: "4K", 8192: "8K", 16384: "16K", 32768: "32K", 65536: "64K", 131072: "128K"}
+SETTINGS = ("ratio", "pruning_ratio", "budget", "bits")  # of a method's axes: how much it keeps
+LATEX = str.maketrans({
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
+    ">": r"\textgreater{}", "|": r"\textbar{}", **{c: f"\\{c}" for c in "&%$#_{}"},
+})  # fmt: skip
+WIDE = 8  # columns; a LaTeX table of more is scaled to the width of the text
+
+
+@dataclass
+class Table:
+    """A table with its heading; `note` stands below it.
+
+    cells: texts; the first column names the lines.
+    shades: points from dense by (line, column), which colour a cell of the page.
+    published: how many of the last lines are figures that a paper printed.
+    """
+
+    title: str
+    cells: pd.DataFrame
+    note: str = ""
+    shades: Mapping[tuple[int, int], float] | None = None
+    published: int = 0
+
+    @classmethod
+    def of(
+        cls, title: str, head: Sequence[str], lines: Sequence[Sequence[str]], note: str = "",
+        shades: Mapping[tuple[int, int], float | None] | None = None, published: Sequence[Sequence[str]] = (),
+    ) -> Table:  # fmt: skip
+        """Make a table of lines of texts; lines that a paper printed stand below the others."""
+        cells = pd.DataFrame([*lines, *published], columns=list(head), dtype=object)
+        there = {place: shade for place, shade in (shades or {}).items() if shade}
+        return cls(title, cells, note, there, len(published))
+
+    def markdown(self) -> str:
+        """Write the table with its heading and note."""
+        texts = [[_one_line(text) for text in line] for line in [self.cells.columns, *self.cells.to_numpy()]]
+        numbers = ["right"] * (len(texts[0]) - 1)
+        body = pd.DataFrame(texts[1:], columns=texts[0]).to_markdown(
+            index=False, disable_numparse=True, colalign=["left", *numbers] if len(texts) > 1 else None
+        )
+        return f"## {_one_line(self.title)}\n\n{body}" + (f"\n\n{_one_line(self.note)}" if self.note else "")
+
+    def latex(self, about: str = "") -> str:
+        """Write a table environment for booktabs, the papers' figures in italics. about: what the caption adds."""
+        cells, own = self.cells.map(lambda text: text.translate(LATEX)), len(self.cells) - self.published
+        cells.columns = [str(name).translate(LATEX) for name in cells.columns]
+        cells[own:] = cells[own:].map(lambda text: rf"\textit{{{text}}}")
+        columns = "l" + "r" * (cells.shape[1] - 1)
+        body = cells.to_latex(index=False, column_format=columns)
+        if cells.shape[1] > WIDE:
+            body = f"\\resizebox{{\\textwidth}}{{!}}{{%\n{body}}}\n"
+        caption = ". ".join(part.rstrip(".") for part in (self.title, about, self.note) if part) + "."
+        return f"\\begin{{table}}\n\\centering\n\\caption{{{caption.translate(LATEX)}}}\n{body}\\end{{table}}\n"
+
+
+def _one_line(text: object) -> str:
+    """Write a text so that it stays in its cell of a Markdown table, without markup."""
+    words = " ".join(str(text).split())
+    return words.replace("\\", "\\\\").replace("|", "\\|").replace("<", "\\<").replace("*", "\\*").replace("`", "\\`")
 
 
 def size(count: float | None) -> str:
@@ -43,23 +106,36 @@ def number(value: float | None, digits: int = 1) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def ms(seconds: float | None) -> str:
-    """Write seconds as milliseconds."""
-    return "-" if seconds is None else f"{1000 * seconds:.1f}"
+def with_interval(record: Record, name: str, form: str = ".1f", unit: str = "") -> str:
+    """Write a figure with its interval; nothing where the record has none."""
+    if record.get(name) is None:
+        return ""
+    ends = ", ".join(f"{record[f'{name}_{end}']:{form}}" for end in ("low", "high"))
+    return f"{record[name]:{form}}{unit} [{ends}]"
 
 
-def marks(cell: Figures) -> str:
-    """Return the marks that stand behind a cell's score."""
-    return "".join(mark for name, (mark, _) in MARKS.items() if cell.get(name))
+def scored(cell: Record) -> str:
+    """Write a mean score with the marks of its samples."""
+    return number(cell["score"]) + "".join(mark for name, (mark, _) in MARKS.items() if cell[name])
 
 
-def remarks(cells: Iterable[MethodFigures]) -> list[str]:
+def mean(cell: Record) -> str:
+    """Write a mean score with its marks and interval."""
+    return f"{scored(cell)} [{cell['score_low']:.1f}, {cell['score_high']:.1f}]"
+
+
+def difference(record: Record | None) -> str:
+    """Write a paired difference in points with its interval; nothing without one."""
+    return "" if record is None else with_interval(record, "difference", "+.1f")
+
+
+def remarks(cells: Iterable[Record]) -> list[str]:
     """Return a sentence for every mark that these cells have, with the count of such samples by method."""
     out, cells = [], list(cells)
     for name, (mark, sentence) in MARKS.items():
         counts: dict[str, tuple[int, int]] = {}
         for cell in cells:
-            if cell.get(name):
+            if cell[name]:
                 found, of = counts.get(cell["method"], (0, 0))
                 counts[cell["method"]] = found + cell[name], of + cell["n"]
         if counts:
@@ -68,146 +144,170 @@ def remarks(cells: Iterable[MethodFigures]) -> list[str]:
     return out
 
 
-def scored(cell: Figures) -> str:
-    """Write a mean with its marks."""
-    return number(cell["score"]) + marks(cell)
-
-
-def bounds(interval: tuple[float, float]) -> str:
-    """Write an interval."""
-    return f"[{interval[0]:.1f}, {interval[1]:.1f}]"
-
-
-def mean(cell: Figures) -> str:
-    """Write a mean with its marks and interval."""
-    return f"{scored(cell)} {bounds(cell['interval'])}"
-
-
-def difference(found: Difference | None) -> str:
-    """Write a paired difference with its interval; nothing for None."""
-    if found is None:
-        return ""
-    return f"{found['difference']:+.1f} [{found['interval'][0]:+.1f}, {found['interval'][1]:+.1f}]"
-
-
-def _shade(cell: Figures | None) -> float | None:
-    return cell["against_dense"]["difference"] if cell and "against_dense" in cell else None
-
-
-def lacking(run: RunSummary) -> list[str]:
+def _lacking(run: Run) -> list[str]:
     """Return a sentence where methods lack samples that others have, as in a run that was stopped or of few shards."""
-    most: dict[tuple[int | None, str], int] = {}
-    for cell in run["cells"]:
-        most[cell["length"], cell["task"]] = max(cell["n"], most.get((cell["length"], cell["task"]), 0))
-    every = sum(most.values())
+    cells = pd.DataFrame(run["cells"])
+    every = int(cells.groupby(["length", "task"], dropna=False)["n"].max().sum())
     few = ", ".join(f"{cell['method']} {cell['n']} of {every}" for cell in run["overall"] if cell["n"] < every)
     if not few:
         return []
     return [f"Some methods lack samples that others have ({few}): compare differences, not means over other samples."]
 
 
-def overall(run: RunSummary) -> ReportTable:
-    """Make a table with one line per method: score, difference, bytes, times."""
-    lines, text = [], fidelity.is_text(run)
+def settings(config: Mapping[str, object]) -> str:
+    """Write the settings of a method that say how much it keeps."""
+    found = ((name.split("."), value) for name, value in flat(config).items() if isinstance(value, int | float))
+    return ", ".join(
+        f"{'prefill ' if axis == 'prefill' else ''}{name[0]}={value:.3g}"
+        for (axis, *name), value in found if len(name) == 1 and name[0] in SETTINGS
+    )  # fmt: skip
+
+
+def overall(run: Run) -> Table:
+    """Make a table with one line per method: settings, score, difference, bytes, times."""
+    text = run["benchmark"] == "text"
+    lines = []
     for cell in run["overall"]:
-        against, seconds = cell.get("against_dense"), cell["seconds"]
-        lines.append(
-            TableLine(
-                [
-                    *(cell["method"], str(cell["n"]), mean(cell), difference(against)),
-                    f"{100 * against['same_reply']:.0f}%" if against and not text else "",
-                    size(cell["cache_bytes"]),
-                    f"{100 * against['bytes']:.0f}%" if against else "",
-                    *(ms(seconds["first_token"]), ms(seconds["per_token"])),
-                ],
-                [None, None, _shade(cell)],
-            )
-        )
-    head = ["method", "n", "score", "difference", "same reply", "cache", "of dense", "first token, ms", "a token, ms"]
-    note = "Cache: mean bytes after the prompt. Score and difference from dense (paired): 95% bootstrap intervals."
-    note += " Score: share of the text's tokens that the method ranks first." if text else ""
-    masks = len(pairs.learned(run["methods"]))
-    if masks > pairs.COLUMNS and not run["differences"]:
+        there = cell["difference"] is not None
+        lines.append([
+            cell["method"], settings(run["methods"][cell["method"]]), str(cell["n"]),
+            f"{cell['prompt_tokens']:,.0f}", mean(cell), difference(cell),
+            f"{cell['same_reply']:.0f}%" if there and not text else "",
+            size(cell["cache_bytes"]), f"{cell['share_of_dense']:.0f}%" if there else "",
+            *(number(None if (s := cell[name]) is None else 1000 * s) for name in ("first_token", "per_token")),
+        ])  # fmt: skip
+    head = ["method", "settings", "n", "prompt tokens", "score", "difference", "same reply", "cache", "of dense",
+            "first token, ms", "a token, ms"]  # fmt: skip
+    note = "Prompt tokens: mean. Cache: mean bytes after the prompt. Score and difference from dense (paired): 95% "
+    note += "bootstrap intervals." + (" Score: share of the text's tokens that the method ranks first." if text else "")
+    masks = len(learned(run["methods"]))
+    if masks > COLUMNS and not run["differences"]:
         note += (
             f" The {masks} learned masks are not compared with other methods than dense: python -m eval report DIR"
             " METHOD ... does so for the methods that it names."
         )
-    return ReportTable("Overall", head, lines, " ".join([note, *lacking(run), *remarks(run["overall"])]))
+    shades = {(line, 4): cell["difference"] for line, cell in enumerate(run["overall"])}
+    return Table.of("Overall", head, lines, " ".join([note, *_lacking(run), *remarks(run["overall"])]), shades)
 
 
-def differences(run: RunSummary) -> ReportTable | None:
+def from_dense(run: Run) -> Table | None:
+    """Make a table of KL and top-1 agreement by method, and of the loss of texts; None where no row has any."""
+    cells = [cell for cell in run["overall"] if cell["compared"]]
+    if not cells:
+        return None
+    texts = any(cell["loss"] is not None for cell in cells)
+    lines = []
+    for cell in cells:
+        broken, loss = BROKEN if cell["compared_non_finite"] else "", cell["loss"]
+        line = [cell["method"], str(cell["compared"]), f"{cell['tokens_compared']:,}",
+                (with_interval(cell, "kl", ".3g") or "-") + broken, _top1(cell) or "-"]  # fmt: skip
+        if texts:
+            line += [number(loss, 4), with_interval(cell, "loss_minus_dense", "+.3g") or "-",
+                     "-" if loss is None else f"{math.exp(min(loss, 700)):.4g}"]  # fmt: skip
+        lines.append(line)
+    head = ["method", "n", "tokens", "KL, nats a token", "top-1 agreement"]
+    head += ["loss, nats a token", "loss minus dense", "perplexity"] if texts else []
+    what = "the rest of each text is" if texts else "dense's reply is"
+    note = (
+        f"KL(dense || method) of next-token distributions, and how often both have one likeliest token, where {what}"
+        " read through each method's cache. 95% bootstrap intervals; loss differences are paired by sample."
+    )
+    counts = [f"{c['method']} {c['compared_non_finite']} of {c['compared']}" for c in cells if c["compared_non_finite"]]
+    if counts:
+        note += (f" {BROKEN} Logits of the method or of dense were NaN or infinite; such samples are left out of these"
+                 f" means ({', '.join(counts)}).")  # fmt: skip
+    return Table.of("Distance from dense", head, lines, note)
+
+
+def _top1(cell: Record) -> str:
+    return with_interval(cell, "top1", ".2f", "%")
+
+
+def from_dense_by_length(run: Run) -> Table | None:
+    """Make a table of KL and top-1 agreement by length; None without several lengths."""
+    cells = {(c["method"], c["length"]): c for c in run["by_length"] if c["compared"]}
+    lengths = [n for n in run["lengths"] if n is not None and any(length == n for _, length in cells)]
+    if len(lengths) < 2:
+        return None
+
+    def short(cell: Record | None) -> str:
+        if cell is None:
+            return ""
+        share = "" if cell["top1"] is None else f" ({cell['top1']:.1f}%)"
+        kl = "-" if cell["kl"] is None else f"{cell['kl']:.3g}"
+        return kl + (BROKEN if cell["compared_non_finite"] else "") + share
+
+    methods = dict.fromkeys(method for method, _ in cells)
+    lines = [[method, *(short(cells.get((method, n))) for n in lengths)] for method in methods]
+    note = "KL in nats a token, and top-1 agreement."
+    return Table.of("Distance from dense by length", ["method", *map(str, lengths)], lines, note)
+
+
+def differences(run: Run) -> Table | None:
     """Compare learned masks, or methods named (columns), with every other (lines); None if dense is the only other."""
     found = {(d["method"], d["minus"]): d for d in run["differences"]}
-    columns, others = (list(dict.fromkeys(pair[i] for pair in found)) for i in (0, 1))
-    others = [name for name in run["methods"] if name in others]
+    columns = list(dict.fromkeys(method for method, _ in found))
+    others = [name for name in run["methods"] if any(minus == name for _, minus in found)]
     if set(others) <= {run["dense"]}:
         return None
-    cells = {other: [found.get((name, other)) for name in columns] for other in others}
-    lines = [
-        TableLine([other, *map(difference, row)], [None, *(None if d is None else d["difference"] for d in row)])
-        for other, row in cells.items()
-    ]
+    lines = [[other, *(difference(found.get((name, other))) for name in columns)] for other in others]
+    shades = {
+        (line, column): found[name, other]["difference"]
+        for line, other in enumerate(others) for column, name in enumerate(columns, 1) if (name, other) in found
+    }  # fmt: skip
     note = (
         "Points by which a column's method is better than a line's method on the samples of both: 95% paired bootstrap."
     )
-    masks = set(columns) <= set(pairs.learned(run["methods"]))
-    return ReportTable(
-        f"{'Learned masks' if masks else 'Methods'} minus other methods", ["minus", *columns], lines, note
-    )
+    title = "Learned masks" if set(columns) <= set(learned(run["methods"])) else "Methods"
+    return Table.of(f"{title} minus other methods", ["minus", *columns], lines, note, shades)
 
 
 def _published(
-    run: RunSummary, by: str, columns: Sequence[str], digits: int = 1, last: bool = True, **where: str | int | None
-) -> tuple[list[TableLine], list[str]]:
+    run: Run, by: str, columns: Sequence[str], digits: int = 1, last: bool = True, **where: str | int | None
+) -> tuple[list[list[str]], list[str]]:
     """Return lines with the papers' figures for these columns and, if `last`, their average; and the errata."""
     lines, errata = [], []
     for found in published.find(run["benchmark"], by, run["model"], **where):
         if any(found.scores.get(c) is not None for c in columns) or by == "average":
             texts = [number(found.scores.get(c), digits) for c in columns]
-            average = [number(found.average, digits)] if last else []
-            lines.append(TableLine([found.label, *texts, *average], published=True))
+            lines.append([found.label, *texts, *([number(found.average, digits)] if last else [])])
             errata += [e for e in found.errata if e not in errata]
     return lines, errata
 
 
-def by_length(run: RunSummary) -> ReportTable | None:
+def _grid(
+    overall: Sequence[Record], cells: Mapping[tuple[str, object], Record], columns: Sequence[object], interval: bool
+) -> tuple[list[list[str]], dict[tuple[int, int], float | None]]:
+    """Return lines of scores, a method's cells and then its mean, and their shades."""
+    write, lines = mean if interval else scored, []
+    shades: dict[tuple[int, int], float | None] = {}
+    for line, whole in enumerate(overall):
+        mine = [*(cells.get((whole["method"], column)) for column in columns)]
+        lines.append([whole["method"], *("" if cell is None else write(cell) for cell in mine), mean(whole)])
+        shades |= {(line, at): cell["difference"] for at, cell in enumerate([*mine, whole], 1) if cell is not None}
+    return lines, shades
+
+
+def by_length(run: Run) -> Table | None:
     """Make a table of methods by lengths, as in LeanK's table 3."""
     lengths = [n for n in run["lengths"] if n is not None]
     if not lengths:
         return None
     cells = {(c["method"], c["length"]): c for c in run["by_length"]}
-    lines = [
-        TableLine(
-            [
-                c["method"],
-                *(mean(cells[c["method"], n]) if (c["method"], n) in cells else "" for n in lengths),
-                mean(c),
-            ],
-            [None, *(_shade(cells.get((c["method"], n))) for n in lengths), _shade(c)],
-        )
-        for c in run["overall"]
-    ]
+    lines, shades = _grid(run["overall"], cells, lengths, True)
     names = [PAPER_LENGTHS.get(n, "") for n in lengths]
-    notes: list[str] = []
-    for by in ("length", "average"):
-        printed, errata = _published(run, by, names)
-        lines, notes = lines + printed, notes + errata
-    notes += remarks(c for c in run["by_length"] if c["length"] is not None)
-    return ReportTable("By length", ["method", *map(str, lengths), "average"], lines, " ".join(notes))
+    printed, notes = _published(run, "length", names)
+    more, errata = _published(run, "average", names)
+    notes += [*errata, *remarks(c for c in run["by_length"] if c["length"] is not None)]
+    head = ["method", *map(str, lengths), "average"]
+    return Table.of("By length", head, lines, " ".join(notes), shades, [*printed, *more])
 
 
-def by_task(run: RunSummary, length: int | None) -> ReportTable:
+def by_task(run: Run, length: int | None) -> Table:
     """Make a table of methods by tasks at one length, as in LeanK's tables 2, 13 and 18."""
     cells = {(c["method"], c["task"]): c for c in run["cells"] if c["length"] == length}
-    means = {c["method"]: c for c in run["by_length"] if c["length"] == length}
-    tasks = [t for t in run["tasks"] if any((m, t) in cells for m in means)]
-    lines = [
-        TableLine(
-            [m, *(scored(cells[m, t]) if (m, t) in cells else "" for t in tasks), mean(c)],
-            [None, *(_shade(cells.get((m, t))) for t in tasks), _shade(c)],
-        )
-        for m, c in means.items()
-    ]
+    tasks = [task for task in run["tasks"] if any(task == one for _, one in cells)]
+    lines, shades = _grid([c for c in run["by_length"] if c["length"] == length], cells, tasks, False)
     printed, notes = _published(run, "task", tasks, length=length)
     if run["benchmark"] == "ruler" and length is not None and length < 4096:
         notes.append(
@@ -215,65 +315,54 @@ def by_task(run: RunSummary, length: int | None) -> ReportTable:
         )
     notes += remarks(cells.values())
     title = "All tasks" if length is None else f"{length} tokens"
-    return ReportTable(title, ["method", *tasks, "average"], lines + printed, " ".join(notes))
+    return Table.of(title, ["method", *tasks, "average"], lines, " ".join(notes), shades, printed)
 
 
-def gsm(run: RunSummary) -> list[ReportTable]:
+def gsm(run: Run) -> list[Table]:
     """Make tables of GSM-Infinite: fractions by op with the area under them (table 14), and all areas (table 4)."""
-    out: list[ReportTable] = []
+    out: list[Table] = []
     areas: dict[str, dict[str, float | None]] = {m: {} for m in run["methods"]}
-    for group in run["by_op"]:
-        ops = sorted({int(op) for scores in group["methods"].values() for op in scores})
+    found = pd.DataFrame(run["by_op"])
+    for name, part in found.groupby("subset", sort=False) if len(found) else ():
+        wide = part.pivot(index="method", columns="op", values="score").reindex(
+            [m for m in areas if m in {*part.method}]
+        )
         lines = []
-        for method, scores in group["methods"].items():
-            area = auc({int(op): s for op, s in scores.items()}) if len(scores) > 1 else None
-            areas[method][group["name"]] = area
-            lines.append(TableLine([method, *(number(scores.get(str(op)), 4) for op in ops), number(area, 4)]))
-        subset, _, length = group["name"].partition(" ")
-        lines += _published(run, "op", [str(op) for op in ops], 4, subset=subset, length=length)[0]
-        out.append(ReportTable(f"GSM-Infinite {group['name']}", ["method", *(f"op={op}" for op in ops), "AUC"], lines))
+        for method, scores in wide.iterrows():
+            there = {int(op): float(score) for op, score in scores.dropna().items()}
+            area = areas[method][name] = auc(there) if len(there) > 1 else None
+            lines.append([method, *(number(there.get(op), 4) for op in wide.columns), number(area, 4)])
+        subset, _, length = str(name).partition(" ")
+        printed, _ = _published(run, "op", [str(op) for op in wide.columns], 4, subset=subset, length=length)
+        head = ["method", *(f"op={op}" for op in wide.columns), "AUC"]
+        out.append(Table.of(f"GSM-Infinite {name}", head, lines, published=printed))
     if out:
-        names = [group["name"] for group in run["by_op"]]
-        lines = [TableLine([m, *(number(a.get(n), 2) for n in names)]) for m, a in areas.items()]
+        names = list(dict.fromkeys(found["subset"]))
+        lines = [[m, *(number(a.get(n), 2) for n in names)] for m, a in areas.items()]
         printed, errata = _published(run, "subset", names, 2, last=False)
-        out.insert(0, ReportTable("GSM-Infinite, AUC", ["method", *names], lines + printed, " ".join(errata)))
+        out.insert(0, Table.of("GSM-Infinite, AUC", ["method", *names], lines, " ".join(errata), published=printed))
     return out
 
 
-def turns(run: RunSummary) -> list[ReportTable]:
+def turns(run: Run) -> list[Table]:
     """Make a table of methods by turn for conversations of each mode and length."""
-    out = []
-    for group in run["by_turn"]:
-        numbers = sorted({one["turn"] for scores in group["methods"].values() for one in scores})
-        lines = []
-        for method, scores in group["methods"].items():
-            texts = {one["turn"]: f"{number(one['score'])} {bounds(one['interval'])}" for one in scores}
-            lines.append(TableLine([method, *(texts.get(turn, "") for turn in numbers)]))
-        length = "" if group["length"] is None else f", {group['length']} tokens"
-        how = TURNS.get(group["mode"], group["mode"])
-        out.append(ReportTable(f"By turn{length}: {how}", ["method", *(f"turn {n}" for n in numbers)], lines))
+    if not run["by_turn"]:
+        return []
+    out, found = [], pd.DataFrame(run["by_turn"])
+    found["text"] = [with_interval(record, "score") for record in run["by_turn"]]
+    for (mode, length), part in found.groupby(["mode", "length"], sort=False, dropna=False):
+        wide = part.pivot(index="method", columns="turn", values="text").loc[part["method"].unique()].fillna("")
+        lines = [[method, *texts] for method, texts in zip(wide.index, wide.to_numpy(), strict=True)]
+        size = "" if pd.isna(length) else f", {length:.0f} tokens"
+        head = ["method", *(f"turn {n:.0f}" for n in wide.columns)]
+        out.append(Table.of(f"By turn{size}: {TURNS.get(mode, mode)}", head, lines))
     return out
 
 
-def tables(run: RunSummary) -> list[ReportTable]:
+def tables(run: Run) -> list[Table]:
     """Make all tables of one run of a summary."""
     lengths = by_length(run)
     alike = lengths is not None and len(run["tasks"]) == 1  # a table of tasks at each length would repeat it
-    tasks = [] if alike else [by_task(run, n) for n in run["lengths"]]
-    minus = differences(run)
-    near = [table for table in (fidelity.overall(run), fidelity.by_length(run)) if table is not None]
-    return [
-        overall(run),
-        *near,
-        *([minus] if minus else []),
-        *([lengths] if lengths else []),
-        *turns(run),
-        *gsm(run),
-        *tasks,
-    ]
-
-
-def markdown(table: ReportTable) -> str:
-    """Write a table in Markdown, with its heading and note."""
-    body = markdown_table(table.head, [line.cells for line in table.lines])
-    return f"## {escaped(table.title)}\n\n{body}" + (f"\n\n{escaped(table.note)}" if table.note else "")
+    found = [overall(run), from_dense(run), from_dense_by_length(run), differences(run), lengths, *turns(run)]
+    found += [*gsm(run), *([] if alike else [by_task(run, n) for n in run["lengths"]])]
+    return [table for table in found if table is not None]

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from leank.eval.methods import Method
 from leank.eval.methods.channels.leank import LeanK
-from leank.eval.report.fidelity import near
-from leank.eval.report.groups import by_label, changed, group
-from leank.eval.report.html import SHOWN, title
+from leank.eval.report.groups import changed, frame, group
+from leank.eval.report.page import SHOWN, title
 from leank.eval.report.plots import FIGURES
 from leank.eval.report.summary import summarise_groups
 from leank.eval.rows.results import read
@@ -20,7 +19,10 @@ if TYPE_CHECKING:
     from lightning.pytorch.loggers import WandbLogger
 
 CELL = ("method", "task", "length", "n", "score", "cache_bytes", "kl", "top1", "loss")
-CHANGED = ("method", "task", "length", "sample", "answers", "dense", "reply", "dense score", "score")
+OVERALL = ("score", "cache_bytes", "kl", "top1", "loss", "difference", "share_of_dense")
+CHANGED = {"method": "method_second", "task": "task", "length": "length", "sample": "sample",
+           "answers": "answers_first", "dense": "prediction_first", "reply": "prediction_second",
+           "dense score": "score_first", "score": "score_second"}  # fmt: skip
 
 
 def log_report(logger: WandbLogger, config: Mapping[str, Any], methods: Sequence[Method], directory: Path) -> None:
@@ -46,26 +48,19 @@ def log_report(logger: WandbLogger, config: Mapping[str, Any], methods: Sequence
         ending = "" if number == 1 else f"_{number}"
         run.summary.update({f"rows{ending}": part["rows"], f"benchmark{ending}": title(part)})
         for cell in part["overall"]:
-            run.summary[f"score{ending}/{cell['method']}"] = cell["score"]
-            run.summary[f"cache_bytes{ending}/{cell['method']}"] = cell["cache_bytes"]
-            for name in ("kl", "top1", "loss"):
-                if (value := near(cell)[name]) is not None:
-                    run.summary[f"{name}{ending}/{cell['method']}"] = value
-            if "against_dense" in cell:
-                run.summary[f"difference{ending}/{cell['method']}"] = cell["against_dense"]["difference"]
-                run.summary[f"cache_share{ending}/{cell['method']}"] = cell["against_dense"]["bytes"]
+            found = {name: cell[name] for name in OVERALL if cell[name] is not None}
+            run.summary.update({f"{name}{ending}/{cell['method']}": value for name, value in found.items()})
         pictures = {f"plots/{name}{ending}": directory / f"{name}{ending}.png" for name in FIGURES}
         run.log({key: wandb.Image(str(path)) for key, path in pictures.items() if path.exists()})
-        cells = [[({**cell, **near(cell)})[name] for name in CELL] for cell in part["cells"]]
-        by_method = by_label(some)
-        replies = [
-            [method, b["task"], b["length"], b["sample"], ", ".join(map(str, b["answers"])), a["prediction"],
-             b["prediction"], a["score"], b["score"]]
-            for method in part["methods"] if part["dense"] is not None
-            for a, b in changed(by_method, part["dense"], method)[:SHOWN]
-        ]  # fmt: skip
+        cells = [[cell[name] for name in CELL] for cell in part["cells"]]
+        rows, replies = frame(some), []
+        for method in part["methods"] if part["dense"] is not None else ():
+            replies += changed(rows, part["dense"], method)[:SHOWN].to_dict("records")
         run.log({
             f"cells{ending}": wandb.Table(columns=list(CELL), data=cells),
-            f"changed{ending}": wandb.Table(columns=list(CHANGED), data=replies),
+            f"changed{ending}": wandb.Table(columns=list(CHANGED), data=[
+                [", ".join(map(str, reply[name])) if name == "answers_first" else reply[name]
+                 for name in CHANGED.values()] for reply in replies
+            ]),
         })  # fmt: skip
     run.finish()

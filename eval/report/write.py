@@ -6,55 +6,24 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import pandas as pd
+
 from leank.data_gen.amount import amount
-from leank.escape import csv_text
-from leank.escape import markdown as escaped
 from leank.eval.report import plots, style
-from leank.eval.report.fidelity import NEAR, near
-from leank.eval.report.groups import group, labels
-from leank.eval.report.html import title, to_html
-from leank.eval.report.latex import document
-from leank.eval.report.records import Summary
-from leank.eval.report.summary import MARKED, summarise_groups
-from leank.eval.report.tables import markdown, tables
+from leank.eval.report.groups import frame, group, labels
+from leank.eval.report.page import Section, page, replies_unlike_dense, title
+from leank.eval.report.summary import summarise_groups
+from leank.eval.report.tables import tables
 from leank.eval.rows.results import read
 from leank.files import write_bytes, write_text
 
-
-def to_markdown(summary: Summary) -> str:
-    """Make summary.md."""
-    parts = []
-    for run in summary["runs"]:
-        count = f"{amount(run['rows'], 'row')}; tasks count alike."
-        parts += [f"# {escaped(title(run))}", count, *map(markdown, tables(run))]
-    return "\n\n".join(parts) + "\n"
-
-
-def to_csv(summary: Summary) -> str:
-    """Make cells.csv: one line per method, task and length."""
-    names = ("model", "benchmark", "compress", "method", "task", "length", "n", "score", "low", "high", "difference",
-             "difference_low", "difference_high", "cache_bytes", "first_token", "per_token", *MARKED,
-             *NEAR)  # fmt: skip
-    lines: list[Sequence[object]] = [names]
-    for run in summary["runs"]:
-        for cell in run["cells"]:
-            against = cell.get("against_dense")
-            gain = (against["difference"], *against["interval"]) if against else (None, None, None)
-            lines.append([
-                *(run["model"], run["benchmark"], run["compress"], cell["method"], cell["task"], cell["length"]),
-                *(cell["n"], cell["score"], *cell["interval"]),
-                *gain, cell["cache_bytes"],
-                *(cell["seconds"]["first_token"], cell["seconds"]["per_token"]),
-                *(cell[name] for name in MARKED),
-                *near(cell).values(),
-            ])  # fmt: skip
-    return csv_text(lines)
+LATEX = "% \\usepackage{booktabs,graphicx} in the preamble, \\input{tables.tex} in the text\n\n"
 
 
 def write_report(directory: Path, columns: Sequence[str] = ()) -> None:
     """Compute the report of the rows in `directory`.
 
-    columns: labels of the methods that are compared with every other, in place of the learned masks.
+    columns: names of the methods that are compared with every other, in place of the learned masks.
     Raises FileNotFoundError or ValueError if there are no rows, if one of them is damaged or of an old form, or if no
     row is of a method in `columns`.
     """
@@ -68,19 +37,27 @@ def write_report(directory: Path, columns: Sequence[str] = ()) -> None:
     for name in columns:
         if name not in known:
             raise ValueError(f"no row in {directory} is of a method {name!r}; its methods are {', '.join(known)}")
-    summary = summarise_groups(groups, columns=list(dict.fromkeys(columns)))
+    summary = summarise_groups(groups, list(dict.fromkeys(columns)))
     write_text(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
-    write_text(directory / "summary.md", to_markdown(summary))
-    write_text(directory / "tables.tex", document((title(run), t) for run in summary["runs"] for t in tables(run)))
-    write_text(directory / "cells.csv", to_csv(summary))
-    figures: list[list[tuple[str, str]]] = []
-    for number, run in enumerate(summary["runs"]):
-        drawn = []
+    markdown, latex, cells, sections = [], [], [], []
+    for number, (run, some) in enumerate(zip(summary["runs"], groups, strict=True), 1):
+        ending, about, made = "" if number == 1 else f"_{number}", title(run), tables(run)
+        count = f"{amount(run['rows'], 'row')}; tasks count alike."
+        markdown += [f"# {about}", count, *(table.markdown() for table in made)]
+        latex += [table.latex(about) for table in made]
+        of_run = {key: run[key] for key in ("model", "benchmark", "compress")}
+        cells += [{**of_run, **cell} for cell in run["cells"]]
+        figures = []
         for name, (caption, _) in plots.FIGURES.items():
-            figure = plots.draw(name, run)
-            if figure is not None:
-                ending = "" if number == 0 else f"_{number + 1}"
+            if (figure := plots.draw(name, run)) is not None:
                 write_bytes(directory / f"{name}{ending}.png", style.png(figure))
-                drawn.append((caption, style.svg(figure, f"{name}-{number}")))
-        figures.append(drawn)
-    write_text(directory / "report.html", to_html(summary, groups, figures))
+                figures.append((caption, style.svg(figure, f"{name}-{number}")))
+        few = min(cell["n"] for cell in run["cells"])
+        warn = f" The smallest cell has {amount(few, 'sample')}: its interval says little." if few < 10 else ""
+        shown = {name: run[name] for name in ("settings", "methods", "versions")}
+        replies = replies_unlike_dense(frame(some), run["dense"])
+        sections.append(Section(about, count + warn, made, figures, replies, settings=json.dumps(shown, indent=1)))
+    write_text(directory / "summary.md", "\n\n".join(markdown) + "\n")
+    write_text(directory / "tables.tex", LATEX + "\n".join(latex))
+    write_text(directory / "cells.csv", pd.DataFrame(cells).astype({"length": "Int64"}).to_csv(index=False))
+    write_text(directory / "report.html", page(sections[0].title, sections))

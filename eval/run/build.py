@@ -50,7 +50,7 @@ def name_methods(config: Mapping[str, Any]) -> list[Method]:
     """Return the methods of a resolved configuration, each checked by itself. Raises ValueError naming the setting."""
     labels = expanded(group({} if config.get("method") is None else config["method"], "method"))
     if not labels:
-        raise ValueError("method is empty; give method=[dense,leank] or other names of conf/eval/method")
+        raise ValueError("method is empty; give method=[dense,leank] or other names of conf/method")
     return [method(label, given, config.get("cache")) for label, given in labels.items()]
 
 

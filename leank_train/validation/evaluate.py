@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 
 from leank import bootstrap
 from leank.backbone import Backbone
 from leank.data_gen.sample import Document
-from leank.escape import markdown_table
 from leank.mask import ChannelMask
 from leank_train.data import pad
 from leank_train.forward.branching import branch, decode, prefill
@@ -146,4 +146,8 @@ def paired_difference(results: Sequence[Result], a: str, b: str) -> tuple[float,
 def markdown(scores: Mapping[str, Mapping[str, float]]) -> str:
     """The result of `table` in Markdown: one row per method, one column per task."""
     tasks = list(next(iter(scores.values())))
-    return markdown_table(["method", *tasks], [[m, *(f"{row[t]:.1f}" for t in tasks)] for m, row in scores.items()])
+    return str(
+        pd.DataFrame(
+            [[m, *(f"{row[t]:.1f}" for t in tasks)] for m, row in scores.items()], columns=["method", *tasks]
+        ).to_markdown(index=False, disable_numparse=True)
+    )

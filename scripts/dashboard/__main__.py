@@ -13,6 +13,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import matplotlib
@@ -22,12 +23,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from leank.cli import again, ending
-from leank.eval.report.html import figure, page, title, to_table
+from leank.eval.report.page import Section, page, title, to_figure, to_table
 from leank.eval.report.plots import draw
-from leank.eval.report.records import RunSummary, Summary
 from leank.eval.report.style import PALETTE, SETTINGS, plain, sheet, svg
-from leank.eval.report.table import ReportTable, TableLine
-from leank.eval.report.tables import number, overall
+from leank.eval.report.summary import Run
+from leank.eval.report.tables import Table, number, overall
 from leank.files import write_text
 from scripts.dashboard.runs import FinishedRun, Points, evaluation_points, evaluations, training_points, trainings
 from scripts.dashboard.wandb_workspace import saved, workspace
@@ -37,11 +37,12 @@ FIGURES = 24  # evaluations with a figure; it takes a third of a second, and eve
 NAMES = 40  # runs that a legend names
 
 
-def training_table(runs: Sequence[FinishedRun]) -> ReportTable:
+def training_table(runs: Sequence[FinishedRun]) -> Table:
     """One line per run: model, pruning ratio, what came of it."""
     methods = list(dict.fromkeys(method for run in runs for method in run.recall))
     head = ["run", "model", "ratio", "pruned", "empty heads", "alpha", "seconds", *(f"recall, {m}" for m in methods)]
-    lines = []
+    lines: list[list[str]] = []
+    shades: dict[tuple[int, int], float | None] = {}
     for run in runs:
         found, base = run.metrics, run.recall.get("dense")
         seconds = number(found["seconds"]["training"])
@@ -50,11 +51,12 @@ def training_table(runs: Sequence[FinishedRun]) -> ReportTable:
                  number(found["alpha_mean"], 3), seconds]  # fmt: skip
         recall = [run.recall.get(method) for method in methods]
         shade = [None if base is None or r is None else r - base for r in recall]
-        lines.append(TableLine([*cells, *(number(r) for r in recall)], [*[None] * len(cells), *shade]))
+        shades |= {(len(lines), at): points for at, points in enumerate(shade, len(cells))}
+        lines.append([*cells, *(number(r) for r in recall)])
     note = (
         "Seconds: of training alone. Recall: the run's own validation, as deployed; for figures see its metrics.json."
     )
-    return ReportTable("Masks", head, lines, note)
+    return Table.of("Masks", head, lines, note, shades)
 
 
 def curves(runs: Sequence[FinishedRun]) -> Figure:
@@ -143,13 +145,13 @@ class Page:
     """The parts of a page, in order; figures have ids of their own."""
 
     def __init__(self) -> None:
-        self.parts = ["<h1>Runs</h1>"]
+        self.parts: list[str] = []
         self.figures = 0  # of evaluations
 
     def add(self, caption: str, drawn: Figure | None) -> None:
         """Append a figure, if there is one."""
         if drawn is not None:
-            self.parts.append(figure(caption, svg(drawn, f"figure-{len(self.parts)}")))
+            self.parts.append(to_figure(caption, svg(drawn, f"figure-{len(self.parts)}")))
 
     def add_trainings(self, runs: Sequence[FinishedRun]) -> None:
         """Append the table of masks, recall against ratio, losses and maps."""
@@ -161,16 +163,16 @@ class Page:
         more = f" (the first {MAPS} of {len(runs)} runs)" if len(runs) > MAPS else ""
         self.add(f"Kept channels of every KV head{more}", masks(runs))
 
-    def add_ratios(self, summaries: Iterable[Summary]) -> None:
+    def add_ratios(self, summaries: Iterable[dict[str, Any]]) -> None:
         """Append accuracy against pruning ratio, one figure per benchmark, model and compression of the prompt."""
-        together: dict[tuple[str, str, str], list[RunSummary]] = defaultdict(list)
+        together: dict[tuple[str, str, str], list[Run]] = defaultdict(list)
         for summary in summaries:
             for run in summary["runs"]:
                 together[run["benchmark"], run["model"], run["compress"]].append(run)
         for runs in together.values():
             self.add(f"Accuracy against pruning ratio: {title(runs[0])}", against_ratio(evaluation_points(runs)))
 
-    def add_evaluation(self, folder: Path, summary: Summary, out: Path) -> None:
+    def add_evaluation(self, folder: Path, summary: dict[str, Any], out: Path) -> None:
         """Append every run of one evaluation, with a link to its report if that lies below the page."""
         report = (folder / "report.html").resolve()
         for run in summary["runs"]:
@@ -199,7 +201,7 @@ def to_page(roots: Sequence[Path], out: Path) -> str:
         parts.add_ratios(summary for _, summary in replayed)
         for folder, summary in replayed:
             parts.add_evaluation(folder, summary, out)
-    return page("Runs", "".join(parts.parts))
+    return page("Runs", [Section("Runs", body="".join(parts.parts))])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -7,12 +7,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from leank.eval.report.groups import group
-from leank.eval.report.records import RunSummary, Summary
-from leank.eval.report.summary import summarise_groups
+from leank.eval.report.summary import Run, summarise_groups
 from leank.eval.rows.results import GLOB, read
 from leank.mask import ChannelMask
 from leank.tensor_files import read_checkpoint
@@ -63,11 +63,11 @@ def _steps(checkpoint: Path) -> list[dict[str, float]]:
     return read_checkpoint(checkpoint, "run its training again")["record"]["steps"]
 
 
-def evaluations(roots: Sequence[Path]) -> list[tuple[Path, Summary]]:
+def evaluations(roots: Sequence[Path]) -> list[tuple[Path, dict[str, Any]]]:
     """(folder, summary) of every run of python -m eval below the folders that has rows; of all its cells together."""
     folders = dict.fromkeys(file.parent for root in roots for file in sorted(root.rglob(GLOB)))
     found = ((folder, list(read(folder))) for folder in folders)
-    return [(folder, summarise_groups(group(rows), parts=False)) for folder, rows in found if rows]
+    return [(folder, summarise_groups(group(rows))) for folder, rows in found if rows]
 
 
 Points = dict[str, dict[float, list[float]]]  # method -> pruning ratio -> scores
@@ -82,7 +82,7 @@ def training_points(runs: Sequence[FinishedRun]) -> Points:
     return points
 
 
-def evaluation_points(runs: Iterable[RunSummary]) -> Points:
+def evaluation_points(runs: Iterable[Run]) -> Points:
     """Scores by the pruning ratio of methods that choose channels alone; the dense score at 0."""
     points: Points = defaultdict(lambda: defaultdict(list))
     for run in runs:

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoTokenizer, DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from leank.data_gen.amount import amount
-from leank.escape import csv_rows
 from leank.files import write_text
 from scripts.reference_model.batches import TrainingRow, evaluation_rows
 from scripts.reference_model.evaluation import right_tokens
@@ -203,7 +203,7 @@ def text_losses(
 def write(path: Path, records: Sequence[Mapping[str, float | str]]) -> None:
     """Write records as CSV."""
     rounded = [{k: round(v, 4) if isinstance(v, float) else v for k, v in r.items()} for r in records]
-    write_text(path, csv_rows(rounded))
+    write_text(path, pd.DataFrame(rounded, dtype=object).to_csv(index=False))
 
 
 def plot(path: Path, means: Sequence[float], heads: int) -> None:

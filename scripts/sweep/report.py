@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
-from leank.escape import csv_text, markdown_table
-from leank.escape import markdown as escaped
 from leank.eval.report.summary import summarise
 from leank.eval.rows.results import GLOB, read
 from leank.files import name_of, write_bytes, write_text
@@ -134,7 +133,7 @@ def markdown(table: Sequence[Averaged], title: str, tasks: Sequence[str]) -> str
             cells.append("" if mean is None else f"{mean:.1f}" + ("" if deviation is None else f" ± {deviation:.1f}"))
         values = ["" if value is None else str(value) for _, value in row.settings]
         lines.append([row.method, *values, str(row.seeds), *cells])
-    return f"## {escaped(title)}\n\n{markdown_table(head, lines)}\n"
+    return f"## {title}\n\n{pd.DataFrame(lines, columns=head).to_markdown(index=False, disable_numparse=True)}\n"
 
 
 def figure4(table: Sequence[Averaged], source: str) -> Figure:
@@ -168,12 +167,12 @@ def write_report(sweep: Path) -> list[Path]:
     head = [*varied, "seed", "source", "method", "task", "score"]
     table = [[*(v for _, v in s.settings), s.seed, s.source, s.method, s.task, s.score] for s in scores]
     files.append(out / "scores.csv")
-    write_text(files[-1], csv_text([head, *table]))
+    write_text(files[-1], pd.DataFrame(table, columns=head, dtype=object).to_csv(index=False))
     for source in dict.fromkeys(s.source for s in scores):
         own = [s for s in scores if s.source == source]
         tasks = list(dict.fromkeys(s.task for s in own))
         found = rows(own, tasks)
-        text.append(f"# {escaped(source)}: accuracy in %, mean ± standard deviation over seeds\n")
+        text.append(f"# {source}: accuracy in %, mean ± standard deviation over seeds\n")
         if "pruning.ratio" in varied:
             picture = io.BytesIO()
             figure4(found, source).savefig(picture, format="png", dpi=130, metadata={"Software": None})

@@ -18,8 +18,8 @@ from triton.compiler import ASTSource
 from leank.eval.cache.attention import work
 from leank.eval.cache.attention.kernels import choose, decode, evict, packed, ring
 from leank.eval.cache.attention.kernels.parts import Layer, Queries, Results
-from leank.eval.methods.tokens import rkv_kernel
-from leank.eval.methods.tokens.rkv_launch import UNIT as WHOLE
+from leank.eval.methods.kernels import rkv as rkv_kernel
+from leank.eval.methods.kernels.rkv import UNIT as WHOLE
 
 UNIT = -64  # log2 of kernels.packed.unit_of in bfloat16
 SUBNORMAL = -133  # log2 of bfloat16's smallest number, which a byte counts

@@ -10,11 +10,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+import pandas as pd
 import pytest
 import torch
 import transformers
-
-from leank.escape import markdown_table
 
 WINDOW = 64  # of layers with a sliding window
 BASE = {
@@ -211,7 +210,9 @@ def table():
         cache = "yes" if name in RIGHT else plain(REFUSED[name][1])
         training = plain(UNTRAINED[name]) if name in UNTRAINED else "yes"
         lines.append([name, family.model, cache, cache if name in RIGHT else "no", training])
-    return markdown_table(["family", "class of transformers", "cache", "generate()", "training"], lines)
+    return pd.DataFrame(
+        lines, columns=["family", "class of transformers", "cache", "generate()", "training"]
+    ).to_markdown(index=False)
 
 
 if __name__ == "__main__":

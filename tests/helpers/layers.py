@@ -8,7 +8,7 @@ LAYERS = {
     ],
     "leank": [
         {"wandb_log"}, {"backbone"}, {"channel_scores", "head", "decoder"}, {"mask", "rotary"},
-        {"shape", "tensor_files", "typed", "model_folder", "bootstrap", "escape", "finite", "kernels"},
+        {"shape", "tensor_files", "typed", "model_folder", "stats", "finite", "kernels"},
         {"files", "cli", "shipped"},
     ],
     "leank_train": [
@@ -24,7 +24,7 @@ LAYERS = {
         {"storage"},
     ],
     "leank.eval.methods": [
-        {"match"}, {"memory"}, {"base"}, {"tokens", "bits", "reads", "prefill"}, {"channels"}, {"common"},
+        {"match"}, {"memory"}, {"base"}, {"tokens", "bits", "reads", "prefill"}, {"channels"}, {"common", "kernels"},
         {"registry"}, {"axes"}, {"held"},
     ],
 }  # fmt: skip

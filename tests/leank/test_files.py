@@ -3,26 +3,12 @@
 import os
 import re
 import resource
-import subprocess
-import sys
-import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from leank.files import name_of, remove_partial, write_bytes
-from tests import ROOT
-
-HALF = """
-import os, sys, time
-from leank import files
-def wait(handle):
-    print("half", flush=True)
-    time.sleep(60)
-files.os.fsync = wait
-files.write_bytes(sys.argv[1], b"x" * 100)
-"""
 
 
 @pytest.mark.parametrize("name", ["x" * 255, "é" * 127, "😀" * 63])
@@ -79,24 +65,6 @@ def test_leftovers_of_killed_runs_go_and_nothing_else(tmp_path):
     assert (tmp_path / ".results.png.abcd1234").exists()
     remove_partial(tmp_path)
     assert {str(f.relative_to(tmp_path)) for f in tmp_path.rglob("*") if f.is_file()} == kept
-
-
-def test_what_a_process_is_writing_stays_and_goes_once_it_is_dead(tmp_path):
-    """A report that was killed leaves nothing, also where another shard begins within the hour."""
-    writer = subprocess.Popen(
-        [sys.executable, "-c", HALF, str(tmp_path / "report.html")],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
-    )  # fmt: skip
-    assert writer.stdout is not None
-    assert writer.stdout.readline() == b"half\n"
-    (partial,) = tmp_path.iterdir()
-    os.utime(partial, (time.time() - 60,) * 2)
-    remove_partial(tmp_path, age=3600)
-    assert partial.exists()
-    writer.kill()
-    writer.wait()
-    remove_partial(tmp_path, age=3600)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_path_that_is_no_files_is_named(tmp_path):

@@ -55,9 +55,9 @@ def test_every_run_is_found_once(outputs):
     names = [run.name for run in trainings([outputs, outputs / "sweep"])]
     assert len(names) == len(set(names)) == 4
     assert [folder.name for folder, _ in evaluations([outputs, outputs / "eval"])] == ["ruler"]
-    lines = training_table(trainings([outputs])).lines
-    assert lines[0].cells[:4] == ["sweep/mask.ratio=0.5,seed=1", "<tiny>", "0.5", "50.0%"]
-    assert lines[0].cells[-3:] == ["95.0", "90.0", "39.0"]
+    lines = training_table(trainings([outputs])).cells.to_numpy().tolist()
+    assert lines[0][:4] == ["sweep/mask.ratio=0.5,seed=1", "<tiny>", "0.5", "50.0%"]
+    assert lines[0][-3:] == ["95.0", "90.0", "39.0"]
 
 
 def test_points_of_figure_4_are_those_of_the_runs(outputs):

@@ -27,7 +27,7 @@ class StaticNorm(Calibrated):
     - The paper has 100 samples of niah_multikey_3 at 64K; the defaults here are 8 at 2K.
     - Raw norms are averaged by default. Appendix A divides them by the norm of QK^T for each sample and head:
       `relative`.
-    - conf/eval/method/papers/static_norm.yaml has the paper's settings.
+    - `papers/static_norm` has the paper's settings.
 
     Settings
     ratio: float in [0, 1), default 0.7: share of K channels pruned; floor(ratio * D) go in every head.

@@ -160,7 +160,7 @@ class Rounds(Eviction):
         self, due: np.ndarray, length: Tensor, most: int, held: np.ndarray, sink: np.ndarray, window: np.ndarray
     ) -> tuple[Tensor, np.ndarray]:
         """What `_chosen` returns, in one launch; length: int64 [B, H] on the device, most: tokens of a middle."""
-        from leank.eval.methods.tokens.lethe_rounds import rounds
+        from leank.eval.methods.kernels.lethe import rounds
 
         settings = self.settings
         recent = (settings.recent_ratio * held).astype(np.int64)

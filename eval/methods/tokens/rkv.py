@@ -112,7 +112,7 @@ class Redundant(HeavyHitters):
         return self.settings.ranked(share, redundant)
 
     def launched(self, prompt: Segment, tail: Segment, sink: int, most: int) -> Tensor:
-        from leank.eval.methods.tokens.rkv_launch import ranking
+        from leank.eval.methods.kernels.rkv import ranking
 
         settings = self.settings
         return ranking(self.scores, tail, sink, most, settings.mix, settings.kernel, settings.threshold)
@@ -122,9 +122,9 @@ def compared(keys: Tensor, there: Tensor, threshold: float) -> Tensor:
     """What `redundancy` returns; Triton computes it where it can."""
     if why_not(keys.device, keys.dtype, keys.shape[-1], 1, interpret=False):
         return redundancy(keys, there, threshold)
-    from leank.eval.methods.tokens import rkv_launch
+    from leank.eval.methods.kernels import rkv
 
-    return rkv_launch.redundancy(keys, there, threshold)
+    return rkv.redundancy(keys, there, threshold)
 
 
 def redundancy(keys: Tensor, there: Tensor, threshold: float) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from importlib.resources import files
 from pathlib import Path
 from statistics import median
 
@@ -14,6 +13,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from leank.conf.eval import method_options
 from leank.data_gen.amount import amount
 from leank.eval.cache import CompressedCache, Sizes
 from leank.eval.inference.prefill import Prefill, PromptLayer
@@ -26,7 +26,6 @@ from scripts.bench.common.caches import ROOM, WORK_SPACE, Decoding
 from scripts.bench.common.table import Record, out_of_memory
 from scripts.bench.common.timing import PROFILED, WARM_UP, clear, each_ms, profiled, seconds, wait, where
 
-FOLDER = files("leank.conf.eval") / "method"
 NAMES = ("method", "length", "rows")
 SAMPLES, LONGEST = 4, 8  # most samples to calibrate on; kernels of each method that are written
 WARM = 4096  # tokens of the pass that compiles what passes of its kind run
@@ -38,11 +37,11 @@ LOGITS = 4  # copies of a row's logits while decoding: of the steps before a gra
 def configured(
     name: str, shape: str, mask: Path, sizes: Sizes, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> list[Method]:
-    """The methods `name` of conf/eval/method, with the settings for the reference model where it has some.
+    """The methods `name` of conf/method, with the settings for the reference model where it has some.
 
-    A file there is one method, or several where its settings are varied.
+    A preset there is one method, or several where its settings are varied.
     """
-    small = shape == "reference" and (FOLDER / "reference" / f"{name}.yaml").is_file()
+    small = shape == "reference" and name in method_options("method/reference")
     with initialize_config_module("leank.conf.eval", version_base="1.3"):
         given = compose("eval", [f"method=[{'reference/' if small else ''}{name}]"])
     given.mask, given.cache = str(mask), asdict(sizes)

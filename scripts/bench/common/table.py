@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from leank.escape import csv_rows
+import pandas as pd
+
 from leank.files import write_text
 from scripts.bench.common.timing import wait
 
@@ -35,7 +36,7 @@ def said(row: Mapping[str, object], digits: int = 3) -> str:
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     """Rows as CSV, with the columns that any of them has."""
-    write_text(path, csv_rows(rows))
+    write_text(path, pd.DataFrame(rows, dtype=object).to_csv(index=False))
 
 
 def complain(rows: Iterable[Record], name: str) -> None:

@@ -6,7 +6,7 @@
     python -m scripts.bench.decoding.methods OUT $KIVI --lengths 4097 --new 128 --batches 15    # IAP's table 6
     python -m scripts.bench.decoding.methods OUT --shape reference --lengths 600 --new 4      # a CPU, to look at it
 
-Every method of conf/eval/method builds its cache from a pass over one random prompt and decodes forced tokens.
+Every method of conf/method builds its cache from a pass over one random prompt and decodes forced tokens.
 Methods without a pass of their own share one, and all batches of a length do. A batch repeats the prompt's cache in all
 its rows. "largest" is the most rows that fit: it begins at what the bytes at the end of all steps allow, and takes a
 twentieth less wherever that does not fit.
@@ -56,6 +56,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
+from leank.conf.eval import method_options
 from leank.data_gen.amount import amount
 from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.inference.prefill import Prefill
@@ -63,7 +64,7 @@ from leank.eval.methods import Method
 from leank.eval.run.replay import Replay
 from leank.eval.run.settings import Settings
 from scripts.bench.common.caches import subject
-from scripts.bench.common.one_method import FOLDER, NAMES, Aside, Bench, configured, kind_of, now
+from scripts.bench.common.one_method import NAMES, Aside, Bench, configured, kind_of, now
 from scripts.bench.common.table import (
     LOST,
     NO_ROOM,
@@ -81,7 +82,7 @@ from scripts.bench.common.timing import clear
 from scripts.bench.decoding.methods_plot import draw
 
 LEFT_OUT = {"by_length"}  # two masks, of which each prompt uses one: it costs what leank does
-METHODS = ("dense", *sorted({p.name[:-5] for p in FOLDER.iterdir() if p.name.endswith(".yaml")} - LEFT_OUT - {"dense"}))
+METHODS = ("dense", *sorted({*method_options()} - LEFT_OUT - {"dense"}))
 COLUMNS = ("batch", "ttft_s", "prefill_s", "passes", "cache_s", "gb", "formula_gb", "read_gb", "peak_gb", "token_ms",
            "median_ms", "worst_ms", "tokens_per_s", "loop", "gpu_ms", "attention_ms", "products_ms", "other_ms",
            "kernels", "layer", "seconds", "why_eager", "error")  # fmt: skip
@@ -199,7 +200,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batches", type=batch, nargs="+", default=[1], help="rows, or the word largest")
     parser.add_argument("--new", type=int, default=32, help="tokens that are timed; 32 = one flush of the window")
     parser.add_argument("--window", type=int, help="tokens at the end that stay whole, in methods that name no window")
-    parser.add_argument("--methods", nargs="+", default=METHODS, help="of conf/eval/method; papers/NAME for a preset")
+    parser.add_argument("--methods", nargs="+", default=METHODS, help="of conf/method; papers/NAME for a preset")
     parser.add_argument("--profile", action=argparse.BooleanOptionalAction, default=True,
                         help="look where a step's time goes")  # fmt: skip
     parser.add_argument("--limit", type=float, default=120, help="seconds after which a row is given up; 0 = never")

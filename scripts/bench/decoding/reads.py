@@ -42,7 +42,7 @@ from scripts.bench.common.caches import Decoding, fill, subject
 from scripts.bench.common.table import Record, attempt, complain, said, write_rows
 from scripts.bench.common.timing import WARM_UP, clear, profiled, seconds, where
 
-SMALL, USUAL = Sizes(16, 64, 32), Sizes()  # as in conf/eval/method
+SMALL, USUAL = Sizes(16, 64, 32), Sizes()  # as in conf/method
 DENSE_LAYERS = 2  # of Quest
 
 
@@ -50,7 +50,7 @@ DENSE_LAYERS = 2  # of Quest
 class Case:
     """A method of the table.
 
-    name: of conf/eval/method. pruned: whether it keeps LeanK's channels. reads: "quest", "labels" or None = everything.
+    name: of conf/method. pruned: whether it keeps LeanK's channels. reads: "quest", "labels" or None = everything.
     budget: tokens that a query head reads. sizes: of the cache.
     """
 

@@ -61,7 +61,7 @@ class Bench:
         self.base = torch.cuda.memory_allocated() if self.cuda else 0
 
     def method(self, name: str) -> Method:
-        """The method of conf/eval/method, with the bound on what Lethe holds."""
+        """The method of conf/method, with the bound on what Lethe holds."""
         (found,) = configured(name, self.shape, self.mask, self.sizes, self.model.config, self.tokenizer)
         if isinstance(found.tokens, Lethe) and self.limit:
             bound = replace(found.tokens, limit=self.limit, evict_at=min(found.tokens.evict_at, self.limit))

@@ -2,7 +2,7 @@
 
     python -m scripts.bench.kernels.rounds OUT --rows 1 831 --prompts 32768
 
-The layer has the heads of Llama-3.1-8B and a budget of 1,024 tokens, settings as in conf/eval/method, random keys and
+The layer has the heads of Llama-3.1-8B and a budget of 1,024 tokens, settings as in conf/method, random keys and
 random scores. Before each round as many tokens come as leave the window at a time. Prints and writes
 
     OUT/rounds.csv   host_us until Python is done with a round, wall_us until the GPU is, gpu_us in kernels, launches
@@ -28,7 +28,8 @@ from leank.eval.cache.storage.eviction import HeavyHitters
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Store
-from leank.eval.methods.tokens import rkv, rkv_launch
+from leank.eval.methods.kernels import rkv as rkv_launch
+from leank.eval.methods.tokens import rkv
 from leank.eval.methods.tokens.rkv import RKV
 from leank.eval.methods.tokens.tova import LastQuery
 from scripts.bench.common.shapes import DIM, DTYPE

@@ -14,13 +14,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import pandas as pd
+
 from leank.cli import again, ending
-from leank.escape import csv_rows, markdown_table
 from leank.eval.benchmarks.ruler import OFFICIAL
 from leank.eval.methods.prefill.asl import NOWHERE
-from leank.eval.report.groups import by_label, group
-from leank.eval.report.records import Figures, RunSummary
-from leank.eval.report.summary import MARKED, summarise_groups
+from leank.eval.report.groups import MARKED, group, labels, variant
+from leank.eval.report.summary import Record, Run, summarise_groups
 from leank.eval.report.tables import difference, mean, number
 from leank.eval.rows.result_row import ResultRow, check_rows
 from leank.eval.rows.results import Key, key_of, read
@@ -48,7 +48,7 @@ def put_together(folders: Iterable[Path]) -> list[ResultRow]:
     return [row for _, row in found.values()]
 
 
-def summary(rows: Iterable[ResultRow]) -> RunSummary:
+def summary(rows: Iterable[ResultRow]) -> Run:
     """Figures of a run, its tasks in RULER's order.
 
     Raises ValueError for rows of several models, lengths, benchmarks or other settings.
@@ -63,11 +63,11 @@ def summary(rows: Iterable[ResultRow]) -> RunSummary:
 def layers(rows: Sequence[ResultRow]) -> dict[tuple[str, str], Counter[int]]:
     """How many samples selected which layer (`NOWHERE`: none), by method and task; without methods that do not."""
     found: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
-    for label, some in by_label(rows).items():
-        for row in some:
-            if (at := row.get("selected_layer")) is not None:
-                found[label, row["task"]][at] += 1
-                found[label, ALL][at] += 1
+    named = labels(rows)
+    for row in rows:
+        if (at := row.get("selected_layer")) is not None:
+            found[named[variant(row)], row["task"]][at] += 1
+            found[named[variant(row)], ALL][at] += 1
     return found
 
 
@@ -76,43 +76,41 @@ def told(counts: Counter[int]) -> str:
     return ", ".join(f"{'none' if at == NOWHERE else f'layer {at}'}: {n}" for at, n in sorted(counts.items()))
 
 
-def lines(run: RunSummary, at: dict[tuple[str, str], Counter[int]]) -> list[dict[str, object]]:
+def lines(run: Run, at: dict[tuple[str, str], Counter[int]]) -> list[dict[str, object]]:
     """Lines of the CSV: each method in all, then by task. Scores and differences are points, intervals 95%."""
     out: list[dict[str, object]] = []
     for whole in run["overall"]:
         mine = {cell["task"]: cell for cell in run["cells"] if cell["method"] == whole["method"]}
-        cells: list[tuple[str, Figures]] = [(ALL, whole), *((t, mine[t]) for t in run["tasks"] if t in mine)]
+        cells: list[tuple[str, Record]] = [(ALL, whole), *((t, mine[t]) for t in run["tasks"] if t in mine)]
         for task, cell in cells:
-            against = cell.get("against_dense")
-            gain = (against["difference"], *against["interval"]) if against else (None, None, None)
-            figures = (cell["score"], *cell["interval"], *gain)
+            of = ("score", "score_low", "score_high", "difference", "difference_low", "difference_high")
+            figures, share = [cell[name] for name in of], cell["share_of_dense"]
             names = ("score", "low", "high", "minus dense", "difference low", "difference high")
             out.append({
                 "method": whole["method"], "task": task, "n": cell["n"],
                 **{name: None if x is None else round(x, 2) for name, x in zip(names, figures, strict=True)},
-                "share of dense": round(against["bytes"], 4) if against else None,
+                "share of dense": None if share is None else round(share / 100, 4),
                 **{name.replace("_", " "): cell[name] for name in MARKED},
                 "selected": told(at.get((whole["method"], task), Counter())),
             })  # fmt: skip
     return out
 
 
-def table(run: RunSummary) -> str:
+def table(run: Run) -> str:
     """The Markdown table: dense first, then by score; * marks a task of fewer samples than the others have."""
     cells = {(cell["method"], cell["task"]): cell for cell in run["cells"]}
     most = max(cell["n"] for cell in cells.values())
     ordered = sorted(run["overall"], key=lambda one: (one["method"] != run["dense"], -one["score"]))
     shown: list[list[str]] = []
     for one in ordered:
-        against = one.get("against_dense")
         by_task = [cells.get((one["method"], task)) for task in run["tasks"]]
         shown.append([
-            one["method"], mean(one), difference(against),
-            f"{100 * against['bytes']:.0f}%" if against else "",
+            one["method"], mean(one), difference(one),
+            "" if one["share_of_dense"] is None else f"{one['share_of_dense']:.0f}%",
             *("" if c is None else number(c["score"], 0) + "*" * (c["n"] < most) for c in by_task),
         ])  # fmt: skip
     head = ["method", "score", "minus dense", "of dense", *(t.removeprefix("niah_") for t in run["tasks"])]
-    return markdown_table(head, shown)
+    return str(pd.DataFrame(shown, columns=head, dtype=object).to_markdown(index=False, disable_numparse=True))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -124,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with ending("by_task", lambda: f"the rows are as they were; again: {again('scripts.bench.quality.by_task')}"):
         rows = put_together(given.folders)
         run, at = summary(rows), layers(rows)
-        write_text(given.out, csv_rows(lines(run, at)))
+        write_text(given.out, pd.DataFrame(lines(run, at), dtype=object).to_csv(index=False))
         print(table(run))
         for method, task in sorted(at, key=lambda one: (one[0], one[1] != ALL)):
             print(f"{method}, {task}: {told(at[method, task])}")

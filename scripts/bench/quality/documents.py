@@ -37,12 +37,12 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from leank import bootstrap
 from leank.data_gen.amount import amount
-from leank.escape import csv_rows
 from leank.eval.rows.result_row import ResultRow
 from leank.eval.rows.results import Results, read
 from leank.files import write_text
@@ -252,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line; see the module's docstring."""
     args, begin = parse(argv), time.time()
     if args.action == "table":
-        write_text(args.csv, csv_rows(table(args.out)))
+        write_text(args.csv, pd.DataFrame(table(args.out), dtype=object).to_csv(index=False))
         return
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         if args.action == "train":

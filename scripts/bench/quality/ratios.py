@@ -19,10 +19,10 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
 from leank import bootstrap
 from leank.cli import again, ending
-from leank.escape import csv_rows, markdown_table
 from leank.eval.rows.result_row import ResultRow, check_one_model, check_rows
 from leank.eval.rows.results import read
 from leank.files import write_text
@@ -198,7 +198,14 @@ def page(lines: Sequence[Line]) -> str:
         ("cache, of dense", lambda line: f"{100 * line['bytes']:.0f}%"),
     ):
         body = [[f"{r}%", *(shown(cells[a, r]) if (a, r) in cells else "" for a in labels)] for r in ratios]
-        out += ["", title, "", markdown_table(["K pruned", *map(str, labels)], body)]
+        out += [
+            "",
+            title,
+            "",
+            pd.DataFrame(body, columns=["K pruned", *map(str, labels)], dtype=object).to_markdown(
+                index=False, disable_numparse=True
+            ),
+        ]
     return "\n".join(out)
 
 
@@ -215,9 +222,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_one_model(rows)
         of, lacking = by_method(rows)
         lines = table(of)
-        write_text(given.out, csv_rows(lines))
+        write_text(given.out, pd.DataFrame(lines, dtype=object).to_csv(index=False))
         if given.tasks:
-            write_text(given.tasks, csv_rows(task_table(of)))
+            write_text(given.tasks, pd.DataFrame(task_table(of), dtype=object).to_csv(index=False))
         print(page(lines))
         if lacking:
             print(f"\nleft out, as samples lack: {', '.join(lacking)}")

@@ -12,12 +12,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from leank.bootstrap import interval, mean
+import pandas as pd
+
 from leank.cli import again, ending
-from leank.escape import csv_rows
 from leank.eval.rows.result_row import ResultRow, check_one_model, check_rows
 from leank.eval.rows.results import read
 from leank.files import write_text
+from leank.stats import interval, mean
 
 BOTH = "all"  # the tasks of a mode together, which count alike
 
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = [row for directory in given.directories for row in read(directory)]
         check_rows(rows)
         check_one_model(rows)
-        write_text(given.out, csv_rows(table(rows)))
+        write_text(given.out, pd.DataFrame(table(rows), dtype=object).to_csv(index=False))
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from leank import backbone
-from leank.bootstrap import interval
 from leank.eval.benchmarks.ruler import Ruler
 from leank.eval.benchmarks.scoring import score_row
+from leank.stats import interval
 from scripts.bench.serving.engine import MASK, engine, serve
 
 TASKS = ("niah_multikey_3", "niah_multivalue", "niah_multiquery", "vt")

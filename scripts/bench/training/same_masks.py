@@ -17,11 +17,11 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import pandas as pd
 import torch
 from safetensors.torch import load_file
 
 from leank.cli import ending
-from leank.escape import csv_rows
 from leank.files import write_text
 from leank.mask import ChannelMask
 from leank.tensor_files import read_checkpoint
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with ending("same_masks"):
         lines = [compare(args.one, other) for other in args.other]
         print(*(said(line, 6) for line in lines), sep="\n")
-        write_text(args.out, csv_rows(lines))
+        write_text(args.out, pd.DataFrame(lines, dtype=object).to_csv(index=False))
 
 
 if __name__ == "__main__":

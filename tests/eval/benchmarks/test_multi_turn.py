@@ -103,8 +103,8 @@ def test_the_table_by_turn():
     ]
     found = {table.title: table for table in tables(summarise(rows)["runs"][0])}
     table = found["By turn, 4096 tokens: all turns on one cache"]
-    assert table.head == ["method", "turn 1", "turn 2"]
-    assert [line.cells for line in table.lines] == [
+    assert list(table.cells) == ["method", "turn 1", "turn 2"]
+    assert table.cells.to_numpy().tolist() == [
         ["dense", "100.0 [100.0, 100.0]", "50.0 [50.0, 50.0]"], ["leank", "50.0 [50.0, 50.0]", "25.0 [25.0, 25.0]"],
     ]  # fmt: skip
     assert "By turn, 4096 tokens: each question on a copy of the context's cache" in found

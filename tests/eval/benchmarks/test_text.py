@@ -115,7 +115,7 @@ def test_a_run_has_the_loss_of_one_pass_over_each_window(tmp_path):
             assert found["kl"] > 0
             assert row["compressed"]
     (summary,) = summarise(rows)["runs"]
-    assert [cell["fidelity"]["n"] for cell in summary["overall"]] == [2, 2]
+    assert [cell["compared"] for cell in summary["overall"]] == [2, 2]
     page = (tmp_path / "summary.md").read_text()
     assert page.startswith("# text on reference, read through the cache")
     assert "perplexity" in page

@@ -6,6 +6,7 @@ import pytest
 import torch
 import yaml
 
+from leank.conf.eval import method_options
 from leank.eval.inference.prefill import prefill
 from leank.eval.methods import REGISTRY, method, name_of
 from leank.eval.methods.match import match, share_of_dense
@@ -25,7 +26,7 @@ def largest_key(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (given,) = re.findall(r"```yaml\n(.*?)```", DOCS, re.DOTALL)
     (label,) = loaded = yaml.safe_load(given)
-    assert f"conf/eval/method/{label}.yaml" in DOCS
+    assert f"conf/method/{label}.yaml" in DOCS
     return method(label, loaded[label], SIZES)
 
 
@@ -49,7 +50,7 @@ def test_the_example_of_a_new_method(largest_key):
 def test_every_method_is_in_a_table():
     rows = [line.split("|")[1] for line in DOCS.splitlines() if line.startswith("| `")]
     named = {name for cell in rows for name in re.findall(r"`(\w+)`", cell)} - set(REGISTRY)  # a table of axes
-    configured = {p.stem for p in (ROOT / "conf" / "eval" / "method").glob("*.yaml")} - {"dense"}
+    configured = {*method_options()} - {"dense"}
     mentioned = {name for name in configured if f"`{name}`" in DOCS}
     assert mentioned == configured
     assert named <= configured
@@ -71,5 +72,5 @@ def test_the_setting_that_match_moves_is_bold():
 def test_a_choice_that_cannot_be_imported_is_named():
     with pytest.raises(ValueError, match=r"method\.x\.channels\.name='no_such:Thing' cannot be imported"):
         method("x", {"channels": {"name": "no_such:Thing"}})
-    with pytest.raises(ValueError, match=r"name='eval\.methods\.channels\.think:Thing' cannot be imported"):
+    with pytest.raises(ValueError, match=r"name='leank\.eval\.methods\.channels\.think:Thing' cannot be imported"):
         method("x", {"channels": {"name": "leank.eval.methods.channels.think:Thing"}})

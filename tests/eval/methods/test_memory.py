@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from leank.conf.eval import method_options
 from leank.eval.cache import CompressedCache
 from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.inference.prefill import prefill
@@ -20,12 +21,11 @@ from leank.eval.run.replay import Replay, cache_bytes
 from leank.eval.run.settings import Settings
 from leank.mask import ChannelMask
 from leank.shape import kv_shape
-from tests import ROOT
 from tests.conftest import tiny_model
 from tests.helpers.composed import evaluation
 
 LENGTH, ITEM = 2500, 4
-NAMES = sorted(p.stem for p in (ROOT / "conf" / "eval" / "method").glob("*.yaml"))
+NAMES = method_options()
 BY_PROMPT = {"lethe", "lethe_printed"}  # when they drop tokens, the prompt decides
 
 

@@ -12,10 +12,11 @@ from leank.eval.cache.storage.middle import Middle  # isort: skip  (Triton, whic
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Store
 from leank.eval.inference.prefill import PromptLayer
-from leank.eval.methods.tokens import rkv, rkv_launch
+from leank.eval.methods.kernels import rkv as kernels
+from leank.eval.methods.tokens import rkv
 from leank.eval.methods.tokens.rkv import RKV, Redundant, redundancy
 
-SMALL = rkv_launch.Tiles(block=16, tile=16, span=32, warps=4)
+SMALL = kernels.Tiles(block=16, tile=16, span=32, warps=4)
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 
 
@@ -31,7 +32,7 @@ def random_keys(batch, heads, tokens, dim, repeats, seed):
 
 
 def compare(keys, there, threshold, tiles):
-    found, want = rkv_launch.redundancy(keys, there, threshold, tiles), redundancy(keys, there, threshold)
+    found, want = kernels.redundancy(keys, there, threshold, tiles), redundancy(keys, there, threshold)
     torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-8)
     assert not found[~there].any()
 
@@ -64,9 +65,9 @@ def test_a_prompt_uses_the_kernel_where_triton_runs(monkeypatch):
     layer.take(keys, keys)
     layer.queries = torch.randn_like(keys[:, :, -4:]).repeat_interleave(2, 1)
     want = choice.scores(layer, None, None)
-    calls, slow = [], rkv_launch.redundancy
+    calls, slow = [], kernels.redundancy
     monkeypatch.setattr(rkv, "why_not", lambda *_, **__: None)
-    monkeypatch.setattr(rkv_launch, "redundancy", lambda *given: calls.append(1) or slow(*given, tiles=SMALL))
+    monkeypatch.setattr(kernels, "redundancy", lambda *given: calls.append(1) or slow(*given, tiles=SMALL))
     torch.testing.assert_close(choice.scores(layer, None, None), want)
     assert calls == [1]
 
@@ -93,7 +94,7 @@ def rank(counts, lengths, sizes, options, seed, tiles):
         return
     want = policy.ranking(store.prompt, store.tail, first)[..., first : first + tokens]
     given = policy.scores, store.tail, first, tokens, options.mix, options.kernel, options.threshold
-    found = rkv_launch.ranking(*given, tiles)
+    found = kernels.ranking(*given, tiles)
     for row, head in np.ndindex(*length.shape):
         n = int(length[row, head])
         torch.testing.assert_close(found[row, head, :n], want[row, head, :n], rtol=1e-5, atol=1e-8)
@@ -117,7 +118,7 @@ def test_scores_of_a_round_are_those_of_the_slow_form(counts, lengths, ends, ker
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tiles", [rkv_launch.DEFAULT, rkv_launch.Tiles(tile=128, warps=8)])
+@pytest.mark.parametrize("tiles", [kernels.DEFAULT, kernels.Tiles(tile=128, warps=8)])
 def test_on_the_device(tiles):
     for tokens, repeats, threshold in ((3000, 0.3, 0.5), (1144, 0.0, 0.5), (70, 1.0, 0.0), (4096, 0.0, 0.9)):
         keys = random_keys(2, 4, tokens, 128, repeats, 0)

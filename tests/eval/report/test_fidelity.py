@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from leank import bootstrap
+from leank import stats
 from leank.eval.report import summarise, write_diff, write_report
-from leank.eval.report.fidelity import by_length, overall
 from leank.eval.report.plots import draw
+from leank.eval.report.tables import from_dense, from_dense_by_length
 from leank.eval.rows.result_row import check_rows
 from leank.eval.rows.results import Results
 from tests.helpers.report_rows import grid, row
@@ -33,7 +33,7 @@ def rows(text=False):
 
 
 def lines(table):
-    return {line.cells[0]: dict(zip(table.head, line.cells, strict=True)) for line in table.lines}
+    return table.cells.set_index("method", drop=False).to_dict("index")
 
 
 def test_means_and_intervals_are_those_of_the_rows():
@@ -44,25 +44,24 @@ def test_means_and_intervals_are_those_of_the_rows():
             [r["fidelity"]["kl"] for r in made if (r["method"], r["task"], r["length"]) == (cell["method"], task, n)]
             for task in ("vt", "niah_single_1") for n in (4096, 8192)
         ]  # fmt: skip
-        found = cell["fidelity"]
-        assert found["kl"] == pytest.approx(np.mean(strata))
-        assert found["kl_interval"] == pytest.approx(bootstrap.interval(strata), rel=0.05)
-        assert (found["n"], found["tokens"], found["non_finite"]) == (48, 48 * 30, 0)
-        assert "loss" not in found
-    table = lines(overall(run))
+        assert cell["kl"] == pytest.approx(np.mean(strata))
+        assert (cell["kl_low"], cell["kl_high"]) == pytest.approx(stats.interval(strata), rel=0.05)
+        assert (cell["compared"], cell["tokens_compared"], cell["compared_non_finite"]) == (48, 48 * 30, 0)
+        assert cell["loss"] is None
+    table = lines(from_dense(run))
     assert table["dense"]["KL, nats a token"] == "0 [0, 0]"
     assert table["dense"]["top-1 agreement"] == "100.00% [100.00, 100.00]"
     assert "perplexity" not in table["dense"]
-    assert set(lines(by_length(run))["leank"]) == {"method", "4096", "8192"}
+    assert set(lines(from_dense_by_length(run))["leank"]) == {"method", "4096", "8192"}
 
 
 def test_texts_have_a_loss_paired_with_dense_and_a_perplexity():
     made = rows(text=True)
     (run,) = summarise(made)["runs"]
-    think = next(c["fidelity"] for c in run["overall"] if c["method"] == "think")
-    assert think["loss_difference"]["difference"] == pytest.approx(0.3)
-    assert think["loss_difference"]["interval"] == pytest.approx((0.3, 0.3))  # paired: the texts' own spread cancels
-    line = lines(overall(run))["think"]
+    think = next(c for c in run["overall"] if c["method"] == "think")
+    ends = think["loss_minus_dense_low"], think["loss_minus_dense_high"]
+    assert (think["loss_minus_dense"], *ends) == pytest.approx((0.3, 0.3, 0.3))  # paired: the texts' spread cancels
+    line = lines(from_dense(run))["think"]
     assert line["loss minus dense"] == "+0.3 [+0.3, +0.3]"
     assert float(line["perplexity"]) == pytest.approx(math.exp(think["loss"]), rel=1e-3)
 
@@ -73,17 +72,17 @@ def test_samples_with_broken_logits_are_counted_and_left_out():
     first = next(r for r in made if r["method"] == "think")
     first["fidelity"] = broken
     (run,) = summarise(made)["runs"]
-    think = next(c["fidelity"] for c in run["overall"] if c["method"] == "think")
-    assert (think["n"], think["non_finite"]) == (48, 1)
+    think = next(c for c in run["overall"] if c["method"] == "think")
+    assert (think["compared"], think["compared_non_finite"]) == (48, 1)
     assert 0 < think["kl"] < 0.3
-    table = overall(run)
+    table = from_dense(run)
     assert lines(table)["think"]["KL, nats a token"].endswith("]§")
     assert "§ Logits of the method or of dense were NaN or infinite" in table.note
     assert "think 1 of 48" in table.note
     for r in made:
         r["fidelity"] = broken if r["method"] == "think" else r["fidelity"]
     (run,) = summarise(made)["runs"]
-    assert lines(overall(run))["think"]["KL, nats a token"] == "-§"
+    assert lines(from_dense(run))["think"]["KL, nats a token"] == "-§"
     assert draw("kl_by_length", run) is not None
 
 
@@ -101,13 +100,13 @@ def test_every_file_of_a_report_has_them(tmp_path):
         cells = list(csv.DictReader(file))
     summary = json.loads((tmp_path / "summary.json").read_text())
     for cell, line in zip(summary["runs"][0]["cells"], cells, strict=True):
-        assert float(line["kl"]) == pytest.approx(cell["fidelity"]["kl"])
-        assert float(line["loss_minus_dense"]) == pytest.approx(cell["fidelity"]["loss_difference"]["difference"])
-    _, text = write_diff(tmp_path, "leank", "think")
+        assert {name: line[name] for name in ("method", "task")} == {name: cell[name] for name in ("method", "task")}
+        for name in ("kl", "loss_minus_dense"):
+            assert float(line[name]) == pytest.approx(cell[name])
+    text = " ".join(write_diff(tmp_path, "leank", "think")[1].split())
     assert "KL leank | KL think | KL difference | top-1 leank | top-1 think" in text
-    overall = {cell["method"]: cell["fidelity"]["top1"] for cell in summary["runs"][0]["overall"]}
-    every = next(line for line in text.splitlines() if line.startswith("| all samples"))
-    assert every.endswith(f"| {overall['leank']:.2f}% | {overall['think']:.2f}% |")
+    top1 = {cell["method"]: cell["top1"] for cell in summary["runs"][0]["overall"]}
+    assert f"| {top1['leank']:.2f}% | {top1['think']:.2f}% |" in text[text.index("all samples") :]
 
 
 def test_rows_of_old_versions_have_a_report_without_them(tmp_path):
@@ -122,7 +121,7 @@ def test_rows_of_old_versions_have_a_report_without_them(tmp_path):
     assert not list(tmp_path.glob("kl_*.png"))
     assert "KL" not in write_diff(tmp_path, "dense", "leank")[1]
     (run,) = summarise([*old, *({**r, "sample": f"{r['sample']}b"} for r in rows())])["runs"]
-    assert next(c["fidelity"]["n"] for c in run["overall"] if c["method"] == "leank") == 48
+    assert next(c["compared"] for c in run["overall"] if c["method"] == "leank") == 48
 
 
 def test_a_sample_done_with_and_without_counts_once_and_with():
@@ -131,7 +130,7 @@ def test_a_sample_done_with_and_without_counts_once_and_with():
     measured = {**without, "config": "other", "settings": settings, "fidelity": near("leank", np.random.default_rng(0))}
     for order in ([without, measured], [measured, without]):
         (run,) = summarise(order)["runs"]
-        assert [(c["method"], c["n"], c["fidelity"]["n"]) for c in run["overall"]] == [("leank", 1, 1)]
+        assert [(c["method"], c["n"], c["compared"]) for c in run["overall"]] == [("leank", 1, 1)]
 
 
 @pytest.mark.parametrize("wrong", [{"kl": float("nan")}, {"top1": "1"}, {"tokens": 1.5}, {"non_finite": "x"}], ids=str)

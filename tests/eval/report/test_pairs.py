@@ -6,11 +6,10 @@ import warnings
 import numpy as np
 import pytest
 
-from leank import bootstrap
+from leank import stats
 from leank.eval.__main__ import from_rows
 from leank.eval.report import summarise, write_report
-from leank.eval.report.pairs import COLUMNS
-from leank.eval.report.summary import summarise_groups
+from leank.eval.report.summary import COLUMNS, summarise_groups
 from leank.eval.report.tables import differences, overall
 from leank.eval.rows.results import Results
 from tests.helpers.report_rows import row
@@ -33,7 +32,7 @@ def rows_of(masks, others=2, samples=3, lengths=(1024,)):
 def drawn(monkeypatch):
     """How many samples were drawn, and how many intervals were computed."""
     count = {"samples": 0, "intervals": 0}
-    picks, alike = bootstrap._picks, bootstrap._alike
+    picks, alike = stats._picks, stats._alike
 
     def counted(sizes, *args):
         for at, found in picks(sizes, *args):
@@ -44,8 +43,8 @@ def drawn(monkeypatch):
         count["intervals"] += len(wanted)
         return alike(wanted, *args)
 
-    monkeypatch.setattr(bootstrap, "_picks", counted)
-    monkeypatch.setattr(bootstrap, "_alike", computed)
+    monkeypatch.setattr(stats, "_picks", counted)
+    monkeypatch.setattr(stats, "_alike", computed)
     return count
 
 
@@ -71,7 +70,7 @@ def test_differences_asked_for_share_the_resamples_too(drawn):
 
 def test_a_few_masks_are_compared_unasked_and_many_where_they_are_named():
     (few,) = summarise(rows_of(COLUMNS))["runs"]
-    assert len(differences(few).head) == COLUMNS + 1
+    assert differences(few).cells.shape[1] == COLUMNS + 1
     assert "not compared" not in overall(few).note
     rows = rows_of(COLUMNS + 1)
     (many,) = summarise(rows)["runs"]
@@ -80,8 +79,8 @@ def test_a_few_masks_are_compared_unasked_and_many_where_they_are_named():
     (named,) = summarise_groups([rows], columns=["think_1", "leank_3"])["runs"]
     table = differences(named)
     assert table.title == "Methods minus other methods"
-    assert table.head == ["minus", "think_1", "leank_3"]
-    assert len(table.lines) == COLUMNS + 4
+    assert list(table.cells) == ["minus", "think_1", "leank_3"]
+    assert len(table.cells) == COLUMNS + 4
     assert "not compared" not in overall(named).note
     (all_of,) = summarise_groups([rows], columns=["leank_0"])["runs"]
     assert differences(all_of).title == "Learned masks minus other methods"
@@ -99,7 +98,7 @@ def test_every_difference_is_that_of_the_plain_bootstrap():
                     for m in (found["method"], found["minus"])
                 )
                 strata.append([100 * (a - b) for a, b in zip(mine, other, strict=True)])
-        assert found["interval"] == pytest.approx(bootstrap.interval(strata), abs=1e-9)
+        assert (found["difference_low"], found["difference_high"]) == pytest.approx(stats.interval(strata), abs=1e-9)
 
 
 @pytest.fixture

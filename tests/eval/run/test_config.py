@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+from leank.conf.eval import method_options
 from leank.data_gen.tasks import RULER_NIAH
 from leank.eval.benchmarks.base import Cell
 from leank.eval.benchmarks.row import Row
@@ -63,7 +64,7 @@ def test_reference_masks_makes_the_headline_table(monkeypatch):
     assert made.benchmark.split == "test"
 
 
-@pytest.mark.parametrize("name", sorted(p.stem for p in (CONF / "method").glob("*.yaml")))
+@pytest.mark.parametrize("name", method_options())
 def test_every_method_builds_and_goes_by_its_name(name, masks):
     given = evaluation(f"method=[{name}]", f"mask={masks / 'fits.safetensors'}")["method"]
     assert list(given) == [name]
@@ -75,7 +76,7 @@ def test_every_method_builds_and_goes_by_its_name(name, masks):
 
 
 def test_every_choice_has_a_configuration_of_its_own():
-    alone = {p.stem for p in (CONF / "method").glob("*.yaml")}
+    alone = {*method_options()}
     assert {choice for names in REGISTRY.values() for choice in names} | {"dense"} <= alone
 
 

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from leank.conf.eval import method_options
 from leank.eval.__main__ import run
 from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.inference.prompts import encode
@@ -12,7 +13,6 @@ from leank.eval.methods.match import share_of_dense
 from leank.eval.report.summary import summarise
 from leank.eval.rows.results import read
 from leank.eval.run.build import build_job
-from tests import ROOT
 from tests.helpers.composed import evaluation
 
 MODEL, _ = load_config(ModelConfig())
@@ -64,10 +64,10 @@ def test_rows_carry_the_settings_and_the_report_shows_one_method(tmp_path):
 
 def test_the_reference_model_s_settings_are_those_of_the_methods():
     """One label, one axis, the same choices."""
-    for path in (ROOT / "conf" / "eval" / "method" / "reference").glob("*.yaml"):
-        usual, own = (evaluation(f"method=[{name}]")["method"] for name in (path.stem, f"reference/{path.stem}"))
-        assert list(usual) == list(own) == [path.stem]
-        names = [{axis: one["name"] for axis, one in x[path.stem].items() if axis in AXES} for x in (usual, own)]
+    for name in method_options("method/reference"):
+        usual, own = (evaluation(f"method=[{option}]")["method"] for option in (name, f"reference/{name}"))
+        assert list(usual) == list(own) == [name]
+        names = [{axis: one["name"] for axis, one in x[name].items() if axis in AXES} for x in (usual, own)]
         assert names[0] == names[1]
         assert usual != own
 

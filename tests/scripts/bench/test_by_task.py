@@ -47,8 +47,8 @@ def test_dense_stands_first_and_a_short_cell_is_marked(capsys, tmp_path):
     main([str(written(tmp_path / "run", short)), "--out", str(tmp_path / "methods.csv")])
     printed = capsys.readouterr().out
     names = [line.split("|")[1].strip() for line in printed.splitlines() if line.startswith("|")]
-    assert names == ["method", "---", "dense", "leank", "asl"]
-    assert "| 67\\* |" in printed
+    assert [names[0], *names[2:]] == ["method", "dense", "leank", "asl"]
+    assert "| 67* |" in " ".join(printed.split())
     assert printed.splitlines()[-1] == "asl, vt: none: 1, layer 5: 2"
     assert "*" not in table(summarised(rows()))
 

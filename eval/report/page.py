@@ -1,0 +1,104 @@
+"""report.html: one file that needs no other, light or dark as the reader's system is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pandas as pd
+
+from leank.data_gen.amount import amount
+from leank.eval.report.groups import changed
+from leank.eval.report.tables import Table
+
+HERE = Path(__file__).parent
+SHOWN = 40  # replies listed per method, of those that differ from dense
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A sample with the replies of two methods. texts: by heading."""
+
+    name: str
+    scores: str
+    texts: Mapping[str, str]
+
+
+@dataclass
+class Section:
+    """What a page shows of one run.
+
+    figures: (caption, SVG).
+    replies: under the summary that folds them; under "" they stand open.
+    heading: above the replies.
+    body: HTML that stands below the rest as it is.
+    """
+
+    title: str
+    about: str = ""
+    tables: Sequence[Table] = ()
+    figures: Sequence[tuple[str, str]] = ()
+    replies: Mapping[str, Sequence[Reply]] = field(default_factory=dict)
+    heading: str = "Replies"
+    settings: str = ""
+    body: str = ""
+
+
+def title(run: Mapping[str, Any]) -> str:
+    """Name a run in words. run: of a summary, or one of its rows."""
+    read = run["benchmark"] == "text"
+    how = "read through the cache" if read else f"compressed {run['compress'].replace('_', ' the ')}"
+    return f"{run['benchmark']} on {run['model']}, {how}"
+
+
+def page(name: str, sections: Sequence[Section]) -> str:
+    """Make a whole page that needs no other file. name: its title."""
+    return _template().render(title=name, sections=sections, style=(HERE / "report.css").read_text()) + "\n"
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(HERE), autoescape=True)
+    return environment.get_template("report.html.jinja")
+
+
+def to_table(table: Table) -> str:
+    """Make a table of HTML with its heading and note, for a page of another kind."""
+    return str(_template().module.as_table(table))  # type: ignore[attr-defined]
+
+
+def to_figure(caption: str, svg: str) -> str:
+    """Put a caption below a drawing, for a page of another kind."""
+    return str(_template().module.as_figure(caption, svg))  # type: ignore[attr-defined]
+
+
+def replies(pairs: pd.DataFrame, first: str, second: str) -> list[Reply]:
+    """Return the samples of `groups.paired` with both replies, in order."""
+    return [
+        Reply(
+            f"{line.task}{'' if pd.isna(line.length) else f', {line.length:.0f} tokens'}, sample {line.sample}",
+            f"{line.score_first:.0f} → {line.score_second:.0f}",
+            {"answers": ", ".join(map(str, line.answers_first)), first: line.prediction_first,
+             second: line.prediction_second},
+        )
+        for line in pairs.itertuples()
+    ]  # fmt: skip
+
+
+def replies_unlike_dense(table: pd.DataFrame, dense: str | None) -> dict[str, list[Reply]]:
+    """Return the replies of each method that differ from dense's, under a line that counts them.
+
+    table: of `groups.frame`.
+    """
+    found = {}
+    for method in table["method"].cat.categories if dense is not None else ():
+        pairs = changed(table, str(dense), method)
+        if len(pairs):
+            more = f" ({SHOWN} shown, largest loss first)" if len(pairs) > SHOWN else ""
+            name = f"{method}: {amount(len(pairs), 'reply')} other than {dense}'s{more}"
+            found[name] = replies(pairs[:SHOWN], str(dense), method)
+    return found
