@@ -24,7 +24,7 @@ from leank.eval.inference.models import load_model
 from leank.eval.inference.prefill import extend
 from leank.eval.inference.prompts import Prompt
 from leank.eval.run.build import build_methods, build_model, warn_of_spans
-from leank.eval.run.compression import Compression, Watch
+from leank.eval.run.compression import Compression, Warnings
 from leank.eval.run.replay import Replay
 
 try:
@@ -99,7 +99,7 @@ class CompressedLM(TemplateLM):
         self.model = load_model(model)
         self.replay = Replay(self.model, self.tokenizer, self.settings)
         self.replay.calibrate([self.method], model.chat)
-        self.watch = Watch()
+        self.warnings = Warnings()
         self._device = self.model.device
         self.max_length = model_config.get_text_config(decoder=True).max_position_embeddings
         self.max_gen_toks = max_gen_toks
@@ -163,7 +163,7 @@ class CompressedLM(TemplateLM):
         return replies
 
     def _note(self, tokens: int, compressed: bool | None, dense_only: bool, non_finite: int | None) -> None:
-        self.watch.see(self.method, "lm_eval", tokens, compressed, dense_only, non_finite)
+        self.warnings.note(self.method, "lm_eval", tokens, compressed, dense_only, non_finite)
 
     def _request(self, number: int, context: str, options: dict[str, Any]) -> tuple[Prompt, Row]:
         check_greedy(options)

@@ -15,7 +15,7 @@ from leank.data_gen.amount import amount
 from leank.eval.cache.attention import dense
 from leank.eval.cache.attention.softmax import PLAIN, Softmax
 from leank.eval.cache.hook import ATTENTION
-from leank.eval.inference.column_sums import attend_and_sum
+from leank.eval.inference.observe import attend_and_sum
 
 
 class PromptLayer(DynamicLayer):

@@ -1,23 +1,37 @@
-"""From the resolved configuration to a checked Job; no weights are loaded here."""
+"""From the resolved configuration to a checked Job; no weights are loaded here.
+
+A method's `each` lists values of its settings and stands for every combination of them:
+
+    snapkv_think:
+      tokens: {name: snapkv}
+      channels: {name: think}
+      each: {tokens: {budget: [512, 1024]}, channels: {ratio: [0.4, 0.5]}}
+
+are snapkv_think_512_0.4, snapkv_think_512_0.5, snapkv_think_1024_0.4 and snapkv_think_1024_0.5.
+
+`match` brings methods to equal bytes: match=0.4 is a share of dense, match=leank another method's bytes.
+"""
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from leank.eval.benchmarks.base import Benchmark
+from leank.eval.benchmarks.base import Benchmark, Cell
 from leank.eval.inference.models import ModelConfig, load_config
-from leank.eval.inference.prompts import overhead
+from leank.eval.inference.prompts import encode, overhead
 from leank.eval.methods import Method, method
 from leank.eval.methods.channels.leank import LeanK
-from leank.eval.run.grid import expanded
+from leank.eval.methods.match import free_settings, match, share_of_dense
 from leank.eval.run.job import Job
-from leank.eval.run.matched import matched
 from leank.eval.run.settings import Settings
 from leank.typed import group, refuse_unknown, shown, typed
 
@@ -33,6 +47,7 @@ BENCHMARKS = {
     "ruler": "leank.eval.benchmarks.ruler:Ruler",
     "text": "leank.eval.benchmarks.text:Text",
 }
+Setting = tuple[str, ...]  # where a setting stands in a method's configuration
 GROUPS = ("model", "benchmark", "method", "cache", "mask", "name", "logger")
 log = logging.getLogger("eval")
 
@@ -125,3 +140,107 @@ def build_job(config: Mapping[str, Any]) -> tuple[Job, PreTrainedTokenizerBase]:
     warn_of_spans(methods)  # once nothing is refused any more, so that a run that is leaves no log
     job = Job(model, methods, benchmark, settings)
     return job if settings.match is None else matched(job, text_config, tokenizer), tokenizer
+
+
+def expanded(methods: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the methods by label, each one with `each` replaced by what it stands for.
+
+    Raises ValueError for an `each` that is no mapping of settings to lists, and for two methods of one label.
+    """
+    found: dict[str, Any] = {}
+    for label, given in methods.items():
+        for name, one in _combinations(label, given):
+            if name in found:
+                raise ValueError(f"method.{name} is there twice; give one of the two another label")
+            found[name] = one
+    return found
+
+
+def _combinations(label: str, given: object) -> Iterator[tuple[str, object]]:
+    """Yield every combination of a method's `each`, with its label; the method as it is without any."""
+    if not isinstance(given, Mapping) or "each" not in given:
+        yield label, given
+        return
+    lists = dict(_lists(given["each"], (), f"method.{label}.each"))
+    for values in product(*lists.values()):
+        one: dict[str, Any] = copy.deepcopy({key: value for key, value in given.items() if key != "each"})
+        for place, value in zip(lists, values, strict=True):
+            group = one
+            for key in place[:-1]:
+                group = group.setdefault(key, {})
+            group[place[-1]] = value
+        yield "_".join([label, *map(_word, values)]), one
+
+
+def _lists(tree: object, place: Setting, where: str) -> Iterator[tuple[Setting, list[object]]]:
+    """Yield every list of values with the place of its setting."""
+    if isinstance(tree, list) and tree and place:
+        yield place, tree
+    elif isinstance(tree, Mapping) and tree:
+        for key, below in tree.items():
+            yield from _lists(below, (*place, str(key)), f"{where}.{key}")
+    else:
+        raise ValueError(
+            f"{where}={tree!r} must be a list of values, such as each: {{channels: {{ratio: [0.5, 0.7]}}}}"
+        )
+
+
+def _word(value: object) -> str:
+    """Write a value as a part of a label; a file counts by its name."""
+    if isinstance(value, str):
+        return Path(value).stem
+    return f"{value:g}" if isinstance(value, float) else str(value).lower()
+
+
+def matched(job: Job, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> Job:
+    """Return the job with settings.match applied.
+
+    In every cell (samples of one task and length) each method's free setting is chosen so that the prompts together
+    take the wanted share of their dense bytes. Every sample is built once for its length. A method that cannot get
+    there keeps its own settings, and the log says so.
+
+    config: the model's text config.
+    Raises ValueError if match is neither a share nor the label of a method whose bytes are known from settings.
+    """
+    to, itemsize = job.settings.match, job.model.torch_dtype.itemsize
+    other = next((method for method in job.methods if method.label == to), None)
+    by_cell: dict[Cell, Sequence[Method]] = {}
+    said: set[tuple[str, int | None]] = set()
+    for cell in job.benchmark.cells():
+        where, lengths = cell.place, _lengths(job, cell, tokenizer)
+        try:
+            share = _share(to) if other is None else share_of_dense(other, config, lengths, itemsize)
+        except ValueError as error:
+            labels = ", ".join(method.label for method in job.methods)
+            raise ValueError(f"match={to}: {error}; give a share of dense bytes or one of {labels}") from error
+        methods = []
+        for one in job.methods:
+            if one is not other and one.axes:
+                try:
+                    found = match(one, share, config, lengths, itemsize)
+                    for choice in found.axes.values():
+                        choice.check(config, tokenizer)
+                    one = replace(found, matched={"settings": free_settings(found), "to": to})
+                except ValueError as error:
+                    if (one.label, cell.length) not in said:
+                        log.warning("match=%s (%s): %s keeps its settings: %s", to, where, one.label, error)
+                    said.add((one.label, cell.length))
+            methods.append(one)
+        by_cell[cell] = methods
+        log.info("match=%s (%s): %.1f%% of dense bytes", to, where, 100 * share)
+    return replace(job, by_cell=by_cell)
+
+
+def _share(to: object) -> float:
+    if isinstance(to, bool) or not isinstance(to, int | float) or not 0 < to <= 1:
+        raise ValueError(f"{to!r} is neither a share in (0, 1] nor a method of this run")
+    return float(to)
+
+
+def _lengths(job: Job, cell: Cell, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that a method compresses of each prompt of a cell."""
+    chat, before = job.model.chat, job.settings.compress == "before_question"
+    extra = overhead(tokenizer, chat)
+    rows = (job.benchmark.row(cell, sample, tokenizer, extra) for sample in cell.samples)
+    prompts = ((row, encode(tokenizer, row, chat, job.settings.specials)) for row in rows)
+    return [prompt.question if before or row.read else len(prompt.ids) for row, prompt in prompts]

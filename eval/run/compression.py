@@ -66,10 +66,10 @@ def _stores(cache: Cache) -> list[Store]:
 
 
 @dataclass
-class Watch:
+class Warnings:
     """Warns once per method and cell of scores that say nothing, and stops a run whose dense replies are all broken.
 
-    said: the warnings so far, as (message, method, place).
+    said: those so far, as (message, method, place).
     dense: samples of the dense method so far.
     broken: those of them with non-finite logits.
     """
@@ -84,7 +84,7 @@ class Watch:
             self.said.add((what, method, where))
             log.warning(what, method, where, *values)
 
-    def see(self, method: Method, where: str, tokens: int, compressed: bool | None, dense_only: bool,
+    def note(self, method: Method, where: str, tokens: int, compressed: bool | None, dense_only: bool,
             non_finite: int | None) -> None:  # fmt: skip
         """Note one sample. tokens: of its prompt; the other values are those of its row."""
         if compressed is False:

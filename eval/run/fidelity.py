@@ -1,9 +1,17 @@
-"""Methods beside the dense model along one course of tokens: what the replay measures in addition to replies.
+"""Methods beside the dense model along one reference continuation: what is measured in addition to replies.
 
 Every method of a batch reads the same tokens through its cache, as it would decode them, and its next-token
-distributions are compared with those of the dense model after the same tokens. The course is the dense model's own
-greedy reply, which every benchmark has, and which needs no reference answer in the model's words. Where all of it is
-read, top-1 agreement is 1 exactly if the method writes that reply, too. A row with `read` gives a text instead.
+distributions are compared with those of the dense model after the same tokens. Recall near 100 hides differences
+between methods; these figures do not saturate. At a token after which the dense model predicts p and the method q,
+both over all words w of the vocabulary:
+
+    KL(p || q) = sum over w of p_w (log p_w - log q_w), in nats, and zero only where the two are equal
+    top-1 agreement: whether argmax p = argmax q
+    loss: -log q of the token that the text goes on with; its exponential is the perplexity
+
+The reference continuation is the dense model's own greedy reply. Every benchmark has one, and it needs no reference
+answer in the model's words. If a method agrees with dense at every token of it, the method writes that reply, too. A
+row with `read` gives a text in place of a reply.
 
 The first token of a reply comes from the prefill, so the first distribution compared is the one after it. With
 compress=before_question the question is read through the cache, and the distribution after the question counts, too.
@@ -13,44 +21,48 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from leank.eval.inference.divergence import Divergence, compare
+from leank.eval.inference.decode import read, states
 from leank.eval.inference.prefill import Prefill, joined, pad_left
-from leank.eval.inference.reading import read, states
 from leank.eval.rows.result_row import Fidelity
-from leank.head import Head, check_head
+from leank.head import LOGITS_AT_ONCE, Head, check_head, divergence
 
 Compared = tuple[Fidelity | None, float | None]  # of a sample; and the share of a text's tokens that are ranked first
 
 
 @dataclass(frozen=True)
 class Questions:
-    """The questions of a batch, which follow its prompts.
+    """The questions of a batch, which follow its prompts or the questions before.
 
     ids: int [B, q], left-padded; [B, 0] where nothing follows.
-    real: bool [B, columns of prompt and question] or None: False marks padding; None is no padding.
-    lengths: int [B], real tokens of prompt and question.
+    real: bool [B, columns] or None: False marks padding, of all up to the question's end; None is no padding.
+    lengths: int [B], real tokens up to the question's end.
+    columns: up to the question's end.
     """
 
     ids: Tensor
     real: Tensor | None
     lengths: Tensor
+    columns: int
 
     @classmethod
-    def of(cls, prompt: Prefill, questions: Sequence[list[int]], pad: int) -> Questions:
-        """Put the questions, which may all be empty, behind the prompts. pad: id that fills shorter ones."""
-        lengths = torch.tensor([len(q) for q in questions], device=prompt.logits.device)
-        ids, there = pad_left(list(questions), pad, prompt.logits.device)
-        return cls(ids.long(), joined(prompt.real, there, prompt.columns, ids), prompt.lengths + lengths)
+    def of(cls, before: Prefill | Self, questions: Sequence[list[int]], pad: int) -> Self:
+        """Put questions, which may all be empty, behind what stands before. pad: id that fills shorter ones."""
+        device = before.lengths.device
+        lengths = torch.tensor([len(question) for question in questions], device=device)
+        ids, there = pad_left(list(questions), pad, device)
+        real = joined(before.real, there, before.columns, ids)
+        return cls(ids.long(), real, before.lengths + lengths, before.columns + ids.shape[1])
 
 
 @dataclass(frozen=True)
-class Course:
-    """The tokens that every method of a batch reads, and the dense model's hidden states after them.
+class Continuation:
+    """The reference continuation of a batch, and the dense model's hidden states after its tokens.
 
     questions: the tokens of each row's question before them; empty where the prompt has it.
     ids: int [B, n]: tokens to read, with padding behind shorter rows.
@@ -72,7 +84,7 @@ class Comparison:
     model: of the replay.
     pad: id of the token that fills shorter rows.
 
-    Raises ValueError if the model's output head does more than `leank_train.objective.kl.Head` knows of.
+    Raises ValueError if the model's output head does more than `leank.head.Head` knows of.
     """
 
     def __init__(self, model: PreTrainedModel, pad: int) -> None:
@@ -82,9 +94,9 @@ class Comparison:
             raise ValueError(f"methods cannot be compared with dense by KL: {error}") from None
         self.model, self.pad, self.head = model, pad, Head.of(model)
 
-    def course(
+    def continuation(
         self, prompt: Prefill, questions: Sequence[list[int]], tokens: Sequence[list[int]], text: bool
-    ) -> Course:  # fmt: skip
+    ) -> Continuation:
         """Read the tokens with the dense model.
 
         prompt: a dense pass.
@@ -97,18 +109,20 @@ class Comparison:
         padded = torch.tensor([t + [self.pad] * (width - len(t)) for t in tokens], device=self.model.device).long()
         ids, targets = (padded[:, :-1], padded[:, 1:]) if text else (padded, None)
         counts = [max(0, len(t) - 1) if text else len(t) + first for t in tokens]
-        return Course(questions, ids, counts, targets, self._states(prompt.fork(), prompt, questions, ids))
+        return Continuation(questions, ids, counts, targets, self._states(prompt.fork(), prompt, questions, ids))
 
-    def fidelity(self, cache: Cache, prompt: Prefill, course: Course) -> list[Compared]:
-        """Read a course through a method's cache, which holds the prompts of `prompt`, the method's own pass.
+    def fidelity(self, cache: Cache, prompt: Prefill, continuation: Continuation) -> list[Compared]:
+        """Read a reference continuation through a method's cache, which holds the prompts of its pass `prompt`.
 
         Returns for each row its fidelity, None if nothing is to be compared, and the share of a text's tokens that the
         method ranks first, None for a reply and where logits are not finite.
         """
-        mine, found = self._states(cache, prompt, course.questions, course.ids), []
-        for row, count in enumerate(course.counts):
-            targets = None if course.targets is None else course.targets[row, :count]
-            compared = compare(self.head, course.dense[row, :count], mine[row, :count], targets) if count else None
+        mine, found = self._states(cache, prompt, continuation.questions, continuation.ids), []
+        for row, count in enumerate(continuation.counts):
+            targets = None if continuation.targets is None else continuation.targets[row, :count]
+            compared = (
+                compare(self.head, continuation.dense[row, :count], mine[row, :count], targets) if count else None
+            )
             found.append((None, None) if compared is None else _figures(compared))
         return found
 
@@ -142,3 +156,51 @@ def _figures(compared: Divergence) -> Compared:
         "loss": loss, "dense_loss": dense_loss, "non_finite": None,
     }  # fmt: skip
     return found, right
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Figures of n tokens, each a float64 tensor [n] on the host.
+
+    kl: nats; NaN where logits are not finite.
+    same: 1 where dense and method have the same likeliest token, else 0.
+    loss, dense_loss: nats, and right: 1 where the method's likeliest token is the text's; None without a text.
+    """
+
+    kl: Tensor
+    same: Tensor
+    loss: Tensor | None = None
+    dense_loss: Tensor | None = None
+    right: Tensor | None = None
+
+
+@torch.no_grad()
+def compare(
+    head: Head, dense: Tensor, method: Tensor, targets: Tensor | None = None, chunk: int | None = None
+) -> Divergence:
+    """Compare the distributions that two runs predict after the same n tokens, in float32 (float64 stays).
+
+    head: the model's output head.
+    dense, method: [n, hidden], hidden states of the decoder after each token.
+    targets: int [n], the token that the text goes on with; None without a text.
+    chunk: tokens whose logits are held at a time; `LOGITS_AT_ONCE` decides by default.
+    """
+    if chunk is None:
+        chunk = max(1, LOGITS_AT_ONCE["cuda" if dense.is_cuda else "cpu"] // head.weight.shape[0])
+    texts = [None] * -(-len(dense) // chunk) if targets is None else targets.split(chunk)
+    found = [
+        torch.stack(_divergence(head.logits(p), head.logits(q), text))
+        for p, q, text in zip(dense.split(chunk), method.split(chunk), texts, strict=True)
+    ]
+    return Divergence(*torch.cat(found, 1).double().cpu())
+
+
+def _divergence(dense: Tensor, method: Tensor, targets: Tensor | None) -> list[Tensor]:
+    """The fields of `Divergence` for logits [n, vocabulary]."""
+    p, q = dense.log_softmax(-1), method.log_softmax(-1)
+    kl = divergence(p, q)  # NaN where the largest logit of either is NaN or infinite
+    found = [kl, (p.argmax(-1) == q.argmax(-1)).to(kl)]
+    if targets is not None:
+        losses = [-x.gather(-1, targets[:, None]).squeeze(-1) for x in (q, p)]
+        found += [*losses, (q.argmax(-1) == targets).to(kl)]
+    return found

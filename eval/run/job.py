@@ -7,30 +7,31 @@ import json
 import logging
 import math
 import platform
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import transformers
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from leank.cli import out_of_memory
+from leank.data_gen.amount import amount
 from leank.eval.benchmarks.base import Benchmark, Cell
 from leank.eval.benchmarks.row import Row
 from leank.eval.benchmarks.scoring import score_row
 from leank.eval.inference.models import ModelConfig
-from leank.eval.inference.prompts import Prompt, overhead
-from leank.eval.inference.turns import encode_turns
+from leank.eval.inference.prompts import Prompt, encode_turns, overhead
 from leank.eval.methods import Method
 from leank.eval.rows.result_row import ResultRow, RowSettings
 from leank.eval.rows.results import Key, Results
-from leank.eval.run.answer import Answer
-from leank.eval.run.compression import Watch
-from leank.eval.run.conversations import Conversations
-from leank.eval.run.progress import Progress
-from leank.eval.run.replay import Replay
+from leank.eval.run.compression import Warnings
+from leank.eval.run.replay import Answer, Replay
 from leank.eval.run.settings import Settings
 
+BAR = "{desc}: {percentage:3.0f}%|{bar:20}| {elapsed}<{remaining}"
 FORMAT = 1  # version of what a row means; part of its key
 log = logging.getLogger("eval")
 
@@ -162,16 +163,21 @@ class Job:
         wanted = {id(method): method for _, _, methods in work for method in methods}
         replay = Replay(model, tokenizer, self.settings)
         replay.calibrate(list(wanted.values()), self.model.chat)
-        progress = Progress([len(methods) * len(samples) * (cell.length or 1) for cell, samples, methods in work])
-        watch, new, size = Watch(), 0, self.settings.batch_size
-        for number, (cell, samples, methods) in enumerate(work, 1):
-            batch = self._batch(cell, samples, model, tokenizer)
-            done, size = self._halved_until_it_fits(results, replay, batch, methods, size, watch)
-            new += done
-            finished = number == len(work) or work[number][0] is not cell
-            progress.advance(cell.place, [method.label for method in methods], new, finished)
-            if finished:
-                watch.stop_if_broken(self.model.name, self.model.dtype)
+        costs = [len(methods) * len(samples) * (cell.length or 1) for cell, samples, methods in work]
+        said, new, size = Warnings(), 0, self.settings.batch_size
+        began = time.perf_counter()
+        with tqdm(total=sum(costs), bar_format=BAR, disable=None) as bar, logging_redirect_tqdm():  # None: on terminals
+            for number, (cell, samples, methods) in enumerate(work, 1):
+                bar.set_description(f"{cell.place}, batch {number} of {len(work)}")
+                batch = self._batch(cell, samples, model, tokenizer)
+                done, size = self._halved_until_it_fits(results, replay, batch, methods, size, said)
+                new += done
+                bar.update(costs[number - 1])
+                if number == len(work) or work[number][0] is not cell:
+                    left = (time.perf_counter() - began) * sum(costs[number:]) / sum(costs[:number])
+                    log.info("%s replayed: batch %d of %d, %s, about %s left", cell.place, number, len(work),
+                             amount(new, "new row"), tqdm.format_interval(left))  # fmt: skip
+                    said.stop_if_broken(self.model.name, self.model.dtype)
         return new
 
     def _batch(
@@ -196,14 +202,20 @@ class Job:
         return CellBatch(cell, rows, prompts)
 
     def _halved_until_it_fits(
-        self, results: Results, replay: Replay, batch: CellBatch, methods: Sequence[Method], size: int, watch: Watch
+        self,
+        results: Results,
+        replay: Replay,
+        batch: CellBatch,
+        methods: Sequence[Method],
+        size: int,
+        said: Warnings,
     ) -> tuple[int, int]:
         """Replay a batch, and halve `size` while memory runs out. Returns the new rows and the size that fitted."""
         before, cell = len(results.keys), batch.cell
         while True:
             try:
                 for part in batch.parts(size):
-                    self._replay(results, replay, part, methods, watch)
+                    self._replay(results, replay, part, methods, said)
                 return len(results.keys) - before, size
             except (MemoryError, RuntimeError) as error:
                 if not out_of_memory(error):
@@ -219,7 +231,7 @@ class Job:
             log.warning("out of memory at %s: going on with batch_size=%d", cell.place, size)
 
     def _replay(
-        self, results: Results, replay: Replay, batch: CellBatch, methods: Sequence[Method], watch: Watch
+        self, results: Results, replay: Replay, batch: CellBatch, methods: Sequence[Method], said: Warnings
     ) -> None:  # fmt: skip
         """Answer a batch with every method that lacks a row of it, and store the rows that are new."""
         cell, samples = batch.cell, list(zip(batch.rows, batch.prompts, strict=True))
@@ -227,11 +239,10 @@ class Job:
         lacking = [m for m in methods if not results.keys.issuperset(keys[id(m)])]
         if not lacking:
             return
-        how = replay if cell.turns == 1 else Conversations(replay, cell.turns, cell.one_cache)
-        for method, answers in how.answers(batch.prompts, batch.rows, lacking):
+        for method, answers in replay.answers(batch.prompts, batch.rows, lacking, cell.turns, cell.one_cache):
             for key, (row, prompt), answer in zip(keys[id(method)], samples, answers, strict=True):
                 if key not in results.keys:
-                    watch.see(
+                    said.note(
                         method,
                         cell.place,
                         _tokens(row, prompt),

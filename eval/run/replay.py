@@ -3,13 +3,16 @@
 N methods cost one prefill and N short decodes. The first token of a reply comes from the dense pass. There are two
 exceptions. With compress=before_question the question is read through the compressed cache, and the first token comes
 from that. A method with a prefill of its own runs it, and its first token comes from that prefill.
+
+A conversation has several turns: the context is prefilled once, each method compresses it, and the questions follow.
 """
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -23,13 +26,112 @@ from leank.eval.benchmarks.scoring import cut_at_stop
 from leank.eval.cache import CompressedCache
 from leank.eval.inference.decode import Stopped, greedy
 from leank.eval.inference.models import windows_of
-from leank.eval.inference.prefill import Prefill, extend, pad_left, prefill
+from leank.eval.inference.prefill import Prefill, PromptLayer, extend, pad_left, prefill
 from leank.eval.inference.prompts import Prompt, encode
 from leank.eval.methods import Method
-from leank.eval.run.answer import Answer, Decoded, Replies
+from leank.eval.rows.result_row import Fidelity
 from leank.eval.run.compression import Compression
-from leank.eval.run.fidelity import Compared, Comparison, Course, Questions
+from leank.eval.run.fidelity import Compared, Comparison, Continuation, Questions
 from leank.eval.run.settings import Settings
+
+
+@dataclass
+class Answer:
+    """One method's answer to one sample.
+
+    tokens, text: the reply.
+    seconds: prefill, seal (building the cache), question and decode of the whole batch.
+    steps: decoding steps of the batch.
+    batch: samples in the batch.
+    bytes: bytes held after the prompt, per part; this sample's share of the batch.
+    middle_tokens: tokens between sink and window at the end of the reply; None for dense.
+    compressed: whether less than the dense cache is held or read; None for dense.
+    dense_only: whether the dense pass's logits alone decide the reply.
+    non_finite: step (0: the first token) at which logits were NaN or infinite and the reply ended; None if never.
+    fidelity: how near the next-token distributions are to dense's; None where that was not measured.
+    score: share of a text's tokens that the method ranks first; None for a reply, which a scorer reads.
+    selected_layer: layer that the prefill selected, -1 if it found none; None for a prefill that looks for none.
+    """
+
+    tokens: list[int]
+    text: str
+    seconds: dict[str, float]
+    steps: int
+    batch: int
+    bytes: dict[str, float] = field(default_factory=dict)
+    middle_tokens: int | None = None
+    compressed: bool | None = None
+    dense_only: bool = False
+    non_finite: int | None = None
+    fidelity: Fidelity | None = None
+    score: float | None = None
+    selected_layer: int | None = None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What is read and written behind the prompts of a batch; a benchmark without conversations has one turn.
+
+    rows: of the batch.
+    questions: per row, tokens that are still to be read before the reply.
+    most, least: per row, bounds of the reply's tokens.
+    texts: per row, the tokens of a text that is read in place of a reply; None where replies are decoded.
+    """
+
+    rows: Sequence[Row]
+    questions: list[list[int]]
+    most: list[int]
+    least: list[int]
+    texts: list[list[int]] | None = None
+
+
+@dataclass
+class Batch:
+    """Samples that are replayed together.
+
+    turns: what follows the prompts, turn by turn.
+    one_cache: whether a turn follows the turns before it on one cache; else each has a copy of the context's.
+    ids: int [B, T], the prompts, left-padded.
+    real: bool [B, T] or None: False marks padding; None is no padding.
+    room: columns that a cache needs behind the prompts.
+    continuation: what every method reads to be compared with dense; None until the first pass, or if none is.
+    """
+
+    turns: Sequence[Turn]
+    one_cache: bool
+    ids: Tensor
+    real: Tensor | None
+    room: int
+    continuation: Continuation | None = None
+
+    @property
+    def rows(self) -> int:
+        """How many there are."""
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What came of a turn.
+
+    tokens: per row, the reply, or the text that was read.
+    steps: decoding steps.
+    broken: per row, `Answer.non_finite`.
+    fed: per row, tokens behind the prompt that were read.
+    cache: through which they were read.
+    asked: where the cache stood before the reply; None for texts.
+    question_seconds: spent on reading the questions through the cache.
+    seconds: spent on decoding, or on reading the texts.
+    """
+
+    tokens: list[list[int]]
+    steps: int
+    broken: list[int | None]
+    fed: list[int]
+    cache: Cache
+    asked: Questions | None
+    question_seconds: float
+    seconds: float
 
 
 def cache_bytes(cache: Cache, prompt: Prefill) -> list[dict[str, float]]:
@@ -45,8 +147,18 @@ def cache_bytes(cache: Cache, prompt: Prefill) -> list[dict[str, float]]:
     return [{"dense": float(size), "total": float(size)} for size in prompt.bytes()]
 
 
+def branch(cache: Cache) -> Cache:
+    """Return a cache that continues this one, which stays as it is.
+
+    Branches of a dense cache share a buffer: only one of them may be in use at a time.
+    """
+    if isinstance(cache, CompressedCache):
+        return copy.deepcopy(cache)
+    return Cache(layers=[one.fork() if isinstance(one, PromptLayer) else copy.copy(one) for one in cache.layers])
+
+
 class Replay:
-    """Methods on one model: `answers(prompts, rows, methods)`.
+    """Methods on one model: `answers(prompts, rows, methods)`. It reads and writes no files.
 
     model: decides the device.
     tokenizer: of the model; `answers` needs its `decode` alone, and `pad_token_id` where `pad` is None.
@@ -62,7 +174,8 @@ class Replay:
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
         self.eos = eos_ids(model, tokenizer)
         self.pad = pad if pad is not None else (getattr(tokenizer, "pad_token_id", None) or 0)
-        if settings.compress == "before_question" and settings.batch_size > 1 and _slides(model):
+        slides = any(window is not None for window in windows_of(model.config.get_text_config(decoder=True)))
+        if settings.compress == "before_question" and settings.batch_size > 1 and slides:
             raise ValueError(
                 f"batch_size={settings.batch_size} with compress=before_question pads questions after their contexts, "
                 "and the model's sliding windows would count padding as tokens; use batch_size=1"
@@ -85,149 +198,167 @@ class Replay:
 
     @torch.no_grad()
     def answers(
-        self, prompts: Sequence[Prompt], rows: Sequence[Row], methods: Sequence[Method]
-    ) -> Iterator[tuple[Method, list[Answer]]]:
+        self, prompts: Sequence[Prompt], rows: Sequence[Row], methods: Sequence[Method],
+        turns: int = 1, one_cache: bool = False,
+    ) -> Iterator[tuple[Method, list[Answer]]]:  # fmt: skip
         """Yield each method with its answers; methods that can share a dense pass over the prompts do.
+
+        prompts, rows: of the samples; of conversations, those of the first one's turns, then the second one's, ...
+        turns: of each conversation.
+        one_cache: whether a turn follows the turns before it on one cache; else each has a copy of the context's.
 
         Raises ValueError if compress=before_question meets a sample without a context.
         """
         reading = any(row.read for row in rows)
-        split = reading or self.settings.compress == "before_question"
-        first = [p.ids[: p.question] if split else p.ids for p in prompts]
+        split = reading or turns > 1 or self.settings.compress == "before_question"
+        first = [p.ids[: p.question] if split else p.ids for p in prompts[::turns]]
         if split and min(map(len, first)) == 0:
-            empty = rows[min(range(len(rows)), key=lambda i: len(first[i]))]
+            empty = rows[turns * min(range(len(first)), key=lambda i: len(first[i]))]
             raise ValueError(
                 f"sample {empty.id} of {empty.task} has no context before its question; use compress=after_question"
             )
-        rest = [p.ids[p.question :] if split else [] for p in prompts]
-        most, least = self.bounds(rows)
-        questions, texts = ([[] for _ in rows], rest) if reading else (rest, None)
-        replies = Replies(rows, questions, most, least, texts)
-        ids, real = pad_left(first, self.pad, self.model.device)
-        course = None
-        for method, prompt, spent in self.prefills(methods, ids, real, replies.room, self.settings.prefill_chunk):
-            if course is None and (reading or self.settings.fidelity):
-                course = self._course(prompt if method.prefill is None else None, ids, real, replies)
-            answers = self._answers(method, prompt, replies, course, *spent)
-            del prompt  # before the next pass
-            yield method, answers
+        plan = []
+        for number in range(turns):
+            rest = [p.ids[p.question :] if split else [] for p in prompts[number::turns]]
+            of_turn = rows[number::turns]
+            questions, texts = ([[] for _ in rest], rest) if reading else (rest, None)
+            plan.append(Turn(of_turn, questions, *self.bounds(of_turn), texts))
+        read = [max(map(len, turn.questions)) + max(map(len, turn.texts or [[]])) for turn in plan]
+        room = max(n for turn in plan for n in turn.most) + (sum(read) if one_cache else max(read))
+        batch = Batch(plan, one_cache, *pad_left(first, self.pad, self.model.device), room)
+        # Column sums cost time, so methods that want them share a dense pass, and all others another one. A method
+        # with a prefill of its own shares none.
+        groups = [[m for m in methods if m.prefill is None and m.column_sums == sums] for sums in (False, True)]
+        groups += [[m] for m in methods if m.prefill is not None]
+        for group in filter(None, groups):
+            yield from self._sharing_a_pass(group, batch)
 
-    def _course(self, prompt: Prefill | None, ids: Tensor, real: Tensor | None, replies: Replies) -> Course:
+    def _sharing_a_pass(self, methods: Sequence[Method], batch: Batch) -> Iterator[tuple[Method, list[Answer]]]:
+        """Prefill once, and yield each method with its answers.
+
+        The pass is a local of this generator alone, so that it is freed before the next one runs.
+        """
+        start, allocated = self.now(), self._allocated()
+        obs = max(method.obs_queries for method in methods)
+        chunk = self.settings.prefill_chunk
+        prompt = methods[0].run_prefill(self.model, batch.ids, batch.real, batch.room, chunk, obs)
+        prefilled, taken = self.now() - start, self._allocated() - allocated
+        single = len(batch.turns) == 1
+        if batch.continuation is None and single and (self.settings.fidelity or batch.turns[0].texts is not None):
+            batch.continuation = self._continuation(prompt if methods[0].prefill is None else None, batch)
+        for method in methods:
+            found = self._answers(method, prompt, batch, prefilled, taken)
+            if batch.continuation is not None and batch.turns[0].texts is None:
+                # `_answers` has let go of its cache: there may not be room for two
+                near = self._comparison.fidelity(method.cache(self.model, prompt), prompt, batch.continuation)
+                for answer, (fidelity, _) in zip(found, near, strict=True):
+                    answer.fidelity = fidelity
+            yield method, found
+
+    def _continuation(self, prompt: Prefill | None, batch: Batch) -> Continuation:
         """Return what all methods of a batch read: the texts, or dense's own replies. prompt: a dense pass, if any."""
+        turn = batch.turns[0]
         if prompt is None:
-            prompt = prefill(self.model, ids, real, replies.room, 0, self.settings.prefill_chunk)
-        if replies.texts is not None:
-            return self._comparison.course(prompt, replies.questions, replies.texts, True)
-        most = [min(n, self.settings.fidelity) for n in replies.most]
-        least = [min(pair) for pair in zip(most, replies.least, strict=True)]
-        tokens = self._decode(prompt.fork(), prompt, replace(replies, most=most, least=least)).tokens
-        return self._comparison.course(prompt, replies.questions, tokens, False)
+            prompt = prefill(self.model, batch.ids, batch.real, batch.room, 0, self.settings.prefill_chunk)
+        if turn.texts is not None:
+            return self._comparison.continuation(prompt, turn.questions, turn.texts, True)
+        most = [min(n, self.settings.fidelity) for n in turn.most]
+        least = [min(pair) for pair in zip(most, turn.least, strict=True)]
+        decoded = self._decode(prompt.fork(), prompt, prompt, replace(turn, most=most, least=least))
+        return self._comparison.continuation(prompt, turn.questions, decoded.tokens, False)
 
     @cached_property
     def _comparison(self) -> Comparison:
         return Comparison(self.model, self.pad)
 
-    def _answers(
-        self, method: Method, prompt: Prefill, replies: Replies, course: Course | None, prefilled: float, taken: int
-    ) -> list[Answer]:
-        """Seal the prompt in the cache, read the questions, decode. taken: bytes that the prefill allocated."""
-        rows, count = replies.rows, len(replies.rows)
+    def _answers(self, method: Method, prompt: Prefill, batch: Batch, prefilled: float, taken: int) -> list[Answer]:
+        """Build the method's cache from its pass, and read and answer each turn through it.
+
+        prefilled, taken: seconds of the pass, and bytes that it allocated.
+        Returns the answers, those of a conversation's turns one after the other.
+        """
         start, allocated = self.now(), self._allocated()
         cache = method.cache(self.model, prompt)
         sealed = self.now() - start
         held, compression = cache_bytes(cache, prompt), Compression(method, cache, prompt)
-        if method.prefill is not None and (course is None or replies.texts is not None):
+        again = batch.continuation is not None and batch.turns[0].texts is None  # a second cache will be built
+        if method.prefill is not None and not again:
             prompt.layers.clear()  # the cache has what it needs of them
             allocated -= taken  # the pass was this method's alone: what is left of it is the cache's, too
         if self._counts:
             grown = taken if "dense" in held[0] else self._allocated() - allocated
-            held = [{**own, "allocated": float(grown // count)} for own in held]
-        near: list[Compared] = [(None, None)] * count
-        if course is not None and replies.texts is not None:
-            start = self.now()
-            near = self._comparison.fidelity(cache, prompt, course)
-            broken = [None if found is None else found["non_finite"] for found, _ in near]
-            decoded = Decoded.of_texts(replies.texts, broken, self.now() - start)
-        else:
-            decoded = self._decode(cache, prompt, replies)
-        found = compression.found(decoded.fed)
-        if course is not None and replies.texts is None:
-            del cache, compression  # before the second cache, which begins where this one began
-            near = self._comparison.fidelity(method.cache(self.model, prompt), prompt, course)
-        seconds = {
-            "prefill": prefilled,
-            "seal": sealed,
-            "question": decoded.question_seconds,
-            "decode": decoded.seconds,
-        }
-        return [
-            Answer(
-                tokens=tokens,
-                text="" if rows[row].read else str(self.tokenizer.decode(tokens, skip_special_tokens=True)),
-                seconds=seconds,
-                steps=decoded.steps,
-                batch=count,
-                bytes=held[row],
-                middle_tokens=found[row][0] if method.axes else None,
-                compressed=found[row][1] if method.axes else None,
-                dense_only=self._dense_only(method, replies, decoded, row),
-                non_finite=decoded.broken[row],
-                fidelity=near[row][0],
-                score=near[row][1],
-                selected_layer=None if prompt.selected_at is None else prompt.selected_at[row],
-            )
-            for row, tokens in enumerate(decoded.tokens)
-        ]
+            held = [{**own, "allocated": float(grown // batch.rows)} for own in held]
+        before: Prefill | Questions = prompt
+        found: list[list[Answer]] = []
+        for turn in batch.turns:
+            near: list[Compared] = [(None, None)] * batch.rows
+            if turn.texts is not None and batch.continuation is not None:
+                start = self.now()
+                near = self._comparison.fidelity(cache, prompt, batch.continuation)
+                broken = [None if one is None else one["non_finite"] for one, _ in near]
+                fed = [max(0, len(text) - 1) for text in turn.texts]
+                decoded = Decoded(turn.texts, 0, broken, fed, cache, None, 0.0, self.now() - start)
+            else:
+                reading = cache if batch.one_cache or len(batch.turns) == 1 else branch(cache)
+                decoded = self._decode(reading, prompt, before, turn, keep=batch.one_cache)
+                if batch.one_cache and decoded.asked is not None:
+                    before = decoded.asked
+            seconds = {
+                "prefill": prefilled, "seal": sealed, "question": decoded.question_seconds, "decode": decoded.seconds,
+            }  # fmt: skip
+            middle = compression.found(decoded.fed, decoded.cache)
+            found.append([
+                Answer(
+                    tokens=tokens,
+                    text="" if turn.texts is not None else str(self.tokenizer.decode(tokens, skip_special_tokens=True)),
+                    seconds=seconds,
+                    steps=decoded.steps,
+                    batch=batch.rows,
+                    bytes=held[row],
+                    middle_tokens=middle[row][0] if method.axes else None,
+                    compressed=middle[row][1] if method.axes else None,
+                    dense_only=self._dense_only(method, turn, decoded, row),
+                    non_finite=decoded.broken[row],
+                    fidelity=near[row][0],
+                    score=near[row][1],
+                    selected_layer=None if prompt.selected_at is None else prompt.selected_at[row],
+                )
+                for row, tokens in enumerate(decoded.tokens)
+            ])  # fmt: skip
+        return [answer for conversation in zip(*found, strict=True) for answer in conversation]
 
-    def _dense_only(self, method: Method, replies: Replies, decoded: Decoded, row: int) -> bool:
+    def _dense_only(self, method: Method, turn: Turn, decoded: Decoded, row: int) -> bool:
         """Whether the dense pass's logits alone decide a row's reply."""
-        if replies.texts is not None or replies.questions[row] or method.prefill is not None:
+        if turn.texts is not None or turn.questions[row] or method.prefill is not None:
             return False
-        tokens, stopped = decoded.tokens[row], self.stops(replies.rows)
-        one = len(tokens) == 0 or replies.most[row] == 1
+        tokens, stopped = decoded.tokens[row], self.stops(turn.rows)
+        one = len(tokens) == 0 or turn.most[row] == 1
         one = one or (len(tokens) == 1 and stopped is not None and stopped(row, tokens))
         return one and decoded.broken[row] is None
 
-    def _decode(self, cache: Cache, prompt: Prefill, replies: Replies) -> Decoded:
-        """Read the questions through the cache that holds the prompts, then decode greedily."""
+    def _decode(
+        self, cache: Cache, prompt: Prefill, before: Prefill | Questions, turn: Turn, keep: bool = False
+    ) -> Decoded:
+        """Read a turn's questions through a cache, then decode greedily.
+
+        prompt: whose next token is the reply's first where no question is read.
+        before: what the cache holds.
+        keep: whether the cache ends with the questions, as the reply is decoded in a branch of it.
+        """
         start, logits, spent = self.now(), prompt.logits, 0.0
-        asked = Questions.of(prompt, replies.questions, self.pad)
+        asked = Questions.of(before, turn.questions, self.pad)
         if asked.ids.shape[1]:
             logits = extend(self.model, cache, asked.ids, asked.real)
             spent = self.now() - start
-        start, stopped = self.now(), self.stops(replies.rows)
+        cache = branch(cache) if keep else cache
+        start = self.now()
         tokens, steps, broken = greedy(
-            self.model,
-            cache,
-            logits,
-            asked.real,
-            asked.lengths,
-            self.ends(replies.rows),
-            replies.most,
-            replies.least,
-            stopped,
-        )
-        fed = [len(q) + min(steps, len(t)) for q, t in zip(replies.questions, tokens, strict=True)]
-        return Decoded(tokens, steps, broken, fed, spent, self.now() - start)
-
-    def prefills(
-        self, methods: Sequence[Method], ids: Tensor, real: Tensor | None, room: int, chunk: int | None
-    ) -> Iterator[tuple[Method, Prefill, tuple[float, int]]]:
-        """Yield each method with its pass over the prompts, and the seconds and bytes of that pass.
-
-        Methods that want column sums share one dense pass, all other methods a second one, so that no method's time
-        contains column sums it does not use. A method with a prefill of its own shares none.
-        """
-        groups = [[m for m in methods if m.prefill is None and m.column_sums == sums] for sums in (False, True)]
-        groups += [[m] for m in methods if m.prefill is not None]
-        for group in filter(None, groups):
-            start, allocated = self.now(), self._allocated()
-            obs, one = max(method.obs_queries for method in group), group[0]
-            prompt = one.run_prefill(self.model, ids, real, room, chunk, obs)
-            spent = self.now() - start, self._allocated() - allocated
-            for method in group:
-                yield method, prompt, spent
-            del prompt
+            self.model, cache, logits, asked.real, asked.lengths, self.ends(turn.rows), turn.most, turn.least,
+            self.stops(turn.rows),
+        )  # fmt: skip
+        read = (asked.lengths - prompt.lengths).tolist()
+        fed = [n + min(steps, len(reply)) for n, reply in zip(read, tokens, strict=True)]
+        return Decoded(tokens, steps, broken, fed, cache, asked, spent, self.now() - start)
 
     def bounds(self, rows: Sequence[Row]) -> tuple[list[int], list[int]]:
         """Return the most and the least tokens of each row's reply."""
@@ -263,8 +394,3 @@ class Replay:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
         return time.perf_counter()
-
-
-def _slides(model: PreTrainedModel) -> bool:
-    """Whether any layer's own attention has a sliding window."""
-    return any(window is not None for window in windows_of(model.config.get_text_config(decoder=True)))

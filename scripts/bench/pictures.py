@@ -4,9 +4,9 @@
     python -m scripts.bench.pictures documents docs/results/reference/documents.csv docs/pictures/documents.svg
     python -m scripts.bench.pictures speed docs/results/h200 docs/pictures/speed.svg
 
-`recall` draws tables of `scripts.bench.quality.ratios`: label, ratio (% of K channels pruned, empty for dense), recall,
+`recall` draws tables of `scripts.bench.quality ratios`: label, ratio (% of K channels pruned, empty for dense), recall,
 low, high. Of several, each has a panel with the name of its folder. `documents` draws the table of
-`scripts.bench.quality.documents`. `speed` draws generation.csv and attention.csv of one folder. The files are
+`scripts.bench.documents`. `speed` draws generation.csv and attention.csv of one folder. The files are
 transparent SVG, to be read on white and on black.
 """
 
@@ -16,8 +16,7 @@ import argparse
 import csv
 import io
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -25,10 +24,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from leank.cli import again, ending
-from leank.eval.report.style import INK, SETTINGS, plain, sheet
+from leank.eval.report.style import INK, PALETTE, SETTINGS, plain, sheet
 from leank.files import write_text
-from scripts.bench.quality.documents_plot import draw_documents
 
 # Okabe and Ito's six that do not fade on white, then three more; an SVG in an <img> cannot take the colour of its page
 COLOURS = {
@@ -40,6 +37,11 @@ OTHERS = ("#5E8C31", "#C2497B")  # of labels without a colour of their own
 TEXT = "#7b8088"  # contrast 4 to 1 on white, 4.8 to 1 on #0d1117
 LOOK = SETTINGS | {"font.size": 11, "axes.titlesize": 11, "svg.fonttype": "none", "svg.hashsalt": "leank"}
 
+NAMES = {
+    "kl": "KL", "l2": "L2", "one_document": "KL, one document a step", "usual_momentum": "KL, momentum 0.9",
+    "stopping": "KL, early stopping",
+}  # fmt: skip
+
 Records = Sequence[Mapping[str, str]]
 
 
@@ -47,23 +49,6 @@ def read_table(path: Path) -> list[dict[str, str]]:
     """Rows of a CSV by column."""
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-@contextmanager
-def drawn_from(path: Path) -> Iterator[None]:
-    """Name the table that a picture cannot be drawn from. Raises ValueError."""
-    try:
-        yield
-    except (ValueError, KeyError, TypeError, IndexError, StopIteration, csv.Error) as error:
-        raise ValueError(f"{path} is no table for this picture ({error!r}); make it again") from error
-
-
-def finite(row: Mapping[str, str], *keys: str) -> list[float]:
-    """Return numbers of a row. Raises ValueError for one that is NaN or infinite."""
-    found = [float(row[key]) for key in keys]
-    if not np.isfinite(found).all():
-        raise ValueError(f"{', '.join(keys)} of {row['label']} are {found}")
-    return found
 
 
 def spread(values: Sequence[float], gap: float) -> list[float]:
@@ -87,9 +72,9 @@ def draw_recall(axes: Axes, table: Records) -> None:
     plain(axes)
     lines: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     for row in table:
-        recall, low, high = finite(row, "recall", "low", "high")
+        recall, low, high = (float(row[key]) for key in ("recall", "low", "high"))
         if row["ratio"]:
-            lines[row["label"]].append((*finite(row, "ratio"), recall, low, high))
+            lines[row["label"]].append((float(row["ratio"]), recall, low, high))
         else:
             axes.axhline(recall, color=INK, linewidth=1, linestyle="--")
             axes.annotate(f"dense {recall:.1f}%", (0, recall), (4, 4), xycoords=("axes fraction", "data"),
@@ -114,8 +99,7 @@ def draw_recalls(files: Sequence[Path]) -> Figure:
     """Tables of recall, one above the other."""
     drawn = sheet(3.6 * len(files), 7.2)
     for axes, file in zip(drawn.subplots(len(files), squeeze=False)[:, 0], files, strict=True):
-        with drawn_from(file):
-            draw_recall(axes, read_table(file))
+        draw_recall(axes, read_table(file))
         if len(files) > 1:
             axes.set_title(f"model={file.parent.name}", loc="left")
     return drawn
@@ -183,9 +167,45 @@ def draw_speed(folder: Path) -> Figure:
     drawn = sheet(6, 7.2)
     above, below = drawn.subplots(2)
     for axes, draw, name in ((above, draw_generation, "generation.csv"), (below, draw_attention, "attention.csv")):
-        with drawn_from(folder / name):
-            draw(axes, read_table(folder / name))
+        draw(axes, read_table(folder / name))
     return drawn
+
+
+def draw_documents(table: Records) -> Figure:
+    """A panel each for recall and, where the table has it, KL: a dot for each seed, a line through the means."""
+    shown = ["recall", *(["kl"] if any(row["variant"] != "dense" and row.get("kl") for row in table) else [])]
+    figure = sheet(3.2 * len(shown), 7.2)
+    for axes, column in zip(figure.subplots(len(shown), squeeze=False)[:, 0], shown, strict=True):
+        draw_column(axes, table, column)
+    return figure
+
+
+def draw_column(axes: Axes, table: Records, column: str) -> None:
+    """One panel; recall has dense as a dashed line, KL a logarithmic axis."""
+    plain(axes)
+    points: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in table:
+        if row["variant"] != "dense" and row[column]:
+            points[row["variant"]][int(row["documents"])].append(float(row[column]))
+        elif column == "recall":
+            axes.axhline(float(row[column]), color=INK, linewidth=1, linestyle="--", label="dense")
+    for (variant, by_number), colour in zip(points.items(), PALETTE, strict=False):
+        numbers = sorted(by_number)
+        means = [float(np.mean(by_number[n])) for n in numbers]
+        axes.plot(numbers, means, color=colour, linewidth=1.8, label=NAMES.get(variant, variant))
+        dots = [(n, value) for n in numbers for value in by_number[n]]
+        axes.plot(*zip(*dots, strict=True), "o", color=colour, markersize=4, alpha=0.7)
+    ticks = sorted({number for of in points.values() for number in of})
+    axes.set(xscale="log", xlabel="training documents")
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.minorticks_off()
+    if column == "recall":
+        axes.set(ylabel="recall, %")
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)  # above: dots fill the panel
+    else:
+        axes.set(ylabel="KL from dense, nats a token", yscale="log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
 
 
 def to_svg(figure: Figure) -> str:
@@ -206,17 +226,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.action != "recall" and len(args.source) > 1:
         parser.error(f"{args.action} takes one folder, not {len(args.source)}")
-    with ending("pictures", lambda: f"what it draws is as it was; again: {again('scripts.bench.pictures')}"):
-        write_text(args.out, made(args.action, args.source))
-
-
-def made(action: str, source: Sequence[Path]) -> str:
-    """Return the picture. Raises ValueError for tables that it cannot be made from."""
     with matplotlib.rc_context(LOOK):
-        if action == "documents":
-            with drawn_from(source[0]):
-                return to_svg(draw_documents(read_table(source[0])))
-        return to_svg(draw_recalls(source) if action == "recall" else draw_speed(source[0]))
+        if args.action == "recall":
+            figure = draw_recalls(args.source)
+        else:
+            figure = (
+                draw_documents(read_table(args.source[0])) if args.action == "documents" else draw_speed(args.source[0])
+            )
+        write_text(args.out, to_svg(figure))
 
 
 if __name__ == "__main__":

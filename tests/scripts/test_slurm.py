@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 
 from leank.eval.rows.results import key_of, read
 from leank_train.train import run
-from scripts.cluster.local_slurm import LocalSlurm, missing
 from tests import ROOT
+from tests.helpers.local_slurm import LocalSlurm, missing
 from tests.helpers.ranks import SETTINGS
 from tests.helpers.tiny_run import alpha, command, settings
 

@@ -2,22 +2,21 @@
 
 import csv
 import json
+import random
 import re
 import statistics
 from importlib.resources import files
 from itertools import product
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from hydra import compose, initialize_config_dir
-from hypothesis import given
-from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from PIL import Image
 
 from leank_train.settings import fingerprint
-from scripts.sweep import __main__ as sweep
-from scripts.sweep import report as sweep_report
+from scripts import sweep
 from tests.helpers.report_rows import row as eval_row
 
 CONF = str(files("leank.conf.train"))
@@ -55,7 +54,7 @@ def member(folder, overrides, job="7_0", scores=None):
 
 def test_members_are_the_product_of_command_line_and_sweep_file(tmp_path):
     begin(tmp_path, "+experiment=reference_demo", "+sweep=ratio", "seed=3,4,5")
-    planned = sweep.plan(sweep.record(tmp_path))
+    planned = sweep.planned(sweep.record(tmp_path))
     assert len(set(planned)) == len(planned) == 4 * 3
     seen = {(config.pruning.ratio, config.seed, config.name) for config in map(composed, planned)}
     assert seen == set(product((0.5, 0.6, 0.7, 0.8), (3, 4, 5), ["reference_demo"]))
@@ -64,7 +63,7 @@ def test_members_are_the_product_of_command_line_and_sweep_file(tmp_path):
 @pytest.mark.parametrize("file", sorted(p.stem for p in Path(CONF).glob("sweep/*.yaml")))
 def test_every_sweep_file_makes_members_that_differ(tmp_path, file):
     begin(tmp_path, "+experiment=reference_demo", f"+sweep={file}")
-    planned = sweep.plan(sweep.record(tmp_path))
+    planned = sweep.planned(sweep.record(tmp_path))
     assert len({fingerprint(composed(p)) for p in planned}) == len(planned) >= 4
 
 
@@ -79,18 +78,18 @@ def test_a_job_asks_for_what_the_trainer_uses():
 def test_status_judges_by_result_files_and_rerun_repeats_the_member(tmp_path, capsys):
     root = tmp_path / "a sweep, of $ratios"
     begin(root, "+experiment=reference_demo", "pruning.ratio=0.5,0.6", "seed=1,2", "hydra/launcher=basic")
-    planned = sweep.plan(sweep.record(root))
+    planned = sweep.planned(sweep.record(root))
     done = member(root, planned[0], "0", {"dense": {"a": 1.0}})
     failed = member(root, planned[2], "2")
     log = root / ".submitit/2/2_0_log.out"
     log.parent.mkdir(parents=True)
-    log.write_text("Training\r step 3\nleank_train: mask.align=5 does not divide\nsrun: error: task 0: Exited\n")
+    log.touch()
     assert [m.state for m in sweep.members(root)] == ["done", "not started", "failed", "not started"]
     with pytest.raises(SystemExit) as left:
         sweep.main(["status", str(root)])
     assert left.value.code == 1
     said = capsys.readouterr().out
-    assert f"{log}: leank_train: mask.align=5 does not divide" in said
+    assert str(log) in said
     assert "1 of 4 done, 3 to run again" in said
 
     for overrides, folder in ((planned[0], done), (planned[2], failed)):
@@ -104,7 +103,7 @@ def test_status_judges_by_result_files_and_rerun_repeats_the_member(tmp_path, ca
 
 def test_a_slurm_job_in_its_queue_is_not_lost(tmp_path, monkeypatch):
     begin(tmp_path, "+experiment=reference_demo", "seed=1,2,3,4", "hydra/launcher=slurm_cpu")
-    planned = sweep.plan(sweep.record(tmp_path))
+    planned = sweep.planned(sweep.record(tmp_path))
     member(tmp_path, planned[0], "9_0")
     member(tmp_path, planned[1], "9_1")
     for number in range(4):
@@ -126,76 +125,24 @@ def cells(table):
     return [re.split(r"\s*\|\s*", line.strip("| ")) for line in table.splitlines() if line.startswith("|")][2:]
 
 
-WHOLE = """hydra:
-  job: {config_name: train}
-  runtime: {cwd: /, config_sources: []}
-  launcher: {_target_: a.BasicLauncher}
-  sweeper: {params: null}
-  sweep: {dir: a, subdir: b}
-  overrides: {task: ["seed=1"], hydra: []}
-"""
-
-
-@pytest.mark.parametrize(
-    "written",
-    ["", "- a", "3", "hydra: 3", "{unclosed", "hydra: {job: {}}", "hydra: {job: {config_name: train}}", "hydra: ${c}",
-     b"\xa3\x80", WHOLE.replace("a.BasicLauncher", "3"), WHOLE.replace('"seed=1"', '"[[["'),
-     WHOLE.replace('"seed=1"', "3")],
-)  # fmt: skip
-def test_a_damaged_record_is_one_line_that_names_it(tmp_path, written):
-    file = tmp_path / "multirun.yaml"
-    file.write_bytes(written if isinstance(written, bytes) else written.encode())
-    with pytest.raises(SystemExit) as ended:
-        sweep.main(["status", str(tmp_path)])
-    assert f"sweep: {file} is not what Hydra wrote" in str(ended.value)
-    assert len(str(ended.value).splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "text"), [("overrides", "{{{"), ("overrides", "3"), ("hydra", "x"), ("hydra", "hydra: 3")]
-)
-def test_a_members_damaged_record_is_named_too(tmp_path, name, text):
-    (tmp_path / "multirun.yaml").write_text(WHOLE)
-    own = tmp_path / "0/.hydra"
-    own.mkdir(parents=True)
-    (own / "overrides.yaml").write_text("- seed=1")
-    (own / "hydra.yaml").write_text("hydra: {job: {id: 1}}")
-    assert sweep.members(tmp_path)[0].state == "failed"
-    (own / f"{name}.yaml").write_text(text)
-    with pytest.raises(ValueError, match=f"{name}.yaml is not what Hydra wrote"):
-        sweep.members(tmp_path)
-
-
-def test_no_rerun_waits_for_no_members(tmp_path):
-    with pytest.raises(SystemExit, match="--at-once=0 must be at least 1"):
-        sweep.main(["rerun", str(tmp_path), "--at-once", "0"])
-
-
-@given(st.data())
-def test_rows_are_means_over_seeds(data):
-    """Against statistics.mean and .stdev, over any scores and any order of them."""
-    seeds, tasks, ratios = [1, 2, 5], ["a", "b"], [0.5, 0.7]
-    number = st.floats(0, 100)
-    table = {key: data.draw(number) for key in product(ratios, seeds, tasks)}
-    scores = [
-        sweep_report.MemberScore((("pruning.ratio", r),), s, "validation", "leank", t, x)
-        for (r, s, t), x in table.items()
-    ]
-    found = sweep_report.rows(data.draw(st.permutations(scores)), tasks)
-    assert {(row.method, row.settings[0][1], row.seeds) for row in found} == {("leank", r, 3) for r in ratios}
-    for row in found:
-        ratio = row.settings[0][1]
-        values = {t: [table[ratio, s, t] for s in seeds] for t in tasks}
+def test_cells_are_means_over_seeds():
+    """Against `statistics`, in any order of the scores; a task that a seed lacks has no cell."""
+    draw = random.Random(0)
+    drawn = {key: 100 * draw.random() for key in product((0.5, 0.7), (1, 2, 5), "ab")}
+    lines = [(ratio, seed, "leank", task, score) for (ratio, seed, task), score in drawn.items()]
+    lines += [(0.9, 1, "leank", "a", 50.0), (0.9, 1, "leank", "b", 50.0), (0.9, 2, "leank", "a", 70.0)]
+    draw.shuffle(lines)
+    mean, deviation = sweep.averaged(pd.DataFrame(lines, columns=["pruning.ratio", "seed", "method", "task", "score"]))
+    for ratio in (0.5, 0.7):
+        values = {task: [drawn[ratio, seed, task] for seed in (1, 2, 5)] for task in "ab"}
         values["average"] = [sum(pair) / 2 for pair in zip(values["a"], values["b"], strict=True)]
-        for name, (mean, deviation) in row.cells.items():
-            assert mean == pytest.approx(statistics.mean(values[name]), abs=1e-9)
-            assert deviation == pytest.approx(statistics.stdev(values[name]), abs=1e-6)
-
-
-def test_a_task_that_a_seed_lacks_has_no_cell():
-    made = [sweep_report.MemberScore((), s, "validation", "leank", t, 50.0) for s, t in ((1, "a"), (1, "b"), (2, "a"))]
-    (row,) = sweep_report.rows(made, ["a", "b"])
-    assert row.cells == {"a": (50.0, 0.0)}
+        at = ("leank", str(ratio))
+        assert mean.loc[at, "seeds"] == 3
+        for name, of in values.items():
+            assert mean.loc[at, name] == pytest.approx(statistics.mean(of), abs=1e-9)
+            assert deviation.loc[at, name] == pytest.approx(statistics.stdev(of), abs=1e-6)
+    assert mean.loc[("leank", "0.9"), "a"] == 60
+    assert mean.loc[("leank", "0.9"), ["b", "average"]].isna().all()
 
 
 def test_report_of_a_sweep_over_ratios_and_lambda(tmp_path):
@@ -215,7 +162,7 @@ def test_report_of_a_sweep_over_ratios_and_lambda(tmp_path):
     (out / "eval").mkdir()
     (out / "eval/results.jsonl").write_text(json.dumps(row) + "\n")
 
-    written = {file.name: file for file in sweep_report.write_report(tmp_path)}
+    written = {file.name: file for file in sweep.report(tmp_path)}
     assert set(written) == {"scores.csv", "report.md", "figure4_validation.png", f"figure4_{row['benchmark']}.png"}
     with written["scores.csv"].open() as file:
         kept = [r for r in csv.DictReader(file) if r["method"] == "leank" and r["source"] == "validation"]
@@ -244,7 +191,7 @@ def test_training_tasks_and_the_second_stage_have_tables(tmp_path):
     for data, steps in product(("paper", "duo"), (0, 5)):
         scores = {"leank": {"x": 10.0 + steps}}
         member(tmp_path, [f"data={data}", f"stage2.steps={steps}"], scores=scores)
-    sweep_report.write_report(tmp_path)
+    sweep.report(tmp_path)
     text = (tmp_path / "report/report.md").read_text()
     assert "figure4" not in text
     tables = text.split("## ")
@@ -257,5 +204,5 @@ def test_training_tasks_and_the_second_stage_have_tables(tmp_path):
 def test_two_members_of_the_same_settings_are_not_averaged(tmp_path):
     for place in ("one", "two"):
         member(tmp_path / place, ["seed=1"], scores={"leank": {"x": 1.0}})
-    with pytest.raises(SystemExit, match="have the same settings and seed; remove one of them"):
+    with pytest.raises(SystemExit, match="have the same settings and seed; keep one of them"):
         sweep.main(["report", str(tmp_path)])

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from leank.eval.cache.attention import dense
-from leank.eval.inference.column_sums import Tiles, column_sums
-from leank.eval.inference.observe import received
+from leank.eval.inference.observe import Tiles, column_sums, received
 from scripts.bench.common.table import Record, attempt, complain, said, write_rows
 from scripts.bench.common.timing import clear, seconds
 

@@ -6,7 +6,7 @@ import pytest
 
 from leank.eval.benchmarks.multi_turn import MultiTurn
 from leank.eval.inference.models import ModelConfig, load_config, load_model
-from leank.eval.inference.turns import encode_turns
+from leank.eval.inference.prompts import encode_turns
 from leank.eval.methods import Method
 from leank.eval.methods.channels.random import Random
 from leank.eval.report.summary import summarise

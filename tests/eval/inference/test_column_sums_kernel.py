@@ -9,9 +9,8 @@ from tests.helpers.kernels import ON_GPU, poisoned_memory  # noqa: F401
 
 from leank.eval.cache.attention import dense  # isort: skip  (Triton, which the line above asks for)
 from leank.eval.cache.attention.softmax import Softmax
-from leank.eval.inference import column_sums
-from leank.eval.inference.column_sums import Tiles, attend_and_sum
-from leank.eval.inference.observe import received
+from leank.eval.inference import observe
+from leank.eval.inference.observe import Tiles, attend_and_sum, received
 from leank.eval.inference.prefill import prefill
 from tests.helpers.cache_oracle import left_padded, tiny_model
 
@@ -53,7 +52,7 @@ def test_sums_of_any_shape(data, length, heads, group, padded, seed):
     queries, tiles = data.draw(st.integers(1, length)), data.draw(st.sampled_from([SMALL, Tiles(16, 32)]))
     q, k = drawn(2, heads, group, queries, length, 16, torch.float16, seed)
     real = torch.rand(2, length, generator=torch.Generator().manual_seed(seed)) < 0.7 if padded else None
-    found = column_sums.column_sums(q, k, log_sum_exp(q, k, 0.3, real), 0.3, real, tiles)
+    found = observe.column_sums(q, k, log_sum_exp(q, k, 0.3, real), 0.3, real, tiles)
     torch.testing.assert_close(found, wanted(q, k, 0.3, real), rtol=2e-3, atol=2e-3)
     assert real is None or not found[~real[:, None].expand_as(found)].any()
 
@@ -63,9 +62,9 @@ def test_sums_of_any_shape(data, length, heads, group, padded, seed):
 @pytest.mark.parametrize(("queries", "weighted"), [(1, None), (1, 1), (20, None), (20, 20), (40, None), (40, 13)])
 def test_attention_hands_over_what_the_sums_need(monkeypatch, padding, queries, weighted):
     """The same attention as without sums, whatever the padding; the log-sum-exp comes from it."""
-    asked, kernel = [], column_sums.column_sums
-    monkeypatch.setattr(column_sums, "column_sums", lambda *args: (asked.append(1), kernel(*args, tiles=SMALL))[1])
-    monkeypatch.setattr(column_sums, "why_not", lambda *_, **__: None)
+    asked, kernel = [], observe.column_sums
+    monkeypatch.setattr(observe, "column_sums", lambda *args: (asked.append(1), kernel(*args, tiles=SMALL))[1])
+    monkeypatch.setattr(observe, "why_not", lambda *_, **__: None)
     q, k = drawn(2, 2, 2, queries, 40, 64, torch.float32)
     v, real = torch.randn(k.shape), None
     if padding == "holes":
@@ -86,9 +85,9 @@ def test_a_padded_prompt_in_chunks(monkeypatch, chunk):
     model = tiny_model("llama", torch.float32, hidden_size=256, head_dim=64)
     ids, mask = left_padded((29, 17), seed=3)
     slow = prefill(model, ids, mask.bool(), 0, chunk=chunk, column_sums=True)
-    kernel = column_sums.column_sums
-    monkeypatch.setattr(column_sums, "column_sums", lambda *args: kernel(*args, tiles=SMALL))
-    monkeypatch.setattr(column_sums, "why_not", lambda *_, **__: None)
+    kernel = observe.column_sums
+    monkeypatch.setattr(observe, "column_sums", lambda *args: kernel(*args, tiles=SMALL))
+    monkeypatch.setattr(observe, "why_not", lambda *_, **__: None)
     fast = prefill(model, ids, mask.bool(), 0, chunk=chunk, column_sums=True)
     torch.testing.assert_close(fast.logits, slow.logits)
     for one, other in zip(fast.layers, slow.layers, strict=True):
@@ -96,7 +95,7 @@ def test_a_padded_prompt_in_chunks(monkeypatch, chunk):
 
 
 def test_a_softmax_that_is_not_plain_takes_the_slow_form(monkeypatch):
-    monkeypatch.setattr(column_sums, "why_not", lambda *_, **__: None)
+    monkeypatch.setattr(observe, "why_not", lambda *_, **__: None)
     q, k = drawn(1, 2, 2, 9, 9, 16, torch.float32)
     out, sums = attend_and_sum(q, k, k, softmax=Softmax(1.5))
     each = received(q, k, softmax=Softmax(1.5))
@@ -116,7 +115,7 @@ def test_on_the_device(dtype, tiles, queries, length, padding):
     lse = torch.full(q.shape[:3], torch.inf, device="cuda")
     out = dense.attend(q, k, k, None, real, lse=lse)
     torch.testing.assert_close(out, dense.attend(q, k, k, None, real), rtol=2e-2, atol=2e-2)
-    found = column_sums.column_sums(q, k, lse, None, real, tiles)
+    found = observe.column_sums(q, k, lse, None, real, tiles)
     torch.testing.assert_close(found, wanted(q, k, 128**-0.5, real), rtol=1e-2, atol=1e-2)
 
 

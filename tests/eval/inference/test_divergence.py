@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leank.eval.inference.divergence import compare
+from leank.eval.run.fidelity import compare
 from leank.head import Head
 
 WORDS, HIDDEN = 37, 6

@@ -20,7 +20,7 @@ from leank.eval.papers.page import as_markdown, commands
 from leank.eval.papers.registry import ITEMS, PAPERS, find, of_papers, runs, status
 from leank.eval.papers.steps import HERE, Options
 from leank.eval.papers.verdicts import CLAIMS
-from leank.eval.run.grid import expanded
+from leank.eval.run.build import expanded
 from leank.typed import typed
 from tests import ROOT
 

@@ -103,10 +103,7 @@ def test_every_experiment_composes(name):
         (["method=[dense]", "benchmark.essays=no/such.txt"], "no/such.txt"),
         (["method=[dense]", "+benchmark.depth=3"], "benchmark.depth is no setting; there are tasks"),
         (["method=[dense]", "benchmark.name=ruller"], "benchmark.name='ruller' is unknown; choose one of"),
-        (["method=[dense]", f"benchmark.essays={'x' * 300}"], "essays='xxx.* is too long for a name or a path"),
         (["method=[dense]", "name={a: 1}"], "name=.* must be a text"),
-        (["method=[dense]", f"name={10**30}"], "name=a number of 100 bits is beyond"),
-        (["method=[dense]", f"mask={10**30}"], "mask=a number of 100 bits is beyond"),
         (
             ["method=[pca]", "+method.pca.bits.length=9999"],
             "pca.bits.length=9999 is more than the model's max_position",

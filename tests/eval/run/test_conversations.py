@@ -7,12 +7,10 @@ import torch
 
 from leank.eval.benchmarks.row import Row
 from leank.eval.inference.prefill import extend
-from leank.eval.inference.prompts import Prompt
-from leank.eval.inference.turns import encode_turns
+from leank.eval.inference.prompts import Prompt, encode_turns
 from leank.eval.methods import Method
 from leank.eval.methods.tokens.h2o import H2O
 from leank.eval.methods.tokens.snapkv import SnapKV
-from leank.eval.run.conversations import Conversations
 from leank.eval.run.replay import Replay
 from leank.eval.run.settings import Settings
 from tests.helpers.cache_oracle import tiny_model
@@ -63,9 +61,9 @@ def by_hand(model, method, conversation, one_cache):
 def test_answers_are_those_of_caches_fed_by_hand(one_cache):
     model, count = tiny_model("llama"), len(CONTEXTS)
     made = turns_of(one_cache, count)
-    engine = Conversations(Replay(model, Letters(), Settings()), 3, one_cache)
+    engine = Replay(model, Letters(), Settings())
     replies = {}
-    for method, answers in engine.answers(made, rows(len(made), NEW), every_method()):
+    for method, answers in engine.answers(made, rows(len(made), NEW), every_method(), 3, one_cache):
         replies[method.label] = got = [answer.tokens for answer in answers]
         for row in range(count):
             want = by_hand(model, method, made[3 * row : 3 * row + 3], one_cache)

@@ -7,7 +7,7 @@ import torch
 
 from leank.eval.benchmarks.row import Row
 from leank.eval.cache import CompressedLayer
-from leank.eval.inference import reading
+from leank.eval.inference import decode
 from leank.eval.inference.prefill import pad_left
 from leank.eval.inference.prompts import Prompt
 from leank.eval.methods import Method
@@ -58,7 +58,7 @@ def test_several_tokens_at_once_give_what_token_by_token_gives(family, lengths):
     follow = torch.tensor(prompts([23] * len(ids), seed=3))
     for method in every():
         found = []
-        for read in (reading.read, reading.read_one_by_one):
+        for read in (decode.read, decode.read_one_by_one):
             prompt = method.run_prefill(model, padded, real, 23)
             more = torch.ones_like(follow, dtype=torch.bool)
             mask = None if prompt.real is None else torch.cat([prompt.real, more], 1)
@@ -73,7 +73,7 @@ def test_the_fast_form_takes_fewer_passes_except_where_single_steps_count(monkey
     for method in every():
         widths = []
         monkeypatch.setattr(CompressedLayer, "_pass", lambda *a, w=widths: (w.append(a[2].shape[2]), whole(*a))[1])
-        reading.read(model, method.cache(model, method.run_prefill(model, ids, None, 24)), follow, None)
+        decode.read(model, method.cache(model, method.run_prefill(model, ids, None, 24)), follow, None)
         passes[method.label] = widths
     layers = model.config.num_hidden_layers
     assert passes["lethe"] == [1] * 24 * layers
@@ -86,8 +86,8 @@ def test_long_texts_are_read_in_parts(monkeypatch):
     passed = method.run_prefill(model, torch.tensor(prompts([40])), None, 24)
     follow, found = torch.tensor(prompts([24])), []
     for limit in (24, 7):
-        monkeypatch.setattr(reading, "AT_ONCE", limit)
-        found.append(reading.read(model, method.cache(model, passed), follow, None))
+        monkeypatch.setattr(decode, "AT_ONCE", limit)
+        found.append(decode.read(model, method.cache(model, passed), follow, None))
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from leank.eval.methods import method
-from leank.eval.run.grid import expanded
+from leank.eval.run.build import expanded
 
 THINK = {"tokens": {"name": "snapkv"}, "channels": {"name": "think"}, "sink": 0, "window": 32}
 

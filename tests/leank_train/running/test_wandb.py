@@ -15,8 +15,7 @@ from leank.eval.__main__ import run as evaluate
 from leank.mask import ChannelMask
 from leank.wandb_log import LoggerConfig, mask_artifact, model_artifact, use, wandb_logger
 from leank_train.train import run as train
-from scripts.dashboard.runs import evaluations, trainings
-from scripts.dashboard.wandb_workspace import PANELS, workspace
+from scripts.wandb_workspace import PANELS, workspace
 from tests import ROOT
 from tests.helpers.tiny_run import VALIDATION, save_model, settings
 
@@ -122,16 +121,6 @@ def test_lineage_joins_training_and_evaluation(folders, logged):
     assert trained["uses/model"] == evaluated["uses/model"]
     path = folders / "train/mask.safetensors"
     assert mask["digest"] == mask_artifact(path, ChannelMask.load(path)).digest  # the same version on a server
-
-
-def test_the_offline_dashboard_reads_the_same_runs(folders):
-    (trained,) = trainings([folders])
-    assert trained.name == "train"
-    assert {stage: len(steps) for stage, steps in trained.steps.items()} == {"stage1": 2, "stage2": 1}
-    assert {*trained.recall} == {*METHODS["training"]}
-    ((folder, summary),) = evaluations([folders])
-    assert folder == folders / "eval"
-    assert [*summary["runs"][0]["methods"]] == METHODS["eval"]
 
 
 def test_online_a_used_artifact_is_marked():

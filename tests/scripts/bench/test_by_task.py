@@ -5,8 +5,7 @@ import csv
 import pytest
 
 from leank.eval.rows.results import Results
-from scripts.bench.quality.by_task import main, put_together, table
-from scripts.bench.quality.by_task import summary as summarised
+from scripts.bench.quality import by_task_page, main, one_run, put_together
 from tests.helpers.report_rows import row
 
 ASL = {"prefill": {"name": "asl"}}
@@ -30,7 +29,7 @@ def rows():
 
 
 def test_the_csv_has_every_cell_and_the_whole(tmp_path):
-    main([str(written(tmp_path / "run", rows())), "--out", str(tmp_path / "methods.csv")])
+    main(["by_task", str(written(tmp_path / "run", rows())), "--out", str(tmp_path / "methods.csv")])
     with (tmp_path / "methods.csv").open(newline="") as file:
         found = {(line["method"], line["task"]): line for line in csv.DictReader(file)}
     assert set(found) == {(m, t) for m in ("dense", "asl", "leank") for t in ("all", "niah_single_1", "vt")}
@@ -44,13 +43,13 @@ def test_the_csv_has_every_cell_and_the_whole(tmp_path):
 
 def test_dense_stands_first_and_a_short_cell_is_marked(capsys, tmp_path):
     short = [one for one in rows() if not (one["method"] == "asl" and one["task"] == "vt" and one["sample"] == "3")]
-    main([str(written(tmp_path / "run", short)), "--out", str(tmp_path / "methods.csv")])
+    main(["by_task", str(written(tmp_path / "run", short)), "--out", str(tmp_path / "methods.csv")])
     printed = capsys.readouterr().out
     names = [line.split("|")[1].strip() for line in printed.splitlines() if line.startswith("|")]
     assert [names[0], *names[2:]] == ["method", "dense", "leank", "asl"]
     assert "| 67* |" in " ".join(printed.split())
     assert printed.splitlines()[-1] == "asl, vt: none: 1, layer 5: 2"
-    assert "*" not in table(summarised(rows()))
+    assert "*" not in by_task_page(one_run(rows()))
 
 
 def test_folders_are_put_together_unless_they_contradict_each_other(tmp_path):
@@ -66,6 +65,6 @@ def test_folders_are_put_together_unless_they_contradict_each_other(tmp_path):
 @pytest.mark.parametrize("other", [{"length": 8192}, {"model": "another"}])
 def test_rows_of_two_runs_are_refused(tmp_path, other):
     folder = written(tmp_path / "run", [row("dense", 0, 1.0), {**row("dense", 1, 1.0), **other}])
-    with pytest.raises(SystemExit, match="by_task: the rows are not of one model, one length"):
-        main([str(folder), "--out", str(tmp_path / "none.csv")])
+    with pytest.raises(ValueError, match=r"th(e|ese) rows are "):
+        main(["by_task", str(folder), "--out", str(tmp_path / "none.csv")])
     assert not (tmp_path / "none.csv").exists()

@@ -5,7 +5,7 @@ import csv
 import numpy as np
 import pytest
 
-from scripts.bench.quality.ratios import by_method, named, page, table, task_table
+from scripts.bench.quality import by_ratio, by_ratio_and_task, named, ratios_page, widened
 from tests import ROOT
 
 
@@ -40,8 +40,8 @@ def test_seeds_are_averaged_per_sample_and_cells_count_alike():
     found = rows("dense", [1.0, 0.5]) + rows("dense", [1.0], "b")
     found += rows("kl_70_seed1", [1.0, 1.0], size=1.0) + rows("kl_70_seed1", [0.0], "b", size=1.0)
     found += rows("kl_70_seed2", [0.5, 0.5], size=2.0) + rows("kl_70_seed2", [1.0], "b", size=2.0)
-    of, lacking = by_method(found)
-    dense, leank = table(of)
+    of, lacking = widened(found)
+    dense, leank = by_ratio(of)
     assert (dense["label"], dense["recall"], dense["bytes"], lacking) == ("dense", 87.5, 1.0, [])
     assert "difference" not in dense
     assert (leank["ratio"], leank["seeds"], leank["samples"]) == ("70", 2, 3)
@@ -53,7 +53,7 @@ def test_seeds_are_averaged_per_sample_and_cells_count_alike():
 def test_differences_are_paired():
     scores = np.random.default_rng(0).integers(0, 2, 200).astype(float)
     found = rows("dense", scores) + rows("think_0.7", scores) + rows("iap_0.7", [1 - scores[0], *scores[1:]])
-    _, same, less = table(by_method(found)[0])
+    _, same, less = by_ratio(widened(found)[0])
     assert (same["difference"], same["difference_low"], same["difference_high"]) == (0, 0, 0)
     assert less["difference_high"] - less["difference_low"] < 3 < less["high"] - less["low"]
 
@@ -62,26 +62,26 @@ def test_kl_and_agreement_are_means_where_every_row_has_them():
     found = rows("dense", [1.0] * 2) + rows("think_0.9", [1.0] * 2, kl=None, top1=None)
     for seed in (1, 2):
         found += rows(f"kl_90_seed{seed}", [1.0] * 2, kl=0.5 * seed, top1=1 - 0.25 * seed)
-    dense, leank, think = table(by_method(found)[0])
+    dense, leank, think = by_ratio(widened(found)[0])
     assert (dense["kl"], dense["top1"]) == (0, 100)
     assert [leank[name] for name in ("kl", "kl_low", "kl_high", "top1")] == [0.75, 0.75, 0.75, 62.5]
     assert "kl" not in think
-    assert "0.75; 62.50%" in page([dense, leank, think])
+    assert "0.75; 62.50%" in ratios_page([dense, leank, think])
 
 
 def test_methods_that_lack_samples_are_left_out_and_named():
     found = rows("dense", [1.0] * 3) + rows("think_0.9", [0.5] * 2) + rows("kl_90_seed1", [1.0] * 3)
-    of, lacking = by_method([*found, *rows("kl_90_seed2", [0.0])])
-    assert [(line["label"], line["seeds"]) for line in table(of)] == [("dense", 1), ("LeanK", 1)]
+    of, lacking = widened([*found, *rows("kl_90_seed2", [0.0])])
+    assert [(line["label"], line["seeds"]) for line in by_ratio(of)] == [("dense", 1), ("LeanK", 1)]
     assert lacking == ["think_0.9", "kl_90_seed2"]
     with pytest.raises(ValueError, match="dense"):
-        by_method(rows("think_0.9", [1.0]))
+        widened(rows("think_0.9", [1.0]))
 
 
 def test_methods_are_compared_with_leank_at_their_ratio():
     found = rows("dense", [1.0] * 4) + rows("l2steered_90_seed1", [1.0, 0.0, 0.0, 0.0])
     found += rows("kl_90_seed1", [1.0] * 4) + rows("kl_90_seed2", [0.0] * 4) + rows("think_0.8", [0.0] * 4)
-    _, leank, steered, think = table(by_method(found)[0])
+    _, leank, steered, think = by_ratio(widened(found)[0])
     assert steered["minus_leank"] == -25.0
     assert "minus_leank" not in leank.keys() | think.keys()
 
@@ -89,7 +89,7 @@ def test_methods_are_compared_with_leank_at_their_ratio():
 def test_every_label_has_a_line_for_each_task():
     found = rows("dense", [1.0, 1.0]) + rows("dense", [0.0], "b")
     found += rows("kl_80_r16_seed1", [1.0, 0.0], size=1.0) + rows("kl_80_r16_seed1", [1.0], "b", size=3.0)
-    lines = {(line["method"], line["task"]): line for line in task_table(by_method(found)[0])}
+    lines = {(line["method"], line["task"]): line for line in by_ratio_and_task(widened(found)[0])}
     assert len(lines) == 6
     assert lines["kl_80_r16_seed1", "all"]["difference"] == 25.0  # means of the cells -50 and 100
     assert lines["kl_80_r16_seed1", "a"]["difference"] == -50.0

@@ -1,8 +1,12 @@
-"""The workspace that `python -m scripts.dashboard --wandb ENTITY/PROJECT` saves on Weights & Biases."""
+"""Save a dashboard of training and evaluation runs as a workspace on Weights & Biases.
+
+python -m scripts.wandb_workspace ENTITY/PROJECT       # pip install -e '.[dashboard]'
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,13 +34,16 @@ PANELS: dict[str, list[tuple[str, str, list[str]]]] = {
 
 
 def workspace(project: str) -> workspaces.Workspace:
-    """PANELS as a W&B workspace of "ENTITY/PROJECT", not yet saved; runs are grouped by sweep."""
+    """PANELS as a W&B workspace of "ENTITY/PROJECT", not yet saved; runs are grouped by sweep.
+
+    Raises SystemExit for another form of `project`.
+    """
     import wandb_workspaces.reports.v2 as reports
     import wandb_workspaces.workspaces as workspaces
 
     entity, _, name = project.partition("/")
     if not entity or not name or "/" in name:
-        raise ValueError(f"--wandb {project}: give ENTITY/PROJECT, such as my-team/leank")
+        raise SystemExit(f"{project!r} is no ENTITY/PROJECT, such as my-team/leank")
     make: dict[
         str, Callable[[str, list[str]], reports.LinePlot | reports.BarPlot | reports.ScatterPlot | reports.MediaBrowser]
     ] = {
@@ -55,11 +62,18 @@ def workspace(project: str) -> workspaces.Workspace:
     return workspaces.Workspace(entity=entity, project=name, name="LeanK", sections=sections, runset_settings=groups)
 
 
-def saved(made: workspaces.Workspace) -> str:
-    """Save a workspace; returns its address. Raises ValueError for what W&B refuses, such as a missing login."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line; see the module's docstring."""
     import wandb
 
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("project", metavar="ENTITY/PROJECT")
+    made = workspace(parser.parse_args(arguments).project)
     try:
-        return str(made.save().url)
-    except (wandb.Error, ConnectionError) as error:
-        raise ValueError(f"--wandb {made.entity}/{made.project}: {error}") from error
+        print(made.save().url)
+    except (wandb.Error, ConnectionError) as error:  # such as a missing login
+        raise SystemExit(f"{made.entity}/{made.project} was not saved: {error}") from error
+
+
+if __name__ == "__main__":
+    main()

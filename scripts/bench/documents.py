@@ -1,8 +1,8 @@
 """Quality of a mask against the number of training documents: trains, scores and tabulates a grid of runs.
 
-    python -m scripts.bench.quality.documents train OUT --jobs 14 --grid kl,l2 100,960,16 5 --grid one_document 2000 1
-    python -m scripts.bench.quality.documents score OUT --jobs 16
-    python -m scripts.bench.quality.documents table OUT --csv docs/results/reference/documents.csv
+    python -m scripts.bench.documents train OUT --jobs 14 --grid kl,l2 100,960,16 5 --grid one_document 2000 1
+    python -m scripts.bench.documents score OUT --jobs 16
+    python -m scripts.bench.documents table OUT --csv docs/results/reference/documents.csv
     python -m scripts.bench.pictures documents docs/results/reference/documents.csv docs/pictures/documents.svg
 
 `train` runs +experiment=reference_90pct once for each of --grid VARIANTS DOCUMENTS SEEDS (seeds 1 to SEEDS), in this
@@ -37,16 +37,15 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from leank import bootstrap
+from leank import stats
 from leank.data_gen.amount import amount
 from leank.eval.rows.result_row import ResultRow
 from leank.eval.rows.results import Results, read
-from leank.files import write_text
 from leank_train.objective import steering
+from scripts.bench.quality import write_table
 
 VARIANTS = ("kl", "l2", "usual_momentum", "one_document", "stopping")
 FEW = 80  # documents below which a step has one instead of TOGETHER
@@ -168,17 +167,17 @@ def difference(dense: Samples, of: Samples) -> dict[str, object] | None:
     if any(not of.get(cell, {}).keys() >= asked.keys() for cell, asked in dense.items()):
         return None
     apart = [[100 * (of[cell][s]["score"] - row["score"]) for s, row in asked.items()] for cell, asked in dense.items()]
-    low, high = bootstrap.interval(apart)
+    low, high = stats.interval(apart)
     rows = [[of[cell][s] for s in asked] for cell, asked in dense.items()]
-    recall = bootstrap.mean([[100 * row["score"] for row in some] for some in rows])
+    recall = stats.mean([[100 * row["score"] for row in some] for some in rows])
     found: dict[str, object] = {
-        "samples": sum(map(len, rows)), "recall": recall, "minus_dense": bootstrap.mean(apart), "low": low,
+        "samples": sum(map(len, rows)), "recall": recall, "minus_dense": stats.mean(apart), "low": low,
         "high": high,
     }  # fmt: skip
     near = [[row["fidelity"] for row in some] for some in rows]
     for key, scale in (("kl", 1.0), ("top1", 100.0)):
         values = [[np.nan if f is None or f[key] is None else scale * f[key] for f in some] for some in near]  # type: ignore[literal-required]
-        mean = bootstrap.mean(values)
+        mean = stats.mean(values)
         found[key] = None if np.isnan(mean) else mean
     return found
 
@@ -212,14 +211,14 @@ def trainings(grid: Sequence[tuple[str, str, str]]) -> list[Training]:
     """The runs of --grid, each once, in order. Raises ValueError for one that cannot be trained as it says."""
     found: dict[Training, None] = {}
     for variants, numbers, seeds in grid:
-        for number, variant in ((number, variant) for number in numbers.split(",") for variant in variants.split(",")):
+        for number, variant in (
+            (int(number), variant) for number in numbers.split(",") for variant in variants.split(",")
+        ):
             if variant not in VARIANTS:
                 raise ValueError(f"{variant} is no variant; choose among {', '.join(VARIANTS)}")
-            if not (number.isdecimal() and seeds.isdecimal() and int(seeds)):
-                raise ValueError(f"documents={number}, seeds={seeds}: give numbers from 1 on")
             for seed in range(1, int(seeds) + 1):
-                training = Training(variant, int(number), seed)
-                if not min(training.steps) or training.documents % training.together:
+                training = Training(variant, number, seed)
+                if not min(training.steps) or number % training.together:
                     raise ValueError(f"documents={number} do not fill steps of {training.together} in both stages")
                 found[training] = None
     return list(found)
@@ -252,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line; see the module's docstring."""
     args, begin = parse(argv), time.time()
     if args.action == "table":
-        write_text(args.csv, pd.DataFrame(table(args.out), dtype=object).to_csv(index=False))
+        write_table(args.csv, table(args.out))
         return
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         if args.action == "train":

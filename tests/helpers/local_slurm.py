@@ -1,9 +1,9 @@
-"""A real Slurm on this machine, in a folder of its own: for tests, and to try a sweep before the cluster sees it.
+"""A real Slurm on this machine, in a folder of its own, for tests and to try a sweep on.
 
     apt-get install --no-install-recommends slurmctld slurmd slurm-client munge    # Debian, Ubuntu
-    python -m scripts.cluster.local_slurm start DIR --cpus 4 --nodes 2
+    python -m tests.helpers.local_slurm start DIR --cpus 4 --nodes 2
     source DIR/env.sh; sinfo                                                       # sbatch, or hydra/launcher=slurm
-    python -m scripts.cluster.local_slurm stop DIR
+    python -m tests.helpers.local_slurm stop DIR
 
 Nodes are pretended: daemons on ports of their own, with as many CPUs as --cpus says.
 """

@@ -1,0 +1,357 @@
+"""Scores of masks and methods as tables, from the rows of runs of python -m eval.
+
+    python -m scripts.bench.quality by_task DIR [DIR ...] --out methods.csv
+    python -m scripts.bench.quality ratios DIR --out recall.csv --tasks ratios.csv
+    python -m scripts.bench.quality turns DIR [DIR ...] --out multi_turn.csv
+
+by_task    a line for each method and task, and one for all tasks, which count alike. Prints the table as Markdown, and
+           which layers a method selected. A sample that stands in two folders must have one score
+ratios     a line for each method and share of K channels pruned: recall (and points from dense and from LeanK's masks
+           of the same ratio, paired by sample), KL from dense, top-1 agreement, bytes. Labels of methods end in their
+           ratio, and masks of one kind in their seed: think_0.7, iap_97pct, kl_90_seed1. Seeds are averaged sample by
+           sample. --tasks gets a line for each label and task, whatever the label. Prints the tables of a page.
+           Methods that lack a sample of dense's are left out, and named
+turns      recall of conversations (benchmark=multi_turn) by turn. A report counts turns as independent samples; here
+           the mean of a conversation's turns is one number
+
+Every interval is a 95% bootstrap interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from leank import stats
+from leank.eval.benchmarks.ruler import OFFICIAL
+from leank.eval.methods.prefill.asl import NOWHERE
+from leank.eval.report.groups import MARKED, group, labels, variant
+from leank.eval.report.summary import Run, summarise_groups
+from leank.eval.report.tables import difference, mean, number
+from leank.eval.rows.result_row import ResultRow, check_rows
+from leank.eval.rows.results import Key, key_of, read
+from leank.files import write_text
+
+ALL = "all"  # the tasks together
+LABELS = {
+    "leank": "LeanK", "kl": "LeanK", "l2steered": "L2, steered", "paper": "paper's objective",
+    "paper240": "paper's objective", "static_norm": "static norm", "think": "ThinK", "iap": "IAP",
+    "lowest_frequencies": "lowest frequencies", "duo_attention": "DuoAttention",
+}  # fmt: skip
+SAMPLE = ["task", "length", "sample", "seed"]  # what tells the rows of a method apart
+FIGURES = ("recall", "kl", "top1")
+Line = dict[str, object]
+Cells = list[np.ndarray]  # values of each task and length
+Wide = Mapping[str, pd.DataFrame]  # figure -> samples of dense x methods
+
+
+def checked(rows: Iterable[ResultRow]) -> list[ResultRow]:
+    """The rows. Raises ValueError for a damaged one, and for rows of several runs, whose mean would mean nothing."""
+    rows = list(rows)
+    check_rows(rows)
+    for field in ("model", "benchmark", "compress"):
+        if len(found := sorted({row[field] for row in rows})) > 1:
+            raise ValueError(f"these rows are of several values of {field!r} ({', '.join(found)}); give those of one")
+    return rows
+
+
+def write_table(path: Path, lines: Sequence[Line]) -> None:
+    """Write lines as CSV; integers stay such beside empty cells."""
+    write_text(path, pd.DataFrame(lines, dtype=object).to_csv(index=False))
+
+
+# by task
+
+
+def put_together(folders: Iterable[Path]) -> list[ResultRow]:
+    """The rows of some runs, each sample once.
+
+    Raises ValueError for a sample that two folders score differently, because one of them is of another program.
+    """
+    found: dict[Key, tuple[Path, ResultRow]] = {}
+    for folder in folders:
+        for row in checked(read(folder)):
+            where, first = found.setdefault(key_of(row), (folder, row))
+            if first["score"] != row["score"]:
+                raise ValueError(
+                    f"{row['method']}, {row['task']}, sample {row['sample']}: {first['score']:g} in {where}, "
+                    f"{row['score']:g} in {folder}; take the rows of one of them out"
+                )
+    return [row for _, row in found.values()]
+
+
+def one_run(rows: Iterable[ResultRow]) -> Run:
+    """Figures of a run, its tasks in RULER's order. Raises ValueError for rows of several lengths or settings."""
+    runs = summarise_groups(group(rows))["runs"]
+    if len(runs) != 1 or len(runs[0]["lengths"]) != 1:
+        raise ValueError("the rows are not of one model, one length and one set of settings; python -m eval report")
+    runs[0]["tasks"].sort(key=lambda task: OFFICIAL.index(task) if task in OFFICIAL else len(OFFICIAL))
+    return runs[0]
+
+
+def selected_layers(rows: Sequence[ResultRow]) -> dict[tuple[str, str], str]:
+    """How many samples selected which layer, in words, by method and task; without methods that select none."""
+    found: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
+    named = labels(rows)
+    for row in rows:
+        if (at := row.get("selected_layer")) is not None:
+            for task in (row["task"], ALL):
+                found[named[variant(row)], task][at] += 1
+    return {
+        key: ", ".join(f"{'none' if at == NOWHERE else f'layer {at}'}: {n}" for at, n in sorted(counts.items()))
+        for key, counts in found.items()
+    }
+
+
+def by_task(run: Run, selected: Mapping[tuple[str, str], str]) -> list[Line]:
+    """Lines of the CSV: each method in all, then by task. Scores and differences are points."""
+    out: list[Line] = []
+    for whole in run["overall"]:
+        mine = {cell["task"]: cell for cell in run["cells"] if cell["method"] == whole["method"]}
+        for task, cell in [(ALL, whole), *((task, mine[task]) for task in run["tasks"] if task in mine)]:
+            share, columns = cell["share_of_dense"], {
+                "score": "score", "low": "score_low", "high": "score_high", "minus dense": "difference",
+                "difference low": "difference_low", "difference high": "difference_high",
+            }  # fmt: skip
+            out.append({
+                "method": whole["method"], "task": task, "n": cell["n"],
+                **{name: None if cell[of] is None else round(cell[of], 2) for name, of in columns.items()},
+                "share of dense": None if share is None else round(share / 100, 4),
+                **{name.replace("_", " "): cell[name] for name in MARKED},
+                "selected": selected.get((whole["method"], task), ""),
+            })  # fmt: skip
+    return out
+
+
+def by_task_page(run: Run) -> str:
+    """The Markdown table: dense first, then by score; * marks a task of fewer samples than the others have."""
+    cells = {(cell["method"], cell["task"]): cell for cell in run["cells"]}
+    most = max(cell["n"] for cell in cells.values())
+    shown = []
+    for one in sorted(run["overall"], key=lambda one: (one["method"] != run["dense"], -one["score"])):
+        tasks = [cells.get((one["method"], task)) for task in run["tasks"]]
+        share = "" if one["share_of_dense"] is None else f"{one['share_of_dense']:.0f}%"
+        scores = ["" if cell is None else number(cell["score"], 0) + "*" * (cell["n"] < most) for cell in tasks]
+        shown.append([one["method"], mean(one), difference(one), share, *scores])
+    return markdown(["method", "score", "minus dense", "of dense", *(t.removeprefix("niah_") for t in run["tasks"])],
+                    shown)  # fmt: skip
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose cells are text."""
+    return str(pd.DataFrame(lines, columns=head, dtype=object).to_markdown(index=False, disable_numparse=True))
+
+
+# against the pruning ratio
+
+
+def named(method: str) -> tuple[str, str, str] | None:
+    """Label, ratio in % and seed ("" without one) that a method's name says; None if `LABELS` lacks it."""
+    found = re.fullmatch(r"(.+?)_(0\.\d+|\d+(?:pct)?)(?:_seed(\d+))?", method)
+    if found is None or found[1] not in LABELS:
+        return None
+    share = found[2].removesuffix("pct")
+    return LABELS[found[1]], f"{100 * float(share):g}" if "." in share else share, found[3] or ""
+
+
+def widened(rows: Iterable[ResultRow]) -> tuple[Wide, list[str]]:
+    """Figures by sample and method, of the methods that have every sample of dense's; the labels of the others.
+
+    recall and top1 are %, kl is nats a token (NaN where it was not measured), bytes those of the cache after the
+    prompt.
+    Raises ValueError for rows without dense.
+    """
+    near = [(row, row.get("fidelity") or {"kl": None, "top1": None}) for row in rows]
+    table = pd.DataFrame([
+        {"method": row["method"], **{name: row[name] for name in SAMPLE}, "recall": 100 * row["score"],  # type: ignore[literal-required]
+         "kl": np.nan if of["kl"] is None else of["kl"], "top1": np.nan if of["top1"] is None else 100 * of["top1"],
+         "bytes": row["cache_bytes"]["total"]} for row, of in near
+    ])  # fmt: skip
+    methods = [*dict.fromkeys(table["method"])]
+    if "dense" not in methods:
+        raise ValueError("no row is of dense, which every method is compared with")
+    by = table.set_index(["method", *SAMPLE])
+    asked = by.loc["dense"].index
+    wide = {name: pd.DataFrame({m: by[name].loc[m].reindex(asked) for m in methods}) for name in (*FIGURES, "bytes")}
+    lacking = [method for method in methods if wide["bytes"][method].isna().any()]
+    whole = ["dense", *(method for method in methods if method not in ("dense", *lacking))]
+    return {name: values[whole] for name, values in wide.items()}, lacking
+
+
+def strata(values: pd.Series) -> Cells:
+    """Values by task and length."""
+    return [cell.to_numpy() for _, cell in values.groupby(level=["task", "length"], sort=False, dropna=False)]
+
+
+def short(value: float) -> float:
+    """Six significant digits; KL of methods differs by powers of ten."""
+    return float(f"{value:.6g}")
+
+
+def with_intervals(lines: Sequence[tuple[Line, Mapping[str, pd.Series], Line]]) -> list[Line]:
+    """Lines of (first columns, figures, last columns), each figure as mean, low and high; without those with a NaN."""
+    asked = {
+        (at, name): strata(values)
+        for at, (_, figures, _) in enumerate(lines) for name, values in figures.items() if values.notna().all()
+    }  # fmt: skip
+    found: list[Line] = [{} for _ in lines]
+    for ((at, name), cells), (low, high) in zip(asked.items(), stats.intervals(asked.values()), strict=True):
+        ends = ("low", "high") if name == "recall" else (f"{name}_low", f"{name}_high")
+        found[at] |= {name: short(stats.mean(cells)), ends[0]: short(low), ends[1]: short(high)}
+    return [first | middle | last for (first, _, last), middle in zip(lines, found, strict=True)]
+
+
+def share_of_dense(wide: Wide, methods: Sequence[str]) -> float:
+    """Bytes of methods, averaged by sample, as a share of dense's."""
+    held = stats.mean(strata(wide["bytes"][[*methods]].mean(axis=1)))
+    return round(held / stats.mean(strata(wide["bytes"]["dense"])), 4)
+
+
+def by_ratio(wide: Wide) -> list[Line]:
+    """Lines of ratios' --out: dense first, then by label and ratio.
+
+    recall, difference (to dense), minus_leank and difference_seedN are points, kl is nats a token, top1 %, bytes the
+    share of dense; kl and top1 are missing where a row has none.
+    """
+    kinds: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)  # methods by label and ratio, then by seed
+    for method in wide["recall"]:
+        if (kind := named(method)) is not None:
+            kinds[kind[:2]][kind[2]] = method
+    order, dense = list(dict.fromkeys(LABELS.values())), wide["recall"]["dense"]
+    lines = []
+    for label, ratio in [("dense", ""), *sorted(kinds, key=lambda at: (order.index(at[0]), float(at[1])))]:
+        seeds = kinds[label, ratio] if ratio else {"": "dense"}
+        figures = {name: wide[name][[*seeds.values()]].mean(axis=1, skipna=False) for name in FIGURES}
+        if ratio:
+            figures["difference"] = figures["recall"] - dense
+        if label != "LeanK" and (best := kinds.get(("LeanK", ratio))):
+            figures["minus_leank"] = figures["recall"] - wide["recall"][[*best.values()]].mean(axis=1)
+        last: Line = {"bytes": share_of_dense(wide, [*seeds.values()])}
+        for seed in sorted(filter(None, seeds)):
+            last[f"difference_seed{seed}"] = short(stats.mean(strata(wide["recall"][seeds[seed]] - dense)))
+        lines.append(({"label": label, "ratio": ratio, "seeds": len(seeds), "samples": len(dense)}, figures, last))
+    return with_intervals(lines)
+
+
+def by_ratio_and_task(wide: Wide) -> list[Line]:
+    """Lines of ratios' --tasks: of every method, the tasks together and each alone; figures as in `by_ratio`."""
+    lines: list[tuple[Line, dict[str, pd.Series], Line]] = []
+    for task in (ALL, *wide["recall"].index.unique("task")):
+        some = {name: values if task == ALL else values.xs(task, level="task", drop_level=False)
+                for name, values in wide.items()}  # fmt: skip
+        for method in some["recall"]:
+            figures = {name: some[name][method] for name in FIGURES}
+            figures["difference"] = figures["recall"] - some["recall"]["dense"]
+            first: Line = {"method": method, "task": task, "samples": len(some["recall"])}
+            lines.append(({**first, "bytes": share_of_dense(some, [method])}, figures, {}))
+    return with_intervals(lines)
+
+
+def ratios_page(lines: Sequence[Line]) -> str:
+    """The tables of a page as Markdown: a line for each ratio, a column for each label."""
+
+    def points(line: Line) -> str:
+        seeds = [f"{value:+.1f}" for key, value in line.items() if key.startswith("difference_seed")]
+        mean = f"{line['difference']:+.2f} [{line['difference_low']:.2f}, {line['difference_high']:.2f}]"
+        return mean + (f" ({', '.join(seeds)})" if len(seeds) > 1 else "")
+
+    def behind(line: Line) -> str:
+        if "minus_leank" not in line:
+            return ""
+        return f"{line['minus_leank']:+.2f} [{line['minus_leank_low']:.2f}, {line['minus_leank_high']:.2f}]"
+
+    def distance(line: Line) -> str:
+        return f"{line['kl']:.2g}; {line['top1']:.2f}%" if "kl" in line else ""
+
+    def size(line: Line) -> str:
+        return f"{line['bytes']:.0%}"
+
+    cells = {(str(line["label"]), str(line["ratio"])): line for line in lines if line["ratio"]}
+    names = list(dict.fromkeys(label for label, _ in cells))
+    ratios = sorted({ratio for _, ratio in cells}, key=float)
+    out = [f"dense: recall {lines[0]['recall']:.2f} [{lines[0]['low']:.2f}, {lines[0]['high']:.2f}]"]
+    for title, shown in (
+        ("recall minus dense, points (by seed)", points),
+        ("recall minus LeanK's at the same ratio, points", behind),
+        ("KL from dense, nats a token; top-1 agreement", distance),
+        ("cache, of dense", size),
+    ):
+        body = [[f"{r}%", *(shown(cells[a, r]) if (a, r) in cells else "" for a in names)] for r in ratios]
+        out += ["", title, "", markdown(["K pruned", *names], body)]
+    return "\n".join(out)
+
+
+# by turn
+
+
+def by_turn(rows: Iterable[ResultRow]) -> list[Line]:
+    """A line for each mode, task and method: recall by turn and in all (0 to 100), its 95% interval, the cache's share.
+
+    Raises ValueError where no row is of a conversation.
+    """
+    table = pd.DataFrame([
+        {"mode": str(row["meta"]["mode"]), "method": row["method"], "turn": int(row["meta"]["turn"]),
+         "task": row["task"].removesuffix(f"_{row['meta']['mode']}"), "recall": 100 * row["score"],
+         "conversation": f"{row['length']} {row['seed']} {row['sample'].rpartition('.')[0]}",
+         "bytes": row["cache_bytes"]["total"]} for row in rows if {"turn", "mode"} <= row["meta"].keys()
+    ])  # fmt: skip
+    if table.empty:
+        raise ValueError("no row is of benchmark=multi_turn; give the directory of such a run")
+    sizes = table.groupby(["mode", "method", "task"])["bytes"].mean()
+    lines: list[Line] = []
+    for (mode, method), own in table.groupby(["mode", "method"]):
+        for name, some in [(ALL, own), *own.groupby("task", sort=False)]:
+            turns = some.groupby(["turn", "task"])["recall"].mean().groupby(level="turn").mean()
+            talks = some.groupby(["task", "conversation"], sort=False)["recall"].mean()
+            each = [of.to_numpy() for _, of in talks.groupby(level="task", sort=False)]
+            low, high = stats.interval(each)
+            tasks = [*some["task"].unique()]
+            dense = [sizes.get((mode, "dense", task), np.nan) for task in tasks]
+            share = float(sizes[mode, method][tasks].mean() / np.mean(dense))
+            found = {f"turn {turn}": value for turn, value in turns.items()}
+            found |= {"all": stats.mean(each), "low": low, "high": high}
+            lines.append({
+                "mode": mode, "task": name, "method": method, **{key: round(value, 1) for key, value in found.items()},
+                "conversations": len(talks), "share of dense": None if np.isnan(share) else round(share, 3),
+            })  # fmt: skip
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=["by_task", "ratios", "turns"])
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="of runs of python -m eval")
+    parser.add_argument("--out", required=True, type=Path, help="a CSV file")
+    parser.add_argument("--tasks", type=Path, help="ratios: a CSV file by task")
+    args = parser.parse_args(argv)
+    if args.table == "by_task":
+        rows = put_together(args.folders)
+        run, selected = one_run(rows), selected_layers(rows)
+        write_table(args.out, by_task(run, selected))
+        print(by_task_page(run))
+        for method, task in sorted(selected, key=lambda one: (one[0], one[1] != ALL)):
+            print(f"{method}, {task}: {selected[method, task]}")
+        return
+    rows = checked(row for folder in args.folders for row in read(folder))
+    if args.table == "turns":
+        write_table(args.out, by_turn(rows))
+        return
+    wide, lacking = widened(rows)
+    lines = by_ratio(wide)
+    write_table(args.out, lines)
+    if args.tasks:
+        write_table(args.tasks, by_ratio_and_task(wide))
+    print(ratios_page(lines))
+    if lacking:
+        print(f"\nleft out, as samples lack: {', '.join(lacking)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Scores of masks and methods, tabulated from the rows of evaluations."""

@@ -1,1 +1,0 @@
-"""Slurm: batch files, and a real Slurm on one machine for tests."""

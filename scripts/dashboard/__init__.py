@@ -1,1 +1,0 @@
-"""One page for many runs: python -m scripts.dashboard FOLDER."""
