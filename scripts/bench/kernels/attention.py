@@ -59,9 +59,9 @@ def variants() -> list[Config]:
     by_bytes = Config(slow=1.0, per_tile=0, piece=16384)
     return [
         Config(),
-        Config(early=False),
+        Config(pdl=False),
         by_bytes,
-        replace(by_bytes, early=False),
+        replace(by_bytes, pdl=False),
         replace(by_bytes, piece=65536),
         Config(piece=81920),
         Config(merge=80),
