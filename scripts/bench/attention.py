@@ -7,8 +7,8 @@
     python -m scripts.bench.attention rounds OUT        # a round in which tokens leave: H2O, TOVA, R-KV
     python -m scripts.bench.attention sums OUT          # what every key of a prompt receives from all queries
 
-All want a GPU, write CSV files into OUT, and run on random keys. A call is captured in a CUDA graph that rotates over copies
-larger than the L2 cache; times are medians of replays, in microseconds.
+All want a GPU, write CSV files into OUT, and run on random keys. A call is captured in a CUDA graph that rotates over
+copies larger than the L2 cache; times are medians of replays, in microseconds.
 
 layers    every layer of a published mask, and dense attention: SDPA's kernels, and this one with nothing pruned. limit
           is the speed-up that the bytes would allow; "reading alone" reads a layer's bytes in one piece and does
@@ -193,7 +193,9 @@ def dense_times(shape: Shape) -> dict[str, float]:
     for name, backend in (("SDPA flash", SDPBackend.FLASH_ATTENTION), ("SDPA cuDNN", SDPBackend.CUDNN_ATTENTION)):
         try:
             with sdpa_kernel(backend):
-                found[name] = median_us([partial(scaled_dot_product_attention, q, k, v, enable_gqa=True) for k, v in kv])
+                found[name] = median_us(
+                    [partial(scaled_dot_product_attention, q, k, v, enable_gqa=True) for k, v in kv]
+                )
         except RuntimeError as reason:
             print(f"{name} cannot run {shape.name}: {reason}")
     del kv
@@ -254,8 +256,8 @@ def layers(shape: Shape, table: Table, step: int) -> None:
     us, mean_size = (float(np.mean([row[key] for row in pruned])) for key in ("us", "bytes"))
     floor = np.mean([float(str(row["us"])) for row in found if row["method"] == "reading alone"])
     gained, limit = dense[fastest] / us, shape.bytes / mean_size
-    print(f"{shape.name}: {us:.1f} us per layer, {mean_size / us / 1e3:.0f} GB/s, {gained:.3f}x over {fastest}; the bytes "
-          f"allow {limit:.3f}x ({gained / limit:.1%}); reading alone {floor:.1f} us; {fixed:.1f} us per launch, then "
+    print(f"{shape.name}: {us:.1f} us per layer, {mean_size / us / 1e3:.0f} GB/s, {gained:.3f}x over {fastest}; "
+          f"the bytes allow {limit:.3f}x ({gained / limit:.1%}); reading alone {floor:.1f} us; {fixed:.1f} us per launch, then "
           f"{rate:.0f} GB/s")  # fmt: skip
 
 
@@ -457,8 +459,9 @@ def prompts(row: Record, tokens: int, alike: float) -> None:
 
 def sums(row: Record, length: int, slow: bool) -> None:
     """Fill the row of a prompt's length. slow: whether the reference is timed and compared with, too."""
-    from leank.eval.cache.attention import dense
     from leank.eval.inference.column_sums import column_sums
+
+    from leank.eval.cache.attention import dense
     from leank.eval.inference.observe import received
 
     def milliseconds(call: Callable[[], object], calls: int = 5) -> float:
@@ -492,13 +495,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shapes", type=int, nargs="+", default=range(len(SHAPE_LIST)),
                         help=f"layers, paged: which of the {len(SHAPE_LIST)} shapes, from 0; default all")  # fmt: skip
     parser.add_argument("--step", type=int, help="every so many layers; default: layers 1, paged 4, packed 8")
-    parser.add_argument(
-        "--rows", type=int, nargs="+", help="packed, chosen, rounds: of the batch"
-    )
+    parser.add_argument("--rows", type=int, nargs="+", help="packed, chosen, rounds: of the batch")
     parser.add_argument("--bits", type=int, nargs="+", choices=list(PACKINGS), default=list(PACKINGS), help="packed")
     parser.add_argument("--block", type=int, nargs="+", default=[64], help="paged: tokens of a page")
     parser.add_argument("--lengths", type=int, nargs="+",
-                        help="chosen, sums and R-KV's prompts: tokens; default 32768 131072, 8192 32768, 32768")  # fmt: skip
+                        help="chosen, sums, rounds (R-KV's prompts): tokens")  # fmt: skip
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=NUMBER", help="chosen: fields of ChosenConfig")
     return parser.parse_args(argv)
 

@@ -286,9 +286,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="llama8b")
     parser.add_argument("--lengths", type=int, nargs="+", default=[32768], help="prompt tokens")
-    parser.add_argument(
-        "--layers", type=int, nargs="*", default=LAYERS, help="first_token: where ASL selects"
-    )
+    parser.add_argument("--layers", type=int, nargs="*", default=LAYERS, help="first_token: where ASL selects")
     parser.add_argument("--budget", type=int, help="first_token: tokens that ASL keeps; default as configured")
     parser.add_argument("--new-tokens", type=int, default=32, help="replay: tokens of every answer")
     parser.add_argument("--repeats", type=int, default=3, help="the fastest of so many counts, 1 or more")

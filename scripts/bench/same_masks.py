@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
-import pandas as pd
 import torch
 from safetensors.torch import load_file
 

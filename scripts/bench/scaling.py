@@ -42,8 +42,7 @@ from torch.profiler import ProfilerActivity, profile
 from leank.backbone import load_tokenizer
 from leank.data_gen.amount import amount
 from leank.files import write_json
-from scripts.bench.common import ROOT, llama8b
-from scripts.bench.common import clear, device_name, wait
+from scripts.bench.common import ROOT, clear, device_name, llama8b, wait
 
 EXPERIMENT = {"llama8b": "llama_70pct", "reference": "reference_demo"}
 SEVERAL = ("ddp", "sequence_parallel", "fsdp")  # trainers for several GPUs

@@ -51,8 +51,7 @@ from leank_train.forward.hook import NAME, run_decoder
 from leank_train.forward.visibility import visibility
 from leank_train.objective import distill
 from leank_train.objective.kl import OBJECTIVES, kl_loss
-from scripts.bench.common import llama8b
-from scripts.bench.common import clear, device_name, wait
+from scripts.bench.common import clear, device_name, llama8b, wait
 
 Results = dict[int, dict[str, dict[str, float]]]  # length -> run -> seconds, first, peak_gb
 QUESTION, ANSWER = 48, 32  # tokens, about what the retrieval tasks have

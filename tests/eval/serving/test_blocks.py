@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leank.eval.serving.blocks import RestBlocks
+from leank.eval.serving.plan import RestBlocks
 
 sizes = st.builds(
     lambda block, times, sink, window, every: RestBlocks(block, block * times, sink, window, every * block * times),
