@@ -257,8 +257,8 @@ def layers(shape: Shape, table: Table, step: int) -> None:
     floor = np.mean([float(str(row["us"])) for row in found if row["method"] == "reading alone"])
     gained, limit = dense[fastest] / us, shape.bytes / mean_size
     print(f"{shape.name}: {us:.1f} us per layer, {mean_size / us / 1e3:.0f} GB/s, {gained:.3f}x over {fastest}; "
-          f"the bytes allow {limit:.3f}x ({gained / limit:.1%}); reading alone {floor:.1f} us; {fixed:.1f} us per launch, then "
-          f"{rate:.0f} GB/s")  # fmt: skip
+          f"the bytes allow {limit:.3f}x, {gained / limit:.1%} of which it is; reading alone {floor:.1f} us; "
+          f"{fixed:.1f} us per launch, then {rate:.0f} GB/s")  # fmt: skip
 
 
 # packed

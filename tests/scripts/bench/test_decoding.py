@@ -12,7 +12,13 @@ from leank.eval.inference.models import ModelConfig, load_model
 from scripts.bench import decoding
 from scripts.bench.common import Decoding, Launches, Table, by_kind, contenders, fill
 
-CACHES = ["LeanK", *(f"LeanK, {bits} bits" for bits in (8, 4, 2)), "own cache, nothing pruned", "StaticCache", "DynamicCache"]
+CACHES = [
+    "LeanK",
+    *(f"LeanK, {bits} bits" for bits in (8, 4, 2)),
+    "own cache, nothing pruned",
+    "StaticCache",
+    "DynamicCache",
+]
 
 
 def read(file):
@@ -48,7 +54,20 @@ def test_generate_and_replies(tmp_path):
     (row,) = read(tmp_path / "generate.csv")
     assert float(row["step_ms"]) > 0
     for more in (["--steps", "4"], ["--whole"]):
-        line = "--shape reference --batch 1 --prompt 100 --at 8 16 --methods leank h2o".split()
+        line = [
+            "--shape",
+            "reference",
+            "--batch",
+            "1",
+            "--prompt",
+            "100",
+            "--at",
+            "8",
+            "16",
+            "--methods",
+            "leank",
+            "h2o",
+        ]
         decoding.main(["replies", str(tmp_path / more[0]), *line, *more])
         rows = read(tmp_path / more[0] / "replies.csv")
         assert [(r["method"], r["reply"]) for r in rows] == [(m, at) for m in ("leank", "h2o") for at in ("8", "16")]

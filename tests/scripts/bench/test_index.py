@@ -12,7 +12,7 @@ PROGRAMS = {file.stem for file in BENCH.rglob("*.py") if '__name__ == "__main__"
 
 def test_the_index_has_every_program():
     named = re.findall(r"`([a-z_]+)[ `]", (BENCH / "README.md").read_text(encoding="utf-8"))
-    assert PROGRAMS <= {*named}
+    assert {*named} >= PROGRAMS
 
 
 @pytest.mark.parametrize("room", ["docs", "eval", "leank_train", "conf", "scripts", "README.md"])
