@@ -115,6 +115,18 @@ def cut(
 ) -> np.ndarray:
     """Cut the units into equal spans, one per program.
 
+    Two programs over a head that holds 64 tokens of a sink (128 channels of K and of V) and 640 of a middle (32 of K):
+    the tiles of 64 tokens, 1 and 10 of them, follow each other on one line. A tile of the middle costs 64 x (32 + 128)
+    x 2 bytes, one of the sink 64 x (128 + 128) x 2, and each 20,480 more; the sink's piece and the middle's cost 114,688
+    to start. So the line is cut behind 4 tiles of the middle, and the table is
+
+        line  part    first  last  fresh  partials  number  next
+        0     SINK        0    64      1         0       0     2   program 0 begins here,
+        1     PROMPT    256   640      1         2       1    -1   program 1 here, and reads one piece
+        2     PROMPT      0   256      0         2       0    -1   program 0 goes on here
+
+    Both programs have one partial result of the head's 2; 0 and 1 are their numbers.
+
     unit: [U, columns of Unit], from `units`
     programs: how many spans to make
     tile: tokens that a program reads at a time
