@@ -17,7 +17,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from leank import bootstrap
+from leank import stats
 from leank.backbone import Backbone
 from leank.data_gen.sample import Document
 from leank.mask import ChannelMask
@@ -140,7 +140,7 @@ def paired_difference(results: Sequence[Result], a: str, b: str) -> tuple[float,
         if others := recall[b].get((task, length, index)):
             strata[task, length] += [x - y for x, y in zip(scores, others, strict=True)]
     differences = list(strata.values())
-    return bootstrap.mean(differences), *bootstrap.interval(differences)
+    return stats.mean(differences), *stats.interval(differences)
 
 
 def markdown(scores: Mapping[str, Mapping[str, float]]) -> str:
