@@ -166,16 +166,16 @@ class PagedAttention:
             raise ValueError(f"{batch} rows at once are more than the {self.rows} that this kernel was made for")
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        paged.decode[(self.programs,)](
-            *(pages, q, out, lengths, kept_table, rest_table, *of.kept, *of.rest, self._part, self._stat, self._done),
-            *(scaling * LOG2_E, pages.stride(0), q.stride(0), q.stride(1), batch, self.programs),
-            *(kept_table.stride(0), rest_table.stride(0), of.kept[1].shape[1], of.rest[1].shape[1]),
-            *(layout.sink, layout.window),
+        kept, rest = (
+            paged.Group(table, *tables, table.stride(0), tables[1].shape[1])
+            for table, tables in ((kept_table, of.kept), (rest_table, of.rest))
+        )
+        form = paged.Form(
             H=self.heads,
-            HEADS=triton.next_power_of_2(self.heads),
-            BATCH=triton.next_power_of_2(self.rows),
             GROUP=self.group,
             D=layout.head_dim,
+            HEADS=triton.next_power_of_2(self.heads),
+            BATCH=triton.next_power_of_2(self.rows),
             TILE=TILE,
             START=START,
             EVEN=of.even,
@@ -184,6 +184,11 @@ class PagedAttention:
             MERGE_LINES=max(1, MERGE // self._padded),
             KEPT_BLOCK=layout.kept.block,
             REST_BLOCK=layout.rest.block,
+        )
+        paged.decode[(self.programs,)](
+            *(pages, pages.stride(0), q, q.stride(0), q.stride(1), out, lengths, kept, rest),
+            *(self._part, self._stat, self._done, scaling * LOG2_E, batch, self.programs, layout.sink, layout.window),
+            F=form,
             num_warps=4,
             num_stages=3,
         )

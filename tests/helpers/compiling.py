@@ -20,6 +20,7 @@ from leank.eval.cache.attention.kernels import choose, decode, evict, packed, ri
 from leank.eval.cache.attention.kernels.parts import Layer, Queries, Results
 from leank.eval.methods.kernels import rkv as rkv_kernel
 from leank.eval.methods.kernels.rkv import UNIT as WHOLE
+from leank.eval.serving.kernels import paged
 
 UNIT = -64  # log2 of kernels.packed.unit_of in bfloat16
 SUBNORMAL = -133  # log2 of bfloat16's smallest number, which a byte counts
@@ -90,9 +91,9 @@ def wrong_units(text: str, bits: int) -> str:
 
 
 def main(dim: int) -> None:
-    """Compile the forms that differ in what a constant switches on: all at one head_dim, the plainest at 128."""
+    """Compile the forms that differ in what a constant switches on, at one head_dim."""
     form, move = FORM._replace(D=dim), {**MOVE, "D": dim}
-    for change in ({"D": 128}, {"VALUES": dim // 2}, {"WEIGHTS": True}):
+    for change in ({"VALUES": dim // 2}, {"WEIGHTS": True}):
         compiles(decode.decode, OF_DECODE, {"F": form._replace(**change), "READ": None, "CODES": None})
     for bits in (8, 2):
         codec = {"READ": packed.read, "CODES": packed.Codes(bits, 32, True)}
@@ -114,6 +115,13 @@ def main(dim: int) -> None:
         compiles(choose.score_tokens, OF_CHOSEN, labels)
     for change in ({"PER": 1, "CAP": 64}, {"PER": 16, "CAP": 0}):
         compiles(choose.choose, OF_CHOSEN, {**CHOICE, **change})
+    group = paged.Group(TABLE, TABLE, TABLE, "i32", "i32")
+    of_pages = {
+        "pages": NUMBER, "q": NUMBER, "out": NUMBER, "lengths": TABLE, "kept": group, "rest": group, "part": FLOATS,
+        "stat": FLOATS, "done": TABLE, "scale": "fp32",
+    }  # fmt: skip
+    for even, block in ((True, 64), (False, 16)):
+        compiles(paged.decode, of_pages, {"F": paged.Form(8, 4, dim, 8, 8, 64, 24, even, 16, 4, 16, block, block)})
     of_packed = {name: kind for name, kind in OF_MOVE.items() if name != "ranks"} | {"k": BYTES, "v": BYTES}
     compiles(packed.move, of_packed, {**page, "BITS": 2, "CELL": 32})
 

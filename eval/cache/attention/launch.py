@@ -261,12 +261,12 @@ class Kernel:
         device = store.ring_k.device
         codec = kernels_of(store)
         programs = self.programs or multiprocessors(device) * self._config(codec, 16).per_sm
-        units = work.units(store)
-        few = int(units[units[:, work.Unit.PART] >= work.PROMPT, work.Unit.TOKENS].sum()) < FEW * PAGE * programs
+        parts = work.parts(store)
+        few = int(parts[parts[:, work.Part.KIND] >= work.PROMPT, work.Part.TOKENS].sum()) < FEW * PAGE * programs
         config = self._config(codec, 16, few)
         share = 1.0 if codec is None else codec.share
-        lines = work.cut(units, programs, config.tile, share * config.slow, config.per_tile, config.piece)
-        most = programs + work.STORAGE_PARTS * batch * heads  # every cut and every unit begins at most one piece
+        lines = work.cut(parts, programs, config.tile, share * config.slow, config.per_tile, config.piece)
+        most = programs + work.PARTS * batch * heads  # every cut and every part begins at most one piece
         if old is not None and len(old.table) == most and old.table.device == device:
             table = old.table
         else:

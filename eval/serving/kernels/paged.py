@@ -25,12 +25,58 @@ stripe is here a tuple of its first column, its width, its channels, and the fir
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from leank.eval.cache.attention.kernels.parts import merge, step
 
 STRIPE = tl.constexpr(16)  # columns: every offset within a page is a multiple of them
+
+
+class Group(NamedTuple):
+    """One of the two groups of pages, for one layer.
+
+    tables: int32 [batch, blocks], with the stride tables_b; the pages of each row
+    stripes: int32 [H, 5], `PageGroup.table`
+    channels: int32 [H, width], `PageGroup.channels`
+    """
+
+    tables: Any
+    stripes: Any
+    channels: Any
+    tables_b: int
+    width: int
+
+
+class Form(NamedTuple):
+    """What `decode` is compiled for.
+
+    H, GROUP, D: KV heads, query heads of each, and channels of a head
+    HEADS, BATCH: powers of two, at least H and the batch
+    TILE: tokens of a tile
+    START: what it costs to begin to read, in units of STRIPE columns of a tile
+    EVEN: whether every head keeps a multiple of 32 channels
+    M, ROWS: rows of a tile, and of a partial result; powers of two, at least GROUP
+    MERGE_LINES: partial results that a merge asks for at a time
+    KEPT_BLOCK, REST_BLOCK: tokens of a page of each group
+    """
+
+    H: int
+    GROUP: int
+    D: int
+    HEADS: int
+    BATCH: int
+    TILE: int
+    START: int
+    EVEN: bool
+    M: int
+    ROWS: int
+    MERGE_LINES: int
+    KEPT_BLOCK: int
+    REST_BLOCK: int
+
 
 # fmt: off
 
@@ -180,13 +226,17 @@ def _ends(
 def read(
     acc, m, z, q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_stripe, rest_stripe,
     length, sink_size, window, first, last, middle_first, middle_last, scale,
-    C: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
-    KEPT_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
+    C: tl.constexpr, F: tl.constexpr,
 ):
     """Tiles [first, last) of the ends and [middle_first, middle_last) of the middle of a head.
 
     The head keeps more than C - 32 and up to C channels; 0 = none. EVEN: every count of channels is a multiple of 32.
     """
+    D: tl.constexpr = F.D
+    EVEN: tl.constexpr = F.EVEN
+    TILE: tl.constexpr = F.TILE
+    KEPT_BLOCK: tl.constexpr = F.KEPT_BLOCK
+    REST_BLOCK: tl.constexpr = F.REST_BLOCK
     R: tl.constexpr = D if C == 0 else D - C if EVEN else D - C + 32
     C0: tl.constexpr = 64 if C == 96 else C
     R0: tl.constexpr = 64 if R == 96 else R
@@ -238,11 +288,14 @@ def _before(x, begin, n, cost, START: tl.constexpr):
 
 @triton.jit
 def _span(
-    lengths, kept_stripes, rest_stripes, sink_size, window, batch, programs, p,
-    H: tl.constexpr, HEADS: tl.constexpr, BATCH: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, START: tl.constexpr,
+    lengths, kept_stripes, rest_stripes, sink_size, window, batch, programs, p, F: tl.constexpr,
 ):
     """The length of a span, the (row, head) in which program p's span begins, and where that (row, head) begins."""
-    rows, heads = tl.arange(0, BATCH), tl.arange(0, HEADS)
+    H: tl.constexpr = F.H
+    D: tl.constexpr = F.D
+    TILE: tl.constexpr = F.TILE
+    START: tl.constexpr = F.START
+    rows, heads = tl.arange(0, F.BATCH), tl.arange(0, F.HEADS)
     kept = tl.load(kept_stripes + heads * 5 + 1, mask=heads < H, other=0)
     rest = tl.load(rest_stripes + heads * 5 + 1, mask=heads < H, other=0)
     middle_cost = tl.where(kept > 0, (kept + D) // STRIPE, 0)
@@ -270,11 +323,12 @@ def _span(
 @triton.jit
 def _read(
     q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_stripe, rest_stripe, length, sink_size,
-    window, first, last, middle_first, middle_last, scale,
-    M: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
-    KEPT_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
+    window, first, last, middle_first, middle_last, scale, F: tl.constexpr,
 ):
     """Numerator [M, D], maximum [M] and denominator [M] of the softmax over the tiles that `read` is told."""
+    M: tl.constexpr = F.M
+    D: tl.constexpr = F.D
+    TILE: tl.constexpr = F.TILE
     acc = tl.zeros([M, D], tl.float32)
     m = tl.full([M], float("-inf"), tl.float32)
     z = tl.zeros([M, TILE], tl.float32)
@@ -282,34 +336,36 @@ def _read(
     if width == 0:
         acc, m, z = read(acc, m, z, q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_stripe,
                          rest_stripe, length, sink_size, window, first, last, middle_first, middle_last, scale,
-                         0, EVEN, TILE, D, KEPT_BLOCK, REST_BLOCK)
+                         0, F)
     elif width <= 32:
         acc, m, z = read(acc, m, z, q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_stripe,
                          rest_stripe, length, sink_size, window, first, last, middle_first, middle_last, scale,
-                         32, EVEN, TILE, D, KEPT_BLOCK, REST_BLOCK)
+                         32, F)
     elif width <= 64:
         acc, m, z = read(acc, m, z, q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_stripe,
                          rest_stripe, length, sink_size, window, first, last, middle_first, middle_last, scale,
-                         64, EVEN, TILE, D, KEPT_BLOCK, REST_BLOCK)
+                         64, F)
     elif D > 64:
         if width <= 96:
             acc, m, z = read(acc, m, z, q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_stripe,
                              rest_stripe, length, sink_size, window, first, last, middle_first, middle_last, scale,
-                             96, EVEN, TILE, D, KEPT_BLOCK, REST_BLOCK)
+                             96, F)
         else:
             acc, m, z = read(acc, m, z, q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_stripe,
                              rest_stripe, length, sink_size, window, first, last, middle_first, middle_last, scale,
-                             128, EVEN, TILE, D, KEPT_BLOCK, REST_BLOCK)
+                             128, F)
     return acc, m, tl.sum(z, 1)
 
 
 @triton.jit
 def _finish(
-    out, acc, m, z, ok, p, place, first, last, part, stat, done,
-    GROUP: tl.constexpr, D: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, MERGE_LINES: tl.constexpr,
+    out, acc, m, z, ok, p, place, first, last, part, stat, done, F: tl.constexpr,
 ):
     """Put a result that programs first .. last have computed into out [places, GROUP, D], if p is the last to come."""
-    r, d, few = tl.arange(0, M), tl.arange(0, D), tl.arange(0, ROWS)
+    D: tl.constexpr = F.D
+    GROUP: tl.constexpr = F.GROUP
+    ROWS: tl.constexpr = F.ROWS
+    r, d, few = tl.arange(0, F.M), tl.arange(0, D), tl.arange(0, ROWS)
     to = out + place.to(tl.int64) * (GROUP * D)
     if first == last:
         result = acc / tl.where(z == 0.0, 1.0, z)[:, None]
@@ -321,38 +377,37 @@ def _finish(
         tl.store(stat + 2 * at + 1, z, mask=ok)
         tl.debug_barrier()  # all of it is written before the ticket says so
         if tl.atomic_add(done + place, 1, sem="acq_rel") == last - first:
-            merged, _, _ = merge(part, stat, first + place, last - first + 1, ROWS, MERGE_LINES, D)
+            merged, _, _ = merge(part, stat, first + place, last - first + 1, ROWS, F.MERGE_LINES, D)
             tl.store(to + few[:, None] * D + d[None, :], merged.to(out.dtype.element_ty), mask=(few < GROUP)[:, None])
             tl.store(done + place, 0)
 
 
-@triton.jit(do_not_specialize=["batch", "programs", "kept_b", "rest_b", "kept_w", "rest_w", "sink_size", "window"])
+@triton.jit(do_not_specialize=["batch", "programs", "sink_size", "window"])
 def decode(
-    pages, q, out, lengths, kept_tables, rest_tables, kept_stripes, kept_channels, rest_stripes, rest_channels,
-    part, stat, done, scale, page, q_b, q_h, batch, programs, kept_b, rest_b, kept_w, rest_w, sink_size, window,
-    H: tl.constexpr, HEADS: tl.constexpr, BATCH: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-    TILE: tl.constexpr, START: tl.constexpr, EVEN: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
-    MERGE_LINES: tl.constexpr, KEPT_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
+    pages, page, q, q_b, q_h, out, lengths, kept, rest, part, stat, done, scale, batch, programs, sink_size, window,
+    F: tl.constexpr,
 ):
     """Program p: its span of the line of all tiles.
 
     q: [batch, H * GROUP, D], by strides. out: [batch, H * GROUP, D].
     lengths: int32 [batch], tokens of a row, the query's own included; 0 = no row.
     part, stat: [programs + batch * H, ROWS, D] and [.., ROWS, 2] fp32. done: [batch * H] int32, zeros before and after.
-    page: elements of a page. kept_w, rest_w: columns of the channel tables.
-    BATCH, HEADS: powers of two, at least batch and H. START: columns / STRIPE of a tile, the cost of beginning.
+    page: elements of a page. kept, rest: a `Group` each. F: a `Form`.
     """
+    H: tl.constexpr = F.H
+    D: tl.constexpr = F.D
+    GROUP: tl.constexpr = F.GROUP
+    START: tl.constexpr = F.START
     p = tl.program_id(0)
     page = tl.multiple_of(page.to(tl.int64), STRIPE)
-    r = tl.arange(0, M)
+    r = tl.arange(0, F.M)
     ok = r < GROUP
-    span, row, head, begin = _span(lengths, kept_stripes, rest_stripes, sink_size, window, batch, programs, p,
-                                   H, HEADS, BATCH, D, TILE, START)
+    span, row, head, begin = _span(lengths, kept.stripes, rest.stripes, sink_size, window, batch, programs, p, F)
     at, stop = p * span, (p + 1) * span
     while (row < batch) & (begin < stop):
         length = tl.load(lengths + row)
-        kept_stripe, rest_stripe = stripe_of(kept_stripes, head), stripe_of(rest_stripes, head)
-        tiles, in_sink, middle = tiles_of(length, sink_size, window, TILE)
+        kept_stripe, rest_stripe = stripe_of(kept.stripes, head), stripe_of(rest.stripes, head)
+        tiles, in_sink, middle = tiles_of(length, sink_size, window, F.TILE)
         ends, some = tl.maximum(tiles - middle, 1), tl.where(kept_stripe[1] > 0, middle, 0)
         middle_cost = (kept_stripe[1] + D) // STRIPE
         end_cost = middle_cost + rest_stripe[1] // STRIPE
@@ -364,15 +419,14 @@ def decode(
             b = row.to(tl.int64)
             acc, m, z = _read(
                 q + b * q_b + (head * GROUP + r) * q_h, ok, pages, page,
-                kept_tables + b * kept_b, rest_tables + b * rest_b,
-                kept_channels + head * kept_w, rest_channels + head * rest_w, kept_stripe, rest_stripe,
+                kept.tables + b * kept.tables_b, rest.tables + b * rest.tables_b,
+                kept.channels + head * kept.width, rest.channels + head * rest.width, kept_stripe, rest_stripe,
                 length, sink_size, window,
                 _before(at, begin, ends, end_cost, START), _before(stop, begin, ends, end_cost, START),
                 in_sink + _before(at, middle_begin, some, middle_cost, START),
                 in_sink + _before(stop, middle_begin, some, middle_cost, START),
-                scale, M, EVEN, TILE, D, KEPT_BLOCK, REST_BLOCK)
-            _finish(out, acc, m, z, ok, p, row * H + head, first, last, part, stat, done,
-                    GROUP, D, M, ROWS, MERGE_LINES)
+                scale, F)
+            _finish(out, acc, m, z, ok, p, row * H + head, first, last, part, stat, done, F)
         begin = middle_begin + _length(some, middle_cost, START)
         head += 1
         row = tl.where(head == H, row + 1, row)

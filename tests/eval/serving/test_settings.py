@@ -145,13 +145,9 @@ def test_the_plan_is_printed(capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--longest", "0"], "--longest 0 must lie in"), (["--step", "-1"], "--step -1 must lie in"),
-        (["--memory", "nan"], "--memory nan must be"), (["--memory", "inf"], "--memory inf must be"),
-        (["--memory", "-1"], "--memory -1.0 must be"), (["--memory", "1e300"], "must be"),
+        (["--longest", "0"], "--longest 0 must lie in"), (["--memory", "nan"], "--memory nan must be"),
         (["--memory", "1e-9"], "less than a request of --longest 8192"),
-        (["--itemsize", "0"], "--itemsize 0 must lie in"),
-        (["--block", "0"], "--block 0 must lie in"), (["--block", "7"], "block_size=7 must be a multiple of 16"),
-        (["--longest", str(10**17)], "must lie in"),
+        (["--block", "7"], "block_size=7 must be a multiple of 16"),
     ],
 )  # fmt: skip
 def test_a_plan_of_no_server_is_refused_in_one_line(arguments, said):

@@ -480,14 +480,14 @@ def attend(
     """
     x, p = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, head, entry = x // H, x % H, table + x * FIELDS
-    parts, d = ends + shares, tl.arange(0, D)
+    partials, d = ends + shares, tl.arange(0, D)
     q_head = queries.q + row * queries.q_b + head * GROUP * queries.q_h
     if p < ends:
         r = tl.arange(0, M)
         ok = r < GROUP
         acc, m, z = _ends(layer, queries, q_head + r * queries.q_h, ok, entry, row, p, SPAN, M, D)
-        at = (x * parts + p) * ROWS + r
-        tl.store(results.part + at[:, None] * D + d[None, :], acc, mask=ok[:, None])
+        at = (x * partials + p) * ROWS + r
+        tl.store(results.partial + at[:, None] * D + d[None, :], acc, mask=ok[:, None])
         tl.store(results.stat + 2 * at, m, mask=ok)
         tl.store(results.stat + 2 * at + 1, z, mask=ok)
     else:
@@ -495,13 +495,13 @@ def attend(
         index = layer.index + row * layer.index_b + head * D
         one, m_one, z_one = _chosen(layer, q_head + g * queries.q_h, index, entry, chosen + (x * GROUP + g) * most, x,
                                     most, share, shares, queries.scale, C, TILE, D, PER, STEP)
-        at_one = (x * parts + ends + share) * ROWS + g
-        tl.store(results.part + at_one * D + d, one)
+        at_one = (x * partials + ends + share) * ROWS + g
+        tl.store(results.partial + at_one * D + d, one)
         tl.store(results.stat + 2 * at_one, m_one)
         tl.store(results.stat + 2 * at_one + 1, z_one)
     real = real_rows(row, queries.position, 1, 0, ROWS, GROUP, GROUP)
     tl.debug_barrier()  # all of it is written before the ticket says so
     if tl.atomic_add(results.done + x, 1, sem="acq_rel") == ends + GROUP * shares - 1:
-        merged, _, _ = merge(results.part, results.stat, x * parts, parts, ROWS, MERGE_LINES, D)
+        merged, _, _ = merge(results.partial, results.stat, x * partials, partials, ROWS, MERGE_LINES, D)
         store_rows(results.out, merged, real, row, head, 1, 0, ROWS, GROUP, GROUP, H, D)
         tl.store(results.done + x, 0)

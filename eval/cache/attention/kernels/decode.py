@@ -30,7 +30,7 @@ from leank.eval.cache.attention.kernels.parts import (
 
 # columns of the work table
 SINK, WINDOW, TAIL = tl.constexpr(work.SINK), tl.constexpr(work.WINDOW), tl.constexpr(work.TAIL)
-PART = tl.constexpr(int(work.Column.PART))
+KIND = tl.constexpr(int(work.Column.KIND))
 ROW = tl.constexpr(int(work.Column.ROW))
 HEAD = tl.constexpr(int(work.Column.HEAD))
 FIRST = tl.constexpr(int(work.Column.FIRST))
@@ -228,31 +228,31 @@ def _kept(
 
 @triton.jit
 def _finish(
-    results, part, stat, scratch, queries, acc, m, z, ok, row, head, parts, number, first_number, places,
+    results, partial, stat, scratch, queries, acc, m, z, ok, row, head, partials, number, first_number, places,
     F: tl.constexpr,
 ):
-    """Leave partial result `number` of a (row, head) that has `parts`; the last program to do so merges them into out.
+    """Leave partial result `number` of a (row, head) that has `partials`; the last to do so merges them into out.
 
-    The only partial result of a (row, head) is its result. part and stat are those of the program's chunk of queries.
+    The only partial result of a (row, head) is its result. partial, stat: of the program's chunk of queries
     """
     chunk, r, d = tl.program_id(1), tl.arange(0, F.M), tl.arange(0, F.D)
-    if parts == 1:
+    if partials == 1:
         total = tl.sum(z, 1)
         result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         real = real_rows(row, queries.position, queries.tokens, chunk, F.M, F.M, F.GROUP)
         store_rows(results.out, result, real, row, head, queries.tokens, chunk, F.M, F.M, F.GROUP, F.H, F.D)
         store_lse(scratch, (row * F.H + head) * F.ROWS + r, m, total, ok, F.WEIGHTS)
-    elif parts > 1:
+    elif partials > 1:
         # asked for now, needed at the very end
         real = real_rows(row, queries.position, queries.tokens, chunk, F.ROWS, F.M, F.GROUP)
         at = number * F.ROWS + r
-        tl.store(part + at[:, None] * F.D + d[None, :], acc, mask=ok[:, None])
+        tl.store(partial + at[:, None] * F.D + d[None, :], acc, mask=ok[:, None])
         tl.store(stat + 2 * at, m, mask=ok)
         tl.store(stat + 2 * at + 1, tl.sum(z, 1), mask=ok)
         tl.debug_barrier()  # all of it is written before the ticket says so
         ticket = results.done + chunk * places + row * F.H + head
-        if tl.atomic_add(ticket, 1, sem="acq_rel") == parts - 1:
-            merged, most, total = merge(part, stat, first_number, parts, F.ROWS, F.MERGE_LINES, F.D)
+        if tl.atomic_add(ticket, 1, sem="acq_rel") == partials - 1:
+            merged, most, total = merge(partial, stat, first_number, partials, F.ROWS, F.MERGE_LINES, F.D)
             store_rows(results.out, merged, real, row, head, queries.tokens, chunk, F.ROWS, F.M, F.GROUP, F.H, F.D)
             rows = tl.arange(0, F.ROWS)
             store_lse(scratch, (row * F.H + head) * F.ROWS + rows, most, total, rows < F.GROUP * queries.tokens,
@@ -260,9 +260,9 @@ def _finish(
             tl.store(ticket, 0)
 
 
-@triton.jit(do_not_specialize=["partials", "places"])
+@triton.jit(do_not_specialize=["most", "places"])
 def decode(
-    layer, table, queries, results, scratch, room, partials, places,
+    layer, table, queries, results, scratch, room, most, places,
     F: tl.constexpr, READ: tl.constexpr, CODES: tl.constexpr,
 ):
     """Program (p, c): span p of the work table for the query tokens of chunk c.
@@ -270,7 +270,7 @@ def decode(
     layer, queries, results: `parts.Layer`, `parts.Queries` and `parts.Results`
     table: int64 [lines, FIELDS], with the columns of work.Column
     scratch, room: where logits are left; see `evict`
-    partials: partial results of a chunk that there is room for
+    most: partial results of a chunk that there is room for
     places: B * H
     F: a `Form`
     READ: the function that reads a middle in fewer bits, with the parameters of `packed.read`; None = it is in 16 bits
@@ -286,20 +286,20 @@ def decode(
     r = tl.arange(0, M)
     t = chunk * PER + r // GROUP
     ok = (r // GROUP < PER) & (t < queries.tokens)
-    part = results.part + chunk.to(tl.int64) * partials * F.ROWS * D
-    stat = results.stat + chunk.to(tl.int64) * partials * F.ROWS * 2
+    partial = results.partial + chunk.to(tl.int64) * most * F.ROWS * D
+    stat = results.stat + chunk.to(tl.int64) * most * F.ROWS * 2
     acc = tl.zeros([M, D], tl.float32)
     m = tl.full([M], float("-inf"), tl.float32)
     z = tl.zeros([M, TILE], tl.float32)
     line = tl.program_id(0).to(tl.int64)
     while line >= 0:
         entry = table + line * F.FIELDS
-        kind, row, head = tl.load(entry + PART), tl.load(entry + ROW), tl.load(entry + HEAD)
+        kind, row, head = tl.load(entry + KIND), tl.load(entry + ROW), tl.load(entry + HEAD)
         first, last = tl.multiple_of(tl.load(entry + FIRST).to(tl.int32), PAGE), tl.load(entry + LAST).to(tl.int32)
         k_at, v_at = tl.load(entry + K_START), tl.load(entry + V_START)
         count, fresh = tl.load(entry + CHANNELS).to(tl.int32), tl.load(entry + FRESH)
         width = tl.load(entry + WIDTH).to(tl.int32)
-        parts = tl.load(entry + PARTIALS).to(tl.int32)
+        partials = tl.load(entry + PARTIALS).to(tl.int32)
         number, first_number = tl.load(entry + NUMBER), tl.load(entry + FIRST_NUMBER)
         line = tl.load(entry + NEXT)
 
@@ -325,5 +325,5 @@ def decode(
             else:
                 acc, m, z = _kept(acc, m, z, q_row, ok, kept, layer.ranks + row * layer.ranks_b + head * D,
                                   layer.base, k_at, v_at, first, last, count, width, queries.scale, logits, F)
-        _finish(results, part, stat, scratch, queries, acc, m, z, ok, row, head, parts, number, first_number, places,
-                F)
+        _finish(results, partial, stat, scratch, queries, acc, m, z, ok, row, head, partials, number, first_number,
+                places, F)

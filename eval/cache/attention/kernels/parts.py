@@ -63,12 +63,12 @@ class Results(NamedTuple):
     """Where results go.
 
     out: [B, Q, Hq, D]
-    part, stat: float32 [partial results, ROWS, D] and [partial results, ROWS, 2], numerators, and (m, z)
+    partial, stat: float32 [partial results, ROWS, D] and [partial results, ROWS, 2], numerators, and (m, z)
     done: int32, programs that have finished each (row, KV head); zeros before and after
     """
 
     out: Any
-    part: Any
+    partial: Any
     stat: Any
     done: Any
 
@@ -150,8 +150,8 @@ def sink_and_window(
 
 
 @triton.jit
-def merge(part, stat, first, parts, ROWS: tl.constexpr, MERGE_LINES: tl.constexpr, D: tl.constexpr):
-    """Combine partial results first .. first + parts - 1 by log-sum-exp.
+def merge(partial, stat, first, partials, ROWS: tl.constexpr, MERGE_LINES: tl.constexpr, D: tl.constexpr):
+    """Combine partial results first .. first + partials - 1 by log-sum-exp.
 
     A thread has four columns of a row in every partial result, and that row's maxima and denominators, so that threads
     exchange nothing. It asks for MERGE_LINES partial results before it waits for one.
@@ -160,19 +160,19 @@ def merge(part, stat, first, parts, ROWS: tl.constexpr, MERGE_LINES: tl.constexp
     """
     PLACES: tl.constexpr = ROWS * D // 4
     place = tl.arange(0, PLACES)
-    part += first * (ROWS * D) + (place * 4)[:, None] + tl.arange(0, 4)[None, :]
+    partial += first * (ROWS * D) + (place * 4)[:, None] + tl.arange(0, 4)[None, :]
     stat = (stat + first * (2 * ROWS)).to(tl.pointer_type(tl.int64), bitcast=True) + place // (D // 4)
     acc = tl.zeros([PLACES, 4], tl.float32)
     m = tl.full([PLACES], float("-inf"), tl.float32)
     z = tl.zeros([PLACES], tl.float32)
-    for at in range(0, parts, MERGE_LINES):
+    for at in range(0, partials, MERGE_LINES):
         new = m
         accs = tl.tuple([])
         pairs = tl.tuple([])
         for i in tl.static_range(MERGE_LINES):
-            there = i * PLACES + place < (parts - at) * PLACES
+            there = i * PLACES + place < (partials - at) * PLACES
             pairs += (tl.load(stat + i * ROWS, mask=there, other=0xFF800000, cache_modifier=".cg"),)  # -inf and 0
-            accs += (tl.load(part + i * (ROWS * D), mask=there[:, None], other=0.0, cache_modifier=".cg"),)
+            accs += (tl.load(partial + i * (ROWS * D), mask=there[:, None], other=0.0, cache_modifier=".cg"),)
         for i in tl.static_range(MERGE_LINES):
             new = tl.maximum(new, pairs[i].to(tl.int32).to(tl.float32, bitcast=True))
         safe = tl.where(new == float("-inf"), 0.0, new)
@@ -182,7 +182,7 @@ def merge(part, stat, first, parts, ROWS: tl.constexpr, MERGE_LINES: tl.constexp
             weight = tl.exp2(pairs[i].to(tl.int32).to(tl.float32, bitcast=True) - safe)
             acc += accs[i] * weight[:, None]
             z += (pairs[i] >> 32).to(tl.int32).to(tl.float32, bitcast=True) * weight
-        part += MERGE_LINES * ROWS * D
+        partial += MERGE_LINES * ROWS * D
         stat += MERGE_LINES * ROWS
     result = tl.reshape(acc / tl.where(z == 0.0, 1.0, z)[:, None], [ROWS, D])
     return result, tl.max(tl.reshape(m, [ROWS, D // 4]), 1), tl.max(tl.reshape(z, [ROWS, D // 4]), 1)

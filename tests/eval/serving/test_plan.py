@@ -1,4 +1,4 @@
-"""The arithmetic of the pages that a request holds for its sink and window."""
+"""Which pages a request holds for its sink and window."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
