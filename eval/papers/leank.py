@@ -40,7 +40,7 @@ on_top = here(
 )  # fmt: skip
 budget = here("leank", "leank_budget", "papers/think")
 stages = Command("python -m leank_train -m +experiment=sweep_reference +sweep=stage2")
-TABLE_12 = Need("the masks of table 12", "leank_train/assets/masks/reference/stages")
+TABLE_12 = Need("the masks of table 12", "assets/masks/reference/stages")
 with_masks = replace(here("papers/stages"), need=TABLE_12)
 STAGES = tuple(Contrast(f"leank_both_{ratio}_seed1", f"leank_first_{ratio}_seed1") for ratio in (70, 95))
 WHOLE = (

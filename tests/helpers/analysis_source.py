@@ -6,8 +6,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from leank.eval.papers.analyses.source import Source
 from leank.mask import ChannelMask
+from scripts.analyses.source import Source
 from tests.helpers.text_tokenizers import tokenizer
 
 LAYERS, HEADS, GROUP, DIM = 3, 2, 2, 8

@@ -13,15 +13,13 @@ from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.methods import method
 from leank.eval.methods.channels.iap import IAP
 from leank.eval.methods.memory import method_bytes
-from leank.eval.papers.analyses import ANALYSES, analysis
 from leank.eval.papers.item import Analysed, Command, Contrast, EvalRun, Expect, Item, Need
-from leank.eval.papers.make import Made
-from leank.eval.papers.page import as_markdown, commands
+from leank.eval.papers.make import Made, Options
+from leank.eval.papers.page import commands, of_item
 from leank.eval.papers.registry import ITEMS, PAPERS, find, of_papers, runs, status
-from leank.eval.papers.steps import HERE, Options
-from leank.eval.papers.verdicts import CLAIMS
 from leank.eval.run.build import expanded
 from leank.typed import typed
+from scripts.analyses import ANALYSES, analysis
 from tests import ROOT
 
 NUMBERS = {"leank": (10, 23), "think": (7, 12), "iap": (4, 8), "lethe": (6, 6), "asl": (10, 12)}
@@ -30,7 +28,7 @@ STEPS = [(item, step) for item in ITEMS.values() for step in (*item.here, *item.
 
 def run_of(step):
     """The overrides of a step in its quick form, which has those of the whole form first."""
-    return (*step.overrides, *step.quick) if isinstance(step, EvalRun) else (HERE, *step.overrides)
+    return (*step.overrides, *step.quick) if isinstance(step, EvalRun) else ("+experiment=papers/here", *step.overrides)
 
 
 @pytest.fixture(scope="module")
@@ -190,11 +188,6 @@ def test_a_step_whose_model_is_not_there_is_named_and_not_made(tmp_path):
     assert status(replace(item, here=(there,))) == "runs here"
 
 
-def test_the_claims_that_are_asked_first_have_comparisons():
-    for names in CLAIMS.values():
-        assert all(find(name).claims for name in names)
-
-
 def test_commands_name_files_that_are_there():
     for _, step in STEPS:
         line = step.line if isinstance(step, Command) else step.command if isinstance(step, EvalRun) else ""
@@ -207,7 +200,7 @@ def test_commands_name_files_that_are_there():
 
 
 def test_what_an_item_needs_keeps_its_capitals():
-    text = as_markdown(Made(find("asl:table2"), [], [], whole=False))
+    text = of_item(Made(find("asl:table2")), ROOT)
     assert "Needs Llama-3.1-Nemotron-8B-UltraLong-1M-Instruct" in text
 
 
