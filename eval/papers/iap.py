@@ -107,7 +107,7 @@ ITEMS = (
     ),
     Item("iap:table6", "Memory, time to the first token and per token: KIVI at 4 bits, alone and with IAP.",
          "Memory falls by 16 and 17%; the first token comes later.", here=(kivi,),
-         real=(gpu("python -m scripts.bench.decoding.methods OUT --lengths 4097 --new 128 --window 128 --batches 1 15 "
+         real=(gpu("python -m scripts.bench.methods OUT --lengths 4097 --new 128 --window 128 --batches 1 15 "
                    "--methods dense papers/kivi4 papers/kivi4_iap"),), needs="a GPU",
          claims=(Contrast("kivi4_iap_0.5", "kivi4", "bytes", 1), Contrast("kivi4_iap_0.6", "kivi4", "bytes", 1)),
          note="Bytes are those of the method; seconds are of the machine that runs this, on the shape "

@@ -105,7 +105,7 @@ def test_verdicts_answer_the_first_questions_first_and_name_a_comparison_once():
 def test_the_list_has_every_item_and_its_command():
     said = listing()
     assert all(f"\n{name} " in f"\n{said}" for name in ITEMS)
-    assert "python -m scripts.bench.kernels.attention OUT" in said
+    assert "python -m scripts.bench.attention layers OUT" in said
     assert "+experiment=sweep_reference +sweep=lam" in said
     assert "98 items" in said
 

@@ -8,9 +8,8 @@ import torch
 
 from leank.shape import kv_shape
 from leank_train.objective.kl import kl_loss_reference
-from scripts.bench.training import step as bench_training
-from scripts.bench.training.hours import hours
-from scripts.bench.training.step import SAME, cheaper, describe
+from scripts.bench import training_step as bench_training
+from scripts.bench.training_step import SAME, cheaper, describe, hours
 from tests.conftest import tiny_model
 
 

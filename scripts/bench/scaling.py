@@ -1,8 +1,8 @@
 """Samples per second of the real training program on one GPU and on several, and the share of time that a GPU idles.
 
-    python -m scripts.bench.training.scaling OUT --gpus 1 4 --trace         # Llama-3.1-8B shape, random weights (16 GB)
-    python -m scripts.bench.training.scaling OUT --gpus 1 2 --trainer ddp fsdp --experiment llama_70pct_fast
-    python -m scripts.bench.training.scaling OUT --gpus 1 2 --trace --shape reference --length 1024 --steps 4  # a CPU
+    python -m scripts.bench.scaling OUT --gpus 1 4 --trace         # Llama-3.1-8B shape, random weights (16 GB)
+    python -m scripts.bench.scaling OUT --gpus 1 2 --trainer ddp fsdp --experiment llama_70pct_fast
+    python -m scripts.bench.scaling OUT --gpus 1 2 --trace --shape reference --length 1024 --steps 4  # a CPU
 
 Runs `python -m leank_train` one after the other, stage 1 alone: one process as it is, several with each --trainer in
 turn, where sequence_parallel shares each document among all of them. --experiment decides the objective. All documents
@@ -20,6 +20,7 @@ step ever waited for data, which workers make meanwhile.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import signal
@@ -28,63 +29,108 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import TextIO, TypedDict
+from typing import Any, TextIO
+from unittest.mock import patch
 
 import torch
+from lightning.pytorch.loggers import Logger
 from omegaconf import OmegaConf
+from torch.profiler import ProfilerActivity, profile
 
 from leank.backbone import load_tokenizer
 from leank.data_gen.amount import amount
 from leank.files import write_json
-from scripts.bench.common.shapes import ROOT, llama8b
-from scripts.bench.common.table import said
-from scripts.bench.common.timing import clear, device_name
-from scripts.bench.training.tracing import SETTLE, idle
+from scripts.bench.common import ROOT, clear, device_name, llama8b, wait
 
 EXPERIMENT = {"llama8b": "llama_70pct", "reference": "reference_demo"}
 SEVERAL = ("ddp", "sequence_parallel", "fsdp")  # trainers for several GPUs
+SETTLE = 5  # steps between the profiler's start-up and the trace: they use up the data made meanwhile (4 per worker)
+WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace
+WORK_CPU = ("cpu_op",)
 LENGTH = {"llama8b": 16384, "reference": 1024}  # tokens
 
 
-class ScalingRun(TypedDict, total=False):
-    """Figures of one run.
+Record = dict[str, Any]  # figures of one run, or of all of them
 
-    trainer: of conf/train/trainer.
-    gpus: processes.
-    contexts_per_s, pairs_per_s: documents, and (document, answer) pairs, of all processes together.
-    peak_gb: most memory of the first process, 10^9 bytes.
-    other_seconds: of the program, beside its training steps.
-    speed_up: contexts_per_s over that of the run with the fewest processes.
+
+class Trace(Logger):
+    """Traces training steps into save_dir/trace.json.gz and writes their seconds to save_dir/trace.json.
+
+    It is a logger because Lightning calls one at the end of every step. `traced_training` puts it in the place of the
+    run's own logger.
+    first: steps before the traced ones. steps: how many are traced.
     """
 
-    trainer: str
-    gpus: int
-    steps: int
-    step_seconds: float
-    slowest_step_seconds: float
-    contexts_per_s: float
-    pairs_per_s: float
-    peak_gb: float
-    other_seconds: float
-    speed_up: float
+    name, version = "trace", None
+
+    def __init__(self, save_dir: Path, first: int, steps: int) -> None:
+        super().__init__()
+        self.out, self.first, self.steps, self.taken = save_dir, first, steps, 0
+        self.activity = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
+
+    def log_hyperparams(self, *args: object, **kwargs: object) -> None:
+        """Ignore the settings: a trace has none."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Count a step that ended, and start or stop the trace."""
+        self.taken += 1
+        if self.taken == self.first - SETTLE:
+            warm_up = profile(activities=[self.activity])
+            warm_up.start()  # the first takes seconds
+            warm_up.stop()
+        if self.taken == self.first:
+            self.profile = profile(activities=[self.activity])
+            wait()
+            self.profile.start()
+            self.begin = time.perf_counter()
+        if self.taken == self.first + self.steps:
+            wait()
+            seconds = time.perf_counter() - self.begin
+            self.profile.stop()
+            self.profile.export_chrome_trace(str(self.out / "trace.json.gz"))
+            write_json(self.out / "trace.json", {"steps": self.steps, "seconds": seconds})
 
 
-class Scaling(TypedDict, total=False):
-    """What scaling.json holds.
+def traced_training(first: int, steps: int) -> None:
+    """`python -m leank_train` with the arguments of this process, traced."""
+    from leank_train import train as training
+    from leank_train.__main__ import main as command
 
-    length: tokens, or the shortest and the longest.
-    experiment: of conf/train/experiment.
-    runs: figures of each number of GPUs and trainer (`speed`).
-    trace: share of idle time and the longest gap, where a run was traced (`idle`).
+    def trace(config: object, folder: Path) -> Trace:
+        return Trace(folder, first, steps)
+
+    with patch.object(training, "make_logger", trace):
+        command()
+
+
+def merged(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The union of (begin, end) as spans that do not touch, in order."""
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def idle(trace: Path, seconds: float) -> dict[str, float]:
+    """Of a chrome trace over `seconds`: the share of time without work, and the longest gap between work in ms.
+
+    Raises ValueError for a trace without work.
     """
-
-    device: str
-    shape: str
-    experiment: str
-    length: list[int]
-    runs: list[ScalingRun]
-    trace: dict[str, float]
+    with gzip.open(trace, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    work = [e for e in events if e.get("ph") == "X" and e.get("cat") in WORK]
+    work = work or [e for e in events if e.get("ph") == "X" and e.get("cat") in WORK_CPU]
+    spans = merged([(float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in work])  # microseconds
+    if not spans:
+        raise ValueError(f"{trace} holds no kernels: is CUPTI there, and has the GPU no other profiler?")
+    busy = sum(end - begin for begin, end in spans) / 1e6
+    gaps = [later[0] - earlier[1] for earlier, later in pairwise(spans)]
+    return {"seconds": seconds, "busy_seconds": busy, "idle": 1 - busy / seconds, "gap_ms": max(gaps, default=0) / 1e3}
 
 
 def make_weights(folder: Path) -> None:
@@ -109,7 +155,7 @@ def train(
     """
     program = ["-m", "leank_train"]
     if trace is not None:
-        program = ["-c", f"from scripts.bench.training.tracing import traced_training; traced_training{trace}"]
+        program = ["-c", f"from scripts.bench.scaling import traced_training; traced_training{trace}"]
     line = [sys.executable, *program, *settings, f"hydra.run.dir={out}", f"trainer.devices={gpus}"]
     line += [f"trainer={trainer}"] + [f"trainer.sequence_parallel={gpus}"] * (trainer == "sequence_parallel")
     environment = {"NCCL_DEBUG": "VERSION", **os.environ}  # says in the log that NCCL is used
@@ -135,7 +181,7 @@ def status(line: Sequence[str], environment: Mapping[str, str], file: TextIO) ->
             signal.signal(signal.SIGTERM, before)
 
 
-def speed(out: Path, trainer: str, gpus: int, warm_up: int, steps: int) -> ScalingRun:
+def speed(out: Path, trainer: str, gpus: int, warm_up: int, steps: int) -> Record:
     """Contexts and (context, answer) pairs per second over `steps` steps after the warm-up, from the run's record."""
     record = torch.load(out / "checkpoints/stage1/done.ckpt", map_location="cpu", weights_only=True)["record"]
     data = OmegaConf.load(out / "config.yaml").data
@@ -149,9 +195,9 @@ def speed(out: Path, trainer: str, gpus: int, warm_up: int, steps: int) -> Scali
     }  # fmt: skip
 
 
-def kept(file: Path, result: Scaling) -> Scaling:
+def kept(file: Path, result: Record) -> Record:
     """What an earlier call wrote if its device, shape and length are those of `result`, else `result`."""
-    before: Scaling = json.loads(file.read_text()) if file.exists() else {}
+    before: Record = json.loads(file.read_text()) if file.exists() else {}
     return before if all(before.get(k) == v for k, v in result.items() if k != "runs") else result
 
 
@@ -167,7 +213,7 @@ def model_name(args: argparse.Namespace, scratch: Path) -> str:
 
 
 def bench(
-    trainer: str, gpus: int, args: argparse.Namespace, settings: Sequence[str], scratch: Path, result: Scaling
+    trainer: str, gpus: int, args: argparse.Namespace, settings: Sequence[str], scratch: Path, result: Record
 ) -> None:
     """Run the program on so many processes and add what it took to `result`."""
     timed = args.warm_up + args.steps
@@ -182,7 +228,7 @@ def bench(
     fewest = min(rows, key=lambda r: r["gpus"])
     row["speed_up"] = row["contexts_per_s"] / fewest["contexts_per_s"]
     result["runs"] = rows
-    print(said(row))
+    print(row)
     print(*[line for line in log.read_text(errors="replace").splitlines() if "NCCL version" in line][:1])
     if traced:
         (args.out / "trace.json.gz").write_bytes((run / "trace.json.gz").read_bytes())
@@ -225,7 +271,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / "scaling.json"
-    new: Scaling = {"device": device_name(), "shape": args.shape, "experiment": args.experiment, "length": args.length}
+    new: Record = {"device": device_name(), "shape": args.shape, "experiment": args.experiment, "length": args.length}
     result = kept(file, {**new, "runs": []})
     with tempfile.TemporaryDirectory(prefix="bench_scaling_") as folder:
         scratch = Path(folder)

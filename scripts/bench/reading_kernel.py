@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from scripts.bench.kernels.cases import copies_of, median_us
 
 LAUNCHES = [(block, per_sm) for block in (2048, 4096, 8192) for per_sm in (2, 4, 8)]  # words at a time, programs per SM
 
@@ -25,18 +19,6 @@ def _largest(words, out, blocks, BLOCK: tl.constexpr):
     tl.store(out + p, tl.max(largest, 0))
 
 
-def _read(words: Tensor, out: Tensor, block: int) -> None:
+def read(words: Tensor, out: Tensor, block: int) -> None:
+    """Read int32 words [n], `block` at a time, with a program for each entry of `out`, which gets its largest word."""
     _largest[(len(out),)](words, out, len(words) // block, BLOCK=block, num_warps=8)
-
-
-def reading_us(size: int) -> float:
-    """Microseconds in which `size` bytes, in one piece and not in the L2 cache, can be read: the best of LAUNCHES."""
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
-    length = -(-size // 4 // LAUNCHES[-1][0]) * LAUNCHES[-1][0]
-    copies = torch.randint(0, 9, (copies_of(size), length), dtype=torch.int32, device="cuda")
-
-    def calls(block: int, per_sm: int) -> list[Callable[[], object]]:
-        out = torch.empty(sms * per_sm, dtype=torch.int32, device="cuda")
-        return [partial(_read, words, out, block) for words in copies]
-
-    return min(median_us(calls(*launch), repeats=5) for launch in LAUNCHES)

@@ -1,8 +1,8 @@
 """Cost of a LeanK training step: prefill once (this project) beside the plain full-sequence form, in one run.
 
-    python -m scripts.bench.training.step OUT --shape llama8b --length 16384 65536 98304 --repeats 3
-    python -m scripts.bench.training.step OUT --shape reference --length 4096
-    python -m scripts.bench.training.step OUT --shape llama8b --length 16384 65536 --objective l2 kl --steps-alone
+    python -m scripts.bench.training_step OUT --shape llama8b --length 16384 65536 98304 --repeats 3
+    python -m scripts.bench.training_step OUT --shape reference --length 4096
+    python -m scripts.bench.training_step OUT --shape llama8b --length 16384 65536 --objective l2 kl --steps-alone
 
 Prints and writes OUT/bench_training_SHAPE_LENGTH.json: seconds (the median; "first" is the first run at this length)
 and peak memory of
@@ -23,13 +23,19 @@ points or by least squares, and averaged over the experiment's lengths. The hour
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from hydra import compose, initialize_config_dir
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 from transformers import PreTrainedModel
@@ -39,18 +45,59 @@ from leank.files import write_json
 from leank.head import Head
 from leank.kernels import kernel_order, tried_in
 from leank.shape import kv_shape
+from leank_train.forward.attention import Keys, scaled_attention
 from leank_train.forward.branching import branch, prefill, prefill_and_branch, student
+from leank_train.forward.hook import NAME, run_decoder
+from leank_train.forward.visibility import visibility
 from leank_train.objective import distill
 from leank_train.objective.kl import OBJECTIVES, kl_loss
-from scripts.bench.common.shapes import llama8b
-from scripts.bench.common.timing import clear, device_name, wait
-from scripts.bench.training.full_sequence import full_sequence
-from scripts.bench.training.hours import Results, asked, hours, write_hours
+from scripts.bench.common import clear, device_name, llama8b, wait
 
+Results = dict[int, dict[str, dict[str, float]]]  # length -> run -> seconds, first, peak_gb
 QUESTION, ANSWER = 48, 32  # tokens, about what the retrieval tasks have
 SAME = ", same kernel"  # as the prefill of this project
 KL = ", kl"  # ending of the runs with that objective
 WARM = 2048  # tokens of the runs before all others, which load kernels
+
+
+class FullSequencePass:
+    """Equation 1 over the whole sequence: causal attention for every row, then the answer rows again with alpha.
+
+    The context rows do not depend on alpha, but they share the layer's output tensor with rows that do, so autograd
+    goes through all of them. Prefilling once avoids this.
+    """
+
+    def __init__(self, length: int, answer: int, alpha: Tensor, sink: int, window: int, device: torch.device) -> None:
+        self.longest, self.answer, self.alpha = length, answer, alpha
+        at = torch.arange(length, device=device)[None]
+        self.zones = [visibility(at[:, -answer:], at, zone, sink, window) for zone in ("dense", "middle")]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Attention of one layer, [B, H, S, D]: causal for all rows, scaled by alpha for the answer's."""
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        rows = scaled_attention(q[:, :, -self.answer :], [Keys(k, v, *self.zones)], self.alpha[layer], scale, "zero")
+        return torch.cat([out[:, :, : -self.answer], rows], 2)
+
+
+def full_sequence(model: PreTrainedModel, ids: Tensor, answer: int, alpha: Tensor, sink: int, window: int) -> Tensor:
+    """Loss of the plain form on ids [1, S], whose last `answer` tokens are the answer; alpha gets its gradient."""
+    at = torch.arange(ids.shape[1], device=ids.device)[None]
+    ones = torch.ones_like(alpha)
+    with torch.no_grad():
+        state = FullSequencePass(ids.shape[1], answer, ones, sink, window, ids.device)
+        full = run_decoder(model, ids, at, state)[:, -answer:]
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)  # also while the backward pass recomputes
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    state = FullSequencePass(ids.shape[1], answer, alpha, sink, window, ids.device)
+    scaled = run_decoder(model, ids, at, state)[:, -answer:]
+    loss = distill.l2_loss(full, scaled, torch.tensor([answer]), "official")
+    distill.backward(loss)
+    model.gradient_checkpointing_disable()
+    model.set_attn_implementation(before)
+    model.eval()
+    return loss.detach()
 
 
 def prefill_once(
@@ -152,6 +199,48 @@ def build(shape: str, device: torch.device, dtype: torch.dtype) -> PreTrainedMod
     if shape == "reference":
         return backbones.load("reference", str(dtype).removeprefix("torch."), device).model
     return llama8b(device, dtype)
+
+
+def hours(results: Results, experiment: str) -> dict[str, object] | None:
+    """Hours of the steps of an experiment, from seconds fitted over lengths and averaged over the lengths it draws.
+
+    Returns None where fewer than three lengths are measured, or not the shortest and longest: nothing is extrapolated.
+    """
+    with initialize_config_dir(str(files("leank.conf.train")), version_base="1.3"):
+        config = compose("train", [f"+experiment={experiment}"])
+    measured, low, high = sorted(results), config.data.min_length, config.data.max_length
+    if len(measured) < 3 or measured[0] > low or measured[-1] < high:
+        return None
+    pairs = config.stage1.steps + config.stage2.steps  # the paper has one (context, answer) pair per step
+    drawn = np.arange(low, high + 1)  # uniform
+    rows: dict[str, dict[str, float]] = {}
+    for name in set.intersection(*(set(found) for found in results.values())):
+        questions = asked(name)
+        steps = math.ceil(pairs / questions)
+        rows[name] = {"pairs_a_step": questions, "steps": steps}
+        for key, of in (("", "seconds"), ("first_", "first")):
+            fit = np.polyfit(measured, [results[length][name][of] for length in measured], 2)
+            mean = float(np.polyval(fit, drawn).mean())
+            rows[name] |= {f"{key}mean_seconds": mean, f"{key}hours": mean * steps / 3600}
+    return {
+        "experiment": experiment, "lengths": [low, high], "pairs": pairs, "measured": measured,
+        "fit": "quadratic through the points" if len(measured) == 3 else "quadratic, least squares",
+        "runs": dict(sorted(rows.items(), reverse=True)),
+    }  # fmt: skip
+
+
+def asked(name: str) -> int:
+    """Questions per document of a run: 4 of "ours, 4, kl", and 1 of every run that is not of this project."""
+    return int(name.split(", ")[1]) if name.startswith("ours") else 1
+
+
+def write_hours(found: dict[str, Any], args: argparse.Namespace) -> None:
+    """Write OUT/hours.json and print it."""
+    write_json(args.out / "hours.json", {"device": device_name(), "shape": args.shape, **found})
+    print(f"{found['pairs']} pairs at {found['lengths']} tokens ({found['fit']}, {found['measured']}):")
+    for name, row in found["runs"].items():
+        print(f"{name:26s} {row['mean_seconds']:7.3f} s x {row['steps']:.0f} steps = {row['hours']:6.3f} h; "
+              f"every step the first at its length: {row['first_hours']:6.3f} h", flush=True)  # fmt: skip
 
 
 class StepBench:

@@ -1,6 +1,6 @@
 """How far the masks and scores of training runs are from those of another run of the same settings.
 
-    python -m scripts.bench.training.same_masks ONE OTHER [OTHER ...] --out same_masks.csv
+    python -m scripts.bench.same_masks ONE OTHER [OTHER ...] --out same_masks.csv
 
 ONE and OTHER are run directories, such as those of one GPU and of several. Prints and writes a line for each OTHER:
 
@@ -21,11 +21,9 @@ import pandas as pd
 import torch
 from safetensors.torch import load_file
 
-from leank.cli import ending
 from leank.files import write_text
 from leank.mask import ChannelMask
 from leank.tensor_files import read_checkpoint
-from scripts.bench.common.table import said
 
 
 def last_loss(run: Path) -> float:
@@ -61,10 +59,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("other", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True, help="a CSV file")
     args = parser.parse_args(argv)
-    with ending("same_masks"):
-        lines = [compare(args.one, other) for other in args.other]
-        print(*(said(line, 6) for line in lines), sep="\n")
-        write_text(args.out, pd.DataFrame(lines, dtype=object).to_csv(index=False))
+    lines = pd.DataFrame([compare(args.one, other) for other in args.other])
+    print(lines.to_string(index=False))
+    write_text(args.out, lines.to_csv(index=False))
 
 
 if __name__ == "__main__":
