@@ -76,7 +76,7 @@ class RowSettings(TypedDict):
 
 @with_config(ConfigDict(strict=True))
 class Fidelity(TypedDict):
-    """How near a method's next-token distributions are to dense's on one sample (`eval.inference.divergence`).
+    """How near a method's next-token distributions are to dense's on one sample (`eval.run.fidelity`).
 
     Both read the same tokens: a reply of dense, or a given text. Means over tokens are None if `non_finite` is not.
 
@@ -183,11 +183,3 @@ def check_rows(rows: Iterable[Mapping[str, object]]) -> None:
                 f"results row {{{key}}}: {field!r} {what}; it was edited, or another version wrote it: move its "
                 "results*.jsonl to another folder and run python -m eval again"
             ) from None
-
-
-def check_one_model(rows: Iterable[ResultRow]) -> None:
-    """Raise ValueError for rows of several models, benchmarks or compress switches, whose mean would mean nothing."""
-    for field in ("model", "benchmark", "compress"):
-        found = dict.fromkeys(str(row[field]) for row in rows)
-        if len(found) > 1:
-            raise ValueError(f"these rows are of several values of {field!r} ({', '.join(found)}); give those of one")

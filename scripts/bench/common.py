@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import gc
+import io
 import os
 import time
 import traceback
@@ -12,7 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
@@ -26,7 +27,6 @@ from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.pages import PAGE
 from leank.eval.cache.storage.quantised import Packing, QuantisedSegment
 from leank.eval.cache.storage.store import GROWTH, Store
-from leank.eval.inference.models import ModelConfig, load_model
 from leank.files import write_text
 from leank.mask import ChannelMask
 from leank.shape import kv_shape
@@ -75,6 +75,8 @@ def subject(shape: str) -> tuple[PreTrainedModel, Path, Sizes]:
     Raises SystemExit for llama8b without a GPU.
     """
     if shape == "reference":
+        from leank.eval.inference.models import ModelConfig, load_model
+
         return load_model(ModelConfig()), ROOT / "leank_train/assets/reference/mask_70pct.safetensors", Sizes(16, 144)
     if not torch.cuda.is_available():
         raise SystemExit("--shape llama8b needs a GPU; --shape reference runs on a CPU")
@@ -339,8 +341,8 @@ class Table:
     def __init__(self, path: Path, keys: Sequence[str]) -> None:
         self.path, self.keys, self.rows = path, keys, list[Record]()
         if path.is_file():
-            found = pd.read_csv(path, dtype=str, keep_default_na=False).to_dict("records")
-            self.rows = [dict(row) for row in found if not row.get("error")]
+            with path.open(newline="") as file:
+                self.rows = [dict(row) for row in csv.DictReader(file) if not row.get("error")]
 
     def has(self, row: Record) -> bool:
         """Whether the row of these keys is there."""
@@ -360,7 +362,12 @@ class Table:
         self.rows.append(row)
         shown = (f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if v not in (None, ""))
         print("  ".join(shown), flush=True)
-        write_text(self.path, pd.DataFrame(self.rows, dtype=object).to_csv(index=False))
+        text = io.StringIO()
+        columns = dict.fromkeys(name for one in self.rows for name in one)
+        writer = csv.DictWriter(text, [*columns], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        write_text(self.path, text.getvalue())
         clear()
 
     def check(self) -> None:
