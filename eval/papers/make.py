@@ -182,7 +182,7 @@ class Runner:
             elif isinstance(step, EvalRun):
                 rows |= {key: stored[key] for key in keys_of(self._jobs[line]) if key in stored}
             else:
-                table = pd.read_csv(self._folder(line) / "rows.csv", float_precision="round_trip")
+                table = pd.read_csv(self._folder(line) / "rows.csv")
                 measured += [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
                 pictures.append(self._folder(line) / "figure.png")
         return Made(item, [*rows.values()], measured, pictures, failed, alone)
