@@ -4,7 +4,7 @@
 LAYERS = {
     "leank.data_gen": [
         {"__main__"}, {"tasks"}, {"task"}, {"fit"}, {"request"}, {"haystack", "sample", "gsm"},
-        {"tokens", "reading", "chat", "ending", "amount"},
+        {"tokens", "reading", "chat", "amount"},
     ],
     "leank": [
         {"wandb_log"}, {"backbone"}, {"channel_scores", "head", "decoder"}, {"mask", "rotary"},
