@@ -83,7 +83,7 @@ def test_a_damaged_last_checkpoint_is_refused_and_the_one_before_helps(model_fol
 def test_a_damaged_done_checkpoint_is_made_again_from_the_last(model_folder, whole, tmp_path):
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     done = tmp_path / "checkpoints/stage1/done.ckpt"
-    damage(done)
+    done.write_bytes(done.read_bytes()[:-1000])
     with pytest.raises(ValueError, match=f"{done} is damaged or cut off: .*; remove it, and .* goes on from last.ckpt"):
         run(settings(model_folder, *SHORT), tmp_path)
     done.unlink()
@@ -91,15 +91,6 @@ def test_a_damaged_done_checkpoint_is_made_again_from_the_last(model_folder, who
         patch.setattr(Stage, "training_step", lambda *args: pytest.fail("a step was taken"))
         run(settings(model_folder, *SHORT), tmp_path)
     assert (tmp_path / "alpha.safetensors").read_bytes() == (whole / "alpha.safetensors").read_bytes()
-
-
-def test_checkpoints_from_before_go_on_with_a_note(model_folder, whole, tmp_path):
-    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
-    for file in tmp_path.rglob("*.ckpt"):
-        torch.save(torch.load(file, weights_only=True), file)
-    with pytest.warns(UserWarning, match=r"done\.ckpt has no sha256"):
-        run(settings(model_folder, *SHORT), tmp_path)
-    assert (tmp_path / "mask.safetensors").read_bytes() == (whole / "mask.safetensors").read_bytes()
 
 
 def test_scores_are_written_with_a_digest(whole):
