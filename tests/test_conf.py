@@ -158,7 +158,6 @@ def test_help_is_quick_and_shows_what_the_command_takes(root, tmp_path):
     (other,) = COMMANDS.keys() - {root}
     assert GROUPS[root] <= listed.keys()
     assert not GROUPS[other] & listed.keys()
-    assert "old_name" not in said  # the group's name of old times works, and is not advised
     assert listed["experiment"].split(", ") == (EXPERIMENTS if root == "train" else OF_EVAL)
     for shared in ("model", "logger"):
         names = ", ".join(sorted(p.stem for p in CONF.parent.glob(f"shared/{shared}/*.yaml")))

@@ -71,7 +71,6 @@ def kept(load, changes):
 def base_of_training():
     config = OmegaConf.to_container(composed.training("+experiment=reference_demo", "logger=none"), resolve=True)
     config["data"] |= QUICK
-    del config["mask"]  # the old name of pruning, whose values would replace those of the new one
     config["validation"] |= {"lengths": [400], "tasks": ["niah_multikey_2"]}
     return config
 

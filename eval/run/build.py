@@ -120,6 +120,8 @@ def build_settings(config: Mapping[str, object]) -> tuple[ModelConfig, Settings]
     refuse_unknown(config, [*GROUPS, *(f.name for f in fields(Settings))], "")
     if isinstance(config.get("name"), Mapping | list):
         raise ValueError(f"name={shown(config['name'])} must be a text; the run's folder is called so")
+    if isinstance(config.get("mask"), Mapping | list):
+        raise ValueError(f"mask={shown(config['mask'])} must be the path of one mask")
     settings = typed(Settings, {k: v for k, v in config.items() if k not in GROUPS})
     return typed(ModelConfig, {} if config.get("model") is None else config["model"], "model."), settings
 

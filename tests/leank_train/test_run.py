@@ -69,7 +69,7 @@ def test_run_directory(finished, model_folder):
     assert config.stage1.steps == 6
     assert config.model.name == str(model_folder)
     table = (finished / "validation.md").read_text()
-    assert all(f"| {m} |" in table for m in METHODS)
+    assert all(f"| {m} " in table for m in METHODS)
     for name in ("last", "done"):
         assert {p.parent.name for p in finished.glob(f"checkpoints/*/{name}.ckpt")} == {"stage1", "stage2"}
     assert {p.stem for p in (finished / "plots").iterdir()} == PLOTS

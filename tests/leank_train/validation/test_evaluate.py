@@ -26,7 +26,9 @@ def test_tasks_count_alike_in_the_average():
         "vt": 100.0,
         "average": pytest.approx(200 / 3),
     }
-    assert markdown(found).splitlines()[2:] == ["| dense | 100.0 | 50.0 | 75.0 |", "| leank | 50.0 | 100.0 | 75.0 |"]
+    assert [line.split("|")[1:-1] for line in markdown(found).replace(" ", "").splitlines()[2:]] == [
+        ["dense", "100.0", "50.0", "75.0"], ["leank", "50.0", "100.0", "75.0"]
+    ]  # fmt: skip
 
 
 def test_a_difference_is_the_first_method_minus_the_second():
