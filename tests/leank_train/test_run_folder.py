@@ -112,14 +112,14 @@ def test_a_ratio_that_cannot_be_met_is_refused_before_a_step(model_folder, tmp_p
     with pytest.raises(
         ValueError, match=r"ratio=0\.95 with align=16 would empty every head: \[2, 2, 16\] channels are 4"
     ):
-        run(settings(model_folder, "mask.ratio=0.95", "mask.align=16"), tmp_path)
+        run(settings(model_folder, "pruning.ratio=0.95", "pruning.align=16"), tmp_path)
     for ratio, words in (("0.99", "empty every head"), ("0.01", "prune nothing")):  # not at the end of the run
         with pytest.raises(ValueError, match=rf"^extra_ratios={ratio} with align=4 would {words}"):
             run(settings(model_folder, f"extra_ratios=[0.5,{ratio}]"), tmp_path)
 
 
 def test_a_ratio_that_is_missed_is_said(model_folder, tmp_path, caplog):
-    run(settings(model_folder, "mask.align=16", "stage1.steps=1", "stage2.steps=0"), tmp_path)
+    run(settings(model_folder, "pruning.align=16", "stage1.steps=1", "stage2.steps=0"), tmp_path)
     assert f"{tmp_path}/mask.safetensors: it prunes 75.0% of the channels, not ratio=0.7" in caplog.text
     assert ChannelMask.load(tmp_path / "mask.safetensors").pruning_ratio == 0.75
 
