@@ -7,9 +7,9 @@ LAYERS = {
         {"tokens", "reading", "chat", "amount"},
     ],
     "leank": [
-        {"wandb_log"}, {"backbone"}, {"channel_scores", "head", "decoder"}, {"mask", "rotary"},
+        {"wandb_log"}, {"backbone"}, {"channel_scores", "head", "decoder"}, {"mask", "rotary", "shipped"}, {"smollm2"},
         {"shape", "tensor_files", "typed", "model_folder", "stats", "finite", "kernels"},
-        {"files", "cli", "shipped"},
+        {"files", "cli"},
     ],
     "leank_train": [
         {"__main__"}, {"train"}, {"fitting", "validation"}, {"run_folder"}, {"settings"}, {"stopping"}, {"stages"},
