@@ -4,8 +4,8 @@ A binary search per (task, length, seed) finds the largest number of units with 
 max_new_tokens stay within the length. Samples differ from that draw by a few tokens. One that is too long loses a whole
 step (500 words of an essay, 25 lines, 10 documents). That is why official samples have 3,478 or 4,093 tokens.
 
-Below 4,096 tokens, RULER's shortest length, a step would be most of a sample: 500 words are 700 tokens. There the search
-is made for each sample, which falls short by less than a unit.
+Below 4,096 tokens, RULER's shortest length, a step would be most of a sample: 500 words are 700 tokens. There the
+search is made for each sample, which falls short by less than a unit.
 
 The official code never ends if a step is larger than the number of units; here the units fall by a quarter at a time.
 """

@@ -40,6 +40,10 @@ MODELS = {  # the published configs, as far as the checks look
         hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
         max_position_embeddings=131072, rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
     ),
+    "smollm2": LlamaConfig(  # of a package that need not be installed
+        hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+        max_position_embeddings=8192, rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+    ),
     "Qwen/Qwen2.5-7B-Instruct": Qwen2Config(
         hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
         max_position_embeddings=32768, sliding_window=131072, use_sliding_window=False,
