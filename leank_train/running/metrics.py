@@ -31,6 +31,7 @@ class Metrics(TypedDict, total=False):
     separation: how far stage 1 has driven the scores apart (`Separation.metrics`).
     distillation: stage -> distillation loss of its last step.
     heldout: stage with early stopping -> "step" and "loss" of its best look, and the step at which it "ended".
+    verdict: KL to dense of the mask and of those that it has to beat, and doubts (`leank_train.verdict`).
     seconds: phase -> seconds.
     config: fingerprint of the settings.
     """
@@ -42,6 +43,7 @@ class Metrics(TypedDict, total=False):
     separation: dict[str, float]
     distillation: dict[str, float]
     heldout: dict[str, dict[str, float]]
+    verdict: dict[str, object]
     seconds: dict[str, float]
     config: str
     validation: Validation
