@@ -82,6 +82,7 @@ class ValidationConfig(Checked):
     batch: documents that are prefilled and decoded together.
     max_new_tokens: tokens of a reply; None means the task's own.
     calibration: samples for the static norm mask.
+    heldout: documents of the tasks, and as many of natural text, for the verdict on the mask; 0 skips it.
     """
 
     samples: Annotated[int, Ge(0), Le(1_000_000)] = 8
@@ -90,6 +91,7 @@ class ValidationConfig(Checked):
     batch: Positive = 1
     max_new_tokens: Positive | None = None
     calibration: Samples = 8
+    heldout: Annotated[int, Ge(0), Le(4096)] = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()

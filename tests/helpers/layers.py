@@ -12,8 +12,8 @@ LAYERS = {
         {"files", "cli"},
     ],
     "leank_train": [
-        {"__main__"}, {"train"}, {"fitting", "validation"}, {"run_folder"}, {"settings"}, {"stopping"}, {"stages"},
-        {"running"}, {"data"}, {"objective"}, {"forward"}, {"autograd"},
+        {"__main__"}, {"train"}, {"fitting", "validation", "verdict"}, {"run_folder"}, {"settings"}, {"stopping"},
+        {"stages"}, {"running"}, {"data"}, {"objective"}, {"forward"}, {"autograd"},
     ],
     "leank.eval": [
         {"__main__"}, {"lm_eval"}, {"papers"}, {"run"}, {"report"}, {"rows"}, {"methods"}, {"inference"},
