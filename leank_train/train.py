@@ -29,7 +29,7 @@ from leank_train.running.recorder import Recorder
 from leank_train.settings import RunConfig, check, plain
 from leank_train.stages import Stage1, Stage2
 from leank_train.stopping import best_look
-from leank_train.validation.compare import check_samples_fit, validate
+from leank_train.validation import check_samples_fit, validate
 from leank_train.verdict import MASK, STAGE1, TEXT, judge, mixtures
 
 log = logging.getLogger("leank_train")

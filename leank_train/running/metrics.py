@@ -3,14 +3,6 @@
 from typing import TypedDict
 
 
-class Interval(TypedDict):
-    """Mean difference of two methods in points, and the bounds of its confidence interval."""
-
-    mean: float
-    low: float
-    high: float
-
-
 class SampleCounts(TypedDict):
     """Which samples validation has scored."""
 
@@ -22,12 +14,12 @@ class Validation(TypedDict):
     """Scores of validation, %.
 
     recall, exact_match: method -> task, or "average" -> score.
-    leank_minus: method -> how far the learned mask is above it.
+    leank_minus: method -> the points by which the learned mask is above it (mean), and its interval (low, high).
     """
 
     recall: dict[str, dict[str, float]]
     exact_match: dict[str, dict[str, float]]
-    leank_minus: dict[str, Interval]
+    leank_minus: dict[str, dict[str, float]]
     samples: SampleCounts
 
 
