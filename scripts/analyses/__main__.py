@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,13 +22,14 @@ from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
 
 from leank.cli import ending
 from leank.eval.inference.models import ModelConfig
 from leank.eval.report.style import png
 from leank.files import write_bytes, write_text
 from leank.typed import typed
-from scripts.analyses import ANALYSES, analysis
+from scripts.analyses import ANALYSES, draw
 from scripts.analyses.source import Source
 
 NO_MODEL = "model=null"
@@ -36,22 +37,24 @@ NO_MODEL = "model=null"
 
 def run(name: str, out: Path, given: Sequence[str]) -> pd.DataFrame:
     """Measure and draw one analysis into `out`; `given` are its settings and overrides of python -m eval."""
-    kind = analysis(name)
-    own = {field.name for field in fields(cast(Any, kind))}
-    settings = OmegaConf.from_dotlist([one for one in given if one.partition("=")[0] in own])
+    measure, panels = ANALYSES[name]
+    own = list(signature(measure).parameters)[1:]
+    settings = OmegaConf.to_container(OmegaConf.from_dotlist([one for one in given if one.partition("=")[0] in own]))
     overrides = [one for one in given if one.partition("=")[0] not in own and one != NO_MODEL]
-    study = typed(kind, OmegaConf.to_container(settings), f"{name}.")
     try:
         with initialize_config_module("leank.conf.eval", version_base="1.3"):
-            config = OmegaConf.to_container(compose("eval", ["+experiment=papers/here", *overrides]), resolve=True)
+            composed = compose("eval", ["+experiment=papers/here", *overrides])
+            config = cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True))
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(f"{' '.join(overrides)}: {str(error).splitlines()[0]}") from None
-    assert isinstance(config, dict)
     model = None if NO_MODEL in given else typed(ModelConfig, config["model"], "model.")
-    rows = study.measure(Source.load(model, config["mask"]))
-    table = pd.DataFrame(rows)
+    try:
+        table = measure(Source.load(model, config["mask"]), **cast(dict[str, Any], settings))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}={first['input']!r}: {first['msg']}") from None
     write_text(out / "rows.csv", table.to_csv(index=False))
-    write_bytes(out / "figure.png", png(study.plot(rows)))
+    write_bytes(out / "figure.png", png(draw(table, panels)))
     return table
 
 
@@ -60,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.analyses", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("name", choices=sorted(ANALYSES), metavar="NAME", help=", ".join(ANALYSES))
+    parser.add_argument("name", choices=sorted(ANALYSES), metavar="NAME", help=", ".join(sorted(ANALYSES)))
     parser.add_argument("out", type=Path, metavar="OUT", help="folder of rows.csv and figure.png")
     parser.add_argument("given", nargs="*", metavar="key=value")
     arguments = parser.parse_args()

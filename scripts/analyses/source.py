@@ -6,10 +6,12 @@ many of its last queries as the analysis wants. So memory grows with the tokens,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import torch
+from pydantic import InstanceOf
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -133,3 +135,24 @@ class Source:
 def full_attention(prompt: Prefill) -> list[tuple[int, PromptLayer]]:
     """The layers that have full attention, with their numbers; the others have no middle to prune."""
     return [(index, layer) for index, layer in enumerate(prompt.layers) if isinstance(layer, PromptLayer)]
+
+
+def chosen_layers(wanted: Sequence[int] | None, count: int) -> list[int]:
+    """The layers to show: those `wanted`, or if it is None the first, the middle and the last.
+
+    Raises ValueError for a layer that the model does not have.
+    """
+    layers = sorted({0, count // 2, count - 1}) if wanted is None else list(wanted)
+    if wrong := [layer for layer in layers if not 0 <= layer < count]:
+        raise ValueError(f"layers={layers}: the model has the layers 0 to {count - 1}, not {wrong[0]}")
+    return layers
+
+
+def chosen_head(head: int, count: int, kind: str = "KV") -> int:
+    """The head to show. Raises ValueError for one that the model does not have."""
+    if head >= count:
+        raise ValueError(f"head={head}: the model has the {kind} heads 0 to {count - 1}")
+    return head
+
+
+Given = InstanceOf[Source]  # the source as an argument of an analysis, whose settings alone are checked

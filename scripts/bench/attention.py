@@ -459,10 +459,8 @@ def prompts(row: Record, tokens: int, alike: float) -> None:
 
 def sums(row: Record, length: int, slow: bool) -> None:
     """Fill the row of a prompt's length. slow: whether the reference is timed and compared with, too."""
-    from leank.eval.inference.column_sums import column_sums
-
     from leank.eval.cache.attention import dense
-    from leank.eval.inference.observe import received
+    from leank.eval.inference.observe import column_sums, received
 
     def milliseconds(call: Callable[[], object], calls: int = 5) -> float:
         call()  # compiles what it needs

@@ -1,15 +1,15 @@
-"""What holds for every analysis: it is found by name, named in the docs, and runs in bfloat16 with rows for JSON."""
+"""What holds for every analysis: it is found by name, named in the docs, and runs and is drawn in bfloat16."""
 
 import copy
-import json
-from dataclasses import fields, replace
+from dataclasses import replace
+from inspect import signature
 
+import numpy as np
 import pytest
-import torch
 
-from scripts.analyses import ANALYSES, Analysis, analysis
-from scripts.analyses.analysis import PLACE, row
+from scripts.analyses import ANALYSES, draw
 from scripts.analyses.source import Source
+from scripts.analyses.table import PLACE, Table
 from tests import ROOT
 from tests.helpers.analysis_source import LENGTH, random_mask, source, tiny_model
 
@@ -22,9 +22,8 @@ SMALL = {
 
 
 def small(name):
-    """The analysis with small settings, of those that it has."""
-    made = analysis(name)
-    return made(**{field.name: SMALL[field.name] for field in fields(made) if field.name in SMALL})
+    """The small settings of an analysis, of those that it has."""
+    return {key: SMALL[key] for key in signature(ANALYSES[name].measure).parameters if key in SMALL}
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +33,12 @@ def half():
 
 @pytest.mark.parametrize("name", ANALYSES)
 def test_runs_in_bfloat16(name, half):
-    study = small(name)
-    assert isinstance(study, Analysis)
-    rows = json.loads(json.dumps(study.measure(half), allow_nan=False))
-    assert all({"measure", "value", "unit", *PLACE} <= one.keys() for one in rows)
-    assert study.plot(rows).get_axes()
+    measure, panels = ANALYSES[name]
+    table = measure(half, **small(name))
+    assert {"measure", "value", "unit", *PLACE} <= {*table.columns}
+    assert {panel.measure for panel in panels} <= {*table["measure"]}
+    drawn = [axes for axes in draw(table, panels).get_axes() if axes.has_data()]
+    assert len(drawn) >= len(panels)
 
 
 @pytest.mark.parametrize("name", ANALYSES)
@@ -51,16 +51,18 @@ def test_what_is_missing_is_named(name):
     of_mask = name in ("empty_heads", "kept_by_pair")
     lacks = Source() if of_mask else Source(mask=random_mask())
     with pytest.raises(ValueError, match="mask is not set" if of_mask else "model is not set"):
-        small(name).measure(lacks)
+        ANALYSES[name].measure(lacks, **small(name))
 
 
-def test_unknown_names_empty_rows_and_values_that_are_not_finite():
-    with pytest.raises(ValueError, match="analysis='w_fh' is unknown; choose one of"):
-        analysis("w_fh")
+def test_values_that_are_not_finite_empty_tables_and_settings_are_refused():
+    table = Table()
+    table.add("share", "share", [0.5, np.nan], {"layer": range(2)})  # a share of nothing is empty
+    with pytest.raises(ValueError, match="pearson is infinite"):
+        table.add("pearson", "correlation", np.inf)
     with pytest.raises(ValueError, match="no rows"):
-        small("staticity").plot([])
-    with pytest.raises(ValueError, match="pearson is nan"):
-        row("pearson", float(torch.nan), "correlation")
+        draw(table.frame, ANALYSES["empty_heads"].panels)
+    with pytest.raises(ValueError, match="samples"):
+        ANALYSES["staticity"].measure(source(), samples=0)
 
 
 def test_samples_longer_than_the_model_are_refused():

@@ -4,11 +4,8 @@ import pytest
 import torch
 
 from leank.eval.methods.prefill.asl import ASL
-from scripts.analyses.analysis import only
-from scripts.analyses.ranks import Ranks
-from scripts.analyses.relative_variance import RelativeVariance
-from scripts.analyses.selection_layers import SelectionLayers
-from tests.helpers.analysis_source import LAYERS, LENGTH, attention, qkv, source
+from scripts.analyses.asl import ranks, relative_variance, selection_layers
+from tests.helpers.analysis_source import LAYERS, LENGTH, attention, only, qkv, source
 
 TASK, WINDOW, KERNEL, BUDGET = "niah_single_2", 16, 3, 80
 
@@ -27,10 +24,10 @@ def places(layer):
     return [1 + int((layer > score).sum()) for score in layer]
 
 
-def variance(ranks, k):
+def variance(places, k):
     """The mean over tokens among the first k anywhere of the variance of their ranks."""
-    tokens = [t for t in range(len(ranks[0])) if any(layer[t] <= k for layer in ranks)]
-    each = [[layer[t] for layer in ranks] for t in tokens]
+    tokens = [t for t in range(len(places[0])) if any(layer[t] <= k for layer in places)]
+    each = [[layer[t] for layer in places] for t in tokens]
     return sum(sum((x - sum(one) / len(one)) ** 2 for x in one) / len(one) for one in each) / len(each)
 
 
@@ -40,22 +37,19 @@ def prompt(index=0):
 
 
 def test_relative_variances():
-    settings = RelativeVariance((TASK,), LENGTH, 1, BUDGET, WINDOW, KERNEL, observed=(2, 3), firsts=(1,))
-    rows = settings.measure(source())
-    ranks = [places(layer) for layer in scores(prompt())]
+    rows = relative_variance(source(), (TASK,), LENGTH, 1, BUDGET, WINDOW, KERNEL, observed=(2, 3), firsts=(1,))
+    found_ranks = [places(layer) for layer in scores(prompt())]
     for observed in (2, 3):
-        found = [variance(ranks[max(0, layer + 1 - observed) : layer + 1], BUDGET - WINDOW) for layer in (1, 2)]
+        found = [variance(found_ranks[max(0, layer + 1 - observed) : layer + 1], BUDGET - WINDOW) for layer in (1, 2)]
         mine = [one["value"] for one in only(rows, observed=observed)]
         assert mine == pytest.approx([1, found[1] / found[0]], abs=1e-6)
-    assert [one["layer"] for one in rows] == [1, 2] * 2
-    assert settings.plot(rows).get_axes()
+    assert [one["layer"] for one in only(rows)] == [1, 2] * 2
 
 
 @pytest.mark.parametrize("tau", [0.3, 0.9, 0.999])
 def test_the_selection_layer_is_where_asl_drops_tokens(tau):
     found = source()
-    settings = SelectionLayers((TASK,), LENGTH, 3, (tau,), BUDGET, WINDOW, KERNEL, observed=2, first=1)
-    rows = settings.measure(found)
+    rows = selection_layers(found, (TASK,), LENGTH, 3, (tau,), BUDGET, WINDOW, KERNEL, observed=2, first=1)
     selected, whole = (
         [one["value"] for one in only(rows, measure=name)] for name in ("selection_layer", "whole_layers")
     )
@@ -67,12 +61,10 @@ def test_the_selection_layer_is_where_asl_drops_tokens(tau):
             assert one["value"] == dropped[0] - 1
         else:  # nothing is above the last layer
             assert one["value"] in (None, LAYERS - 1)
-    assert settings.plot(rows).get_axes()
 
 
 def test_ranks_and_places():
-    settings = Ranks((TASK,), LENGTH, top=20, bins=5, window=WINDOW, kernel=KERNEL)
-    rows = settings.measure(source())
+    rows = ranks(source(), (TASK,), LENGTH, top=20, bins=5, window=WINDOW, kernel=KERNEL)
     found = scores(prompt())
     tokens, preferred = len(found[0]), found[-1].topk(20).indices
     for layer, score in enumerate(found):
@@ -84,9 +76,8 @@ def test_ranks_and_places():
         assert top == pytest.approx(sum(sorted(share.tolist())[-20:]), abs=1e-6)
         median = torch.tensor(places(score)).double()[preferred].quantile(0.5).item() / tokens
         assert only(rows, measure="rank", layer=layer, quantile=0.5)[0]["value"] == pytest.approx(median)
-    assert settings.plot(rows).get_axes()
 
 
 def test_a_budget_that_holds_the_prompt_is_refused():
     with pytest.raises(ValueError, match="budget=1024 holds all"):
-        RelativeVariance((TASK,), LENGTH, 1, budget=1024).measure(source())
+        relative_variance(source(), (TASK,), LENGTH, 1, budget=1024)

@@ -5,11 +5,8 @@ import torch
 
 from leank.eval.methods.channels.iap import IAP
 from leank.eval.methods.channels.think import ThinK
-from scripts.analyses.analysis import only
-from scripts.analyses.interaction import Interaction
-from scripts.analyses.layer_error import LayerError
-from scripts.analyses.query_spread import QuerySpread
-from tests.helpers.analysis_source import DIM, GROUP, HEADS, LAYERS, LENGTH, attention, qkv, source
+from scripts.analyses.iap import interaction, layer_error, query_spread
+from tests.helpers.analysis_source import DIM, GROUP, HEADS, LAYERS, LENGTH, attention, only, qkv, source
 
 TASK, QUERIES = "niah_single_2", 16
 
@@ -32,7 +29,7 @@ def terms(q, k, head):
 
 
 def test_interactions_and_their_shares():
-    rows = Interaction(TASK, LENGTH, samples=1, queries=QUERIES, head=1).measure(source())
+    rows = interaction(source(), TASK, LENGTH, samples=1, queries=QUERIES, head=1)
     for layer, (q, k, _) in enumerate(qkv(prompt())):
         matrices = [terms(q, k, head) for head in range(HEADS)]
         for one in only(rows, measure="interaction", layer=layer):
@@ -52,7 +49,7 @@ def test_interactions_and_their_shares():
 
 
 def test_spread_of_queries():
-    rows = QuerySpread(TASK, LENGTH, QUERIES, head=2).measure(source())
+    rows = query_spread(source(), TASK, LENGTH, QUERIES, head=2)
     for layer, (q, _, _) in enumerate(qkv(prompt())):
         last = q[:, -QUERIES:]
         for name, wanted in (("mean", last[2].mean(0)), ("deviation", last[2].std(0))):
@@ -63,7 +60,7 @@ def test_spread_of_queries():
 
 def test_errors_of_pruned_layers():
     found, ratio = source(), 0.5
-    rows = LayerError(TASK, LENGTH, samples=1, ratios=(ratio,), queries=QUERIES).measure(found)
+    rows = layer_error(found, TASK, LENGTH, samples=1, ratios=(ratio,), queries=QUERIES)
     seen = found.observe(prompt(), QUERIES)
     for name, rule in (("ThinK", ThinK(ratio, QUERIES)), ("IAP", IAP(ratio, QUERIES))):
         keep = rule.keep_mask(seen, found.config)[0].repeat_interleave(GROUP, 1)[:, :, None]  # [L, Hq, 1, D]
@@ -76,7 +73,7 @@ def test_errors_of_pruned_layers():
                 assert one[0]["value"] == pytest.approx(wanted, abs=1e-6)
 
 
-@pytest.mark.parametrize("settings", [Interaction(layers=[7]), QuerySpread(layers=[7])])
-def test_layers_that_the_model_lacks_are_refused(settings):
+@pytest.mark.parametrize("measure", [interaction, query_spread])
+def test_layers_that_the_model_lacks_are_refused(measure):
     with pytest.raises(ValueError, match="layers 0 to 2, not 7"):
-        settings.measure(source())
+        measure(source(), layers=[7])

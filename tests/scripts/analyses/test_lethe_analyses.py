@@ -1,20 +1,16 @@
 """Sparsity while decoding, similarity of heads, and the tokens that Lethe's cache holds."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
 from leank.eval.cache.layer import CompressedLayer
+from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.methods.base import Method
-from scripts.analyses import retained_tokens
-from scripts.analyses.analysis import only
-from scripts.analyses.head_similarity import HeadSimilarity
-from scripts.analyses.retained_tokens import RetainedTokens
-from scripts.analyses.source import Source
-from scripts.analyses.sparsity import Sparsity
-from tests.helpers.analysis_source import GROUP, HEADS, LAYERS, LENGTH, attention, qkv, source, tiny_model
+from leank.eval.methods.tokens.lethe import Lethe
+from scripts.analyses.lethe import Record, head_similarity, recorded, retained_tokens, sparsity
+from tests.helpers.analysis_source import GROUP, HEADS, LAYERS, LENGTH, attention, only, qkv, source, tiny_model
 
 TASK = "niah_single_2"
 
@@ -22,6 +18,10 @@ TASK = "niah_single_2"
 def prompt():
     found = source()
     return found.ids(found.sample(TASK, LENGTH, 0))
+
+
+def rounds(prompts, steps):
+    return recorded(source(), prompts, steps, Lethe(evict_at=64, sparse_ratio=2.0), Sizes(4, 12, 4))
 
 
 @torch.no_grad()
@@ -33,8 +33,7 @@ def written(ids, steps):
 
 
 def test_sparsity_of_every_step():
-    settings = Sparsity((TASK,), LENGTH, steps=2, every=2)
-    rows = settings.measure(source())
+    rows = sparsity(source(), (TASK,), LENGTH, steps=2, every=2)
     ids = prompt()
     end, whole = ids.shape[1], written(ids, 2)
     for layer, (q, k, _) in enumerate(qkv(whole)):
@@ -45,12 +44,10 @@ def test_sparsity_of_every_step():
             mine = only(rows, measure="hoyer", layer=layer, step=step)
             assert [one["value"] for one in mine] == pytest.approx([wanted.item()], abs=1e-6)
     assert len(only(rows, measure="hoyer")) == 2 * LAYERS
-    assert settings.plot(rows).get_axes()
 
 
 def test_similarity_of_heads():
-    settings = HeadSimilarity(TASK, LENGTH, queries=8, sink=4, window=24)
-    rows = settings.measure(source())
+    rows = head_similarity(source(), TASK, LENGTH, queries=8, sink=4, window=24)
     for layer, (q, k, _) in enumerate(qkv(prompt())):
         given = attention(q, k)[:, -8:].sum(1)
         for part, some in (("all", given), ("middle", given[:, 4:-24])):
@@ -62,7 +59,6 @@ def test_similarity_of_heads():
                     assert one[0]["value"] == pytest.approx(found[-1], abs=1e-6)
             mean = only(rows, measure="mean_cosine", layer=layer, part=part)[0]["value"]
             assert mean == pytest.approx(sum(found) / len(found), abs=1e-6)
-    assert settings.plot(rows).get_axes()
 
 
 def test_recorded_places_are_those_that_the_cache_holds(monkeypatch):
@@ -70,8 +66,7 @@ def test_recorded_places_are_those_that_the_cache_holds(monkeypatch):
     caches = []
     make = Method.cache
     monkeypatch.setattr(Method, "cache", lambda *args: caches.append(make(*args)) or caches[-1])
-    settings = RetainedTokens(TASK, LENGTH, steps=20, sink=4, window=12, flush=4, evict_at=64, sparse_ratio=2.0, bins=8)
-    records = settings.run(source())
+    records = rounds([prompt()[0].tolist()], 20)
     dense, end = qkv(prompt()), prompt().shape[1]
     total = end + 19  # the last token is not read
     fewer = 0
@@ -92,66 +87,37 @@ def test_recorded_places_are_those_that_the_cache_holds(monkeypatch):
 
 
 def test_rows_of_retained_tokens():
-    settings = RetainedTokens(TASK, LENGTH, steps=20, sink=4, window=12, flush=4, evict_at=64, sparse_ratio=2.0, bins=8)
-    found = source()
-    rows = settings.measure(found)
-    for layer, (record,) in enumerate(settings.run(found)):
+    rows = retained_tokens(source(), TASK, LENGTH, steps=20, sink=4, window=12, flush=4, evict_at=64,
+                           sparse_ratio=2.0, bins=8)  # fmt: skip
+    for layer, (record,) in enumerate(rounds([prompt()[0].tolist()], 20)):
         places, edges = record.places().tolist(), [record.total * number // 8 for number in range(9)]
         wanted = [sum(a <= x < b for x in places) / (b - a) for a, b in pairwise(edges)]
         assert [one["value"] for one in only(rows, measure="retained", layer=layer)] == pytest.approx(wanted)
         held, seen = (only(rows, measure=name, layer=layer) for name in ("held", "seen"))
         assert all(a["value"] <= b["value"] for a, b in zip(held, seen, strict=True))
-    assert settings.plot(rows).get_axes()
-    assert retained_tokens.Record(2, 9).places().tolist() == [0, 1]
+    assert Record(2, 9).places().tolist() == [0, 1]
 
 
 def test_samples_side_by_side_hold_what_each_holds_alone():
-    """Prompts of other lengths stand beside each other, padded; index 2 alone is what it is in their company."""
-    settings = RetainedTokens(
-        TASK, LENGTH, samples=3, steps=24, sink=4, window=12, flush=4, evict_at=64, sparse_ratio=2.0
-    )
-    together = settings.run(source())
-    assert len({record.prompt for record in together[0]}) > 1
+    """Prompts of other lengths stand beside each other, padded; each alone is what it is in their company."""
     found = source()
-    alone = replace(settings, samples=1)
+    prompts = [found.ids(found.sample(TASK, LENGTH, index))[0].tolist()[: -3 * index or None] for index in range(3)]
+    together = rounds(prompts, 24)
+    assert len({record.prompt for record in together[0]}) > 1
     for index in range(3):
-        one = Shifted(found.model, found.tokenizer)
-        object.__setattr__(one, "shift", index)
-        for layer, (record,) in enumerate(alone.run(one)):
+        for layer, (record,) in enumerate(rounds([prompts[index]], 24)):
             other = together[layer][index]
             assert record.history == other.history
             assert record.places().tolist() == other.places().tolist()
 
 
-class Shifted(Source):
-    """A source whose first sample is another one's number `shift`."""
-
-    shift = 0
-
-    def sample(self, task, length, index):
-        return super().sample(task, length, index + self.shift)
-
-
-def test_samples_with_rounds_at_steps_of_their_own_are_drawn():
-    """A sample counts as at its last round until its next: 100 and 50% make 75, then 100 and 25% make 62.5."""
-    rows = []
-    for sample, course in enumerate(([(0, 8, 8), (6, 8, 8)], [(0, 4, 8), (3, 2, 8), (9, 2, 8)])):
-        for step, held, seen in course:
-            at = {"layer": 0, "head": None, "task": TASK, "length": LENGTH, "step": step, "sample": sample}
-            rows += [{"measure": "held", "value": held, "unit": "tokens", **at},
-                     {"measure": "seen", "value": seen, "unit": "tokens", **at}]  # fmt: skip
-        rows.append({"measure": "retained", "value": 1.0, "unit": "share of tokens", "layer": 0, "bin": 0})
-    drawn = RetainedTokens().plot(rows).get_axes()[0].images[0].get_array()
-    assert drawn.tolist() == [[75, 62.5, 62.5, 62.5]]
-
-
 def test_rows_are_spaced():
-    record = retained_tokens.Record(0, 4, history=[(step, step) for step in (4, 5, 6, 9, 10, 30)])
+    record = Record(0, 4, history=[(step, step) for step in (4, 5, 6, 9, 10, 30)])
     assert [seen for seen, _ in record.spaced(4)] == [4, 9, 30]
 
 
 @pytest.mark.parametrize(("held", "growth"), [([4, 5, 6, 7, 8, 9], 1.0), ([4, 9, 4, 9, 4, 9], 0.0),
                                               ([4, 5, 6, 6, 6, 6], 0.0), ([4, 6, 4, 5, 4, 5], -1 / 3)])  # fmt: skip
 def test_growth_is_that_of_the_peak(held, growth):
-    record = retained_tokens.Record(0, 4, history=[(4 + step, count) for step, count in enumerate(held)])
+    record = Record(0, 4, history=[(4 + step, count) for step, count in enumerate(held)])
     assert record.growth() == pytest.approx(growth)

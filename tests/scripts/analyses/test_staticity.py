@@ -4,12 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from scripts.analyses.analysis import only
-from scripts.analyses.staticity import Staticity
-from tests.helpers.analysis_source import DIM, GROUP, HEADS, LENGTH, qkv, source
+from scripts.analyses.leank import staticity
+from tests.helpers.analysis_source import DIM, GROUP, HEADS, LENGTH, only, qkv, source
 
 TASKS = ("niah_single_2", "niah_multikey_1")
-SETTINGS = Staticity(TASKS, LENGTH, (LENGTH, LENGTH + 80), TASKS[0], samples=2, queries=16, ratio=0.5)
 
 
 def ratios(found, ids, queries):
@@ -26,14 +24,14 @@ def ratios(found, ids, queries):
 
 def test_correlations_are_those_of_the_whole_matrices():
     found = source()
-    rows = SETTINGS.measure(found)
+    rows = staticity(found, TASKS, LENGTH, (LENGTH, LENGTH + 80), TASKS[0], samples=2, queries=16, ratio=0.5)
     cells = [*((task, LENGTH) for task in TASKS), (TASKS[0], LENGTH + 80)]
     mean = {
         cell: torch.stack([ratios(found, found.ids(found.sample(*cell, index)), 16) for index in range(2)]).mean(0)
         for cell in cells
     }
     assert len(rows) == 2 * (2 * 2 + 2 * 2)
-    for one in rows:
+    for one in only(rows):
         a, b = (mean[one[task], one[n]] for task, n in (("task", "length"), ("other_task", "other_length")))
         if one["measure"] == "pearson":
             assert one["value"] == pytest.approx(np.corrcoef(a.flatten(), b.flatten())[0, 1], abs=1e-6)

@@ -3,11 +3,9 @@
 import pytest
 import torch
 
-from scripts.analyses import singular_energy
-from scripts.analyses.analysis import only
-from scripts.analyses.magnitudes import Magnitudes
-from scripts.analyses.singular_energy import UNIFORM, SingularEnergy
-from tests.helpers.analysis_source import DIM, GROUP, HEADS, LENGTH, attention, qkv, source
+from scripts.analyses import think
+from scripts.analyses.think import UNIFORM, magnitudes, singular_energy
+from tests.helpers.analysis_source import DIM, GROUP, HEADS, LENGTH, attention, only, qkv, source
 
 TASK = "niah_single_2"
 
@@ -18,8 +16,7 @@ def prompt():
 
 
 def test_sizes_of_channels():
-    settings = Magnitudes(TASK, LENGTH, head=1)
-    rows = settings.measure(source())
+    rows = magnitudes(source(), TASK, LENGTH, head=1)
     for layer, (_, k, v) in enumerate(qkv(prompt())):
         for part, held in (("K", k[::GROUP]), ("V", v[::GROUP])):
             mean = held.abs().sum(1) / held.shape[1]
@@ -35,17 +32,15 @@ def test_sizes_of_channels():
             for head in range(HEADS):
                 one = only(rows, measure="spread", layer=layer, part=part, head=head)
                 assert one[0]["value"] == pytest.approx((mean[head].std() / mean[head].mean()).item(), abs=1e-6)
-    assert settings.plot(rows).get_axes()
 
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_singular_values_of_attention(whole, monkeypatch):
     """From blocks of keys as from the whole matrix, with all queries or the last ones."""
-    monkeypatch.setitem(singular_energy.SCORES_AT_ONCE, "cpu", 4 * 64 * 50)
+    monkeypatch.setitem(think.SCORES_AT_ONCE, "cpu", 4 * 64 * 50)
     ids = prompt()
     queries = ids.shape[1] if whole else 64
-    settings = SingularEnergy(TASK, LENGTH, queries, ranks=10)
-    rows = settings.measure(source())
+    rows = singular_energy(source(), TASK, LENGTH, queries, ranks=10)
     weights = [attention(q, k)[:, -queries:] for q, k, _ in qkv(ids)]
     uniform = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.float64).tril()
     weights.append((uniform / uniform.sum(-1, keepdim=True))[None, -queries:])
@@ -57,4 +52,3 @@ def test_singular_values_of_attention(whole, monkeypatch):
             assert mine == pytest.approx(wanted.mean(0)[:10].tolist(), abs=1e-6)
         needed = [next(n for n, x in enumerate(one.cumsum(0).tolist(), 1) if x >= 0.9) for one in energy]
         assert only(rows, measure="rank", of=name)[0]["value"] == pytest.approx(sum(needed) / len(needed))
-    assert settings.plot(rows).get_axes()
