@@ -19,11 +19,11 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
-from leank.cli import in_one_line, out_of_memory
 from leank.data_gen.amount import amount
 from leank.data_gen.chat import template as chat_template
 from leank.data_gen.chat import template_tokens
 from leank.decoder import check_decoder
+from leank.errors import in_one_line, out_of_memory
 from leank.finite import not_finite
 from leank.model_folder import check_folder
 from leank.shape import DecoderShape, kv_shape

@@ -17,8 +17,8 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from leank.cli import out_of_memory
 from leank.data_gen.amount import amount
+from leank.errors import out_of_memory
 from leank.eval.benchmarks.base import Benchmark, Cell
 from leank.eval.benchmarks.row import Row
 from leank.eval.benchmarks.scoring import score_row

@@ -7,10 +7,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from leank.eval.cache import compressed_cache
 from leank.mask import ChannelMask
 from leank_train.forward.branching import branch, prefill, prefill_and_branch, student
-from leank_train.forward.reference import plain_forward
-from leank_train.objective.distill import answer_rows, l2_loss
+from leank_train.objective.distill import answer_rows
+from leank_train.objective.l2 import l2_loss
 from tests.conftest import ARCHITECTURES, tiny_model
 from tests.helpers.branches import ANSWERS, DOCUMENTS, QUESTIONS, batch, pad, scores
+from tests.oracles.plain_forward import plain_forward
 
 ZONES = {
     "usual": (3, 6),
