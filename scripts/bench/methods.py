@@ -30,8 +30,8 @@ method that fails costs its row alone:
                   columns out
     layer         above which a pass dropped tokens, where it looks for the layer itself; -1 = it found none
 
-The longest kernels of each are in OUT/kernels.csv. "dense" decodes in this project's own storage with nothing pruned, so that a graph can be
-captured; it costs no cache_s, because a dense cache goes on in the buffer of its pass.
+The longest kernels of each are in OUT/kernels.csv. "dense" decodes in this project's own storage with nothing pruned,
+so that a graph can be captured; it costs no cache_s, because a dense cache goes on in the buffer of its pass.
 
 Weights are random, so attention is nearly uniform. Where shapes alone decide the cost, that does not matter: all
 choices of channels and bits, fixed budgets of tokens, pages that are read. It does where the cost follows the data. ASL
