@@ -14,7 +14,6 @@ import importlib
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from pathlib import Path
 from typing import ClassVar, TypeVar
 
 import torch
@@ -75,6 +74,7 @@ def objective(name: str) -> Callable[[O], O]:
 
 def objectives() -> dict[str, type[Objective]]:
     """Return every objective by name, from all files of this folder."""
-    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+    folder = importlib.import_module(__package__)
+    for module in pkgutil.iter_modules(folder.__path__):
         importlib.import_module(f"{__package__}.{module.name}")
     return dict(sorted(KNOWN.items()))

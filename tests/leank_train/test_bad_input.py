@@ -69,12 +69,8 @@ BEFORE_TRAINING = {
     "missing essays": (["data.essays=/nowhere.txt"], [r"essays='/nowhere\.txt' does not exist", "give a .txt"]),
     # names of variants
     **{
-        f"{stage}.{key}": ([f"++{stage}.{key}=other"], [rf"{stage}\.{key}='other' must be"])
-        for stage in ("stage1", "stage2")
-        for key, choices in (
-            ("schedule", "official, constant"), ("reduction", "official, paper"), ("l1", "mean, sum"),
-            ("straight_through", "binary, alpha_beta"), ("empty_heads", "drop, zero"),
-        )
+        key: ([f"++stage1.{key}=other"], [rf"stage1\.{key}='other' must be"])
+        for key in ("schedule", "reduction", "l1", "straight_through", "empty_heads", "objective")
     },
     "rounding": (["pruning.rounding=up"], [r"pruning\.rounding='up' must be"]),
     "type of the weights": (["model.dtype=int4"], [r"model\.dtype='int4' must be"]),
