@@ -152,7 +152,7 @@ GRADERS: dict[str, Callable[[str], object]] = {
     "math500 reply": _boxed,
     "math500 unboxed": lambda text: math500.grade(math500.last_boxed(text), "2"),
     "math500 truth": lambda text: math500.grade("\\frac{x}{2}", text),
-    "math500 longest": lambda text: math500.grade(text[: math500.MAX_ANSWER - 3] + "\\pi", "\\frac{x}{2}"),
+    "math500 longest": lambda text: math500.grade(text[: math_equal.MAX_EXPRESSION - 3] + "\\pi", "\\frac{x}{2}"),
     "math500 sympy": lambda text: math500.grade(text[: math_equal.MAX_EXPRESSION], "x+1/3"),
     "longbench levenshtein": lambda text: longbench.score("lcc", text, [CODE], code_backend="levenshtein"),
     **{
