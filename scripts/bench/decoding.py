@@ -5,7 +5,6 @@
     python -m scripts.bench.decoding reads OUT           # Quest and Double Sparsity beside dense and LeanK
     python -m scripts.bench.decoding replies OUT --whole # throughput of long replies (Lethe, tables 2 and 3)
     python -m scripts.bench.decoding memory OUT          # bytes at the allocator (LeanK, figure 6); no weights needed
-    python -m scripts.bench.decoding quick OUT           # under a minute: generate of LeanK, and the decode kernel
     python -m scripts.bench.decoding generation OUT --shape reference --prompt 300 --new 3 --batch 2     # a CPU
 
 Caches are filled with random keys and values. Every row is a case; OUT/NAME.csv keeps those of a run that was killed.
@@ -469,28 +468,17 @@ def memory_cases(args: argparse.Namespace, table: Table) -> None:
               f"{max_batch(keep, args.context, free, DTYPE, sizes)}")  # fmt: skip
 
 
-def quick_cases(args: argparse.Namespace, table: Table) -> None:
-    """Add LeanK's cache.generate at every case; write OUT/attention.csv with every eighth layer of the five shapes."""
-    from scripts.bench.attention import SHAPE_LIST, layers
-
-    args.only, args.loops = ["LeanK"], ["cache.generate"]
-    generate_cases(args, table)
-    clear()
-    for shape in SHAPE_LIST:
-        layers(shape, Table(args.out / "attention.csv", ("shape", "layer", "method")), 8)
-
-
 KEYS = {
     "generate": ("cache", "batch", "prompt", "loop"), "generation": ("cache", "prompt", "loop", "new", "asked"),
     "reads": ("method", "length", "rows", "set"), "replies": ("method", "batch", "prompt", "reply"),
-    "memory": ("batch", "context"), "quick": ("cache", "batch", "prompt", "loop"),
+    "memory": ("batch", "context"),
 }  # fmt: skip
 RUN: dict[str, Callable[[argparse.Namespace, Table], None]] = {
     "generate": generate_cases, "generation": generation_cases, "reads": reads_cases, "replies": replies_cases,
-    "memory": memory_cases, "quick": quick_cases,
+    "memory": memory_cases,
 }  # fmt: skip
 DEFAULTS: dict[str, dict[str, Any]] = {  # of the settings that several actions have
-    "generate": {"new": [192]}, "quick": {"new": [64]}, "memory": {"batch": [1, 2, 4, 8, 16]},
+    "generate": {"new": [192]}, "memory": {"batch": [1, 2, 4, 8, 16]},
     "generation": {"new": [128, 1024], "prompt": 4096, "batch": [64]}, "reads": {"batch": [1, 8]},
     "replies": {"prompt": 256, "batch": [1, 4, 8, 16, 32]},
 }  # fmt: skip
@@ -532,7 +520,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line; see the module's docstring."""
     args = parse(argv)
-    table = Table(args.out / f"{'generate' if args.action == 'quick' else args.action}.csv", KEYS[args.action])
+    table = Table(args.out / f"{args.action}.csv", KEYS[args.action])
     RUN[args.action](args, table)
     table.check()
 

@@ -30,9 +30,8 @@ method that fails costs its row alone:
                   columns out
     layer         above which a pass dropped tokens, where it looks for the layer itself; -1 = it found none
 
-The longest kernels of each are in OUT/kernels.csv; OUT/bytes.png is time a token against bytes, OUT/first_token.png
-first token against length. "dense" decodes in this project's own storage with nothing pruned, so that a graph can be
-captured; it costs no cache_s, because a dense cache goes on in the buffer of its pass.
+The longest kernels of each are in OUT/kernels.csv. "dense" decodes in this project's own storage with nothing pruned,
+so that a graph can be captured; it costs no cache_s, because a dense cache goes on in the buffer of its pass.
 
 Weights are random, so attention is nearly uniform. Where shapes alone decide the cost, that does not matter: all
 choices of channels and bits, fixed budgets of tokens, pages that are read. It does where the cost follows the data. ASL
@@ -48,14 +47,11 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 from statistics import median
 
-import matplotlib
 import torch
 from hydra import compose, initialize_config_module
-from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -66,11 +62,9 @@ from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.inference.prefill import Prefill, PromptLayer
 from leank.eval.methods import Method
 from leank.eval.methods.memory import method_bytes
-from leank.eval.report.style import INK, MARKERS, PALETTE, SETTINGS, plain, png, sheet
 from leank.eval.run.build import build_methods
 from leank.eval.run.replay import Replay
 from leank.eval.run.settings import Settings
-from leank.files import write_bytes
 from scripts.bench.common import (
     PROFILED,
     ROOM,
@@ -99,7 +93,6 @@ LONG = 6.0  # seconds of a pass that is not run twice
 EAGER = 8  # most steps that are timed without a graph
 ATTEMPTS, LESS = 10, 0.95  # at the largest batch
 LOGITS = 4  # copies of a row's logits while decoding: of the steps before a graph, of the graph, and of their tokens
-NEAR = 0.05  # of dense's first token: curves within it are not drawn
 
 
 def every_method() -> list[str]:
@@ -429,61 +422,6 @@ def batch(text: str) -> int | str:
     return text if text == "largest" else int(text)
 
 
-def draw(rows: Sequence[Record], out: Path) -> None:
-    """Write OUT/bytes.png and OUT/first_token.png of the rows of OUT/methods.csv that have what they show."""
-    with matplotlib.rc_context(SETTINGS):
-        for name, figure in (("bytes", by_bytes(rows)), ("first_token", first_token(rows))):
-            if figure is not None:
-                write_bytes(out / f"{name}.png", png(figure))
-
-
-def by_bytes(rows: Sequence[Record]) -> Figure | None:
-    """Milliseconds of a step in one row against the bytes held, a panel per length; None without such rows."""
-    found = [row for row in rows if row.get("token_ms") and str(row["rows"]) == "1"]
-    lengths = sorted({int(str(row["length"])) for row in found})
-    if not found:
-        return None
-    figure = sheet(3.6 * len(lengths))
-    for axes, length in zip(figure.subplots(len(lengths), squeeze=False)[:, 0], lengths, strict=True):
-        for row in (row for row in found if int(str(row["length"])) == length):
-            x, y, graph = float(str(row["gb"])), float(str(row["token_ms"])), row["loop"] == "graph"
-            colour = INK if row["method"] == "dense" else PALETTE[0] if graph else PALETTE[1]
-            axes.plot(x, y, "o" if graph else "x", color=colour, markersize=4)
-            axes.annotate(str(row["method"]), (x, y), (3, 2), textcoords="offset points", fontsize=5, color=colour)
-        axes.set(title=f"{length:,} tokens, one row (cross: no graph)", xlabel="GB held", ylabel="ms a token")
-        axes.set(xscale="log", yscale="log")
-        plain(axes)
-    return figure
-
-
-def first_token(rows: Sequence[Record]) -> Figure | None:
-    """First token as a share of dense's against the prompt's length; None without dense or a second length."""
-    curves: dict[str, dict[int, float]] = {}
-    for row in rows:
-        if row.get("ttft_s"):
-            curves.setdefault(str(row["method"]), {})[int(str(row["length"]))] = float(str(row["ttft_s"]))
-    dense = curves.pop("dense", {})
-    if len(dense) < 2:
-        return None
-    figure = sheet(4.2)
-    axes, alike = figure.subplots(), 0
-    axes.axhline(1, color=INK, linewidth=1)
-    styles = cycle((colour, marker) for marker in MARKERS for colour in PALETTE)
-    for name, curve in curves.items():
-        points = [(length, curve[length] / dense[length]) for length in sorted(curve.keys() & dense.keys())]
-        if not points or abs(points[-1][1] - 1) <= NEAR:
-            alike += 1
-            continue
-        colour, marker = next(styles)
-        axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=4, linewidth=1, label=name)
-    axes.set(xscale="log", xlabel="tokens of the prompt", ylabel="first token / dense's")
-    axes.set_title(f"not drawn: {alike} methods within {NEAR:.0%} of dense at the longest prompt")
-    if alike < len(curves):
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=7)
-    plain(axes)
-    return figure
-
-
 def main(argv: list[str] | None = None) -> None:
     """Command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -511,7 +449,6 @@ def main(argv: list[str] | None = None) -> None:
         for methods in kinds(ready):
             measure(bench, table, kernels, methods, length, args.batches)
             clear()
-        draw(table.rows, args.out)
     table.check()
 
 

@@ -19,7 +19,6 @@ OUT/first_token.csv, in which a run that was killed goes on:
 
 Weights are random, so the layer that ASL finds by itself says nothing about a trained model; at a layer that is given,
 the cost depends on shapes alone. A layer that is given leaves out the comparison of ranks in the layers below it.
-OUT/first_token.png draws share against depth.
 
 replay: seconds of one replay of several methods against as many separate runs of prefill, cache and decode. A separate
 run is model.generate() with the method's own cache; every answer is forced to --new-tokens. Writes OUT/replay.json.
@@ -35,7 +34,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
@@ -53,10 +51,9 @@ from leank.eval.methods.common.slicing import layer_at
 from leank.eval.methods.prefill.asl import ASL
 from leank.eval.methods.prefill.fastkv import FastKV
 from leank.eval.methods.prefill.gemfilter import GemFilter
-from leank.eval.report.style import INK, MARKERS, PALETTE, SETTINGS, plain, png, sheet
 from leank.eval.run.replay import Replay
 from leank.eval.run.settings import Settings
-from leank.files import write_bytes, write_json
+from leank.files import write_json
 from scripts.bench.common import SHAPES, Record, Table, clear, subject, wait
 from scripts.bench.methods import Bench, configured
 
@@ -142,30 +139,6 @@ def fill(row: Record, bench: Bench, method: Method, dense: Dense) -> None:
         row.update(depth=depth, expected=depth + (less if anew else (1 - depth) * less))
 
 
-def draw(rows: Sequence[Record], path: Path) -> None:
-    """Share of dense against depth, a panel per length."""
-    found = [row for row in rows if row.get("depth")]
-    lengths = sorted({int(str(row["length"])) for row in found})
-    if not found:
-        return
-    with matplotlib.rc_context(SETTINGS):
-        figure = sheet(2.8 * -(-len(lengths) // 2))
-        panels = figure.subplots(-(-len(lengths) // 2), 2, squeeze=False, sharex=True, sharey=True).flatten()
-        for axes, length in zip(panels, lengths, strict=False):
-            axes.plot([0, 1], [0, 1], color=INK, linewidth=0.8, linestyle=":")
-            for number, name in enumerate(dict.fromkeys(str(row["method"]) for row in found)):
-                of_name = [row for row in found if row["method"] == name and int(str(row["length"])) == length]
-                points = sorted((float(str(row["depth"])), float(str(row["share"]))) for row in of_name)
-                style = {"color": PALETTE[number % len(PALETTE)], "marker": MARKERS[number % len(MARKERS)]}
-                axes.plot(
-                    *zip(*points, strict=True), label=name, markersize=4, linewidth=1, **style
-                ) if points else None
-            axes.set(title=f"{length:,} tokens", xlabel="(layer + 1) / layers", ylabel="first token / dense's")
-            plain(axes)
-        panels[0].legend(fontsize=7)
-        write_bytes(path, png(figure))
-
-
 def static_methods(sink: int, window: int) -> list[Method]:
     """Dense, four static masks and one that is chosen per sample."""
     shared = {"sink": sink, "window": window}
@@ -242,7 +215,7 @@ def fastest(work: Callable[[], list[list[int]]], repeats: int) -> tuple[float, l
 
 
 def first_tokens(args: argparse.Namespace) -> None:
-    """Keep OUT/first_token.csv and draw OUT/first_token.png."""
+    """Keep OUT/first_token.csv."""
     model, mask, sizes = subject(args.shape)
     tokenizer = load_config(ModelConfig())[1]
     bench, table = Bench(Replay(model, tokenizer, Settings()), 0), Table(args.out / "first_token.csv", KEYS)
@@ -254,7 +227,6 @@ def first_tokens(args: argparse.Namespace) -> None:
         for method, asked in cases(found, args.layers, args.budget):
             row: Record = {"method": method.label, "length": length, "asked": asked}
             table.add(row, partial(fill, bench=bench, method=method, dense=dense))
-        draw(table.rows, args.out / "first_token.png")
     table.check()
 
 

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from hypothesis import strategies as st
 
+from leank.eval.benchmarks.base import benchmarks
 from leank.eval.inference.models import ModelConfig
 from leank.eval.methods import CACHE_SETTINGS, REGISTRY, Method
-from leank.eval.run.build import BENCHMARKS
 from leank.eval.run.settings import Settings
 from leank.typed import Checked, OneOf
 from leank.wandb_log import LoggerConfig
@@ -62,8 +62,8 @@ def of_training() -> list[Setting]:
 def of_evaluation() -> list[Setting]:
     found = [*of_class(Settings), *of_class(ModelConfig, ("model",)), *of_class(LoggerConfig, ("logger",))]
     found += [Setting((key,), object) for key in ("model", "logger", "benchmark", "method", "cache", "mask", "name")]
-    for name, target in BENCHMARKS.items():
-        found += of_class(loaded(target), ("benchmark",), f"benchmark {name}")
+    for name, target in benchmarks().items():
+        found += of_class(target, ("benchmark",), f"benchmark {name}")
     found += [Setting(("cache", key), hint) for key, hint in OF_CACHE.items()]
     for axis, names in REGISTRY.items():
         for name, target in names.items():

@@ -9,7 +9,7 @@ LAYERS = {
     "leank": [
         {"wandb_log"}, {"backbone"}, {"channel_scores", "head", "decoder"}, {"mask", "rotary", "shipped"}, {"smollm2"},
         {"shape", "tensor_files", "typed", "model_folder", "stats", "finite", "kernels"},
-        {"files", "cli"}, {"errors"},
+        {"files", "cli", "registry"}, {"errors"},
     ],
     "leank_train": [
         {"__main__"}, {"train"}, {"fitting", "validation", "verdict"}, {"run_folder"}, {"settings"}, {"stopping"},

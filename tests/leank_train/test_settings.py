@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from importlib import import_module
 from typing import Annotated, Any
 
 import pytest
@@ -13,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from leank import backbone
+from leank.eval.benchmarks.base import benchmarks
 from leank.eval.inference.models import ModelConfig
 from leank.eval.methods import REGISTRY, choice, method
-from leank.eval.run.build import BENCHMARKS, build_benchmark
+from leank.eval.run.build import build_benchmark
 from leank.eval.run.settings import Settings
 from leank.typed import BadConfig, Checked, Count, OneOf, Positive, Share, _adapters, typed
 from leank.wandb_log import LoggerConfig
@@ -117,10 +117,9 @@ def test_every_number_of_a_method_has_its_type_and_a_bound(axis, name):
                     choice(axis, {"name": name, field.name: bad}, f"method.x.{axis}")
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize("name", benchmarks())
 def test_every_number_of_a_benchmark_has_its_type_and_a_bound(name):
-    module, attribute = BENCHMARKS[name].split(":")
-    target = getattr(import_module(module), attribute)
+    target = benchmarks()[name]
     for field in fields(target):
         if field.name in _adapters(target) and type(field.default) is int:
             for bad in (-1, 1.5, True, "abc", float("nan")):
