@@ -135,13 +135,11 @@ def holds(value: Any, rule: object) -> bool:
 
 
 def sound(value: object) -> bool:
-    """Whether no part of a value is NaN, infinite, beyond all sizes, or a text that one line cannot show."""
+    """Whether no part of a value is NaN, infinite or beyond all sizes."""
     if isinstance(value, Mapping):
         return all(sound(one) for pair in value.items() for one in pair)
     if isinstance(value, list | tuple):
         return all(map(sound, value))
-    if isinstance(value, str):
-        return len(value.splitlines()) <= 1 and not any(ord(c) < 32 or 127 <= ord(c) < 160 for c in value)
     if isinstance(value, int):
         return abs(value) <= LARGEST
     return not isinstance(value, float) or math.isfinite(value)
