@@ -135,11 +135,9 @@ def holds(value: Any, rule: object) -> bool:
 
 
 def sound(value: object) -> bool:
-    """Whether no part of a value is NaN, infinite or beyond all sizes."""
+    """Whether no part of a value is NaN or infinite."""
     if isinstance(value, Mapping):
         return all(sound(one) for pair in value.items() for one in pair)
     if isinstance(value, list | tuple):
         return all(map(sound, value))
-    if isinstance(value, int):
-        return abs(value) <= LARGEST
     return not isinstance(value, float) or math.isfinite(value)
