@@ -30,7 +30,7 @@ class FirstNumbers:
         return {}
 
 
-@pytest.mark.parametrize("batch, alike", [(1, True), (4, False)], ids=["head by head", "all at once"])
+@pytest.mark.parametrize(("batch", "alike"), [(1, True), (4, False)], ids=["head by head", "all at once"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_pattern_of_16_bits_is_read_back(dtype, batch, alike):
     patterns = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(1, HEADS, TOKENS, WIDTH)
