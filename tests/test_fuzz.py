@@ -129,7 +129,7 @@ def answer(describe, config, keys):
         parts = {part for key in keys for part in (key.path[-1], ".".join(key.path[:2]))}
         named = any(part in said for part in (*parts, *(["pruning"] if "mask" in parts else [])))
         by_path = isinstance(error, OSError) or "dev/null" in said  # the system's errors name a path
-        assert named or by_path, said  # noqa: PT017
+        assert named or by_path, said
         return False
     finally:
         for number, (timer, _) in HANGS.items():

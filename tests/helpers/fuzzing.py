@@ -19,7 +19,6 @@ from leank.typed import Checked, OneOf
 from leank.wandb_log import LoggerConfig
 from leank_train.settings import RunConfig
 
-LARGEST = 2**53
 OF_CACHE = {key: get_type_hints(Method, include_extras=True)[key] for key in CACHE_SETTINGS}
 TEXTS = ("", " ", "nan", "inf", "auto", "null", "true", "1e999", "0/0", "\x00", "a\nb", "a\u2028b", "\u202e", "..", "/",
          "/dev/null", "ä" * 300, "x" * 5000, "os:system", "niah_single_1", "dense", "${x}", "%s", "{}")  # fmt: skip
