@@ -18,18 +18,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from leank.cli import again, ending, in_one_line
+from leank.cli import again, ending
 from leank.data_gen.amount import amount
 from leank.data_gen.chat import template_tokens
 from leank.data_gen.request import Request
 from leank.data_gen.sample import Sample
 from leank.data_gen.tasks import TASKS, task
+from leank.data_gen.tasks.text import Text
 from leank.data_gen.tokens import TokenCounter
+from leank.errors import in_one_line
 from leank.shipped import resolve
 
 LARGEST = 2**53  # beyond it a number of samples is a slip
 READERS = {  # settings that name a file -> the tasks that read it
-    "essays": [name for name, task in TASKS.items() if getattr(task, "haystack", None) == "essay"],
+    "essays": [
+        name for name, task in TASKS.items() if isinstance(task, Text) or getattr(task, "haystack", None) == "essay"
+    ],
     "data": ["cwe", "qa_1", "qa_2"],
 }
 

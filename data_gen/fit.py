@@ -4,6 +4,9 @@ A binary search per (task, length, seed) finds the largest number of units with 
 max_new_tokens stay within the length. Samples differ from that draw by a few tokens. One that is too long loses a whole
 step (500 words of an essay, 25 lines, 10 documents). That is why official samples have 3,478 or 4,093 tokens.
 
+Below 4,096 tokens, RULER's shortest length, a step would be most of a sample: 500 words are 700 tokens. There the
+search is made for each sample, which falls short by less than a unit.
+
 The official code never ends if a step is larger than the number of units; here the units fall by a quarter at a time.
 """
 
@@ -14,6 +17,7 @@ from typing import Protocol
 
 from leank.data_gen.request import Draft, Request
 
+SHORT = 4096  # tokens; below, every sample has a search of its own
 _SEARCH = -1  # the index of the draw that the search measures
 
 
@@ -39,11 +43,18 @@ def whole_units(task: Drawn, request: Request) -> tuple[Draft, int]:
 
     Raises ValueError if the fewest units do not fit.
     """
+    if request.length < SHORT:
+        return _fitting(task, request, _search(task, request))
     fits = request.counter.fits
     key = (task, dataclasses.replace(request, index=_SEARCH, questions=1))
     if key not in fits:
         fits[key] = _search(task, key[1])
-    units, step, fewest = fits[key], task.step(request), task.fewest(request)
+    return _fitting(task, request, fits[key])
+
+
+def _fitting(task: Drawn, request: Request, units: int) -> tuple[Draft, int]:
+    """Return the document of so many units or, as long as that is too long, of fewer; see `whole_units`."""
+    step, fewest = task.step(request), task.fewest(request)
     while True:
         draft, length = _measure(task, request, units)
         if length <= request.length:

@@ -19,15 +19,15 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
-from leank.cli import in_one_line, out_of_memory
 from leank.data_gen.amount import amount
 from leank.data_gen.chat import template as chat_template
 from leank.data_gen.chat import template_tokens
 from leank.decoder import check_decoder
+from leank.errors import in_one_line, out_of_memory
 from leank.finite import not_finite
 from leank.model_folder import check_folder
 from leank.shape import DecoderShape, kv_shape
-from leank.shipped import SHIPPED, resolve
+from leank.shipped import NAMED, resolve
 from leank.typed import BadConfig, Checked, OneOf, refuse_unknown, shown
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -37,7 +37,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 class ModelConfig(Checked):
     """Settings of the model, conf/shared/model.
 
-    name: one of `SHIPPED`, a folder, or a hub name.
+    name: one of `NAMED`, a folder, or a hub name.
     dtype: type of the weights; "auto" is bfloat16 on a GPU and float32 on a CPU.
     chat: whether the chat template wraps prompts; None means that it does if the tokenizer has one.
     overrides: values that replace those of the model's own config, such as YaRN's rope_parameters.
@@ -109,13 +109,14 @@ def load_config(name: str, overrides: Mapping[str, object] | None = None) -> Pre
     Raises FileNotFoundError if there is no config, ValueError for a folder with damaged files, BadConfig for an
     override that does not fit.
     """
-    if name not in SHIPPED and os.path.isdir(name):
+    if name not in NAMED and os.path.isdir(name):
         try:
             check_folder(Path(name))
         except ValueError as error:
             raise ValueError(f"model.name={name!r}: {error}") from None
+    folder = resolve(name)
     try:
-        config = AutoConfig.from_pretrained(resolve(name))
+        config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise FileNotFoundError(_missing(name, error)) from error
     known = [*config.to_dict(), *config.attribute_map]
@@ -161,8 +162,9 @@ def _same_kind(before: object, value: object) -> bool:
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer; raise FileNotFoundError if there is none."""
+    folder = resolve(name)
     try:
-        return AutoTokenizer.from_pretrained(resolve(name))
+        return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise FileNotFoundError(_missing(name, error)) from error
 

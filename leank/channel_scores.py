@@ -1,8 +1,7 @@
 """Channel masks that need no training, and the scores behind them: the baselines that a learned mask has to beat.
 
-Each rule has one definition here. Validation in a training run (`leank_train.validation.baselines`) and the replay
-(`eval.methods`) both hand it their own queries and keys. At one ratio all rules prune equally many channels of every
-head: `pruned`.
+Each rule has one definition here, which `eval.methods` hands its queries and keys. At one ratio all rules prune equally
+many channels of every head: `pruned`.
 """
 
 from __future__ import annotations

@@ -32,14 +32,12 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 from yaml import YAMLError
 
+from leank.errors import in_one_line, out_of_memory
+
 COMMANDS = {"train": "leank_train", "eval": "eval"}  # folder of leank.conf -> command
 CONF = Path(str(files("leank.conf")))
 FULL = "HYDRA_FULL_ERROR"  # makes Hydra raise its errors; without it Hydra prints several lines and exits
 SHOWING = {"-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info"}  # options that start nothing
-NO_MEMORY = (
-    "can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-)  # what PyTorch says on a CPU, and what it and CUDA's libraries say on a GPU  # fmt: skip
 
 
 # command lines that cannot be meant
@@ -242,18 +240,6 @@ def stopped(command: str, number: int, kept: str) -> str:
     """Return the line that says which signal stopped a command, and what is kept."""
     how = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
     return f"{command}: stopped by {how}; {kept}"
-
-
-def in_one_line(text: str) -> str:
-    """Join the lines of a message."""
-    return " ".join(line.strip() for line in text.splitlines() if line.strip())
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory, of the CPU or of a GPU, is used up."""
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
-    )
 
 
 @contextmanager

@@ -145,12 +145,13 @@ class ChannelMask:
         return cls(keep, metadata)._doubted(path)
 
     def doubts(self) -> list[str]:
-        """Return why the mask is hardly what somebody wants, one line per reason.
+        """Return why the mask is hardly what somebody wants, one line per reason; its training may have left some.
 
         Such a mask is not refused, because it does what it says. With all heads empty it keeps the sink and the window
         (StreamingLLM). If it misses its ratio, `pruning_ratio` is still the share that it prunes.
         """
-        said, ratio = [], self.metadata.get("ratio")
+        ratio, told = self.metadata.get("ratio"), self.metadata.get("doubts")
+        said = [text for text in told if isinstance(text, str)] if isinstance(told, list) else []
         if not self.keep.any():
             said.append("all heads are empty, so that every middle token is dropped; train with a lower ratio or align")
         if isinstance(ratio, int | float) and 0 <= ratio <= 1 and abs(self.pruning_ratio - ratio) > OFF:

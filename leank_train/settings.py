@@ -24,7 +24,7 @@ from leank.data_gen.tasks import task
 from leank.decoder import has_rope
 from leank.rotary import layer_ropes
 from leank.shape import kv_shape
-from leank.typed import BadConfig, Checked, Count, Positive, Samples, Seed, Share, shown, typed
+from leank.typed import BadConfig, Checked, Count, Positive, Samples, Seed, Share, typed
 from leank.wandb_log import LoggerConfig
 from leank_train.objective import steering
 from leank_train.running.parallel import TrainerConfig
@@ -33,8 +33,6 @@ from leank_train.stages import PruningConfig, StageConfig
 NOT_IN_HASH = (
     "trainer", "logger", "validation", "resume", "workers", "name", "checkpoint_every", "requeues", "extra_ratios",
 )  # fmt: skip
-STOPPING = ("patience", "heldout_every", "heldout_documents")  # settings of a stage's early stopping
-OLD_NAME = "mask"  # of the group `pruning`: in configurations and folders written before, and in fingerprints
 log = logging.getLogger("leank_train")
 
 
@@ -84,6 +82,7 @@ class ValidationConfig(Checked):
     batch: documents that are prefilled and decoded together.
     max_new_tokens: tokens of a reply; None means the task's own.
     calibration: samples for the static norm mask.
+    heldout: documents of the tasks, and as many of natural text, for the verdict on the mask; 0 skips it.
     """
 
     samples: Annotated[int, Ge(0), Le(1_000_000)] = 8
@@ -92,6 +91,7 @@ class ValidationConfig(Checked):
     batch: Positive = 1
     max_new_tokens: Positive | None = None
     calibration: Samples = 8
+    heldout: Annotated[int, Ge(0), Le(4096)] = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -165,21 +165,10 @@ class RunConfig(Checked):
 
 
 def plain(given: DictConfig | Mapping[str, object]) -> dict[str, object]:
-    """Resolve a configuration into built-in types; warn if it has the old name of `pruning`, and replace it."""
+    """Resolve a configuration into built-in types."""
     found: object = OmegaConf.to_container(given, resolve=True) if isinstance(given, DictConfig) else dict(given)
     assert isinstance(found, dict)
-    config = {str(key): value for key, value in found.items()}
-    old, pruning = config.pop(OLD_NAME, None) or {}, config.get("pruning") or {}
-    need(
-        isinstance(old, dict) and isinstance(pruning, dict),
-        f"{OLD_NAME}={shown(old)}, pruning={shown(pruning)}: give settings of the mask to learn, such as "
-        "pruning.ratio=0.7",
-    )
-    changed = {key: value for key, value in old.items() if key not in pruning or pruning[key] != value}
-    if changed and pruning:
-        told = ", ".join(f"{key}={value}" for key, value in changed.items())
-        log.warning("%s is called pruning now; %s is taken from its old name", OLD_NAME, told)
-    return {**config, "pruning": {**pruning, **changed}}
+    return {str(key): value for key, value in found.items()}
 
 
 def check(given: DictConfig | Mapping[str, object]) -> RunConfig:
@@ -262,15 +251,6 @@ def check_rope(config: RunConfig, rope: Mapping[str, object], kind: str) -> None
 
 
 def fingerprint(given: DictConfig | Mapping[str, object]) -> str:
-    """Return twelve hexadecimal digits that change with every setting that changes the mask.
-
-    The group `pruning` enters under its old name, and a stage without early stopping has no settings of it, so that
-    folders written before keep their fingerprint.
-    """
+    """Return twelve hexadecimal digits that change with every setting that changes the mask."""
     kept = {key: value for key, value in plain(given).items() if key not in NOT_IN_HASH}
-    kept[OLD_NAME] = kept.pop("pruning")
-    for name in ("stage1", "stage2"):
-        stage = kept.get(name)
-        if isinstance(stage, dict) and not stage.get("patience"):
-            kept[name] = {key: value for key, value in stage.items() if key not in STOPPING}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]

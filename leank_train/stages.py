@@ -3,8 +3,9 @@
 stage 1   minimise  d(H_full, H_scaled) + lambda ||alpha||_1   over alpha [L, H, D], from all ones
 stage 2   minimise  d(H_full, H_scaled)                        with beta = Top_{s%, r}(alpha), straight-through
 
-The distance d of teacher and student is ||H_full - H_scaled||^2 (objective=l2, the paper's) or the KL divergence of
-the next-token distributions that the model's head makes of them (objective=kl).
+The distance d of teacher and student is the stage's objective, a class of `leank_train.objective`:
+||H_full - H_scaled||^2 (objective=l2, the paper's), or the KL divergence of the next-token distributions that the
+model's head makes of them (objective=kl).
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from leank.backbone import Backbone
-from leank.head import FLOAT16_FACTOR, Head, check_head
 from leank.mask import ROUNDINGS, ChannelMask
 from leank.typed import Checked, Count, OneOf, Positive, Share
 from leank_train.data import Batch
@@ -31,10 +31,12 @@ from leank_train.forward.attention import EMPTY_HEADS
 from leank_train.forward.branching import branch, prefill, prefill_and_branch, student
 from leank_train.forward.prefix import to_device
 from leank_train.forward.sequence_parallel import prefill_in_shares
-from leank_train.objective import distill, kl, steering
+from leank_train.objective import distill, steering
+from leank_train.objective.base import objectives
 from leank_train.running.parallel import TrainerConfig, shard
 
 Auto = Annotated[str, OneOf(steering.AUTO)]
+OBJECTIVES = objectives()
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,13 @@ class StageConfig(Checked):
     steps: optimizer steps; 0 skips the stage.
     lr: Adam's learning rate, or "auto", which chooses it and Adam's momentum by the number of steps.
     schedule: of the learning rate; see `distill.lr_factor`.
-    reduction: of the distance; see `distill.l2_loss`.
+    reduction: of the distance; see `l2.l2_loss`.
     clamp: whether alpha stays in [0, 1].
     empty_heads: "drop" or "zero", what Eq. 1 does for a head without channels.
     lam: stage 1's lambda, or "auto", which steers it to the pruning ratio.
     l1: stage 1's penalty; see `distill.l1_penalty`.
     straight_through: stage 2's gradient; see `distill.straight_through`.
-    objective: "l2" (hidden states) or "kl" (next-token distributions).
+    objective: the distance, a name in `leank_train.objective` such as "l2" (hidden states) or "kl" (next tokens).
     patience: looks at held-out documents in a row without a gain, after which the stage ends; 0 never looks.
     heldout_every: steps between two looks.
     heldout_documents: held-out documents, of all ranks together.
@@ -65,7 +67,7 @@ class StageConfig(Checked):
     lam: Annotated[float, Ge(0), Le(1000), "the paper has 0.06"] | Auto = 0.0
     l1: Annotated[str, OneOf(*distill.L1_FORMS)] = "mean"
     straight_through: Annotated[str, OneOf(*distill.STRAIGHT_THROUGH)] = "binary"
-    objective: Annotated[str, OneOf(*kl.OBJECTIVES)] = "l2"
+    objective: Annotated[str, OneOf(*OBJECTIVES)] = "l2"
     patience: Count = 0
     heldout_every: Positive = 20
     heldout_documents: Positive = 8
@@ -109,8 +111,7 @@ class Stage(L.LightningModule):
         parallel: how processes share the work; one process by default.
         """
         super().__init__()
-        if config.objective == "kl":
-            check_head(backbone.model)
+        self.objective = OBJECTIVES[config.objective](backbone.model, config.reduction)
         # not a child of the module: a frozen decoder belongs in no checkpoint and in no optimizer
         self.__dict__["backbone"] = backbone
         self.config, self.pruning, self.parallel = config, pruning, parallel or TrainerConfig()
@@ -122,7 +123,7 @@ class Stage(L.LightningModule):
         """Group the ranks of a context, and give each rank its share of the weights; the processes have met by now."""
         self.ranks = self.parallel.context_ranks()
         if self.parallel.shard_weights:
-            shard(self.backbone.model, self.trainer.strategy.root_device, self.config.objective == "kl")
+            shard(self.backbone.model, self.trainer.strategy.root_device, self.objective.needs_head)
 
     def mask(self) -> ChannelMask:
         """Return beta = Top_{s%, r}(alpha)."""
@@ -160,10 +161,7 @@ class Stage(L.LightningModule):
             model, prefix, question, answers.ids, answers.lengths, scores,
             sink=self.pruning.sink, window=self.pruning.window, empty_heads=empty,
         )  # fmt: skip
-        if self.config.objective == "kl":
-            head = Head.of(model)
-            return kl.kl_loss(head, full, scaled, answers.lengths, self.config.reduction)
-        return distill.l2_loss(full, scaled, answers.lengths, self.config.reduction)
+        return self.objective.distance(full, scaled, answers.lengths)
 
     def training_step(self, batch: Batch, index: int) -> dict[str, Tensor]:
         """Return the loss of one batch, and the values that a run records."""
@@ -186,8 +184,7 @@ class Stage(L.LightningModule):
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         """Run the backward pass; raise ValueError if the loss of all ranks is not finite."""
-        small = self.backbone.model.dtype == torch.float16 and self.config.reduction == "official"
-        factor = FLOAT16_FACTOR if small else 1.0
+        factor = self.objective.factor
         distill.backward(loss * factor, self._loss_of_all_ranks)
         if factor != 1.0 and self.alpha.grad is not None:
             self.alpha.grad.div_(factor)

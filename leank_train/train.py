@@ -29,7 +29,8 @@ from leank_train.running.recorder import Recorder
 from leank_train.settings import RunConfig, check, plain
 from leank_train.stages import Stage1, Stage2
 from leank_train.stopping import best_look
-from leank_train.validation.compare import check_samples_fit, validate
+from leank_train.validation import check_samples_fit, validate
+from leank_train.verdict import MASK, STAGE1, TEXT, judge, mixtures
 
 log = logging.getLogger("leank_train")
 
@@ -77,10 +78,13 @@ def train(current: Run, signals: Signals) -> Metrics:
 
     # 3. the masks
     scores1, alpha = (stage.alpha.detach().float().cpu().contiguous() for stage in (stage1, stage2))
-    mask = save_masks(current, scores1, alpha)
+    masks = save_masks(current, scores1, alpha)
+    mask = masks[MASK]
     metrics = measured(current, mask, scores1, alpha, {"stage1": record1, "stage2": record2})
 
-    # 4. validation and plots
+    # 4. the verdict, validation and plots
+    with memory_advice("in the verdict; the mask is saved", f"validation.heldout={config.validation.heldout}"):
+        pronounce(current, backbone, masks, metrics)
     if config.validation.samples:
         lengths = f"validation.batch={config.validation.batch}, validation.lengths={list(config.validation.lengths)}"
         with memory_advice("in validation; the mask is saved", lengths):
@@ -116,18 +120,24 @@ def check_inputs(config: RunConfig, backbone: Backbone) -> None:
             raise ValueError(f"data.min_length or data.tasks.{name}: {error}") from error
     for together in [documents] if config.data.documents > 1 else [[d] for d in documents]:
         collate(backbone, together)
+    if config.validation.heldout:
+        try:
+            mixtures(config, backbone)[TEXT].build("text", config.data.min_length, 0)
+        except ValueError as error:
+            where = "data.min_length, for the text of the verdict, which validation.heldout=0 skips"
+            raise ValueError(f"{where}: {error}") from error
     check_samples_fit(config, backbone)
     pruning = config.pruning
     for name, ratio in [("ratio", pruning.ratio), *(("extra_ratios", ratio) for ratio in config.extra_ratios)]:
         check_ratio(backbone.shape, ratio, pruning.align, pruning.rounding, name)
 
 
-def save_masks(current: Run, scores1: Tensor, alpha: Tensor) -> ChannelMask:
+def save_masks(current: Run, scores1: Tensor, alpha: Tensor) -> dict[str, ChannelMask]:
     """Write the mask, the scores, the masks that stage 1 alone gives, and those at other ratios.
 
     scores1, alpha: scores [L, H, D] after stage 1 and stage 2.
 
-    Returns the mask of the run.
+    Returns those that the verdict compares, by name: `MASK`, the mask of the run, `STAGE1`, and other ratios.
     """
     config, pruning, out = current.config, current.config.pruning, current.out
     metadata = {
@@ -146,9 +156,30 @@ def save_masks(current: Run, scores1: Tensor, alpha: Tensor) -> ChannelMask:
     write_tensors(out / "alpha.safetensors", {"alpha": alpha, "stage1": scores1})
     for align in {1, pruning.align}:  # what stage 2 is worth (appendix E): the same scores without it
         cut(scores1, pruning.ratio, align).save(out / "stage1" / f"mask_align{align}.safetensors")
+    found = {MASK: mask, STAGE1: cut(scores1, pruning.ratio, pruning.align)}
     for ratio in config.extra_ratios:  # stage 2 has learned for one ratio, so other ratios take the scores of stage 1
-        cut(scores1, ratio, pruning.align).save(out / "masks" / f"mask_{100 * ratio:.12g}pct.safetensors")
-    return mask
+        name = f"mask_{100 * ratio:.12g}pct"
+        found[name] = cut(scores1, ratio, pruning.align)
+        found[name].save(out / "masks" / f"{name}.safetensors")
+    return found
+
+
+def pronounce(current: Run, backbone: Backbone, masks: dict[str, ChannelMask], metrics: Metrics) -> None:
+    """Compare the mask with others on held-out documents; doubts go into the log, the metrics and the mask's file.
+
+    masks: see `save_masks`.
+    """
+    started, config, out = time.monotonic(), current.config, current.out
+    verdict = judge(config, backbone, masks)
+    if verdict is None:
+        return
+    metrics["verdict"], metrics["seconds"]["verdict"] = verdict.metrics, round(time.monotonic() - started, 1)
+    doubts = verdict.doubts()
+    for doubt in doubts:
+        log.warning("%s: %s", out / "mask.safetensors", doubt)
+    if doubts:
+        mask = ChannelMask(masks[MASK].keep, {**masks[MASK].metadata, "doubts": doubts})
+        mask.save(out / "mask.safetensors")
 
 
 def measured(current: Run, mask: ChannelMask, scores1: Tensor, alpha: Tensor, records: dict[str, Recorder]) -> Metrics:

@@ -31,7 +31,6 @@ def keys(config, below=""):
 def test_configuration_explains_every_key(command):
     with initialize_config_module(f"conf.{command}", version_base="1.3"):
         config = OmegaConf.to_container(compose(command, return_hydra_config=False), resolve=False)
-    config.pop("mask" if command == "train" else "", None)  # the old name of `pruning`
     text = (DOCS / "configuration.md").read_text(encoding="utf-8")
     wanted = [key for key in keys(config) if not key.startswith(tuple(f"{g}." for g in EXPLAINED_ELSEWHERE))]
     assert len(wanted) > 10

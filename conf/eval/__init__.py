@@ -1,11 +1,12 @@
 """Hydra groups of python -m eval, and its main configuration, eval.yaml.
 
 The options of the group `method` are not files: conf/method has several in each. Importing this package, as Hydra does
-before it composes eval.yaml, puts them into Hydra's store.
+before it composes eval.yaml, puts them into Hydra's store. So it does with benchmarks that have no file of settings.
 """
 
 from __future__ import annotations
 
+import re
 from importlib.resources import files
 from typing import Any
 
@@ -39,6 +40,18 @@ def store_methods() -> None:
                 _store(name, given.labels if "labels" in given else {name.rpartition("/")[2]: given})
 
 
+def store_benchmarks() -> None:
+    """Make `benchmark=NAME` take every class of eval/benchmarks with @benchmark("NAME"), with its defaults."""
+    there = {file.name for file in files("leank.conf").joinpath("eval", "benchmark").iterdir()}
+    for file in files("leank.eval").joinpath("benchmarks").iterdir():
+        if not file.name.endswith(".py"):
+            continue
+        for name in re.findall(r'^@benchmark\("(\w+)"\)', file.read_text(encoding="utf-8"), re.MULTILINE):
+            if f"{name}.yaml" not in there:
+                settings = OmegaConf.create({"name": name}, flags={"struct": False})
+                ConfigStore.instance().store(name, settings, "benchmark", package="benchmark", provider="benchmarks")
+
+
 def method_options(group: str = "method") -> list[str]:
     """Return what `method=[...]` takes, sorted; group: "method", or "method/reference" for what stands below it."""
     options = ConfigStore.instance().list(group)
@@ -51,3 +64,4 @@ def _store(name: str, methods: Any) -> None:
 
 
 store_methods()
+store_benchmarks()

@@ -14,9 +14,11 @@ from leank.data_gen.request import Request
 from leank.data_gen.sample import Document
 from leank.data_gen.task import Task
 from leank.data_gen.tasks.chain import Chain
+from leank.data_gen.tasks.few_shot import FewShot
 from leank.data_gen.tasks.niah import Niah
 from leank.data_gen.tasks.passkey import Passkey
 from leank.data_gen.tasks.qa import QuestionAnswering
+from leank.data_gen.tasks.text import Text
 from leank.data_gen.tasks.vt import VariableTracking
 from leank.data_gen.tasks.word_counts import CommonWords, FrequentWords
 from leank.data_gen.tokens import TokenCounter
@@ -56,6 +58,10 @@ TASKS: dict[str, Task] = {
     "multikey": Niah("needle"),
     "multiquery": Niah("essay", num_keys=8, num_queries=4),
     "passkey": Passkey(),
+    # beyond the paper: what a mask that is trained on needles alone forgets
+    "text": Text(),
+    "quote": Text("quote"),
+    "few_shot": FewShot(),
 }
 
 

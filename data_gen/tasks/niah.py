@@ -30,7 +30,6 @@ QUESTION_ONE = "\nWhat is the special magic {kind} for {key} mentioned in the pr
 PREFIX = " The special magic {kind} for {key} mentioned in the provided text are"
 PREFIX_ONE = " The special magic {kind} for {key} mentioned in the provided text is"
 DEPTHS = tuple(round(100 * i / 39) for i in range(40))  # RULER: 40 depths in per cent
-_SHORT = 4096  # below this length RULER's step is five lines
 
 
 @dataclass(frozen=True)
@@ -111,10 +110,8 @@ class Niah(Task):
         return Draft(self._hide(contents, text, rng), contents.questions)
 
     def step(self, request: Request) -> int:
-        """Return 500 words, or 25 lines (5 below 4,096 tokens)."""
-        if self.haystack == "essay":
-            return 500
-        return 25 if request.length >= _SHORT else 5
+        """Return 500 words, or 25 lines."""
+        return 500 if self.haystack == "essay" else 25
 
     @property
     def _separator(self) -> str:

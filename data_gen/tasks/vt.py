@@ -19,7 +19,6 @@ PREFIX = (
     "{count} variables are assigned the value {value}, they are: "
 )
 EXAMPLE_TOKENS = 500  # RULER sizes the worked example like a sample of this length
-_SHORT = 4096  # below this length RULER's step is five lines
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,8 @@ class VariableTracking(Task):
         return Draft(shot + HEADER + _scatter([haystack.NOISE_LINE] * units, chains, rng), asked)
 
     def step(self, request: Request) -> int:
-        """Return ten lines (5 below 4,096 tokens)."""
-        return 10 if request.length >= _SHORT else 5
+        """Return ten lines."""
+        return 10
 
     def _contents(self, request: Request, rng: random.Random) -> tuple[str, list[_Chain], tuple[Question, ...]]:
         """Return the worked example, the chains, and the questions."""

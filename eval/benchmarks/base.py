@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from leank.eval.benchmarks.row import Row
+from leank.registry import import_all
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+
+KNOWN: dict[str, type] = {}
+B = TypeVar("B", bound=type)
+
+
+def benchmark(name: str) -> Callable[[B], B]:
+    """Register a settings class as the benchmark called `name`, which `benchmark.name` then selects."""
+
+    def register(kind: B) -> B:
+        KNOWN[name] = kind
+        return kind
+
+    return register
+
+
+def benchmarks() -> dict[str, type]:
+    """Return the class of every benchmark by name, from all files of this folder."""
+    import_all("leank.eval.benchmarks")
+    return dict(sorted(KNOWN.items()))
 
 
 @dataclass(frozen=True)

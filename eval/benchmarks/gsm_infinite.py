@@ -15,12 +15,13 @@ from annotated_types import Ge, MinLen
 from leank.data_gen.gsm.infinite import Problem, nth
 from leank.data_gen.gsm.symbolic import SymbolicProblem, symbolic
 from leank.data_gen.tokens import counter_of
-from leank.eval.benchmarks.base import Cell, check_fits
+from leank.eval.benchmarks.base import Cell, benchmark, check_fits
 from leank.eval.benchmarks.gsm_infinite_prompts import MAX_NEW_TOKENS, MODES, TEMPLATES, realistic_row, symbolic_row
 from leank.eval.benchmarks.row import Row
 from leank.eval.benchmarks.rules import COUNT, NAME, TEXT, Rule, Schema, checked, is_integer, is_texts, one_of, optional
+from leank.eval.benchmarks.scoring import metric
 from leank.eval.benchmarks.source import read_file
-from leank.eval.metrics.gsm_infinite import gold_answer
+from leank.eval.metrics.gsm_infinite import gold_answer, grade, grade_symbolic
 from leank.typed import Checked, Count, OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ LENGTH = Rule(
 )  # it is part of a task's name, which terminals show
 
 
+@benchmark("gsm_infinite")
 @dataclass
 class GsmInfinite(Checked):
     """GSM-Infinite; a cell is a subset at a nominal length.
@@ -189,3 +191,15 @@ def _one_answer(data: Mapping[str, Any]) -> str | None:
 
 def _variables(value: object) -> bool:
     return is_texts(value) and all(re.fullmatch(r"V[0-9]+", name) for name in value)
+
+
+@metric("gsm_infinite", by_op=True)
+def score(row: Row, reply: str) -> float:
+    """Whether the reply to a realistic problem states its answer, 0 or 1."""
+    return float(grade(reply, row.answers[0]))
+
+
+@metric("gsm_symbolic")
+def score_symbolic(row: Row, reply: str) -> float:
+    """Whether the reply names exactly the right variables, 0 or 1."""
+    return float(grade_symbolic(reply, row.answers))

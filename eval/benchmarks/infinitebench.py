@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
 
 from leank.eval.benchmarks import source
+from leank.eval.benchmarks.base import benchmark
 from leank.eval.benchmarks.from_files import FromFiles, Tasks, known_tasks
 from leank.eval.benchmarks.mmlu import LETTERS
 from leank.eval.benchmarks.prompting import Tokenizer, fill
@@ -38,6 +39,8 @@ from leank.eval.benchmarks.rules import (
     is_whole,
     optional,
 )
+from leank.eval.benchmarks.scoring import metric
+from leank.eval.metrics import infinitebench
 from leank.typed import OneOf, Positive
 
 REPO = "xinrongzhang2022/InfiniteBench"
@@ -59,6 +62,7 @@ class InfiniteBenchLine(TypedDict):
     id: NotRequired[str | int | None]
 
 
+@benchmark("infinitebench")
 @dataclass
 class InfiniteBench(FromFiles[InfiniteBenchLine]):
     """InfiniteBench.
@@ -209,3 +213,9 @@ _LABELS = {
     "math_find": Rule("a number", alone(is_number)),
     "math_calc": Rule("a list of whole numbers", _values),
 }
+
+
+@metric("infinitebench")
+def score(row: Row, reply: str) -> float:
+    """The official score of the row's task, 0-1."""
+    return infinitebench.score(row.task, reply, row.answers)

@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
 
 from leank.eval.benchmarks import source
+from leank.eval.benchmarks.base import benchmark
 from leank.eval.benchmarks.from_files import FromFiles, Tasks, known_tasks
 from leank.eval.benchmarks.prompting import Tokenizer, fill
 from leank.eval.benchmarks.row import Row
 from leank.eval.benchmarks.rules import ANY_TEXT, NAME, TEXT, TEXTS, WHOLE, Rule, Schema, checked, optional
+from leank.eval.benchmarks.scoring import metric
+from leank.eval.metrics import longbench
 from leank.typed import OneOf, Positive
 
 HUB = source.Hub("zai-org/LongBench", "data.zip")  # THUDM/LongBench until it moved; its loading script is refused
@@ -71,6 +74,7 @@ class LongBenchLine(TypedDict):
     _id: NotRequired[str | int | None]
 
 
+@benchmark("longbench")
 @dataclass
 class LongBench(FromFiles[LongBenchLine]):
     """LongBench v1.
@@ -174,3 +178,9 @@ def _schema(task: str) -> Schema:
         "_id": optional(NAME),
     }
     return Schema(fields, whole, ("_id",))
+
+
+@metric("longbench")
+def score(row: Row, reply: str) -> float:
+    """The official score of the row's task, 0-1."""
+    return longbench.score(row.task, reply, row.answers, row.all_classes)

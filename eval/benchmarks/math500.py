@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import NotRequired, TypedDict
 
 from leank.eval.benchmarks import source
+from leank.eval.benchmarks.base import benchmark
 from leank.eval.benchmarks.from_files import FromFiles
 from leank.eval.benchmarks.prompting import Tokenizer
 from leank.eval.benchmarks.row import Row, kept
 from leank.eval.benchmarks.rules import NAME, TEXT, Schema, checked, optional
+from leank.eval.benchmarks.scoring import metric
+from leank.eval.metrics.math500 import grade, last_boxed
 from leank.typed import Positive
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -37,6 +40,7 @@ class Math500Line(TypedDict):
     level: NotRequired[str | int | None]
 
 
+@benchmark("math500")
 @dataclass
 class Math500(FromFiles[Math500Line]):
     """MATH-500.
@@ -82,3 +86,9 @@ def build_row(data: Math500Line, max_new_tokens: int = MAX_NEW_TOKENS) -> Row:
 def read(path: str | Path | None = None) -> Iterator[source.Line]:
     """The data set's lines; see `source.read`."""
     return source.read("MATH-500", "test", path, source.Hub("HuggingFaceH4/MATH-500", "test.jsonl"))
+
+
+@metric("math500")
+def score(row: Row, reply: str) -> float:
+    """Whether the last boxed answer of the reply is right, 0 or 1."""
+    return float(grade(last_boxed(reply), row.answers[0]))

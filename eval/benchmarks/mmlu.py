@@ -20,10 +20,13 @@ from typing import NotRequired, TypedDict
 from leank.data_gen.amount import amount
 from leank.data_gen.reading import digest, read_text
 from leank.eval.benchmarks import source
+from leank.eval.benchmarks.base import benchmark
 from leank.eval.benchmarks.from_files import FromFiles, Tasks
 from leank.eval.benchmarks.prompting import Tokenizer
 from leank.eval.benchmarks.row import Row
 from leank.eval.benchmarks.rules import FOUR_TEXTS, TEXT, Rule, Schema, checked, is_whole
+from leank.eval.benchmarks.scoring import metric
+from leank.eval.metrics.mmlu import extract_letter
 from leank.typed import Count, Positive
 
 LETTERS = "ABCD"
@@ -48,6 +51,7 @@ class MmluLine(TypedDict):
 Question = MmluLine | Sequence[str]
 
 
+@benchmark("mmlu")
 @dataclass
 class Mmlu(FromFiles[Question]):
     """MMLU.
@@ -219,3 +223,9 @@ def _letter(value: object) -> bool:
 
 
 _SCHEMA = Schema({"question": TEXT, "choices": FOUR_TEXTS, "answer": Rule("a letter A-D or a number 0-3", _letter)})
+
+
+@metric("mmlu")
+def score(row: Row, reply: str) -> float:
+    """Whether the reply ends in the right letter, 0 or 1."""
+    return float(extract_letter(reply) == row.answers[0])

@@ -21,7 +21,7 @@ from leank.data_gen.request import Request
 from leank.data_gen.tasks import TASKS, task
 from leank.data_gen.tasks.niah import Niah
 from leank.data_gen.tokens import counter_of
-from leank.eval.benchmarks.base import Cell, check_lengths
+from leank.eval.benchmarks.base import Cell, benchmark, check_lengths
 from leank.eval.benchmarks.row import Row
 from leank.typed import Checked, OneOf, Positive, Samples, Seed
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 MODES = ("conversation", "reuse")
 
 
+@benchmark("multi_turn")
 @dataclass
 class MultiTurn(Checked):
     """Conversations about needles; a task of a table is a task of data_gen in one of the modes, such as kv_reuse.

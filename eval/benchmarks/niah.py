@@ -16,8 +16,9 @@ from annotated_types import Ge, Le, MinLen
 
 from leank.data_gen.haystack import SPLITS, known_by, sentences
 from leank.data_gen.request import LONGEST
-from leank.eval.benchmarks.base import Cell, check_fits
+from leank.eval.benchmarks.base import Cell, benchmark, check_fits
 from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks.scoring import metric
 from leank.typed import Checked, OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ def recall(reply: str, expected: str = EXPECTED) -> float:
     return len(words & set(reply.lower().split())) / len(words)
 
 
+@benchmark("niah")
 @dataclass
 class NeedleGrid(Checked):
     """The grid, cell by cell (eval.benchmarks.base): each cell is a length, and its samples are the depths.
@@ -175,3 +177,9 @@ class NeedleGrid(Checked):
             self._texts[length] = fitted(haystack, length, encode, decode)
         context = insert_needle(self._texts[length], NEEDLE, depth, length, encode, decode)
         return replace(_row(context, length, depth), id=sample)
+
+
+@metric("niah_recall")
+def score(row: Row, reply: str) -> float:
+    """`recall` of the row's needle, 0-1."""
+    return recall(reply, row.answers[0])

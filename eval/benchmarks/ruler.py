@@ -18,8 +18,10 @@ from leank.data_gen.request import Request
 from leank.data_gen.sample import Sample
 from leank.data_gen.tasks import CHAINS, qa, task
 from leank.data_gen.tokens import counter_of
-from leank.eval.benchmarks.base import Cell, check_lengths
+from leank.eval.benchmarks.base import Cell, benchmark, check_lengths
 from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks.scoring import metric
+from leank.eval.metrics.ruler import postprocess, string_match_all, string_match_part
 from leank.typed import Checked, OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ def draw(
     return task(name).build(wanted).samples()[0]
 
 
+@benchmark("ruler")
 @dataclass
 class Ruler(Checked):
     """RULER, cell by cell (eval.benchmarks.base): a cell is a task at a length.
@@ -124,3 +127,15 @@ def _check_data(name: str, path: str | None, samples: int) -> None:
     if len(questions) < samples:
         found = amount(len(questions), "question")
         raise ValueError(f"{where} has {found}, benchmark.samples={samples}; lower samples")
+
+
+@metric("ruler_all")
+def score_all(row: Row, reply: str) -> float:
+    """The share of the references that the reply holds, 0-1."""
+    return string_match_all([postprocess(reply)], [row.answers]) / 100
+
+
+@metric("ruler_part")
+def score_part(row: Row, reply: str) -> float:
+    """Whether the reply holds any of the references, 0 or 1."""
+    return string_match_part([postprocess(reply)], [row.answers]) / 100

@@ -1,10 +1,42 @@
-"""From a row and a reply to a score: the one place that knows which metric name means which scorer."""
+"""From a row and a reply to a score. A benchmark's file registers the scorers that its rows name.
 
-from collections.abc import Sequence
+@metric("exact")
+def exact(row, reply):
+return float(reply == row.answers[0])
+"""
 
-from leank.eval.benchmarks import niah
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
 from leank.eval.benchmarks.row import Row
-from leank.eval.metrics import gsm_infinite, infinitebench, longbench, math500, mmlu, ruler
+from leank.registry import import_all
+
+Scorer = Callable[[Row, str], float]
+METRICS: dict[str, Scorer] = {}
+_BY_OP: set[str] = set()
+
+
+def metric(name: str, by_op: bool = False) -> Callable[[Scorer], Scorer]:
+    """Register a scorer: of a row and a reply up to the first stop string, 0-1.
+
+    name: str, which a row's `metric` names.
+    by_op: bool, default False: whether the report also groups its rows by `meta["op"]`, with the area under that curve.
+    """
+
+    def register(scorer: Scorer) -> Scorer:
+        METRICS[name] = scorer
+        if by_op:
+            _BY_OP.add(name)
+        return scorer
+
+    return register
+
+
+def metrics_by_op() -> list[str]:
+    """Return the names of the metrics whose rows the report groups by op."""
+    import_all("leank.eval.benchmarks")
+    return sorted(_BY_OP)
 
 
 def cut_at_stop(reply: str, stop: Sequence[str]) -> str:
@@ -15,23 +47,8 @@ def cut_at_stop(reply: str, stop: Sequence[str]) -> str:
 
 def score_row(row: Row, reply: str) -> float:
     """Score one reply by the row's metric, 0-1. Raises ValueError for a metric that no scorer has."""
-    reply = cut_at_stop(reply, row.stop)
-    match row.metric:
-        case "ruler_all" | "ruler_part":
-            match_rule = ruler.string_match_all if row.metric == "ruler_all" else ruler.string_match_part
-            return match_rule([ruler.postprocess(reply)], [row.answers]) / 100
-        case "longbench":
-            return longbench.score(row.task, reply, row.answers, row.all_classes)
-        case "infinitebench":
-            return infinitebench.score(row.task, reply, row.answers)
-        case "gsm_infinite":
-            return float(gsm_infinite.grade(reply, row.answers[0]))
-        case "gsm_symbolic":
-            return float(gsm_infinite.grade_symbolic(reply, row.answers))
-        case "math500":
-            return float(math500.grade(math500.last_boxed(reply), row.answers[0]))
-        case "mmlu":
-            return float(mmlu.extract_letter(reply) == row.answers[0])
-        case "niah_recall":
-            return niah.recall(reply, row.answers[0])
-    raise ValueError(f"metric={row.metric!r} of task {row.task!r} has no scorer; add it to eval/benchmarks/scoring.py")
+    if row.metric not in METRICS:
+        import_all("leank.eval.benchmarks")
+    if row.metric not in METRICS:
+        raise ValueError(f"metric={row.metric!r} of task {row.task!r} has no scorer; register one with @metric")
+    return METRICS[row.metric](row, cut_at_stop(reply, row.stop))

@@ -19,7 +19,7 @@ from annotated_types import Gt, Lt, MinLen
 from leank.data_gen.amount import amount
 from leank.data_gen.haystack import SPLITS, known_by, paragraphs
 from leank.data_gen.reading import read_text
-from leank.eval.benchmarks.base import Cell, check_lengths
+from leank.eval.benchmarks.base import Cell, benchmark, check_lengths
 from leank.eval.benchmarks.row import Row
 from leank.typed import Checked, OneOf, Positive, Samples, Seed
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 Window = tuple[str, str]  # what is prefilled, and the rest
 
 
+@benchmark("text")
 @dataclass
 class Text(Checked):
     """Windows of a text that do not overlap (eval.benchmarks.base), in an order drawn from the seed.

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from leank import backbone
 from leank.model_folder import folder_digest
-from leank.shipped import SHIPPED
+from leank.shipped import NAMED
 from leank.typed import shown
 
 # windows_of by the address of a config, and whose it was
@@ -57,7 +57,7 @@ class ModelConfig(backbone.ModelConfig):
     @property
     def folder(self) -> Path | None:
         """The folder that `name` is; None for a shipped model and for a name of the hub."""
-        return Path(self.name) if self.name not in SHIPPED and Path(self.name).is_dir() else None
+        return Path(self.name) if self.name not in NAMED and Path(self.name).is_dir() else None
 
     @cached_property
     def _contents(self) -> dict[str, str]:

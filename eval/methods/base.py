@@ -33,7 +33,7 @@ class Method(Checked):
     window: int, tokens, default 1024: last tokens that are kept whole.
     flush: int, tokens, default 32: how many tokens leave the window at a time.
     backend: "auto", "torch" or "triton", default "auto": see eval.cache.compressed_cache.
-    matched: mapping or None: which settings eval.run.matched moved, and to what bytes.
+    matched: mapping or None: which settings `match` moved (eval.run.build), and to what bytes.
 
     Raises ValueError for choices that exclude each other or do not fit sink, window and flush.
     """

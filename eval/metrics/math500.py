@@ -1,31 +1,25 @@
-"""MATH-500 grader: equal after normalisation, else equal for sympy.
+"""MATH-500 grader: equal as text, else equal for math_verify (docs/benchmarks.md has its differences from prm800k).
 
-Source: openai/prm800k 7ecc794, prm800k/grading (MIT), whose first normalisation is that of Hendrycks' MATH. Needs
-sympy and pylatexenc 2. Replies and answers are hostile input: what is not equal at once is compared in a process with
-limits (eval.metrics.math_worker), which sees at most `MAX_ANSWER` characters of either.
+Replies and answers are hostile input: what is not equal as text is compared in a process with limits
+(eval.metrics.math_worker).
 """
 
 from leank.eval.metrics import math_worker
-from leank.eval.metrics.math_normalize import mathd_normalize
-
-MAX_ANSWER = 10_000  # characters; the longest answer of MATH-500 has 53
+from leank.eval.metrics.math_equal import MAX_EXPRESSION
 
 
-def grade(given: str | None, truth: str | None) -> bool:
+def grade(given: str | None, truth: str) -> bool:
     """Whether the given answer is right.
 
-    given: the extracted answer (`last_boxed` extracts one), None is wrong; truth: the row's answer. Right if both
-    agree after either normalisation; else tuples and intervals are compared piece by piece (brackets must match) with
-    sympy. An integer needs the same integer, a numeric fraction the same fraction: 4/2 is not 2, 2/4 is not 1/2.
-    Differs from the official grader for hostile texts alone, which are wrong here: of more than `MAX_ANSWER`
-    characters and not equal in Hendrycks' normal form, outside the characters and names of eval.metrics.math_equal,
-    or too costly to evaluate. Raises ImportError if pylatexenc or sympy is missing and needed.
+    given: the extracted answer (`last_boxed` extracts one), None is wrong; truth: the row's answer. A text of more than
+    `MAX_EXPRESSION` characters that is not equal, and one too costly to evaluate, is wrong.
+    Raises ImportError if math_verify is missing and needed.
     """
     if given is None:
         return False
-    if mathd_normalize(truth) == mathd_normalize(given):
+    if given.strip() == truth.strip():
         return True
-    if truth is None or max(len(given), len(truth)) > MAX_ANSWER:
+    if not given.strip() or max(len(given), len(truth)) > MAX_EXPRESSION:
         return False
     return math_worker.equal(given, truth)
 

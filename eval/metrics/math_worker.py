@@ -17,8 +17,8 @@ START_SECONDS = 300.0
 def equal(given: str, truth: str) -> bool:
     """`math_equal.equal` in the worker of this process, which is started at the first call and kept.
 
-    False where the comparison needs more than the worker's limits of CPU time and memory. Raises ImportError if sympy
-    or pylatexenc is missing, RuntimeError if the worker does not start.
+    False where the comparison needs more than the worker's limits of CPU time and memory. Raises ImportError if
+    math_verify is missing, RuntimeError if the worker does not start.
     """
     return _worker(os.getpid()).equal(given, truth)
 
@@ -79,9 +79,7 @@ class Worker:
             return
         self.stop()
         if isinstance(answer, str):
-            raise ImportError(
-                f"MATH-500 is graded with sympy and pylatexenc: pip install sympy 'pylatexenc<3' ({answer})"
-            )
+            raise ImportError(f"MATH-500 is graded with math_verify: pip install math-verify ({answer})")
         raise RuntimeError(
             f"the process that grades MATH-500 did not start; try: {sys.executable} -m {math_equal.__name__}"
         )

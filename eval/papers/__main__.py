@@ -3,13 +3,13 @@
 python -m eval.papers --list                          every item, and whether it runs here
 python -m eval.papers leank:fig7 think:table2         these, on the shipped reference model
 python -m eval.papers --paper asl --quick             all of a paper, few samples
-python -m eval.papers --all --html                    everything, and one page of it
-python -m eval.papers --all --jobs 16                 sixteen processes side by side, spread over the visible GPUs
-python -m eval.papers --all --show --html             nothing is made: tables, verdicts and page of what is there
+python -m eval.papers --all                          everything
+python -m eval.papers --all shard=0/2                half of the samples; shard=1/2 in another process makes the others
 python -m eval.papers think:table2 --real model.name=/path/to/Llama-3-8B      with the paper's model and data
 
 What was made before is not made again: rows are written one by one, so a run that was stopped goes on where it was.
-OUT/verdicts.md says which of the papers' claims show. Arguments like key=value are passed on to the configuration of
+OUT/papers.md has all of it beside the figures that
+the papers print, verdicts on their claims first. Arguments like key=value are passed on to the configuration of
 python -m eval.
 """
 
@@ -42,9 +42,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--all", action="store_true", help="all items")
     made.add_argument("--quick", action="store_true", help="five samples of two tasks at 1K: a look, not a result")
     made.add_argument("--real", action="store_true", help="with the paper's models, settings and data")
-    made.add_argument("--jobs", type=int, default=1, metavar="N", help="processes side by side; logs in OUT/logs")
-    made.add_argument("--show", action="store_true", help="make nothing; write again what is there")
-    made.add_argument("--html", action="store_true", help="also write OUT/papers.html")
     made.add_argument("--out", type=Path, default=Path("outputs/papers"), help="folder, %(default)s by default")
     return made
 
@@ -81,8 +78,6 @@ def wanted(arguments: argparse.Namespace) -> tuple[list[Item], list[Item], tuple
     named = [find(one) for one in arguments.items if "=" not in one]
     chosen = {item.id: item for item in (*of_papers(arguments.paper), *named)}
     items = list((ITEMS if arguments.all else chosen).values())
-    if arguments.jobs < 1:
-        raise ValueError(f"--jobs {arguments.jobs} makes nothing; give 1 or more")
     if not items:
         raise ValueError("no item is named; give ids such as leank:fig7, --paper NAME, --all or --list")
     return named, items, overrides
@@ -90,33 +85,20 @@ def wanted(arguments: argparse.Namespace) -> tuple[list[Item], list[Item], tuple
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the items of the command line, and print or write them. Returns the exit status."""
-    from leank.eval.papers.make import Workshop
-    from leank.eval.papers.page import as_html, as_markdown
-    from leank.eval.papers.registry import status
-    from leank.eval.papers.steps import Options
-    from leank.eval.papers.verdicts import as_markdown as as_verdicts
+    from leank.eval.papers.make import Options, Runner
+    from leank.eval.papers.page import of_item, page
     from leank.files import write_text
 
     named, items, overrides = wanted(arguments)
-    options = Options(arguments.quick, arguments.real, overrides)
-    workshop = Workshop(arguments.out, options)
-    failed = {} if arguments.show else workshop.make(items, arguments.jobs)
-    everything = workshop.collect(items)
+    everything = Runner(arguments.out, Options(arguments.quick, arguments.real, overrides)).make(items)
     for made in everything:
-        text = as_markdown(made)
-        write_text(arguments.out / "items" / f"{made.item.id.replace(':', '_')}.md", text)
         if made.item in named:
-            print(text)
-    write_text(arguments.out / "verdicts.md", as_verdicts(everything))
-    if arguments.html:
-        write_text(arguments.out / "papers.html", as_html(everything, options.quick))
-        print(f"page: {arguments.out / 'papers.html'}")
-    whole = sum(bool(made.rows or made.measured) and made.whole for made in everything)
-    print(f"{whole} of {amount(len(items), 'item')} made, in {arguments.out}")
-    for made in everything:
-        if made.item in named and not options.steps(made.item):
-            print(f"{made.item.id}: {status(made.item)}")
-    for name, error in failed.items():
+            print(of_item(made, Path.cwd()))
+    write_text(arguments.out / "papers.md", page(everything, arguments.out, arguments.quick))
+    whole = sum(bool(made.rows or made.measured) and not made.failed for made in everything)
+    print(f"{whole} of {amount(len(items), 'item')} made: {arguments.out / 'papers.md'}")
+    failed = [(made.item.id, error) for made in everything for error in made.failed]
+    for name, error in failed:
         print(f"eval.papers: {name}: {error}", file=sys.stderr)
     return 1 if failed else 0
 

@@ -19,7 +19,7 @@ QWEN_FULL = ("method.fastkv_full.each.prefill.layer=[14]",)
 RESCALED = (
     "With L_obs = 8 and tau = 0.3 the ranks of the reference model's 7 layers never settle. The rule for fewer than 24 "
     "layers gives 2 and 0.95, from layer 3 on (docs/methods.md). Budgets are 512: "
-    "conf/eval/method/papers/asl_here.yaml."
+    "papers/asl_here in conf/method/papers.yaml."
 )
 FORCED = ("method.fastkv.prefill.layer=3", "method.fastkv.prefill.budget=512", "method.fastkv.tokens.budget=512",
           "method.gemfilter.prefill.layer=4", "method.gemfilter.prefill.budget=512",

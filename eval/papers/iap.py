@@ -107,7 +107,7 @@ ITEMS = (
     ),
     Item("iap:table6", "Memory, time to the first token and per token: KIVI at 4 bits, alone and with IAP.",
          "Memory falls by 16 and 17%; the first token comes later.", here=(kivi,),
-         real=(gpu("python -m scripts.bench.decoding.methods OUT --lengths 4097 --new 128 --window 128 --batches 1 15 "
+         real=(gpu("python -m scripts.bench.methods OUT --lengths 4097 --new 128 --window 128 --batches 1 15 "
                    "--methods dense papers/kivi4 papers/kivi4_iap"),), needs="a GPU",
          claims=(Contrast("kivi4_iap_0.5", "kivi4", "bytes", 1), Contrast("kivi4_iap_0.6", "kivi4", "bytes", 1)),
          note="Bytes are those of the method; seconds are of the machine that runs this, on the shape "
@@ -117,12 +117,12 @@ ITEMS = (
          real=(longbench("llama3_8b", "iap", "papers/snapkv_iap", "papers/snapkv_iap_free", "papers/h2o_iap",
                          "papers/h2o_iap_free"),),
          needs=f"{LLAMA3}, LongBench", claims=(Contrast("snapkv_iap_free_128_0.5", "snapkv_iap_128_0.5"),),
-         note="conf/eval/method/papers has both forms: snapkv_iap and snapkv_iap_free."),
+         note="conf/method/papers.yaml has both forms: snapkv_iap and snapkv_iap_free."),
     Item("iap:table8", "Which [a, b] the paper chose on Mistral, by KV size.", "[3, 7] or [5, 10] on SnapKV.",
          here=(here("papers/snapkv_iap", "papers/snapkv_iap_free",
                     sets=(*sized(SIZES, "snapkv_iap", "snapkv_iap_free"), *PROTECT)),),
          real=(longbench("mistral_7b", "iap", "papers/snapkv_iap", "papers/snapkv_iap_wide", "papers/h2o_iap_free",
                          "papers/h2o_iap_wide", sets=sized((256,), "snapkv_iap")),),
          needs=f"{MISTRAL}, LongBench", claims=(Contrast("snapkv_iap_512_0.5", "snapkv_iap_free_512_0.5"),),
-         note="[5, 10] here, as in conf/eval/method/papers/snapkv_iap_wide.yaml."),
+         note="[5, 10] here, as in papers/snapkv_iap_wide."),
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -14,7 +15,7 @@ class Need(NamedTuple):
     """A model or a file that a step cannot do without, and that may not be there.
 
     what: its name, as in "needs the model reference_mixed".
-    path: where it lies, from the repository's root.
+    path: where it lies in the package leank_train.
     """
 
     what: str
@@ -44,7 +45,7 @@ class EvalRun:
 class Analysed:
     """A run of an analysis.
 
-    name: of eval.papers.analyses.
+    name: of scripts.analyses.
     settings: those that differ from the analysis' defaults.
     quick: those that `--quick` sets besides.
     overrides: of python -m eval, for the model and the mask.
@@ -58,6 +59,13 @@ class Analysed:
     overrides: tuple[str, ...] = ()
     model: bool = True
     need: Need | None = None
+
+    def arguments(self, quick: bool = False) -> tuple[str, ...]:
+        """Return the arguments of python -m scripts.analyses after its folder."""
+        settings = {**self.settings, **(self.quick if quick else {})}
+        listed = {name: list(value) if isinstance(value, range | tuple) else value for name, value in settings.items()}
+        own = tuple(f"{name}={json.dumps(value)}" for name, value in listed.items())
+        return own + self.overrides + (() if self.model else ("model=null",))
 
 
 @dataclass(frozen=True)

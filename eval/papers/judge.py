@@ -19,7 +19,7 @@ WORDS = {
     "per_token": "times the time per token",
 }  # fmt: skip
 SECONDS = ("first_token", "per_token")
-SHARED = "several processes shared the machine while these seconds were taken, which --jobs 1 avoids"
+SHARED = "several processes shared the machine while these seconds were taken, which running without shard= avoids"
 FEW = 10  # units of an interval; fewer decide nothing, whatever their interval
 RULE_OF_THREE = 300  # samples without a single loss show that less than 1 point is lost, at 95%
 FLOOR = 10.0  # points; a method below them has next to nothing to lose
@@ -192,7 +192,11 @@ def _side(above: bool) -> str:
 
 def _chosen(counts: Callable[[Measurement], bool], rows: Sequence[Measurement]) -> list[tuple[Measurement, float]]:
     """Return the rows that count and have a value, with it."""
-    return [(row, float(value)) for row in rows if counts(row) and (value := row.get("value")) is not None]
+    return [
+        (row, float(value))
+        for row in rows
+        if counts(row) and (value := row.get("value")) is not None and value == value
+    ]  # not NaN
 
 
 def _pairs(claim: Expect, rows: Sequence[Measurement]) -> list[tuple[Measurement, float]]:

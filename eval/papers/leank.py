@@ -40,7 +40,7 @@ on_top = here(
 )  # fmt: skip
 budget = here("leank", "leank_budget", "papers/think")
 stages = Command("python -m leank_train -m +experiment=sweep_reference +sweep=stage2")
-TABLE_12 = Need("the masks of table 12", "leank_train/assets/masks/reference/stages")
+TABLE_12 = Need("the masks of table 12", "assets/masks/reference/stages")
 with_masks = replace(here("papers/stages"), need=TABLE_12)
 STAGES = tuple(Contrast(f"leank_both_{ratio}_seed1", f"leank_first_{ratio}_seed1") for ratio in (70, 95))
 WHOLE = (
@@ -103,11 +103,11 @@ ITEMS = (
         note="Masks of the KL objective, one training each; lowest frequencies need no training.",
     ),
     Item("leank:fig5", "Time of decode attention in every layer of Llama, dense and LeanK.",
-         "Attention is 1.3 times as fast.", here=(gpu("python -m scripts.bench.kernels.attention OUT"),),
+         "Attention is 1.3 times as fast.", here=(gpu("python -m scripts.bench.attention layers OUT"),),
          note="docs/results/attention.md has it measured on an H200."),
     Item("leank:fig6", "Memory against the batch size, dense and LeanK.",
          "At 4K + 1K tokens the batch grows by 20%, and 64 rows save 10 GB.",
-         here=(gpu("python -m scripts.bench.decoding.memory OUT --context 5120 --batch 1 8 16 32 64"),)),
+         here=(gpu("python -m scripts.bench.decoding memory OUT --context 5120 --batch 1 8 16 32 64"),)),
     Item(
         "leank:fig7",
         "Share of the kept channels in each RoPE pair, on Llama.",
@@ -150,7 +150,7 @@ ITEMS = (
         "not the paper's 16%.",
     ),
     Item("leank:fig10", "Time of decode attention in every layer of Qwen, dense and LeanK.",
-         "Attention is 1.6 times as fast.", here=(gpu("python -m scripts.bench.kernels.attention OUT"),),
+         "Attention is 1.6 times as fast.", here=(gpu("python -m scripts.bench.attention layers OUT"),),
          note="docs/results/attention.md has it measured on an H200."),
     Item(
         "leank:table1",
@@ -200,7 +200,7 @@ ITEMS = (
         note="The published mask gives 9.1x at 32K, the paper has 9.7x: docs/fidelity.md.",
     ),
     Item("leank:table8", "Generation time and throughput, dense and LeanK, 4K prompts.", "Throughput grows by a fifth.",
-         here=(gpu("python -m scripts.bench.decoding.generation OUT --prompt 4096 --new 128 1024 --batch 64"),)),
+         here=(gpu("python -m scripts.bench.decoding generation OUT --prompt 4096 --new 128 1024 --batch 64"),)),
     Item(
         "leank:table9", "ThinK, ThinK with LeanK's number of channels per head, and LeanK.",
         "The budget per head brings most of the gain, the learned choice the rest.", here=(budget,),

@@ -39,7 +39,7 @@ HOLD = (
     "hold all tokens, the one between holds half of what is written."
 )
 PLATEAU = f"A tenth is a choice made here; a dense cache has 1. {HOLD}"
-SPEED = gpu("python -m scripts.bench.decoding.replies OUT --whole --methods dense lethe")
+SPEED = gpu("python -m scripts.bench.decoding replies OUT --whole --methods dense lethe")
 QUICK_CHAINS = ("benchmark.samples=2", "benchmark.lengths=[2048]", "batch_size=2")
 
 
@@ -87,7 +87,7 @@ ITEMS = (
          "apart; these alone may leave."),
     Item("lethe:fig6", "The KV cache's share of all GPU memory by length, 8B and 70B.",
          "It grows to half of all memory.",
-         here=(gpu("python -m scripts.bench.decoding.memory OUT --context 20480 --batch 1"),),
+         here=(gpu("python -m scripts.bench.decoding memory OUT --context 20480 --batch 1"),),
          note="The bytes follow from the model's shape: eval.methods.memory.dense_bytes."),
     Item("lethe:table1", "MATH-500 and eight subjects of MMLU, with reasoning: Lethe, H2O, StreamingLLM, PyramidKV.",
          "Lethe stays near the full cache, the others fall behind on MATH-500.", here=(rivals,),

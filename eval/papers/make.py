@@ -1,50 +1,81 @@
-"""Make items: replays append their rows to one folder that all items share, an analysis writes its rows at its end."""
+"""Run the command lines of items one after the other in one folder, and read what they leave.
+
+Replays append their rows to OUT/rows, which all items share; an analysis has a folder of its own below OUT/analyses.
+What is there is not made again.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+import logging
+import subprocess
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import pandas as pd
+from hydra import compose, initialize_config_module
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from leank.eval.inference.models import ModelConfig, load_config, load_model
-from leank.eval.papers.analyses import Analysis
+from leank.eval.inference.models import load_config, load_model
 from leank.eval.papers.item import Analysed, Contrast, EvalRun, Item, Measurement, Step
 from leank.eval.papers.judge import Judgement, contrast, expect
-from leank.eval.papers.portions import Portion, portions
-from leank.eval.papers.side_by_side import one_by_one, side_by_side
-from leank.eval.papers.steps import Options, ResolvedStep, keys_of
+from leank.eval.papers.registry import makes
 from leank.eval.report.summary import Run, summarise
 from leank.eval.rows.result_row import ResultRow
 from leank.eval.rows.results import GLOB, Key, Results, key_of, read
-from leank.files import write_json
+from leank.eval.run.build import build_job
+from leank.eval.run.job import Job
+
+FAILURES = (ValueError, FileNotFoundError, MemoryError)  # of one command; the others go on
+log = logging.getLogger("eval")
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Rows of one analysis, and the analysis, which draws them."""
+class Options:
+    """How items are made.
 
-    analysis: Analysis
-    rows: list[Measurement]
+    quick: fewer samples and shorter prompts.
+    real: with the paper's models, settings and data instead of the reference model.
+    overrides: of python -m eval, after those of the item.
+    """
+
+    quick: bool = False
+    real: bool = False
+    overrides: tuple[str, ...] = ()
+
+    def steps(self, item: Item) -> tuple[Step, ...]:
+        """Return what is to be run for an item, without what another command makes."""
+        return tuple(step for step in (item.real if self.real else item.here) if makes(step))
+
+    def replay(self, step: EvalRun) -> tuple[str, ...]:
+        """Return the overrides of a replay."""
+        return (*step.overrides, *(step.quick if self.quick else ()), *self.overrides)
+
+    def analysis(self, step: Analysed) -> tuple[str, ...]:
+        """Return the arguments of an analysis, whose model and mask alone the overrides choose."""
+        own = [one for one in self.overrides if one.startswith(("model", "mask"))]
+        return step.arguments(self.quick) + tuple(own)
 
 
 @dataclass(frozen=True)
 class Made:
-    """An item with what it gave.
+    """An item with what its commands gave: rows of replays, rows of analyses, and the pictures of the latter.
 
-    rows: of its replays.
-    measured: of its analyses.
-    whole: whether all that was requested is there.
-    alone: whether one process made the rows, so that their seconds are of a machine that it did not share.
+    failed: what its commands said that failed.
+    alone: whether no other process made rows, so that seconds are of a machine that was not shared.
     """
 
     item: Item
-    rows: Sequence[ResultRow]
-    measured: Sequence[Measured]
-    whole: bool
+    rows: Sequence[ResultRow] = ()
+    measured: Sequence[Measurement] = ()
+    pictures: Sequence[Path] = ()
+    failed: Sequence[str] = ()
     alone: bool = True
 
     @cached_property
@@ -55,125 +86,103 @@ class Made:
     @cached_property
     def judgements(self) -> list[Judgement]:
         """What every claim comes to, of those on which something is there."""
-        measured = [row for one in self.measured for row in one.rows]
-        found = []
-        for claim in self.item.claims:
-            if isinstance(claim, Contrast):
-                found += [contrast(claim, self.rows, self.alone)] if self.rows else []
-            elif measured:
-                found.append(expect(claim, measured))
+        found = [
+            contrast(claim, self.rows, self.alone) if isinstance(claim, Contrast) else expect(claim, self.measured)
+            for claim in self.item.claims
+        ]
         return [one for one in found if one.verdict != "not compared"]
 
 
+def composed(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the resolved configuration of python -m eval. Raises ValueError naming what Hydra refuses."""
+    try:
+        with initialize_config_module("leank.conf.eval", version_base="1.3"):
+            config = OmegaConf.to_container(compose("eval", overrides=list(overrides)), resolve=True)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise ValueError(f"{' '.join(overrides)}: {str(error).splitlines()[0]}") from None
+    assert isinstance(config, dict)
+    return {str(key): value for key, value in config.items()}
+
+
+def keys_of(job: Job) -> list[Key]:
+    """Return the keys that the rows of a job have, whether or not they are there, in its own order."""
+    keys = []
+    for cell in job.benchmark.cells():
+        ids = [row for sample in cell.samples for row in cell.ids(sample)]
+        for method in job.by_cell.get(cell, job.methods):
+            either = (job.keys(method, cell, ids, how) for how in (None, job.settings.specials))
+            keys += [key for row in zip(*either, strict=True) for key in row]
+    return keys
+
+
 @dataclass
-class Workshop:
-    """Makes items into a folder, and finds what was made.
+class Runner:
+    """Runs commands into a folder; items that share a command share what it gives."""
 
-    directory: where rows and analyses lie.
-    options: how items are made.
-    """
-
-    directory: Path
+    out: Path
     options: Options
-    _models: dict[str, PreTrainedModel] = field(default_factory=dict)
-    _resolved: dict[str, ResolvedStep] = field(default_factory=dict)
+    _jobs: dict[tuple[str, ...], Job] = field(default_factory=dict)
+    _failed: dict[tuple[str, ...], str] = field(default_factory=dict)
+    _model: tuple[str, Any] = ("", None)
 
-    def make(self, items: Sequence[Item], jobs: int = 1) -> dict[str, str]:
-        """Make what is missing of these items. Returns the errors by item; an item that fails stops no other.
-
-        jobs: int: how many processes work side by side; 1 makes everything in this one.
-        """
-        failed: dict[str, str] = {}
-        with Results(self.directory / "rows", folder="--out") as results:
-            waiting = portions(list(self._plans(items, failed)), results.keys, jobs)
-            if jobs == 1:
-                return failed | one_by_one(self.make_portion, waiting, results)
-            # each process gets a copy of this workshop: its steps are checked, and no model is loaded yet
-            return failed | side_by_side(self.make_portion, waiting, jobs, self.directory)
-
-    def make_portion(self, portion: Portion, results: Results) -> None:
-        """Make one portion. Raises what its replay or its analysis raises."""
-        resolved = self._resolve(portion.parts[0].step)
-        if resolved.job is None:
-            self._analyse(resolved)
-        else:
-            job = portion.of([job for part in portion.parts if (job := self._resolve(part.step).job) is not None])
-            job.run(results, *self._loaded(resolved.model))
-
-    def collect(self, items: Sequence[Item]) -> list[Made]:
-        """Return what is there of these items."""
-        folder = self.directory / "rows"
-        stored = {key_of(row): row for row in read(folder)} if any(folder.glob(GLOB)) else {}
-        return [self._collected(item, stored) for item in items]
-
-    def _collected(self, item: Item, stored: Mapping[Key, ResultRow]) -> Made:
-        rows: dict[Key, ResultRow] = {}
-        measured, whole = [], True
-        for step in self.options.steps(item):
-            try:
-                resolved = self._resolve(step)
-                wanted = keys_of(resolved.job) if resolved.job is not None else []
-            except (ValueError, FileNotFoundError):  # `make` has said so
-                whole = False
-                continue
-            rows |= {key: stored[key] for key in wanted if key in stored}
-            whole &= resolved.job is None or not resolved.job.missing({*stored})
-            if resolved.analysis is not None:
-                file = self.directory / "analyses" / resolved.file
-                whole &= file.is_file()
-                if file.is_file():
-                    measured.append(Measured(resolved.analysis, _rows_in(file)))
-        alone = not any((self.directory / "rows").glob("results-*.jsonl"))
-        return Made(item, [*rows.values()], measured, whole, alone)
-
-    def _resolve(self, step: Step) -> ResolvedStep:
-        """Return a step with its checked configuration; items that share a step share it."""
-        assert isinstance(step, EvalRun | Analysed)
-        if repr(step) not in self._resolved:
-            self._resolved[repr(step)] = ResolvedStep(step, self.options)
-        return self._resolved[repr(step)]
-
-    def _plans(self, items: Sequence[Item], failed: dict[str, str]) -> Iterator[tuple[Item, ResolvedStep]]:
-        """Yield what the items are made of, checked, without the analyses that are there; shared steps once."""
-        seen: set[int] = set()
+    def make(self, items: Sequence[Item]) -> list[Made]:
+        """Run what is missing of these items. Returns what is there of each; a command that fails stops no other."""
         for item in items:
             for step in self.options.steps(item):
-                try:
-                    resolved = self._resolve(step)
-                    if id(resolved) in seen:
-                        continue
-                    seen.add(id(resolved))
-                    if resolved.job is not None or not (self.directory / "analyses" / resolved.file).is_file():
-                        yield item, resolved
-                except (ValueError, FileNotFoundError) as error:
-                    failed.setdefault(item.id, str(error))
+                if (line := self._line(step)) not in self._failed and line not in self._jobs:
+                    log.info("%s: %s", item.id, " ".join(line))
+                    try:
+                        self._replay(line) if isinstance(step, EvalRun) else self._analyse(line)
+                    except FAILURES as error:
+                        self._failed[line] = str(error)
+        folder = self.out / "rows"
+        stored = {key_of(row): row for row in read(folder)} if any(folder.glob(GLOB)) else {}
+        alone = not any(folder.glob("results-*.jsonl"))
+        return [self._made(item, stored, alone) for item in items]
 
-    def _analyse(self, resolved: ResolvedStep) -> None:
-        from leank.eval.papers.analyses.source import Source
+    def _line(self, step: Step) -> tuple[str, ...]:
+        """Return the command line of a step, without the interpreter and the folder."""
+        if isinstance(step, EvalRun):
+            return ("eval", *self.options.replay(step))
+        assert isinstance(step, Analysed)
+        return (step.name, *self.options.analysis(step))
 
-        assert resolved.analysis is not None
-        source = Source.load(None, resolved.config.get("mask"))
-        if isinstance(resolved.step, Analysed) and resolved.step.model:
-            model, tokenizer = self._loaded(resolved.model)
-            source = Source(model, tokenizer, source.mask, resolved.model.label, resolved.model.chat)
-        found = resolved.analysis.measure(source)
-        write_json(self.directory / "analyses" / resolved.file, {"settings": repr(resolved.analysis), "rows": found})
+    def _replay(self, line: tuple[str, ...]) -> None:
+        job, _ = build_job(composed(line[1:]))
+        shard, shards = job.settings.numbered_shard
+        with Results(self.out / "rows", f"-{shard}-of-{shards}" if shards > 1 else "", folder="--out") as results:
+            if job.missing(results.keys):
+                if self._model[0] != repr(job.model):
+                    self._model = ("", None)  # one model at a time
+                    self._model = (repr(job.model), (load_model(job.model), load_config(job.model)[1]))
+                job.run(results, *self._model[1])
+        self._jobs[line] = job
 
-    def _loaded(self, config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        key = repr(config)
-        if key not in self._models:
-            self._models.clear()  # one model at a time, so that each fits
-            self._models[key] = load_model(config)
-        return self._models[key], load_config(config)[1]
+    def _folder(self, line: tuple[str, ...]) -> Path:
+        """Return the folder of an analysis: another one for other settings, another model or another mask."""
+        return self.out / "analyses" / f"{line[0]}-{hashlib.sha256(repr(line).encode()).hexdigest()[:10]}"
 
+    def _analyse(self, line: tuple[str, ...]) -> None:
+        folder = self._folder(line)
+        if (folder / "figure.png").is_file():  # which is written last
+            return
+        command = [sys.executable, "-m", "scripts.analyses", line[0], str(folder), *line[1:]]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise ValueError((done.stderr.strip() or f"status {done.returncode}").splitlines()[-1])
 
-def _rows_in(file: Path) -> list[Measurement]:
-    """Return the rows of an analysis that was made before. Raises ValueError for a file that is damaged."""
-    try:
-        rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
-        if isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
-            return rows
-        reason: object = "its rows are no list of rows"
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        reason = repr(error)
-    raise ValueError(f"{file} is damaged ({reason}); remove it and give the command again without --show")
+    def _made(self, item: Item, stored: dict[Key, ResultRow], alone: bool) -> Made:
+        rows: dict[Key, ResultRow] = {}
+        measured: list[Measurement] = []
+        pictures, failed = [], []
+        for step in self.options.steps(item):
+            line = self._line(step)
+            if line in self._failed:
+                failed.append(self._failed[line])
+            elif isinstance(step, EvalRun):
+                rows |= {key: stored[key] for key in keys_of(self._jobs[line]) if key in stored}
+            else:
+                table = pd.read_csv(self._folder(line) / "rows.csv")
+                measured += [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
+                pictures.append(self._folder(line) / "figure.png")
+        return Made(item, [*rows.values()], measured, pictures, failed, alone)

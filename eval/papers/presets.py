@@ -16,18 +16,18 @@ LLAMA_MASK, QWEN_MASK = f"mask={MASKS}llama3.1-8b-instruct.pth", f"mask={MASKS}q
 SIZES = (128, 256, 512)  # KV sizes for prompts of 1K to 4K
 GPU = "a GPU"
 # the reference model that was trained on long replies, too; the shipped one was not
-MIXED = Need("the model reference_mixed", "leank_train/assets/reference_mixed")
+MIXED = Need("the model reference_mixed", "assets/reference_mixed")
 
 
 def methods(names: Sequence[str]) -> str:
-    """Choose dense and these methods of conf/eval/method."""
+    """Choose dense and these methods of conf/method."""
     return f"method=[{','.join(['dense', *names])}]"
 
 
 def here(*names: str, sets: Sequence[str] = (), quick: Sequence[str] = QUICK) -> EvalRun:
     """Replay RULER's retrieval tasks on the reference model.
 
-    names: of conf/eval/method.
+    names: of conf/method.
     sets: overrides after these.
     quick: what `--quick` adds.
     """

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from pathlib import Path
+from importlib.resources import files
+from importlib.util import find_spec
 
 from leank.eval.papers import asl, iap, leank, lethe, think
-from leank.eval.papers.analyses import ANALYSES
 from leank.eval.papers.item import Analysed, Command, Item, Step
 
 ITEMS: dict[str, Item] = {
@@ -40,9 +40,7 @@ def of_papers(names: Iterable[str]) -> list[Item]:
 
 def makes(step: Step) -> bool:
     """Return whether this command can make a step by itself, with what is there."""
-    if isinstance(step, Command) or (isinstance(step, Analysed) and step.name not in ANALYSES):
-        return False
-    return step.need is None or Path(step.need.path).exists()
+    return not isinstance(step, Command) and _lack(step) is None
 
 
 def runs(item: Item) -> bool:
@@ -66,6 +64,7 @@ def _lack(step: Step) -> str | None:
     """Say what a step lacks: "" for a command that can be given here, None for what this one makes."""
     if isinstance(step, Command):
         return f"needs {step.needs}" if step.needs else ""
-    if isinstance(step, Analysed) and step.name not in ANALYSES:
-        return f"analysis {step.name} is missing"
-    return None if makes(step) or step.need is None else f"needs {step.need.what}"
+    if isinstance(step, Analysed) and find_spec("scripts") is None:
+        return "needs a checkout, in which scripts.analyses lies"
+    there = step.need is None or files("leank_train").joinpath(step.need.path).is_dir()
+    return None if there or step.need is None else f"needs {step.need.what}"

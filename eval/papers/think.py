@@ -45,7 +45,7 @@ values = here(
 NIAH_SETS = ("benchmark.longest=8000", *sized((128, 512, 1024, 2048), "snapkv", "snapkv_think"))
 kivi4 = here("papers/kivi4", "papers/kivi4_think")
 SPEED = gpu(
-    "python -m scripts.bench.decoding.methods OUT --lengths 160 --new 338 --window 128 --batches 1 64 300 largest "
+    "python -m scripts.bench.methods OUT --lengths 160 --new 338 --window 128 --batches 1 64 300 largest "
     "--methods dense papers/kivi4 papers/kivi4_think"
 )
 

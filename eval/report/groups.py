@@ -132,13 +132,13 @@ def frame(rows: Sequence[ResultRow]) -> pd.DataFrame:
         "allocated_bytes": [row["cache_bytes"].get("allocated") for row in rows],
         "prompt_tokens": [row["prompt_tokens"] for row in rows],
         **{name: [row["seconds"].get(name) for row in rows] for name in SECONDS},
-        "not_compressed": [row.get("compressed") is False for row in rows],
-        "dense_only": [bool(row.get("dense_only")) and bool(row["settings"]["method"]) for row in rows],
-        "non_finite": [row.get("non_finite") is not None for row in rows],
-        "not_selected": [row.get("selected_layer") == -1 for row in rows],
+        "not_compressed": [row["compressed"] is False for row in rows],
+        "dense_only": [row["dense_only"] and bool(row["settings"]["method"]) for row in rows],
+        "non_finite": [row["non_finite"] is not None for row in rows],
+        "not_selected": [row["selected_layer"] == -1 for row in rows],
         **{f"meta_{name}": [row["meta"].get(name) for row in rows] for name in META},
     }
-    near = [row.get("fidelity") for row in rows]
+    near = [row["fidelity"] for row in rows]
     columns["tokens_compared"] = [None if found is None else found["tokens"] for found in near]
     columns["broken"] = [found is not None and found["non_finite"] is not None for found in near]
     whole = [found if found is not None and found["non_finite"] is None else None for found in near]

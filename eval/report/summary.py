@@ -37,6 +37,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from leank.eval.benchmarks.scoring import metrics_by_op
 from leank.eval.report.groups import MARKED, SAMPLE, SECONDS, frame, group, labels, variant
 from leank.eval.rows.result_row import ResultRow
 from leank.stats import DRAWS, LEVEL, intervals, mean
@@ -212,7 +213,7 @@ def _differences(table: pd.DataFrame, columns: Sequence[str], means: Means) -> l
 
 def _by_op(table: pd.DataFrame) -> list[Record]:
     """GSM-Infinite: mean score (0 to 1, as in the paper) of each method by subset, length and op."""
-    rows = table[(table["metric"] == "gsm_infinite") & table["meta_op"].notna()]
+    rows = table[table["metric"].isin(metrics_by_op()) & table["meta_op"].notna()]
     if rows.empty:
         return []
     subset = rows["meta_d"].map({2: "medium", 3: "hard"}).fillna("realistic")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.loggers import WandbLogger
 
 CELL = ("method", "task", "length", "n", "score", "cache_bytes", "kl", "top1", "loss")
-OVERALL = ("score", "cache_bytes", "kl", "top1", "loss", "difference", "share_of_dense")
+OVERALL = ("score", "cache_bytes", "kl", "top1", "loss", "difference")
 CHANGED = {"method": "method_second", "task": "task", "length": "length", "sample": "sample",
            "answers": "answers_first", "dense": "prediction_first", "reply": "prediction_second",
            "dense score": "score_first", "score": "score_second"}  # fmt: skip
@@ -49,6 +49,8 @@ def log_report(logger: WandbLogger, config: Mapping[str, Any], methods: Sequence
         run.summary.update({f"rows{ending}": part["rows"], f"benchmark{ending}": title(part)})
         for cell in part["overall"]:
             found = {name: cell[name] for name in OVERALL if cell[name] is not None}
+            if cell["share_of_dense"] is not None:
+                found["cache_share"] = cell["share_of_dense"] / 100
             run.summary.update({f"{name}{ending}/{cell['method']}": value for name, value in found.items()})
         pictures = {f"plots/{name}{ending}": directory / f"{name}{ending}.png" for name in FIGURES}
         run.log({key: wandb.Image(str(path)) for key, path in pictures.items() if path.exists()})

@@ -17,7 +17,7 @@ Amount = Annotated[FiniteFloat, Ge(0), Le(LARGEST)]
 Finite = Annotated[FiniteFloat, Ge(-LARGEST), Le(LARGEST)]
 META: dict[str, Callable[[Any], bool]] = {  # what tables group by, where a benchmark has it
     "op": lambda op: str(op).isdecimal(),
-    "d": lambda d: d is None or isinstance(d, int | str),  # earlier versions kept a null of the data
+    "d": lambda d: isinstance(d, int | str),
     "turn": lambda turn: type(turn) is int,
     "mode": lambda mode: isinstance(mode, str),
     "depth_percent": lambda depth: type(depth) in (int, float) and 0 <= depth <= 100,
@@ -76,7 +76,7 @@ class RowSettings(TypedDict):
 
 @with_config(ConfigDict(strict=True))
 class Fidelity(TypedDict):
-    """How near a method's next-token distributions are to dense's on one sample (`eval.inference.divergence`).
+    """How near a method's next-token distributions are to dense's on one sample (`eval.run.fidelity`).
 
     Both read the same tokens: a reply of dense, or a given text. Means over tokens are None if `non_finite` is not.
 
@@ -120,8 +120,8 @@ class ResultRow(TypedDict):
     metric: name of the scorer, see `eval.benchmarks.scoring`.
     meta: what tables group by, such as op and depth_percent.
     prompt_tokens, new_tokens: tokens of the prompt and of the reply.
-    cache_bytes: bytes held after the prompt, per part and in "total"; one sample's share of its batch. In "allocated",
-      what the GPU's allocator counts, earlier versions took a prefill of the method's own off, so it may be below 0.
+    cache_bytes: bytes held after the prompt, per part and in "total"; one sample's share of its batch. "allocated" is
+      what the GPU's allocator counts, of which other tensors that are freed meanwhile are taken off.
     middle_tokens: tokens between sink and window at the reply's end; None for dense.
     compressed: whether less than the dense cache is held or read; None for dense.
     dense_only: whether the dense pass's logits alone decided the reply.
@@ -150,15 +150,15 @@ class ResultRow(TypedDict):
     metric: str
     meta: Annotated[dict[str, Any], AfterValidator(_grouped_by)]
     prompt_tokens: Count
-    new_tokens: NotRequired[Count]
+    new_tokens: Count
     cache_bytes: Annotated[dict[str, Finite], AfterValidator(_with_total)]
-    middle_tokens: NotRequired[Count | None]  # these five and `new_tokens`, `batch`: rows of earlier versions lack them
-    compressed: NotRequired[bool | None]
-    dense_only: NotRequired[bool]
-    non_finite: NotRequired[Count | None]
-    fidelity: NotRequired[Annotated[Fidelity | None, AfterValidator(_measured)]]
-    selected_layer: NotRequired[Annotated[int, Ge(-1), Le(LARGEST)] | None]
-    batch: NotRequired[Count]
+    middle_tokens: Count | None
+    compressed: bool | None
+    dense_only: bool
+    non_finite: Count | None
+    fidelity: Annotated[Fidelity | None, AfterValidator(_measured)]
+    selected_layer: Annotated[int, Ge(-1), Le(LARGEST)] | None
+    batch: Count
     settings: RowSettings
     versions: dict[str, str]
     seconds: dict[str, Amount | None]
@@ -180,14 +180,6 @@ def check_rows(rows: Iterable[Mapping[str, object]]) -> None:
             what = "is missing" if first["type"] == "missing" else f"is wrong ({first['msg']})"
             key = ", ".join(f"{name!r}: {shown(row.get(name))}" for name in ("method", "task", "length", "sample"))
             raise ValueError(
-                f"results row {{{key}}}: {field!r} {what}; an old version wrote it or it was edited: move its "
+                f"results row {{{key}}}: {field!r} {what}; it was edited, or another version wrote it: move its "
                 "results*.jsonl to another folder and run python -m eval again"
             ) from None
-
-
-def check_one_model(rows: Iterable[ResultRow]) -> None:
-    """Raise ValueError for rows of several models, benchmarks or compress switches, whose mean would mean nothing."""
-    for field in ("model", "benchmark", "compress"):
-        found = dict.fromkeys(str(row[field]) for row in rows)
-        if len(found) > 1:
-            raise ValueError(f"these rows are of several values of {field!r} ({', '.join(found)}); give those of one")

@@ -117,6 +117,19 @@ class Results:
         self.close()
 
 
+class Collected:
+    """Rows that stay in memory, where a caller of the replay wants no file; to `Job.run` they are as `Results`."""
+
+    def __init__(self) -> None:
+        self.keys: set[Key] = set()
+        self.rows: list[ResultRow] = []
+
+    def append(self, row: ResultRow) -> None:
+        """Keep one row."""
+        self.keys.add(key_of(row))
+        self.rows.append(row)
+
+
 def read(path: str | os.PathLike[str]) -> Iterator[ResultRow]:
     """Yield the rows of a results file, or of all files in a run directory (each shard writes one).
 

@@ -15,17 +15,16 @@ are snapkv_think_512_0.4, snapkv_think_512_0.5, snapkv_think_1024_0.4 and snapkv
 from __future__ import annotations
 
 import copy
-import importlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from leank.eval.benchmarks.base import Benchmark, Cell
+from leank.eval.benchmarks.base import Benchmark, Cell, benchmarks
 from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.inference.prompts import encode, overhead
 from leank.eval.methods import Method, build_method
@@ -35,18 +34,6 @@ from leank.eval.run.job import Job
 from leank.eval.run.settings import Settings
 from leank.typed import group, refuse_unknown, shown, typed
 
-# name -> "module:class"; imported when first used
-BENCHMARKS = {
-    "gsm_infinite": "leank.eval.benchmarks.gsm_infinite:GsmInfinite",
-    "infinitebench": "leank.eval.benchmarks.infinitebench:InfiniteBench",
-    "longbench": "leank.eval.benchmarks.longbench:LongBench",
-    "math500": "leank.eval.benchmarks.math500:Math500",
-    "mmlu": "leank.eval.benchmarks.mmlu:Mmlu",
-    "multi_turn": "leank.eval.benchmarks.multi_turn:MultiTurn",
-    "niah": "leank.eval.benchmarks.niah:NeedleGrid",
-    "ruler": "leank.eval.benchmarks.ruler:Ruler",
-    "text": "leank.eval.benchmarks.text:Text",
-}
 Setting = tuple[str, ...]  # where a setting stands in a method's configuration
 GROUPS = ("model", "benchmark", "method", "cache", "mask", "name", "logger")
 log = logging.getLogger("eval")
@@ -55,10 +42,10 @@ log = logging.getLogger("eval")
 def build_benchmark(config: Mapping[str, Any]) -> Benchmark:
     """Return the benchmark that `config.name` names. Raises ValueError for an unknown one."""
     name = group(config, "benchmark").get("name")
-    if not isinstance(name, str) or name not in BENCHMARKS:
-        raise ValueError(f"benchmark.name={shown(name)} is unknown; choose one of {', '.join(BENCHMARKS)}")
-    module, attribute = BENCHMARKS[name].split(":")
-    return typed(getattr(importlib.import_module(module), attribute), config, "benchmark.")
+    known = benchmarks()
+    if not isinstance(name, str) or name not in known:
+        raise ValueError(f"benchmark.name={shown(name)} is unknown; choose one of {', '.join(known)}")
+    return cast("Benchmark", typed(known[name], config, "benchmark."))
 
 
 def name_methods(config: Mapping[str, Any]) -> list[Method]:
@@ -120,6 +107,8 @@ def build_settings(config: Mapping[str, object]) -> tuple[ModelConfig, Settings]
     refuse_unknown(config, [*GROUPS, *(f.name for f in fields(Settings))], "")
     if isinstance(config.get("name"), Mapping | list):
         raise ValueError(f"name={shown(config['name'])} must be a text; the run's folder is called so")
+    if isinstance(config.get("mask"), Mapping | list):
+        raise ValueError(f"mask={shown(config['mask'])} must be the path of one mask")
     settings = typed(Settings, {k: v for k, v in config.items() if k not in GROUPS})
     return typed(ModelConfig, {} if config.get("model") is None else config["model"], "model."), settings
 

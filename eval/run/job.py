@@ -17,8 +17,8 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from leank.cli import out_of_memory
 from leank.data_gen.amount import amount
+from leank.errors import out_of_memory
 from leank.eval.benchmarks.base import Benchmark, Cell
 from leank.eval.benchmarks.row import Row
 from leank.eval.benchmarks.scoring import score_row
@@ -26,7 +26,7 @@ from leank.eval.inference.models import ModelConfig
 from leank.eval.inference.prompts import Prompt, encode_turns, overhead
 from leank.eval.methods import Method
 from leank.eval.rows.result_row import ResultRow, RowSettings
-from leank.eval.rows.results import Key, Results
+from leank.eval.rows.results import Collected, Key, Results
 from leank.eval.run.compression import Warnings
 from leank.eval.run.replay import Answer, Replay
 from leank.eval.run.settings import Settings
@@ -157,7 +157,7 @@ class Job:
             row.config not in known.get((row.model, row.method, row.benchmark, row.task), {row.config}) for row in done
         )
 
-    def run(self, results: Results, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+    def run(self, results: Results | Collected, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
         """Do what is missing. Returns the number of new rows."""
         work = self.missing(results.keys)
         wanted = {id(method): method for _, _, methods in work for method in methods}
@@ -203,7 +203,7 @@ class Job:
 
     def _halved_until_it_fits(
         self,
-        results: Results,
+        results: Results | Collected,
         replay: Replay,
         batch: CellBatch,
         methods: Sequence[Method],
@@ -231,7 +231,7 @@ class Job:
             log.warning("out of memory at %s: going on with batch_size=%d", cell.place, size)
 
     def _replay(
-        self, results: Results, replay: Replay, batch: CellBatch, methods: Sequence[Method], said: Warnings
+        self, results: Results | Collected, replay: Replay, batch: CellBatch, methods: Sequence[Method], said: Warnings
     ) -> None:  # fmt: skip
         """Answer a batch with every method that lacks a row of it, and store the rows that are new."""
         cell, samples = batch.cell, list(zip(batch.rows, batch.prompts, strict=True))

@@ -21,7 +21,7 @@ class Settings(Checked):
     max_new_tokens, min_new_tokens: bounds of a reply that replace the benchmark's; None keeps the benchmark's.
     fidelity: tokens of dense's reply at which every method's next-token distribution is compared with dense's, see
       eval.run.fidelity; 0 compares none.
-    match: share of dense bytes, or label of a method, that every method is brought to; see eval.run.matched.
+    match: share of dense bytes, or label of a method, that every method is brought to; see eval.run.build.
     shard: "i/n" does every n-th batch, beginning with batch i (0 is the first), for several GPUs or a Slurm array.
     specials: how special tokens in a sample's own text are read, see eval.inference.prompts.encode.
     """

@@ -1,1 +1,5 @@
-"""Serving in vLLM: the page layout, the managers of its blocks, and the plug-in. Only the plug-in imports vLLM."""
+"""A plug-in for vLLM that serves a model with a channel-pruned cache; `check` says whether a server really does."""
+
+from leank.eval.serving.settings import check
+
+__all__ = ["check"]

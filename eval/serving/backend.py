@@ -1,6 +1,6 @@
 """The attention backend that vLLM runs: each step it writes the new tokens to their pages, and attends over these.
 
-On a CPU a step is computed by `eval.serving.attention`, on a GPU by `eval.serving.device_step`. The pages of all layers
+On a CPU a step is computed by `eval.serving.attention`, on a GPU by `eval.serving.paged`. The pages of all layers
 belong to two holders, `kept` and `rest`, each a cache group of its own for vLLM. The model's attention layers share the
 cache of `kept`, so that vLLM hands every one of them the block table of that group.
 """
@@ -8,7 +8,7 @@ cache of `kept`, so that vLLM hands every one of them the block table of that gr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,15 +28,11 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout
 
-from leank.eval.serving.attention import attend
-from leank.eval.serving.device_step import DeviceStep, decoding_first
+from leank.eval.serving.attention import Step, attend
 from leank.eval.serving.layout import PageLayout
 from leank.eval.serving.manager import RestSpec
+from leank.eval.serving.paged import DeviceStep, PagedAttention, decoding_first
 from leank.eval.serving.settings import ServerSettings, load_mask
-from leank.eval.serving.step import Step
-
-if TYPE_CHECKING:
-    from leank.eval.serving.paged import PagedAttention
 
 KEPT, REST = "leank.1000000.kept", "leank.1000001.rest"  # vLLM sorts caches by the number in their name
 
@@ -89,8 +85,6 @@ class PageHolder(AttentionLayerBase):
 
     def use_kernel(self, device: torch.device, vllm_config: VllmConfig) -> None:
         """Take the memory that the kernel needs for the largest step, before any step is captured."""
-        from leank.eval.serving.paged import PagedAttention
-
         assert self.layout is not None
         heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         captured = vllm_config.compilation_config.cudagraph_capture_sizes or []
@@ -105,7 +99,7 @@ class GroupStep:
     starts: [R + 1], the first row of each request in the step's tokens
     lengths: int32 [R], positions of each request once the step is done
     known: the same on the host, exact but for speculative decoding; None = not said
-    prompts: int [R], tokens of each prompt, None = not said; only a captured step, which has none, is not told
+    prompts: int [R], tokens of each prompt, None = not said, as in the dummy steps with which vLLM captures graphs
     table: int32 [R, blocks], block table
     slots: int64 [tokens], the slots of the new positions
     step: the step of both groups, once a layer has asked for it
@@ -121,10 +115,10 @@ class GroupStep:
 
     def requests(self, layout: PageLayout, rest: GroupStep, first: int = 0) -> Step:
         """The step of the requests from number `first` on, with the tables of both groups."""
-        assert self.prompts is not None, "the plug-in asks vLLM for the lengths of prompts"
         requests = slice(first, len(self.starts) - 1)
         lengths = self.known if self.lengths.is_cuda and self.known is not None else self.lengths
-        ends, prompts = (x[requests].tolist() for x in (lengths, self.prompts))
+        told = lengths if self.prompts is None else self.prompts  # in a dummy step nothing was generated
+        ends, prompts = (x[requests].tolist() for x in (lengths, told))
         return Step(layout, self.starts[first:], ends, prompts, self.table[requests], rest.table[requests])
 
     def join(self, layout: PageLayout, rest: GroupStep) -> Step | DeviceStep:

@@ -42,6 +42,7 @@ from torch import Tensor
 
 STRIPE = 16  # columns: the width of a stripe is a multiple of them, so that a GPU reads whole sectors of 32 bytes
 LINE = 32  # columns: a layer begins at a multiple of them
+HEAD_DIMS = (32, 64, 128)  # channels of a head that the kernels read
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,28 @@
-"""Decode attention over pages: the slow, obvious form, and the launch of the Triton kernel that is held equal to it."""
+"""A server's step on a GPU: attention over pages in one Triton launch, and the slow, obvious form of it.
+
+In a `DeviceStep` the requests that decode come first. They are one launch, whose arguments never move: lengths, block
+tables and slots are the server's own tensors, which it fills anew before each step. So a step in which all requests
+decode can be captured in a CUDA graph and replayed, also with fewer requests than there is room for. The requests
+behind them have chunks of a prompt, which `eval.serving.attention` computes; it is the reference for all of it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from leank.eval.cache.attention.softmax import LOG2_E
-from leank.eval.serving.layout import PageGroup, PageLayout
+from leank.eval.serving import attention
+from leank.eval.serving.layout import HEAD_DIMS, PageGroup, PageLayout
 
 TILE = 64  # tokens that a program reads at a time
 PER_SM = 2  # programs per multiprocessor: all run at once
 START = 24  # what it costs to begin to read, in units of 16 columns of a tile
 MERGE = 64  # lines of partial results that a merge asks for at a time
-HEAD_DIMS = (32, 64, 128)
 
 
 def attend(
@@ -158,16 +166,16 @@ class PagedAttention:
             raise ValueError(f"{batch} rows at once are more than the {self.rows} that this kernel was made for")
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        paged.decode[(self.programs,)](
-            *(pages, q, out, lengths, kept_table, rest_table, *of.kept, *of.rest, self._part, self._stat, self._done),
-            *(scaling * LOG2_E, pages.stride(0), q.stride(0), q.stride(1), batch, self.programs),
-            *(kept_table.stride(0), rest_table.stride(0), of.kept[1].shape[1], of.rest[1].shape[1]),
-            *(layout.sink, layout.window),
+        kept, rest = (
+            paged.Group(table, *tables, table.stride(0), tables[1].shape[1])
+            for table, tables in ((kept_table, of.kept), (rest_table, of.rest))
+        )
+        form = paged.Form(
             H=self.heads,
-            HEADS=triton.next_power_of_2(self.heads),
-            BATCH=triton.next_power_of_2(self.rows),
             GROUP=self.group,
             D=layout.head_dim,
+            HEADS=triton.next_power_of_2(self.heads),
+            BATCH=triton.next_power_of_2(self.rows),
             TILE=TILE,
             START=START,
             EVEN=of.even,
@@ -176,7 +184,67 @@ class PagedAttention:
             MERGE_LINES=max(1, MERGE // self._padded),
             KEPT_BLOCK=layout.kept.block,
             REST_BLOCK=layout.rest.block,
+        )
+        paged.decode[(self.programs,)](
+            *(pages, pages.stride(0), q, q.stride(0), q.stride(1), out, lengths, kept, rest),
+            *(self._part, self._stat, self._done, scaling * LOG2_E, batch, self.programs, layout.sink, layout.window),
+            F=form,
             num_warps=4,
             num_stages=3,
         )
         return out
+
+
+def decoding_first(starts: Sequence[int], tokens: int) -> int:
+    """How many of the first requests have one new position, or none, as padding has, and a row each.
+
+    starts: [R + 1], the first row of each request in the step's tokens
+    tokens: rows of the step, padding included
+    """
+    many = [new > 1 for new in (end - start for start, end in pairwise(starts))]
+    return min(many.index(True) if any(many) else len(many), tokens)
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """What one step computes; every layer reads it.
+
+    decodes: requests at the front with at most one new position; request i has row i of the step's tokens
+    lengths: int32 [R], positions of each request once the step is done; 0 = padding
+    tables: int32 [R, blocks] each, the block tables of `kept` and `rest`
+    slots: int64 [tokens] each, the slots of the new positions in `kept` and `rest`; a slot of the null block or below
+        stores nothing
+    others: the step of the requests behind the first `decodes`, None = there are none
+    """
+
+    decodes: int
+    lengths: Tensor
+    tables: tuple[Tensor, Tensor]
+    slots: tuple[Tensor, Tensor]
+    others: attention.Step | None = None
+
+    def attend(
+        self,
+        paged: PagedAttention,
+        layer: int,
+        pages: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scaling: float,
+        out: Tensor,
+    ) -> None:
+        """Store the step's K and V, and write its attention to `out`.
+
+        pages: [blocks, page_columns]
+        q, out: [tokens, Hq, D], out contiguous
+        k, v: [tokens, H, D]
+        scaling: factor of the logits
+        """
+        tokens, first = len(self.slots[0]), self.decodes
+        paged.write(pages, layer, k[:tokens], v[:tokens], *self.slots)
+        if first:
+            kept, rest = (table[:first] for table in self.tables)
+            paged.attend(pages, layer, q[:first], self.lengths[:first], kept, rest, scaling, out[:first])
+        if self.others is not None:
+            attention.attend(self.others, layer, pages, q, k, v, scaling, out)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from leank.eval.serving.settings import ServerSettings
+from leank.eval.serving.settings import ServerSettings, check_config
 
 BACKEND = "leank.eval.serving.backend.PrunedBackend"
 _exported: dict[str, tuple[str | None, str]] = {}  # variable -> what the user gave, what the last engine exported
@@ -60,13 +60,11 @@ def _checked(create: Callable[..., Any]) -> Callable[..., Any]:
             if _exported:  # the backend that its layers would get is that of a mask
                 raise ValueError("an engine of this process has a mask: start one without in a process of its own")
             return create(self, *args, **kwargs)
-        from leank.eval.serving.check import check
-
         _exported.update({name: (os.environ.get(name), value) for name, value in settings.export().items()})
         os.environ.update(settings.export())  # for the processes that vLLM starts
         use_backend()
         config = create(self, *args, **kwargs)
-        check(config, settings)
+        check_config(config, settings)
         config.model_config.model_arch_config.rswa_window = settings.window  # vLLM then tells the lengths of prompts
         return config
 

@@ -50,19 +50,6 @@ def partial_attention(
     return out, lse.reshape(B, H, G, M, n).permute(0, 3, 1, 2, 4).reshape(R, Hq, n)
 
 
-def partial_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, sees: Visibility, block: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """`partial_attention` by one dense softmax over repeated keys: its tests' reference. `block` has no effect."""
-    (R, Hq, n, _), (B, H, T, _) = q.shape, k.shape
-    seen = sees.mask(0, T).reshape(R, 1, n, T)
-    k, v = (x.repeat_interleave(R // B, 0).repeat_interleave(Hq // H, 1) for x in (k, v))
-    some = seen.any(-1)  # [R, 1, n]
-    logits = (q @ k.transpose(-1, -2) * scale).masked_fill(~seen, -torch.inf).masked_fill(~some[..., None], 0.0)
-    out = (logits.softmax(-1) @ v).masked_fill(~some[..., None], 0.0)
-    return out, logits.logsumexp(-1).masked_fill(~some, -torch.inf)
-
-
 class _Context(AutogradContext, Protocol):
     scale: float
     sees: Visibility

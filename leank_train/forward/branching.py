@@ -5,7 +5,6 @@ Eq. 1 changes answer rows only, so the context does not depend on alpha and need
     prefix  = prefill(model, documents, lengths)                       # K, V of B documents
     teacher = branch(model, prefix, questions_and_answers, lengths)    # R = B * M branches, full attention
     hidden  = student(model, prefix, teacher.cut(question_lengths), answers, lengths, alpha, sink=4, window=64, ...)
-    tokens  = decode(model, prefix, branch(model, prefix, questions, lengths), mask.keep, max_new_tokens=32, ...)
 
 Branch r continues document r // M. Token ids are padded on the right with any valid id. Lengths should be on the host,
 so that no pass waits for the GPU (see `prefix`).
@@ -20,7 +19,7 @@ from transformers import PreTrainedModel
 from leank.data_gen.amount import amount
 from leank.decoder import check_decoder
 from leank_train.forward.hook import run_decoder
-from leank_train.forward.passes import DecodePass, FullPass, PrefillPass, ScaledPass
+from leank_train.forward.passes import FullPass, PrefillPass, ScaledPass
 from leank_train.forward.prefix import Branch, Prefix, checked_lengths, to_device
 
 
@@ -29,15 +28,12 @@ def prefill(
     model: PreTrainedModel,
     document_ids: Tensor,
     lengths: Sequence[int] | Tensor,
-    obs_queries: int = 0,
     kernel: str = "auto",
 ) -> Prefix:
     """Prefill the documents with full causal attention.
 
     document_ids: [B, P], right-padded.
     lengths: [B], at least 1.
-    obs_queries: how many of each document's last queries to keep, for methods that observe more queries than a branch
-        may have.
     kernel: one of `kernels.KERNELS`.
 
     Raises ValueError for a model whose mask cannot be learned (`hook.check_decoder`), bad lengths, or documents longer
@@ -46,32 +42,27 @@ def prefill(
     check_decoder(model)
     lengths = checked_lengths(lengths, document_ids)
     positions = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
-    state = PrefillPass(int(lengths.max()), lengths, obs_queries, model.config.num_hidden_layers, kernel)
+    state = PrefillPass(int(lengths.max()), model.config.num_hidden_layers, kernel)
     run_decoder(model, document_ids, positions, state)
     # Causal rows never see later tokens, so right padding needs no mask: branches must not see its keys.
     k_positions = _positions(torch.zeros_like(lengths), lengths, document_ids)[1]
-    return Prefix(state.keys, state.values, k_positions, lengths, state.queries if obs_queries else None)
+    return Prefix(state.keys, state.values, k_positions, lengths)
 
 
 @torch.no_grad()
-def branch(
-    model: PreTrainedModel, prefix: Prefix, ids: Tensor, lengths: Sequence[int] | Tensor, obs_queries: int = 0
-) -> Branch:
+def branch(model: PreTrainedModel, prefix: Prefix, ids: Tensor, lengths: Sequence[int] | Tensor) -> Branch:
     """Continue the documents with full attention.
 
     ids: [R, T], right-padded; R is a multiple of B.
     lengths: [R], at least 1.
-    obs_queries: how many last queries to keep per branch. A shorter branch takes the rest from its document, for which
-        `prefill` needs the same obs_queries.
 
-    Raises ValueError if R is no multiple of B, for bad lengths, or if a branch and its document have fewer queries.
+    Raises ValueError if R is no multiple of B, or for bad lengths.
     """
     lengths, starts = checked_lengths(lengths, ids), _starts(prefix, ids)
     positions, k_positions = _positions(starts, lengths, ids)
-    state = FullPass(prefix, positions, k_positions, lengths, obs_queries)
+    state = FullPass(prefix, positions, k_positions)
     hidden = run_decoder(model, ids, to_device(positions, ids.device), state)
-    queries = state.queries if obs_queries else None
-    return Branch(state.keys, state.values, k_positions, lengths, starts, hidden, queries)
+    return Branch(state.keys, state.values, k_positions, lengths, starts, hidden)
 
 
 @torch.no_grad()
@@ -98,7 +89,7 @@ def prefill_and_branch(
     at = to_device(own_at, ids.device)  # [B, T], columns of the branch in its row
     whole = torch.cat([document_ids, ids.new_zeros(ids.shape)], 1).scatter(1, at, ids)
     positions = torch.arange(P + T, device=ids.device).expand_as(whole)
-    state = PrefillPass(int((starts + lengths).max()), starts + lengths, 0, model.config.num_hidden_layers, kernel)
+    state = PrefillPass(int((starts + lengths).max()), model.config.num_hidden_layers, kernel)
     hidden = run_decoder(model, whole, positions, state)
 
     def tail(x: Tensor) -> Tensor:  # [B, H, P + T, D] -> [B, H, T, D]
@@ -141,48 +132,6 @@ def student(
     if alpha.requires_grad and not hidden.requires_grad:  # no row had a middle: the gradient is zero, not an error
         hidden = hidden + 0.0 * alpha.sum()
     return hidden
-
-
-@torch.no_grad()
-def decode(
-    model: PreTrainedModel,
-    prefix: Prefix,
-    question: Branch,
-    alpha: Tensor,
-    *,
-    max_new_tokens: int,
-    eos_id: int | Sequence[int],
-    sink: int,
-    window: int,
-    flush: int,
-) -> list[list[int]]:
-    """Decode all R branches greedily, as deployed: empty heads drop the middle (section 3.3).
-
-    The first token comes from the dense pass over the question, so it does not depend on the mask.
-
-    alpha: [L, H, D] or [R, L, H, D], bool masks or scores.
-    sink, window: tokens at both ends of the context that keep all channels.
-    flush: how many tokens leave the window at a time, as in `eval.cache.compressed_cache`.
-
-    Returns R lists of at most max_new_tokens ids, cut before the first of eos_id.
-    """
-    device = question.hidden.device
-    stops = torch.tensor([eos_id] if isinstance(eos_id, int) else list(eos_id), device=device)
-    rows = torch.arange(len(question.lengths), device=device)
-    state = DecodePass(prefix, question, max_new_tokens, alpha, sink, window, flush)
-    hidden, tokens = question.hidden[rows, to_device(question.lengths - 1, device)], []
-    done = torch.zeros_like(rows, dtype=torch.bool)
-    for step in range(max_new_tokens):
-        tokens.append(model.get_output_embeddings()(hidden).argmax(-1))  # [R]
-        done |= torch.isin(tokens[-1], stops)
-        if done.all() or step + 1 == max_new_tokens:
-            break
-        positions = (question.starts + question.lengths + step)[:, None]  # [R, 1]
-        state.advance(positions)
-        hidden = run_decoder(model, tokens[-1][:, None], to_device(positions, device), state)[:, 0]
-    ends = set(stops.tolist())
-    answers = torch.stack(tokens, 1).tolist() if tokens else [[] for _ in rows]
-    return [row[: next((i for i, token in enumerate(row) if token in ends), len(row))] for row in answers]
 
 
 def _starts(prefix: Prefix, ids: Tensor) -> Tensor:

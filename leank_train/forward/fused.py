@@ -19,7 +19,6 @@ from leank.kernels import HALF, SCORES_AT_ONCE, flash_backward, flash_forward, f
 from leank_train.autograd import AutogradContext
 from leank_train.forward.attention import exp_, product
 from leank_train.forward.plan import JoinedPieces, KeyBlock, Layout, Piece, Plan
-from leank_train.forward.ranks import over_ranks, summed
 
 FLASH_FROM = 512  # keys; the flash kernel reads ranges of at least so many, shorter ones cost less in a joint product
 
@@ -116,8 +115,8 @@ class _Fused(torch.autograd.Function):
         state, full, rests = None, None, []
         for number, block in enumerate(layout.blocks):
             if ranks and number == layout.shares:
-                state = over_ranks(state, dense, values[0], ranks)
-                full = None if empty is None else over_ranks(full, dense, values[0], ranks)
+                state = _over_ranks(state, dense, values[0], ranks)
+                full = None if empty is None else _over_ranks(full, dense, values[0], ranks)
             found = []
             for p in block.flash:
                 k, v = (x[p.part][:, :, p.start : p.stop] for x in (keys, values))
@@ -152,7 +151,7 @@ class _Fused(torch.autograd.Function):
             wholes = [(x.to(dense.dtype), y.squeeze(-1)) for x, y in wholes]
         for number, (block, rests) in enumerate(zip(ctx.layout.blocks, ctx.rests, strict=True)):
             if ctx.ranks and number == ctx.layout.shares:
-                d_queries = summed(d_queries, dense, scaled, out.dtype, ctx.ranks)
+                d_queries = _summed(d_queries, dense, scaled, out.dtype, ctx.ranks)
             if block.joined:
                 logits = _logits(dense, scaled, keys, block, scale, ctx.folded)
                 spreads = [product(d_out, _read(values, joined).mT) for joined in block.spreads]
@@ -274,3 +273,29 @@ def _finish(out: Tensor, total: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; a row that sees no key has the output 0 and a finite lse, so that its weights are 0."""
     total = total.clamp_(min=torch.finfo(total.dtype).tiny)
     return out / total, total.log().add_(top)
+
+
+def _over_ranks(
+    state: tuple[Tensor, Tensor, Tensor] | None, rows: Tensor, values: Tensor, ranks: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The online softmax over all ranks' shares from that over this rank's, which is None if no row sees its share."""
+    if state is None:
+        dtype = torch.promote_types(rows.dtype, torch.float32)
+        out = rows.new_zeros(*rows.shape[:3], values.shape[-1], dtype=dtype)
+        state = out, out.new_zeros(*rows.shape[:3], 1), out.new_full((*rows.shape[:3], 1), -torch.inf)
+    out, total, top = state
+    highest = top.clone()
+    dist.all_reduce(highest, dist.ReduceOp.MAX, ranks)
+    sums = torch.cat([out, total], -1) * (top - highest.masked_fill(highest == -torch.inf, 0.0)).exp()
+    dist.all_reduce(sums, group=ranks)
+    return sums[..., :-1], sums[..., -1:], highest
+
+
+def _summed(
+    d_queries: list[Tensor | None], dense: Tensor, scaled: Tensor | None, dtype: torch.dtype, ranks: dist.ProcessGroup
+) -> list[Tensor | None]:
+    """Gradients of plain and of scaled queries, summed over the ranks in one message."""
+    found = [torch.zeros_like(dense, dtype=dtype) if d is None else d for d in d_queries[: 1 + (scaled is not None)]]
+    sums = torch.stack(found)
+    dist.all_reduce(sums, group=ranks)
+    return [*sums.unbind(0), None][:2]

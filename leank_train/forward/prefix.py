@@ -21,7 +21,6 @@ class Prefix:
     keys, values: [B, H, P, D] per layer.
     k_positions: [B, P] on the host, -1 for padding.
     lengths: [B] on the host, tokens of each document.
-    queries: [B, Hq, n, D] per layer, the last n = obs_queries queries of each document; None if none were kept.
     ranks: the processes that each hold a share of the P tokens; None if this one holds all.
     """
 
@@ -29,7 +28,6 @@ class Prefix:
     values: list[Tensor]
     k_positions: Tensor
     lengths: Tensor
-    queries: list[Tensor] | None = None
     ranks: dist.ProcessGroup | None = None
 
     @property
@@ -47,7 +45,6 @@ class Branch:
     lengths: [R] on the host, the branch's own tokens.
     starts: [R] on the host, tokens of its document.
     hidden: [R, T, hidden] after the final norm.
-    queries: [R, Hq, n, D] per layer, the last n = obs_queries queries of document and branch; None if none were kept.
     """
 
     keys: list[Tensor]
@@ -56,7 +53,6 @@ class Branch:
     lengths: Tensor
     starts: Tensor
     hidden: Tensor
-    queries: list[Tensor] | None = None
 
     def cut(self, lengths: Sequence[int] | Tensor) -> "Branch":
         """The first lengths [R] tokens of each branch, such as the question of a pass over question and answer."""
@@ -70,7 +66,6 @@ class Branch:
             k_positions=self.k_positions[:, :longest].masked_fill(~seen, -1),
             lengths=lengths,
             hidden=self.hidden[:, :longest],
-            queries=None,
         )
 
     def repeat(self, times: int) -> "Branch":

@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from leank_train.forward.prefix import to_device
-
 ZONES = ("causal", "dense", "middle")
 
 
@@ -24,7 +22,6 @@ class Visibility:
     k_positions: [B, T], -1 for padding.
     spans: (start, stop, masked) ranges of key indices. Nobody sees a key outside the spans. Where masked is False,
         every row sees every key of the span.
-    start: [B, M * n], the first position of each row's window. None: the window slides with the row, i - j < window.
     """
 
     q_positions: Tensor
@@ -33,15 +30,13 @@ class Visibility:
     sink: int
     window: int
     spans: tuple[tuple[int, int, bool], ...]
-    start: Tensor | None = None
 
     def sees(self, i: Tensor, j: Tensor) -> Tensor:
         """Whether a row at position i sees a key at position j, broadcast; it ignores the spans."""
         causal = (j >= 0) & (j <= i)
         if self.zone == "causal":
             return causal
-        recent = i - j < self.window if self.start is None else j >= to_device(self.start, i.device).view(i.shape)
-        dense = (j < self.sink) | recent
+        dense = (j < self.sink) | (i - j < self.window)
         return causal & (dense if self.zone == "dense" else ~dense)
 
     def mask(self, start: int, stop: int) -> Tensor:
@@ -55,9 +50,7 @@ class Visibility:
                 yield first, min(first + block, stop), masked
 
 
-def visibility(
-    q_positions: Tensor, k_positions: Tensor, zone: str, sink: int = 0, window: int = 1, start: Tensor | None = None
-) -> Visibility:
+def visibility(q_positions: Tensor, k_positions: Tensor, zone: str, sink: int = 0, window: int = 1) -> Visibility:
     """Find the spans of one zone for a pass.
 
     The zones "dense" and "middle" of the same sink and window are disjoint, and together they are "causal".
@@ -66,7 +59,6 @@ def visibility(
     k_positions: [B, T], -1 for padding; B divides R.
     zone: one of `ZONES`.
     sink, window: tokens, at least 0 and 1; the window counts the row itself.
-    start: [R, n], first position of each row's window, instead of a sliding `window`.
 
     Raises ValueError for an unknown zone, or a sink or window out of range.
     """
@@ -75,10 +67,7 @@ def visibility(
     if sink < 0 or window < 1:
         raise ValueError(f"sink={sink}, window={window}: the sink must be at least 0, the window (self included) 1")
     folded = q_positions.reshape(k_positions.shape[0], -1)  # [B, M * n]
-    found = Visibility(folded, k_positions, zone, sink, window, (), None if start is None else start.view(folded.shape))
-    if start is not None:
-        seen = found.sees(folded[:, :, None], k_positions[:, None])  # [B, M * n, T]
-        return replace(found, spans=_spans(~seen.any(1), seen.all(1)))
+    found = Visibility(folded, k_positions, zone, sink, window, ())
     low, high = folded.amin(1, keepdim=True), folded.amax(1, keepdim=True)  # [B, 1]
     # The rows that see a key are neighbours. So if the lowest and the highest row see it, those between see it, too.
     at_low, at_high = found.sees(low, k_positions), found.sees(high, k_positions)  # [B, T]

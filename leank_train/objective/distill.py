@@ -1,7 +1,7 @@
-"""The objective of both stages: the distance of hidden states, L1 on alpha, straight-through masks, learning rates.
+"""What both stages do beside their objective: rows to compare, L1 on alpha, straight-through masks, learning rates.
 
-Stage 1 minimises l2_loss + lambda * l1_penalty(alpha); stage 2 minimises l2_loss with straight_through(alpha, beta) in
-place of alpha. Where the paper and its published code differ, both forms are here by name.
+Stage 1 minimises distance + lambda * l1_penalty(alpha); stage 2 minimises the distance with straight_through(alpha,
+beta) in place of alpha. Where the paper and its published code differ, both forms are here by name.
 """
 
 import torch
@@ -13,9 +13,6 @@ REDUCTIONS = ("official", "paper")
 L1_FORMS = ("mean", "sum")
 SCHEDULES = ("official", "constant")
 STRAIGHT_THROUGH = ("binary", "alpha_beta")
-# Factor of the loss in the backward pass of a float16 model. The official loss is a mean over thousands of units and
-# tokens, so most gradients of hidden states lie below float16's smallest number, 6e-8. In bfloat16 they do not. The
-# paper's loss is a sum, whose gradients times this factor would lie beyond float16's largest number.
 
 
 def answer_rows(hidden: Tensor, question_lengths: Tensor, answer_tokens: int) -> Tensor:
@@ -28,27 +25,6 @@ def answer_rows(hidden: Tensor, question_lengths: Tensor, answer_tokens: int) ->
     index = question_lengths[:, None] + torch.arange(answer_tokens, device=question_lengths.device)  # [R, N]
     index = to_device(index.clamp(max=hidden.shape[1] - 1), hidden.device)
     return hidden.gather(1, index[:, :, None].expand(-1, -1, hidden.shape[2]))
-
-
-def l2_loss(full: Tensor, scaled: Tensor, lengths: Tensor, reduction: str) -> Tensor:
-    """Return the L2 distance between hidden states of teacher and student at the answer tokens.
-
-    It is computed in float32 (float64 stays).
-
-    full, scaled: [R, N, hidden], of teacher and student.
-    lengths: [R], answer tokens of each sequence.
-    reduction: "official" is the mean over hidden units and all answer tokens of the batch; "paper" is the sum over
-        both, ||H_full - H_scaled||_2^2, averaged over the R sequences.
-
-    Raises ValueError for an unknown reduction, or an answer without tokens.
-    """
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction={reduction!r} is unknown; use official or paper")
-    dtype = torch.promote_types(full.dtype, torch.float32)
-    counts = to_device(counted(lengths, full.shape[1]), full.device)
-    # Padding is replaced, not multiplied by 0: a NaN in it must not reach the loss or the gradient.
-    squares = torch.where(counts[..., None], full.to(dtype) - scaled.to(dtype), 0.0).square()
-    return squares.mean(-1).sum() / counts.sum() if reduction == "official" else squares.sum() / len(lengths)
 
 
 def counted(lengths: Tensor, longest: int) -> Tensor:

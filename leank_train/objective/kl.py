@@ -1,6 +1,6 @@
 """The KL objective: the divergence of the student's next-token distributions from the teacher's at the answer tokens.
 
-The paper's objective (`distill.l2_loss`) weighs all directions of hidden states alike. The model's output head W shows
+The paper's objective (`l2.l2_loss`) weighs all directions of hidden states alike. The model's output head W shows
 which of them decide the next token, so this objective compares softmax(W h_full) with softmax(W h_scaled).
 """
 
@@ -9,16 +9,25 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from leank.head import LOGITS_AT_ONCE, Head, divergence
 from leank_train.autograd import AutogradContext
 from leank_train.forward.prefix import to_device
+from leank_train.objective.base import Objective, objective
 from leank_train.objective.distill import REDUCTIONS, counted
 
-OBJECTIVES = ("l2", "kl")
+
+@objective("kl")
+class KL(Objective):
+    """KL(softmax(W h_full) || softmax(W h_scaled)) with the model's output head W."""
+
+    needs_head = True
+
+    def distance(self, full: Tensor, scaled: Tensor, lengths: Tensor) -> Tensor:
+        """Return `kl_loss`."""
+        return kl_loss(Head.of(self.model), full, scaled, lengths, self.reduction)
 
 
 def kl_loss(
@@ -38,15 +47,6 @@ def kl_loss(
         chunk = max(1, LOGITS_AT_ONCE["cuda" if full.is_cuda else "cpu"] // head.weight.shape[0])
     rows, share = _rows(full, lengths, reduction)
     return _KL.apply(scaled.flatten(0, 1)[rows], full.flatten(0, 1)[rows], head, chunk) * share
-
-
-def kl_loss_reference(
-    head: Head, full: Tensor, scaled: Tensor, lengths: Tensor, reduction: str = "official", chunk: int | None = None
-) -> Tensor:
-    """Compute `kl_loss` with all logits at once and by autograd, as its tests' oracle; `chunk` has no effect."""
-    rows, share = _rows(full, lengths, reduction)
-    teacher, student = (head.logits(x.flatten(0, 1)[rows]).log_softmax(-1) for x in (full.detach(), scaled))
-    return F.kl_div(student, teacher, reduction="sum", log_target=True) * share
 
 
 def _rows(hidden: Tensor, lengths: Tensor, reduction: str) -> tuple[Tensor, float]:

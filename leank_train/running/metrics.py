@@ -3,14 +3,6 @@
 from typing import TypedDict
 
 
-class Interval(TypedDict):
-    """Mean difference of two methods in points, and the bounds of its confidence interval."""
-
-    mean: float
-    low: float
-    high: float
-
-
 class SampleCounts(TypedDict):
     """Which samples validation has scored."""
 
@@ -22,12 +14,12 @@ class Validation(TypedDict):
     """Scores of validation, %.
 
     recall, exact_match: method -> task, or "average" -> score.
-    leank_minus: method -> how far the learned mask is above it.
+    leank_minus: method -> the points by which the learned mask is above it (mean), and its interval (low, high).
     """
 
     recall: dict[str, dict[str, float]]
     exact_match: dict[str, dict[str, float]]
-    leank_minus: dict[str, Interval]
+    leank_minus: dict[str, dict[str, float]]
     samples: SampleCounts
 
 
@@ -39,6 +31,7 @@ class Metrics(TypedDict, total=False):
     separation: how far stage 1 has driven the scores apart (`Separation.metrics`).
     distillation: stage -> distillation loss of its last step.
     heldout: stage with early stopping -> "step" and "loss" of its best look, and the step at which it "ended".
+    verdict: KL to dense of the mask and of those that it has to beat, and doubts (`leank_train.verdict`).
     seconds: phase -> seconds.
     config: fingerprint of the settings.
     """
@@ -50,6 +43,7 @@ class Metrics(TypedDict, total=False):
     separation: dict[str, float]
     distillation: dict[str, float]
     heldout: dict[str, dict[str, float]]
+    verdict: dict[str, object]
     seconds: dict[str, float]
     config: str
     validation: Validation

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
-from leank.cli import in_one_line
 from leank.data_gen.amount import amount
+from leank.errors import in_one_line
 from leank.kernels import KERNELS
 from leank.typed import BadConfig, Checked, OneOf, Positive, shown
 from leank_train.running.preempt import environments

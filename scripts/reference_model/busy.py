@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoTokenizer, DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from leank.data_gen.amount import amount
-from leank.files import write_text
 from scripts.reference_model.batches import TrainingRow, evaluation_rows
 from scripts.reference_model.evaluation import right_tokens
 from scripts.reference_model.recipe import UNORDERED
@@ -200,12 +199,6 @@ def text_losses(
     ]  # fmt: skip
 
 
-def write(path: Path, records: Sequence[Mapping[str, float | str]]) -> None:
-    """Write records as CSV."""
-    rounded = [{k: round(v, 4) if isinstance(v, float) else v for k, v in r.items()} for r in records]
-    write_text(path, pd.DataFrame(rounded, dtype=object).to_csv(index=False))
-
-
 def plot(path: Path, means: Sequence[float], heads: int) -> None:
     """Draw the mean exact match against the share of heads that are removed."""
     from matplotlib.figure import Figure
@@ -240,18 +233,17 @@ def main(argv: list[str] | None = None) -> None:
     model = LlamaForCausalLM.from_pretrained(args.model, dtype=dtype, attn_implementation=NAME).to(args.device).eval()
     if args.text is not None:
         stream, longest = np.load(args.text / "test.npy"), args.text_length or model.config.max_position_embeddings
-        write(args.out / "text.csv", text_losses(model, stream, longest, args.text_rows, args.sink, args.window))
+        losses = text_losses(model, stream, longest, args.text_rows, args.sink, args.window)
+        pd.DataFrame(losses).round(4).to_csv(args.out / "text.csv", index=False)
     rows = evaluation_rows(tokenizer, args.length, args.samples, args.seed)
     with torch.no_grad():
         probes = {task: prefill(model, found) for task, found in rows.items()}
     rounds = greedy(model, probes, args.sink, args.window, args.most)
-    write(
-        args.out / "busy.csv",
-        [
-            {"removed": i, "head": head, "mean": s.mean, "log_likelihood": s.log_likelihood, **s.match}
-            for i, (head, s) in enumerate(rounds)
-        ],
-    )
+    lines = [
+        {"removed": i, "head": head, "mean": s.mean, "log_likelihood": s.log_likelihood, **s.match}
+        for i, (head, s) in enumerate(rounds)
+    ]
+    pd.DataFrame(lines).round(4).to_csv(args.out / "busy.csv", index=False)
     plot(args.out / "busy.png", [s.mean for _, s in rounds], no_heads(model).numel())
 
 

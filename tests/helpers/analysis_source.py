@@ -6,8 +6,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from leank.eval.papers.analyses.source import Source
 from leank.mask import ChannelMask
+from scripts.analyses.source import Source
 from tests.helpers.text_tokenizers import tokenizer
 
 LAYERS, HEADS, GROUP, DIM = 3, 2, 2, 8
@@ -63,3 +63,11 @@ def attention(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """The whole matrix of causal attention weights [Hq, T, T]."""
     logits = q @ k.mT / DIM**0.5
     return logits.masked_fill(~torch.ones(logits.shape[-2:], dtype=torch.bool).tril(), -torch.inf).softmax(-1)
+
+
+def only(table, **wanted):
+    """The lines of a table whose columns have the `wanted` values, as dictionaries; what is empty is None."""
+    lines = table.astype(object).where(table.notna(), None).to_dict("records")
+    whole = [{name: int(x) if name != "value" and isinstance(x, float) and x.is_integer() else x
+              for name, x in one.items()} for one in lines]  # fmt: skip
+    return [one for one in whole if all(one.get(name) == value for name, value in wanted.items())]

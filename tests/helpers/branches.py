@@ -2,7 +2,7 @@
 
 import torch
 
-from leank_train.forward.branching import branch, decode, student
+from leank_train.forward.branching import branch, student
 
 DOCUMENTS, QUESTIONS, ANSWERS = [23, 17], [4, 7, 1, 5], [3, 1, 5, 2]  # two branches per document, uneven
 
@@ -32,8 +32,8 @@ def scores(per_branch=False):
     return alpha.requires_grad_()
 
 
-def step(model, prefix, sink, window, empty_heads, replies=True):
-    """What training takes from a prefix: the teacher's rows, the student's, the gradient; and greedy answers."""
+def step(model, prefix, sink, window, empty_heads):
+    """What training takes from a prefix: the teacher's rows, the student's, and the gradient."""
     _, questions, answers = batch()
     both = [torch.cat(pair) for pair in zip(questions, answers, strict=True)]
     teacher = branch(model, prefix, pad(both), [len(x) for x in both])
@@ -43,7 +43,4 @@ def step(model, prefix, sink, window, empty_heads, replies=True):
     seen = torch.arange(hidden.shape[1]) < torch.tensor(ANSWERS)[:, None]
     loss = (hidden[seen] * torch.arange(hidden[seen].numel()).view(hidden[seen].shape).cos()).sum()
     (gradient,) = torch.autograd.grad(loss, alpha)
-    found = [teacher.hidden, hidden.detach(), gradient]
-    if replies:
-        found += decode(model, prefix, question, alpha.detach(), max_new_tokens=4, eos_id=-1, **zones, flush=2)
-    return found
+    return [teacher.hidden, hidden.detach(), gradient]

@@ -17,17 +17,19 @@ from triton.compiler import ASTSource
 
 from leank.eval.cache.attention import work
 from leank.eval.cache.attention.kernels import choose, decode, evict, packed, ring
+from leank.eval.cache.attention.kernels.parts import Layer, Queries, Results
 from leank.eval.methods.kernels import rkv as rkv_kernel
 from leank.eval.methods.kernels.rkv import UNIT as WHOLE
+from leank.eval.serving.kernels import paged
 
 UNIT = -64  # log2 of kernels.packed.unit_of in bfloat16
 SUBNORMAL = -133  # log2 of bfloat16's smallest number, which a byte counts
 HOPPER = GPUTarget("cuda", 90, 32)
 NUMBER, COUNT, TABLE, BYTES, FLOATS = "*bf16", "*i64", "*i32", "*u8", "*fp32"
 OF_DECODE = {
-    "base": NUMBER, "bytes_base": BYTES, "q": NUMBER, "out": NUMBER, "index": TABLE, "ranks": TABLE, "table": COUNT,
-    "seen_ptr": COUNT, "start_ptr": COUNT, "tail_ptr": COUNT, "position_ptr": COUNT, "part": FLOATS, "stat": FLOATS,
-    "done": TABLE, "scratch": COUNT, "room": COUNT, "scale": "fp32",
+    "layer": Layer(NUMBER, BYTES, TABLE, TABLE, COUNT, COUNT, COUNT, *["i32"] * 4), "table": COUNT,
+    "queries": Queries(NUMBER, COUNT, *["i32"] * 4, "fp32"), "results": Results(NUMBER, FLOATS, FLOATS, TABLE),
+    "scratch": COUNT, "room": COUNT,
 }  # fmt: skip
 OF_MOVE = {
     "ring_k": NUMBER, "ring_v": NUMBER, "k": NUMBER, "v": NUMBER, "index": TABLE, "ranks": TABLE, "places": COUNT,
@@ -41,12 +43,14 @@ OF_RKV = {
     "k": NUMBER, "places": COUNT, "length_ptr": COUNT, "norm": FLOATS, "repeated": COUNT, "total": FLOATS,
     "scores": FLOATS, "ranked": FLOATS, "threshold": "fp32", "mix": "fp32",
 }  # fmt: skip
-OF_CHOSEN = {**OF_DECODE, "chosen": TABLE, "words": FLOATS}
-HEADS = {"H": 8}
-DECODE = {
-    **HEADS, "GROUP": 4, "TILE": 64, "M": 16, "ROWS": 4, "MERGE_LINES": 32, "EVEN": True, "PAGE": 64,
-    "FIELDS": work.FIELDS, "BITS": 0, "CELL": 0, "PTX": True, "WARPS": 4, "VALUES": 0, "WEIGHTS": False, "EARLY": True,
+OF_CHOSEN = {
+    **OF_DECODE, "base": NUMBER, "words": FLOATS, "q": NUMBER, "index": TABLE, "tail_ptr": COUNT, "chosen": TABLE,
 }  # fmt: skip
+HEADS = {"H": 8}
+FORM = decode.Form(
+    H=8, GROUP=4, D=64, TILE=64, M=16, ROWS=4, MERGE_LINES=32, EVEN=True, PAGE=64, FIELDS=work.FIELDS, WARPS=4,
+    VALUES=0, WEIGHTS=False, PDL=True,
+)  # fmt: skip
 MOVE = {**HEADS, "TILE": 32, "PAGE": 64, "VALUES": 0}
 CHOSEN = {
     **HEADS, "GROUP": 4, "TILE": 16, "SPAN": 64, "M": 16, "ROWS": 4, "MERGE_LINES": 32, "PER": 16, "STEP": 16,
@@ -55,7 +59,7 @@ SCORED = {**HEADS, "GROUP": 4, "M": 16, "TILE": 64, "RUN": 8, "C": 16, "STEP": 1
 CHOICE = {"GROUP": 4, "RUN": 8, "WIDTH": 10, "LINES": 64, "LAST": 64}
 
 
-def compiles(function: triton.JITFunction, types: Mapping[str, str], constants: Mapping[str, object]) -> str:
+def compiles(function: triton.JITFunction, types: Mapping[str, object], constants: Mapping[str, object]) -> str:
     """Compile a kernel; parameters that are neither in `types` nor in `constants` are 32-bit integers.
 
     Returns Triton's first form of it, in which numbers are still decimal. Raises what Triton raises.
@@ -87,12 +91,13 @@ def wrong_units(text: str, bits: int) -> str:
 
 
 def main(dim: int) -> None:
-    """Compile the forms that differ in what a constant switches on: all at one head_dim, the plainest at 128."""
-    plain, move = {**DECODE, "D": dim}, {**MOVE, "D": dim}
-    for change in ({"D": 128}, {"VALUES": dim // 2}, {"WEIGHTS": True}):
-        compiles(decode.decode, OF_DECODE, {**plain, **change})
+    """Compile the forms that differ in what a constant switches on, at one head_dim."""
+    form, move = FORM._replace(D=dim), {**MOVE, "D": dim}
+    for change in ({"VALUES": dim // 2}, {"WEIGHTS": True}):
+        compiles(decode.decode, OF_DECODE, {"F": form._replace(**change), "READ": None, "CODES": None})
     for bits in (8, 2):
-        text = compiles(decode.decode, OF_DECODE, {**plain, "BITS": bits, "CELL": 32})
+        codec = {"READ": packed.read, "CODES": packed.Codes(bits, 32, True)}
+        text = compiles(decode.decode, OF_DECODE, {"F": form, **codec})
         assert not (wrong := wrong_units(text, bits)), f"{wrong}; Triton may have made 0 of one"
     for change in ({}, {"VALUES": 1}, {"PAGE": 1}):
         compiles(ring.move, OF_MOVE, {**move, **change})
@@ -110,6 +115,13 @@ def main(dim: int) -> None:
         compiles(choose.score_tokens, OF_CHOSEN, labels)
     for change in ({"PER": 1, "CAP": 64}, {"PER": 16, "CAP": 0}):
         compiles(choose.choose, OF_CHOSEN, {**CHOICE, **change})
+    group = paged.Group(TABLE, TABLE, TABLE, "i32", "i32")
+    of_pages = {
+        "pages": NUMBER, "q": NUMBER, "out": NUMBER, "lengths": TABLE, "kept": group, "rest": group, "part": FLOATS,
+        "stat": FLOATS, "done": TABLE, "scale": "fp32",
+    }  # fmt: skip
+    for even, block in ((True, 64), (False, 16)):
+        compiles(paged.decode, of_pages, {"F": paged.Form(8, 4, dim, 8, 8, 64, 24, even, 16, 4, 16, block, block)})
     of_packed = {name: kind for name, kind in OF_MOVE.items() if name != "ranks"} | {"k": BYTES, "v": BYTES}
     compiles(packed.move, of_packed, {**page, "BITS": 2, "CELL": 32})
 

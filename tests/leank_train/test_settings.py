@@ -2,59 +2,26 @@
 
 import hashlib
 import json
-import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from importlib import import_module
+from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 import pytest
 from annotated_types import Ge
 from hypothesis import given
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
 from leank import backbone
+from leank.eval.benchmarks.base import benchmarks
 from leank.eval.inference.models import ModelConfig
 from leank.eval.methods import REGISTRY, build_method, choice, choice_class
-from leank.eval.run.build import BENCHMARKS, build_benchmark
+from leank.eval.run.build import build_benchmark
 from leank.eval.run.settings import Settings
 from leank.typed import BadConfig, Checked, Count, OneOf, Positive, Share, _adapters, typed
-from leank.wandb_log import LoggerConfig, make_logger
+from leank.wandb_log import LoggerConfig
 from leank_train import settings
 from tests.helpers.composed import training
 
-OLD = """
-model: {name: reference, dtype: auto, chat: null, overrides: {}}
-data:
-  tasks: {kv: 1, multivalue: 3, multikey: 1, multiquery: 1}
-  min_length: 768
-  max_length: 1280
-  questions: 4
-  documents: 1
-  essays: null
-mask: {ratio: 0.8, align: 8, rounding: exact, sink: 16, window: 144}
-stage1:
-  {steps: 180, lr: 1, schedule: official, reduction: official, lam: 0.2, l1: mean, clamp: true, empty_heads: zero}
-stage2:
-  steps: 40
-  lr: 0.02
-  schedule: official
-  reduction: official
-  clamp: true
-  empty_heads: drop
-  straight_through: binary
-trainer: {accelerator: auto, devices: 1, num_nodes: 1, strategy: auto, precision: null, deterministic: false,
-  sequence_parallel: 1, shard_weights: false, prefill_kernel: auto}
-logger: {kind: none}
-validation: {samples: 8, lengths: [1024], tasks: null, batch: 8, max_new_tokens: 48, calibration: 8}
-name: reference_demo
-seed: 3
-resume: true
-checkpoint_every: 50
-workers: 1
-requeues: 50
-"""
 HASHES = {  # fingerprints that folders in use have: written while `pruning` was called `mask`
     "llama70b_70pct": "e4a28a7375d4", "llama_70pct": "717436fcbf58", "llama_70pct_128k": "c922d7b79a44",
     "qwen_70pct": "c75ca450ec78", "qwen_70pct_yarn": "18c39bb76573", "reference_70pct": "c4591c44b44a",
@@ -150,10 +117,9 @@ def test_every_number_of_a_method_has_its_type_and_a_bound(axis, name):
                     choice(axis, {"name": name, field.name: bad}, f"method.x.{axis}")
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize("name", benchmarks())
 def test_every_number_of_a_benchmark_has_its_type_and_a_bound(name):
-    module, attribute = BENCHMARKS[name].split(":")
-    target = getattr(import_module(module), attribute)
+    target = benchmarks()[name]
     for field in fields(target):
         if field.name in _adapters(target) and type(field.default) is int:
             for bad in (-1, 1.5, True, "abc", float("nan")):
@@ -214,7 +180,6 @@ def test_evaluation_refuses_nonsense(make, message):
         (["+trainer.gradient_clip_val=1"], r"trainer\.gradient_clip_val is no setting"),
         (["+logger._target_=os.system"], r"logger\._target_ is no setting"),
         (["+data.question=1"], r"data\.question is no setting; did you mean questions\?"),
-        (["mask=0.7"], r"mask=0\.7, pruning=.*give settings of the mask to learn"),
     ],
 )
 def test_training_refuses_nonsense(overrides, message):
@@ -233,41 +198,8 @@ RECIPES = {  # those that these experiments had before they took the KL objectiv
 }
 
 
-def test_fingerprints_are_those_of_folders_in_use():
-    found = {name: settings.fingerprint(training(f"+experiment={name}", *RECIPES.get(name, ()))) for name in HASHES}
-    assert found == HASHES
-
-
 @pytest.mark.parametrize("name", DIGESTS)
 def test_digests_of_methods_are_those_of_rows_in_use(name):
     given, digest = DIGESTS[name]
     config = build_method(name, given, {"sink": 128, "window": 1024, "flush": 32}).config()
     assert hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:10] == digest
-
-
-def test_a_configuration_of_before_loads_as_it_was():
-    written = OmegaConf.create(OLD)
-    assert settings.fingerprint(written) == "b798b87c65ef"
-    config = settings.check(written)
-    assert asdict(config.pruning) == {"ratio": 0.8, "align": 8, "rounding": "exact", "sink": 16, "window": 144}
-    assert settings.plain(settings.plain(written)) == settings.plain(written)
-    assert "mask" not in settings.plain(written)
-
-
-def test_the_old_name_of_pruning_still_works_with_one_warning(caplog):
-    old = training("+experiment=reference_demo", *DEMO, "mask.ratio=0.8", "mask.align=8", "seed=3", "stage1.lr=1")
-    new = training("+experiment=reference_demo", *DEMO, "pruning.ratio=0.8", "pruning.align=8", "seed=3", "stage1.lr=1")
-    with caplog.at_level(logging.WARNING, "leank_train"):
-        resolved = settings.plain(new)
-        assert not caplog.records
-        assert settings.plain(old) == resolved
-    (record,) = caplog.records
-    assert record.getMessage() == "mask is called pruning now; ratio=0.8, align=8 is taken from its old name"
-    assert settings.fingerprint(old) == settings.fingerprint(new) == "b798b87c65ef"
-    group = settings.check(training("pruning@mask=reference", "data.max_length=8192", "data.min_length=4096"))
-    assert (group.pruning.sink, group.pruning.window) == (16, 144)
-
-
-def test_no_logger_is_made_of_none(tmp_path):
-    assert make_logger(settings.check(training("+experiment=reference_demo", "logger=none")).logger, tmp_path) is None
-    assert settings.check(training("+experiment=reference_demo")).logger.kind == "wandb"

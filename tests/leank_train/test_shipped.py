@@ -8,13 +8,15 @@ import pytest
 from safetensors import safe_open
 
 from leank import backbone as backbones
-from leank.data_gen.request import Request
-from leank.data_gen.tasks import task
-from leank.data_gen.tokens import TokenCounter
+from leank.eval.benchmarks.ruler import Ruler
+from leank.eval.inference.models import ModelConfig, load_model
+from leank.eval.methods import build_method
+from leank.eval.rows.results import Collected
+from leank.eval.run.job import Job
+from leank.eval.run.settings import Settings
 from leank.mask import ChannelMask
 from leank.shape import kv_shape
 from leank.shipped import SHIPPED
-from leank_train.validation.evaluate import evaluate
 
 FOLDERS = {name: Path(str(files("leank_train"))) / "assets" / name for name in SHIPPED}
 MASKS = [(name, mask.name) for name, folder in FOLDERS.items() for mask in sorted(folder.glob("mask_*"))]
@@ -59,10 +61,14 @@ def test_a_shipped_mask_fits_its_model(name, file):
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_model_retrieves_and_so_do_its_masks(name):
     """Two needles in text of 1,024 tokens."""
-    backbone = backbones.load(name, "float32")
-    counter = TokenCounter(backbone.tokenizer)
-    niah = task("niah_multikey_1")
-    documents = [niah.build(Request("niah_multikey_1", 1024, counter, 7, i, split="test")) for i in range(2)]
-    methods = {"dense": None} | {file: ChannelMask.load(FOLDERS[name] / file) for owner, file in MASKS if owner == name}
-    found = evaluate(backbone, methods, [documents], sink=16, window=144, max_new_tokens=16)
-    assert {(r.method, r.index): r.recall for r in found} == {(m, i): 1.0 for m in methods for i in range(2)}
+    model, tokenizer = ModelConfig(name, "float32", device="cpu"), backbones.load_tokenizer(name)
+    masks = {file: {"name": "leank", "mask": str(FOLDERS[name] / file)} for owner, file in MASKS if owner == name}
+    methods = [
+        build_method("dense"),
+        *(build_method(m, {"channels": c}, {"sink": 16, "window": 144}) for m, c in masks.items()),
+    ]
+    rows, needles = Collected(), Ruler(["niah_multikey_1"], [1024], samples=2, seed=7, split="test")
+    Job(model, methods, needles, Settings(batch_size=2, max_new_tokens=16)).run(rows, load_model(model), tokenizer)
+    assert {(r["method"], r["sample"]): r["score"] for r in rows.rows} == {
+        (m.label, i): 1.0 for m in methods for i in "01"
+    }

@@ -160,14 +160,14 @@ def test_sweep_with_a_member_requeued_and_one_killed(slurm, model_folder, tmp_pa
     head = "# @package _global_\ndefaults: [{override /logger: none}, _self_]\n"
     experiment.write_text(head + OmegaConf.to_yaml(tree))
     line = [sys.executable, "-m", "leank_train", "--multirun", f"--config-dir={experiment.parents[1]}"]
-    line += ["hydra/launcher=slurm_cpu", "+experiment=tiny", "mask.ratio=.5,.6,.7,.8", "seed=1,2"]
+    line += ["hydra/launcher=slurm_cpu", "+experiment=tiny", "pruning.ratio=.5,.6,.7,.8", "seed=1,2"]
     sweep = tmp_path / "outputs/sweeps/tiny"
     launcher = subprocess.Popen(
         line, cwd=tmp_path, env=environment(slurm), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     victims = {}
     for ratio, seed in (("0.5", 2), ("0.6", 1)):
-        folder = sweep / f"mask.ratio={ratio},seed={seed}"
+        folder = sweep / f"pruning.ratio={ratio},seed={seed}"
         until((folder / "checkpoints/stage1/last.ckpt").exists, f"a step of {folder.name}")
         victims[folder] = OmegaConf.load(folder / ".hydra/hydra.yaml").hydra.job.id
     (requeued, first), (killed, second) = victims.items()
@@ -189,7 +189,7 @@ def test_sweep_with_a_member_requeued_and_one_killed(slurm, model_folder, tmp_pa
     assert "8 of 8 done, 0 to run again" in found.stdout, found
     assert found.returncode == 0
     assert {p.name for p in sweep.iterdir()} == {
-        *(f"mask.ratio={r},seed={s}" for r in (0.5, 0.6, 0.7, 0.8) for s in (1, 2)),
+        *(f"pruning.ratio={r},seed={s}" for r in (0.5, 0.6, 0.7, 0.8) for s in (1, 2)),
         *(".submitit", ".rerun", "multirun.yaml"),
     }
     for folder in (requeued, killed):

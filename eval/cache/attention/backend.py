@@ -170,14 +170,11 @@ class Auto:
 def choose_backend(name: str, **kernel_options: Any) -> BackendChoice:
     """The choice of that name: "auto" (kernel where possible), "torch" (plain PyTorch) or "triton" (kernel or error).
 
-    name: "reference" is the name that "torch" had before; it works with a warning
     kernel_options: as for `launch.Kernel`
 
     Raises ValueError for another name.
     """
-    if name == "reference":
-        warnings.warn('backend="reference" is called "torch" now', DeprecationWarning, stacklevel=3)
-    if name in ("torch", "reference"):
+    if name == "torch":
         return Plain()
     if name in ("auto", "triton"):
         return Auto(insist=name == "triton", **kernel_options)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from leank.eval.cache.attention import batched
 from leank.eval.cache.attention.kernels import choose as kernels
-from leank.eval.cache.attention.launch import Kernel, multiprocessors
+from leank.eval.cache.attention.kernels.parts import Queries, Results
+from leank.eval.cache.attention.launch import Kernel, layer_of, multiprocessors
 from leank.eval.cache.attention.places import places
 from leank.eval.cache.attention.ranking import Bounds, Ranking
 from leank.eval.cache.attention.softmax import LOG2_E, PLAIN, Softmax
@@ -112,10 +113,11 @@ class Chosen(Kernel):
         partials, stats, done = self._scratch(batch * heads * (ends + shares) * rows, dim, batch * heads, q.device)
         out = torch.empty(batch, 1, q_heads, dim, dtype=q.dtype, device=q.device)
         kernels.attend[(batch * heads, ends + group * shares)](
-            *(store.ring_k, q, out, store.channels.index, plan.table, store.seen_dev, store.start_dev),
-            *(store.tail.length_dev, position.contiguous(), chosen, partials, stats, done),
-            *(scaling * LOG2_E, q.stride(0), q.stride(1), store.channels.index.stride(0)),
-            *(ranking.most, store.sizes.sink, slots, ends, shares),
+            layer_of(store),
+            plan.table,
+            Queries(q, position.contiguous(), q.stride(0), q.stride(1), q.stride(2), 1, scaling * LOG2_E),
+            Results(out, partials, stats, done),
+            *(chosen, ranking.most, ends, shares),
             H=heads,
             GROUP=group,
             D=dim,

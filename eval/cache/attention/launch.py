@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,16 +15,17 @@ from torch import Tensor
 
 from leank.eval.cache.attention import work
 from leank.eval.cache.attention.evict import Room, Weights
-from leank.eval.cache.attention.kernels import decode, packed, ring
+from leank.eval.cache.attention.kernels import decode, ring
+from leank.eval.cache.attention.kernels.parts import Layer, Queries, Results
 from leank.eval.cache.attention.softmax import LOG2_E, PLAIN, Softmax
 from leank.eval.cache.storage.pages import PAGE
-from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.store import Store
 from leank.eval.cache.storage.upload import update
 
 MAX_ROWS = 32  # query tokens x heads of a group in one tile; more query tokens take several passes, called chunks
 MOVED = 32  # tokens that a program of `move` holds in registers at a time
 MAX_CHUNKS = 4  # chunks in one launch; the limit bounds the scratch memory
+FEW = 32  # pages of the middle for each program, below which a codec's kernel may take another `Config`
 
 
 @functools.cache
@@ -31,8 +35,8 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @functools.cache
-def starts_early(device: torch.device) -> bool:
-    """Whether a GPU lets programs take their places before the launch ahead has ended."""
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether a GPU has programmatic dependent launch: a kernel's blocks may start before the previous kernel ends."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -48,7 +52,7 @@ class Config:
         line is one query row's
     slow: how much longer a byte of the middle takes than one of sink and window, whose tiles have masks
     per_tile, piece: what it costs to read a tile, beside its bytes, and to start a piece; see work.cut
-    early: whether programs take their places before the launch ahead has ended, which needs compute capability 9.0
+    pdl: whether to use programmatic dependent launch, where the GPU has it
     """
 
     tile: int = 64
@@ -60,18 +64,41 @@ class Config:
     slow: float = 0.85
     per_tile: int = work.TILE_BYTES
     piece: int = work.PIECE_BYTES
-    early: bool = True
+    pdl: bool = True
 
 
 WIDE = Config(warps=8)  # for tiles of more than 16 rows
-# with a page more ahead, 8 warps' pages of 128 channels take 147 KB, and two programs do not fit a multiprocessor
-WIDE_PACKED = replace(WIDE, stages=2, early=False)
-# for packed middles, by bits: their costs follow bytes, and they gained nothing from early places
-_BYTES = Config(slow=1.0, per_tile=0, piece=16384, early=False)
-PACKED = {8: _BYTES, 4: replace(_BYTES, slow=1.6), 2: replace(_BYTES, slow=1.6)}
-# pages of the middle for each program: with fewer, another one on its way gains nothing, and a piece's start counts
-FEW = 32
-PACKED_FEW = {b: replace(_BYTES, stages=2, slow=slow, piece=65536) for b, slow in ((8, 1.3), (4, 1.6), (2, 2.5))}
+
+
+@dataclass(frozen=True)
+class CodecKernels:
+    """The kernels of a codec, which `Codec.kernels` names; `packed.kernels` makes those of KIVI's pages.
+
+    read: the Triton function that reads a part's codes within the decode kernel, with the parameters of
+        `kernels.packed.read`
+    codes: what `read` is compiled for, a tuple with names
+    share: bytes of a number of the middle, over those of a number of the cache
+    config: the launch for tiles of so many rows; the other argument says whether every program has few pages
+    move: launches what `Store.move` does; its tensor, int32 [>= B], is zero before and after
+    """
+
+    read: Any
+    codes: tuple[Any, ...]
+    share: float
+    config: Callable[[int, bool], Config]
+    move: Callable[[Store, Tensor], None]
+
+
+def kernels_of(store: Store) -> CodecKernels | None:
+    """The kernels of the store's codec; None = its middle is in 16 bits.
+
+    A codec says "module:function" in its `kernels`; the function makes them from the store.
+    """
+    codec = store.middle.bits
+    if codec is None or codec.kernels is None:
+        return None
+    module, function = codec.kernels.split(":")
+    return getattr(importlib.import_module(module), function)(store)
 
 
 @dataclass
@@ -83,7 +110,7 @@ class LaunchPlan:
     programs: int
     even: bool  # every channel count is a multiple of 32: no masks in the main loop
     values: int  # the most channels that V keeps, rounded up to a power of two; 0 = all
-    packing: Packing | None
+    codec: CodecKernels | None  # None = the middle is in 16 bits
     few: bool = False  # every program reads few pages of the middle; see FEW
     room: Room | None = None  # where the scores of a layer that evicts lie; see kernels.evict
 
@@ -119,31 +146,24 @@ class Kernel:
             H=heads,
             PADDED=triton.next_power_of_2(heads),
             D=dim,
-            EARLY=(self.config or Config()).early and starts_early(k.device),
+            PDL=(self.config or Config()).pdl and has_dependent_launch(k.device),
         )
         return position
 
     def move(self, store: Store, due: np.ndarray) -> None:
         """Move tokens that are due in one launch, which counts them on the device; the reference is `Store.move`."""
         batch, heads, slots, dim = store.ring_k.shape
-        tail, index, bits = store.tail, store.channels.index, store.middle.bits
+        tail, codec = store.tail, kernels_of(store)
         done = self._scratch(0, dim, batch, tail.k.device)[2]
-        rings, counts = (store.ring_k, store.ring_v), (store.seen_dev, store.start_dev, tail.length_dev, done)
-        sizes = slots, store.sizes.window, store.sizes.flush
-        if isinstance(bits, Packing):
-            packed.move[(batch, heads)](
-                *(*rings, tail.k, tail.v, index, tail.places(), *counts, index.stride(0), *sizes),
-                H=heads,
-                D=dim,
-                PAGE=PAGE,
-                BITS=bits.bits,
-                CELL=bits.group,
-            )
+        if codec is not None:
+            codec.move(store, done)
         else:
+            index = store.channels.index
             ranks = index if store.values is None else store.values.ranks()
             ring.move[(batch, heads)](
-                *(*rings, tail.k, tail.v, index, ranks, tail.places(), *counts, index.stride(0), ranks.stride(0)),
-                *sizes,
+                *(store.ring_k, store.ring_v, tail.k, tail.v, index, ranks, tail.places()),
+                *(store.seen_dev, store.start_dev, tail.length_dev, done, index.stride(0), ranks.stride(0)),
+                *(slots, store.sizes.window, store.sizes.flush),
                 H=heads,
                 D=dim,
                 TILE=MOVED,
@@ -169,35 +189,35 @@ class Kernel:
         if not softmax.plain:
             raise ValueError(f'{softmax.why_not_kernel}; use backend="auto" or "torch"')
         plan = self.prepare(store)
-        if plan.packing is not None and not scaling > 0:
+        if plan.codec is not None and not scaling > 0:
             raise ValueError(f'scaling={scaling} of logits must be positive for a packed middle; use backend="torch"')
-        batch, q_heads, queries, dim = q.shape
-        heads, slots = store.ring_k.shape[1:3]
-        group = q_heads // heads
-        if q.stride(-1) != 1:
-            q = q.contiguous()
+        queries, group = q.shape[2], q.shape[1] // store.ring_k.shape[1]
         tile_rows = min(MAX_ROWS, max(16, triton.next_power_of_2(group * queries)))
         per_chunk = tile_rows // group
         at_once = per_chunk if store.eviction is not None else MAX_CHUNKS * per_chunk
         if queries > at_once:
             pieces = zip(q.split(at_once, 2), position.split(at_once, 1), strict=True)
             return torch.cat([self.attend(store, *piece, scaling) for piece in pieces], 1)
-        config = self._config(plan.packing, tile_rows, plan.few)
-        chunks = -(-queries // per_chunk)
         rows = min(tile_rows, triton.next_power_of_2(group * min(queries, per_chunk)))
+        q, position = q if q.stride(-1) == 1 else q.contiguous(), position.contiguous()
+        out = self._launch(store, plan, q, position, scaling, tile_rows, rows)
+        if store.eviction is not None and plan.room is not None:
+            self.weights.add(store, store.eviction.decay, plan.room, position, group, rows)
+        return out
+
+    def _launch(
+        self, store: Store, plan: LaunchPlan, q: Tensor, position: Tensor, scaling: float, tile_rows: int, rows: int
+    ) -> Tensor:
+        """Attention of q [B, Hq, Q, D] in tiles of tile_rows rows, of which the first `rows` may hold a query."""
+        (batch, q_heads, queries, dim), heads = q.shape, store.ring_k.shape[1]
+        codec, group = plan.codec, q_heads // heads
+        config = self._config(codec, tile_rows, plan.few)
+        pdl = config.pdl and has_dependent_launch(q.device)
+        chunks = -(-queries // (tile_rows // group))
         most = batch * heads + plan.programs  # upper bound on partial results, for any table
         partials, stats, done = self._scratch(chunks * most * rows, dim, chunks * batch * heads, q.device)
         out = torch.empty(batch, queries, q_heads, dim, dtype=q.dtype, device=q.device)
-        packing, index, position = plan.packing, store.channels.index, position.contiguous()
-        ranks = index if store.values is None else store.values.ranks()
-        where = (done, done) if plan.room is None else (self.weights.scratch(store, rows, plan.room), plan.room.at)
-        early = config.early and starts_early(q.device)
-        decode.decode[(plan.programs, chunks)](
-            *(store.ring_k, store.ring_k if packing is None else store.ring_k.view(torch.uint8), q, out),
-            *(index, ranks, plan.table, store.seen_dev, store.start_dev),
-            *(store.tail.length_dev, position, partials, stats, done, *where),
-            *(scaling * LOG2_E, q.stride(0), q.stride(1), q.stride(2), index.stride(0), ranks.stride(0)),
-            *(queries, most, batch * heads, slots, store.sizes.sink),
+        form = decode.Form(
             H=heads,
             GROUP=group,
             D=dim,
@@ -208,20 +228,28 @@ class Kernel:
             EVEN=plan.even,
             PAGE=PAGE,
             FIELDS=work.FIELDS,
-            BITS=packing.bits if packing else 0,
-            CELL=packing.group if packing else 0,
-            PTX=q.is_cuda,
             WARPS=config.warps,
             VALUES=plan.values,
             WEIGHTS=plan.room is not None,
-            EARLY=early,
-            **({"launch_pdl": True} if early else {}),
+            PDL=pdl,
+        )
+        weights = (done, done) if plan.room is None else (self.weights.scratch(store, rows, plan.room), plan.room.at)
+        decode.decode[(plan.programs, chunks)](
+            layer_of(store),
+            plan.table,
+            Queries(q, position, q.stride(0), q.stride(1), q.stride(2), queries, scaling * LOG2_E),
+            Results(out, partials, stats, done),
+            *weights,
+            most,
+            batch * heads,
+            F=form,
+            READ=None if codec is None else codec.read,
+            CODES=None if codec is None else codec.codes,
+            **({"launch_pdl": True} if pdl else {}),
             num_warps=config.warps,
             num_stages=config.stages,
             maxnreg=config.registers or None,
         )
-        if store.eviction is not None and plan.room is not None:
-            self.weights.add(store, store.eviction.decay, plan.room, position, group, rows)
         return out
 
     def prepare(self, store: Store) -> LaunchPlan:
@@ -231,15 +259,14 @@ class Kernel:
             return old
         batch, heads = store.ring_k.shape[:2]
         device = store.ring_k.device
-        bits, dtype = store.middle.bits, store.ring_k.dtype
-        packing = bits if isinstance(bits, Packing) else None
-        programs = self.programs or multiprocessors(device) * self._config(packing, 16).per_sm
-        units = work.units(store)
-        few = int(units[units[:, work.Unit.PART] >= work.PROMPT, work.Unit.TOKENS].sum()) < FEW * PAGE * programs
-        config = self._config(packing, 16, few)
-        share = packing.cell(dtype) / (packing.group * dtype.itemsize) if packing else 1.0
-        lines = work.cut(units, programs, config.tile, share * config.slow, config.per_tile, config.piece)
-        most = programs + work.STORAGE_PARTS * batch * heads  # every cut and every unit begins at most one piece
+        codec = kernels_of(store)
+        programs = self.programs or multiprocessors(device) * self._config(codec, 16).per_sm
+        parts = work.parts(store)
+        few = int(parts[parts[:, work.Part.KIND] >= work.PROMPT, work.Part.TOKENS].sum()) < FEW * PAGE * programs
+        config = self._config(codec, 16, few)
+        share = 1.0 if codec is None else codec.share
+        lines = work.cut(parts, programs, config.tile, share * config.slow, config.per_tile, config.piece)
+        most = programs + work.PARTS * batch * heads  # every cut and every part begins at most one piece
         if old is not None and len(old.table) == most and old.table.device == device:
             table = old.table
         else:
@@ -248,16 +275,14 @@ class Kernel:
         even = bool((store.channels.count % 32 == 0).all())
         values = 0 if store.values is None else max(16, triton.next_power_of_2(int(store.values.count.max())))
         room = self.weights.fit(store, None if old is None else old.room)
-        plan = LaunchPlan(table, store.version, programs, even, values, packing, few, room)
+        plan = LaunchPlan(table, store.version, programs, even, values, codec, few, room)
         store.plan = plan
         return plan
 
-    def _config(self, packing: Packing | None, tile_rows: int, few: bool = False) -> Config:
-        if tile_rows > 16:
-            return WIDE if packing is None else WIDE_PACKED
-        if self.config or packing is None:
-            return self.config or Config()
-        return (PACKED_FEW if few else PACKED)[packing.bits]
+    def _config(self, codec: CodecKernels | None, tile_rows: int, few: bool = False) -> Config:
+        if codec is not None and (tile_rows > 16 or self.config is None):
+            return codec.config(tile_rows, few)
+        return WIDE if tile_rows > 16 else self.config or Config()
 
     def _scratch(self, lines: int, dim: int, counters: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Partial results [lines, D], their (max, sum) [lines, 2], and counters, which a launch leaves at zero."""
@@ -270,3 +295,22 @@ class Kernel:
     def tensors(self) -> dict[str, Tensor]:
         """Scratch memory held, by name."""
         return {"partials": self._partials, "done": self._done, **self.weights.tensors()}
+
+
+def layer_of(store: Store) -> Layer:
+    """The store's tensors as the kernels take them."""
+    base, index = store.ring_k, store.channels.index
+    ranks = index if store.values is None else store.values.ranks()
+    return Layer(
+        base,
+        base if store.middle.bits is None else base.view(torch.uint8),
+        index,
+        ranks,
+        store.seen_dev,
+        store.start_dev,
+        store.tail.length_dev,
+        index.stride(0),
+        ranks.stride(0),
+        store.sizes.sink,
+        base.shape[2],
+    )

@@ -1,9 +1,9 @@
 """The work table, by which one launch reads a whole ragged layer while every program takes the same time.
 
-A *unit* is one part (sink, prompt's middle, decoded middle, window) of one row and KV head. Units follow each other
-row by row, head by head. The line of all their costs is cut into equal spans at tile boundaries, one span per program.
-Costs are counted in bytes. A tile costs more than its bytes, because a program has a number of tiles on its way.
-A *piece* is what a program reads of one unit. The pieces that a program reads of one (row, head) form one partial
+A *part* is the sink, the prompt's middle, the decoded middle or the window of one row and KV head. Parts follow each
+other row by row, head by head. The line of all their costs is cut into equal spans at tile boundaries, one span per
+program. Costs are counted in bytes. A tile costs more than its bytes, because a program has a number of tiles on its
+way. A *piece* is what a program reads of one part. The pieces that a program reads of one (row, head) form one partial
 result. The last program to finish a (row, head) merges its partial results.
 """
 
@@ -17,20 +17,20 @@ from torch import Tensor
 from leank.eval.cache.storage.store import Store
 
 SINK, WINDOW, PROMPT, TAIL = range(4)
-STORAGE_PARTS = 4
+PARTS = 4
 # what a tile costs beside its bytes, and what it costs to start a piece, as bytes that could have been read meanwhile
 TILE_BYTES, PIECE_BYTES = 20480, 114688
 
 
-class Unit(IntEnum):
-    """Columns of the table of units; a line is one unit, and its numbers are int64."""
+class Part(IntEnum):
+    """Columns of the table of parts; a line is one part, and its numbers are int64."""
 
-    PART = 0  # SINK, WINDOW, PROMPT or TAIL
+    KIND = 0  # SINK, WINDOW, PROMPT or TAIL
     ROW = 1
     HEAD = 2  # KV head
     TOKENS = 3  # in sink and window, slots
-    K_START = 4  # first element of the unit's K, counted from the ring's first
-    V_START = 5  # first element of the unit's V, counted from the ring's first
+    K_START = 4  # first element of the part's K, counted from the ring's first
+    V_START = 5  # first element of the part's V, counted from the ring's first
     CHANNELS = 6  # channels of K
     WIDTH = 7  # channels of V
 
@@ -38,13 +38,13 @@ class Unit(IntEnum):
 class Column(IntEnum):
     """Columns of the work table; a line of the table is one piece, and its numbers are int64."""
 
-    PART = 0  # SINK, WINDOW, PROMPT or TAIL
+    KIND = 0  # SINK, WINDOW, PROMPT or TAIL
     ROW = 1
     HEAD = 2  # KV head
     FIRST = 3  # first token of the piece, counted from the part's first; in sink and window, its slot
     LAST = 4  # the token behind the piece
-    K_START = 5  # first element of the unit's K, counted from the ring's first
-    V_START = 6  # first element of the unit's V, counted from the ring's first
+    K_START = 5  # first element of the part's K, counted from the ring's first
+    V_START = 6  # first element of the part's V, counted from the ring's first
     CHANNELS = 7  # channels of K
     FRESH = 8  # 1 if the piece begins a partial result, else 0
     PARTIALS = 9  # partial results of this (row, head) if the piece ends one, else 0
@@ -62,39 +62,39 @@ def _elements_from(base: Tensor, tensor: Tensor) -> int:
     return (tensor.data_ptr() - base.data_ptr()) // tensor.element_size()
 
 
-def units(store: Store) -> np.ndarray:
-    """The units of a store in the order in which they are read.
+def parts(store: Store) -> np.ndarray:
+    """The parts of a store in the order in which they are read.
 
-    Returns [U, columns of Unit] int64.
+    Returns [P, columns of Part] int64.
     """
     base = store.ring_k
     batch, heads, _, dim = base.shape
     number = np.arange(batch * heads)
-    of_head = batch * heads, STORAGE_PARTS, len(Unit)  # the parts of a row and head in the order of reading
+    of_head = batch * heads, PARTS, len(Part)  # the parts of a row and head in the order of reading
     table = np.empty(of_head, dtype=np.int64)
-    table[:, :, Unit.PART] = SINK, PROMPT, TAIL, WINDOW
-    table[:, :, Unit.ROW], table[:, :, Unit.HEAD] = np.divmod(number[:, None], heads)
+    table[:, :, Part.KIND] = SINK, PROMPT, TAIL, WINDOW
+    table[:, :, Part.ROW], table[:, :, Part.HEAD] = np.divmod(number[:, None], heads)
     for at, k, v in ((0, store.sink_k, store.sink_v), (3, store.ring_k, store.ring_v)):
         start = number * (k.shape[2] * dim)
-        table[:, at, Unit.TOKENS] = k.shape[2]
-        table[:, at, Unit.K_START] = _elements_from(base, k) + start
-        table[:, at, Unit.V_START] = _elements_from(base, v) + start
-        table[:, at, [Unit.CHANNELS, Unit.WIDTH]] = dim
+        table[:, at, Part.TOKENS] = k.shape[2]
+        table[:, at, Part.K_START] = _elements_from(base, k) + start
+        table[:, at, Part.V_START] = _elements_from(base, v) + start
+        table[:, at, [Part.CHANNELS, Part.WIDTH]] = dim
     for at, segment, tokens in ((1, store.prompt, store.prompt.length), (2, store.tail, store.tail.capacity)):
-        table[:, at, Unit.TOKENS] = tokens.reshape(-1)
-        table[:, at, Unit.K_START] = _elements_from(base, segment.k) + segment.k_start.reshape(-1)
-        table[:, at, Unit.V_START] = _elements_from(base, segment.v) + segment.v_start.reshape(-1)
-        table[:, at, Unit.CHANNELS] = segment.channels.count.reshape(-1)
-        table[:, at, Unit.WIDTH] = segment.width.reshape(-1)
-    found = table.reshape(-1, len(Unit))
-    return found[found[:, Unit.TOKENS] > 0]
+        table[:, at, Part.TOKENS] = tokens.reshape(-1)
+        table[:, at, Part.K_START] = _elements_from(base, segment.k) + segment.k_start.reshape(-1)
+        table[:, at, Part.V_START] = _elements_from(base, segment.v) + segment.v_start.reshape(-1)
+        table[:, at, Part.CHANNELS] = segment.channels.count.reshape(-1)
+        table[:, at, Part.WIDTH] = segment.width.reshape(-1)
+    found = table.reshape(-1, len(Part))
+    return found[found[:, Part.TOKENS] > 0]
 
 
 def _bounds(tiles: np.ndarray, weight: np.ndarray, programs: int, piece: int) -> np.ndarray:
     """The tile at which each program but the first begins, on the line of all tiles.
 
-    tiles: [U], tiles of each unit
-    weight: [U], cost of one of its tiles, in bytes
+    tiles: [P], tiles of each part
+    weight: [P], cost of one of its tiles, in bytes
     piece: as for `cut`
     """
     cost = tiles * weight + piece
@@ -106,16 +106,28 @@ def _bounds(tiles: np.ndarray, weight: np.ndarray, programs: int, piece: int) ->
 
 
 def cut(
-    unit: np.ndarray,
+    part: np.ndarray,
     programs: int,
     tile: int,
     share: float = 1.0,
     per_tile: int = TILE_BYTES,
     piece: int = PIECE_BYTES,
 ) -> np.ndarray:
-    """Cut the units into equal spans, one per program.
+    """Cut the parts into equal spans, one per program.
 
-    unit: [U, columns of Unit], from `units`
+    Two programs over a head that holds 64 tokens of a sink (128 channels of K and of V) and 640 of a middle (32 of K):
+    the tiles of 64 tokens, 1 and 10 of them, follow each other on one line. A tile of the middle costs 64 x (32 + 128)
+    x 2 bytes, one of the sink 64 x (128 + 128) x 2, and each 20,480 more; either part costs 114,688 to start. So the
+    line is cut behind 4 tiles of the middle, and the table is
+
+        line  kind    first  last  fresh  partials  number  next
+        0     SINK        0    64      1         0       0     2   program 0 begins here,
+        1     PROMPT    256   640      1         2       1    -1   program 1 here, and reads one piece
+        2     PROMPT      0   256      0         2       0    -1   program 0 goes on here
+
+    Both programs have one partial result of the head's 2; 0 and 1 are their numbers.
+
+    part: [P, columns of Part], from `parts`
     programs: how many spans to make
     tile: tokens that a program reads at a time
     share: bytes of a number in the middle, over those of a number in sink and window
@@ -125,10 +137,10 @@ def cut(
     Returns the table [>= programs, FIELDS] int64. Program p starts at line p; the line of an idle program is an empty
     piece of the first row's sink.
     """
-    part, row, head, tokens, k_start, v_start, channels, width = unit.T
+    kind, row, head, tokens, k_start, v_start, channels, width = part.T
     tiles = -(-tokens // tile)
-    weight = (channels + width) * tile * 2 * np.where(part < PROMPT, 1, share) + per_tile
-    line = np.cumsum(tiles) - tiles  # first tile of each unit on the line of all tiles
+    weight = (channels + width) * tile * 2 * np.where(kind < PROMPT, 1, share) + per_tile
+    line = np.cumsum(tiles) - tiles  # first tile of each part on the line of all tiles
     total = int(tiles.sum())
     bounds = _bounds(tiles, weight, programs, piece)
     cuts = np.sort(np.concatenate([line, bounds[bounds < total]]))
@@ -147,7 +159,7 @@ def cut(
 
     pieces = np.empty((len(cuts), FIELDS), dtype=np.int64)
     columns = {
-        Column.PART: part[u],
+        Column.KIND: kind[u],
         Column.ROW: row[u],
         Column.HEAD: head[u],
         Column.FIRST: first,

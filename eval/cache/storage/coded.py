@@ -7,7 +7,7 @@ values stay as they are.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 import numpy as np
 import torch
@@ -52,6 +52,7 @@ class Coding:
     code: the code
     """
 
+    kernels: ClassVar[str | None] = None
     code: KeyCode
 
     def segment(self, extent: Extent) -> CodedSegment:

@@ -6,7 +6,7 @@ A choice here serves every prompt. Tokens and scores that belong to one prompt a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -18,7 +18,13 @@ from leank.eval.cache.storage.segment import Segment, TokenSegment
 
 
 class Codec(Protocol):
-    """How the middle's numbers are stored."""
+    """How the middle's numbers are stored.
+
+    kernels: "module:function", which makes `eval.cache.attention.launch.CodecKernels` of a store; None = plain PyTorch
+        alone reads the codes, and `why_not_kernel` says why
+    """
+
+    kernels: ClassVar[str | None]
 
     def segment(self, extent: Extent) -> Segment:
         """An empty segment of this form."""

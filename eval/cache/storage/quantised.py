@@ -21,6 +21,7 @@ zero points. C is the number of kept channels, rounded up to 16, so that lines a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -40,6 +41,8 @@ ROOM = 16  # a page has room for a multiple of so many channels of K
 @dataclass(frozen=True)
 class Packing(Cells):
     """How cells are packed into pages; the fields are those of `Cells`."""
+
+    kernels: ClassVar[str | None] = "leank.eval.cache.attention.packed:kernels"
 
     def segment(self, extent: Extent) -> QuantisedSegment:
         """An empty packed segment; V keeps all its channels."""

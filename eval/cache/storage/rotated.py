@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -57,6 +57,7 @@ class Rotation(Packing):
     Raises ValueError for other numbers of bits or another group.
     """
 
+    kernels: ClassVar[str | None] = None
     bits: int = 4
     group: int = 1
     seed: int = 0

@@ -61,7 +61,7 @@ def _write_pieces(
                 new = (x[piece, head, first:last] for x in (k, v))
                 widths = (pages.shape[2], values.shape[2])
                 picked_k, picked_v = (
-                    x if i is None else x.gather(2, i[..., :w].expand(-1, last - first, -1))
+                    x if i is None else _gathered(x, i[..., :w].expand(-1, last - first, -1))
                     for x, i, w in zip(new, index, widths, strict=True)
                 )
                 _put(pages, held + first, picked_k)
@@ -133,4 +133,14 @@ def _picked(
     if table.in_order:
         return new, number, place
     index = table.index[upload(rows, x.device)].flatten(0, 1).long()[head]
-    return new.gather(1, index.gather(1, place)), number, place
+    return _gathered(new, index.gather(1, place)), number, place
+
+
+def _gathered(x: Tensor, index: Tensor) -> Tensor:
+    """x.gather(-1, index), bit for bit.
+
+    On a CPU torch takes 16-bit floats through float32, which changes the bits of a NaN, and records may hold any bits.
+    """
+    if x.element_size() != 2:
+        return x.gather(-1, index)
+    return x.view(torch.int16).gather(-1, index).view(x.dtype)

@@ -67,7 +67,7 @@ def test_the_choice_is_topks(total, most, run):
 
 
 @pytest.mark.skipif(ON_GPU, reason="the same on the device below")
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(
     st.integers(1, 400),
     st.integers(0, 400),

@@ -186,7 +186,7 @@ def test_launches_that_start_early_change_no_bit():
     positions = [(store.seen_dev - 1)[:, None].clone() for store in stores]
     found = []
     for early in (False, True):
-        kernel, graph = Kernel(Config(early=early)), torch.cuda.CUDAGraph()
+        kernel, graph = Kernel(Config(pdl=early)), torch.cuda.CUDAGraph()
 
         def step(kernel=kernel):
             return [kernel.attend(store, q, at, 0.1) for store, at in zip(stores * 6, positions * 6, strict=True)]

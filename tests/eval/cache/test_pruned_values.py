@@ -116,9 +116,9 @@ def test_many_steps_with_padding_and_flushes():
 def test_the_work_of_a_head_is_the_bytes_of_its_keys_and_values():
     """Two heads alike but for V: the one that keeps twice as many bytes in all gets twice as many spans."""
     store = make_store([32, 32], 64, [12000], Sizes(0, 0, 8), DTYPE, widths=[0, 32])
-    units = work.units(store)
-    middles = units[units[:, work.Unit.PART] == work.PROMPT]
-    assert middles[:, [work.Unit.CHANNELS, work.Unit.WIDTH]].tolist() == [[32, 0], [32, 32]]
+    parts = work.parts(store)
+    middles = parts[parts[:, work.Part.KIND] == work.PROMPT]
+    assert middles[:, [work.Part.CHANNELS, work.Part.WIDTH]].tolist() == [[32, 0], [32, 32]]
     table = work.cut(middles, 30, 64, per_tile=0)  # bytes alone
     heads, numbers = table[:, work.Column.HEAD], table[:, work.Column.NUMBER]
     spans = [len(set(numbers[heads == head].tolist())) for head in (0, 1)]

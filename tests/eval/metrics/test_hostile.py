@@ -19,9 +19,6 @@ from leank.eval.metrics import (
     gsm_infinite,
     infinitebench,
     longbench,
-    math500,
-    math_equal,
-    math_worker,
     mmlu,
     rouge,
     ruler,
@@ -118,10 +115,6 @@ SUMMARY = "\n".join(f"the cat {i} sat on a mat, and 9 of the answers is A or {i 
 CODE = "    return self.aaaa(the_cat[9], 'x', \"y\") + ((((9999 - 1.1) / 2)))" + "a9" * 60  # below difflib's autojunk
 
 
-def _boxed(text: str) -> bool:
-    return math500.grade(math500.last_boxed(f"\\boxed{{{text}}}"), "\\frac{x}{2}")
-
-
 def _gold(text: str) -> None:
     try:
         gsm_infinite.gold_answer(text)
@@ -149,11 +142,6 @@ GRADERS: dict[str, Callable[[str], object]] = {
     "mmlu letter": mmlu.extract_letter,
     "niah recall": niah.recall,
     "niah rouge_1": lambda text: rouge.rouge_1(text, niah.EXPECTED),
-    "math500 reply": _boxed,
-    "math500 unboxed": lambda text: math500.grade(math500.last_boxed(text), "2"),
-    "math500 truth": lambda text: math500.grade("\\frac{x}{2}", text),
-    "math500 longest": lambda text: math500.grade(text[: math500.MAX_ANSWER - 3] + "\\pi", "\\frac{x}{2}"),
-    "math500 sympy": lambda text: math500.grade(text[: math_equal.MAX_EXPRESSION], "x+1/3"),
     "longbench levenshtein": lambda text: longbench.score("lcc", text, [CODE], code_backend="levenshtein"),
     **{
         f"longbench {task}": functools.partial(
@@ -176,18 +164,13 @@ CHINESE = ("longbench dureader", "longbench multifieldqa_zh")
 
 
 def measure(name: str) -> Iterator[tuple[str, float, float]]:
-    """(kind, CPU seconds, MB above what was held before the first kind) of a grader's texts; with the worker's."""
-    grader, worker = GRADERS[name], math_worker._worker(os.getpid())
+    """(kind, CPU seconds, MB above what was held before the first kind) of a grader's texts."""
+    grader, pids = GRADERS[name], [os.getpid()]
     grader("x+2")  # loads libraries and dictionaries
-    if name.startswith("math500"):
-        math500.grade("x+y", "y+x")  # starts the worker
-    process = worker._process
-    pids = [os.getpid()] if process is None else [os.getpid(), process.pid]
     before = sum(_peak(pid, fresh=True) for pid in pids)
     for kind, text in texts():
         start = sum(map(_cpu, pids))
         grader(text)
-        assert worker._process is process, f"{name}, {kind}: the worker reached its limits"
         yield kind, sum(map(_cpu, pids)) - start, sum(map(_peak, pids)) - before
         for pid in pids:
             _peak(pid, fresh=True)

@@ -1,4 +1,4 @@
-"""The process that compares MATH-500 answers: what reaches sympy, what no text can do, and what follows a death."""
+"""The process that compares MATH-500 answers: what no text can do, and what follows a death."""
 
 import shutil
 import signal
@@ -7,7 +7,6 @@ import sys
 import time
 
 import pytest
-from sympy.parsing import sympy_parser
 
 from leank.eval.metrics import math500, math_equal, math_worker
 from tests import ROOT
@@ -30,57 +29,11 @@ def test_no_answer_runs_code(tmp_path, nested, side, call):
     assert not marker.exists()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *(
-            'ln("x")',
-            "ln('x')",
-            "x_2",
-            "x.e",
-            "(x).e",
-            "0x1.e",
-            "1.5.e",
-            "1e5.e",
-            "x[1]",
-            "[x]",
-            "{x}",
-            "f(x=2)",
-            "x:2",
-            "x\\",
-        ),
-        *(
-            "id(x)",
-            "all(x)",
-            "eye(2)",
-            "xifx",
-            "x if x",
-            "isx",
-            "x@x",
-            "x<x",
-            "x;x",
-            "ｘ",
-            "“x”",
-            "\x00",
-            "x\\",
-            "x" * 1001,
-        ),
-    ],
-)
-def test_what_is_no_arithmetic_is_not_evaluated(text, monkeypatch):
-    def evaluated(code, *_):
-        raise AssertionError(f"evaluated {code!r}")
-
-    monkeypatch.setattr(sympy_parser, "eval_expr", evaluated)
-    assert not math_equal._sympy_equal(text, "x")
-    assert not math_equal._sympy_equal("x", text)
-
-
 COSTLY = [
-    "9**9**9**9",
-    "((((((((9**9)**9)**9)**9)**9)**9)**9)**9)**9*x",
-    "factorial(10**9)",
-    "(99999999999*1)!",
+    "9^{9^{9^{9}}}",
+    "(99999999999)!",
+    "(x+1)^{99999}",
+    "{" * 400,
 ]
 
 
@@ -139,8 +92,8 @@ def test_a_worker_that_does_not_start_is_no_verdict(monkeypatch):
         math_worker.Worker().equal("y+x", "x+y")
 
 
-def test_a_worker_without_sympy_is_no_verdict(monkeypatch, tmp_path):
-    (tmp_path / "sympy.py").write_text("raise ImportError('no sympy here')")
+def test_a_worker_without_math_verify_is_no_verdict(monkeypatch, tmp_path):
+    (tmp_path / "math_verify.py").write_text("raise ImportError('not here')")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ImportError, match=r"pip install sympy.*no sympy here"):
+    with pytest.raises(ImportError, match=r"pip install math-verify.*not here"):
         math_worker.Worker().equal("y+x", "x+y")

@@ -2,10 +2,12 @@
 
 import re
 from dataclasses import replace
+from typing import get_type_hints
 
 import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
+from pydantic import TypeAdapter
 from transformers import MistralConfig
 
 from leank.eval import published
@@ -13,15 +15,13 @@ from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.methods import build_method
 from leank.eval.methods.channels.iap import IAP
 from leank.eval.methods.memory import method_bytes
-from leank.eval.papers.analyses import ANALYSES, analysis
 from leank.eval.papers.item import Analysed, Command, Contrast, EvalRun, Expect, Item, Need
-from leank.eval.papers.make import Made
-from leank.eval.papers.page import as_markdown, commands
+from leank.eval.papers.make import Made, Options
+from leank.eval.papers.page import commands, of_item
 from leank.eval.papers.registry import ITEMS, PAPERS, find, of_papers, runs, status
-from leank.eval.papers.steps import HERE, Options
-from leank.eval.papers.verdicts import CLAIMS
 from leank.eval.run.build import expanded
-from leank.typed import typed
+from leank.typed import STRICT
+from scripts.analyses import ANALYSES
 from tests import ROOT
 
 NUMBERS = {"leank": (10, 23), "think": (7, 12), "iap": (4, 8), "lethe": (6, 6), "asl": (10, 12)}
@@ -30,7 +30,7 @@ STEPS = [(item, step) for item in ITEMS.values() for step in (*item.here, *item.
 
 def run_of(step):
     """The overrides of a step in its quick form, which has those of the whole form first."""
-    return (*step.overrides, *step.quick) if isinstance(step, EvalRun) else (HERE, *step.overrides)
+    return (*step.overrides, *step.quick) if isinstance(step, EvalRun) else ("+experiment=papers/here", *step.overrides)
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +75,11 @@ def test_claims_compare_methods_that_the_item_runs(composed):
 
 
 def test_settings_of_analyses_are_theirs():
-    for item, step in STEPS:
+    for _, step in STEPS:
         if isinstance(step, Analysed):
-            assert step.name in ANALYSES
-            typed(analysis(step.name), {**step.settings, **step.quick}, f"{item.id} {step.name}.")
+            hints = get_type_hints(ANALYSES[step.name].measure, include_extras=True)
+            for name, value in {**step.settings, **step.quick}.items():
+                TypeAdapter(hints[name], config=STRICT).validate_python(list(value) if name == "lengths" else value)
 
 
 def test_published_tables_are_there():
@@ -190,11 +191,6 @@ def test_a_step_whose_model_is_not_there_is_named_and_not_made(tmp_path):
     assert status(replace(item, here=(there,))) == "runs here"
 
 
-def test_the_claims_that_are_asked_first_have_comparisons():
-    for names in CLAIMS.values():
-        assert all(find(name).claims for name in names)
-
-
 def test_commands_name_files_that_are_there():
     for _, step in STEPS:
         line = step.line if isinstance(step, Command) else step.command if isinstance(step, EvalRun) else ""
@@ -207,7 +203,7 @@ def test_commands_name_files_that_are_there():
 
 
 def test_what_an_item_needs_keeps_its_capitals():
-    text = as_markdown(Made(find("asl:table2"), [], [], whole=False))
+    text = of_item(Made(find("asl:table2")), ROOT)
     assert "Needs Llama-3.1-Nemotron-8B-UltraLong-1M-Instruct" in text
 
 

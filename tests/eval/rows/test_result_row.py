@@ -1,11 +1,8 @@
 """A report refuses rows that it cannot be computed from, in one line that names the sample and the field."""
 
-import copy
 import sys
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from leank.eval.__main__ import command_line
 from leank.eval.report import summarise
@@ -17,7 +14,7 @@ KEY = {**Key("m", "dense", "c0", "ruler", "vt", 64, "0", 42, "after_question")._
 NEAR = {"tokens": 4, "kl": 0.1, "top1": 0.5, "loss": None, "dense_loss": None, "non_finite": None}
 
 
-def test_rows_of_an_old_version_are_refused_in_one_line(tmp_path, monkeypatch):
+def test_a_row_that_lacks_fields_is_refused_in_one_line(tmp_path, monkeypatch):
     with Results(tmp_path) as results:
         results.append(KEY)
     monkeypatch.setattr(sys, "argv", ["eval", "report", str(tmp_path)])
@@ -27,7 +24,7 @@ def test_rows_of_an_old_version_are_refused_in_one_line(tmp_path, monkeypatch):
     assert said.startswith("eval: results row")
     assert "\n" not in said
     assert "'sample': '0'" in said
-    assert "is missing; an old version wrote it or it was edited: move" in said
+    assert "is missing; it was edited, or another version wrote it: move" in said
 
 
 def test_a_row_without_settings_is_named():
@@ -50,7 +47,8 @@ def test_a_row_without_settings_is_named():
         ("seconds", {"per_token": float("nan")}), ("seconds", {"per_token": -3.0}), ("seconds", {"prefill": 1e308}),
         ("meta", {"depth_percent": "x"}), ("meta", {"depth_percent": None}), ("meta", {"depth_percent": [1]}),
         ("meta", {"depth_percent": float("nan")}), ("meta", {"depth_percent": 1e300}), ("meta", {"op": "x"}),
-        ("meta", {"op": None}), ("meta", {"op": 2.5}), ("meta", {"d": [1]}), ("meta", {"turn": "x", "mode": "reuse"}),
+        ("meta", {"op": None}), ("meta", {"op": 2.5}), ("meta", {"d": [1]}), ("meta", {"d": None}),
+        ("meta", {"turn": "x", "mode": "reuse"}),
         ("meta", {"turn": None}), ("meta", {"turn": float("nan")}), ("meta", {"turn": True}), ("meta", {"mode": [1]}),
         ("settings", {"method": {"channels": "leank"}}), ("settings", {"method": {"channels": None}}),
         ("settings", {"method": {"matched": 5}}), ("settings", {"method": {"matched": {"settings": 3}}}),
@@ -64,20 +62,9 @@ def test_a_field_of_another_kind_is_named(field, value):
         check_rows([{**row("dense", 0, 1.0), field: value}])
 
 
-def test_rows_that_took_their_own_prefill_off_can_be_read():
-    """Earlier versions wrote such rows of GemFilter, FastKV, ASL and PyramidInfer on a GPU."""
-    check_rows([{**row("gemfilter", 0, 1.0), "cache_bytes": {"total": 9.0, "allocated": -5.0}}])
-
-
-def test_rows_of_problems_without_a_distance_can_be_read():
-    """Files may have null in its place, which earlier versions kept."""
-    check_rows([{**row("dense", 0, 1.0), "meta": {"op": 4, "d": None}}])
-
-
-@given(st.sampled_from(sorted(set(row("dense", 0, 1.0)) - {"new_tokens", "batch"})))
-@settings(max_examples=30, deadline=None)
-def test_no_required_field_may_be_missing(field):
-    damaged = copy.deepcopy(row("leank", 0, 0.5))
+@pytest.mark.parametrize("field", row("dense", 0, 1.0))
+def test_no_field_may_be_missing(field):
+    damaged = row("leank", 0, 0.5)
     check_rows([damaged])
     del damaged[field]
     with pytest.raises(ValueError, match=f"'{field}' is missing"):

@@ -166,7 +166,7 @@ def test_a_run_says_once_per_method_and_cell_that_nothing_is_compressed(tmp_path
     }  # fmt: skip
 
 
-def test_the_report_marks_such_cells_and_old_rows_still_report(tmp_path):
+def test_the_report_marks_such_cells(tmp_path):
     marked = {"middle_tokens": 0, "compressed": False, "dense_only": True, "non_finite": None}
     rows_ = [row("dense", i, 1.0, dense_only=True) for i in range(3)]
     rows_ += [row("leank", i, 1.0, **marked) for i in range(3)]

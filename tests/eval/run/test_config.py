@@ -10,15 +10,17 @@ from leank.conf.eval import method_options
 from leank.data_gen.tasks import RULER_NIAH
 from leank.eval.benchmarks.base import Cell
 from leank.eval.benchmarks.row import Row
+from leank.eval.inference.models import ModelConfig
 from leank.eval.inference.prompts import encode, overhead
 from leank.eval.methods import AXES, REGISTRY, build_method, name_of
-from leank.eval.run.build import build_job
+from leank.eval.run.build import build_job, expanded
 from leank.mask import ChannelMask
 from tests import ROOT
 from tests.helpers.composed import evaluation
 
 CONF = ROOT / "conf" / "eval"
 REFERENCE = (7, 4, 64)
+THINK = {"tokens": {"name": "snapkv"}, "channels": {"name": "think"}, "sink": 0, "window": 32}  # of `each`
 MASK = "leank_train/assets/reference/mask_70pct.safetensors"
 
 
@@ -226,3 +228,40 @@ def test_what_is_refused_has_logged_nothing(caplog):
     assert not caplog.messages
     job(*spans, "benchmark.lengths=[1024]")
     assert "mask was trained with window=144; cache.window=100" in caplog.messages
+
+
+def test_every_combination_is_a_method_of_its_own():
+    given = {"a": {**THINK, "each": {"tokens": {"budget": [64, 128]}, "channels": {"ratio": [0.4, 0.5]}}}, "dense": {}}
+    found = expanded(given)
+    assert list(found) == ["a_64_0.4", "a_64_0.5", "a_128_0.4", "a_128_0.5", "dense"]
+    made = build_method("a_128_0.4", found["a_128_0.4"])
+    assert (made.tokens.budget, made.channels.ratio, made.window) == (128, 0.4, 32)
+    assert "budget" not in THINK["tokens"]
+
+
+def test_a_setting_of_the_cache_and_a_file():
+    found = expanded({"m": {"channels": {"name": "leank"}, "each": {"window": [8], "channels": {"mask": ["x/y.pth"]}}}})
+    assert found == {"m_8_y": {"channels": {"name": "leank", "mask": "x/y.pth"}, "window": 8}}
+
+
+@pytest.mark.parametrize("each", [3, {}, [1], {"tokens": {"budget": 5}}, {"tokens": {"budget": []}}])
+def test_what_is_no_list_of_values_is_refused(each):
+    with pytest.raises(ValueError, match=r"method\.m\.each.*must be a list of values"):
+        expanded({"m": {**THINK, "each": each}})
+
+
+def test_two_methods_of_one_label_are_refused():
+    with pytest.raises(ValueError, match=r"method\.m_8 is there twice"):
+        expanded({"m": {**THINK, "each": {"window": [8]}}, "m_8": THINK})
+
+
+@pytest.mark.parametrize("device", ["", " ", "gpu", "cuda:x", "meta"])
+def test_a_device_that_is_none_is_named(device):
+    with pytest.raises(ValueError, match=f"model.device='{device}' is no device; give auto"):
+        ModelConfig(device=device).identity()
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "xpu", "hpu", "mps:7"])
+def test_a_device_of_another_machine_is_named(device):
+    with pytest.raises(ValueError, match=f"model.device='{device}' is no device of this machine"):
+        ModelConfig(device=device).identity()

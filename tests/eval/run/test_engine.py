@@ -36,8 +36,9 @@ def replay_tokens(model, ids, question=None, new_tokens=NEW, **settings):
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-@pytest.mark.parametrize("lengths", [[40], [40, 40], [31, 7, 40]], ids=str)
-@pytest.mark.parametrize("chunk", [None, 7], ids=["whole", "chunked"])
+@pytest.mark.parametrize(
+    ("lengths", "chunk"), [([40, 40], None), ([31, 7, 40], None), ([31, 7, 40], 7)], ids=["equal", "padded", "chunked"]
+)
 def test_tokens_are_those_of_separate_runs(family, lengths, chunk):
     model, ids = tiny_model(family), prompts(lengths)
     got = replay_tokens(model, ids, prefill_chunk=chunk)
@@ -150,12 +151,14 @@ def test_sliding_layers_refuse_padding_between_context_and_question():
     assert tokens(made, 1)[1] != tokens(made[1:], 1)[0]  # what is refused: together they differ
 
 
-def test_observed_queries_are_the_last_ones_whatever_the_chunks():
-    model, ids = tiny_model("llama"), torch.tensor(prompts([40]))
-    whole, chunked = (prefill(model, ids, None, 0, 5, chunk) for chunk in (None, 3))
-    for a, b in zip(whole.layers, chunked.layers, strict=True):
-        assert a.queries.shape == (1, 4, 5, 8)
-        torch.testing.assert_close(a.queries, b.queries)
+def test_observed_queries_are_those_of_a_pass_in_chunks_and_keep_no_others_in_memory():
+    model = tiny_model("llama")
+    ids, real = pad_left([torch.arange(5, 45).tolist(), torch.arange(7, 37).tolist()], 0, "cpu")
+    whole, chunked = (prefill(model, ids, real, 4, obs_queries=6, chunk=chunk) for chunk in (None, 4))
+    for one, other in zip(whole.layers, chunked.layers, strict=True):
+        assert one.queries.shape[2] == 6
+        torch.testing.assert_close(one.queries, other.queries)
+        assert one.queries.untyped_storage().nbytes() == one.queries.nbytes
 
 
 def test_bytes_are_those_of_the_prompt():

@@ -69,7 +69,9 @@ ENGINE = """
 import json, sys
 from scripts.bench.serving.engine import MASK, engine
 from vllm import SamplingParams
+from leank.eval.serving import check
 llm = engine(MASK, max_model_len=8192, max_num_batched_tokens=8192, kv_cache_memory_bytes=2**30)
+check(llm)
 config = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
 prompt = "one two three four five six seven. " * 60
 params = SamplingParams(n=3, temperature=0.8, seed=1, max_tokens=12)

@@ -14,10 +14,10 @@ from leank_train.forward.attention import (
     exp_,
     merge,
     partial_attention,
-    partial_attention_reference,
     scaled_attention,
 )
 from leank_train.forward.visibility import visibility
+from tests.oracles.partial_attention import partial_attention_reference
 
 D = 4
 

@@ -1,14 +1,17 @@
-"""Prefill once against the plain full-sequence form of Eq. 1: values, gradients, greedy decoding, refusals."""
+"""Prefill once against the plain full-sequence form of Eq. 1: values, gradients, what a cache decodes, refusals."""
 
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from leank_train.forward.branching import branch, decode, prefill, prefill_and_branch, student
-from leank_train.forward.reference import plain_forward
-from leank_train.objective.distill import answer_rows, l2_loss
+from leank.eval.cache import compressed_cache
+from leank.mask import ChannelMask
+from leank_train.forward.branching import branch, prefill, prefill_and_branch, student
+from leank_train.objective.distill import answer_rows
+from leank_train.objective.l2 import l2_loss
 from tests.conftest import ARCHITECTURES, tiny_model
 from tests.helpers.branches import ANSWERS, DOCUMENTS, QUESTIONS, batch, pad, scores
+from tests.oracles.plain_forward import plain_forward
 
 ZONES = {
     "usual": (3, 6),
@@ -100,7 +103,6 @@ def test_gradient_in_lower_precision(device, dtype, error):
         assert hidden.dtype == kind
         weights = torch.arange(hidden.numel(), device=place).view(hidden.shape).cos()
         grads.append(torch.autograd.grad((hidden.double() * weights).sum(), alpha)[0].double().cpu())
-        decode(model, prefix, question, alpha > 0.5, max_new_tokens=3, eos_id=-1, sink=2, window=4, flush=1)
     assert (grads[0] - grads[1]).norm() <= error * grads[0].norm()
 
 
@@ -137,62 +139,19 @@ def test_full_attention_is_the_models_own(each_model):
     assert each_model.config._attn_implementation == "sdpa"  # the model's own choice is put back
 
 
-def test_decoding_equals_greedy_plain_decoding(each_model):
+def test_a_compressed_cache_decodes_by_the_plain_form(each_model):
+    """What is trained is what is deployed: greedy replies through the cache are those of Eq. 1 as written."""
     documents, questions, _ = batch()
-    prefix = prefill(each_model, pad(documents), DOCUMENTS)
-    question = branch(each_model, prefix, pad(questions), QUESTIONS)
     masks = scores(per_branch=True) > 0.4  # [R, L, H, D]
-    eos, room, zones = 3, 12, {"sink": 2, "window": 5}  # Eq. 1 counts the token that reads its window, a cache does not
-    answers = decode(each_model, prefix, question, masks, max_new_tokens=room, eos_id=eos, sink=2, window=4, flush=1)
+    room, zones = 12, {"sink": 2, "window": 5}  # Eq. 1 counts the token that reads its window, a cache does not
     for r in range(4):
-        context = torch.cat([documents[r // 2], questions[r]])
-        ids, wanted = context, []
-        while len(wanted) < room:
+        ids = context = torch.cat([documents[r // 2], questions[r]])
+        cache = compressed_cache(each_model, ChannelMask(masks[r]), sink=2, window=4, flush=1)
+        found = each_model.generate(context[None], past_key_values=cache, max_new_tokens=room, eos_token_id=-1)
+        for _ in range(room):
             hidden = plain_forward(each_model, ids, len(context), masks[r].double(), **zones, empty_heads="drop")
-            token = each_model.lm_head(hidden[-1]).argmax()
-            if token == eos:
-                break
-            wanted.append(int(token))
-            ids = torch.cat([ids, token[None]])
-        assert answers[r] == wanted
-
-
-def test_decoding_stops_at_eos_and_repeats_branches():
-    model = tiny_model("llama")
-    documents, questions, _ = batch()
-    prefix = prefill(model, pad(documents), DOCUMENTS)
-    question = branch(model, prefix, pad(questions), QUESTIONS)
-    ones, few = torch.ones(2, 2, 8, dtype=torch.bool), torch.rand(2, 2, 8) > 0.8
-    settings = {"eos_id": -1, "sink": 1, "window": 2, "flush": 3, "max_new_tokens": 6}
-    dense, sparse = (decode(model, prefix, question, mask, **settings) for mask in (ones, few))
-    assert [len(row) for row in dense] == [6] * 4
-    assert [row[0] for row in dense] == [row[0] for row in sparse]
-    both = torch.stack([ones, few]).repeat(4, 1, 1, 1)
-    together = decode(model, prefix, question.repeat(2), both, **settings)
-    assert together[0::2] == dense
-    assert together[1::2] == sparse
-    eos = [dense[0][2], dense[1][3]]
-    cut = decode(model, prefix, question, ones, **{**settings, "eos_id": eos})
-    assert cut == [row[: min([row.index(e) for e in eos if e in row], default=6)] for row in dense]
-    assert decode(model, prefix, question, ones, **{**settings, "max_new_tokens": 0}) == [[]] * 4
-
-
-def test_observed_queries_reach_back_into_the_document():
-    model = tiny_model("qwen3")
-    documents, questions, _ = batch()
-    prefix = prefill(model, pad(documents), DOCUMENTS, obs_queries=6)
-    observed = branch(model, prefix, pad(questions), QUESTIONS, obs_queries=6).queries
-    assert [x.shape for x in observed] == [(4, 4, 6, 8)] * 2
-    for r in range(4):
-        whole = torch.cat([documents[r // 2], questions[r]])
-        alone = prefill(model, whole[None], [len(whole)], obs_queries=6)
-        for layer in range(2):
-            torch.testing.assert_close(observed[layer][r], alone.queries[layer][0])
-    short = prefill(model, pad(documents), [3, 17], obs_queries=6)
-    assert [x.shape[2] for x in short.queries] == [3, 3]  # no document gives more queries than the shortest has
-    torch.testing.assert_close(short.queries[0][1], prefix.queries[0][1, :, -3:])
-    with pytest.raises(ValueError, match="obs_queries=6, and the shortest branch has 1 query;"):
-        branch(model, prefill(model, pad(documents), DOCUMENTS), pad(questions), QUESTIONS, obs_queries=6)
+            ids = torch.cat([ids, each_model.lm_head(hidden[-1]).argmax()[None]])
+        assert found[0].tolist() == ids.tolist()
 
 
 def test_answers_keep_no_copy_of_the_document():

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from leank_train.forward import fused
-from leank_train.forward.attention import partial_attention_reference
 from leank_train.forward.branching import prefill
 from leank_train.forward.sequence_parallel import block_attention, prefill_in_shares, share
 from leank_train.forward.visibility import visibility
 from tests.conftest import tiny_model
 from tests.helpers.branches import DOCUMENTS, batch, pad, step
+from tests.oracles.partial_attention import partial_attention_reference
 
 ZONES = [(3, 6), (0, 1), (8, 30), (1, 5)]  # (sink, window); in the third no token is in the middle
 

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from leank_train.objective.distill import answer_rows, backward, l1_penalty, l2_loss, lr_factor, straight_through
+from leank_train.objective.distill import answer_rows, backward, l1_penalty, lr_factor, straight_through
+from leank_train.objective.l2 import l2_loss
 
 
 def test_losses_against_loops():

@@ -110,7 +110,7 @@ def one_of_two(rank, address):
     for _ in range(2):  # the second stage asks again
         shard(model, torch.device("cpu"))
     documents = pad(batch()[0])
-    ours, theirs = (step(m, prefill(m, documents, DOCUMENTS), 3, 6, "drop", replies=False) for m in (model, whole))
+    ours, theirs = (step(m, prefill(m, documents, DOCUMENTS), 3, 6, "drop") for m in (model, whole))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b)
     held = sum(p.to_local().numel() for p in model.base_model.parameters())  # after the passes: none is left whole

@@ -1,36 +1,50 @@
-"""What bench_attention makes of its measurements."""
+"""What the measurements of attention make of their times, and over which bytes they are taken."""
 
-import csv
 import math
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from scripts.bench.kernels.attention import fitted, plot, variants
+pytest.importorskip("triton")  # Linux only
 
-
-def layer(size, us):
-    return {"shape": "a shape", "dense_us": 400, "layer": 0, "method": "LeanK", "us": us, "bytes": size}
+from leank.eval.serving.layout import PageLayout
+from scripts.bench.attention import fitted, main, rest_pages
+from scripts.bench.reading_kernel import LAUNCHES, read
+from tests.helpers.kernels import DEVICE
 
 
 def test_a_line_through_the_layers():
     """7 us a launch and 4000 GB/s come back, also from the strings of a CSV."""
-    rows = [layer(str(size), str(7 + size / 4e6)) for size in (3e8, 4e8, 9e8)]
+    rows = [{"us": us, "bytes": str(size)} for size, us in ((size, 7 + size / 4e6) for size in (3e8, 4e8, 9e8))]
     assert fitted(rows) == pytest.approx((7, 4000))
     assert all(map(math.isnan, fitted(rows[:1] * 3)))
 
 
-def test_a_picture_of_measurements_made_before(tmp_path):
-    rows = [layer(size, 7 + size / 4e6) for size in (300_000_000, 900_000_000)]
-    rows.append({**layer(1_600_000_000, 400), "method": "SDPA flash", "layer": ""})
-    with open(tmp_path / "attention.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    plot(tmp_path)
-    assert (tmp_path / "attention.png").stat().st_size > 10_000
+@pytest.mark.parametrize("block", sorted({block for block, _ in LAUNCHES}))
+def test_the_reading_kernel_reads_every_word(block):
+    """It finds the largest word of each program's share, in Triton's interpreter on a CPU."""
+    blocks = 5
+    words = torch.randperm(block * blocks, dtype=torch.int32, device=DEVICE)
+    out = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    read(words, out, block)
+    shares = [words[p * blocks // 3 * block : (p + 1) * blocks // 3 * block] for p in range(3)]
+    assert out.tolist() == [int(share.max()) for share in shares]
 
 
-def test_every_kernel_configuration_is_tried_once():
-    """Times are summed by configuration: one that is there twice would seem twice as slow."""
-    pytest.importorskip("triton")
-    assert len(set(variants())) == len(variants())
+@settings(max_examples=25, deadline=None)
+@given(
+    block=st.sampled_from([16, 48, 64]), sink=st.integers(0, 40), window=st.integers(1, 90), context=st.integers(1, 300)
+)
+def test_pages_of_the_rest_hold_sink_and_window(block, sink, window, context):
+    layout = PageLayout.of(torch.eye(32, dtype=torch.bool)[None], block, sink, window)
+    whole = [p for p in range(context) if p < sink or p >= context - 1 - window]  # the newest position is read, too
+    assert rest_pages(layout, context) == sorted({p // layout.rest.block for p in whole})
+
+
+def test_without_a_gpu_it_says_so_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="need a CUDA device"):
+        main(["packed", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()

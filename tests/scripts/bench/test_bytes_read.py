@@ -10,7 +10,7 @@ from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Store
 from leank.eval.methods.reads.double_sparsity import Labels
 from leank.eval.methods.reads.quest import Quest
-from scripts.bench.common.bytes_read import bytes_read
+from scripts.bench.common import bytes_read
 
 HEADS, DIM, TOKENS = 2, 64, 64 * 4 + 8 + 32  # whole groups in the middle, so that what is held is what is read
 KEEP = torch.arange(DIM) < torch.tensor([[64], [32]])

@@ -11,8 +11,7 @@ import time
 import pytest
 import torch
 
-from scripts.bench.training import scaling as bench_scaling
-from scripts.bench.training import tracing
+from scripts.bench import scaling as bench_scaling
 from tests.helpers import forked
 from tests.helpers.tiny_run import save_model
 
@@ -27,7 +26,7 @@ def test_a_run_ends_with_its_benchmark(tmp_path):
     """A training that goes on alone would hold the GPUs, and slow what is measured after it."""
     begun = tmp_path / "begun"
     run = [sys.executable, "-c", f"import os, time; open({str(begun)!r}, 'w').write(str(os.getpid())); time.sleep(60)"]
-    call = f"import sys; from scripts.bench.training.scaling import status; status({run!r}, {{}}, sys.stdout)"
+    call = f"import sys; from scripts.bench.scaling import status; status({run!r}, {{}}, sys.stdout)"
     with subprocess.Popen([sys.executable, "-c", call], cwd=bench_scaling.ROOT) as benchmark:
         while not (begun.exists() and begun.read_text()):
             assert benchmark.poll() is None
@@ -93,11 +92,11 @@ def test_overlapping_kernels_count_once(tmp_path):
     ]  # fmt: skip
     trace = tmp_path / "trace.json.gz"
     trace.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
-    found = tracing.idle(trace, 2e-3)
+    found = bench_scaling.idle(trace, 2e-3)
     assert found["busy_seconds"] == pytest.approx(100e-6)
     assert found["idle"] == pytest.approx(0.95)
     assert found["gap_ms"] == pytest.approx(1.0)
     with gzip.open(trace, "wt") as file:
         json.dump({"traceEvents": events[4:5]}, file)
     with pytest.raises(ValueError, match="no kernels"):
-        tracing.idle(trace, 2e-3)
+        bench_scaling.idle(trace, 2e-3)

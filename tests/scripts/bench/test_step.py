@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from leank.shape import kv_shape
-from leank_train.objective.kl import kl_loss_reference
-from scripts.bench.training import step as bench_training
-from scripts.bench.training.hours import hours
-from scripts.bench.training.step import SAME, cheaper, describe
+from scripts.bench import training_step as bench_training
+from scripts.bench.training_step import SAME, cheaper, describe, hours
 from tests.conftest import tiny_model
+from tests.oracles.kl_loss import kl_loss_reference
 
 
 def test_lengths_ratios_and_hours(tmp_path, capsys, monkeypatch):

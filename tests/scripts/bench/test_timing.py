@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from scripts.bench.common.timing import TEARDOWN, profiled
+from scripts.bench.common import TEARDOWN, profiled
 
 KERNELS = 4000
 

@@ -402,14 +402,14 @@ def choose(
 
 @triton.jit
 def _chosen(
-    base, q_row, index, entry, tail_ptr, chosen, x, most, share, shares, scale,
+    layer, q_row, index, entry, chosen, x, most, share, shares, scale,
     C: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, PER: tl.constexpr, STEP: tl.constexpr,
 ):
     """A share of what one query head has chosen, pages of PER tokens: numerator [D], maximum and denominator.
 
     One query has no use for tensor cores, so keys and values go from memory to registers.
     """
-    prompt, tokens = held(entry, tail_ptr, x)
+    prompt, tokens = held(entry, layer.tail, x)
     count = tl.multiple_of(tl.load(entry + CHANNELS).to(tl.int32), STEP)
     prompt_k, tail_k = tl.load(entry + PROMPT_K), tl.load(entry + TAIL_K)
     prompt_v, tail_v = tl.load(entry + PROMPT_V), tl.load(entry + TAIL_V)
@@ -427,9 +427,9 @@ def _chosen(
         slot = at + tl.arange(0, TILE)
         token = tl.load(chosen + slot // PER, mask=slot < last, other=0) * PER + slot % PER
         there = (slot < last) & (token < tokens)
-        k = base + line(token, prompt, prompt_k, tail_k, count, STEP)[:, None] + c[None, :]
+        k = layer.base + line(token, prompt, prompt_k, tail_k, count, STEP)[:, None] + c[None, :]
         keys = tl.load(k, mask=there[:, None] & kept[None, :], other=0.0)
-        v = base + line(token, prompt, prompt_v, tail_v, D, 16)[:, None] + d[None, :]
+        v = layer.base + line(token, prompt, prompt_v, tail_v, D, 16)[:, None] + d[None, :]
         values = tl.load(v, mask=there[:, None], other=0.0)
         s = tl.where(there, tl.sum(keys.to(tl.float32) * query[None, :], 1), float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 0))
@@ -443,71 +443,65 @@ def _chosen(
 
 @triton.jit
 def _ends(
-    base, q_row, ok, entry, seen_ptr, start_ptr, position_ptr, row, p, sink, slots, scale,
-    SPAN: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    layer, queries, q_row, ok, entry, row, p, SPAN: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
 ):
     """Span p of the sink, or of the window behind the sink's spans: numerators [M, D], maxima and denominators [M]."""
-    seen = tl.load(seen_ptr + row).to(tl.int32)
-    of_sink = tl.cdiv(sink, SPAN)  # spans
+    seen = tl.load(layer.seen + row).to(tl.int32)
+    of_sink = tl.cdiv(layer.sink, SPAN)  # spans
     ring = p >= of_sink
-    start = tl.where(ring, tl.load(start_ptr + row), 0).to(tl.int32)
-    position = tl.load(position_ptr + row).to(tl.int32) + tl.zeros([M], tl.int32)
+    start = tl.where(ring, tl.load(layer.start + row), 0).to(tl.int32)
+    position = tl.load(queries.position + row).to(tl.int32) + tl.zeros([M], tl.int32)
     k_at = tl.where(ring, tl.load(entry + RING_K), tl.load(entry + SINK_K))
     v_at = tl.where(ring, tl.load(entry + RING_V), tl.load(entry + SINK_V))
     first = tl.where(ring, p - of_sink, p) * SPAN
-    last = tl.minimum(tl.minimum(first + SPAN, tl.where(ring, slots, sink)), seen)
+    last = tl.minimum(tl.minimum(first + SPAN, tl.where(ring, layer.slots, layer.sink)), seen)
     acc = tl.zeros([M, D], tl.float32)
     m = tl.full([M], float("-inf"), tl.float32)
     z = tl.zeros([M, SPAN], tl.float32)
     acc, m, z = sink_and_window(
-        acc, m, z, q_row, ok, position, base + tl.multiple_of(k_at, 16), base + tl.multiple_of(v_at, 16), first, last,
-        seen, start, slots, ring, scale, q_row, SPAN, D, False)
+        acc, m, z, q_row, ok, position, layer.base + tl.multiple_of(k_at, 16), layer.base + tl.multiple_of(v_at, 16),
+        first, last, seen, start, layer.slots, ring, queries.scale, q_row, SPAN, D, False)
     return acc, m, tl.sum(z, 1)
 
 
-@triton.jit(do_not_specialize=["most", "sink", "slots", "ends", "shares"])
+@triton.jit(do_not_specialize=["most", "ends", "shares"])
 def attend(
-    base, q, out, index, table, seen_ptr, start_ptr, tail_ptr, position_ptr, chosen, part, stat, done,
-    scale, q_b, q_h, index_b, most, sink, slots, ends, shares,
+    layer, table, queries, results, chosen, most, ends, shares,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr,
     M: tl.constexpr, ROWS: tl.constexpr, MERGE_LINES: tl.constexpr, PER: tl.constexpr, STEP: tl.constexpr,
 ):
     """Program (x, p): span p of the sink and window for p < ends, else a share of what one query head has chosen.
 
-    q: [B, Hq, 1, D], by strides
-    out: [B, 1, Hq, D]
+    layer, queries, results: `parts.Layer`, `parts.Queries` of one token a row, and `parts.Results`, of which a (row, KV
+        head) has ends + shares
     chosen: [B * Hq, most] int32, pages of PER tokens
-    part, stat: [B * H, ends + shares, ROWS, D] and [B * H, ends + shares, ROWS, 2] fp32, partial results
-    done: [B * H] int32, zeros before and after
-    sink, slots: slots of the sink and of the window's ring
     ends, shares: programs for sink and window, and for what one query head has chosen
     C: at least the channels of any head
     """
     x, p = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, head, entry = x // H, x % H, table + x * FIELDS
-    parts, d = ends + shares, tl.arange(0, D)
-    q_head = q + row * q_b + head * GROUP * q_h
+    partials, d = ends + shares, tl.arange(0, D)
+    q_head = queries.q + row * queries.q_b + head * GROUP * queries.q_h
     if p < ends:
         r = tl.arange(0, M)
         ok = r < GROUP
-        acc, m, z = _ends(base, q_head + r * q_h, ok, entry, seen_ptr, start_ptr, position_ptr, row, p, sink, slots,
-                          scale, SPAN, M, D)
-        at = (x * parts + p) * ROWS + r
-        tl.store(part + at[:, None] * D + d[None, :], acc, mask=ok[:, None])
-        tl.store(stat + 2 * at, m, mask=ok)
-        tl.store(stat + 2 * at + 1, z, mask=ok)
+        acc, m, z = _ends(layer, queries, q_head + r * queries.q_h, ok, entry, row, p, SPAN, M, D)
+        at = (x * partials + p) * ROWS + r
+        tl.store(results.partial + at[:, None] * D + d[None, :], acc, mask=ok[:, None])
+        tl.store(results.stat + 2 * at, m, mask=ok)
+        tl.store(results.stat + 2 * at + 1, z, mask=ok)
     else:
         g, share = (p - ends) // shares, (p - ends) % shares
-        one, m_one, z_one = _chosen(base, q_head + g * q_h, index + row * index_b + head * D, entry, tail_ptr,
-                                    chosen + (x * GROUP + g) * most, x, most, share, shares, scale,
-                                    C, TILE, D, PER, STEP)
-        at_one = (x * parts + ends + share) * ROWS + g
-        tl.store(part + at_one * D + d, one)
-        tl.store(stat + 2 * at_one, m_one)
-        tl.store(stat + 2 * at_one + 1, z_one)
-    real = real_rows(row, position_ptr, 1, 0, ROWS, GROUP, GROUP)
+        index = layer.index + row * layer.index_b + head * D
+        one, m_one, z_one = _chosen(layer, q_head + g * queries.q_h, index, entry, chosen + (x * GROUP + g) * most, x,
+                                    most, share, shares, queries.scale, C, TILE, D, PER, STEP)
+        at_one = (x * partials + ends + share) * ROWS + g
+        tl.store(results.partial + at_one * D + d, one)
+        tl.store(results.stat + 2 * at_one, m_one)
+        tl.store(results.stat + 2 * at_one + 1, z_one)
+    real = real_rows(row, queries.position, 1, 0, ROWS, GROUP, GROUP)
     tl.debug_barrier()  # all of it is written before the ticket says so
-    if tl.atomic_add(done + x, 1, sem="acq_rel") == ends + GROUP * shares - 1:
-        merged, _, _ = merge(part, stat, x * parts, parts, ROWS, MERGE_LINES, D)
-        store_rows(out, merged, real, row, head, 1, 0, ROWS, GROUP, GROUP, H, D)
-        tl.store(done + x, 0)
+    if tl.atomic_add(results.done + x, 1, sem="acq_rel") == ends + GROUP * shares - 1:
+        merged, _, _ = merge(results.partial, results.stat, x * partials, partials, ROWS, MERGE_LINES, D)
+        store_rows(results.out, merged, real, row, head, 1, 0, ROWS, GROUP, GROUP, H, D)
+        tl.store(results.done + x, 0)

@@ -10,12 +10,13 @@ Names as in eval.cache.attention.kernels.parts.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from leank.eval.cache.attention import work
 from leank.eval.cache.attention.kernels.evict import logits_of, store_lse
-from leank.eval.cache.attention.kernels.packed import packed_middle
 from leank.eval.cache.attention.kernels.parts import (
     _gather,
     _kept_channels,
@@ -24,12 +25,12 @@ from leank.eval.cache.attention.kernels.parts import (
     sink_and_window,
     step,
     store_rows,
-    wait_for_the_launch_ahead,
+    wait_for_previous_kernel,
 )
 
-# What the kernel reads of the work table, as constants that Triton compiles in.
+# columns of the work table
 SINK, WINDOW, TAIL = tl.constexpr(work.SINK), tl.constexpr(work.WINDOW), tl.constexpr(work.TAIL)
-PART = tl.constexpr(int(work.Column.PART))
+KIND = tl.constexpr(int(work.Column.KIND))
 ROW = tl.constexpr(int(work.Column.ROW))
 HEAD = tl.constexpr(int(work.Column.HEAD))
 FIRST = tl.constexpr(int(work.Column.FIRST))
@@ -43,6 +44,40 @@ NUMBER = tl.constexpr(int(work.Column.NUMBER))
 FIRST_NUMBER = tl.constexpr(int(work.Column.FIRST_NUMBER))
 NEXT = tl.constexpr(int(work.Column.NEXT))
 WIDTH = tl.constexpr(int(work.Column.WIDTH))
+
+
+class Form(NamedTuple):
+    """What `decode` is compiled for.
+
+    H, GROUP, D: KV heads, query heads of each, and channels of a head
+    TILE: tokens of a tile
+    M, ROWS: rows of a tile, and the first of them that may hold a query; a power of two each
+    MERGE_LINES: partial results that a merge asks for at a time
+    EVEN: whether every count of channels is a multiple of 32, so that the main loop needs no masks
+    PAGE: tokens of a page of the middle
+    FIELDS: columns of the work table
+    WARPS: of a program
+    VALUES: the most channels that V keeps, rounded up to a power of two; 0 = V keeps all
+    WEIGHTS: whether to leave logits and log-sum-exp for `evict.add_weights`, which says what scratch and room are; then
+        there is one chunk of queries, and the middle is in 16 bits
+    PDL: whether programmatic dependent launch is on (`parts.wait_for_previous_kernel`)
+    """
+
+    H: int
+    GROUP: int
+    D: int
+    TILE: int
+    M: int
+    ROWS: int
+    MERGE_LINES: int
+    EVEN: bool
+    PAGE: int
+    FIELDS: int
+    WARPS: int
+    VALUES: int
+    WEIGHTS: bool
+    PDL: bool
+
 
 # fmt: off
 
@@ -93,21 +128,23 @@ def add_kept(acc, of_kept, m_before, m, ranks, D: tl.constexpr):
 @triton.jit
 def middle(
     acc, m, z, q_row, ok, index, k, v, first, last, count, width, scale, logits,
-    C0: tl.constexpr, C1: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, VALUES: tl.constexpr,
-    EVEN: tl.constexpr, PAGE: tl.constexpr, WEIGHTS: tl.constexpr, EARLY: tl.constexpr,
+    C0: tl.constexpr, C1: tl.constexpr, F: tl.constexpr,
 ):
     """Tokens [first, last) of a middle part with up to C0 + C1 channels; whole tiles without masks, then the rest.
 
     acc: [M, D], or [M, VALUES] where V is pruned to `width` channels, at most VALUES
     logits: [M], where the logit of the part's first token is written; used if WEIGHTS.
     """
+    TILE: tl.constexpr = F.TILE
+    EVEN: tl.constexpr = F.EVEN
+    PAGE: tl.constexpr = F.PAGE
     token = tl.arange(0, TILE)
     c0 = tl.arange(0, C0)
     kept0 = _kept_channels(index, c0, count, EVEN)
     if C1 > 0:
         c1 = C0 + tl.arange(0, C1)
         kept1 = _kept_channels(index, c1, count, EVEN)
-    wait_for_the_launch_ahead(EARLY)
+    wait_for_previous_kernel(F.PDL)
     q0 = _gather(q_row, ok, kept0, c0, count, EVEN)
     if C1 > 0:
         q1 = _gather(q_row, ok, kept1, c1, count, EVEN)
@@ -117,9 +154,9 @@ def middle(
         s = tl.dot(q0, _keys(page, c0, count, token, TILE, EVEN, PAGE))
         if C1 > 0:
             s = tl.dot(q1, _keys(page, c1, count, token, TILE, EVEN, PAGE), s)
-        if WEIGHTS:
+        if F.WEIGHTS:
             tl.store(logits[:, None] + (at + token)[None, :], s * scale, mask=ok[:, None])
-        acc, m, z = step(acc, m, z, s * scale, _values(v, at, width, token, TILE, D, VALUES, PAGE, True))
+        acc, m, z = step(acc, m, z, s * scale, _values(v, at, width, token, TILE, F.D, F.VALUES, PAGE, True))
     if whole < last:
         there = token < last - whole
         page = k + tl.multiple_of((whole // PAGE) * (count * PAGE), PAGE)
@@ -127,178 +164,166 @@ def middle(
         if C1 > 0:
             s = tl.dot(q1, _keys(page, c1, count, token, last - whole, EVEN, PAGE), s)
         s = tl.where(there[None, :], s * scale, float("-inf"))
-        if WEIGHTS:
+        if F.WEIGHTS:
             tl.store(logits[:, None] + (whole + token)[None, :], s, mask=ok[:, None] & there[None, :])
-        values = _values(v, whole, width, token, last - whole, D, VALUES, PAGE, False)
+        values = _values(v, whole, width, token, last - whole, F.D, F.VALUES, PAGE, False)
         acc, m, z = step(acc, m, z, s, values)
     return acc, m, z
 
 
 @triton.jit
-def _ends(
-    acc, m, z, q_row, ok, base, seen_ptr, start_ptr, position_ptr, k_at, v_at, first, last, row, t, ring, queries,
-    slots, scale, logits,
-    TILE: tl.constexpr, D: tl.constexpr, WEIGHTS: tl.constexpr, EARLY: tl.constexpr,
-):
+def _ends(acc, m, z, q_row, ok, layer, queries, k_at, v_at, first, last, row, t, ring, logits, F: tl.constexpr):
     """Slots [first, last) of row's sink or, if `ring`, window, k_at and v_at elements from base, for query tokens t."""
-    k, v = tl.multiple_of(base + k_at, 16), tl.multiple_of(base + v_at, 16)
-    wait_for_the_launch_ahead(EARLY)
-    position = tl.load(position_ptr + row * queries + t, mask=ok, other=-1).to(tl.int32)
-    seen = tl.load(seen_ptr + row).to(tl.int32)
-    start = tl.where(ring, tl.load(start_ptr + row).to(tl.int32), 0)
+    k, v = tl.multiple_of(layer.base + k_at, 16), tl.multiple_of(layer.base + v_at, 16)
+    wait_for_previous_kernel(F.PDL)
+    position = tl.load(queries.position + row * queries.tokens + t, mask=ok, other=-1).to(tl.int32)
+    seen = tl.load(layer.seen + row).to(tl.int32)
+    start = tl.where(ring, tl.load(layer.start + row).to(tl.int32), 0)
     return sink_and_window(
-        acc, m, z, q_row, ok, position, k, v, first, tl.minimum(last, seen), seen, start, slots, ring, scale, logits,
-        TILE, D, WEIGHTS)
+        acc, m, z, q_row, ok, position, k, v, first, tl.minimum(last, seen), seen, start, layer.slots, ring,
+        queries.scale, logits, F.TILE, F.D, F.WEIGHTS)
 
 
 @triton.jit
 def _read(
     acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale, logits,
-    C0: tl.constexpr, C1: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, VALUES: tl.constexpr,
-    EVEN: tl.constexpr, PAGE: tl.constexpr, WEIGHTS: tl.constexpr, EARLY: tl.constexpr,
+    C0: tl.constexpr, C1: tl.constexpr, F: tl.constexpr,
 ):
     """Tokens [first, last) of a middle part with up to C0 + C1 channels of K, k_at and v_at elements from base.
 
     ranks, width: of the kept channels of V, at most VALUES; VALUES 0 = V has all its channels
     """
     k, v = tl.multiple_of(base + k_at, 16), tl.multiple_of(base + v_at, 16)
-    if VALUES == 0:
-        acc, m, z = middle(acc, m, z, q_row, ok, index, k, v, first, last, count, width, scale, logits,
-                           C0, C1, TILE, D, VALUES, EVEN, PAGE, WEIGHTS, EARLY)
+    if F.VALUES == 0:
+        acc, m, z = middle(acc, m, z, q_row, ok, index, k, v, first, last, count, width, scale, logits, C0, C1, F)
     else:
+        VALUES: tl.constexpr = F.VALUES
         before, of_kept = m, tl.zeros([acc.shape[0], VALUES], tl.float32)
         of_kept, m, z = middle(of_kept, m, z, q_row, ok, index, k, v, first, last, count, width, scale, logits,
-                               C0, C1, TILE, D, VALUES, EVEN, PAGE, WEIGHTS, EARLY)
-        acc = add_kept(acc, of_kept, before, m, ranks, D)
+                               C0, C1, F)
+        acc = add_kept(acc, of_kept, before, m, ranks, F.D)
     return acc, m, z
 
 
 @triton.jit
 def _kept(
-    acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale, logits,
-    TILE: tl.constexpr, D: tl.constexpr, VALUES: tl.constexpr, EVEN: tl.constexpr, PAGE: tl.constexpr,
-    WEIGHTS: tl.constexpr, EARLY: tl.constexpr,
+    acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale, logits, F: tl.constexpr,
 ):
     """Tokens [first, last) of a middle part in 16 bits, by the form for its number of channels."""
     if count <= 32:
         acc, m, z = _read(acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale,
-                          logits, 32, 0, TILE, D, VALUES, EVEN, PAGE, WEIGHTS, EARLY)
+                          logits, 32, 0, F)
     elif count <= 64:
         acc, m, z = _read(acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale,
-                          logits, 64, 0, TILE, D, VALUES, EVEN, PAGE, WEIGHTS, EARLY)
-    elif D > 64:
+                          logits, 64, 0, F)
+    elif F.D > 64:
         if count <= 96:
             acc, m, z = _read(acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale,
-                              logits, 64, 32, TILE, D, VALUES, EVEN, PAGE, WEIGHTS, EARLY)
+                              logits, 64, 32, F)
         else:
             acc, m, z = _read(acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale,
-                              logits, 128, 0, TILE, D, VALUES, EVEN, PAGE, WEIGHTS, EARLY)
+                              logits, 128, 0, F)
     return acc, m, z
 
 
 @triton.jit
 def _finish(
-    out, part, stat, done, scratch, position_ptr, acc, m, z, ok, row, head, parts, number, first_number, places,
-    queries,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
-    MERGE_LINES: tl.constexpr, WEIGHTS: tl.constexpr,
+    results, partial, stat, scratch, queries, acc, m, z, ok, row, head, partials, number, first_number, places,
+    F: tl.constexpr,
 ):
-    """Leave partial result `number` of a (row, head) that has `parts`; the last program to do so merges them into out.
+    """Leave partial result `number` of a (row, head) that has `partials`; the last to do so merges them into out.
 
-    The only partial result of a (row, head) is its result. part, stat and done are those of `decode`.
+    The only partial result of a (row, head) is its result. partial, stat: of the program's chunk of queries
     """
-    chunk, r, d = tl.program_id(1), tl.arange(0, M), tl.arange(0, D)
-    if parts == 1:
+    chunk, r, d = tl.program_id(1), tl.arange(0, F.M), tl.arange(0, F.D)
+    if partials == 1:
         total = tl.sum(z, 1)
         result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        real = real_rows(row, position_ptr, queries, chunk, M, M, GROUP)
-        store_rows(out, result, real, row, head, queries, chunk, M, M, GROUP, H, D)
-        store_lse(scratch, (row * H + head) * ROWS + r, m, total, ok, WEIGHTS)
-    elif parts > 1:
-        real = real_rows(row, position_ptr, queries, chunk, ROWS, M, GROUP)  # asked for now, needed at the very end
-        at = number * ROWS + r
-        tl.store(part + at[:, None] * D + d[None, :], acc, mask=ok[:, None])
+        real = real_rows(row, queries.position, queries.tokens, chunk, F.M, F.M, F.GROUP)
+        store_rows(results.out, result, real, row, head, queries.tokens, chunk, F.M, F.M, F.GROUP, F.H, F.D)
+        store_lse(scratch, (row * F.H + head) * F.ROWS + r, m, total, ok, F.WEIGHTS)
+    elif partials > 1:
+        # asked for now, needed at the very end
+        real = real_rows(row, queries.position, queries.tokens, chunk, F.ROWS, F.M, F.GROUP)
+        at = number * F.ROWS + r
+        tl.store(partial + at[:, None] * F.D + d[None, :], acc, mask=ok[:, None])
         tl.store(stat + 2 * at, m, mask=ok)
         tl.store(stat + 2 * at + 1, tl.sum(z, 1), mask=ok)
         tl.debug_barrier()  # all of it is written before the ticket says so
-        ticket = done + chunk * places + row * H + head
-        if tl.atomic_add(ticket, 1, sem="acq_rel") == parts - 1:
-            merged, most, total = merge(part, stat, first_number, parts, ROWS, MERGE_LINES, D)
-            store_rows(out, merged, real, row, head, queries, chunk, ROWS, M, GROUP, H, D)
-            rows = tl.arange(0, ROWS)
-            store_lse(scratch, (row * H + head) * ROWS + rows, most, total, rows < GROUP * queries, WEIGHTS)
+        ticket = results.done + chunk * places + row * F.H + head
+        if tl.atomic_add(ticket, 1, sem="acq_rel") == partials - 1:
+            merged, most, total = merge(partial, stat, first_number, partials, F.ROWS, F.MERGE_LINES, F.D)
+            store_rows(results.out, merged, real, row, head, queries.tokens, chunk, F.ROWS, F.M, F.GROUP, F.H, F.D)
+            rows = tl.arange(0, F.ROWS)
+            store_lse(scratch, (row * F.H + head) * F.ROWS + rows, most, total, rows < F.GROUP * queries.tokens,
+                      F.WEIGHTS)
             tl.store(ticket, 0)
 
 
-@triton.jit(do_not_specialize=["partials", "places"])
+@triton.jit(do_not_specialize=["most", "places"])
 def decode(
-    base, bytes_base, q, out, index, ranks, table, seen_ptr, start_ptr, tail_ptr, position_ptr, part, stat, done,
-    scratch, room, scale, q_b, q_h, q_t, index_b, ranks_b, queries, partials, places, slots, sink,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
-    MERGE_LINES: tl.constexpr, EVEN: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr,
-    BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr, WARPS: tl.constexpr, VALUES: tl.constexpr,
-    WEIGHTS: tl.constexpr, EARLY: tl.constexpr,
+    layer, table, queries, results, scratch, room, most, places,
+    F: tl.constexpr, READ: tl.constexpr, CODES: tl.constexpr,
 ):
     """Program (p, c): span p of the work table for the query tokens of chunk c.
 
-    base, bytes_base: first element of the ring's keys; the same address as a pointer to bytes
-    table: [lines, FIELDS] int64, with the columns of work.Column
-    q: [B, Hq, Q, D], by strides
-    out: [B, Q, Hq, D]
-    part, stat: [chunks, partials, ROWS, D] and [chunks, partials, ROWS, 2] fp32, partial results
-    done: [chunks, places] int32, zeros before and after; places = B * H
-    BITS, CELL: bits of a number of the middle, and numbers in a cell; 0 = not packed
-    PTX: whether a packed middle is unpacked in PTX, which Triton's interpreter cannot run
-    WARPS: of a program
-    VALUES: the most channels that the middle's V has, rounded up to a power of two; 0 = every channel
-    ranks: [B, H, D], by a stride; the place of each channel of V among the kept, read unless VALUES is 0
-    WEIGHTS: whether to leave logits and log-sum-exp for evict.add_weights, which says what scratch and room
-        are; there is one chunk then, and no packed middle
-    EARLY: whether programs take their places before the launch ahead has ended, and let the next launch's do so
+    layer, queries, results: `parts.Layer`, `parts.Queries` and `parts.Results`
+    table: int64 [lines, FIELDS], with the columns of work.Column
+    scratch, room: where logits are left; see `evict`
+    most: partial results of a chunk that there is room for
+    places: B * H
+    F: a `Form`
+    READ: the function that reads a middle in fewer bits, with the parameters of `packed.read`; None = it is in 16 bits
+    CODES: what READ is compiled for
     """
-    chunk = tl.program_id(1)
+    M: tl.constexpr = F.M
+    D: tl.constexpr = F.D
+    TILE: tl.constexpr = F.TILE
+    PAGE: tl.constexpr = F.PAGE
+    GROUP: tl.constexpr = F.GROUP
     PER: tl.constexpr = M // GROUP  # query tokens of a chunk
+    chunk = tl.program_id(1)
     r = tl.arange(0, M)
     t = chunk * PER + r // GROUP
-    ok = (r // GROUP < PER) & (t < queries)
-    part += chunk.to(tl.int64) * partials * ROWS * D
-    stat += chunk.to(tl.int64) * partials * ROWS * 2
+    ok = (r // GROUP < PER) & (t < queries.tokens)
+    partial = results.partial + chunk.to(tl.int64) * most * F.ROWS * D
+    stat = results.stat + chunk.to(tl.int64) * most * F.ROWS * 2
     acc = tl.zeros([M, D], tl.float32)
     m = tl.full([M], float("-inf"), tl.float32)
     z = tl.zeros([M, TILE], tl.float32)
     line = tl.program_id(0).to(tl.int64)
     while line >= 0:
-        entry = table + line * FIELDS
-        kind, row, head = tl.load(entry + PART), tl.load(entry + ROW), tl.load(entry + HEAD)
+        entry = table + line * F.FIELDS
+        kind, row, head = tl.load(entry + KIND), tl.load(entry + ROW), tl.load(entry + HEAD)
         first, last = tl.multiple_of(tl.load(entry + FIRST).to(tl.int32), PAGE), tl.load(entry + LAST).to(tl.int32)
         k_at, v_at = tl.load(entry + K_START), tl.load(entry + V_START)
         count, fresh = tl.load(entry + CHANNELS).to(tl.int32), tl.load(entry + FRESH)
         width = tl.load(entry + WIDTH).to(tl.int32)
-        parts = tl.load(entry + PARTIALS).to(tl.int32)
+        partials = tl.load(entry + PARTIALS).to(tl.int32)
         number, first_number = tl.load(entry + NUMBER), tl.load(entry + FIRST_NUMBER)
         line = tl.load(entry + NEXT)
 
-        q_row = q + row * q_b + (head * GROUP + r % GROUP) * q_h + t * q_t
+        q_row = queries.q + row * queries.q_b + (head * GROUP + r % GROUP) * queries.q_h + t * queries.q_t
         m = tl.where(fresh != 0, float("-inf"), m)
         z = tl.where(fresh != 0, 0.0, z)
         acc = tl.where(fresh != 0, 0.0, acc)
-        if WEIGHTS or BITS > 0:  # what these read first, the launch ahead may write
-            wait_for_the_launch_ahead(EARLY)
-        logits = logits_of(scratch, room, seen_ptr, start_ptr, tail_ptr, row, row * H + head, places, r, sink,
-                           kind != SINK, kind == WINDOW, ROWS, WEIGHTS)
+        if F.WEIGHTS or READ is not None:  # what these read first, the previous kernel may write
+            wait_for_previous_kernel(F.PDL)
+        logits = logits_of(scratch, room, layer.seen, layer.start, layer.tail, row, row * F.H + head, places, r,
+                           layer.sink, kind != SINK, kind == WINDOW, F.ROWS, F.WEIGHTS)
         if kind <= WINDOW:  # sink or window
-            acc, m, z = _ends(acc, m, z, q_row, ok, base, seen_ptr, start_ptr, position_ptr, k_at, v_at, first, last,
-                              row, t, kind == WINDOW, queries, slots, scale, logits, TILE, D, WEIGHTS, EARLY)
+            acc, m, z = _ends(acc, m, z, q_row, ok, layer, queries, k_at, v_at, first, last, row, t, kind == WINDOW,
+                              logits, F)
         else:
             if kind == TAIL:
-                wait_for_the_launch_ahead(EARLY)  # it may be `move`
-                last = tl.minimum(last, tl.load(tail_ptr + row * H + head).to(tl.int32))
-            kept, of_v = index + row * index_b + head * D, ranks + row * ranks_b + head * D
-            if BITS > 0:
-                acc, m, z = packed_middle(acc, m, z, q_row, ok, kept, base, bytes_base, k_at, v_at, first, last, count,
-                                          scale, ROWS, TILE, D, EVEN, PAGE, BITS, CELL, PTX, WARPS)
+                wait_for_previous_kernel(F.PDL)  # it may be `move`
+                last = tl.minimum(last, tl.load(layer.tail + row * F.H + head).to(tl.int32))
+            kept = layer.index + row * layer.index_b + head * D
+            if READ is not None:
+                acc, m, z = READ(acc, m, z, q_row, ok, kept, layer, k_at, v_at, first, last, count, queries.scale,
+                                 F, CODES)
             else:
-                acc, m, z = _kept(acc, m, z, q_row, ok, kept, of_v, base, k_at, v_at, first, last, count, width, scale,
-                                  logits, TILE, D, VALUES, EVEN, PAGE, WEIGHTS, EARLY)
-        _finish(out, part, stat, done, scratch, position_ptr, acc, m, z, ok, row, head, parts, number, first_number,
-                places, queries, H, GROUP, D, M, ROWS, MERGE_LINES, WEIGHTS)
+                acc, m, z = _kept(acc, m, z, q_row, ok, kept, layer.ranks + row * layer.ranks_b + head * D,
+                                  layer.base, k_at, v_at, first, last, count, width, queries.scale, logits, F)
+        _finish(results, partial, stat, scratch, queries, acc, m, z, ok, row, head, partials, number, first_number,
+                places, F)

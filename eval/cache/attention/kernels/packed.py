@@ -17,6 +17,8 @@ slab has D / 4 channels of V, which share a cell.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -26,6 +28,20 @@ from leank.eval.cache.storage import quantised
 HALF = tl.constexpr(32)  # tokens of a page that are multiplied at a time
 ROOM = tl.constexpr(quantised.ROOM)
 AT_ONCE = tl.constexpr(32)  # lines of channels: all at once took 254 registers, which left room for two programs
+
+
+class Codes(NamedTuple):
+    """What `read` is compiled for, beside the decode kernel's `Form`.
+
+    BITS: of a number, 2, 4 or 8
+    CELL: numbers of a cell, 32 or 64
+    PTX: whether codes are unpacked in PTX, which Triton's interpreter cannot run
+    """
+
+    BITS: int
+    CELL: int
+    PTX: bool
+
 
 # fmt: off
 
@@ -132,8 +148,8 @@ def _in_order(x):
 
 @triton.jit
 def _logits(
-    q0, q1, page, cells, scales, number, half, left, row, room, width, k_page, PLACE: tl.constexpr,
-    BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
+    q0, q1, page, cells, scales, number, half, left, row, room, width, k_page,
+    PLACE: tl.constexpr, CODES: tl.constexpr,
 ):
     """Logits of halves of pages, [P, M, HALF].
 
@@ -145,6 +161,7 @@ def _logits(
     left: [P], tokens from a half's first to the last one
     room, width, k_page: channels for which there is room, bytes of a line of codes, bytes of a page
     """
+    BITS: tl.constexpr = CODES.BITS
     NUMBER: tl.constexpr = scales.dtype.element_ty.primitive_bitwidth // 8
     start = number * k_page
     line = _tokens()
@@ -152,36 +169,36 @@ def _logits(
     at = at + (line * width)[None, None, :] + row[None, :, None]
     there = (left > 0)[:, None] & (row < width)[None, :]
     codes = tl.load(page + at, mask=there[:, :, None], other=0)
-    cell = (start // (2 * NUMBER) + half * HALF // CELL * room)[:, None] + row[None, :]
+    cell = (start // (2 * NUMBER) + half * HALF // CODES.CELL * room)[:, None] + row[None, :]
     scale, zero = scale_and_zero(cells, scales, cell, there)
-    s = tl.dot(q0, numbers(codes, scale[:, :, None], zero[:, :, None], PLACE, BITS, PTX))
+    s = tl.dot(q0, numbers(codes, scale[:, :, None], zero[:, :, None], PLACE, BITS, CODES.PTX))
     if BITS == 2:
         scale, zero = scale_and_zero(cells, scales, cell + width, there)
-        s = tl.dot(q1, numbers(codes, scale[:, :, None], zero[:, :, None], PLACE + 1, BITS, PTX), s)
+        s = tl.dot(q1, numbers(codes, scale[:, :, None], zero[:, :, None], PLACE + 1, BITS, CODES.PTX), s)
     return s
 
 
 @triton.jit
 def _values(
-    page, cells, scales, number, half, left, SLAB: tl.constexpr, V_PAGE: tl.constexpr,
-    D: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
+    page, cells, scales, number, half, left,
+    SLAB: tl.constexpr, V_PAGE: tl.constexpr, F: tl.constexpr, CODES: tl.constexpr,
 ):
     """Values of halves of pages in slab SLAB, [P, D / 4, HALF], for the tokens before `left` [P] of a half.
 
     Later ones are zero, except the second token of a pair. That one has some number, since its group is stored whole,
     and its weight is zero.
     """
-    W: tl.constexpr = D // 4
-    LINES: tl.constexpr = BITS // 2  # slabs / codes of a byte
+    W: tl.constexpr = F.D // 4
+    LINES: tl.constexpr = CODES.BITS // 2  # slabs / codes of a byte
     NUMBER: tl.constexpr = scales.dtype.element_ty.primitive_bitwidth // 8
     t = tl.arange(0, HALF)
     channel = SLAB % LINES * W + tl.arange(0, W)
     start = number * V_PAGE
-    at = (start + half * HALF)[:, None, None] + (channel * PAGE)[None, :, None] + t[None, None, :]
+    at = (start + half * HALF)[:, None, None] + (channel * F.PAGE)[None, :, None] + t[None, None, :]
     codes = tl.load(page + at, mask=(left > 0)[:, None, None], other=0)
-    cell = (start // (2 * NUMBER) + half * HALF)[:, None] + (SLAB * W // CELL * PAGE + t)[None, :]
+    cell = (start // (2 * NUMBER) + half * HALF)[:, None] + (SLAB * W // CODES.CELL * F.PAGE + t)[None, :]
     scale, zero = scale_and_zero(cells, scales, cell, (t // 2 * 2)[None, :] < left[:, None])
-    return numbers(codes, scale[:, None, :], zero[:, None, :], SLAB // LINES, BITS, PTX)
+    return numbers(codes, scale[:, None, :], zero[:, None, :], SLAB // LINES, CODES.BITS, CODES.PTX)
 
 
 @triton.jit
@@ -201,20 +218,18 @@ def _masked(s, token, left, N: tl.constexpr):
 
 @triton.jit
 def _add(
-    a0, a1, a2, a3, p, page, number, half, left,
-    D: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
-    dtype: tl.constexpr,
+    a0, a1, a2, a3, p, page, number, half, left, dtype: tl.constexpr, F: tl.constexpr, CODES: tl.constexpr,
 ):
     """Add values times weights p [P, N, HALF] to every slab's sum, [P, D / 4, N]."""
-    V_CODES: tl.constexpr = PAGE * D * BITS // 8
-    V_PAGE: tl.constexpr = V_CODES + PAGE * D // CELL * 2 * dtype.primitive_bitwidth // 8
+    V_CODES: tl.constexpr = F.PAGE * F.D * CODES.BITS // 8
+    V_PAGE: tl.constexpr = v_page_of(dtype, F.D, F.PAGE, CODES.BITS, CODES.CELL)
     cells = (page + V_CODES).to(tl.pointer_type(tl.int32), bitcast=True)
     scales = (page + V_CODES).to(tl.pointer_type(dtype), bitcast=True)
     x = _in_order(p.to(dtype))
-    a0 = tl.dot(_values(page, cells, scales, number, half, left, 0, V_PAGE, D, PAGE, BITS, CELL, PTX), x, a0)
-    a1 = tl.dot(_values(page, cells, scales, number, half, left, 1, V_PAGE, D, PAGE, BITS, CELL, PTX), x, a1)
-    a2 = tl.dot(_values(page, cells, scales, number, half, left, 2, V_PAGE, D, PAGE, BITS, CELL, PTX), x, a2)
-    a3 = tl.dot(_values(page, cells, scales, number, half, left, 3, V_PAGE, D, PAGE, BITS, CELL, PTX), x, a3)
+    a0 = tl.dot(_values(page, cells, scales, number, half, left, 0, V_PAGE, F, CODES), x, a0)
+    a1 = tl.dot(_values(page, cells, scales, number, half, left, 1, V_PAGE, F, CODES), x, a1)
+    a2 = tl.dot(_values(page, cells, scales, number, half, left, 2, V_PAGE, F, CODES), x, a2)
+    a3 = tl.dot(_values(page, cells, scales, number, half, left, 3, V_PAGE, F, CODES), x, a3)
     return a0, a1, a2, a3
 
 
@@ -271,39 +286,47 @@ def _together(acc, m, z, a0, a1, a2, a3, top, sums, TILE: tl.constexpr, UNIT: tl
     return acc * before[:, None] + found * now[:, None], new, z * before[:, None] + (total * now)[:, None] / TILE
 
 
+@triton.constexpr_function
+def v_page_of(dtype, dim, page, bits, cell):
+    """Bytes of a page of V: its codes, then a scale and a zero point for every cell."""
+    return page * dim * bits // 8 + page * dim // cell * 2 * dtype.primitive_bitwidth // 8
+
+
 @triton.jit
 def _sums(
-    q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
-    C: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
-    EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
-    WARPS: tl.constexpr,
+    q_row, ok, index, layer, k_at, v_at, first, last, count, scale,
+    C: tl.constexpr, N: tl.constexpr, F: tl.constexpr, CODES: tl.constexpr,
 ):
     """Every warp's softmax of tokens [first, last) of a packed part with up to C channels, as `_together` takes it.
 
-    base, bytes_base: one address, from which the head's K and V begin k_at and v_at bytes on
+    k_at, v_at: bytes from the layer's `codes` to where the head's K and V begin
     N: 8 where the tile has no more rows that count, else M
-    PTX: whether the target is a GPU, which Triton's interpreter is not
     """
-    dtype: tl.constexpr = base.dtype.element_ty
+    D: tl.constexpr = F.D
+    PAGE: tl.constexpr = F.PAGE
+    BITS: tl.constexpr = CODES.BITS
+    WARPS: tl.constexpr = F.WARPS
+    dtype: tl.constexpr = layer.base.dtype.element_ty
     WORD: tl.constexpr = 2 * dtype.primitive_bitwidth // 8  # bytes of scale and zero point
-    V_PAGE: tl.constexpr = PAGE * D * BITS // 8 + PAGE * D // CELL * WORD
+    V_PAGE: tl.constexpr = v_page_of(dtype, D, PAGE, BITS, CODES.CELL)
     SHARED: tl.constexpr = 2 if BITS == 2 else 1  # channels of a byte
     PARTS: tl.constexpr = 1 if BITS == 8 else 2  # halves that a warp reads at a time: those that share bytes of K
-    UNIT: tl.constexpr = unit_of(dtype, PTX)
-    if EVEN:
+    UNIT: tl.constexpr = unit_of(dtype, CODES.PTX)
+    if F.EVEN:
         count = count // 32 * 32  # as it is, but the compiler sees that lines are aligned
         room, width = count, count // 32 * (32 // SHARED)
     else:
         lots = (count + ROOM - 1) // ROOM
         room, width = lots * ROOM, lots * (ROOM // SHARED)
     k_codes = width * (PAGE if BITS == 8 else HALF)
-    k_page = k_codes + PAGE // CELL * WORD * room
-    k, v = tl.multiple_of(bytes_base + k_at, 16), tl.multiple_of(bytes_base + v_at, 16)
+    k_page = k_codes + PAGE // CODES.CELL * WORD * room
+    k, v = tl.multiple_of(layer.codes + k_at, 16), tl.multiple_of(layer.codes + v_at, 16)
     row, token, warp = tl.arange(0, C // SHARED), _tokens(), tl.arange(0, WARPS)
     number, half = warp * PARTS // 2, warp * PARTS % 2
     q0 = _queries(q_row, ok, index, row, tl.minimum(width, count), WARPS)
     q1 = _queries(q_row, ok, index, width + row, count, WARPS) if BITS == 2 else q0
     scale *= 1.0 / UNIT
+
     top = tl.full([WARPS, N], float("-inf"), tl.float32)  # m and z of every warp
     sums = tl.zeros([WARPS, N, HALF], tl.float32)
     a0 = tl.zeros([WARPS, D // 4, N], tl.float32)
@@ -312,15 +335,16 @@ def _sums(
         left = last - at - number * PAGE - half * HALF
         page = k + tl.multiple_of(at // PAGE * k_page, 16)
         cells = (page + k_codes).to(tl.pointer_type(tl.int32), bitcast=True)
-        scales = (page + k_codes).to(base.dtype, bitcast=True)
-        s = _logits(q0, q1, page, cells, scales, number, half, left, row, room, width, k_page, 0, BITS, CELL, PTX)
+        scales = (page + k_codes).to(layer.base.dtype, bitcast=True)
+        # the logits of a warp's half of a page, and of the half whose codes share its bytes
+        s = _logits(q0, q1, page, cells, scales, number, half, left, row, room, width, k_page, 0, CODES)
         s = _masked(s, token, left, N)
         new = tl.max(s, 2)
         if PARTS == 2:
-            t = _logits(q0, q1, page, cells, scales, number, half + 1, left, row, room, width, k_page, 4 // BITS,
-                        BITS, CELL, PTX)
+            t = _logits(q0, q1, page, cells, scales, number, half + 1, left, row, room, width, k_page, 4 // BITS, CODES)
             t = _masked(t, token, left - HALF, N)
             new = tl.maximum(new, tl.max(t, 2))
+        # one step of the online softmax; the scale is positive, so the maximum may come before it
         new = tl.maximum(top, new * scale)
         safe = tl.where(new == float("-inf"), 0.0, new)
         alpha = tl.exp2(top - safe)
@@ -330,40 +354,38 @@ def _sums(
         alpha = alpha[:, None, :]
         page = v + tl.multiple_of(at // PAGE * V_PAGE, 16)
         a0, a1, a2, a3 = _add(a0 * alpha, a1 * alpha, a2 * alpha, a3 * alpha, p, page, number, half, left,
-                              D, PAGE, BITS, CELL, PTX, dtype)
+                              dtype, F, CODES)
         if PARTS == 2:
             p = tl.exp2(t * scale - safe[:, :, None])
             sums += p
-            a0, a1, a2, a3 = _add(a0, a1, a2, a3, p, page, number, half + 1, left - HALF,
-                                  D, PAGE, BITS, CELL, PTX, dtype)
+            a0, a1, a2, a3 = _add(a0, a1, a2, a3, p, page, number, half + 1, left - HALF, dtype, F, CODES)
     return a0, a1, a2, a3, top, sums
 
 
 @triton.jit
-def packed_middle(
-    acc, m, z, q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
-    ROWS: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
-    EVEN: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr, PTX: tl.constexpr,
-    WARPS: tl.constexpr,
+def read(
+    acc, m, z, q_row, ok, index, layer, k_at, v_at, first, last, count, scale, F: tl.constexpr, CODES: tl.constexpr,
 ):
     """Tokens [first, last) of a packed part; the form for 16 bits is `decode.middle`.
 
+    q_row: [M], where the queries of a tile begin; ok: [M], which rows hold one
+    index: the numbers of the head's `count` kept channels
+    k_at, v_at: bytes from the layer's `codes` to where the head's K and V begin
+    scale: factor of the logits, positive
+
     An operand has at least 32 bytes of channels, which at two bits are 64.
     """
-    N: tl.constexpr = 8 if ROWS <= 8 and acc.shape[0] == 16 else acc.shape[0]
-    if count <= 32 and BITS > 2:
-        a0, a1, a2, a3, top, sums = _sums(
-            q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
-            32 if BITS > 2 else 64, N, D, EVEN, PAGE, BITS, CELL, PTX, WARPS)
-    elif count <= 64 or D == 64:
-        a0, a1, a2, a3, top, sums = _sums(
-            q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
-            64, N, D, EVEN, PAGE, BITS, CELL, PTX, WARPS)
+    N: tl.constexpr = 8 if F.ROWS <= 8 and acc.shape[0] == 16 else acc.shape[0]
+    if count <= 32 and CODES.BITS > 2:
+        a0, a1, a2, a3, top, sums = _sums(q_row, ok, index, layer, k_at, v_at, first, last, count, scale,
+                                          32 if CODES.BITS > 2 else 64, N, F, CODES)
+    elif count <= 64 or F.D == 64:
+        a0, a1, a2, a3, top, sums = _sums(q_row, ok, index, layer, k_at, v_at, first, last, count, scale,
+                                          64, N, F, CODES)
     else:
-        a0, a1, a2, a3, top, sums = _sums(
-            q_row, ok, index, base, bytes_base, k_at, v_at, first, last, count, scale,
-            128, N, D, EVEN, PAGE, BITS, CELL, PTX, WARPS)
-    return _together(acc, m, z, a0, a1, a2, a3, top, sums, TILE, unit_of(base.dtype.element_ty, PTX))
+        a0, a1, a2, a3, top, sums = _sums(q_row, ok, index, layer, k_at, v_at, first, last, count, scale,
+                                          128, N, F, CODES)
+    return _together(acc, m, z, a0, a1, a2, a3, top, sums, F.TILE, unit_of(layer.base.dtype.element_ty, CODES.PTX))
 
 
 @triton.jit

@@ -1,13 +1,77 @@
 """What attention kernels share: a step of an online softmax, gathered queries, sink and window, the merge of results.
 
 Names: a tile has M rows (query token, head of the group) and T tokens; m, z and acc are the running maximum,
-denominator and numerator of the softmax, base 2.
+denominator and numerator of the softmax, base 2. A partial result is what one program knows of a (row, KV head).
+
+A kernel's arguments are tuples with names, `Layer` and the like, which a launch fills once. Numbers that are known when
+a kernel is compiled are in one of them, too, passed as a constant.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Layer(NamedTuple):
+    """A sealed layer on the device.
+
+    base: first element of the ring's keys, from which offsets to all numbers of the layer count
+    codes: the same address as a pointer to bytes, where the middle is stored in fewer bits; else base
+    index: int32 [B, H, D], with the stride index_b; the numbers of each head's kept channels of K
+    ranks: int32 [B, H, D], with the stride ranks_b; the place of each channel of V among the kept, -1 = pruned; read
+        where channels of V are pruned
+    seen, start: int64 [B], tokens of each row, and the first token of its window
+    tail: int64 [B, H], tokens of each head's tail
+    sink, slots: slots of the sink, and of the window's ring
+    """
+
+    base: Any
+    codes: Any
+    index: Any
+    ranks: Any
+    seen: Any
+    start: Any
+    tail: Any
+    index_b: int
+    ranks_b: int
+    sink: int
+    slots: int
+
+
+class Queries(NamedTuple):
+    """The queries of one step.
+
+    q: [B, Hq, Q, D], with the strides q_b, q_h and q_t
+    position: int64 [B, Q], the real index of each, -1 = padding
+    tokens: Q
+    scale: factor of the logits, base 2
+    """
+
+    q: Any
+    position: Any
+    q_b: int
+    q_h: int
+    q_t: int
+    tokens: int
+    scale: float
+
+
+class Results(NamedTuple):
+    """Where results go.
+
+    out: [B, Q, Hq, D]
+    partial, stat: float32 [partial results, ROWS, D] and [partial results, ROWS, 2], numerators, and (m, z)
+    done: int32, programs that have finished each (row, KV head); zeros before and after
+    """
+
+    out: Any
+    partial: Any
+    stat: Any
+    done: Any
+
 
 # fmt: off
 
@@ -24,13 +88,13 @@ def step(acc, m, z, s, v):
 
 
 @triton.jit
-def wait_for_the_launch_ahead(EARLY: tl.constexpr):
-    """Return when the launch ahead has ended, if this one began before; the next one's programs may then begin.
+def wait_for_previous_kernel(PDL: tl.constexpr):
+    """With programmatic dependent launch, wait for the previous kernel's end, then let the next one's blocks start.
 
-    What comes before reads only the work table and the kept channels. The launches that let another begin, `write` and
-    `decode`, write neither.
+    A kernel may read before this call only what no kernel writes that lets the next one start: `ring.write` and
+    `decode` let it, and write neither the work table nor the numbers of kept channels.
     """
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -86,8 +150,8 @@ def sink_and_window(
 
 
 @triton.jit
-def merge(part, stat, first, parts, ROWS: tl.constexpr, MERGE_LINES: tl.constexpr, D: tl.constexpr):
-    """Combine partial results first .. first + parts - 1 by log-sum-exp.
+def merge(partial, stat, first, partials, ROWS: tl.constexpr, MERGE_LINES: tl.constexpr, D: tl.constexpr):
+    """Combine partial results first .. first + partials - 1 by log-sum-exp.
 
     A thread has four columns of a row in every partial result, and that row's maxima and denominators, so that threads
     exchange nothing. It asks for MERGE_LINES partial results before it waits for one.
@@ -96,19 +160,19 @@ def merge(part, stat, first, parts, ROWS: tl.constexpr, MERGE_LINES: tl.constexp
     """
     PLACES: tl.constexpr = ROWS * D // 4
     place = tl.arange(0, PLACES)
-    part += first * (ROWS * D) + (place * 4)[:, None] + tl.arange(0, 4)[None, :]
+    partial += first * (ROWS * D) + (place * 4)[:, None] + tl.arange(0, 4)[None, :]
     stat = (stat + first * (2 * ROWS)).to(tl.pointer_type(tl.int64), bitcast=True) + place // (D // 4)
     acc = tl.zeros([PLACES, 4], tl.float32)
     m = tl.full([PLACES], float("-inf"), tl.float32)
     z = tl.zeros([PLACES], tl.float32)
-    for at in range(0, parts, MERGE_LINES):
+    for at in range(0, partials, MERGE_LINES):
         new = m
         accs = tl.tuple([])
         pairs = tl.tuple([])
         for i in tl.static_range(MERGE_LINES):
-            there = i * PLACES + place < (parts - at) * PLACES
+            there = i * PLACES + place < (partials - at) * PLACES
             pairs += (tl.load(stat + i * ROWS, mask=there, other=0xFF800000, cache_modifier=".cg"),)  # -inf and 0
-            accs += (tl.load(part + i * (ROWS * D), mask=there[:, None], other=0.0, cache_modifier=".cg"),)
+            accs += (tl.load(partial + i * (ROWS * D), mask=there[:, None], other=0.0, cache_modifier=".cg"),)
         for i in tl.static_range(MERGE_LINES):
             new = tl.maximum(new, pairs[i].to(tl.int32).to(tl.float32, bitcast=True))
         safe = tl.where(new == float("-inf"), 0.0, new)
@@ -118,7 +182,7 @@ def merge(part, stat, first, parts, ROWS: tl.constexpr, MERGE_LINES: tl.constexp
             weight = tl.exp2(pairs[i].to(tl.int32).to(tl.float32, bitcast=True) - safe)
             acc += accs[i] * weight[:, None]
             z += (pairs[i] >> 32).to(tl.int32).to(tl.float32, bitcast=True) * weight
-        part += MERGE_LINES * ROWS * D
+        partial += MERGE_LINES * ROWS * D
         stat += MERGE_LINES * ROWS
     result = tl.reshape(acc / tl.where(z == 0.0, 1.0, z)[:, None], [ROWS, D])
     return result, tl.max(tl.reshape(m, [ROWS, D // 4]), 1), tl.max(tl.reshape(z, [ROWS, D // 4]), 1)

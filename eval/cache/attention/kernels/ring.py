@@ -15,13 +15,13 @@ import triton.language as tl
 @triton.jit
 def write(
     k, v, ring_k, ring_v, seen_ptr, position, k_b, k_h, k_t, v_b, v_h, v_t, new, slots,
-    H: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, EARLY: tl.constexpr,
+    H: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr,
 ):
     """Program b: put row b's `new` tokens, k and v [B, H, new, D] by strides, into the ring; count them in seen.
 
-    EARLY: whether programs of the next launch may take their places; they wait for this launch's end by themselves
+    PDL: whether programmatic dependent launch is on: the next kernel's blocks may start, and wait by themselves
     """
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     b = tl.program_id(0).to(tl.int64)
     h, d = tl.arange(0, PADDED)[:, None], tl.arange(0, D)[None, :]

@@ -1,0 +1,83 @@
+"""Many-shot labelling: what the labels mean has to be learned from hundreds of examples in the document."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from leank.data_gen import haystack
+from leank.data_gen.request import Draft, Request
+from leank.data_gen.sample import Question
+from leank.data_gen.task import Task
+
+HEADER = "Every word has a label. Learn from these examples how words are labelled.\n"
+LINE = "{word}: {label}"
+QUESTION = "\nLabel these words in the same way: {words}."
+PREFIX = " The labels are:\n"
+KINDS = ("nouns", "adjectives", "verbs")
+
+
+@dataclass(frozen=True)
+class FewShot(Task):
+    """Words of three kinds (nouns, adjectives, verbs), whose labels are drawn for every document.
+
+    asked: new words in a question, at least 1.
+    max_new_tokens: room for the reply.
+
+    Raises ValueError for a number of words below 1.
+    """
+
+    asked: int = 6
+    max_new_tokens: int = 96
+
+    def __post_init__(self) -> None:
+        if self.asked < 1:
+            raise ValueError(f"asked={self.asked} must be at least 1")
+
+    def fill(self, request: Request) -> Draft:
+        """See `Task.fill`."""
+        rng, counter = request.rng(), request.counter
+        asked, example = self._contents(request, rng)
+        fixed = counter.count(HEADER) + request.tail(asked)
+        budget = request.left(fixed, "question and answer", f"questions={request.questions}, asked")
+        lines, tokens = haystack.take_lines(budget, counter, example)
+        return Draft(HEADER + "\n".join(lines), asked, fixed + tokens)
+
+    def draw(self, request: Request, units: int) -> Draft:
+        """See `Task.draw`; a unit is an example."""
+        asked, example = self._contents(request, request.rng())
+        return Draft(HEADER + "\n".join(example() for _ in range(units)), asked)
+
+    def step(self, request: Request) -> int:
+        """Return ten examples; RULER has no such task."""
+        return 10
+
+    def _contents(self, request: Request, rng: random.Random) -> tuple[tuple[Question, ...], Callable[[], str]]:
+        """Return the questions, and what makes another example of words that no question asks for."""
+        labels = dict(zip(KINDS, rng.sample(haystack.words("nouns"), len(KINDS)), strict=True))
+        known = {kind: frozenset(haystack.words(kind)) for kind in KINDS}
+        taken = {*labels.values()}
+
+        def word() -> tuple[str, str]:
+            """Draw a word of one kind only, and its label."""
+            while True:
+                kind = rng.choice(KINDS)
+                found = rng.choice(haystack.words(kind))
+                if found not in taken and not any(found in known[other] for other in KINDS if other != kind):
+                    return found, labels[kind]
+
+        questions = []
+        for _ in range(request.questions):
+            drawn = dict(word() for _ in range(self.asked))
+            while len(drawn) < self.asked:
+                drawn |= [word()]
+            taken |= {*drawn}
+            lines = tuple(LINE.format(word=a, label=b) for a, b in drawn.items())
+            questions.append(Question(QUESTION.format(words=", ".join(drawn)), PREFIX, lines, "\n".join(lines)))
+
+        def example() -> str:
+            found, label = word()
+            return LINE.format(word=found, label=label)
+
+        return tuple(questions), example

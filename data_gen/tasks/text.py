@@ -1,0 +1,130 @@
+"""Natural text: going on with it, and quoting a passage of it. A mask that is trained on needles alone forgets text."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from leank.data_gen import haystack
+from leank.data_gen.request import Draft, Request
+from leank.data_gen.sample import Question
+from leank.data_gen.task import Task
+from leank.data_gen.tokens import TokenCounter
+
+GO_ON = "\nGo on with the text."
+GO_ON_WITH = "\nGo on with this text: {start}"
+QUOTE = '\nRepeat the passage of the text that begins with "{start}" word for word.'
+KINDS = ("go_on", "quote")
+OPENING = 8  # words by which a passage is asked for
+BLOCK = 64  # sentences whose tokens are counted together
+
+
+@dataclass(frozen=True)
+class Text(Task):
+    """Consecutive sentences, from the user's own files where `Request.essays` names them.
+
+    kind: "go_on": the first question asks for what follows the document, the others for what follows a few words from
+        elsewhere. "quote": every question asks for a passage of the document.
+    words: of a reply.
+    max_new_tokens: room for the reply.
+
+    Raises ValueError for an unknown kind, or fewer words than a passage's opening.
+    """
+
+    kind: str = "go_on"
+    words: int = 48
+    max_new_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind={self.kind!r} is unknown; choose one of {', '.join(KINDS)}")
+        if self.words <= OPENING:
+            raise ValueError(f"words={self.words} must be above {OPENING}, the words by which a passage is asked for")
+
+    def fill(self, request: Request) -> Draft:
+        """See `Task.fill`; the document's end is at a random sentence, and its first one is cut at a word."""
+        rng, counter = request.rng(), request.counter
+        text = haystack.sentences(request.essays, request.split)
+        end = rng.randrange(len(text))
+        longest, _ = _before(text, end, request.room, counter)
+        asked = self._ask(request, text, end, longest, rng)
+        context, tokens = longest, 0
+        tail = request.tail(asked)
+        while True:  # what the pieces of a text take is known to within a few tokens
+            budget = request.left(tail, "question and answer", f"questions={request.questions}") - tokens
+            context, _ = _before(text, end, budget, counter)
+            excess = counter.count(context, remember=False) + tail - request.room
+            if excess <= 0:
+                return Draft(context, asked, request.room + excess)
+            tokens += excess
+
+    def draw(self, request: Request, units: int) -> Draft:
+        """See `Task.draw`; a unit is a word. Passages to quote lie among the last `fewest` words."""
+        rng = request.rng()
+        text = haystack.sentences(request.essays, request.split)
+        end = rng.randrange(len(text))
+        asked = self._ask(request, text, end, _last_words(text, end, self.fewest(request)), rng)
+        return Draft(_last_words(text, end, units), asked)
+
+    def step(self, request: Request) -> int:
+        """Return 100 words; RULER has no such task."""
+        return 100
+
+    def fewest(self, request: Request) -> int:
+        """Return the words of which every question can quote a passage."""
+        return 2 * self.words * request.questions
+
+    def _ask(
+        self, request: Request, text: Sequence[str], end: int, context: str, rng: random.Random
+    ) -> tuple[Question, ...]:
+        if self.kind == "quote":
+            words = context.split(" ")
+            late = len(words) // 3  # the front makes room for the questions
+            starts = [rng.randint(late, max(late, len(words) - self.words)) for _ in range(request.questions)]
+            passages = [words[at : at + self.words] for at in starts]
+            return tuple(_question(QUOTE, passage[:OPENING], passage) for passage in passages)
+        found = [_question(GO_ON, [], _words(text, end, self.words))]
+        for _ in range(request.questions - 1):
+            words = _words(text, rng.randrange(len(text)), self.words + self.words // 2)
+            found.append(_question(GO_ON_WITH, words[: self.words // 2], words[self.words // 2 :]))
+        return tuple(found)
+
+
+def _question(form: str, start: Sequence[str], reply: Sequence[str]) -> Question:
+    return Question(form.format(start=" ".join(start)), "", (" ".join(reply),), " " + " ".join(reply))
+
+
+def _words(text: Sequence[str], at: int, count: int) -> list[str]:
+    """Return `count` words from sentence `at` on; the text starts again at its end."""
+    found: list[str] = []
+    while len(found) < count:
+        found += text[at % len(text)].split(" ")
+        at += 1
+    return found[:count]
+
+
+def _last_words(text: Sequence[str], end: int, count: int) -> str:
+    """Return the `count` words before sentence `end`."""
+    found: list[str] = []
+    while len(found) < count:
+        end -= 1
+        found = text[end % len(text)].split(" ") + found
+    return " ".join(found[len(found) - count :])
+
+
+def _before(text: Sequence[str], end: int, budget: int, counter: TokenCounter) -> tuple[str, int]:
+    """Return what stands before sentence `end` in `budget` tokens, and the tokens; the text ends where it starts."""
+    out: list[str] = []
+    left = budget
+    while left > 0:
+        block = [text[(end - 1 - i) % len(text)] for i in range(BLOCK)]
+        for sentence, cost in zip(block, counter.pieces(block, " "), strict=True):
+            if cost > left:
+                back, tokens = haystack.cut(" ".join(reversed(sentence.split(" "))), left, counter)
+                out += [" ".join(reversed(back.split(" ")))] if back else []
+                return " ".join(reversed(out)), budget - left + tokens
+            out.append(sentence)
+            left -= cost
+        end -= BLOCK
+    return " ".join(reversed(out)), budget - left

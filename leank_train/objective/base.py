@@ -1,0 +1,80 @@
+"""What a stage minimises, by name: one class in one file of this folder, which is found by scanning the folder.
+
+    @objective("cosine")
+    class Cosine(Objective):
+        def distance(self, full, scaled, lengths):
+            ...
+
+in a file of this folder makes `stage1.objective=cosine` a setting.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from leank.head import FLOAT16_FACTOR, check_head
+
+KNOWN: dict[str, type[Objective]] = {}
+O = TypeVar("O", bound="type[Objective]")  # noqa: E741
+
+
+class Objective(ABC):
+    """The distance of student and teacher that both stages minimise.
+
+    needs_head: whether it needs the model's output head, which must then be a plain one (`leank.head.check_head`).
+    """
+
+    needs_head: ClassVar[bool] = False
+
+    def __init__(self, model: PreTrainedModel, reduction: str) -> None:
+        """Take the frozen model and the stage's `reduction`: "official" is a mean over answer tokens, "paper" a sum.
+
+        Raises ValueError for a model without the head that the objective needs.
+        """
+        self.model, self.reduction = model, reduction
+        if self.needs_head:
+            check_head(model)
+
+    @abstractmethod
+    def distance(self, full: Tensor, scaled: Tensor, lengths: Tensor) -> Tensor:
+        """Return the distance at the answer tokens, a scalar in at least float32, with a gradient in `scaled`.
+
+        full, scaled: [R, N, hidden], hidden states of teacher and student after the final norm.
+        lengths: [R] on the host, answer tokens of each sequence; rows past them mean nothing.
+        """
+
+    @property
+    def factor(self) -> float:
+        """Factor of the loss in the backward pass, by which the gradient is divided again.
+
+        An official loss is a mean over thousands of units and tokens. Most of its gradients with respect to hidden
+        states lie below 6e-8, float16's smallest number. In bfloat16 they do not. The paper's loss is a sum, whose
+        gradients times this factor would lie beyond float16's largest number.
+        """
+        return FLOAT16_FACTOR if self.model.dtype == torch.float16 and self.reduction == "official" else 1.0
+
+
+def objective(name: str) -> Callable[[O], O]:
+    """Register a class as the objective called `name`."""
+
+    def register(kind: O) -> O:
+        KNOWN[name] = kind
+        return kind
+
+    return register
+
+
+def objectives() -> dict[str, type[Objective]]:
+    """Return every objective by name, from all files of this folder."""
+    folder = importlib.import_module(__package__)
+    for module in pkgutil.iter_modules(folder.__path__):
+        importlib.import_module(f"{__package__}.{module.name}")
+    return dict(sorted(KNOWN.items()))

@@ -1,0 +1,38 @@
+"""The L2 objective, the paper's: the squared distance of hidden states at the answer tokens."""
+
+import torch
+from torch import Tensor
+
+from leank_train.forward.prefix import to_device
+from leank_train.objective.base import Objective, objective
+from leank_train.objective.distill import REDUCTIONS, counted
+
+
+@objective("l2")
+class L2(Objective):
+    """||H_full - H_scaled||^2 (section 3.1)."""
+
+    def distance(self, full: Tensor, scaled: Tensor, lengths: Tensor) -> Tensor:
+        """Return `l2_loss`."""
+        return l2_loss(full, scaled, lengths, self.reduction)
+
+
+def l2_loss(full: Tensor, scaled: Tensor, lengths: Tensor, reduction: str) -> Tensor:
+    """Return the L2 distance between hidden states of teacher and student at the answer tokens.
+
+    It is computed in float32 (float64 stays).
+
+    full, scaled: [R, N, hidden], of teacher and student.
+    lengths: [R], answer tokens of each sequence.
+    reduction: "official" is the mean over hidden units and all answer tokens of the batch; "paper" is the sum over
+        both, ||H_full - H_scaled||_2^2, averaged over the R sequences.
+
+    Raises ValueError for an unknown reduction, or an answer without tokens.
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction={reduction!r} is unknown; use official or paper")
+    dtype = torch.promote_types(full.dtype, torch.float32)
+    counts = to_device(counted(lengths, full.shape[1]), full.device)
+    # Padding is replaced, not multiplied by 0: a NaN in it must not reach the loss or the gradient.
+    squares = torch.where(counts[..., None], full.to(dtype) - scaled.to(dtype), 0.0).square()
+    return squares.mean(-1).sum() / counts.sum() if reduction == "official" else squares.sum() / len(lengths)

@@ -1,1 +1,0 @@
-"""The fast check of a new mask inside its run; figures come from `python -m eval`."""

@@ -1,0 +1,153 @@
+"""The verdict on a trained mask: whether documents that nobody trained on confirm it.
+
+KL(dense || pruned) at answer tokens, with the mask as it is deployed, is measured on the run's own tasks and on natural
+text, for the mask and for those that it has to beat: the cut of stage 1's scores, the run's masks at higher ratios, the
+lowest frequencies, and no middle at all. A mask that one of them beats is `doubted`: the run says so, and the mask's
+file says so whenever it is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from leank import stats
+from leank.backbone import Backbone
+from leank.channel_scores import lowest_frequencies
+from leank.data_gen.tasks import Mixture
+from leank.head import Head, check_head
+from leank.mask import ChannelMask
+from leank_train.data import HELD_OUT, Batch, collate
+from leank_train.forward.branching import branch, prefill, student
+from leank_train.objective import distill
+from leank_train.objective.kl import kl_loss
+from leank_train.running.progress import Meter
+from leank_train.settings import RunConfig
+
+TASKS, TEXT = "tasks", "text"  # the kinds of documents
+MASK, STAGE1, FREQUENCIES, NO_MIDDLE = "leank", "stage1", "lowest_frequencies", "no_middle"
+NEGLIGIBLE = 1e-4  # nats per token; smaller differences are nobody's concern
+LEAST_GAIN = 0.5  # a mask that keeps more than this share of the harm of dropping the middle has collapsed
+
+Losses = Mapping[str, Mapping[str, list[float]]]
+"""Name of a mask -> kind of documents -> KL to dense of each document, nats per answer token."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """KL to dense under each mask.
+
+    losses: of each document; the same documents under every mask.
+    ratios: name -> pruning ratio, of the masks of this run.
+    """
+
+    losses: Losses
+    ratios: Mapping[str, float]
+
+    @property
+    def metrics(self) -> dict[str, object]:
+        """Means by mask and kind of documents, and the doubts."""
+        means = {name: {kind: stats.mean([v]) for kind, v in found.items()} for name, found in self.losses.items()}
+        return {"kl": means, "doubts": self.doubts()}
+
+    def doubts(self) -> list[str]:
+        """Return why the mask should not be used, a line each; none for a mask that held-out documents confirm."""
+        return [doubt for kind in (TASKS, TEXT) for doubt in self._of_kind(kind)]
+
+    def _of_kind(self, kind: str) -> Iterator[str]:
+        mine = self._mean(MASK, kind)
+        where = f"on held-out {kind} its KL to dense is {mine:.2g} nats a token"
+        without = self._mean(NO_MIDDLE, kind)
+        if self.beats(NO_MIDDLE, MASK, kind):
+            yield f"{where}, worse than with no middle at all ({without:.2g}); train longer or at a lower ratio"
+        elif kind == TASKS and mine > max(NEGLIGIBLE, LEAST_GAIN * without):
+            yield f"{where}, and {without:.2g} with no middle at all: it has collapsed; train a lower ratio"
+        if FREQUENCIES in self.losses and self.beats(FREQUENCIES, MASK, kind):
+            other = self._mean(FREQUENCIES, kind)
+            yield f"{where}, and {other:.2g} under the lowest frequencies, which cost no training; raise stage1.steps"
+        if self.beats(STAGE1, MASK, kind):
+            other = self._mean(STAGE1, kind)
+            yield f"{where}, and {other:.2g} without stage 2: use the mask in stage1/, or lower stage2.lr"
+        mine_ratio = self.ratios[MASK]
+        for name, ratio in sorted(self.ratios.items(), key=lambda item: item[1]):
+            if ratio > mine_ratio and self.beats(name, MASK, kind):
+                other = self._mean(name, kind)
+                yield f"{where}, and {other:.2g} at ratio={ratio:g}, which prunes more: use masks/{name}.safetensors"
+
+    def beats(self, one: str, other: str, kind: str) -> bool:
+        """Whether a mask is better than another on every resample of the documents, all but 2.5% of them."""
+        pairs = zip(self.losses[other][kind], self.losses[one][kind], strict=True)
+        differences = [a - b for a, b in pairs]
+        return stats.interval([differences])[0] > NEGLIGIBLE
+
+    def _mean(self, name: str, kind: str) -> float:
+        return stats.mean([self.losses[name][kind]])
+
+
+def judge(config: RunConfig, backbone: Backbone, masks: Mapping[str, ChannelMask]) -> Verdict | None:
+    """Measure the masks of a run and those that they have to beat.
+
+    masks: name -> mask; `MASK` and `STAGE1` are among them, and others have higher or lower ratios.
+
+    Returns None where it cannot be measured by one process (shared weights or contexts), or the model has no head.
+    """
+    documents = config.validation.heldout
+    if not documents or config.trainer.shard_weights or config.trainer.sequence_parallel > 1:
+        return None
+    try:
+        check_head(backbone.model)
+    except ValueError:
+        return None
+    ratios = {name: mask.pruning_ratio for name, mask in masks.items() if name != STAGE1}
+    compared = {name: mask.keep for name, mask in masks.items()}
+    compared[NO_MIDDLE] = torch.zeros(tuple(backbone.shape), dtype=torch.bool)
+    if config.pruning.ratio:
+        with suppress(ValueError):  # a model that rotates only part of a head has no such mask
+            compared[FREQUENCIES] = lowest_frequencies(backbone.model.config, config.pruning.ratio).keep
+    losses: dict[str, dict[str, list[float]]] = {name: {TASKS: [], TEXT: []} for name in compared}
+    meter = Meter("verdict: measures the mask on documents that no step has seen", 2 * documents, "document")
+    for kind, batch in _documents(config, backbone, documents):
+        for name, loss in _divergences(config, backbone, batch, compared).items():
+            losses[name][kind].append(loss)
+        meter.advance(1)
+    meter.close()
+    return Verdict(losses, ratios)
+
+
+def _documents(config: RunConfig, backbone: Backbone, count: int) -> Iterator[tuple[str, Batch]]:
+    """Yield documents of the run's tasks, and as many of natural text of the test split."""
+    for kind, mixture in mixtures(config, backbone).items():
+        for i in range(count):
+            yield kind, collate(backbone, [mixture[2 * HELD_OUT + i]]).to(backbone.model.device)
+
+
+def mixtures(config: RunConfig, backbone: Backbone) -> dict[str, Mixture]:
+    """Return the documents of the verdict by kind, of which those from `2 * HELD_OUT` on are for it alone."""
+    data = config.data
+    tasks = Mixture(
+        dict(data.tasks), backbone.tokenizer, data.min_length, data.max_length, seed=config.seed * 2,
+        questions=data.questions, essays=data.essays, split="train", reserve=backbone.reserve,
+    )  # fmt: skip
+    return {TASKS: tasks, TEXT: replace(tasks, weights={"text": 1.0}, essays=None, split="test")}
+
+
+@torch.no_grad()
+def _divergences(config: RunConfig, backbone: Backbone, batch: Batch, masks: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return KL to dense under each mask; the document and its questions are read once."""
+    model, pruning = backbone.model, config.pruning
+    prefix = prefill(model, batch.documents.ids, batch.documents.lengths, kernel=config.trainer.prefill_kernel)
+    teacher = branch(model, prefix, batch.prompts.ids, batch.prompts.lengths)
+    full = distill.answer_rows(teacher.hidden, batch.question_lengths, batch.answers.ids.shape[1])
+    question, head = teacher.cut(batch.question_lengths), Head.of(model)
+    found = {}
+    for name, keep in masks.items():
+        pruned = student(
+            model, prefix, question, batch.answers.ids, batch.answers.lengths, keep.to(model.device, torch.float32),
+            sink=pruning.sink, window=pruning.window, empty_heads="drop",
+        )  # fmt: skip
+        found[name] = float(kl_loss(head, full, pruned, batch.answers.lengths))
+    return found

@@ -1,1 +1,0 @@
-"""What the measurements share: models and caches, timing, and tables."""

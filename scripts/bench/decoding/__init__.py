@@ -1,1 +1,0 @@
-"""Tokens per second and bytes held of a whole model that decodes."""
