@@ -34,3 +34,16 @@ def resolve(name: str) -> str:
         f"the model {name!r} is not in this installation: pip install leank-models, work in a checkout, or give "
         "model.name=/path/to/weights"
     )
+
+
+def located(path: str) -> str:
+    """Return a path as it is; one below leank_train/assets that is not here is that of the installed package."""
+    if not path.startswith("leank_train/assets/") or Path(path).exists():
+        return path
+    return str(Path(str(files("leank_train"))).parent / path)
+
+
+def matching(pattern: str) -> list[str]:
+    """Return the paths that a pattern such as masks/kl/*.safetensors stands for, sorted; the package's as well."""
+    folder, name = Path(pattern).parent, Path(pattern).name
+    return sorted(str(folder / found.name) for found in Path(located(str(folder))).glob(name))

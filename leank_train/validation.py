@@ -19,7 +19,7 @@ from leank.data_gen.tasks import RULER_NIAH
 from leank.eval.benchmarks.ruler import Ruler
 from leank.eval.inference.models import ModelConfig
 from leank.eval.inference.prompts import overhead
-from leank.eval.methods import Method, method
+from leank.eval.methods import Method, build_method
 from leank.eval.methods.channels.static_norm import StaticNorm
 from leank.eval.rows.results import Collected
 from leank.eval.run.job import Job
@@ -77,8 +77,8 @@ def compared(config: RunConfig, mask: ChannelMask) -> list[Method]:
         "lowest_frequencies": {"ratio": ratio},
         "random": {"ratio": ratio, "seed": config.seed},
     }
-    pruning = [method(name, {"channels": {"name": name, **given}}, sizes) for name, given in rules.items()]
-    return [method("dense"), *pruning]
+    pruning = [build_method(name, {"channels": {"name": name, **given}}, sizes) for name, given in rules.items()]
+    return [build_method("dense"), *pruning]
 
 
 def check_samples_fit(config: RunConfig, backbone: Backbone) -> None:

@@ -7,7 +7,8 @@ A method's `each` lists values of its settings and stands for every combination 
       channels: {name: think}
       each: {tokens: {budget: [512, 1024]}, channels: {ratio: [0.4, 0.5]}}
 
-are snapkv_think_512_0.4, snapkv_think_512_0.5, snapkv_think_1024_0.4 and snapkv_think_1024_0.5.
+are snapkv_think_512_0.4, snapkv_think_512_0.5, snapkv_think_1024_0.4 and snapkv_think_1024_0.5. Instead of a list,
+`each: {channels: {mask: masks/*.safetensors}}` takes every file that the pattern matches, by name.
 
 `match` brings methods to equal bytes: match=0.4 is a share of dense, match=leank another method's bytes.
 """
@@ -32,6 +33,7 @@ from leank.eval.methods.channels.leank import LeanK
 from leank.eval.methods.match import free_settings, match, share_of_dense
 from leank.eval.run.job import Job
 from leank.eval.run.settings import Settings
+from leank.shipped import matching
 from leank.typed import group, refuse_unknown, shown, typed
 
 Setting = tuple[str, ...]  # where a setting stands in a method's configuration
@@ -162,7 +164,10 @@ def _combinations(label: str, given: object) -> Iterator[tuple[str, object]]:
 
 
 def _lists(tree: object, place: Setting, where: str) -> Iterator[tuple[Setting, list[object]]]:
-    """Yield every list of values with the place of its setting."""
+    """Yield every list of values with the place of its setting. A text is a pattern of files: those that it matches."""
+    given = tree
+    if isinstance(given, str) and place:
+        tree = matching(given)
     if isinstance(tree, list) and tree and place:
         yield place, tree
     elif isinstance(tree, Mapping) and tree:
@@ -170,7 +175,8 @@ def _lists(tree: object, place: Setting, where: str) -> Iterator[tuple[Setting, 
             yield from _lists(below, (*place, str(key)), f"{where}.{key}")
     else:
         raise ValueError(
-            f"{where}={tree!r} must be a list of values, such as each: {{channels: {{ratio: [0.5, 0.7]}}}}"
+            f"{where}={given!r} must be a list of values, such as each: {{channels: {{ratio: [0.5, 0.7]}}}}, or a "
+            "pattern that matches files, such as masks/*.safetensors"
         )
 
 

@@ -45,8 +45,7 @@ from leank.eval.inference.decode import greedy
 from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.inference.prefill import prefill
 from leank.eval.inference.prompts import Prompt
-from leank.eval.methods import Method
-from leank.eval.methods import method as make_method
+from leank.eval.methods import Method, build_method
 from leank.eval.methods.common.slicing import layer_at
 from leank.eval.methods.prefill.asl import ASL
 from leank.eval.methods.prefill.fastkv import FastKV
@@ -149,7 +148,7 @@ def static_methods(sink: int, window: int) -> list[Method]:
         "random_50": {"name": "random", "ratio": 0.5},
         "think_60": {"name": "think", "ratio": 0.6},
     }
-    return [make_method("dense"), *(make_method(label, {"channels": c}, shared) for label, c in specs.items())]
+    return [build_method("dense"), *(build_method(label, {"channels": c}, shared) for label, c in specs.items())]
 
 
 class _Numbers:

@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from leank.eval.inference.prefill import Prefill
 from leank.eval.methods.axes import Channels, method
 from leank.mask import ChannelMask
+from leank.shipped import located
 
 
 @method("leank")
@@ -41,13 +42,14 @@ class LeanK(Channels):
             raise ValueError("mask is not set; give mask=PATH, the mask.safetensors of a training run")
         if isinstance(self.mask, ChannelMask):
             return self.mask
-        if Path(self.mask).suffix == ".pth":
-            if not Path(self.mask).is_file():
+        path = Path(located(self.mask))
+        if path.suffix == ".pth":
+            if not path.is_file():
                 raise FileNotFoundError(
                     f"mask={self.mask} does not exist; give a mask.safetensors or published .pth mask"
                 )
-            return ChannelMask.from_official(self.mask)
-        return ChannelMask.load(self.mask)
+            return ChannelMask.from_official(path)
+        return ChannelMask.load(path)
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         mask = self.loaded

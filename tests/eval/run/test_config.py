@@ -126,10 +126,10 @@ def test_every_experiment_composes(name):
         (["method=[snapkv]", "method.snapkv.tokens=h2o"], "method.snapkv.tokens='h2o' is no choice; give {name: h2o}"),
         (
             ["method=[random]", "method.random.channels.name=[think]"],
-            r"name=\['think'\] is unknown; choose one of leank",
+            r"name=\['think'\] is unknown; choose one of by_length",
         ),
         (["method=[think]", "+method.think.channels.rate=0.5"], "method.think.channels.rate is no setting"),
-        (["method=[random]", "method.random.channels.name=rnd"], "name='rnd' is unknown; choose one of leank"),
+        (["method=[random]", "method.random.channels.name=rnd"], "name='rnd' is unknown; choose one of by_length"),
         (["method=[dense]", "+method.h2o.window=9"], "method.h2o has no choice on any axis .*only window"),
         (["method=[random]", "cache.window=-1"], "method.random.window=-1 must be"),
         (["method=[random]", "+cache.size=0"], "cache.size is no setting"),
@@ -242,6 +242,23 @@ def test_every_combination_is_a_method_of_its_own():
 def test_a_setting_of_the_cache_and_a_file():
     found = expanded({"m": {"channels": {"name": "leank"}, "each": {"window": [8], "channels": {"mask": ["x/y.pth"]}}}})
     assert found == {"m_8_y": {"channels": {"name": "leank", "mask": "x/y.pth"}, "window": 8}}
+
+
+def test_a_pattern_is_the_files_that_it_matches(tmp_path, monkeypatch):
+    for name in ("b.pth", "a.pth", "c.txt"):
+        (tmp_path / name).touch()
+    assert list(expanded({"m": {"each": {"channels": {"mask": f"{tmp_path}/*.pth"}}}})) == ["m_a", "m_b"]
+    with pytest.raises(ValueError, match=r"method\.m\.each\.channels\.mask.*pattern that matches files"):
+        expanded({"m": {"each": {"channels": {"mask": f"{tmp_path}/*.safetensors"}}}})
+
+
+def test_masks_of_the_package_are_found_from_any_folder(tmp_path, monkeypatch):
+    given = {"m": {"channels": {"name": "leank"}, "each": {"channels": {"mask": f"{Path(MASK).parent}/*.safetensors"}}}}
+    in_checkout = expanded(given)
+    monkeypatch.chdir(tmp_path)
+    assert expanded(given) == in_checkout
+    for label, one in in_checkout.items():
+        assert build_method(label, one).channels.loaded.keep.any()
 
 
 @pytest.mark.parametrize("each", [3, {}, [1], {"tokens": {"budget": 5}}, {"tokens": {"budget": []}}])
