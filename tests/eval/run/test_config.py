@@ -254,7 +254,9 @@ def test_a_pattern_is_the_files_that_it_matches(tmp_path, monkeypatch):
 
 
 def test_masks_of_the_package_are_found_from_any_folder(tmp_path, monkeypatch):
-    given = {"m": {"channels": {"name": "leank"}, "each": {"channels": {"mask": f"{Path(MASK).parent}/*.safetensors"}}}}
+    given = {
+        "m": {"channels": {"name": "leank"}, "each": {"channels": {"mask": f"{Path(MASK).parent}/mask_*.safetensors"}}}
+    }
     in_checkout = expanded(given)
     monkeypatch.chdir(tmp_path)
     assert expanded(given) == in_checkout
