@@ -22,7 +22,7 @@ class Ragged:
     """Rows of token ids that differ in length.
 
     ids: [rows, longest], padded on the right with 0.
-    lengths: [rows] on the host, where passes are planned (`forward.prefix`).
+    lengths: [rows] on the host, where passes are planned (`forward.plan`).
     """
 
     ids: Tensor

@@ -96,7 +96,7 @@ def inputs(config: RunConfig, processes: int) -> dict[str, object]:
 def check_folder(run: Run, given: dict[str, object]) -> None:
     """Raise BadConfig for a folder with checkpoints that this run must not use, or that others began.
 
-    given: the inputs of this run; an earlier version wrote none.
+    given: the inputs of this run.
     """
     out = run.out
     if not (out / "checkpoints").exists():
@@ -112,13 +112,13 @@ def check_folder(run: Run, given: dict[str, object]) -> None:
         f"{out} holds checkpoints of another config ({before}, this one is {run.fingerprint}; "
         f"compare {out}/config.yaml): set hydra.run.dir to a new folder, or remove that one",
     )
-    if not (out / INPUTS).exists():
-        return
     try:
         earlier = json.loads((out / INPUTS).read_text(encoding="utf-8"))
         assert isinstance(earlier, dict)
-    except (ValueError, AssertionError):
-        raise BadConfig(f"{out / INPUTS} is damaged; set hydra.run.dir to a new folder, or remove that file") from None
+    except (OSError, ValueError, AssertionError):
+        raise BadConfig(
+            f"{out / INPUTS} is missing or damaged; set hydra.run.dir to a new folder, or remove that file"
+        ) from None
     trained = (out / "checkpoints" / "stage2" / "done.ckpt").exists()  # and so takes no more documents
     for name, now in given.items():
         then = earlier.get(name, now)

@@ -29,7 +29,7 @@ from leank.typed import Checked, Count, OneOf, Positive, Share
 from leank_train.data import Batch
 from leank_train.forward.attention import EMPTY_HEADS
 from leank_train.forward.branching import branch, prefill, prefill_and_branch, student
-from leank_train.forward.prefix import to_device
+from leank_train.forward.plan import to_device
 from leank_train.forward.sequence_parallel import prefill_in_shares
 from leank_train.objective import distill, steering
 from leank_train.objective.base import objectives

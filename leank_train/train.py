@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
+from typing import TypedDict
 
 import lightning as L
 import torch
@@ -19,20 +20,44 @@ from leank.rotary import rotary_pairs
 from leank.tensor_files import write_tensors
 from leank.wandb_log import log_results, make_logger
 from leank_train.data import collate
-from leank_train.fitting import fit, memory_advice, mixture
+from leank_train.fitting import best_look, fit, memory_advice, mixture
 from leank_train.objective.steering import AUTO, Separation
 from leank_train.run_folder import Run, claimed
 from leank_train.running import parallel, plots
-from leank_train.running.metrics import Metrics
 from leank_train.running.preempt import Signals
 from leank_train.running.recorder import Recorder
 from leank_train.settings import RunConfig, check, plain
 from leank_train.stages import Stage1, Stage2
-from leank_train.stopping import best_look
-from leank_train.validation import check_samples_fit, validate
+from leank_train.validation import Validation, check_samples_fit, validate
 from leank_train.verdict import MASK, STAGE1, TEXT, judge, mixtures
 
 log = logging.getLogger("leank_train")
+
+
+class Metrics(TypedDict, total=False):
+    """The results of a training run; a run without validation has no "validation".
+
+    pruning_ratio: share of K channels that the mask prunes.
+    empty_heads, heads: KV heads without kept channels, and all KV heads.
+    separation: how far stage 1 has driven the scores apart (`Separation.metrics`).
+    distillation: stage -> distillation loss of its last step.
+    heldout: stage with early stopping -> "step" and "loss" of its best look, and the step at which it "ended".
+    verdict: KL to dense of the mask and of those that it has to beat, and doubts (`leank_train.verdict`).
+    seconds: phase -> seconds.
+    config: fingerprint of the settings.
+    """
+
+    pruning_ratio: float
+    empty_heads: int
+    heads: int
+    alpha_mean: float
+    separation: dict[str, float]
+    distillation: dict[str, float]
+    heldout: dict[str, dict[str, float]]
+    verdict: dict[str, object]
+    seconds: dict[str, float]
+    config: str
+    validation: Validation
 
 
 def run(given: DictConfig, out: Path, signals: Signals | None = None) -> Metrics:
@@ -88,7 +113,9 @@ def train(current: Run, signals: Signals) -> Metrics:
     if config.validation.samples:
         lengths = f"validation.batch={config.validation.batch}, validation.lengths={list(config.validation.lengths)}"
         with memory_advice("in validation; the mask is saved", lengths):
-            validate(config, backbone, mask, out, metrics)
+            begun = time.monotonic()
+            metrics["validation"] = validate(config, backbone, mask, out)
+            metrics["seconds"]["validation"] = round(time.monotonic() - begun, 1)
     figures = plots.training_plots(record1, record2, alpha, mask, rotary_pairs(backbone.model.config), out / "plots")
     metrics["seconds"]["all"] = round(time.monotonic() - started, 1)
     write_json(out / "metrics.json", metrics)

@@ -6,10 +6,10 @@ their differences are paired.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TypedDict
 
 import pandas as pd
 
@@ -26,19 +26,38 @@ from leank.eval.run.job import Job
 from leank.eval.run.settings import Settings
 from leank.files import write_text
 from leank.mask import ChannelMask
-from leank_train.running.metrics import Metrics
 from leank_train.settings import RunConfig
 
 UNSEEN = 1_000_003  # added to the seed of a run: validation samples have seeds of their own
 STRATUM = ["task", "length"]
 
 
-def validate(config: RunConfig, backbone: Backbone, mask: ChannelMask, out: Path, metrics: Metrics) -> None:
+class SampleCounts(TypedDict):
+    """Which samples validation has scored."""
+
+    per_task_and_length: int
+    lengths: list[int]
+
+
+class Validation(TypedDict):
+    """Scores of validation, %.
+
+    recall, exact_match: method -> task, or "average" -> score.
+    leank_minus: method -> the points by which the learned mask is above it (mean), and its interval (low, high).
+    """
+
+    recall: dict[str, dict[str, float]]
+    exact_match: dict[str, dict[str, float]]
+    leank_minus: dict[str, dict[str, float]]
+    samples: SampleCounts
+
+
+def validate(config: RunConfig, backbone: Backbone, mask: ChannelMask, out: Path) -> Validation:
     """Score the mask, dense, ThinK and the masks that need no training on the same unseen samples.
 
-    Writes `validation.md` into the folder `out`, prints its table, and adds "validation" and its seconds to `metrics`.
+    Writes `validation.md` into the folder `out`, and prints its table.
     """
-    started, settings = time.monotonic(), config.validation
+    settings = config.validation
     model = ModelConfig(**asdict(config.model), device=str(backbone.model.device))
     methods = compared(config, mask)
     replay = Settings(batch_size=settings.batch, max_new_tokens=settings.max_new_tokens)
@@ -46,18 +65,18 @@ def validate(config: RunConfig, backbone: Backbone, mask: ChannelMask, out: Path
     Job(model, methods, benchmark(config), replay).run(rows, backbone.model, backbone.tokenizer)
     scores = pd.DataFrame(rows.rows)[["method", *STRATUM, "sample", "score"]]
     recall = table(scores)
-    metrics["validation"] = {
+    found: Validation = {
         "recall": recall,
         "exact_match": table(scores.assign(score=(scores["score"] == 1.0).astype(float))),
         "leank_minus": {one.label: above(scores, one.label) for one in methods if one.label != "leank"},
         "samples": {"per_task_and_length": settings.samples, "lengths": list(settings.lengths)},
     }
-    metrics["seconds"]["validation"] = round(time.monotonic() - started, 1)
     text = markdown(recall)
     write_text(
         out / "validation.md", f"# RULER recall (%), {100 * mask.pruning_ratio:.1f}% of K channels pruned\n\n{text}\n"
     )
     print("\n" + text, flush=True)
+    return found
 
 
 def benchmark(config: RunConfig) -> Ruler:

@@ -9,15 +9,14 @@ of document r // M, which are not copied.
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from leank.kernels import HALF, SCORES_AT_ONCE
-from leank_train.autograd import AutogradContext
-from leank_train.forward.visibility import Visibility
+from leank_train.forward.plan import Visibility
 
 EMPTY_HEADS = ("drop", "zero")
 LEAST_LOGIT = -60.0  # relative to the row's maximum: e^-60 = 9e-27 is lost in the rounding of a sum that holds 1
@@ -50,18 +49,12 @@ def partial_attention(
     return out, lse.reshape(B, H, G, M, n).permute(0, 3, 1, 2, 4).reshape(R, Hq, n)
 
 
-class _Context(AutogradContext, Protocol):
-    scale: float
-    sees: Visibility
-    block: int
-
-
 class _PartialAttention(torch.autograd.Function):
     """Online softmax over key blocks; the backward pass recomputes each block's probabilities from lse."""
 
     @staticmethod
     def forward(
-        ctx: _Context, q: Tensor, k: Tensor, v: Tensor, scale: float, sees: Visibility, block: int
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, sees: Visibility, block: int
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros(q.shape[:-1] + v.shape[-1:], dtype=dtype)  # [B, H, rows, D]
@@ -83,7 +76,7 @@ class _PartialAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         needs_q, needs_k, needs_v = ctx.needs_input_grad[:3]
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # rows that see nothing get the probability 0

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from leank.data_gen.amount import amount
 from leank.decoder import check_decoder
 from leank_train.forward.hook import run_decoder
-from leank_train.forward.passes import FullPass, PrefillPass, ScaledPass
-from leank_train.forward.prefix import Branch, Prefix, checked_lengths, to_device
+from leank_train.forward.passes import Branch, FullPass, PrefillPass, Prefix, ScaledPass, checked_lengths
+from leank_train.forward.plan import to_device
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ range: its log-sum-exp. `attention.scaled_attention` is the slow reference with 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from leank.kernels import HALF, SCORES_AT_ONCE, flash_backward, flash_forward, flash_takes
-from leank_train.autograd import AutogradContext
 from leank_train.forward.attention import exp_, product
 from leank_train.forward.plan import JoinedPieces, KeyBlock, Layout, Piece, Plan
 
@@ -88,15 +87,6 @@ def _read(tensors: Sequence[Tensor], joined: JoinedPieces) -> Tensor:
     return found[0] if len(found) == 1 else torch.cat(found, 2)
 
 
-class _Context(AutogradContext, Protocol):
-    scale: float
-    layout: Layout
-    folded: int
-    parts: int
-    ranks: dist.ProcessGroup | None
-    rests: list[list[tuple[object, ...]]]
-
-
 class _Fused(torch.autograd.Function):
     """Online softmax over the blocks; the backward pass recomputes each block's probabilities from lse.
 
@@ -107,7 +97,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _Context, dense: Tensor, factor: Tensor | None, empty: Tensor | None, scale: float,
+        ctx: Any, dense: Tensor, factor: Tensor | None, empty: Tensor | None, scale: float,
         layout: Layout, ranks: dist.ProcessGroup | None, folded: int, parts: int, *kv: Tensor,
     ) -> Tensor:  # fmt: skip
         keys, values = kv[:parts], kv[parts:]
@@ -138,7 +128,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         dense, scaled, factor, empty, out, lse, both, lse_both, *kv = ctx.saved_tensors
         needs, keys, values, scale = ctx.needs_input_grad, kv[: ctx.parts], kv[ctx.parts :], ctx.scale
         d_kv: list[Tensor | None] = [None] * len(kv)

@@ -10,16 +10,98 @@ All but the first plan once which keys their rows read (`plan`), and attend by `
 `attention` names the shapes.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from leank.data_gen.amount import amount
 from leank.kernels import kernel_order, tried_in
 from leank_train.forward.fused import fused_attention, side_by_side
-from leank_train.forward.plan import Plan, document_pieces, own_pieces
-from leank_train.forward.prefix import Branch, Prefix
-from leank_train.forward.visibility import visibility
+from leank_train.forward.plan import Plan, document_pieces, own_pieces, visibility
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Prefilled documents.
+
+    keys, values: [B, H, P, D] per layer.
+    k_positions: [B, P] on the host, -1 for padding.
+    lengths: [B] on the host, tokens of each document.
+    ranks: the processes that each hold a share of the P tokens; None if this one holds all.
+    """
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    k_positions: Tensor
+    lengths: Tensor
+    ranks: dist.ProcessGroup | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Device of keys and values."""
+        return self.keys[0].device
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Branches that continue the documents with full attention.
+
+    keys, values: [R, H, T, D] per layer, of the branch's own tokens.
+    k_positions: [R, T] on the host, -1 for padding.
+    lengths: [R] on the host, the branch's own tokens.
+    starts: [R] on the host, tokens of its document.
+    hidden: [R, T, hidden] after the final norm.
+    """
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    k_positions: Tensor
+    lengths: Tensor
+    starts: Tensor
+    hidden: Tensor
+
+    def cut(self, lengths: Sequence[int] | Tensor) -> Branch:
+        """The first lengths [R] tokens of each branch, such as the question of a pass over question and answer."""
+        lengths = checked_lengths(lengths, self.k_positions)
+        longest = int(lengths.max())
+        seen = torch.arange(longest) < lengths[:, None]
+        return replace(
+            self,
+            keys=[k[:, :, :longest] for k in self.keys],
+            values=[v[:, :, :longest] for v in self.values],
+            k_positions=self.k_positions[:, :longest].masked_fill(~seen, -1),
+            lengths=lengths,
+            hidden=self.hidden[:, :longest],
+        )
+
+    def repeat(self, times: int) -> Branch:
+        """Each branch `times` times in a row, [R * times], to decode it under several masks at once."""
+        return Branch(
+            [k.repeat_interleave(times, 0) for k in self.keys],
+            [v.repeat_interleave(times, 0) for v in self.values],
+            self.k_positions.repeat_interleave(times, 0),
+            self.lengths.repeat_interleave(times, 0),
+            self.starts.repeat_interleave(times, 0),
+            self.hidden.repeat_interleave(times, 0),
+        )
+
+
+def checked_lengths(lengths: Sequence[int] | Tensor, ids: Tensor) -> Tensor:
+    """Lengths [R] of ids [R, T] on the host; lengths on a GPU make it wait.
+
+    Raises ValueError if a length is not between 1 and T, or their number is not R.
+    """
+    lengths = torch.as_tensor(lengths).cpu()
+    if lengths.shape != ids.shape[:1] or lengths.min() < 1 or lengths.max() > ids.shape[1]:
+        wanted = amount(ids.shape[0], "number")
+        raise ValueError(f"lengths={lengths.tolist()} must be {wanted} from 1 to {ids.shape[1]}")
+    return lengths
 
 
 class _Keeps:

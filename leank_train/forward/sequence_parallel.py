@@ -19,8 +19,8 @@ from leank.decoder import check_decoder
 from leank.kernels import cudnn_forward, cudnn_pays, flash_forward, flash_takes, on_hopper
 from leank_train.forward.attention import merge, partial_attention
 from leank_train.forward.hook import run_decoder
-from leank_train.forward.prefix import Prefix, checked_lengths, to_device
-from leank_train.forward.visibility import visibility
+from leank_train.forward.passes import Prefix, checked_lengths
+from leank_train.forward.plan import to_device, visibility
 
 
 @torch.no_grad()

@@ -10,8 +10,6 @@ in a file of this folder makes `stage1.objective=cosine` a setting.
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar, TypeVar
@@ -21,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from leank.head import FLOAT16_FACTOR, check_head
+from leank.registry import import_all
 
 KNOWN: dict[str, type[Objective]] = {}
 O = TypeVar("O", bound="type[Objective]")  # noqa: E741
@@ -74,7 +73,5 @@ def objective(name: str) -> Callable[[O], O]:
 
 def objectives() -> dict[str, type[Objective]]:
     """Return every objective by name, from all files of this folder."""
-    folder = importlib.import_module(__package__)
-    for module in pkgutil.iter_modules(folder.__path__):
-        importlib.import_module(f"{__package__}.{module.name}")
+    import_all("leank_train.objective")
     return dict(sorted(KNOWN.items()))

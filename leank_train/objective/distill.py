@@ -7,7 +7,7 @@ beta) in place of alpha. Where the paper and its published code differ, both for
 import torch
 from torch import Tensor
 
-from leank_train.forward.prefix import to_device
+from leank_train.forward.plan import to_device
 
 REDUCTIONS = ("official", "paper")
 L1_FORMS = ("mean", "sum")

@@ -6,15 +6,14 @@ which of them decide the next token, so this objective compares softmax(W h_full
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from leank.head import LOGITS_AT_ONCE, Head, divergence
-from leank_train.autograd import AutogradContext
-from leank_train.forward.prefix import to_device
+from leank_train.forward.plan import to_device
 from leank_train.objective.base import Objective, objective
 from leank_train.objective.distill import REDUCTIONS, counted
 
@@ -57,15 +56,11 @@ def _rows(hidden: Tensor, lengths: Tensor, reduction: str) -> tuple[Tensor, floa
     return to_device(rows, hidden.device), 1 / (len(rows) if reduction == "official" else len(lengths))
 
 
-class _Context(AutogradContext, Protocol):
-    dtype: torch.dtype
-
-
 class _KL(torch.autograd.Function):
     """The sum over rows; d logits = softmax(student) - softmax(teacher) is pulled back at once: no logits are kept."""
 
     @staticmethod
-    def forward(ctx: _Context, scaled: Tensor, full: Tensor, head: Head, chunk: int) -> Tensor:
+    def forward(ctx: Any, scaled: Tensor, full: Tensor, head: Head, chunk: int) -> Tensor:
         total, gradients = [], []
         for full_rows, scaled_rows in zip(full.split(chunk), scaled.split(chunk), strict=True):
             logits = head.logits(scaled_rows)
@@ -80,6 +75,6 @@ class _KL(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, d_total: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         return (gradient * d_total).to(ctx.dtype), None, None, None

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from leank_train.forward.prefix import to_device
+from leank_train.forward.plan import to_device
 from leank_train.objective.base import Objective, objective
 from leank_train.objective.distill import REDUCTIONS, counted
 

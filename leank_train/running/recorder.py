@@ -100,6 +100,5 @@ class Recorder(L.Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with an earlier record."""
         self.steps, self.histograms = list(state["steps"]), [tuple(h) for h in state["histograms"]]
-        self.times, self.seconds = list(state.get("times", [])), state["seconds"]  # older checkpoints have no times
-        self.peak_bytes = state.get("peak_bytes", 0)
-        self.looks = [tuple(look) for look in state.get("looks", [])]
+        self.times, self.seconds, self.peak_bytes = list(state["times"]), state["seconds"], state["peak_bytes"]
+        self.looks = [tuple(look) for look in state["looks"]]

@@ -48,7 +48,7 @@ from leank.shape import kv_shape
 from leank_train.forward.attention import Keys, scaled_attention
 from leank_train.forward.branching import branch, prefill, prefill_and_branch, student
 from leank_train.forward.hook import NAME, run_decoder
-from leank_train.forward.visibility import visibility
+from leank_train.forward.plan import visibility
 from leank_train.objective import distill
 from leank_train.objective.kl import kl_loss
 from leank_train.objective.l2 import l2_loss

@@ -61,10 +61,15 @@ def command(model: Path | str) -> list[str]:
     return [f"model.name={model}", *OVERRIDES]
 
 
-def cli(model: Path | str, cwd: Path, *extra: str) -> subprocess.Popen:
-    """`python -m leank_train` on the tiny run, begun in the folder `cwd`; the run is in `cwd/here`."""
+def line_and_env(model: Path | str, *extra: str) -> tuple[list[str], dict[str, str]]:
+    """`python -m leank_train` on the tiny run, which is then in the folder `here`, and its environment."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    line = [sys.executable, "-m", "leank_train", *command(model), "hydra.run.dir=here", *extra]
+    return [sys.executable, "-m", "leank_train", *command(model), "hydra.run.dir=here", *extra], env
+
+
+def cli(model: Path | str, cwd: Path, *extra: str) -> subprocess.Popen:
+    """`line_and_env` as a process of its own, begun in the folder `cwd`."""
+    line, env = line_and_env(model, *extra)
     return subprocess.Popen(line, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

@@ -15,17 +15,17 @@ from leank import backbone as backbones
 from leank.data_gen.tasks import Mixture
 from leank.typed import BadConfig
 from leank_train.data import HELD_OUT, RetrievalData, Steps
+from leank_train.fitting import EarlyStop, best_look, first_look
 from leank_train.running.recorder import Recorder
 from leank_train.settings import check, fingerprint
 from leank_train.stages import PruningConfig, Stage, Stage1, Stage2, StageConfig
-from leank_train.stopping import EarlyStop, best_look, first_look
 from leank_train.train import run
 from tests.helpers.ranks import forked_ranks
 from tests.helpers.tiny_run import alpha, killed, settings
 
 RECIPE = [
     "stage1=steered", "stage2=kl", "stage1.steps=40", "stage2.steps=3", "stage1.lr=0.2",
-    "stage1.patience=2", "stage1.heldout_every=2", "stage1.heldout_documents=2",
+    "stage1.patience=2", "stage1.heldout_every=2", "stage1.heldout_documents=2", "checkpoint_every=1",
 ]  # fmt: skip
 FIRST = 24  # the wanted mean of 40 steps falls during so many
 
@@ -156,14 +156,13 @@ def test_held_out_documents_lie_on_the_device_of_the_stage(model_folder):
     assert {part.ids.device.type for part in rows} == {"meta"}
 
 
-@pytest.mark.parametrize("fatal", [5, FIRST + 2])
-def test_killed_and_started_again(finished, model_folder, tmp_path, fatal):
+def test_killed_and_started_again(finished, model_folder, tmp_path):
     out, taken, keep = tmp_path / "run", [], Recorder.on_train_batch_end
 
     def work():
         def die(*args):
             taken.append(1)
-            if len(taken) == fatal:
+            if len(taken) == FIRST + 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             keep(*args)
 
@@ -179,7 +178,7 @@ def test_killed_and_started_again(finished, model_folder, tmp_path, fatal):
 
 def test_a_stage_that_had_ended_takes_no_step_more(finished, model_folder, tmp_path, monkeypatch):
     out = tmp_path / "run"
-    run(settings(model_folder, *RECIPE, "checkpoint_every=1"), out)
+    shutil.copytree(finished, out)
     for file in (out / "checkpoints/stage1/done.ckpt", out / "mask.safetensors"):
         file.unlink()
     shutil.rmtree(out / "checkpoints/stage2")
@@ -190,7 +189,7 @@ def test_a_stage_that_had_ended_takes_no_step_more(finished, model_folder, tmp_p
         return before(stage, *args)
 
     monkeypatch.setattr(Stage, "training_step", only_stage2)
-    run(settings(model_folder, *RECIPE, "checkpoint_every=1"), out)
+    run(settings(model_folder, *RECIPE), out)
     assert torch.equal(alpha(out), alpha(finished))
 
 

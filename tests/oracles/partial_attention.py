@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from leank_train.forward.visibility import Visibility
+from leank_train.forward.plan import Visibility
 
 
 def partial_attention_reference(

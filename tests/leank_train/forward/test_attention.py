@@ -16,7 +16,7 @@ from leank_train.forward.attention import (
     partial_attention,
     scaled_attention,
 )
-from leank_train.forward.visibility import visibility
+from leank_train.forward.plan import visibility
 from tests.oracles.partial_attention import partial_attention_reference
 
 D = 4

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from leank_train.forward.attention import Keys, scaled_attention
 from leank_train.forward.fused import fused_attention, side_by_side
-from leank_train.forward.plan import Plan, document_pieces, own_pieces
-from leank_train.forward.visibility import visibility
+from leank_train.forward.plan import Plan, document_pieces, own_pieces, visibility
 
 
 @settings(max_examples=40, deadline=None)

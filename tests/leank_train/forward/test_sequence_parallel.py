@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from leank_train.forward import fused
 from leank_train.forward.branching import prefill
+from leank_train.forward.plan import visibility
 from leank_train.forward.sequence_parallel import block_attention, prefill_in_shares, share
-from leank_train.forward.visibility import visibility
 from tests.conftest import tiny_model
 from tests.helpers.branches import DOCUMENTS, batch, pad, step
 from tests.oracles.partial_attention import partial_attention_reference

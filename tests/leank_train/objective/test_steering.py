@@ -1,9 +1,7 @@
 """Steered lambda: the rule, what a run keeps of it over stops and ranks, and how it says that a cut was arbitrary."""
 
 import json
-import os
 import re
-import signal
 from itertools import pairwise
 from unittest import TestCase
 
@@ -19,11 +17,10 @@ from leank.typed import BadConfig
 from leank_train.objective import steering
 from leank_train.objective.distill import lr_factor
 from leank_train.objective.steering import Separation, learning_rate, steer, wanted_mean
-from leank_train.running.recorder import Recorder
 from leank_train.settings import check, fingerprint
 from leank_train.train import run
 from tests.helpers.ranks import forked_ranks, record
-from tests.helpers.tiny_run import alpha, killed, save_model, settings
+from tests.helpers.tiny_run import alpha, save_model, settings
 
 RECIPE = ["stage1=steered", "stage2=kl", "stage1.steps=6", "stage2.steps=3"]
 
@@ -173,30 +170,11 @@ def test_lambda_is_recorded_and_moves(finished):
     assert list(state) == ["alpha", "lam"]
 
 
-def test_killed_and_started_again(finished, model_folder, tmp_path):
-    out, taken, keep = tmp_path / "run", [], Recorder.on_train_batch_end
-
-    def work():
-        def die(*args):
-            taken.append(1)
-            if len(taken) == 4:
-                os.kill(os.getpid(), signal.SIGKILL)
-            keep(*args)
-
-        Recorder.on_train_batch_end = die
-        run(settings(model_folder, *RECIPE), out)
-
-    assert killed(work)
-    run(settings(model_folder, *RECIPE), out)
-    assert torch.equal(alpha(out), alpha(finished))
-    assert record(out, "stage1") == record(finished, "stage1")
-
-
 @pytest.mark.parametrize(
     ("trainer", "extra", "documents"),
     [
-        ("ddp", [], 2),
-        ("sequence_parallel", ["trainer.sequence_parallel=2"], 1),
+        pytest.param("ddp", [], 2, marks=pytest.mark.slow),
+        pytest.param("sequence_parallel", ["trainer.sequence_parallel=2"], 1, marks=pytest.mark.slow),
         ("fsdp", [], 2),
         pytest.param("fsdp", ["+model.overrides.tie_word_embeddings=true"], 2, marks=pytest.mark.slow),
     ],

@@ -86,6 +86,19 @@ def test_every_promised_key_is_in_the_offline_run(logged):
     assert missing == []
 
 
+def test_steps_pictures_and_the_table_of_validation_are_logged(folders, logged):
+    history = json.dumps([r["history"]["item"] for r in logged["training"]["rows"] if r["type"] == "history"])
+    for key in ("distillation", "penalty", "alpha_mean", "tokens"):
+        assert (history.count(f"stage1/{key}"), history.count(f"stage2/{key}")) == (2, 1)
+    assert logged["training"]["state"]["config"]["pruning"]["align"] == 4
+    (media,) = folders.glob("train/wandb/offline-run-*/files/media")
+    plots = {file.stem for file in (folders / "train/plots").iterdir()}
+    assert len(plots) == 4
+    assert {file.stem.rsplit("_", 2)[0] for file in media.rglob("*.png")} == plots
+    (table,) = media.rglob("*.table.json")
+    assert [row[0] for row in json.loads(table.read_text())["data"]] == METHODS["training"]
+
+
 def test_panels_of_the_workspace_show_logged_keys(logged):
     logged_keys = {key for kind in logged.values() for where in ("summary", "history") for key in kind[where]}
     panels = [keys for section in PANELS.values() for _, _, keys in section]
