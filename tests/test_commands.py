@@ -16,7 +16,8 @@ OF_PROGRAMS = ("leank.eval.papers", "data_gen", "scripts.")
 CONFIGS = {"leank_train": "train", "eval": "eval"}
 OPERATORS = {*"&;|()<"}
 LEFT_OPEN = {"...", "[--fuse]", "$S"}  # a line with one of these is not a whole command
-OTHER = {"report", "diff", "method=[dense,think,largest_key]"}  # no settings; and a method that the reader writes
+OTHER = {"report", "diff"}  # no settings
+WRITTEN = re.compile(r"largest_key|value_norm|per_token|lockers|=cosine")  # what the reader writes; see test_extend.py
 
 
 def lines(text: str) -> list[str]:
@@ -43,7 +44,7 @@ def commands(text: str) -> Iterator[tuple[str, list[str]]]:
         given = [word.replace("{,_mixed}", "") for word in words(line)]
         for place in [at for at, word in enumerate(given) if word == "-m" and given[at - 1] == "python"]:
             module, *rest = list(takewhile(lambda word: word[:1] not in OPERATORS, given[place + 1 :]))
-            if rest and not (LEFT_OPEN | OTHER) & {*rest}:
+            if rest and not (LEFT_OPEN | OTHER) & {*rest} and not any(map(WRITTEN.search, rest)):
                 yield module, rest
 
 

@@ -122,3 +122,12 @@ def test_the_architecture_page_has_the_layers(package):
     text = re.sub(r"\n {8,}", " ", (DOCS / "architecture.md").read_text(encoding="utf-8"))
     (rooms,) = re.findall(rf"^    {package.replace('.', '/')} +(.+->.+)$", text.split("## Layers")[1], re.MULTILINE)
     assert [set(floor.split(", ")) for floor in rooms.split(" -> ")] == LAYERS[package]
+
+
+def test_messages_of_the_troubleshooting_page_are_in_the_code():
+    page = (DOCS / "troubleshooting.md").read_text("utf-8").partition("## Doubts")[2].partition("## Out of")[0]
+    messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    files = [file for package in ("eval", "leank", "leank_train") for file in (ROOT / package).rglob("*.py")]
+    code = re.sub(r'"\s*\n\s*f?"', "", "".join(file.read_text("utf-8") for file in files))  # one text over two lines
+    assert len(messages) > 10
+    assert not [message for message in messages if message not in code]
