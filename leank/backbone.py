@@ -22,11 +22,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 from leank.data_gen.amount import amount
 from leank.data_gen.chat import template as chat_template
 from leank.data_gen.chat import template_tokens
-from leank.decoder import check_decoder
 from leank.errors import in_one_line, out_of_memory
-from leank.finite import not_finite
 from leank.model_folder import check_folder
-from leank.shape import DecoderShape, kv_shape
+from leank.shape import DecoderShape, check_decoder, kv_shape
 from leank.shipped import NAMED, resolve
 from leank.typed import BadConfig, Checked, OneOf, refuse_unknown, shown
 
@@ -273,3 +271,22 @@ def _missing(name: str, error: Exception) -> str:
         f"model.name={name!r} cannot be loaded ({where}: {short}). Put config.json, *.safetensors and the tokenizer "
         f"files in a folder and set model.name=/path/to/{Path(name).name}, or log in to the hub for gated weights"
     )
+
+
+def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Return the names of the tensors that hold NaN or infinity, in order.
+
+    Each tensor is read once where it lies, for its smallest and its largest number, which are NaN if any number is.
+    No copy is made, and all answers come to the host together. Types of one byte, which few operations take, are
+    passed over.
+
+    tensors: (name, tensor), of any shape, type and device.
+    """
+    names, ends = [], []
+    for name, tensor in tensors:
+        if tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel():
+            names.append(name)
+            ends.append(torch.stack(torch.aminmax(tensor.detach())).isfinite().all())
+    places = {end.device for end in ends}
+    fine = {device: iter(torch.stack([end for end in ends if end.device == device]).tolist()) for device in places}
+    return [name for name, end in zip(names, ends, strict=True) if not next(fine[end.device])]

@@ -1,11 +1,11 @@
-"""The shape of a decoder's K cache, and so of everything that is said of its channels: alpha, masks, scores."""
+"""Which decoders can have a mask, and the shape of their K cache, and so of alpha, masks and scores."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # transformers takes seconds to import
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 class DecoderShape(NamedTuple):
@@ -45,3 +45,33 @@ def kv_shape(config: PreTrainedConfig) -> DecoderShape:
             "number of both: choose another model"
         )
     return DecoderShape(config.num_hidden_layers, heads, keys)
+
+
+def check_decoder(model: PreTrainedModel) -> None:
+    """Raise ValueError, naming the reason, for a model whose mask cannot be learned."""
+    config = model.config
+    text = config.get_text_config(decoder=True)
+    if text is not config:
+        raise ValueError(
+            f"model={config.model_type} takes more than text; load its language model ({text.model_type}) alone"
+        )
+    if not has_rope(config):
+        raise ValueError(
+            f"model={config.model_type} has no rotary positions (RoPE); choose a RoPE decoder such as Llama"
+        )
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ValueError(f"model={config.model_type} takes no registered attention function; choose another model")
+    other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if other:
+        raise ValueError(
+            f"model={config.model_type} has layers of {', '.join(sorted(other))} (layer_types); training knows full "
+            "attention: choose another model"
+        )
+    if model.base_model is model:
+        raise ValueError(f"model={config.model_type} names no base model without a head; choose another model")
+    kv_shape(config)
+
+
+def has_rope(config: PreTrainedConfig) -> bool:
+    """Whether a model of this config has rotary positions."""
+    return getattr(config, "rope_parameters", None) is not None or getattr(config, "rope_theta", None) is not None

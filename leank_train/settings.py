@@ -21,9 +21,8 @@ from leank import backbone as backbones
 from leank.backbone import ModelConfig
 from leank.data_gen import haystack
 from leank.data_gen.tasks import task
-from leank.decoder import has_rope
 from leank.rotary import layer_ropes
-from leank.shape import kv_shape
+from leank.shape import has_rope, kv_shape
 from leank.typed import BadConfig, Checked, Count, Positive, Samples, Seed, Share, typed
 from leank.wandb_log import LoggerConfig
 from leank_train.objective import steering

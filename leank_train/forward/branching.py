@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from leank.data_gen.amount import amount
-from leank.decoder import check_decoder
+from leank.shape import check_decoder
 from leank_train.forward.hook import run_decoder
 from leank_train.forward.passes import Branch, FullPass, PrefillPass, Prefix, ScaledPass, checked_lengths
 from leank_train.forward.plan import to_device

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from leank.decoder import check_decoder
 from leank.kernels import cudnn_forward, cudnn_pays, flash_forward, flash_takes, on_hopper
+from leank.shape import check_decoder
 from leank_train.forward.attention import merge, partial_attention
 from leank_train.forward.hook import run_decoder
 from leank_train.forward.passes import Prefix, checked_lengths

@@ -7,8 +7,8 @@ LAYERS = {
         {"tokens", "reading", "chat", "amount"},
     ],
     "leank": [
-        {"wandb_log"}, {"backbone"}, {"channel_scores", "head", "decoder"}, {"mask", "rotary", "shipped"}, {"smollm2"},
-        {"shape", "tensor_files", "typed", "model_folder", "stats", "finite", "kernels"},
+        {"wandb_log"}, {"backbone"}, {"channel_scores", "head"}, {"mask", "rotary", "shipped"}, {"smollm2"},
+        {"shape", "tensor_files", "typed", "model_folder", "stats", "kernels"},
         {"files", "cli", "registry"}, {"errors"},
     ],
     "leank_train": [

@@ -9,10 +9,9 @@ import transformers
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache, StaticCache
 
-from leank.decoder import check_decoder
 from leank.eval.cache import CompressedLayer, compressed_cache
 from leank.eval.cache.hook import ATTENTION
-from leank.shape import kv_shape
+from leank.shape import check_decoder, kv_shape
 from leank_train.forward.hook import run_decoder
 from tests import ROOT
 from tests.helpers.cache_oracle import oracle_cache

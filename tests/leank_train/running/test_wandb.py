@@ -8,8 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from leank.eval.__main__ import run as evaluate
 from leank.mask import ChannelMask
@@ -17,6 +15,7 @@ from leank.wandb_log import LoggerConfig, mask_artifact, model_artifact, use, wa
 from leank_train.train import run as train
 from scripts.wandb_workspace import PANELS, workspace
 from tests import ROOT
+from tests.helpers.composed import evaluation
 from tests.helpers.tiny_run import VALIDATION, save_model, settings
 
 SECRET = "a" * 8 + "5eC4e7" + "b" * 26  # as long as a key
@@ -37,14 +36,13 @@ def folders(tmp_path_factory):
         looks = [f"stage{n}.{setting}" for n in (1, 2) for setting in given]
         steps = ["stage1.steps=2", "stage2.steps=1"]
         train(settings(model, *VALIDATION, "logger=wandb", *steps, *looks), top / "train")
-        with initialize_config_dir(str(ROOT / "conf/eval"), version_base="1.3"):
-            config = compose("eval", overrides=[
-                f"model.name={model}", f"mask={top / 'train/mask.safetensors'}", "method=[dense,leank,random]",
-                "benchmark.tasks=[niah_multikey_2,niah_single_1]", "benchmark.lengths=[320,384]", "benchmark.samples=1",
-                "cache={sink: 4, window: 32, flush: 8}", "max_new_tokens=2", "logger=wandb", "name=sweep",
-                "fidelity=2",
-            ])  # fmt: skip
-        evaluate(OmegaConf.to_container(config, resolve=True), top / "eval")
+        config = evaluation(
+            f"model.name={model}", f"mask={top / 'train/mask.safetensors'}", "method=[dense,leank,random]",
+            "benchmark.tasks=[niah_multikey_2,niah_single_1]", "benchmark.lengths=[320,384]", "benchmark.samples=1",
+            "cache={sink: 4, window: 32, flush: 8}", "max_new_tokens=2", "logger=wandb", "name=sweep",
+            "fidelity=2",
+        )  # fmt: skip
+        evaluate(config, top / "eval")
     return top
 
 
