@@ -65,7 +65,7 @@ def claimed(config: RunConfig, resolved: dict[str, object], out: Path) -> Iterat
         remove_partial(out)
         new = [out / name for name in (INPUTS, CONFIG, HASH) if not (out / name).exists()]
         new += [] if locked else [out / LOCK]
-        if not (out / "checkpoints").exists() or not (out / INPUTS).exists():
+        if not (out / "checkpoints").exists():
             write_json(out / INPUTS, given)
         write_text(out / CONFIG, OmegaConf.to_yaml(OmegaConf.create(resolved)))
         write_text(out / HASH, current.fingerprint + "\n")
@@ -116,9 +116,7 @@ def check_folder(run: Run, given: dict[str, object]) -> None:
         earlier = json.loads((out / INPUTS).read_text(encoding="utf-8"))
         assert isinstance(earlier, dict)
     except (OSError, ValueError, AssertionError):
-        raise BadConfig(
-            f"{out / INPUTS} is missing or damaged; set hydra.run.dir to a new folder, or remove that file"
-        ) from None
+        raise BadConfig(f"{out / INPUTS} is missing or damaged; set hydra.run.dir to a new folder") from None
     trained = (out / "checkpoints" / "stage2" / "done.ckpt").exists()  # and so takes no more documents
     for name, now in given.items():
         then = earlier.get(name, now)
