@@ -12,8 +12,8 @@ LAYERS = {
         {"files", "cli", "registry"}, {"errors"},
     ],
     "leank_train": [
-        {"__main__"}, {"train"}, {"fitting", "validation", "verdict"}, {"run_folder"}, {"settings"}, {"stopping"},
-        {"stages"}, {"running"}, {"data"}, {"objective"}, {"forward"}, {"autograd"},
+        {"__main__"}, {"train"}, {"fitting", "validation", "verdict"}, {"run_folder"}, {"settings"},
+        {"stages"}, {"running"}, {"data"}, {"objective"}, {"forward"},
     ],
     "leank.eval": [
         {"__main__"}, {"lm_eval"}, {"papers"}, {"run"}, {"report"}, {"rows"}, {"methods"}, {"inference"},
