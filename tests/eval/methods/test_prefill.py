@@ -262,4 +262,3 @@ def test_a_maximum_is_pooled_in_each_head_before_the_heads_are_summed():
     attention = logits.masked_fill(hidden, -torch.inf).softmax(-1).sum(1)[:, :-4]  # [heads, tokens before]
     expected = [sum(head[max(0, j - 1) : j + 2].max() for head in attention) for j in range(attention.shape[1])]
     torch.testing.assert_close(window_scores(layer, 4, 3, "max"), torch.stack(expected))
-    assert "pooling" not in FastKV().identity()

@@ -175,4 +175,3 @@ def test_double_sparsity_leaves_its_first_layers_dense():
     assert choice.of_layer(0, config) is None
     assert isinstance(choice.of_layer(1, config), Labels)
     assert "dense_layers" in choice.identity()
-    assert "dense_layers" not in DoubleSparsity().identity()

@@ -153,7 +153,6 @@ def test_pyramidkv_can_round_as_its_authors_do():
     choice = PyramidKV(100, rounding="authors")
     assert choice.shares(100, 10**6, 4) == [195, 132, 69, 6]  # 2 * 100 - 5, less 63 a layer
     assert sum(choice.shares(10, 10**6, 32)) > sum(PyramidKV(100).shares(10, 10**6, 32)) == 320
-    assert "rounding" not in PyramidKV(100).identity()  # rows made before it was a setting stay the same
 
 
 def test_duo_attention_can_count_as_its_authors_do(tmp_path):
