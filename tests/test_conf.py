@@ -116,7 +116,7 @@ def test_files_that_configurations_read_are_shipped_with_the_packages():
     named = {
         path
         for file in CONF.parent.rglob("*.yaml")
-        for path in re.findall(r"[\w./*-]+\.(?:safetensors|pth)\b", re.sub(r"#.*", "", file.read_text(encoding="utf-8")))
+        for path in re.findall(r"[\w./*-]+\.(?:safetensors|pth)\b", re.sub(r"#.*", "", file.read_text("utf-8")))
         if "/" in path and not path.startswith("outputs/")  # an example in a help text
     }
     assert sum(len(list(ROOT.glob(path))) for path in named) > 80  # masks, most of them named by a pattern
