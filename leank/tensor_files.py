@@ -57,24 +57,25 @@ def write_tensors(
 
 
 def read_tensors(
-    path: str | os.PathLike, names: set[str], cure: str, keys: Collection[str] = ()
+    path: str | os.PathLike, names: set[str], cure: str, keys: Collection[str] = (), optional: Collection[str] = ()
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors and the metadata that `write_tensors` wrote. The tensors are copies, not a memory map of the file.
 
-    names: of the tensors that the file must hold, no others.
+    names: of the tensors that the file must hold.
     cure: what the user can do about a damaged file.
     keys: of the metadata, none by default.
+    optional: names of tensors that it may hold beside them, all or none; it may hold no others.
 
     Raises DamagedFile.
     """
     try:
         with safe_open(path, framework="pt") as file:
             metadata, there = dict(file.metadata() or {}), set(file.keys())
-            if there != names:
+            if there not in (names, names.union(optional)):
                 raise DamagedFile(
                     path, f"it holds {', '.join(sorted(there)[:5])}, not {', '.join(sorted(names))}", cure
                 )
-            tensors = {name: _copy(file.get_tensor(name)) for name in sorted(names)}
+            tensors = {name: _copy(file.get_tensor(name)) for name in sorted(there)}
             if any((t.view(torch.uint8) > 1).any() for t in tensors.values() if t.dtype == torch.bool):
                 raise DamagedFile(path, "it holds booleans that are neither 0 nor 1", cure)
     except SafetensorError as error:
