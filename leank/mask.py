@@ -68,7 +68,7 @@ class ChannelMask:
     keep: bool [L, H, D] (layers, KV heads, head_dim), True = kept; it applies to keys and queries after RoPE.
     metadata: values that JSON can hold: model, config hash, ratio, alignment, rounding, sink, window, lengths, seed,
         versions; empty by default.
-    means: what stands for pruned channels; None, the paper's choice, is 0, and a head without channels drops its middle.
+    means: what stands for pruned channels; None is the paper's choice: 0, and a head without channels has no middle.
     """
 
     def __init__(self, keep: Tensor, metadata: Mapping[str, object] | None = None, means: Means | None = None) -> None:
