@@ -189,6 +189,7 @@ def fit(current: Run, stage: Stage, name: str, logger: Logger | None, signals: S
             at, loss = best_look(stopper.looks)
             if current.first:
                 log.info("%s ended at step %d; held-out loss %.4g at step %d", name, trainer.global_step, loss, at)
+    stage.finish()
     if trainer.is_global_zero:
         write_checkpoint(done, {"alpha": stage.alpha.detach().cpu(), "record": recorder.state_dict()})
     trainer.strategy.barrier()

@@ -146,6 +146,17 @@ class RunConfig(Checked):
             self.stage1.steps + self.stage2.steps > 0,
             "stage1.steps=0 and stage2.steps=0: nothing would be learned; give one of them steps above 0",
         )
+        apart = self.trainer.shard_weights or self.trainer.sequence_parallel > 1
+        need(
+            pruning.compensation == "none" or not apart,
+            f"pruning.compensation={pruning.compensation}: one process has to read whole documents with all weights to "
+            "calibrate means; leave it out with trainer.shard_weights and trainer.sequence_parallel",
+        )
+        need(
+            not pruning.nested or self.stage1.steps * self.stage2.steps > 0 == self.stage1.patience,
+            f"pruning.nested={list(pruning.nested)} needs both stages and all steps of stage 1; give stage1.steps and "
+            "stage2.steps above 0, and stage1.patience=0",
+        )
         shortest = {"data.min_length": data.min_length}
         if validation.samples:
             shortest["validation.lengths"] = min(validation.lengths)

@@ -15,10 +15,11 @@ from torch import Tensor
 from leank import backbone as backbones
 from leank.backbone import Backbone
 from leank.files import write_json
-from leank.mask import ChannelMask, check_ratio
+from leank.mask import ChannelMask, Means, check_ratio
 from leank.rotary import rotary_pairs
 from leank.tensor_files import write_tensors
 from leank.wandb_log import log_results, make_logger
+from leank_train.calibration import calibrate
 from leank_train.data import collate
 from leank_train.fitting import best_look, fit, memory_advice, mixture
 from leank_train.objective.steering import AUTO, Separation
@@ -93,9 +94,10 @@ def train(current: Run, signals: Signals) -> Metrics:
         logger.log_hyperparams(current.resolved)
 
     # 2. the two stages
-    stage1 = Stage1(backbone, config.stage1, config.pruning, parallel=config.trainer)
+    means = calibrate(config, backbone) if config.pruning.compensation == "mean" else None
+    stage1 = Stage1(backbone, config.stage1, config.pruning, parallel=config.trainer, means=means)
     record1 = fit(current, stage1, "stage1", logger, signals)
-    stage2 = Stage2(backbone, config.stage2, config.pruning, stage1.alpha, config.trainer)
+    stage2 = Stage2(backbone, config.stage2, config.pruning, stage1.alpha, config.trainer, means)
     record2 = fit(current, stage2, "stage2", logger, signals)
     if not current.first:
         return {}
@@ -103,7 +105,7 @@ def train(current: Run, signals: Signals) -> Metrics:
 
     # 3. the masks
     scores1, alpha = (stage.alpha.detach().float().cpu().contiguous() for stage in (stage1, stage2))
-    masks = save_masks(current, scores1, alpha)
+    masks = save_masks(current, scores1, alpha, means)
     mask = masks[MASK]
     metrics = measured(current, mask, scores1, alpha, {"stage1": record1, "stage2": record2})
 
@@ -159,10 +161,11 @@ def check_inputs(config: RunConfig, backbone: Backbone) -> None:
         check_ratio(backbone.shape, ratio, pruning.align, pruning.rounding, name)
 
 
-def save_masks(current: Run, scores1: Tensor, alpha: Tensor) -> dict[str, ChannelMask]:
+def save_masks(current: Run, scores1: Tensor, alpha: Tensor, means: Means | None) -> dict[str, ChannelMask]:
     """Write the mask, the scores, the masks that stage 1 alone gives, and those at other ratios.
 
     scores1, alpha: scores [L, H, D] after stage 1 and stage 2.
+    means: of the run's calibration, for every mask.
 
     Returns those that the verdict compares, by name: `MASK`, the mask of the run, `STAGE1`, and other ratios.
     """
@@ -174,7 +177,7 @@ def save_masks(current: Run, scores1: Tensor, alpha: Tensor) -> dict[str, Channe
     }  # fmt: skip
 
     def cut(scores: Tensor, ratio: float, align: int) -> ChannelMask:
-        return ChannelMask.from_scores(scores, ratio, align, pruning.rounding, metadata)
+        return ChannelMask.from_scores(scores, ratio, align, pruning.rounding, metadata).with_means(means)
 
     mask = cut(alpha, pruning.ratio, pruning.align)
     for doubt in mask.doubts():
@@ -184,9 +187,10 @@ def save_masks(current: Run, scores1: Tensor, alpha: Tensor) -> dict[str, Channe
     for align in {1, pruning.align}:  # what stage 2 is worth (appendix E): the same scores without it
         cut(scores1, pruning.ratio, align).save(out / "stage1" / f"mask_align{align}.safetensors")
     found = {MASK: mask, STAGE1: cut(scores1, pruning.ratio, pruning.align)}
-    for ratio in config.extra_ratios:  # stage 2 has learned for one ratio, so other ratios take the scores of stage 1
+    for ratio in {**dict.fromkeys(config.extra_ratios), **dict.fromkeys(pruning.nested)}:
         name = f"mask_{100 * ratio:.12g}pct"
-        found[name] = cut(scores1, ratio, pruning.align)
+        # stage 2 has learned for its own ratios; others take the scores of stage 1
+        found[name] = cut(alpha if ratio in pruning.nested else scores1, ratio, pruning.align)
         found[name].save(out / "masks" / f"{name}.safetensors")
     return found
 
@@ -205,7 +209,7 @@ def pronounce(current: Run, backbone: Backbone, masks: dict[str, ChannelMask], m
     for doubt in doubts:
         log.warning("%s: %s", out / "mask.safetensors", doubt)
     if doubts:
-        mask = ChannelMask(masks[MASK].keep, {**masks[MASK].metadata, "doubts": doubts})
+        mask = ChannelMask(masks[MASK].keep, {**masks[MASK].metadata, "doubts": doubts}, masks[MASK].means)
         mask.save(out / "mask.safetensors")
 
 
@@ -215,7 +219,7 @@ def measured(current: Run, mask: ChannelMask, scores1: Tensor, alpha: Tensor, re
     separation = Separation.of(scores1, ratio)
     steps1 = records["stage1"].steps
     steered = steps1[-1]["lam"] if steps1 and current.config.stage1.lam == AUTO else None
-    if warning := separation.warning(ratio, steered):
+    if not current.config.pruning.nested and (warning := separation.warning(ratio, steered)):
         log.warning("%s: %s", current.out, warning)
     best = {name: best_look(record.looks) for name, record in records.items() if record.looks}
     heldout = {

@@ -34,6 +34,7 @@ class Prefix:
     k_positions: [B, P] on the host, -1 for padding.
     lengths: [B] on the host, tokens of each document.
     ranks: the processes that each hold a share of the P tokens; None if this one holds all.
+    mean_keys: [L, H, D], what has been subtracted from all keys (`center_`); None if nothing has.
     """
 
     keys: list[Tensor]
@@ -41,6 +42,18 @@ class Prefix:
     k_positions: Tensor
     lengths: Tensor
     ranks: dist.ProcessGroup | None = None
+    mean_keys: Tensor | None = None
+
+    def center_(self, mean_keys: Tensor) -> Prefix:
+        """Subtract mean_keys [L, H, D] from the keys, in place: the students of this prefix prune towards the means.
+
+        A softmax does not change if all keys lose the same vector. After that, Eq. 1 with k - mean is Eq. 1 with
+        alpha k + (1 - alpha) mean. Call it once, when the teacher has read the keys.
+        """
+        mean_keys = mean_keys.to(self.keys[0])
+        for keys, mean in zip(self.keys, mean_keys, strict=True):
+            keys.sub_(mean[:, None])
+        return replace(self, mean_keys=mean_keys)
 
     @property
     def device(self) -> torch.device:
@@ -153,6 +166,8 @@ class FullPass(_Keeps):
 
     def __init__(self, prefix: Prefix, positions: Tensor, k_positions: Tensor) -> None:
         super().__init__(int(k_positions.max()) + 1)
+        if prefix.mean_keys is not None:
+            raise ValueError("the keys of this prefix are centered: let the teacher read them before")
         self.prefix = prefix
         causal = visibility(positions, prefix.k_positions, "causal")
         pieces = document_pieces(positions, prefix.k_positions, [causal], prefix.device)
@@ -190,6 +205,9 @@ class ScaledPass:
         window: int,
         empty_heads: str,
     ) -> None:
+        if prefix.mean_keys is not None:
+            centered = [k - mean[:, None] for k, mean in zip(question.keys, prefix.mean_keys, strict=True)]
+            question = replace(question, keys=centered)
         self.prefix, self.question, self.empty_heads = prefix, question, empty_heads
         self.alpha = _per_layer(alpha, prefix, question)
         self.longest = int(k_positions.max()) + 1
@@ -203,6 +221,8 @@ class ScaledPass:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Eq. 1 for this layer's rows, [R, Hq, n, D]."""
         documents = len(self.prefix.lengths)
+        if self.prefix.mean_keys is not None:
+            k = k - self.prefix.mean_keys[layer, :, None]
         keys = [self.prefix.keys[layer], *(side_by_side(x, documents) for x in (self.question.keys[layer], k))]
         values = [self.prefix.values[layer], *(side_by_side(x, documents) for x in (self.question.values[layer], v))]
         return fused_attention(
