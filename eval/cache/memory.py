@@ -12,8 +12,8 @@ from torch import Tensor
 
 from leank.eval.cache.layer import CompressedLayer
 from leank.eval.cache.storage.channels import MaskLike, layer_masks
-from leank.eval.cache.storage.pages import PAGE, round_up
 from leank.eval.cache.storage.quantised import Packing
+from leank.eval.cache.storage.segment import PAGE, round_up
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Store
 

@@ -24,8 +24,8 @@ from leank.eval.cache.hook import ATTENTION
 from leank.eval.cache.memory import measure_store
 from leank.eval.cache.storage.channels import layer_masks
 from leank.eval.cache.storage.middle import Middle
-from leank.eval.cache.storage.pages import PAGE
 from leank.eval.cache.storage.quantised import Packing, QuantisedSegment
+from leank.eval.cache.storage.segment import PAGE
 from leank.eval.cache.storage.store import GROWTH, Store
 from leank.files import write_text
 from leank.mask import ChannelMask

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from leank.eval.cache.storage.pages import PAGE
+from leank.eval.cache.storage.segment import PAGE
 
 
 @dataclass(frozen=True)

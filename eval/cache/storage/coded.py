@@ -1,4 +1,4 @@
-"""Middle keys as short records, one per token and KV head: the coded form of eval.cache.storage.pages.
+"""Middle keys as short records, one per token and KV head: the coded form of eval.cache.storage.segment.
 
 A code turns a key into a record of fewer numbers and back. Records lie where the kept channels of a key would lie; the
 values stay as they are.
@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from leank.eval.cache.storage.channels import KeptChannels
-from leank.eval.cache.storage.pages import Extent
-from leank.eval.cache.storage.segment import Segment
+from leank.eval.cache.storage.segment import Extent, Segment
 
 
 class KeyCode(Protocol):

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from leank.eval.cache.storage.channels import KeptChannels
 from leank.eval.cache.storage.eviction import Eviction
-from leank.eval.cache.storage.pages import Extent
-from leank.eval.cache.storage.segment import Segment, TokenSegment
+from leank.eval.cache.storage.segment import Extent, Segment, TokenSegment
 
 
 class Codec(Protocol):

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from leank.eval.cache.storage.channels import KeptChannels
-from leank.eval.cache.storage.pages import PAGE, lines, round_up
 from leank.eval.cache.storage.quantised import QuantisedSegment
-from leank.eval.cache.storage.segment import Segment
+from leank.eval.cache.storage.segment import PAGE, Segment, lines, round_up
 from leank.eval.cache.storage.upload import upload
 
 

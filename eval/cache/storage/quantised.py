@@ -1,4 +1,4 @@
-"""Middle K and V in 2, 4 or 8 bits (KIVI, section 3): the packed form of eval.cache.storage.pages.
+"""Middle K and V in 2, 4 or 8 bits (KIVI, section 3): the packed form of eval.cache.storage.segment.
 
 A *cell* of numbers shares a scale and a zero point (eval.cache.storage.cells). KIVI keeps a residual of recent tokens
 whole until they fill a group. Here the window is that residual: tokens are quantised once, when they leave it, `flush`
@@ -30,10 +30,8 @@ from torch.nn.functional import pad
 
 from leank.eval.cache.storage.cells import Cells
 from leank.eval.cache.storage.folds import K_FOLDS, V_FOLDS, fold, unfold
-from leank.eval.cache.storage.pages import PAGE, Count, Extent, round_up
-from leank.eval.cache.storage.segment import Segment
+from leank.eval.cache.storage.segment import COPIED, PAGE, Count, Extent, Segment, alike, round_up
 from leank.eval.cache.storage.upload import update, upload
-from leank.eval.cache.storage.writing import COPIED, alike
 
 ROOM = 16  # a page has room for a multiple of so many channels of K
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from leank.eval.cache.storage.folds import VECTOR_FOLDS, fold, unfold
-from leank.eval.cache.storage.pages import PAGE, Count, Extent, round_up
 from leank.eval.cache.storage.quantised import Packing, QuantisedSegment
+from leank.eval.cache.storage.segment import PAGE, Count, Extent, round_up
 
 
 @functools.lru_cache(maxsize=512)

@@ -13,8 +13,8 @@ from leank.eval.cache.hook import ATTENTION
 from leank.eval.cache.memory import measure_store
 from leank.eval.cache.storage.channels import KeptChannels
 from leank.eval.cache.storage.middle import Middle
-from leank.eval.cache.storage.pages import Extent
 from leank.eval.cache.storage.quantised import Packing
+from leank.eval.cache.storage.segment import Extent
 from leank.eval.cache.storage.store import Store
 from leank.eval.inference.prefill import prefill
 from leank.eval.methods import build_method

@@ -7,7 +7,7 @@ import torch
 from leank.eval.cache.storage.channels import KeptChannels
 from leank.eval.cache.storage.coded import Coding
 from leank.eval.cache.storage.padded import Padded
-from leank.eval.cache.storage.pages import Extent
+from leank.eval.cache.storage.segment import Extent
 
 WIDTH, DIM, HEADS, TOKENS = 32, 64, 2, 1024  # a head's records hold half of the 65,536 patterns of 16 bits
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leank.eval.cache.storage.pages import Extent
 from leank.eval.cache.storage.rotated import Rotation, centroids, rotation
+from leank.eval.cache.storage.segment import Extent
 from tests.helpers.cache_oracle import SEEDS
 from tests.helpers.channel_tables import random_tables
 
