@@ -30,7 +30,7 @@ def in_order(keep, labels):
     return kept if labels is None else sorted(kept, key=lambda channel: not labels[channel])
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     st.booleans(),
     st.booleans(),
