@@ -21,12 +21,12 @@ from leank.eval.cache.graph import KeptSteps
 from leank.eval.cache.hook import ATTENTION
 from leank.eval.cache.layer import CompressedLayer
 from leank.eval.cache.memory import Memory, measure
-from leank.eval.cache.saved.reading import Saved
-from leank.eval.cache.saved.writing import save
-from leank.eval.cache.storage.addresses import Addresses
+from leank.eval.cache.saved import Saved, save
 from leank.eval.cache.storage.channels import MaskLike, layer_masks
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.sizes import Sizes
+from leank.eval.cache.storage.store import Addresses
+from leank.mask import ChannelMask
 from leank.shape import kv_shape
 
 
@@ -49,6 +49,7 @@ class CompressedCache(Cache):
         self.steps = KeptSteps()
         self._model = None if model is None else weakref.ref(model)
         self._since_crop: int | None = None  # passes since the last crop() of a recorded past, None = no crop yet
+        self._widest = 0  # columns of the largest pass since the cache was new
 
     @property
     def compressed(self) -> list[CompressedLayer]:
@@ -58,7 +59,8 @@ class CompressedCache(Cache):
     def expect(self, tokens: int) -> None:
         """Announce a prompt of `tokens` columns, padding included, that comes in several calls (chunked prefill).
 
-        `model.generate(prefill_chunk_size=n)` needs it, because nothing tells a cache which chunk is the last.
+        `model.generate(prefill_chunk_size=n)` needs it, because nothing tells a cache which chunk is the last. Drafts
+        of assisted decoding may come with the last chunk. A warning says so where decoding begins before all has come.
 
         Raises ValueError unless `tokens` is a positive integer, RuntimeError once a prompt has begun. update() raises
         ValueError if more tokens come than were announced.
@@ -89,6 +91,15 @@ class CompressedCache(Cache):
         elif self._since_crop == 0:
             self._since_crop = 1
         first = next(iter(self.compressed), None)
+        if first is not None and new == 1 < self._widest and first.awaits > 1 and not first.record_past:
+            self._widest = 1  # say it once
+            warnings.warn(
+                f"a single token came while {amount(first.awaits, 'token')} of the announced prompt are missing: until "
+                "they have come, nothing is compressed; call cache.expect() with the prompt's own number of tokens",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        self._widest = max(self._widest, new)
         if new > 1 and first is not None and first.ended_at == first.get_seq_length() and not first.record_past:
             warnings.warn(
                 f"a pass of {new} tokens follows the prompt of {first.ended_at} directly and reads its compressed "
@@ -124,7 +135,7 @@ class CompressedCache(Cache):
 
         Steps that generate() has captured stay, with the windows that they read; the next prompt's window goes there.
         """
-        self._since_crop = None
+        self._since_crop, self._widest = None, 0
         for layer in list[Any](self.layers):
             if isinstance(layer, CompressedLayer) and self.steps.loop is not None:
                 layer.reset_in_place()
@@ -239,8 +250,8 @@ class CompressedCache(Cache):
 def compressed_cache(
     model: PreTrainedModel,
     mask: MaskLike | list[Middle] | None,
-    sink: int = 128,
-    window: int = 1024,
+    sink: int | None = None,
+    window: int | None = None,
     flush: int = 32,
     backend: str = "auto",
 ) -> CompressedCache:
@@ -248,7 +259,8 @@ def compressed_cache(
 
     mask: a ChannelMask, the path of its file, or bool [layers, kv_heads, head_dim], True = kept; None = every channel;
         or a list with one Middle per layer, for other compressed forms
-    sink, window: tokens kept whole at both ends
+    sink, window: tokens kept whole at both ends; None = those that the mask was trained with, which its file says, or
+        128 and 1024 where it says nothing
     flush: tokens that move to the middle at a time
     backend: "auto" (the Triton kernel where it can run), "torch" or "triton"
 
@@ -259,7 +271,13 @@ def compressed_cache(
     takes no registered attention function. Warns if no layer can be compressed, or if the mask names another model.
     """
     config = model.config.get_text_config(decoder=True)
-    middles, sizes, choice = _middles(mask, config), Sizes(sink, window, flush), choose_backend(backend)
+    if isinstance(mask, str | os.PathLike):
+        mask = ChannelMask.load(mask)
+    trained = mask.metadata if isinstance(mask, ChannelMask) else {}
+    given = {"sink": sink, "window": window}
+    known = {name: trained.get(name) if tokens is None else tokens for name, tokens in given.items()}
+    sizes = Sizes(flush=flush, **{name: tokens for name, tokens in known.items() if tokens is not None})  # type: ignore[arg-type]
+    middles, choice = _middles(mask, config), choose_backend(backend)
     layers: list[CacheLayerMixin] = []
     for index, layer in enumerate(DynamicCache(config=config).layers):
         if type(layer) is DynamicLayer:

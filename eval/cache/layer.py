@@ -8,33 +8,34 @@ is attended densely, then sealed.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicLayer
 
 from leank.data_gen.amount import amount
 from leank.eval.cache.attention import dense
 from leank.eval.cache.attention.backend import Backend, BackendChoice
 from leank.eval.cache.attention.softmax import PLAIN, Softmax
-from leank.eval.cache.rows_layer import RowsLayer
-from leank.eval.cache.storage.addresses import Addresses
-from leank.eval.cache.storage.arrival import pieces
 from leank.eval.cache.storage.middle import Middle
-from leank.eval.cache.storage.sealing import PromptRoom
 from leank.eval.cache.storage.sizes import Sizes
-from leank.eval.cache.storage.store import Store
+from leank.eval.cache.storage.store import Addresses, Store
 from leank.eval.cache.storage.upload import capturing
 
 
-class CompressedLayer(RowsLayer):
+class CompressedLayer(DynamicLayer):
     """The three parts sink | middle | window of one attention layer (LeanK, section 3.3).
 
     middle: how the middle is kept
     sizes: sink, window and flush, in tokens
     choice: chooses the backend when the first query comes after the prompt
+
+    Attributes:
+    store: what a sealed layer holds, None before; until then the prompt lies in `keys` and `values`
     """
 
     # While past is being recorded, crop() can take back any number of tokens, else those since the last move.
@@ -50,11 +51,11 @@ class CompressedLayer(RowsLayer):
     def _clear(self) -> None:
         self.is_initialized = False
         self.keys = self.values = None  # the prompt until it is sealed, then the tokens that await attend()
-        self.store = None
+        self.store: Store | None = None
         self.backend: Backend | None = None  # what runs over the store, once a query has come
         self._columns = 0  # logical length, padding included
         self._expected = 0  # columns of a prompt that comes in chunks
-        self._real = None  # [B, columns] of an unsealed prompt
+        self._real: Tensor | None = None  # [B, columns] of an unsealed prompt
         self._room: PromptRoom | None = None  # where an announced prompt is collected
         self.ended_at = -1  # columns of a prompt that came unannounced, once it is sealed
 
@@ -108,15 +109,17 @@ class CompressedLayer(RowsLayer):
                 "another batch"
             )
         coming = self.store is None and self._columns < self._expected  # an announced prompt is not complete yet
-        if coming and self._columns + new > self._expected:
+        beyond = self._columns + new > self._expected
+        if coming and beyond and not self.record_past:  # a draft may follow the prompt at once; crop() takes it back
             raise ValueError(f"expect({self._expected}) announced fewer tokens than came: {self._columns + new}")
-        if coming and new < self._expected:
+        if coming and new < self._expected and not beyond:
             if self._room is None:
                 self._room = PromptRoom(key_states, value_states, self._expected)
                 if self.keys is not None and self.values is not None:  # a whole prompt came, and crop() shortened it
                     self._room.put(self.keys, self.values, 0)
             key_states, value_states = self._room.put(key_states, value_states, self._columns)
         elif self.keys is not None:
+            self._room = None
             key_states = torch.cat([self.keys, key_states], 2)
             value_states = torch.cat([self.values, value_states], 2)  # type: ignore[list-item]
         self.keys, self.values = key_states, value_states
@@ -297,3 +300,97 @@ class CompressedLayer(RowsLayer):
         """Whether a decoding step can be captured now: the kernel runs here, and every row is longer than the sink."""
         store = self.store if self.backend is not None and self.backend.captures else None
         return store is not None and bool((store.seen >= store.sizes.sink).all())
+
+    # The batch as a whole: rows reordered, repeated or dropped, tensors moved between devices.
+
+    @property
+    def awaits(self) -> int:
+        """Columns of an announced prompt that have not come yet, 0 without an announcement."""
+        return max(0, self._expected - self._columns) if self.store is None else 0
+
+    @property
+    def waiting(self) -> bool:
+        """Whether tokens that followed the prompt were never attended: a pass broke off there."""
+        return self.store is not None and self.keys is not None
+
+    def _real_of(self, padding_mask: Tensor) -> Tensor:
+        """Which columns are real, [B, columns]; raises ValueError unless the mask is 2-D and covers them all."""
+        if padding_mask.ndim != 2:
+            raise ValueError(f"a compressed cache takes a 2-D padding mask, got shape {tuple(padding_mask.shape)}")
+        if padding_mask.shape[1] < self._columns:
+            raise ValueError(
+                f"attention_mask has {amount(padding_mask.shape[1], 'column')}, and the cache {self._columns} with the "
+                "new ones: call cache.reset(), then give ids and mask of the whole conversation, and leave use_cache on"
+            )
+        return padding_mask[:, : self._columns].bool()
+
+    def _select(self, rows: Tensor) -> None:
+        if self.store is not None:
+            self.store.select(rows)
+        elif self.keys is not None and self.values is not None:
+            at = rows.to(self.keys.device)
+            self.keys, self.values = self.keys[at], self.values[at]
+            self._real = None if self._real is None else self._real[at]
+
+    def _count(self) -> int:
+        """Rows held, 0 before the first token."""
+        held = self.keys if self.store is None else self.store.ring_k
+        return 0 if held is None else len(held)
+
+    def _rows(self) -> Tensor:
+        return torch.arange(self._count())
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make the batch the rows `beam_idx` [R] of the present one."""
+        if not torch.equal(beam_idx.cpu(), self._rows()):
+            self._select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times."""
+        self._select(self._rows().repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows that `indices`, numbers or bool, select."""
+        rows = self._rows()
+        self._select(rows[indices.to(rows.device)])
+
+    def offload(self) -> None:
+        """Move everything held to the CPU; attend() fetches it back."""
+        if self.store is not None:
+            self.store.to(torch.device("cpu"))
+
+    def prefetch(self) -> None:
+        """Fetch everything held back to the device of the prompt."""
+        if self.store is not None:
+            self.store.to(self.device)
+
+
+class PromptRoom:
+    """K and V of a prompt that comes in chunks, in buffers that are made once."""
+
+    def __init__(self, k: Tensor, v: Tensor, columns: int) -> None:
+        """Make room for `columns` tokens of the batch, heads and dtypes of k and v [B, H, n, D]."""
+        self.k, self.v = (x.new_empty(*x.shape[:2], columns, x.shape[3]) for x in (k, v))
+
+    def put(self, k: Tensor, v: Tensor, at: int) -> tuple[Tensor, Tensor]:
+        """Write k, v [B, H, n, D] from column `at` on; returns K and V up to their end."""
+        end = at + k.shape[2]
+        self.k[:, :, at:end], self.v[:, :, at:end] = k, v
+        return self.k[:, :, :end], self.v[:, :, :end]
+
+
+def pieces(store: Store, new: int) -> Iterator[slice]:
+    """Columns that can be appended and attended at once, so that each token finds what it would if all came singly.
+
+    A piece ends where the window of a row is full, so that its oldest tokens move before the next one comes. Where
+    what a layer evicts depends on single steps, every token is a piece. The caller appends a piece, attends and flushes
+    before it takes the next one.
+
+    new: columns that have come, padding included
+    """
+    single, first = store.eviction is not None and store.eviction.every_step, 0
+    while first < new:
+        free = store.sizes.window + store.sizes.flush - int((store.seen - store.start).max())
+        last = first + (1 if single else max(1, free))
+        yield slice(first, min(new, last))
+        first = last

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from leank.eval.cache.layer import CompressedLayer
 from leank.eval.cache.storage.channels import MaskLike, layer_masks
-from leank.eval.cache.storage.pages import PAGE, round_up
-from leank.eval.cache.storage.quantised import Packing
+from leank.eval.cache.storage.codecs import PageCodec
+from leank.eval.cache.storage.segment import PAGE, round_up
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Store
 
@@ -109,7 +109,7 @@ def bytes_per_row(
     context: int,
     dtype: torch.dtype = torch.bfloat16,
     sizes: Sizes | None = None,
-    bits: Packing | None = None,
+    bits: PageCodec | None = None,
 ) -> int:
     """Bytes of one sequence in a sealed cache: spare room of pages and window is counted, tables are not.
 
@@ -136,7 +136,7 @@ def max_batch(
     free_bytes: int,
     dtype: torch.dtype = torch.bfloat16,
     sizes: Sizes | None = None,
-    bits: Packing | None = None,
+    bits: PageCodec | None = None,
 ) -> int:
     """The largest batch whose caches fit into `free_bytes`; the other parameters are those of `bytes_per_row`.
 

@@ -5,7 +5,7 @@ of them. Where the cache allows it (`capturable`), the steps after the first are
 
 **Reading** gives the hidden state after each token. Token by token is the definition (`read_one_by_one`). `read` gives
 the cache many tokens at once, and a compressed layer takes them in pieces that find what each would find alone
-(`eval.cache.storage.arrival`).
+(`eval.cache.layer.pieces`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from leank.channel_scores import pruned
 from leank.data_gen.sample import Sample
-from leank.eval.cache.storage import middle
+from leank.eval.cache.storage import codecs, middle
 from leank.eval.cache.storage.eviction import Eviction
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.inference.prefill import Prefill, PromptLayer
@@ -155,10 +155,10 @@ class Bits(Axis, ABC):
     """How the numbers of the middle are stored."""
 
     @abstractmethod
-    def of_layer(self, index: int, config: PreTrainedConfig) -> middle.Codec | None:
+    def of_layer(self, index: int, config: PreTrainedConfig) -> codecs.Codec | None:
         """The codec of one layer; None stores the numbers in the model's type."""
 
-    def of_prompts(self, index: int, config: PreTrainedConfig, prefill: Prefill) -> middle.Codec | None:
+    def of_prompts(self, index: int, config: PreTrainedConfig, prefill: Prefill) -> codecs.Codec | None:
         """The codec of one layer for these prompts; by default `of_layer`, which is the same for all prompts."""
         return self.of_layer(index, config)
 

@@ -23,9 +23,10 @@ from leank.eval.cache.graph import DecodeLoop
 from leank.eval.cache.hook import ATTENTION
 from leank.eval.cache.memory import measure_store
 from leank.eval.cache.storage.channels import layer_masks
+from leank.eval.cache.storage.codecs import PageSegment
 from leank.eval.cache.storage.middle import Middle
-from leank.eval.cache.storage.pages import PAGE
-from leank.eval.cache.storage.quantised import Packing, QuantisedSegment
+from leank.eval.cache.storage.quantised import Packing
+from leank.eval.cache.storage.segment import PAGE
 from leank.eval.cache.storage.store import GROWTH, Store
 from leank.files import write_text
 from leank.mask import ChannelMask
@@ -209,8 +210,8 @@ def _labels_of(store: Store) -> np.ndarray:
 def _of_token(store: Store) -> tuple[np.ndarray, np.ndarray]:
     """Bytes of K and of V of one token of each head's middle [B, H]; of packed numbers scales and zero points, too."""
     part, size = store.prompt, store.ring_k.element_size()
-    if isinstance(part, QuantisedSegment):
-        k, v = part.packing.pages(part.head_dim, part.channels.count, part.dtype)
+    if isinstance(part, PageSegment):
+        k, v = part.codec.pages(part.head_dim, part.channels.count, part.dtype)
         return np.asarray(sum(k)) / PAGE, np.full(part.length.shape, sum(v) / PAGE)
     of_values = np.full(part.length.shape, part.head_dim) if part.values is None else part.values.count
     return part.channels.count * size, of_values * size

@@ -20,7 +20,7 @@ LAYERS = {
         {"benchmarks"}, {"metrics", "published"}, {"serving"}, {"cache"},
     ],
     "leank.eval.cache": [
-        {"cache"}, {"generate", "memory", "saved"}, {"graph"}, {"hook"}, {"layer"}, {"rows_layer"}, {"attention"},
+        {"cache"}, {"generate", "memory", "saved"}, {"graph"}, {"hook"}, {"layer"}, {"attention"},
         {"storage"},
     ],
     "leank.eval.methods": [

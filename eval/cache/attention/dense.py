@@ -17,7 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from leank.eval.cache.attention.softmax import PLAIN, Softmax, written_out
-from leank.eval.cache.storage.pages import round_up
+from leank.eval.cache.storage.segment import round_up
 from leank.eval.cache.storage.upload import upload
 from leank.kernels import cudnn_forward, cudnn_pays, flash_forward, flash_takes
 

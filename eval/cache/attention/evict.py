@@ -14,7 +14,7 @@ from torch import Tensor
 
 from leank.eval.cache.attention.kernels import evict as kernels
 from leank.eval.cache.storage.eviction import Choice, Eviction
-from leank.eval.cache.storage.pages import PAGE
+from leank.eval.cache.storage.segment import PAGE
 from leank.eval.cache.storage.store import GROWTH, Store
 from leank.eval.cache.storage.upload import update
 

@@ -18,7 +18,7 @@ from leank.eval.cache.attention.evict import Room, Weights
 from leank.eval.cache.attention.kernels import decode, ring
 from leank.eval.cache.attention.kernels.parts import Layer, Queries, Results
 from leank.eval.cache.attention.softmax import LOG2_E, PLAIN, Softmax
-from leank.eval.cache.storage.pages import PAGE
+from leank.eval.cache.storage.segment import PAGE
 from leank.eval.cache.storage.store import Store
 from leank.eval.cache.storage.upload import update
 

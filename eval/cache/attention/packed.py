@@ -8,8 +8,8 @@ from torch import Tensor
 
 from leank.eval.cache.attention.kernels import packed
 from leank.eval.cache.attention.launch import WIDE, CodecKernels, Config
-from leank.eval.cache.storage.pages import PAGE
 from leank.eval.cache.storage.quantised import Packing
+from leank.eval.cache.storage.segment import PAGE
 from leank.eval.cache.storage.store import Store
 
 # With a page more on its way, 8 warps' pages of 128 channels take 147 KB, and two programs do not fit a multiprocessor.

@@ -185,7 +185,7 @@ class HeavyHitters(Eviction):
             return None
         first, most = int(sink.max()), int(middle.max())
         if kernel:
-            from leank.eval.cache.storage.choosing import heaviest
+            from leank.eval.cache.storage.kernels.choosing import heaviest
 
             ranked = self.launched(prompt, tail, first, most)
             return Choice(heaviest(ranked, tail.length_dev, self.heavy), np.minimum(middle, self.heavy))

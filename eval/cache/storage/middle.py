@@ -6,32 +6,15 @@ A choice here serves every prompt. Tokens and scores that belong to one prompt a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
 
 from leank.eval.cache.storage.channels import KeptChannels
+from leank.eval.cache.storage.codecs import Codec
 from leank.eval.cache.storage.eviction import Eviction
-from leank.eval.cache.storage.pages import Extent
-from leank.eval.cache.storage.segment import Segment, TokenSegment
-
-
-class Codec(Protocol):
-    """How the middle's numbers are stored.
-
-    kernels: "module:function", which makes `eval.cache.attention.launch.CodecKernels` of a store; None = plain PyTorch
-        alone reads the codes, and `why_not_kernel` says why
-    """
-
-    kernels: ClassVar[str | None]
-
-    def segment(self, extent: Extent) -> Segment:
-        """An empty segment of this form."""
-
-    @property
-    def why_not_kernel(self) -> str | None:
-        """Why only plain PyTorch can read it, or None."""
+from leank.eval.cache.storage.segment import Extent, Segment, TokenSegment
 
 
 class ReadChoice(Protocol):

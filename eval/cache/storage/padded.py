@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from leank.eval.cache.storage.channels import KeptChannels
-from leank.eval.cache.storage.pages import PAGE, lines, round_up
-from leank.eval.cache.storage.quantised import QuantisedSegment
-from leank.eval.cache.storage.segment import Segment
+from leank.eval.cache.storage.codecs import PageSegment
+from leank.eval.cache.storage.segment import PAGE, Segment, lines, round_up
 from leank.eval.cache.storage.upload import upload
 
 
@@ -74,7 +73,7 @@ class Padded:
 
     def keys(self, dtype: torch.dtype) -> Tensor:
         """K, channel-major: [X, C, N]."""
-        if isinstance(self.segment, QuantisedSegment):
+        if isinstance(self.segment, PageSegment):
             return self.segment.padded_keys(self.hidden).to(dtype)
         if self._by_token:
             return self._token_keys().mT.to(dtype)
@@ -95,7 +94,7 @@ class Padded:
 
     def _kept_values(self, dtype: torch.dtype) -> Tensor:
         """V [X, N, kept channels]; where no channel is pruned, [X, N, D]."""
-        if isinstance(self.segment, QuantisedSegment):
+        if isinstance(self.segment, PageSegment):
             return self.segment.padded_values(self.hidden).to(dtype)
         if self._channels is None:
             found = lines(self.segment.v, self._v_line).index_select(0, self._values.flatten())

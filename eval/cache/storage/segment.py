@@ -1,18 +1,159 @@
-"""Middle tokens of a layer, ragged: each row and KV head holds its own number of tokens and of K channels.
+"""Where middle tokens lie: each row and KV head has room for its own number of tokens and of K channels.
 
-Where they lie is eval.cache.storage.pages, how they get there eval.cache.storage.writing.
+All K lie in one flat tensor and all V in another. Each head has a region in both, and the regions lie back to back, row
+by row, then head by head. Here head 0 keeps 2 channels and has room for 128 tokens, head 1 keeps none and has no region
+in either tensor, and head 2 keeps 3 channels and has room for 64 tokens:
+
+    k    | row 0, head 0                                      | row 0, head 2              | row 1, head 0 ...
+         | page 0                  | page 1                   | page 0                     |
+         | c0 x 64    | c1 x 64    | c0 x 64     | c1 x 64    | c0 x 64 | c1 x 64 | c2 x 64 |
+         ^ k_start[0, 0]                                      ^ k_start[0, 2]
+
+    v    | row 0, head 0                                      | row 0, head 2              | row 1, head 0 ...
+         | token 0, D numbers | token 1 | ...  | token 127    | token 0 | ... | token 63   |
+         ^ v_start[0, 0]                                      ^ v_start[0, 2]
+
+A region of K is channel-major in pages of 64 tokens, [page, channel, 64], so that reads are aligned and contiguous for
+any number of channels. A region of V is token-major, [token, D]; where V is pruned, it is stored as K is. Where steps
+read single tokens, K is token-major too (`TokenSegment`).
+
+Tokens are written head by head, or all rows and heads at once; both ways write the same. Head by head is one copy for
+all rows that are alike. Where rows differ, every head of every row is a copy of its own, and the other way is faster.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from leank.eval.cache.storage.channels import KeptChannels
-from leank.eval.cache.storage.pages import Extent, Regions, spread, words
 from leank.eval.cache.storage.upload import update, upload
-from leank.eval.cache.storage.writing import write
+
+PAGE = 64  # tokens
+COPIED = 1 << 24  # elements copied at once; the limit bounds the temporary tensors of a long prompt
+SCATTERED = 4  # pieces of rows that are not alike from which all are written at once
+
+Count = TypeVar("Count", int, np.ndarray)
+
+
+def round_up(n: Count, multiple: int) -> Count:
+    """The smallest multiple of `multiple` that is at least n."""
+    return -(-n // multiple) * multiple
+
+
+def _exclusive(sizes: np.ndarray) -> np.ndarray:
+    """Offset of each region when regions of `sizes` [B, H] are stored back to back (exclusive prefix sum)."""
+    flat = sizes.reshape(-1)
+    return (np.cumsum(flat) - flat).reshape(sizes.shape)
+
+
+def spread(starts: np.ndarray, sizes: np.ndarray, device: torch.device) -> Tensor:
+    """The ranges start, start + 1, ..., start + size - 1 of all regions, concatenated: int64 on `device`."""
+    start, size = (upload(a.reshape(-1), device) for a in (starts, sizes))
+    total = int(sizes.sum())
+    first = torch.cumsum(size, 0) - size
+    return torch.repeat_interleave(start - first, size, output_size=total) + torch.arange(total, device=device)
+
+
+def lines(flat: Tensor, width: int) -> Tensor:
+    """A flat tensor, possibly empty, as lines of `width` elements."""
+    return flat.view(flat.numel() // width, width)
+
+
+def words(flat: Tensor, width: int) -> Tensor:
+    """The same lines in words of eight bytes, if these fill them: a GPU copies a word in the time of a byte."""
+    fill = width * flat.element_size() % 8 == 0
+    return lines(flat.view(torch.int64), width * flat.element_size() // 8) if fill else lines(flat, width)
+
+
+@dataclass(frozen=True, eq=False)
+class Extent:
+    """What a segment has to hold, whatever its form.
+
+    channels: kept channels of K
+    capacity: [B, H] on the host, tokens that each row and head must have room for
+    head_dim: D
+    dtype: the model's, of keys and values as they come
+    values: kept channels of V, None = all
+    """
+
+    channels: KeptChannels
+    capacity: np.ndarray
+    head_dim: int
+    dtype: torch.dtype
+    values: KeptChannels | None = None
+
+
+class Regions:
+    """Room for middle tokens of all rows and heads; which of it is filled, `Segment` knows.
+
+    Attributes:
+    channels, values, head_dim, dtype: see `Extent`
+    capacity: [B, H], tokens for which there is room, rounded up to pages; 0 in heads that keep no channels of K
+    page: tokens of a page of K
+    k, v: the flat tensors
+    k_start, v_start: [B, H], first element of each region
+    width: [B, H], kept channels of V
+    """
+
+    page = PAGE
+
+    def __init__(self, extent: Extent) -> None:
+        self.channels, self.values = extent.channels, extent.values
+        self.head_dim, self.dtype = extent.head_dim, extent.dtype
+        device = self.channels.index.device
+        self.capacity = np.where(self.channels.count > 0, round_up(extent.capacity, PAGE), 0).astype(np.int64)
+        self.width = np.full_like(self.capacity, self.head_dim) if self.values is None else self.values.count
+        (k_size, _), (v_size, _) = self._sizes()
+        self.k_start, self.v_start = _exclusive(k_size), _exclusive(v_size)
+        stored = self._form()
+        self.k = torch.empty(int(k_size.sum()), dtype=stored, device=device)
+        self.v = torch.empty(int(v_size.sum()), dtype=stored, device=device)
+        self._places: Tensor | None = None
+
+    def _form(self) -> torch.dtype:
+        """The dtype of k and v."""
+        return self.dtype
+
+    def _sizes(self) -> tuple[tuple[np.ndarray, int], ...]:
+        """For K and for V: (elements of each region [B, H], elements of a line, which divides every region)."""
+        v_line = self.head_dim if self.values is None else PAGE
+        return (self.capacity * self.channels.count, PAGE), (self.capacity * self.width, v_line)
+
+    def views(self, row: int, number: int, head: int) -> tuple[Tensor, Tensor]:
+        """Views of one head's regions in `number` rows of the same layout from `row` on.
+
+        Returns K [number, pages, channels, tokens of a page] and V [number, capacity, D], where it is pruned as K.
+        """
+        cap, count, width = (int(a[row, head]) for a in (self.capacity, self.channels.count, self.width))
+        k_row, v_row = (int(a[row + 1, head] - a[row, head]) if number > 1 else 0 for a in (self.k_start, self.v_start))
+        k_start, v_start = int(self.k_start[row, head]), int(self.v_start[row, head])
+
+        def pages(flat: Tensor, step: int, channels: int, start: int, page: int) -> Tensor:
+            shape = (number, cap // page, channels, page)
+            return flat.as_strided(shape, (step, channels * page, page, 1), start)
+
+        if self.values is None:
+            values = self.v.as_strided((number, cap, width), (v_row, width, 1), v_start)
+        else:
+            values = pages(self.v, v_row, width, v_start, PAGE)
+        return pages(self.k, k_row, count, k_start, self.page), values
+
+    def flats(self) -> tuple[tuple[Tensor, np.ndarray, np.ndarray, int], ...]:
+        """For K and for V: (flat tensor, first element of each region, size of each, elements of a line)."""
+        k, v = self._sizes()
+        return (self.k, self.k_start, *k), (self.v, self.v_start, *v)
+
+    def places(self) -> Tensor:
+        """[B, H, 4] int64 on the device: first element of K and of V, then kept channels of both, 0 without room."""
+        if self._places is None:
+            count, width = (np.where(self.capacity > 0, n, 0) for n in (self.channels.count, self.width))
+            self._places = upload(np.stack([self.k_start, self.v_start, count, width], -1), self.k.device)
+        return self._places
 
 
 def _stretched(start: np.ndarray, size: np.ndarray, room: np.ndarray) -> np.ndarray:
@@ -77,6 +218,25 @@ class Segment(Regions):
         """The keys [B H, channels, N] of all heads from what is stored of them, of the same shape here."""
         return stored
 
+    def without_spare(self) -> tuple[Tensor, Tensor]:
+        """K and V, copies, with zeros where room is left, whose memory may hold anything."""
+        k, v = self.k.clone(), self.v.clone()
+        for row, head in np.argwhere(self.capacity > 0).tolist():
+            held, room = int(self.length[row, head]), int(self.capacity[row, head])
+            for flat, (of, start, size, _) in zip((k, v), self.flats(), strict=True):
+                region = flat[int(start[row, head]) :][: int(size[row, head])]
+                if of is self.v and self.values is None:
+                    region.view(room, -1)[held:] = 0
+                    continue
+                channels = int((self.channels.count if of is self.k else self.width)[row, head])
+                if channels:
+                    page = self.page if of is self.k else PAGE
+                    pages, (whole, rest) = region.view(room // page, channels, page), divmod(held, page)
+                    pages[whole + (rest > 0) :] = 0
+                    if rest:
+                        pages[whole, :, rest:] = 0
+        return k, v
+
     def held(self) -> tuple[int, int]:
         """Bytes of K and of V of the tokens held; spare room is not counted."""
         k, v = (int((self.length * channels).sum()) for channels in (self.channels.count, self.width))
@@ -122,3 +282,131 @@ class TokenSegment(Segment):
     """
 
     page = 1
+
+
+def write(regions: Regions, length: np.ndarray, rows: np.ndarray, k: Tensor, v: Tensor, taken: np.ndarray) -> None:
+    """Write each head's first tokens behind those that it holds; kept channels are picked here.
+
+    length: [B, H], tokens that each head of the batch holds
+    rows: [R], the rows of the batch that take tokens
+    k, v: [R, H, n, D], dense
+    taken: [R, H], how many of the n tokens each head takes; 0 where there is no room
+    """
+    pieces = alike(regions, length, rows, taken) if taken.any() else []
+    if len(pieces) < SCATTERED:
+        _write_pieces(regions, length, pieces, rows, k, v, taken)
+    else:
+        _write_at_once(regions, length, rows, k, v, taken)
+
+
+def alike(regions: Regions, length: np.ndarray, rows: np.ndarray, taken: np.ndarray) -> list[slice]:
+    """`rows` [R] in pieces that one copy can write.
+
+    Neighbouring rows of the same layout that take the same number of tokens [R, H] are one piece, else each row.
+    """
+    same = [taken, *(a[rows] for a in (regions.capacity, regions.channels.count, regions.width, length))]
+    if (np.diff(rows) == 1).all() and all((a == a[:1]).all() for a in same):
+        return [slice(0, len(rows))]
+    return [slice(i, i + 1) for i in range(len(rows))]
+
+
+def _write_pieces(
+    regions: Regions, length: np.ndarray, pieces: list[slice], rows: np.ndarray, k: Tensor, v: Tensor, taken: np.ndarray
+) -> None:
+    """Write the tokens that each head takes [R, H], piece by piece and head by head."""
+    tables = [None if t is None or t.in_order else t.index.long() for t in (regions.channels, regions.values)]
+    for piece in pieces:
+        row, number = int(rows[piece.start]), piece.stop - piece.start
+        step = max(PAGE, COPIED // (number * regions.head_dim) // PAGE * PAGE)
+        for head in np.flatnonzero(taken[piece.start]).tolist():
+            pages, values = regions.views(row, number, head)
+            held, n = int(length[row, head]), int(taken[piece.start, head])
+            index = [None if t is None else t[row : row + number, head, None] for t in tables]
+            for first in range(0, n, step):
+                last = min(first + step, n)
+                new = (x[piece, head, first:last] for x in (k, v))
+                widths = (pages.shape[2], values.shape[2])
+                picked_k, picked_v = (
+                    x if i is None else _gathered(x, i[..., :w].expand(-1, last - first, -1))
+                    for x, i, w in zip(new, index, widths, strict=True)
+                )
+                _put(pages, held + first, picked_k)
+                if regions.values is None:
+                    values[:, held + first : held + last] = picked_v
+                else:
+                    _put(values, held + first, picked_v)
+
+
+def _put(pages: Tensor, at: int, x: Tensor) -> None:
+    """Write tokens x [R, n, channels] into pages [R, P, channels, tokens of a page], from token `at` on."""
+    n, page = x.shape[1], pages.shape[-1]
+    first, ahead = at // page, min(n, -at % page)  # tokens for which the page of `at` still has room
+    whole = (n - ahead) // page
+    rest = n - ahead - whole * page
+    if ahead:
+        pages[:, first, :, at % page : at % page + ahead] = x[:, :ahead].transpose(1, 2)
+        first += 1
+    if whole:
+        pages[:, first : first + whole] = x[:, ahead : n - rest].unflatten(1, (whole, page)).transpose(2, 3)
+    if rest:
+        pages[:, first + whole, :, :rest] = x[:, n - rest :].transpose(1, 2)
+
+
+def _write_at_once(
+    regions: Regions, length: np.ndarray, rows: np.ndarray, k: Tensor, v: Tensor, taken: np.ndarray
+) -> None:
+    """Do what `_write_pieces` does for all rows and heads at once: no launch more, however many there are.
+
+    A head with fewer channels than another writes its last one several times, always the same number.
+    """
+    device, page, total = regions.k.device, regions.page, int(taken.sum())
+    head = torch.repeat_interleave(upload(taken.reshape(-1), device), output_size=total)
+    token = spread(np.zeros_like(taken), taken, device)
+    for some in torch.arange(total, device=device).split(max(1, COPIED // (4 * regions.head_dim))):
+        of, n = head[some], token[some]
+
+        def each(of_head: np.ndarray, of: Tensor = of) -> Tensor:
+            return upload(of_head[rows].reshape(-1), device)[of]
+
+        at = each(length) + n
+        new, number, channel = _picked(k, regions.channels, rows, of, n)
+        first = each(regions.k_start) + at // page * number * page + at % page
+        regions.k[first[:, None] + channel * page] = new
+        if regions.values is None:
+            lines(regions.v, regions.head_dim)[each(regions.v_start) // regions.head_dim + at] = v.flatten(0, 1)[of, n]
+            continue
+        new, number, channel = _picked(v, regions.values, rows, of, n)
+        first = each(regions.v_start) + at // PAGE * number * PAGE + at % PAGE
+        there = number > 0  # a head can keep no channel of V
+        regions.v[(first[:, None] + channel * PAGE)[there]] = new[there]
+
+
+def _picked(
+    x: Tensor, table: KeptChannels, rows: np.ndarray, head: Tensor, token: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The kept channels of some tokens, one after the other.
+
+    x: [R, H, n, D], dense; table: of all rows; rows: [R]
+    head, token: [N], which head of the R H, and which of its tokens
+
+    Returns the numbers [N, most channels], the number of channels of each token [N], and the place of each number among
+    them [N, most channels]: those that a head lacks repeat its last.
+    """
+    count = upload(table.count[rows].reshape(-1), x.device)
+    number, most = count[head], int(table.count[rows].max())
+    place = torch.minimum(torch.arange(most, device=x.device), (number[:, None] - 1).clamp(min=0))
+    new = x.flatten(0, 1)[head, token]
+    if table.in_order:
+        return new, number, place
+    index = table.index[upload(rows, x.device)].flatten(0, 1).long()[head]
+    return _gathered(new, index.gather(1, place)), number, place
+
+
+def _gathered(x: Tensor, index: Tensor) -> Tensor:
+    """x.gather(-1, index), bit for bit.
+
+    On a CPU torch takes 16-bit floats through float32, which changes the bits of a NaN, and records may hold any bits.
+    """
+    if x.element_size() != 2:
+        return x.gather(-1, index)
+    return x.view(torch.int16).gather(-1, index).view(x.dtype)

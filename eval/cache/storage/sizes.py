@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from leank.data_gen.request import LONGEST
-from leank.eval.cache.storage.pages import PAGE, round_up
+from leank.eval.cache.storage.segment import PAGE, round_up
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ tokens move to the middle.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -17,10 +18,9 @@ from torch import Tensor
 
 from leank.data_gen.amount import amount
 from leank.eval.cache.storage.channels import KeptChannels
+from leank.eval.cache.storage.eviction import Eviction, moved_up
 from leank.eval.cache.storage.middle import Middle
-from leank.eval.cache.storage.pages import PAGE, Extent, round_up
-from leank.eval.cache.storage.ring import resized, write_columns, write_prompt
-from leank.eval.cache.storage.sealing import begin_eviction, padded_left_only, seal_middle
+from leank.eval.cache.storage.segment import PAGE, Extent, Segment, round_up
 from leank.eval.cache.storage.sizes import Sizes, middle_columns, real_positions
 from leank.eval.cache.storage.upload import capturing, update, upload
 
@@ -92,7 +92,7 @@ class Store:
         self.seen = np.full(len(k), k.shape[2]) if real is None else real.sum(-1).cpu().numpy()
         self.start = np.maximum(self.sizes.sink, self.seen - self.sizes.window)
         whole = self.start <= self.sizes.sink  # rows of which nothing goes to the middle
-        self.floor = np.where(whole & padded_left_only(real, len(k)), 0, self.seen)
+        self.floor = np.where(whole, 0 if real is None else before_holes(np.zeros_like(self.seen), real), self.seen)
         self.seen_dev, self.start_dev = (upload(a, k.device) for a in (self.seen, self.start))
 
     def _fill_ends(self, k: Tensor, v: Tensor, position: Tensor | None) -> None:
@@ -142,10 +142,10 @@ class Store:
             return position
         position = real_positions(self.seen_dev, new, real)
         self._write(k, v, position)
+        if real is not None:
+            self.floor = np.maximum(self.floor, before_holes(self.seen, real))
         self.seen += new if real is None else real.sum(-1).cpu().numpy()
         update(self.seen_dev, self.seen)
-        if real is not None:
-            self.floor = self.seen.copy()
         return position
 
     def write(self, k: Tensor, v: Tensor) -> Tensor:
@@ -297,3 +297,230 @@ class Store:
         for name, part in (("eviction", self.eviction), ("reads", self.reads)):
             more |= {} if part is None else {f"{name}.{n}": t for n, t in part.tensors().items()}
         return {**{n: getattr(self, n) for n in names}, "channels": self.channels.index, **middle, **more}
+
+
+# The whole tokens: the sink, and the window, which is a ring. Keys and values are written alike: a function takes one.
+
+
+def write_prompt(sink: Tensor, ring: Tensor, new: Tensor, start: int) -> None:
+    """Put a prompt without padding into sink and ring, by slices.
+
+    sink: [B, H, sink, D], takes the first tokens
+    ring: [B, H, slots, D], takes the tokens from `start` on
+    new: [B, H, T, D]
+    start: first token of the window, the same in every row
+    """
+    length, slots = new.shape[2], ring.shape[2]
+    ends = min(length, sink.shape[2])
+    sink[:, :, :ends] = new[:, :, :ends]
+    turn = max(start, length // slots * slots)  # the token from which on slots begin at 0 again
+    for first, last in ((start, min(turn, length)), (turn, length)):
+        if first < last:
+            ring[:, :, first % slots : first % slots + last - first] = new[:, :, first:last]
+
+
+def write_columns(sink: Tensor, ring: Tensor, new: Tensor, position: Tensor, start: Tensor) -> None:
+    """Put each row's own tokens into sink and ring; the reference of `write_prompt`.
+
+    sink: [B, H, sink, D], takes tokens [0, sink)
+    ring: [B, H, slots, D], takes tokens [start, ...)
+    new: [B, H, n, D]
+    position: [B, n], the real index of each column, -1 for padding
+    start: [B], first token of each row's window
+    """
+    for part, to, chosen in (
+        (ring, position % ring.shape[2], position >= start[:, None]),
+        (sink, position, (position >= 0) & (position < sink.shape[2])),
+    ):
+        row, column = chosen.nonzero(as_tuple=True)
+        part[row, :, to[row, column]] = new[row, :, column]
+
+
+def resized(ring: Tensor, start: Tensor, held: int, slots: int) -> Tensor:
+    """The ring with another number of slots, each token at its new slot.
+
+    ring: [B, H, slots before, D]
+    start: [B], first token of each row's window
+    held: the most tokens that a row's window holds
+    """
+    old = ring.shape[2]
+    index = start[:, None] + torch.arange(min(held, old), device=start.device)
+    row = torch.arange(len(index), device=index.device)[:, None]
+    moved = ring.new_zeros(*ring.shape[:2], slots, ring.shape[3])
+    moved[row, :, index % slots] = ring[row, :, index % old]
+    return moved
+
+
+# The middle of a prompt
+
+
+def before_holes(seen: np.ndarray, real: Tensor) -> np.ndarray:
+    """How many real tokens each row [B] has before its last padding behind a token; `crop` must not meet that.
+
+    seen: [B], real tokens before these columns
+    real: [B, n] bool, False = padding
+    """
+    there = real.cpu().numpy()
+    tokens = seen[:, None] + there.cumsum(-1)
+    return np.where(there, 0, tokens).max(-1, initial=0)
+
+
+def seal_middle(
+    segment: Segment,
+    k: Tensor,
+    v: Tensor,
+    count: np.ndarray,
+    columns: slice,
+    in_middle: Tensor | None,
+    chosen: Tensor | None,
+) -> None:
+    """Store the middle of a prompt.
+
+    segment: has room for exactly these tokens
+    k, v: [B, H, T, D]
+    count: [B, H], how many tokens each head keeps
+    columns: the middle of a prompt without padding
+    in_middle: [B, T] bool, the columns of each row's middle; None = no padding
+    chosen: [B, H, T] bool, the tokens of the middle that stay; None = all
+    """
+    if chosen is not None:
+        seal_chosen(segment, k, v, chosen, count)
+    elif in_middle is not None and count.any():
+        seal_columns(segment, k, v, in_middle)
+    elif count.any():
+        segment.append(np.arange(len(k)), k[:, :, columns], v[:, :, columns])
+
+
+def seal_columns(prompt: Segment, k: Tensor, v: Tensor, in_middle: Tensor) -> None:
+    """Store the middle of a padded prompt; rows of equal padding are stored together.
+
+    prompt: has room for exactly these tokens
+    k, v: [B, H, T, D]
+    in_middle: [B, T] bool, the columns of each row's middle
+    """
+    alike: dict[bytes, list[int]] = {}
+    patterns = in_middle.cpu().numpy()
+    for row, pattern in enumerate(patterns):
+        alike.setdefault(pattern.tobytes(), []).append(row)
+    for rows in alike.values():
+        found = np.flatnonzero(patterns[rows[0]])
+        if len(found) == 0:
+            continue
+        first, last = int(found[0]), int(found[-1]) + 1
+        at = slice(first, last) if last - first == len(found) else upload(found, k.device)
+        follow = rows[-1] - rows[0] == len(rows) - 1  # views need no copy
+        some = slice(rows[0], rows[-1] + 1) if follow else upload(np.array(rows), k.device)
+        prompt.append(np.array(rows), k[:, :, at][some], v[:, :, at][some])
+
+
+def seal_chosen(prompt: Segment, k: Tensor, v: Tensor, chosen: Tensor, count: np.ndarray) -> None:
+    """Store the tokens of the middle that each head keeps.
+
+    prompt: has room for exactly these tokens
+    k, v: [B, H, T, D]
+    chosen: [B, H, T] bool
+    count: [B, H], how many tokens are chosen
+    """
+    most = int(count.max())
+    columns = torch.argsort((~chosen).to(torch.uint8), dim=-1, stable=True)[..., :most, None]
+    columns = columns.expand(-1, -1, -1, k.shape[-1])
+    prompt.append(np.arange(len(k)), k.gather(2, columns), v.gather(2, columns), count)
+
+
+def begin_eviction(
+    policy: Eviction,
+    has_middle: np.ndarray,
+    position: Tensor,
+    in_middle: Tensor,
+    chosen: Tensor | None,
+    scores: Tensor | None,
+) -> Eviction:
+    """The policy's state for a sealed layer.
+
+    has_middle: [B, H], whether a head has one
+    position: [B, T], the real index of each column, -1 for padding
+    in_middle: [B, T] bool, the columns of the middle
+    chosen: [B, H, T] bool, those that stay, None = all
+    scores: [B, H, T], the attention that each token has received, None = zeros
+    """
+    held = upload(has_middle, position.device)[..., None] & (in_middle[:, None] if chosen is None else chosen)
+    held = held | ((position >= 0) & ~in_middle)[:, None]
+    count = held.sum(-1).cpu().numpy()
+    scores = torch.zeros(held.shape, device=held.device) if scores is None else scores.to(held.device)
+    return policy.begin(moved_up(scores, held, count), count)
+
+
+# What a captured step reads
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Tensors of one layer that a captured step reads, and on the host what it was compiled for.
+
+    ring_k, ring_v: [B, H, slots, D]
+    seen, start: int64 [B], on the device
+    channels: int32 [B, H, D]
+    tail_length: int64 [B, H], on the device
+    ranks: int32 [B, H, D], of the kept channels of V, None = all are kept
+    count, width: [B, H], kept channels of K and of V
+    first: [B, H], those of K's that are labels, None = there are none
+    plan: that whose table is read
+    version: of the store
+    """
+
+    ring_k: Tensor
+    ring_v: Tensor
+    seen: Tensor
+    start: Tensor
+    channels: Tensor
+    tail_length: Tensor
+    ranks: Tensor | None
+    count: np.ndarray
+    width: np.ndarray
+    first: np.ndarray | None
+    plan: BackendPlan | None
+    version: int
+
+    @classmethod
+    def of(cls, store: Store) -> Addresses:
+        """Those of a sealed layer."""
+        ring, counts = (store.ring_k, store.ring_v), (store.seen_dev, store.start_dev)
+        tables, ranks = (store.channels.index, store.tail.length_dev), None
+        if store.values is not None:
+            ranks = store.values.ranks()
+        channels = store.channels
+        kept = channels.count, store.prompt.width
+        return cls(*ring, *counts, *tables, ranks, *kept, channels.first, store.plan, store.version)
+
+    def key(self) -> tuple[object, ...]:
+        """Equal for two layers of which one captured step can read either."""
+        tensors = (*self._tensors(), *(() if self.plan is None else (self.plan.table,)))
+        first = None if self.first is None else self.first.tobytes()
+        return *(_key(tensor) for tensor in tensors), self.count.tobytes(), self.width.tobytes(), first
+
+    def _tensors(self) -> tuple[Tensor, ...]:
+        always = self.ring_k, self.ring_v, self.seen, self.start, self.channels, self.tail_length
+        return always if self.ranks is None else (*always, self.ranks)
+
+    def take(self, store: Store) -> None:
+        """Move what `store` holds to these addresses, whose own content is lost; not if any shape differs."""
+        store.fit(0)  # a prompt's ring may be shorter than the ring of decoding
+        new = Addresses.of(store)
+        if [_form(t) for t in self._tensors()] != [_form(t) for t in new._tensors()]:
+            return
+        for here, there in zip(self._tensors(), new._tensors(), strict=True):
+            shared = here.stride(0) == 0  # the channel table of a mask that all rows share
+            (here[:1] if shared else here).copy_(there[:1] if shared else there)
+        store.ring_k, store.ring_v, store.seen_dev, store.start_dev = self._tensors()[:4]
+        store.channels.index, store.tail.length_dev = self.channels, self.tail_length
+        if store.values is not None and self.ranks is not None:
+            store.values.keep_ranks(self.ranks)
+        store.plan, store.version = self.plan, self.version + 1  # the table is out of date, and its address stays
+
+
+def _form(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _key(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), *_form(tensor)

@@ -10,8 +10,8 @@ from typing import Annotated
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from leank.eval.cache.storage.pages import round_up
 from leank.eval.cache.storage.quantised import Packing
+from leank.eval.cache.storage.segment import round_up
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.methods.axes import Bits, method
 from leank.eval.methods.held import Held

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from leank.channel_scores import pruned, wide
-from leank.eval.cache.storage.coded import Coding
+from leank.eval.cache.storage.codecs import RecordCodec
 from leank.eval.inference.prefill import Prefill
 from leank.eval.methods.axes import Bits, method
 from leank.eval.methods.common.calibrated import FromSamples
@@ -67,8 +67,8 @@ class PCA(FromSamples, Bits):
         dim = moments.shape[-1]
         return torch.linalg.eigh(moments).eigenvectors.flip(-1)[..., : dim - pruned(dim, self.ratio)]
 
-    def of_layer(self, index: int, config: PreTrainedConfig) -> Coding:
-        return Coding(Coordinates(self.basis()[index]))
+    def of_layer(self, index: int, config: PreTrainedConfig) -> Coordinates:
+        return Coordinates(self.basis()[index])
 
     def packed(self, held: Held) -> float:
         """Bytes of the middle: the coordinates of K, and V."""
@@ -77,8 +77,8 @@ class PCA(FromSamples, Bits):
 
 
 @dataclass(frozen=True)
-class Coordinates:
-    """The code of one layer: coordinates in a basis [H, D, r], the same for all prompts."""
+class Coordinates(RecordCodec):
+    """The codec of one layer: coordinates in a basis [H, D, r], the same for all prompts."""
 
     basis: Tensor
 
@@ -95,14 +95,6 @@ class Coordinates:
         """Keys from their coordinates."""
         return records.to(wide(records)) @ self.basis.to(wide(records)).mT
 
-    def select(self, rows: Tensor) -> Self:
-        """Nothing here belongs to a row."""
-        return self
-
     def to(self, device: torch.device) -> Self:
         """The basis on a device."""
         return replace(self, basis=self.basis.to(device))
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Nothing here belongs to a prompt."""
-        return {}

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
 from leank.channel_scores import pruned, top, wide
-from leank.eval.cache.storage.coded import Coding
+from leank.eval.cache.storage.codecs import RecordCodec
 from leank.eval.inference.prefill import Prefill, PromptLayer
 from leank.eval.methods.axes import Bits, method
 from leank.eval.methods.held import Held
@@ -70,10 +70,10 @@ class SparK(Bits):
         recovery = -(-gone // bits) + 1 if self.recovery == "mean" else 0
         return min(dim, dim - gone + -(-dim // bits) + recovery)
 
-    def of_layer(self, index: int, config: PreTrainedConfig) -> Coding:
+    def of_layer(self, index: int, config: PreTrainedConfig) -> Records:
         raise ValueError("spark chooses channels by the prompt's queries; use of_prompts")
 
-    def of_prompts(self, index: int, config: PreTrainedConfig, prefill: Prefill) -> Coding | None:
+    def of_prompts(self, index: int, config: PreTrainedConfig, prefill: Prefill) -> Records | None:
         layer = prefill.layers[index]
         if not isinstance(layer, PromptLayer):
             return None
@@ -82,7 +82,7 @@ class SparK(Bits):
         if width == dim:
             return None
         norms = query_norms(layer, layer.real(prefill.real), self.queries)
-        return Coding(Records(norms, dim - pruned(dim, self.ratio), width, INTEGER[itemsize], self.recovery == "mean"))
+        return Records(norms, dim - pruned(dim, self.ratio), width, INTEGER[itemsize], self.recovery == "mean")
 
     def packed(self, held: Held) -> float:
         """Bytes of the middle: the records of K, and V; and ||q_j||, in 4 bytes or the model's."""
@@ -103,8 +103,8 @@ def query_norms(layer: PromptLayer, real: Tensor | None, queries: int) -> Tensor
 
 
 @dataclass(frozen=True)
-class Records:
-    """The code of one layer and its prompts.
+class Records(RecordCodec):
+    """The codec of one layer and its prompts.
 
     norms: [B, H, D]: ||q_j||.
     kept: int: channels that a token keeps.

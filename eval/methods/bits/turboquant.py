@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Annotated
 
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
-from leank.eval.cache.storage.rotated import Rotation
+from leank.eval.cache.storage.codecs import PageCodec
 from leank.eval.methods.axes import Bits, method
 from leank.eval.methods.held import Held
 from leank.typed import OneOf, Seed
@@ -50,3 +54,70 @@ class TurboQuant(Bits):
 
     def of_layer(self, index: int, config: PreTrainedConfig) -> Rotation:
         return Rotation(self.bits, seed=self.seed)
+
+
+@functools.lru_cache(maxsize=512)
+def rotation(dim: int, seed: int) -> Tensor:
+    """A random orthogonal matrix [dim, dim], float64, uniform over all of them (Haar)."""
+    generator = torch.Generator().manual_seed(seed * 1009 + dim)
+    q, r = torch.linalg.qr(torch.randn(dim, dim, generator=generator, dtype=torch.float64))
+    return q * r.diagonal().sign()
+
+
+@functools.cache
+def centroids(bits: int) -> Tensor:
+    """The 2^bits levels [2^bits], float64, ascending, that lie nearest to a standard normal number (Lloyd and Max).
+
+    Every level is the mean of the numbers that are nearer to it than to any other.
+    """
+    normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), 1)
+    levels = normal.icdf((torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits)
+    for _ in range(2000):
+        ends = pad((levels[1:] + levels[:-1]) / 2, (1, 1))
+        ends[0], ends[-1] = -torch.inf, torch.inf
+        density, below = normal.log_prob(ends).exp(), normal.cdf(ends)
+        levels = -density.diff() / below.diff()
+    return levels
+
+
+@dataclass(frozen=True)
+class Rotation(PageCodec):
+    """A vector's norm, and codes of the coordinates of its direction in a random orthonormal basis.
+
+    The basis is weights, the same for all prompts, and is held by no cache.
+
+    bits: of a coordinate, 2 or 4
+    seed: of the random bases
+
+    Raises ValueError for other numbers of bits.
+    """
+
+    bits: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.bits not in (2, 4):
+            raise ValueError(f"rotated coordinates have 2 or 4 bits, not {self.bits}")
+
+    @property
+    def why_not_kernel(self) -> str | None:
+        """Why only plain PyTorch can read it."""
+        return "the kernel reads keys channel by channel, this method stores them rotated"
+
+    def encode(self, x: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
+        """Codes, uint8 [..., d], and norms [...] of vectors x [..., d].
+
+        code_j = the nearest centroid's number to sqrt(d) (x R)_j / ||x||
+        """
+        dim, wide = x.shape[-1], x.to(torch.promote_types(x.dtype, torch.float32))
+        norm = wide.norm(dim=-1)
+        basis, levels = (t.to(wide) for t in (rotation(dim, self.seed), centroids(self.bits)))
+        unit = wide / torch.where(norm > 0, norm, 1)[..., None]
+        codes = torch.bucketize(unit @ basis * dim**0.5, (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
+        return codes, norm.to(x.dtype)
+
+    def decode(self, codes: Tensor, numbers: Tensor, keys: bool) -> Tensor:
+        """The vectors x̂ [..., d] = ||x|| / sqrt(d) c R^T of codes and norms, with c the codes' centroids."""
+        dim, wide = codes.shape[-1], numbers.to(torch.promote_types(numbers.dtype, torch.float32))
+        basis, levels = (t.to(wide) for t in (rotation(dim, self.seed), centroids(self.bits)))
+        return (levels[codes.long()] @ basis.mT * (wide / dim**0.5)[..., None]).to(numbers.dtype)

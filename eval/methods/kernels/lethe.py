@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leank.eval.cache.storage.choosing import block
-from leank.eval.cache.storage.kernels.choosing import among, keys_of, least, numbers_of, surplus
+from leank.eval.cache.storage.kernels.choosing import among, block, keys_of, least, numbers_of, surplus
 from leank.eval.cache.storage.upload import upload
 
 # fmt: off

@@ -3,7 +3,7 @@
 Of all cosines, single ones count only where the latest token that is like another has to be found. Their sums over
 tokens are products with one vector: sum_i cos(k_i, k_j) = (k_j / |k_j|) . sum_i k_i / |k_i|.
 
-Keys come in two forms: a tensor [B, H, T, D] by strides (PAGE = 0), or the pages of eval.cache.storage.pages. The norm
+Keys come in two forms: a tensor [B, H, T, D] by strides (PAGE = 0), or pages (eval.cache.storage.segment). The norm
 of a token that is padding, or whose key is zero, is inf: it is like no other, and others are not like it.
 """
 
@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leank.eval.cache.storage.pages import PAGE, round_up
-from leank.eval.cache.storage.segment import Segment
+from leank.eval.cache.storage.segment import PAGE, Segment, round_up
 
 UNIT = float(1 << 40)  # of cosines that are added up as whole numbers
 

@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 
 from leank.eval.cache import Sizes
 from leank.eval.cache.attention.backend import Plain
-from leank.eval.cache.storage.addresses import Addresses
 from leank.eval.cache.storage.middle import Middle
-from leank.eval.cache.storage.store import Store
+from leank.eval.cache.storage.store import Addresses, Store
 
 SIZES = Sizes(2, 20, 4)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.kernels import DEVICE, ON_GPU
 
-from leank.eval.cache.storage import choosing  # isort: skip  (Triton, which the line above asks for)
+from leank.eval.cache.storage.kernels import choosing  # isort: skip  (Triton, which the line above asks for)
 from leank.eval.cache.storage.eviction import largest
 
 

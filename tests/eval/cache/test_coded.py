@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from leank.eval.cache.storage.channels import KeptChannels
-from leank.eval.cache.storage.coded import Coding
+from leank.eval.cache.storage.codecs import RecordCodec
 from leank.eval.cache.storage.padded import Padded
-from leank.eval.cache.storage.pages import Extent
+from leank.eval.cache.storage.segment import Extent
 
 WIDTH, DIM, HEADS, TOKENS = 32, 64, 2, 1024  # a head's records hold half of the 65,536 patterns of 16 bits
 
 
-class FirstNumbers:
+class FirstNumbers(RecordCodec):
     """A code whose records are the first numbers of a key."""
 
     width = WIDTH
@@ -22,12 +22,6 @@ class FirstNumbers:
 
     def decode(self, records, rows):
         return records
-
-    def to(self, device):
-        return self
-
-    def tensors(self):
-        return {}
 
 
 @pytest.mark.parametrize(("batch", "alike"), [(1, True), (4, False)], ids=["head by head", "all at once"])
@@ -39,7 +33,7 @@ def test_every_pattern_of_16_bits_is_read_back(dtype, batch, alike):
     count = np.full((batch, HEADS), TOKENS)
     if not alike:
         count[1:] -= np.arange(1, batch)[:, None]
-    segment = Coding(FirstNumbers()).segment(Extent(KeptChannels.of(None, k), count, DIM, dtype))
+    segment = FirstNumbers().segment(Extent(KeptChannels.of(None, k), count, DIM, dtype))
     segment.append(np.arange(batch), k, torch.zeros_like(k), count)
     padded = Padded(segment).keys(dtype).mT.unflatten(0, (batch, HEADS)).contiguous().view(torch.int16)
     for row in range(batch):

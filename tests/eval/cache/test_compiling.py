@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 from leank.eval.cache.attention.kernels.packed import step_of, unit_of
 
 
-@pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 128])
 def test_the_kernels_compile_for_a_gpu(tmp_path, dim):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     line = [sys.executable, "-m", "tests.helpers.compiling", str(dim)]

@@ -77,7 +77,7 @@ def test_padding_among_the_queries():
     assert not kernel.attend(store, q, position, 0.2)[~real].any()
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     st.lists(
         st.tuples(st.integers(1, 700), st.integers(1, 128), st.integers(0, 128)), min_size=1, max_size=12

@@ -257,6 +257,17 @@ def test_a_mask_file_is_enough(tmp_path):
     ChannelMask(random_keep(15)).save(tmp_path / "mask.safetensors")
     cache = compressed_cache(tiny_model("llama"), tmp_path / "mask.safetensors")
     assert torch.equal(torch.stack([layer.middle.channels for layer in cache.compressed]), random_keep(15))
+    assert cache.compressed[0].sizes == Sizes()
+
+
+def test_sink_and_window_are_those_that_the_mask_was_trained_with(tmp_path):
+    path, model = tmp_path / "mask.safetensors", tiny_model("llama")
+    mask = ChannelMask(random_keep(15), {"sink": 3, "window": 40})
+    mask.save(path)
+    for given, sizes in (({}, (3, 40, 32)), ({"window": 7, "flush": 5}, (3, 7, 5)), ({"sink": 0}, (0, 40, 32))):
+        assert {compressed_cache(model, one, **given).compressed[0].sizes for one in (mask, path)} == {Sizes(*sizes)}
+    with pytest.raises(ValueError, match="window='long' must be a whole number of tokens"):
+        compressed_cache(model, ChannelMask(random_keep(15), {"window": "long"}))
 
 
 def test_a_mask_object_and_a_tensor_are_the_same():

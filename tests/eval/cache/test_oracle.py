@@ -19,7 +19,7 @@ def compare(got, want):
         torch.testing.assert_close(got[1], want[1], rtol=1e-8, atol=1e-8)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(st.sampled_from(sorted(FAMILIES)), LENGTHS, SIZES, st.integers(1, 25), SEEDS)
 @example("llama", [40], (4, 8, 4), 25, 0)
 @example("llama", [12, 13, 40], (4, 8, 4), 5, 1)  # one row just short of a middle, one just past, one long

@@ -20,10 +20,10 @@ from leank.eval.cache.attention import work  # isort: skip  (needs Triton, which
 from leank.eval.cache.attention.backend import choose_backend
 from leank.eval.cache.attention.launch import Config, Kernel
 from leank.eval.cache.layer import CompressedLayer
-from leank.eval.cache.storage.addresses import Addresses
 from leank.eval.cache.storage.channels import KeptChannels
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.sizes import Sizes
+from leank.eval.cache.storage.store import Addresses
 
 DTYPE = torch.bfloat16 if ON_GPU else torch.float16
 STEPS, PROGRAMS = (1000, {}) if ON_GPU else (48, {"programs": 2})  # the interpreter is slow

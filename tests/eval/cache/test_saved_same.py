@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from leank.eval.cache import CompressedCache, compressed_cache
-from leank.eval.cache.saved.header import model_digest
-from leank.eval.cache.saved.writing import without_spare
+from leank.eval.cache.saved import model_digest
 from leank.eval.cache.storage.channels import KeptChannels
 from leank.eval.cache.storage.middle import Middle
-from leank.eval.cache.storage.pages import Extent
 from leank.eval.cache.storage.quantised import Packing
+from leank.eval.cache.storage.segment import Extent
 from tests.helpers.cache_oracle import left_padded, tiny_model
 
 
@@ -53,7 +52,7 @@ def test_nothing_of_a_file_comes_from_room_that_is_left(tokens, form):
         segment.k.fill_(left)
         segment.v.fill_(left)
         segment.append(np.arange(1), k, v)
-        found.append(without_spare(segment))
+        found.append(segment.without_spare())
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
         assert one.any() == (tokens > 0)

@@ -7,11 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leank.eval.cache import Sizes
-from leank.eval.cache.storage import writing
+from leank.eval.cache.storage import segment as writing
 from leank.eval.cache.storage.channels import KeptChannels
 from leank.eval.cache.storage.middle import Middle
-from leank.eval.cache.storage.pages import Extent, lines, words
-from leank.eval.cache.storage.segment import Segment
+from leank.eval.cache.storage.segment import Extent, Segment, lines, words
 from leank.eval.cache.storage.store import Store
 
 HEADS, DIM = 3, 8
@@ -31,7 +30,7 @@ def in_order(keep, labels):
     return kept if labels is None else sorted(kept, key=lambda channel: not labels[channel])
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     st.booleans(),
     st.booleans(),

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from leank.eval.cache import compressed_cache
-from leank.eval.cache.storage.pages import PAGE
+from leank.eval.cache.storage.segment import PAGE
 from leank.mask import ChannelMask
 from tests.helpers.cache_oracle import random_keep, tiny_model
 

@@ -136,7 +136,7 @@ def test_the_cache_attends_to_the_keys_that_are_read_back(name):
         alone, _, _ = answer(ids[row : row + 1, -length:], None)
         assert torch.equal(together[row], alone[0])
     for index, layer in enumerate(cache.compressed):
-        code = layer.store.prompt.code
+        code = layer.store.prompt.codec
         for row, length in enumerate(lengths):
             keys = found.layers[index].keys[row, :, ids.shape[1] - length + 2 : ids.shape[1] - 6]
             for head in range(HEADS):

@@ -9,7 +9,7 @@ in all tiles: warps that shared it would unpack parts of it twice and wait for e
 Values are multiplied as [channels, tokens] x [tokens, rows]: a product has at least 16 lines and 8 columns, and a tile
 of one query token has 8 rows or fewer that count. So sums take half of the registers and instructions.
 
-`move` packs the tokens that leave the window: the bytes are exactly those that QuantisedSegment.append writes.
+`move` packs the tokens that leave the window: the bytes are exactly those that PageSegment.append writes.
 
 Names as in eval.cache.attention.kernels.parts. P is the number of warps, N that of columns. A half has HALF tokens; a
 slab has D / 4 channels of V, which share a cell.

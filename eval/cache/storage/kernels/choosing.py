@@ -6,8 +6,12 @@ Of equal ranks the later tokens stay. The slow form is eval.cache.storage.evicti
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024  # most tokens that a program looks at together
 
 # fmt: off
 
@@ -60,7 +64,7 @@ def among(rank_key, there, key, leave, passed):
 
 
 @triton.jit
-def heaviest(ranked, stay, length_ptr, ranked_b, ranked_h, heavy, most, H: tl.constexpr, BLOCK: tl.constexpr):
+def _heaviest(ranked, stay, length_ptr, ranked_b, ranked_h, heavy, most, H: tl.constexpr, BLOCK: tl.constexpr):
     """Program b * H + h: mark the `heavy` tokens of a head's middle that rank highest.
 
     ranked: [B, H, >= most] fp32, by strides
@@ -78,3 +82,28 @@ def heaviest(ranked, stay, length_ptr, ranked_b, ranked_h, heavy, most, H: tl.co
         there = t < tokens
         chosen, passed = among(keys_of(tl.load(ranked + t, mask=there, other=0.0)), there, key, leave, passed)
         tl.store(stay + place * most + t, chosen.to(tl.uint8), mask=there)
+
+
+# fmt: on
+
+
+def block(tokens: int) -> int:
+    """How many of a head's tokens are looked at together."""
+    return min(BLOCK, max(64, triton.next_power_of_2(tokens)))
+
+
+def heaviest(ranked: Tensor, length: Tensor, count: int) -> Tensor:
+    """The `count` tokens of each head that rank highest; the slow form is `eviction.largest`.
+
+    ranked: [B, H, n] float32, with numbers side by side
+    length: int64 [B, H] on the device, each head's own tokens, at most n
+
+    Returns bool [B, H, n]; what it says past a head's own tokens is undefined.
+    """
+    stay = torch.empty(ranked.shape, dtype=torch.bool, device=ranked.device)
+    _heaviest[(length.numel(),)](
+        *(ranked, stay.view(torch.uint8), length, ranked.stride(0), ranked.stride(1), count, ranked.shape[-1]),
+        H=ranked.shape[1],
+        BLOCK=block(ranked.shape[-1]),
+    )
+    return stay

@@ -1,7 +1,12 @@
-"""A file that was saved, compared with its digests and put into new layers, whose tables are checked."""
+"""A compressed cache as a file: what the layers hold, in safetensors, with digests of the model, the mask and itself.
+
+The file holds no code and nothing is unpickled. `CompressedCache.save` and `load` are the way in. The tables of a file
+are checked, not only its digest: a kernel reads wherever they point.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -16,26 +21,111 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from leank.data_gen.request import LONGEST
 from leank.eval.cache.layer import CompressedLayer
-from leank.eval.cache.saved.header import (
-    COUNTS,
-    CURE,
-    EARLIER,
-    ENDS,
-    FIELDS,
-    KEYS,
-    SEGMENTS,
-    check_header,
-    mask_digest,
-    model_digest,
-)
 from leank.eval.cache.storage.channels import KeptChannels
 from leank.eval.cache.storage.middle import Middle
-from leank.eval.cache.storage.pages import PAGE, Extent
 from leank.eval.cache.storage.quantised import Packing
-from leank.eval.cache.storage.segment import Segment
+from leank.eval.cache.storage.segment import PAGE, Extent, Segment
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Store
-from leank.tensor_files import DamagedFile, read_tensors
+from leank.tensor_files import DIGEST, DamagedFile, digest, read_tensors, write_tensors
+
+FORMAT = "leank-cache-5"
+FIELDS = ("kind", "columns", "pages", "names")  # of a layer in the header
+KEYS = ("format", "model", "mask", "sink", "window", "flush", "layers")
+CURE = "copy it again, or make it anew with save()"
+SAMPLED = 64  # numbers of each weight that tell models apart
+COUNTS = ("seen", "start", "floor")  # of each row, on the host
+ENDS = ("sink_k", "sink_v", "ring_k", "ring_v")
+SEGMENTS = ("prompt", "tail")
+
+
+def model_digest(model: PreTrainedModel) -> str:
+    """sha256 of the language model's type and of every weight's name, shape, dtype and 64 evenly spaced numbers."""
+    found = hashlib.sha256(model.config.get_text_config(decoder=True).model_type.encode())
+    for name, weight in sorted(model.named_parameters()):
+        found.update(f"{name} {list(weight.shape)} {weight.dtype}".encode())
+        if weight.numel() and not weight.is_meta:
+            at = torch.linspace(0, weight.numel() - 1, min(SAMPLED, weight.numel()), dtype=torch.float64).long()
+            found.update(weight.detach().flatten()[at.to(weight.device)].cpu().double().numpy().tobytes())
+    return found.hexdigest()
+
+
+def mask_digest(masks: Mapping[int, Tensor | None]) -> str:
+    """sha256 of the masks [H, D] of compressed layers by index; None is a layer that keeps every channel."""
+    there = {str(i): keep.bool().cpu().contiguous() for i, keep in masks.items() if keep is not None and not keep.all()}
+    return digest(there, {})
+
+
+# Writing
+
+
+def save(path: str | os.PathLike[str], layers: Sequence[Any], model: PreTrainedModel) -> None:
+    """Write the layers of a cache.
+
+    Raises ValueError for a cache without a whole prompt, or with a part that a file cannot hold.
+    """
+    header: list[dict[str, Any]] = []
+    tensors: dict[str, Tensor] = {}
+    masks: dict[int, Tensor | None] = {}
+    for index, layer in enumerate(layers):
+        if isinstance(layer, CompressedLayer):
+            masks[index] = layer.middle.channels
+            about, own = _compressed(layer)
+        else:
+            about, own = _sliding(layer if isinstance(layer, DynamicSlidingWindowLayer) else None)
+        header.append(about)
+        tensors |= {f"{index}.{name}": _own_copy(tensor) for name, tensor in own.items()}
+    sizes = next(layer.sizes for layer in layers if isinstance(layer, CompressedLayer))
+    about = {"format": FORMAT, "model": model_digest(model), "mask": mask_digest(masks), "layers": json.dumps(header)}
+    about |= {name: str(int(getattr(sizes, name))) for name in ("sink", "window", "flush")}
+    write_tensors(path, tensors, about)
+
+
+def _own_copy(tensor: Tensor) -> Tensor:
+    """A copy on the CPU: layers may share memory, and a safetensors file cannot."""
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
+def _compressed(layer: CompressedLayer) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    store, middle = layer.store, layer.middle
+    if store is None or layer.record_past:
+        raise ValueError("save() needs a cache whose prompt is complete, and no assisted decoding under way")
+    if store.eviction is not None or store.reads is not None:
+        raise ValueError("a cache that evicts tokens while decoding, or chooses what it reads, cannot be saved")
+    if middle.bits is not None and type(middle.bits) is not Packing:
+        raise ValueError(
+            f"a middle that {type(middle.bits).__name__} stores cannot be saved, only numbers of the model's type or "
+            "KIVI's (pca, spark and turboquant have other forms): leave out `bits`, or choose kivi"
+        )
+    store.to(layer.device)
+    tensors = {name: torch.from_numpy(getattr(store, name).copy()) for name in COUNTS}
+    tensors |= {name: getattr(store, name) for name in ENDS}
+    for name, table in (("channels", store.channels), ("values", store.values)):
+        if table is not None:
+            tensors |= {f"{name}.count": torch.from_numpy(table.count.copy()), f"{name}.index": table.index}
+    for name in SEGMENTS:
+        segment: Segment = getattr(store, name)
+        k, v = segment.without_spare()
+        counts = {"length": segment.length, "capacity": segment.capacity}
+        tensors |= {f"{name}.{n}": torch.from_numpy(count.copy()) for n, count in counts.items()}
+        tensors |= {f"{name}.k": k, f"{name}.v": v}
+    chosen = {"channels": middle.channels, "values": middle.values, "joins": middle.joins}
+    tensors |= {f"middle.{name}": tensor.bool() for name, tensor in chosen.items() if tensor is not None}
+    packing = None if middle.bits is None else [middle.bits.bits, middle.bits.group]
+    about = {"kind": "compressed", "columns": layer.get_seq_length(), "pages": packing, "names": sorted(tensors)}
+    return about, tensors
+
+
+def _sliding(layer: DynamicSlidingWindowLayer | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    if layer is None or not layer.is_initialized or layer.record_past:
+        raise ValueError("save() needs a cache whose prompt is complete, and no assisted decoding under way")
+    assert isinstance(layer.keys, Tensor)
+    assert isinstance(layer.values, Tensor)
+    tensors = {"keys": layer.keys, "values": layer.values}
+    return {"kind": "sliding", "columns": layer.cumulative_length, "names": sorted(tensors)}, tensors
+
+
+# Reading
 
 
 class Saved:
@@ -44,7 +134,7 @@ class Saved:
     sizes: of every compressed layer
     middles: how each layer keeps its middle, for `compressed_cache`
 
-    Raises FileNotFoundError, DamagedFile, or ValueError for a file of an earlier version.
+    Raises FileNotFoundError or DamagedFile.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -56,10 +146,11 @@ class Saved:
                 about = dict(file.metadata() or {})
         except SafetensorError as error:
             raise DamagedFile(path, error, CURE) from error
-        if about.get("format") in EARLIER:
-            raise ValueError(f"{path} was saved by an earlier version, whose files have another form: save it again")
+        if about.get("format") != FORMAT:
+            raise DamagedFile(path, f"it is no cache that save() wrote, whose format is {FORMAT}", CURE)
         try:
-            check_header(about)
+            if missing := [key for key in (*KEYS, DIGEST) if key not in about]:
+                raise ValueError(f"its header lacks {missing[0]!r}")
             self.about: list[dict[str, Any]] = json.loads(about["layers"])
             if unknown := [field for one in self.about for field in one if field not in FIELDS]:
                 raise ValueError(f"its layers have {unknown[0]!r}, which save() does not write")
@@ -70,7 +161,7 @@ class Saved:
                 raise ValueError("its layers have no common number of tokens")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedFile(path, error, CURE) from error
-        self.tensors, self.metadata = read_tensors(path, names, CURE, (*KEYS, "digests"))
+        self.tensors, self.metadata = read_tensors(path, names, CURE, KEYS)
         self.middles = [self._middle(index) for index in range(len(self.about))]
 
     def check(self, model: PreTrainedModel, masks: Mapping[int, Tensor | None] | None) -> None:

@@ -1,0 +1,367 @@
+"""How the middle's numbers are stored in another form than the model's: a codec, and the segments that it fills.
+
+A quantiser is one class. `PageCodec` has the storage: a subclass says with how many `bits`, and how vectors are encoded
+and decoded; `quantised` (KIVI) also lays its pages out for a kernel. `RecordCodec` makes short records of keys.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from leank.eval.cache.storage.channels import KeptChannels
+from leank.eval.cache.storage.segment import COPIED, PAGE, Count, Extent, Segment, alike, round_up
+from leank.eval.cache.storage.upload import update, upload
+
+Folds = tuple[tuple[int, int], ...]  # (axis, shift): of this axis, the second half lies `shift` bits above the first
+
+LOWER = {4: 0x0F, 2: 0x33}  # the bits of a byte that hold codes where others lie so many bits higher
+VECTOR_FOLDS: dict[int, Folds] = {8: (), 4: ((-1, 4),), 2: ((-1, 4), (-1, 2))}  # by bits, of whole vectors [64, d]
+
+
+def fold(codes: Tensor, folds: Folds) -> Tensor:
+    """Bytes of codes."""
+    for axis, shift in folds:
+        first, second = codes.chunk(2, axis)
+        codes = first | second << shift
+    return codes
+
+
+def unfold(stored: Tensor, folds: Folds) -> Tensor:
+    """The codes of which `fold` made bytes."""
+    for axis, shift in reversed(folds):
+        stored = torch.cat([stored & LOWER[shift], (stored >> shift) & LOWER[shift]], axis)
+    return stored
+
+
+class Codec(ABC):
+    """How the middle's numbers are stored.
+
+    kernels: "module:function", which makes `eval.cache.attention.launch.CodecKernels` of a store; None = plain PyTorch
+        alone reads the codes, and `why_not_kernel` says why
+    """
+
+    kernels: ClassVar[str | None] = None
+
+    @abstractmethod
+    def segment(self, extent: Extent) -> Segment:
+        """An empty segment of this form."""
+
+    @property
+    def why_not_kernel(self) -> str | None:
+        """Why only plain PyTorch can read it, or None."""
+        return f"no kernel reads what {type(self).__name__} stores"
+
+
+# Codes of K and V in pages
+
+
+class PageCodec(Codec):
+    """Kept channels of K, and V, as codes of few bits and some numbers beside them, in pages of 64 tokens.
+
+    A page is a plane of codes, in bytes, then a plane of numbers in the model's dtype. Here every vector of a token has
+    codes in whole bytes and one number. A subclass whose pages lie otherwise says so in `pages`, `pack` and `unpack`.
+
+    bits: of a code, 2, 4 or 8
+    group: tokens that are encoded together, a divisor of 64
+    """
+
+    bits: int
+    group: int = 1
+
+    @abstractmethod
+    def encode(self, x: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
+        """Codes, uint8 [R, n, d], one for each coordinate, and numbers [R, n, ...] or [R, n / group, ...].
+
+        x: [R, n, d], whole groups of tokens
+        keys: whether these are the kept channels of K, else V
+        """
+
+    @abstractmethod
+    def decode(self, codes: Tensor, numbers: Tensor, keys: bool) -> Tensor:
+        """The vectors [..., n, d] of codes and numbers from `encode`."""
+
+    def pages(self, head_dim: int, channels: Count, dtype: torch.dtype) -> tuple[tuple[Count, Any], tuple[int, int]]:
+        """For K, of which so many channels are kept, and for V: bytes of a page's codes, and of its numbers."""
+        per_byte, numbers = 8 // self.bits, PAGE * dtype.itemsize
+        return (-(-channels // per_byte) * PAGE, numbers), (-(-head_dim // per_byte) * PAGE, numbers)
+
+    def pack(self, codes: Tensor, numbers: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
+        """Planes [..., bytes] and [..., numbers] of whole pages, of their codes [..., 64, d] and numbers."""
+        codes = pad(codes, (0, -codes.shape[-1] % (8 // self.bits)))
+        return fold(codes, VECTOR_FOLDS[self.bits]).flatten(-2), numbers
+
+    def unpack(self, codes: Tensor, numbers: Tensor, dim: int, keys: bool) -> tuple[Tensor, Tensor]:
+        """Codes [..., 64, d] and numbers of the planes that `pack` made."""
+        return unfold(codes.unflatten(-1, (PAGE, -1)), VECTOR_FOLDS[self.bits])[..., :dim], numbers
+
+    def segment(self, extent: Extent) -> PageSegment:
+        """An empty packed segment; V keeps all its channels."""
+        return PageSegment(extent, self)
+
+
+class PageSegment(Segment):
+    """A Segment whose k and v are packed pages, uint8; appended tokens begin at a whole group in every head."""
+
+    def __init__(self, extent: Extent, codec: PageCodec) -> None:
+        assert extent.values is None
+        self.codec = codec
+        super().__init__(extent)
+
+    def _of_form(self, extent: Extent) -> PageSegment:
+        return PageSegment(extent, self.codec)
+
+    def _form(self) -> torch.dtype:
+        return torch.uint8
+
+    def _sizes(self) -> tuple[tuple[np.ndarray, int], ...]:
+        pages = self.codec.pages(self.head_dim, self.channels.count, self.dtype)
+        sizes = [self.capacity // PAGE * (codes + numbers) for codes, numbers in pages]
+        return tuple((size, max(1, int(np.gcd.reduce(size, axis=None)))) for size in sizes)
+
+    def append(self, rows: np.ndarray, k: Tensor, v: Tensor, count: np.ndarray | None = None) -> None:
+        """Add n tokens; the parameters are those of `Segment.append`.
+
+        A prompt's last group may be short of tokens; later tokens must then go to another segment.
+
+        Raises ValueError if a head that takes tokens does not hold whole groups.
+        """
+        taken, group = np.where(self.capacity[rows] > 0, k.shape[2] if count is None else count, 0), self.codec.group
+        if (self.length[rows] % group)[taken > 0].any():
+            raise ValueError(f"tokens must follow whole groups of {group}; set flush to a multiple of it")
+        for piece in alike(self, self.length, rows, taken) if taken.any() else ():
+            row, number = int(rows[piece.start]), piece.stop - piece.start
+            step = max(PAGE, COPIED // (number * self.head_dim) // PAGE * PAGE)
+            for head in np.flatnonzero(taken[piece.start]).tolist():
+                held, channels = (int(a[row, head]) for a in (self.length, self.channels.count))
+                n = int(taken[piece.start, head])
+                kept = self.channels.index[row : row + number, head, None, :channels].long()
+                for first in range(0, n, step):
+                    last = min(first + step, n)
+                    keys, values = (x[piece, head, first:last] for x in (k, v))
+                    self._put(row, head, held + first, keys.gather(2, kept.expand(-1, last - first, -1)), values)
+        self.length[rows] += taken
+        update(self.length_dev, self.length)
+
+    def _put(self, row: int, head: int, at: int, keys: Tensor, values: Tensor) -> None:
+        """Write keys [number, n, channels] and values [number, n, D] of one head of like rows, from token `at` on."""
+        number, n = keys.shape[:2]
+        pages, short = slice(at // PAGE, -(-(at + n) // PAGE)), -n % self.codec.group
+        for (codes, numbers), x, of_keys in zip(
+            self._planes(row, number, head), (keys, values), (True, False), strict=True
+        ):
+            # A short group repeats its last token, and so the kernel reads numbers where it reads pairs of tokens.
+            whole = torch.cat([x, x[:, -1:].expand(-1, short, -1)], 1)
+            opened = self._opened(codes[:, pages], numbers[:, pages], x.shape[-1], of_keys)
+            for old, new in zip(opened, self.codec.encode(whole, of_keys), strict=True):
+                tokens = (pages.stop - pages.start) * PAGE // old.shape[1]  # that an entry of this tensor stands for
+                first = at % PAGE // tokens
+                old[:, first : first + new.shape[1]] = new
+            self._close(codes[:, pages], numbers[:, pages], opened, of_keys)
+
+    def _opened(self, codes: Tensor, numbers: Tensor, dim: int, keys: bool) -> list[Tensor]:
+        """What pages [number, pages, ...] of one head hold, copies, with the tokens of all pages in a row."""
+        return [x.flatten(1, 2).clone() for x in self.codec.unpack(codes, numbers, dim, keys)]
+
+    def _close(self, codes: Tensor, numbers: Tensor, opened: list[Tensor], keys: bool) -> None:
+        """Write what `_opened` gave back into the pages."""
+        of_pages = [x.unflatten(1, (codes.shape[1], -1)) for x in opened]
+        for plane, new in zip((codes, numbers), self.codec.pack(of_pages[0], of_pages[1], keys), strict=True):
+            plane.copy_(new)
+
+    def without_spare(self) -> tuple[Tensor, Tensor]:
+        """K and v, copies, with zeros where room is left."""
+        new = self._of_form(Extent(self.channels, self.capacity, self.head_dim, self.dtype))
+        new.k, new.v = self.k.clone(), self.v.clone()
+        for row, head in np.argwhere(self.capacity > 0).tolist():
+            held, channels = int(self.length[row, head]), int(self.channels.count[row, head])
+            for planes, dim, keys in zip(
+                new._planes(row, 1, head), (channels, self.head_dim), (True, False), strict=True
+            ):
+                opened, there = self._opened(*planes, dim, keys), round_up(held, self.codec.group) if keys else held
+                for x in opened:
+                    x[:, there * x.shape[1] // int(self.capacity[row, head]) :] = 0
+                self._close(*planes, opened, keys)
+        return new.k, new.v
+
+    def _planes(self, row: int, number: int, head: int) -> list[tuple[Tensor, Tensor]]:
+        """Codes and numbers of K, and of V, of one head in `number` rows of the same layout: [number, pages, ...]."""
+        pages, channels = int(self.capacity[row, head]) // PAGE, int(self.channels.count[row, head])
+        found = []
+        for flat, start, (codes, numbers) in zip(
+            (self.k, self.v),
+            (self.k_start, self.v_start),
+            self.codec.pages(self.head_dim, channels, self.dtype),
+            strict=True,
+        ):
+            ahead = int(start[row + 1, head] - start[row, head]) if number > 1 else 0
+            shape = (number, pages, codes + numbers)
+            region = flat.as_strided(shape, (ahead, codes + numbers, 1), int(start[row, head]))
+            found.append((region[..., :codes], region[..., codes:].view(self.dtype)))
+        return found
+
+    def _decoded(self, codes: Tensor, numbers: Tensor, dim: int, keys: bool) -> Tensor:
+        """The vectors [..., 64, d] of the planes of pages."""
+        return self.codec.decode(*self.codec.unpack(codes, numbers, dim, keys), keys)
+
+    def _regions(self, row: int, head: int) -> tuple[Tensor, Tensor]:
+        """One head's room decoded, a copy: K [pages, channels, 64], V [capacity, D]."""
+        k, v = self._planes(row, 1, head)
+        keys = self._decoded(*k, int(self.channels.count[row, head]), True)
+        return keys[0].mT, self._decoded(*v, self.head_dim, False)[0].flatten(0, 1)
+
+    def padded_keys(self, hidden: Tensor) -> Tensor:
+        """The keys of all heads, zero where there is none: [B H, channels, N].
+
+        hidden: [B H, N] bool, columns without a token
+        """
+        count = self.channels.count.reshape(-1)
+        out = torch.zeros(*hidden.shape[:1], int(count.max()), hidden.shape[1], dtype=self.dtype, device=hidden.device)
+        for channels in np.unique(count[self.length.reshape(-1) > 0]).tolist():
+            planes, _ = self.codec.pages(self.head_dim, channels, self.dtype)
+            heads, codes, numbers = self._of_heads(self.k, self.k_start, planes, count == channels, hidden.shape[1])
+            keys = self._decoded(codes, numbers, channels, True).flatten(1, 2).mT
+            out[heads, :channels] = torch.where(hidden[heads, None], 0, keys)
+        return out
+
+    def padded_values(self, hidden: Tensor) -> Tensor:
+        """The values of all heads, zero where there is none, [B H, N, D]; hidden [B H, N], columns without a token."""
+        out = torch.zeros(*hidden.shape, self.head_dim, dtype=self.dtype, device=hidden.device)
+        _, planes = self.codec.pages(self.head_dim, 0, self.dtype)
+        every = np.ones(len(hidden), dtype=bool)
+        heads, codes, numbers = self._of_heads(self.v, self.v_start, planes, every, hidden.shape[1])
+        values = self._decoded(codes, numbers, self.head_dim, False).flatten(1, 2)
+        out[heads] = torch.where(hidden[heads, :, None], 0, values)
+        return out
+
+    def _of_heads(
+        self, flat: Tensor, start: np.ndarray, planes: tuple[int, int], some: np.ndarray, columns: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Heads [n] among `some` [B H] that hold tokens, and copies of their pages' codes and numbers [n, pages, ...].
+
+        planes: bytes of a page's codes, and of its numbers
+        columns: tokens; where a head has no page, its last one stands
+        """
+        codes, numbers = planes
+        length, (found,) = self.length.reshape(-1), np.nonzero(some & (self.length.reshape(-1) > 0))
+        page = np.minimum(np.arange(columns // PAGE), (length[found, None] - 1) // PAGE)
+        starts = upload(start.reshape(-1)[found, None] + page * (codes + numbers), flat.device)
+        every = flat.as_strided((max(0, len(flat) - codes - numbers + 1), codes + numbers), (1, 1))
+        pages = every.index_select(0, starts.flatten()).view(*starts.shape, -1)
+        return upload(found, flat.device), pages[..., :codes], pages[..., codes:].contiguous().view(self.dtype)
+
+    def held(self) -> tuple[int, int]:
+        """Bytes of K and of V of the tokens held; a short group counts as a whole one."""
+        k, v = self.codec.pages(self.head_dim, self.channels.count, self.dtype)
+        tokens = round_up(self.length, self.codec.group)
+        return int((tokens * sum(k)).sum()) // PAGE, int(self.length.sum()) * sum(v) // PAGE
+
+
+# Keys as records
+
+
+class RecordCodec(Codec):
+    """Keys as short records, one per token and KV head; the values stay as they are.
+
+    Records lie where the kept channels of a key would lie. What a codec holds may belong to the rows of a batch.
+    """
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Numbers in a record, fewer than head_dim."""
+
+    @abstractmethod
+    def encode(self, keys: Tensor, rows: np.ndarray) -> Tensor:
+        """Records [R, H, n, width] of keys [R, H, n, D] of some rows [R] of the batch."""
+
+    @abstractmethod
+    def decode(self, records: Tensor, rows: np.ndarray) -> Tensor:
+        """Keys [R, H, n, D] of records [R, H, n, width]."""
+
+    def select(self, rows: Tensor) -> Self:
+        """The codec of the batch `rows` [R] of the present one."""
+        return self
+
+    def to(self, device: torch.device) -> Self:
+        """The codec on a device."""
+        return self
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What it holds for these prompts, by name; weights that serve every prompt are not among it."""
+        return {}
+
+    def segment(self, extent: Extent) -> RecordSegment:
+        """An empty segment of records.
+
+        Raises ValueError unless K keeps all its channels.
+        """
+        if (extent.channels.count < extent.head_dim).any() or extent.values is not None:
+            raise ValueError("keys that are stored as records keep all channels; leave out the choice of channels")
+        return RecordSegment(extent, self.to(extent.channels.index.device))
+
+    @property
+    def why_not_kernel(self) -> str | None:
+        """Why only plain PyTorch can read it."""
+        return "the kernel reads keys channel by channel, this method stores them as records"
+
+
+class RecordSegment(Segment):
+    """A Segment whose keys are records; its `channels` are the numbers of a record."""
+
+    def __init__(self, extent: Extent, codec: RecordCodec) -> None:
+        """Make room; extent: of whole keys, or of their records."""
+        self.codec = codec
+        super().__init__(replace(extent, channels=first_channels(extent.channels, codec.width)))
+
+    def _of_form(self, extent: Extent) -> RecordSegment:
+        return RecordSegment(extent, self.codec)
+
+    def append(self, rows: np.ndarray, k: Tensor, v: Tensor, count: np.ndarray | None = None) -> None:
+        """Add n tokens; the parameters are those of `Segment.append`."""
+        records = self.codec.encode(k, rows).to(self.dtype)
+        padded = pad(records, (0, self.head_dim - records.shape[-1]))
+        super().append(rows, padded, v, count)
+
+    def keys_of(self, records: Tensor) -> Tensor:
+        """Keys [B H, D, N] of the records [B H, width, N] of all heads."""
+        batch = self.length.shape[0]
+        found = self.codec.decode(records.mT.unflatten(0, (batch, -1)), np.arange(batch))
+        return found.flatten(0, 1).mT
+
+    def read(self, row: int, head: int) -> tuple[Tensor, Tensor]:
+        """K and V [n, D] of one head."""
+        records, values = super().read(row, head)
+        of_all = records.new_zeros(1, self.length.shape[1], *records.shape)
+        of_all[0, head] = records
+        return self.codec.decode(of_all, np.array([row]))[0, head], values
+
+    def select(self, rows: Tensor, channels: KeptChannels, values: KeptChannels | None) -> Segment:
+        """The segment of the batch `rows` [R], in that order."""
+        new = super().select(rows, channels, values)
+        assert isinstance(new, RecordSegment)
+        new.codec = self.codec.select(rows)
+        return new
+
+    def to(self, device: torch.device) -> None:
+        """Move everything held to `device`."""
+        super().to(device)
+        self.codec = self.codec.to(device)
+        self.channels.index = self.channels.index.to(device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor held, by name."""
+        return {**super().tensors(), **self.codec.tensors()}
+
+
+def first_channels(channels: KeptChannels, count: int) -> KeptChannels:
+    """A table of the first `count` channels, for as many rows and heads."""
+    place = torch.arange(channels.index.shape[-1], device=channels.index.device, dtype=torch.int32)
+    index = torch.where(place < count, place, 0).expand_as(channels.index)
+    return KeptChannels(np.full_like(channels.count, count), index)
