@@ -12,7 +12,6 @@ import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,33 +32,6 @@ LONGEST = 1 << 20  # characters of metadata
 OFF = 0.02  # share of all channels by which a mask may miss its ratio without a warning
 
 
-@dataclass(frozen=True)
-class Means:
-    """What stands for pruned channels instead of 0: the means of keys and values over middle tokens of calibration.
-
-    With them a pruned channel's logit is q_c * mean_c, and the middle of a head without kept channels is one token that
-    counts as often as the middle has tokens. Nothing of it depends on the prompt, so that shared prefixes, chunks and
-    further turns change nothing.
-
-    keys: [L, H, D] float32, after RoPE.
-    values: [L, H, D_v] float32.
-    """
-
-    keys: Tensor
-    values: Tensor
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for tensors of another form, or with a value that is not finite."""
-        for name, tensor in (("keys", self.keys), ("values", self.values)):
-            if tensor.dtype != torch.float32 or tensor.dim() != 3 or tensor.shape[:2] != self.keys.shape[:2]:
-                raise ValueError(
-                    f"the means of {name} are {tensor.dtype} {list(tensor.shape)}; give float32 [layers, kv_heads, "
-                    "head_dim], keys and values of the same heads"
-                )
-            if not torch.isfinite(tensor).all():
-                raise ValueError(f"the means of {name} hold NaN or infinite numbers; calibrate again")
-
-
 class ChannelMask:
     """Kept K channels of every KV head.
 
@@ -68,11 +40,15 @@ class ChannelMask:
     keep: bool [L, H, D] (layers, KV heads, head_dim), True = kept; it applies to keys and queries after RoPE.
     metadata: values that JSON can hold: model, config hash, ratio, alignment, rounding, sink, window, lengths, seed,
         versions; empty by default.
-    means: what stands for pruned channels; None is the paper's choice: 0, and a head without channels has no middle.
+    mean_keys: float32 [L, H, D], means of middle keys (after RoPE) over calibration documents, which stand for pruned
+        channels; None is the paper's choice, 0. They do not depend on the prompt, so that shared prefixes, chunks and
+        further turns change nothing. A head without kept channels drops its middle with means as without.
     """
 
-    def __init__(self, keep: Tensor, metadata: Mapping[str, object] | None = None, means: Means | None = None) -> None:
-        """Raise ValueError unless `keep` is a bool tensor of three dimensions, none empty, and `means` are its own."""
+    def __init__(
+        self, keep: Tensor, metadata: Mapping[str, object] | None = None, mean_keys: Tensor | None = None
+    ) -> None:
+        """Raise ValueError unless `keep` is a bool tensor of three dimensions, none empty, and the means fit it."""
         tensor = isinstance(keep, Tensor)
         if not tensor or keep.dtype != torch.bool or keep.dim() != 3 or keep.numel() == 0:
             found = f"{keep.dtype} {list(keep.shape)}" if tensor else f"a {type(keep).__name__}"
@@ -82,13 +58,18 @@ class ChannelMask:
             )
         self.keep = keep.detach().cpu().clone(memory_format=torch.contiguous_format)
         self.metadata = dict(metadata or {})
-        if means is not None and means.keys.shape != keep.shape:
-            raise ValueError(f"the means are of keys {list(means.keys.shape)}, the mask is of {list(keep.shape)}")
-        self.means = means
+        if mean_keys is not None:
+            if mean_keys.dtype != torch.float32 or mean_keys.shape != keep.shape:
+                found = f"{mean_keys.dtype} {list(mean_keys.shape)}"
+                raise ValueError(f"mean_keys is {found}; the mask needs float32 {list(keep.shape)}")
+            if not torch.isfinite(mean_keys).all():
+                raise ValueError("mean_keys holds NaN or infinite numbers; calibrate again")
+            mean_keys = mean_keys.detach().cpu().clone(memory_format=torch.contiguous_format)
+        self.mean_keys = mean_keys
 
-    def with_means(self, means: Means | None) -> ChannelMask:
+    def with_means(self, mean_keys: Tensor | None) -> ChannelMask:
         """Return the same kept channels with other means, or with none."""
-        return ChannelMask(self.keep, self.metadata, means)
+        return ChannelMask(self.keep, self.metadata, mean_keys)
 
     @property
     def pruning_ratio(self) -> float:
@@ -160,8 +141,8 @@ class ChannelMask:
     def save(self, path: str | os.PathLike) -> None:
         """Write safetensors with metadata and a sha256 in the header; the same mask gives the same bytes."""
         header = {"format": FORMAT, "metadata": json.dumps(self.metadata, sort_keys=True)}
-        means = {} if self.means is None else {"mean_keys": self.means.keys, "mean_values": self.means.values}
-        write_tensors(path, {"keep": self.keep, **{k: v.cpu().contiguous() for k, v in means.items()}}, header)
+        means = {} if self.mean_keys is None else {"mean_keys": self.mean_keys}
+        write_tensors(path, {"keep": self.keep, **means}, header)
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> ChannelMask:
@@ -176,10 +157,13 @@ class ChannelMask:
         if not Path(path).is_file():
             raise FileNotFoundError(f"mask={path} does not exist; give the mask.safetensors of a training run")
         try:
-            keep, metadata, means = _read(path)
+            keep, metadata, mean_keys = _read(path)
         except DamagedFile as error:
             raise ValueError(f"mask={error}") from error
-        return cls(keep, metadata, means)._doubted(path)
+        try:
+            return cls(keep, metadata, mean_keys)._doubted(path)
+        except ValueError as error:
+            raise ValueError(f"mask={path}: {error}") from error
 
     def doubts(self) -> list[str]:
         """Return why the mask is hardly what somebody wants, one line per reason; its training may have left some.
@@ -264,10 +248,10 @@ def check_ratio(shape: Sequence[int], ratio: float, align: int, rounding: str, n
         )
 
 
-def _read(path: str | os.PathLike) -> tuple[Tensor, dict[str, object], Means | None]:
-    """Return (keep, metadata, means) of a file that ChannelMask.save wrote."""
+def _read(path: str | os.PathLike) -> tuple[Tensor, dict[str, object], Tensor | None]:
+    """Return (keep, metadata, mean_keys) of a file that ChannelMask.save wrote."""
     cure = "copy it again, train again, or read a published .pth mask with ChannelMask.from_official"
-    tensors, header = read_tensors(path, {"keep"}, cure, {"format", "metadata"}, {"mean_keys", "mean_values"})
+    tensors, header = read_tensors(path, {"keep"}, cure, {"format", "metadata"}, {"mean_keys"})
     if header.get("format") != FORMAT:
         raise ValueError(f"mask={path} is a safetensors file, but not one that ChannelMask.save wrote")
     keep = tensors["keep"]
@@ -284,12 +268,7 @@ def _read(path: str | os.PathLike) -> tuple[Tensor, dict[str, object], Means | N
         metadata = None
     if not isinstance(metadata, dict):
         raise DamagedFile(path, "its header is not what was written", cure)
-    if "mean_keys" not in tensors:
-        return keep, metadata, None
-    try:
-        return keep, metadata, Means(tensors["mean_keys"], tensors["mean_values"])
-    except ValueError as error:
-        raise ValueError(f"mask={path}: {error}") from error
+    return keep, metadata, tensors.get("mean_keys")
 
 
 def refuse_not_finite(alpha: Tensor, cure: str, where: str = "alpha") -> None:

@@ -1,11 +1,11 @@
-"""The means that stand for pruned channels (`leank.mask.Means`), over documents that no step trains on."""
+"""The mean keys that stand for pruned channels (`ChannelMask.mean_keys`), over documents that no step trains on."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from leank.backbone import Backbone
-from leank.mask import Means
 from leank_train.data import HELD_OUT, collate
 from leank_train.fitting import mixture
 from leank_train.forward.branching import prefill
@@ -15,13 +15,13 @@ DOCUMENTS = 16
 
 
 @torch.no_grad()
-def calibrate(config: RunConfig, backbone: Backbone) -> Means:
-    """Return mean keys (after RoPE) and values of the middle tokens of `DOCUMENTS` documents of the run's own tasks.
+def calibrate(config: RunConfig, backbone: Backbone) -> Tensor:
+    """Return the mean key (after RoPE) of middle tokens, [L, H, D] float32, over documents of the run's own tasks.
 
     The middle is what a reply's first token finds between sink and window. Every token counts alike.
     """
     documents, pruning = mixture(config, backbone, "stage1", 1), config.pruning
-    sums, tokens = None, 0
+    total, tokens = torch.zeros(tuple(backbone.shape), dtype=torch.float64), 0
     for i in range(DOCUMENTS):
         batch = collate(backbone, [documents[3 * HELD_OUT + i]]).to(backbone.model.device)
         prefix = prefill(
@@ -30,13 +30,11 @@ def calibrate(config: RunConfig, backbone: Backbone) -> Means:
         middle = slice(pruning.sink, int(batch.documents.lengths[0]) - pruning.window)
         if middle.stop <= middle.start:
             continue
-        found = [torch.stack([x[0, :, middle].double().sum(1) for x in kv]) for kv in (prefix.keys, prefix.values)]
-        sums = found if sums is None else [a + b for a, b in zip(sums, found, strict=True)]
+        total += torch.stack([keys[0, :, middle].double().sum(1) for keys in prefix.keys]).cpu()
         tokens += middle.stop - middle.start
-    if sums is None:
+    if not tokens:
         raise ValueError(
             f"pruning.compensation=mean: none of {DOCUMENTS} documents has a middle behind sink={pruning.sink} and "
             f"before window={pruning.window}; raise data.min_length"
         )
-    keys, values = ((x / tokens).float().cpu() for x in sums)
-    return Means(keys, values)
+    return (total / tokens).float()

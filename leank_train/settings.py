@@ -153,9 +153,9 @@ class RunConfig(Checked):
             "calibrate means; leave it out with trainer.shard_weights and trainer.sequence_parallel",
         )
         need(
-            not pruning.nested or self.stage1.steps * self.stage2.steps > 0 == self.stage1.patience,
-            f"pruning.nested={list(pruning.nested)} needs both stages and all steps of stage 1; give stage1.steps and "
-            "stage2.steps above 0, and stage1.patience=0",
+            not pruning.nested or (self.stage1.lam == steering.AUTO and not self.stage1.patience + self.stage2.steps),
+            f"pruning.nested={list(pruning.nested)} needs stage1.lam=auto, stage1.patience=0 and stage2.steps=0: the "
+            "steered fall of all scores in stage 1 orders the channels, and stage 2 learns one ratio alone",
         )
         shortest = {"data.min_length": data.min_length}
         if validation.samples:

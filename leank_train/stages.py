@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from leank.backbone import Backbone
-from leank.mask import ROUNDINGS, ChannelMask, Means
+from leank.mask import ROUNDINGS, ChannelMask
 from leank.typed import Checked, Count, OneOf, Positive, Share
 from leank_train.data import Batch
 from leank_train.forward.attention import EMPTY_HEADS
@@ -82,9 +82,9 @@ class PruningConfig(Checked):
     rounding: see `ChannelMask.from_scores`.
     sink, window: first and last tokens that keep all channels.
     compensation: what a pruned channel has in the middle: "none" is 0 (the paper), "mean" its mean over calibration
-        documents (`leank.mask.Means`), which a mask's file then holds.
-    nested: other ratios that both stages learn beside `ratio`, with one order of channels for all, so that the mask of
-        a higher ratio is part of that of a lower one; none is the paper's way.
+        documents (`ChannelMask.mean_keys`), which a mask's file then holds.
+    nested: other ratios for which stage 1 orders the channels, so that the mask of a higher ratio is part of that of a
+        lower one; none is the paper's way.
     """
 
     ratio: Annotated[Share, "it is the share of channels to prune, e.g. 0.7"]
@@ -96,9 +96,9 @@ class PruningConfig(Checked):
     nested: Sequence[Annotated[Share, "it is a share of channels to prune, e.g. 0.9"]] = ()
 
     @property
-    def ratios(self) -> list[float]:
-        """All ratios to learn, ascending."""
-        return sorted({self.ratio, *self.nested})
+    def highest(self) -> float:
+        """The highest ratio to learn."""
+        return max((self.ratio, *self.nested))
 
 
 class Stage(L.LightningModule):
@@ -113,7 +113,7 @@ class Stage(L.LightningModule):
         pruning: PruningConfig,
         alpha: Tensor | None = None,
         parallel: TrainerConfig | None = None,
-        means: Means | None = None,
+        mean_keys: Tensor | None = None,
     ) -> None:
         """Make alpha, the only parameter.
 
@@ -121,14 +121,14 @@ class Stage(L.LightningModule):
         pruning: the mask to learn.
         alpha: scores to start from, [L, H, D]; ones by default.
         parallel: how processes share the work; one process by default.
-        means: what stands for pruned channels; 0 by default.
+        mean_keys: [L, H, D], what stands for pruned channels; 0 by default.
         """
         super().__init__()
         self.objective = OBJECTIVES[config.objective](backbone.model, config.reduction)
         # not a child of the module: a frozen decoder belongs in no checkpoint and in no optimizer
         self.__dict__["backbone"] = backbone
         self.config, self.pruning, self.parallel = config, pruning, parallel or TrainerConfig()
-        self.mean_keys = None if means is None else means.keys.to(backbone.model.device)
+        self.mean_keys = mean_keys
         self.ranks: dist.ProcessGroup | None = None
         self._loss_of_all_ranks: Tensor | None = None  # from `training_step` to `backward`
         self.alpha = torch.nn.Parameter(torch.ones(backbone.shape) if alpha is None else alpha.detach().clone())
@@ -142,14 +142,13 @@ class Stage(L.LightningModule):
     def finish(self) -> None:
         """Make alpha what the stage leaves; called once, after the last step."""
 
-    def mask(self, ratio: float | None = None) -> ChannelMask:
-        """Return beta = Top_{s%, r}(alpha), at the run's ratio by default."""
-        ratio = self.pruning.ratio if ratio is None else ratio
-        return ChannelMask.from_scores(self.alpha, ratio, self.pruning.align, self.pruning.rounding)
+    def mask(self) -> ChannelMask:
+        """Return beta = Top_{s%, r}(alpha)."""
+        return ChannelMask.from_scores(self.alpha, self.pruning.ratio, self.pruning.align, self.pruning.rounding)
 
-    def scores(self) -> list[Tensor]:
-        """Return what takes alpha's place in Eq. 1, [L, H, D] each."""
-        return [self.alpha]
+    def scores(self) -> Tensor:
+        """Return what takes alpha's place in Eq. 1, [L, H, D]."""
+        return self.alpha
 
     def penalty(self) -> Tensor:
         """Return the regulariser of the loss."""
@@ -157,9 +156,6 @@ class Stage(L.LightningModule):
 
     def distillation(self, batch: Batch, beta: Tensor | None = None) -> Tensor:
         """Return the distance of student and teacher at the answer tokens, by the stage's objective.
-
-        With several scores (nested ratios) it is the geometric mean of their distances, so that each ratio counts by
-        its relative gain: a higher ratio's distance is many times a lower one's.
 
         beta: a mask, bool [L, H, D], to measure as it is deployed; by default the student has the stage's scores.
         """
@@ -177,17 +173,14 @@ class Stage(L.LightningModule):
             teacher = branch(model, prefix, prompts.ids, prompts.lengths)
         full = distill.answer_rows(teacher.hidden, batch.question_lengths, answers.ids.shape[1])
         question = teacher.cut(batch.question_lengths)
-        scores, empty = (self.scores(), self.config.empty_heads) if beta is None else ([beta.to(self.alpha)], "drop")
+        scores, empty = (self.scores(), self.config.empty_heads) if beta is None else (beta.to(self.alpha), "drop")
         if self.mean_keys is not None:
-            prefix, empty = prefix.center_(self.mean_keys), "zero"  # an empty head reads its middle at the mean key
-        distances = []
-        for alpha in scores:
-            scaled = student(
-                model, prefix, question, answers.ids, answers.lengths, alpha,
-                sink=self.pruning.sink, window=self.pruning.window, empty_heads=empty,
-            )  # fmt: skip
-            distances.append(self.objective.distance(full, scaled, answers.lengths))
-        return distances[0] if len(distances) == 1 else torch.stack(distances).log().mean().exp()
+            prefix = prefix.center_(self.mean_keys)
+        scaled = student(
+            model, prefix, question, answers.ids, answers.lengths, scores,
+            sink=self.pruning.sink, window=self.pruning.window, empty_heads=empty,
+        )  # fmt: skip
+        return self.objective.distance(full, scaled, answers.lengths)
 
     def training_step(self, batch: Batch, index: int) -> dict[str, Tensor]:
         """Return the loss of one batch, and the values that a run records."""
@@ -274,11 +267,12 @@ class Stage1(Stage):
         pruning: PruningConfig,
         alpha: Tensor | None = None,
         parallel: TrainerConfig | None = None,
-        means: Means | None = None,
+        mean_keys: Tensor | None = None,
     ) -> None:
         """Make alpha and lambda."""
-        super().__init__(backbone, config, pruning, alpha, parallel, means)
-        self.register_buffer("path", torch.zeros_like(self.alpha))
+        super().__init__(backbone, config, pruning, alpha, parallel, mean_keys)
+        if pruning.nested:
+            self.register_buffer("path", torch.zeros_like(self.alpha))  # the sum of alpha over the steps
         if config.lam == steering.AUTO:
             self.register_buffer("lam", torch.tensor(steering.START))  # a buffer: checkpoints hold it
         else:
@@ -315,16 +309,17 @@ class Stage1(Stage):
         """Make a step of alpha, then steer lambda; it depends on alpha alone, so all ranks get the same."""
         step, before = self.trainer.global_step + 1, self.alpha.detach().mean()
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        self.path += self.alpha.detach()
+        if self.pruning.nested:
+            self.path += self.alpha.detach()
         if isinstance(self.lam, Tensor):
             after = self.alpha.detach().mean()
-            steering.steer(self.lam, before, after, step, self.config.steps, self.pruning.ratios[-1])
+            steering.steer(self.lam, before, after, step, self.config.steps, self.pruning.highest)
 
 
 class Stage2(Stage):
     """Learn alpha under the binary mask of a given ratio and alignment (section 3.2)."""
 
-    def scores(self) -> list[Tensor]:
-        """Return beta of every ratio, with alpha's gradient in the backward pass."""
-        betas = [self.mask(ratio).keep.to(self.alpha.device) for ratio in self.pruning.ratios]
-        return [distill.straight_through(self.alpha, beta, self.config.straight_through) for beta in betas]
+    def scores(self) -> Tensor:
+        """Return beta, with alpha's gradient in the backward pass."""
+        beta = self.mask().keep.to(self.alpha.device)
+        return distill.straight_through(self.alpha, beta, self.config.straight_through)

@@ -15,7 +15,7 @@ from torch import Tensor
 from leank import backbone as backbones
 from leank.backbone import Backbone
 from leank.files import write_json
-from leank.mask import ChannelMask, Means, check_ratio
+from leank.mask import ChannelMask, check_ratio
 from leank.rotary import rotary_pairs
 from leank.tensor_files import write_tensors
 from leank.wandb_log import log_results, make_logger
@@ -95,7 +95,7 @@ def train(current: Run, signals: Signals) -> Metrics:
 
     # 2. the two stages
     means = calibrate(config, backbone) if config.pruning.compensation == "mean" else None
-    stage1 = Stage1(backbone, config.stage1, config.pruning, parallel=config.trainer, means=means)
+    stage1 = Stage1(backbone, config.stage1, config.pruning, parallel=config.trainer, mean_keys=means)
     record1 = fit(current, stage1, "stage1", logger, signals)
     stage2 = Stage2(backbone, config.stage2, config.pruning, stage1.alpha, config.trainer, means)
     record2 = fit(current, stage2, "stage2", logger, signals)
@@ -161,11 +161,11 @@ def check_inputs(config: RunConfig, backbone: Backbone) -> None:
         check_ratio(backbone.shape, ratio, pruning.align, pruning.rounding, name)
 
 
-def save_masks(current: Run, scores1: Tensor, alpha: Tensor, means: Means | None) -> dict[str, ChannelMask]:
+def save_masks(current: Run, scores1: Tensor, alpha: Tensor, means: Tensor | None) -> dict[str, ChannelMask]:
     """Write the mask, the scores, the masks that stage 1 alone gives, and those at other ratios.
 
     scores1, alpha: scores [L, H, D] after stage 1 and stage 2.
-    means: of the run's calibration, for every mask.
+    means: mean keys of the run's calibration, for every mask; None for none.
 
     Returns those that the verdict compares, by name: `MASK`, the mask of the run, `STAGE1`, and other ratios.
     """
@@ -187,10 +187,9 @@ def save_masks(current: Run, scores1: Tensor, alpha: Tensor, means: Means | None
     for align in {1, pruning.align}:  # what stage 2 is worth (appendix E): the same scores without it
         cut(scores1, pruning.ratio, align).save(out / "stage1" / f"mask_align{align}.safetensors")
     found = {MASK: mask, STAGE1: cut(scores1, pruning.ratio, pruning.align)}
-    for ratio in {**dict.fromkeys(config.extra_ratios), **dict.fromkeys(pruning.nested)}:
+    for ratio in dict.fromkeys([*config.extra_ratios, *pruning.nested]):
         name = f"mask_{100 * ratio:.12g}pct"
-        # stage 2 has learned for its own ratios; others take the scores of stage 1
-        found[name] = cut(alpha if ratio in pruning.nested else scores1, ratio, pruning.align)
+        found[name] = cut(scores1, ratio, pruning.align)  # stage 2 has learned for one ratio
         found[name].save(out / "masks" / f"{name}.safetensors")
     return found
 
@@ -209,7 +208,7 @@ def pronounce(current: Run, backbone: Backbone, masks: dict[str, ChannelMask], m
     for doubt in doubts:
         log.warning("%s: %s", out / "mask.safetensors", doubt)
     if doubts:
-        mask = ChannelMask(masks[MASK].keep, {**masks[MASK].metadata, "doubts": doubts}, masks[MASK].means)
+        mask = ChannelMask(masks[MASK].keep, {**masks[MASK].metadata, "doubts": doubts}, masks[MASK].mean_keys)
         mask.save(out / "mask.safetensors")
 
 

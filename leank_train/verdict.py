@@ -20,7 +20,7 @@ from leank.backbone import Backbone
 from leank.channel_scores import lowest_frequencies
 from leank.data_gen.tasks import Mixture
 from leank.head import Head, check_head
-from leank.mask import ChannelMask, Means
+from leank.mask import ChannelMask
 from leank_train.data import HELD_OUT, Batch, collate
 from leank_train.forward.branching import branch, prefill, student
 from leank_train.objective import distill
@@ -104,7 +104,6 @@ def judge(config: RunConfig, backbone: Backbone, masks: Mapping[str, ChannelMask
         return None
     ratios = {name: mask.pruning_ratio for name, mask in masks.items() if name != STAGE1}
     compared = {name: mask.keep for name, mask in masks.items()}
-    means = masks[MASK].means
     compared[NO_MIDDLE] = torch.zeros(tuple(backbone.shape), dtype=torch.bool)
     if config.pruning.ratio:
         with suppress(ValueError):  # a model that rotates only part of a head has no such mask
@@ -112,7 +111,7 @@ def judge(config: RunConfig, backbone: Backbone, masks: Mapping[str, ChannelMask
     losses: dict[str, dict[str, list[float]]] = {name: {TASKS: [], TEXT: []} for name in compared}
     meter = Meter("verdict: measures the mask on documents that no step has seen", 2 * documents, "document")
     for kind, batch in _documents(config, backbone, documents):
-        for name, loss in _divergences(config, backbone, batch, compared, means).items():
+        for name, loss in _divergences(config, backbone, batch, compared, masks[MASK].mean_keys).items():
             losses[name][kind].append(loss)
         meter.advance(1)
     meter.close()
@@ -138,7 +137,7 @@ def mixtures(config: RunConfig, backbone: Backbone) -> dict[str, Mixture]:
 
 @torch.no_grad()
 def _divergences(
-    config: RunConfig, backbone: Backbone, batch: Batch, masks: Mapping[str, Tensor], means: Means | None
+    config: RunConfig, backbone: Backbone, batch: Batch, masks: Mapping[str, Tensor], mean_keys: Tensor | None
 ) -> dict[str, float]:
     """Return KL to dense under each mask; the document and its questions are read once."""
     model, pruning = backbone.model, config.pruning
@@ -146,13 +145,12 @@ def _divergences(
     teacher = branch(model, prefix, batch.prompts.ids, batch.prompts.lengths)
     full = distill.answer_rows(teacher.hidden, batch.question_lengths, batch.answers.ids.shape[1])
     question, head = teacher.cut(batch.question_lengths), Head.of(model)
-    centered = prefix if means is None else prefix.center_(means.keys)
+    centered = prefix if mean_keys is None else prefix.center_(mean_keys)
     found = {}
     for name, keep in masks.items():
         pruned = student(
             model, centered, question, batch.answers.ids, batch.answers.lengths, keep.to(model.device, torch.float32),
-            sink=pruning.sink, window=pruning.window,
-            empty_heads="drop" if means is None or name == NO_MIDDLE else "zero",
+            sink=pruning.sink, window=pruning.window, empty_heads="drop",
         )  # fmt: skip
         found[name] = float(kl_loss(head, full, pruned, batch.answers.lengths))
     return found

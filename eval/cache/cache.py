@@ -202,6 +202,8 @@ class CompressedCache(Cache):
         """
         found = Saved(path)
         sizes, indices = found.sizes, [i for i, one in enumerate(found.about) if one["kind"] == "compressed"]
+        if isinstance(mask, ChannelMask) and mask.mean_keys is not None:
+            raise ValueError("a saved cache has no mean keys: give mask.with_means(None)")
         keep = None if mask is None else layer_masks(mask)
         found.check(model, None if keep is None else {i: keep[i] for i in indices if i < len(keep)})
         cache = compressed_cache(model, found.middles, sizes.sink, sizes.window, sizes.flush, backend)
@@ -308,7 +310,9 @@ def _middles(mask: MaskLike | list[Middle] | None, config: PreTrainedConfig) -> 
     if mask is None:
         return [Middle()] * expected[0]
     given = mask if isinstance(mask, list) and all(isinstance(middle, Middle) for middle in mask) else None
-    found = given or [Middle(keep) for keep in layer_masks(mask, config)]
+    means = mask.mean_keys if isinstance(mask, ChannelMask) else None
+    centers = [None] * expected[0] if means is None else list(means)
+    found = given or [Middle(keep, center=c) for keep, c in zip(layer_masks(mask, config), centers, strict=True)]
     shapes = [(len(found), *m.channels.shape[-2:]) for m in found if m.channels is not None]
     for shape in shapes or [(len(found), *expected[1:])]:
         if shape != expected:

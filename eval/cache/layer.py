@@ -55,6 +55,7 @@ class CompressedLayer(DynamicLayer):
         self.backend: Backend | None = None  # what runs over the store, once a query has come
         self._columns = 0  # logical length, padding included
         self._expected = 0  # columns of a prompt that comes in chunks
+        self._center: Tensor | None = None  # float32 [H, 1, D], of `middle`, on the device of a sealed prompt
         self._real: Tensor | None = None  # [B, columns] of an unsealed prompt
         self._room: PromptRoom | None = None  # where an announced prompt is collected
         self.ended_at = -1  # columns of a prompt that came unannounced, once it is sealed
@@ -146,6 +147,11 @@ class CompressedLayer(DynamicLayer):
             return self._attend(q.to(self.dtype), real, scaling, softmax)
 
     def _attend(self, q: Tensor, real: Tensor | None, scaling: float | None, softmax: Softmax) -> Tensor:
+        if self.middle.center is not None and not softmax.plain:
+            raise ValueError(
+                "this model's softmax has soft-capped logits or attention sinks, which the mask's mean_keys would "
+                "change; take mask.with_means(None)"
+            )
         if self.store is None:
             out = dense.attend(q, self.keys, self.values, scaling, real, softmax)  # type: ignore[arg-type]
             self._real = real
@@ -179,7 +185,7 @@ class CompressedLayer(DynamicLayer):
             if self._kept is not None:
                 self._kept.take(store)
                 self._kept = None
-        position = store.append(k, v, real, self.backend.write)
+        position = store.append(self._centered(k), v, real, self.backend.write)
         out = self.backend.attend(store, q, position, scale, softmax)
         if not (self.record_past or capturing(q)):
             self._settle()
@@ -214,7 +220,12 @@ class CompressedLayer(DynamicLayer):
 
     def _begin(self, k: Tensor, v: Tensor, real: Tensor | None, *of_prompt: Tensor | None) -> None:
         real = None if real is None or bool(real.all()) else real
-        self.store = Store(k, v, real, self.middle, self.sizes, *of_prompt)
+        if self.middle.center is not None:
+            self._center = self.middle.center.to(k.device, torch.float32)[:, None]
+        self.store = Store(self._centered(k), v, real, self.middle, self.sizes, *of_prompt)
+
+    def _centered(self, k: Tensor) -> Tensor:
+        return k if self._center is None else (k.float() - self._center).to(k.dtype)
 
     def _settle(self) -> None:
         """Seal a finished prompt, or move tokens that are due out of the window."""

@@ -90,6 +90,8 @@ def _compressed(layer: CompressedLayer) -> tuple[dict[str, Any], dict[str, Tenso
     store, middle = layer.store, layer.middle
     if store is None or layer.record_past:
         raise ValueError("save() needs a cache whose prompt is complete, and no assisted decoding under way")
+    if middle.center is not None:
+        raise ValueError("a cache whose keys are centered (mean_keys of its mask) cannot be saved")
     if store.eviction is not None or store.reads is not None:
         raise ValueError("a cache that evicts tokens while decoding, or chooses what it reads, cannot be saved")
     if middle.bits is not None and type(middle.bits) is not Packing:

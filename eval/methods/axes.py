@@ -99,6 +99,10 @@ class Channels(Axis, ABC):
         """Kept channels of V, in the shape of `keep_mask`; None if all stay."""
         return None
 
+    def mean_keys(self) -> Tensor | None:
+        """What stands for pruned channels of K, [L, H, D]; None is 0."""
+        return None
+
     def kept_counts(self, config: PreTrainedConfig, length: int) -> tuple[np.ndarray, np.ndarray] | None:
         """How many channels of K and of V each head keeps of a prompt of `length` tokens, each [L, H].
 

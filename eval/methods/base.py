@@ -136,6 +136,7 @@ class Method(Checked):
         """What the axes choose for the middle of each layer."""
         channels = None if self.channels is None else self.channels.keep_mask(prefill, config)
         values = None if self.channels is None else self.channels.keep_value_mask(prefill, config)
+        means = None if self.channels is None else self.channels.mean_keys()
         joins = None if self.tokens is None else self.tokens.joins(config)
         return [
             Middle(
@@ -147,6 +148,7 @@ class Method(Checked):
                 eviction=self.tokens.eviction(layer, config, sizes)
                 if self.tokens is not None and isinstance(layer, PromptLayer)
                 else None,
+                center=None if means is None else means[index],
             )
             for index, layer in enumerate(prefill.layers)
         ]

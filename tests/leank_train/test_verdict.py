@@ -51,15 +51,17 @@ def test_a_difference_within_the_noise_is_no_doubt():
     assert Verdict(losses, RATIOS).doubts() == []
 
 
-def test_the_divergence_is_that_of_a_stage(model_folder):
+@pytest.mark.parametrize("compensated", [False, True])
+def test_the_divergence_is_that_of_a_stage(model_folder, compensated):
     config = check(settings(model_folder, "stage1=steered"))
     assert config.stage1.objective == "kl"
     backbone = backbones.load(str(model_folder), "float32")
     keep = torch.rand(tuple(backbone.shape), generator=torch.Generator().manual_seed(0)) < 0.3
     keep[0, 1] = False
-    stage = Stage1(backbone, config.stage1, config.pruning, parallel=config.trainer)
+    means = torch.randn(tuple(backbone.shape), generator=torch.Generator().manual_seed(1)) if compensated else None
+    stage = Stage1(backbone, config.stage1, config.pruning, parallel=config.trainer, mean_keys=means)
     for _, batch in _documents(config, backbone, 1):
-        found = _divergences(config, backbone, batch, {"mine": keep, "dense": torch.ones_like(keep)})
+        found = _divergences(config, backbone, batch, {"mine": keep, "dense": torch.ones_like(keep)}, means)
         assert found["mine"] == pytest.approx(float(stage.distillation(batch, keep)), rel=1e-5)
         assert found["dense"] == pytest.approx(0, abs=1e-6)
         assert found["mine"] > 1e-4

@@ -19,6 +19,7 @@ def plain_forward(
     sink: int = 0,
     window: int = 1,
     empty_heads: str = "zero",
+    mean: Tensor | None = None,
 ) -> Tensor:
     """Hidden states after the final norm, where context rows attend in full and answer rows by Eq. 1.
 
@@ -27,17 +28,20 @@ def plain_forward(
     alpha: [L, H, D]; None for full attention in all rows (the teacher).
     sink, window: tokens; the window counts the row itself.
     empty_heads: as in `attention.scaled_attention`.
+    mean: [L, H, D], the middle's keys are alpha * k + (1 - alpha) * mean; 0 by default.
 
     Returns [S, hidden].
     """
-    state = _Plain(len(ids), context, alpha, sink, window, empty_heads)
+    state = _Plain(len(ids), context, alpha, sink, window, empty_heads, mean)
     return run_decoder(model, ids[None], torch.arange(len(ids), device=ids.device)[None], state)[0]
 
 
 class _Plain:
     def __init__(
-        self, longest: int, context: int, alpha: Tensor | None, sink: int, window: int, empty_heads: str
-    ) -> None:
+        self, longest: int, context: int, alpha: Tensor | None, sink: int, window: int, empty_heads: str,
+        mean: Tensor | None,
+    ) -> None:  # fmt: skip
+        self.mean = mean
         self.longest, self.alpha, self.empty_heads = longest, alpha, empty_heads
         i, j = torch.arange(longest)[:, None], torch.arange(longest)[None]
         self.later = j > i  # [S, S]
@@ -49,6 +53,10 @@ class _Plain:
         if self.alpha is None:
             return self._softmax(q @ k.mT * scale) @ v
         alpha = self.alpha[layer].repeat_interleave(group, 0)[:, None]  # [Hq, 1, D]
+        if self.mean is not None:
+            mean = self.mean[layer].repeat_interleave(group, 0)[:, None]  # [Hq, 1, D]
+            middle = q @ (k * alpha + (1 - alpha) * mean).mT
+            return self._softmax(torch.where(self.middle, middle, q @ k.mT) * scale) @ v
         literal = self._eq1(q, k, alpha, scale) @ v
         if self.empty_heads == "zero":
             return literal

@@ -86,6 +86,9 @@ class Middle:
     bits: how numbers are stored, None = in the model's dtype
     reads: which tokens a query reads, None = every token
     eviction: which tokens leave while decoding, None = none
+    center: float [H, D], what every key loses before it is stored, in sink and window too, None = nothing. A softmax
+        does not change if all keys lose the same vector, so with the mean key here, a pruned channel counts as its mean
+        instead of 0 (`ChannelMask.mean_keys`).
 
     Raises ValueError for choices that exclude each other.
     """
@@ -96,6 +99,7 @@ class Middle:
     bits: Codec | None = None
     reads: ReadChoice | None = None
     eviction: Eviction | None = None
+    center: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.eviction is not None and (self.bits is not None or self.reads is not None):

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 from pydantic import InstanceOf
@@ -19,6 +20,7 @@ from leank.eval.inference.prefill import Prefill
 from leank.eval.methods.axes import Channels, method
 from leank.mask import ChannelMask
 from leank.shipped import located
+from leank.typed import OneOf
 
 
 @method("leank")
@@ -26,14 +28,18 @@ from leank.shipped import located
 class LeanK(Channels):
     """One mask S, learned beforehand, selects the kept channels of K for all inputs: Q_S K_S^T stands for Q K^T.
 
-    A head without kept channels keeps no middle at all, V included. There are no deviations from the paper.
+    A head without kept channels keeps no middle at all, V included. Beyond the paper, a mask may hold mean keys.
 
     Settings
     mask: str or ChannelMask, must be set: path of a training run's mask.safetensors or of a published .pth, or the mask
       itself.
+
+    compensation: "mask" or "none", default "mask": what stands for pruned channels: the mean keys that the mask's file
+      holds, if it does, or 0 as in the paper.
     """
 
     mask: str | InstanceOf[ChannelMask] | None = None
+    compensation: Annotated[str, OneOf("mask", "none")] = field(default="mask", kw_only=True)
 
     @cached_property
     def loaded(self) -> ChannelMask:
@@ -61,7 +67,12 @@ class LeanK(Channels):
     def identity(self) -> dict[str, object]:
         """The mask's contents, not its path."""
         digest = hashlib.sha256(self.loaded.keep.numpy().tobytes()).hexdigest()[:16]
-        return {"mask": digest, "pruning_ratio": round(self.loaded.pruning_ratio, 6)}
+        found: dict[str, object] = {"mask": digest, "pruning_ratio": round(self.loaded.pruning_ratio, 6)}
+        means = self.mean_keys()
+        return found if means is None else found | {"means": hashlib.sha256(means.numpy().tobytes()).hexdigest()[:16]}
+
+    def mean_keys(self) -> Tensor | None:
+        return self.loaded.mean_keys if self.compensation == "mask" else None
 
     def keep_mask(self, prefill: Prefill, config: PreTrainedConfig) -> Tensor:
         return self.loaded.keep

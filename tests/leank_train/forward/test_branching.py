@@ -69,6 +69,29 @@ def test_loss_and_gradient_equal_the_plain_form(each_model, zone, empty_heads):
         assert grad[0, 1].abs().min() > 0  # the empty head is taught too
 
 
+def test_centered_keys_give_pruned_channels_their_mean(each_model):
+    """Eq. 1 with alpha k + (1 - alpha) mean, in the slow form: keys of the middle are rebuilt."""
+    documents, questions, answers = batch()
+    both = [torch.cat(pair) for pair in zip(questions, answers, strict=True)]
+    alpha = scores().detach()
+    mean = torch.randn(alpha.shape, dtype=alpha.dtype, generator=torch.Generator().manual_seed(3))
+    prefix = prefill(each_model, pad(documents), DOCUMENTS)
+    teacher = branch(each_model, prefix, pad(both), [len(x) for x in both])
+    prefix = prefix.center_(mean)
+    zones = {"sink": 3, "window": 6, "empty_heads": "zero"}
+    hidden = rows(student(each_model, prefix, teacher.cut(QUESTIONS), pad(answers), ANSWERS, alpha, **zones), ANSWERS)
+    plain = torch.cat(
+        [
+            plain_forward(each_model, torch.cat([documents[r // 2], both[r]]), n, alpha, mean=mean, **zones)[n:]
+            for r in range(4)
+            for n in [DOCUMENTS[r // 2] + QUESTIONS[r]]
+        ]
+    )
+    torch.testing.assert_close(hidden, plain, rtol=1e-8, atol=1e-9)
+    with pytest.raises(ValueError, match="centered"):
+        branch(each_model, prefix, pad(both), [len(x) for x in both])
+
+
 def test_alpha_per_branch_and_questions_run_apart(each_model):
     documents, questions, answers = batch()
     prefix = prefill(each_model, pad(documents), DOCUMENTS)
