@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leank.eval.cache import Sizes
-from leank.eval.cache.attention.backend import Plain
+from leank.eval.cache.attention.batched import Plain
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.store import Addresses, Store
 

@@ -10,7 +10,7 @@ from tests.helpers.kernels import DEVICE, ON_GPU
 import triton  # isort: skip  (which the line above asks for)
 from leank.eval.cache.attention.kernels import choose  # isort: skip
 from leank.eval.cache.attention.choose import lines_held  # isort: skip
-from leank.eval.cache.attention.places import FIELDS, Column
+from leank.eval.cache.attention.ranking import FIELDS, Column
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

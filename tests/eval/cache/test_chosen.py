@@ -11,7 +11,8 @@ from tests.helpers.kernels import DEVICE, ON_GPU, poison
 
 from leank.eval.cache.attention import choose as launch  # isort: skip  (needs Triton, which the line above asks for)
 from leank.eval.cache.attention import naive
-from leank.eval.cache.attention.backend import Plain, choose_backend
+from leank.eval.cache.attention.backend import choose_backend
+from leank.eval.cache.attention.batched import Plain
 from leank.eval.cache.attention.choose import Chosen, ChosenConfig
 from leank.eval.cache.attention.ranking import Bounds
 from leank.eval.cache.storage.middle import Middle

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from tests.helpers.kernels import DEVICE, ON_GPU, poison, poisoned_memory  # noqa: F401
 
-from leank.eval.cache.attention.backend import Plain, choose_backend  # isort: skip  (Triton, which the line above asks for)
+from leank.eval.cache.attention.backend import choose_backend  # isort: skip  (Triton, which the line above asks for)
 from leank.eval.cache import graph
+from leank.eval.cache.attention.batched import Plain
 from leank.eval.cache.attention.launch import Kernel
 from leank.eval.cache.graph import DecodeLoop
 from leank.eval.cache.layer import CompressedLayer

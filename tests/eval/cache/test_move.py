@@ -43,7 +43,7 @@ def test_a_tail_that_grows_several_times():
 
 def test_a_step_that_brings_nothing_due_touches_no_store(monkeypatch):
     """advance() moves exactly when decoding step by step would, and asks nothing of a store in between."""
-    from leank.eval.cache.attention.backend import Plain
+    from leank.eval.cache.attention.batched import Plain
     from leank.eval.cache.layer import CompressedLayer
     from leank.eval.cache.storage.store import Store
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import pad
 
 from leank.eval.cache import Sizes
-from leank.eval.cache.attention.backend import Auto, Plain
+from leank.eval.cache.attention.backend import Auto
+from leank.eval.cache.attention.batched import Plain
 from leank.eval.cache.memory import measure_store
 from leank.eval.cache.storage.eviction import HeavyHitters
 from leank.eval.cache.storage.middle import Middle
