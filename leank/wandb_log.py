@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from leank.files import name_of
-from leank.mask import ChannelMask
+from leank.mask import ChannelMask, mask_file
 from leank.typed import BadConfig, Checked, OneOf, shown
 
 if TYPE_CHECKING:  # W&B and Lightning take seconds to import
@@ -120,12 +120,13 @@ def model_artifact(name: str) -> wandb.Artifact:
 
 
 def mask_artifact(path: Path, mask: ChannelMask) -> wandb.Artifact:
-    """An artifact that holds the file of a mask, named after its training config or, without one, its channels.
+    """An artifact that holds the file of a mask (`mask_file`), named after its training config or, without one, its channels.
 
     Training logs the artifact and an evaluation uses it. The bytes are the same, so the server has it once.
     """
     import wandb
 
+    path = mask_file(path)
     name = mask.metadata.get("config") or hashlib.sha256(mask.keep.numpy().tobytes()).hexdigest()[:12]
     about = {"pruning_ratio": mask.pruning_ratio, **{k: mask.metadata.get(k) for k in ("ratio", "alignment", "seed")}}
     made = wandb.Artifact(f"mask-{name_of(str(name))}", type="mask", metadata=about)
