@@ -274,7 +274,7 @@ def test_numbers_of_tokens_are_whole(value):
     model = tiny_model("llama")
     if value not in (0, -1):
         for name in ("sink", "window", "flush"):
-            with pytest.raises(ValueError, match=f"{name}={value!r} must be a whole number of tokens"):
+            with pytest.raises(ValueError, match=f"{name}={value!r} must be a valid integer"):
                 compressed_cache(model, None, **{name: value})
     with pytest.raises(ValueError, match=r"give the number of tokens in the whole prompt, at least 1"):
         new_cache(model).expect(value)
