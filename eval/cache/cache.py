@@ -276,9 +276,9 @@ def compressed_cache(
     if isinstance(mask, str | os.PathLike):
         mask = ChannelMask.load(mask)
     trained = mask.metadata if isinstance(mask, ChannelMask) else {}
-    given = {"sink": sink, "window": window}
-    known = {name: trained.get(name) if tokens is None else tokens for name, tokens in given.items()}
-    sizes = Sizes(flush=flush, **{name: tokens for name, tokens in known.items() if tokens is not None})  # type: ignore[arg-type]
+    given = {"sink": trained.get("sink") if sink is None else sink}
+    given["window"] = trained.get("window") if window is None else window
+    sizes = Sizes(flush=flush, **{name: tokens for name, tokens in given.items() if tokens is not None})  # type: ignore[arg-type]
     middles, choice = _middles(mask, config), choose_backend(backend)
     layers: list[CacheLayerMixin] = []
     for index, layer in enumerate(DynamicCache(config=config).layers):

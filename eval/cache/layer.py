@@ -19,7 +19,8 @@ from transformers.cache_utils import DynamicLayer
 
 from leank.data_gen.amount import amount
 from leank.eval.cache.attention import dense
-from leank.eval.cache.attention.backend import Backend, BackendChoice
+from leank.eval.cache.attention.backend import BackendChoice
+from leank.eval.cache.attention.batched import Plain
 from leank.eval.cache.attention.softmax import PLAIN, Softmax
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.sizes import Sizes
@@ -52,7 +53,7 @@ class CompressedLayer(DynamicLayer):
         self.is_initialized = False
         self.keys = self.values = None  # the prompt until it is sealed, then the tokens that await attend()
         self.store: Store | None = None
-        self.backend: Backend | None = None  # what runs over the store, once a query has come
+        self.backend: Plain | None = None  # what runs over the store, once a query has come
         self._columns = 0  # logical length, padding included
         self._expected = 0  # columns of a prompt that comes in chunks
         self._center: Tensor | None = None  # float32 [H, 1, D], of `middle`, on the device of a sealed prompt

@@ -1,9 +1,9 @@
-"""A server's step on a GPU: attention over pages in one Triton launch, and the slow, obvious form of it.
+"""A server's step on a GPU: attention over pages in one Triton launch, held equal to `eval.serving.attention`.
 
 In a `DeviceStep` the requests that decode come first. They are one launch, whose arguments never move: lengths, block
 tables and slots are the server's own tensors, which it fills anew before each step. So a step in which all requests
 decode can be captured in a CUDA graph and replayed, also with fewer requests than there is room for. The requests
-behind them have chunks of a prompt, which `eval.serving.attention` computes; it is the reference for all of it.
+behind them have chunks of a prompt, which plain PyTorch computes.
 """
 
 from __future__ import annotations
@@ -17,60 +17,12 @@ from torch import Tensor
 
 from leank.eval.cache.attention.softmax import LOG2_E
 from leank.eval.serving import attention
-from leank.eval.serving.layout import HEAD_DIMS, PageGroup, PageLayout
+from leank.eval.serving.layout import HEAD_DIMS, PageLayout
 
 TILE = 64  # tokens that a program reads at a time
 PER_SM = 2  # programs per multiprocessor: all run at once
 START = 24  # what it costs to begin to read, in units of 16 columns of a tile
 MERGE = 64  # lines of partial results that a merge asks for at a time
-
-
-def attend(
-    layout: PageLayout,
-    layer: int,
-    pages: Tensor,
-    q: Tensor,
-    lengths: Tensor,
-    kept_table: Tensor,
-    rest_table: Tensor,
-    scaling: float,
-) -> Tensor:
-    """softmax(q K_sink, q_kept K_middle, q K_window) V of one decoding step, one row at a time.
-
-    pages: [blocks, page_columns]
-    q: [B, Hq, D], the query of each row's last token, whose own K and V are in the pages
-    lengths: int [B], tokens of each row, that one included; 0 gives zeros
-    kept_table, rest_table: int [B, blocks of a row], the pages of each group
-    scaling: factor of the logits
-
-    Returns [B, Hq, D] in q's dtype, computed in at least fp32.
-    """
-    out = torch.zeros_like(q)
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    some = [head.k.count > 0 for head in layout.kept.layers[layer].heads]  # heads that have a middle
-    for row, length in enumerate(lengths.tolist()):
-        if not length:
-            continue
-        position = torch.arange(length, device=q.device)
-        whole = (position < layout.sink) | (position >= layout.whole_from(length - 1))
-        k, v = _read(layout.kept, layer, pages, kept_table[row], position, layout.head_dim)
-        rest = _read(layout.rest, layer, pages, rest_table[row], position[whole], layout.head_dim)
-        k[whole] += rest[0]
-        v[whole] += rest[1]
-        group = q.shape[1] // len(some)
-        for head, has_middle in enumerate(some):
-            seen = slice(None) if has_middle else whole
-            heads = slice(head * group, (head + 1) * group)
-            logits = q[row, heads].to(dtype) @ k[seen, head].to(dtype).T * scaling
-            out[row, heads] = (logits.softmax(-1) @ v[seen, head].to(dtype)).to(q.dtype)
-    return out
-
-
-def _read(
-    group: PageGroup, layer: int, pages: Tensor, table: Tensor, position: Tensor, head_dim: int
-) -> tuple[Tensor, Tensor]:
-    slots = table[position // group.block].long() * group.block + position % group.block
-    return group.read(pages, layer, slots, head_dim)
 
 
 @dataclass(frozen=True)
@@ -149,11 +101,19 @@ class PagedAttention:
         scaling: float,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Attention of one decoding step in one launch; parameters and result are those of `attend`.
+        """softmax(q K_sink, q_kept K_middle, q K_window) V of one decoding step, in one launch.
 
-        lengths and the tables are int32 on the device, and may change between replays of a captured launch; what the
-        tables hold behind a row's last page is not read
+        Lengths and tables may change between replays of a captured launch.
+
+        pages: [blocks, page_columns]
+        q: [B, Hq, D], the query of each row's last token, whose own K and V are in the pages
+        lengths: int32 [B] on the device, tokens of each row, that one included; 0 gives zeros
+        kept_table, rest_table: int32 [B, blocks of a row] on the device, the pages of each group; what they hold
+            behind a row's last page is not read
+        scaling: factor of the logits
         out: contiguous like the result, which is put there; None = new memory
+
+        Returns [B, Hq, D] in q's dtype.
 
         Raises ValueError for more rows than the memory is for.
         """

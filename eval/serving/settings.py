@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
+from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.serving.layout import HEAD_DIMS, PageLayout
 from leank.mask import ChannelMask
 
 VERSION = "0.32"  # the minor version of vLLM whose interfaces the plug-in uses
 
 NAMES = {"mask": "LEANK_MASK", "sink": "LEANK_SINK", "window": "LEANK_WINDOW"}
-DEFAULTS = {"sink": 128, "window": 1024}  # those of `compressed_cache`
+DEFAULTS = {"sink": Sizes.sink, "window": Sizes.window}
 
 
 @dataclass(frozen=True)

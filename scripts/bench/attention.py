@@ -355,7 +355,7 @@ def chosen(row: Record, kind: str, rows: int, length: int, changed: Mapping[str,
         step()
     row["wrong"] = sum(wrong(kernel, store, q) for store, q, _ in found)
     row["step_us"] = median_us(steps)
-    choices = [partial(kernel.choose, store, q, kernel.prepare(store), ranking_of(store)) for store, q, _ in found]
+    choices = [partial(kernel.select, store, q, kernel.prepare(store), ranking_of(store)) for store, q, _ in found]
     row["choose_us"] = median_us(choices)
     pages = (length + 127) // ranking.page
     scores = torch.randn(COPIES, rows * HEADS * GROUP, pages, device="cuda")
@@ -366,10 +366,10 @@ def chosen(row: Record, kind: str, rows: int, length: int, changed: Mapping[str,
 def wrong(kernel: Any, store: Store, q: Tensor) -> int:
     """Query heads whose choice is not the highest scores, of equals the first, in ascending order."""
     from leank.eval.cache.attention.choose import ranking_of
-    from leank.eval.cache.attention.places import Column
+    from leank.eval.cache.attention.ranking import Column
 
     plan, ranking = kernel.prepare(store), ranking_of(store)
-    found, heads = kernel.choose(store, q, plan, ranking), q.shape[0] * q.shape[1]
+    found, heads = kernel.select(store, q, plan, ranking), q.shape[0] * q.shape[1]
     stride = int(plan.table[0, Column.STRIDE])
     scores = plan.scores[: heads * stride].view(heads, stride)
     total = -(-int(store.prompt.length[0, 0] + store.tail.length[0, 0]) // ranking.page)  # alike in all heads

@@ -64,11 +64,13 @@ def poison(store):
 
 
 def poison_new(patch):
-    """Let new floating-point tensors hold NaN, as long as the pytest.MonkeyPatch lasts."""
+    """Let new tensors hold NaN as long as the pytest.MonkeyPatch lasts; bytes hold ones, of which scales are NaN."""
     empty = torch.empty
 
     def poisoned(*args, **kwargs):
         tensor = empty(*args, **kwargs)
+        if tensor.dtype == torch.uint8:
+            return tensor.fill_(255)
         return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
 
     patch.setattr(torch, "empty", poisoned)
@@ -115,35 +117,44 @@ def check_decoding(
     return store
 
 
-def check_moves(counts, dim, lengths, sizes, dtype, appends, seed, joins=None, per_row=False, widths=None):
-    """Append and move, again and again; both paths leave the same bits everywhere, and NaN where nothing was put."""
-    stores = [make_store(counts, dim, lengths, sizes, dtype, seed, None, widths, per_row) for _ in range(2)]
+def check_moves(counts, dim, lengths, sizes, dtype, appends, seed, joins=None, per_row=False, widths=None, bits=None):
+    """Append and move, again and again; both paths leave the same bits everywhere, and NaN where nothing was put.
+
+    Returns how many appends moved tokens, and the kernel's store.
+    """
+    stores = [make_store(counts, dim, lengths, sizes, dtype, seed, bits, widths, per_row) for _ in range(2)]
     kernel = Kernel(programs=3)
     generator = torch.Generator().manual_seed(seed)
     keep = torch.stack([stores[0].middle.channels[:, torch.randperm(dim, generator=generator)] for _ in lengths])
     for store in stores:
-        store.middle = Middle(store.middle.channels, store.middle.values, joins=joins)
+        store.middle = Middle(store.middle.channels, store.middle.values, joins=joins, bits=bits)
         if per_row:  # the same number of channels, other ones
             store.channels = KeptChannels.of(keep, store.ring_k)
             store.prompt.channels = store.tail.channels = store.channels
     moves = 0
     for new in appends:
         k, v = torch.randn(2, len(lengths), len(counts), new, dim, generator=generator).to(DEVICE, dtype)
+        if bits is not None:
+            v[..., : dim // 2] = v[..., :1]  # cells of equal numbers
         for store in stores:
             store.append(k, v)
-            poison(store)
+            if bits is None:  # codes are not numbers that could be NaN
+                poison(store)
         before = stores[0].start.copy()
         stores[0].flush()
         stores[1].flush(kernel.move)
         moves += int((stores[0].start > before).any())
         plain, moved = (store.tensors() for store in stores)
-        for name in plain.keys() - {"values.ranks"}:  # the kernel's alone
+        for name in plain.keys() - {"values.ranks"} if bits is None else ():  # the kernel's alone
             torch.testing.assert_close(moved[name], plain[name], rtol=0, atol=0, equal_nan=True, msg=name)
         assert stores[1].tail.length.tolist() == stores[1].tail.length_dev.tolist() == stores[0].tail.length.tolist()
         assert stores[1].start_dev.tolist() == stores[1].start.tolist() == stores[0].start.tolist()
         assert stores[0].quiet == stores[1].quiet > 0
         assert not kernel._done.any()
-        for segment in (stores[1].tail, stores[1].prompt):
-            for row, head in ((r, h) for r in range(len(lengths)) for h in range(len(counts))):
-                assert not any(x.isnan().any() for x in segment.read(row, head))
+        for part in ("tail", "prompt"):
+            for row, head in np.ndindex(len(lengths), len(counts)):
+                both = (getattr(store, part).read(row, head) for store in stores)
+                for want, got in zip(*both, strict=True):
+                    assert torch.equal(got, want)
+                    assert not got.isnan().any()
     return moves, stores[1]

@@ -6,13 +6,12 @@ import functools
 import importlib.util
 import os
 import warnings
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from leank.eval.cache.attention import batched
+from leank.eval.cache.attention.batched import Plain
 from leank.eval.cache.attention.ranking import Ranking
 from leank.eval.cache.attention.softmax import PLAIN, Softmax
 from leank.eval.cache.storage.store import Store
@@ -20,75 +19,6 @@ from leank.eval.cache.storage.store import Store
 if TYPE_CHECKING:
     from leank.eval.cache.attention.choose import Chosen
     from leank.eval.cache.attention.launch import Kernel
-
-
-class Backend(Protocol):
-    """What runs over a sealed layer.
-
-    captures: whether a decoding step can be captured into a CUDA graph
-    """
-
-    captures: bool
-
-    def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
-        """Attention over the layer; the parameters are those of `naive.attend`."""
-
-    def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor:
-        """Put new tokens into the ring; the reference is `Store.write`."""
-
-    def move(self, store: Store, due: np.ndarray) -> None:
-        """Move tokens from the window to the middle; the reference is `Store.move`."""
-
-    def evict(self, store: Store) -> None:
-        """Drop tokens of the middle that the layer's policy gives up; the reference is `Store.evict`."""
-
-    def prepare(self, store: Store) -> object:
-        """Bring what depends on addresses and capacities up to date."""
-
-
-class BackendChoice(Protocol):
-    """What chooses a layer's backend when its first query comes; the layers of a cache share one choice."""
-
-    def choose(self, store: Store, q: Tensor, softmax: Softmax = PLAIN) -> Backend:
-        """The backend for a layer that queries like q [B, Hq, Q, D] read."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Scratch memory that the layers share, by name."""
-
-
-class Plain:
-    """The backend in plain PyTorch, for any device and dtype; as a choice it chooses itself."""
-
-    captures = False
-
-    def choose(self, store: Store, q: Tensor, softmax: Softmax = PLAIN) -> Plain:
-        """This backend."""
-        return self
-
-    def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
-        """Attention over the layer; the parameters are those of `naive.attend`."""
-        return batched.attend(store, q, position, scaling, softmax)
-
-    def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor:
-        """Put new tokens into the ring."""
-        return store.write(k, v)
-
-    def move(self, store: Store, due: np.ndarray) -> None:
-        """Move tokens from the window to the middle."""
-        store.move(due)
-        batched.forget_outdated(store)
-
-    def evict(self, store: Store) -> None:
-        """Drop tokens of the middle that the layer's policy gives up."""
-        store.evict()
-        batched.forget_outdated(store)
-
-    def prepare(self, store: Store) -> None:
-        """Nothing depends on addresses here."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        """No scratch memory is held."""
-        return {}
 
 
 def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, group: int, interpret: bool) -> str | None:
@@ -132,7 +62,7 @@ class Auto:
         self.kernel: Kernel | None = None  # made for the first layer that it can run over
         self.chosen: Chosen | None = None  # the same for layers that choose what they read
 
-    def choose(self, store: Store, q: Tensor, softmax: Softmax = PLAIN) -> Backend:
+    def choose(self, store: Store, q: Tensor, softmax: Softmax = PLAIN) -> Plain:
         """The kernel if it can run over the layer, else plain PyTorch.
 
         Raises RuntimeError if the kernel cannot run and this choice insists on it.
@@ -165,6 +95,9 @@ class Auto:
         """Scratch memory of the kernels, by name."""
         chosen = {} if self.chosen is None else {f"chosen.{n}": t for n, t in self.chosen.tensors().items()}
         return {**(self.kernel.tensors() if self.kernel else {}), **chosen}
+
+
+BackendChoice: TypeAlias = Plain | Auto  # the layers of a cache share one choice
 
 
 def choose_backend(name: str, **kernel_options: Any) -> BackendChoice:

@@ -12,6 +12,7 @@ The ragged middle is gathered into padded tensors for one call; only index tenso
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -132,13 +133,54 @@ def layout_of(store: Store) -> PartLayout:
     return layout
 
 
-def forget_outdated(store: Store) -> None:
-    """Drop a layout of segments that the store has replaced: it would hold their memory until the next step."""
-    if isinstance(store.plan, PartLayout) and store.plan.segments != (store.prompt, store.tail):
-        store.plan = None
-
-
 def _state(store: Store) -> tuple[object, ...]:
     """The values, besides the segments themselves, that a layout depends on."""
     counts = (store.start, store.prompt.length, store.tail.length)
     return store.version, store.seen_dev.device, *(n.tobytes() for n in counts)
+
+
+class Plain:
+    """The backend in plain PyTorch, for any device and dtype; as a choice it chooses itself.
+
+    `launch.Kernel` overrides what Triton does faster, and its tests hold it equal to this.
+
+    captures: whether a decoding step can be captured into a CUDA graph
+    """
+
+    captures = False
+
+    def choose(self, store: Store, q: Tensor, softmax: Softmax = PLAIN) -> Plain:
+        """The backend for a layer that queries like q [B, Hq, Q, D] read; called when its first query comes."""
+        return self
+
+    def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
+        """Attention over the layer; the parameters are those of `naive.attend`."""
+        return attend(store, q, position, scaling, softmax)
+
+    def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor:
+        """Put new tokens into the ring."""
+        return store.write(k, v)
+
+    def move(self, store: Store, due: np.ndarray) -> None:
+        """Move tokens from the window to the middle."""
+        store.move(due)
+        _forget_outdated(store)
+
+    def evict(self, store: Store) -> None:
+        """Drop tokens of the middle that the layer's policy gives up."""
+        store.evict()
+        _forget_outdated(store)
+
+    def prepare(self, store: Store) -> object:
+        """Bring what depends on addresses and capacities up to date; nothing does here."""
+        return None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Scratch memory that the layers share, by name."""
+        return {}
+
+
+def _forget_outdated(store: Store) -> None:
+    """Drop a layout of segments that the store has replaced: it would hold their memory until the next step."""
+    if isinstance(store.plan, PartLayout) and store.plan.segments != (store.prompt, store.tail):
+        store.plan = None

@@ -13,8 +13,7 @@ from leank.eval.cache.attention import batched
 from leank.eval.cache.attention.kernels import choose as kernels
 from leank.eval.cache.attention.kernels.parts import Queries, Results
 from leank.eval.cache.attention.launch import Kernel, layer_of, multiprocessors
-from leank.eval.cache.attention.places import places
-from leank.eval.cache.attention.ranking import Bounds, Ranking
+from leank.eval.cache.attention.ranking import Bounds, Ranking, places
 from leank.eval.cache.attention.softmax import LOG2_E, PLAIN, Softmax
 from leank.eval.cache.storage.store import Store
 from leank.eval.cache.storage.upload import update
@@ -105,7 +104,7 @@ class Chosen(Kernel):
         q = q if q.stride(-1) == 1 else q.contiguous()
         config, plan, ranking = self.chosen_config, self.prepare(store), ranking_of(store)
         (heads, slots), group = store.ring_k.shape[1:3], self._group
-        chosen = self.choose(store, q, plan, ranking)
+        chosen = self.select(store, q, plan, ranking)
         ends = -(-store.sizes.sink // config.span) - (-slots // config.span)
         shares = max(1, -(-ranking.most * ranking.page // config.tile))
         shares = min(shares, self._programs(store, config.per_sm, batch * q_heads))
@@ -134,7 +133,7 @@ class Chosen(Kernel):
         )
         return out
 
-    def choose(self, store: Store, q: Tensor, plan: ChosenPlan, ranking: Ranking) -> Tensor:
+    def select(self, store: Store, q: Tensor, plan: ChosenPlan, ranking: Ranking) -> Tensor:
         """The pages or tokens that each query head reads, [B Hq, most] int32; what lies past the last is anything."""
         config, (batch, q_heads, _, dim) = self.chosen_config, q.shape
         heads = store.ring_k.shape[1]

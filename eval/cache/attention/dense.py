@@ -7,9 +7,7 @@ calls that are long enough to gain by it may use it (`leank.kernels.cudnn_pays`)
 from __future__ import annotations
 
 from contextlib import nullcontext
-from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -18,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from leank.eval.cache.attention.softmax import PLAIN, Softmax, written_out
 from leank.eval.cache.storage.segment import round_up
-from leank.eval.cache.storage.upload import upload
+from leank.eval.cache.storage.sizes import equal_rows
 from leank.kernels import cudnn_forward, cudnn_pays, flash_forward, flash_takes
 
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -113,7 +111,7 @@ def attend(
     softmax: Softmax = PLAIN,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of the last Q of T columns; rows of equal padding are computed together, without their padding.
+    """Causal attention of the last Q of T columns; neighbours of equal padding are computed together, without it.
 
     q: [B, Hq, Q, D]
     k, v: [B, H, T, D]
@@ -125,63 +123,19 @@ def attend(
 
     Returns [B, Q, Hq, D], zero where the query is padding.
     """
-    on_host = None if real is None else real.cpu().numpy()
-    if on_host is None or on_host.all():
+    if real is None or bool(real.all()):
         return _causal(q, k, v, scaling, softmax, lse).transpose(1, 2)
-    out = torch.zeros_like(q)
-    starts = on_host.shape[1] - on_host.sum(1)
-    if (on_host == (np.arange(on_host.shape[1]) >= starts[:, None])).all():
-        _left_padded(q, k, v, scaling, softmax, starts, out, lse)
-    else:
-        _by_pattern(q, k, v, scaling, softmax, on_host, out, lse)
-    return out.transpose(1, 2)
-
-
-def _left_padded(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scaling: float | None,
-    softmax: Softmax,
-    starts: np.ndarray,
-    out: Tensor,
-    lse: Tensor | None,
-) -> None:
-    """Fill out [B, Hq, Q, D] for rows whose real columns begin at starts [B].
-
-    Neighbouring rows of one start are computed together from views, so that only the output is copied.
-    """
-    edges = [0, *(np.flatnonzero(np.diff(starts)) + 1).tolist(), len(starts)]
-    for first, last in pairwise(edges):
-        start, rows = int(starts[first]), slice(first, last)
-        padding = max(0, q.shape[2] - (k.shape[2] - start))  # among the queries
-        if padding < q.shape[2]:
-            some_q, some_lse = q[rows, :, padding:], None if lse is None else lse[rows, :, padding:]
-            out[rows, :, padding:] = _causal(some_q, k[rows, :, start:], v[rows, :, start:], scaling, softmax, some_lse)
-
-
-def _by_pattern(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scaling: float | None,
-    softmax: Softmax,
-    real: np.ndarray,
-    out: Tensor,
-    lse: Tensor | None,
-) -> None:
-    """Fill out [B, Hq, Q, D] for rows of any padding, real [B, T]; rows of equal padding are gathered together."""
-    new, device = q.shape[2], q.device
-    patterns, which = np.unique(real, axis=0, return_inverse=True)
-    for i, pattern in enumerate(patterns):
-        rows = upload(np.flatnonzero(which.reshape(-1) == i), device)
-        columns, queries = (upload(np.flatnonzero(p), device) for p in (pattern, pattern[-new:]))
-        if len(queries):
-            q_real = q[rows][:, :, queries]
-            out_rows = torch.zeros_like(q[rows])
-            k_real, v_real = (x[rows][:, :, columns] for x in (k, v))
-            some_lse = None if lse is None else lse.new_empty(q_real.shape[:3])
-            out_rows[:, :, queries] = _causal(q_real, k_real, v_real, scaling, softmax, some_lse)
-            out[rows] = out_rows
+    out, before = torch.zeros_like(q), k.shape[2] - q.shape[2]  # columns before the first query's
+    for rows, columns in equal_rows(real):
+        if isinstance(columns, slice):
+            queries: slice | Tensor = slice(max(0, columns.start - before), max(0, columns.stop - before))
+        else:
+            queries = columns[columns >= before] - before
+        some_q = q[rows][:, :, queries]
+        if some_q.shape[2]:
+            some_lse = None if lse is None else lse.new_empty(some_q.shape[:3])
+            some_k, some_v = k[rows][:, :, columns], v[rows][:, :, columns]
+            out[rows][:, :, queries] = _causal(some_q, some_k, some_v, scaling, softmax, some_lse)
             if lse is not None and some_lse is not None:
-                lse[rows[:, None], :, queries] = some_lse.transpose(1, 2)
+                lse[rows][:, :, queries] = some_lse
+    return out.transpose(1, 2)

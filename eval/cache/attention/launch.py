@@ -1,11 +1,11 @@
-"""Launches the decode kernel: work tables, scratch memory, tile sizes."""
+"""Launches the decode kernel, over a middle in 16 bits or in KIVI's pages: work tables, scratch memory, tile sizes."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,12 @@ import triton
 from torch import Tensor
 
 from leank.eval.cache.attention import work
+from leank.eval.cache.attention.batched import Plain
 from leank.eval.cache.attention.evict import Room, Weights
-from leank.eval.cache.attention.kernels import decode, ring
+from leank.eval.cache.attention.kernels import decode, packed, ring
 from leank.eval.cache.attention.kernels.parts import Layer, Queries, Results
 from leank.eval.cache.attention.softmax import LOG2_E, PLAIN, Softmax
+from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.segment import PAGE
 from leank.eval.cache.storage.store import Store
 from leank.eval.cache.storage.upload import update
@@ -68,11 +70,18 @@ class Config:
 
 
 WIDE = Config(warps=8)  # for tiles of more than 16 rows
+# With a page more on its way, 8 warps' pages of 128 channels take 147 KB, and two programs do not fit a multiprocessor.
+WIDE_PACKED = replace(WIDE, stages=2, pdl=False)
+# By bits: the costs of a packed middle follow its bytes, and it gained nothing from programmatic dependent launch.
+_BYTES = Config(slow=1.0, per_tile=0, piece=16384, pdl=False)
+PACKED = {8: _BYTES, 4: replace(_BYTES, slow=1.6), 2: replace(_BYTES, slow=1.6)}
+# Where every program has few pages, another one on its way gains nothing, and a piece's start counts.
+PACKED_FEW = {b: replace(_BYTES, stages=2, slow=slow, piece=65536) for b, slow in ((8, 1.3), (4, 1.6), (2, 2.5))}
 
 
 @dataclass(frozen=True)
 class CodecKernels:
-    """The kernels of a codec, which `Codec.kernels` names; `packed.kernels` makes those of KIVI's pages.
+    """The kernels of a codec, which `Codec.kernels` names; `packed_kernels` makes those of KIVI's pages.
 
     read: the Triton function that reads a part's codes within the decode kernel, with the parameters of
         `kernels.packed.read`
@@ -101,6 +110,42 @@ def kernels_of(store: Store) -> CodecKernels | None:
     return getattr(importlib.import_module(module), function)(store)
 
 
+def packed_kernels(store: Store) -> CodecKernels:
+    """The kernels of a store whose middle is packed."""
+    packing, base = store.middle.bits, store.ring_k
+    assert isinstance(packing, Packing)
+
+    def config(tile_rows: int, few: bool) -> Config:
+        if tile_rows > 16:
+            return WIDE_PACKED
+        return (PACKED_FEW if few else PACKED)[packing.bits]
+
+    return CodecKernels(
+        read=packed.read,
+        codes=packed.Codes(packing.bits, packing.group, base.is_cuda),
+        share=packing.cell(base.dtype) / (packing.group * base.itemsize),
+        config=config,
+        move=_move_packed,
+    )
+
+
+def _move_packed(store: Store, done: Tensor) -> None:
+    """Pack the tokens that are due, in one launch."""
+    packing, tail, index = store.middle.bits, store.tail, store.channels.index
+    assert isinstance(packing, Packing)
+    batch, heads, slots, dim = store.ring_k.shape
+    packed.move[(batch, heads)](
+        *(store.ring_k, store.ring_v, tail.k, tail.v, index, tail.places()),
+        *(store.seen_dev, store.start_dev, tail.length_dev, done),
+        *(index.stride(0), slots, store.sizes.window, store.sizes.flush),
+        H=heads,
+        D=dim,
+        PAGE=PAGE,
+        BITS=packing.bits,
+        CELL=packing.group,
+    )
+
+
 @dataclass
 class LaunchPlan:
     """The work table of one store, kept until addresses or capacities change."""
@@ -118,7 +163,7 @@ class LaunchPlan:
         """Nothing: the table holds addresses, and a copied store, which lies elsewhere, makes its own."""
 
 
-class Kernel:
+class Kernel(Plain):
     """The backend in Triton. The layers of a cache share its scratch memory, because they run one after the other."""
 
     captures = True

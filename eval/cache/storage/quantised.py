@@ -47,7 +47,7 @@ class Packing(PageCodec):
     Raises ValueError for other numbers.
     """
 
-    kernels: ClassVar[str | None] = "leank.eval.cache.attention.packed:kernels"
+    kernels: ClassVar[str | None] = "leank.eval.cache.attention.launch:packed_kernels"
     bits: int = 2
     group: int = 32
 

@@ -1,15 +1,19 @@
-"""The sizes of sink and window, and which columns of a prompt belong to the middle."""
+"""The sizes of sink and window, which columns of a prompt belong to the middle, and rows of equal padding."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from numbers import Integral
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from leank.data_gen.request import LONGEST
 from leank.eval.cache.storage.segment import PAGE, round_up
+from leank.eval.cache.storage.upload import upload
 
 
 @dataclass(frozen=True)
@@ -63,3 +67,18 @@ def middle_columns(position: Tensor, sizes: Sizes) -> Tensor:
     """
     start = (position.amax(-1, keepdim=True) + 1 - sizes.window).clamp(min=sizes.sink)
     return (position >= sizes.sink) & (position < start)
+
+
+def equal_rows(real: Tensor) -> Iterator[tuple[slice, slice | Tensor]]:
+    """Neighbouring rows of real [B, T] that are equal, and their true columns; a slice, which needs no copy, if it can.
+
+    Rows without a true column are left out.
+    """
+    patterns = real.cpu().numpy()
+    edges = np.flatnonzero((patterns[1:] != patterns[:-1]).any(1)) + 1
+    for first, last in pairwise([0, *edges.tolist(), len(patterns)]):
+        columns = np.flatnonzero(patterns[first])
+        if len(columns):
+            begin, end = int(columns[0]), int(columns[-1]) + 1
+            whole = end - begin == len(columns)
+            yield slice(first, last), slice(begin, end) if whole else upload(columns, real.device)

@@ -20,8 +20,8 @@ from leank.data_gen.amount import amount
 from leank.eval.cache.storage.channels import KeptChannels
 from leank.eval.cache.storage.eviction import Eviction, moved_up
 from leank.eval.cache.storage.middle import Middle
-from leank.eval.cache.storage.segment import PAGE, Extent, Segment, round_up
-from leank.eval.cache.storage.sizes import Sizes, middle_columns, real_positions
+from leank.eval.cache.storage.segment import PAGE, Extent, round_up
+from leank.eval.cache.storage.sizes import Sizes, equal_rows, middle_columns, real_positions
 from leank.eval.cache.storage.upload import capturing, update, upload
 
 Write = Callable[["Store", Tensor, Tensor], Tensor]
@@ -82,8 +82,7 @@ class Store:
         self._fill_middle(k, v, None if real is None else in_middle, chosen)
         self.eviction = None
         if middle.eviction is not None:
-            has_middle = self.channels.count > 0
-            self.eviction = begin_eviction(middle.eviction, has_middle, position, in_middle, chosen, scores)
+            self.eviction = self._begin_eviction(middle.eviction, position, in_middle, chosen, scores)
             self.evict()
         self.reads = None if middle.reads is None else middle.reads.start(self)
 
@@ -108,7 +107,11 @@ class Store:
         write_prompt(self.sink_v, self.ring_v, v, int(self.start[0]))
 
     def _fill_middle(self, k: Tensor, v: Tensor, in_middle: Tensor | None, chosen: Tensor | None) -> None:
-        """Make both parts of the middle, and fill one with the columns of the prompt that stay."""
+        """Make both parts of the middle, and fill one with the tokens of the prompt that stay.
+
+        in_middle: [B, T] bool, the columns of each row's middle; None = no padding
+        chosen: [B, H, T] bool, the tokens of the middle that stay; None = all
+        """
         of_rows = (self.start - self.sizes.sink)[:, None].repeat(k.shape[1], 1)
         moved = of_rows if chosen is None else chosen.sum(-1).cpu().numpy()
         parts = [
@@ -118,7 +121,29 @@ class Store:
         filled, empty = parts
         in_tail = self.middle.eviction is not None and self.middle.joins is None  # room in the tail is what joins
         self.prompt, self.tail = (empty, filled) if in_tail else parts
-        seal_middle(filled, k, v, moved, slice(self.sizes.sink, int(self.start[0])), in_middle, chosen)
+        if not moved.any():
+            return
+        if chosen is not None:
+            columns = torch.argsort((~chosen).to(torch.uint8), dim=-1, stable=True)[..., : int(moved.max()), None]
+            columns = columns.expand(-1, -1, -1, k.shape[-1])
+            filled.append(np.arange(len(k)), k.gather(2, columns), v.gather(2, columns), moved)
+        elif in_middle is None:
+            middle = slice(self.sizes.sink, int(self.start[0]))
+            filled.append(np.arange(len(k)), k[:, :, middle], v[:, :, middle])
+        else:
+            for rows, at in equal_rows(in_middle):
+                filled.append(np.arange(rows.start, rows.stop), k[rows][:, :, at], v[rows][:, :, at])
+
+    def _begin_eviction(
+        self, policy: Eviction, position: Tensor, in_middle: Tensor, chosen: Tensor | None, scores: Tensor | None
+    ) -> Eviction:
+        """The policy's state for the tokens held; position [B, T] is the real index of each column, -1 for padding."""
+        has_middle = upload(self.channels.count > 0, position.device)[..., None]
+        held = has_middle & (in_middle[:, None] if chosen is None else chosen)
+        held = held | ((position >= 0) & ~in_middle)[:, None]
+        count = held.sum(-1).cpu().numpy()
+        scores = torch.zeros(held.shape, device=held.device) if scores is None else scores.to(held.device)
+        return policy.begin(moved_up(scores, held, count), count)
 
     def _write(self, k: Tensor, v: Tensor, position: Tensor) -> None:
         """Put columns of real index [start, ...) into the ring and [0, sink) into the sink."""
@@ -351,9 +376,6 @@ def resized(ring: Tensor, start: Tensor, held: int, slots: int) -> Tensor:
     return moved
 
 
-# The middle of a prompt
-
-
 def before_holes(seen: np.ndarray, real: Tensor) -> np.ndarray:
     """How many real tokens each row [B] has before its last padding behind a token; `crop` must not meet that.
 
@@ -363,91 +385,6 @@ def before_holes(seen: np.ndarray, real: Tensor) -> np.ndarray:
     there = real.cpu().numpy()
     tokens = seen[:, None] + there.cumsum(-1)
     return np.where(there, 0, tokens).max(-1, initial=0)
-
-
-def seal_middle(
-    segment: Segment,
-    k: Tensor,
-    v: Tensor,
-    count: np.ndarray,
-    columns: slice,
-    in_middle: Tensor | None,
-    chosen: Tensor | None,
-) -> None:
-    """Store the middle of a prompt.
-
-    segment: has room for exactly these tokens
-    k, v: [B, H, T, D]
-    count: [B, H], how many tokens each head keeps
-    columns: the middle of a prompt without padding
-    in_middle: [B, T] bool, the columns of each row's middle; None = no padding
-    chosen: [B, H, T] bool, the tokens of the middle that stay; None = all
-    """
-    if chosen is not None:
-        seal_chosen(segment, k, v, chosen, count)
-    elif in_middle is not None and count.any():
-        seal_columns(segment, k, v, in_middle)
-    elif count.any():
-        segment.append(np.arange(len(k)), k[:, :, columns], v[:, :, columns])
-
-
-def seal_columns(prompt: Segment, k: Tensor, v: Tensor, in_middle: Tensor) -> None:
-    """Store the middle of a padded prompt; rows of equal padding are stored together.
-
-    prompt: has room for exactly these tokens
-    k, v: [B, H, T, D]
-    in_middle: [B, T] bool, the columns of each row's middle
-    """
-    alike: dict[bytes, list[int]] = {}
-    patterns = in_middle.cpu().numpy()
-    for row, pattern in enumerate(patterns):
-        alike.setdefault(pattern.tobytes(), []).append(row)
-    for rows in alike.values():
-        found = np.flatnonzero(patterns[rows[0]])
-        if len(found) == 0:
-            continue
-        first, last = int(found[0]), int(found[-1]) + 1
-        at = slice(first, last) if last - first == len(found) else upload(found, k.device)
-        follow = rows[-1] - rows[0] == len(rows) - 1  # views need no copy
-        some = slice(rows[0], rows[-1] + 1) if follow else upload(np.array(rows), k.device)
-        prompt.append(np.array(rows), k[:, :, at][some], v[:, :, at][some])
-
-
-def seal_chosen(prompt: Segment, k: Tensor, v: Tensor, chosen: Tensor, count: np.ndarray) -> None:
-    """Store the tokens of the middle that each head keeps.
-
-    prompt: has room for exactly these tokens
-    k, v: [B, H, T, D]
-    chosen: [B, H, T] bool
-    count: [B, H], how many tokens are chosen
-    """
-    most = int(count.max())
-    columns = torch.argsort((~chosen).to(torch.uint8), dim=-1, stable=True)[..., :most, None]
-    columns = columns.expand(-1, -1, -1, k.shape[-1])
-    prompt.append(np.arange(len(k)), k.gather(2, columns), v.gather(2, columns), count)
-
-
-def begin_eviction(
-    policy: Eviction,
-    has_middle: np.ndarray,
-    position: Tensor,
-    in_middle: Tensor,
-    chosen: Tensor | None,
-    scores: Tensor | None,
-) -> Eviction:
-    """The policy's state for a sealed layer.
-
-    has_middle: [B, H], whether a head has one
-    position: [B, T], the real index of each column, -1 for padding
-    in_middle: [B, T] bool, the columns of the middle
-    chosen: [B, H, T] bool, those that stay, None = all
-    scores: [B, H, T], the attention that each token has received, None = zeros
-    """
-    held = upload(has_middle, position.device)[..., None] & (in_middle[:, None] if chosen is None else chosen)
-    held = held | ((position >= 0) & ~in_middle)[:, None]
-    count = held.sum(-1).cpu().numpy()
-    scores = torch.zeros(held.shape, device=held.device) if scores is None else scores.to(held.device)
-    return policy.begin(moved_up(scores, held, count), count)
 
 
 # What a captured step reads

@@ -1,1 +1,1 @@
-"""Triton kernels over the pages of a served cache; `eval.serving.paged` launches them and has the slow form."""
+"""Triton kernels over the pages of a served cache; launched by `eval.serving.paged`."""

@@ -78,7 +78,7 @@ def check(stores, generator, new, real, softmax=PLAIN):
 
 
 @pytest.mark.usefixtures("no_memory_is_clean")
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=45, derandomize=True)
 @given(
     choice=st.sampled_from([*CHOICES, "labels", "spark"]),
     lengths=st.lists(st.integers(1, 90), min_size=1, max_size=3),

@@ -48,7 +48,7 @@ def fake_quantise_middle(k, v, bits, group):
     return torch.cat([fake_quantise(x.T, bits).T for x in k.split(group)]) if len(k) else k, v
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(BITS, st.sampled_from([8, 16, 32, 64]), DTYPES, st.floats(-8, 8), st.floats(-6, 3), SEEDS)
 def test_a_number_comes_back_within_half_a_step(bits, group, dtype, offset, magnitude, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -109,7 +109,7 @@ def test_where_the_codes_of_a_page_lie(bits):
             assert torch.equal(cells[:, n // 2, [n % 2, n % 2 + 2]], scales[:, n])
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20, derandomize=True)
 @given(
     BITS,
     st.sampled_from([4, 8, 16]),
@@ -189,7 +189,7 @@ def compare(got, want):
     torch.testing.assert_close(got[1], want[1], rtol=1e-8, atol=1e-8)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15, derandomize=True)
 @given(
     st.sampled_from(["llama", "qwen3"]),
     st.lists(st.integers(1, 45), min_size=1, max_size=3),

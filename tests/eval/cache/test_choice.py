@@ -10,7 +10,7 @@ from tests.helpers.kernels import DEVICE, ON_GPU
 import triton  # isort: skip  (which the line above asks for)
 from leank.eval.cache.attention.kernels import choose  # isort: skip
 from leank.eval.cache.attention.choose import lines_held  # isort: skip
-from leank.eval.cache.attention.places import FIELDS, Column
+from leank.eval.cache.attention.ranking import FIELDS, Column
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -52,7 +52,7 @@ def check_choice(scores, most, run, lines, width=10):
 
 
 @pytest.mark.parametrize("run", [0, 4, 8])
-@pytest.mark.parametrize(("total", "most"), [(1, 1), (7, 40), (130, 40), (300, 256), (300, 7), (9, 0)])
+@pytest.mark.parametrize(("total", "most"), [(1, 1), (7, 40), (130, 40), (170, 150), (170, 7), (9, 0)])
 def test_the_choice_is_topks(total, most, run):
     """Of equals the first, each candidate once, in ascending order; past what a program holds, too."""
     generator = torch.Generator().manual_seed(total)
@@ -67,7 +67,7 @@ def test_the_choice_is_topks(total, most, run):
 
 
 @pytest.mark.skipif(ON_GPU, reason="the same on the device below")
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=6, derandomize=True)
 @given(
     st.integers(1, 400),
     st.integers(0, 400),

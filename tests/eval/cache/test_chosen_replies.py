@@ -9,7 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.helpers.kernels import DEVICE, ON_GPU
 
 from leank.eval.cache import compressed_cache  # isort: skip  (needs Triton, which the line above asks for)
-from leank.eval.cache.attention.backend import Plain, choose_backend
+from leank.eval.cache.attention.backend import choose_backend
+from leank.eval.cache.attention.batched import Plain
 from leank.eval.cache.attention.choose import Chosen
 from leank.eval.cache.layer import CompressedLayer
 from leank.eval.cache.storage.middle import Middle

@@ -30,7 +30,7 @@ def by_rows(q, k, v, scaling, real, softmax=PLAIN):
     return out.transpose(1, 2)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(
     starts=st.lists(st.integers(0, 12), min_size=1, max_size=4),
     holes=st.booleans(),

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from tests.helpers.kernels import DEVICE, ON_GPU, poison, poisoned_memory  # noqa: F401
 
-from leank.eval.cache.attention.backend import Plain, choose_backend  # isort: skip  (Triton, which the line above asks for)
+from leank.eval.cache.attention.backend import choose_backend  # isort: skip  (Triton, which the line above asks for)
 from leank.eval.cache import graph
+from leank.eval.cache.attention.batched import Plain
 from leank.eval.cache.attention.launch import Kernel
 from leank.eval.cache.graph import DecodeLoop
 from leank.eval.cache.layer import CompressedLayer
@@ -122,7 +123,7 @@ class Pair:
 
 
 @pytest.mark.skipif(ON_GPU, reason="the same on the device below")
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 @given(
     st.sampled_from(list(POLICIES)),
     st.lists(st.integers(1, 150), min_size=1, max_size=2),
@@ -145,9 +146,9 @@ def test_interpreted_on_random_shapes(policy, lengths, counts, sizes, group, ste
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_many_steps_interpreted(policy):
     """Rows of unequal length, one without a token now and then; a head of few channels and one of none."""
-    pair = Pair(POLICIES[policy](), [60, 31], [64, 0], Sizes(3, 8, 4), 64, 2, 1)
+    pair = Pair(POLICIES[policy](), [52, 31], [64, 0], Sizes(3, 8, 4), 64, 2, 1)
     pages = set()
-    for step in range(20):
+    for step in range(12):
         real = torch.tensor([[True], [step % 7 != 3]], device=DEVICE)
         pair.step(1, None if real.all() else real, bits=step % 4 == 3)
         pages.add(pair.fast.tail.k.data_ptr())

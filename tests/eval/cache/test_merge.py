@@ -49,7 +49,7 @@ def check_merge(first, parts, rows, lines, dim, empty, seed):
 
 
 @pytest.mark.skipif(ON_GPU, reason="the same on the device below")
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=10, derandomize=True)
 @given(
     st.integers(0, 5),
     st.integers(1, 40),

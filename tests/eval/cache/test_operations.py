@@ -16,9 +16,7 @@ from tests.helpers.cache_oracle import SEEDS, VOCAB, left_padded, tiny_model
 from tests.helpers.turns import METHODS
 
 LENGTH = st.one_of(st.integers(1, 3), st.integers(1, 45))
-CHECKS = settings(
-    max_examples=15, stateful_step_count=7, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+CHECKS = settings(max_examples=15, stateful_step_count=7, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 class Rows(RuleBasedStateMachine):

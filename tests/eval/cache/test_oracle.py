@@ -19,7 +19,7 @@ def compare(got, want):
         torch.testing.assert_close(got[1], want[1], rtol=1e-8, atol=1e-8)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=16, derandomize=True)
 @given(st.sampled_from(sorted(FAMILIES)), LENGTHS, SIZES, st.integers(1, 25), SEEDS)
 @example("llama", [40], (4, 8, 4), 25, 0)
 @example("llama", [12, 13, 40], (4, 8, 4), 5, 1)  # one row just short of a middle, one just past, one long
@@ -41,7 +41,7 @@ def test_the_oracle_can_tell_pruned_from_dense():
     assert not torch.equal(pruned[0], dense[0])
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=10, derandomize=True)
 @given(st.sampled_from(sorted(FAMILIES)), LENGTHS, st.lists(st.integers(1, 20), min_size=3, max_size=3), SIZES, SEEDS)
 def test_second_turn(family, first, second, sizes, seed):
     """A second prompt, itself left-padded, over the compressed first one: several queries at once, then more tokens."""
@@ -62,7 +62,7 @@ def test_second_turn(family, first, second, sizes, seed):
     compare(results[1], results[0])
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 @given(LENGTHS, SIZES, st.integers(1, 20), SEEDS)
 def test_chunked_prefill(lengths, sizes, chunk, seed):
     """A prompt announced with expect() and fed in chunks is sealed as a whole."""
@@ -82,28 +82,6 @@ def test_beam_search(lengths):
     want = run(model, oracle_cache(keep, *sizes), ids, mask, 14, "oracle", **options)
     cache = compressed_cache(model, keep, *sizes, backend="torch")
     assert torch.equal(run(model, cache, ids, mask, 14, ATTENTION, **options)[0], want[0])
-
-
-def test_sampling_draws_the_same_tokens():
-    model, keep, sizes = tiny_model("qwen3"), random_keep(6), (2, 5, 3)
-    ids, mask = left_padded([25, 25], 6)
-    torch.manual_seed(0)
-    want = run(model, oracle_cache(keep, *sizes), ids, mask, 14, "oracle", do_sample=True)
-    torch.manual_seed(0)
-    cache = compressed_cache(model, keep, *sizes, backend="torch")
-    compare(run(model, cache, ids, mask, 14, ATTENTION, do_sample=True), want)
-
-
-def test_a_padded_row_gives_the_tokens_it_gives_alone():
-    model, keep, sizes = tiny_model("llama"), random_keep(7), (4, 8, 4)
-    lengths = [40, 9, 14, 3]
-    ids, mask = left_padded(lengths, 7)
-    cache = compressed_cache(model, keep, *sizes, backend="torch")
-    together = run(model, cache, ids, mask, 30, ATTENTION)[0][:, -30:]
-    for row, length in enumerate(lengths):
-        cache = compressed_cache(model, keep, *sizes, backend="torch")
-        alone = run(model, cache, ids[row : row + 1, -length:], None, 30, ATTENTION)[0][:, -30:]
-        assert torch.equal(together[row : row + 1], alone)
 
 
 def test_float32_logits_stay_within_1e_5_of_the_oracle():
@@ -127,10 +105,10 @@ def test_a_long_generation_grows_the_middle_several_times():
     model, keep, sizes = tiny_model("llama"), random_keep(9, empty=0), (4, 16, 16)
     ids, mask = left_padded([50, 20], 9)
     cache = compressed_cache(model, keep, *sizes, backend="torch")
-    run(model, cache, ids, mask, 500, ATTENTION)
+    run(model, cache, ids, mask, 300, ATTENTION)
     oracle = run(model, oracle_cache(keep, *sizes), ids, mask, 60, "oracle")[0]
     again = compressed_cache(model, keep, *sizes, backend="torch")
     assert torch.equal(run(model, again, ids, mask, 60, ATTENTION)[0], oracle)
     tail = cache.compressed[0].store.tail
-    assert tail.length.max() > 400
+    assert tail.length.max() > 250
     assert (tail.capacity[tail.capacity > 0] - tail.length[tail.capacity > 0]).max() <= 128 + 64

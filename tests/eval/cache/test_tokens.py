@@ -120,7 +120,7 @@ SIZES = st.tuples(st.integers(0, 4), st.integers(0, 9), st.integers(1, 5))
 LENGTHS = st.lists(st.integers(1, 36), min_size=1, max_size=3).map(tuple)
 
 
-@settings(max_examples=14, deadline=None, derandomize=True)
+@settings(max_examples=14, derandomize=True)
 @given(st.sampled_from(sorted(FAMILIES)), LENGTHS, SIZES, st.integers(0, 2**20), st.booleans(), st.integers(1, 14))
 @example("llama", (36,), (2, 4, 3), 3, False, 20)  # several moves out of the window
 @example("llama", (36, 3), (0, 0, 2), 4, False, 12)  # nothing stays whole but what waits for a flush
@@ -158,40 +158,6 @@ def test_a_second_turn_reads_what_stayed():
         results.append(run(case.model, cache, ids, mask, 8, attention))
     assert torch.equal(results[0][0], results[1][0])
     torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-8, atol=1e-8)
-
-
-def test_beam_search_reorders_what_each_row_keeps():
-    case, options = Case("llama", (30, 9), (2, 4, 3), 6), {"num_beams": 3, "num_return_sequences": 2}
-    caches = case.oracle(), case.cache()
-    for layer in caches[0].layers:  # generate() does not repeat a filled cache
-        layer.reorder_cache(torch.arange(2).repeat_interleave(3))
-    caches[1].batch_repeat_interleave(3)
-    want, got = (
-        run(case.model, cache, case.ids, case.mask, 12, attention, **options)[0]
-        for cache, attention in zip(caches, ("oracle", ATTENTION), strict=True)
-    )
-    assert torch.equal(got, want)
-
-
-def test_a_padded_row_gives_the_tokens_it_gives_alone():
-    case = Case("qwen3", (36, 9, 20), (2, 4, 3), 8)
-    together = run(case.model, case.cache(), case.ids, case.mask, 12, ATTENTION)[0][:, -12:]
-    for row in range(3):
-        ids = case.ids[row : row + 1, case.mask[row].bool()]
-        assert torch.equal(
-            run(case.model, case.cache(row), ids, None, 12, ATTENTION)[0][:, -12:], together[row : row + 1]
-        )
-
-
-def test_crop_goes_back_to_the_last_move():
-    case = Case("llama", (30,), (2, 6, 4), 9)
-    cache, token = case.cache(), torch.tensor([[7]])
-    case.model.set_attn_implementation(ATTENTION)
-    with torch.no_grad():
-        want = case.model(token, past_key_values=cache).logits
-        cache.crop(-1)
-        assert cache.get_seq_length() == 30
-        torch.testing.assert_close(case.model(token, past_key_values=cache).logits, want)
 
 
 @pytest.mark.parametrize("what", ["tokens", "channels"])

@@ -1,5 +1,6 @@
 """Unusual uses of a compressed cache: what the user hears, and what must come out the same."""
 
+import functools
 import pickle
 import warnings
 
@@ -9,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from leank.eval.cache import Sizes, compressed_cache
+from leank.eval.cache import compressed_cache
 from leank.eval.cache.hook import ATTENTION
+from leank.eval.cache.layer import CompressedLayer
 from leank.eval.cache.storage.middle import Middle
 from leank.mask import ChannelMask
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, left_padded, random_keep, run, tiny_model
@@ -145,7 +147,7 @@ def test_autocast(wide):
     assert layer.store.ring_k.dtype == layer.store.ring_v.dtype == torch.bfloat16
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.booleans(), st.integers(0, 4), st.integers(0, 99))
 def test_crop_is_a_shorter_prompt_or_refused(lengths, right, remove, seed):
     """After a padded prompt crop() takes columns, so that no real token goes in place of a padding column."""
@@ -169,19 +171,6 @@ def test_crop_is_a_shorter_prompt_or_refused(lengths, right, remove, seed):
     with torch.no_grad():
         got = model(more, attention_mask=mask, past_key_values=cache).logits[:, -1]
     torch.testing.assert_close(got, want)
-
-
-def test_a_model_that_only_slides_is_warned_of():
-    with pytest.warns(RuntimeWarning, match="every layer of mistral has a sliding window of its own"):
-        compressed_cache(tiny_model("mistral", sliding_window=16), random_keep(1))
-
-
-def test_no_mask_keeps_every_channel():
-    model, (ids, mask) = tiny_model("llama"), left_padded([30, 12], 3)
-    model.set_attn_implementation("sdpa")
-    want = model.generate(ids, attention_mask=mask, max_new_tokens=12, **GREEDY)
-    got = model.generate(ids, attention_mask=mask, past_key_values=new_cache(model), max_new_tokens=12, **GREEDY)
-    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize(
@@ -215,20 +204,6 @@ def test_pickling_says_what_to_do_instead():
         pickle.dumps(new_cache(tiny_model("llama")))
 
 
-@pytest.mark.parametrize("name", ["sink", "window", "flush"])
-@pytest.mark.parametrize("value", [2.5, "32", True])
-def test_sizes_are_whole_numbers(name, value):
-    with pytest.raises(ValueError, match=f"{name}={value!r} must be a whole number of tokens"):
-        compressed_cache(tiny_model("llama"), None, **{name: value})
-    assert Sizes(torch.tensor(3).item(), 4, 5).sink == 3
-
-
-@pytest.mark.parametrize("tokens", [-5, 0, 2.5, True, None])
-def test_expect_takes_a_number_of_tokens(tokens):
-    with pytest.raises(ValueError, match=r"give the number of tokens in the whole prompt, at least 1"):
-        new_cache(tiny_model("llama")).expect(tokens)
-
-
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("sealed", [True, False])
 def test_another_batch_needs_a_reset(rows, sealed):
@@ -240,14 +215,6 @@ def test_another_batch_needs_a_reset(rows, sealed):
     with pytest.raises(ValueError, match=f"a batch of 2, and a batch of {rows} came: call cache.reset") as error:
         feed(model, cache, torch.full((rows, 1), 3))
     assert one_line(error)
-
-
-def test_no_warning_of_plain_pytorch_without_a_gpu(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    model, ids = tiny_model("llama"), left_padded([30], 3)[0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        feed(model, compressed_cache(model, random_keep(1), *SIZES), ids, ids[:, :1])
 
 
 @pytest.mark.parametrize("chunk", [28, 20])
@@ -305,7 +272,8 @@ def test_crop_goes_back_to_padding_inside_the_window():
         cache.crop(-6)
     other = compressed_cache(model, None, 2, 30, 3, backend="torch")
     torch.testing.assert_close(got, feed(model, other, ids[:, :16], mask=hole))
-    want = [feed_masked(model, one, ids[:, 16:], turn) for one in (cache, other)]
+    with torch.no_grad():
+        want = [model(ids[:, 16:], attention_mask=turn, past_key_values=one).logits[:, -1] for one in (cache, other)]
     torch.testing.assert_close(*want)
     cache.crop(-3)
     torch.testing.assert_close(feed(model, cache, ids[:, 17:]), want[1])
@@ -313,6 +281,71 @@ def test_crop_goes_back_to_padding_inside_the_window():
         cache.crop(-4)
 
 
-def feed_masked(model, cache, ids, mask):
-    with torch.no_grad():
-        return model(ids, attention_mask=mask, past_key_values=cache).logits[:, -1]
+@pytest.mark.parametrize("value", [0, -1, 2.5, "32", True])
+def test_numbers_of_tokens_are_whole(value):
+    model = tiny_model("llama")
+    if value not in (0, -1):
+        for name in ("sink", "window", "flush"):
+            with pytest.raises(ValueError, match=f"{name}={value!r} must be a whole number of tokens"):
+                compressed_cache(model, None, **{name: value})
+    with pytest.raises(ValueError, match=r"give the number of tokens in the whole prompt, at least 1"):
+        new_cache(model).expect(value)
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("again", ["prompt", "turn", "use_cache", "use_cache without padding"])
+def test_ids_that_do_not_fit_what_the_cache_holds_are_refused(again, own):
+    """A prompt without reset(), a turn without what came before, and use_cache=False all answered with other tokens."""
+    model = tiny_model("llama")
+    ids, mask = left_padded([20, 20 if "without" in again else 9], 1)
+    cache = new_cache(model, random_keep(3))
+    how = (cache.generate, (model,), {}) if own else (model.generate, (), {"past_key_values": cache})
+    generate = functools.partial(how[0], *how[1], **how[2], **GREEDY, max_new_tokens=4)
+    first = generate(input_ids=ids, attention_mask=mask)
+    given = {"prompt": {"input_ids": ids, "attention_mask": mask}, "turn": {"input_ids": first[:, -5:]}}
+    wrong = given.get(again, {"input_ids": torch.cat([first, ids], 1), "use_cache": False})
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        generate(**wrong)
+    if own or again != "turn":  # of a turn alone transformers makes no tokens at all
+        assert "whole conversation" in str(error.value)
+        assert "call cache.reset()" in str(error.value)
+        assert one_line(error)
+    cache.reset()
+    assert torch.equal(generate(input_ids=ids, attention_mask=mask), first)
+
+
+class Stopped(BaseException):
+    """As Ctrl-C raises."""
+
+
+@pytest.mark.filterwarnings("ignore:a pass of 3 tokens")
+@pytest.mark.parametrize("turn", [1, 3])
+@pytest.mark.parametrize("where", ["update", "attend"])
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_a_pass_that_broke_off_is_not_gone_on_from(layer, where, turn, monkeypatch):
+    """Layers that lack tokens answered with other tokens; after reset() the cache is new."""
+    model, keep = tiny_model("llama"), random_keep(3)
+    ids, more = left_padded([20], 1)[0], left_padded([turn], 2)[0]
+    cache = new_cache(model, keep)
+    want = feed(model, cache, ids, more)
+    cache.reset()
+    feed(model, cache, ids)
+    with monkeypatch.context() as patch:
+        whole = getattr(CompressedLayer, where)
+
+        def stop(self, *args, **kwargs):
+            if self is cache.layers[layer]:
+                raise Stopped
+            return whole(self, *args, **kwargs)
+
+        patch.setattr(CompressedLayer, where, stop)
+        with pytest.raises(Stopped):
+            feed(model, cache, more)
+    if (layer, where) == (0, "update"):  # nothing has come
+        assert torch.equal(feed(model, cache, more), want)
+        return
+    with pytest.raises(RuntimeError, match=r"the last pass broke off, .* call reset\(\)") as error:
+        feed(model, cache, more)
+    assert one_line(error)
+    cache.reset()
+    assert torch.equal(feed(model, cache, ids, more), want)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from leank.eval.cache import compressed_cache
-from leank.eval.cache.attention.backend import Plain
+from leank.eval.cache.attention.batched import Plain
 from leank.eval.cache.graph import DecodeLoop, capturable
 from leank.eval.inference import decode
 from leank.eval.inference.decode import greedy

@@ -27,7 +27,7 @@ def stripes(group):
             )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10_000), block=st.sampled_from([16, 32, 48, 64, 128]))
 def test_every_channel_lies_in_one_group_and_no_runs_overlap(seed, block):
     keep, layout = random_layout(seed, block)
@@ -47,7 +47,7 @@ def test_every_channel_lies_in_one_group_and_no_runs_overlap(seed, block):
     assert block % layout.rest.block == 0
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 10_000), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 def test_both_groups_together_give_back_what_was_written(seed, dtype):
     keep, layout = random_layout(seed)

@@ -10,10 +10,21 @@ from hypothesis import strategies as st
 
 from leank.eval.serving import attention
 from leank.eval.serving.layout import PageLayout
-from leank.eval.serving.paged import DeviceStep, PagedAttention, attend, decoding_first
+from leank.eval.serving.paged import DeviceStep, PagedAttention, decoding_first
 from tests.helpers.served_pages import DEVICE, DTYPE, ON_GPU, a_mask, served
 
 pytest.importorskip("triton")  # Linux only
+
+
+def plainly(layout, layer, pages, q, lengths, kept, rest, scaling):
+    """What the kernel computes, by the plain step: every row of a length has one new position, its last."""
+    starts = [0, *torch.tensor(lengths).clamp(max=1).cumsum(0).tolist()]
+    step, out = attention.Step(layout, starts, lengths, lengths, kept, rest), torch.zeros_like(q)
+    some = torch.tensor(lengths) > 0
+    found = torch.empty_like(q[some])
+    attention.attend(step, layer, pages, q[some], found, found, scaling, found)
+    out[some] = found
+    return out
 
 
 def compare(seed, lengths, block, group, dim, programs, sizes=(4, 24)):
@@ -23,14 +34,14 @@ def compare(seed, lengths, block, group, dim, programs, sizes=(4, 24)):
     q = torch.randn(len(lengths), 3 * group, dim, generator=torch.Generator().manual_seed(seed)).to(DEVICE, DTYPE)
     tokens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     for layer in range(2):
-        want = attend(layout, layer, pages, q, tokens, kept, rest, dim**-0.5)
+        want = plainly(layout, layer, pages, q, lengths, kept, rest, dim**-0.5)
         for _ in range(2):  # the counters are as before
             got = paged.attend(pages, layer, q, tokens, kept, rest, dim**-0.5)
             assert got.isfinite().all()
             torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=1e-2 if ON_GPU else 1e-5)
 
 
-@settings(max_examples=4 if not ON_GPU else 10, deadline=None, derandomize=True)
+@settings(max_examples=3 if not ON_GPU else 10, derandomize=True)
 @given(
     st.integers(0, 999),
     st.lists(st.integers(0, 120), min_size=1, max_size=2).filter(any),
@@ -43,7 +54,7 @@ def test_the_kernel_is_the_reference(seed, lengths, block, programs):
 
 
 @pytest.mark.gpu
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 @given(
     st.integers(0, 999),
     st.lists(st.integers(0, 5000), min_size=1, max_size=6).filter(any),
@@ -55,7 +66,7 @@ def test_the_kernel_is_the_reference_on_a_device(seed, lengths, block, group, pr
     compare(seed, lengths, block, group, 128, programs, sizes=(100, 500))
 
 
-@settings(max_examples=2 if not ON_GPU else 10, deadline=None, derandomize=True)
+@settings(max_examples=2 if not ON_GPU else 10, derandomize=True)
 @given(st.integers(0, 999), st.sampled_from([16, 32]))
 def test_new_tokens_are_written_as_the_layout_says(seed, block):
     layout = PageLayout.of(a_mask(seed), block, 4, 24)
@@ -97,11 +108,11 @@ def test_a_captured_step_is_replayed_while_rows_grow():
     with torch.cuda.graph(graph):
         out = paged.attend(pages, 1, q, tokens, kept, rest, 0.1)
     for less in (250, 100, 1, 0):
-        tokens.copy_(torch.tensor(lengths) - less)
+        shorter = [length - less for length in lengths]
+        tokens.copy_(torch.tensor(shorter))
         graph.replay()
-        torch.testing.assert_close(
-            out.float(), attend(layout, 1, pages, q, tokens, kept, rest, 0.1).float(), rtol=0, atol=1e-2
-        )
+        want = plainly(layout, 1, pages, q, shorter, kept, rest, 0.1)
+        torch.testing.assert_close(out.float(), want.float(), rtol=0, atol=1e-2)
 
 
 SCALE = 0.125

@@ -15,7 +15,7 @@ def pages_of(first, end, block):
     return set(range(max(0, first) // block, -(-end // block))) if end > max(0, first) else set()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(rest=sizes, steps=st.lists(st.integers(1, 300), min_size=1, max_size=6))
 def test_what_the_next_step_reads_is_stored_and_the_bound_holds(rest, steps):
     table, end, most = [], 0, rest.most(max(steps), sum(steps), hits=False)
@@ -30,7 +30,7 @@ def test_what_the_next_step_reads_is_stored_and_the_bound_holds(rest, steps):
         assert whole <= held
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(rest=sizes, start=st.integers(0, 20), new=st.integers(1, 300))
 def test_the_bound_holds_behind_a_prefix_hit(rest, start, new):
     hit, end = start * rest.hit, start * rest.hit + new
@@ -40,7 +40,7 @@ def test_the_bound_holds_behind_a_prefix_hit(rest, start, new):
     assert len(held) <= rest.most(end, end, hits=True)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(rest=sizes, end=st.integers(2, 900))
 def test_a_prompt_sent_again_finds_its_window(rest, end):
     held = {i for i, real in enumerate(rest.new(0, end)) if real}

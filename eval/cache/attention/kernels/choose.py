@@ -15,7 +15,7 @@ Attention: a program takes one row and KV head, and either a span of its sink an
 group, or a share of what one query head has chosen. No other token is read. The last program to finish a (row, KV
 head) merges the partial results.
 
-table: [X, FIELDS] int64, with the columns of places.Column
+table: [X, FIELDS] int64, with the columns of ranking.Column
 base, words: first element of the ring's keys, as a pointer to the cache's numbers and to float32
 tail_ptr: [X] int64, tokens of each head's tail
 order: the orders of a program's candidates, a tuple of WIDTH tensors [LINES], the first of each line, the second of
@@ -28,21 +28,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from leank.eval.cache.attention import places
+from leank.eval.cache.attention import ranking
 from leank.eval.cache.attention.kernels.parts import gather, merge, real_rows, sink_and_window, store_rows
 
-FIELDS = tl.constexpr(places.FIELDS)
-PROMPT_K, TAIL_K = tl.constexpr(int(places.Column.PROMPT_K)), tl.constexpr(int(places.Column.TAIL_K))
-PROMPT, CHANNELS = tl.constexpr(int(places.Column.PROMPT)), tl.constexpr(int(places.Column.CHANNELS))
-LABELS, BOUNDS = tl.constexpr(int(places.Column.LABELS)), tl.constexpr(int(places.Column.BOUNDS))
-SCORES, STRIDE = tl.constexpr(int(places.Column.SCORES)), tl.constexpr(int(places.Column.STRIDE))
-BEST, BEST_STRIDE = tl.constexpr(int(places.Column.BEST)), tl.constexpr(int(places.Column.BEST_STRIDE))
+FIELDS = tl.constexpr(ranking.FIELDS)
+PROMPT_K, TAIL_K = tl.constexpr(int(ranking.Column.PROMPT_K)), tl.constexpr(int(ranking.Column.TAIL_K))
+PROMPT, CHANNELS = tl.constexpr(int(ranking.Column.PROMPT)), tl.constexpr(int(ranking.Column.CHANNELS))
+LABELS, BOUNDS = tl.constexpr(int(ranking.Column.LABELS)), tl.constexpr(int(ranking.Column.BOUNDS))
+SCORES, STRIDE = tl.constexpr(int(ranking.Column.SCORES)), tl.constexpr(int(ranking.Column.STRIDE))
+BEST, BEST_STRIDE = tl.constexpr(int(ranking.Column.BEST)), tl.constexpr(int(ranking.Column.BEST_STRIDE))
 
 LEAST = tl.constexpr(-(2**31))  # below every score's order
 HIGHEST = tl.constexpr(2**31 - 1)
-PROMPT_V, TAIL_V = tl.constexpr(int(places.Column.PROMPT_V)), tl.constexpr(int(places.Column.TAIL_V))
-SINK_K, SINK_V = tl.constexpr(int(places.Column.SINK_K)), tl.constexpr(int(places.Column.SINK_V))
-RING_K, RING_V = tl.constexpr(int(places.Column.RING_K)), tl.constexpr(int(places.Column.RING_V))
+PROMPT_V, TAIL_V = tl.constexpr(int(ranking.Column.PROMPT_V)), tl.constexpr(int(ranking.Column.TAIL_V))
+SINK_K, SINK_V = tl.constexpr(int(ranking.Column.SINK_K)), tl.constexpr(int(ranking.Column.SINK_V))
+RING_K, RING_V = tl.constexpr(int(ranking.Column.RING_K)), tl.constexpr(int(ranking.Column.RING_V))
 
 # fmt: off
 
