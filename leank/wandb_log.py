@@ -120,7 +120,7 @@ def model_artifact(name: str) -> wandb.Artifact:
 
 
 def mask_artifact(path: Path, mask: ChannelMask) -> wandb.Artifact:
-    """An artifact that holds the file of a mask (`mask_file`), named after its training config or, without one, its channels.
+    """An artifact that holds the file of a mask, named after its training config or, without one, its channels.
 
     Training logs the artifact and an evaluation uses it. The bytes are the same, so the server has it once.
     """
