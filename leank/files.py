@@ -34,11 +34,9 @@ def name_of(text: str, longest: int = 100) -> str:
 def write_bytes(path: str | os.PathLike, content: bytes) -> None:
     """Write to a temporary file in the target's folder, then rename it; folders are made as needed.
 
-    Raises OSError naming the target, ValueError for a path that cannot be a file's.
+    Raises OSError naming the target.
     """
     target = Path(path)
-    if "\0" in str(target):
-        raise ValueError(f"{str(target)!r} is no name of a file: it holds a zero byte")
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
     target.parent.mkdir(parents=True, exist_ok=True)

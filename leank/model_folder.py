@@ -6,7 +6,8 @@ import hashlib
 import json
 from pathlib import Path
 
-from leank.data_gen.amount import amount
+from safetensors import SafetensorError, safe_open
+
 from leank.data_gen.reading import read_text
 
 # what changes answers: weights, the model's and the generation's config, tokenizer and chat template
@@ -42,10 +43,9 @@ def check_folder(folder: Path) -> None:
             if file.suffix == ".json" and not isinstance(json.loads(read_text(file)), dict):
                 raise ValueError("it must hold a JSON object")
             if file.suffix == ".safetensors":
-                _check_safetensors(file)
-        except RecursionError:
-            raise ValueError(f"{file} is damaged (it is nested too deeply); copy it again") from None
-        except (ValueError, TypeError, KeyError, IndexError, OSError) as error:
+                with safe_open(file, "numpy"):  # which reads the header, and compares it with the length
+                    pass
+        except (ValueError, RecursionError, OSError, SafetensorError) as error:
             raise ValueError(f"{file} is damaged ({' '.join(str(error).split())[:200]}); copy it again") from None
 
 
@@ -53,20 +53,6 @@ def _files(folder: Path) -> list[tuple[str, Path]]:
     """Name and path of every file that answers depend on, in order."""
     found = {file for pattern in (*WEIGHTS, *TEXTS) for file in folder.glob(pattern) if file.is_file()}
     return sorted((file.relative_to(folder).as_posix(), file) for file in found)
-
-
-def _check_safetensors(file: Path) -> None:
-    size = file.stat().st_size
-    with file.open("rb") as content:
-        length = int.from_bytes(content.read(8), "little")
-        if 8 + length > size:
-            raise ValueError(f"it has {amount(size, 'byte')}, and its header alone takes {8 + length}")
-        header = json.loads(content.read(length))
-    if not isinstance(header, dict):
-        raise ValueError("its header is no JSON object")
-    ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
-    if 8 + length + max(ends, default=0) != size:
-        raise ValueError(f"it has {amount(size, 'byte')}, and should have {8 + length + max(ends, default=0)}")
 
 
 def _digest(file: Path) -> str:

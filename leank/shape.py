@@ -47,9 +47,8 @@ def kv_shape(config: PreTrainedConfig) -> DecoderShape:
     return DecoderShape(config.num_hidden_layers, heads, keys)
 
 
-def check_decoder(model: PreTrainedModel) -> None:
-    """Raise ValueError, naming the reason, for a model whose mask cannot be learned."""
-    config = model.config
+def check_config(config: PreTrainedConfig) -> DecoderShape:
+    """Return the shape of a decoder; raise ValueError, naming the reason, if no mask can be learned for its config."""
     text = config.get_text_config(decoder=True)
     if text is not config:
         raise ValueError(
@@ -59,17 +58,23 @@ def check_decoder(model: PreTrainedModel) -> None:
         raise ValueError(
             f"model={config.model_type} has no rotary positions (RoPE); choose a RoPE decoder such as Llama"
         )
-    if not getattr(model, "_supports_attention_backend", False):
-        raise ValueError(f"model={config.model_type} takes no registered attention function; choose another model")
     other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if other:
         raise ValueError(
             f"model={config.model_type} has layers of {', '.join(sorted(other))} (layer_types); training knows full "
             "attention: choose another model"
         )
+    return kv_shape(config)
+
+
+def check_decoder(model: PreTrainedModel) -> None:
+    """Raise ValueError, naming the reason, for a model whose mask cannot be learned."""
+    kind = model.config.model_type
+    check_config(model.config)
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ValueError(f"model={kind} takes no registered attention function; choose another model")
     if model.base_model is model:
-        raise ValueError(f"model={config.model_type} names no base model without a head; choose another model")
-    kv_shape(config)
+        raise ValueError(f"model={kind} names no base model without a head; choose another model")
 
 
 def has_rope(config: PreTrainedConfig) -> bool:

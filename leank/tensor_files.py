@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load
 from safetensors.torch import save as serialise
 from torch import Tensor
 from torch.serialization import MAP_LOCATION
@@ -52,14 +53,14 @@ def write_tensors(
     header = dict(metadata or {})
     content = serialise(dict(tensors), metadata={**header, DIGEST: digest(tensors, header)})
     end = 8 + int.from_bytes(content[:8], "little")  # safetensors writes the keys of its header in random order
-    ordered = json.dumps(json.loads(content[8:end]), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    ordered = json.dumps(_header(content), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     write_bytes(path, content[:8] + ordered.encode().ljust(end - 8) + content[end:])
 
 
 def read_tensors(
     path: str | os.PathLike, names: set[str], cure: str, keys: Collection[str] = (), optional: Collection[str] = ()
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors and the metadata that `write_tensors` wrote. The tensors are copies, not a memory map of the file.
+    """The tensors and the metadata that `write_tensors` wrote; no memory map, so they do not change with the file.
 
     names: of the tensors that the file must hold.
     cure: what the user can do about a damaged file.
@@ -68,18 +69,16 @@ def read_tensors(
 
     Raises DamagedFile.
     """
+    content = Path(path).read_bytes()
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata, there = dict(file.metadata() or {}), set(file.keys())
-            if there not in (names, names.union(optional)):
-                raise DamagedFile(
-                    path, f"it holds {', '.join(sorted(there)[:5])}, not {', '.join(sorted(names))}", cure
-                )
-            tensors = {name: _copy(file.get_tensor(name)) for name in sorted(there)}
-            if any((t.view(torch.uint8) > 1).any() for t in tensors.values() if t.dtype == torch.bool):
-                raise DamagedFile(path, "it holds booleans that are neither 0 nor 1", cure)
+        tensors = load(content)
     except SafetensorError as error:
         raise DamagedFile(path, f"it is no whole safetensors file ({error})", cure) from error
+    if {*tensors} not in (names, names.union(optional)):
+        raise DamagedFile(path, f"it holds {', '.join(sorted(tensors)[:5])}, not {', '.join(sorted(names))}", cure)
+    if any((t.view(torch.uint8) > 1).any() for t in tensors.values() if t.dtype == torch.bool):
+        raise DamagedFile(path, "it holds booleans that are neither 0 nor 1", cure)
+    metadata = _header(content).get("__metadata__", {})
     written = metadata.pop(DIGEST, None)
     if set(metadata) != set(keys):  # a digest whose name is damaged among them
         raise DamagedFile(path, "its header is not what was written", cure)
@@ -113,6 +112,6 @@ def read_checkpoint(path: str | os.PathLike, cure: str, map_location: MAP_LOCATI
         raise DamagedFile(path, f"it is no whole archive of plain values ({type(error).__name__})", cure) from error
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    """A copy byte by byte: `clone` makes a 1 of any other byte of a bool tensor."""
-    return tensor.flatten().view(torch.uint8).clone().view(tensor.dtype).view(tensor.shape)
+def _header(content: bytes) -> dict[str, Any]:
+    """The JSON at the beginning of a safetensors file, behind its length in 8 bytes."""
+    return json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])

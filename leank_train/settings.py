@@ -22,7 +22,7 @@ from leank.backbone import ModelConfig
 from leank.data_gen import haystack
 from leank.data_gen.tasks import task
 from leank.rotary import layer_ropes
-from leank.shape import has_rope, kv_shape
+from leank.shape import check_config
 from leank.typed import BadConfig, Checked, Count, Positive, Samples, Seed, Share, typed
 from leank.wandb_log import LoggerConfig
 from leank_train.objective import steering
@@ -213,13 +213,11 @@ def check_model(config: RunConfig, longest: dict[str, int]) -> None:
     name = config.model.name
     model = backbones.load_config(name, config.model.overrides)
     kind = f"model.name={name} ({model.model_type})"
-    need(has_rope(model), f"{kind} has no rotary positions (RoPE); choose a RoPE decoder such as Llama")
-    missing = [k for k in ("num_hidden_layers", "num_key_value_heads", "hidden_size") if not hasattr(model, k)]
-    need(not missing, f"{kind} is no plain decoder: its config has no {', '.join(missing)}; choose a text model")
-    dim, align = kv_shape(model).head_dim, config.pruning.align
-    need(
-        dim % align == 0, f"pruning.align={align} does not divide head_dim={dim} of {kind}; use a divisor such as 16",
-    )  # fmt: skip
+    try:
+        dim, align = check_config(model).head_dim, config.pruning.align
+    except ValueError as error:
+        raise BadConfig(f"model.name={name}: {error}") from None
+    need(dim % align == 0, f"pruning.align={align} does not divide head_dim={dim} of {kind}; use a divisor such as 16")
     check_positions(model, kind, longest)
     for rope in layer_ropes(model):
         check_rope(config, rope, kind)

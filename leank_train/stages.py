@@ -10,18 +10,16 @@ model's head makes of them (objective=kl).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import lightning as L
 import torch
 import torch.distributed as dist
 from annotated_types import Ge, Gt, Le
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
-from torch.optim import Optimizer
 
 from leank.backbone import Backbone
 from leank.mask import ROUNDINGS, ChannelMask
@@ -240,15 +238,9 @@ class Stage(L.LightningModule):
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": factor, "interval": "step"}}
 
-    def optimizer_step(
-        self,
-        epoch: int,
-        batch_idx: int,
-        optimizer: Optimizer | LightningOptimizer,
-        optimizer_closure: Callable[[], object] | None = None,
-    ) -> None:
+    def optimizer_step(self, *given: Any, **more: Any) -> None:
         """Make a step, then clamp alpha to [0, 1] if the config says so."""
-        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        super().optimizer_step(*given, **more)
         if self.config.clamp:
             with torch.no_grad():
                 self.alpha.clamp_(0.0, 1.0)
@@ -260,23 +252,15 @@ class Stage1(Stage):
     lam: Tensor | float
     path: Tensor
 
-    def __init__(
-        self,
-        backbone: Backbone,
-        config: StageConfig,
-        pruning: PruningConfig,
-        alpha: Tensor | None = None,
-        parallel: TrainerConfig | None = None,
-        mean_keys: Tensor | None = None,
-    ) -> None:
-        """Make alpha and lambda."""
-        super().__init__(backbone, config, pruning, alpha, parallel, mean_keys)
-        if pruning.nested:
+    def __init__(self, *given: Any, **more: Any) -> None:
+        """Make alpha and lambda; see `Stage`."""
+        super().__init__(*given, **more)
+        if self.pruning.nested:
             self.register_buffer("path", torch.zeros_like(self.alpha))  # the sum of alpha over the steps
-        if config.lam == steering.AUTO:
+        if self.config.lam == steering.AUTO:
             self.register_buffer("lam", torch.tensor(steering.START))  # a buffer: checkpoints hold it
         else:
-            self.lam = float(config.lam)
+            self.lam = float(self.config.lam)
 
     def penalty(self) -> Tensor:
         """Return lambda ||alpha||_1."""
@@ -299,16 +283,10 @@ class Stage1(Stage):
         self.log("stage1/lam", lam)
         return {**found, "lam": lam}
 
-    def optimizer_step(
-        self,
-        epoch: int,
-        batch_idx: int,
-        optimizer: Optimizer | LightningOptimizer,
-        optimizer_closure: Callable[[], object] | None = None,
-    ) -> None:
+    def optimizer_step(self, *given: Any, **more: Any) -> None:
         """Make a step of alpha, then steer lambda; it depends on alpha alone, so all ranks get the same."""
         step, before = self.trainer.global_step + 1, self.alpha.detach().mean()
-        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        super().optimizer_step(*given, **more)
         if self.pruning.nested:
             self.path += self.alpha.detach()
         if isinstance(self.lam, Tensor):

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from leank.head import LOGITS_AT_ONCE, Head, divergence
 from leank_train.forward.plan import to_device
 from leank_train.objective.base import Objective, objective
-from leank_train.objective.distill import REDUCTIONS, counted
+from leank_train.objective.distill import counted
 
 
 @objective("kl")
@@ -40,20 +40,13 @@ def kl_loss(
     reduction: "official" is the mean over all answer tokens, "paper" their sum over the number of sequences R.
     chunk: answer tokens whose logits are held at a time; LOGITS_AT_ONCE decides by default.
 
-    Raises ValueError for an unknown reduction, or an answer without tokens.
+    Raises ValueError for an answer without tokens.
     """
     if chunk is None:
         chunk = max(1, LOGITS_AT_ONCE["cuda" if full.is_cuda else "cpu"] // head.weight.shape[0])
-    rows, share = _rows(full, lengths, reduction)
+    rows = to_device(counted(lengths, full.shape[1]).flatten().nonzero().squeeze(1), full.device)  # of R * N
+    share = 1 / (len(rows) if reduction == "official" else len(lengths))
     return _KL.apply(scaled.flatten(0, 1)[rows], full.flatten(0, 1)[rows], head, chunk) * share
-
-
-def _rows(hidden: Tensor, lengths: Tensor, reduction: str) -> tuple[Tensor, float]:
-    """Return the indices of answer tokens among R * N, on the device of `hidden`, and the factor of their sum."""
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction={reduction!r} is unknown; use official or paper")
-    rows = counted(lengths, hidden.shape[1]).flatten().nonzero().squeeze(1)
-    return to_device(rows, hidden.device), 1 / (len(rows) if reduction == "official" else len(lengths))
 
 
 class _KL(torch.autograd.Function):

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
 from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.colors import SymLogNorm
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -72,7 +74,13 @@ def losses(stage1: Recorder, stage2: Recorder) -> Figure:
         x = np.array([s["step"] for s in record.steps]) + offset
         y = np.array([s["distillation"] for s in record.steps])
         left.plot(x, y, color=colour, alpha=0.25, linewidth=1)
-        left.plot(x, _smooth(y), line, color=colour, label=f"distillation loss, {name}")
+        left.plot(
+            x,
+            pd.Series(y).rolling(max(1, len(y) // 30), min_periods=1).mean(),
+            line,
+            color=colour,
+            label=f"distillation loss, {name}",
+        )
         right.plot(x, [s["alpha_mean"] for s in record.steps], line, color=colour)
         if record.looks:
             steps, found = zip(*record.looks, strict=True)
@@ -96,13 +104,14 @@ def alpha_histogram(stage1: Recorder, stage2: Recorder) -> Figure:
     figure = Figure(figsize=(8, 4.2), layout="constrained")
     axis = figure.subplots()
     if rows:
-        counts = np.log10(1 + np.array([c for _, c in rows], dtype=float)).T
-        image = axis.imshow(counts, origin="lower", aspect="auto", cmap="viridis", extent=(0, len(rows), 0, 1))
+        counts = np.array([c for _, c in rows]).T
+        norm = SymLogNorm(1, vmin=0)  # logarithmic but for 0
+        image = axis.imshow(
+            counts, origin="lower", aspect="auto", cmap="viridis", norm=norm, extent=(0, len(rows), 0, 1)
+        )
         ticks = np.linspace(0, len(rows) - 1, min(6, len(rows))).astype(int)
         axis.set_xticks(ticks + 0.5, [str(rows[t][0]) for t in ticks])
-        bar = figure.colorbar(image, label="Number of channels")
-        ticks_at, labels = _powers_of_ten(counts.max())
-        bar.set_ticks(ticks_at, labels=labels)
+        figure.colorbar(image, label="Number of channels")
         if stage2.histograms and stage1.histograms:
             border = len(stage1.histograms)
             axis.axvline(border, color="white", linewidth=2, linestyle="--")
@@ -152,20 +161,3 @@ def _legend_below(figure: Figure, axis: Axes) -> None:
     handles, labels = axis.get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside lower center", ncols=len(handles))
-
-
-def _powers_of_ten(highest: float) -> tuple[list[float], list[str]]:
-    """Ticks and labels of a colour bar of log10(1 + count), up to the highest of these values."""
-    counts = [0, *(10**power for power in range(int(highest) + 1))]
-    ticks = [float(np.log10(1 + count)) for count in counts]
-    shown = [(tick, f"{count:,}") for tick, count in zip(ticks, counts, strict=True) if tick <= highest]
-    return [tick for tick, _ in shown], [label for _, label in shown]
-
-
-def _smooth(y: np.ndarray) -> np.ndarray:
-    """Running mean over the last thirtieth of the steps."""
-    width = max(1, len(y) // 30)
-    total = np.cumsum(np.insert(y, 0, 0.0))
-    ends = np.arange(1, len(y) + 1)
-    starts = np.maximum(0, ends - width)
-    return (total[ends] - total[starts]) / (ends - starts)

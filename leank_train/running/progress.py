@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from collections.abc import Mapping
@@ -11,14 +12,18 @@ import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
 
-from leank.data_gen.amount import amount, plural
+from leank.data_gen.amount import plural
 
 PHASES = {
     "stage1": "learns a score for every key channel",
     "stage2": "learns which channels stay at the pruning ratio",
 }
-SECONDS_PER_LINE = 30.0  # in a log file
-FIRST_ESTIMATE = 5.0  # seconds after which the first line says how long the phase will take
+LINE = "{desc}: {n_fmt} of {total_fmt}{unit}; {elapsed} so far, about {remaining} left{postfix}"  # in a log file
+FIRST_LINE, BETWEEN_LINES = 5.0, 30.0  # seconds
+
+
+class _Bar(tqdm):
+    monitor_interval = 0  # no thread of tqdm's own: a run forks
 
 
 class Meter:
@@ -32,47 +37,33 @@ class Meter:
     """
 
     def __init__(self, phase: str, total: int, unit: str = "step", done: int = 0, out: TextIO | None = None) -> None:
-        self.phase, self.total, self.unit, self.done, self.before = phase, total, unit, done, done
         self.out = out or sys.stdout
-        self.started = time.monotonic()
-        self._next_line = self.started + FIRST_ESTIMATE
-        self._bar: tqdm | None = None
-        if self.out.isatty():
-            self._bar = tqdm(
-                desc=phase, total=total, initial=done, unit=f" {plural(unit)}", dynamic_ncols=True, file=self.out,
-                smoothing=0.1,
-            )  # fmt: skip
-        else:
-            begun = f", {done} of them done before" if done else ""
-            self._line(f"{amount(total, unit)}{begun}")
+        self._lines = not self.out.isatty()
+        self._bar = _Bar(
+            desc=phase, total=total, initial=done, unit=f" {plural(unit)}", dynamic_ncols=True, smoothing=0.1,
+            file=io.StringIO() if self._lines else self.out, bar_format=LINE if self._lines else None,
+        )  # fmt: skip
+        self._next_line = time.monotonic() + FIRST_LINE
+        if self._lines:
+            print(self._bar, file=self.out, flush=True)
+
+    @property
+    def done(self) -> int:
+        """Steps that are done."""
+        return int(self._bar.n)
 
     def advance(self, steps: int, figures: Mapping[str, object] | None = None) -> None:
         """Report that so many more steps are done; figures: name -> value of the last step."""
-        self.done += steps
-        if self._bar is not None:
-            if figures:
-                self._bar.set_postfix({name: _short(value) for name, value in figures.items()}, refresh=False)
-            self._bar.update(steps)
-        elif (now := time.monotonic()) >= self._next_line or self.done == self.total:
-            self._next_line = now + SECONDS_PER_LINE
-            shown = "".join(f", {name} {_short(value)}" for name, value in (figures or {}).items())
-            self._line(f"{self.done} of {amount(self.total, self.unit)}{shown}; {self._time(now)}")
+        if figures:
+            self._bar.set_postfix(figures, refresh=False)
+        self._bar.update(steps)
+        if self._lines and (time.monotonic() >= self._next_line or self.done == self._bar.total):
+            self._next_line = time.monotonic() + BETWEEN_LINES
+            print(self._bar, file=self.out, flush=True)
 
     def close(self) -> None:
         """End the bar; a log file has had its last line."""
-        if self._bar is not None:
-            self._bar.close()
-
-    def _time(self, now: float) -> str:
-        """Time since the phase began, and about how much is left."""
-        passed = now - self.started
-        if self.done == self.total:
-            return f"took {tqdm.format_interval(passed)}"
-        left = passed / max(1, self.done - self.before) * (self.total - self.done)
-        return f"{tqdm.format_interval(passed)} so far, about {tqdm.format_interval(left)} left"
-
-    def _line(self, text: str) -> None:
-        print(f"{self.phase}: {text}", file=self.out, flush=True)
+        self._bar.close()
 
 
 class StageProgress(ProgressBar):
@@ -108,7 +99,3 @@ class StageProgress(ProgressBar):
         """End the bar, also where an error or a signal ends the stage."""
         if self._meter is not None:
             self._meter.close()
-
-
-def _short(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tokenizers import normalizers
-from transformers import AutoConfig, Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import AutoConfig, Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
 
 from leank import backbone
+from leank.backbone import Backbone, eos_ids, not_finite
 from leank.data_gen.tasks import Mixture
+from leank.eval.benchmarks.row import Row
+from leank.eval.inference.prompts import encode
 from leank.shape import kv_shape
 from leank.typed import BadConfig
 from tests.helpers.text_tokenizers import KINDS, tokenizer
@@ -23,7 +27,7 @@ from tests.helpers.tiny_run import save_model
 SLOW = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
-@settings(max_examples=25, **SLOW)
+@settings(max_examples=10, **SLOW)
 @given(data=st.data())
 def test_a_weight_that_is_missing_or_of_another_shape_is_never_made_up(model_folder, tmp_path_factory, data):
     tensors = load_file(model_folder / "model.safetensors")
@@ -53,7 +57,7 @@ VALUES = st.one_of(
 ROPE = ("rope_type", "rope_theta", "factor", "attention_factor", "original_max_position_embeddings", "beta_fast")
 
 
-@settings(max_examples=60, **SLOW)
+@settings(max_examples=30, **SLOW)
 @given(data=st.data())
 def test_any_override_answers_in_one_line_or_loads(model_folder, data):
     config = AutoConfig.from_pretrained(model_folder).to_dict()
@@ -151,3 +155,70 @@ def test_pieces_of_a_prompt_have_the_tokens_of_the_whole(kind, name):
             assert end == words.eos_token_id
             odd += loaded.encode_context(texts[0]) + question + answer != whole
     assert odd <= 1  # a document may end within a token
+
+
+TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(TYPES),
+            st.lists(st.floats(-6e4, 6e4) | st.sampled_from([math.nan, math.inf, -math.inf]), max_size=40),
+        )
+    )
+)
+def test_the_tensors_with_a_number_that_is_none(given_tensors):
+    tensors = {}
+    for number, (dtype, values) in enumerate(given_tensors):
+        plain = torch.tensor(values, dtype=torch.float64)
+        tensors[str(number)] = (plain if dtype.is_floating_point else torch.nan_to_num(plain, 0, 1, -1)).to(dtype)
+    wanted = [name for name, tensor in tensors.items() if not all(map(math.isfinite, tensor.double().tolist()))]
+    assert not_finite(tensors.items()) == wanted
+
+
+CONTEXT, QUESTION, PREFIX = "A document about ships.", "\nWhat is it about?", " It is about"
+
+
+@pytest.fixture
+def ends_every_text():
+    """A tokenizer of a base model that puts <s> before and </s> behind every text."""
+    backend = tokenizer("sentencepiece").backend_tokenizer
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    assert made.convert_ids_to_tokens(made(CONTEXT)["input_ids"])[-1] == "</s>"
+    return made
+
+
+def test_a_document_is_not_ended_before_its_question(ends_every_text):
+    backbone = Backbone(None, ends_every_text, "model")
+    ids = backbone.encode_context(CONTEXT)
+    plain = ends_every_text(CONTEXT, add_special_tokens=False)["input_ids"]
+    assert ids == [ends_every_text.bos_token_id, *plain]
+
+
+@pytest.mark.parametrize("specials", ["text", "as_is"])
+@pytest.mark.parametrize("context", [CONTEXT, "A document about </s>."])
+def test_a_prompt_is_not_ended_before_its_reply(ends_every_text, context, specials):
+    row = Row("task", "1", context, QUESTION, ("ships",), 8, "ruler_all", answer_prefix=PREFIX)
+    found = encode(ends_every_text, row, chat=False, specials=specials)
+    names = ends_every_text.convert_ids_to_tokens(found.ids)
+    assert names[0] == "<s>"
+    assert names[-1] == "out"
+    assert "".join(names[found.question :]).replace("▁", " ").strip() == f"{QUESTION}{PREFIX}".strip()
+
+
+def test_a_chat_template_takes_the_place_of_special_tokens():
+    chatting = tokenizer("sentencepiece")
+    backbone = Backbone(None, chatting, "model", "<s><|user|>\n", "<|end|>\n<|assistant|>\n")
+    ids = backbone.encode_context(CONTEXT) + backbone.encode_question(QUESTION, PREFIX)
+    names = chatting.convert_ids_to_tokens(ids)
+    assert (names.count("<s>"), names.count("</s>")) == (1, 0)
+    assert backbone.reserve > 0 == Backbone(None, chatting, "model").reserve
+
+
+@pytest.mark.parametrize(
+    ("generation", "of_tokenizer", "wanted"), [([3, 4], 2, [3, 4]), (5, 2, [5]), (None, 2, [2]), (None, None, [])]
+)
+def test_a_reply_ends_as_generate_ends_it(generation, of_tokenizer, wanted):
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=generation))
+    assert eos_ids(model, SimpleNamespace(eos_token_id=of_tokenizer)) == wanted

@@ -5,7 +5,7 @@ import re
 import resource
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leank.files import name_of, remove_partial, write_bytes
@@ -17,6 +17,7 @@ def test_a_name_of_any_length_that_a_file_may_have_can_be_written(tmp_path, name
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [(name, b"whole")]
 
 
+@settings(max_examples=50)
 @given(st.text(), st.text())
 def test_texts_become_names_that_no_file_system_refuses_and_that_differ(one, other):
     names = {text: name_of(text) for text in (one, other)}
@@ -24,12 +25,7 @@ def test_texts_become_names_that_no_file_system_refuses_and_that_differ(one, oth
         assert re.fullmatch(r"[\w.-]{0,109}", name, re.ASCII)
         assert "/" not in name
     assert (names[one] == names[other]) == (one == other)
-
-
-def test_a_plain_label_is_its_own_name():
     assert name_of("snapkv_think_512_0.4") == "snapkv_think_512_0.4"
-    assert re.fullmatch(r"my-mask-[0-9a-f]{8}", name_of("my mask"))
-    assert len(name_of("x" * 5000)) == 109
 
 
 def test_others_may_read_what_is_written(tmp_path):
@@ -67,9 +63,7 @@ def test_leftovers_of_killed_runs_go_and_nothing_else(tmp_path):
     assert {str(f.relative_to(tmp_path)) for f in tmp_path.rglob("*") if f.is_file()} == kept
 
 
-def test_a_path_that_is_no_files_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"a\\x00b' is no name of a file"):
-        write_bytes(f"{tmp_path}/a\0b", b"")
+def test_a_folder_is_named(tmp_path):
     with pytest.raises(IsADirectoryError) as error:
         write_bytes(tmp_path, b"")
     assert error.value.filename == str(tmp_path)

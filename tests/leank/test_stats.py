@@ -27,16 +27,7 @@ def test_the_interval_is_that_of_samples_redrawn_one_by_one(sizes):
     assert interval(strata) == (pytest.approx(low, abs=(high - low) / 10), pytest.approx(high, abs=(high - low) / 10))
 
 
-def test_the_interval_is_about_that_of_a_normal_mean():
-    values = np.random.default_rng(1).normal(50, 10, 400)
-    low, high = interval([values])
-    error = 1.96 * values.std() / 20
-    assert (low, high) == (pytest.approx(values.mean() - error, abs=0.2), pytest.approx(values.mean() + error, abs=0.2))
-    both = interval([values, values + 7])
-    assert both[1] - both[0] == pytest.approx((high - low) / np.sqrt(2), rel=0.1)
-
-
-@hypothesis_settings(max_examples=25, deadline=None)
+@hypothesis_settings(max_examples=10, deadline=None)
 @given(st.lists(SCORES, min_size=1, max_size=3), st.randoms(use_true_random=False))
 def test_order_of_samples_does_not_matter_and_the_mean_lies_within(strata, shuffler):
     low, high = interval(strata)
@@ -55,7 +46,7 @@ def test_a_pair_that_differs_by_a_constant_has_no_width():
 VALUES = st.lists(st.one_of(st.sampled_from([0.0, 100 / 3, 100.0]), st.floats(-1e9, 1e9)), min_size=1, max_size=9)
 
 
-@hypothesis_settings(max_examples=30, deadline=None)
+@hypothesis_settings(max_examples=15, deadline=None)
 @given(st.lists(st.lists(VALUES, min_size=1, max_size=4), max_size=8), st.sampled_from([1, 7, 64, 1 << 19]),
        st.integers(1, 3))  # fmt: skip
 def test_intervals_that_share_resamples_are_the_plain_ones(wanted, block, at_once):

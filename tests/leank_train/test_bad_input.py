@@ -1,13 +1,15 @@
 """Bad input of the main job: the message names the setting, its value and what to do, and comes before training."""
 
+import math
+import re
 import sys
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
-    AutoConfig,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
@@ -18,9 +20,9 @@ from transformers import (
 )
 from transformers import StableLmForCausalLM as StableLm
 
+from leank.eval.inference.models import ModelConfig, load_model
 from leank.eval.run.replay import Replay
-from leank.files import write_bytes
-from leank.mask import ChannelMask
+from leank.tensor_files import read_checkpoint, write_checkpoint
 from leank_train.objective import distill
 from leank_train.stages import Stage
 from leank_train.train import run
@@ -29,24 +31,14 @@ from tests.helpers import forked
 from tests.helpers.refusals import says
 from tests.helpers.tiny_run import VALIDATION, command, save_model, settings
 
-
-@pytest.fixture
-def no_step(monkeypatch):
-    """Training must not begin."""
-
-    def step(*args):
-        raise AssertionError("training has begun")
-
-    monkeypatch.setattr(Stage, "training_step", step)
+PARTIAL = {
+    "head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+}  # fmt: skip
 
 
 BEFORE_TRAINING = {
-    # the design's list
     "ratio of all": (["pruning.ratio=1.0"], [r"pruning\.ratio=1\.0 must be", "share of channels"]),
-    "negative ratio": (["pruning.ratio=-0.1"], [r"pruning\.ratio=-0\.1 must be"]),
-    "ratio is no number": (["pruning.ratio=most"], [r"pruning\.ratio='most' must be"]),
     "alignment": (["pruning.align=5"], [r"pruning\.align=5 does not divide head_dim=16", "use a divisor"]),
-    "no alignment": (["pruning.align=0"], [r"pruning\.align=0 must be"]),
     "window and sink": (
         ["pruning.sink=100", "pruning.window=200"],
         [r"sink \+ pruning\.window = 300 tokens", r"data\.min_length=300; lower pruning\.window=200 or raise data"],
@@ -77,10 +69,8 @@ BEFORE_TRAINING = {
     "key of a stage": (["+stage2.lamda=1"], [r"stage2\.lamda is no setting; did you mean lam\? There are steps, lr"]),
     # numbers
     "learning rate": (["stage2.lr=0"], [r"stage2\.lr=0 must be"]),
-    "lambda": (["stage1.lam=-1"], [r"stage1\.lam=-1 must be"]),
-    "steps": (["stage2.steps=-1"], [r"stage2\.steps=-1 must be"]),
     "half a document": (["data.documents=0.5"], [r"data\.documents=0\.5 must be"]),
-    "questions": (["data.questions=0"], [r"data\.questions=0 must be"]),
+    "no steps": (["stage1.steps=0", "stage2.steps=0"], ["nothing would be learned; give one"]),
     "lengths": (["data.min_length=500"], [r"data\.min_length=500 is above data\.max_length=400"]),
     "batch": ([*VALIDATION, "validation.batch=0"], [r"validation\.batch=0 must be"]),
     # tasks
@@ -123,8 +113,35 @@ def test_before_training(model_folder, tmp_path, no_step, case, monkeypatch):
     assert not (tmp_path / "run/checkpoints").exists()
 
 
-def other(tmp_path, model_class, config_class, **sizes):
-    return save_model(tmp_path / "other", model_class, config_class, **sizes)
+MODELS = {
+    "no rotary positions": (
+        (GPT2LMHeadModel, GPT2Config, {"n_embd": 32, "n_layer": 1, "n_head": 2}), [],
+        [r"model\.name=.*: model=gpt2 has no rotary positions", "choose a RoPE decoder"],
+    ),
+    "takes no other attention": (
+        (StableLm, StableLmConfig, PARTIAL), [],
+        [r"model\.name=.* cannot be used: model=stablelm takes no registered attention", "choose another model"],
+    ),
+    "rotates part of a head": (
+        (StableLm, StableLmConfig, PARTIAL), VALIDATION,
+        [r"validation\.samples=1: .*partial_rotary_factor=0\.5", r"set validation\.samples=0"],
+    ),
+    "attention of its own": (
+        (Gemma2ForCausalLM, Gemma2Config, {"head_dim": 16, "final_logit_softcapping": 30.0}), [],
+        [r"model\.name=.* cannot be used: .* attention=sdpa for gemma2", "soft-capped", "choose another model"],
+    ),
+    "slides its own window": (
+        (MistralForCausalLM, MistralConfig, {"head_dim": 16, "sliding_window": 350}), [],
+        [r"data\.max_length=400 is beyond the sliding_window=350 of model\.name", "lower it, or choose"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_models_that_cannot_be_trained(tmp_path, no_step, case):
+    (model_class, config_class, sizes), changed, parts = MODELS[case]
+    folder = save_model(tmp_path / "other", model_class, config_class, **sizes)
+    says(lambda: run(settings(folder, *changed), tmp_path / "run"), *parts)
 
 
 def test_a_refused_run_leaves_the_folder_as_it_was(model_folder, tmp_path, no_step):
@@ -137,51 +154,6 @@ def test_a_refused_run_leaves_the_folder_as_it_was(model_folder, tmp_path, no_st
     assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
 
 
-def test_a_model_without_rotary_positions(tmp_path, no_step):
-    folder = other(
-        tmp_path, GPT2LMHeadModel, GPT2Config, n_embd=32, n_layer=1, n_head=2,
-        **dict.fromkeys(["num_key_value_heads", "intermediate_size"], 2),
-    )  # fmt: skip
-    says(
-        lambda: run(settings(folder), tmp_path / "run"),
-        rf"model\.name={folder} \(gpt2\) has no rotary positions", "choose a RoPE decoder",
-    )  # fmt: skip
-
-
-def test_a_model_that_takes_no_other_attention(tmp_path, no_step):
-    folder = other(
-        tmp_path,
-        StableLm,
-        StableLmConfig,
-        head_dim=8,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-    )
-    says(
-        lambda: run(settings(folder), tmp_path / "run"),
-        rf"model\.name='{folder}' cannot be used: model=stablelm takes no registered attention", "choose another model",
-    )  # fmt: skip
-    says(
-        lambda: run(settings(folder, *VALIDATION), tmp_path / "run"),
-        r"validation\.samples=1: .*partial_rotary_factor=0\.5", r"set validation\.samples=0",
-    )  # fmt: skip
-
-
-def test_a_model_whose_attention_transformers_runs_in_one_way_alone(tmp_path, no_step):
-    folder = other(tmp_path, Gemma2ForCausalLM, Gemma2Config, head_dim=16, final_logit_softcapping=30.0)
-    says(
-        lambda: run(settings(folder), tmp_path / "run"),
-        rf"model\.name='{folder}' cannot be used: .* attention=sdpa for gemma2", "soft-capped", "choose another model",
-    )  # fmt: skip
-
-
-def test_a_model_that_slides_its_own_window(tmp_path, no_step):
-    folder = other(tmp_path, MistralForCausalLM, MistralConfig, head_dim=16, sliding_window=350)
-    says(
-        lambda: run(settings(folder), tmp_path / "run"),
-        r"data\.max_length=400 is beyond the sliding_window=350 of model\.name", "lower it, or choose",
-    )  # fmt: skip
-
-
 def test_a_folder_without_weights(model_folder, tmp_path, no_step):
     (tmp_path / "model").mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -190,16 +162,6 @@ def test_a_folder_without_weights(model_folder, tmp_path, no_step):
         lambda: run(settings(tmp_path / "model"), tmp_path / "run"),
         r"model\.name='.*/model' cannot be loaded", "does not hold a complete model", r"Put config\.json, \*\.safe",
     )  # fmt: skip
-
-
-def test_a_mask_of_another_shape_or_model(model_folder, tmp_path):
-    config = AutoConfig.from_pretrained(model_folder)
-    mask = ChannelMask(torch.ones(3, 2, 16, dtype=torch.bool), {"model": "org/other"})
-    says(
-        lambda: mask.check_model(config), r"\[3, 2, 16\]", "org/other", r"needs .* = \[2, 2, 16\]; take a mask trained"
-    )
-    with pytest.warns(UserWarning, match=r"trained on org/other and is used on .*model"):
-        ChannelMask(torch.ones(2, 2, 16, dtype=torch.bool), {"model": "org/other"}).check_model(config)
 
 
 def test_an_answer_without_tokens(model_folder, tmp_path, no_step, monkeypatch):
@@ -241,21 +203,16 @@ def test_a_folder_of_another_config(model_folder, tmp_path):
     assert (tmp_path / "mask.safetensors").read_bytes() == mask
 
 
-def test_out_of_memory_on_a_cpu(model_folder, tmp_path, monkeypatch):
+CPU = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+
+
+@pytest.mark.parametrize("where", ["loading", "loading on a CPU", "stage1", "stage2", "validation"])
+def test_out_of_memory(model_folder, tmp_path, monkeypatch, where):
     def full(*args, **kwargs):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
-
-    monkeypatch.setattr("leank.backbone.load", full)
-    says(lambda: run(settings(model_folder), tmp_path), "out of memory while loading the model; lower the precision")
-
-
-@pytest.mark.parametrize("where", ["loading", "stage1", "stage2", "validation"])
-def test_out_of_gpu_memory(model_folder, tmp_path, monkeypatch, where):
-    def full(*args, **kwargs):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise CPU if "CPU" in where else torch.OutOfMemoryError("CUDA out of memory")
 
     sizes = [r"lower data\.max_length=400, data\.questions=2, data\.documents=1"]
-    if where == "loading":
+    if "loading" in where:
         monkeypatch.setattr("leank.backbone.load", full)
         sizes = [r"lower the precision, model\.dtype=auto"]
     elif where == "validation":
@@ -266,23 +223,11 @@ def test_out_of_gpu_memory(model_folder, tmp_path, monkeypatch, where):
         monkeypatch.setattr(
             Stage, "training_step", lambda *args: (full if type(args[0]).__name__.lower() == where else step)(*args)
         )
-    says(lambda: run(settings(model_folder, *VALIDATION), tmp_path), f"out of (GPU )?memory .*{where}", *sizes)
+    says(
+        lambda: run(settings(model_folder, *VALIDATION), tmp_path), f"out of (GPU )?memory .*{where.split()[0]}", *sizes
+    )
     assert not (tmp_path / "metrics.json").exists()
     assert (tmp_path / "mask.safetensors").exists() == (where == "validation")
-
-
-def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
-    target = tmp_path / "folder/result.json"
-    write_bytes(target, b"first")
-
-    def no_disk(*args):
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr("leank.files.os.replace", no_disk)
-    with pytest.raises(OSError, match="No space"):
-        write_bytes(target, b"second")
-    assert [p.name for p in target.parent.iterdir()] == ["result.json"]
-    assert target.read_bytes() == b"first"
 
 
 def test_the_command_line_shows_the_message_alone(tmp_path):
@@ -293,3 +238,41 @@ def test_the_command_line_shows_the_message_alone(tmp_path):
     said = (tmp_path / "log").read_text()
     assert said.splitlines()[-1].startswith("leank_train: pruning.ratio=1.5 must be")
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_model_whose_weights_are_not_finite(tmp_path, no_step, value):
+    folder = save_model(tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    for name in ("model.layers.1.mlp.up_proj.weight", "model.norm.weight"):
+        weights[name].view(-1)[-1] = value
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    broken = r"NaN or infinite numbers in 2 tensors, such as model\.layers\.1\.mlp\.up_proj\.weight, model\.norm\.we"
+    says(lambda: run(settings(folder), tmp_path / "run"), re.escape(f"model.name='{folder}' has"), broken)
+    says(lambda: load_model(ModelConfig(str(folder), device="cpu")), broken)
+
+
+def test_weights_that_float16_cannot_hold(tmp_path):
+    folder = save_model(tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][0] = 1e5
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    load_model(ModelConfig(str(folder), device="cpu"))
+    said = r"in 1 tensor, such as model\.norm\.weight; .*, or set model\.dtype=bfloat16, as float16 ends at 65504"
+    says(lambda: load_model(ModelConfig(str(folder), dtype="float16", device="cpu")), said)
+
+
+@pytest.mark.parametrize("name", ["last", "done"])
+def test_scores_that_are_not_finite_are_named_before_a_step(model_folder, tmp_path, monkeypatch, name):
+    run(settings(model_folder, "stage1.steps=2", "stage2.steps=0"), tmp_path)
+    file = tmp_path / f"checkpoints/stage1/{name}.ckpt"
+    state = read_checkpoint(file, "")
+    (state["state_dict"] if name == "last" else state)["alpha"][1, 0, 3] = math.nan
+    write_checkpoint(file, state)
+    if name == "last":
+        file.with_name("done.ckpt").unlink()
+    monkeypatch.setattr(Stage, "training_step", lambda *args: pytest.fail("training has begun"))
+    says(
+        lambda: run(settings(model_folder, "stage1.steps=2", "stage2.steps=0"), tmp_path),
+        rf"{name}\.ckpt holds NaN or infinite scores in 1 of 4 KV heads, such as layer 1, head 0; .*remove it",
+    )

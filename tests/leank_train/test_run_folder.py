@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from leank.data_gen import haystack
 from leank.files import Lock
 from leank.mask import ChannelMask
-from leank.tensor_files import read_tensors
 from leank.typed import BadConfig
 from leank_train import run_folder
 from leank_train.running import parallel
@@ -22,7 +21,7 @@ from leank_train.running.recorder import Recorder
 from leank_train.settings import check, fingerprint, plain
 from leank_train.stages import Stage
 from leank_train.train import run
-from tests.helpers.tiny_run import alpha, cli, die_at_file, killed, save_model, settings
+from tests.helpers.tiny_run import cli, die_at_file, killed, save_model, settings
 
 SHORT = ["stage1.steps=4", "stage2.steps=1", "checkpoint_every=1"]
 
@@ -32,14 +31,6 @@ def whole(model_folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole")
     run(settings(model_folder, *SHORT), out)
     return out
-
-
-@pytest.fixture
-def no_step(monkeypatch):
-    def step(*args):
-        raise AssertionError("a step was taken")
-
-    monkeypatch.setattr(Stage, "training_step", step)
 
 
 def damage(path, place=0.5):
@@ -90,21 +81,6 @@ def test_a_damaged_done_checkpoint_is_made_again_from_the_last(model_folder, who
         patch.setattr(Stage, "training_step", lambda *args: pytest.fail("a step was taken"))
         run(settings(model_folder, *SHORT), tmp_path)
     assert (tmp_path / "alpha.safetensors").read_bytes() == (whole / "alpha.safetensors").read_bytes()
-
-
-def test_scores_are_written_with_a_digest(whole):
-    scores, metadata = read_tensors(whole / "alpha.safetensors", {"alpha", "stage1"}, "")
-    assert torch.equal(scores["alpha"], alpha(whole))
-    assert not metadata
-    damage(shutil.copy(whole / "alpha.safetensors", whole / "damaged"), 0.9)
-    with pytest.raises(ValueError, match="damaged is damaged or cut off"):
-        read_tensors(whole / "damaged", {"alpha", "stage1"}, "")
-
-
-def test_a_run_of_no_steps_is_refused(model_folder, tmp_path, no_step):
-    with pytest.raises(ValueError, match=r"stage1\.steps=0 and stage2\.steps=0: nothing would be learned; give one"):
-        run(settings(model_folder, "stage1.steps=0", "stage2.steps=0"), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_ratio_that_cannot_be_met_is_refused_before_a_step(model_folder, tmp_path, no_step):

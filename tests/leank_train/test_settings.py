@@ -1,4 +1,4 @@
-"""One mechanism checks the settings of training and evaluation; settings written before keep their meaning."""
+"""One mechanism checks the settings of training and evaluation."""
 
 import hashlib
 import json
@@ -22,11 +22,6 @@ from leank.wandb_log import LoggerConfig
 from leank_train import settings
 from tests.helpers.composed import training
 
-HASHES = {  # fingerprints that folders in use have: written while `pruning` was called `mask`
-    "llama70b_70pct": "e4a28a7375d4", "llama_70pct": "717436fcbf58", "llama_70pct_128k": "c922d7b79a44",
-    "qwen_70pct": "c75ca450ec78", "qwen_70pct_yarn": "18c39bb76573", "reference_70pct": "c4591c44b44a",
-    "reference_80pct": "d90bcc99cc3b", "reference_demo": "d9d3addbffee", "sweep_reference": "def4a9a0551b",
-}  # fmt: skip
 DIGESTS = {  # of methods whose rows are in use, under the default cache
     "iap": ({"channels": {"name": "iap", "ratio": 0.7}}, "6be27f10b9"),
     "kivi": ({"bits": {"name": "kivi", "bits": 2, "group": 32}}, "5c7c068fe6"),
@@ -185,17 +180,6 @@ def test_evaluation_refuses_nonsense(make, message):
 def test_training_refuses_nonsense(overrides, message):
     with pytest.raises(BadConfig, match=message):
         settings.check(training("+experiment=reference_demo", *overrides))
-
-
-PAPER = ("stage1=paper", "stage2=paper")
-DEMO = (*PAPER, "stage1.steps=180", "stage1.lr=0.04", "stage1.lam=0.2", "stage2.steps=40", "stage2.lr=0.02")
-GPU = (*PAPER, "stage1.steps=600", "stage1.lam=0.15", "stage2.steps=120")
-RECIPES = {  # those that these experiments had before they took the KL objective
-    "reference_demo": DEMO,
-    "reference_70pct": GPU,
-    "reference_80pct": GPU,
-    "sweep_reference": (*DEMO, "stage1.steps=30", "stage1.lr=0.08", "stage2.steps=6"),
-}
 
 
 @pytest.mark.parametrize("name", DIGESTS)

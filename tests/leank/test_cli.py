@@ -1,19 +1,24 @@
-"""What Hydra refuses is one line, and a run that is refused leaves no folder."""
+"""What is refused and what stops a command is one line, and a run that is refused leaves no folder."""
 
+import errno
 import logging
 import os
 import re
+import resource
 import shutil
+import signal
 import subprocess
 import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.errors import ConfigCompositionException, HydraException
 
 from leank import cli
-from leank.cli import FULL, launch, leave_no_trace, refusal
+from leank.cli import FULL, ending, launch, leave_no_trace, refusal
+from leank.errors import out_of_memory
 
 SAID = """In 'eval': Could not find 'experiment/nope'
 
@@ -67,8 +72,6 @@ def test_what_may_be_meant(override, said):
     [
         (b"a: [1,2\n", r"while parsing a flow sequence; in .*bad\.yaml\", line 1, column 4; expected"),
         (b"a: \xe9\n", r"'utf-8' codec can't decode byte"),
-        (b"a: 1\n a: 2\n", r"bad\.yaml"),
-        (b"\x00\x01", r"bad\.yaml"),
     ],
 )
 def test_a_configuration_file_that_cannot_be_read(tmp_path, monkeypatch, content, said):
@@ -92,16 +95,6 @@ def test_a_folder_whose_log_cannot_be_written(tmp_path):
         raise ValueError("Unable to configure handler 'file'") from PermissionError(13, "Permission denied", "eval.log")
 
     with pytest.raises(PermissionError):
-        launch(main, "eval")
-
-
-def test_a_disk_that_fills_while_hydra_writes_its_files():
-    """The message of such an error has no name of a file."""
-
-    def main():
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(OSError, match=r"No space left on device"):
         launch(main, "eval")
 
 
@@ -131,10 +124,8 @@ SLURM = ["-m", "+experiment=llama_70pct", "hydra/launcher=slurm", "seed=1,2"]
         ("train", SLURM, {"sbatch"}, True, "needs srun, which"),
         ("train", SLURM, {"sbatch", "srun"}, False, r"needs the package .*-launcher; pip install .*\[slurm\]"),
         ("train", [*SLURM, "--cfg", "job"], set(), True, None),
-        ("train", [*SLURM, "--cfg", "job"], set(), False, "needs the package"),
         ("train", SLURM[1:], {"sbatch", "srun"}, True, "without -m there is none; add -m"),
         ("train", ["-m", "++hydra/launcher=slurm_cpu"], set(), True, r"hydra/launcher=slurm_cpu needs sbatch"),
-        ("train", ["-m", "hydra/launcher=basic"], set(), False, None),
         ("eval", ["-m", "hydra/launcher=submitit_slurm"], {"sbatch", "srun"}, True, None),
         ("eval", SLURM, {"sbatch", "srun"}, True, "sbatch --array=0-7 scripts/cluster/eval.sbatch"),
     ],
@@ -145,12 +136,6 @@ def test_what_a_launcher_of_slurm_lacks(monkeypatch, own, arguments, programs, i
     found = cli._without_slurm(arguments, own)
     assert re.search(said, found) if said else found is None
     assert found is None or "\n" not in found
-
-
-@pytest.mark.parametrize("parts", [("nowhere_at_all", "x"), ("leank", "nowhere")])
-def test_a_package_that_is_not_there(parts):
-    assert not cli._is_installed(".".join(parts))
-    assert cli._is_installed("leank.cli")
 
 
 def test_an_sbatch_that_fails_is_one_line(monkeypatch):
@@ -190,3 +175,68 @@ def test_a_refused_run_leaves_no_folder_and_others_stay(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     leave_no_trace(used)
     assert not list(tmp_path.iterdir())
+
+
+NO_ROOM = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
+
+
+def ended(capsys, error):
+    """(exit status, what is printed) of a command that raises an error."""
+    with pytest.raises(SystemExit) as stopped, ending("leank", lambda: "3 rows are kept; to go on: leank"):
+        raise error
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    return stopped.value.code, said.strip()
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (KeyboardInterrupt(), 130, "leank: stopped by Ctrl-C; 3 rows"),
+        (OSError(errno.ENOSPC, "No space left on device", "/a/b"), 1, "leank: /a/b: No space left on device; 3 rows"),
+        (BlockingIOError("another run\nwrites here"), 1, "leank: another run writes here"),
+        (MemoryError(), 1, "leank: out of memory; free some; 3 rows are kept"),
+        (MemoryError("out of memory with one sample"), 1, "leank: out of memory with one sample; 3 rows"),
+        (RuntimeError(NO_ROOM), 1, "leank: out of memory; free some"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), 1, "leank: out of memory; free some"),
+    ],
+)
+def test_one_line_says_what_stopped_a_command_and_what_is_kept(capsys, error, status, line):
+    code, said = ended(capsys, error)
+    assert code == status
+    assert line in said
+
+
+def test_input_that_is_refused_ends_a_command_with_the_reason():
+    """The folder of a run is cleared up before, which is what `kept` does."""
+    asked = []
+    with pytest.raises(SystemExit, match=r"^leank: ratio=2: lower it$"), ending("leank", lambda: asked.append(1) or ""):
+        raise ValueError("ratio=2:\nlower it")
+    assert asked
+
+
+def test_sigterm_ends_a_command_as_ctrl_c_does(capsys):
+    with pytest.raises(SystemExit) as stopped, ending("leank"):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert stopped.value.code == 143
+    assert capsys.readouterr().err.startswith(
+        "leank: stopped by SIGTERM; nothing is saved yet; to go on: python -m leank"
+    )
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_defect_keeps_its_traceback():
+    with pytest.raises(RuntimeError, match="a defect"), ending("leank"):
+        raise RuntimeError("a defect")
+
+
+def test_memory_of_the_cpu():
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (2**36, hard))
+    try:
+        with pytest.raises(RuntimeError) as error:
+            torch.empty(2**37, dtype=torch.uint8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert out_of_memory(error.value)
+    assert not out_of_memory(RuntimeError("shape mismatch"))
