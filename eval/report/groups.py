@@ -38,15 +38,8 @@ def group(rows: Iterable[ResultRow]) -> list[list[ResultRow]]:
             written[id(row["settings"])] = _texts(row["settings"])
         common, method = written[id(row["settings"])]
         run = runs[row["model"], row["benchmark"], row["compress"], common]
-        sample = (
-            row["method"],
-            method,
-            row["settings"].get("data"),
-            row["task"],
-            row["length"],
-            row["sample"],
-            row["seed"],
-        )
+        data = row["settings"].get("data")
+        sample = (row["method"], method, data, row["task"], row["length"], row["sample"], row["seed"])
         if sample not in run or _rank(row) > _rank(run[sample]):
             run[sample] = row
     groups: dict[tuple[object, ...], list[ResultRow]] = defaultdict(list)
