@@ -11,10 +11,22 @@ import json
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, NoReturn
+
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
 
 LONGEST = 1 << 29  # bytes of a text, or of one line of a file of lines; a small .gz can hold any number
 UNREADABLE = (OSError, EOFError, zlib.error)  # what a damaged .gz, a folder or a missing permission raises
+
+
+def _not_blank(text: str) -> str:
+    if not text.strip():
+        raise PydanticCustomError("blank", "Input should not be blank")
+    return text
+
+
+NotBlank = Annotated[str, AfterValidator(_not_blank)]  # of a schema for what a file holds
 
 
 def read_text(source: Path) -> str:

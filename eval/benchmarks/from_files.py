@@ -1,39 +1,40 @@
 """Benchmarks whose samples are lines of files, cell by cell (eval.benchmarks.base).
 
-Every line is checked against its schema, becomes a row and is scored once, with an empty reply, before any weights are
-loaded.
+Before any weights are loaded every line is checked against its schema, becomes a row, and is scored: with an empty
+reply, and with its own answer, which has to score above 0.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import MinLen
+from pydantic import TypeAdapter
 
 from leank.data_gen.reading import digest
 from leank.eval.benchmarks.base import Cell, check_fits
 from leank.eval.benchmarks.row import Row
 from leank.eval.benchmarks.scoring import score_row
-from leank.eval.benchmarks.source import Line
+from leank.eval.benchmarks.source import Line, checked
 from leank.typed import Checked, Samples, Seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 Tasks = Annotated[Sequence[str], MinLen(1)]
-Data = TypeVar("Data")  # what a line holds
 
 
 @dataclass
-class FromFiles(Checked, ABC, Generic[Data]):
-    """A benchmark of files; its subclasses say how a line is read and built.
+class FromFiles(Checked, ABC):
+    """A benchmark of files; its subclasses say where lines are, what they must hold, and how they become rows.
 
     path: where the data is; None asks the hub.
     samples: how many samples of each task are used, from the first on; None takes all.
@@ -43,38 +44,54 @@ class FromFiles(Checked, ABC, Generic[Data]):
     samples: Samples | None = None
     name: str = ""
     seed: Seed = 0
-    _lines: dict[str, dict[str, Data]] = field(default_factory=dict, repr=False)
+    _lines: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
     _digests: dict[str, str] = field(default_factory=dict, repr=False)
     _limit: int | None = field(default=None, repr=False)
     _reply: int | None = field(default=None, repr=False)
 
-    cut = False  # whether prompts are cut to what the model's positions leave
+    schema: ClassVar[TypeAdapter[Any]]  # of a line
+    same: ClassVar[tuple[str, ...]] = ()  # fields that name a sample, see `source.checked`
+    cut: ClassVar[bool] = False  # whether prompts are cut to what the model's positions leave
+    one_file: ClassVar[bool] = False  # whether the lines of several tasks may stand in one .jsonl
 
     def wanted(self) -> Sequence[str]:
         """The tasks. Raises ValueError for an unknown one."""
         return [self.name]
 
     @abstractmethod
-    def read(self, task: str) -> Iterable[Line]:
-        """The task's lines, checked."""
+    def lines(self, task: str) -> Iterator[Line]:
+        """The task's lines, as they stand in the files."""
 
     @abstractmethod
     def build(
-        self, task: str, line: Data, tokenizer: PreTrainedTokenizerBase | None = None, max_length: int | None = None
+        self, task: str, data: Any, tokenizer: PreTrainedTokenizerBase | None = None, max_length: int | None = None
     ) -> Row:
-        """One line as a row."""
+        """One line as a row; its prompt is cut to `max_length` tokens of the tokenizer, where it can be.
+
+        Raises ValueError for fields that are right one by one and not together.
+        """
+
+    def right(self, row: Row) -> Sequence[str]:
+        """Replies of which one must score above 0; none where the official scorer may give the true answer 0."""
+        return [str(answer) for answer in row.answers]
 
     def check(
         self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, overhead: int, max_new_tokens: int | None
     ) -> None:
         """Read, build and score every line once; see `Benchmark.check`."""
         self._limit, self._reply = getattr(config, "max_position_embeddings", None), max_new_tokens
-        self._check_source(self.wanted())
-        for task in self.wanted():
-            lines = list(self.read(task))
+        tasks = self.wanted()
+        file = None if self.path is None else Path(self.path)
+        if len(tasks) > 1 and not self.one_file and file is not None and file.is_file() and file.suffix != ".zip":
+            raise ValueError(
+                f"benchmark.path={self.path} is the file of one task, and {len(tasks)} are to be run; name its task in "
+                "benchmark.tasks, or give the folder of all files"
+            )
+        for task in tasks:
+            lines = list(checked(self.lines(task), self.schema, self.same))
             if not lines:
                 raise ValueError(f"benchmark.path={self.path}: {task} has no lines")
-            rows = [self._tried(task, line) for line in lines]
+            rows = [tried(line, task, partial(self.build, task), self.right) for line in lines]
             self._lines[task] = {str(number): line.data for number, line in enumerate(lines[: self.samples])}
             self._digests[task] = self._known_by(task, lines)
             if self.cut:
@@ -82,25 +99,6 @@ class FromFiles(Checked, ABC, Generic[Data]):
             else:
                 longest = max(rows[: self.samples], key=lambda row: len(row.prompt))
                 check_fits(longest, tokenizer, overhead, self._limit, max_new_tokens)
-
-    def _check_source(self, tasks: Sequence[str]) -> None:
-        """Raise ValueError where one task's file is given for several tasks."""
-        file = None if self.path is None else Path(self.path)
-        if len(tasks) > 1 and file is not None and file.is_file() and file.suffix != ".zip":
-            raise ValueError(
-                f"benchmark.path={self.path} is the file of one task, and {len(tasks)} are to be run; name its task in "
-                "benchmark.tasks, or give the folder of all files"
-            )
-
-    def _tried(self, task: str, line: Line) -> Row:
-        """Build a row and score it once with an empty reply. Raises ValueError for a line that allows neither."""
-        try:
-            row = self.build(task, line.data)
-            score_row(row, "")
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            said = " ".join(str(error).split())[:200]
-            raise line.error(f"it is no sample of {task} ({type(error).__name__}: {said})") from None
-        return row
 
     def _known_by(self, task: str, lines: Sequence[Line]) -> str:
         """Return a digest of what a task's lines hold, wherever they lie and however they are packed."""
@@ -126,22 +124,40 @@ class FromFiles(Checked, ABC, Generic[Data]):
 
     def row(self, cell: Cell, sample: str, tokenizer: PreTrainedTokenizerBase, overhead: int) -> Row:
         """Build one sample; see `Benchmark.row`."""
-        line = self._lines[cell.task][sample]
-        row = self.build(cell.task, line)
+        data = self._lines[cell.task][sample]
+        row = self.build(cell.task, data)
         if self.cut:
             limit = getattr(self, "max_length", None)
             if limit is None and self._limit is not None:
                 reply = self._reply or row.max_new_tokens
                 limit = self._limit - reply - overhead - 8  # the seam of a cut prompt may cost a token or two
-            row = self.build(cell.task, line, tokenizer, limit)
+            row = self.build(cell.task, data, tokenizer, limit)
         return replace(row, id=sample)
 
 
-def known_tasks(
-    tasks: Iterable[str], known: Mapping[str, object], where: str, plain: Callable[[str], str] = lambda task: task
-) -> Sequence[str]:  # fmt: skip
-    """Return the tasks. Raises ValueError for one that is not known. plain: the name that is looked up."""
+def tried(line: Line, task: str, build: Callable[[Any], Row], right: Callable[[Row], Sequence[str]]) -> Row:
+    """Build a line's row and score it with an empty reply and with those that are right.
+
+    right: replies of which one must score above 0; none asks for no such thing.
+    Raises ValueError, naming the line, where any of that fails.
+    """
+    try:
+        row = build(line.data)
+        score_row(row, "")
+        replies = right(row)
+        if replies and not any(score_row(row, reply) > 0 for reply in replies):
+            raise ValueError(f"its own answer {reprlib.repr(row.answers)} scores 0, so that no reply could be right")
+        return row
+    except ValueError as error:
+        said = str(error)
+    except (KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+        said = f"{type(error).__name__}: {error}"
+    raise line.error(f"it is no sample of {task}: {' '.join(said.split())[:300]}")
+
+
+def known_tasks(tasks: Iterable[str], known: Collection[str], where: str) -> Sequence[str]:
+    """Return the tasks. Raises ValueError for one that is not known."""
     for task in (found := list(tasks)):
-        if plain(task) not in known:
+        if task not in known:
             raise ValueError(f"benchmark.tasks: {task!r} is not in {where}; choose from {', '.join(known)}")
     return found

@@ -1,39 +1,140 @@
-"""GSM-Infinite, cell by cell (eval.benchmarks.base): problems from our generator, or checked ones from a file."""
+"""GSM-Infinite, cell by cell (eval.benchmarks.base): problems from our generator or a file, prompts, rows and grades.
+
+Behaviour of Infini-AI-Lab/gsm_infinite caa5388 (prompts, pred/eval_realistic.py, pred/eval_symbolic.py), written anew.
+Scores depend on the wording of the prompts. Their three headers say the same of other nouns, so one template fills
+them; spelling and grammar are the benchmark's. The grader of realistic problems tries ten (keyword, terminator) rules
+in order and takes the first whose text is an integer.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import re
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NotRequired
 
+import numpy as np
 from annotated_types import Ge, MinLen
+from pydantic import AfterValidator, StringConstraints, TypeAdapter
+from typing_extensions import TypedDict
 
-from leank.data_gen.gsm.infinite import Problem, nth
+from leank.data_gen.gsm.infinite import MODES, TEMPLATES, Problem, nth
 from leank.data_gen.gsm.symbolic import SymbolicProblem, symbolic
+from leank.data_gen.reading import NotBlank
 from leank.data_gen.tokens import counter_of
 from leank.eval.benchmarks.base import Cell, benchmark, check_fits
-from leank.eval.benchmarks.gsm_infinite_prompts import MAX_NEW_TOKENS, MODES, TEMPLATES, realistic_row, symbolic_row
-from leank.eval.benchmarks.row import Row
-from leank.eval.benchmarks.rules import COUNT, NAME, TEXT, Rule, Schema, checked, is_integer, is_texts, one_of, optional
+from leank.eval.benchmarks.from_files import tried
+from leank.eval.benchmarks.row import Row, kept
 from leank.eval.benchmarks.scoring import metric
-from leank.eval.benchmarks.source import read_file
-from leank.eval.metrics.gsm_infinite import gold_answer, grade, grade_symbolic
+from leank.eval.benchmarks.source import checked, read_file
 from leank.typed import Checked, Count, OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 SUBSETS = {"medium": 2, "hard": 3, "symbolic": 0}  # and their d
+MAX_NEW_TOKENS = 4096
+SYSTEM = "You are a helpful assistant"
+REVERSE_HINT = " The following questions might be easier to solve by equations."
+
+_HEADER = (
+    "Answer the questions below. {preface}Note: the total number of {thing}s in one {place} refers to sum of all types"
+    " of {thing}s ever mentioned for the specific {place} throughout the problem{excluding}. IMPORTANT: if the a type"
+    " of {kind} is never mentioned for a location for that specific problem, assume its INEXISTENCE in that location"
+    " (number in the location = 0). Previous problems {kind} quantities are not applicable for the present one. The"
+    " average number of {part} of the same type of {owner} might vary across different locations. The {total} refers"
+    " to the sum of the TOTAL {parts} (not average {not_average}) from all {source} mentioned for that specific"
+    " location. Hint: the {hint}. Each question is self-contained INDEPENDENT of the others. Quantities of previous"
+    " problems is NOT correct for the new problem, so quantities of {redo} MUST be recalculated for each question!"
+    " Final answer needs to be presented in the format 'Answer: xxx', where xxx is the number you calculated."
+)
+_NOUNS = {
+    "crazy_zootopia": {
+        "preface": "",
+        "thing": "adult animal",
+        "place": "location",
+        "excluding": " EXCLUDING their number of newborn children",
+        "kind": "animal",
+        "part": "newborn children",
+        "owner": "animal",
+        "total": "total newborn animal children of a location",
+        "parts": "newborn children",
+        "not_average": "newborn children",
+        "source": "adult animals",
+        "hint": "total newborn children of one type of animal in a location equals the average children per that animal"
+        " in location times the number of that animal in location",
+        "redo": "animals",
+    },
+    "teachers_in_school": {
+        "preface": "",
+        "thing": "school",
+        "place": "location",
+        "excluding": "",
+        "kind": "school",
+        "part": "teachers",
+        "owner": "school",
+        "total": "number of teachers from all schools of a location",
+        "parts": "teachers",
+        "not_average": "number of teachers",
+        "source": "type of schools",
+        "hint": "number of teachers of one type of school in a location equals the average teacher per that type of"
+        " schools in location times the number of that type of schools in location",
+        "redo": "schools or teachers",
+    },
+    "movie_festival_awards": {
+        "preface": "Commedy, drama, and thriller are all movies types. ",
+        "thing": "movie",
+        "place": "movie festival",
+        "excluding": "",
+        "kind": "movies",
+        "part": "nominations",
+        "owner": "festival",
+        "total": "number of total movie nominations from all movies of a festival",
+        "parts": "movie nominations",
+        "not_average": "number of nominations",
+        "source": "types of movies",
+        "hint": "number of total movie nomination of one type of movie in a festival equals the average nomination per"
+        " that type of movie in festival times the number of that type of movies in festival",
+        "redo": "movies or nominations",
+    },
+}
 
 
-LENGTH = Rule(
-    "a text without control characters, or a whole number",
-    lambda length: NAME.holds(length) and str(length).isprintable(),
-)  # it is part of a task's name, which terminals show
+def _printable(length: str) -> str:
+    if not length.isprintable():
+        raise ValueError("it has control characters")
+    return length
+
+
+class _Line(TypedDict):
+    """What both kinds of problem have. length: it is part of a task's name, which terminals show."""
+
+    problem: NotBlank
+    question: NotBlank
+    op: Annotated[int, Ge(1)]
+    length: NotRequired[Annotated[str, AfterValidator(_printable)] | int | None]
+    id: NotRequired[str | int | None]
+
+
+class RealisticLine(_Line):
+    """A Medium or Hard problem: its answer, a solution that ends in "Answer: N.", or both alike."""
+
+    template: Annotated[str, OneOf(*TEMPLATES)]
+    mode: Annotated[str, OneOf(*MODES)]
+    answer: NotRequired[int | Annotated[str, StringConstraints(pattern="^-?[0-9]{1,18}$")] | None]
+    solution: NotRequired[NotBlank | None]
+    d: NotRequired[Annotated[int, Ge(1)] | None]
+
+
+class SymbolicLine(_Line):
+    """A symbolic problem: the variables, such as V12, that the reply has to name."""
+
+    answer_list: Annotated[list[Annotated[str, StringConstraints(pattern="^V[0-9]+$")]], MinLen(1)]
+
+
+REALISTIC, SYMBOLIC = TypeAdapter(RealisticLine), TypeAdapter(SymbolicLine)
 
 
 @benchmark("gsm_infinite")
@@ -41,7 +142,7 @@ LENGTH = Rule(
 class GsmInfinite(Checked):
     """GSM-Infinite; a cell is a subset at a nominal length.
 
-    path: .jsonl or .jsonl.gz of problems, see gsm_infinite_prompts.realistic_row; None generates them.
+    path: .jsonl or .jsonl.gz of problems, see `RealisticLine`, `SymbolicLine`; None generates them.
     subsets: "medium", "hard" or "symbolic", of the generator; a file has its own.
     lengths: nominal tokens, of the generator; 0 is without filler.
     ops: problems of other ops are left out; None takes all of a file.
@@ -97,9 +198,7 @@ class GsmInfinite(Checked):
         return replace(self._build(data), id=sample, max_new_tokens=self.max_new_tokens)
 
     def _build(self, data: Mapping[str, Any]) -> Row:
-        if "answer_list" in data:
-            return symbolic_row(data)
-        return realistic_row(data, self.merge_turns)
+        return symbolic_row(data) if "answer_list" in data else realistic_row(data, self.merge_turns)
 
     def _generate(self, planned: tuple[str, int, int, int], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         subset, length, op, index = planned
@@ -137,8 +236,9 @@ class GsmInfinite(Checked):
         if not path.is_file():
             raise FileNotFoundError(f"benchmark.path={self.path} does not exist; give a .jsonl of problems, or null")
         counts: dict[tuple[str, int], int] = {}
-        for line in checked(read_file(path), _schema):
-            row, op = self._build(line.data), line.data["op"]
+        same = ("id", "problem", "question")
+        for line in checked(read_file(path), lambda data: SYMBOLIC if "answer_list" in data else REALISTIC, same):
+            row, op = tried(line, "gsm_infinite", self._build, right), line.data["op"]
             subset = {2: "medium", 3: "hard"}.get(row.meta.get("d", 0), "realistic")
             subset = "symbolic" if row.metric == "gsm_symbolic" else subset
             task = f"{subset} {row.meta.get('length', '')}".strip()
@@ -159,47 +259,137 @@ def _nominal(length: int) -> str:
     return f"{length // 1000}k" if length % 1000 == 0 or length % 1024 == 0 else str(length)
 
 
-def _schema(data: Mapping[str, object]) -> Schema:
-    """Return the schema of a problem; "answer_list" makes it a symbolic one."""
-    fields = {"problem": TEXT, "question": TEXT, "op": COUNT, "length": optional(LENGTH), "id": optional(NAME)}
-    same = ("id", "problem", "question")
-    if "answer_list" in data:
-        return Schema({**fields, "answer_list": Rule("a list of names such as V12", _variables)}, same=same)
-    fields |= {
-        "template": Rule(one_of(TEMPLATES), TEMPLATES.__contains__),
-        "mode": Rule(one_of(MODES), MODES.__contains__),
-        "answer": optional(Rule("a whole number", is_integer)),
-        "solution": optional(TEXT),
-        "d": optional(COUNT),
-    }
-    return Schema(fields, _one_answer, same)
+def right(row: Row) -> Sequence[str]:
+    """Return a reply that is right."""
+    return [f"Answer: {row.answers[0]}." if row.metric == "gsm_infinite" else ", ".join(row.answers)]
 
 
-def _one_answer(data: Mapping[str, Any]) -> str | None:
-    """Say what is wrong with a realistic problem: it has an answer, a solution that states it, or both alike."""
-    answer, solution = data.get("answer"), data.get("solution")
-    if solution is None:
-        return None if answer is not None else '"answer" and "solution" are missing; one of them must state the answer'
+def realistic_row(data: Mapping[str, Any], merge_turns: bool = False) -> Row:
+    """One Medium or Hard problem as a `Row`: system message, header, problem, the last two being user turns in a row.
+
+    data: see `RealisticLine`.
+    merge_turns: put header and problem into one user turn, for chat templates that want turns to alternate.
+    """
+    instructions = _HEADER.format(**_NOUNS[data["template"]])
+    instructions += REVERSE_HINT if data["mode"] == "forwardreverse" else ""
+    context, system = f"Problem: {data['problem']} ", {"role": "system", "content": SYSTEM}
+    return Row(
+        task="gsm_infinite",
+        id=str(data.get("id", "")),
+        context=f"{instructions} {context}" if merge_turns else context,
+        question=f"Question: {data['question']} Solution: ",
+        answers=[gold_answer(data.get("answer"), data.get("solution"))],
+        max_new_tokens=MAX_NEW_TOKENS,
+        metric="gsm_infinite",
+        preamble=(system,) if merge_turns else (system, {"role": "user", "content": instructions}),
+        meta=kept(data, "op", "template", "mode", "length", "d"),
+    )
+
+
+def gold_answer(answer: int | str | None, solution: str | None) -> int:
+    """The answer as it is given, or the integer between "Answer: " and the next "." of the solution.
+
+    Raises ValueError if there is neither, or if they differ.
+    """
+    if answer is None and solution is None:
+        raise ValueError('"answer" and "solution" are missing; one of them must state the answer')
+    number, dot, _ = (solution or "").partition("Answer: ")[2].partition(".")
     try:
-        stated = gold_answer(solution)
-    except ValueError as error:
-        return None if answer is not None else f'"solution" states no answer ({" ".join(str(error).split())[:120]})'
-    if answer is not None and int(answer) != stated:
-        return f'"answer" is {reprlib.repr(answer)}, and "solution" states {stated}'
-    return None
+        found = int(number) if dot else None
+    except ValueError:
+        found = None
+    if answer is None and found is None:
+        raise ValueError(f"no 'Answer: <integer>.' in the solution {(solution or '')[-80:]!r}")
+    if answer is not None and found is not None and int(answer) != found:
+        raise ValueError(f'"answer" is {answer!r}, and "solution" states {found}')
+    return found if answer is None else int(answer)  # type: ignore[return-value]
 
 
-def _variables(value: object) -> bool:
-    return is_texts(value) and all(re.fullmatch(r"V[0-9]+", name) for name in value)
+def symbolic_row(data: Mapping[str, Any]) -> Row:
+    """One symbolic problem as a `Row`. data: see `SymbolicLine`."""
+    return Row(
+        task="gsm_infinite_symbolic",
+        id=str(data.get("id", "")),
+        context=f"<context>\n{data['problem']}\n</context>",
+        question=f"\n\n{data['question']}",
+        answers=list(data["answer_list"]),
+        max_new_tokens=MAX_NEW_TOKENS,
+        metric="gsm_symbolic",
+        meta=kept(data, "op", "n", "length"),
+    )
+
+
+class AnswerRule(NamedTuple):
+    """Text between `keyword` and `end` (or the end of the reply) is read as the answer."""
+
+    keyword: str
+    end: str | None  # None: the answer is the run of digits after the keyword
+    last: bool = False  # take the last occurrence of the keyword, not the first
+
+
+RULES = (
+    AnswerRule("answer: ", "."),
+    AnswerRule("solution: ", "."),
+    AnswerRule("oxed{", "}", last=True),
+    AnswerRule("**answer:** ", "."),
+    AnswerRule("**answer: ", "**"),
+    AnswerRule("final answer: answer: ", "."),
+    AnswerRule("\nanswer: ", "."),
+    AnswerRule("\\text{answer: } ", None),
+    AnswerRule("is ", ".", last=True),
+    AnswerRule("answer: ", "\n"),
+)
 
 
 @metric("gsm_infinite", by_op=True)
 def score(row: Row, reply: str) -> float:
     """Whether the reply to a realistic problem states its answer, 0 or 1."""
-    return float(grade(reply, row.answers[0]))
+    return float(stated_integer(reply) == row.answers[0])
 
 
 @metric("gsm_symbolic")
 def score_symbolic(row: Row, reply: str) -> float:
-    """Whether the reply names exactly the right variables, 0 or 1."""
-    return float(grade_symbolic(reply, row.answers))
+    """Whether the variables that the reply names (``V`` and digits as a whole word) are the right ones, 0 or 1.
+
+    Text up to the last "</think>" is ignored. Officially a 7B model first extracts the names from the reply; give its
+    output here to repeat that. On a raw reply every name that is mentioned counts.
+    """
+    return float({*re.findall(r"\bV\d+\b", reply.rsplit("</think>", 1)[-1])} == {*row.answers})
+
+
+def stated_integer(reply: str) -> int | None:
+    r"""The integer that a reply states, or None.
+
+    The reply is lower-cased; the first rule that yields an integer decides, so of two "answer: " the first counts, of
+    two "is " the last, and "Answer: 12 animals." states none. Integers are what int() takes: "+12", " 12 ", "１２",
+    "1_2". The official digit rule (``\\text{Answer: } 12``) raises IndexError, which ends its whole run, when nothing
+    follows the number; such a reply gets no credit here.
+    """
+    text = re.sub(".\x08", "b", reply).lower()
+    for rule in RULES:
+        start = text.rfind(rule.keyword) if rule.last else text.find(rule.keyword)
+        if start == -1:
+            continue
+        start += len(rule.keyword)
+        if rule.end is None:
+            stop = start
+            while stop < len(text) and text[stop].isdigit():
+                stop += 1
+            if stop == len(text):
+                return None
+        else:
+            stop = text.find(rule.end, start)
+        try:
+            return int(text[start:stop] if stop != -1 else text[start:])
+        except ValueError:
+            continue
+    return None
+
+
+def auc(accuracy_by_op: Mapping[int, float]) -> float:
+    """LeanK's area: trapezoid over neighbouring op values at unit spacing.
+
+    accuracy_by_op: {op: accuracy 0-1}. Six op values (2, 4, .. 12) give a scale of 0-5. Fewer than two values give 0.
+    Source: LeanK tables 14 -> 4.
+    """
+    return float(np.trapezoid([accuracy_by_op[op] for op in sorted(accuracy_by_op)]))

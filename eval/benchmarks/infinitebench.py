@@ -1,9 +1,11 @@
-"""InfiniteBench: prompts, truncation and rows of its twelve tasks; ASL reports ten.
+"""InfiniteBench: prompts, truncation, rows and scores of its twelve tasks; ASL reports ten.
 
-Source: OpenBMB/InfiniteBench 88b3daa, src/prompt.py and src/eval_utils.py (MIT; prompts unchanged in assets/). ASL uses
-the copy in MInference, which gives every open model the prompts made for YaRN-Mistral, without a chat template, and
-reads the published files: that is the style "completion"; "chat" are the prompts made for GPT-4.
-Data: <task>.jsonl files in a folder, else from the Hugging Face hub.
+Source: OpenBMB/InfiniteBench 88b3daa, src/prompt.py, src/eval_utils.py and src/compute_scores.py (MIT; prompts
+unchanged in assets/). ASL uses the copy in MInference, which gives every open model the prompts made for YaRN-Mistral,
+without a chat template, and reads the published files: that is the style "completion"; "chat" are the prompts made for
+GPT-4. Data: <task>.jsonl files in a folder, else from the Hugging Face hub.
+
+Where the official scorer raises on a reply, the reply is wrong (0), which docs/benchmarks.md records.
 """
 
 from __future__ import annotations
@@ -11,37 +13,28 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
-from typing import Annotated, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
+
+from leank.data_gen.reading import NotBlank
 from leank.eval.benchmarks import source
 from leank.eval.benchmarks.base import benchmark
 from leank.eval.benchmarks.from_files import FromFiles, Tasks, known_tasks
 from leank.eval.benchmarks.mmlu import LETTERS
-from leank.eval.benchmarks.prompting import Tokenizer, fill
+from leank.eval.benchmarks.prompting import fill
 from leank.eval.benchmarks.row import Row
-from leank.eval.benchmarks.rules import (
-    ANY_TEXT,
-    FOUR_TEXTS,
-    NAME,
-    TEXT,
-    Rule,
-    Schema,
-    alone,
-    checked,
-    is_digits,
-    is_number,
-    is_text_or_texts,
-    is_whole,
-    optional,
-)
 from leank.eval.benchmarks.scoring import metric
-from leank.eval.metrics import infinitebench
+from leank.eval.metrics.text import normalize_chinese, qa_f1, rouge_lsum, token_f1
 from leank.typed import OneOf, Positive
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 REPO = "xinrongzhang2022/InfiniteBench"
 TASKS = (
@@ -50,12 +43,25 @@ TASKS = (
 )
 STYLES = ("completion", "chat")
 CHOICES = ("longbook_choice_eng", "code_debug")
+_SENTENCE_MARKS = "\n:\"'.,?!{}"
+
+
+@cache
+def assets() -> dict[str, dict[str, Any]]:
+    """Return by task the prompts of "completion" and of "chat", and the reply lengths in "max_new_tokens"."""
+    return json.loads(
+        files("leank.eval.benchmarks").joinpath("assets", "infinitebench.json").read_text(encoding="utf-8")
+    )
 
 
 class InfiniteBenchLine(TypedDict):
-    """A published line. answer: a text, a number or a list; options: four texts, of multiple choice alone."""
+    """A published line.
 
-    context: str
+    answer: a number for code_run and math_find, numbers for math_calc, else a text; one, or a list.
+    options: four texts, of multiple choice alone.
+    """
+
+    context: NotBlank
     input: str
     answer: object
     options: NotRequired[list[object]]
@@ -64,7 +70,7 @@ class InfiniteBenchLine(TypedDict):
 
 @benchmark("infinitebench")
 @dataclass
-class InfiniteBench(FromFiles[InfiniteBenchLine]):
+class InfiniteBench(FromFiles):
     """InfiniteBench.
 
     path: a folder of <task>.jsonl files.
@@ -78,83 +84,88 @@ class InfiniteBench(FromFiles[InfiniteBenchLine]):
     max_length: Positive | None = None
     name: str = "infinitebench"
 
+    schema = TypeAdapter(InfiniteBenchLine)
+    same = ("id",)
     cut = True
 
     def wanted(self) -> Sequence[str]:
         """Return the names of the tasks. Raises ValueError for an unknown one."""
         return known_tasks(self.tasks or TASKS, assets()["max_new_tokens"], "InfiniteBench")
 
-    def read(self, task: str) -> Iterator[source.Line]:
-        """Yield the task's lines, checked against their schema."""
-        return checked(read(task, self.path), _schema(task))
+    def lines(self, task: str) -> Iterator[source.Line]:
+        """Yield the published lines of a task; see `source.read`."""
+        return source.read(f"InfiniteBench {task}", task, self.path, source.Hub(REPO, f"{task}.jsonl"))
 
     def build(
-        self, task: str, line: InfiniteBenchLine, tokenizer: Tokenizer | None = None, max_length: int | None = None
-    ) -> Row:
-        """Build a row of one line."""
-        return build_row(task, line, tokenizer, max_length, self.style)
+        self, task: str, data: InfiniteBenchLine, tokenizer: PreTrainedTokenizerBase | None = None,
+        max_length: int | None = None,
+    ) -> Row:  # fmt: skip
+        """Build a row of one line, with the official prompt cut in the middle."""
+        template, answers = assets()[self.style][task], label(task, data)
+        context, question = fill(template, data["context"], _fields(task, data), tokenizer, max_length)
+        return Row(
+            task=task,
+            id=str(data.get("id", "")),
+            context=context,
+            question=question,
+            answers=answers,
+            max_new_tokens=assets()["max_new_tokens"][task],
+            metric="infinitebench",
+            chat=self.style == "chat",
+        )
+
+    def right(self, row: Row) -> Sequence[str]:
+        """Return the answers, of multiple choice the letter.
+
+        There are none where the official scorer cannot find all true answers: a name of two words (longdialogue_qa_eng)
+        and a negative number (math_calc).
+        """
+        if row.task in ("longdialogue_qa_eng", "math_calc"):
+            return ()
+        return [f"{row.answers[1]}."] if row.task in CHOICES else super().right(row)
 
     def identity(self) -> dict[str, object]:
         """Return what every sample depends on; see `Benchmark.identity`."""
         return {"max_length": self.max_length, "style": self.style, **super().identity()}
 
 
-@cache
-def assets() -> dict[str, dict[str, Any]]:
-    """Return by task the prompts of "completion" and of "chat", and the reply lengths in "max_new_tokens"."""
-    return json.loads(
-        files("leank.eval.benchmarks").joinpath("assets", "infinitebench.json").read_text(encoding="utf-8")
-    )
+def label(task: str, data: InfiniteBenchLine) -> list[Any]:
+    """Return what the task's scorer compares with: the answers, and of multiple choice the right option and its letter.
 
-
-def build_row(
-    task: str,
-    data: InfiniteBenchLine,
-    tokenizer: Tokenizer | None = None,
-    max_length: int | None = None,
-    style: str = "completion",
-) -> Row:
-    """One published line ("context", "input", "answer", "options", "id") as a `Row` with the official prompt.
-
-    max_length: tokens of the prompt, cut in the middle; None leaves it whole. Raises ValueError for an unknown task or
-    style and for a line that does not fit its task.
+    Raises ValueError for a label that does not fit the task.
     """
-    if style not in STYLES:
-        raise ValueError(f"style={style!r} is unknown; choose one of {', '.join(STYLES)}")
-    if task not in assets()[style]:
-        raise ValueError(f"task={task!r} is not in InfiniteBench; choose one of {', '.join(assets()[style])}")
-    context, question = fill(assets()[style][task], data["context"], _fields(task, data), tokenizer, max_length)
-    return Row(
-        task=task,
-        id=str(data.get("id", "")),
-        context=context,
-        question=question,
-        answers=label(task, data),
-        max_new_tokens=assets()["max_new_tokens"][task],
-        metric="infinitebench",
-        chat=style == "chat",
-    )
+    answers = data["answer"] if isinstance(data["answer"], list) else [data["answer"]]
+    if task.startswith("long") and not (answers and all(isinstance(a, str) and a.strip() for a in answers)):
+        raise ValueError(f'"answer" is {reprlib.repr(answers)}; it must be a text or a list of texts, none blank')
+    if task == "math_calc" and not _values(answers):
+        raise ValueError(f'"answer" is {reprlib.repr(answers)}; it must be a list of whole numbers')
+    if task not in CHOICES:
+        return list(answers)
+    options = data.get("options", [])
+    if len(options) != len(LETTERS) or not all(isinstance(option, str) and option.strip() for option in options):
+        raise ValueError(f'"options" is {reprlib.repr(options)}; it must be a list of four texts, none blank')
+    right = [letter for letter, option in zip(LETTERS, options, strict=True) if [option] == answers[:1]]
+    if not right:
+        raise ValueError(f'"answer" is {reprlib.repr(answers)}, which is none of the options {reprlib.repr(options)}')
+    if len(answers) == 1 and len(right) > 1:
+        raise ValueError(f'"options" holds the answer {reprlib.repr(answers[0])} more than once')
+    if len(answers) > 1 and answers[1:] not in [[letter] for letter in right]:
+        raise ValueError(f'"answer" is {reprlib.repr(answers)}; it must be the right option, or that with its letter')
+    return [answers[0], answers[1] if len(answers) > 1 else right[0]]
 
 
-def read(task: str, path: str | Path | None = None) -> Iterator[source.Line]:
-    """The published lines of a task; see `source.read`."""
-    return source.read(f"InfiniteBench {task}", task, path, source.Hub(REPO, f"{task}.jsonl"))
-
-
-def label(task: str, data: InfiniteBenchLine) -> list[object]:
-    """What the task's scorer compares with: the answers, and of multiple choice the right option and its letter."""
-    answer = data["answer"]
-    answers = list(answer) if isinstance(answer, list) else [answer]
-    if task not in CHOICES or (len(answers) == 2 and answers[1] in tuple(LETTERS)):
-        return answers
-    if answers[0] not in data["options"]:
-        raise ValueError(f"{task}: the answer {answers[0]!r} is none of the options {data['options']!r}")
-    return [answers[0], LETTERS[data["options"].index(answers[0])]]
+def _values(answers: Sequence[object]) -> Sequence[int]:
+    """Return the values that math_calc expects, which may stand in a list of their own; none if they are no numbers."""
+    inner = answers[0] if len(answers) == 1 and isinstance(answers[0], list) else answers
+    return inner if all(type(value) is int for value in inner) else ()  # type: ignore[return-value]
 
 
 def _fields(task: str, data: InfiniteBenchLine) -> dict[str, object]:
-    """What a prompt's braces stand for, beside the context."""
+    """What a prompt's braces stand for, beside the context. Raises ValueError for an input that does not say it."""
     asked = data["input"]
+    needed = any(name in assets()["completion"][task] for name in ("{input}", "{question}", "{func}"))
+    if needed and not asked.strip():
+        raise ValueError('"input" is blank, and it is the question')
     fields: dict[str, object] = {"input": asked, "question": asked}
     if task in CHOICES:
         fields |= {f"OPTION_{letter}": data["options"][i] for i, letter in enumerate(LETTERS)}
@@ -173,49 +184,139 @@ def _found(pattern: str, text: str) -> str:
     return match[1]
 
 
-def _schema(task: str) -> Schema:
-    """Return the schema of a task. Labels of code_run, math_find and math_calc are numbers, of all others texts."""
-    choice = task in CHOICES
-    asked = any(field in assets()["completion"][task] for field in ("{input}", "{question}", "{func}"))
-    fields = {
-        "context": TEXT,
-        "input": TEXT if asked else ANY_TEXT,
-        "answer": _LABELS.get(task, Rule("a text that is not blank, or a list of such texts", is_text_or_texts)),
-        "id": optional(NAME),
-    }
-    if choice:
-        fields["options"] = FOUR_TEXTS
-    return Schema(fields, _right_option if choice else lambda data: None, ("id",))
-
-
-def _right_option(data: Mapping[str, Any]) -> str | None:
-    """Say what is wrong with multiple choice: the answer, and its letter if given, must be of the options."""
-    answer, options = data["answer"], data["options"]
-    answers = [answer] if isinstance(answer, str) else answer
-    found = [letter for letter, option in zip(LETTERS, options, strict=True) if option == answers[0]]
-    if not found:
-        return f'"answer" is {reprlib.repr(answers[0])}, which is none of the options {reprlib.repr(options)}'
-    if len(answers) == 2 and answers[1] in found:
-        return None
-    if len(answers) > 1:
-        return f'"answer" is {reprlib.repr(answer)}; it must be the right option, or that with its letter'
-    return None if len(found) == 1 else f'"options" holds the answer {reprlib.repr(answers[0])} more than once'
-
-
-def _values(value: object) -> bool:
-    inner = value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list) else value
-    return isinstance(inner, list) and bool(inner) and all(map(is_whole, inner))
-
-
-_LABELS = {
-    **dict.fromkeys(("passkey", "number_string"), Rule("the digits as a text", alone(is_digits))),
-    "code_run": Rule("a whole number", alone(is_whole)),
-    "math_find": Rule("a number", alone(is_number)),
-    "math_calc": Rule("a list of whole numbers", _values),
-}
-
-
 @metric("infinitebench")
 def score(row: Row, reply: str) -> float:
-    """The official score of the row's task, 0-1."""
-    return infinitebench.score(row.task, reply, row.answers)
+    """The official score of the row's task, 0-1. Raises ValueError for a label that does not fit it."""
+    return float(_SCORER_OF_TASK[row.task](reply, row.answers))
+
+
+def first_integer(prediction: str, labels: Sequence[object]) -> bool:
+    """passkey, number_string: the first run of 0-9 is the label, as text."""
+    found = re.search("[0-9]+", prediction)
+    return labels[0] == (found[0] if found else "")
+
+
+def word_member(prediction: str, labels: Sequence[object]) -> bool:
+    """kv_retrieval: the label is one of the words of the reply."""
+    return labels[0] in _blank(prediction, _SENTENCE_MARKS).split()
+
+
+def speaker(prediction: str, labels: Sequence[object]) -> bool:
+    """longdialogue_qa_eng: the *first* label is a word of the upper-cased reply; a name of two words never is."""
+    return labels[0] in [word.upper() for word in _blank(prediction, _SENTENCE_MARKS).split()]
+
+
+def code_run(prediction: str, labels: Sequence[object]) -> bool:
+    """The last word is an integer equal to the label; "2.5" ends in the word "5"."""
+    words = _blank(prediction, "\n.`'\":").split()
+    try:
+        return bool(words) and labels[0] == int(words[-1])
+    except ValueError:
+        return False
+
+
+def code_debug(prediction: str, labels: Sequence[str]) -> bool:
+    """The reply opens with the letter and "." or ":", or letter or name follow "answer is:", "is:" or "answer:"."""
+    name, letter = labels
+    reply = prediction.strip()
+    if reply[:2] in (f"{letter}.", f"{letter}:"):
+        return True
+    for mark in ("\n", "`", "'", '"', "-", "*", "Option", "option"):
+        reply = reply.replace(mark, " ")
+    verdict = _after_prefix(reply, ("answer is:", "is:", "answer:", "correct option is:"), (letter, name))
+    return bool(verdict)
+
+
+def choice(prediction: str, labels: Sequence[str]) -> bool:
+    """longbook_choice_eng, in this order: opening A-D, whole reply, text after an answer phrase, first word in ABCD.
+
+    Any reply that opens with one of A-D is judged by it ("Because" is B); a word "AB" ends the search as wrong.
+    """
+    reply = prediction.strip()
+    if not reply:
+        return False
+    if reply[0] in "ABCD":
+        return reply[0] in labels
+    if reply in labels:
+        return True
+    reply = _blank(reply, _SENTENCE_MARKS.replace(":", ""))
+    verdict = _after_prefix(reply, ("answer is:", "answer:", "answer is", "option is"), labels)
+    if verdict is not None:
+        return verdict
+    first = next((word for word in reply.split() if word in "ABCD"), None)
+    return first in labels
+
+
+def math_find(prediction: str, labels: Sequence[object]) -> bool:
+    """Return whether the first unsigned number equals the label.
+
+    A reply with a decimal number is wrong where the label is an integer; the official code ends in a ValueError there.
+    """
+    label = labels[0]
+    if isinstance(label, bool) or not isinstance(label, int | float):
+        raise ValueError(f"math_find: the label must be a number, got {label!r}")
+    found = re.search(r"\d+\.\d+|\d+", prediction)
+    if found is None or (isinstance(label, int) and "." in found[0]):
+        return False
+    return (_integer(found[0]) if isinstance(label, int) else float(found[0])) == label
+
+
+def math_calc(prediction: str, labels: Sequence[object]) -> float:
+    """Share of the expected values that the reply's unsigned integers match before the first mistake, 0-1."""
+    expected = _values(labels)
+    numbers = [_integer(run) for run in re.findall("[0-9]+", prediction)]
+    right = 0
+    for want, got in zip(expected, numbers, strict=False):
+        if want != got:
+            break
+        right += 1
+    return right / len(expected)
+
+
+def _integer(digits: str) -> int | None:
+    """int(), or None for a number of more digits than Python converts (4,300; officially an uncaught ValueError)."""
+    try:
+        return int(digits)
+    except ValueError:
+        return None
+
+
+def _best(metric: Callable[[str, str], float]) -> Callable[[str, Sequence[str]], float]:
+    return lambda prediction, labels: max(metric(prediction, label) for label in labels)
+
+
+def _character_f1(prediction: str, label: str) -> float:
+    return token_f1(list(normalize_chinese(prediction)), list(normalize_chinese(label)))
+
+
+def _blank(text: str, marks: str) -> str:
+    return text.translate(str.maketrans(marks, " " * len(marks)))
+
+
+def _after_prefix(reply: str, prefixes: Sequence[str], accepted: Sequence[str]) -> bool | None:
+    """Whether an accepted text follows the first prefix that occurs (by order of prefixes); None if none occurs."""
+    reply = re.sub(" {2,}", " ", reply)
+    for prefix in prefixes:
+        at = reply.find(prefix)
+        if at != -1:
+            rest = reply[at + len(prefix) + 1 :]  # officially one character after the prefix is skipped unread
+            return any(rest.startswith(text) for text in accepted)
+    return None
+
+
+_SCORER_OF_TASK: dict[str, Callable[..., float]] = {
+    "passkey": first_integer,
+    "number_string": first_integer,
+    "kv_retrieval": word_member,
+    "kv_retrieval_prefix": word_member,
+    "kv_retrieval_both": word_member,
+    "longdialogue_qa_eng": speaker,
+    "longbook_qa_eng": _best(qa_f1),
+    "longbook_qa_chn": _best(_character_f1),
+    "longbook_sum_eng": _best(rouge_lsum),
+    "longbook_choice_eng": choice,
+    "code_run": code_run,
+    "code_debug": code_debug,
+    "math_find": math_find,
+    "math_calc": math_calc,
+}

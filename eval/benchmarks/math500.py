@@ -1,48 +1,49 @@
 """MATH-500: 500 problems of MATH (Lightman et al. 2023; openai/prm800k, MIT), answered in reasoning.
 
 The benchmark has no prompt of its own. The one here is usual for reasoning models: the problem as it is, then the
-request to reason and to box the answer, which eval.metrics.math500 grades.
+request to reason and to box the answer. A boxed answer is right if it is equal as text, or else for math_verify
+(docs/benchmarks.md has its differences from prm800k's grader).
 Data: test.jsonl of prm800k's math_splits, else HuggingFaceH4/MATH-500 from the hub (the same problems).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import TYPE_CHECKING, NotRequired
 
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
+
+from leank.data_gen.reading import NotBlank
 from leank.eval.benchmarks import source
 from leank.eval.benchmarks.base import benchmark
 from leank.eval.benchmarks.from_files import FromFiles
-from leank.eval.benchmarks.prompting import Tokenizer
 from leank.eval.benchmarks.row import Row, kept
-from leank.eval.benchmarks.rules import NAME, TEXT, Schema, checked, optional
 from leank.eval.benchmarks.scoring import metric
-from leank.eval.metrics.math500 import grade, last_boxed
+from leank.eval.metrics import math_equal
 from leank.typed import Positive
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 MAX_NEW_TOKENS = 32_768  # Lethe does not say; what DeepSeek-R1, whose distilled models it uses, is evaluated with
-_SCHEMA = Schema(
-    {"problem": TEXT, "answer": TEXT, "subject": optional(TEXT), "level": optional(NAME), "unique_id": optional(NAME)},
-    same=("unique_id",),
-)
 
 
 class Math500Line(TypedDict):
     """A line of the data set."""
 
-    problem: str
-    answer: str
+    problem: NotBlank
+    answer: NotBlank
     unique_id: NotRequired[str | int | None]
-    subject: NotRequired[str | None]
+    subject: NotRequired[NotBlank | None]
     level: NotRequired[str | int | None]
 
 
 @benchmark("math500")
 @dataclass
-class Math500(FromFiles[Math500Line]):
+class Math500(FromFiles):
     """MATH-500.
 
     path: test.jsonl of prm800k's math_splits, or its folder.
@@ -52,43 +53,65 @@ class Math500(FromFiles[Math500Line]):
     max_new_tokens: Positive = MAX_NEW_TOKENS
     name: str = "math500"
 
-    def read(self, task: str) -> Iterator[source.Line]:
-        """Yield the task's lines, checked against their schema."""
-        return checked(read(self.path), _SCHEMA)
+    schema = TypeAdapter(Math500Line)
+    same = ("unique_id",)
+
+    def lines(self, task: str) -> Iterator[source.Line]:
+        """Yield the data set's lines; see `source.read`."""
+        return source.read("MATH-500", "test", self.path, source.Hub("HuggingFaceH4/MATH-500", "test.jsonl"))
 
     def build(
-        self, task: str, line: Math500Line, tokenizer: Tokenizer | None = None, max_length: int | None = None
-    ) -> Row:
+        self, task: str, data: Math500Line, tokenizer: PreTrainedTokenizerBase | None = None,
+        max_length: int | None = None,
+    ) -> Row:  # fmt: skip
         """Build a row of one line."""
-        return build_row(line, self.max_new_tokens)
+        return Row(
+            task="math500",
+            id=str(data.get("unique_id", "")),
+            context=data["problem"],
+            question=f"\n{INSTRUCTION}",
+            answers=[data["answer"]],
+            max_new_tokens=self.max_new_tokens,
+            metric="math500",
+            meta=kept(data, "subject", "level"),
+        )
+
+    def right(self, row: Row) -> Sequence[str]:
+        """Return the answer in its box."""
+        return [f"\\boxed{{{row.answers[0]}}}"]
 
     def identity(self) -> dict[str, object]:
         """Return what every sample depends on; see `Benchmark.identity`."""
         return {"max_new_tokens": self.max_new_tokens, **super().identity()}
 
 
-def build_row(data: Math500Line, max_new_tokens: int = MAX_NEW_TOKENS) -> Row:
-    """One line ("problem", "answer"; "unique_id", "subject", "level" are kept) as a `Row`."""
-    if not isinstance(data["answer"], str):
-        raise TypeError(f"the answer must be a text, got {data['answer']!r}")
-    return Row(
-        task="math500",
-        id=str(data.get("unique_id", "")),
-        context=data["problem"],
-        question=f"\n{INSTRUCTION}",
-        answers=[data["answer"]],
-        max_new_tokens=max_new_tokens,
-        metric="math500",
-        meta=kept(data, "subject", "level"),
-    )
-
-
-def read(path: str | Path | None = None) -> Iterator[source.Line]:
-    """The data set's lines; see `source.read`."""
-    return source.read("MATH-500", "test", path, source.Hub("HuggingFaceH4/MATH-500", "test.jsonl"))
-
-
 @metric("math500")
 def score(row: Row, reply: str) -> float:
-    """Whether the last boxed answer of the reply is right, 0 or 1."""
+    """Whether the last boxed answer of the reply is right, 0 or 1. Raises ImportError if math_verify is missing."""
     return float(grade(last_boxed(reply), row.answers[0]))
+
+
+def grade(given: str | None, truth: str) -> bool:
+    """Whether the given answer is right; None is wrong.
+
+    A text of more than `math_equal.MAX_EXPRESSION` characters that is not equal, and one too costly to evaluate, is
+    wrong.
+    """
+    if given is None:
+        return False
+    if given.strip() == truth.strip():
+        return True
+    if not given.strip() or max(len(given), len(truth)) > math_equal.MAX_EXPRESSION:
+        return False
+    return math_equal.equal(given, truth)
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Content of the last ``\\boxed{...}`` of a reply, braces balanced; None without one. Ours, for chat models."""
+    _, box, rest = text.rpartition("\\boxed{")
+    depth = 0
+    for i, character in enumerate(rest if box else ""):
+        if character == "}" and depth == 0:
+            return rest[:i]
+        depth += (character == "{") - (character == "}")
+    return None

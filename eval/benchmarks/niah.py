@@ -1,14 +1,14 @@
 """Needle in a haystack: one sentence hidden at a depth of a long text.
 
 Behaviour of gkamradt/LLMTest_NeedleInAHaystack 7b90d28 (MIT). Officially GPT judges the reply from 1 to 10. Here
-`recall` does, as in the line of work that ThinK belongs to; eval.metrics.rouge.rouge_1 is another
-choice. The official essays may not be redistributed, so bring your own haystack.
+`recall` does, as in the line of work that ThinK belongs to. The official essays may not be redistributed, so bring your
+own haystack.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
@@ -83,22 +83,6 @@ def grid(shortest: int, longest: int, count: int = 35) -> list[int]:
     return [int(value) for value in np.round(np.linspace(shortest, longest, count))]
 
 
-def _row(context: str, length: int, depth: float) -> Row:
-    """One row. Officially context and question are two user turns; here they are one."""
-    return Row(
-        task="niah",
-        id=f"{length}-{depth}",
-        context=context,
-        question=f"\n{QUESTION}{_ONLY_DOCUMENT}",
-        answers=[EXPECTED],
-        max_new_tokens=300,
-        metric="niah_recall",
-        preamble=({"role": "system", "content": _SYSTEM},),
-        length=length,
-        meta={"depth_percent": depth},
-    )
-
-
 def recall(reply: str, expected: str = EXPECTED) -> float:
     """Share of the distinct lower-case words of `expected` that occur in the reply, 0-1."""
     words = set(expected.lower().split())
@@ -160,7 +144,7 @@ class NeedleGrid(Checked):
         return [Cell("niah", length, tuple(map(str, self._depths))) for length in self._lengths]
 
     def row(self, cell: Cell, sample: str, tokenizer: PreTrainedTokenizerBase, overhead: int) -> Row:
-        """Build one sample; see `Benchmark.row`."""
+        """Build one sample; see `Benchmark.row`. Officially its context and its question are two user turns."""
 
         def encode(text: str) -> list[int]:
             return tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -176,7 +160,18 @@ class NeedleGrid(Checked):
             haystack = " ".join(sentences(self.essays, self.split))
             self._texts[length] = fitted(haystack, length, encode, decode)
         context = insert_needle(self._texts[length], NEEDLE, depth, length, encode, decode)
-        return replace(_row(context, length, depth), id=sample)
+        return Row(
+            task="niah",
+            id=sample,
+            context=context,
+            question=f"\n{QUESTION}{_ONLY_DOCUMENT}",
+            answers=[EXPECTED],
+            max_new_tokens=300,
+            metric="niah_recall",
+            preamble=({"role": "system", "content": _SYSTEM},),
+            length=length,
+            meta={"depth_percent": depth},
+        )
 
 
 @metric("niah_recall")

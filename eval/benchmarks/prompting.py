@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
-class Tokenizer(Protocol):
-    """What truncation needs of a tokenizer; any Hugging Face tokenizer has it."""
-
-    def encode(self, text: str) -> list[int]:
-        """Return token ids, with the special tokens that the model's prompts carry."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any:
-        """Return the text of one list of ids."""
-
-
-def truncate_middle(text: str, max_length: int, tokenizer: Tokenizer) -> str:
+def truncate_middle(text: str, max_length: int, tokenizer: PreTrainedTokenizerBase) -> str:
     """`text` if it has at most `max_length` tokens, else its first and last max_length // 2 tokens, decoded.
 
     Both halves are decoded on their own without special tokens, so re-encoding may differ by a token at the seam.
@@ -27,23 +20,22 @@ def truncate_middle(text: str, max_length: int, tokenizer: Tokenizer) -> str:
     if len(ids) <= max_length:
         return text
     half = max_length // 2
-    return "".join(tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[-half:]))
+    return "".join(str(tokenizer.decode(part, skip_special_tokens=True)) for part in (ids[:half], ids[-half:]))
 
 
 def fill(
-    template: str, context: str, fields: Mapping[str, object], tokenizer: Tokenizer | None = None,
+    template: str, context: str, fields: Mapping[str, object], tokenizer: PreTrainedTokenizerBase | None = None,
     max_length: int | None = None,
 ) -> tuple[str, str]:  # fmt: skip
     """(context with what stands before it, question: all that follows the context) of a filled template.
 
-    max_length: tokens of both, None leaves them whole. Where truncation cuts into the question, all is context.
+    tokenizer, max_length: cut both to so many tokens; None leaves them whole. Where that cuts into the question, all is
+    context.
     """
     start, end = template.split("{context}")
     before, question = start.format(**fields), end.format(**fields)
     prompt = before + context + question
-    if max_length is not None:
-        if tokenizer is None:
-            raise ValueError(f"max_length={max_length} needs the model's tokenizer; pass tokenizer= or max_length=None")
+    if max_length is not None and tokenizer is not None:
         prompt = truncate_middle(prompt, max_length, tokenizer)
     if not prompt.endswith(question) or len(prompt) < len(question) + len(before):
         question = ""

@@ -1,10 +1,11 @@
-"""RULER's tasks from the generators of data_gen, sized and worded as officially (see docs/benchmarks.md).
+"""RULER's tasks from the generators of data_gen, sized, worded and scored as officially (see docs/benchmarks.md).
 
-LeanK's tables have 200 samples per task.
+Source: NVIDIA/RULER c3f5e3b, scripts/eval (Apache-2.0). LeanK's tables have 200 samples per task.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -21,7 +22,6 @@ from leank.data_gen.tokens import counter_of
 from leank.eval.benchmarks.base import Cell, benchmark, check_lengths
 from leank.eval.benchmarks.row import Row
 from leank.eval.benchmarks.scoring import metric
-from leank.eval.metrics.ruler import postprocess, string_match_all, string_match_part
 from leank.typed import Checked, OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:
@@ -131,11 +131,26 @@ def _check_data(name: str, path: str | None, samples: int) -> None:
 
 @metric("ruler_all")
 def score_all(row: Row, reply: str) -> float:
-    """The share of the references that the reply holds, 0-1."""
-    return string_match_all([postprocess(reply)], [row.answers]) / 100
+    """The share of the references that the reply holds, 0-1 (NIAH, vt, cwe, fwe)."""
+    found = _found(row, reply)
+    return round(sum(found) / len(found) * 100, 2) / 100  # per cent with two decimals, as officially
 
 
 @metric("ruler_part")
 def score_part(row: Row, reply: str) -> float:
-    """Whether the reply holds any of the references, 0 or 1."""
-    return string_match_part([postprocess(reply)], [row.answers]) / 100
+    """Whether the reply holds any of the references, 0 or 1 (QA)."""
+    return float(any(_found(row, reply)))
+
+
+def _found(row: Row, reply: str) -> list[bool]:
+    """Whether each reference occurs in the reply, by substring, so that "no" is found in "know".
+
+    Case is ignored with lower(), which is not casefold(): "STRASSE" does not hold "straße".
+    """
+    text = postprocess(reply).lower()
+    return [reference.lower() in text for reference in row.answers]
+
+
+def postprocess(text: str) -> str:
+    """Strip the reply and turn every control character (tabs too) into a newline."""
+    return re.sub(r"[\x00-\x1f]", "\n", text.strip()).strip()

@@ -1,13 +1,19 @@
-"""Lines of a data set: from .jsonl or .jsonl.gz files, a zip or a folder of them, or a file on the Hugging Face hub."""
+"""Lines of a data set: from .jsonl or .jsonl.gz files, a zip or a folder of them, or a file on the Hugging Face hub.
+
+`checked` holds every line to a schema, a TypedDict that pydantic reads. Fields that it does not name may hold anything.
+"""
 
 from __future__ import annotations
 
 import gzip
+import reprlib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from leank.data_gen.reading import LONGEST, UNREADABLE, parse_json, why
 
@@ -121,3 +127,37 @@ def _line(file: str, number: int, raw: bytes) -> Line:
     if not isinstance(data, dict):
         raise line.error(f"it is a JSON {type(data).__name__}, no object")
     return Line(file, number, data)
+
+
+def checked(
+    lines: Iterable[Line], schema: TypeAdapter[Any] | Callable[[Any], TypeAdapter[Any]], same: Sequence[str] = ()
+) -> Iterator[Line]:
+    """Yield the lines as they are.
+
+    schema: of all lines, or a function from a line's object to its own.
+    same: fields that name a sample; two lines that agree in them, the first not being empty, are one sample twice.
+    Raises ValueError, "FILE, line N: what is wrong; what to do", at the first wrong line.
+    """
+    seen: dict[str, int] = {}
+    for line in lines:
+        try:
+            wanted = schema if isinstance(schema, TypeAdapter) else schema(line.data)
+            wanted.validate_python(line.data, strict=True)
+        except ValidationError as error:
+            raise line.error(_said(error, line.data)) from None
+        if same and line.data.get(same[0]) not in (None, ""):
+            first = seen.setdefault(repr([line.data.get(field) for field in same]), line.number)
+            if first != line.number:
+                what = f'"{same[0]}" is {reprlib.repr(line.data[same[0]])}, as in line {first}'
+                raise line.error(f"{what}: one sample would count twice", "take one of the two out")
+        yield line
+
+
+def _said(error: ValidationError, data: dict[str, object]) -> str:
+    """Return what pydantic finds wrong with the first wrong field."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    name = found[0]["loc"][0]
+    if name not in data:
+        return f'"{name}" is missing'
+    said = dict.fromkeys(one["msg"].replace("Input should", "it must") for one in found if one["loc"][0] == name)
+    return f'"{name}" is {reprlib.repr(data[str(name)])}; {", or ".join(said)}'

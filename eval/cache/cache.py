@@ -201,7 +201,7 @@ class CompressedCache(Cache):
         Raises FileNotFoundError, or ValueError if the file is damaged or was made by another model or mask.
         """
         found = Saved(path)
-        sizes, indices = found.sizes, [i for i, one in enumerate(found.about) if one["kind"] == "compressed"]
+        sizes, indices = found.sizes, [i for i, one in enumerate(found.about) if one.kind == "compressed"]
         if isinstance(mask, ChannelMask) and mask.mean_keys is not None:
             raise ValueError("a saved cache has no mean keys: give mask.with_means(None)")
         keep = None if mask is None else layer_masks(mask)

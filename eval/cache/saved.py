@@ -10,10 +10,12 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from annotated_types import Ge, Le
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -28,15 +30,31 @@ from leank.eval.cache.storage.segment import PAGE, Extent, Segment
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Store
 from leank.tensor_files import DIGEST, DamagedFile, digest, read_tensors, write_tensors
+from leank.typed import Checked, OneOf, typed
 
 FORMAT = "leank-cache-5"
-FIELDS = ("kind", "columns", "pages", "names")  # of a layer in the header
 KEYS = ("format", "model", "mask", "sink", "window", "flush", "layers")
 CURE = "copy it again, or make it anew with save()"
 SAMPLED = 64  # numbers of each weight that tell models apart
 COUNTS = ("seen", "start", "floor")  # of each row, on the host
 ENDS = ("sink_k", "sink_v", "ring_k", "ring_v")
 SEGMENTS = ("prompt", "tail")
+
+
+@dataclass(frozen=True)
+class LayerHeader(Checked):
+    """What the header says of one layer.
+
+    kind: how its tokens are kept
+    columns: of the prompt and of what followed, padding included
+    names: of its tensors
+    pages: bits and group of a packed middle, None = it is in the model's dtype
+    """
+
+    kind: Annotated[str, OneOf("compressed", "sliding")]
+    columns: Annotated[int, Ge(1), Le(LONGEST)]
+    names: Sequence[str]
+    pages: Sequence[int] | None = None
 
 
 def model_digest(model: PreTrainedModel) -> str:
@@ -153,15 +171,12 @@ class Saved:
         try:
             if missing := [key for key in (*KEYS, DIGEST) if key not in about]:
                 raise ValueError(f"its header lacks {missing[0]!r}")
-            self.about: list[dict[str, Any]] = json.loads(about["layers"])
-            if unknown := [field for one in self.about for field in one if field not in FIELDS]:
-                raise ValueError(f"its layers have {unknown[0]!r}, which save() does not write")
-            names = {f"{index}.{name}" for index, one in enumerate(self.about) for name in one["names"]}
+            self.about = [typed(LayerHeader, one, f"layer {i}: ") for i, one in enumerate(json.loads(about["layers"]))]
+            names = {f"{index}.{name}" for index, one in enumerate(self.about) for name in one.names}
             self.sizes = Sizes(*(int(about[name]) for name in ("sink", "window", "flush")))
-            columns = {repr(one["columns"]): one["columns"] for one in self.about}  # repr tells 1 from True
-            if len(columns) != 1 or any(type(n) is not int or not 0 < n <= LONGEST for n in columns.values()):
+            if len({one.columns for one in self.about}) != 1:
                 raise ValueError("its layers have no common number of tokens")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise DamagedFile(path, error, CURE) from error
         self.tensors, self.metadata = read_tensors(path, names, CURE, KEYS)
         self.middles = [self._middle(index) for index in range(len(self.about))]
@@ -181,27 +196,27 @@ class Saved:
         one = self.about[index]
         channels, values, joins = (self.tensors.get(f"{index}.middle.{n}") for n in ("channels", "values", "joins"))
         try:
-            return Middle(channels, values, joins, Packing(*one["pages"]) if one.get("pages") else None)
+            return Middle(channels, values, joins, Packing(*one.pages) if one.pages else None)
         except (ValueError, TypeError) as error:
             raise DamagedFile(self.path, error, CURE) from error
 
     def fill(self, layers: Sequence[Any], model: PreTrainedModel) -> None:
         """Put what the file holds into the new layers of this model. Raises DamagedFile for tables that cannot be."""
         kinds = ["compressed" if isinstance(layer, CompressedLayer) else "sliding" for layer in layers]
-        if kinds != [one["kind"] for one in self.about]:
+        if kinds != [one.kind for one in self.about]:
             raise DamagedFile(self.path, "its layers are not the model's", CURE)
         for index, (layer, one) in enumerate(zip(layers, self.about, strict=True)):
-            own = {name: self.tensors[f"{index}.{name}"] for name in one["names"]}
+            own = {name: self.tensors[f"{index}.{name}"] for name in one.names}
             try:
                 if isinstance(layer, CompressedLayer):
                     store = _store(own, layer, model)
-                    if (store.seen > one["columns"]).any():
+                    if (store.seen > one.columns).any():
                         raise ValueError("a row holds more tokens than came")
-                    layer.resume(store, one["columns"])
+                    layer.resume(store, one.columns)
                 elif isinstance(layer, DynamicSlidingWindowLayer):
                     k, v = (own[name].to(model.device) for name in ("keys", "values"))
                     layer.lazy_initialization(k, v)
-                    layer.keys, layer.values, layer.cumulative_length = k, v, one["columns"]
+                    layer.keys, layer.values, layer.cumulative_length = k, v, one.columns
             except (KeyError, TypeError, ValueError, RuntimeError) as error:
                 raise DamagedFile(self.path, f"layer {index} holds what no cache holds ({error})", CURE) from error
 

@@ -1,5 +1,1 @@
-"""Benchmark scorers and graders: text in, number out. No torch, no model, no data.
-
-Each module reproduces the benchmark's official scorer, quirks included (docs/benchmarks.md lists them); a knowing
-difference is a keyword argument whose default is the official behaviour.
-"""
+"""Scores that several benchmarks share, and the comparison of MATH answers, which runs apart. No torch, no model."""

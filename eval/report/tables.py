@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from leank.eval import published
-from leank.eval.metrics.gsm_infinite import auc
+from leank.eval.benchmarks.gsm_infinite import auc
 from leank.eval.report.groups import flat
 from leank.eval.report.summary import COLUMNS, Record, Run, learned
 

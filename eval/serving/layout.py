@@ -40,6 +40,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from leank.eval.cache.storage.segment import round_up
+
 STRIPE = 16  # columns: the width of a stripe is a multiple of them, so that a GPU reads whole sectors of 32 bytes
 LINE = 32  # columns: a layer begins at a multiple of them
 HEAD_DIMS = (32, 64, 128)  # channels of a head that the kernels read
@@ -219,15 +221,11 @@ def lay_out(stored: Tensor, values: Tensor) -> tuple[LayerStripes, ...]:
             v = _stripe(at + k.width, dim if with_v else 0)
             heads.append(HeadStripes(k, v, channels.nonzero().flatten()))
             at = v.start + v.width
-        columns = _up(at - start, LINE)
+        columns = round_up(at - start, LINE)
         layers.append(LayerStripes(start, columns, tuple(heads)))
         start += columns
     return tuple(layers)
 
 
 def _stripe(start: int, count: int) -> Stripe:
-    return Stripe(start, count, _up(count, STRIPE))
-
-
-def _up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
+    return Stripe(start, count, round_up(count, STRIPE))

@@ -9,7 +9,7 @@ import pytest
 from leank.data_gen.gsm.infinite import MODES, TEMPLATES, benchmark, realistic
 from leank.data_gen.gsm.symbolic import symbolic
 from leank.data_gen.tokens import TokenCounter
-from leank.eval.benchmarks.gsm_infinite_prompts import realistic_row, symbolic_row
+from leank.eval.benchmarks.gsm_infinite import realistic_row, symbolic_row
 from tests.helpers.gsm_solver import read, solve
 from tests.helpers.text_tokenizers import tokenizer
 

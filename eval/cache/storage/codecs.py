@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from leank.eval.cache.storage.channels import KeptChannels
-from leank.eval.cache.storage.segment import COPIED, PAGE, Count, Extent, Segment, alike, round_up
+from leank.eval.cache.storage.segment import COPIED, PAGE, Count, Extent, Segment, round_up
 from leank.eval.cache.storage.upload import update, upload
 
 Folds = tuple[tuple[int, int], ...]  # (axis, shift): of this axis, the second half lies `shift` bits above the first
@@ -135,7 +135,7 @@ class PageSegment(Segment):
         taken, group = np.where(self.capacity[rows] > 0, k.shape[2] if count is None else count, 0), self.codec.group
         if (self.length[rows] % group)[taken > 0].any():
             raise ValueError(f"tokens must follow whole groups of {group}; set flush to a multiple of it")
-        for piece in alike(self, self.length, rows, taken) if taken.any() else ():
+        for piece in self._alike(rows, taken) if taken.any() else ():
             row, number = int(rows[piece.start]), piece.stop - piece.start
             step = max(PAGE, COPIED // (number * self.head_dim) // PAGE * PAGE)
             for head in np.flatnonzero(taken[piece.start]).tolist():

@@ -88,12 +88,13 @@ class Extent:
     values: KeptChannels | None = None
 
 
-class Regions:
-    """Room for middle tokens of all rows and heads; which of it is filled, `Segment` knows.
+class Segment:
+    """Middle tokens of all rows and heads, in the regions that an extent asks for.
 
     Attributes:
     channels, values, head_dim, dtype: see `Extent`
     capacity: [B, H], tokens for which there is room, rounded up to pages; 0 in heads that keep no channels of K
+    length, length_dev: [B, H], tokens held, on the host and on the device
     page: tokens of a page of K
     k, v: the flat tensors
     k_start, v_start: [B, H], first element of each region
@@ -114,6 +115,8 @@ class Regions:
         self.k = torch.empty(int(k_size.sum()), dtype=stored, device=device)
         self.v = torch.empty(int(v_size.sum()), dtype=stored, device=device)
         self._places: Tensor | None = None
+        self.length = np.zeros_like(self.capacity)
+        self.length_dev = torch.zeros(self.capacity.shape, dtype=torch.int64, device=device)
 
     def _form(self) -> torch.dtype:
         """The dtype of k and v."""
@@ -155,30 +158,6 @@ class Regions:
             self._places = upload(np.stack([self.k_start, self.v_start, count, width], -1), self.k.device)
         return self._places
 
-
-def _stretched(start: np.ndarray, size: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """Where the lines of larger regions come from: all of them in one copy, the spare ones repeat some line.
-
-    start, size: first line and lines of each region that is there
-    room: lines of each new region, no fewer
-    """
-    own = np.arange(room.sum()) - np.repeat(np.cumsum(room) - room, room)
-    source = np.repeat(start, room) + np.minimum(own, np.repeat(np.maximum(size, 1) - 1, room))
-    return np.minimum(source, size.sum() - 1)
-
-
-class Segment(Regions):
-    """Middle tokens of all rows and heads, in the regions that an extent asks for.
-
-    Attributes, beside those of `Regions`:
-    length, length_dev: [B, H], tokens held, on the host and on the device
-    """
-
-    def __init__(self, extent: Extent) -> None:
-        super().__init__(extent)
-        self.length = np.zeros_like(self.capacity)
-        self.length_dev = torch.zeros(self.capacity.shape, dtype=torch.int64, device=self.k.device)
-
     def fresh(self, channels: KeptChannels, capacity: np.ndarray, values: KeptChannels | None) -> Segment:
         """An empty segment of the same form; the parameters are those of `Extent`."""
         return self._of_form(Extent(channels, capacity, self.head_dim, self.dtype, values))
@@ -195,9 +174,73 @@ class Segment(Regions):
         count: [R, H], each head takes its first `count` tokens; None = all n
         """
         taken = np.where(self.capacity[rows] > 0, k.shape[2] if count is None else count, 0)
-        write(self, self.length, rows, k, v, taken)
+        pieces = self._alike(rows, taken) if taken.any() else []
+        if len(pieces) < SCATTERED:
+            self._write_pieces(pieces, rows, k, v, taken)
+        else:
+            self._write_at_once(rows, k, v, taken)
         self.length[rows] += taken
         update(self.length_dev, self.length)
+
+    def _alike(self, rows: np.ndarray, taken: np.ndarray) -> list[slice]:
+        """`rows` [R] in pieces that one copy can write.
+
+        Neighbouring rows of the same layout that take the same number of tokens [R, H] are one piece, else each row.
+        """
+        same = [taken, *(a[rows] for a in (self.capacity, self.channels.count, self.width, self.length))]
+        if (np.diff(rows) == 1).all() and all((a == a[:1]).all() for a in same):
+            return [slice(0, len(rows))]
+        return [slice(i, i + 1) for i in range(len(rows))]
+
+    def _write_pieces(self, pieces: list[slice], rows: np.ndarray, k: Tensor, v: Tensor, taken: np.ndarray) -> None:
+        """Write each head's first `taken` [R, H] tokens behind those that it holds, piece by piece and head by head."""
+        tables = [None if t is None or t.in_order else t.index.long() for t in (self.channels, self.values)]
+        for piece in pieces:
+            row, number = int(rows[piece.start]), piece.stop - piece.start
+            step = max(PAGE, COPIED // (number * self.head_dim) // PAGE * PAGE)
+            for head in np.flatnonzero(taken[piece.start]).tolist():
+                pages, values = self.views(row, number, head)
+                held, n = int(self.length[row, head]), int(taken[piece.start, head])
+                index = [None if t is None else t[row : row + number, head, None] for t in tables]
+                for first in range(0, n, step):
+                    last = min(first + step, n)
+                    new = (x[piece, head, first:last] for x in (k, v))
+                    widths = (pages.shape[2], values.shape[2])
+                    picked_k, picked_v = (
+                        x if i is None else _gathered(x, i[..., :w].expand(-1, last - first, -1))
+                        for x, i, w in zip(new, index, widths, strict=True)
+                    )
+                    _put(pages, held + first, picked_k)
+                    if self.values is None:
+                        values[:, held + first : held + last] = picked_v
+                    else:
+                        _put(values, held + first, picked_v)
+
+    def _write_at_once(self, rows: np.ndarray, k: Tensor, v: Tensor, taken: np.ndarray) -> None:
+        """Do what `_write_pieces` does for all rows and heads at once: no launch more, however many there are.
+
+        A head with fewer channels than another writes its last one several times, always the same number.
+        """
+        device, page, total = self.k.device, self.page, int(taken.sum())
+        head = torch.repeat_interleave(upload(taken.reshape(-1), device), output_size=total)
+        token = spread(np.zeros_like(taken), taken, device)
+        for some in torch.arange(total, device=device).split(max(1, COPIED // (4 * self.head_dim))):
+            of, n = head[some], token[some]
+
+            def each(of_head: np.ndarray, of: Tensor = of) -> Tensor:
+                return upload(of_head[rows].reshape(-1), device)[of]
+
+            at = each(self.length) + n
+            new, number, channel = _picked(k, self.channels, rows, of, n)
+            first = each(self.k_start) + at // page * number * page + at % page
+            self.k[first[:, None] + channel * page] = new
+            if self.values is None:
+                lines(self.v, self.head_dim)[each(self.v_start) // self.head_dim + at] = v.flatten(0, 1)[of, n]
+                continue
+            new, number, channel = _picked(v, self.values, rows, of, n)
+            first = each(self.v_start) + at // PAGE * number * PAGE + at % PAGE
+            there = number > 0  # a head can keep no channel of V
+            self.v[(first[:, None] + channel * PAGE)[there]] = new[there]
 
     def _regions(self, row: int, head: int) -> tuple[Tensor, Tensor]:
         """One head's regions: K [pages, channels, tokens of a page], V [capacity, D], where it is pruned as K."""
@@ -284,57 +327,15 @@ class TokenSegment(Segment):
     page = 1
 
 
-def write(regions: Regions, length: np.ndarray, rows: np.ndarray, k: Tensor, v: Tensor, taken: np.ndarray) -> None:
-    """Write each head's first tokens behind those that it holds; kept channels are picked here.
+def _stretched(start: np.ndarray, size: np.ndarray, room: np.ndarray) -> np.ndarray:
+    """Where the lines of larger regions come from: all of them in one copy, the spare ones repeat some line.
 
-    length: [B, H], tokens that each head of the batch holds
-    rows: [R], the rows of the batch that take tokens
-    k, v: [R, H, n, D], dense
-    taken: [R, H], how many of the n tokens each head takes; 0 where there is no room
+    start, size: first line and lines of each region that is there
+    room: lines of each new region, no fewer
     """
-    pieces = alike(regions, length, rows, taken) if taken.any() else []
-    if len(pieces) < SCATTERED:
-        _write_pieces(regions, length, pieces, rows, k, v, taken)
-    else:
-        _write_at_once(regions, length, rows, k, v, taken)
-
-
-def alike(regions: Regions, length: np.ndarray, rows: np.ndarray, taken: np.ndarray) -> list[slice]:
-    """`rows` [R] in pieces that one copy can write.
-
-    Neighbouring rows of the same layout that take the same number of tokens [R, H] are one piece, else each row.
-    """
-    same = [taken, *(a[rows] for a in (regions.capacity, regions.channels.count, regions.width, length))]
-    if (np.diff(rows) == 1).all() and all((a == a[:1]).all() for a in same):
-        return [slice(0, len(rows))]
-    return [slice(i, i + 1) for i in range(len(rows))]
-
-
-def _write_pieces(
-    regions: Regions, length: np.ndarray, pieces: list[slice], rows: np.ndarray, k: Tensor, v: Tensor, taken: np.ndarray
-) -> None:
-    """Write the tokens that each head takes [R, H], piece by piece and head by head."""
-    tables = [None if t is None or t.in_order else t.index.long() for t in (regions.channels, regions.values)]
-    for piece in pieces:
-        row, number = int(rows[piece.start]), piece.stop - piece.start
-        step = max(PAGE, COPIED // (number * regions.head_dim) // PAGE * PAGE)
-        for head in np.flatnonzero(taken[piece.start]).tolist():
-            pages, values = regions.views(row, number, head)
-            held, n = int(length[row, head]), int(taken[piece.start, head])
-            index = [None if t is None else t[row : row + number, head, None] for t in tables]
-            for first in range(0, n, step):
-                last = min(first + step, n)
-                new = (x[piece, head, first:last] for x in (k, v))
-                widths = (pages.shape[2], values.shape[2])
-                picked_k, picked_v = (
-                    x if i is None else _gathered(x, i[..., :w].expand(-1, last - first, -1))
-                    for x, i, w in zip(new, index, widths, strict=True)
-                )
-                _put(pages, held + first, picked_k)
-                if regions.values is None:
-                    values[:, held + first : held + last] = picked_v
-                else:
-                    _put(values, held + first, picked_v)
+    own = np.arange(room.sum()) - np.repeat(np.cumsum(room) - room, room)
+    source = np.repeat(start, room) + np.minimum(own, np.repeat(np.maximum(size, 1) - 1, room))
+    return np.minimum(source, size.sum() - 1)
 
 
 def _put(pages: Tensor, at: int, x: Tensor) -> None:
@@ -350,35 +351,6 @@ def _put(pages: Tensor, at: int, x: Tensor) -> None:
         pages[:, first : first + whole] = x[:, ahead : n - rest].unflatten(1, (whole, page)).transpose(2, 3)
     if rest:
         pages[:, first + whole, :, :rest] = x[:, n - rest :].transpose(1, 2)
-
-
-def _write_at_once(
-    regions: Regions, length: np.ndarray, rows: np.ndarray, k: Tensor, v: Tensor, taken: np.ndarray
-) -> None:
-    """Do what `_write_pieces` does for all rows and heads at once: no launch more, however many there are.
-
-    A head with fewer channels than another writes its last one several times, always the same number.
-    """
-    device, page, total = regions.k.device, regions.page, int(taken.sum())
-    head = torch.repeat_interleave(upload(taken.reshape(-1), device), output_size=total)
-    token = spread(np.zeros_like(taken), taken, device)
-    for some in torch.arange(total, device=device).split(max(1, COPIED // (4 * regions.head_dim))):
-        of, n = head[some], token[some]
-
-        def each(of_head: np.ndarray, of: Tensor = of) -> Tensor:
-            return upload(of_head[rows].reshape(-1), device)[of]
-
-        at = each(length) + n
-        new, number, channel = _picked(k, regions.channels, rows, of, n)
-        first = each(regions.k_start) + at // page * number * page + at % page
-        regions.k[first[:, None] + channel * page] = new
-        if regions.values is None:
-            lines(regions.v, regions.head_dim)[each(regions.v_start) // regions.head_dim + at] = v.flatten(0, 1)[of, n]
-            continue
-        new, number, channel = _picked(v, regions.values, rows, of, n)
-        first = each(regions.v_start) + at // PAGE * number * PAGE + at % PAGE
-        there = number > 0  # a head can keep no channel of V
-        regions.v[(first[:, None] + channel * PAGE)[there]] = new[there]
 
 
 def _picked(

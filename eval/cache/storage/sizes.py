@@ -5,41 +5,35 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from numbers import Integral
+from typing import Annotated
 
 import numpy as np
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 
 from leank.data_gen.request import LONGEST
 from leank.eval.cache.storage.segment import PAGE, round_up
 from leank.eval.cache.storage.upload import upload
+from leank.typed import Checked
+
+Tokens = Annotated[int, Ge(0), Le(LONGEST)]
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Sizes(Checked):
     """How many tokens are kept whole at both ends.
 
-    sink: first tokens of a row, at least 0
-    window: last tokens of a row, at least 0
+    sink: first tokens of a row
+    window: last tokens of a row
     flush: tokens that leave the window at a time while decoding, at least 1
 
-    Raises ValueError for other numbers, and for more than `LONGEST`.
+    Raises ValueError for other numbers.
     """
 
-    sink: int = 128
-    window: int = 1024
-    flush: int = 32
-
-    def __post_init__(self) -> None:
-        for name in ("sink", "window", "flush"):
-            value = getattr(self, name)
-            if not isinstance(value, Integral) or isinstance(value, bool):
-                raise ValueError(f"{name}={value!r} must be a whole number of tokens")
-            if int(value) > LONGEST:
-                raise ValueError(f"{name}={value} is beyond {LONGEST} tokens, which no model reads; lower it")
-        if self.sink < 0 or self.window < 0 or self.flush < 1:
-            raise ValueError(f"need sink >= 0, window >= 0, flush >= 1, got {self.sink}, {self.window}, {self.flush}")
+    sink: Tokens = 128
+    window: Tokens = 1024
+    flush: Annotated[Tokens, Ge(1)] = 32
 
     @property
     def ring(self) -> int:

@@ -5,6 +5,7 @@ import zipfile
 import pytest
 
 from leank.eval.benchmarks import longbench, scoring
+from leank.eval.benchmarks.longbench import LongBench
 from leank.eval.benchmarks.prompting import truncate_middle
 
 DATA = {
@@ -17,6 +18,10 @@ DATA = {
     "all_classes": None,
     "_id": "x1",
 }
+
+
+def build(task, data=None, **cut):
+    return LongBench().build(task, {**(data or DATA), "dataset": task}, **cut)
 
 
 class Words:
@@ -32,7 +37,7 @@ class Words:
 
 @pytest.mark.parametrize("task", longbench.prompts())
 def test_row_is_the_official_prompt(task):
-    row = longbench.build_row(task, DATA)
+    row = build(task)
     assert row.prompt == longbench.prompts()[task].format(**DATA)
     assert row.context.endswith(DATA["context"])
     assert row.max_new_tokens == longbench.max_new_tokens()[task]
@@ -40,16 +45,16 @@ def test_row_is_the_official_prompt(task):
 
 
 def test_facts_of_the_tasks():
-    assert len(longbench.tasks("think")) == len(longbench.tasks("iap")) == 16
-    assert len(longbench.tasks("leank")) == 14
-    assert set(longbench.tasks("think")) - set(longbench.tasks("leank")) == {"narrativeqa", "musique"}
-    assert len(longbench.tasks("longbench_e")) == 13
+    assert len(longbench.PRESETS["think"]) == len(longbench.PRESETS["iap"]) == 16
+    assert len(longbench.PRESETS["leank"]) == 14
+    assert set(longbench.PRESETS["think"]) - set(longbench.PRESETS["leank"]) == {"narrativeqa", "musique"}
+    assert len(longbench.PRESETS["longbench_e"]) == 13
     assert "asconcisely" in longbench.prompts()["narrativeqa"]
     wanted = {"narrativeqa": 128, "triviaqa": 32, "samsum": 128, "trec": 64, "lcc": 64, "qmsum": 512}
     assert {task: longbench.max_new_tokens()[task] for task in wanted} == wanted
-    no_chat = {task for task in longbench.prompts() if not longbench.build_row(task, DATA).chat}
+    no_chat = {task for task in longbench.prompts() if not build(task).chat}
     assert no_chat == {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"}
-    stops = {task: longbench.build_row(task, DATA) for task in longbench.prompts()}
+    stops = {task: build(task) for task in longbench.prompts()}
     ends = {task: (row.ends, row.min_new_tokens) for task, row in stops.items() if row.ends or row.min_new_tokens}
     assert ends == {"samsum": (("\n",), 1)}
 
@@ -64,13 +69,11 @@ def test_truncation_keeps_both_ends():
 
 def test_truncated_row_keeps_its_question_where_it_can():
     data = {**DATA, "context": "word " * 200}
-    row = longbench.build_row("qasper", data, Words(), max_length=220)
+    row = build("qasper", data, tokenizer=Words(), max_length=220)
     assert len(row.prompt.split()) < 221
     assert row.question.endswith("Question: Who?\n\nAnswer:")
-    cut = longbench.build_row("qasper", data, Words(), max_length=20)
+    cut = build("qasper", data, tokenizer=Words(), max_length=20)
     assert (cut.question, cut.context) == ("", cut.prompt)
-    with pytest.raises(ValueError, match="needs the model's tokenizer"):
-        longbench.build_row("qasper", data, max_length=20)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "zip", "folder"])
@@ -87,8 +90,7 @@ def test_lines_are_read_from_every_form_of_the_files(tmp_path, kind):
             archive.writestr("data/hotpotqa.jsonl", lines)
     elif kind == "folder":
         path = tmp_path
-    rows = [longbench.build_row("hotpotqa", line.data) for line in longbench.read("hotpotqa", path)]
-    assert [row.id for row in rows] == ["0", "1", "2"]
+    assert [line.data["_id"] for line in LongBench(str(path)).lines("hotpotqa")] == ["0", "1", "2"]
 
 
 def test_reading_from_the_hub(tmp_path, monkeypatch):
@@ -97,17 +99,17 @@ def test_reading_from_the_hub(tmp_path, monkeypatch):
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
         archive.writestr("data/qasper_e.jsonl", json.dumps(DATA))
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: str(tmp_path / "data.zip"))
-    (line,) = longbench.read("qasper_e")
-    row = longbench.build_row("qasper_e", line.data)
+    (line,) = LongBench().lines("qasper_e")
+    row = build("qasper_e", line.data)
     assert row.task == "qasper_e"
     assert scoring.score_row(row, "Ada") == 1.0
 
 
 def test_missing_data_says_what_to_do(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"none of qasper\.jsonl, qasper\.jsonl\.gz, data\.zip in"):
-        list(longbench.read("qasper", tmp_path))
+        list(LongBench(str(tmp_path)).lines("qasper"))
     with pytest.raises(FileNotFoundError, match=r"no\.jsonl does not exist"):
-        list(longbench.read("qasper", tmp_path / "no.jsonl"))
+        list(LongBench(str(tmp_path / "no.jsonl")).lines("qasper"))
     import huggingface_hub
 
     def offline(*_, **__):
@@ -115,18 +117,14 @@ def test_missing_data_says_what_to_do(tmp_path, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
     with pytest.raises(FileNotFoundError, match=r"no network.*Download https://huggingface.co.*pass path="):
-        list(longbench.read("qasper"))
+        list(LongBench().lines("qasper"))
     zipfile.ZipFile(tmp_path / "data.zip", "w").close()
     with pytest.raises(FileNotFoundError, match=r"no qasper\.jsonl in"):
-        list(longbench.read("qasper", tmp_path))
-    with pytest.raises(ValueError, match="task='squad' is not in LongBench"):
-        longbench.build_row("squad", DATA)
-    with pytest.raises(ValueError, match="preset='all'"):
-        longbench.tasks("all")
+        list(LongBench(str(tmp_path)).lines("qasper"))
 
 
 @pytest.mark.parametrize("reply", ["Ada bakes.\nDialogue: x", "\nAda bakes.\nDialogue: x"])
 def test_the_first_line_of_a_samsum_reply_is_judged(reply):
     """The official scorer skips leading newlines."""
-    row = longbench.build_row("samsum", {**DATA, "answers": ["Ada bakes."]})
+    row = build("samsum", {**DATA, "answers": ["Ada bakes."]})
     assert scoring.score_row(row, reply) == 0.999999995

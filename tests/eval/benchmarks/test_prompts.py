@@ -4,32 +4,31 @@ import hashlib
 
 import pytest
 
-from leank.eval.benchmarks import gsm_infinite_prompts, mmlu, niah, scoring
+from leank.eval.benchmarks import gsm_infinite, mmlu, niah, scoring
 from leank.eval.benchmarks.base import Cell
 from leank.eval.benchmarks.row import Row
-from leank.eval.metrics.mmlu import extract_letter
 from tests.helpers import parity
 
 
 @pytest.mark.parametrize("row", parity.rows("mmlu_prompts"), ids=parity.label)
 def test_mmlu_prompts_are_those_of_the_official_code(row):
-    assert mmlu.format_prompt(row["subject"], row["dev_rows"], row["row"]) == row["prompt"]
-    as_csv = [[r["question"], *r["choices"], r["answer"]] for r in [*row["dev_rows"], row["row"]]]
-    assert mmlu.format_prompt(row["subject"], as_csv[:-1], as_csv[-1]) == row["prompt"]
-    built = mmlu.row_for(row["subject"], row["dev_rows"], row["row"], id="0")
+    examples = {row["subject"]: row["dev_rows"]}
+    built = mmlu.Mmlu(reasoning=False, _dev=examples).build(row["subject"], {"answer": "A", **row["row"]})
     assert built.prompt == row["prompt"]
-    assert scoring.score_row(built, f" {row['answer']}") == 1.0
+    assert scoring.score_row(built, f" {built.answers[0]}") == 1.0
 
 
-def test_mmlu_letters():
-    assert mmlu.letter({"answer": 2}) == "C"
-    for answer in ("E", "AB", 4, -1, True):
-        with pytest.raises(ValueError, match="expected a letter"):
-            mmlu.letter({"answer": answer})
-    assert extract_letter("A cat ... so the answer is (C). The end") == "C"
-    assert extract_letter("**Answer: D**") == "D"
-    assert extract_letter(" B. because") == "B"
-    assert extract_letter("I do not know") is None
+@pytest.mark.parametrize(
+    ("reply", "letter"),
+    [
+        ("A cat ... so the answer is (C). The end", "C"),
+        ("**Answer: D**", "D"),
+        (" B. because", "B"),
+        ("I do not know", None),
+    ],
+)
+def test_the_letter_of_a_reply(reply, letter):
+    assert mmlu.extract_letter(reply) == letter
 
 
 def encode(text):
@@ -99,30 +98,28 @@ def test_needle_grid_and_recall():
     ],
 )
 def test_gsm_infinite_headers_are_the_official_ones(template, sha256):
-    header = gsm_infinite_prompts.header(template, "normalforward")
-    assert hashlib.sha256(header.encode()).hexdigest() == sha256
-    assert gsm_infinite_prompts.header(template, "forwardreverse") == header + gsm_infinite_prompts.REVERSE_HINT
+    data = {"problem": "P.", "question": "Q?", "template": template, "mode": "normalforward", "op": 2, "answer": 31}
+    _, header = gsm_infinite.realistic_row(data).preamble
+    assert hashlib.sha256(header["content"].encode()).hexdigest() == sha256
+    _, reverse = gsm_infinite.realistic_row({**data, "mode": "forwardreverse"}).preamble
+    assert reverse["content"] == header["content"] + gsm_infinite.REVERSE_HINT
 
 
 def test_gsm_infinite_rows():
     data = {"problem": "P.", "question": "Q?", "template": "crazy_zootopia", "mode": "normalforward", "op": 2}
-    row = gsm_infinite_prompts.realistic_row({**data, "solution": "Answer: 31."})
-    assert row.messages() == gsm_infinite_prompts.build_messages("P.", "Q?", "crazy_zootopia", "normalforward")
+    row = gsm_infinite.realistic_row({**data, "solution": "Answer: 31."})
+    assert [(m["role"], m["content"][:6]) for m in row.messages()] == [
+        ("system", "You ar"), ("user", "Answer"), ("user", "Proble"),
+    ]  # fmt: skip
     assert row.messages()[2]["content"] == "Problem: P. Question: Q? Solution: "
     assert (row.question, row.answers, row.meta["op"]) == ("Question: Q? Solution: ", [31], 2)
     assert scoring.score_row(row, "Answer: 31.") == 1.0
-    merged = gsm_infinite_prompts.realistic_row({**data, "answer": 31}, merge_turns=True)
+    merged = gsm_infinite.realistic_row({**data, "answer": 31}, merge_turns=True)
     assert [m["role"] for m in merged.messages()] == ["system", "user"]
     assert merged.prompt.endswith("calculated. Problem: P. Question: Q? Solution: ")
-    symbolic = gsm_infinite_prompts.symbolic_row(
-        {"problem": "assign V1 = 2.", "question": "Which?", "answer_list": ["V1"]}
-    )
+    symbolic = gsm_infinite.symbolic_row({"problem": "assign V1 = 2.", "question": "Which?", "answer_list": ["V1"]})
     assert symbolic.prompt == "<context>\nassign V1 = 2.\n</context>\n\nWhich?"
     assert scoring.score_row(symbolic, "V1") == 1.0
-    with pytest.raises(ValueError, match="template='zoo'"):
-        gsm_infinite_prompts.header("zoo", "normalforward")
-    with pytest.raises(ValueError, match="mode='back'"):
-        gsm_infinite_prompts.header("crazy_zootopia", "back")
 
 
 @pytest.mark.parametrize(

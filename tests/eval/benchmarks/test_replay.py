@@ -177,11 +177,12 @@ def test_infinitebench_is_cut_in_the_middle(data):
 
 def test_infinitebench_s_other_tasks():
     run = {"context": "def f", "input": "What is func_1(-3)?", "answer": 5, "options": []}
-    row = infinitebench.build_row("code_run", run)
+    row = infinitebench.InfiniteBench().build("code_run", run)
     assert "a function called func_1 in" in row.context
     assert "The value of func_1(-3) is" in row.question
-    row = infinitebench.build_row("math_calc", {"context": "1 + 2", "input": "", "answer": [1, 3], "options": []})
-    assert score_row(row, "[1, 3]") == 1
+    for answer in ([1, 3], [[1, 3]]):
+        row = infinitebench.InfiniteBench().build("math_calc", {"context": "1 + 2", "input": "", "answer": answer})
+        assert score_row(row, "[1, 3]") == 1
 
 
 def test_math500_rows(data):
@@ -275,9 +276,9 @@ def test_ruler_asks_the_questions_of_the_files(data):
         ("infinitebench", ["benchmark.path={data}/ib", "benchmark.style=qa"], "style='qa' must be"),
         ("infinitebench", ["benchmark.path={bad}", "benchmark.tasks=[passkey]"], r"passkey\.jsonl, line 2: it is no J"),
         ("infinitebench", ["benchmark.path={bad}", "benchmark.tasks=[code_debug]"], r"debug\.jsonl, line 2: .*none of"),
-        ("infinitebench", ["benchmark.path={bad}", "benchmark.tasks=[math_find]"], r"line 1: .input. is missing; it"),
+        ("infinitebench", ["benchmark.path={bad}", "benchmark.tasks=[math_find]"], r"line 1: .input. is missing; take"),
         ("infinitebench", ["benchmark.path={data}/ib", "benchmark.samples=0"], r"benchmark\.samples=0 must be"),
-        ("math500", ["benchmark.path={bad}"], r"test\.jsonl, line 1: \"answer\" is 5; it must be a text"),
+        ("math500", ["benchmark.path={bad}"], r"test\.jsonl, line 1: \"answer\" is 5; it must be a valid string"),
         ("math500", ["benchmark.path={data}"], "replies of 32768, together more than .*=8192; lower max_new_tokens"),
         ("math500", ["benchmark.path=no.jsonl"], r"MATH-500: benchmark\.path=no\.jsonl does not exist"),
         ("mmlu", ["benchmark.path={bad}"], r"MMLU abstract_algebra: none of mmlu\.jsonl.*put one there"),

@@ -1,5 +1,7 @@
-"""Packed middles (KIVI): what a cell holds, what a segment of cells holds, and generation over it, against an oracle
-that shares no code with eval.cache."""
+"""Coded middles (KIVI, TurboQuant): what a cell and a segment hold, and generation over it, against an oracle that
+shares no code with eval.cache."""
+
+import itertools
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from leank.eval.inference.prefill import prefill
 from leank.eval.methods import build_method
 from leank.eval.methods.base import Method
 from leank.eval.methods.bits.kivi import KIVI
+from leank.eval.methods.bits.turboquant import Rotation, centroids, rotation
 from leank.eval.methods.channels.leank import LeanK
 from leank.mask import ChannelMask
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, SEEDS, OracleLayer, left_padded, random_keep, run, tiny_model
@@ -109,44 +112,60 @@ def test_where_the_codes_of_a_page_lie(bits):
             assert torch.equal(cells[:, n // 2, [n % 2, n % 2 + 2]], scales[:, n])
 
 
-@settings(max_examples=20, derandomize=True)
+def rotated(x, bits):
+    """Vectors x [n, d], coordinate by coordinate the nearest level in TurboQuant's basis."""
+    basis, levels, norm = rotation(x.shape[1], 0), centroids(bits), x.norm(dim=1, keepdim=True)
+    found = levels[((x @ basis * x.shape[1] ** 0.5 / norm)[..., None] - levels).abs().argmin(-1)]
+    return norm / x.shape[1] ** 0.5 * found @ basis.T
+
+
+CODECS = st.one_of(st.builds(Packing, BITS, st.sampled_from([4, 8, 16])), st.builds(Rotation, st.sampled_from([2, 4])))
+
+
+@settings(max_examples=25, derandomize=True)
 @given(
-    BITS,
-    st.sampled_from([4, 8, 16]),
+    CODECS,
     st.lists(st.integers(0, 6), min_size=1, max_size=4),  # whole groups appended, one after the other
     st.lists(st.integers(0, 150), min_size=6, max_size=6),  # tokens that each head takes last
     SEEDS,
 )
-def test_a_segment_holds_the_quantised_tokens_of_every_head(bits, group, appends, last, seed):
+def test_a_segment_holds_the_coded_tokens_of_every_head(codec, appends, last, seed):
     """Ragged heads, empty heads, part of the rows at a time, room that grows; then a short last group."""
-    batch, heads, dim = 2, 3, 16
+    batch, heads, dim, bits, group, kivi = 2, 3, 16, codec.bits, codec.group, isinstance(codec, Packing)
     (channels, keep), generator = random_tables(seed, batch, heads, dim), torch.Generator().manual_seed(seed)
-    segment = Packing(bits, group).segment(Extent(channels, np.full((batch, heads), 64), dim, torch.float64))
-    want = {(b, h): [(torch.empty(0, dim).double(),) * 2] for b in range(batch) for h in range(heads)}
+    segment = codec.segment(Extent(channels, np.full((batch, heads), 64), dim, torch.float64))
+    want = {at: [(torch.empty(0, dim).double(),) * 2] for at in np.ndindex(batch, heads)}
     for i, (groups, ragged) in enumerate([(g, None) for g in appends] + [(0, np.array(last).reshape(batch, heads))]):
         rows = np.array([[0, 1], [1], [0]][i % 3] if ragged is None else [0, 1])
         tokens = groups * group if ragged is None else max(last)
         k, v = torch.randn(2, len(rows), heads, tokens, dim, generator=generator, dtype=torch.float64)
         segment = segment.grown(segment.capacity + tokens * (segment.capacity > 0))
         segment.append(rows, k, v, None if ragged is None else ragged[rows])
-        for r, b in enumerate(rows):
-            for h in range(heads):
-                n = tokens if ragged is None else ragged[b, h]
-                want[b, h].append(fake_quantise_middle(k[r, h, :n], v[r, h, :n], bits, group))
+        for (r, b), h in itertools.product(enumerate(rows), range(heads)):
+            n = tokens if ragged is None else ragged[b, h]
+            new = k[r, h, :n], v[r, h, :n]
+            if kivi:
+                new = fake_quantise_middle(*new, bits, group)
+            elif keep[b, h].any():
+                coded = new[0].clone()
+                coded[:, keep[b, h]] = rotated(new[0][:, keep[b, h]], bits)
+                new = coded, rotated(new[1], bits)
+            want[b, h].append(new)
     segment = segment.select(torch.tensor([1, 0]), channels.select(torch.tensor([1, 0])), None)
-    k_bytes = v_bytes = 0
+    held = [0, 0]
     for (b, h), pieces in want.items():
         k, v = (torch.cat(x) for x in zip(*pieces, strict=True))
         got_k, got_v = segment.read(1 - b, h)
-        if keep[b, h].any():
-            assert torch.equal(got_k, k[:, keep[b, h]])
-            assert torch.equal(got_v, v)
-            count, cell = int(keep[b, h].sum()), group * bits // 8 + 2 * 8
-            k_bytes += -(-len(k) // group) * -(-count // 16) * 16 * cell
-            v_bytes += len(k) * (dim // group) * cell
-        else:
+        if not keep[b, h].any():
             assert len(got_k) == len(got_v) == 0
-    assert segment.held() == (k_bytes, v_bytes)
+            continue
+        exact = {"rtol": 0, "atol": 0} if kivi else {}
+        torch.testing.assert_close(got_k, k[:, keep[b, h]], **exact)
+        torch.testing.assert_close(got_v, v, **exact)
+        count, cell = int(keep[b, h].sum()), group * bits // 8 + 2 * 8
+        held[0] += -(-len(k) // group) * -(-count // 16) * 16 * cell if kivi else len(k) * (-(-count * bits // 8) + 8)
+        held[1] += len(k) * (dim // group) * cell if kivi else len(k) * (dim * bits // 8 + 8)
+    assert segment.held() == tuple(held)
 
 
 def test_tokens_follow_whole_groups():
@@ -308,3 +327,34 @@ def test_bad_input_is_named():
         KIVI().check(tiny_model("llama").config, None)
     with pytest.raises(ValueError, match=r"method.kivi: flush=32 must be a multiple of group=64.* set flush to 64"):
         build_method("kivi", {"bits": {"name": "kivi", "group": 64}})
+    with pytest.raises(ValueError, match="2 or 4 bits, not 8"):
+        Rotation(8)
+
+
+# TurboQuant
+
+
+def test_levels_and_distortion_are_those_of_lloyd_and_max():
+    """Max, Quantizing for Minimum Distortion (1960), table I: the levels, and the mean squared error of a normal."""
+    torch.testing.assert_close(centroids(2), torch.tensor([-1.510, -0.4528, 0.4528, 1.510]).double(), atol=5e-4, rtol=0)
+    assert centroids(4)[[8, 15]].tolist() == pytest.approx([0.1284, 2.733], abs=5e-4)
+    x = torch.randn(4000, 96, generator=torch.Generator().manual_seed(0))
+    for bits, want in ((2, 0.1175), (4, 0.009497)):
+        packing = Rotation(bits)
+        back = packing.decode(*packing.encode(x, True), True)
+        assert float((back - x).square().sum() / x.square().sum()) == pytest.approx(want, rel=0.03)
+
+
+def test_a_rotation_keeps_lengths_and_depends_on_its_seed():
+    one, other = rotation(77, 0), rotation(77, 1)
+    torch.testing.assert_close(one @ one.T, torch.eye(77).double())
+    assert (one - other).norm() > 5
+
+
+def test_one_large_channel_does_not_spoil_the_others():
+    """What the rotation is for: the error is a share of the vector's norm, whichever channel is large."""
+    generator = torch.Generator().manual_seed(0)
+    x, packing = torch.randn(500, 64, generator=generator), Rotation(4)
+    x[:, 3] += 50
+    back = packing.decode(*packing.encode(x, True), True)
+    assert float((back - x).square().sum() / x.square().sum()) == pytest.approx(0.0095, rel=0.3)

@@ -51,7 +51,7 @@ def check_choice(scores, most, run, lines, width=10):
         assert (found[scores.shape[1] :] == -1).all()
 
 
-@pytest.mark.parametrize("run", [0, 4, 8])
+@pytest.mark.parametrize("run", [0, 8])
 @pytest.mark.parametrize(("total", "most"), [(1, 1), (7, 40), (130, 40), (170, 150), (170, 7), (9, 0)])
 def test_the_choice_is_topks(total, most, run):
     """Of equals the first, each candidate once, in ascending order; past what a program holds, too."""

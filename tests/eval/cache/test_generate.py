@@ -189,21 +189,6 @@ def test_assisted_decoding_runs_as_usual(how, monkeypatch):
         model.generate(past_key_values=caches[2], custom_generate=graph_decoding, **options)
 
 
-def test_a_second_turn_on_the_same_cache():
-    model = tiny_model("llama")
-    first = prompts()["input_ids"][:1]
-    more = torch.full((1, 5), 9)
-    found = []
-    for ours in (False, True):
-        cache, ids = compressed_cache(model, random_mask(model.config), *SIZES), first
-        for turn in range(2):
-            ids = torch.cat([ids, more], 1) if turn else ids
-            options = {"input_ids": ids, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-            ids = cache.generate(model, **options) if ours else model.generate(past_key_values=cache, **options)
-        found.append(ids)
-    assert torch.equal(*found)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "beams"])
 @pytest.mark.parametrize("padded", [False, True], ids=["equal", "padded"])

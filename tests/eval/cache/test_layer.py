@@ -152,7 +152,7 @@ def test_bad_input_is_named():
     model, keep = tiny_model("llama"), random_keep(12)
     with pytest.raises(ValueError, match=r"mask has shape \(2, 2, 4\), the model needs \(2, 2, 8\)"):
         compressed_cache(model, keep[..., :4])
-    with pytest.raises(ValueError, match="window >= 0"):
+    with pytest.raises(ValueError, match="window=-1 must be greater than or equal to 0"):
         compressed_cache(model, keep, window=-1)
     with pytest.raises(ValueError, match='"auto", "torch" or "triton"'):
         compressed_cache(model, keep, backend="cuda")
@@ -179,7 +179,7 @@ def test_sink_and_window_are_those_that_the_mask_was_trained_with(tmp_path):
     )
     for given, sizes in (({}, (3, 40, 32)), ({"window": 7, "flush": 5}, (3, 7, 5)), ({"sink": 0}, (0, 40, 32))):
         assert {compressed_cache(model, one, **given).compressed[0].sizes for one in (mask, path)} == {Sizes(*sizes)}
-    with pytest.raises(ValueError, match="window='long' must be a whole number of tokens"):
+    with pytest.raises(ValueError, match="window='long' must be a valid integer"):
         compressed_cache(model, ChannelMask(random_keep(15), {"window": "long"}))
 
 

@@ -147,19 +147,6 @@ def test_the_oracle_can_tell_the_choices_apart():
     assert not any(torch.equal(tokens[0], other) for other in tokens[1:])
 
 
-def test_a_second_turn_reads_what_stayed():
-    case = Case("llama", (30, 17), (2, 5, 3), 11)
-    more, more_mask = left_padded([4, 9], 1)
-    results = []
-    for cache, attention in ((case.oracle(), "oracle"), (case.cache(), ATTENTION)):
-        turn = run(case.model, cache, case.ids, case.mask, 6, attention)[0]
-        ids = torch.cat([turn, more], 1)
-        mask = torch.cat([case.mask, torch.ones(2, 6, dtype=case.mask.dtype), more_mask], 1)
-        results.append(run(case.model, cache, ids, mask, 8, attention))
-    assert torch.equal(results[0][0], results[1][0])
-    torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-8, atol=1e-8)
-
-
 @pytest.mark.parametrize("what", ["tokens", "channels"])
 def test_an_empty_middle_holds_nothing(what):
     case = Case("llama", (30, 12), (2, 4, 3), 2)

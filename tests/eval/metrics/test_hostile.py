@@ -3,6 +3,7 @@
 `python -m tests.eval.metrics.test_hostile [GRADER ...]` prints a line per grader and kind: CPU seconds and MB.
 """
 
+import contextlib
 import functools
 import importlib.util
 import json
@@ -14,86 +15,29 @@ from pathlib import Path
 
 import pytest
 
-from leank.eval.benchmarks import niah
-from leank.eval.metrics import (
-    gsm_infinite,
-    infinitebench,
-    longbench,
-    mmlu,
-    rouge,
-    ruler,
-)
-from leank.eval.metrics.infinitebench import _SCORER_OF_TASK
+from leank.eval.benchmarks import gsm_infinite, mmlu, niah
+from leank.eval.benchmarks.infinitebench import assets
+from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks.scoring import score_row
 from tests import ROOT
 
 LENGTH = 200_000
 SECONDS, MEGABYTES = 1.0, 200.0
 
 UNITS = {
-    "digits": "9",
-    "word": "a",
-    "words": "the cat ",
-    "blanks": " ",
-    "tabs": "\t",
-    "newlines": "\n",
-    "control": "\x08",
-    "dots": ".",
-    "sentences": "the a. ",
-    "lines": "the a\n",
-    "minus": "-",
-    "minus blank": "- ",
-    "commas": ",",
-    "thousands": "1,000,",
-    "digit blank": "1 ",
-    "decimals": "1.1",
-    "exclamation": "!",
-    "carets": "^",
-    "stars": "*",
-    "slashes": "/",
-    "equals": "=",
-    "underscores": "_",
-    "backslashes": "\\",
-    "dollars": "$",
-    "percent": "%",
-    "tildes": "~",
-    "ampersands": "&",
-    "single quotes": "'",
-    "double quotes": '"',
-    "open braces": "{",
-    "closed braces": "}",
-    "brace pairs": "{}",
-    "open brackets": "[",
-    "open parentheses": "(",
-    "calls": "f(",
-    "backquotes": "`",
-    "boxed": "\\boxed{",
-    "boxed digits": "\\boxed{9",
-    "fractions": "\\frac{",
-    "bare fractions": "\\frac",
-    "fractions of fractions": "\\frac{1}{",
-    "roots": "\\sqrt{",
-    "bare roots": "\\sqrt",
-    "text": "\\text{ ",
-    "begin": "\\begin{x}",
-    "matrix": "\\begin{matrix}",
-    "left": "\\left(",
-    "degrees": "degree ",
-    "circles": "^ \\circ",
-    "powers": "^{",
-    "accents": "é",
-    "Chinese": "漢",
-    "wide digits": "９",
-    "combining": "e\u0301",
-    "emoji": "😀",
-    "surrogates": "\ud800",
-    "answers": "answer ",
-    "Answers": "Answer: ",
-    "is": "is ",
-    "letters": "A ",
-    "variables": "V1 ",
-    "paragraphs": "Paragraph 1 ",
-    "thinks": "</think>",
-}
+    'digits': '9', 'word': 'a', 'words': 'the cat ', 'blanks': ' ', 'tabs': '\t', 'newlines': '\n', 'control': '\x08',
+    'dots': '.', 'sentences': 'the a. ', 'lines': 'the a\n', 'minus': '-', 'minus blank': '- ', 'commas': ',',
+    'thousands': '1,000,', 'digit blank': '1 ', 'decimals': '1.1', 'exclamation': '!', 'carets': '^', 'stars': '*',
+    'slashes': '/', 'equals': '=', 'underscores': '_', 'backslashes': '\\', 'dollars': '$', 'percent': '%',
+    'tildes': '~', 'ampersands': '&', 'single quotes': "'", 'double quotes': '"', 'open braces': '{',
+    'closed braces': '}', 'brace pairs': '{}', 'open brackets': '[', 'open parentheses': '(', 'calls': 'f(',
+    'backquotes': '`', 'boxed': '\\boxed{', 'boxed digits': '\\boxed{9', 'fractions': '\\frac{',
+    'bare fractions': '\\frac', 'fractions of fractions': '\\frac{1}{', 'roots': '\\sqrt{', 'bare roots': '\\sqrt',
+    'text': '\\text{ ', 'begin': '\\begin{x}', 'matrix': '\\begin{matrix}', 'left': '\\left(', 'degrees': 'degree ',
+    'circles': '^ \\circ', 'powers': '^{', 'accents': 'é', 'Chinese': '漢', 'wide digits': '９', 'combining': 'é',
+    'emoji': '😀', 'surrogates': '\ud800', 'answers': 'answer ', 'Answers': 'Answer: ', 'is': 'is ', 'letters': 'A ',
+    'variables': 'V1 ', 'paragraphs': 'Paragraph 1 ', 'thinks': '</think>',
+}  # fmt: skip
 
 
 def texts() -> Iterator[tuple[str, str]]:
@@ -116,48 +60,38 @@ CODE = "    return self.aaaa(the_cat[9], 'x', \"y\") + ((((9999 - 1.1) / 2)))" +
 
 
 def _gold(text: str) -> None:
-    try:
-        gsm_infinite.gold_answer(text)
-    except ValueError:
-        return
+    with contextlib.suppress(ValueError):
+        gsm_infinite.gold_answer(None, text)
+
+
+def scorer(metric: str, task: str, *answers: object) -> Callable[[str], float]:
+    row = Row(task, "0", "c", "q", answers, 8, metric, all_classes=["cat", "the cat", "a"])
+    return functools.partial(score_row, row)
 
 
 LONGBENCH_ANSWERS = {
     **dict.fromkeys(("hotpotqa", "gov_report", "trec", "passage_count", "dureader", "multifieldqa_zh"), SUMMARY),
     **{"lcc": CODE, "passage_retrieval_en": "Paragraph 1", "passage_retrieval_zh": "段落1"},
 }
-INFINITEBENCH_LABELS: dict[str, object] = {
+INFINITEBENCH_LABELS: dict[str, list[object]] = {
     "code_debug": ["f", "B"],
     "longbook_choice_eng": ["Paul", "B"],
-    "longbook_sum_eng": SUMMARY,
-    "code_run": 5,
-    "math_find": 9,
+    "longbook_sum_eng": [SUMMARY],
+    "code_run": [5],
+    "math_find": [9],
     "math_calc": [9, 99],
 }
 GRADERS: dict[str, Callable[[str], object]] = {
-    "ruler": lambda text: ruler.string_match_all([ruler.postprocess(text)], [["1234567", "cat", text[:1000] + "x"]]),
-    "gsm_infinite": lambda text: gsm_infinite.grade(text, 31),
-    "gsm_infinite symbolic": lambda text: gsm_infinite.grade_symbolic(text, ["V1"]),
+    "ruler": scorer("ruler_all", "vt", "1234567", "cat", "a" * 1000 + "x"),
+    "gsm_infinite": scorer("gsm_infinite", "gsm_infinite", 31),
+    "gsm_infinite symbolic": scorer("gsm_symbolic", "gsm_infinite_symbolic", "V1"),
     "gsm_infinite gold": _gold,
     "mmlu letter": mmlu.extract_letter,
     "niah recall": niah.recall,
-    "niah rouge_1": lambda text: rouge.rouge_1(text, niah.EXPECTED),
-    "longbench levenshtein": lambda text: longbench.score("lcc", text, [CODE], code_backend="levenshtein"),
+    **{f"longbench {task}": scorer("longbench", task, answer) for task, answer in LONGBENCH_ANSWERS.items()},
     **{
-        f"longbench {task}": functools.partial(
-            lambda text, task, answer: longbench.score(task, text, [answer], ["cat", "the cat", "a"]),
-            task=task,
-            answer=answer,
-        )
-        for task, answer in LONGBENCH_ANSWERS.items()
-    },
-    **{
-        f"infinitebench {task}": functools.partial(
-            lambda text, task, label: infinitebench.score(task, text, label),
-            task=task,
-            label=INFINITEBENCH_LABELS.get(task, "the cat"),
-        )
-        for task in _SCORER_OF_TASK
+        f"infinitebench {task}": scorer("infinitebench", task, *INFINITEBENCH_LABELS.get(task, ["the cat"]))
+        for task in assets()["max_new_tokens"]
     },
 }
 CHINESE = ("longbench dureader", "longbench multifieldqa_zh")

@@ -1,16 +1,23 @@
 import pytest
 
-from leank.eval.metrics import infinitebench
+from leank.eval.benchmarks.infinitebench import label
+from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks.scoring import score_row
 from tests.helpers import parity
+
+
+def scored(task, reply, answers):
+    answers = answers if isinstance(answers, list) else [answers]
+    return score_row(Row(task, "0", "c", "q", answers, 8, "infinitebench"), reply)
 
 
 @pytest.mark.parametrize("row", parity.rows("infinitebench_scores"), ids=parity.label)
 def test_scores_are_those_of_the_official_code(row):
-    assert infinitebench.score(row["task"], row["prediction"], row["label"]) == row["score"]
+    assert scored(row["task"], row["prediction"], row["label"]) == row["score"]
 
 
 @pytest.mark.parametrize(
-    ("task", "reply", "label", "want"),
+    ("task", "reply", "answers", "want"),
     [
         ("passkey", "12 then 34", "12", 1),
         ("passkey", "no number", "12", 0),
@@ -56,20 +63,20 @@ def test_scores_are_those_of_the_official_code(row):
         ("math_calc", "", [1], 0),
     ],
 )
-def test_scores_by_the_rule_of_each_task(task, reply, label, want):
-    assert infinitebench.score(task, reply, label) == want
+def test_scores_by_the_rule_of_each_task(task, reply, answers, want):
+    assert scored(task, reply, answers) == want
 
 
-def test_math_calc_of_gpt4_drops_the_first_number():
-    assert infinitebench.score("math_calc", "1 5 6", [5, 6], drop_first_number=True) == 1.0
-
-
-def test_bad_input_is_named():
-    with pytest.raises(ValueError, match="task='x' is not in InfiniteBench; choose one of code_debug"):
-        infinitebench.score("x", "", "")
-    with pytest.raises(ValueError, match="label must be"):
-        infinitebench.score("math_find", "4", "4")
-    with pytest.raises(ValueError, match=r"must be \[name, letter\]"):
-        infinitebench.score("code_debug", "4", "4")
-    with pytest.raises(ValueError, match="label is empty"):
-        infinitebench.score("passkey", "4", [])
+@pytest.mark.parametrize(
+    ("task", "answer", "options", "message"),
+    [
+        ("longdialogue_qa_eng", [5], [], "a text or a list of texts"),
+        ("longbook_qa_eng", [], [], "a text or a list of texts"),
+        ("math_calc", "4", [], "a list of whole numbers"),
+        ("code_debug", "f", ["f"], "a list of four texts"),
+        ("code_debug", "f", ["a", "b", "c", "d"], "none of the options"),
+    ],
+)
+def test_labels_that_do_not_fit_their_task_are_named(task, answer, options, message):
+    with pytest.raises(ValueError, match=message):
+        label(task, {"context": "c", "input": "?", "answer": answer, "options": options})

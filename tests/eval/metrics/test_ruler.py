@@ -1,44 +1,42 @@
 import pytest
 
-from leank.eval.metrics import ruler
+from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks.ruler import postprocess
+from leank.eval.benchmarks.scoring import score_row
 from tests.helpers import parity
+
+METRICS = {"string_match_all": "ruler_all", "string_match_part": "ruler_part"}
+
+
+def score(metric, reply, answers):
+    return score_row(Row("t", "0", "c", "q", answers, 8, METRICS[metric]), reply)
 
 
 @pytest.mark.parametrize("row", parity.rows("ruler_metrics"), ids=parity.label)
 def test_scores_are_those_of_the_official_code(row):
-    metric = getattr(ruler, row["metric"])
+    """Officially 0-100 with two decimals, over one reply or several."""
     if row["type"] == "batch":
-        assert metric(row["predictions_postprocessed"], row["references"]) == row["score"]
+        pairs = list(zip(row["predictions_postprocessed"], row["references"], strict=True))
+        scores = [score(row["metric"], *pair) for pair in pairs]
+        assert round(100 * sum(scores) / len(scores), 2) == pytest.approx(row["score"], abs=0.011)
     else:
-        reply = ruler.postprocess(row["prediction_raw"])
-        assert reply == row["prediction_postprocessed"]
-        assert metric([reply], [row["references"]]) == row["score"]
+        assert postprocess(row["prediction_raw"]) == row["prediction_postprocessed"]
+        assert 100 * score(row["metric"], row["prediction_raw"], row["references"]) == pytest.approx(row["score"])
 
 
 def test_postprocess_turns_tabs_and_breaks_into_newlines():
-    assert ruler.postprocess("\t a\tb\r\nc\x7f\x1f ") == "a\nb\n\nc\x7f"
-
-
-def test_part_counts_any_reference_and_matches_inside_words():
-    assert ruler.string_match_part(["I don't know", "yes"], [["no"], ["no", "maybe"]]) == 50.0
-    assert ruler.string_match_part(["maybe", "yes"], [["no", "maybe"], ["no", "maybe"]]) == 50.0
-    assert ruler.string_match_all(["maybe", "yes"], [["no", "maybe"], ["no", "maybe"]]) == 25.0
-
-
-def test_scores_have_two_decimals():
-    assert ruler.string_match_all(["a", "a", "-"], [["a"], ["a"], ["a"]]) == 66.67
+    assert postprocess("\t a\tb\r\nc\x7f\x1f ") == "a\nb\n\nc\x7f"
 
 
 @pytest.mark.parametrize(
-    ("predictions", "references", "message"),
+    ("metric", "reply", "answers", "want"),
     [
-        ([], [], "no predictions"),
-        (["a"], [], "1 prediction for 0 lists"),
-        (["a"], [[]], "sample 0 has no references"),
-        (["a"], ["a"], "references as"),
-        ("a", [["a"]], "predictions as"),
+        ("string_match_part", "I don't know", ["no"], 1),  # matches inside words
+        ("string_match_part", "yes", ["no", "maybe"], 0),
+        ("string_match_part", "maybe", ["no", "maybe"], 1),
+        ("string_match_all", "maybe", ["no", "maybe"], 0.5),
+        ("string_match_all", "a b", ["a", "b", "c"], 0.6667),  # per cent with two decimals
     ],
 )
-def test_bad_input_is_named(predictions, references, message):
-    with pytest.raises(ValueError, match=message):
-        ruler.string_match_all(predictions, references)
+def test_scores_by_rule(metric, reply, answers, want):
+    assert score(metric, reply, answers) == pytest.approx(want, abs=1e-9)

@@ -85,18 +85,6 @@ def test_nothing_is_written_to_the_null_block():
     assert pages[1].any()
 
 
-def test_tables_for_a_kernel_say_what_the_runs_say():
-    keep, layout = random_layout(2)
-    for group, stored in ((layout.kept, keep), (layout.rest, ~keep)):
-        for layer, stripes_of in enumerate(group.layers):
-            table, channels = group.table(layer), group.channels(layer)
-            for head, row in enumerate(table.tolist()):
-                k, v = stripes_of.heads[head].k, stripes_of.heads[head].v
-                assert row == [k.start, k.width, k.count, v.start, v.width]
-                found = channels[head][channels[head] >= 0]
-                assert torch.equal(found.long(), stored[layer, head].nonzero().flatten())
-
-
 @pytest.mark.parametrize(
     ("keep", "block", "sink", "window", "words"),
     [

@@ -1,6 +1,7 @@
 """What a server is told, and what its memory admits."""
 
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -38,10 +39,12 @@ def test_sink_and_window_are_those_of_the_training_unless_given():
         (None, {"LEANK_MASK": str(MASK), "LEANK_SINK": "-1"}, "LEANK_SINK=-1"),
         (None, {"LEANK_MASK": str(MASK), "LEANK_WINDOW": "0"}, "LEANK_WINDOW=0"),
         (None, {"LEANK_MASK": str(ROOT / "pyproject.toml")}, "pyproject.toml"),
+        (None, {"LEANK_MASK": "none.safetensors"}, "none.safetensors"),
+        (None, {"LEANK_MASK": "none.pth"}, "none.pth"),
     ],
 )
 def test_wrong_settings_are_named(additional, environment, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
         ServerSettings.find(additional, environment)
 
 
@@ -117,24 +120,14 @@ def test_a_server_that_is_dense_is_noticed(monkeypatch, loaded, window, layers, 
             check(llm)
 
 
-@pytest.mark.parametrize("name", ["none.safetensors", "none.pth"])
-def test_a_missing_mask_is_named(name):
-    with pytest.raises(FileNotFoundError, match=name):
-        ServerSettings.find(None, {"LEANK_MASK": name})
-
-
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 def test_the_bytes_that_the_reference_mask_saves_become_tokens(block):
     keep = load_mask(str(MASK)).keep
     server = Server(2**30, longest=8192, step=8192, block=block, itemsize=4, hits=False)
     gain = server.pruned(keep, 16, 144) / server.stock(keep)
     assert 2.25 < gain < server.by_bytes(keep, 16, 144) < 2.54
-
-
-def test_a_longer_step_and_a_larger_page_never_admit_more_than_the_bytes():
-    keep = load_mask(str(MASK)).keep
-    whole, in_steps = (Server(2**30, 8192, step, hits=False).pruned(keep, 16, 144) for step in (8192, 512))
-    assert in_steps < whole
+    in_steps = replace(server, step=512)
+    assert in_steps.pruned(keep, 16, 144) < server.pruned(keep, 16, 144)
 
 
 def test_the_plan_is_printed(capsys):
@@ -155,12 +148,3 @@ def test_a_plan_of_no_server_is_refused_in_one_line(arguments, said):
         plan.main([str(MASK), *arguments])
     assert said in str(ended.value.code)
     assert len(str(ended.value.code).splitlines()) == 1
-
-
-def test_a_plan_without_its_mask_is_one_line(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        plan.main([str(tmp_path / "none")])
-    assert "does not exist" in capsys.readouterr().err
-    (tmp_path / "mask.safetensors").write_bytes(b"x" * 100)
-    with pytest.raises(SystemExit, match="is damaged or cut off"):
-        plan.main([str(tmp_path / "mask.safetensors")])
