@@ -3,8 +3,8 @@
 **Decoding.** The first token's logits are given. A step in Python launches over a thousand kernels and waits for none
 of them. Where the cache allows it (`capturable`), the steps after the first are replays of one captured CUDA graph.
 
-**Reading** gives the hidden state after each token, as token by token. `read` gives the cache many tokens at once, and a
-compressed layer takes them in pieces that find what each would find alone (`eval.cache.layer.pieces`).
+**Reading** gives the hidden state after each token, as if they came one by one. `read` gives the cache many tokens at
+once, and a compressed layer takes them in pieces that find what each would find alone (`eval.cache.layer.pieces`).
 """
 
 from __future__ import annotations

@@ -120,12 +120,6 @@ def test_the_rule_for_few_layers(layers):
         assert threshold <= few_layers(layers - 1).threshold
 
 
-def test_one_layer_has_nothing_above_it():
-    config = tiny_model("llama", num_hidden_layers=1).config
-    with pytest.raises(ValueError, match="the model has one layer: leave out `prefill`"):
-        ASL(64).check(config, None)
-
-
 def test_rows_of_another_rule_have_another_identity(monkeypatch):
     unset, forced = ASL(), ASL(layer=3)
     complete = ASL(first=2, observed=3, threshold=0.5)
