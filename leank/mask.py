@@ -148,14 +148,15 @@ class ChannelMask:
     def load(cls, path: str | os.PathLike) -> ChannelMask:
         """Read what `save` wrote; nothing is unpickled.
 
+        path: the file, or the folder of the training run that left it there as mask.safetensors.
+
         Warns of `doubts`.
 
         Raises FileNotFoundError if there is no file, ValueError if it is damaged or of another form.
         """
         if not isinstance(path, str | os.PathLike):
             raise ValueError(f"mask={path!r} is no path; give the mask.safetensors of a training run")
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"mask={path} does not exist; give the mask.safetensors of a training run")
+        path = mask_file(path)
         try:
             keep, metadata, mean_keys = _read(path)
         except DamagedFile as error:
@@ -198,6 +199,23 @@ class ChannelMask:
             )
         if mine and theirs and Path(str(mine)).name.lower() != Path(theirs).name.lower():
             warnings.warn(f"the mask was trained on {mine} and is used on {theirs}", stacklevel=2)
+
+
+def mask_file(path: str | os.PathLike) -> Path:
+    """Return the file that a path of a mask means: in the folder of a training run, its mask.safetensors.
+
+    Raises FileNotFoundError that says what is missing.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        if not path.is_file():
+            raise FileNotFoundError(f"mask={path} does not exist; give a training run's folder or mask.safetensors")
+        return path
+    if (path / "mask.safetensors").is_file():
+        return path / "mask.safetensors"
+    if (path / "checkpoints").is_dir():
+        raise FileNotFoundError(f"mask={path} is a training run without a mask yet; give its command again to go on")
+    raise FileNotFoundError(f"mask={path} is a folder without mask.safetensors; give that of a training run, or a file")
 
 
 def _is_number(value: object) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from leank.files import name_of
-from leank.mask import ChannelMask
+from leank.mask import ChannelMask, mask_file
 from leank.typed import BadConfig, Checked, OneOf, shown
 
 if TYPE_CHECKING:  # W&B and Lightning take seconds to import
@@ -126,6 +126,7 @@ def mask_artifact(path: Path, mask: ChannelMask) -> wandb.Artifact:
     """
     import wandb
 
+    path = mask_file(path)
     name = mask.metadata.get("config") or hashlib.sha256(mask.keep.numpy().tobytes()).hexdigest()[:12]
     about = {"pruning_ratio": mask.pruning_ratio, **{k: mask.metadata.get(k) for k in ("ratio", "alignment", "seed")}}
     made = wandb.Artifact(f"mask-{name_of(str(name))}", type="mask", metadata=about)

@@ -1,42 +1,54 @@
 """The notebook runs from its first cell to its last."""
 
+import copy
+
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
 from tests import ROOT
+from tests.helpers.tiny_run import save_model
 
-NOTEBOOK = ROOT / "docs" / "walkthrough.ipynb"
+NOTEBOOK = nbformat.read(ROOT / "docs" / "walkthrough.ipynb", as_version=4)
 FEW = """
-STEPS = {"stage1": 2, "stage2": 1}
+STEPS = {{"stage1": 2, "stage2": 1}}
 SAMPLES, LENGTHS, TASKS = 1, (640, 680), ["niah_single_1"]
+MODEL = {model!r}
 """
 
 
-def run(folder, parameters):
-    """The executed notebook's printed text; parameters: source that follows the cell of parameters."""
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+def cells(out, parameters=""):
+    """The notebook with a cell of parameters that `parameters` follow; its results go to the folder `out`."""
+    notebook = copy.deepcopy(NOTEBOOK)
     (cell,) = [c for c in notebook.cells if "parameters" in c.metadata.get("tags", ())]
-    cell.source += f"\n{parameters}\nOUT = Path({str(folder)!r})"
-    NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": str(ROOT)}}).execute()
-    outputs = [output for c in notebook.cells if c.cell_type == "code" for output in c.outputs]
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
-    assert not [output["text"] for output in outputs if "deprecated" in output.get("text", "")]
-    return "".join(output.get("text", "") for output in outputs)
+    cell.source += f"\n{parameters}\nOUT = Path({str(out)!r})"
+    return notebook
 
 
 def test_it_is_stored_without_outputs():
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    nbformat.validate(notebook)
-    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook.cells)
+    nbformat.validate(NOTEBOOK)
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in NOTEBOOK.cells)
 
 
-def test_the_notebook_runs_with_a_few_steps(tmp_path):
-    text = run(tmp_path, FEW)
-    assert "% of the K channels are pruned" in text
+def test_its_cells_run_on_a_random_model(tmp_path, monkeypatch, capsys):
+    """In this process: a kernel, and the reference model in it, take half a minute."""
+    monkeypatch.chdir(ROOT)
+    model = save_model(tmp_path / "model", max_position_embeddings=4096)
+    names = {}
+    for cell in cells(tmp_path, FEW.format(model=str(model))).cells:
+        if cell.cell_type == "code":
+            exec(cell.source, names)
+    said = capsys.readouterr().out
+    assert "% of the K channels are pruned" in said
+    assert said.count("IPython.core.display.Image") == 2
     assert (tmp_path / "mask.safetensors").exists()
 
 
 @pytest.mark.slow
 def test_the_notebook_runs_as_it_stands(tmp_path):
-    assert "% of the K channels are pruned" in run(tmp_path, "")
+    notebook = cells(tmp_path)
+    NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": str(ROOT)}}).execute()
+    outputs = [output for c in notebook.cells if c.cell_type == "code" for output in c.outputs]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+    assert not [output["text"] for output in outputs if "deprecated" in output.get("text", "")]
+    assert "% of the K channels are pruned" in "".join(output.get("text", "") for output in outputs)

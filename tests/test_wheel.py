@@ -11,7 +11,9 @@ import pytest
 from tests import ROOT
 
 LARGEST = 3 << 20  # bytes
-SHADOWS = ("eval", "conf", "data_gen", "scripts", "tests")
+PACKAGES = ("eval", "conf", "data_gen")  # linked into leank
+START = "from {} import command_line; command_line()"
+SHADOWS = (*PACKAGES, "scripts", "tests")
 
 
 @pytest.fixture(scope="module")
@@ -54,19 +56,34 @@ def test_the_top_level_is_ours_alone(wheel):
     assert wheel.stat().st_size < LARGEST
 
 
-def test_commands_run_beside_folders_of_the_same_names(hostile):
+def test_every_file_of_the_packages_is_in_it(wheel):
+    """Code, configurations and texts; the models' weights are a package of their own."""
+    tracked = subprocess.check_output(["git", "ls-files", "leank", "leank_train", *PACKAGES], cwd=ROOT, text=True)
+    kinds = (".py", ".yaml", ".json", ".txt", ".safetensors", ".pth")
+    wanted = {name for name in tracked.split("\n") if name.endswith(kinds) and "assets/reference" not in name}
+    inside = {f"leank/{name}" if name.startswith(PACKAGES) else name for name in wanted}
+    with zipfile.ZipFile(wheel) as archive:
+        assert len(inside) > 300
+        assert inside <= {*archive.namelist()}
+
+
+def test_commands_show_their_help_beside_folders_of_the_same_names(hostile):
     """A script of the wheel has the working folder on its path, as `python -c` has."""
-    start = "from {} import command_line; command_line()"
+    assert "pruning" in hostile("-c", START.format("leank_train.__main__"), "--help")
+    assert "benchmark" in hostile("-c", START.format("leank.eval.__main__"), "--help")
+    hostile("-m", "leank.data_gen", "--task=passkey", "--length=1500", "--count=1", "--out=samples.jsonl")
+
+
+@pytest.mark.slow
+def test_an_evaluation_runs_beside_folders_of_the_same_names(hostile):
     mask = ROOT / "models/leank_models/reference/mask_70pct.safetensors"
     hostile(
-        "-c", start.format("leank.eval.__main__"), "model=reference", "benchmark=niah", "method=[dense,leank]",
+        "-c", START.format("leank.eval.__main__"), "model=reference", "benchmark=niah", "method=[dense,leank]",
         f"mask={mask}", "benchmark.lengths=[256]", "benchmark.count=1", "benchmark.depths=[50]",
         "cache={sink: 4, window: 32, flush: 32}", "hydra.run.dir=run",
     )  # fmt: skip
     rows = hostile("-c", "print(open('run/results.jsonl').read())").split("\n")
     assert {json.loads(row)["method"] for row in rows if row} == {"dense", "leank"}
-    assert "pruning" in hostile("-c", start.format("leank_train.__main__"), "--help")
-    hostile("-m", "leank.data_gen", "--task=passkey", "--length=1500", "--count=1", "--out=samples.jsonl")
 
 
 def test_vllm_finds_the_plug_in_there(hostile):

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leank.eval.cache.storage.channels import layer_masks
+from leank.eval.methods.channels.leank import LeanK
 from leank.mask import ROUNDINGS, ChannelMask, check_ratio
 from tests import ROOT
 
@@ -232,6 +233,16 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
         ChannelMask(torch.zeros(1, 1, 2, dtype=torch.bool)).save(path)
     assert path.read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_folder_of_a_training_run_is_its_mask(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"is a folder without mask\.safetensors; give that of a training run"):
+        ChannelMask.load(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"mask=.* is a training run without a mask yet"):
+        ChannelMask.load(tmp_path)
+    ChannelMask(torch.ones(1, 1, 2, dtype=torch.bool)).save(tmp_path / "mask.safetensors")
+    assert LeanK(str(tmp_path)).loaded.pruning_ratio == 0  # as `mask=FOLDER` of an evaluation
 
 
 def test_files_that_are_no_masks(tmp_path):
