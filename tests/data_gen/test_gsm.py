@@ -19,7 +19,7 @@ from tests.helpers.text_tokenizers import tokenizer
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_every_problem_is_solvable_from_its_text(template, mode, d):
     for op in range(2, 31):
-        for index in range(4):
+        for index in range(2):
             made = realistic(op, d, template, mode, seed=1, index=index)
             answers, edges = solve(made.problem, made.question)
             assert answers == [made.answer], made
@@ -93,12 +93,6 @@ def test_the_mix_of_templates_and_modes():
     for mode in MODES:
         assert [share[t, mode] for t in ("crazy_zootopia", "teachers_in_school", "movie_festival_awards")] == [32, 4, 4]
     assert len({m.problem for m in made}) == 80
-
-
-def test_the_same_arguments_give_the_same_problem():
-    make = [lambda: realistic(9, 3, TEMPLATES[1], MODES[1], 5, 7), lambda: symbolic(9, 5, 7, 8000)]
-    for m in make:
-        assert m() == m()
 
 
 @pytest.mark.parametrize("length", [0, 8000, 32_000])

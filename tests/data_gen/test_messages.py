@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from leank.data_gen import haystack
+from leank.data_gen.amount import amount
 from leank.data_gen.request import Request
 from leank.data_gen.tasks import TASKS, Mixture, task
 from leank.data_gen.tasks.niah import Niah
@@ -122,3 +123,15 @@ def test_a_length_is_checked_before_anything_is_built():
     ):
         with pytest.raises(ValueError, match=message):
             Request(**{"name": "vt", "length": 4096, "counter": None, "seed": 0, "index": 0, **given})
+
+
+@pytest.mark.parametrize(
+    ("number", "thing", "said"),
+    [
+        (0, "row", "0 rows"), (1, "new row", "1 new row"), (2, "KV head", "2 KV heads"), (1, "batch", "1 batch"),
+        (2, "batch", "2 batches"), (3, "query", "3 queries"), (3, "reply", "3 replies"), (2, "process", "2 processes"),
+        (4, "day", "4 days"), (2, "index", "2 indexes"),
+    ],
+)  # fmt: skip
+def test_number_and_noun_agree(number, thing, said):
+    assert amount(number, thing) == said
