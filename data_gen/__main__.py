@@ -24,6 +24,7 @@ from leank.data_gen.chat import template_tokens
 from leank.data_gen.request import Request
 from leank.data_gen.sample import Sample
 from leank.data_gen.tasks import TASKS, task
+from leank.data_gen.tasks.passkey import Passkey
 from leank.data_gen.tasks.text import Text
 from leank.data_gen.tokens import TokenCounter
 from leank.errors import in_one_line
@@ -32,7 +33,9 @@ from leank.shipped import resolve
 LARGEST = 2**53  # beyond it a number of samples is a slip
 READERS = {  # settings that name a file -> the tasks that read it
     "essays": [
-        name for name, task in TASKS.items() if isinstance(task, Text) or getattr(task, "haystack", None) == "essay"
+        name
+        for name, made in TASKS.items()
+        if isinstance(made, Passkey | Text) or getattr(made, "haystack", None) == "essay"
     ],
     "data": ["cwe", "qa_1", "qa_2"],
 }

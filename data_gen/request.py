@@ -63,17 +63,15 @@ class Request:
         """Return the document's own random generator."""
         return random.Random(f"{self.name}/{self.seed}/{self.index}")
 
-    def left(self, fixed: int, holds: str, lower: str) -> int:
-        """Return the tokens that remain after the `fixed` ones of what the task `holds`.
-
-        holds, lower: for the message: what takes the tokens, and the settings that lower their number.
+    def left(self, fixed: int) -> int:
+        """Return the tokens that remain after `fixed` ones.
 
         Raises ValueError if `fixed` is more than there is.
         """
         if fixed > self.room:
             raise ValueError(
-                f"length={self.length} is too short for task {self.name!r}: its {holds} alone take "
-                f"{fixed + self.length - self.room} tokens; raise length or lower {lower}"
+                f"length={self.length} is too short for task {self.name!r}: without any filler it takes "
+                f"{fixed + self.length - self.room} tokens (questions={self.questions}); raise length"
             )
         return self.room - fixed
 

@@ -1,16 +1,31 @@
-"""The base of all tasks: a task answers a `Request` with a `Document`.
+"""The base of all tasks: a task answers a `Request` with a `Document`, sized in one of two ways.
 
-A task has two ways to fill a document. `fill` meets the requested length as closely as tokens allow (training). `draw`
-makes a document from a number of whole units, and `data_gen.fit` finds the number that RULER would take.
+`Task.fill` meets the requested length as closely as tokens allow (training). `Task.draw` makes a document from a number
+of whole units, and `whole_units` finds the number that RULER would take. A binary search per (task, length, seed) finds
+the largest number with which one draw, the answer prefix and max_new_tokens stay within the length. Samples differ from
+that draw by a few tokens. One that is too long loses a whole step (500 words of an essay, 25 lines, 10 documents). That
+is why official samples have 3,478 or 4,093 tokens.
+
+Below 4,096 tokens, RULER's shortest length, a step would be most of a sample: 500 words are 700 tokens. There the
+search is made for each sample, which falls short by less than a unit.
+
+The official code never ends if a step is larger than the number of units; here the units fall by a quarter at a time.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import random
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from leank.data_gen.fit import whole_units
+from leank.data_gen import haystack
 from leank.data_gen.request import Draft, Request
-from leank.data_gen.sample import Document
+from leank.data_gen.sample import Document, Question
+
+SHORT = 4096  # tokens; below, every sample has a search of its own
+_SEARCH = -1  # the index of the draw that the search measures
 
 
 class Task(ABC):
@@ -46,10 +61,152 @@ class Task(ABC):
         The same request gives the same needles and questions, whatever `units` is.
         """
 
-    @abstractmethod
     def step(self, request: Request) -> int:
-        """Return the units that RULER takes away at a time from a sample that is too long."""
+        """Return the units that RULER takes away at a time from a sample that is too long; 10 where it has no rule."""
+        return 10
 
     def fewest(self, request: Request) -> int:
         """Return the smallest number of units that `draw` accepts."""
         return 0
+
+
+@dataclass(frozen=True)
+class Filler:
+    """What fills a document up.
+
+    take: gives as much of it as some tokens hold, and the tokens taken.
+    make: gives a number of whole units.
+    """
+
+    take: Callable[[int], haystack.Units]
+    make: Callable[[int], list[str]]
+
+    @classmethod
+    def noise(cls, request: Request) -> Filler:
+        """RULER's five short sentences, repeated; a unit is a line of them."""
+        return cls(lambda budget: haystack.take_noise(budget, request.counter), lambda n: [haystack.NOISE_LINE] * n)
+
+    @classmethod
+    def essay(cls, request: Request, rng: random.Random) -> Filler:
+        """Sentences of natural text, from a random place; units are words from the text's beginning."""
+        text = request.essays, request.split
+        return cls(
+            lambda budget: haystack.take_essay(budget, request.counter, rng, *text),
+            lambda n: haystack.first_words(n, *text),
+        )
+
+    @classmethod
+    def lines(cls, request: Request, make_line: Callable[[], str]) -> Filler:
+        """Lines that `make_line` makes; a unit is one of them."""
+        return cls(
+            lambda budget: haystack.take_lines(budget, request.counter, make_line),
+            lambda n: [make_line() for _ in range(n)],
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A document but for its filler.
+
+    header: what stands before everything else.
+    pieces: texts that stand among the filler, such as needles.
+    questions: about the document.
+    filler: what fills it up.
+    arrange: puts the pieces among units of filler.
+    separator: what stands between both, a blank or a newline.
+    """
+
+    header: str
+    pieces: Sequence[str]
+    questions: tuple[Question, ...]
+    filler: Filler
+    arrange: Callable[[list[str]], list[str]]
+    separator: str = "\n"
+
+    def text(self, units: list[str]) -> str:
+        """Return the whole document."""
+        return self.header + self.separator.join(self.arrange(units))
+
+
+class LaidOut(Task):
+    """A task of texts among filler: its `layout` gives both `fill` and `draw`."""
+
+    @abstractmethod
+    def layout(self, request: Request, rng: random.Random) -> Layout:
+        """Return the document but for its filler, drawn from `rng`."""
+
+    def fill(self, request: Request) -> Draft:
+        """See `Task.fill`."""
+        made, counter = self.layout(request, request.rng()), request.counter
+        fixed = counter.count(made.header, remember=False) + request.tail(made.questions)
+        fixed += sum(counter.pieces(made.pieces, made.separator, remember=False))
+        units, tokens = made.filler.take(request.left(fixed))
+        return Draft(made.text(units), made.questions, fixed + tokens)
+
+    def draw(self, request: Request, units: int) -> Draft:
+        """See `Task.draw`."""
+        made = self.layout(request, request.rng())
+        return Draft(made.text(made.filler.make(units)), made.questions)
+
+
+def whole_units(task: Task, request: Request) -> tuple[Draft, int]:
+    """Return the document and its length, which is never above `request.length`.
+
+    The length counts the tokens of prompt, answer prefix and max_new_tokens.
+
+    Raises ValueError if the fewest units do not fit.
+    """
+    if request.length < SHORT:
+        return _fitting(task, request, _search(task, request))
+    fits = request.counter.fits
+    key = (task, dataclasses.replace(request, index=_SEARCH, questions=1))
+    if key not in fits:
+        fits[key] = _search(task, key[1])
+    return _fitting(task, request, fits[key])
+
+
+def _fitting(task: Task, request: Request, units: int) -> tuple[Draft, int]:
+    """Return the document of so many units or, as long as that is too long, of fewer; see `whole_units`."""
+    step, fewest = task.step(request), task.fewest(request)
+    while True:
+        draft, length = _measure(task, request, units)
+        if length <= request.length:
+            return draft, length
+        if units <= fewest:
+            raise ValueError(
+                f"length={request.length} is too short for task {request.name!r}: the smallest sample takes {length} "
+                f"tokens, {task.max_new_tokens} for the reply included; raise length"
+            )
+        units = max(fewest, units - step if units - step > fewest else units - max(1, (units - fewest) // 4))
+
+
+def _search(task: Task, request: Request) -> int:
+    """Find the largest number of units that fits, by doubling and then halving the range."""
+    low = task.fewest(request)
+    high = low + max(1, task.step(request))
+    draft, length = _measure(task, request, high)
+    while length <= request.length:
+        low, high = high, high + 2 * (high - low)
+        longer, length = _measure(task, request, high)
+        if len(longer.context) <= len(draft.context):
+            return low  # the data has no more to give
+        draft = longer
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _measure(task, request, middle)[1] <= request.length:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _measure(task: Task, request: Request, units: int) -> tuple[Draft, int]:
+    """Return a draw of so many units, and its length with max_new_tokens."""
+    draft = task.draw(request, units)
+    ends = [q.question + q.answer_prefix for q in draft.questions]
+    counter = request.counter
+    if len(ends) == 1:
+        tokens = counter.count(draft.context + ends[0], remember=False)
+    else:
+        tokens = counter.count(draft.context, remember=False) + max(counter.counts(ends, remember=False))
+    return draft, tokens + request.length - request.room + task.max_new_tokens

@@ -21,7 +21,7 @@ class TokenCounter:
     cache_size: the most pieces to remember.
 
     special_tokens: tokens such as BOS that the tokenizer puts around a prompt.
-    fits: sizes that `data_gen.fit` has found with this tokenizer.
+    fits: sizes that `data_gen.task` has found with this tokenizer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, cache_size: int = 200_000) -> None:

@@ -15,7 +15,6 @@ solution.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from leank.data_gen.gsm.graph import Graph, Quantity, grown, solve_for
@@ -109,15 +108,6 @@ def nth(d: int, length: int, op: int, index: int, seed: int = 42, counter: Token
     The other parameters are those of `realistic`. Each mode has 40, 5 and 5 per cent of all problems.
     """
     return realistic(op, d, _MIX[index // 2 % len(_MIX)], MODES[index % 2], seed, index, length, counter)
-
-
-def benchmark(
-    d: int, length: int, ops: Sequence[int], count: int, seed: int = 42, counter: TokenCounter | None = None
-) -> Iterator[Problem]:
-    """Yield the first `count` problems of each op; see `nth`."""
-    for op in ops:
-        for index in range(count):
-            yield nth(d, length, op, index, seed, counter)
 
 
 def _check(op: int, d: int, template: str, mode: str, length: int, counter: TokenCounter | None) -> None:

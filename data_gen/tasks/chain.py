@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import count, islice, pairwise
 
 from leank.data_gen import haystack
-from leank.data_gen.request import Draft, Request
+from leank.data_gen.request import Request
 from leank.data_gen.sample import Question
-from leank.data_gen.task import Task
+from leank.data_gen.task import Filler, LaidOut, Layout
 
 HEADER = "The following table says where each path leads. Memorize it. I will send you along a path afterwards.\n"
 LINE = "{a} leads to {b}."
@@ -20,7 +20,7 @@ PREFIX = " Answer: The path runs as follows.\n"
 
 
 @dataclass(frozen=True)
-class Chain(Task):
+class Chain(LaidOut):
     """A table of paths whose lines are shuffled; a question asks for one path from its start to its end, line by line.
 
     The reply is right if its end is: every line of the reply tells which line of the table is needed next.
@@ -38,42 +38,19 @@ class Chain(Task):
         if self.steps < 1:
             raise ValueError(f"steps={self.steps} must be at least 1")
 
-    def fill(self, request: Request) -> Draft:
-        """See `Task.fill`."""
-        rng = request.rng()
-        lines, others, asked = self._contents(request, rng)
-        counter = request.counter
-        fixed = counter.count(HEADER) + request.tail(asked) + sum(counter.pieces(lines, "\n", remember=False))
-        budget = request.left(fixed, "path, question and answer", f"questions={request.questions}, steps")
-        units, tokens = haystack.take_lines(budget, counter, lambda: next(others))
-        return Draft(self._table(lines, units, rng), asked, fixed + tokens)
-
-    def draw(self, request: Request, units: int) -> Draft:
-        """See `Task.draw`; a unit is a line of another path."""
-        rng = request.rng()
-        lines, others, asked = self._contents(request, rng)
-        return Draft(self._table(lines, list(islice(others, units)), rng), asked)
-
-    def step(self, request: Request) -> int:
-        """Return ten lines; RULER has no such task."""
-        return 10
-
-    def _contents(self, request: Request, rng: random.Random) -> tuple[list[str], Iterator[str], tuple[Question, ...]]:
-        """Return the lines of the paths in question, those of other paths without end, and the questions."""
+    def layout(self, request: Request, rng: random.Random) -> Layout:
+        """See `LaidOut.layout`; a unit of filler is a line of another path."""
         names = _names(rng)
         paths = [list(islice(names, self.steps)) for _ in range(request.questions)]
-        asked = tuple(_ask(path) for path in paths)
-        return [line for path in paths for line in _lines(path)], self._others(names, rng), asked
+        lines = [line for path in paths for line in _lines(path)]
+        others = (line for _ in count() for line in _lines(list(islice(names, rng.randint(1, 2 * self.steps)))))
 
-    def _others(self, names: Iterator[str], rng: random.Random) -> Iterator[str]:
-        while True:
-            yield from _lines(list(islice(names, rng.randint(1, 2 * self.steps))))
+        def arrange(units: list[str]) -> list[str]:
+            table = [*lines, *units]
+            rng.shuffle(table)
+            return table
 
-    @staticmethod
-    def _table(lines: list[str], others: list[str], rng: random.Random) -> str:
-        table = [*lines, *others]
-        rng.shuffle(table)
-        return HEADER + "\n".join(table)
+        return Layout(HEADER, lines, tuple(map(_ask, paths)), Filler.lines(request, lambda: next(others)), arrange)
 
 
 def _names(rng: random.Random) -> Iterator[str]:
@@ -81,10 +58,8 @@ def _names(rng: random.Random) -> Iterator[str]:
     nouns = list(haystack.words("nouns"))
     rng.shuffle(nouns)
     yield from nouns
-    number = 2
-    while True:
+    for number in count(2):
         yield from (f"{noun}{number}" for noun in nouns)
-        number += 1
 
 
 def _lines(path: list[str]) -> list[str]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from leank.data_gen import haystack
-from leank.data_gen.request import Draft, Request
+from leank.data_gen.request import Request
 from leank.data_gen.sample import Question
-from leank.data_gen.task import Task
+from leank.data_gen.task import Filler, LaidOut, Layout
 
 HEADER = "Every word has a label. Learn from these examples how words are labelled.\n"
 LINE = "{word}: {label}"
@@ -19,7 +18,7 @@ KINDS = ("nouns", "adjectives", "verbs")
 
 
 @dataclass(frozen=True)
-class FewShot(Task):
+class FewShot(LaidOut):
     """Words of three kinds (nouns, adjectives, verbs), whose labels are drawn for every document.
 
     asked: new words in a question, at least 1.
@@ -35,26 +34,8 @@ class FewShot(Task):
         if self.asked < 1:
             raise ValueError(f"asked={self.asked} must be at least 1")
 
-    def fill(self, request: Request) -> Draft:
-        """See `Task.fill`."""
-        rng, counter = request.rng(), request.counter
-        asked, example = self._contents(request, rng)
-        fixed = counter.count(HEADER) + request.tail(asked)
-        budget = request.left(fixed, "question and answer", f"questions={request.questions}, asked")
-        lines, tokens = haystack.take_lines(budget, counter, example)
-        return Draft(HEADER + "\n".join(lines), asked, fixed + tokens)
-
-    def draw(self, request: Request, units: int) -> Draft:
-        """See `Task.draw`; a unit is an example."""
-        asked, example = self._contents(request, request.rng())
-        return Draft(HEADER + "\n".join(example() for _ in range(units)), asked)
-
-    def step(self, request: Request) -> int:
-        """Return ten examples; RULER has no such task."""
-        return 10
-
-    def _contents(self, request: Request, rng: random.Random) -> tuple[tuple[Question, ...], Callable[[], str]]:
-        """Return the questions, and what makes another example of words that no question asks for."""
+    def layout(self, request: Request, rng: random.Random) -> Layout:
+        """See `LaidOut.layout`; a unit of filler is an example, of words that no question asks for."""
         labels = dict(zip(KINDS, rng.sample(haystack.words("nouns"), len(KINDS)), strict=True))
         known = {kind: frozenset(haystack.words(kind)) for kind in KINDS}
         taken = {*labels.values()}
@@ -80,4 +61,4 @@ class FewShot(Task):
             found, label = word()
             return LINE.format(word=found, label=label)
 
-        return tuple(questions), example
+        return Layout(HEADER, (), tuple(questions), Filler.lines(request, example), list)

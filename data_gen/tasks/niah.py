@@ -12,9 +12,9 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 from leank.data_gen import haystack
-from leank.data_gen.request import Draft, Request
+from leank.data_gen.request import Request
 from leank.data_gen.sample import Question
-from leank.data_gen.task import Task
+from leank.data_gen.task import Filler, LaidOut, Layout
 
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 HEADER = (
@@ -33,17 +33,7 @@ DEPTHS = tuple(round(100 * i / 39) for i in range(40))  # RULER: 40 depths in pe
 
 
 @dataclass(frozen=True)
-class _Contents:
-    """What a document holds besides its haystack; the needles stand in the order of the text."""
-
-    header: str
-    needles: list[str]
-    keys: frozenset[str]
-    questions: tuple[Question, ...]
-
-
-@dataclass(frozen=True)
-class Niah(Task):
+class Niah(LaidOut):
     """One member of the family.
 
     haystack: "noise", "essay" or "needle".
@@ -81,43 +71,12 @@ class Niah(Task):
                 "must all be at least 1"
             )
 
-    def fill(self, request: Request) -> Draft:
-        """See `Task.fill`; sentences of an essay start at a random place."""
-        rng = request.rng()
-        contents = self._contents(request, rng)
-        counter = request.counter
-        fixed = counter.count(contents.header) + request.tail(contents.questions)
-        fixed += sum(counter.pieces(contents.needles, self._separator, remember=False))
-        budget = request.left(fixed, "needles, question and answer", f"questions={request.questions}")
-        if self.haystack == "noise":
-            units, tokens = haystack.take_noise(budget, counter)
-        elif self.haystack == "essay":
-            units, tokens = haystack.take_essay(budget, counter, rng, request.essays, request.split)
-        else:
-            units, tokens = haystack.take_lines(budget, counter, lambda: self._distractor(contents.keys, rng))
-        return Draft(self._hide(contents, units, rng), contents.questions, fixed + tokens)
-
-    def draw(self, request: Request, units: int) -> Draft:
-        """See `Task.draw`; a unit is a line, or a word of the essays from their beginning."""
-        rng = request.rng()
-        contents = self._contents(request, rng)
-        if self.haystack == "noise":
-            text = [haystack.NOISE_LINE] * units
-        elif self.haystack == "essay":
-            text = haystack.first_words(units, request.essays, request.split)
-        else:
-            text = [self._distractor(contents.keys, rng) for _ in range(units)]
-        return Draft(self._hide(contents, text, rng), contents.questions)
-
     def step(self, request: Request) -> int:
         """Return 500 words, or 25 lines."""
         return 500 if self.haystack == "essay" else 25
 
-    @property
-    def _separator(self) -> str:
-        return " " if self.haystack == "essay" else "\n"
-
-    def _contents(self, request: Request, rng: random.Random) -> _Contents:
+    def layout(self, request: Request, rng: random.Random) -> Layout:
+        """See `LaidOut.layout`; a unit of filler is a line, or a word of the essays."""
         keys = _distinct(self.key_type, max(self.num_keys, self.num_queries * request.questions), rng)
         values = _distinct(self.value_type, len(keys) * self.num_values, rng)
         pairs = [(key, value) for i, value in enumerate(values) for key in [keys[i // self.num_values]]]
@@ -131,7 +90,17 @@ class Niah(Task):
             answers = [value for key in queried for k, value in pairs if k == key]
             asked.append(self._ask(queried, answers, one, kind))
         needles = [self._needle(key, value) for key, value in pairs]
-        return _Contents(header.format(kind=kind), needles, frozenset(keys), tuple(asked))
+        taken = frozenset(keys)
+        if self.haystack == "noise":
+            filler = Filler.noise(request)
+        elif self.haystack == "essay":
+            filler = Filler.essay(request, rng)
+        else:
+            filler = Filler.lines(request, lambda: self._distractor(taken, rng))
+        return Layout(
+            header.format(kind=kind), needles, tuple(asked), filler, lambda units: self._hide(needles, units, rng),
+            " " if self.haystack == "essay" else "\n",
+        )  # fmt: skip
 
     def _needle(self, key: str, value: str) -> str:
         return self.needle.format(kind=self.value_type, key=key, value=value)
@@ -154,15 +123,14 @@ class Niah(Task):
             target=f" {join(answers)}.",
         )
 
-    def _hide(self, contents: _Contents, units: list[str], rng: random.Random) -> str:
+    def _hide(self, needles: list[str], units: list[str], rng: random.Random) -> list[str]:
         """Hide the needles at distinct RULER depths of an essay, or between random lines."""
-        n = len(contents.needles)
+        n = len(needles)
         if self.haystack == "essay" and n <= len(DEPTHS):
             places = [len(units) * depth // 100 for depth in sorted(rng.sample(DEPTHS, n))]
         else:
             places = haystack.random_places(len(units), n, rng)
-        placed = list(zip(places, contents.needles, strict=True))
-        return contents.header + self._separator.join(haystack.insert(units, placed))
+        return haystack.insert(units, list(zip(places, needles, strict=True)))
 
 
 def join(items: list[str]) -> str:

@@ -8,15 +8,20 @@ The data is not shipped. Download the official file and give its path:
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, NotRequired
+
+from annotated_types import MinLen
+from pydantic import StrictBool, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from leank.data_gen import haystack
 from leank.data_gen.amount import amount
-from leank.data_gen.reading import digest, parse_json, read_text
+from leank.data_gen.reading import NotBlank, digest, parse_json, read_text
 from leank.data_gen.request import Draft, Request
 from leank.data_gen.sample import Question
 from leank.data_gen.task import Task
@@ -29,7 +34,6 @@ QUESTION = f"\n\n{_INSTRUCTION}\n\nQuestion: {{question}}"
 PREFIX = " Answer:"
 DOCUMENT = "Document {number}:\n{text}"
 FILES = {"squad": "SQuAD's dev-v2.0.json", "hotpotqa": "HotpotQA's hotpot_dev_distractor_v1.json"}
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,15 +59,12 @@ class QuestionAnswering(Task):
     not count.
 
     dataset: "squad" or "hotpotqa".
-    fixed_order: whether the seed alone shuffles, as in the official code. Samples with equally many documents then
-        have the question's own at the same place (seed 42, 26 documents: SQuAD's is always number 24).
     max_new_tokens: room for the reply.
 
     Raises ValueError for an unknown data set.
     """
 
     dataset: str
-    fixed_order: bool = False
     max_new_tokens: int = 32
 
     def __post_init__(self) -> None:
@@ -80,7 +81,7 @@ class QuestionAnswering(Task):
         lead = counter.count(DOCUMENT.format(number=100, text="") + "\n", remember=False)  # blank line included
         costs = [c + lead for c in counter.pieces([texts[i] for i in order[:own]], "\n")]
         fixed = counter.count(HEADER) + request.tail([ask]) + sum(costs)
-        left = budget = request.left(fixed, "question, its documents and answer", "max_new_tokens")
+        left = budget = request.left(fixed)
         shown = [texts[i] for i in order[:own]]
         for i in order[own:]:
             cost = counter.pieces([texts[i]], "\n")[0] + lead
@@ -97,18 +98,14 @@ class QuestionAnswering(Task):
                     f"data={request.data!r} has {amount(len(texts), 'document')}, too few for length={request.length}; "
                     "give the whole data set or lower length"
                 )
-        return Draft(self._text(request, shown, rng), (ask,), fixed + budget - left)
+        return Draft(self._text(shown, rng), (ask,), fixed + budget - left)
 
     def draw(self, request: Request, units: int) -> Draft:
         """See `Task.draw`; a unit is a document, and the question's own are always there."""
         rng = request.rng()
         asked, order, texts = self._asked(request, rng)
         shown = [texts[i] for i in order[: max(units, len(asked.gold))]]
-        return Draft(self._text(request, shown, rng), (_ask(asked),))
-
-    def step(self, request: Request) -> int:
-        """Return ten documents."""
-        return 10
+        return Draft(self._text(shown, rng), (_ask(asked),))
 
     def fewest(self, request: Request) -> int:
         """Return one document; `draw` adds the rest of the question's own."""
@@ -129,8 +126,9 @@ class QuestionAnswering(Task):
         rng.shuffle(others)
         return asked, [*asked.gold, *related, *others], texts
 
-    def _text(self, request: Request, shown: list[str], rng: random.Random) -> str:
-        (random.Random(request.seed) if self.fixed_order else rng).shuffle(shown)
+    @staticmethod
+    def _text(shown: list[str], rng: random.Random) -> str:
+        rng.shuffle(shown)
         return HEADER + "\n\n".join(DOCUMENT.format(number=i, text=text) for i, text in enumerate(shown, 1))
 
 
@@ -163,6 +161,10 @@ def _loaded(dataset: str, path: str | None) -> tuple[tuple[Asked, ...], tuple[st
     text = read_text(Path(path))
     try:
         questions, texts = (_squad if dataset == "squad" else _hotpotqa)(parse_json(text))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        said = f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
+        raise ValueError(f"data={path!r} is not of the form of {FILES[dataset]}: {said}; give that file") from None
     except ValueError as error:
         raise ValueError(f"data={path!r} is not of the form of {FILES[dataset]}: {error}; give that file") from None
     if not questions:
@@ -170,91 +172,75 @@ def _loaded(dataset: str, path: str | None) -> tuple[tuple[Asked, ...], tuple[st
     return tuple(questions), tuple(texts), digest(text)
 
 
+class _Answer(TypedDict):
+    text: NotBlank
+
+
+class _Qa(TypedDict):
+    question: NotBlank
+    is_impossible: StrictBool
+    answers: list[_Answer]
+    id: NotRequired[object]
+
+
+class _Paragraph(TypedDict):
+    context: NotBlank
+    qas: list[_Qa]
+
+
+class _Article(TypedDict):
+    paragraphs: list[_Paragraph]
+
+
+class _Squad(TypedDict):
+    data: list[_Article]
+
+
+class _Hotpot(TypedDict):
+    question: NotBlank
+    answer: NotBlank
+    context: Annotated[list[tuple[str, list[str]]], MinLen(1)]
+    _id: NotRequired[object]
+
+
+SQUAD, HOTPOTQA = TypeAdapter(_Squad), TypeAdapter(list[_Hotpot])
+
+
 def _squad(raw: object) -> tuple[list[Asked], list[str]]:
-    articles = [
-        [
-            (_text(paragraph, "context", where), _list(paragraph, "qas", where), where)
-            for where, paragraph in _numbered(_list(article, "paragraphs", at), f"{at}.paragraphs")
-        ]
-        for at, article in _numbered(_list(raw, "data", "the file"), "data")
-    ]
-    texts = sorted({context for article in articles for context, _, _ in article})
+    articles = [article["paragraphs"] for article in SQUAD.validate_python(raw)["data"]]
+    texts = sorted({paragraph["context"] for article in articles for paragraph in article})
     number = {text: i for i, text in enumerate(texts)}
-    questions, seen = [], set[str]()
+    questions, rows = [], []
     for article in articles:
-        siblings = [number[context] for context, _, _ in article]
-        for context, asked, at in article:
-            gold = number[context]
+        siblings = [number[paragraph["context"]] for paragraph in article]
+        for paragraph, gold in zip(article, siblings, strict=True):
             related = tuple(dict.fromkeys(i for i in siblings if i != gold))
-            for where, qa in _numbered(asked, f"{at}.qas"):
-                impossible = _field(qa, "is_impossible", bool, where, "true or false")
-                if not impossible:
-                    found = _numbered(_list(qa, "answers", where), f"{where}.answers")
-                    answers = tuple(_text(answer, "text", place) for place, answer in found)
+            for qa in paragraph["qas"]:
+                if not qa["is_impossible"]:
+                    answers = tuple(answer["text"] for answer in qa["answers"])
                     if not answers:
-                        raise ValueError(f"{where} has no answers, and is_impossible is false")
-                    _check_new(_given(qa, "id"), where, seen)
-                    questions.append(Asked(_text(qa, "question", where), answers, (gold,), related))
+                        raise ValueError(f"{qa['question'][:60]!r} has no answers, and is_impossible is false")
+                    questions.append(Asked(qa["question"], answers, (gold,), related))
+                    rows.append(qa.get("id"))
+    _check_new(rows)
     return questions, texts
 
 
 def _hotpotqa(raw: object) -> tuple[list[Asked], list[str]]:
-    if not isinstance(raw, list):
-        raise ValueError("the file must be a list of questions")
-    rows, seen = [], set[str]()
-    for where, row in _numbered(raw, "question "):
-        documents = []
-        for place, pair in _numbered(_list(row, "context", where), f"{where}.context"):
-            if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and _are_texts(pair[1])):
-                raise ValueError(f"{place} must be a title and a list of sentences")
-            documents.append(f"{pair[0]}\n{''.join(pair[1])}")
-        if not documents:
-            raise ValueError(f"{where}.context is empty")
-        _check_new(_given(row, "_id"), where, seen)
-        rows.append((_text(row, "question", where), _text(row, "answer", where), documents))
-    texts = sorted({text for _, _, documents in rows for text in documents})
+    rows = HOTPOTQA.validate_python(raw)
+    _check_new([row.get("_id") for row in rows])
+    documents = [[f"{title}\n{''.join(lines)}" for title, lines in row["context"]] for row in rows]
+    texts = sorted({text for of_row in documents for text in of_row})
     number = {text: i for i, text in enumerate(texts)}
     questions = [
-        Asked(question, (answer,), tuple(dict.fromkeys(number[text] for text in documents)))
-        for question, answer, documents in rows
+        Asked(row["question"], (row["answer"],), tuple(dict.fromkeys(number[text] for text in of_row)))
+        for row, of_row in zip(rows, documents, strict=True)
     ]
     return questions, texts
 
 
-def _numbered(items: Sequence[object], name: str) -> list[tuple[str, object]]:
-    """Pair each item with its name in messages."""
-    return [(f"{name}[{i}]", item) for i, item in enumerate(items)]
-
-
-def _field(holder: object, name: str, kind: type[T], where: str, must: str) -> T:
-    found = _given(holder, name)
-    if not isinstance(found, kind):
-        raise ValueError(f'{where} has no "{name}" that is {must}')
-    return found
-
-
-def _given(holder: object, name: str) -> object:
-    """Return the value of a name in an object; None where there is none."""
-    return holder.get(name) if isinstance(holder, dict) else None
-
-
-def _list(holder: object, name: str, where: str) -> list[object]:
-    return _field(holder, name, list, where, "a list")
-
-
-def _text(holder: object, name: str, where: str) -> str:
-    found = _field(holder, name, str, where, "a text")
-    if not found.strip():
-        raise ValueError(f'"{name}" of {where} is blank')
-    return found
-
-
-def _are_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(text, str) for text in value)
-
-
-def _check_new(name: object, where: str, seen: set[str]) -> None:
-    """Raise ValueError for an id that an earlier question has: the question would count twice."""
-    if name is not None and repr(name) in seen:
-        raise ValueError(f"{where} has the id {str(name)[:60]!r} of another question")
-    seen.add(repr(name))
+def _check_new(ids: Sequence[object]) -> None:
+    """Raise ValueError for an id that two questions have: one question would count twice."""
+    name, count = Counter(repr(one) for one in ids if one is not None).most_common(1)[0] if any(ids) else ("", 0)
+    if count > 1:
+        raise ValueError(f"{count} questions have the id {name[:60]}")

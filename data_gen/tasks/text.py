@@ -52,7 +52,7 @@ class Text(Task):
         context, tokens = longest, 0
         tail = request.tail(asked)
         while True:  # what the pieces of a text take is known to within a few tokens
-            budget = request.left(tail, "question and answer", f"questions={request.questions}") - tokens
+            budget = request.left(tail) - tokens
             context, _ = _before(text, end, budget, counter)
             excess = counter.count(context, remember=False) + tail - request.room
             if excess <= 0:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from leank.data_gen import haystack
-from leank.data_gen.request import Draft, Request
+from leank.data_gen.request import Request
 from leank.data_gen.sample import Question
-from leank.data_gen.task import Task
+from leank.data_gen.task import Filler, LaidOut, Layout
 
 HEADER = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
 QUESTION = "\nQuestion: Find all variables that are assigned the value {value} in the text above."
@@ -41,7 +41,7 @@ class _Chain:
 
 
 @dataclass(frozen=True)
-class VariableTracking(Task):
+class VariableTracking(LaidOut):
     """Chains of num_hops + 1 variables each; a question asks for all variables of one chain.
 
     num_chains: chains in the text, at least 1; there are at least as many as questions.
@@ -61,46 +61,26 @@ class VariableTracking(Task):
         if self.num_chains < 1 or self.num_hops < 0:
             raise ValueError(f"num_chains={self.num_chains}, num_hops={self.num_hops}: give at least 1 and 0")
 
-    def fill(self, request: Request) -> Draft:
-        """See `Task.fill`."""
-        rng = request.rng()
-        shot, chains, asked = self._contents(request, rng)
-        counter = request.counter
-        fixed = counter.count(shot + HEADER, remember=False) + request.tail(asked)
-        lines = [line for chain in chains for line in chain.lines()]
-        fixed += sum(counter.pieces(lines, "\n", remember=False))
-        budget = request.left(fixed, "example, chains and question", f"questions={request.questions}, num_hops")
-        units, tokens = haystack.take_noise(budget, counter)
-        return Draft(shot + HEADER + _scatter(units, chains, rng), asked, fixed + tokens)
-
-    def draw(self, request: Request, units: int) -> Draft:
-        """See `Task.draw`; a unit is a line of noise."""
-        rng = request.rng()
-        shot, chains, asked = self._contents(request, rng)
-        return Draft(shot + HEADER + _scatter([haystack.NOISE_LINE] * units, chains, rng), asked)
-
-    def step(self, request: Request) -> int:
-        """Return ten lines."""
-        return 10
-
-    def _contents(self, request: Request, rng: random.Random) -> tuple[str, list[_Chain], tuple[Question, ...]]:
-        """Return the worked example, the chains, and the questions."""
+    def layout(self, request: Request, rng: random.Random) -> Layout:
+        """See `LaidOut.layout`; the header is the worked example, a unit of filler is a line of noise."""
         count = max(self.num_chains, request.questions)
         values = [str(v) for v in rng.sample(range(10_000, 99_999), count + 1)]
         example = _Chain(_names(self.num_hops + 1, 3, rng), values[0])
         names = _names(count * (self.num_hops + 1), 5, rng)
         size = self.num_hops + 1
         chains = [_Chain(names[i * size : (i + 1) * size], values[i + 1]) for i in range(count)]
-        lines = self.example_lines if self.example_lines is not None else self._example_lines(request)
+        size = self.example_lines if self.example_lines is not None else self._example_lines(request)
         ask = example.ask()
         shot = (
             HEADER
-            + _scatter([haystack.NOISE_LINE] * lines, [example], rng)
+            + "\n".join(_scatter([haystack.NOISE_LINE] * size, [example], rng))
             + ask.question
             + ask.answer_prefix
             + f" {ask.target}\n\n"
         )
-        return shot, chains, tuple(chain.ask() for chain in chains[: request.questions])
+        lines = [line for chain in chains for line in chain.lines()]
+        asked = tuple(chain.ask() for chain in chains[: request.questions])
+        return Layout(shot + HEADER, lines, asked, Filler.noise(request), lambda units: _scatter(units, chains, rng))
 
     def _example_lines(self, request: Request) -> int:
         """Find the size of the example once per seed, so that all samples show one of the same size."""
@@ -123,10 +103,10 @@ def _names(n: int, length: int, rng: random.Random) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _scatter(units: list[str], chains: list[_Chain], rng: random.Random) -> str:
+def _scatter(units: list[str], chains: list[_Chain], rng: random.Random) -> list[str]:
     """Put the lines of every chain at random places among the units, in the chain's order."""
     placed: list[tuple[int, str]] = []
     for chain in chains:
         lines = chain.lines()
         placed += zip(haystack.random_places(len(units), len(lines), rng), lines, strict=True)
-    return "\n".join(haystack.insert(units, placed))
+    return haystack.insert(units, placed)

@@ -14,7 +14,7 @@ from leank.data_gen import haystack
 from leank.data_gen.reading import read_text
 from leank.data_gen.request import Draft, Request
 from leank.data_gen.sample import Question
-from leank.data_gen.task import Task
+from leank.data_gen.task import SHORT, Task
 
 CWE_HEADER = (
     "Below is a numbered list of words. In these words, some appear more often than others. "
@@ -39,17 +39,12 @@ _DOTS = "..."
 class CommonWords(Task):
     """Ten words appear 30 times and all others 3 times; the one question asks for the ten.
 
-    The example has 40 words, which appear 10 and 3 times.
+    The example has 40 words, which appear 10 and 3 times. Below `SHORT` tokens words appear 6 times and once, and the
+    example has 20 words, which appear 3 times and once, as in RULER.
 
-    small_below: below this length in tokens, words appear 6 times and once, and the example has 20 words, which
-        appear 3 times and once, as in RULER.
-    fixed_order: whether the seed alone shuffles the lists, as in the official code. The common words then have the same
-        numbers in all samples of a length.
     max_new_tokens: room for the reply.
     """
 
-    small_below: int = 4096
-    fixed_order: bool = False
     max_new_tokens: int = 120
 
     def fill(self, request: Request) -> Draft:
@@ -60,7 +55,7 @@ class CommonWords(Task):
         counter = request.counter
         answer = counter.count(" " + numbered(words[:_COMMON]), remember=False)
         fixed = counter.count(shot + CWE_HEADER, remember=False) + counter.count(CWE_QUESTION + CWE_PREFIX) + answer
-        budget = request.left(fixed, "example, question and answer", "small_below")
+        budget = request.left(fixed)
         common, uncommon, *_ = self._frequencies(request)
         costs = counter.pieces(words, " ")
         totals = [*accumulate((c * (common if i < _COMMON else uncommon) for i, c in enumerate(costs)), initial=0)]
@@ -68,10 +63,10 @@ class CommonWords(Task):
         sizes = [totals[n] + numbers[_entries(n, common, uncommon)] for n in range(_COMMON, len(words) + 1)]
         n = _COMMON - 1 + bisect.bisect_right(sizes, budget)
         if n < _COMMON:
-            request.left(fixed + sizes[0], "ten words", "small_below")
+            request.left(fixed + sizes[0])
         if n == len(words) and sizes[-1] < 0.98 * budget:
             raise _too_few_words(request, len(words))
-        context = shot + CWE_HEADER + self._list(request, words[:n], common, uncommon, rng)
+        context = shot + CWE_HEADER + self._list(words[:n], common, uncommon, rng)
         return Draft(context, (_ask_common(words),), fixed + sizes[n - _COMMON])
 
     def draw(self, request: Request, units: int) -> Draft:
@@ -82,12 +77,8 @@ class CommonWords(Task):
             raise _too_few_words(request, len(words))
         shot = self._shot(request, words, rng)
         common, uncommon, *_ = self._frequencies(request)
-        context = shot + CWE_HEADER + self._list(request, words[:units], common, uncommon, rng)
+        context = shot + CWE_HEADER + self._list(words[:units], common, uncommon, rng)
         return Draft(context, (_ask_common(words),))
-
-    def step(self, request: Request) -> int:
-        """Return ten words."""
-        return 10
 
     def fewest(self, request: Request) -> int:
         """Return the ten common words."""
@@ -95,7 +86,7 @@ class CommonWords(Task):
 
     def _frequencies(self, request: Request) -> tuple[int, int, int, int, int]:
         """Return how often common and uncommon words appear, then the example's words and how often they appear."""
-        return (6, 1, 20, 3, 1) if request.length < self.small_below else (30, 3, 40, 10, 3)
+        return (6, 1, 20, 3, 1) if request.length < SHORT else (30, 3, 40, 10, 3)
 
     @staticmethod
     def _words(request: Request, rng: random.Random) -> list[str]:
@@ -107,12 +98,13 @@ class CommonWords(Task):
     def _shot(self, request: Request, words: list[str], rng: random.Random) -> str:
         _, _, n, common, uncommon = self._frequencies(request)
         example = words[-n:]  # from the end: the list itself takes words from the beginning
-        text = self._list(request, example, common, uncommon, rng)
+        text = self._list(example, common, uncommon, rng)
         return CWE_HEADER + text + CWE_QUESTION + CWE_PREFIX + " " + numbered(example[:_COMMON]) + "\n"
 
-    def _list(self, request: Request, words: list[str], common: int, uncommon: int, rng: random.Random) -> str:
+    @staticmethod
+    def _list(words: list[str], common: int, uncommon: int, rng: random.Random) -> str:
         entries = words[:_COMMON] * common + words[_COMMON:] * uncommon
-        (random.Random(request.seed) if self.fixed_order else rng).shuffle(entries)
+        rng.shuffle(entries)
         return numbered(entries)
 
 
@@ -168,8 +160,6 @@ class FrequentWords(Task):
 
     alpha: exponent of the distribution, above 1.
     word_length: letters per coded word.
-    fixed_order: whether the seed alone shuffles the text, as in the official code. The words of a rank then stand at
-        the same places in all samples of a length.
     max_new_tokens: room for the reply.
 
     Raises ValueError for an alpha of at most 1.
@@ -177,7 +167,6 @@ class FrequentWords(Task):
 
     alpha: float = 2.0
     word_length: int = 6
-    fixed_order: bool = False
     max_new_tokens: int = 50
 
     def __post_init__(self) -> None:
@@ -190,7 +179,7 @@ class FrequentWords(Task):
         words = self._vocabulary(request, rng)
         counter = request.counter
         fixed = counter.count(FWE_HEADER.rstrip()) + request.tail([_ask_frequent(words)])
-        budget = request.left(fixed, "question and answer", "word_length")
+        budget = request.left(fixed)
         costs = counter.pieces(words, " ", remember=False)
 
         def size(total: int) -> int:
@@ -205,17 +194,15 @@ class FrequentWords(Task):
             )
         dots = (budget - size(total)) // costs[0]
         counts[0] += dots
-        context = self._text(request, words, counts, rng)
+        context = self._text(words, counts, rng)
         return Draft(context, (_ask_frequent(words),), fixed + size(total) + dots * costs[0])
 
     def draw(self, request: Request, units: int) -> Draft:
         """See `Task.draw`; 0 units are RULER's first guess of the number of words, each unit adds one of its steps."""
         rng = request.rng()
         words = self._vocabulary(request, rng)
-        return Draft(
-            self._text(request, words, self._counts(self._total(request, units), len(words)), rng),
-            (_ask_frequent(words),),
-        )
+        counts = self._counts(self._total(request, units), len(words))
+        return Draft(self._text(words, counts, rng), (_ask_frequent(words),))
 
     def step(self, request: Request) -> int:
         """Return one unit, which is 1/32 of the length in words."""
@@ -250,9 +237,10 @@ class FrequentWords(Task):
         """Return how often each rank appears among `total` words, rounded down."""
         return [int(total * rank**-self.alpha / zeta(self.alpha)) for rank in range(1, words + 1)]
 
-    def _text(self, request: Request, words: list[str], counts: list[int], rng: random.Random) -> str:
+    @staticmethod
+    def _text(words: list[str], counts: list[int], rng: random.Random) -> str:
         text = [word for word, n in zip(words, counts, strict=True) for _ in range(n)]
-        (random.Random(request.seed) if self.fixed_order else rng).shuffle(text)
+        rng.shuffle(text)
         return FWE_HEADER + " ".join(text)
 
 

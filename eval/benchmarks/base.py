@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -86,6 +86,14 @@ class Benchmark(Protocol):
 
     def row(self, cell: Cell, sample: str, tokenizer: PreTrainedTokenizerBase, overhead: int) -> Row:
         """One sample; overhead: tokens that the chat template will add."""
+
+
+def known_tasks(tasks: Iterable[str], known: Collection[str], where: str) -> Sequence[str]:
+    """Return the tasks. Raises ValueError for one that is not known."""
+    for task in (found := list(tasks)):
+        if task not in known:
+            raise ValueError(f"benchmark.tasks: {task!r} {where}; choose from {', '.join(known)}")
+    return found
 
 
 def check_lengths(lengths: Sequence[int], config: PreTrainedConfig) -> None:

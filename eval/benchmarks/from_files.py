@@ -10,7 +10,7 @@ import hashlib
 import json
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -153,11 +153,3 @@ def tried(line: Line, task: str, build: Callable[[Any], Row], right: Callable[[R
     except (KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         said = f"{type(error).__name__}: {error}"
     raise line.error(f"it is no sample of {task}: {' '.join(said.split())[:300]}")
-
-
-def known_tasks(tasks: Iterable[str], known: Collection[str], where: str) -> Sequence[str]:
-    """Return the tasks. Raises ValueError for one that is not known."""
-    for task in (found := list(tasks)):
-        if task not in known:
-            raise ValueError(f"benchmark.tasks: {task!r} is not in {where}; choose from {', '.join(known)}")
-    return found

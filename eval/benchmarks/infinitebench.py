@@ -24,8 +24,8 @@ from typing_extensions import TypedDict
 
 from leank.data_gen.reading import NotBlank
 from leank.eval.benchmarks import source
-from leank.eval.benchmarks.base import benchmark
-from leank.eval.benchmarks.from_files import FromFiles, Tasks, known_tasks
+from leank.eval.benchmarks.base import benchmark, known_tasks
+from leank.eval.benchmarks.from_files import FromFiles, Tasks
 from leank.eval.benchmarks.mmlu import LETTERS
 from leank.eval.benchmarks.prompting import fill
 from leank.eval.benchmarks.row import Row
@@ -90,7 +90,7 @@ class InfiniteBench(FromFiles):
 
     def wanted(self) -> Sequence[str]:
         """Return the names of the tasks. Raises ValueError for an unknown one."""
-        return known_tasks(self.tasks or TASKS, assets()["max_new_tokens"], "InfiniteBench")
+        return known_tasks(self.tasks or TASKS, assets()["max_new_tokens"], "is not in InfiniteBench")
 
     def lines(self, task: str) -> Iterator[source.Line]:
         """Yield the published lines of a task; see `source.read`."""

@@ -22,8 +22,8 @@ from typing_extensions import TypedDict
 
 from leank.data_gen.reading import NotBlank
 from leank.eval.benchmarks import source
-from leank.eval.benchmarks.base import benchmark
-from leank.eval.benchmarks.from_files import FromFiles, Tasks, known_tasks
+from leank.eval.benchmarks.base import benchmark, known_tasks
+from leank.eval.benchmarks.from_files import FromFiles, Tasks
 from leank.eval.benchmarks.prompting import fill
 from leank.eval.benchmarks.row import Row
 from leank.eval.benchmarks.scoring import metric
@@ -107,7 +107,7 @@ class LongBench(FromFiles):
 
     def wanted(self) -> Sequence[str]:
         """Return the names of the tasks. Raises ValueError for an unknown one."""
-        return known_tasks(self.tasks or PRESETS[self.preset], [*prompts(), *E_TASKS], "LongBench")
+        return known_tasks(self.tasks or PRESETS[self.preset], [*prompts(), *E_TASKS], "is not in LongBench")
 
     def lines(self, task: str) -> Iterator[source.Line]:
         """Yield the data set's own lines; see `source.read`."""

@@ -21,7 +21,7 @@ from leank.data_gen.request import Request
 from leank.data_gen.tasks import TASKS, task
 from leank.data_gen.tasks.niah import Niah
 from leank.data_gen.tokens import counter_of
-from leank.eval.benchmarks.base import Cell, benchmark, check_lengths
+from leank.eval.benchmarks.base import Cell, benchmark, check_lengths, known_tasks
 from leank.eval.benchmarks.row import Row
 from leank.typed import Checked, OneOf, Positive, Samples, Seed
 
@@ -62,11 +62,7 @@ class MultiTurn(Checked):
     ) -> None:
         """Check settings before any weights are loaded; see `Benchmark.check`."""
         known = [name for name, one in TASKS.items() if isinstance(one, Niah)]
-        for name in self.tasks:
-            if name not in known:
-                raise ValueError(
-                    f"benchmark.tasks: {name!r} has no documents with several questions; choose from {', '.join(known)}"
-                )
+        known_tasks(self.tasks, known, "has no documents with several questions")
         check_lengths(self.lengths, config)
         shortest = min(self.lengths)
         for cell in self.cells():  # too short a length and missing essays are found here, not hours later

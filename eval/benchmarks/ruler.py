@@ -19,7 +19,7 @@ from leank.data_gen.request import Request
 from leank.data_gen.sample import Sample
 from leank.data_gen.tasks import CHAINS, qa, task
 from leank.data_gen.tokens import counter_of
-from leank.eval.benchmarks.base import Cell, benchmark, check_lengths
+from leank.eval.benchmarks.base import Cell, benchmark, check_lengths, known_tasks
 from leank.eval.benchmarks.row import Row
 from leank.eval.benchmarks.scoring import metric
 from leank.typed import Checked, OneOf, Positive, Samples, Seed
@@ -72,10 +72,7 @@ class Ruler(Checked):
         self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, overhead: int, max_new_tokens: int | None
     ) -> None:
         """Check settings and data before any weights are loaded; see `Benchmark.check`."""
-        known = [*OFFICIAL, *EXTRA]
-        for name in self.tasks:
-            if name not in known:
-                raise ValueError(f"benchmark.tasks: {name!r} is unknown; choose from {', '.join(known)}")
+        known_tasks(self.tasks, [*OFFICIAL, *EXTRA], "is unknown")
         check_lengths(self.lengths, config)
         for name in self.tasks:  # too short a length and missing essays or data are found here, not hours later
             if name in QA:

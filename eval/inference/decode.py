@@ -3,9 +3,8 @@
 **Decoding.** The first token's logits are given. A step in Python launches over a thousand kernels and waits for none
 of them. Where the cache allows it (`capturable`), the steps after the first are replays of one captured CUDA graph.
 
-**Reading** gives the hidden state after each token. Token by token is the definition (`read_one_by_one`). `read` gives
-the cache many tokens at once, and a compressed layer takes them in pieces that find what each would find alone
-(`eval.cache.layer.pieces`).
+**Reading** gives the hidden state after each token, as if they came one by one. `read` gives the cache many tokens at
+once, and a compressed layer takes them in pieces that find what each would find alone (`eval.cache.layer.pieces`).
 """
 
 from __future__ import annotations
@@ -98,18 +97,11 @@ def read(model: PreTrainedModel, cache: Cache, ids: Tensor, real: Tensor | None)
     Returns the decoder's hidden states after each token, [B, n, hidden].
     """
     starts = range(0, ids.shape[1], AT_ONCE)
-    found = [
-        states(model, cache, part, _until(real, ids, start + part.shape[1]))
-        for start, part in zip(starts, ids.split(AT_ONCE, 1), strict=True)
-    ]
+    found = []
+    for start, part in zip(starts, ids.split(AT_ONCE, 1), strict=True):
+        behind = ids.shape[1] - start - part.shape[1]
+        found.append(states(model, cache, part, None if real is None else real[:, : real.shape[1] - behind]))
     return torch.cat(found, 1)
-
-
-@torch.no_grad()
-def read_one_by_one(model: PreTrainedModel, cache: Cache, ids: Tensor, real: Tensor | None) -> Tensor:
-    """Do what `read` does, token by token: the slow, obvious form that tests compare `read` with."""
-    steps = [states(model, cache, ids[:, i : i + 1], _until(real, ids, i + 1)) for i in range(ids.shape[1])]
-    return torch.cat(steps, 1)
 
 
 @torch.no_grad()
@@ -123,8 +115,3 @@ def states(model: PreTrainedModel, cache: Cache, ids: Tensor, real: Tensor | Non
         use_cache=True,
     )
     return out.last_hidden_state
-
-
-def _until(real: Tensor | None, ids: Tensor, stop: int) -> Tensor | None:
-    """Cut `real` behind the first `stop` of the tokens ids."""
-    return None if real is None else real[:, : real.shape[1] - ids.shape[1] + stop]

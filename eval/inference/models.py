@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -15,9 +14,6 @@ from leank import backbone
 from leank.model_folder import folder_digest
 from leank.shipped import NAMED
 from leank.typed import shown
-
-# windows_of by the address of a config, and whose it was
-_WINDOWS: dict[int, tuple[weakref.ref[PreTrainedConfig], list[int | None]]] = {}
 
 
 @dataclass(frozen=True)
@@ -101,10 +97,5 @@ def load_model(settings: ModelConfig) -> PreTrainedModel:
 
 def windows_of(config: PreTrainedConfig) -> list[int | None]:
     """For each layer how many last tokens it holds at most, None for a layer with full attention."""
-    known = _WINDOWS.get(id(config))  # `match` asks thousands of times
-    if known is not None and known[0]() is config:
-        return known[1]
     layers = DynamicCache(config=config).layers
-    found = [one.sliding_window - 1 if isinstance(one, DynamicSlidingWindowLayer) else None for one in layers]
-    _WINDOWS[id(config)] = weakref.ref(config), found
-    return found
+    return [one.sliding_window - 1 if isinstance(one, DynamicSlidingWindowLayer) else None for one in layers]

@@ -61,8 +61,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, row: Row, chat: bool | None = Non
     else:
         before = "".join(message["content"] + "\n\n" for message in row.preamble)
         text, inside = before + row.prompt, len(before)
-    encoded = tokenizer(text + row.answer_prefix, add_special_tokens=not chatting, return_offsets_mapping=True)
-    pairs, how = list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)), None
+    pairs, how = _pairs(tokenizer, text + row.answer_prefix, add_special_tokens=not chatting), None
     if _spells(tokenizer, row):
         read = _as_text(tokenizer, row, text + row.answer_prefix, pairs, chatting) if specials == "text" else pairs
         if read is None:
@@ -75,6 +74,12 @@ def encode(tokenizer: PreTrainedTokenizerBase, row: Row, chat: bool | None = Non
     end = inside + len(row.context)
     starts = [i for i, (_, (first, last)) in enumerate(pairs) if last > first and first >= end]
     return Prompt([token for token, _ in pairs], starts[0] if starts else len(pairs) - 1, how)
+
+
+def _pairs(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> list[tuple[int, Span]]:
+    """(id, place in the text) of every token."""
+    encoded = tokenizer(text, return_offsets_mapping=True, **options)
+    return list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
 
 
 def _names(tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -98,15 +103,21 @@ def _as_text(
     if spans is None:
         return None
     names = set(_names(tokenizer))
-    found, kept = [], []
+    kept = []
     for token, (first, last) in as_is:
         name = text[first:last].strip()
         start = text.find(name, first)
         if name in names and all(start + len(name) <= a or b <= start for a, b in spans):
             kept.append((token, (first, last)))
-    if not chatting:
-        return _piece(tokenizer, text, names, True)
-    for (_, (_, start)), (token, (end, last)) in pairwise([(0, (0, 0)), *kept, (0, (len(text), len(text)))]):
+    return _joined(tokenizer, text, kept, names) if chatting else _piece(tokenizer, text, names, True)
+
+
+def _joined(
+    tokenizer: PreTrainedTokenizerBase, text: str, specials: list[tuple[int, Span]], names: set[str]
+) -> list[tuple[int, Span]] | None:
+    """Tokens of a text with these special tokens, and no others in the pieces between them; None if impossible."""
+    found: list[tuple[int, Span]] = []
+    for (_, (_, start)), (token, (end, last)) in pairwise([(0, (0, 0)), *specials, (0, (len(text), len(text)))]):
         piece = _piece(tokenizer, text[start:end], names, False) if end > start else []
         if piece is None:
             return None
@@ -118,10 +129,9 @@ def _as_text(
 def _piece(tokenizer: PreTrainedTokenizerBase, text: str, names: set[str], add: bool) -> list[tuple[int, Span]] | None:
     """Tokens of a text in which nothing is special, with the tokenizer's own around it if `add`; None if impossible."""
     try:
-        encoded = tokenizer(text, add_special_tokens=add, return_offsets_mapping=True, split_special_tokens=True)
+        pairs = _pairs(tokenizer, text, add_special_tokens=add, split_special_tokens=True)
     except (TypeError, ValueError, NotImplementedError):
         return None
-    pairs = list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
     special = set(getattr(tokenizer, "all_special_ids", ()))
     wrong = any(token in special and text[first:last].strip() in names for token, (first, last) in pairs)
     return None if wrong else pairs
@@ -153,16 +163,11 @@ def _own(tokenizer: PreTrainedTokenizerBase, row: Row, text: str) -> list[Span] 
 
 def _splits(tokenizer: PreTrainedTokenizerBase, row: Row) -> bool:
     """Whether a template's text is the tokens of its pieces between special tokens, one after the other."""
-    text = rendered(tokenizer, row.messages())
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    names, ids, at = set(_names(tokenizer)), [], 0
-    for token, (first, last) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
-        if text[first:last].strip() in names:
-            ids += [t for t, _ in _piece(tokenizer, text[at:first], names, False) or ()] if first > at else []
-            ids.append(token)
-            at = last
-    ids += [t for t, _ in _piece(tokenizer, text[at:], names, False) or ()] if at < len(text) else []
-    return ids == list(encoded["input_ids"])
+    text, names = rendered(tokenizer, row.messages()), set(_names(tokenizer))
+    whole = _pairs(tokenizer, text, add_special_tokens=False)
+    specials = [(token, (first, last)) for token, (first, last) in whole if text[first:last].strip() in names]
+    pieces = _joined(tokenizer, text, specials, names)
+    return pieces is not None and [token for token, _ in pieces] == [token for token, _ in whole]
 
 
 _warned: set[str] = set()

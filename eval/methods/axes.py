@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import TypeVar
 
 import numpy as np
@@ -20,11 +20,29 @@ from leank.eval.cache.storage import codecs, middle
 from leank.eval.cache.storage.eviction import Eviction
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.inference.prefill import Prefill, PromptLayer
-from leank.eval.methods.held import Held
 from leank.shape import kv_shape
 from leank.typed import Checked
 
 Observe = Callable[[Sample, int], Prefill]  # (a sample, obs_queries) -> its dense pass
+
+
+@dataclass(frozen=True)
+class Held:
+    """What every KV head holds of one prompt, counted in tokens and channels; its bytes are eval.methods.memory's.
+
+    ends: int [L, H]: tokens in sink and window, which are whole.
+    middle: int [L, H]: tokens in the middle.
+    k, v: int [L, H]: channels of the middle's K and V.
+    dim: int: head_dim.
+    itemsize: int, bytes: size of a number that is not packed.
+    """
+
+    ends: np.ndarray
+    middle: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    dim: int
+    itemsize: int
 
 
 class Axis(Checked):

@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig
 
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.inference.models import windows_of
+from leank.eval.methods.axes import Held
 from leank.eval.methods.base import Method
-from leank.eval.methods.held import Held
 from leank.shape import kv_shape
 
 

@@ -15,6 +15,7 @@ Variant = tuple[str, str]  # a method's label, and the digest of its settings
 SAMPLE = ["cell", "length", "task", "sample", "seed"]  # columns that tell a sample from every other of its run
 SECONDS = ("prefill", "seal", "first_token", "per_token")
 MARKED = ("not_compressed", "dense_only", "non_finite", "not_selected")  # samples whose score says less than it seems
+COPIED = ("task", "sample", "seed", "metric", "prediction", "answers", "length", "prompt_tokens")
 META = ("op", "d", "length", "depth_percent", "turn", "mode")  # of a row's `meta`: what tables group by
 
 
@@ -37,15 +38,8 @@ def group(rows: Iterable[ResultRow]) -> list[list[ResultRow]]:
             written[id(row["settings"])] = _texts(row["settings"])
         common, method = written[id(row["settings"])]
         run = runs[row["model"], row["benchmark"], row["compress"], common]
-        sample = (
-            row["method"],
-            method,
-            row["settings"].get("data"),
-            row["task"],
-            row["length"],
-            row["sample"],
-            row["seed"],
-        )
+        data = row["settings"].get("data")
+        sample = (row["method"], method, data, row["task"], row["length"], row["sample"], row["seed"])
         if sample not in run or _rank(row) > _rank(run[sample]):
             run[sample] = row
     groups: dict[tuple[object, ...], list[ResultRow]] = defaultdict(list)
@@ -123,40 +117,41 @@ def frame(rows: Sequence[ResultRow]) -> pd.DataFrame:
     `kl`, `top1`, `loss` and `loss_minus_dense` are NaN, too, where logits were NaN or infinite (`broken`).
     """
     named = labels(rows)
-    columns: dict[str, list[Any]] = {
-        "method": [named[variant(row)] for row in rows],
-        **{name: [row[name] for row in rows] for name in ("task", "sample", "seed", "metric", "prediction", "answers")},
-        "length": [row["length"] for row in rows],
-        "score": [100 * row["score"] for row in rows],
-        "cache_bytes": [row["cache_bytes"]["total"] for row in rows],
-        "allocated_bytes": [row["cache_bytes"].get("allocated") for row in rows],
-        "prompt_tokens": [row["prompt_tokens"] for row in rows],
-        **{name: [row["seconds"].get(name) for row in rows] for name in SECONDS},
-        "not_compressed": [row["compressed"] is False for row in rows],
-        "dense_only": [row["dense_only"] and bool(row["settings"]["method"]) for row in rows],
-        "non_finite": [row["non_finite"] is not None for row in rows],
-        "not_selected": [row["selected_layer"] == -1 for row in rows],
-        **{f"meta_{name}": [row["meta"].get(name) for row in rows] for name in META},
-    }
-    near = [row["fidelity"] for row in rows]
-    columns["tokens_compared"] = [None if found is None else found["tokens"] for found in near]
-    columns["broken"] = [found is not None and found["non_finite"] is not None for found in near]
-    whole = [found if found is not None and found["non_finite"] is None else None for found in near]
-    columns["kl"] = [None if found is None else found["kl"] for found in whole]
-    columns["top1"] = [None if found is None else 100 * (found["top1"] or 0.0) for found in whole]
-    both = [found is not None and None not in (found["loss"], found["dense_loss"]) for found in whole]
-    columns["loss"] = [found["loss"] if there and found else None for found, there in zip(whole, both, strict=True)]
-    columns["dense_loss"] = [
-        found["dense_loss"] if there and found else None for found, there in zip(whole, both, strict=True)
-    ]
-    table = pd.DataFrame(columns)
-    table["method"] = pd.Categorical(table["method"], list(dict.fromkeys(named.values())))
-    table["task"] = pd.Categorical(table["task"], list(dict.fromkeys(table["task"])))
+    table = pd.DataFrame([_line(row, named[variant(row)]) for row in rows])
+    for name, order in (("method", named.values()), ("task", table["task"])):
+        table[name] = pd.Categorical(table[name], list(dict.fromkeys(order)))
     numbers = ["length", "allocated_bytes", *SECONDS, "tokens_compared", "kl", "top1", "loss", "dense_loss"]
     table[numbers] = table[numbers].astype(float)
     table["loss_minus_dense"] = table["loss"] - table["dense_loss"]
     table["cell"] = table.groupby(["length", "task"], observed=True, dropna=False).ngroup()
     return table.sort_values(["method", "cell"], kind="stable", ignore_index=True)
+
+
+def _line(row: ResultRow, method: str) -> dict[str, Any]:
+    """Return a row's line of `frame`."""
+    near: Mapping[str, Any] = row["fidelity"] or {}
+    broken = near.get("non_finite") is not None
+    whole = {} if broken else near
+    losses = whole if None not in (whole.get("loss"), whole.get("dense_loss")) else {}
+    return {
+        "method": method,
+        **{name: row[name] for name in COPIED},  # type: ignore[literal-required]
+        "score": 100 * row["score"],
+        "cache_bytes": row["cache_bytes"]["total"],
+        "allocated_bytes": row["cache_bytes"].get("allocated"),
+        **{name: row["seconds"].get(name) for name in SECONDS},
+        "not_compressed": row["compressed"] is False,
+        "dense_only": row["dense_only"] and bool(row["settings"]["method"]),
+        "non_finite": row["non_finite"] is not None,
+        "not_selected": row["selected_layer"] == -1,
+        **{f"meta_{name}": row["meta"].get(name) for name in META},
+        "tokens_compared": near.get("tokens"),
+        "broken": broken,
+        "kl": whole.get("kl"),
+        "top1": 100 * whole["top1"] if whole else None,
+        "loss": losses.get("loss"),
+        "dense_loss": losses.get("dense_loss"),
+    }
 
 
 def paired(table: pd.DataFrame, first: str, second: str) -> pd.DataFrame:

@@ -198,9 +198,9 @@ def from_dense(run: Run) -> Table | None:
     texts = any(cell["loss"] is not None for cell in cells)
     lines = []
     for cell in cells:
+        kl, top1 = with_interval(cell, "kl", ".3g") or "-", with_interval(cell, "top1", ".2f", "%") or "-"
         broken, loss = BROKEN if cell["compared_non_finite"] else "", cell["loss"]
-        line = [cell["method"], str(cell["compared"]), f"{cell['tokens_compared']:,}",
-                (with_interval(cell, "kl", ".3g") or "-") + broken, _top1(cell) or "-"]  # fmt: skip
+        line = [cell["method"], str(cell["compared"]), f"{cell['tokens_compared']:,}", kl + broken, top1]
         if texts:
             line += [number(loss, 4), with_interval(cell, "loss_minus_dense", "+.3g") or "-",
                      "-" if loss is None else f"{math.exp(min(loss, 700)):.4g}"]  # fmt: skip
@@ -217,10 +217,6 @@ def from_dense(run: Run) -> Table | None:
         note += (f" {BROKEN} Logits of the method or of dense were NaN or infinite; such samples are left out of these"
                  f" means ({', '.join(counts)}).")  # fmt: skip
     return Table.of("Distance from dense", head, lines, note)
-
-
-def _top1(cell: Record) -> str:
-    return with_interval(cell, "top1", ".2f", "%")
 
 
 def from_dense_by_length(run: Run) -> Table | None:

@@ -7,6 +7,7 @@ run cuts a torn line off and does its sample anew.
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -76,15 +77,10 @@ class Results:
 
     def _cut_torn_line(self) -> None:
         size = os.fstat(self._file).st_size
-        keep, block = size, 1 << 16
-        while keep:
-            start = max(0, keep - block)
-            tail = os.pread(self._file, keep - start, start)
-            at = tail.rfind(b"\n")
-            if at >= 0:
-                keep = start + at + 1
-                break
-            keep = start
+        if not size:
+            return
+        with mmap.mmap(self._file, size, access=mmap.ACCESS_READ) as lines:
+            keep = lines.rfind(b"\n") + 1
         if keep < size:
             os.ftruncate(self._file, keep)
             os.fsync(self._file)

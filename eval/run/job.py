@@ -106,11 +106,7 @@ class Job:
 
     def keys(self, method: Method, cell: Cell, samples: Sequence[str], specials: str | None = None) -> list[Key]:
         """Return the keys of one method's rows in a cell; they share a digest."""
-        return self._keys(method, cell, samples, self.digest(method, cell.task, specials))
-
-    def _keys(self, method: Method, cell: Cell, samples: Sequence[str], digest: str) -> list[Key]:
-        """Return `keys`. digest: of the method in this cell, which takes longer than the keys of a batch."""
-        first = (self.model.label, method.label, digest, self.benchmark.name)
+        first = (self.model.label, method.label, self.digest(method, cell.task, specials), self.benchmark.name)
         last = (self.benchmark.seed, self.settings.compress)
         return [Key(*first, cell.task, cell.length, sample, *last) for sample in samples]
 
@@ -122,28 +118,24 @@ class Job:
         """
         size, work, batch = self.settings.batch_size, [], -1
         shard, shards = self.settings.numbered_shard
-        either = (None, self.settings.specials)  # a sample's text is not known before it is built
         for cell in self.benchmark.cells():
-            methods = self.by_cell.get(cell, self.methods)
-            digests = [[self.digest(method, cell.task, how) for how in either] for method in methods]
+            lacking = [(method, self._lacking(method, cell, done)) for method in self.by_cell.get(cell, self.methods)]
             for start in range(0, len(cell.samples), size):
                 batch += 1
-                if batch % shards != shard:
-                    continue
                 samples = cell.samples[start : start + size]
-                pairs = zip(methods, digests, strict=True)
-                lacking = [m for m, both in pairs if self._lacks(m, cell, samples, both, done)] if done else [*methods]
-                if lacking:
-                    work.append((cell, samples, lacking))
+                methods = [method for method, lacks in lacking if not lacks.isdisjoint(samples)]
+                if methods and batch % shards == shard:
+                    work.append((cell, samples, methods))
         return work
 
-    def _lacks(
-        self, method: Method, cell: Cell, samples: Sequence[str], digests: Sequence[str], done: set[Key]
-    ) -> bool:
-        """Return whether a row of these samples is not done under any of the digests."""
-        ids = [row for sample in samples for row in cell.ids(sample)]
-        rows = zip(*(self._keys(method, cell, ids, digest) for digest in digests), strict=True)
-        return any(done.isdisjoint(row) for row in rows)
+    def _lacking(self, method: Method, cell: Cell, done: set[Key]) -> set[str]:
+        """Return the samples of a cell of which a row is not done, whether or not its text spells a special token."""
+        if not done:
+            return set(cell.samples)
+        ids = [(sample, row) for sample in cell.samples for row in cell.ids(sample)]
+        rows = [row for _, row in ids]
+        keys = zip(*(self.keys(method, cell, rows, how) for how in (None, self.settings.specials)), strict=True)
+        return {sample for (sample, _), either in zip(ids, keys, strict=True) if done.isdisjoint(either)}
 
     def others(self, done: set[Key]) -> int:
         """Count rows with this plan's model, methods and tasks, but with other settings, data or weights."""

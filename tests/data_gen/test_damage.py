@@ -28,7 +28,7 @@ def places(value, path=()):
 READ = {"title", "question", "answer", "answers", "context", "paragraphs", "qas", "data", "is_impossible", "text"}
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_one_damaged_place_of_a_question_file_is_named(data, tmp_path_factory):
     """Of SQuAD and HotpotQA: no other type anywhere is taken for what should be there."""

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from leank.data_gen.gsm.infinite import MODES, TEMPLATES, benchmark, realistic
+from leank.data_gen.gsm.infinite import MODES, TEMPLATES, nth, realistic
 from leank.data_gen.gsm.symbolic import symbolic
 from leank.data_gen.tokens import TokenCounter
 from leank.eval.benchmarks.gsm_infinite import realistic_row, symbolic_row
@@ -19,7 +19,7 @@ from tests.helpers.text_tokenizers import tokenizer
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_every_problem_is_solvable_from_its_text(template, mode, d):
     for op in range(2, 31):
-        for index in range(4):
+        for index in range(2):
             made = realistic(op, d, template, mode, seed=1, index=index)
             answers, edges = solve(made.problem, made.question)
             assert answers == [made.answer], made
@@ -57,7 +57,7 @@ OFFICIAL_STATEMENTS = {
 def test_problems_are_about_as_long_as_the_official_ones(d):
     means = {op: [] for of, op in OFFICIAL_STATEMENTS if of == d}
     for op, found in means.items():
-        found += [p.problem.count(". ") + 1 for p in benchmark(d, 0, [op], 40)]
+        found += [p.problem.count(". ") + 1 for p in (nth(d, 0, op, i) for i in range(40))]
         assert min(found) >= 2
     ratio = {op: sum(found) / len(found) / OFFICIAL_STATEMENTS[d, op] for op, found in means.items()}
     assert all(0.6 < r < 1.7 for r in ratio.values()), ratio
@@ -87,18 +87,12 @@ def test_statements_come_in_no_order():
 
 
 def test_the_mix_of_templates_and_modes():
-    made = list(benchmark(2, 0, [2, 4], 40))
+    made = [nth(2, 0, op, i) for op in (2, 4) for i in range(40)]
     assert len(made) == 80
     share = Counter((m.template, m.mode) for m in made)
     for mode in MODES:
         assert [share[t, mode] for t in ("crazy_zootopia", "teachers_in_school", "movie_festival_awards")] == [32, 4, 4]
     assert len({m.problem for m in made}) == 80
-
-
-def test_the_same_arguments_give_the_same_problem():
-    make = [lambda: realistic(9, 3, TEMPLATES[1], MODES[1], 5, 7), lambda: symbolic(9, 5, 7, 8000)]
-    for m in make:
-        assert m() == m()
 
 
 @pytest.mark.parametrize("length", [0, 8000, 32_000])

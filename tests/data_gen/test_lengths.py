@@ -35,7 +35,7 @@ def build(name: str, length: int, kind: str, questions: int) -> Document:
     return task.build(Request(name, length, TokenCounter(tokenizer(kind)), 5, 2, questions))
 
 
-@pytest.mark.parametrize("length", [1024, 2048, 4096, 8192, 16384, 32768])
+@pytest.mark.parametrize("length", [1024, 4096, 16384])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TRAINING)
 def test_training_documents_have_the_exact_length(name, kind, length):
@@ -44,7 +44,7 @@ def test_training_documents_have_the_exact_length(name, kind, length):
     assert abs(document.length - tokens(document, kind)) <= 3
 
 
-@pytest.mark.parametrize("length", [1024, 4096, 32768])
+@pytest.mark.parametrize("length", [1024, 9000])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", OTHERS)
 def test_ruler_tasks_can_be_exact_too(name, kind, length):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from leank.data_gen import haystack
+from leank.data_gen.amount import amount
 from leank.data_gen.request import Request
 from leank.data_gen.tasks import TASKS, Mixture, task
 from leank.data_gen.tasks.niah import Niah
@@ -40,7 +41,6 @@ def says(call, error, *parts):
         (lambda: Niah(value_type="letters"), ("value_type='letters'", "choose")),
         (lambda: Niah(num_values=0), ("num_values=0", "at least 1")),
         (lambda: Passkey(num_passkeys=11), ("num_passkeys=11", "choose 1 to 10")),
-        (lambda: Passkey("needle"), ("haystack='needle'", "choose noise or essay")),
         (lambda: Passkey(num_words=0), ("num_words=0", "at least 1")),
         (lambda: VariableTracking(0), ("num_chains=0", "give at least 1")),
         (lambda: FrequentWords(1.0), ("alpha=1.0", "above 1")),
@@ -123,3 +123,15 @@ def test_a_length_is_checked_before_anything_is_built():
     ):
         with pytest.raises(ValueError, match=message):
             Request(**{"name": "vt", "length": 4096, "counter": None, "seed": 0, "index": 0, **given})
+
+
+@pytest.mark.parametrize(
+    ("number", "thing", "said"),
+    [
+        (0, "row", "0 rows"), (1, "new row", "1 new row"), (2, "KV head", "2 KV heads"), (1, "batch", "1 batch"),
+        (2, "batch", "2 batches"), (3, "query", "3 queries"), (3, "reply", "3 replies"), (2, "process", "2 processes"),
+        (4, "day", "4 days"), (2, "index", "2 indexes"),
+    ],
+)  # fmt: skip
+def test_number_and_noun_agree(number, thing, said):
+    assert amount(number, thing) == said

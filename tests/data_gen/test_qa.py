@@ -9,7 +9,7 @@ import pytest
 
 from leank.data_gen.request import Request
 from leank.data_gen.tasks import RULER
-from leank.data_gen.tasks.qa import QuestionAnswering, read
+from leank.data_gen.tasks.qa import read
 from leank.data_gen.tokens import TokenCounter
 from tests import DATA
 from tests.helpers.text_tokenizers import tokenizer
@@ -84,16 +84,6 @@ def test_all_documents_where_the_length_has_room(counter):
     _, texts = read("hotpotqa", str(FILES["qa_2"]))
     document = RULER["qa_2"].build(request("qa_2", counter, 32_768))
     assert sorted(documents(document.context)) == sorted(texts)
-
-
-def test_fixed_order_puts_the_answer_at_the_same_place(counter):
-    questions, texts = read("squad", str(FILES["qa_1"]))
-    task = QuestionAnswering("squad", fixed_order=True)
-    places = set()
-    for index, asked in enumerate(questions):
-        draft = task.draw(request("qa_1", counter, 4096, index), 6)
-        places.add(documents(draft.context).index(texts[asked.gold[0]]))
-    assert len(places) == 1
 
 
 def test_a_packed_file(counter, tmp_path):

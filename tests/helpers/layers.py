@@ -3,7 +3,7 @@
 # the rooms (folders and files) of a package from the top floor down: each imports from its own floor's rooms below
 LAYERS = {
     "leank.data_gen": [
-        {"__main__"}, {"tasks"}, {"task"}, {"fit"}, {"request"}, {"haystack", "sample", "gsm"},
+        {"__main__"}, {"tasks"}, {"task"}, {"request"}, {"haystack", "sample", "gsm"},
         {"tokens", "reading", "chat", "amount"},
     ],
     "leank": [

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from leank.eval.cache.attention.batched import layout_of
+from leank.eval.cache.attention.work import offset
 from leank.eval.cache.storage.store import Store
 from leank.eval.cache.storage.upload import upload
 
@@ -166,11 +167,6 @@ class Column(IntEnum):
 FIELDS = len(Column)
 
 
-def offset(base: Tensor, tensor: Tensor, size: int = 0) -> int:
-    """Offset of `tensor` from `base` in units of `size` bytes, 0 = an element's: all is read through one pointer."""
-    return (tensor.data_ptr() - base.data_ptr()) // (size or base.element_size())
-
-
 def places(store: Store, ranking: Ranking, scores: Tensor, room: int, runs: int, group: int) -> np.ndarray:
     """The table's content, [B H, FIELDS] int64.
 
@@ -183,7 +179,7 @@ def places(store: Store, ranking: Ranking, scores: Tensor, room: int, runs: int,
     sink, ring = number * store.sizes.sink * dim, number * base.shape[2] * dim
     first = 0 if store.channels.first is None else store.channels.first
     bounds = 0 if ranking.bounds is None else offset(base, ranking.bounds.flat) + ranking.bounds.first
-    of_scores = offset(base, scores, 4)
+    of_scores = offset(base, scores)
     columns = {
         Column.PROMPT_K: offset(base, prompt.k) + prompt.k_start,
         Column.PROMPT_V: offset(base, prompt.v) + prompt.v_start,

@@ -57,8 +57,8 @@ class Column(IntEnum):
 FIELDS = len(Column)
 
 
-def _elements_from(base: Tensor, tensor: Tensor) -> int:
-    """Offset of `tensor` from `base` in elements of `tensor`: the kernel reads all parts through one pointer."""
+def offset(base: Tensor, tensor: Tensor) -> int:
+    """Offset of `tensor` from `base` in elements of `tensor`: a kernel reads all parts through one pointer."""
     return (tensor.data_ptr() - base.data_ptr()) // tensor.element_size()
 
 
@@ -77,13 +77,13 @@ def parts(store: Store) -> np.ndarray:
     for at, k, v in ((0, store.sink_k, store.sink_v), (3, store.ring_k, store.ring_v)):
         start = number * (k.shape[2] * dim)
         table[:, at, Part.TOKENS] = k.shape[2]
-        table[:, at, Part.K_START] = _elements_from(base, k) + start
-        table[:, at, Part.V_START] = _elements_from(base, v) + start
+        table[:, at, Part.K_START] = offset(base, k) + start
+        table[:, at, Part.V_START] = offset(base, v) + start
         table[:, at, [Part.CHANNELS, Part.WIDTH]] = dim
     for at, segment, tokens in ((1, store.prompt, store.prompt.length), (2, store.tail, store.tail.capacity)):
         table[:, at, Part.TOKENS] = tokens.reshape(-1)
-        table[:, at, Part.K_START] = _elements_from(base, segment.k) + segment.k_start.reshape(-1)
-        table[:, at, Part.V_START] = _elements_from(base, segment.v) + segment.v_start.reshape(-1)
+        table[:, at, Part.K_START] = offset(base, segment.k) + segment.k_start.reshape(-1)
+        table[:, at, Part.V_START] = offset(base, segment.v) + segment.v_start.reshape(-1)
         table[:, at, Part.CHANNELS] = segment.channels.count.reshape(-1)
         table[:, at, Part.WIDTH] = segment.width.reshape(-1)
     found = table.reshape(-1, len(Part))

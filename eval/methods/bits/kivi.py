@@ -13,8 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.segment import round_up
 from leank.eval.cache.storage.sizes import Sizes
-from leank.eval.methods.axes import Bits, method
-from leank.eval.methods.held import Held
+from leank.eval.methods.axes import Bits, Held, method
 from leank.shape import kv_shape
 from leank.typed import OneOf, Positive
 

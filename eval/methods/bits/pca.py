@@ -18,10 +18,9 @@ from transformers import PreTrainedConfig
 from leank.channel_scores import pruned, wide
 from leank.eval.cache.storage.codecs import RecordCodec
 from leank.eval.inference.prefill import Prefill
-from leank.eval.methods.axes import Bits, method
+from leank.eval.methods.axes import Bits, Held, method
 from leank.eval.methods.common.calibrated import FromSamples
 from leank.eval.methods.common.observed import seen
-from leank.eval.methods.held import Held
 
 
 @method("pca")

@@ -17,8 +17,7 @@ from transformers import PreTrainedConfig
 from leank.channel_scores import pruned, top, wide
 from leank.eval.cache.storage.codecs import RecordCodec
 from leank.eval.inference.prefill import Prefill, PromptLayer
-from leank.eval.methods.axes import Bits, method
-from leank.eval.methods.held import Held
+from leank.eval.methods.axes import Bits, Held, method
 from leank.typed import OneOf, Positive, Share
 
 RECOVERY = ("mean", "none")

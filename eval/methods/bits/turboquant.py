@@ -15,8 +15,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
 from leank.eval.cache.storage.codecs import PageCodec
-from leank.eval.methods.axes import Bits, method
-from leank.eval.methods.held import Held
+from leank.eval.methods.axes import Bits, Held, method
 from leank.typed import OneOf, Seed
 
 

@@ -45,10 +45,6 @@ class PairEnergy(Calibrated):
             )
         super().check(config, tokenizer)
 
-    @property
-    def observed(self) -> int:
-        return 0
-
     def scores(self, prefill: Prefill) -> Tensor:
         energy = torch.stack([layer.keys.square().mean(2) for layer in seen(prefill)], 1)  # [B, L, H, D]
         low, high = energy.chunk(2, -1)

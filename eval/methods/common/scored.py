@@ -14,15 +14,27 @@ from transformers import PreTrainedConfig
 
 from leank.channel_scores import top
 from leank.eval.cache.storage.eviction import SCORE, HeavyHitters
-from leank.eval.cache.storage.sizes import Sizes
+from leank.eval.cache.storage.sizes import Sizes, middle_columns, real_positions
 from leank.eval.inference.prefill import Prefill, PromptLayer
-from leank.eval.methods.axes import Tokens
-from leank.eval.methods.common.selection import keep_chosen, middle_budget
-from leank.eval.methods.held import Held
+from leank.eval.methods.axes import Held, Tokens
 from leank.shape import kv_shape
 from leank.typed import Positive
 
 Budget = Positive | Annotated[float, Gt(0), Lt(1)]
+
+
+def middle_budget(budget: int, sizes: Sizes) -> int:
+    """Tokens of the middle that a head may keep of `budget` tokens in all.
+
+    Raises ValueError if sink and window alone exceed the budget.
+    """
+    left = budget - sizes.sink - sizes.window
+    if left < 0:
+        raise ValueError(
+            f"budget={budget} is less than sink={sizes.sink} and window={sizes.window}, whose tokens always stay; "
+            f"raise it to at least {budget - left}, or lower sink or window"
+        )
+    return left
 
 
 @dataclass(frozen=True)
@@ -76,13 +88,26 @@ class Scored(Tokens):
 
     def keep_mask(self, prefill: Prefill, config: PreTrainedConfig, sizes: Sizes) -> list[Tensor | None]:
         sizes = self.protected(sizes)
-        return keep_chosen(
-            prefill,
-            sizes,
-            self.counts(prefill, sizes),
-            lambda layer, real: self.scores(layer, real, config),
-            lambda scores, count: self.highest(scores, count, sizes),
-        )
+        return [
+            self._kept(layer, layer.real(prefill.real), count, config, sizes)
+            if isinstance(layer, PromptLayer)
+            else None
+            for layer, count in zip(prefill.layers, self.counts(prefill, sizes), strict=True)
+        ]
+
+    def _kept(
+        self, layer: PromptLayer, real: Tensor | None, count: int | Tensor, config: PreTrainedConfig, sizes: Sizes
+    ) -> Tensor | None:
+        """Sink, window and `count` tokens between them in one layer, bool [B, H, T]; None if that is all of them."""
+        none_seen = torch.zeros(len(layer.keys), dtype=torch.long, device=layer.keys.device)
+        position = real_positions(none_seen, layer.keys.shape[2], real)
+        middle = middle_columns(position, sizes)
+        count = torch.as_tensor(count, device=middle.device).expand(len(middle))
+        if bool((middle.sum(-1) <= count).all()):
+            return None
+        ends = (position >= 0) & ~middle
+        scores = self.scores(layer, real, config).masked_fill(~middle[:, None], -torch.inf)
+        return self.highest(scores, count, sizes) & middle[:, None] | ends[:, None]
 
     def kept_counts(self, config: PreTrainedConfig, columns: list[int], sizes: Sizes) -> np.ndarray | None:
         protected = self.protected(sizes)

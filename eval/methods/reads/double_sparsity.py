@@ -20,7 +20,7 @@ from leank.eval.cache.storage.store import Store
 from leank.eval.methods.axes import Observe, Reads, method
 from leank.eval.methods.channels.double_sparsity_channels import DoubleSparsityChannels
 from leank.eval.methods.common.calibrated import Calibration
-from leank.eval.methods.common.selection import middle_budget
+from leank.eval.methods.common.scored import middle_budget
 from leank.typed import Count, OneOf, Positive, Samples, Seed, Share
 
 

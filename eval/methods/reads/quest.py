@@ -15,9 +15,8 @@ from leank.eval.cache.attention.ranking import Bounds, Ranking
 from leank.eval.cache.storage.middle import Columns
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Store
-from leank.eval.methods.axes import Reads, method
-from leank.eval.methods.common.selection import middle_budget
-from leank.eval.methods.held import Held
+from leank.eval.methods.axes import Held, Reads, method
+from leank.eval.methods.common.scored import middle_budget
 from leank.typed import Count, Positive
 
 

@@ -20,8 +20,7 @@ from leank.eval.cache.storage.segment import Segment
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.upload import upload
 from leank.eval.inference.prefill import Prefill, PromptLayer
-from leank.eval.methods.axes import Tokens, method
-from leank.eval.methods.held import Held
+from leank.eval.methods.axes import Held, Tokens, method
 from leank.typed import Count, OneOf, Positive, Share
 
 READINGS = ("text", "printed")

@@ -119,13 +119,9 @@ def test_another_model_mask_or_file_is_refused(file, tmp_path):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.999])
-def test_damage_is_noticed(share, file, tmp_path):
-    content, path = bytearray(file.read_bytes()), tmp_path / "c"
-    at = int(share * len(content))
-    path.write_bytes(bytes(content[:at]))
-    refused(path, "damaged or cut off", tiny_model("llama"))
-    content[at] ^= 64
-    path.write_bytes(bytes(content))
+def test_a_file_that_is_cut_off_is_refused(share, file, tmp_path):
+    content, path = file.read_bytes(), tmp_path / "c"
+    path.write_bytes(content[: int(share * len(content))])
     refused(path, "damaged or cut off", tiny_model("llama"))
 
 

@@ -36,7 +36,7 @@ def close(found, expected, tolerance=None):
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * expected.shape[-1])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     data=st.data(),
     dtype=st.sampled_from([torch.float64, torch.float32]),

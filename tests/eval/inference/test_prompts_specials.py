@@ -36,8 +36,8 @@ def row(context, question=" What?", prefix=" It is", preamble=()):
     return Row("t", "0", context, question, ("x",), 4, "ruler_all", answer_prefix=prefix, preamble=preamble)
 
 
-def as_before(tokenizer, one):
-    """Ids as they were made before there was a choice."""
+def as_is(tokenizer, one):
+    """Ids of the whole text, special tokens wherever it spells one."""
     text, chat = one.prompt, tokenizer.chat_template is not None
     text = "".join(m["content"] + "\n\n" for m in one.preamble) + text
     if chat:
@@ -48,13 +48,13 @@ def as_before(tokenizer, one):
 WORDS = st.text("abc xyz.\n<>|/s日", max_size=30)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(WORDS, WORDS, WORDS)
 def test_texts_without_special_tokens_have_the_ids_that_they_had(tokenizer, context, question, system):
     one = row(context, f"{question}?", preamble=({"role": "system", "content": f"be {system}!"},))
     if not any(name in one.prompt + system for name in tokenizer.all_special_tokens):
         found = encode(tokenizer, one)
-        assert found.ids == as_before(tokenizer, one)
+        assert found.ids == as_is(tokenizer, one)
         assert found.specials is None
         assert found == encode(tokenizer, one, specials="as_is")
 

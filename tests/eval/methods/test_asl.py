@@ -120,12 +120,6 @@ def test_the_rule_for_few_layers(layers):
         assert threshold <= few_layers(layers - 1).threshold
 
 
-def test_one_layer_has_nothing_above_it():
-    config = tiny_model("llama", num_hidden_layers=1).config
-    with pytest.raises(ValueError, match="the model has one layer: leave out `prefill`"):
-        ASL(64).check(config, None)
-
-
 def test_rows_of_another_rule_have_another_identity(monkeypatch):
     unset, forced = ASL(), ASL(layer=3)
     complete = ASL(first=2, observed=3, threshold=0.5)
@@ -140,23 +134,19 @@ def test_it_selects_on_the_reference_model_and_rows_say_where(tmp_path):
     """At layer 4 or 5 of 7, by the ranks; the paper's own settings find none."""
     paper = "{name: asl, budget: 256, first: 2, observed: 8, threshold: 0.3}"
     settled = evaluation(
-        "+experiment=reference_ruler", "method=[dense,asl,asl_two_pass,papers/asl_layer]",
+        "+experiment=reference_ruler", "method=[dense,asl,asl_two_pass]",
         f"+method.asl_paper.prefill={paper}", "+method.asl_paper.window=32", "match=0.43", "max_new_tokens=2",
-        "benchmark.lengths=[1024]", "benchmark.tasks=[vt]", "benchmark.samples=2",
+        "benchmark.lengths=[1024]", "benchmark.tasks=[vt]", "benchmark.samples=1",
     )  # fmt: skip
     run_eval(settled, tmp_path)
     rows, found = list(read(tmp_path)), {}
     for row in rows:
         found.setdefault(row["method"], []).append(row["selected_layer"])
     assert set(found["asl"]) <= {4, 5}
-    assert found == {
-        "dense": [None] * 2, "asl": found["asl"], "asl_two_pass": found["asl"], "asl_paper": [-1] * 2,
-        "asl_layer_4": [4] * 2, "asl_layer_5": [5] * 2,
-        "asl_two_pass_layer_4": [4] * 2, "asl_two_pass_layer_5": [5] * 2,
-    }  # fmt: skip
+    assert found == {"dense": [None], "asl": found["asl"], "asl_two_pass": found["asl"], "asl_paper": [-1]}
     (report,) = summarise(rows)["runs"]
     marked = {cell["method"]: cell["not_selected"] for cell in report["overall"]}
-    assert marked == {label: 2 * (label == "asl_paper") for label in found}
+    assert marked == {label: int(label == "asl_paper") for label in found}
 
 
 @torch.no_grad()
@@ -180,16 +170,7 @@ def test_one_pass_does_not_say_that_the_last_layer_selected():
     assert run(one, model, ids).selected_at == [-1] * 8
 
 
-@torch.no_grad()
-def test_rows_of_a_batch_may_select_at_different_layers():
-    """Else the batch above would not test it."""
-    model, method = model_of("qwen3"), CASES["asl"][0]
-    kept = [[layer.kept is None for layer in run(method, model, torch.tensor([p])).layers]
-            for p in prompts((60, 60), seed=5)]  # fmt: skip
-    assert kept[0] != kept[1]
-
-
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_rank_variance_is_over_tokens_that_any_layer_ranks_first(data):
     layers, tokens = data.draw(st.integers(1, 8)), data.draw(st.integers(2, 30))

@@ -2,8 +2,6 @@
 
 import re
 
-import pytest
-
 from leank.conf.eval import method_options
 from leank.eval.methods import REGISTRY, build_method
 from tests import ROOT
@@ -31,10 +29,3 @@ def test_the_setting_that_match_moves_is_bold():
         for name in names:
             free = build_method("one", {axis: {"name": name}}, {"sink": 0, "window": 1}).axes[axis].free
             assert re.findall(r"\*\*(\w+)\*\*", lines[name]) == ([free] if free else []), name
-
-
-def test_a_choice_that_cannot_be_imported_is_named():
-    with pytest.raises(ValueError, match=r"method\.x\.channels\.name='no_such:Thing' cannot be imported"):
-        build_method("x", {"channels": {"name": "no_such:Thing"}})
-    with pytest.raises(ValueError, match=r"name='leank\.eval\.methods\.channels\.think:Thing' cannot be imported"):
-        build_method("x", {"channels": {"name": "leank.eval.methods.channels.think:Thing"}})

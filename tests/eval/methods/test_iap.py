@@ -12,7 +12,6 @@ from leank.eval.benchmarks.ruler import Ruler
 from leank.eval.inference.models import ModelConfig, load_config, load_model
 from leank.eval.inference.prefill import prefill
 from leank.eval.inference.prompts import encode
-from leank.eval.methods import build_method
 from leank.eval.methods.channels.iap import IAP, greedy, interactions, salient
 from leank.eval.methods.channels.think import ThinK
 from tests.helpers.cache_oracle import tiny_model
@@ -53,7 +52,7 @@ def heads(draw):
 
 
 @given(heads(), st.sampled_from([1.0, 2.0]), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_every_step_takes_the_least_of_an_exhaustive_recomputation(drawn, interaction, data):
     """interaction=2: of all candidates the one that raises E(B) least. 1: the one of the least Delta_i (Eq. 4)."""
     queries, keys = drawn
@@ -80,27 +79,8 @@ def test_every_step_takes_the_least_of_an_exhaustive_recomputation(drawn, intera
             assert value[new] <= min(value.values()) + 1e-9 * scale
 
 
-@given(heads())
-@settings(max_examples=40, deadline=None)
-def test_the_matrix_sums_to_the_error_of_any_set_and_delta_to_the_error(drawn):
-    """Eq. 3, and that the Deltas of Eq. 4 add up to it."""
-    queries, keys = drawn
-    kv, dim = keys.shape[1], keys.shape[3]
-    matrix, norms = interactions(queries, keys)
-    torch.testing.assert_close(norms, torch.linalg.vector_norm(keys, dim=2))
-    for head in range(kv):
-        q, k = queries[0].unflatten(0, (kv, -1))[head], keys[0, head]
-        whole = error(q, k, range(dim))
-        for size in (1, dim // 2, dim):
-            some = list(range(dim))[-size:]
-            expected = error(q, k, some)
-            tolerance = 1e-9 * (whole + sum(delta(q, k, i, ()) for i in range(dim))) + 1e-30
-            assert abs(matrix[0, head][some][:, some].sum().item() - expected) <= tolerance
-            assert abs(sum(delta(q, k, i, [j for j in some if j != i]) for i in some) - expected) <= tolerance
-
-
 @given(st.integers(0, 2**32), st.integers(2, 40), st.floats(0, 0.5), st.floats(0, 0.49))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_salient_channels_are_the_largest_and_within_bounds(seed, dim, low, more):
     high = low + more
     norms = torch.randn(3, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).exp()
@@ -156,7 +136,7 @@ def reference():
     return config, passes
 
 
-@pytest.mark.parametrize("ratio", [0.4, 0.5, 0.6, 0.7])
+@pytest.mark.parametrize("ratio", [0.4, 0.7])
 def test_reconstruction_error_is_below_thinks_in_every_layer(reference, ratio):
     """Figure 3: relative error of Q K^T on real queries and keys, mean over the heads of a layer."""
     config, passes = reference
@@ -172,23 +152,6 @@ def test_reconstruction_error_is_below_thinks_in_every_layer(reference, ratio):
                 off = [(q[h] * kept[h]) @ k[h].T - exact[h] for h in range(4)]
                 found[name].append(sum((a.norm() / b.norm()).item() for a, b in zip(off, exact, strict=True)) / 4)
         assert all(a < b for a, b in zip(found["iap"], found["think"], strict=True))
-
-
-@pytest.mark.parametrize(
-    ("given_settings", "message"),
-    [
-        ({"ratio": 1.0}, "ratio=1.0 must be"),
-        ({"queries": 0}, "queries=0 must be"),
-        ({"recent": -1}, "recent=-1 must be"),
-        ({"salient_min": 0.2, "salient_max": 0.1}, "salient_min=0.2, salient_max=0.1 must be shares"),
-        ({"ratio": 0.75, "salient_max": 0.5}, "salient_max=0.5 protects more than the 2 of 8 channels"),
-    ],
-)
-def test_bad_settings_are_named(given_settings, message):
-    with pytest.raises(ValueError, match=message):
-        build_method("iap", {"channels": {"name": "iap", **given_settings}}).channels.check(
-            tiny_model("llama").config, None
-        )
 
 
 def test_a_prompt_of_recent_tokens_alone_is_scored_on_them():

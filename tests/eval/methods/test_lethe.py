@@ -1,185 +1,21 @@
-"""Eviction while decoding: Lethe's rounds and H2O's constant budget against a dense recomputation, and what must hold
-whatever the attention is."""
+"""Lethe's rounds, and what must hold whatever the attention is; whole replies are test_long_replies'."""
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Cache
-from transformers.cache_utils import DynamicLayer
 
 from leank.eval.cache import Sizes
 from leank.eval.cache.attention import naive
 from leank.eval.cache.attention.backend import Auto
-from leank.eval.cache.hook import ATTENTION
 from leank.eval.cache.memory import measure_store
 from leank.eval.cache.storage.eviction import HeavyHitters, largest
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.store import Store
-from leank.eval.inference.prefill import prefill
-from leank.eval.methods import Method, build_method
-from leank.eval.methods.channels.leank import LeanK
-from leank.eval.methods.tokens.h2o import H2O
 from leank.eval.methods.tokens.lethe import Lethe, hoyer
-from leank.mask import ChannelMask
-from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, left_padded, random_keep, run, tiny_model
 
 SINK, WINDOW, FLUSH = SIZES = 2, 4, 3
-NAMES = {"sink": SINK, "window": WINDOW, "flush": FLUSH}
-
-
-class EvictingLayer(DynamicLayer):
-    """Dense keys and values; a set of live tokens and a history of attention per row and KV head, in NumPy.
-
-    decide(row, live, scores): of every head the live tokens (ascending real indices) and their scores -> the indices to
-    drop. Shares no code with eval.cache.
-    """
-
-    def __init__(self, gamma, decide, keep=None):
-        super().__init__()
-        self.gamma, self.decide = gamma, decide
-        self.keep = torch.ones(HEADS, DIM, dtype=torch.bool) if keep is None else keep
-        self.left = None
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        super().update(key_states, value_states)
-        return self, value_states
-
-    def attend(self, q, mask, scaling):
-        batch, q_heads, new, _ = q.shape
-        real = torch.ones(batch, self.keys.shape[2]) if mask is None else mask[:, : self.keys.shape[2]]
-        columns = [row.nonzero()[:, 0] for row in real]
-        first = self.left is None
-        if first:
-            self.left, self.live = [SINK] * batch, [[set() for _ in range(HEADS)] for _ in range(batch)]
-            self.scores = np.zeros((batch, HEADS, 10_000))
-        self.scores *= self.gamma
-        out, group = torch.zeros_like(q), q_heads // HEADS
-        for b, at in enumerate(columns):
-            fresh = [i for i, column in enumerate(at.tolist()) if column >= self.keys.shape[2] - new]
-            for h in range(q_heads):
-                live = self.live[b][h // group]
-                live.update(fresh)
-                for i in fresh:
-                    sees = sorted(j for j in live if j <= i)
-                    k, v = self.keys[b, h // group, at[sees]].clone(), self.values[b, h // group, at[sees]]
-                    k[[n for n, j in enumerate(sees) if SINK <= j < self.left[b]]] *= self.keep[h // group]
-                    weight = torch.softmax(k @ q[b, h, int(at[i]) - self.keys.shape[2] + new] * scaling, 0)
-                    out[b, h, int(at[i]) - self.keys.shape[2] + new] = weight @ v
-                    self.scores[b, h // group, sees] += weight.numpy()
-            seen = len(at)
-            if first:
-                self.left[b] = max(SINK, seen - WINDOW)
-            while seen - self.left[b] >= WINDOW + FLUSH:
-                self.left[b] += FLUSH
-            for h in range(HEADS):
-                if not self.keep[h].any():
-                    self.live[b][h] -= set(range(SINK, self.left[b]))
-            lists = [sorted(live) for live in self.live[b]]
-            scores = [self.scores[b, h, live] for h, live in enumerate(lists)]
-            for h, gone in enumerate(self.decide(self, b, lists, scores)):
-                self.live[b][h] -= {i for i in gone if SINK <= i < self.left[b]}
-        return out.transpose(1, 2)
-
-
-def lethe_oracle(options):
-    """Algorithm 1 as the paper's text or its listing has it, one head's worth of tokens after another."""
-    thresholds = {}
-
-    def decide(layer, row, lists, scores):
-        key = (id(layer), row)
-        limit = thresholds.setdefault(key, options.evict_at)
-        longest = max(lists, key=len)
-        has_middle = [live for live in lists if any(SINK <= i < layer.left[row] for i in live)]
-        size = len(longest)
-        if size <= limit or not has_middle:
-            return [[] for _ in lists]
-        total = sum(s for s, live in zip(scores, lists, strict=True) if live in has_middle)
-        order = sorted(range(size), key=lambda i: -total[i])
-        found = None
-        for d in range(1, options.segments):
-            cut = size * d // options.segments
-            ratio = total[order[0]] / total[order[cut]]
-            if ratio >= options.sparse_ratio if options.reading == "text" else ratio <= options.sparse_ratio:
-                found = cut
-                break
-        if found is None:
-            thresholds[key] = 2 * limit
-            return [[] for _ in lists]
-        recent = int(options.recent_ratio * size)
-        thresholds[key] = max(limit, found + recent)
-        stay = {longest[i] for i in order[:found]} | set(longest[:SINK]) | set(longest[size - recent :])
-        return [set(live) - stay for live in lists]
-
-    decide.thresholds = thresholds
-    return decide
-
-
-def heavy_oracle(heavy):
-    def decide(layer, row, lists, scores):
-        gone = []
-        for live, score in zip(lists, scores, strict=True):
-            middle = [(s, i) for s, i in zip(score, live, strict=True) if SINK <= i < layer.left[row]]
-            gone.append([i for _, i in sorted(middle)[: max(0, len(middle) - heavy)]])
-        return gone
-
-    return decide
-
-
-def compare(tokens, decide, gamma, lengths, new_tokens, seed, keep=None):
-    """Generate with the method and with the oracle: the same answers, live tokens and scores. Returns both caches."""
-    model = tiny_model("llama")
-    ids, mask = left_padded(lengths, seed)
-    model.set_attn_implementation("oracle")
-    masks = [None] * LAYERS if keep is None else keep
-    oracle = Cache(layers=[EvictingLayer(gamma, decide, k) for k in masks])
-    start, positions = ids[:, :-1], (mask.cumsum(-1) - 1).clamp(min=0)[:, :-1]
-    with torch.no_grad():
-        model(start, attention_mask=mask[:, :-1], position_ids=positions, past_key_values=oracle)
-    want = run(model, oracle, ids, mask, new_tokens, "oracle")
-    channels = None if keep is None else LeanK(ChannelMask(keep))
-    dense = prefill(model, start, mask[:, :-1].bool(), 0, column_sums=True)
-    cache = Method("m", channels, tokens, **NAMES).cache(model, dense)
-    got = run(model, cache, ids, mask, new_tokens, ATTENTION)
-    assert torch.equal(got[0], want[0])
-    torch.testing.assert_close(got[1], want[1], rtol=1e-8, atol=1e-8)
-    for layer, dense_layer in zip(cache.layers, oracle.layers, strict=True):
-        for row, head in np.ndindex(len(ids), HEADS):
-            live = sorted(dense_layer.live[row][head])
-            want_scores = dense_layer.scores[row, head, live]
-            np.testing.assert_allclose(layer.store.eviction.of(row, head), want_scores, rtol=1e-4, atol=1e-7)
-            middle = [i for i in live if SINK <= i < dense_layer.left[row]]
-            assert layer.store.prompt.length[row, head] + layer.store.tail.length[row, head] == len(middle)
-    return cache, oracle
-
-
-@pytest.mark.parametrize("reading", ["text", "printed"])
-@pytest.mark.parametrize("lengths", [[40], [37, 12]], ids=str)
-def test_lethe_is_the_dense_recomputation(reading, lengths):
-    options = Lethe(sparse_ratio=3.0, segments=5, gamma=0.9, evict_at=20, reading=reading)
-    decide = lethe_oracle(options)
-    cache, oracle = compare(options, decide, 0.9, lengths, 40, 1)
-    for layer, dense_layer in zip(cache.layers, oracle.layers, strict=True):
-        want = [decide.thresholds[id(dense_layer), row] for row in range(len(lengths))]
-        assert layer.store.eviction.evict_at.tolist() == want
-    if reading == "text":
-        held = [[len(live[0]) for live in layer.live] for layer in oracle.layers]
-        assert all(n < 60 for counts in held for n in counts)  # several rounds have dropped tokens
-
-
-def test_lethe_over_pruned_channels_and_empty_heads():
-    keep = random_keep(3, empty=0)
-    keep[0, 1] = False
-    options = Lethe(sparse_ratio=3.0, segments=5, gamma=0.9, evict_at=20)
-    compare(options, lethe_oracle(options), 0.9, [36, 15], 24, 2, keep)
-
-
-@pytest.mark.parametrize("lengths", [[40], [37, 12]], ids=str)
-def test_h2o_keeps_its_budget_while_decoding(lengths):
-    cache, _ = compare(H2O(budget=16), heavy_oracle(16 - SINK - WINDOW), 1.0, lengths, 30, 4)
-    for layer in cache.layers:
-        assert (layer.store.prompt.length + layer.store.tail.length == 16 - SINK - WINDOW).all()
 
 
 def decoding(policy, steps, peaked, seed=0, start=60, heads=2, dim=8):
@@ -334,15 +170,3 @@ def test_what_cannot_be_is_refused(monkeypatch):
     store.middle = Middle(eviction=HeavyHitters(3), joins=torch.tensor([True, False]))
     with pytest.raises(RuntimeError, match="the kernel evicts where every head takes new tokens"):
         Auto(insist=True).choose(store, torch.randn(2, 4, 1, 8))
-    for change, message in (
-        ({"reading": "mine"}, "reading='mine' must be"),
-        ({"sparse_ratio": 1}, "sparse_ratio=1 must be"),
-        ({"recent_ratio": 1.5}, r"recent_ratio=1.5 must be"),
-        ({"segments": 1}, "segments=1 must be"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Lethe(**change).check(None, None)
-    with pytest.raises(ValueError, match=r"method.m: evict_at=30 must be more than sink \+ window = 40"):
-        build_method("m", {"tokens": {"name": "lethe", "evict_at": 30}, "sink": 8, "window": 32})
-    with pytest.raises(ValueError, match="limit=50 must be 0"):
-        Lethe(limit=50).check_sizes(Sizes(4, 32))

@@ -19,6 +19,7 @@ from leank.eval.methods.tokens.h2o import H2O
 from leank.eval.methods.tokens.lethe import Lethe
 from leank.eval.methods.tokens.rkv import RKV
 from leank.eval.methods.tokens.tova import TOVA
+from leank.mask import ChannelMask
 
 RUNNING = []  # the slow form whose turn it is
 
@@ -86,12 +87,14 @@ class Slow:
             ranks, sums = [weights[:, -1].mean(0)] * heads, torch.zeros_like(sums)
         else:
             ranks = sums
-        self.layers[index] = held = Held(k, v, sums, [list(range(sizes.sink, start)) for _ in range(heads)], start)
+        middle = [list(range(sizes.sink, start)) if kept.any() else [] for kept in self.keep[index]]
+        self.layers[index] = held = Held(k, v, sums, middle, start)
         if isinstance(choice, (H2O, TOVA, RKV)):
             room = choice.budget - sizes.sink - sizes.window - (start - certain)
             for head, rank in enumerate(ranks):
                 best = sorted(range(sizes.sink, certain), key=lambda j, rank=rank: (-float(rank[j]), j))[:room]
-                held.middle[head] = sorted(best) + list(range(certain, start))
+                if held.middle[head]:
+                    held.middle[head] = sorted(best) + list(range(certain, start))
         if isinstance(choice, Lethe):
             held.evict_at = choice.evict_at
             self.round(held)
@@ -121,8 +124,8 @@ class Slow:
         """Tokens leave the window, and then the middle."""
         choice, sizes = self.choice, self.sizes
         due = max(0, held.tokens - held.start - sizes.window) // sizes.flush * sizes.flush
-        for head in range(len(held.middle)):
-            held.middle[head] += range(held.start, held.start + due)
+        for middle, kept in zip(held.middle, self.keep[index], strict=True):
+            middle += range(held.start, held.start + due) if kept.any() else ()
         held.start += due
         if due and isinstance(choice, (H2O, TOVA, RKV)):
             room = choice.budget - sizes.sink - sizes.window
@@ -161,13 +164,14 @@ class Slow:
         ])  # fmt: skip
 
     def round(self, held):
-        """Algorithm 1 of Lethe; all heads hold the same tokens."""
-        choice, middle = self.choice, held.middle[0]
+        """Algorithm 1 of Lethe; all heads that have channels hold the same tokens."""
+        choice, of_heads = self.choice, [head for head, middle in enumerate(held.middle) if middle]
+        middle = held.middle[of_heads[0]] if of_heads else []
         tokens = self.around(middle, held)
         count = len(tokens)
         if not middle or count <= held.evict_at:
             return
-        scores = held.scores.sum(0)[tokens]
+        scores = held.scores[of_heads].sum(0)[tokens]
         order = sorted(range(count), key=lambda n: (-float(scores[n]), -n))
         hoyer = (math.sqrt(count) - float(scores.sum() / scores.norm())) / (math.sqrt(count) - 1)
         cuts = [count * d // choice.segments for d in range(1, choice.segments)]
@@ -226,9 +230,12 @@ def slow_replies(slow, model, prompt, forced):
     return torch.cat(logits)
 
 
-CASES = {  # head_dim, KV heads, group, layers; sink, window, flush; lengths; axis, its choice; share of channels gone
+# head_dim, KV heads, group, layers; sink, window, flush; lengths; axis, its choice; share of channels gone, None of a
+# mask that leaves the last head none
+CASES = {
     "h2o": ((80, 1, 7, 2), (0, 0, 1), (33, 90), "tokens", {"name": "h2o", "budget": 9}, 0.5),
     "h2o, nothing": ((96, 2, 1, 1), (3, 1, 8), (70, 1), "tokens", {"name": "h2o", "budget": 4}, 0),
+    "h2o, an empty head": ((16, 2, 2, 2), (2, 4, 3), (37, 12), "tokens", {"name": "h2o", "budget": 16}, None),
     "tova": ((96, 1, 3, 1), (0, 0, 3), (60, 7, 1), "tokens", {"name": "tova", "budget": 25}, 0.5),
     "rkv": ((16, 1, 7, 2), (3, 6, 1), (60, 7), "tokens",
             {"name": "rkv", "budget": 30, "queries": 8, "kernel": 3, "threshold": 0.2}, 0.5),
@@ -236,6 +243,8 @@ CASES = {  # head_dim, KV heads, group, layers; sink, window, flush; lengths; ax
                     {"name": "rkv", "budget": 33, "queries": 4, "mix": 0.5}, 0),
     "lethe": ((80, 1, 3, 2), (0, 6, 3), (33, 90), "tokens",
               {"name": "lethe", "sparse_ratio": 3.0, "gamma": 0.9, "evict_at": 36, "min_sparsity": 0.1}, 0.5),
+    "lethe, an empty head": ((16, 2, 2, 2), (2, 4, 3), (36, 15), "tokens",
+                             {"name": "lethe", "sparse_ratio": 3.0, "segments": 5, "gamma": 0.9, "evict_at": 20}, None),
     "lethe, printed": ((96, 2, 1, 1), (3, 0, 1), (60, 7, 1), "tokens",
                        {"name": "lethe", "recent_ratio": 0.0, "evict_at": 9, "segments": 4, "reading": "printed"}, 0),
     "quest": ((80, 1, 7, 2), (0, 0, 3), (5, 40), "reads", {"name": "quest", "budget": 30, "page": 5}, 0.5),
@@ -253,13 +262,17 @@ def check(case, steps):
     if config["name"] == "quest":
         config = {"dense_layers": 1, **config}
     given = {axis: config, **({"channels": {"name": "random", "ratio": ratio}} if ratio else {})}
+    if ratio is None:
+        mask = torch.rand(layers, heads, dim, generator=torch.Generator().manual_seed(3)) < 0.5
+        mask[-1, -1] = False
+        given["channels"] = {"name": "leank", "mask": ChannelMask(mask)}
     chosen = build_method(case, given, {"sink": sink, "window": window, "flush": flush, "backend": "torch"})
     choice = chosen.axes[axis]
     if isinstance(choice, DoubleSparsity):
         scores = torch.rand(layers, heads, dim, generator=torch.Generator().manual_seed(3))
         choice.labels._found[choice.labels.calibrated_on] = scores
-    keep = torch.ones(layers, heads, dim, dtype=torch.bool)
-    keep = chosen.channels.keep_mask(None, model.config) if ratio else keep
+    whole = torch.ones(layers, heads, dim, dtype=torch.bool)
+    keep = whole if chosen.channels is None else chosen.channels.keep_mask(None, model.config)
     generator, width = torch.Generator().manual_seed(dim), max(lengths)
     real = torch.arange(width) >= width - torch.tensor(lengths)[:, None]
     ids = torch.randint(2, 97, real.shape, generator=generator) * real

@@ -39,7 +39,7 @@ def compare(keys, there, threshold, tiles):
 
 @pytest.mark.skipif(ON_GPU, reason="the same on the device below")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     st.integers(1, 2),
     st.integers(1, 2),
@@ -102,7 +102,7 @@ def rank(counts, lengths, sizes, options, seed, tiles):
 
 @pytest.mark.skipif(ON_GPU, reason="the same on the device below")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     st.lists(st.integers(0, 64), min_size=1, max_size=2),
     st.lists(st.integers(1, 150), min_size=1, max_size=2),

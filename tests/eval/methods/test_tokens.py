@@ -1,26 +1,32 @@
-"""Choices of tokens against obvious loops over each prompt alone, against kvpress, and end to end."""
+"""Choices of tokens against obvious loops over each prompt alone, against kvpress, and end to end.
+
+Replies during which tokens leave are test_long_replies'.
+"""
 
 import json
 import math
 from dataclasses import replace
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from leank.eval.cache import Sizes
 from leank.eval.inference.decode import greedy
 from leank.eval.inference.models import ModelConfig, load_config
-from leank.eval.inference.prefill import prefill
+from leank.eval.inference.prefill import PromptLayer, prefill
 from leank.eval.methods import build_method
+from leank.eval.methods.tokens import rkv
 from leank.eval.methods.tokens.adakv import AdaKV
 from leank.eval.methods.tokens.duo_attention import DuoAttention, high_frequency_ratio
-from leank.eval.methods.tokens.expected_attention import ExpectedAttention
+from leank.eval.methods.tokens.expected_attention import ExpectedAttention, frequencies
 from leank.eval.methods.tokens.h2o import H2O
 from leank.eval.methods.tokens.keydiff import KeyDiff
 from leank.eval.methods.tokens.pyramidkv import PyramidKV, pyramid
+from leank.eval.methods.tokens.rkv import RKV
 from leank.eval.methods.tokens.snapkv import SnapKV
 from leank.eval.methods.tokens.streaming_llm import StreamingLLM
 from leank.eval.methods.tokens.tova import TOVA
@@ -31,70 +37,168 @@ from tests.helpers.token_choices import alone, attention, duo, kept_of, observed
 
 KVPRESS = DATA / "kvpress_tokens.json"
 SIZES = Sizes(2, 6, 4)
-ALL = torch.ones(LAYERS, HEADS, DIM, dtype=torch.bool)
+LENGTHS = st.lists(st.integers(3, 36), min_size=1, max_size=3)
 
 
-def snapkv_by_hand(layer, choice, sizes, budget):
-    """Kept tokens of each KV head: sorted lists, by loops over one unpadded prompt."""
+def highest(scores, length, sizes, budget):
+    """Kept tokens of each head by its scores [H][T]: sink, window, and the best between; the earlier of equals."""
+    ends = {j for j in range(length) if j < sizes.sink or j >= length - sizes.window}
+    room = max(0, budget - sizes.sink - sizes.window)
+    others = [sorted(set(range(length)) - ends, key=lambda j, s=s: (-s[j], j))[:room] for s in scores]
+    return [sorted(ends | set(head)) for head in others]
+
+
+def tova_by_hand(layer, choice, config):
+    of_last = attention(layer.queries[0, :, -1:], layer.keys[0])[:, 0]  # [Hq, T]
+    return [of_last.mean(0).tolist()] * HEADS
+
+
+def h2o_by_hand(layer, choice, config):
+    sums = attention(layer.queries[0], layer.keys[0]).sum(1)  # [Hq, T]
+    return sums.unflatten(0, (HEADS, -1)).sum(1).tolist()
+
+
+def snapkv_by_hand(layer, choice, config):
     keys, queries = layer.keys[0], layer.queries[0, :, -choice.queries :]
-    length, group = keys.shape[1], queries.shape[0] // keys.shape[0]
-    first_observed = max(0, length - choice.queries)
-    weights = attention(queries, keys).sum(1)[:, :first_observed]  # [Hq, tokens before]
-    kept, reach = [], choice.kernel // 2
-    for head in range(keys.shape[0]):
-        scores = []
-        for j in range(first_observed):
-            by_query_head = []
-            for member in range(head * group, (head + 1) * group):
-                near = weights[member, max(0, j - reach) : j + reach + 1]
-                by_query_head.append(near.max() if choice.pooling == "max" else near.sum() / choice.kernel)
-            scores.append(max(by_query_head) if choice.group == "max" else sum(by_query_head) / group)
-        last = max(sizes.window, choice.queries)
-        stays = {j for j in range(length) if j < sizes.sink or j >= length - last}
-        others = sorted((j for j in range(length) if j not in stays), key=lambda j: (-scores[j].item(), j))
-        kept.append(sorted(stays | set(others[: max(0, budget - sizes.sink - last)])))
-    return kept
+    length, group, reach = keys.shape[1], queries.shape[0] // HEADS, choice.kernel // 2
+    before = max(0, length - choice.queries)  # what is observed stays whatever its score
+    weights, found = attention(queries, keys).sum(1)[:, :before], []
+    for head in range(HEADS):
+        found.append([0.0] * length)
+        for j in range(before):
+            members = [weights[m, max(0, j - reach) : j + reach + 1] for m in range(head * group, (head + 1) * group)]
+            of_members = [float(near.max() if choice.pooling == "max" else near.sum() / choice.kernel)
+                          for near in members]  # fmt: skip
+            found[-1][j] = max(of_members) if choice.group == "max" else sum(of_members) / group
+    return found
 
 
-@settings(deadline=None, max_examples=25)
-@given(
-    lengths=st.lists(st.integers(3, 40), min_size=1, max_size=3),
-    budget=st.integers(12, 30),
-    queries=st.integers(1, 8),
-    kernel=st.sampled_from([1, 3, 7]),
-    pooling=st.sampled_from(["avg", "max"]),
-    group=st.sampled_from(["mean", "max"]),
-    sink=st.integers(0, 4),
-    window=st.integers(1, 8),
-)
-def test_snapkv_keeps_what_loops_over_each_prompt_alone_keep(
-    lengths, budget, queries, kernel, pooling, group, sink, window
-):
-    choice, sizes = SnapKV(budget, queries, kernel, pooling, group), Sizes(sink, window, 4)
-    model, found = observed(lengths)
-    keeps = choice.keep_mask(found, model.config, sizes)
+def keydiff_by_hand(layer, choice, config):
+    found = []
+    for keys in layer.keys[0]:
+        anchor = sum(k / k.norm() for k in keys) / len(keys)
+        found.append([-float(k @ anchor / k.norm() / anchor.norm()) for k in keys])
+    return found
+
+
+def rotation(position, frequency):
+    """RoPE's matrix at a position: pair p of D / 2 turns channels p and p + D / 2."""
+    matrix, half = torch.zeros(DIM, DIM, dtype=torch.float64), DIM // 2
+    for p, w in enumerate(frequency.tolist()):
+        c, s = math.cos(position * w), math.sin(position * w)
+        matrix[p, p], matrix[p, p + half], matrix[p + half, p], matrix[p + half, p + half] = c, -s, s, c
+    return matrix
+
+
+def expected_by_hand(layer, choice, config):
+    keys, values, queries = layer.keys[0], layer.values[0], layer.queries[0, :, -choice.queries :]
+    frequency, length, seen = frequencies(config), keys.shape[1], queries.shape[1]
+    turn = sum(rotation(length + n, frequency) for n in range(choice.future)) / choice.future
+    scores = [[0.0] * length for _ in range(HEADS)]
+    group = queries.shape[0] // HEADS
+    for head in range(queries.shape[0]):
+        plain = [rotation(t, frequency).T @ queries[head, t - length + seen]
+                 for t in range(max(choice.skip, length - seen), length)]  # fmt: skip
+        if not plain:
+            continue
+        mean = turn @ (sum(plain) / len(plain))
+        covariance = turn @ torch.tensor(np.cov(torch.stack(plain).T, bias=True)) @ turn.T
+        k = keys[head // group]
+        logits = [float(mean @ x / DIM**0.5 + choice.covariance * x @ covariance @ x / DIM / 2) for x in k]
+        total = sum(math.exp(x) for x in logits[choice.skip :])
+        for j in range(choice.skip, length):
+            scores[head // group][j] += math.exp(logits[j]) / total / group
+    return [
+        [(a + choice.epsilon) * float(v.norm()) for a, v in zip(s, of_head, strict=True)]
+        for s, of_head in zip(scores, values, strict=True)
+    ]
+
+
+def rkv_by_hand(layer, choice, config):
+    keys, count = layer.keys[0], layer.keys.shape[2]
+    weights = attention(layer.queries[0, :, -choice.queries :], keys).mean(1).unflatten(0, (HEADS, -1)).mean(1)
+    found, reach = [], choice.kernel // 2
+    for of_head, head in zip(weights, keys, strict=True):
+        alike = [[float(a @ b / a.norm() / b.norm()) if i != j else 0.0 for j, b in enumerate(head)]
+                 for i, a in enumerate(head)]  # fmt: skip
+        for line in alike:
+            over = [j for j, value in enumerate(line) if value > choice.threshold]
+            if over:
+                line[over[-1]] = 0.0
+        mean = [sum(line[j] for line in alike) / count for j in range(count)]
+        total = sum(math.exp(x) for x in mean)
+        found.append([
+            choice.mix * float(of_head[max(0, j - reach) : j + reach + 1].max())
+            - (1 - choice.mix) * math.exp(mean[j]) / total
+            for j in range(count)
+        ])  # fmt: skip
+    return found
+
+
+def whole(lengths, row=None):
+    """(model, a pass over prompts, or over one of them alone, that keeps all queries)."""
+    model = tiny_model("llama")
+    ids, mask = left_padded(lengths, 0)
+    ids, real = (ids, mask.bool()) if row is None else (ids[row : row + 1, -lengths[row] :], None)
+    return model, prefill(model, ids % model.config.vocab_size, real, 0, obs_queries=64, column_sums=True)
+
+
+SCORED = {  # budget -> the choice; its scores by hand; last tokens that it always keeps
+    "tova": (lambda n: TOVA(n, evict=False), tova_by_hand, 0),
+    "h2o": (lambda n: H2O(n, evict=False), h2o_by_hand, 0),
+    "snapkv": (lambda n: SnapKV(n, 3), snapkv_by_hand, 3),
+    "snapkv, max": (lambda n: SnapKV(n, 8, 3, "max", "max"), snapkv_by_hand, 8),
+    "snapkv, one": (lambda n: SnapKV(n, 1, 1, "avg", "max"), snapkv_by_hand, 1),
+    "keydiff": (KeyDiff, keydiff_by_hand, 0),
+    "expected": (lambda n: ExpectedAttention(n, future=5, skip=1), expected_by_hand, 0),
+    "no covariance": (lambda n: ExpectedAttention(n, 40, 3, 0, False, 0.02), expected_by_hand, 0),
+    "few queries": (lambda n: ExpectedAttention(n, 5, 7, 2), expected_by_hand, 0),
+    "rkv": (lambda n: RKV(n, 3, 5), rkv_by_hand, 3),
+    "rkv, important": (lambda n: RKV(n, 3, 5, 0.9, 0.0), rkv_by_hand, 3),
+    "rkv, redundant": (lambda n: RKV(n, 3, 5, 0.0), rkv_by_hand, 3),
+}
+
+
+@pytest.mark.parametrize("name", SCORED)
+@settings(deadline=None, max_examples=5)
+@given(lengths=LENGTHS, budget=st.integers(8, 24), sink=st.integers(0, 4), window=st.integers(0, 8))
+def test_they_keep_what_loops_over_each_prompt_alone_keep(name, lengths, budget, sink, window):
+    make, by_hand, last = SCORED[name]
+    certain = Sizes(sink, max(window, last), 4)
+    budget = max(budget, sink + certain.window)
+    choice, (model, found) = make(budget), whole(lengths)
+    keeps = choice.keep_mask(found, model.config, Sizes(sink, window, 4))
     for row, length in enumerate(lengths):
-        for layer, keep in zip(alone(model, lengths, row).layers, keeps, strict=True):
-            kept = kept_of(keep, row, length)
-            assert kept == snapkv_by_hand(layer, choice, sizes, budget)
-            assert {len(head) for head in kept} == {min(length, budget)}
+        for layer, keep in zip(whole(lengths, row)[1].layers, keeps, strict=True):
+            expected = highest(by_hand(layer, choice, model.config), length, certain, budget)
+            assert kept_of(keep, row, length) == expected
 
 
 @settings(deadline=None, max_examples=20)
-@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=3), budget=st.integers(8, 20))
-def test_h2o_keeps_the_largest_column_sums(lengths, budget):
+@example(lengths=[3, 20], budget=8, safeguard=0.0, name="snapkv")  # one prompt of observed queries alone
+@example(lengths=[36, 30], budget=16, safeguard=0.9, name="snapkv")  # without the safeguard others would stay
+@given(
+    lengths=LENGTHS, budget=st.integers(8, 24), safeguard=st.sampled_from([0.0, 0.2, 0.7, 0.9]),
+    name=st.sampled_from(["keydiff", "h2o", "snapkv"]),
+)  # fmt: skip
+def test_adakv_shares_one_budget_among_the_heads(lengths, budget, safeguard, name):
     model, found = observed(lengths)
-    keeps = H2O(budget).keep_mask(found, model.config, SIZES)
+    inner = {"name": name, **({"queries": 3} if name == "snapkv" else {})}
+    choice = AdaKV(budget, inner, safeguard)
+    keeps = choice.keep_mask(found, model.config, SIZES)
     for row, length in enumerate(lengths):
-        ids, _ = left_padded(lengths, 0)
-        seen = prefill(model, ids[row : row + 1, -length:], None, 0, obs_queries=length)
-        for layer, keep in zip(seen.layers, keeps, strict=True):
-            sums = attention(layer.queries[0], layer.keys[0]).sum(1).unflatten(0, (HEADS, -1)).sum(1)  # [H, T]
-            for head, kept in enumerate(kept_of(keep, row, length)):
-                stays = {j for j in range(length) if j < SIZES.sink or j >= length - SIZES.window}
-                others = sorted((j for j in range(length) if j not in stays), key=lambda j: -sums[head, j].item())
-                heavy = others[: budget - SIZES.sink - SIZES.window]
-                assert kept == sorted(stays | set(heavy))
+        for layer, keep in zip(alone(model, lengths, row).layers, keeps, strict=True):
+            scores = choice.inner.scores(layer, None, model.config)[0].tolist()
+            ends = {j for j in range(length) if j < SIZES.sink or j >= length - SIZES.window}
+            others = sorted(set(range(length)) - ends)
+            room = min(len(others), budget - SIZES.sink - SIZES.window)
+            certain = max(0, int(budget * safeguard) - SIZES.sink - SIZES.window)
+            sure = {(h, j) for h in range(HEADS) for j in sorted(others, key=lambda j: (-scores[h][j], j))[:certain]}
+            rest = sorted(((h, j) for h in range(HEADS) for j in others if (h, j) not in sure),
+                          key=lambda at: (-scores[at[0]][at[1]], at))  # fmt: skip
+            kept = sure | set(rest[: HEADS * room - len(sure)]) if len(others) > room else {*sure, *rest}
+            want = [sorted(ends | {j for h, j in kept if h == head}) for head in range(HEADS)]
+            assert kept_of(keep, row, length) == want
 
 
 @given(mean=st.integers(0, 300), available=st.integers(0, 900), layers=st.integers(2, 40), beta=st.integers(1, 30))
@@ -264,7 +368,12 @@ def test_answers_are_those_of_a_dense_cache_that_does_not_see_the_others(name, t
         if joins is not None:
             by_layer["joins"] = joins
         expected, _ = run(
-            model, oracle_cache(ALL, *sizes.values(), **by_layer), ids[row : row + 1, -length:], None, new, "oracle"
+            model,
+            oracle_cache(torch.ones(LAYERS, HEADS, DIM, dtype=torch.bool), *sizes.values(), **by_layer),
+            ids[row : row + 1, -length:],
+            None,
+            new,
+            "oracle",
         )
         assert tokens[row] == expected[0, length:].tolist()
         plain, _ = run(model, None, ids[row : row + 1, -length:], None, new, "eager")
@@ -272,61 +381,37 @@ def test_answers_are_those_of_a_dense_cache_that_does_not_see_the_others(name, t
     assert dense < len(lengths)  # what was dropped mattered
 
 
-def test_h2o_holds_its_budget_while_decoding():
-    chosen = build_method("h2o", {"tokens": {"name": "h2o", "budget": 14}, "sink": 2, "window": 6, "flush": 4})
-    model = tiny_model("llama")
-    ids, mask = left_padded((34, 19), 5)
-    found = prefill(model, ids, mask.bool(), 40, column_sums=True)
-    cache = chosen.cache(model, found)
-    model.set_attn_implementation("leank")
-    for step in range(1, 31):
-        new = torch.full((2, 1), step)
-        mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
-        model(new, attention_mask=mask, position_ids=mask.sum(1, keepdim=True) - 1, past_key_values=cache)
-        for layer in cache.layers:
-            held = layer.store.prompt.length + layer.store.tail.length
-            assert (held == 6).all()
+def test_pyramidkv_can_round_as_its_authors_do():
+    """The step between layers is rounded down, so the sum is larger."""
+    choice = PyramidKV(100, rounding="authors")
+    assert choice.shares(100, 10**6, 4) == [195, 132, 69, 6]  # 2 * 100 - 5, less 63 a layer
+    assert sum(choice.shares(10, 10**6, 32)) > sum(PyramidKV(100).shares(10, 10**6, 32)) == 320
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (
-            {"tokens": {"name": "snapkv", "budget": 100}},
-            r"method.x: budget=100 is less than sink=128 and window=1024",
-        ),
-        ({"tokens": {"name": "snapkv", "budget": 30}, "sink": 0, "window": 8}, "less than sink=0 and window=32"),
-        ({"tokens": {"name": "h2o", "budget": 7}, "sink": 4, "window": 4}, "raise it to at least 8"),
-        (
-            {"tokens": {"name": "pyramidkv", "budget": "many"}},
-            "method.x.tokens.budget='many' must be",
-        ),
-        ({"tokens": {"name": "streaming_llm", "budget": 9}}, "method.x.tokens.budget is no setting"),
-        ({"tokens": {"name": "snap"}}, "method.x.tokens.name='snap' is unknown; choose one of adakv, duo_attention"),
-    ],
-)
-def test_bad_sizes_are_named_when_a_method_is_made(given, message):
-    with pytest.raises(ValueError, match=message):
-        build_method("x", given)
+def test_duo_attention_can_count_as_its_authors_do(tmp_path):
+    gates = [[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]]
+    path = tmp_path / "gates.tsv"
+    path.write_text("\n".join("\t".join(map(str, row)) for row in gates))
+    for ratio, nearest, authors in ((0.0, 0, 0), (0.5, 3, 3), (0.6, 4, 3), (1.0, 6, 5)):
+        assert DuoAttention(str(path), ratio).streaming().sum() == nearest
+        assert DuoAttention(str(path), ratio, count="authors").streaming().sum() == authors
+    assert DuoAttention(count="authors").identity() == {**DuoAttention().identity(), "count": "authors"}
 
 
-@pytest.mark.parametrize(
-    ("choice", "message"),
-    [
-        (lambda: SnapKV(kernel=4), "kernel=4 must be odd"),
-        (lambda: SnapKV(queries=0), "queries=0 must be"),
-        (lambda: SnapKV(pooling="sum"), "pooling='sum' must be"),
-        (lambda: SnapKV(group="median"), "group='median' must be"),
-        (lambda: PyramidKV(beta=0), "beta=0 must be"),
-        (lambda: DuoAttention(ratio=1.5), r"ratio=1.5 must be"),
-        (lambda: DuoAttention("none.tsv"), "pattern=none.tsv does not exist"),
-        (lambda: DuoAttention(queries=0), "queries=0 must be"),
-        (lambda: DuoAttention(task="vtt"), "'vtt' is unknown"),
-    ],
-)
-def test_bad_settings_are_named(choice, message):
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        choice().check(tiny_model("llama").config, None)
+def test_a_budget_may_be_a_share_of_each_prompt():
+    model, found = observed((33, 7, 21))
+    keep = SnapKV(0.4, 3).keep_mask(found, model.config, Sizes(1, 3, 4))[0]
+    assert keep.sum(-1).tolist() == [[13, 13], [4, 4], [8, 8]]  # of 33, 7 and 21; sink and window are four
+
+
+def test_many_keys_are_compared_block_by_block(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    keys, there = torch.randn(2, 3, 37, 8, generator=generator), torch.rand(2, 3, 37, generator=generator) < 0.9
+    want = rkv.redundancy(keys, there, 0.3)
+    monkeypatch.setattr(rkv, "BLOCK", 5)
+    torch.testing.assert_close(rkv.redundancy(keys, there, 0.3), want)
+    torch.testing.assert_close(want.sum(-1), torch.ones(2, 3))
+    assert not want[~there].any()
 
 
 def test_bad_patterns_are_named(tmp_path):
@@ -345,15 +430,42 @@ def test_a_share_of_the_prompt_is_rounded_down():
     assert [SnapKV(budget=0.38, queries=2).between(length, sizes) for length in (7, 10, 11, 100)] == [0, 0, 1, 35]
 
 
-@pytest.mark.parametrize(
-    ("count", "ratio", "heads", "wanted"),
-    [
-        ("nearest", 0.5, 5, 3),
-        ("nearest", 0.25, 4, 1),
-        ("nearest", 0.3, 4, 1),
-        ("authors", 0.5, 5, 2),
-        ("authors", 0.3, 4, 1),
-    ],
-)
-def test_a_share_of_the_heads_streams(count, ratio, heads, wanted):
-    assert DuoAttention(ratio=ratio, count=count).how_many(heads) == wanted
+ANY = [
+    TOVA(12, evict=False), KeyDiff(12), ExpectedAttention(12), AdaKV(12, {"name": "keydiff"}), SnapKV(0.4, 3),
+    SnapKV(12, 3), SnapKV(12, 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("choice", [*ANY, PyramidKV(12, 3), H2O(12), StreamingLLM(), "duo"], ids=str)
+def test_rows_of_a_batch_keep_what_they_keep_alone(choice, tmp_path):
+    lengths = (33, 7, 21)
+    model, found = observed(lengths, family="qwen3")
+    choice = duo(tmp_path, [[0.1, 0.9], [0.8, 0.2]]) if choice == "duo" else choice
+    keeps = choice.keep_mask(found, model.config, SIZES)
+    assert any(keep is not None for keep in keeps)
+    for row, length in enumerate(lengths):
+        one = choice.keep_mask(alone(model, lengths, row), model.config, SIZES)
+        for keep, expected in zip(keeps, one, strict=True):
+            assert kept_of(keep, row, length) == kept_of(expected, 0, length)
+
+
+@pytest.mark.parametrize("choice", [SnapKV(40, 4), PyramidKV(40, 4), H2O(40)], ids=str)
+def test_short_prompts_stay_whole(choice):
+    model, found = observed((40, 3))
+    assert choice.keep_mask(found, model.config, SIZES) == [None, None]
+
+
+@pytest.mark.parametrize("choice", [*ANY, PyramidKV(12, 4), StreamingLLM()], ids=str)
+def test_layers_that_slide_or_hold_part_of_the_prompt(choice):
+    model, found = observed((30,), family="mistral", sliding_window=16)
+    assert choice.keep_mask(found, model.config, SIZES) == [None, None]
+    model, found = observed((30,))
+    kept = torch.tensor([[-1, 3, *range(10, 30)]])
+    part = PromptLayer(30)
+    part.hold(kept, 30)
+    part.update(found.layers[1].keys[:, :, kept[0]], found.layers[1].values[:, :, kept[0]])
+    part.queries = found.layers[1].queries
+    whole, of_part = choice.keep_mask(replace(found, layers=[found.layers[0], part]), model.config, SIZES)
+    assert whole.shape[2] == 30
+    assert of_part.shape[2] == 22
+    assert not of_part[:, :, 0].any()

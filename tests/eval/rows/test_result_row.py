@@ -5,7 +5,6 @@ import sys
 import pytest
 
 from leank.eval.__main__ import command_line
-from leank.eval.report import summarise
 from leank.eval.rows.result_row import check_rows
 from leank.eval.rows.results import Key, Results
 from tests.helpers.report_rows import row
@@ -27,33 +26,26 @@ def test_a_row_that_lacks_fields_is_refused_in_one_line(tmp_path, monkeypatch):
     assert "is missing; it was edited, or another version wrote it: move" in said
 
 
-def test_a_row_without_settings_is_named():
-    old = row("dense", 3, 1.0)
-    del old["settings"]
-    with pytest.raises(ValueError, match=r"'task': 'vt', .*'sample': '3'}: 'settings' is missing"):
-        summarise([row("dense", 2, 1.0), old])
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("score", float("nan")), ("score", "1"), ("settings", {}), ("settings", {"method": {}, "specials": "neither"}),
         ("cache_bytes", {}), ("seconds", None), ("meta", []), ("length", "4096"), ("non_finite", "x"),
-        ("score", -5), ("score", 1.5), ("length", -1), ("prompt_tokens", 10**400), ("new_tokens", 10**20),
-        ("batch", -3), ("selected_layer", -2), ("method", 10**400),
-        ("cache_bytes", {"total": 0}), ("cache_bytes", {"total": float("nan")}), ("cache_bytes", {"total": -5}),
+        ("score", 1.5), ("length", -1), ("prompt_tokens", 10**400), ("new_tokens", 10**20),
+        ("selected_layer", -2), ("method", 10**400),
+        ("cache_bytes", {"total": 0}), ("cache_bytes", {"total": -5}),
         ("cache_bytes", {"total": 9, "middle": -5}), ("cache_bytes", {"total": 1e308}),
         ("cache_bytes", {"total": 9, "allocated": float("inf")}),
-        ("seconds", {"per_token": float("nan")}), ("seconds", {"per_token": -3.0}), ("seconds", {"prefill": 1e308}),
-        ("meta", {"depth_percent": "x"}), ("meta", {"depth_percent": None}), ("meta", {"depth_percent": [1]}),
-        ("meta", {"depth_percent": float("nan")}), ("meta", {"depth_percent": 1e300}), ("meta", {"op": "x"}),
-        ("meta", {"op": None}), ("meta", {"op": 2.5}), ("meta", {"d": [1]}), ("meta", {"d": None}),
+        ("seconds", {"per_token": -3.0}), ("seconds", {"prefill": 1e308}),
+        ("meta", {"depth_percent": "x"}), ("meta", {"depth_percent": [1]}),
+        ("meta", {"op": "x"}),
+        ("meta", {"op": 2.5}), ("meta", {"d": [1]}),
         ("meta", {"turn": "x", "mode": "reuse"}),
-        ("meta", {"turn": None}), ("meta", {"turn": float("nan")}), ("meta", {"turn": True}), ("meta", {"mode": [1]}),
-        ("settings", {"method": {"channels": "leank"}}), ("settings", {"method": {"channels": None}}),
+        ("meta", {"turn": None}), ("meta", {"turn": True}), ("meta", {"mode": [1]}),
+        ("settings", {"method": {"channels": "leank"}}),
         ("settings", {"method": {"matched": 5}}), ("settings", {"method": {"matched": {"settings": 3}}}),
         ("settings", {"method": {"matched": {"settings": [1]}}}),
-        ("fidelity", NEAR | {"kl": None}), ("fidelity", NEAR | {"top1": 5.0}), ("fidelity", NEAR | {"kl": 1e308}),
+        ("fidelity", NEAR | {"kl": None}), ("fidelity", NEAR | {"top1": 5.0}),
         ("fidelity", NEAR | {"loss": 1e308, "dense_loss": -1e308}), ("fidelity", NEAR | {"top1": None}),
     ],
 )  # fmt: skip

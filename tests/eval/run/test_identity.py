@@ -103,15 +103,12 @@ def test_essays_are_known_by_their_text(name, tmp_path, tokenizer):
 
 
 def test_rows_of_generated_samples_keep_their_keys(tokenizer):
-    """As they were before data had a digest."""
+    """Rows that are there already are found again: whatever changes these digests makes all runs begin anew."""
     ruler = Ruler(tasks=["vt"], lengths=[1024], samples=1)
     gsm = GsmInfinite(lengths=[0], ops=[2], samples=1)
     model = ModelConfig("reference", dtype="float32", device="cpu")
     found = [key(ruler, tokenizer, "vt", model).config, key(gsm, tokenizer, "medium zero", model).config]
-    assert found == KEYS_BEFORE
-
-
-KEYS_BEFORE = ["92f382b107", "b859119168"]
+    assert found == ["92f382b107", "b859119168"]
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +124,7 @@ def folder(tmp_path_factory):
     return made
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_any_byte_of_a_model_folder_counts(data, folder, tmp_path_factory):
     copy = tmp_path_factory.mktemp("copy") / "deep" / "tiny"
