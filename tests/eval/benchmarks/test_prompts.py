@@ -108,8 +108,8 @@ def test_gsm_infinite_headers_are_the_official_ones(template, sha256):
 def test_gsm_infinite_rows():
     data = {"problem": "P.", "question": "Q?", "template": "crazy_zootopia", "mode": "normalforward", "op": 2}
     row = gsm_infinite.realistic_row({**data, "solution": "Answer: 31."})
-    assert [(m["role"], m["content"][:6]) for m in row.messages()] == [
-        ("system", "You ar"), ("user", "Answer"), ("user", "Proble"),
+    assert [(m["role"], m["content"][:4]) for m in row.messages()] == [
+        ("system", "You "), ("user", "Answ"), ("user", "Prob"),
     ]  # fmt: skip
     assert row.messages()[2]["content"] == "Problem: P. Question: Q? Solution: "
     assert (row.question, row.answers, row.meta["op"]) == ("Question: Q? Solution: ", [31], 2)
