@@ -24,7 +24,7 @@ LAYERS = {
         {"storage"},
     ],
     "leank.eval.methods": [
-        {"match"}, {"memory"}, {"base"}, {"tokens", "bits", "reads", "prefill"}, {"channels"}, {"common", "kernels"},
-        {"registry"}, {"axes"}, {"held"},
+        {"memory"}, {"base"}, {"tokens", "bits", "reads", "prefill"}, {"channels"}, {"common", "kernels"},
+        {"registry"}, {"axes"},
     ],
 }  # fmt: skip
