@@ -10,7 +10,6 @@ from omegaconf import OmegaConf
 
 from leank.eval.report.plots import FIGURES
 from tests import ROOT
-from tests.helpers.layers import LAYERS
 from tests.helpers.pages import DOCS, PAGES
 
 PACKAGES = ("conf", "data_gen", "eval", "leank_train", "scripts")
@@ -115,13 +114,6 @@ def test_paths_are_of_the_tree(page):
     named = re.findall(r"`((?:conf|data_gen|docs|eval|leank_train|scripts|tests)/[\w/.]+)`", text)
     assert named
     assert not sorted(path for path in set(named) if "NAME" not in path and not (ROOT / path).exists())
-
-
-@pytest.mark.parametrize("package", LAYERS)
-def test_the_architecture_page_has_the_layers(package):
-    text = re.sub(r"\n {8,}", " ", (DOCS / "architecture.md").read_text(encoding="utf-8"))
-    (rooms,) = re.findall(rf"^    {package.replace('.', '/')} +(.+->.+)$", text.split("## Layers")[1], re.MULTILINE)
-    assert [set(floor.split(", ")) for floor in rooms.split(" -> ")] == LAYERS[package]
 
 
 def test_messages_of_the_troubleshooting_page_are_in_the_code():
