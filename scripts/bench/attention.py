@@ -48,7 +48,7 @@ from leank.eval.cache.storage.middle import Middle, ReadChoice
 from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Store
-from leank.eval.serving.layout import PageGroup, PageLayout, lay_out
+from leank.eval.serving.layout import PageLayout, lay_out
 from scripts.bench.common import (
     DIM,
     DTYPE,
@@ -281,8 +281,8 @@ def packed(row: Record, batch: int, bits: int, masks: Tensor) -> None:
 
 def layout_of(keep: Tensor, block: int, rest: int) -> PageLayout:
     """Pages that hold one layer [1, H, D] of a mask: `block` tokens of kept channels, `rest` of the others."""
-    kept, others = lay_out(keep, keep.any(-1)), lay_out(~keep, ~keep.any(-1))
-    return PageLayout(PageGroup(block, kept), PageGroup(rest, others), SIZES.sink, SIZES.window, DIM)
+    kept, others = lay_out(keep, keep.any(-1), block), lay_out(~keep, ~keep.any(-1), rest)
+    return PageLayout(kept, others, SIZES.sink, SIZES.window, DIM)
 
 
 def paged_us(shape: Shape, layout: PageLayout) -> float:
