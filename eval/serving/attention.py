@@ -6,11 +6,10 @@ in `eval.serving.layout`. A query of a position that the model generated itself 
 a preempted request computes it again among others.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -35,9 +34,9 @@ class Places:
     block: Tensor
     token: Tensor
 
-    def only_real(self) -> Places:
+    def only_real(self) -> Self:
         """The real places of a single request."""
-        return Places(*(x[:, self.real[0]] for x in (self.at, self.real, self.block, self.token)))
+        return type(self)(*(x[:, self.real[0]] for x in (self.at, self.real, self.block, self.token)))
 
 
 @dataclass(frozen=True)
