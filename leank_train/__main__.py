@@ -57,10 +57,16 @@ def main(config: DictConfig) -> float:
 
 
 def command_line() -> None:
-    """Run Hydra's command line, or say why its arguments cannot be meant."""
+    """Run the doctor if the first argument names it, else Hydra's command line; say why arguments cannot be meant."""
+    if sys.argv[1:2] == ["doctor"]:
+        from leank_train.doctor import main as doctor
+
+        return doctor(sys.argv[2:])
     refuse(sys.argv[1:], "train")
     with ending("leank_train"):
-        launch(main, "leank_train", "; python -m leank_train --help shows what there is")
+        launch(
+            main, "leank_train", "; python -m leank_train --help shows what there is, doctor MODEL what a model gains"
+        )
 
 
 if __name__ == "__main__":
