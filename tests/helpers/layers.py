@@ -9,7 +9,7 @@ LAYERS = {
     "leank": [
         {"wandb_log"}, {"backbone"}, {"channel_scores", "head"}, {"mask", "rotary", "shipped"}, {"smollm2"},
         {"shape", "tensor_files", "typed", "model_folder", "stats", "kernels"},
-        {"files", "cli", "registry"}, {"errors"},
+        {"hub"}, {"files", "cli", "registry"}, {"errors"},
     ],
     "leank_train": [
         {"__main__"}, {"train", "doctor"}, {"calibration"}, {"fitting", "validation", "verdict"}, {"run_folder"}, {"settings"},
