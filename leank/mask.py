@@ -191,7 +191,8 @@ class ChannelMask:
         facts = {
             "model": self.metadata.get("model"), "ratio": self.pruning_ratio, "layers": layers, "kv_heads": kv_heads,
             "head_dim": dim, "kept": int(counts.sum()), "channels": self.keep.numel(),
-            "empty": int((counts == 0).sum()), "means": self.mean_keys is not None, "doubts": self.doubts(), "licence": licence,
+            "empty": int((counts == 0).sum()), "means": self.mean_keys is not None, "doubts": self.doubts(),
+            "licence": licence,
         }  # fmt: skip
         hub.write_folder(folder, self.metadata, facts, None if repo is None else f"{hub.PREFIX}{repo}")
 
@@ -254,8 +255,8 @@ class ChannelMask:
             )
         if self.metadata.get("fingerprint") not in (None, fingerprint(config)):
             raise ValueError(
-                f"the mask was trained for {mine or 'a model'}, and {theirs or 'this model'} has another architecture of "
-                "its shape; take a mask trained for it, or mask.for_any_model() if you know that it fits"
+                f"the mask was trained for {mine or 'a model'}, and {theirs or 'this model'} has another architecture "
+                "of its shape; take a mask trained for it, or mask.for_any_model() if you know that it fits"
             )
         if mine and theirs and Path(str(mine)).name.lower() != Path(theirs).name.lower():
             warnings.warn(f"the mask was trained on {mine} and is used on {theirs}", stacklevel=2)
