@@ -12,7 +12,7 @@ LAYERS = {
         {"hub"}, {"files", "cli", "registry"}, {"errors"},
     ],
     "leank_train": [
-        {"__main__"}, {"train", "doctor"}, {"calibration"}, {"fitting", "validation", "verdict"}, {"run_folder"}, {"settings"},
+        {"__main__"}, {"train", "doctor", "share"}, {"calibration"}, {"fitting", "validation", "verdict"}, {"run_folder"}, {"settings"},
         {"stages"}, {"running"}, {"data"}, {"objective"}, {"forward"},
     ],
     "leank.eval": [

@@ -1,6 +1,7 @@
 """Sharing masks: what is pushed is read again, in a process whose hub is a server on this machine."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import torch
 
 from leank import ChannelMask, compressed_cache
 from leank.shape import fingerprint
+from leank_train.share import main as share
 from tests import ROOT
 from tests.helpers import hub
 from tests.helpers.families import build
@@ -107,3 +109,13 @@ def test_a_mask_knows_its_architecture(mask):
     with pytest.raises(ValueError, match="another architecture"):
         compressed_cache(build("phi3"), mine)
     mine.for_any_model().check_model(other)
+
+
+def test_the_command_writes_the_folder_first(mask, tmp_path, capsys):
+    mask.save(tmp_path / "mask.safetensors")
+    share([str(tmp_path), "org/mask", "--folder", str(tmp_path / "shared"), "--licence", "mit"])
+    assert 'license: "mit"' in (tmp_path / "shared/README.md").read_text()
+    assert "without --folder" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        share([str(tmp_path / "none"), "org/mask"])
+    assert re.match("leank_train share: mask=.*none does not exist", capsys.readouterr().err)
