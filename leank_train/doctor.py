@@ -155,8 +155,8 @@ def examine(name: str, lengths: Sequence[int], batches: Sequence[int]) -> str:
     lines.insert(1, f"K cache     {shape.layers} layers x {shape.kv_heads} KV heads x {shape.head_dim} channels")
     lengths = lengths or [n for n in (2048, 8192, 32768, 131072) if n <= positions(config)] or [positions(config)]
     lines += [
-        f"\nBytes of a prompt in 16 bits with a sink of {sink} and a window of {window} tokens, and how many times as fast"
-        " a step\nof so many texts can be. A head that a mask empties drops V, too, and holds less than this.\n",
+        f"\nBytes of a prompt in 16 bits with a sink of {sink} and a window of {window} tokens, and how many times as"
+        " fast\na step of so many texts can be. A head that a mask empties drops V, too, and holds less than this.\n",
         gains(config, read, lengths, batches).to_string(index=False),
     ]
     if found["training"].startswith("yes"):
