@@ -12,11 +12,9 @@ import pytest
 from transformers import LlamaConfig, Qwen2Config
 
 from leank import backbone
-from leank.cli import _of_other_command as of_other_command
-from leank.cli import _of_several_experiments as of_several_experiments
+from leank.cli import refuse
 from leank.eval.__main__ import refuse_repeated
 from leank_train import settings
-from leank_train.__main__ import command_line
 from tests import ROOT
 from tests.helpers.composed import training
 
@@ -143,10 +141,10 @@ def test_an_experiment_of_the_other_command_says_whose_it_is(root):
     mine, others = (EXPERIMENTS, OF_EVAL) if root == "train" else (OF_EVAL, EXPERIMENTS)
     for name in others:
         for argument in (f"+experiment={name}", f"experiment={name}", f"+experiment=[{mine[0]},{name}]"):
-            assert of_other_command(["seed=1", argument], root) == (
-                f"experiment={name} belongs to another command: python -m {COMMANDS[other]} +experiment={name}"
-            )
-    assert not any(of_other_command([f"+experiment={name}"], root) for name in (*mine, "no_such"))
+            with pytest.raises(SystemExit, match=rf"belongs to another .* {COMMANDS[other]} \+experiment={name}$"):
+                refuse(["seed=1", argument], root)
+    for name in (*mine, "no_such"):
+        refuse([f"+experiment={name}"], root)
 
 
 def test_a_method_named_twice_is_refused():
@@ -154,15 +152,3 @@ def test_a_method_named_twice_is_refused():
     for again in ("h2o", "reference/h2o"):
         with pytest.raises(ValueError, match="h2o is there twice; leave one out"):
             refuse_repeated(["seed=1", f"method=[dense, h2o, {again}]"])
-
-
-def test_a_sweep_over_experiments_is_refused(monkeypatch):
-    """The folder of a sweep's run has no experiment in its name, so two runs would share it."""
-    for argument in ("+experiment=reference_70pct,reference_80pct", "experiment=a,b/c,d"):
-        for flag in ("-m", "--multirun"):
-            assert of_several_experiments([flag, argument, "seed=1,2"]).startswith(f"{argument}: a sweep has one")
-        assert of_several_experiments([argument]) is None
-    assert of_several_experiments(["-m", "+experiment=reference_70pct", "seed=1,2"]) is None
-    monkeypatch.setattr(sys, "argv", ["leank_train", "-m", "+experiment=reference_70pct,reference_80pct"])
-    with pytest.raises(SystemExit, match=r"leank_train: \+experiment=.*: a sweep has one experiment"):
-        command_line()
