@@ -22,7 +22,7 @@ from torch import Tensor
 
 from leank import hub
 from leank.data_gen.amount import amount
-from leank.shape import fingerprint, kv_shape
+from leank.shape import architecture, kv_shape
 from leank.tensor_files import DamagedFile, read_checkpoint, read_tensors, write_tensors
 
 if TYPE_CHECKING:  # transformers takes seconds to import
@@ -71,8 +71,8 @@ class ChannelMask:
         return ChannelMask(self.keep, self.metadata, mean_keys)
 
     def for_any_model(self) -> ChannelMask:
-        """Return the same mask without the fingerprint of its model, so that any model of its shape takes it."""
-        metadata = {key: value for key, value in self.metadata.items() if key != "fingerprint"}
+        """Return the same mask without its model's architecture, so that any model of its shape takes it."""
+        metadata = {key: value for key, value in self.metadata.items() if key != "architecture"}
         return ChannelMask(self.keep, metadata, self.mean_keys)
 
     @property
@@ -245,8 +245,8 @@ class ChannelMask:
     def check_model(self, config: PreTrainedConfig) -> None:
         """Raise ValueError if the mask does not fit a model's config; warn if the model has another name.
 
-        A mask whose metadata has a "fingerprint" is refused by models that differ in it (`leank.shape.fingerprint`);
-        `for_any_model` takes it out.
+        A mask whose metadata names an architecture (`leank.shape.architecture`) is refused by models of another one;
+        `for_any_model` takes the name out.
         """
         wanted = list(kv_shape(config))
         mine, theirs = self.metadata.get("model"), getattr(config, "_name_or_path", "")
@@ -255,7 +255,7 @@ class ChannelMask:
                 f"the mask (model {mine or 'unknown'}) has the shape {list(self.keep.shape)}, the model "
                 f"{theirs or 'unnamed'} needs [layers, kv_heads, head_dim] = {wanted}; take a mask trained for it"
             )
-        if self.metadata.get("fingerprint") not in (None, fingerprint(config)):
+        if self.metadata.get("architecture") not in (None, architecture(config)):
             raise ValueError(
                 f"the mask was trained for {mine or 'a model'}, and {theirs or 'this model'} has another architecture "
                 "of its shape; take a mask trained for it, or mask.for_any_model() if you know that it fits"

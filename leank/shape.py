@@ -10,7 +10,7 @@ if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-ARCHITECTURE = (
+IN_ARCHITECTURE = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim",
 )  # RoPE is not among it, whose scaling a run may override  # fmt: skip
@@ -90,7 +90,7 @@ def has_rope(config: PreTrainedConfig) -> bool:
     return getattr(config, "rope_parameters", None) is not None or getattr(config, "rope_theta", None) is not None
 
 
-def fingerprint(config: PreTrainedConfig) -> str:
+def architecture(config: PreTrainedConfig) -> str:
     """Return twelve hexadecimal digits of an architecture, which a fine-tuned model shares with its base."""
-    found = {name: getattr(config, name, None) for name in ARCHITECTURE}
+    found = {name: getattr(config, name, None) for name in IN_ARCHITECTURE}
     return hashlib.sha256(json.dumps(found, sort_keys=True, default=str).encode()).hexdigest()[:12]

@@ -65,9 +65,7 @@ def command_line() -> None:
         return
     refuse(sys.argv[1:], "train")
     with ending("leank_train"):
-        launch(
-            main, "leank_train", "; python -m leank_train --help shows what there is, doctor MODEL what a model gains"
-        )
+        launch(main, "leank_train", "; python -m leank_train --help shows what there is")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from leank import ChannelMask, compressed_cache
-from leank.shape import fingerprint
+from leank.shape import architecture
 from leank_train.share import main as share
 from tests import ROOT
 from tests.helpers import hub
@@ -101,7 +101,7 @@ def test_generate_from_a_folder_is_generate_with_the_cache(mask, tmp_path):
 
 def test_a_mask_knows_its_architecture(mask):
     config = build("llama").config
-    mine = ChannelMask(mask.keep, {"fingerprint": fingerprint(config)})
+    mine = ChannelMask(mask.keep, {"architecture": architecture(config)})
     mine.check_model(config)
     other = build("phi3").config
     with pytest.raises(ValueError, match=r"another architecture .* mask\.for_any_model\(\)"):
