@@ -13,7 +13,7 @@ import torch
 
 from leank.eval.serving.plan import Server
 from leank.mask import ChannelMask
-from scripts.bench.serving.same import compare
+from scripts.bench.serving import compare
 from tests import ROOT
 
 pytestmark = [
@@ -35,7 +35,7 @@ def python(*args, **environment):
 
 
 def served(folder, variant, *args):
-    python("-m", "scripts.bench.serving.same", str(folder), variant, *REQUESTS, *args)
+    python("-m", "scripts.bench.serving", "same", str(folder), variant, *REQUESTS, *args)
     return json.loads((folder / f"{variant}.json").read_text())
 
 
@@ -80,7 +80,7 @@ def test_prefix_hits_hold_no_pages_and_hardly_change_replies(tmp_path, by_cache,
 
 ENGINE = """
 import json, sys
-from scripts.bench.serving.engine import MASK, engine
+from scripts.bench.serving import MASK, engine
 from vllm import SamplingParams
 from leank.eval.serving import check
 llm = engine(MASK, max_model_len=8192, max_num_batched_tokens=8192, kv_cache_memory_bytes=2**30)
@@ -181,7 +181,7 @@ def url(tmp_path):
 
 
 def test_no_request_is_lost_and_no_page_stays_held(url):
-    found = json.loads(python("-m", "scripts.bench.serving.load", url, "--requests", "60").splitlines()[-1])
+    found = json.loads(python("-m", "scripts.bench.serving", "load", url, "--requests", "60").splitlines()[-1])
     assert found["finished by length"] + found["cancelled"] == 60
     assert found["cancelled"] > 0
     assert found["kv_cache_usage_perc"] == found["num_requests_running"] == found["num_requests_waiting"] == 0
