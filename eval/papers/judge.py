@@ -89,7 +89,7 @@ def contrast(claim: Contrast, runs: Sequence[pd.DataFrame], alone: bool = True) 
     if scores:
         first, second = (mean([s for p in pairs for s in strata(p, f"score_{side}")]) for side in ("first", "second"))
         levels = f", {first:.1f} against {second:.1f}"
-        # a claim that nothing is lost needs something to lose; one that a method is better, a method that is good
+        # nothing can be lost where the second method fails, and neither method is better where both fail
         low = second if claim.bound < 0 and not claim.equal else max(first, second)
         if verdict != "contradicts" and low < FLOOR:
             verdict, why = "undecided", f"both nearly always fail, below {FLOOR:g} of 100 points"
