@@ -96,7 +96,7 @@ class Chosen(Kernel):
         return max(1, -(-programs // units))
 
     def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
-        """Attention in three launches; parameters and result are those of `naive.attend`."""
+        """Attention in three launches; parameters and result are those of `batched.attend`."""
         batch, q_heads, queries, dim = q.shape
         self._group = q_heads // store.ring_k.shape[1]
         if queries > 1 or not softmax.plain:

@@ -227,7 +227,7 @@ class Kernel(Plain):
             self.weights.compact(store, policy, choice, room)
 
     def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
-        """Attention in one launch; parameters and result are those of `naive.attend`.
+        """Attention in one launch; parameters and result are those of `batched.attend`.
 
         Raises ValueError for a softmax that is not plain, and for a scaling <= 0 of a packed middle.
         """

@@ -53,18 +53,8 @@ class ReadState(Protocol):
     def moved(self, store: Any) -> None:
         """The middle has other tokens than before, or the batch other rows; what runs the layer may know it already."""
 
-    def visible(self, row: int, head: int, q: Tensor, k: Tensor, channels: Tensor) -> Tensor:
-        """Which tokens of its middle the queries of one KV head read.
-
-        q: [G, Q, c]
-        k: [tokens, c], the prompt's tokens, then the tail's
-        channels: [c], the kept channels, which are those of q and k
-
-        Returns bool, expandable to [G, Q, tokens].
-        """
-
     def sees(self, q: Tensor, keys: list[Tensor], layout: Columns) -> Tensor:
-        """Which tokens the queries of all heads read; the fast form of `visible`.
+        """Which tokens the queries of all heads read.
 
         q: [X, R, C], zero in channels that a head lacks
         keys: [X, C, N] of each part of the layout

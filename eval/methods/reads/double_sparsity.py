@@ -116,13 +116,6 @@ class Labels:
     def moved(self, store: Store) -> None:
         """Labels do not depend on tokens or rows."""
 
-    def visible(self, row: int, head: int, q: Tensor, k: Tensor, channels: Tensor) -> Tensor:
-        label = self.channels.to(q.device)[head, channels]
-        labels = rounded(k[:, label].T, label[label][:, None], self.bits)
-        score = q[..., label] @ labels  # [G, Q, tokens]
-        chosen = score.topk(min(self.most, len(k))).indices
-        return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, chosen, True)
-
     def sees(self, q: Tensor, keys: list[Tensor], layout: Columns) -> Tensor:
         label = self.channels.to(q.device).repeat(len(q) // len(self.channels), 1)  # [X, D]
         among = layout.kept(label[:, None].to(q.dtype))  # [X, 1, C]

@@ -77,13 +77,6 @@ class Pages:
     def moved(self, store: Store) -> None:
         self.bounds.update(store)
 
-    def visible(self, row: int, head: int, q: Tensor, k: Tensor, channels: Tensor) -> Tensor:
-        low, high = (bound.to(q.dtype) for bound in self.bounds.of(row, head))
-        bound = torch.maximum(q[..., None, :] * low, q[..., None, :] * high).sum(-1)  # [G, Q, pages]
-        chosen = bound.topk(min(self.ranking.most, bound.shape[-1])).indices
-        pages = torch.zeros_like(bound, dtype=torch.bool).scatter_(-1, chosen, True)
-        return pages.repeat_interleave(self.bounds.page, -1)[..., : len(k)]
-
     def sees(self, q: Tensor, keys: list[Tensor], layout: Columns) -> Tensor:
         bound = self.bounds.highest(q)
         chosen = bound.topk(min(self.ranking.most, bound.shape[-1])).indices

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from tests.helpers.kernels import DEVICE, ON_GPU, poison
 
 from leank.eval.cache.attention import choose as launch  # isort: skip  (needs Triton, which the line above asks for)
-from leank.eval.cache.attention import naive
 from leank.eval.cache.attention.backend import choose_backend
 from leank.eval.cache.attention.batched import Plain
 from leank.eval.cache.attention.choose import Chosen, ChosenConfig
@@ -21,6 +20,7 @@ from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Store
 from leank.eval.methods.reads.quest import Quest
 from tests.helpers.chosen_reads import CLOSE, DTYPE, random_reads
+from tests.oracles import cache_attention as naive
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -63,7 +63,7 @@ def check_bounds(store):
     """The bounds that launches have kept up are those of all keys."""
     for row, head in np.ndindex(*store.prompt.length.shape):
         keys = torch.cat([part.read(row, head)[0] for part in (store.prompt, store.tail)])
-        low, high = store.reads.ranking.bounds.of(row, head)
+        low, high = naive.bounds_of(store.reads.ranking.bounds, row, head)
         pages = keys.split(store.reads.ranking.page) if len(keys) else ()
         assert len(pages) == len(low)
         for page, least, most in zip(pages, low, high, strict=True):
@@ -147,7 +147,7 @@ def unread(store, q):
         k = torch.cat([part.read(row, head)[0] for part in (store.prompt, store.tail)]).float()
         group = q.shape[1] // heads
         kept = q[row, head * group : (head + 1) * group][..., index].float()
-        yield row, head, ~store.reads.visible(row, head, kept, k, index).any(0).any(0)
+        yield row, head, ~naive.visible(store.reads, row, head, kept, k, index).any(0).any(0)
 
 
 @pytest.mark.parametrize("kind", ["quest", "labels"])
