@@ -7,6 +7,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, Never, Self
 
 from torch import Tensor
@@ -201,12 +202,10 @@ class CompressedCache(Cache):
         Raises FileNotFoundError, or ValueError if the file is damaged or was made by another model or mask.
         """
         found = Saved(path)
-        sizes, indices = found.sizes, [i for i, one in enumerate(found.about) if one.kind == "compressed"]
         if isinstance(mask, ChannelMask) and mask.mean_keys is not None:
             raise ValueError("a saved cache has no mean keys: give mask.with_means(None)")
-        keep = None if mask is None else layer_masks(mask)
-        found.check(model, None if keep is None else {i: keep[i] for i in indices if i < len(keep)})
-        cache = compressed_cache(model, found.middles, sizes.sink, sizes.window, sizes.flush, backend)
+        found.check(model, None if mask is None else layer_masks(mask))
+        cache = compressed_cache(model, found.middles, **asdict(found.header.sizes), backend=backend)
         found.fill(cache.layers, model)
         return cache
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from leank.eval.cache.attention.softmax import PLAIN, Softmax
-from leank.eval.cache.storage.padded import Padded, channel_columns
+from leank.eval.cache.storage.padded import Padded
 from leank.eval.cache.storage.store import Store
 from leank.eval.cache.storage.upload import upload
 
@@ -86,7 +86,7 @@ class PartLayout:
         )
         self.longest = int((store.prompt.length + store.tail.length).max())
         self.prompt_columns = self.parts[0].columns if store.prompt.length.any() else 0
-        self._channels = None if store.channels.in_order else channel_columns(store.channels)
+        self._channels = None if store.channels.in_order else store.channels.columns().flatten(0, 1)
         empty = torch.empty(len(self.middle), 0, dtype=torch.bool, device=device)
         self.hidden = torch.cat([empty, *(part.hidden for part in self.parts)], 1)[:, None]
         self._order = None if store.middle.eviction is None else self._find_order(start)

@@ -83,6 +83,17 @@ class KeptChannels:
             self._ranks = ranks[..., :dim].contiguous().expand(batch, heads, dim)
         return self._ranks
 
+    def mask(self) -> Tensor:
+        """Which channels are kept, bool [B, H, D]."""
+        keep = torch.zeros(*self.index.shape[:2], self.index.shape[2] + 1, dtype=torch.bool, device=self.index.device)
+        return keep.scatter_(2, self.columns(), True)[..., :-1]
+
+    def columns(self) -> Tensor:
+        """The kept channels of every head, then D in place of missing ones: [B, H, C] int64."""
+        count = upload(self.count[..., None], self.index.device)
+        index = self.index[..., : int(self.count.max())].long()
+        return torch.where(torch.arange(index.shape[-1], device=index.device) < count, index, self.index.shape[2])
+
     def keep_ranks(self, at: Tensor) -> None:
         """Let `ranks` lie at the tensor `at`, which holds them."""
         self._ranks = at

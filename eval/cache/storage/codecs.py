@@ -175,21 +175,6 @@ class PageSegment(Segment):
         for plane, new in zip((codes, numbers), self.codec.pack(of_pages[0], of_pages[1], keys), strict=True):
             plane.copy_(new)
 
-    def without_spare(self) -> tuple[Tensor, Tensor]:
-        """K and v, copies, with zeros where room is left."""
-        new = self._of_form(Extent(self.channels, self.capacity, self.head_dim, self.dtype))
-        new.k, new.v = self.k.clone(), self.v.clone()
-        for row, head in np.argwhere(self.capacity > 0).tolist():
-            held, channels = int(self.length[row, head]), int(self.channels.count[row, head])
-            for planes, dim, keys in zip(
-                new._planes(row, 1, head), (channels, self.head_dim), (True, False), strict=True
-            ):
-                opened, there = self._opened(*planes, dim, keys), round_up(held, self.codec.group) if keys else held
-                for x in opened:
-                    x[:, there * x.shape[1] // int(self.capacity[row, head]) :] = 0
-                self._close(*planes, opened, keys)
-        return new.k, new.v
-
     def _planes(self, row: int, number: int, head: int) -> list[tuple[Tensor, Tensor]]:
         """Codes and numbers of K, and of V, of one head in `number` rows of the same layout: [number, pages, ...]."""
         pages, channels = int(self.capacity[row, head]) // PAGE, int(self.channels.count[row, head])

@@ -112,8 +112,8 @@ class Segment:
         (k_size, _), (v_size, _) = self._sizes()
         self.k_start, self.v_start = _exclusive(k_size), _exclusive(v_size)
         stored = self._form()
-        self.k = torch.empty(int(k_size.sum()), dtype=stored, device=device)
-        self.v = torch.empty(int(v_size.sum()), dtype=stored, device=device)
+        # zeros, because a saved cache holds spare room too: nothing of other programs or prompts may be in it
+        self.k, self.v = (torch.zeros(int(n.sum()), dtype=stored, device=device) for n in (k_size, v_size))
         self._places: Tensor | None = None
         self.length = np.zeros_like(self.capacity)
         self.length_dev = torch.zeros(self.capacity.shape, dtype=torch.int64, device=device)
@@ -260,25 +260,6 @@ class Segment:
     def keys_of(self, stored: Tensor) -> Tensor:
         """The keys [B H, channels, N] of all heads from what is stored of them, of the same shape here."""
         return stored
-
-    def without_spare(self) -> tuple[Tensor, Tensor]:
-        """K and V, copies, with zeros where room is left, whose memory may hold anything."""
-        k, v = self.k.clone(), self.v.clone()
-        for row, head in np.argwhere(self.capacity > 0).tolist():
-            held, room = int(self.length[row, head]), int(self.capacity[row, head])
-            for flat, (of, start, size, _) in zip((k, v), self.flats(), strict=True):
-                region = flat[int(start[row, head]) :][: int(size[row, head])]
-                if of is self.v and self.values is None:
-                    region.view(room, -1)[held:] = 0
-                    continue
-                channels = int((self.channels.count if of is self.k else self.width)[row, head])
-                if channels:
-                    page = self.page if of is self.k else PAGE
-                    pages, (whole, rest) = region.view(room // page, channels, page), divmod(held, page)
-                    pages[whole + (rest > 0) :] = 0
-                    if rest:
-                        pages[whole, :, rest:] = 0
-        return k, v
 
     def held(self) -> tuple[int, int]:
         """Bytes of K and of V of the tokens held; spare room is not counted."""
