@@ -115,7 +115,6 @@ def _compressed(layer: CompressedLayer) -> dict[str, Tensor]:
         raise ValueError(
             f"a middle that {type(middle.bits).__name__} stores cannot be saved: leave out `bits`, or choose kivi"
         )
-    store.to(layer.device)
     tensors = {name: torch.from_numpy(getattr(store, name)) for name in COUNTS}
     tensors |= {name: getattr(store, name) for name in ENDS}
     for name in SEGMENTS:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leank.data_gen.amount import amount
 from leank.eval.cache.storage.upload import upload
 from leank.mask import ChannelMask
 
@@ -47,10 +46,9 @@ class KeptChannels:
         batch, heads, _, dim = k.shape
         keep = torch.ones(heads, dim, dtype=torch.bool) if keep is None else keep.bool()
         if keep.shape[-2:] != (heads, dim) or keep.ndim > 3 or (keep.ndim == 3 and len(keep) != batch):
-            rows = f"{amount(len(keep), 'row')} of " if keep.ndim == 3 else ""
             raise ValueError(
-                f"mask is for {rows}{amount(keep.shape[-2], 'KV head')} of {keep.shape[-1]} channels, "
-                f"the model has {heads} of {dim} (batch {batch}): use the mask made for this model and batch"
+                f"a mask of shape {tuple(keep.shape)} does not fit {heads} KV heads of {dim} channels in {batch} rows: "
+                "use the mask made for this model and batch"
             )
         count = keep.sum(-1)
         labels = None if labels is None else labels.to(keep.device) & keep
@@ -98,10 +96,6 @@ class KeptChannels:
         """Let `ranks` lie at the tensor `at`, which holds them."""
         self._ranks = at
 
-    def to(self, device: torch.device) -> None:
-        """Move the table to a device."""
-        self.index, self._ranks = self.index.to(device), None
-
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor held, by name."""
         return {"index": self.index} | ({} if self._ranks is None else {"ranks": self._ranks})
@@ -125,10 +119,4 @@ def layer_masks(mask: object, config: PreTrainedConfig | None = None) -> Tensor:
         mask = ChannelMask.load(mask)
     if isinstance(mask, ChannelMask) and config is not None:
         mask.check_model(config)
-    try:
-        keep = torch.as_tensor(getattr(mask, "keep", mask))
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(
-            f"a mask is a ChannelMask, the path of its file, or a bool tensor, got {type(mask).__name__}"
-        ) from None
-    return ChannelMask(keep).keep
+    return mask.keep if isinstance(mask, ChannelMask) else ChannelMask(torch.as_tensor(mask)).keep

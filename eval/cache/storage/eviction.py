@@ -141,10 +141,6 @@ class Eviction(ABC):
         """Make the batch `rows` [R] of the present one."""
         self.scores, self.held = self.scores[rows.to(self.scores.device)], self.held[rows.cpu().numpy()]
 
-    def to(self, device: torch.device) -> None:
-        """Move everything held to `device`."""
-        self.scores = self.scores.to(device)
-
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor held, by name."""
         return {"scores": self.scores}

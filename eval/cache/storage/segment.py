@@ -194,27 +194,23 @@ class Segment:
 
     def _write_pieces(self, pieces: list[slice], rows: np.ndarray, k: Tensor, v: Tensor, taken: np.ndarray) -> None:
         """Write each head's first `taken` [R, H] tokens behind those that it holds, piece by piece and head by head."""
-        tables = [None if t is None or t.in_order else t.index.long() for t in (self.channels, self.values)]
         for piece in pieces:
             row, number = int(rows[piece.start]), piece.stop - piece.start
             step = max(PAGE, COPIED // (number * self.head_dim) // PAGE * PAGE)
             for head in np.flatnonzero(taken[piece.start]).tolist():
-                pages, values = self.views(row, number, head)
                 held, n = int(self.length[row, head]), int(taken[piece.start, head])
-                index = [None if t is None else t[row : row + number, head, None] for t in tables]
                 for first in range(0, n, step):
-                    last = min(first + step, n)
-                    new = (x[piece, head, first:last] for x in (k, v))
-                    widths = (pages.shape[2], values.shape[2])
-                    picked_k, picked_v = (
-                        x if i is None else _gathered(x, i[..., :w].expand(-1, last - first, -1))
-                        for x, i, w in zip(new, index, widths, strict=True)
-                    )
-                    _put(pages, held + first, picked_k)
-                    if self.values is None:
-                        values[:, held + first : held + last] = picked_v
-                    else:
-                        _put(values, held + first, picked_v)
+                    new = (x[piece, head, first : min(first + step, n)] for x in (k, v))
+                    self._write(row, number, head, held + first, *new)
+
+    def _write(self, row: int, number: int, head: int, at: int, k: Tensor, v: Tensor) -> None:
+        """Write tokens k, v [number, n, D] of one head in like rows from `row` on, from its token `at` on."""
+        pages, values = self.views(row, number, head)
+        _put(pages, at, kept_of(k, self.channels, row, head))
+        if self.values is None:
+            values[:, at : at + v.shape[1]] = v
+        else:
+            _put(values, at, kept_of(v, self.values, row, head))
 
     def _write_at_once(self, rows: np.ndarray, k: Tensor, v: Tensor, taken: np.ndarray) -> None:
         """Do what `_write_pieces` does for all rows and heads at once: no launch more, however many there are.
@@ -288,11 +284,6 @@ class Segment:
         new.length, new.length_dev = self.length[at], self.length_dev[rows.to(self.k.device)]
         return new
 
-    def to(self, device: torch.device) -> None:
-        """Move everything held to `device`."""
-        self.k, self.v, self.length_dev = self.k.to(device), self.v.to(device), self.length_dev.to(device)
-        self._places = None
-
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor held, by name (the channel tables are the store's)."""
         places = {} if self._places is None else {"places": self._places}
@@ -353,6 +344,14 @@ def _picked(
         return new, number, place
     index = table.index[upload(rows, x.device)].flatten(0, 1).long()[head]
     return _gathered(new, index.gather(1, place)), number, place
+
+
+def kept_of(x: Tensor, table: KeptChannels, row: int, head: int) -> Tensor:
+    """The kept channels of tokens x [R, n, D] of one head in the rows from `row` on."""
+    if table.in_order:
+        return x
+    index = table.index[row : row + len(x), head, None, : int(table.count[row, head])].long()
+    return _gathered(x, index.expand(-1, x.shape[1], -1))
 
 
 def _gathered(x: Tensor, index: Tensor) -> Tensor:

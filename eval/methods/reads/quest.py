@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from leank.eval.cache.attention.batched import PartLayout
 from leank.eval.cache.attention.ranking import Bounds, Ranking
-from leank.eval.cache.storage.middle import Columns
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Store
 from leank.eval.methods.axes import Held, Reads, method
@@ -77,7 +77,7 @@ class Pages:
     def moved(self, store: Store) -> None:
         self.bounds.update(store)
 
-    def sees(self, q: Tensor, keys: list[Tensor], layout: Columns) -> Tensor:
+    def sees(self, q: Tensor, keys: list[Tensor], layout: PartLayout) -> Tensor:
         bound = self.bounds.highest(q)
         chosen = bound.topk(min(self.ranking.most, bound.shape[-1])).indices
         read = torch.zeros_like(bound, dtype=torch.bool).scatter_(-1, chosen, True)

@@ -156,7 +156,7 @@ def test_bad_input_is_named():
         compressed_cache(model, keep, window=-1)
     with pytest.raises(ValueError, match='"auto", "torch" or "triton"'):
         compressed_cache(model, keep, backend="cuda")
-    with pytest.raises(ValueError, match="mask is for 2 KV heads"):
+    with pytest.raises(ValueError, match="does not fit 3 KV heads of 8 channels"):
         KeptChannels.of(keep[0], torch.zeros(1, 3, 5, DIM))
     cache = new_cache(model, keep)
     feed(model, cache, left_padded([9], 12)[0])

@@ -56,11 +56,9 @@ class Rows(RuleBasedStateMachine):
         self.alone = [copy.deepcopy(self.alone[row]) for row in rows]
         self.real = None if self.real is None else self.real[rows]
 
-    @rule(offloaded=st.booleans())
-    def copied(self, offloaded):
+    @rule()
+    def copied(self):
         self.cache = copy.deepcopy(self.cache)
-        for layer in self.cache.layers if offloaded else ():
-            layer.offload()
 
 
 class Dense(RuleBasedStateMachine):
