@@ -1,5 +1,5 @@
 """A middle in which every KV head keeps its own tokens (and channels of K and V): generation is that of a dense cache
-in which the others are masked out. `test_ragged_store` looks at what the stores hold."""
+in which the others are masked out. `test_store` looks at what the stores hold."""
 
 from dataclasses import dataclass
 from typing import Any
