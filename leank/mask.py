@@ -141,7 +141,7 @@ class ChannelMask:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> ChannelMask:
-        """Read what `save` wrote; nothing is unpickled.
+        """Read what `save` wrote, or a published .pth mask (`from_official`); no code in them is run.
 
         path: the file, or the folder of the training run that left it there as mask.safetensors.
 
@@ -150,6 +150,8 @@ class ChannelMask:
         Raises FileNotFoundError if there is no file, ValueError if it is damaged or of another form.
         """
         path = mask_file(path)
+        if path.suffix == ".pth":
+            return cls.from_official(path)
         try:
             keep, metadata, mean_keys = _read(path)
         except DamagedFile as error:
@@ -261,7 +263,7 @@ def check_ratio(shape: Sequence[int], ratio: float, align: int, rounding: str, n
 
 def _read(path: str | os.PathLike) -> tuple[Tensor, dict[str, object], Tensor | None]:
     """Return (keep, metadata, mean_keys) of a file that ChannelMask.save wrote."""
-    cure = "copy it again, train again, or read a published .pth mask with ChannelMask.from_official"
+    cure = "copy it again, or train again"
     tensors, header = read_tensors(path, {"keep"}, cure, {"format", "metadata"}, {"mean_keys"})
     if header.get("format") != FORMAT:
         raise ValueError(f"mask={path} is a safetensors file, but not one that ChannelMask.save wrote")

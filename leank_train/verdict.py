@@ -109,12 +109,11 @@ def judge(config: RunConfig, backbone: Backbone, masks: Mapping[str, ChannelMask
         with suppress(ValueError):  # a model that rotates only part of a head has no such mask
             compared[FREQUENCIES] = lowest_frequencies(backbone.model.config, config.pruning.ratio).keep
     losses: dict[str, dict[str, list[float]]] = {name: {TASKS: [], TEXT: []} for name in compared}
-    meter = Meter("verdict: measures the mask on documents that no step has seen", 2 * documents, "document")
-    for kind, batch in _documents(config, backbone, documents):
-        for name, loss in _divergences(config, backbone, batch, compared, masks[MASK].mean_keys).items():
-            losses[name][kind].append(loss)
-        meter.advance(1)
-    meter.close()
+    with Meter("verdict: measures the mask on documents that no step has seen", 2 * documents, "document") as meter:
+        for kind, batch in _documents(config, backbone, documents):
+            for name, loss in _divergences(config, backbone, batch, compared, masks[MASK].mean_keys).items():
+                losses[name][kind].append(loss)
+            meter.update()
     return Verdict(losses, ratios)
 
 

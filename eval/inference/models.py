@@ -1,7 +1,5 @@
 """The model under test, as leank.backbone loads it: its config and tokenizer without weights, and the weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path

@@ -30,7 +30,7 @@ from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.inference.prompts import encode, overhead
 from leank.eval.methods import Method, build_method
 from leank.eval.methods.channels.leank import LeanK
-from leank.eval.methods.match import free_settings, match, share_of_dense
+from leank.eval.methods.memory import free_settings, match, share_of_dense
 from leank.eval.run.job import Job
 from leank.eval.run.settings import Settings
 from leank.shipped import matching

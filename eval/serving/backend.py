@@ -32,7 +32,8 @@ from leank.eval.serving.attention import Step, attend
 from leank.eval.serving.layout import PageLayout
 from leank.eval.serving.manager import RestSpec
 from leank.eval.serving.paged import DeviceStep, PagedAttention, decoding_first
-from leank.eval.serving.settings import ServerSettings, load_mask
+from leank.eval.serving.settings import ServerSettings
+from leank.mask import ChannelMask
 
 KEPT, REST = "leank.1000000.kept", "leank.1000001.rest"  # vLLM sorts caches by the number in their name
 
@@ -42,7 +43,7 @@ class PageHolder(AttentionLayerBase):
 
     def __init__(self, settings: ServerSettings, kept: bool) -> None:
         self.settings, self.kept = settings, kept
-        self.keep = load_mask(settings.mask).keep
+        self.keep = ChannelMask.load(settings.mask).keep
         self.layout: PageLayout | None = None
         self.paged: PagedAttention | None = None
         self.kv_cache = torch.tensor([])

@@ -6,8 +6,6 @@ decode can be captured in a CUDA graph and replayed, also with fewer requests th
 behind them have chunks of a prompt, which plain PyTorch computes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise

@@ -9,8 +9,6 @@ A request holds pages of the group `rest` for its sink, and for the window befor
 for them.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from dataclasses import dataclass
@@ -19,7 +17,8 @@ from torch import Tensor
 
 from leank.cli import ending
 from leank.eval.serving.layout import PageLayout
-from leank.eval.serving.settings import ServerSettings, load_mask
+from leank.eval.serving.settings import ServerSettings
+from leank.mask import ChannelMask
 from leank.typed import LARGEST
 
 
@@ -157,7 +156,7 @@ def planned(args: argparse.Namespace) -> str:
     assert settings is not None
     if not math.isfinite(args.memory) or not 1 <= args.memory * 2**30 <= LARGEST:
         raise ValueError(f"--memory {args.memory} must be a number of GiB that a machine has")
-    keep = load_mask(args.mask).keep
+    keep = ChannelMask.load(args.mask).keep
     server = Server(int(args.memory * 2**30), args.longest, args.step, args.block, args.itemsize, not args.no_hits)
     stock, pruned = server.stock(keep), server.pruned(keep, settings.sink, settings.window)
     if pruned < args.longest or not stock:

@@ -53,7 +53,7 @@ class ServerSettings:
             if own is not None:
                 raise ValueError(f"additional-config: leank={own!r} names no mask, so nothing would be pruned")
             return None
-        trained = load_mask(given["mask"]).metadata
+        trained = ChannelMask.load(given["mask"]).metadata
         sizes = {name: _tokens(name, given.get(name, trained.get(name, DEFAULTS[name]))) for name in DEFAULTS}
         if sizes["window"] < 1:
             raise ValueError("LEANK_WINDOW=0: the window needs at least one token")
@@ -62,15 +62,6 @@ class ServerSettings:
     def export(self) -> dict[str, str]:
         """The environment variables that tell a process these settings."""
         return {variable: str(getattr(self, name)) for name, variable in NAMES.items()}
-
-
-def load_mask(path: str) -> ChannelMask:
-    """Read a mask of either form; raises what ChannelMask raises, and FileNotFoundError."""
-    if Path(path).suffix != ".pth":
-        return ChannelMask.load(path)
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"mask={path} does not exist; give a mask.safetensors or a published .pth mask")
-    return ChannelMask.from_official(path)
 
 
 def _tokens(name: str, value: object) -> int:
@@ -114,7 +105,7 @@ def check_config(config: Any, settings: ServerSettings) -> None:
     for wrong, cure in _wrong(config, settings):
         if wrong:
             raise ValueError(f"LEANK_MASK={settings.mask}: {cure}")
-    mask = load_mask(settings.mask)
+    mask = ChannelMask.load(settings.mask)
     mask.check_model(config.model_config.hf_text_config)
     if mask.mean_keys is not None:
         raise ValueError(

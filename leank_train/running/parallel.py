@@ -80,11 +80,6 @@ class TrainerConfig(Checked):
                 "prefill_kernel='flash_attn', but the package is not installed: pip install flash-attn, or use auto"
             )
 
-    @property
-    def in_step(self) -> bool:
-        """Whether the ranks exchange tensors in every layer, so that all must run the same passes."""
-        return self.shard_weights or self.sequence_parallel > 1
-
     def context_ranks(self) -> dist.ProcessGroup | None:
         """The neighbouring ranks that share this one's contexts; None if it has its own. Every rank must call it."""
         return dist.new_subgroups(self.sequence_parallel)[0] if self.sequence_parallel > 1 else None

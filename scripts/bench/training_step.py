@@ -45,10 +45,10 @@ from leank.files import write_json
 from leank.head import Head
 from leank.kernels import kernel_order, tried_in
 from leank.shape import kv_shape
-from leank_train.forward.attention import Keys, scaled_attention
-from leank_train.forward.branching import branch, prefill, prefill_and_branch, student
+from leank_train.forward.branching import branch, prefill, student
+from leank_train.forward.fused import fused_attention
 from leank_train.forward.hook import NAME, run_decoder
-from leank_train.forward.plan import visibility
+from leank_train.forward.plan import Plan, document_pieces, visibility
 from leank_train.objective import distill
 from leank_train.objective.kl import kl_loss
 from leank_train.objective.l2 import l2_loss
@@ -71,12 +71,14 @@ class FullSequencePass:
     def __init__(self, length: int, answer: int, alpha: Tensor, sink: int, window: int, device: torch.device) -> None:
         self.longest, self.answer, self.alpha = length, answer, alpha
         at = torch.arange(length, device=device)[None]
-        self.zones = [visibility(at[:, -answer:], at, zone, sink, window) for zone in ("dense", "middle")]
+        rows = at[:, -answer:]
+        zones = [visibility(rows, at, zone, sink, window) for zone in ("dense", "middle")]
+        self.plan = Plan(document_pieces(rows, at, zones))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attention of one layer, [B, H, S, D]: causal for all rows, scaled by alpha for the answer's."""
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-        rows = scaled_attention(q[:, :, -self.answer :], [Keys(k, v, *self.zones)], self.alpha[layer], scale, "zero")
+        rows = fused_attention(q[:, :, -self.answer :], [k], [v], self.plan, scale, self.alpha[layer])
         return torch.cat([out[:, :, : -self.answer], rows], 2)
 
 
@@ -107,11 +109,8 @@ def prefill_once(
     """Loss of the branching form on ids [1, S]: `questions` equal branches off one document."""
     document, prompt = ids[:, : -QUESTION - ANSWER], ids[:, -QUESTION - ANSWER :].repeat(questions, 1)
     lengths = torch.full((questions,), QUESTION + ANSWER)  # on the host, as the batches of training have them
-    if questions == 1:
-        prefix, teacher = prefill_and_branch(model, document, [document.shape[1]], prompt, lengths)
-    else:
-        prefix = prefill(model, document, [document.shape[1]])
-        teacher = branch(model, prefix, prompt, lengths)
+    prefix = prefill(model, document, [document.shape[1]])
+    teacher = branch(model, prefix, prompt, lengths)
     question = torch.full_like(lengths, QUESTION)
     answer = torch.full_like(lengths, ANSWER)
     scaled = student(

@@ -13,7 +13,6 @@ from typing import Self
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from leank.channel_scores import pruned, wide
 from leank.eval.cache.storage.codecs import RecordCodec
@@ -66,7 +65,7 @@ class PCA(FromSamples, Bits):
         dim = moments.shape[-1]
         return torch.linalg.eigh(moments).eigenvectors.flip(-1)[..., : dim - pruned(dim, self.ratio)]
 
-    def of_layer(self, index: int, config: PreTrainedConfig) -> Coordinates:
+    def of_layer(self, index: int, prefill: Prefill) -> Coordinates:
         return Coordinates(self.basis()[index])
 
     def packed(self, held: Held) -> float:

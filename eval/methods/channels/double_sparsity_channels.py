@@ -4,8 +4,6 @@
 (arXiv 2508.02215), appendix B and table 10.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -3,8 +3,6 @@
 No paper proposes this baseline. It stands beside eval.methods.bits.pca.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -3,8 +3,6 @@
 "LeanK: Learnable K Cache Channel Pruning for Efficient Decoding", arXiv 2508.02215, section 2.2 and appendix A.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -43,10 +41,6 @@ class StaticNorm(Calibrated):
 
     queries: Positive = 32
     relative: bool = False
-
-    @property
-    def observed(self) -> int:
-        return self.queries
 
     def scores(self, prefill: Prefill) -> Tensor:
         if not self.relative:

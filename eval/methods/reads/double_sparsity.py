@@ -78,7 +78,7 @@ class DoubleSparsity(Reads):
     def calibrate(self, observe: Observe, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
         self.labels.calibrate(observe, tokenizer, config)
 
-    def of_layer(self, index: int, config: PreTrainedConfig) -> Labels | None:
+    def of_layer(self, index: int) -> Labels | None:
         return None if index < self.dense_layers else Labels(self.labels.mask()[index], self.budget, self.label_bits)
 
 

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from leank.eval.cache.attention.batched import PartLayout
 from leank.eval.cache.attention.ranking import Bounds, Ranking
@@ -50,7 +50,7 @@ class Quest(Reads):
     def check_sizes(self, sizes: Sizes) -> None:
         middle_budget(self.budget, sizes)
 
-    def of_layer(self, index: int, config: PreTrainedConfig) -> Quest | None:
+    def of_layer(self, index: int) -> Self | None:
         return None if index < self.dense_layers else self
 
     def extra_bytes(self, held: Held) -> float:

@@ -4,8 +4,6 @@
 w_hf is of LeanK (arXiv 2508.02215), section 5.2 and appendix D.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from dataclasses import dataclass, field
@@ -75,6 +73,10 @@ class DuoAttention(Tokens):
     count: Annotated[str, OneOf(*COUNTS)] = "nearest"
     order: Annotated[str, OneOf(*ORDERS)] = "highest"
     _ratios: Calibration = field(default_factory=Calibration, repr=False, compare=False)
+
+    @property
+    def obs_queries(self) -> int:
+        return 0  # its queries are those of the sample
 
     @property
     def calibrated_on(self) -> tuple[object, ...]:

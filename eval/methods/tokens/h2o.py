@@ -3,8 +3,6 @@
 "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models", arXiv 2306.14048, section 4.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -36,9 +34,7 @@ class H2O(Evicting):
       choice may be combined with bits and reads.
     """
 
-    @property
-    def column_sums(self) -> bool:
-        return True
+    column_sums = True
 
     def scores(self, layer: PromptLayer, real: Tensor | None, config: PreTrainedConfig) -> Tensor:
         assert layer.column_sums is not None

@@ -14,8 +14,16 @@ from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.inference.prefill import prefill
 from leank.eval.methods import REGISTRY, build_method
 from leank.eval.methods.axes import Held
-from leank.eval.methods.match import STEPS, WHOLE, free_settings, match, share_of_dense
-from leank.eval.methods.memory import dense_bytes, held_bytes, method_bytes
+from leank.eval.methods.memory import (
+    STEPS,
+    WHOLE,
+    dense_bytes,
+    free_settings,
+    held_bytes,
+    match,
+    method_bytes,
+    share_of_dense,
+)  # fmt: skip
 from leank.eval.methods.tokens.duo_attention import DuoAttention
 from leank.eval.run.replay import Replay, cache_bytes
 from leank.eval.run.settings import Settings

@@ -155,8 +155,8 @@ def test_a_partly_filled_page_is_bounded_by_its_own_tokens():
 
 
 def test_double_sparsity_leaves_its_first_layers_dense():
-    choice, config = DoubleSparsity(dense_layers=1), tiny_model("llama").config
+    choice = DoubleSparsity(dense_layers=1)
     choice._found[choice.labels.calibrated_on] = torch.rand(LAYERS, HEADS, DIM)
-    assert choice.of_layer(0, config) is None
-    assert isinstance(choice.of_layer(1, config), Labels)
+    assert choice.of_layer(0) is None
+    assert isinstance(choice.of_layer(1), Labels)
     assert "dense_layers" in choice.identity()

@@ -13,7 +13,7 @@ from leank.eval.methods import build_method
 from leank.eval.methods.bits.pca import PCA, Coordinates
 from leank.eval.methods.bits.spark import INTEGER, Records, SparK, query_norms
 from leank.eval.methods.channels.pair_energy import PairEnergy
-from leank.eval.methods.match import match, share_of_dense
+from leank.eval.methods.memory import match, share_of_dense
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, left_padded, tiny_model
 
 SIZES = {"sink": 2, "window": 6, "flush": 4}

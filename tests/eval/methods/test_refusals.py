@@ -18,7 +18,7 @@ REFUSED = [  # axis, its choice, what is said; of a model of 6 layers, 8 channel
     ("channels", {"name": "by_length", "below": LOWEST, "above": {"name": "leank"}}, "above: mask is not set"),
     ("channels", {"name": "by_length", "below": LOWEST, "above": {"name": "leanc"}},
      "by_length.above.name='leanc' is unknown"),
-    ("channels", {"name": "iap", "salient_min": 0.2, "salient_max": 0.1}, "salient_max=0.1 must be shares"),
+    ("channels", {"name": "iap", "salient_min": 0.2, "salient_max": 0.1}, "must be at most salient_max=0.1"),
     ("channels", {"name": "iap", "ratio": 0.75, "salient_max": 0.5}, "protects more than the 2 of 8 channels"),
     ("tokens", {"name": "snap"}, "method.m.tokens.name='snap' is unknown; choose one of adakv, duo_attention"),
     ("tokens", {"name": "streaming_llm", "budget": 9}, "method.m.tokens.budget is no setting"),

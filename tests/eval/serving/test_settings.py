@@ -8,7 +8,7 @@ import pytest
 
 from leank.eval.serving import check, plan, plugin
 from leank.eval.serving.plan import Server
-from leank.eval.serving.settings import NAMES, ServerSettings, load_mask
+from leank.eval.serving.settings import NAMES, ServerSettings
 from leank.mask import ChannelMask
 from tests import ROOT
 
@@ -122,7 +122,7 @@ def test_a_server_that_is_dense_is_noticed(monkeypatch, loaded, window, layers, 
 
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 def test_the_bytes_that_the_reference_mask_saves_become_tokens(block):
-    keep = load_mask(str(MASK)).keep
+    keep = ChannelMask.load(MASK).keep
     server = Server(2**30, longest=8192, step=8192, block=block, itemsize=4, hits=False)
     gain = server.pruned(keep, 16, 144) / server.stock(keep)
     assert 2.25 < gain < server.by_bytes(keep, 16, 144) < 2.54

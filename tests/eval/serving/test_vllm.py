@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import pytest
 
 from leank.eval.serving.plan import Server
-from leank.eval.serving.settings import load_mask
+from leank.mask import ChannelMask
 from scripts.bench.serving.same import compare
 from tests import ROOT
 
@@ -93,7 +93,7 @@ def test_several_replies_prefix_hits_and_the_planner():
     found = json.loads(python("-c", ENGINE).splitlines()[-1])
     pages = 8192 // 32 + 1 + 2 * 12
     plan = Server(2**30, longest=8192, step=8192, block=32, itemsize=4)
-    assert int(found["blocks"] / pages * 8192) == plan.pruned(load_mask(str(MASK)).keep, 16, 144)
+    assert int(found["blocks"] / pages * 8192) == plan.pruned(ChannelMask.load(MASK).keep, 16, 144)
     assert found["groups"] == [32, 16]
     assert len({tuple(tokens) for tokens in found["several"]}) == 3
     assert found["again"] == found["first"]
