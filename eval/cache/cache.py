@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Never, Self
+from typing import Any, Self
 
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
@@ -158,9 +158,6 @@ class CompressedCache(Cache):
         for layer in new.compressed:
             layer.ended_at = -1  # what is copied is no prompt that still lacks chunks
         return new
-
-    def __reduce__(self) -> Never:
-        raise TypeError("a compressed cache is not pickled; call save(), and CompressedCache.load() where it goes on")
 
     def repeat(self, repeats: int) -> Self:
         """A new cache with each row `repeats` times, the copies of a row side by side; this cache stays as it is.

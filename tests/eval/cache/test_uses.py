@@ -1,7 +1,6 @@
 """Unusual uses of a compressed cache: what the user hears, what must come out the same, and the bytes it counts."""
 
 import functools
-import pickle
 import warnings
 from dataclasses import asdict
 
@@ -194,11 +193,6 @@ def test_a_mask_of_another_model_of_the_same_shape_warns(tmp_path):
     for known in (mask, tmp_path / "mask.safetensors"):
         with pytest.warns(UserWarning, match="trained on org/large and is used on org/small"):
             compressed_cache(model, known)
-
-
-def test_pickling_says_what_to_do_instead():
-    with pytest.raises(TypeError, match=r"call save\(\), and CompressedCache\.load\(\)"):
-        pickle.dumps(new_cache(tiny_model("llama")))
 
 
 @pytest.mark.parametrize("rows", [1, 3])
