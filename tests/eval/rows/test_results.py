@@ -102,14 +102,6 @@ def test_a_run_that_is_refused_leaves_no_empty_file(tmp_path):
         assert (tmp_path / NAME).exists() == there
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/dev/null", path)])
-def test_what_is_no_file_is_refused(tmp_path, make):
-    """Reading from a pipe never ended."""
-    make(tmp_path / NAME)
-    with pytest.raises(ValueError, match=r"results\.jsonl is no file"):
-        Results(tmp_path)
-
-
 def test_only_what_is_new_is_run(tmp_path, model, tokenizer):
     assert run(tmp_path, job(samples=3), model, tokenizer) == 3 * 3 * 2
     assert run(tmp_path, job(samples=3, ratio=0.25), model, tokenizer) == 3 * 2  # one method changed
