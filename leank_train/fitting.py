@@ -167,6 +167,8 @@ def fit(current: Run, stage: Stage, name: str, logger: Logger | None, signals: S
     if finished:
         cure = f"remove it, and the stage goes on from {last.name}"
         state = read_checkpoint(done, cure)
+        if state.get("of") != [name, current.fingerprint]:
+            raise BadConfig(f"{done} is of another stage or of another config; {cure}")
         refuse_not_finite(state["alpha"], cure, str(done))
         stage.alpha.data.copy_(state["alpha"])
         recorder.load_state_dict(state["record"])
@@ -191,7 +193,12 @@ def fit(current: Run, stage: Stage, name: str, logger: Logger | None, signals: S
                 log.info("%s ended at step %d; held-out loss %.4g at step %d", name, trainer.global_step, loss, at)
     stage.finish()
     if trainer.is_global_zero:
-        write_checkpoint(done, {"alpha": stage.alpha.detach().cpu(), "record": recorder.state_dict()})
+        state = {
+            "of": [name, current.fingerprint],
+            "alpha": stage.alpha.detach().cpu(),
+            "record": recorder.state_dict(),
+        }
+        write_checkpoint(done, state)
     trainer.strategy.barrier()
     return recorder
 

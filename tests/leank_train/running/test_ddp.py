@@ -51,10 +51,10 @@ def test_ranks_share_the_documents_of_one_process(model_folder, start):
     mixed = Mixture({"multikey": 1, "kv": 1}, backbone.tokenizer, 300, 400, per_length=4)
     for item in range(2):
         first = (start + item) * 4
-        whole = Steps(backbone, mixed, 4, start, 0, 1)[item].documents.ids
+        whole = Steps(backbone, mixed, 4, 0, 1)[start + item].documents.ids
         assert torch.equal(whole, collate(backbone, [mixed[first + i] for i in range(4)]).documents.ids)
         for ranks, each in ((2, 2), (4, 1)):
-            parts = [Steps(backbone, mixed, each, start, rank, ranks)[item] for rank in range(ranks)]
+            parts = [Steps(backbone, mixed, each, rank, ranks)[start + item] for rank in range(ranks)]
             documents = [part.documents for part in parts]
             rows = [row[:n] for part in documents for row, n in zip(part.ids, part.lengths, strict=True)]
             assert all(torch.equal(row, whole[i, : len(row)]) for i, row in enumerate(rows))
@@ -88,9 +88,9 @@ def test_any_number_of_ranks_sees_the_same_documents(quarter, start, steps):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "collate", lambda backbone, documents: documents)
         for world in (1, 2, 4):
-            ranks = [Steps(None, Numbers(), 4 * quarter // world, start, rank, world) for rank in range(world)]
+            ranks = [Steps(None, Numbers(), 4 * quarter // world, rank, world) for rank in range(world)]
             for item in range(steps):
-                seen = [number for rank in ranks for number in rank[item]]
+                seen = [number for rank in ranks for number in rank[start + item]]
                 assert seen == [*range((start + item) * 4 * quarter, (start + item + 1) * 4 * quarter)]
 
 

@@ -126,7 +126,7 @@ def test_lineage_joins_training_and_evaluation(folders, logged):
     trained, evaluated = (logged[kind]["state"]["config"] for kind in ("training", "eval"))
     made = [r["artifact"] for r in logged["training"]["rows"] if r["type"] == "artifact"]
     (mask,) = (a for a in made if a["type"] == "mask")
-    digest = (folders / "train/config.hash").read_text().strip()
+    digest = json.loads((folders / "train/inputs.json").read_text())["config"]
     assert mask["name"] == evaluated["uses/mask"] == f"mask-{digest}"
     assert trained["uses/config"] == f"config-{digest}"
     assert trained["uses/model"] == evaluated["uses/model"]
