@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -137,7 +138,7 @@ class RetrievalData(L.LightningDataModule):
         return torch.utils.data.DataLoader(
             self._steps(),
             batch_size=None,
-            sampler=range(self.start, HELD_OUT),  # Trainer(max_steps) ends the run
+            sampler=itertools.count(self.start),  # Trainer(max_steps) ends the run
             num_workers=self.workers,
             prefetch_factor=4 if self.workers else None,
             pin_memory=torch.cuda.is_available(),

@@ -3,7 +3,6 @@
 import math
 import re
 import sys
-from pathlib import Path
 
 import huggingface_hub
 import pytest

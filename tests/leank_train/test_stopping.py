@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from leank import backbone as backbones
 from leank.data_gen.tasks import Mixture
 from leank.typed import BadConfig
-from leank_train.data import HELD_OUT, RetrievalData, Steps
+from leank_train.data import RetrievalData, Steps
 from leank_train.fitting import EarlyStop, best_look, first_look
 from leank_train.running.recorder import Recorder
 from leank_train.settings import check, fingerprint

@@ -12,7 +12,7 @@ from leank.data_gen.tasks import Mixture
 from leank.mask import ChannelMask
 from leank_train import data
 from leank_train.data import Steps, collate
-from leank_train.fitting import mixture
+from leank_train.settings import check
 from leank_train.train import run
 from tests.helpers.ranks import SETTINGS, forked_ranks, record, two_ranks
 from tests.helpers.tiny_run import alpha, settings
@@ -98,8 +98,9 @@ def test_documents_do_not_depend_on_the_number_of_ranks(model_folder):
     """What number i is, its length included: the same at the same documents a step."""
     backbone = backbones.load(str(model_folder))
     made = [
-        mixture(settings(model_folder, "++data.tasks.kv=1", f"data.documents={4 // world}"), backbone, "stage1", world)
+        config.mixture(backbone, per_length=config.data.documents * world)
         for world in (1, 2, 4)
+        for config in [check(settings(model_folder, "++data.tasks.kv=1", f"data.documents={4 // world}"))]
     ]
     for index in range(8):
         assert made[0][index] == made[1][index] == made[2][index]
