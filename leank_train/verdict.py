@@ -54,6 +54,10 @@ class Verdict:
         means = {name: {kind: stats.mean([v]) for kind, v in found.items()} for name, found in self.losses.items()}
         return {"kl": means, "doubts": self.doubts()}
 
+    def figures(self, name: str) -> dict[str, list[float]]:
+        """Return the KL of one mask by kind of documents, with the ends of its 95% interval."""
+        return {kind: [stats.mean([v]), *stats.interval([v])] for kind, v in self.losses[name].items()}
+
     def doubts(self) -> list[str]:
         """Return why the mask should not be used, a line each; none for a mask that held-out documents confirm."""
         return [doubt for kind in (TASKS, TEXT) for doubt in self._of_kind(kind)]

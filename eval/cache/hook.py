@@ -97,8 +97,8 @@ def mask(
     """The mask function of the implementation "leank"; its parameters are those of transformers' mask functions.
 
     Where attention is plainly causal, it returns the 2-D padding mask [B, T] unchanged. Elsewhere, for sliding windows
-    and static caches, it returns SDPA's dense mask. SDPA may omit that mask only if the last query belongs to the last
-    key, because `attention` reads a missing mask so. A static cache has free slots behind its last token.
+    and static caches, it returns SDPA's dense mask. `attention` takes a missing mask to say that the last query
+    belongs to the last key, so SDPA may omit the mask only there; a static cache has free slots behind its last token.
     """
     aligned = isinstance(q_offset, int) and kv_offset + kv_length == q_offset + q_length
     if aligned and mask_function is causal_mask_function and kv_offset == 0:

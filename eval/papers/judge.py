@@ -150,7 +150,7 @@ def _remarked(
     alike = mean([[float(one == 0) for one in some] for some in differences])
     remark = f"both score alike on {100 * alike:.0f}% of the samples" if alike >= ALIKE else ""
     judged = replace(judged, figures=figures, remark=remark)
-    # a claim that nothing is lost needs something to lose; one that a method is better, a method that is good
+    # nothing can be lost where the second method fails, and neither method is better where both fail
     low = levels[1] if claim.bound < 0 and not claim.equal else max(levels)
     if judged.verdict != "contradicts" and low < FLOOR:
         return replace(judged, verdict="undecided", why=f"both nearly always fail, below {FLOOR:g} of 100 points")

@@ -39,7 +39,10 @@ HOLD = (
     "hold all tokens, the one between holds half of what is written."
 )
 PLATEAU = f"A tenth is a choice made here; a dense cache has 1. {HOLD}"
-SPEED = gpu("python -m scripts.bench.decoding replies OUT --whole --methods dense lethe")
+SPEED = gpu(
+    "python -m scripts.bench.methods OUT --lengths 256 --new 20480 --batches 1 4 8 16 32 --methods dense lethe "
+    "--set +method.lethe.tokens.limit=1024"
+)
 QUICK_CHAINS = ("benchmark.samples=2", "benchmark.lengths=[2048]", "batch_size=2")
 
 

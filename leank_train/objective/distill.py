@@ -60,7 +60,7 @@ def straight_through(alpha: Tensor, beta: Tensor, variant: str) -> Tensor:
 
 
 def backward(loss: Tensor, of_all: Tensor | None = None) -> None:
-    """Run loss.backward() in the calling thread; autograd's own holds a second cuBLAS workspace (32 MiB on Hopper).
+    """Run loss.backward() in the calling thread: autograd's thread has a cuBLAS workspace of its own (32 MiB).
 
     The check comes after the backward pass, because it waits for the GPU, which would have nothing to do meanwhile.
 

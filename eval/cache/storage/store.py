@@ -45,8 +45,9 @@ class Store:
     floor: [B] on the host, the length below which `crop` cannot go
     seen_dev, start_dev: [B] int64, seen and start on the device
     sink_k, sink_v, ring_k, ring_v: [B, H, sink or slots, D]; the ring holds the window
-    prompt, tail: the middle: the prompt's share in exactly the room that it needs, then what decoding adds; where
-        tokens leave (and every head takes new ones), all is in the tail, whose length is read on the device
+    prompt, tail: the two parts of the middle: what the prompt left, in exactly the room that it needs, and what
+        decoding adds; where tokens are evicted while decoding and every head takes new ones, the tail holds both,
+        and its length is read on the device
     channels, values: kept channels of the middle's K and V; values None = all
     quiet: lower bound on the tokens that can arrive before the next flush moves any
     version: grows when addresses or capacities change, so that a backend's plan can follow

@@ -418,10 +418,10 @@ def test_bad_patterns_are_named(tmp_path):
     config = tiny_model("llama").config
     with pytest.raises(ValueError, match="of 3 layers x 2 KV heads, the model of 2 x 2"):
         duo(tmp_path, [[1, 1]] * 3).check(config, None)
-    with pytest.raises(ValueError, match="not finite"):
+    with pytest.raises(ValueError, match="must not contain infs or NaNs"):
         duo(tmp_path, [[1, float("nan")]] * 2).check(config, None)
     (tmp_path / "words.tsv").write_text("a\tb\n")
-    with pytest.raises(ValueError, match="no table of numbers"):
+    with pytest.raises(ValueError, match=r"words\.tsv: could not convert"):
         DuoAttention(str(tmp_path / "words.tsv")).check(config, None)
 
 

@@ -1,12 +1,14 @@
-"""Methods against the pruning ratio: what a line says, and what it leaves out."""
+"""Methods against the pruning ratio, and conversations by turn: what a line says, and what it leaves out."""
 
 import csv
 
 import numpy as np
 import pytest
 
-from scripts.bench.quality import by_ratio, by_ratio_and_task, named, ratios_page, widened
+from leank.eval.rows.results import Results
+from scripts.bench.quality import by_ratio, by_ratio_and_task, by_turn, main, named, ratios_page, widened
 from tests import ROOT
+from tests.helpers.report_rows import row
 
 
 def rows(method, scores, task="a", kl=0.0, top1=1.0, size=4.0):
@@ -106,3 +108,44 @@ def test_the_published_tables_say_of_how_many_samples_they_are(model):
         if line["ratio"]:
             seeds = [float(v) for name, v in line.items() if name.startswith("difference_seed") and v]
             assert not seeds or float(line["difference"]) == pytest.approx(np.mean(seeds), abs=1e-4)
+
+
+def turn(method, conversation, number, score, size, task="kv"):
+    made = {**row(method, 0, score), "task": f"{task}_reuse", "sample": f"{conversation}.{number}"}
+    return {**made, "meta": {"turn": number, "mode": "reuse"}, "cache_bytes": {"total": size}}
+
+
+def test_a_conversation_is_one_sample():
+    found = [turn("dense", c, n, 1.0, 100.0) for c in range(4) for n in (1, 2)]
+    found += [turn("leank", c, n, float(c < 2), 40.0) for c in range(4) for n in (1, 2)]
+    dense, _, leank, of_kv = by_turn(found)
+    assert [dense[name] for name in ("task", "all", "low", "share of dense")] == ["all", 100, 100, 1]
+    assert [leank[name] for name in ("turn 1", "turn 2", "all", "conversations")] == [50, 50, 50, 4]
+    assert leank["share of dense"] == 0.4
+    assert (leank["low"], leank["high"]) == (0, 100)  # of 4 conversations; 8 turns would give a narrower one
+    assert of_kv == {**leank, "task": "kv"}
+
+
+def test_tasks_count_alike_and_a_cache_without_dense_has_no_share():
+    found = [turn("leank", 0, 1, 1.0, 40.0), *(turn("leank", c, 1, 0.0, 40.0, "passkey") for c in range(3))]
+    whole = by_turn(found)[0]
+    assert (whole["all"], whole["conversations"], whole["share of dense"]) == (50, 4, None)
+
+
+def test_the_command_writes_a_table(tmp_path):
+    with Results(tmp_path / "run") as results:
+        results.append(turn("dense", 0, 1, 1.0, 100.0))
+    main(["turns", str(tmp_path / "run"), "--out", str(tmp_path / "turns.csv")])
+    with (tmp_path / "turns.csv").open() as file:
+        assert [line["all"] for line in csv.DictReader(file)] == ["100.0", "100.0"]
+    with pytest.raises(ValueError, match="no row is of benchmark=multi_turn"):
+        by_turn([row("dense", 0, 1.0)])
+
+
+@pytest.mark.parametrize("field", ["model", "benchmark"])
+def test_rows_of_two_runs_are_refused(tmp_path, field):
+    with Results(tmp_path / "run") as results:
+        for one in (row("dense", 0, 1.0), {**row("dense", 1, 1.0), field: "another"}):
+            results.append(one)
+    with pytest.raises(ValueError, match=f"several values of '{field}'"):
+        main(["ratios", str(tmp_path / "run"), "--out", str(tmp_path / "none.csv")])
