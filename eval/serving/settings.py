@@ -98,11 +98,6 @@ def check_config(config: Any, settings: ServerSettings) -> None:
             raise ValueError(f"LEANK_MASK={settings.mask}: {cure}")
     mask = ChannelMask.load(settings.mask)
     mask.check_model(config.model_config.hf_text_config)
-    if mask.mean_keys is not None:
-        raise ValueError(
-            f"LEANK_MASK={settings.mask}: it holds mean keys for pruned channels, which the plug-in does not "
-            "serve; save mask.with_means(None), whose quality is another"
-        )
     PageLayout.of(mask.keep, config.cache_config.block_size, settings.sink, settings.window)
 
 
