@@ -14,14 +14,11 @@ import shutil
 import signal
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
-from subprocess import CalledProcessError
 from types import FrameType
 from typing import NoReturn
 
@@ -29,7 +26,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.object_type import ObjectType
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException, ValidationError
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 from yaml import YAMLError
 
 from leank.errors import in_one_line, out_of_memory
@@ -37,6 +34,7 @@ from leank.errors import in_one_line, out_of_memory
 COMMANDS = {"train": "leank_train", "eval": "eval"}  # folder of leank.conf -> command
 CONF = Path(str(files("leank.conf")))
 FULL = "HYDRA_FULL_ERROR"  # makes Hydra raise its errors; without it Hydra prints several lines and exits
+ADVICE = re.compile("Config search path|See https://|To append to your config")  # of Hydra, on its own terms
 SHOWING = {"-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info"}  # options that start nothing
 
 
@@ -46,68 +44,30 @@ SHOWING = {"-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info"}  # opt
 def refuse(arguments: list[str], own: str) -> None:
     """Exit with one line for arguments that Hydra would take, and that cannot be meant.
 
+    These are an experiment of the other command, a sweep over experiments, whose runs would share a folder, and jobs of
+    Slurm where there is no sweep or no Slurm.
+
     own: "train" or "eval".
     """
-    found = _of_other_command(arguments, own) or _of_several_experiments(arguments) or _without_slurm(arguments, own)
-    if found:
-        sys.exit(f"{COMMANDS[own]}: {found}")
-
-
-def _of_other_command(arguments: list[str], own: str) -> str | None:
+    (other,) = COMMANDS.keys() - {own}
+    sweep = bool({"-m", "--multirun"} & {*arguments})
     for argument in arguments:
-        found = re.fullmatch(r"\+{0,2}experiment=\[?([\w,/]+)\]?", argument)
-        for name in found.group(1).split(",") if found else []:
-            homes = [
-                root for root in COMMANDS if files("leank.conf").joinpath(root, f"experiment/{name}.yaml").is_file()
-            ]
-            if homes and own not in homes:
-                command = COMMANDS[homes[0]]
-                return f"experiment={name} belongs to another command: python -m {command} +experiment={name}"
-    return None
-
-
-def _of_several_experiments(arguments: list[str]) -> str | None:
-    """Refuse a sweep over experiments: their runs would have one folder, whose name leaves the experiment out."""
-    for argument in arguments:
-        if _is_sweep(arguments) and re.fullmatch(r"\+{0,2}experiment=[\w/]+(,[\w/]+)+", argument):
-            return f"{argument}: a sweep has one experiment; start one for each, with its own hydra.sweep.dir"
-    return None
-
-
-def _without_slurm(arguments: list[str], own: str) -> str | None:
-    """Say what is missing where an argument asks for a launcher of Slurm."""
-    asked = [a for a in arguments if re.fullmatch(r"\+{0,2}hydra/launcher=(slurm\w*|submitit_slurm)", a)]
-    if not asked:
-        return None
-    if own == "eval" and not asked[-1].endswith("=submitit_slurm"):
-        return (
-            f"{asked[-1]}: an evaluation is no sweep of jobs; give its arguments to sbatch --array=0-7 "
-            "scripts/cluster/eval.sbatch (docs/cluster.md)"
-        )
-    if not _is_installed("hydra_plugins.hydra_submitit_launcher"):
-        return f"{asked[-1]} needs the package hydra-submitit-launcher; pip install 'leank[slurm]'"
-    if SHOWING & {*arguments}:
-        return None
-    lacking = [program for program in ("sbatch", "srun") if shutil.which(program) is None]
-    if lacking:
-        return (
-            f"{asked[-1]} needs {' and '.join(lacking)}, which this machine does not have; start the command on a "
-            "login node of a Slurm cluster, or leave the launcher out to run here"
-        )
-    if not _is_sweep(arguments):
-        return f"{asked[-1]} makes a job of each member of a sweep, and without -m there is none; add -m"
-    return None
-
-
-def _is_sweep(arguments: list[str]) -> bool:
-    return bool({"-m", "--multirun"} & {*arguments})
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the package around it
-        return False
+        key, _, value = argument.lstrip("+").partition("=")
+        if key == "experiment":
+            for name in value.strip("[]").split(","):
+                homes = [root for root in COMMANDS if (CONF / root / f"experiment/{name}.yaml").is_file()]
+                if homes == [other]:
+                    command = f"python -m {COMMANDS[other]} +experiment={name}"
+                    sys.exit(f"{COMMANDS[own]}: experiment={name} belongs to another command: {command}")
+            if sweep and "," in value and not value.startswith("["):
+                cure = "a sweep has one experiment; start one for each, with its own hydra.sweep.dir"
+                sys.exit(f"{COMMANDS[own]}: {argument}: {cure}")
+        elif key == "hydra/launcher" and "slurm" in value and not SHOWING & {*arguments}:
+            if shutil.which("srun") is None:
+                cure = "needs Slurm, which this machine does not have; start the command on a login node"
+                sys.exit(f"{COMMANDS[own]}: {argument} {cure}, or leave the launcher out to run here")
+            if not sweep:
+                sys.exit(f"{COMMANDS[own]}: {argument} makes a job of each member of a sweep; add -m")
 
 
 # Hydra
@@ -119,12 +79,10 @@ def launch(main: Callable[[], object], command: str, hint: str = "") -> None:
     command: how the user calls it; the line begins with it.
     hint: ends the line.
 
-    Raises SystemExit with one line for a command line that Hydra cannot read or compose, and for jobs that Slurm
-    does not take; OSError for a folder that cannot be written to.
+    Raises SystemExit with one line for a command line that Hydra cannot read or compose.
     """
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.WARNING)  # tells of its cache at every exit
     logging.raiseExceptions = False  # or each line that no longer fits into a log on a full disk prints a traceback
-    warnings.formatwarning = _formatted
     asked = FULL in os.environ
     os.environ.setdefault(FULL, "1")
     try:
@@ -133,29 +91,9 @@ def launch(main: Callable[[], object], command: str, hint: str = "") -> None:
         if asked:
             raise
         sys.exit(f"{command}: {refusal(error)}{hint}")
-    except ValueError as error:
-        if isinstance(error.__cause__, OSError):  # the log of a run whose folder cannot be written to
-            raise error.__cause__ from None
-        raise
-    except Exception as error:
-        if asked or not refused_by_slurm(error):
-            raise
-        sys.exit(f"{command}: Slurm took no job: {_hydra_says(error)}; see what sinfo says, and hydra.launcher.*")
     finally:
         if not asked:
             os.environ.pop(FULL, None)
-
-
-def _formatted(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-) -> str:
-    """Return a warning as one line, without the line of code that Python writes below it."""
-    return f"{filename}:{lineno}: {category.__name__}: {message}\n"
-
-
-def refused_by_slurm(error: Exception) -> bool:
-    """Whether an error is submitit's for an sbatch that failed; it is another if a job fails later."""
-    return type(error).__module__.startswith("submitit.") and isinstance(error.__cause__, CalledProcessError)
 
 
 def refusal(error: Exception) -> str:
@@ -165,17 +103,23 @@ def refusal(error: Exception) -> str:
             f"{error.override!r} cannot be read; a value with blanks, signs or other letters needs quotes of its own, "
             "such as 'name=\"a b\"'"
         )
-    near, cause = _meant(error), error.__cause__
-    why = f": {str(cause).splitlines()[0]}" if isinstance(cause, ValidationError) else ""
-    return _hydra_says(error) + why + (f" (did you mean {near}?)" if near else "")
+    said = in_one_line(ADVICE.split(str(error))[0]).removesuffix(".")
+    if isinstance(error.__cause__, ValidationError):
+        said += f": {str(error.__cause__).splitlines()[0]}"
+    if near := _meant(error):
+        return f"{said} (did you mean {near}?)"
+    cause = error.__cause__
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and "." in str(lacking := cause.full_key):
+        return f"{said}: there is no {lacking}; +{lacking}=VALUE adds one"
+    return said
 
 
 def _meant(error: Exception) -> str | None:
     """Return the name that comes nearest to one that Hydra does not find, of a setting or of a file in a group."""
     cause = error.__cause__
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        wrong = error.missing_cfg_file.rpartition("/")[2]
-        known = [str(option) for option in error.options or ()] or _options(error.missing_cfg_file.rpartition("/")[0])
+        group, _, wrong = error.missing_cfg_file.rpartition("/")
+        known = [str(option) for option in error.options or ()] or _options(group)
     elif isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):
         wrong, known = str(cause.key), [str(key) for key in cause.parent_node if key != "hydra"]
     else:
@@ -185,36 +129,22 @@ def _meant(error: Exception) -> str | None:
 
 def _options(group: str) -> list[str]:
     """Return the names of the configurations in a group."""
-    folders = [CONF / root / group for root in ("train", "eval", "shared")]
-    names = [file.name for folder in folders if folder.is_dir() for file in folder.iterdir()]
+    names = [file.name for root in ("train", "eval", "shared") for file in (CONF / root / group).glob("*.yaml")]
     store = ConfigStore.instance()  # of what is no file of its own, such as methods
     names += store.list(group) if store.get_type(group) == ObjectType.GROUP else []
-    return [name.removesuffix(".yaml") for name in names if name.endswith(".yaml")]
-
-
-def _hydra_says(error: Exception) -> str:
-    """Join the lines of Hydra's message, without its advice on search paths."""
-    said = ""
-    for line in map(str.rstrip, str(error).splitlines()):
-        if line.startswith(("Config search path", "See https://", "To append to your config")):
-            break
-        if line:
-            between = "" if not said else " " if said.endswith((":", ".")) else ", " if line[0] == "\t" else "; "
-            said += between + line.strip()
-    return said.removesuffix(".")
+    return [name.removesuffix(".yaml") for name in names]
 
 
 def leave_no_trace(folder: Path) -> None:
     """Remove the folder of a run that was refused, and empty ones above it, if it holds but Hydra's own files."""
-    if not folder.is_dir() or Path.cwd().is_relative_to(folder.resolve()):  # hydra.job.chdir=true
+    here = Path.cwd()
+    if not folder.is_dir() or here.is_relative_to(folder.resolve()):  # hydra.job.chdir=true
         return
-    for file in folder.iterdir():
-        empty_log = file.suffix == ".log" and file.is_file() and not file.stat().st_size
-        if file.name != ".hydra" and not empty_log:
-            return
+    if any(file.name != ".hydra" and (file.suffix != ".log" or file.stat().st_size) for file in folder.iterdir()):
+        return
     shutil.rmtree(folder, ignore_errors=True)
     for above in folder.resolve().parents:
-        if above == Path.cwd() or not above.is_relative_to(Path.cwd()) or any(above.iterdir()):
+        if above == here or not above.is_relative_to(here) or any(above.iterdir()):
             return
         above.rmdir()
 
@@ -266,9 +196,9 @@ def ending(command: str, kept: Callable[[], str] | None = None) -> Iterator[None
         _leave(stopped(command, number, left()), 128 + number)
     except OSError as error:
         said = left()
-        own = error.errno is None or error.strerror is None  # an error of this package, with a message
-        what = in_one_line(str(error)) if own else ": ".join(str(x) for x in (error.filename, error.strerror) if x)
-        _leave(f"{command}: {what}" + ("" if error.errno is None else f"; {said}"), 1)
+        if error.errno is None:  # an error of this package, which says what to do
+            _leave(f"{command}: {in_one_line(str(error))}", 1)
+        _leave(f"{command}: {': '.join(str(x) for x in (error.filename, error.strerror) if x)}; {said}", 1)
     except ValueError as error:
         left()  # which may clear up
         sys.exit(f"{command}: {in_one_line(str(error))}")

@@ -25,8 +25,8 @@ from leank.backbone import Backbone
 from leank.mask import ROUNDINGS, ChannelMask
 from leank.typed import Checked, Count, OneOf, Positive, Share
 from leank_train.data import Batch
-from leank_train.forward.attention import EMPTY_HEADS
-from leank_train.forward.branching import branch, prefill, prefill_and_branch, student
+from leank_train.forward.branching import branch, prefill, student
+from leank_train.forward.fused import EMPTY_HEADS
 from leank_train.forward.plan import to_device
 from leank_train.forward.sequence_parallel import prefill_in_shares
 from leank_train.objective import distill, steering
@@ -159,16 +159,11 @@ class Stage(L.LightningModule):
         """
         model, kernel = self.backbone.model, self.parallel.prefill_kernel
         documents, prompts, answers = batch.documents, batch.prompts, batch.answers
-        if len(prompts.ids) == len(documents.ids) and not self.parallel.in_step:
-            prefix, teacher = prefill_and_branch(
-                model, documents.ids, documents.lengths, prompts.ids, prompts.lengths, kernel
-            )
+        if self.ranks:
+            prefix = prefill_in_shares(model, documents.ids, documents.lengths, self.ranks, kernel)
         else:
-            if self.ranks:
-                prefix = prefill_in_shares(model, documents.ids, documents.lengths, self.ranks, kernel)
-            else:
-                prefix = prefill(model, documents.ids, documents.lengths, kernel=kernel)
-            teacher = branch(model, prefix, prompts.ids, prompts.lengths)
+            prefix = prefill(model, documents.ids, documents.lengths, kernel=kernel)
+        teacher = branch(model, prefix, prompts.ids, prompts.lengths)
         full = distill.answer_rows(teacher.hidden, batch.question_lengths, answers.ids.shape[1])
         question = teacher.cut(batch.question_lengths)
         scores, empty = (self.scores(), self.config.empty_heads) if beta is None else (beta.to(self.alpha), "drop")

@@ -1,4 +1,7 @@
-"""The pages name what there is: every key of both configurations, and no file or section that is not there."""
+"""The pages name what there is: every key of both configurations, and no file or section that is not there.
+
+What the README shows runs as it stands.
+"""
 
 import re
 from functools import cache
@@ -10,9 +13,9 @@ from omegaconf import OmegaConf
 
 from leank.eval.report.plots import FIGURES
 from tests import ROOT
-from tests.helpers.layers import LAYERS
 from tests.helpers.pages import DOCS, PAGES
 
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 PACKAGES = ("conf", "data_gen", "eval", "leank_train", "scripts")
 EXPLAINED_ELSEWHERE = ("benchmark", "method")  # have pages of their own
 
@@ -117,13 +120,6 @@ def test_paths_are_of_the_tree(page):
     assert not sorted(path for path in set(named) if "NAME" not in path and not (ROOT / path).exists())
 
 
-@pytest.mark.parametrize("package", LAYERS)
-def test_the_architecture_page_has_the_layers(package):
-    text = re.sub(r"\n {8,}", " ", (DOCS / "architecture.md").read_text(encoding="utf-8"))
-    (rooms,) = re.findall(rf"^    {package.replace('.', '/')} +(.+->.+)$", text.split("## Layers")[1], re.MULTILINE)
-    assert [set(floor.split(", ")) for floor in rooms.split(" -> ")] == LAYERS[package]
-
-
 def test_messages_of_the_troubleshooting_page_are_in_the_code():
     page = (DOCS / "troubleshooting.md").read_text("utf-8").partition("## Doubts")[2].partition("## Out of")[0]
     messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
@@ -131,3 +127,18 @@ def test_messages_of_the_troubleshooting_page_are_in_the_code():
     code = re.sub(r'"\s*\n\s*f?"', "", "".join(file.read_text("utf-8") for file in files))  # one text over two lines
     assert len(messages) > 10
     assert not [message for message in messages if message not in code]
+
+
+def test_the_example_of_a_mask_in_use(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)  # it needs no checkout
+    ((code, shown),) = re.findall(r"```python\n(.*?)```\n```text\n(.*?)```", README, re.DOTALL)
+    exec(code, {})
+    assert capsys.readouterr().out == shown
+
+
+def test_the_families_are_those_of_their_table():
+    lines = (DOCS / "families.md").read_text("utf-8").splitlines()[17:]
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines]
+    run, trained = (sum(row[column] == "yes" for row in rows) for column in (2, 4))
+    said = f"Of {len(rows)} model families that are tested, {run} run, {trained} of them can be trained too"
+    assert said in " ".join(README.split())

@@ -15,7 +15,7 @@ from leank.eval.__main__ import run
 from leank.eval.benchmarks import base, scoring
 from leank.eval.inference.prefill import prefill
 from leank.eval.methods import REGISTRY, build_method, name_of
-from leank.eval.methods.match import match, share_of_dense
+from leank.eval.methods.memory import match, share_of_dense
 from leank_train.data import collate
 from leank_train.objective import base as objectives
 from leank_train.stages import PruningConfig, Stage1, StageConfig

@@ -1,10 +1,17 @@
-"""Hostile settings: whatever any key holds, the answer is one line that names the key, or a run that makes sense."""
+"""Hostile settings: whatever any key holds, the answer is one line that names the key, or a job that can run.
+
+The keys are those of the settings classes, so a new setting is tried without a word here. That pydantic holds a value
+to its annotation is not tried again.
+"""
 
 import copy
 import functools
 import os
-import signal
-from types import SimpleNamespace
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from types import NoneType, SimpleNamespace
+from typing import Annotated, Union, get_args, get_origin, get_type_hints
 
 import huggingface_hub
 import pytest
@@ -13,24 +20,23 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from leank import backbone
-from leank.eval.methods import REGISTRY
+from leank.eval.benchmarks.base import benchmarks
+from leank.eval.inference.models import ModelConfig
+from leank.eval.methods import CACHE_SETTINGS, REGISTRY, Method, choice_class
 from leank.eval.run.build import build_job
+from leank.eval.run.settings import Settings
 from leank.shipped import resolve
-from leank.typed import typed
+from leank.typed import Checked, OneOf, typed
 from leank.wandb_log import LoggerConfig
 from leank_train import settings as training
 from leank_train.running import parallel
 from leank_train.train import check_inputs
 from tests import ROOT
 from tests.helpers import composed
-from tests.helpers.fuzzing import ANYTHING, fits, near, of_evaluation, of_training
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))  # how many the long test tries; 0: its own number
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))  # how many to try, each time others; 0: the same 250
 MASK = str(ROOT / "leank_train/assets/reference/mask_70pct.safetensors")
-HANGS = {  # seconds after which a call counts as hanging: of its own work, and of waiting, on a machine that is busy
-    signal.SIGPROF: (signal.ITIMER_PROF, 10),
-    signal.SIGALRM: (signal.ITIMER_REAL, 120),
-}
+OF_CACHE = {key: get_type_hints(Method, include_extras=True)[key] for key in CACHE_SETTINGS}
 SMALL = {
     "ruler": {"tasks": ["niah_single_1"], "lengths": [1024], "samples": 3},
     "niah": {"lengths": [600], "depths": [50]},
@@ -39,15 +45,90 @@ SMALL = {
     "gsm_infinite": {"subsets": ["medium"], "lengths": [0], "ops": [2], "samples": 2, "max_new_tokens": 64},
 }
 QUICK = {"min_length": 400, "max_length": 500, "questions": 1, "tasks": {"multikey": 1}}
+TEXTS = ("", " ", "nan", "inf", "auto", "null", "true", "1e999", "0/0", "\x00", "a\nb", "a\u2028b", "\u202e", "..", "/",
+         "/dev/null", "ä" * 300, "x" * 5000, "os:system", "niah_single_1", "dense", "${x}", "%s", "{}")  # fmt: skip
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 300), st.floats(-2, 2), st.floats(),
+    st.integers(3, 400).map(lambda n: 10**n), st.integers(3, 400).map(lambda n: -(10**n)), st.sampled_from(TEXTS),
+    st.text(max_size=12),
+)  # fmt: skip
+ANYTHING = st.one_of(
+    SCALARS,
+    st.dictionaries(st.one_of(st.text(max_size=5), st.integers(), st.none()), SCALARS, max_size=3),
+    st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3), max_leaves=4),
+)
 
 
-class Hangs(Exception):
-    """A call has not come back."""
+@dataclass(frozen=True)
+class Setting:
+    """path: keys from the top of the configuration; hint: what its class says of it; choice: what it belongs to."""
+
+    path: tuple[str, ...]
+    hint: object
+    choice: str = ""
+
+    def __str__(self):
+        return ".".join((*self.choice.split(), *self.path))
+
+
+def of_class(target, path=(), choice=""):
+    """Every setting of a class and of the groups in it; a group is a setting, too."""
+    hints = get_type_hints(target, include_extras=True)
+    found = []
+    for name in (field.name for field in fields(target) if not field.name.startswith("_")):
+        found.append(Setting((*path, name), hints[name], choice))
+        if isinstance(hints[name], type) and issubclass(hints[name], Checked):
+            found += of_class(hints[name], (*path, name), choice)
+    return found
+
+
+def of_evaluation():
+    found = [*of_class(Settings), *of_class(ModelConfig, ("model",)), *of_class(LoggerConfig, ("logger",))]
+    found += [Setting((key,), object) for key in ("model", "logger", "benchmark", "method", "cache", "mask", "name")]
+    for name, target in benchmarks().items():
+        found += of_class(target, ("benchmark",), f"benchmark {name}")
+    found += [Setting(("cache", key), hint) for key, hint in OF_CACHE.items()]
+    for choice in (f"{axis} {name}" for axis, names in REGISTRY.items() for name in names):
+        axis, name = choice.split()
+        found += of_class(choice_class(axis, name), ("method", "fuzzed", axis), choice)
+        found += [Setting(path, object, choice) for path in (("method", "fuzzed", axis), ("method", "fuzzed"))]
+        found += [Setting(("method", "fuzzed", key), hint, choice) for key, hint in OF_CACHE.items()]
+    return found
+
+
+def near(hint):
+    """Values at the bounds of a setting, its choices, and what its own type allows."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        numbers = [getattr(rule, name) for rule in args[1:] for name in ("ge", "gt", "le", "lt") if hasattr(rule, name)]
+        choices = [choice for rule in args[1:] if isinstance(rule, OneOf) for choice in rule.choices]
+        some = [value for n in numbers for value in (n, n - 1, n + 1, float(n), n + 0.5)] + choices
+        return st.one_of(st.sampled_from(some), near(args[0])) if some else near(args[0])
+    if origin in (Union, types.UnionType):
+        return st.one_of(*map(near, args))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return st.dictionaries(st.sampled_from(["kv", "passkey", ""]), near(args[1]), max_size=3)
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        return st.lists(near(args[0]), max_size=3)
+    simple = {int: st.one_of(st.integers(-1, 5000), st.integers()), float: st.floats(), str: st.sampled_from(TEXTS),
+              bool: st.booleans(), NoneType: st.none()}  # fmt: skip
+    return simple.get(hint, SCALARS)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def quick():
     """Keep the reference model's config and tokenizer in memory, and the network out."""
+    own = resolve("reference")
+
+    def kept(load, changes):
+        once = functools.cache(load)
+
+        def loader(name, *args, **kwargs):
+            found = once(own) if name == own else load(name, *args, **kwargs)
+            return copy.deepcopy(found) if changes and name == own else found
+
+        return loader
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
         for kind in (backbone.AutoConfig, backbone.AutoTokenizer):
@@ -55,20 +136,8 @@ def quick():
         yield
 
 
-def kept(load, changes):
-    """A loader that reads the reference model once; changes: callers change what they are given."""
-    own = resolve("reference")
-    once = functools.cache(load)
-
-    def loader(name, *args, **kwargs):
-        found = once(own) if name == own else load(name, *args, **kwargs)
-        return copy.deepcopy(found) if changes and name == own else found
-
-    return loader
-
-
 @functools.cache
-def base_of_training():
+def base_of_training(choice=""):
     config = OmegaConf.to_container(composed.training("+experiment=reference_demo", "logger=none"), resolve=True)
     config["data"] |= QUICK
     config["validation"] |= {"lengths": [400], "tasks": ["niah_multikey_2"]}
@@ -112,17 +181,9 @@ def describe_evaluation(config):
 
 
 def answer(describe, config, keys):
-    """Whether the configuration is accepted; fails for an answer that is not one line naming one of the keys."""
-
-    def late(*_):
-        raise Hangs(keys)
-
-    before = {number: signal.signal(number, late) for number in HANGS}
-    for timer, seconds in HANGS.values():
-        signal.setitimer(timer, seconds)
+    """Describe a configuration; what is refused must be said in one line that names one of the keys."""
     try:
         describe(config)
-        return True
     except (ValueError, OSError) as error:
         said = functools.reduce(lambda said, text: said.replace(text, "..."), broken_texts(config), str(error))
         assert len(said.splitlines()) == 1, said
@@ -130,11 +191,6 @@ def answer(describe, config, keys):
         named = any(part in said for part in (*parts, *(["pruning"] if "mask" in parts else [])))
         by_path = isinstance(error, OSError) or "dev/null" in said  # the system's errors name a path
         assert named or by_path, said
-        return False
-    finally:
-        for number, (timer, _) in HANGS.items():
-            signal.setitimer(timer, 0)
-            signal.signal(number, before[number])
 
 
 def broken_texts(config):
@@ -145,43 +201,11 @@ def broken_texts(config):
     return [config] if isinstance(config, str) and config and config.splitlines() != [config] else []
 
 
-def with_values(config, keys, values):
-    """A copy of the configuration with other values; a key below a value that is no group is left out."""
-    config, changed = copy.deepcopy(config), []
-    for key, value in zip(keys, values, strict=True):
-        group = config
-        for part in key.path[:-1]:
-            group = group.setdefault(part, {}) if isinstance(group, dict) else None
-        if isinstance(group, dict):
-            group[key.path[-1]] = value
-            changed.append((key, value))
-    return config, changed
-
-
-def fuzz(describe, base, keys, data):
-    """Try one example. keys: those to choose from."""
-    first = data.draw(st.sampled_from(keys), label="key")
-    others = [key for key in keys if key.choice in ("", first.choice) and key != first]
-    chosen = [first, *data.draw(st.lists(st.sampled_from(others), max_size=1), label="and")]
-    values = [data.draw(st.one_of(ANYTHING, *2 * [near(key.hint)]), label=str(key)) for key in chosen]
-    config, changed = with_values(base(first.choice), chosen, values)
-    if answer(describe, config, chosen):
-        for key, value in changed:
-            shadowed = any(other.path == key.path[: len(other.path)] for other, _ in changed if other is not key)
-            assert shadowed or fits(value, key.hint), f"{key}={value!r} was accepted"
-
-
-TRAINING, EVALUATION = of_training(), of_evaluation()
-CHECKS = {
-    "deadline": None,
-    "derandomize": not EXAMPLES,
-    "suppress_health_check": list(HealthCheck),
-    "phases": (Phase.explicit, Phase.generate),
-}
+TRAINING, EVALUATION = [*of_class(training.RunConfig), Setting(("mask",), Mapping)], of_evaluation()
+BASES = {describe_training: base_of_training, describe_evaluation: base_of_evaluation}
 
 
 def test_every_key_is_found():
-    """The keys come from the classes, so a new setting is tried without a word here."""
     assert {"stage1.lr", "data.tasks", "pruning.ratio", "trainer.devices"} <= {str(key) for key in TRAINING}
     names = {str(key) for key in EVALUATION}
     assert {"batch_size", "model.device", "cache.window", "benchmark.ruler.benchmark.lengths"} <= names
@@ -189,39 +213,27 @@ def test_every_key_is_found():
 
 
 def test_the_configurations_that_are_changed_are_right():
-    assert answer(describe_training, base_of_training(), [])
-    choices = ["", *(f"benchmark {name}" for name in SMALL)]
-    choices += [f"{axis} {name}" for axis, names in REGISTRY.items() for name in names]
-    refused = []
-    for choice in choices:
-        try:
-            describe_evaluation(base_of_evaluation(choice))
-        except (ValueError, OSError) as error:
-            refused.append((choice, str(error)))
-    assert not refused
+    describe_training(base_of_training())
+    choices = [f"{axis} {name}" for axis, names in REGISTRY.items() for name in names]
+    for choice in ["", *(f"benchmark {name}" for name in SMALL), *choices]:
+        describe_evaluation(base_of_evaluation(choice))
 
 
-@settings(max_examples=250, **CHECKS)
-@given(st.data())
-def test_training_answers_in_one_line_or_runs(data):
-    fuzz(describe_training, lambda choice: base_of_training(), TRAINING, data)
-
-
-@settings(max_examples=250, **CHECKS)
-@given(st.data())
-def test_evaluation_answers_in_one_line_or_runs(data):
-    fuzz(describe_evaluation, base_of_evaluation, EVALUATION, data)
-
-
-@pytest.mark.slow
-@settings(max_examples=EXAMPLES or 5000, **CHECKS)
-@given(st.data())
-def test_many_settings_of_training(data):
-    fuzz(describe_training, lambda choice: base_of_training(), TRAINING, data)
-
-
-@pytest.mark.slow
-@settings(max_examples=EXAMPLES or 5000, **CHECKS)
-@given(st.data())
-def test_many_settings_of_evaluation(data):
-    fuzz(describe_evaluation, base_of_evaluation, EVALUATION, data)
+@pytest.mark.parametrize(("describe", "keys"), [(describe_training, TRAINING), (describe_evaluation, EVALUATION)])
+@settings(
+    max_examples=EXAMPLES or 250, derandomize=not EXAMPLES, suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.generate),
+)  # fmt: skip
+@given(data=st.data())
+def test_the_answer_is_one_line_or_a_job(describe, keys, data):
+    first = data.draw(st.sampled_from(keys), label="key")
+    others = [key for key in keys if key.choice in ("", first.choice) and key != first]
+    chosen = [first, *data.draw(st.lists(st.sampled_from(others), max_size=1), label="and")]
+    config = copy.deepcopy(BASES[describe](first.choice))
+    for key in chosen:
+        group = config
+        for part in key.path[:-1]:
+            group = group.setdefault(part, {}) if isinstance(group, dict) else None
+        if isinstance(group, dict):  # else the other value has taken the group's place
+            group[key.path[-1]] = data.draw(st.one_of(ANYTHING, *2 * [near(key.hint)]), label=str(key))
+    answer(describe, config, chosen)

@@ -1,16 +1,16 @@
 """Imports go one way, between packages, between the rooms of a package, and between files; nothing goes in a circle.
 
-Every import counts: those inside functions and those for types alone, too.
+The rooms and their layers are read from docs/architecture.md. Every import counts: those inside functions and those
+for types alone, too.
 """
 
 import ast
-import importlib
+import re
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
 from tests import ROOT
-from tests.helpers.layers import LAYERS
 
 PACKAGES = {
     "leank.data_gen": "data_gen", "leank": "leank", "leank.eval": "eval", "leank_train": "leank_train"
@@ -21,6 +21,17 @@ FORBIDDEN = {
     "leank.eval": ("leank_train", "scripts", "tests"),
     "leank_train": ("scripts", "tests"),
 }
+
+
+def layers():
+    """{package: its floors from the top one down, each a set of rooms}."""
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").split("## Layers")[1]
+    lines = re.findall(r"^    (leank\S*) +(.+(?:\n {8,}.+)*)$", page, re.MULTILINE)
+    return {name.replace("/", "."): [set(re.findall(r"\w+", floor)) for floor in rooms.split("->")]
+            for name, rooms in lines}  # fmt: skip
+
+
+LAYERS = layers()
 
 
 def modules():
@@ -92,11 +103,11 @@ def room(module, package):
 @pytest.mark.parametrize("package", LAYERS)
 def test_rooms_import_from_the_floors_below(package):
     floor = {name: number for number, names in enumerate(LAYERS[package]) for name in names}
+    assert floor.keys() == {room(module, package) for module in MODULES} - {None}
     wrong = []
     for module, file in MODULES.items():
         if (here := room(module, package)) is None:
             continue
-        assert here in floor, f"{package}.{here} has no place in LAYERS"
         for name, line in imported(file):
             there = room(name, package)
             if there in floor and there != here and floor[there] <= floor[here]:
@@ -110,34 +121,3 @@ def test_no_file_imports_itself_through_others():
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(f"imports in a circle: {' -> '.join(error.args[1])}")
-
-
-def defined(file):
-    """The names that a module makes itself, or says in `__all__` that it hands on."""
-    found = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-            if node.id == "__all__":
-                found |= set(importlib.import_module(module_of(file)).__all__)
-    return found
-
-
-def module_of(file):
-    return next(module for module, its in MODULES.items() if its == file)
-
-
-def test_tests_take_a_name_from_the_module_that_defines_it():
-    """Of the packages mypy says so; it does not read tests, which hand over wrong types on purpose."""
-    names = {module: defined(file) for module, file in MODULES.items()}
-    wrong = [
-        f"{file.relative_to(ROOT)}:{node.lineno} takes {name} from {node.module}"
-        for file in sorted((ROOT / "tests").rglob("*.py"))
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ImportFrom) and node.module in MODULES
-        for name in (alias.name for alias in node.names)
-        if name not in names[node.module] and f"{node.module}.{name}" not in MODULES
-    ]
-    assert not wrong

@@ -7,8 +7,6 @@ of them. Where the cache allows it (`capturable`), the steps after the first are
 once, and a compressed layer takes them in pieces that find what each would find alone (`eval.cache.layer.pieces`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

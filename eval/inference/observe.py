@@ -4,8 +4,6 @@
 the price of one more pass over Q K^T.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """From a benchmark row, or the turns of a conversation, to the token ids that the model reads."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Sequence

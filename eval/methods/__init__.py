@@ -3,8 +3,6 @@
 build_method("think", {"channels": {"name": "think", "ratio": 0.6}}, {"sink": 16, "window": 128})
 """
 
-from __future__ import annotations
-
 from leank.eval.methods.axes import Axis, Channels
 from leank.eval.methods.base import Method
 from leank.eval.methods.registry import AXES, REGISTRY, choice, choice_class, name_of

@@ -3,8 +3,6 @@
 The fields of such a class are its configuration. A combination is a Method (eval.methods.base), never a new class.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -53,20 +51,17 @@ class Axis(Checked):
 
     free: str or None: the setting that says how much is kept, one of its own or the cache's `window`; `match` moves it.
     registered: str or None: the name that `method` gives it in configurations.
+    column_sums: bool: whether it needs the attention that each key receives from all queries of the prompt.
     """
 
     free: str | None = None
     registered: str | None = None
+    column_sums: bool = False
 
     @property
     def obs_queries(self) -> int:
-        """How many of the prompt's last queries it needs (`PromptLayer.queries`)."""
-        return 0
-
-    @property
-    def column_sums(self) -> bool:
-        """Whether it needs the attention that each key receives from all queries (`PromptLayer.column_sums`)."""
-        return False
+        """How many of the prompt's last queries it needs: those of its setting `queries`, if it has one."""
+        return getattr(self, "queries", 0)
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise ValueError or FileNotFoundError if this cannot run on such a model; no weights are loaded yet."""
@@ -177,12 +172,8 @@ class Bits(Axis, ABC):
     """How the numbers of the middle are stored."""
 
     @abstractmethod
-    def of_layer(self, index: int, config: PreTrainedConfig) -> codecs.Codec | None:
-        """The codec of one layer; None stores the numbers in the model's type."""
-
-    def of_prompts(self, index: int, config: PreTrainedConfig, prefill: Prefill) -> codecs.Codec | None:
-        """The codec of one layer for these prompts; by default `of_layer`, which is the same for all prompts."""
-        return self.of_layer(index, config)
+    def of_layer(self, index: int, prefill: Prefill) -> codecs.Codec | None:
+        """The codec of one layer for these prompts; None stores the numbers in the model's type."""
 
     @abstractmethod
     def packed(self, held: Held) -> float:
@@ -193,7 +184,7 @@ class Reads(Axis, ABC):
     """Which tokens of the middle a decoding step reads."""
 
     @abstractmethod
-    def of_layer(self, index: int, config: PreTrainedConfig) -> middle.ReadChoice | None:
+    def of_layer(self, index: int) -> middle.ReadChoice | None:
         """The rule of one layer; None reads all tokens."""
 
 

@@ -1,7 +1,5 @@
 """A method of the tables: a choice on each axis of how a compressed cache keeps its middle."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -143,8 +141,8 @@ class Method(Checked):
                 channels=None if channels is None else channels[..., index, :, :],
                 values=None if values is None else values[..., index, :, :],
                 joins=None if joins is None else joins[index],
-                bits=None if self.bits is None else self.bits.of_prompts(index, config, prefill),
-                reads=None if self.reads is None else self.reads.of_layer(index, config),
+                bits=None if self.bits is None else self.bits.of_layer(index, prefill),
+                reads=None if self.reads is None else self.reads.of_layer(index),
                 eviction=self.tokens.eviction(layer, config, sizes)
                 if self.tokens is not None and isinstance(layer, PromptLayer)
                 else None,

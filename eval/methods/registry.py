@@ -1,7 +1,5 @@
 """Choices by name: eval/methods/<axis>/<name>.py is the choice `name` on that axis, imported when it is first used."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from importlib import import_module

@@ -4,8 +4,6 @@ Without a mask it changes nothing. With one, the configuration of the server is 
 backend of this package takes the place of vLLM's own.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable

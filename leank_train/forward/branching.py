@@ -7,20 +7,113 @@ Eq. 1 changes answer rows only, so the context does not depend on alpha and need
     hidden  = student(model, prefix, teacher.cut(question_lengths), answers, lengths, alpha, sink=4, window=64, ...)
 
 Branch r continues document r // M. Token ids are padded on the right with any valid id. Lengths should be on the host,
-so that no pass waits for the GPU (see `prefix`).
+so that no pass waits for the GPU. What the attention layers do in each pass is one class (the protocol `hook.State`):
+
+    PrefillPass   documents                    causal attention by a library kernel; keeps K and V
+    FullPass      questions (and answers)      full attention over document and branch; keeps K and V: the teacher
+    ScaledPass    answers                      Eq. 1 over document, question and answer: the student
+
+All but the first plan once which keys their rows read (`plan`), and attend by `fused.fused_attention`, which names the
+shapes, in every layer.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from leank.data_gen.amount import amount
+from leank.kernels import kernel_order, tried_in
 from leank.shape import check_decoder
+from leank_train.forward.fused import fused_attention, side_by_side
 from leank_train.forward.hook import run_decoder
-from leank_train.forward.passes import Branch, FullPass, PrefillPass, Prefix, ScaledPass, checked_lengths
-from leank_train.forward.plan import to_device
+from leank_train.forward.plan import Plan, document_pieces, own_pieces, to_device, visibility
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Prefilled documents.
+
+    keys, values: [B, H, P, D] per layer.
+    k_positions: [B, P] on the host, -1 for padding.
+    lengths: [B] on the host, tokens of each document.
+    ranks: the processes that each hold a share of the P tokens; None if this one holds all.
+    mean_keys: [L, H, D], what has been subtracted from all keys (`center_`); None if nothing has.
+    """
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    k_positions: Tensor
+    lengths: Tensor
+    ranks: dist.ProcessGroup | None = None
+    mean_keys: Tensor | None = None
+
+    def center_(self, mean_keys: Tensor) -> Prefix:
+        """Subtract mean_keys [L, H, D] from the keys, in place: the students of this prefix prune towards the means.
+
+        A softmax does not change if all keys lose the same vector. After that, Eq. 1 with k - mean is Eq. 1 with
+        alpha k + (1 - alpha) mean. Call it once, when the teacher has read the keys.
+        """
+        mean_keys = mean_keys.to(self.keys[0])
+        for keys, mean in zip(self.keys, mean_keys, strict=True):
+            keys.sub_(mean[:, None])
+        return replace(self, mean_keys=mean_keys)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of keys and values."""
+        return self.keys[0].device
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Branches that continue the documents with full attention.
+
+    keys, values: [R, H, T, D] per layer, of the branch's own tokens.
+    k_positions: [R, T] on the host, -1 for padding.
+    lengths: [R] on the host, the branch's own tokens.
+    starts: [R] on the host, tokens of its document.
+    hidden: [R, T, hidden] after the final norm.
+    """
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    k_positions: Tensor
+    lengths: Tensor
+    starts: Tensor
+    hidden: Tensor
+
+    def cut(self, lengths: Sequence[int] | Tensor) -> Branch:
+        """The first lengths [R] tokens of each branch, such as the question of a pass over question and answer."""
+        lengths = checked_lengths(lengths, self.k_positions)
+        longest = int(lengths.max())
+        seen = torch.arange(longest) < lengths[:, None]
+        return replace(
+            self,
+            keys=[k[:, :, :longest] for k in self.keys],
+            values=[v[:, :, :longest] for v in self.values],
+            k_positions=self.k_positions[:, :longest].masked_fill(~seen, -1),
+            lengths=lengths,
+            hidden=self.hidden[:, :longest],
+        )
+
+
+def checked_lengths(lengths: Sequence[int] | Tensor, ids: Tensor) -> Tensor:
+    """Lengths [R] of ids [R, T] on the host; lengths on a GPU make it wait.
+
+    Raises ValueError if a length is not between 1 and T, or their number is not R.
+    """
+    lengths = torch.as_tensor(lengths).cpu()
+    if lengths.shape != ids.shape[:1] or lengths.min() < 1 or lengths.max() > ids.shape[1]:
+        wanted = amount(ids.shape[0], "number")
+        raise ValueError(f"lengths={lengths.tolist()} must be {wanted} from 1 to {ids.shape[1]}")
+    return lengths
 
 
 @torch.no_grad()
@@ -36,8 +129,8 @@ def prefill(
     lengths: [B], at least 1.
     kernel: one of `kernels.KERNELS`.
 
-    Raises ValueError for a model whose mask cannot be learned (`hook.check_decoder`), bad lengths, or documents longer
-    than the model's positions.
+    Raises ValueError for a model whose mask cannot be learned (`leank.shape.check_decoder`), bad lengths, or documents
+    longer than the model's positions.
     """
     check_decoder(model)
     lengths = checked_lengths(lengths, document_ids)
@@ -65,42 +158,6 @@ def branch(model: PreTrainedModel, prefix: Prefix, ids: Tensor, lengths: Sequenc
     return Branch(state.keys, state.values, k_positions, lengths, starts, hidden)
 
 
-@torch.no_grad()
-def prefill_and_branch(
-    model: PreTrainedModel,
-    document_ids: Tensor,
-    document_lengths: Sequence[int] | Tensor,
-    ids: Tensor,
-    lengths: Sequence[int] | Tensor,
-    kernel: str = "auto",
-) -> tuple[Prefix, Branch]:
-    """`prefill` and `branch` in one pass, for one branch per document.
-
-    document_ids: [B, P], right-padded.
-    document_lengths: [B], at least 1.
-    ids: [B, T], right-padded.
-    lengths: [B], at least 1.
-    kernel: one of `kernels.KERNELS`.
-    """
-    check_decoder(model)
-    starts, lengths = checked_lengths(document_lengths, document_ids), checked_lengths(lengths, ids)
-    P, T = document_ids.shape[1], ids.shape[1]
-    own_at, own = _positions(starts, lengths, ids)
-    at = to_device(own_at, ids.device)  # [B, T], columns of the branch in its row
-    whole = torch.cat([document_ids, ids.new_zeros(ids.shape)], 1).scatter(1, at, ids)
-    positions = torch.arange(P + T, device=ids.device).expand_as(whole)
-    state = PrefillPass(int((starts + lengths).max()), model.config.num_hidden_layers, kernel)
-    hidden = run_decoder(model, whole, positions, state)
-
-    def tail(x: Tensor) -> Tensor:  # [B, H, P + T, D] -> [B, H, T, D]
-        return x.gather(2, at[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
-
-    k_positions = _positions(torch.zeros_like(starts), starts, document_ids)[1]
-    prefix = Prefix([k[:, :, :P] for k in state.keys], [v[:, :, :P] for v in state.values], k_positions, starts)
-    rows = hidden.gather(1, at[:, :, None].expand(-1, -1, hidden.shape[2]))
-    return prefix, Branch([tail(k) for k in state.keys], [tail(v) for v in state.values], own, lengths, starts, rows)
-
-
 def student(
     model: PreTrainedModel,
     prefix: Prefix,
@@ -118,9 +175,9 @@ def student(
     question: the branches up to their answers.
     answer_ids: [R, N], right-padded.
     lengths: [R], at least 1.
-    alpha: [L, H, D] or [R, L, H, D].
+    alpha: [L, H, D].
     sink, window: tokens that Eq. 1 does not scale; the window counts the row itself.
-    empty_heads: as in `attention.scaled_attention`.
+    empty_heads: as in `fused.fused_attention`.
 
     Returns hidden states [R, N, hidden] after the final norm. Those past a length mean nothing; leave them out of the
     loss.
@@ -148,3 +205,116 @@ def _positions(starts: Tensor, lengths: Tensor, ids: Tensor) -> tuple[Tensor, Te
     steps = torch.arange(ids.shape[1])
     positions = starts[:, None] + steps
     return positions, positions.masked_fill(steps >= lengths[:, None], -1)
+
+
+class _Keeps:
+    """Keeps K and V of every layer of a pass."""
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def keep(self, k: Tensor, v: Tensor) -> None:
+        self.keys.append(k.contiguous())
+        self.values.append(v.contiguous())
+
+
+class PrefillPass(_Keeps):
+    """Causal attention by the library's fastest kernel; keeps K and V.
+
+    longest: tokens of the longest sequence.
+    layers: number of layers of the model.
+    kernel: one of `kernels.KERNELS`.
+    """
+
+    def __init__(self, longest: int, layers: int, kernel: str = "auto") -> None:
+        super().__init__(longest)
+        self.layers, self.kernel = layers, kernel
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Causal attention [R, Hq, T, D] within each sequence."""
+        self.keep(k, v)
+        k, v, group = self.keys[-1], self.values[-1], q.shape[1] // k.shape[1]
+        if q.is_cuda and q.dtype == torch.float32:  # no fused float32 kernel lets the queries of a group share keys
+            k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
+        if self.kernel == "flash_attn":
+            from flash_attn import flash_attn_func  # an optional dependency
+
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            return flash_attn_func(q, k, v, softmax_scale=scale, causal=True).transpose(1, 2)
+        with tried_in(kernel_order(self.kernel, q, self.layers)):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=group > 1)
+
+
+class FullPass(_Keeps):
+    """Full attention of each branch over its document and itself; keeps K and V.
+
+    positions: [R, n] of the rows, on the host.
+    k_positions: [R, n], the same with -1 for padding.
+    """
+
+    def __init__(self, prefix: Prefix, positions: Tensor, k_positions: Tensor) -> None:
+        super().__init__(int(k_positions.max()) + 1)
+        if prefix.mean_keys is not None:
+            raise ValueError("the keys of this prefix are centered: let the teacher read them before")
+        self.prefix = prefix
+        causal = visibility(positions, prefix.k_positions, "causal")
+        pieces = document_pieces(positions, prefix.k_positions, [causal], prefix.device)
+        own = visibility(positions, k_positions, "causal")
+        self.plan = Plan(pieces + own_pieces(positions, k_positions, len(prefix.lengths), [own], prefix.device))
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Full attention [R, Hq, n, D] over the branch's document and its own tokens up to each row."""
+        self.keep(k, v)
+        own = (side_by_side(x, len(self.prefix.lengths)) for x in (k, v))
+        keys, values = zip((self.prefix.keys[layer], self.prefix.values[layer]), own, strict=True)
+        return fused_attention(q, keys, values, self.plan, scale, ranks=self.prefix.ranks)
+
+
+class ScaledPass:
+    """Eq. 1 for the answer rows, over the keys of document (part 0), question (part 1) and answer (part 2).
+
+    The example in `plan` follows the rows of an answer from here to the keys that they read.
+
+    positions: [R, n] of the rows, on the host.
+    k_positions: [R, n], the same with -1 for padding.
+    alpha: [L, H, D].
+    sink, window: tokens that all rows read with plain queries; the window counts the row itself.
+    empty_heads: as in `fused.fused_attention`.
+    """
+
+    def __init__(
+        self,
+        prefix: Prefix,
+        question: Branch,
+        positions: Tensor,
+        k_positions: Tensor,
+        alpha: Tensor,
+        sink: int,
+        window: int,
+        empty_heads: str,
+    ) -> None:
+        if prefix.mean_keys is not None:
+            centered = [k - mean[:, None] for k, mean in zip(question.keys, prefix.mean_keys, strict=True)]
+            question = replace(question, keys=centered)
+        self.prefix, self.question, self.empty_heads = prefix, question, empty_heads
+        self.alpha = alpha.to(prefix.device).unbind(0)
+        self.longest = int(k_positions.max()) + 1
+        zones = [visibility(positions, prefix.k_positions, zone, sink, window) for zone in ("dense", "middle")]
+        pieces = document_pieces(positions, prefix.k_positions, zones, prefix.device)
+        for part, at in ((1, question.k_positions), (2, k_positions)):
+            zones = [visibility(positions, at, zone, sink, window) for zone in ("dense", "middle")]
+            pieces += own_pieces(positions, at, len(prefix.lengths), zones, prefix.device, part)
+        self.plan = Plan(pieces)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Eq. 1 for this layer's rows, [R, Hq, n, D]."""
+        documents = len(self.prefix.lengths)
+        if self.prefix.mean_keys is not None:
+            k = k - self.prefix.mean_keys[layer, :, None]
+        keys = [self.prefix.keys[layer], *(side_by_side(x, documents) for x in (self.question.keys[layer], k))]
+        values = [self.prefix.values[layer], *(side_by_side(x, documents) for x in (self.question.values[layer], v))]
+        return fused_attention(
+            q, keys, values, self.plan, scale, self.alpha[layer], self.empty_heads, ranks=self.prefix.ranks
+        )

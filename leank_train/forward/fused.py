@@ -2,11 +2,16 @@
 
 The plan of the pass says what is read (`leank_train.forward.plan`). A layer is a handful of products around a softmax.
 The library's flash kernel reads the long ranges that every row sees whole. In the softmax, one column stands for such a
-range: its log-sum-exp. `attention.scaled_attention` is the slow reference with the same result, and names the shapes.
+range: its log-sum-exp. Eq. 1 in dense matrices, with which the tests compare it, is tests/oracles/eq1.py.
+
+Shapes of this package: R branches, B documents, M = R / B branches per document, Hq query heads, H KV heads,
+G = Hq / H query heads per KV head (the group), n query tokens per branch, T keys, D head_dim. Branch r reads the keys
+of document r // M, which are not copied.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +21,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from leank.kernels import HALF, SCORES_AT_ONCE, flash_backward, flash_forward, flash_takes
-from leank_train.forward.attention import exp_, product
 from leank_train.forward.plan import JoinedPieces, KeyBlock, Layout, Piece, Plan
 
+EMPTY_HEADS = ("drop", "zero")
+LEAST_LOGIT = -60.0  # relative to the row's maximum: e^-60 = 9e-27 is lost in the rounding of a sum that holds 1
 FLASH_FROM = 512  # keys; the flash kernel reads ranges of at least so many, shorter ones cost less in a joint product
 
 
@@ -46,8 +52,10 @@ def fused_attention(
     keys, values: [B, H, T, D] per part of the plan; T differs between parts.
     plan: which ranges of the parts the rows read, and with which query.
     scale: factor of the logits.
-    alpha: [H, D] or [R, H, D], scales the queries of scaled pieces.
-    empty_heads: as in `attention.scaled_attention`.
+    alpha: [H, D], scales the queries of scaled pieces.
+    empty_heads: what a head does with the middle if its alpha is 0 everywhere. "zero" is Eq. 1 as written: the logits
+        are 0, so that every middle token keeps the weight e^0. "drop" leaves the middle out, as deployed (section 3.3);
+        alpha still gets the gradient that "zero" would give it for the same gradient of the output.
     limit: attention scores held at a time, beyond which keys are read in blocks; None chooses by device.
     ranks: processes that hold a share of part 0 each, and otherwise the same. All get the output and the gradient that
         one process with all of part 0 would get.
@@ -60,11 +68,9 @@ def fused_attention(
     dense = q.reshape(B, M, H, G, n, D).permute(0, 2, 3, 1, 4, 5).reshape(B, H, G * M * n, D)
     factor, empty = None, None
     if alpha is not None and (ranks or plan.scales):  # all ranks must do the same, whatever their shares hold
-        # the factor of dense: [H, 1, D], or [B, H, G * M * n, D] where branches differ
-        factor = alpha[:, None] if alpha.dim() == 2 else _to_rows(alpha.view(B, M, H, 1, D).transpose(1, 2), G, n)
+        factor = alpha[:, None]  # [H, 1, D]
         if empty_heads == "drop":
-            none = (alpha == 0).all(-1).expand(R, H)  # [R, H]: heads that drop the middle
-            empty = _to_rows(none.view(B, M, H, 1, 1).transpose(1, 2), G, n)
+            empty = (factor == 0).all(-1, keepdim=True)  # [H, 1, 1]: heads that drop the middle
     if flash_from is None and flash_takes(q):
         flash_from = FLASH_FROM
     if keys[0].requires_grad or values[0].requires_grad:
@@ -75,10 +81,29 @@ def fused_attention(
     return out.reshape(B, H, G, M, n, D).permute(0, 3, 1, 2, 4, 5).reshape(R, Hq, n, D)
 
 
-def _to_rows(x: Tensor, G: int, n: int) -> Tensor:
-    """X [B, H, M, 1, C], the same for all rows of a branch -> [B, H, G * M * n, C]."""
-    B, H, M, _, C = x.shape
-    return x[:, :, None].expand(B, H, G, M, n, C).reshape(B, H, G * M * n, C)
+def exp_(logits: Tensor) -> Tensor:
+    """Exp in place, exactly 0 from LEAST_LOGIT down.
+
+    On a CPU, exp takes 20 to 170 times as long where its result underflows (-inf included), and so does every product
+    with a result below the normal range. A GPU has no such cost.
+
+    logits: relative to the maximum or the log-sum-exp of their row.
+    """
+    if logits.is_cuda:
+        return logits.exp_()
+    return torch.threshold_(logits.clamp_(min=LEAST_LOGIT - 1).exp_(), math.exp(LEAST_LOGIT), 0.0)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Product of a and b, both [B, H, ., .], summed in at least float32.
+
+    On a GPU, operands of a half-precision model stay in half precision.
+    """
+    if b.is_cuda and b.dtype in HALF:
+        found = torch.bmm(a.to(b.dtype).flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
+        return found.unflatten(0, b.shape[:2])
+    dtype = torch.promote_types(b.dtype, torch.float32)
+    return a.to(dtype) @ b.to(dtype)
 
 
 def _read(tensors: Sequence[Tensor], joined: JoinedPieces) -> Tensor:

@@ -1,10 +1,10 @@
 """Which keys the rows of a pass read, and in which order: planned once per pass, used by all layers.
 
 In a pass over short answer rows, the GPU's time goes into launches and not into memory. So the plan gathers the keys
-into few blocks, which `fused` reads with few products. `attention` names the shapes.
+into few blocks, which `fused` reads with few products. `fused` names the shapes.
 
 An example: one document of 1000 tokens (positions 0 to 999), a question of 20 tokens (1000 to 1019), and an answer of 3
-tokens, whose rows are at the positions 1020, 1021 and 1022. sink = 4, window = 64 (`passes.ScaledPass`).
+tokens, whose rows are at the positions 1020, 1021 and 1022. sink = 4, window = 64 (`branching.ScaledPass`).
 
 1. Part 0 holds the document's keys, part 1 the question's, part 2 the answer's own.
 2. The row at 1020 sees its window, the positions 957 to 1020; the row at 1022 sees 959 to 1022.
@@ -23,7 +23,7 @@ tokens, whose rows are at the positions 1020, 1021 and 1022. sink = 4, window = 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 
 JOINED = 4096  # keys; a piece up to this length is short: it is copied next to other short ones, for one product
-ZONES = ("causal", "dense", "middle")
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
@@ -71,16 +70,6 @@ class Visibility:
         dense = (j < self.sink) | (i - j < self.window)
         return causal & (dense if self.zone == "dense" else ~dense)
 
-    def mask(self, start: int, stop: int) -> Tensor:
-        """Bool [B, M * n, stop - start], True where a row sees a key."""
-        return self.sees(self.q_positions[:, :, None], self.k_positions[:, None, start:stop])
-
-    def blocks(self, block: int) -> Iterator[tuple[int, int, bool]]:
-        """The spans, cut into pieces of at most `block` keys."""
-        for start, stop, masked in self.spans:
-            for first in range(start, stop, block):
-                yield first, min(first + block, stop), masked
-
 
 def visibility(q_positions: Tensor, k_positions: Tensor, zone: str, sink: int = 0, window: int = 1) -> Visibility:
     """Find the spans of one zone for a pass.
@@ -89,15 +78,9 @@ def visibility(q_positions: Tensor, k_positions: Tensor, zone: str, sink: int = 
 
     q_positions: [R, n].
     k_positions: [B, T], -1 for padding; B divides R.
-    zone: one of `ZONES`.
+    zone: "causal", "dense" or "middle".
     sink, window: tokens, at least 0 and 1; the window counts the row itself.
-
-    Raises ValueError for an unknown zone, or a sink or window out of range.
     """
-    if zone not in ZONES:
-        raise ValueError(f"zone={zone!r} is unknown; use one of {', '.join(ZONES)}")
-    if sink < 0 or window < 1:
-        raise ValueError(f"sink={sink}, window={window}: the sink must be at least 0, the window (self included) 1")
     folded = q_positions.reshape(k_positions.shape[0], -1)  # [B, M * n]
     found = Visibility(folded, k_positions, zone, sink, window, ())
     low, high = folded.amin(1, keepdim=True), folded.amax(1, keepdim=True)  # [B, 1]

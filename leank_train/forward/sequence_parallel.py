@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from leank.kernels import cudnn_forward, cudnn_pays, flash_forward, flash_takes, on_hopper
+from leank.kernels import SCORES_AT_ONCE, cudnn_forward, cudnn_pays, flash_forward, flash_takes, on_hopper
 from leank.shape import check_decoder
-from leank_train.forward.attention import merge, partial_attention
+from leank_train.forward.branching import Prefix, checked_lengths
+from leank_train.forward.fused import product
 from leank_train.forward.hook import run_decoder
-from leank_train.forward.passes import Prefix, checked_lengths
-from leank_train.forward.plan import to_device, visibility
+from leank_train.forward.plan import to_device
 
 
 @torch.no_grad()
@@ -118,7 +118,7 @@ class RingPass:
 def block_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False, cudnn: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Attention and its log-sum-exp, by one of the library's kernels where they run, else by `partial_attention`.
+    """Attention and its log-sum-exp, by one of the library's kernels where they run, else by plain products.
 
     q: [B, Hq, n, D].
     k, v: [B, H, T, D].
@@ -127,10 +127,22 @@ def block_attention(
 
     Returns out [B, Hq, n, D] and lse [B, Hq, n], both in at least float32.
     """
-    (B, _, n, _), T = q.shape, k.shape[2]
     if flash_takes(q):
         out, lse = (cudnn_forward if cudnn else flash_forward)(q, k, v, scale, causal)[:2]
         return out.float(), lse
-    columns = torch.arange(T, device=q.device).expand(B, T)
-    seen = visibility(columns if causal else torch.full((B, n), T, device=q.device), columns, "causal")
-    return partial_attention(q, k, v, scale, seen)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    at_once = max(1, SCORES_AT_ONCE[q.device.type] // k.shape[:3].numel())  # rows
+    columns, outs, lses = torch.arange(k.shape[2], device=q.device), [], []
+    for rows in torch.arange(q.shape[2], device=q.device).split(at_once):
+        logits = product(q[:, :, rows], k.mT).mul_(scale)
+        if causal:
+            logits.masked_fill_(columns > rows[:, None], -torch.inf)
+        lses.append(logits.logsumexp(-1))
+        outs.append(product(logits.sub_(lses[-1][..., None]).exp_(), v))
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+def merge(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two disjoint sets of keys, from out [..., n, D] and finite lse [..., n] over each."""
+    lse = torch.logaddexp(lse1, lse2)
+    return out1 * (lse1 - lse).exp()[..., None] + out2 * (lse2 - lse).exp()[..., None], lse

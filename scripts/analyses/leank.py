@@ -103,7 +103,6 @@ def group_removal(
     channels: Positive = 4,
     per: Annotated[str, OneOf("model", "layer", "head")] = "layer",
     queries: Positive = 32,
-    batch: Positive = 32,
 ) -> pd.DataFrame:
     """Section 2.3, figure 1 (right): whether channels of a large norm are those whose removal hurts.
 
@@ -117,7 +116,6 @@ def group_removal(
 
     channels: of a group, a divisor of head_dim.
     per: where a group's channels are removed at a time.
-    batch: groups whose removal runs side by side.
     """
     shape = source.backbone.shape
     if shape.head_dim % channels:
@@ -142,7 +140,7 @@ def group_removal(
             raise ValueError("a layer of the model has a sliding window: it has no middle to remove channels from")
         ratios = torch.stack([norm_ratios(layer.queries, layer.keys) for _, layer in seen]).double().cpu()
         norm[:-1] += torch.stack([ratios[place].mean() for place in places]) / samples
-        found = known(source, source.sample(task, length, index), keep, 0, 1, "zero", batch)
+        found = known(source, source.sample(task, length, index), keep, 0, 1, "zero")
         loss += (found.loss - found.loss[-1]) / samples
         wrong += found.wrong / samples
     table = Table()
@@ -168,15 +166,12 @@ class Known(NamedTuple):
 
 
 @torch.no_grad()
-def known(
-    source: Source, sample: Sample, keep: Tensor, sink: int, window: int, empty_heads: str, batch: int = 32
-) -> Known:
+def known(source: Source, sample: Sample, keep: Tensor, sink: int, window: int, empty_heads: str) -> Known:
     """Run the right answer under every mask, with the attention of training's Eq. 1; the prompt is prefilled once.
 
     keep: [M, L, H, D], bool or 0 and 1.
     sink, window: tokens that keep all channels; the window counts the reading token itself.
-    empty_heads: "drop" or "zero", as in `leank_train.forward.attention.scaled_attention`.
-    batch: masks that run side by side.
+    empty_heads: "drop" or "zero", as in `leank_train.forward.fused.fused_attention`.
 
     Raises ValueError for an answer of one token, which no mask can change.
     """
@@ -188,16 +183,15 @@ def known(
     prefix = prefill(backbone.model, ids[:, :-1], [ids.shape[1] - 1])
     asked = branch(backbone.model, prefix, ids[:, -1:], [1])
     found = []
-    for some in keep.to(ids.device, prefix.keys[0].dtype).split(batch):
-        given, right = (part.expand(len(some), -1) for part in (answer[:, :-1], answer[:, 1:]))
+    for one in keep.to(ids.device, prefix.keys[0].dtype):
         hidden = student(
-            backbone.model, prefix, asked.repeat(len(some)), given, [tokens] * len(some), some,
+            backbone.model, prefix, asked, answer[:, :-1], [tokens], one,
             sink=sink, window=window, empty_heads=empty_heads,
         )  # fmt: skip
-        logits = backbone.model.get_output_embeddings()(hidden).float()  # [M, tokens, vocabulary]
-        loss = cross_entropy(logits.mT, right, reduction="none").double().mean(1)
-        found.append(torch.stack([loss, (logits.argmax(-1) != right).double().mean(1)]).cpu())
-    return Known(*torch.cat(found, 1))
+        logits = backbone.model.get_output_embeddings()(hidden)[0].float()  # [tokens, vocabulary]
+        loss = cross_entropy(logits, answer[0, 1:], reduction="none").double().mean()
+        found.append(torch.stack([loss, (logits.argmax(-1) != answer[0, 1:]).double().mean()]).cpu())
+    return Known(*torch.stack(found, 1))
 
 
 @analysis(

@@ -4,12 +4,16 @@
     KIVI="--window 128 --methods dense papers/kivi4 papers/kivi4_think papers/kivi4_iap"
     python -m scripts.bench.methods OUT $KIVI --lengths 160 --new 338 --batches 300    # ThinK's tables 10, 11
     python -m scripts.bench.methods OUT $KIVI --lengths 4097 --new 128 --batches 15    # IAP's table 6
+    python -m scripts.bench.methods OUT --lengths 131072 --methods dense snapkv fastkv gemfilter pyramid_infer asl \
+        --set '+method.asl.each={prefill:{layer:[7,15,23]}}'    # ASL's tables 4 and 10
+    python -m scripts.bench.methods OUT --lengths 256 --new 20480 --batches 32 --methods dense lethe \
+        --set +method.lethe.tokens.limit=1024    # Lethe's tables 2 and 3
     python -m scripts.bench.methods OUT --shape reference --lengths 600 --new 4      # a CPU, to look at it
 
-Every method of conf/method builds its cache from a pass over one random prompt and decodes forced tokens.
-Methods without a pass of their own share one, and all batches of a length do. A batch repeats the prompt's cache in all
-its rows. "largest" is the most rows that fit: it begins at what the bytes at the end of all steps allow, and takes a
-twentieth less wherever that does not fit.
+Every method of conf/method, with the settings of --set, builds its cache from a pass over one random prompt and decodes
+forced tokens. Methods without a pass of their own share one, and all batches of a length do. A batch repeats the
+prompt's cache in all its rows. "largest" is the most rows that fit: it begins at what the bytes at the end of all steps
+allow, and takes a twentieth less wherever that does not fit.
 
 Prints and keeps OUT/methods.csv, with one row per method, length and batch, in which a run that was killed goes on. A
 method that fails costs its row alone:
@@ -101,15 +105,18 @@ def every_method() -> list[str]:
 
 
 def configured(
-    name: str, shape: str, mask: Path, sizes: Sizes, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
-) -> list[Method]:
-    """The methods `name` of conf/method, with the settings for the reference model where it has some.
+    names: Sequence[str], shape: str, mask: Path, sizes: Sizes, config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase, overrides: Sequence[str] = (),
+) -> list[Method]:  # fmt: skip
+    """The methods `names` of conf/method, with the settings for the reference model where it has some.
 
     A preset there is one method, or several where its settings are varied.
+    overrides: of python -m eval.
     """
-    small = shape == "reference" and name in method_options("method/reference")
+    small = method_options("method/reference") if shape == "reference" else ()
+    chosen = ",".join(f"reference/{name}" if name in small else name for name in names)
     with initialize_config_module("leank.conf.eval", version_base="1.3"):
-        given = compose("eval", [f"method=[{'reference/' if small else ''}{name}]"])
+        given = compose("eval", [f"method=[{chosen}]", *overrides])
     given.mask, given.cache = str(mask), asdict(sizes)
     found: object = OmegaConf.to_container(given, resolve=True)
     assert isinstance(found, dict)
@@ -169,11 +176,6 @@ class Bench:
         cache = method.cache(self.model, prompt)
         spent = now() - start
         return cache if isinstance(cache, CompressedCache) else method.compressed(self.model, prompt), spent
-
-    @torch.no_grad()
-    def cache_s(self, method: Method, prompt: Prefill) -> float:
-        """Seconds in which a method makes its cache, the second time."""
-        return self.cache(method, prompt)[1]
 
     @torch.no_grad()
     def decode_one(self, row: Record, method: Method, prompt: Prefill, cache: CompressedCache) -> None:
@@ -432,6 +434,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--new", type=int, default=32, help="tokens that are timed; 32 = one flush of the window")
     parser.add_argument("--window", type=int, help="tokens at the end that stay whole, in methods that name no window")
     parser.add_argument("--methods", nargs="+", help="of conf/method; papers/NAME for a preset; default: all")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of the methods, as in eval")
     parser.add_argument("--profile", action=argparse.BooleanOptionalAction, default=True,
                         help="look where a step's time goes")  # fmt: skip
     args = parser.parse_args(argv)
@@ -440,11 +443,9 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = load_config(ModelConfig())[1]  # of the shipped model: calibration's ids are in any vocabulary
     bench = Bench(Replay(model, tokenizer, Settings()), args.new, args.profile)
     table, kernels = Table(args.out / "methods.csv", KEYS), Table(args.out / "kernels.csv", (*KEYS, "name"))
-    ready: list[Method] = []
-    for name in args.methods or every_method():
-        found = configured(name, args.shape, mask, sizes, model.config, tokenizer)
-        bench.replay.calibrate(found)
-        ready.extend(found)
+    names = args.methods or every_method()
+    ready = configured(names, args.shape, mask, sizes, model.config, tokenizer, args.set)
+    bench.replay.calibrate(ready)
     for length in args.lengths:
         for methods in kinds(ready):
             measure(bench, table, kernels, methods, length, args.batches)

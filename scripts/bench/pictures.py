@@ -1,12 +1,10 @@
 """The pictures of the README, drawn from the tables of docs/results.
 
     python -m scripts.bench.pictures recall docs/results/reference{,_mixed}/recall.csv docs/pictures/recall.svg
-    python -m scripts.bench.pictures documents docs/results/reference/documents.csv docs/pictures/documents.svg
-    python -m scripts.bench.pictures speed docs/results/h200 docs/pictures/speed.svg
+    python -m scripts.bench.pictures speed docs/results/h200/{generation,attention}.csv docs/pictures/speed.svg
 
-`recall` draws tables of `scripts.bench.quality ratios`: label, ratio (% of K channels pruned, empty for dense), recall,
-low, high. Of several, each has a panel with the name of its folder. `documents` draws the table of
-`scripts.bench.documents`. `speed` draws generation.csv and attention.csv of one folder. The files are
+`recall` draws tables of `scripts.bench.quality ratios`; of several, each has a panel with the name of its folder.
+`speed` draws a table of `scripts.bench.decoding generation` and one of `scripts.bench.attention layers`. The files are
 transparent SVG, to be read on white and on black.
 """
 
@@ -24,7 +22,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from leank.eval.report.style import INK, PALETTE, SETTINGS, plain, sheet
+from leank.eval.report.style import INK, SETTINGS, plain, sheet
 from leank.files import write_text
 
 # Okabe and Ito's six that do not fade on white, then three more; an SVG in an <img> cannot take the colour of its page
@@ -37,18 +35,8 @@ OTHERS = ("#5E8C31", "#C2497B")  # of labels without a colour of their own
 TEXT = "#7b8088"  # contrast 4 to 1 on white, 4.8 to 1 on #0d1117
 LOOK = SETTINGS | {"font.size": 11, "axes.titlesize": 11, "svg.fonttype": "none", "svg.hashsalt": "leank"}
 
-NAMES = {
-    "kl": "KL", "l2": "L2", "one_document": "KL, one document a step", "usual_momentum": "KL, momentum 0.9",
-    "stopping": "KL, early stopping",
-}  # fmt: skip
 
 Records = Sequence[Mapping[str, str]]
-
-
-def read_table(path: Path) -> list[dict[str, str]]:
-    """Rows of a CSV by column."""
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def spread(values: Sequence[float], gap: float) -> list[float]:
@@ -93,16 +81,6 @@ def draw_recall(axes: Axes, table: Records) -> None:
     ratios = sorted({point[0] for points in lines.values() for point in points})
     crowded = 0.05 * (ratios[-1] - ratios[0])
     axes.set_xticks([r for r, after in zip(ratios, [*ratios[1:], np.inf], strict=True) if after - r > crowded])
-
-
-def draw_recalls(files: Sequence[Path]) -> Figure:
-    """Tables of recall, one above the other."""
-    drawn = sheet(3.6 * len(files), 7.2)
-    for axes, file in zip(drawn.subplots(len(files), squeeze=False)[:, 0], files, strict=True):
-        draw_recall(axes, read_table(file))
-        if len(files) > 1:
-            axes.set_title(f"model={file.parent.name}", loc="left")
-    return drawn
 
 
 def bars(
@@ -162,52 +140,6 @@ def draw_attention(axes: Axes, table: Records) -> None:
     axes.set_title("Attention per layer, batch x context\nDashed: fastest dense. Orange: limit by bytes", loc="left")
 
 
-def draw_speed(folder: Path) -> Figure:
-    """Generation and attention of one folder of benchmarks, one above the other."""
-    drawn = sheet(6, 7.2)
-    above, below = drawn.subplots(2)
-    for axes, draw, name in ((above, draw_generation, "generation.csv"), (below, draw_attention, "attention.csv")):
-        draw(axes, read_table(folder / name))
-    return drawn
-
-
-def draw_documents(table: Records) -> Figure:
-    """A panel each for recall and, where the table has it, KL: a dot for each seed, a line through the means."""
-    shown = ["recall", *(["kl"] if any(row["variant"] != "dense" and row.get("kl") for row in table) else [])]
-    figure = sheet(3.2 * len(shown), 7.2)
-    for axes, column in zip(figure.subplots(len(shown), squeeze=False)[:, 0], shown, strict=True):
-        draw_column(axes, table, column)
-    return figure
-
-
-def draw_column(axes: Axes, table: Records, column: str) -> None:
-    """One panel; recall has dense as a dashed line, KL a logarithmic axis."""
-    plain(axes)
-    points: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row in table:
-        if row["variant"] != "dense" and row[column]:
-            points[row["variant"]][int(row["documents"])].append(float(row[column]))
-        elif column == "recall":
-            axes.axhline(float(row[column]), color=INK, linewidth=1, linestyle="--", label="dense")
-    for (variant, by_number), colour in zip(points.items(), PALETTE, strict=False):
-        numbers = sorted(by_number)
-        means = [float(np.mean(by_number[n])) for n in numbers]
-        axes.plot(numbers, means, color=colour, linewidth=1.8, label=NAMES.get(variant, variant))
-        dots = [(n, value) for n in numbers for value in by_number[n]]
-        axes.plot(*zip(*dots, strict=True), "o", color=colour, markersize=4, alpha=0.7)
-    ticks = sorted({number for of in points.values() for number in of})
-    axes.set(xscale="log", xlabel="training documents")
-    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    axes.minorticks_off()
-    if column == "recall":
-        axes.set(ylabel="recall, %")
-        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)  # above: dots fill the panel
-    else:
-        axes.set(ylabel="KL from dense, nats a token", yscale="log")
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
-
-
 def to_svg(figure: Figure) -> str:
     """The figure as a file of its own: transparent, with text as text, in a tone between black and white."""
     out = io.StringIO()
@@ -218,21 +150,19 @@ def to_svg(figure: Figure) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["recall", "documents", "speed"])
-    parser.add_argument(
-        "source", type=Path, nargs="+", help="tables of recall, a table of documents, or folder of benchmarks"
-    )
+    parser.add_argument("action", choices=["recall", "speed"])
+    parser.add_argument("source", type=Path, nargs="+", help="tables as CSV")
     parser.add_argument("out", type=Path)
     args = parser.parse_args(argv)
-    if args.action != "recall" and len(args.source) > 1:
-        parser.error(f"{args.action} takes one folder, not {len(args.source)}")
+    draw = {"recall": [draw_recall] * len(args.source), "speed": [draw_generation, draw_attention]}[args.action]
     with matplotlib.rc_context(LOOK):
-        if args.action == "recall":
-            figure = draw_recalls(args.source)
-        else:
-            figure = (
-                draw_documents(read_table(args.source[0])) if args.action == "documents" else draw_speed(args.source[0])
-            )
+        figure = sheet((3.6 if args.action == "recall" else 3) * len(draw), 7.2)
+        panels = figure.subplots(len(draw), squeeze=False)[:, 0]
+        for panel, file, axes in zip(draw, args.source, panels, strict=True):
+            with file.open(newline="") as table:
+                panel(axes, list(csv.DictReader(table)))
+            if args.action == "recall" and len(draw) > 1:
+                axes.set_title(f"model={file.parent.name}", loc="left")
         write_text(args.out, to_svg(figure))
 
 

@@ -1,11 +1,8 @@
 """Scores of masks and methods as tables, from the rows of runs of python -m eval.
 
-    python -m scripts.bench.quality by_task DIR [DIR ...] --out methods.csv
     python -m scripts.bench.quality ratios DIR --out recall.csv --tasks ratios.csv
     python -m scripts.bench.quality turns DIR [DIR ...] --out multi_turn.csv
 
-by_task    a line for each method and task, and one for all tasks, which count alike. Prints the table as Markdown, and
-           which layers a method selected. A sample that stands in two folders must have one score
 ratios     a line for each method and share of K channels pruned: recall (and points from dense and from LeanK's masks
            of the same ratio, paired by sample), KL from dense, top-1 agreement, bytes. Labels of methods end in their
            ratio, and masks of one kind in their seed: think_0.7, iap_97pct, kl_90_seed1. Seeds are averaged sample by
@@ -14,14 +11,14 @@ ratios     a line for each method and share of K channels pruned: recall (and po
 turns      recall of conversations (benchmark=multi_turn) by turn. A report counts turns as independent samples; here
            the mean of a conversation's turns is one number
 
-Every interval is a 95% bootstrap interval.
+Every interval is a 95% bootstrap interval. Tables by task, of any run, are those of python -m eval report.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -29,13 +26,8 @@ import numpy as np
 import pandas as pd
 
 from leank import stats
-from leank.eval.benchmarks.ruler import OFFICIAL
-from leank.eval.methods.prefill.asl import NOWHERE
-from leank.eval.report.groups import MARKED, group, labels, variant
-from leank.eval.report.summary import Run, summarise_groups
-from leank.eval.report.tables import difference, mean, number
 from leank.eval.rows.result_row import ResultRow, check_rows
-from leank.eval.rows.results import Key, key_of, read
+from leank.eval.rows.results import read
 from leank.files import write_text
 
 ALL = "all"  # the tasks together
@@ -66,89 +58,9 @@ def write_table(path: Path, lines: Sequence[Line]) -> None:
     write_text(path, pd.DataFrame(lines, dtype=object).to_csv(index=False))
 
 
-# by task
-
-
-def put_together(folders: Iterable[Path]) -> list[ResultRow]:
-    """The rows of some runs, each sample once.
-
-    Raises ValueError for a sample that two folders score differently, because one of them is of another program.
-    """
-    found: dict[Key, tuple[Path, ResultRow]] = {}
-    for folder in folders:
-        for row in checked(read(folder)):
-            where, first = found.setdefault(key_of(row), (folder, row))
-            if first["score"] != row["score"]:
-                raise ValueError(
-                    f"{row['method']}, {row['task']}, sample {row['sample']}: {first['score']:g} in {where}, "
-                    f"{row['score']:g} in {folder}; take the rows of one of them out"
-                )
-    return [row for _, row in found.values()]
-
-
-def one_run(rows: Iterable[ResultRow]) -> Run:
-    """Figures of a run, its tasks in RULER's order. Raises ValueError for rows of several lengths or settings."""
-    runs = summarise_groups(group(rows))["runs"]
-    if len(runs) != 1 or len(runs[0]["lengths"]) != 1:
-        raise ValueError("the rows are not of one model, one length and one set of settings; python -m eval report")
-    runs[0]["tasks"].sort(key=lambda task: OFFICIAL.index(task) if task in OFFICIAL else len(OFFICIAL))
-    return runs[0]
-
-
-def selected_layers(rows: Sequence[ResultRow]) -> dict[tuple[str, str], str]:
-    """How many samples selected which layer, in words, by method and task; without methods that select none."""
-    found: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
-    named = labels(rows)
-    for row in rows:
-        if (at := row.get("selected_layer")) is not None:
-            for task in (row["task"], ALL):
-                found[named[variant(row)], task][at] += 1
-    return {
-        key: ", ".join(f"{'none' if at == NOWHERE else f'layer {at}'}: {n}" for at, n in sorted(counts.items()))
-        for key, counts in found.items()
-    }
-
-
-def by_task(run: Run, selected: Mapping[tuple[str, str], str]) -> list[Line]:
-    """Lines of the CSV: each method in all, then by task. Scores and differences are points."""
-    out: list[Line] = []
-    for whole in run["overall"]:
-        mine = {cell["task"]: cell for cell in run["cells"] if cell["method"] == whole["method"]}
-        for task, cell in [(ALL, whole), *((task, mine[task]) for task in run["tasks"] if task in mine)]:
-            share, columns = cell["share_of_dense"], {
-                "score": "score", "low": "score_low", "high": "score_high", "minus dense": "difference",
-                "difference low": "difference_low", "difference high": "difference_high",
-            }  # fmt: skip
-            out.append({
-                "method": whole["method"], "task": task, "n": cell["n"],
-                **{name: None if cell[of] is None else round(cell[of], 2) for name, of in columns.items()},
-                "share of dense": None if share is None else round(share / 100, 4),
-                **{name.replace("_", " "): cell[name] for name in MARKED},
-                "selected": selected.get((whole["method"], task), ""),
-            })  # fmt: skip
-    return out
-
-
-def by_task_page(run: Run) -> str:
-    """The Markdown table: dense first, then by score; * marks a task of fewer samples than the others have."""
-    cells = {(cell["method"], cell["task"]): cell for cell in run["cells"]}
-    most = max(cell["n"] for cell in cells.values())
-    shown = []
-    for one in sorted(run["overall"], key=lambda one: (one["method"] != run["dense"], -one["score"])):
-        tasks = [cells.get((one["method"], task)) for task in run["tasks"]]
-        share = "" if one["share_of_dense"] is None else f"{one['share_of_dense']:.0f}%"
-        scores = ["" if cell is None else number(cell["score"], 0) + "*" * (cell["n"] < most) for cell in tasks]
-        shown.append([one["method"], mean(one), difference(one), share, *scores])
-    return markdown(["method", "score", "minus dense", "of dense", *(t.removeprefix("niah_") for t in run["tasks"])],
-                    shown)  # fmt: skip
-
-
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """A Markdown table whose cells are text."""
     return str(pd.DataFrame(lines, columns=head, dtype=object).to_markdown(index=False, disable_numparse=True))
-
-
-# against the pruning ratio
 
 
 def named(method: str) -> tuple[str, str, str] | None:
@@ -326,19 +238,11 @@ def by_turn(rows: Iterable[ResultRow]) -> list[Line]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=["by_task", "ratios", "turns"])
+    parser.add_argument("table", choices=["ratios", "turns"])
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="of runs of python -m eval")
     parser.add_argument("--out", required=True, type=Path, help="a CSV file")
     parser.add_argument("--tasks", type=Path, help="ratios: a CSV file by task")
     args = parser.parse_args(argv)
-    if args.table == "by_task":
-        rows = put_together(args.folders)
-        run, selected = one_run(rows), selected_layers(rows)
-        write_table(args.out, by_task(run, selected))
-        print(by_task_page(run))
-        for method, task in sorted(selected, key=lambda one: (one[0], one[1] != ALL)):
-            print(f"{method}, {task}: {selected[method, task]}")
-        return
     rows = checked(row for folder in args.folders for row in read(folder))
     if args.table == "turns":
         write_table(args.out, by_turn(rows))

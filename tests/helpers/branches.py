@@ -23,12 +23,11 @@ def batch():
     return tokens(DOCUMENTS, 1), tokens(QUESTIONS, 2), tokens(ANSWERS, 3)
 
 
-def scores(per_branch=False):
-    """Random alpha [L, H, D] or [R, L, H, D] of `tests.conftest.tiny_model`, with an empty head in layer 0."""
-    shape = [4] * per_branch + [2, 2, 8]
-    alpha = torch.rand(shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    alpha[..., 0, 1, :] = 0  # an empty head
-    alpha[..., 1, 0, :4] = 0
+def scores():
+    """Random alpha [L, H, D] of `tests.conftest.tiny_model`, with an empty head in layer 0."""
+    alpha = torch.rand(2, 2, 8, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    alpha[0, 1] = 0  # an empty head
+    alpha[1, 0, :4] = 0
     return alpha.requires_grad_()
 
 

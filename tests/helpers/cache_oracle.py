@@ -8,54 +8,25 @@ import functools
 
 import torch
 from hypothesis import strategies as st
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    Cache,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
+from tests import conftest
+from tests.conftest import ARCHITECTURES as FAMILIES
 
 LAYERS, HEADS, DIM, VOCAB = 2, 2, 8, 89
 SEEDS = st.integers(0, 2**20)
-FAMILIES = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": DIM}),
-    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
-}
 
 
 @functools.cache
 def tiny_model(family: str, dtype=torch.float64, **changes):
     """A random model whose attention is peaked enough that pruning changes its tokens."""
-    config_class, model_class, extra = FAMILIES[family]
-    torch.manual_seed(sorted(FAMILIES).index(family))
     settings = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 40,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": HEADS,
-        "initializer_range": 0.4,
-        "max_position_embeddings": 8192,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": None,
-    }
-    config = config_class(**{**settings, **extra, **changes})
-    return model_class(config).to(dtype).eval()
+        "vocab_size": VOCAB, "intermediate_size": 40, "initializer_range": 0.4, "max_position_embeddings": 8192,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+    }  # fmt: skip
+    return conftest.tiny_model(family, sorted(FAMILIES).index(family), **{**settings, **changes}).to(dtype)
 
 
 class OracleLayer(DynamicLayer):

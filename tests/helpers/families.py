@@ -34,10 +34,18 @@ HALF_SLIDING = {"sliding_window": WINDOW, "layer_types": ["full_attention", "sli
 
 
 class Family(NamedTuple):
-    """model: class name; settings: of its config, None = leave BASE's out; config: class name where it differs."""
+    """A model class, and what of it works.
+
+    model: class name.
+    settings: of its config; None = leave BASE's out.
+    cache, training: patterns of the lines with which each refuses it; "" = it works.
+    config: class name where it differs.
+    """
 
     model: str
     settings: Mapping = MappingProxyType({})
+    cache: str = ""
+    training: str = ""
     config: str = ""
 
 
@@ -45,7 +53,16 @@ def rope(kind, **settings):
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **settings}}
 
 
-RIGHT = {
+def no_kv_heads(kind, model, training="has no rotary positions", **settings):
+    """A family that says nothing of KV heads."""
+    settings = {"num_key_value_heads": None, **settings}
+    return Family(model, settings, f"model={kind} has no num_key_value_heads", f"model={kind} {training}")
+
+
+SINKS = r"its attention has attention sinks \(s_aux\)"
+OTHER_WIDTH = "model={} has keys of 24 channels and values of 16"
+LINEAR = "layer 0 of {} uses LinearAttentionLayer"
+FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
     "llama3": Family(
         "LlamaForCausalLM",
@@ -69,115 +86,88 @@ RIGHT = {
     "ernie4_5": Family("Ernie4_5ForCausalLM", {"head_dim": 16}),
     "olmo3": Family("Olmo3ForCausalLM", HALF_SLIDING),
     "exaone4": Family("Exaone4ForCausalLM", HALF_SLIDING),
-    "nemotron": Family("NemotronForCausalLM", {"head_dim": 16}),
-    "stablelm": Family("StableLmForCausalLM"),
+    "nemotron": Family(
+        "NemotronForCausalLM", {"head_dim": 16},
+        training="model=nemotron does not hand keyword arguments down to its attention",
+    ),
+    "stablelm": Family("StableLmForCausalLM", training="model=stablelm takes no registered attention function"),
     "qwen2_sliding": Family("Qwen2ForCausalLM", {"use_sliding_window": True, **HALF_SLIDING}),
     "cohere2": Family("Cohere2ForCausalLM", HALF_SLIDING),
     "ministral": Family("MinistralForCausalLM", {"head_dim": 16, **HALF_SLIDING}),
     "gemma2": Family(
         "Gemma2ForCausalLM",
         {"head_dim": 16, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, **HALF_SLIDING},
+        training=r"model=gemma2: its attention has soft-capped logits \(softcap\)",
     ),
     "gemma3": Family(
-        "Gemma3ForCausalLM", {"head_dim": 16, "query_pre_attn_scalar": 16, **HALF_SLIDING}, "Gemma3TextConfig"
+        "Gemma3ForCausalLM", {"head_dim": 16, "query_pre_attn_scalar": 16, **HALF_SLIDING}, config="Gemma3TextConfig"
     ),
     "gemma3n": Family(
         "Gemma3nForCausalLM",
         {
-            "head_dim": 16,
-            "num_kv_shared_layers": 0,
-            "intermediate_size": [48] * 2,
-            "vocab_size_per_layer_input": 61,
-            "hidden_size_per_layer_input": 8,
-            "laurel_rank": 4,
-            "altup_num_inputs": 2,
-            "activation_sparsity_pattern": [0.0] * 2,
-            **HALF_SLIDING,
+            "head_dim": 16, "num_kv_shared_layers": 0, "intermediate_size": [48] * 2, "laurel_rank": 4,
+            "vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 8, "altup_num_inputs": 2,
+            "activation_sparsity_pattern": [0.0] * 2, **HALF_SLIDING,
             "layer_types": ["sliding_attention", "full_attention"],
         },
-        "Gemma3nTextConfig",
+        config="Gemma3nTextConfig",
     ),
-    "gpt_oss": Family("GptOssForCausalLM", {"head_dim": 16, "num_local_experts": 4, **HALF_SLIDING}),
-    "granite_swa": Family("GraniteSWAForCausalLM", {"attention_multiplier": 0.25, **HALF_SLIDING}),
+    "gpt_oss": Family(
+        "GptOssForCausalLM", {"head_dim": 16, "num_local_experts": 4, **HALF_SLIDING},
+        training=f"model=gpt_oss: {SINKS}",
+    ),
+    "granite_swa": Family(
+        "GraniteSWAForCausalLM", {"attention_multiplier": 0.25, **HALF_SLIDING}, training=f"model=granite_swa: {SINKS}"
+    ),
     "llama4": Family(
         "Llama4ForCausalLM",
         {
-            "head_dim": 16,
-            "num_local_experts": 2,
-            "intermediate_size_mlp": 48,
-            "attention_chunk_size": WINDOW,
+            "head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": WINDOW,
             "layer_types": ["chunked_attention", "full_attention"],
         },
-        "Llama4TextConfig",
+        training=r"model=llama4_text has layers of chunked_attention \(layer_types\)",
+        config="Llama4TextConfig",
     ),
-}
-NO_KV_HEADS = {"num_key_value_heads": None}
-REFUSED = {
-    "deepseek_v3": (
-        Family(
-            "DeepseekV3ForCausalLM",
-            {
-                **{"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16},
-                **{"v_head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
-            },
-        ),
-        "model=deepseek_v3 has keys of 24 channels and values of 16",
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        {
+            "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+            "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+        },
+        *2 * [OTHER_WIDTH.format("deepseek_v3")],
     ),
-    "mimo": (
-        Family("MiMoV2FlashForCausalLM", {"head_dim": 24, "v_head_dim": 16, "n_routed_experts": 4}),
-        "model=mimo_v2_flash has keys of 24 channels and values of 16",
+    "mimo": Family(
+        "MiMoV2FlashForCausalLM", {"head_dim": 24, "v_head_dim": 16, "n_routed_experts": 4},
+        *2 * [OTHER_WIDTH.format("mimo_v2_flash")],
     ),
-    "falcon": (Family("FalconForCausalLM", NO_KV_HEADS), "model=falcon has no num_key_value_heads"),
-    "gpt2": (Family("GPT2LMHeadModel", NO_KV_HEADS), "model=gpt2 has no num_key_value_heads"),
-    "gpt_neox": (Family("GPTNeoXForCausalLM", NO_KV_HEADS), "model=gpt_neox has no num_key_value_heads"),
-    "opt": (
-        Family("OPTForCausalLM", {**NO_KV_HEADS, "ffn_dim": 48, "word_embed_proj_dim": 64}),
-        "model=opt has no num_key_value_heads",
+    "falcon": no_kv_heads("falcon", "FalconForCausalLM", "has no num_key_value_heads"),
+    "gpt2": no_kv_heads("gpt2", "GPT2LMHeadModel"),
+    "gpt_neox": no_kv_heads("gpt_neox", "GPTNeoXForCausalLM", "has no num_key_value_heads"),
+    "opt": no_kv_heads("opt", "OPTForCausalLM", ffn_dim=48, word_embed_proj_dim=64),
+    "bloom": no_kv_heads("bloom", "BloomForCausalLM"),
+    "mamba": no_kv_heads("mamba", "MambaForCausalLM"),
+    "jamba": Family(
+        "JambaForCausalLM", {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2}, LINEAR.format("jamba"),
+        "model=jamba has no rotary positions",
     ),
-    "bloom": (Family("BloomForCausalLM", NO_KV_HEADS), "model=bloom has no num_key_value_heads"),
-    "jamba": (
-        Family("JambaForCausalLM", {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2}),
-        "layer 0 of jamba uses LinearAttentionLayer",
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        {
+            "head_dim": 16, "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2,
+            "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, **EXPERTS,
+        },
+        LINEAR.format("qwen3_next"), "model=qwen3_next",
     ),
-    "mamba": (Family("MambaForCausalLM", NO_KV_HEADS), "model=mamba has no num_key_value_heads"),
-    "qwen3_next": (
-        Family(
-            "Qwen3NextForCausalLM",
-            {
-                **{"head_dim": 16, "layer_types": ["linear_attention", "full_attention"], **EXPERTS},
-                **{"linear_num_value_heads": 2, "linear_num_key_heads": 2},
-                **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
-            },
-        ),
-        "layer 0 of qwen3_next uses LinearAttentionLayer",
-    ),
-}
-
-
+}  # fmt: skip
+RIGHT = [name for name, family in FAMILIES.items() if not family.cache]
+REFUSED = {name: family.cache for name, family in FAMILIES.items() if family.cache}
+UNTRAINED = {name: family.training for name, family in FAMILIES.items() if family.training}
 NONE_IS_A_VALUE = ("eos_token_id", "sliding_window")
-UNTRAINED = {
-    "gpt_oss": r"model=gpt_oss: its attention has attention sinks \(s_aux\)",
-    "granite_swa": r"model=granite_swa: its attention has attention sinks \(s_aux\)",
-    "gemma2": r"model=gemma2: its attention has soft-capped logits \(softcap\)",
-    "llama4": r"model=llama4_text has layers of chunked_attention \(layer_types\)",
-    "nemotron": "model=nemotron does not hand keyword arguments down to its attention",
-    "stablelm": "model=stablelm takes no registered attention function",
-    "deepseek_v3": "model=deepseek_v3 has keys of 24 channels and values of 16",
-    "mimo": "model=mimo_v2_flash has keys of 24 channels and values of 16",
-    "falcon": "model=falcon has no num_key_value_heads",
-    "gpt_neox": "model=gpt_neox has no num_key_value_heads",
-    "gpt2": "model=gpt2 has no rotary positions",
-    "opt": "model=opt has no rotary positions",
-    "bloom": "model=bloom has no rotary positions",
-    "jamba": "model=jamba has no rotary positions",
-    "mamba": "model=mamba has no rotary positions",
-    "qwen3_next": "model=qwen3_next",
-}
 
 
 @functools.cache
 def build(name):
-    family = RIGHT[name] if name in RIGHT else REFUSED[name][0]
+    family = FAMILIES[name]
     config_class = family.config or family.model.replace("ForCausalLM", "Config").replace("LMHeadModel", "Config")
     if not (hasattr(transformers, family.model) and hasattr(transformers, config_class)):
         pytest.skip(f"this transformers has no {family.model}")
@@ -194,25 +184,17 @@ def build(name):
 
 def trained():
     """Families that a mask can be learned for."""
-    return sorted(RIGHT.keys() - UNTRAINED.keys())
-
-
-def plain(pattern):
-    """The text that a pattern of an error stands for."""
-    return pattern.replace("\\", "")
+    return sorted(FAMILIES.keys() - UNTRAINED.keys())
 
 
 def table():
     """The table in Markdown: what works, or the line that says why not."""
     lines = []
-    for name in sorted({*RIGHT, *REFUSED}):
-        family = RIGHT[name] if name in RIGHT else REFUSED[name][0]
-        cache = "yes" if name in RIGHT else plain(REFUSED[name][1])
-        training = plain(UNTRAINED[name]) if name in UNTRAINED else "yes"
-        lines.append([name, family.model, cache, cache if name in RIGHT else "no", training])
-    return pd.DataFrame(
-        lines, columns=["family", "class of transformers", "cache", "generate()", "training"]
-    ).to_markdown(index=False)
+    for name, (model, _, *refused, _) in sorted(FAMILIES.items()):
+        cache, training = (line.replace("\\", "") or "yes" for line in refused)
+        lines.append([name, model, cache, "yes" if name in RIGHT else "no", training])
+    columns = ["family", "class of transformers", "cache", "generate()", "training"]
+    return pd.DataFrame(lines, columns=columns).to_markdown(index=False)
 
 
 if __name__ == "__main__":

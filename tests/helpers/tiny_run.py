@@ -61,15 +61,15 @@ def command(model: Path | str) -> list[str]:
     return [f"model.name={model}", *OVERRIDES]
 
 
-def line_and_env(model: Path | str, *extra: str) -> tuple[list[str], dict[str, str]]:
-    """`python -m leank_train` on the tiny run, which is then in the folder `here`, and its environment."""
+def line_and_env(model: Path | str, *extra: str, out: str = "here") -> tuple[list[str], dict[str, str]]:
+    """`python -m leank_train` on the tiny run, which is then in the folder `out`, and its environment."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return [sys.executable, "-m", "leank_train", *command(model), "hydra.run.dir=here", *extra], env
+    return [sys.executable, "-m", "leank_train", *command(model), f"hydra.run.dir={out}", *extra], env
 
 
-def cli(model: Path | str, cwd: Path, *extra: str) -> subprocess.Popen:
+def cli(model: Path | str, cwd: Path, *extra: str, out: str = "here") -> subprocess.Popen:
     """`line_and_env` as a process of its own, begun in the folder `cwd`."""
-    line, env = line_and_env(model, *extra)
+    line, env = line_and_env(model, *extra, out=out)
     return subprocess.Popen(line, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

@@ -3,8 +3,6 @@
 "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", arXiv 2402.02750, section 3.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -13,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.segment import round_up
 from leank.eval.cache.storage.sizes import Sizes
+from leank.eval.inference.prefill import Prefill
 from leank.eval.methods.axes import Bits, Held, method
 from leank.shape import kv_shape
 from leank.typed import OneOf, Positive
@@ -50,7 +49,7 @@ class KIVI(Bits):
             )
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.of_layer(0, config).check(kv_shape(config)[-1])
+        Packing(self.bits, self.group).check(kv_shape(config)[-1])
 
     def packed(self, held: Held) -> float:
         """Bytes of the middle: `bits` per number, and one scale and one zero point per group of K and of V."""
@@ -58,5 +57,5 @@ class KIVI(Bits):
         cells = -(-held.middle // self.group) * channels + held.middle * held.v / self.group
         return float(cells.sum()) * (self.group * self.bits / 8 + 2 * held.itemsize)
 
-    def of_layer(self, index: int, config: PreTrainedConfig) -> Packing:
+    def of_layer(self, index: int, prefill: Prefill) -> Packing:
         return Packing(self.bits, self.group)

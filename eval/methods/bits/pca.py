@@ -13,7 +13,6 @@ from typing import Self
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from leank.channel_scores import pruned, wide
 from leank.eval.cache.storage.codecs import RecordCodec
@@ -43,11 +42,7 @@ class PCA(FromSamples, Bits):
     - Plain PyTorch turns the coordinates back: answers are the method's, time is not.
 
     Settings
-    ratio: float in [0, 1), default 0.7: share of dimensions that are left out; floor(ratio D) in every head.
-    task: str, default "niah_multikey_3": task of the calibration samples.
-    length: int, tokens, default 2048: longest sample.
-    samples: int, default 8: number of samples.
-    seed: int, default 7: seed of the samples.
+    ratio, task, length, samples, seed: see eval.methods.common.calibrated.
     """
 
     free = "ratio"
@@ -66,7 +61,7 @@ class PCA(FromSamples, Bits):
         dim = moments.shape[-1]
         return torch.linalg.eigh(moments).eigenvectors.flip(-1)[..., : dim - pruned(dim, self.ratio)]
 
-    def of_layer(self, index: int, config: PreTrainedConfig) -> Coordinates:
+    def of_layer(self, index: int, prefill: Prefill) -> Coordinates:
         return Coordinates(self.basis()[index])
 
     def packed(self, held: Held) -> float:

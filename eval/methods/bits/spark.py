@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import PreTrainedConfig
 
 from leank.channel_scores import pruned, top, wide
 from leank.eval.cache.storage.codecs import RecordCodec
@@ -59,20 +58,13 @@ class SparK(Bits):
     queries: Positive = 32
     recovery: Annotated[str, OneOf(*RECOVERY)] = "mean"
 
-    @property
-    def obs_queries(self) -> int:
-        return self.queries
-
     def width(self, dim: int, itemsize: int) -> int:
         """Numbers of `itemsize` bytes in a record."""
         gone, bits = pruned(dim, self.ratio), 8 * itemsize
         recovery = -(-gone // bits) + 1 if self.recovery == "mean" else 0
         return min(dim, dim - gone + -(-dim // bits) + recovery)
 
-    def of_layer(self, index: int, config: PreTrainedConfig) -> Records:
-        raise ValueError("spark chooses channels by the prompt's queries; use of_prompts")
-
-    def of_prompts(self, index: int, config: PreTrainedConfig, prefill: Prefill) -> Records | None:
+    def of_layer(self, index: int, prefill: Prefill) -> Records | None:
         layer = prefill.layers[index]
         if not isinstance(layer, PromptLayer):
             return None

@@ -12,9 +12,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import PreTrainedConfig
 
 from leank.eval.cache.storage.codecs import PageCodec
+from leank.eval.inference.prefill import Prefill
 from leank.eval.methods.axes import Bits, Held, method
 from leank.typed import OneOf, Seed
 
@@ -51,7 +51,7 @@ class TurboQuant(Bits):
         vectors = [held.middle * (-(-n // per_byte) + held.itemsize * (n > 0)) for n in (held.k, held.v)]
         return float(sum(n.sum() for n in vectors))
 
-    def of_layer(self, index: int, config: PreTrainedConfig) -> Rotation:
+    def of_layer(self, index: int, prefill: Prefill) -> Rotation:
         return Rotation(self.bits, seed=self.seed)
 
 
@@ -87,16 +87,10 @@ class Rotation(PageCodec):
 
     bits: of a coordinate, 2 or 4
     seed: of the random bases
-
-    Raises ValueError for other numbers of bits.
     """
 
     bits: int = 4
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.bits not in (2, 4):
-            raise ValueError(f"rotated coordinates have 2 or 4 bits, not {self.bits}")
 
     @property
     def why_not_kernel(self) -> str | None:

@@ -3,8 +3,6 @@
 "LeanK: Learnable K Cache Channel Pruning for Efficient Decoding", arXiv 2508.02215, section 4.1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property

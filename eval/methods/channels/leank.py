@@ -3,12 +3,9 @@
 "LeanK: Learnable K Cache Channel Pruning for Efficient Decoding", arXiv 2508.02215, section 3.3.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -48,14 +45,7 @@ class LeanK(Channels):
             raise ValueError("mask is not set; give mask=PATH, the mask.safetensors of a training run")
         if isinstance(self.mask, ChannelMask):
             return self.mask
-        path = Path(located(self.mask))
-        if path.suffix == ".pth":
-            if not path.is_file():
-                raise FileNotFoundError(
-                    f"mask={self.mask} does not exist; give a mask.safetensors or published .pth mask"
-                )
-            return ChannelMask.from_official(path)
-        return ChannelMask.load(path)
+        return ChannelMask.load(located(self.mask))
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         mask = self.loaded

@@ -3,8 +3,6 @@
 "LeanK: Learnable K Cache Channel Pruning for Efficient Decoding", arXiv 2508.02215, tables 9 and 23.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -36,10 +34,6 @@ class LeanKBudget(LeanK):
 
     queries: Positive = 32
     group: Annotated[str, OneOf(*GROUPS)] = "squares"
-
-    @property
-    def obs_queries(self) -> int:
-        return self.queries
 
     def identity(self) -> dict[str, object]:
         return {**super().identity(), "queries": self.queries, "group": self.group}

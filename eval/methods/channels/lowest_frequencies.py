@@ -3,8 +3,6 @@
 No paper proposes this baseline. LeanK (arXiv 2508.02215, section 5.2) reports that learned masks favour these pairs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -3,8 +3,6 @@
 "ThinK: Thinner Key Cache by Query-Driven Pruning", arXiv 2407.21018, Eq. 1 and table 1.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

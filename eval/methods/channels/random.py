@@ -1,7 +1,5 @@
 """Random channels, equally many in every head: the floor of every table. No paper proposes it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

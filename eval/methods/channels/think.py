@@ -3,8 +3,6 @@
 "ThinK: Thinner Key Cache by Query-Driven Pruning", arXiv 2407.21018, section 3.2; ThinKV is its appendix D.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -51,10 +49,6 @@ class ThinK(Uniform):
     queries: Positive = 32
     group: Annotated[str, OneOf(*GROUPS)] = "squares"
     values: Share = 0.0
-
-    @property
-    def obs_queries(self) -> int:
-        return self.queries
 
     def keep_mask(self, prefill: Prefill, config: PreTrainedConfig) -> Tensor:
         return best(think_scores(prefill, self.queries, self.group), self.ratio)

@@ -1,7 +1,5 @@
 """Choices that are the same for all inputs and come from calibration samples, such as masks of mean channel scores."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -49,9 +47,13 @@ class FromSamples(Axis):
     _found: Calibration = field(default_factory=Calibration, repr=False, compare=False)
 
     @property
-    def observed(self) -> int:
-        """How many of a sample's last queries are observed."""
+    def obs_queries(self) -> int:
         return 0
+
+    @property
+    def observed(self) -> int:
+        """How many of a sample's last queries are observed: those of the setting `queries`, if there is one."""
+        return getattr(self, "queries", 0)
 
     @abstractmethod
     def of_samples(self, passes: Iterator[Prefill]) -> Tensor:

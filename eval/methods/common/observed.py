@@ -1,7 +1,5 @@
 """What a choice of channels scores: in every layer the prompt's last queries and the keys that stay."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

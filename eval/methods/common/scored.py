@@ -1,7 +1,5 @@
 """The base of choices that keep, in every head, the tokens of the highest scores within a budget."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -9,6 +7,8 @@ from typing import Annotated
 import numpy as np
 import torch
 from annotated_types import Gt, Lt
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -20,7 +20,15 @@ from leank.eval.methods.axes import Held, Tokens
 from leank.shape import kv_shape
 from leank.typed import Positive
 
+
+def _odd(kernel: int) -> int:
+    if kernel % 2 == 0:
+        raise PydanticCustomError("odd", "must be odd; the papers pool over 5 or 7 tokens")
+    return kernel
+
+
 Budget = Positive | Annotated[float, Gt(0), Lt(1)]
+Kernel = Annotated[Positive, AfterValidator(_odd)]  # tokens that a score is pooled over, itself in the middle
 
 
 def middle_budget(budget: int, sizes: Sizes) -> int:

@@ -3,8 +3,6 @@
 Each row may drop other tokens at another layer, so rows run one by one without padding; `stack` makes them one batch.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -152,17 +150,10 @@ def window_and_best(scores: Tensor, count: int, window: int) -> Tensor:
     return torch.cat([scores.topk(count).indices.sort().values, following])
 
 
-def check_window(budget: Budget, window: int, kernel: int) -> None:
-    """Raise ValueError if the budget leaves nothing outside the window, or for a kernel without a middle."""
+def check_window(budget: Budget, window: int) -> None:
+    """Raise ValueError if the budget leaves nothing outside the window."""
     if isinstance(budget, int) and budget <= window:
         raise ValueError(f"budget={budget} must be more than window={window}")
-    check_kernel(kernel)
-
-
-def check_kernel(kernel: int) -> None:
-    """Raise ValueError for a pooling kernel that has no middle."""
-    if kernel % 2 == 0:
-        raise ValueError(f"kernel={kernel} must be odd; the papers pool over 5 or 7 tokens")
 
 
 def layer_at(layer: int | None, of_32: int, config: PreTrainedConfig) -> int:

@@ -3,8 +3,6 @@
 "Adaptive Layer Selection for Layer-Wise Token Pruning in LLM Inference", arXiv 2601.07667, section 4, Algorithms 1, 2.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import deque
@@ -18,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from leank.eval.inference.prefill import Prefill, PromptLayer, prefill
 from leank.eval.methods.axes import method
+from leank.eval.methods.common.scored import Kernel
 from leank.eval.methods.common.slicing import (
     RowPass,
     check_window,
@@ -96,7 +95,7 @@ class ASL(RowPass):
     budget: Positive = 2048
     threshold: Annotated[float, Gt(0), Lt(1), "the paper uses 0.3"] | None = None
     window: Positive = 32
-    kernel: Positive = 7
+    kernel: Kernel = 7
     observed: Annotated[int, Ge(2)] | None = None
     first: Positive | None = None
     two_pass: bool = False
@@ -104,7 +103,7 @@ class ASL(RowPass):
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         super().check(config, tokenizer)
-        check_window(self.budget, self.window, self.kernel)
+        check_window(self.budget, self.window)
         if config.num_hidden_layers < 2:
             raise ValueError("asl drops tokens above a layer, and the model has one layer: leave out `prefill`")
         if not 1 <= self.rule(config).first < config.num_hidden_layers:

@@ -4,8 +4,6 @@
 section 4.1.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -14,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from leank.eval.inference.prefill import Prefill, PromptLayer, prefill
 from leank.eval.methods.axes import method
-from leank.eval.methods.common.scored import Budget
+from leank.eval.methods.common.scored import Budget, Kernel
 from leank.eval.methods.common.slicing import (
     POOLING,
     RowPass,
@@ -55,12 +53,12 @@ class FastKV(RowPass):
     budget: Budget = 2048
     layer: Count | None = None
     window: Positive = 8
-    kernel: Positive = 7
+    kernel: Kernel = 7
     pooling: Annotated[str, OneOf(*POOLING)] = "avg"
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         super().check(config, tokenizer)
-        check_window(self.budget, self.window, self.kernel)
+        check_window(self.budget, self.window)
         layer_at(self.layer, 15, config)
 
     def kept_counts(self, config: PreTrainedConfig, length: int) -> tuple[list[int], list[int]]:

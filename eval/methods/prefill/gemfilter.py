@@ -4,8 +4,6 @@
 2409.17422, Algorithm 1.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,7 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from leank.eval.inference.prefill import Prefill, PromptLayer, prefill
 from leank.eval.methods.axes import method
-from leank.eval.methods.common.slicing import RowPass, check_kernel, layer_at, slicing
+from leank.eval.methods.common.scored import Kernel
+from leank.eval.methods.common.slicing import RowPass, layer_at, slicing
 from leank.typed import Count, Positive
 
 
@@ -39,11 +38,10 @@ class GemFilter(RowPass):
     free = "budget"
     budget: Positive = 1024
     layer: Count | None = None
-    kernel: Positive = 5
+    kernel: Kernel = 5
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         super().check(config, tokenizer)
-        check_kernel(self.kernel)
         layer_at(self.layer, 13, config)
 
     def kept_counts(self, config: PreTrainedConfig, length: int) -> tuple[list[int], list[int]]:

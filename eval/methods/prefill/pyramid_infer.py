@@ -3,8 +3,6 @@
 "PyramidInfer: Pyramid KV Cache Compression for High-throughput LLM Inference", arXiv 2405.12532, section 3.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Annotated

@@ -4,8 +4,6 @@
 section 4.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -62,7 +60,7 @@ class AdaKV(Scored):
         return self.inner.obs_queries
 
     @property
-    def column_sums(self) -> bool:
+    def column_sums(self) -> bool:  # type: ignore[override]  # it is that of the other choice
         return self.inner.column_sums
 
     @property

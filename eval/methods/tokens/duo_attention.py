@@ -4,13 +4,10 @@
 w_hf is of LeanK (arXiv 2508.02215), section 5.2 and appendix D.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -77,22 +74,22 @@ class DuoAttention(Tokens):
     _ratios: Calibration = field(default_factory=Calibration, repr=False, compare=False)
 
     @property
+    def obs_queries(self) -> int:
+        return 0  # its queries are those of the sample
+
+    @property
     def calibrated_on(self) -> tuple[object, ...]:
         """The settings on which w_hf depends."""
         return tuple(getattr(self, name) for name in CALIBRATION)
 
     @cached_property
     def gates(self) -> Tensor:
-        """The pattern [L, H]. Raises FileNotFoundError or ValueError naming the setting."""
+        """The pattern [L, H]. Raises ValueError naming the setting."""
         assert self.pattern is not None
-        if not Path(self.pattern).is_file():
-            raise FileNotFoundError(f"pattern={self.pattern} does not exist; give a full_attention_heads.tsv, or null")
         try:
-            found = np.loadtxt(self.pattern, ndmin=2)
-        except ValueError as error:
-            raise ValueError(f"pattern={self.pattern} is no table of numbers, layers by KV heads: {error}") from error
-        if not np.isfinite(found).all():
-            raise ValueError(f"pattern={self.pattern} has gates that are not finite; give a full_attention_heads.tsv")
+            found = np.asarray_chkfinite(np.loadtxt(self.pattern, ndmin=2))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"pattern={self.pattern}: {error}; give a full_attention_heads.tsv, or null") from error
         return torch.from_numpy(found).clamp(0, 1)
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:

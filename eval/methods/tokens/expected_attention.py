@@ -4,8 +4,6 @@
 section 3.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -57,10 +55,6 @@ class ExpectedAttention(Scored):
     skip: Count = 4
     covariance: bool = True
     epsilon: Annotated[float, Ge(0)] = 0.0
-
-    @property
-    def obs_queries(self) -> int:
-        return self.queries
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         rope = getattr(config, "rope_parameters", None) or {}

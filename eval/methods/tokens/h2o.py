@@ -3,8 +3,6 @@
 "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models", arXiv 2306.14048, section 4.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -31,14 +29,10 @@ class H2O(Evicting):
     tokens have left the window.
 
     Settings
-    budget: see eval.methods.common.scored; default 1024.
-    evict: bool, default True: whether the budget also holds while decoding. If not, every new token stays, and the
-      choice may be combined with bits and reads.
+    budget, evict: see eval.methods.common.scored; default 1024 and True.
     """
 
-    @property
-    def column_sums(self) -> bool:
-        return True
+    column_sums = True
 
     def scores(self, layer: PromptLayer, real: Tensor | None, config: PreTrainedConfig) -> Tensor:
         assert layer.column_sums is not None

@@ -4,8 +4,6 @@
 arXiv 2504.15364, section 3.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -73,10 +73,7 @@ class Lethe(Tokens):
     reading: Annotated[str, OneOf(*READINGS)] = "text"
     limit: Count = 0
     min_sparsity: Annotated[float, Ge(0), Le(1)] = 0.0
-
-    @property
-    def column_sums(self) -> bool:
-        return True
+    column_sums = True
 
     def check_sizes(self, sizes: Sizes) -> None:
         if self.evict_at <= sizes.sink + sizes.window:

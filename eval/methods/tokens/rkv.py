@@ -13,7 +13,7 @@ import torch
 from annotated_types import Ge, Le
 from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig
 
 from leank.channel_scores import wide
 from leank.eval.cache.attention.backend import why_not
@@ -23,8 +23,7 @@ from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.inference.observe import received
 from leank.eval.inference.prefill import PromptLayer
 from leank.eval.methods.axes import method
-from leank.eval.methods.common.scored import Evicting
-from leank.eval.methods.common.slicing import check_kernel
+from leank.eval.methods.common.scored import Evicting, Kernel
 from leank.typed import Positive
 
 BLOCK = 1024  # keys compared at once with all others; the limit bounds memory
@@ -60,16 +59,9 @@ class RKV(Evicting):
     """
 
     queries: Positive = 8
-    kernel: Positive = 7
+    kernel: Kernel = 7
     mix: Annotated[float, Ge(0), Le(1)] = 0.1
     threshold: Annotated[float, Ge(0), Le(1)] = 0.5
-
-    @property
-    def obs_queries(self) -> int:
-        return self.queries
-
-    def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        check_kernel(self.kernel)
 
     def protected(self, sizes: Sizes) -> Sizes:
         return Sizes(sizes.sink, max(sizes.window, self.queries), sizes.flush)

@@ -3,21 +3,19 @@
 "SnapKV: LLM Knows What You are Looking for Before Generation", arXiv 2404.14469, section 4.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Annotated
 
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig
 
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.inference.observe import received
 from leank.eval.inference.prefill import PromptLayer
 from leank.eval.methods.axes import method
-from leank.eval.methods.common.scored import Scored
-from leank.eval.methods.common.slicing import POOLING, check_kernel
+from leank.eval.methods.common.scored import Kernel, Scored
+from leank.eval.methods.common.slicing import POOLING
 from leank.typed import OneOf, Positive
 
 GROUP = ("mean", "max")
@@ -48,16 +46,9 @@ class SnapKV(Scored):
     """
 
     queries: Positive = 32
-    kernel: Positive = 7
+    kernel: Kernel = 7
     pooling: Annotated[str, OneOf(*POOLING)] = "avg"
     group: Annotated[str, OneOf(*GROUP)] = "mean"
-
-    @property
-    def obs_queries(self) -> int:
-        return self.queries
-
-    def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        check_kernel(self.kernel)
 
     def scores(self, layer: PromptLayer, real: Tensor | None, config: PreTrainedConfig) -> Tensor:
         """Pooled attention that each token receives from the observed queries, [B, H, T]; theirs is 0."""

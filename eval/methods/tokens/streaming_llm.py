@@ -3,8 +3,6 @@
 "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453, section 3.2.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

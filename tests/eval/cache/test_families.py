@@ -99,7 +99,7 @@ def test_the_page_of_families_is_what_is_tested():
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_right_is_refused(name):
-    model, line = build(name), REFUSED[name][1]
+    model, line = build(name), REFUSED[name]
     before = model.config._attn_implementation
     mask = torch.ones(2, 2, 16, dtype=torch.bool)
     with pytest.raises(ValueError, match=line) as error:

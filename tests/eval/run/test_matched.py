@@ -9,7 +9,7 @@ from leank.eval.__main__ import run
 from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.inference.prompts import encode
 from leank.eval.methods import AXES
-from leank.eval.methods.match import share_of_dense
+from leank.eval.methods.memory import share_of_dense
 from leank.eval.report.summary import summarise
 from leank.eval.rows.results import read
 from leank.eval.run.build import build_job

@@ -9,10 +9,11 @@ import time
 from importlib.util import find_spec
 
 import pytest
+import torch
 
 from leank.eval.serving.plan import Server
-from leank.eval.serving.settings import load_mask
-from scripts.bench.serving.same import compare
+from leank.mask import ChannelMask
+from scripts.bench.serving import compare
 from tests import ROOT
 
 pytestmark = [
@@ -34,7 +35,7 @@ def python(*args, **environment):
 
 
 def served(folder, variant, *args):
-    python("-m", "scripts.bench.serving.same", str(folder), variant, *REQUESTS, *args)
+    python("-m", "scripts.bench.serving", "same", str(folder), variant, *REQUESTS, *args)
     return json.loads((folder / f"{variant}.json").read_text())
 
 
@@ -49,6 +50,18 @@ def test_replies_are_those_of_the_compressed_cache(tmp_path, by_cache, block):
     assert found["equal"] == found["requests"]
     assert found["largest difference of logprobs"] < 1e-3
     assert found["pages held at the end"] == 0
+
+
+def test_pruned_channels_have_the_mean_keys_of_the_mask(tmp_path):
+    mask = ChannelMask.load(MASK)
+    means = torch.randn(mask.keep.shape, generator=torch.Generator().manual_seed(5))
+    mask.with_means(means).save(tmp_path / "means.safetensors")
+    given = ("--mask", str(tmp_path / "means.safetensors"))
+    found = compare(served(tmp_path, "cache", *given), served(tmp_path, "together", *given))
+    assert found["equal"] == found["requests"]
+    assert found["largest difference of logprobs"] < 1e-3
+    without = compare(served(tmp_path, "cache"), served(tmp_path, "together", *given))
+    assert without["largest difference of logprobs"] > 1e-3  # these means are no mask's, and are seen
 
 
 def test_preempted_requests_give_the_same_replies(tmp_path, by_cache):
@@ -67,7 +80,7 @@ def test_prefix_hits_hold_no_pages_and_hardly_change_replies(tmp_path, by_cache,
 
 ENGINE = """
 import json, sys
-from scripts.bench.serving.engine import MASK, engine
+from scripts.bench.serving import MASK, engine
 from vllm import SamplingParams
 from leank.eval.serving import check
 llm = engine(MASK, max_model_len=8192, max_num_batched_tokens=8192, kv_cache_memory_bytes=2**30)
@@ -93,7 +106,7 @@ def test_several_replies_prefix_hits_and_the_planner():
     found = json.loads(python("-c", ENGINE).splitlines()[-1])
     pages = 8192 // 32 + 1 + 2 * 12
     plan = Server(2**30, longest=8192, step=8192, block=32, itemsize=4)
-    assert int(found["blocks"] / pages * 8192) == plan.pruned(load_mask(str(MASK)).keep, 16, 144)
+    assert int(found["blocks"] / pages * 8192) == plan.pruned(ChannelMask.load(MASK).keep, 16, 144)
     assert found["groups"] == [32, 16]
     assert len({tuple(tokens) for tokens in found["several"]}) == 3
     assert found["again"] == found["first"]
@@ -168,7 +181,7 @@ def url(tmp_path):
 
 
 def test_no_request_is_lost_and_no_page_stays_held(url):
-    found = json.loads(python("-m", "scripts.bench.serving.load", url, "--requests", "60").splitlines()[-1])
+    found = json.loads(python("-m", "scripts.bench.serving", "load", url, "--requests", "60").splitlines()[-1])
     assert found["finished by length"] + found["cancelled"] == 60
     assert found["cancelled"] > 0
     assert found["kv_cache_usage_perc"] == found["num_requests_running"] == found["num_requests_waiting"] == 0

@@ -6,7 +6,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from leank.eval.cache import compressed_cache
 from leank.mask import ChannelMask
-from leank_train.forward.branching import branch, prefill, prefill_and_branch, student
+from leank_train.forward.branching import branch, prefill, student
 from leank_train.objective.distill import answer_rows
 from leank_train.objective.l2 import l2_loss
 from tests.conftest import ARCHITECTURES, tiny_model
@@ -92,18 +92,6 @@ def test_centered_keys_give_pruned_channels_their_mean(each_model):
         branch(each_model, prefix, pad(both), [len(x) for x in both])
 
 
-def test_alpha_per_branch_and_questions_run_apart(each_model):
-    documents, questions, answers = batch()
-    prefix = prefill(each_model, pad(documents), DOCUMENTS)
-    question = branch(each_model, prefix, pad(questions), QUESTIONS)
-    alpha = scores(per_branch=True)
-    zones = {"sink": 2, "window": 4, "empty_heads": "drop"}
-    hidden = student(each_model, prefix, question, pad(answers), ANSWERS, alpha, **zones)
-    for r in range(4):
-        whole, n = torch.cat([documents[r // 2], questions[r], answers[r]]), DOCUMENTS[r // 2] + QUESTIONS[r]
-        torch.testing.assert_close(hidden[r, : ANSWERS[r]], plain_forward(each_model, whole, n, alpha[r], **zones)[n:])
-
-
 @pytest.mark.parametrize(
     ("device", "dtype", "error"),
     [
@@ -165,14 +153,14 @@ def test_full_attention_is_the_models_own(each_model):
 def test_a_compressed_cache_decodes_by_the_plain_form(each_model):
     """What is trained is what is deployed: greedy replies through the cache are those of Eq. 1 as written."""
     documents, questions, _ = batch()
-    masks = scores(per_branch=True) > 0.4  # [R, L, H, D]
+    mask = scores() > 0.4
     room, zones = 12, {"sink": 2, "window": 5}  # Eq. 1 counts the token that reads its window, a cache does not
     for r in range(4):
         ids = context = torch.cat([documents[r // 2], questions[r]])
-        cache = compressed_cache(each_model, ChannelMask(masks[r]), sink=2, window=4, flush=1)
+        cache = compressed_cache(each_model, ChannelMask(mask), sink=2, window=4, flush=1)
         found = each_model.generate(context[None], past_key_values=cache, max_new_tokens=room, eos_token_id=-1)
         for _ in range(room):
-            hidden = plain_forward(each_model, ids, len(context), masks[r].double(), **zones, empty_heads="drop")
+            hidden = plain_forward(each_model, ids, len(context), mask.double(), **zones, empty_heads="drop")
             ids = torch.cat([ids, each_model.lm_head(hidden[-1]).argmax()[None]])
         assert found[0].tolist() == ids.tolist()
 
@@ -214,22 +202,3 @@ def test_models_and_inputs_that_do_not_fit_are_named():
     prefix = prefill(llama, ids, [9, 9])
     with pytest.raises(ValueError, match="3 branches among 2 documents cannot be divided"):
         branch(llama, prefix, torch.ones(3, 2, dtype=torch.long), [2, 2, 2])
-    question = branch(llama, prefix, ids, [9, 9])
-    with pytest.raises(ValueError, match=r"alpha has the shape \[2, 2, 4\].*\[2, 2, 8\]"):
-        student(llama, prefix, question, ids, [9, 9], torch.ones(2, 2, 4), sink=0, window=1, empty_heads="zero")
-
-
-def test_one_pass_equals_prefill_then_branch(each_model):
-    """Uneven documents and branches, one branch each."""
-    documents, ids = torch.randint(3, 30, (2, 30)), torch.randint(3, 30, (2, 9))
-    sizes, lengths = [30, 21], [5, 9]
-    prefix, found = prefill_and_branch(each_model, documents, sizes, ids, lengths)
-    wanted_prefix = prefill(each_model, documents, sizes)
-    wanted = branch(each_model, wanted_prefix, ids, lengths)
-    assert torch.equal(prefix.k_positions, wanted_prefix.k_positions)
-    assert torch.equal(found.k_positions, wanted.k_positions)
-    for r, (size, n) in enumerate(zip(sizes, lengths, strict=True)):
-        torch.testing.assert_close(found.hidden[r, :n], wanted.hidden[r, :n])
-        for layer in range(len(found.keys)):
-            torch.testing.assert_close(prefix.values[layer][r, :, :size], wanted_prefix.values[layer][r, :, :size])
-            torch.testing.assert_close(found.keys[layer][r, :, :n], wanted.keys[layer][r, :, :n])

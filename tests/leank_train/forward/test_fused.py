@@ -1,13 +1,23 @@
-"""The fused attention of a pass against the same attention in parts (attention.scaled_attention)."""
+"""The fused attention of a pass against Eq. 1 in dense matrices, and the flash kernel that it uses."""
+
+import math
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leank_train.forward.attention import Keys, scaled_attention
-from leank_train.forward.fused import fused_attention, side_by_side
+from leank.kernels import flash_backward, flash_forward
+from leank_train.forward.fused import LEAST_LOGIT, exp_, fused_attention, side_by_side
 from leank_train.forward.plan import Plan, document_pieces, own_pieces, visibility
+from tests.oracles.eq1 import eq1
+
+
+def seen_by_zone(rows, keys, sink, window):
+    """Which keys [R, T] rows [R, n] read in full and which by scaled queries, each bool [R, 1, n, T]."""
+    i, j = rows[:, None, :, None], keys[:, None, None]
+    causal, near = (j >= 0) & (j <= i), (j < sink) | (i - j < window)
+    return causal & near, causal & ~near
 
 
 @settings(max_examples=40, deadline=None)
@@ -21,8 +31,9 @@ from leank_train.forward.plan import Plan, document_pieces, own_pieces, visibili
     empty_heads=st.sampled_from(["zero", "drop"]),
     limit=st.sampled_from([None, 1]),
     flash_from=st.sampled_from([None, 1]),
+    scale=st.sampled_from([0.5, 300.0]),  # with the second nearly all weights underflow
 )
-def test_equals_the_parts(seed, documents, branches, group, sink, window, empty_heads, limit, flash_from):
+def test_equals_the_dense_form(seed, documents, branches, group, sink, window, empty_heads, limit, flash_from, scale):
     torch.manual_seed(seed)
     H, D, P, T, n, R = 2, 4, 80, 6, 4, documents * branches
     lengths = torch.randint(70, P + 1, (documents,))
@@ -46,8 +57,10 @@ def test_equals_the_parts(seed, documents, branches, group, sink, window, empty_
     leaves = (q, alpha, own_k, own_v)
 
     keys, values = ([x, side_by_side(y, documents)] for x, y in ((k, own_k), (v, own_v)))
-    out = fused_attention(q, keys, values, Plan(pieces), 0.5, alpha, empty_heads, limit, flash_from=flash_from)
-    wanted = scaled_attention(q, [Keys(k, v, *zones[0]), Keys(own_k, own_v, *zones[1])], alpha, 0.5, empty_heads)
+    out = fused_attention(q, keys, values, Plan(pieces), scale, alpha, empty_heads, limit, flash_from=flash_from)
+    rows = [torch.cat([x.repeat_interleave(branches, 0), y], 2) for x, y in ((k, own_k), (v, own_v))]
+    at = torch.cat([document_positions.repeat_interleave(branches, 0), own_positions], 1)
+    wanted = eq1(q, *rows, alpha, scale, *seen_by_zone(q_positions, at, sink, window), empty_heads)
     torch.testing.assert_close(out, wanted, rtol=1e-9, atol=1e-12)
     weights = torch.randn_like(out)
     got = torch.autograd.grad((out * weights).sum(), leaves, allow_unused=True)
@@ -106,8 +119,51 @@ def test_in_lower_precision(device, dtype, flash_from, empty_heads):
             out = fused_attention(q, [k], [v], plan, 0.125, alpha, empty_heads, flash_from=flash_from)
             assert out.dtype == dtype
         else:
-            out = scaled_attention(q, [Keys(k, v, *zones)], alpha, 0.125, empty_heads)
+            out = eq1(q, k, v, alpha, 0.125, *seen_by_zone(rows, positions, 16, 144), empty_heads)
         weights = torch.arange(out.numel(), device=device).view(out.shape).cos()
         results.append((out, *torch.autograd.grad((out.double() * weights).sum(), [q, alpha])))
     for found, wanted in zip(*results, strict=True):
         assert (found.double() - wanted).norm() / wanted.norm() < (2e-2 if dtype == torch.bfloat16 else 1e-4)
+
+
+def test_spans_leave_the_common_middle_unmasked():
+    sees = visibility(torch.arange(40, 44)[None], torch.arange(44)[None], "middle", sink=4, window=10)
+    assert sees.spans == ((4, 31, False), (31, 34, True))
+    sees = visibility(torch.arange(40, 44)[None], torch.arange(44)[None], "dense", sink=4, window=10)
+    assert sees.spans == ((0, 4, False), (31, 34, True), (34, 41, False), (41, 44, True))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_is_softmax_attention_and_its_gradient_takes_any_lse(causal):
+    """The gradient through a part of the keys, with out and lse over all of them; a row with lse = inf has none."""
+    q, k, v, d_out = (torch.randn(2, 3, n, 8, dtype=torch.float64) for n in (7, 20, 20, 7))
+    k, v = (x[:, :, 4 : 11 if causal else 18] for x in (k, v))  # strided, as slices of a cache are
+    leaf = q.clone().requires_grad_()
+    logits = leaf @ k.mT * 0.4
+    if causal:
+        logits = logits.masked_fill(torch.ones(7, 7).triu(1).bool(), -torch.inf)
+    whole, total = logits.softmax(-1) @ v, logits.logsumexp(-1)
+    out, lse, rest = flash_forward(q, k, v, 0.4, causal)
+    torch.testing.assert_close((out, lse), (whole, total), rtol=1e-9, atol=1e-12)
+    if causal:
+        return
+    (d_q,) = torch.autograd.grad((whole * d_out).sum(), leaf)
+    found = sum(flash_backward(d_out, q, k[:, :, a:b], v[:, :, a:b], out, lse, 0.4, rest) for a, b in ((0, 7), (7, 14)))
+    torch.testing.assert_close(found, d_q, rtol=1e-9, atol=1e-12)
+    lse[0, 1, 2] = torch.inf
+    assert (flash_backward(d_out, q, k, v, out, lse, 0.4, rest)[0, 1, 2] == 0).all()
+
+
+@given(st.integers(0, 10**6), st.sampled_from([torch.float32, torch.float64]))
+def test_exp_is_exact_or_zero(seed, dtype):
+    """What is left out is less than the rounding error of a softmax, and no result is below the normal range."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = -130 * torch.rand(200, generator=generator, dtype=dtype)
+    logits[:3] = torch.tensor([0.0, -torch.inf, torch.finfo(dtype).min])
+    found, exact = exp_(logits.clone()), logits.exp()
+    assert ((found == 0) | (found >= math.exp(LEAST_LOGIT) / 2)).all()
+    kept = found > 0
+    torch.testing.assert_close(found[kept], exact[kept], rtol=4 * torch.finfo(dtype).eps, atol=0)
+    assert (exact[~kept] < 1e-26).all()
+    assert found.sum() == exact.sum()
+    assert exp_(torch.tensor([torch.nan])).isnan().all()

@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend
 
 from leank import kernels
 from leank.eval.cache.attention.dense import CALLS_PER_PLAN
-from leank_train.forward import passes
+from leank_train.forward import branching
 
 
 def test_named_kernels_come_first_and_others_follow(monkeypatch):
@@ -37,7 +37,7 @@ def test_named_kernels_come_first_and_others_follow(monkeypatch):
 @pytest.mark.parametrize("kernel", ["auto", "cudnn", "flash", "efficient", "math"])
 def test_kernels_agree(kernel):
     q, k, v = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
-    out = passes.PrefillPass(9, 1, kernel).attend(0, q, k, v, 0.3)
+    out = branching.PrefillPass(9, 1, kernel).attend(0, q, k, v, 0.3)
     logits = (q @ k.repeat_interleave(2, 1).mT * 0.3).masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf)
     torch.testing.assert_close(out, logits.softmax(-1) @ v.repeat_interleave(2, 1))
 

@@ -52,7 +52,7 @@ def test_answers_under_masks(sink, window, empty_heads):
     sample = found.sample(TASK, LENGTH, 0)
     keep = torch.rand(3, LAYERS, HEADS, DIM, generator=torch.Generator().manual_seed(0)) < 0.6
     keep[0], keep[1, 1, 0] = True, False
-    result = known(found, sample, keep, sink, window, empty_heads, batch=2)
+    result = known(found, sample, keep, sink, window, empty_heads)
     for mask, loss, wrong in zip(keep, *result, strict=True):
         assert (loss.item(), wrong.item()) == pytest.approx(
             expected(found, sample, mask, sink, window, empty_heads), abs=1e-5

@@ -1,16 +1,13 @@
-"""What the measurements of attention make of their times, and over which bytes they are taken."""
+"""What the measurements of attention make of their times, and that all bytes are read."""
 
 import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 pytest.importorskip("triton")  # Linux only
 
-from leank.eval.serving.layout import PageLayout
-from scripts.bench.attention import fitted, main, rest_pages
+from scripts.bench.attention import fitted, main
 from scripts.bench.reading_kernel import LAUNCHES, read
 from tests.helpers.kernels import DEVICE
 
@@ -31,16 +28,6 @@ def test_the_reading_kernel_reads_every_word(block):
     read(words, out, block)
     shares = [words[p * blocks // 3 * block : (p + 1) * blocks // 3 * block] for p in range(3)]
     assert out.tolist() == [int(share.max()) for share in shares]
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    block=st.sampled_from([16, 48, 64]), sink=st.integers(0, 40), window=st.integers(1, 90), context=st.integers(1, 300)
-)
-def test_pages_of_the_rest_hold_sink_and_window(block, sink, window, context):
-    layout = PageLayout.of(torch.eye(32, dtype=torch.bool)[None], block, sink, window)
-    whole = [p for p in range(context) if p < sink or p >= context - 1 - window]  # the newest position is read, too
-    assert rest_pages(layout, context) == sorted({p // layout.rest.block for p in whole})
 
 
 def test_without_a_gpu_it_says_so_and_leaves_nothing(tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
-"""The table of methods and the cost of the first token, on a CPU, small."""
+"""The table of methods, on a CPU, small."""
 
+import csv
 import itertools
-import json
 
 import pytest
 import torch
@@ -14,9 +14,13 @@ from leank.eval.methods.registry import REGISTRY, name_of
 from leank.eval.methods.tokens.snapkv import SnapKV
 from leank.eval.run.replay import Replay
 from leank.eval.run.settings import Settings
-from scripts.bench import methods, prefill
+from scripts.bench import methods
 from scripts.bench.common import ROOT
-from scripts.bench.pictures import read_table
+
+
+def read_table(file):
+    with file.open(newline="") as opened:
+        return list(csv.DictReader(opened))
 
 
 def test_methods_beside_dense(tmp_path, monkeypatch):
@@ -50,13 +54,6 @@ def test_methods_beside_dense(tmp_path, monkeypatch):
     assert [r for r in read_table(tmp_path / "methods.csv") if not r["error"]] == [
         r | {"error": ""} for r in rows.values()
     ]
-
-
-def test_replay_gives_the_tokens_of_separate_runs(tmp_path):
-    line = "--shape reference --lengths 300 --new-tokens 3 --repeats 1"
-    prefill.main(["replay", str(tmp_path), *line.split()])
-    (found,) = json.loads((tmp_path / "replay.json").read_text())
-    assert found["same_tokens"] == [True] * len(found["methods"])
 
 
 def test_a_pass_makes_place_and_comes_back():
@@ -94,14 +91,14 @@ def test_what_a_row_will_hold_is_known_before_it_decodes(name):
     """The bytes by which the largest batch is guessed are those of a cache that has decoded as many tokens."""
     model, (config, tokenizer) = load_model(ModelConfig()), load_config(ModelConfig())
     mask = ROOT / "leank_train/assets/reference/mask_70pct.safetensors"
-    method = methods.configured(name, "reference", mask, Sizes(16, 144), config, tokenizer)[0]
+    method = methods.configured([name], "reference", mask, Sizes(16, 144), config, tokenizer)[0]
     bench = methods.Bench(Replay(model, tokenizer, Settings()), 2)
     bench.replay.calibrate([method])
-    prompt, _ = bench.prefill(method, 700, method.obs_queries, timed=False)
+    prompt, _ = bench.prefill(method, 400, method.obs_queries, timed=False)
     cache = method.compressed(model, prompt)
-    guessed, before = methods.grown(cache, 70), cache.memory().total
+    guessed, before = methods.grown(cache, 40), cache.memory().total
     loop = DecodeLoop(model, cache, prompt.lengths[:, None])
-    for _ in range(70):
+    for _ in range(40):
         loop.step(torch.tensor([[7]]))
     found = cache.memory()
     assert guessed == pytest.approx(found.total - found.tables, rel=0.05 if name == "quest" else 0.015)  # plain bounds
@@ -118,53 +115,16 @@ def test_every_method_has_its_rows(tmp_path):
     assert not [r["error"] for r in rows if r["error"]]
 
 
-def test_first_token_as_a_share_of_dense(tmp_path):
-    """ASL at layers that are given, in one pass and in two, beside what it finds by itself."""
-    line = "--shape reference --lengths 300 --layers 3 --budget 128 --repeats 1"
-    for _ in range(2):
-        prefill.main(["first_token", str(tmp_path), *line.split()])
-    rows = {(r["method"], r["asked"]): r for r in read_table(tmp_path / "first_token.csv")}
-    assert len((tmp_path / "first_token.csv").read_text().splitlines()) == 1 + len(rows)
-    assert float(rows["dense", "its own"]["share"]) == 1
-    for name, anew in (("asl", False), ("asl_two_pass", True)):
-        assert {asked for method, asked in rows if method == name} == {"its own", "3"}
-        row = rows[name, "3"]
-        depth, expected = float(row["depth"]), float(row["expected"])
-        assert (row["layer"], depth) == ("3", pytest.approx(4 / 7))
-        less = expected - depth if anew else (expected - depth) / (1 - depth)
-        assert 0 < less < 1.5  # of a prompt of 128 tokens
-    assert rows["fastkv", "its own"]["layer"] == "5"  # of its configuration for this model
-    assert rows["gemfilter", "its own"]["layer"] == "4"
-
-
-@pytest.mark.parametrize("slow", [0.5, 5.0])
-@pytest.mark.parametrize("repeats", [1, 3])
-def test_a_run_that_compiles_is_no_time_to_the_first_token(slow, repeats):
-    """The first run of a case never counts, however long or short it is."""
-    runs = itertools.chain([slow], itertools.repeat(1.4))
-
-    class Bench:
-        def prefill(self, method, length):
-            return Prompt(), next(runs)
-
-        def cache_s(self, method, prompt):
-            return 0.1
-
-    class Prompt:
-        selected_at = (3,)
-
-    assert prefill.timed(Bench(), Method("dense"), 300, repeats) == (pytest.approx(1.5), 3)
-
-
 def test_every_method_is_configured():
     """Every choice of the registry is measured; by_length hands on to another choice."""
     config, tokenizer = load_config(ModelConfig())
     mask = ROOT / "leank_train/assets/reference/mask_70pct.safetensors"
-    seen = set()
-    for name in [*methods.every_method(), "papers/kivi4_think"]:
-        found = methods.configured(name, "reference", mask, Sizes(16, 144), config, tokenizer)
-        assert len(found) == (2 if "/" in name else 1)
-        assert all(one.label.startswith(name.split("/")[-1]) for one in found)
-        seen |= {name_of(choice) for one in found for choice in one.axes.values()}
-        assert all(getattr(choice, "samples", 0) <= 8 for one in found for choice in one.axes.values())
-    assert seen == {name for registry in REGISTRY.values() for name in registry} - {"by_length"}
+    names = methods.every_method()
+    given = ([*names, "papers/kivi4_think"], "reference", mask, Sizes(16, 144), config, tokenizer)
+    found = methods.configured(*given, ["+method.asl.each={prefill:{layer:[3,4]}}"])
+    labels = [one.label for one in found]
+    assert {*names} - {*labels} == {"asl"}
+    assert len({*labels} - {*names}) == 2 + 2  # asl's layers, and ThinK's ratios in the preset
+    choices = [choice for one in found for choice in one.axes.values()]
+    assert all(getattr(choice, "samples", 0) <= 8 for choice in choices)
+    assert {*map(name_of, choices)} == {name for registry in REGISTRY.values() for name in registry} - {"by_length"}
