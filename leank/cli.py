@@ -26,7 +26,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.object_type import ObjectType
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException, ValidationError
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 from yaml import YAMLError
 
 from leank.errors import in_one_line, out_of_memory
@@ -106,8 +106,12 @@ def refusal(error: Exception) -> str:
     said = in_one_line(ADVICE.split(str(error))[0]).removesuffix(".")
     if isinstance(error.__cause__, ValidationError):
         said += f": {str(error.__cause__).splitlines()[0]}"
-    near = _meant(error)
-    return said + (f" (did you mean {near}?)" if near else "")
+    if near := _meant(error):
+        return f"{said} (did you mean {near}?)"
+    cause = error.__cause__
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and "." in str(lacking := cause.full_key):
+        return f"{said}: there is no {lacking}; +{lacking}=VALUE adds one"
+    return said
 
 
 def _meant(error: Exception) -> str | None:

@@ -10,17 +10,18 @@ from __future__ import annotations
 import json
 import math
 import os
+import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from leank import hub
 from leank.data_gen.amount import amount
-from leank.shape import kv_shape
+from leank.shape import architecture, kv_shape
 from leank.tensor_files import DamagedFile, read_checkpoint, read_tensors, write_tensors
 
 if TYPE_CHECKING:  # transformers takes seconds to import
@@ -68,6 +69,11 @@ class ChannelMask:
         """Return the same kept channels with other means, or with none."""
         return ChannelMask(self.keep, self.metadata, mean_keys)
 
+    def for_any_model(self) -> ChannelMask:
+        """Return the same mask without its model's architecture, so that any model of its shape takes it."""
+        metadata = {key: value for key, value in self.metadata.items() if key != "architecture"}
+        return ChannelMask(self.keep, metadata, self.mean_keys)
+
     @property
     def pruning_ratio(self) -> float:
         """Share of all K channels that is pruned, 0 to 1."""
@@ -102,7 +108,7 @@ class ChannelMask:
         """
         _check_scores(alpha)
         check_ratio(alpha.shape, ratio, align, rounding)
-        ratio, align = ratio if isinstance(ratio, int) else float(ratio), int(align)  # JSON has none of numpy's types
+        ratio, align = float(ratio), int(align)  # JSON has none of numpy's types
         scores = alpha.detach().double().cpu()
         heads = scores.flatten(0, 1)  # [L*H, D]
         if rounding == "exact":
@@ -143,7 +149,8 @@ class ChannelMask:
     def load(cls, path: str | os.PathLike) -> ChannelMask:
         """Read what `save` wrote, or a published .pth mask (`from_official`); no code in them is run.
 
-        path: the file, or the folder of the training run that left it there as mask.safetensors.
+        path: the file, or the folder of the training run that left it there as mask.safetensors, or hf://org/name of a
+            mask on the hub.
 
         Warns of `doubts`.
 
@@ -160,6 +167,57 @@ class ChannelMask:
             return cls(keep, metadata, mean_keys)._doubted(path)
         except ValueError as error:
             raise ValueError(f"mask={path}: {error}") from error
+
+    @classmethod
+    def from_pretrained(cls, name: str | os.PathLike, revision: str | None = None) -> ChannelMask:
+        """Read a mask from the hub, or from a folder that `save_pretrained` wrote.
+
+        name: a folder, or "org/name" on the hub; "hf://org/name@revision" is taken as well.
+        revision: branch, tag or commit on the hub; its default branch by default.
+
+        Raises what `load` raises.
+        """
+        return cls.load(name if Path(name).is_dir() else hub.download(str(name), revision))
+
+    def save_pretrained(self, folder: str | os.PathLike, repo: str | None = None, licence: str | None = None) -> None:
+        """Write the folder of a repository: the mask, a card, and custom_generate/ for `model.generate()`.
+
+        repo: "org/name" of the repository, which the card and the code name.
+        licence: of the mask, as the hub names it, such as "apache-2.0".
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.save(folder / hub.FILE)
+        (layers, kv_heads, dim), counts = self.keep.shape, self.channels_per_head
+        facts = {
+            "model": self.metadata.get("model"), "ratio": self.pruning_ratio, "layers": layers, "kv_heads": kv_heads,
+            "head_dim": dim, "kept": int(counts.sum()), "channels": self.keep.numel(),
+            "empty": int((counts == 0).sum()), "means": self.mean_keys is not None, "doubts": self.doubts(),
+            "licence": licence,
+        }  # fmt: skip
+        hub.write_folder(folder, self.metadata, facts, None if repo is None else f"{hub.PREFIX}{repo}")
+
+    def push_to_hub(
+        self,
+        repo: str,
+        private: bool | None = None,
+        revision: str | None = None,
+        message: str = "Upload a LeanK mask",
+        licence: str | None = None,
+    ) -> str:
+        """Put what `save_pretrained` writes into a repository of the hub. Returns the address of the commit.
+
+        repo: "org/name"; it is made if it is not there.
+        private: of a new repository; the organisation's default by default.
+        revision: a branch; the default branch by default.
+        message: of the commit.
+        licence: see `save_pretrained`.
+
+        Raises ValueError that says why the hub takes it not.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, repo, licence)
+            return hub.upload(Path(folder), repo, private, message, revision)
 
     def doubts(self) -> list[str]:
         """Return why the mask is hardly what somebody wants, one line per reason; its training may have left some.
@@ -184,13 +242,22 @@ class ChannelMask:
         return self
 
     def check_model(self, config: PreTrainedConfig) -> None:
-        """Raise ValueError if the mask does not fit a model's config; warn if the model has another name."""
+        """Raise ValueError if the mask does not fit a model's config; warn if the model has another name.
+
+        A mask whose metadata names an architecture (`leank.shape.architecture`) is refused by models of another one;
+        `for_any_model` takes the name out.
+        """
         wanted = list(kv_shape(config))
         mine, theirs = self.metadata.get("model"), getattr(config, "_name_or_path", "")
         if list(self.keep.shape) != wanted:
             raise ValueError(
                 f"the mask (model {mine or 'unknown'}) has the shape {list(self.keep.shape)}, the model "
                 f"{theirs or 'unnamed'} needs [layers, kv_heads, head_dim] = {wanted}; take a mask trained for it"
+            )
+        if self.metadata.get("architecture") not in (None, architecture(config)):
+            raise ValueError(
+                f"the mask was trained for {mine or 'a model'}, and {theirs or 'this model'} has another architecture "
+                "of its shape; take a mask trained for it, or mask.for_any_model() if you know that it fits"
             )
         if mine and theirs and Path(str(mine)).name.lower() != Path(theirs).name.lower():
             warnings.warn(f"the mask was trained on {mine} and is used on {theirs}", stacklevel=2)
@@ -201,6 +268,8 @@ def mask_file(path: str | os.PathLike) -> Path:
 
     Raises FileNotFoundError that says what is missing.
     """
+    if str(path).startswith(hub.PREFIX):
+        return hub.download(str(path))
     path = Path(path)
     if not path.is_dir():
         if not path.is_file():
@@ -211,10 +280,6 @@ def mask_file(path: str | os.PathLike) -> Path:
     if (path / "checkpoints").is_dir():
         raise FileNotFoundError(f"mask={path} is a training run without a mask yet; give its command again to go on")
     raise FileNotFoundError(f"mask={path} is a folder without mask.safetensors; give that of a training run, or a file")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _nearest_integer(value: float) -> int:
@@ -239,9 +304,9 @@ def check_ratio(shape: Sequence[int], ratio: float, align: int, rounding: str, n
     name: of the setting that has the ratio.
     """
     total, dim = math.prod(shape), shape[-1]
-    if not _is_number(ratio) or not 0 <= ratio < 1:
+    if not 0 <= ratio < 1:
         raise ValueError(f"{name}={ratio!r} is not in [0, 1); it is the share of K channels to prune, such as 0.7")
-    if not _is_number(align) or align != int(align) or align < 1 or dim % align:
+    if align != int(align) or align < 1 or dim % align:
         raise ValueError(f"align={align!r} does not divide head_dim={dim}; use 1 or a divisor such as 16")
     if rounding not in ROUNDINGS:
         raise ValueError(f"rounding={rounding!r} is unknown; use one of {', '.join(ROUNDINGS)}")

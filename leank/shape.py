@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedConfig, PreTrainedModel
+
+
+IN_ARCHITECTURE = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim",
+)  # RoPE is not among it, whose scaling a run may override  # fmt: skip
 
 
 class DecoderShape(NamedTuple):
@@ -80,3 +88,9 @@ def check_decoder(model: PreTrainedModel) -> None:
 def has_rope(config: PreTrainedConfig) -> bool:
     """Whether a model of this config has rotary positions."""
     return getattr(config, "rope_parameters", None) is not None or getattr(config, "rope_theta", None) is not None
+
+
+def architecture(config: PreTrainedConfig) -> str:
+    """Return twelve hexadecimal digits of an architecture, which a fine-tuned model shares with its base."""
+    found = {name: getattr(config, name, None) for name in IN_ARCHITECTURE}
+    return hashlib.sha256(json.dumps(found, sort_keys=True, default=str).encode()).hexdigest()[:12]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from omegaconf import DictConfig
 from leank.cli import again, ending, launch, leave_no_trace, refuse
 
 CONF = str(files("leank.conf.train"))
+COMMANDS = ("doctor", "share")  # modules, beside the training that Hydra starts
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="train")
@@ -57,7 +59,10 @@ def main(config: DictConfig) -> float:
 
 
 def command_line() -> None:
-    """Run Hydra's command line, or say why its arguments cannot be meant."""
+    """Run a command that the first argument names, else Hydra's command line; say why arguments cannot be meant."""
+    if sys.argv[1:2] and sys.argv[1] in COMMANDS:
+        import_module(f"leank_train.{sys.argv[1]}").main(sys.argv[2:])
+        return
     refuse(sys.argv[1:], "train")
     with ending("leank_train"):
         launch(main, "leank_train", "; python -m leank_train --help shows what there is")

@@ -17,11 +17,11 @@ from leank.backbone import Backbone
 from leank.files import write_json
 from leank.mask import ChannelMask, check_ratio
 from leank.rotary import rotary_pairs
+from leank.shape import architecture
 from leank.tensor_files import write_tensors
 from leank.wandb_log import log_results, make_logger
-from leank_train.calibration import calibrate
 from leank_train.data import collate
-from leank_train.fitting import best_look, fit, memory_advice, mixture
+from leank_train.fitting import best_look, calibrate, fit, memory_advice
 from leank_train.objective.steering import AUTO, Separation
 from leank_train.run_folder import Run, claimed
 from leank_train.running import parallel, plots
@@ -105,7 +105,7 @@ def train(current: Run, signals: Signals) -> Metrics:
 
     # 3. the masks
     scores1, alpha = (stage.alpha.detach().float().cpu().contiguous() for stage in (stage1, stage2))
-    masks = save_masks(current, scores1, alpha, means)
+    masks = save_masks(current, backbone, scores1, alpha, means)
     mask = masks[MASK]
     metrics = measured(current, mask, scores1, alpha, {"stage1": record1, "stage2": record2})
 
@@ -140,7 +140,7 @@ def check_inputs(config: RunConfig, backbone: Backbone) -> None:
     That is a context too short for a task, an answer without tokens, a validation length that does not fit, and
     pruning ratios, those of `extra_ratios` included, that no scores can meet.
     """
-    first = mixture(config, backbone, "stage1", 1)
+    first = config.mixture(backbone, per_length=config.data.documents)
     documents = []
     for name in (name for name, share in config.data.tasks.items() if share):
         try:
@@ -161,7 +161,9 @@ def check_inputs(config: RunConfig, backbone: Backbone) -> None:
         check_ratio(backbone.shape, ratio, pruning.align, pruning.rounding, name)
 
 
-def save_masks(current: Run, scores1: Tensor, alpha: Tensor, means: Tensor | None) -> dict[str, ChannelMask]:
+def save_masks(
+    current: Run, backbone: Backbone, scores1: Tensor, alpha: Tensor, means: Tensor | None
+) -> dict[str, ChannelMask]:
     """Write the mask, the scores, the masks that stage 1 alone gives, and those at other ratios.
 
     scores1, alpha: scores [L, H, D] after stage 1 and stage 2.
@@ -171,8 +173,9 @@ def save_masks(current: Run, scores1: Tensor, alpha: Tensor, means: Tensor | Non
     """
     config, pruning, out = current.config, current.config.pruning, current.out
     metadata = {
-        "model": config.model.name, "config": current.fingerprint, "sink": pruning.sink, "window": pruning.window,
-        "seed": config.seed, "lengths": [config.data.min_length, config.data.max_length],
+        "model": config.model.name, "architecture": architecture(backbone.model.config),
+        "config": current.fingerprint, "sink": pruning.sink, "window": pruning.window, "seed": config.seed,
+        "lengths": [config.data.min_length, config.data.max_length],
         "versions": {"torch": torch.__version__, "lightning": L.__version__},
     }  # fmt: skip
 
@@ -195,7 +198,7 @@ def save_masks(current: Run, scores1: Tensor, alpha: Tensor, means: Tensor | Non
 
 
 def pronounce(current: Run, backbone: Backbone, masks: dict[str, ChannelMask], metrics: Metrics) -> None:
-    """Compare the mask with others on held-out documents; doubts go into the log, the metrics and the mask's file.
+    """Compare the mask with others on held-out documents: figures go into the masks' files, doubts into the log, too.
 
     masks: see `save_masks`.
     """
@@ -207,9 +210,11 @@ def pronounce(current: Run, backbone: Backbone, masks: dict[str, ChannelMask], m
     doubts = verdict.doubts()
     for doubt in doubts:
         log.warning("%s: %s", out / "mask.safetensors", doubt)
-    if doubts:
-        mask = ChannelMask(masks[MASK].keep, {**masks[MASK].metadata, "doubts": doubts}, masks[MASK].mean_keys)
-        mask.save(out / "mask.safetensors")
+    for name, mask in masks.items():
+        if name != STAGE1:
+            told = {"heldout": verdict.figures(name)} | ({"doubts": doubts} if name == MASK and doubts else {})
+            file = out / "mask.safetensors" if name == MASK else out / "masks" / f"{name}.safetensors"
+            ChannelMask(mask.keep, mask.metadata | told, mask.mean_keys).save(file)
 
 
 def measured(current: Run, mask: ChannelMask, scores1: Tensor, alpha: Tensor, records: dict[str, Recorder]) -> Metrics:

@@ -54,6 +54,10 @@ class Verdict:
         means = {name: {kind: stats.mean([v]) for kind, v in found.items()} for name, found in self.losses.items()}
         return {"kl": means, "doubts": self.doubts()}
 
+    def figures(self, name: str) -> dict[str, list[float]]:
+        """Return the KL of one mask by kind of documents, with the ends of its 95% interval."""
+        return {kind: [stats.mean([v]), *stats.interval([v])] for kind, v in self.losses[name].items()}
+
     def doubts(self) -> list[str]:
         """Return why the mask should not be used, a line each; none for a mask that held-out documents confirm."""
         return [doubt for kind in (TASKS, TEXT) for doubt in self._of_kind(kind)]
@@ -126,11 +130,7 @@ def _documents(config: RunConfig, backbone: Backbone, count: int) -> Iterator[tu
 
 def mixtures(config: RunConfig, backbone: Backbone) -> dict[str, Mixture]:
     """Return the documents of the verdict by kind, of which those from `2 * HELD_OUT` on are for it alone."""
-    data = config.data
-    tasks = Mixture(
-        dict(data.tasks), backbone.tokenizer, data.min_length, data.max_length, seed=config.seed * 2,
-        questions=data.questions, essays=data.essays, split="train", reserve=backbone.reserve,
-    )  # fmt: skip
+    tasks = config.mixture(backbone)
     return {TASKS: tasks, TEXT: replace(tasks, weights={"text": 1.0}, essays=None, split="test")}
 
 

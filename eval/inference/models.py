@@ -1,7 +1,7 @@
 """The model under test, as leank.backbone loads it: its config and tokenizer without weights, and the weights."""
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -34,13 +34,17 @@ class ModelConfig(backbone.ModelConfig):
         automatic = "cuda" if torch.cuda.is_available() else "cpu"
         try:
             found = torch.device(automatic if self.device == "auto" else self.device)
-        except RuntimeError:
-            found = None
-        if found is None or found.type == "meta":  # tensors on meta hold no numbers
-            raise ValueError(f"model.device={shown(self.device)} is no device; give auto, cpu, cuda or cuda:1")
-        if not _is_there(found):
-            cure = f"it has {torch.cuda.device_count()} of CUDA" if found.type == "cuda" else "give auto, cpu or cuda"
-            raise ValueError(f"model.device={shown(self.device)} is no device of this machine; {cure}")
+            if found.type == "cuda":  # asked without making a context there, so that processes can still be forked
+                there = (found.index or 0) < torch.cuda.device_count()
+            else:
+                there = not torch.empty(1, device=found).is_meta  # tensors on meta hold no numbers
+        except (RuntimeError, AssertionError, NotImplementedError, ImportError):
+            there = False
+        if not there:
+            raise ValueError(
+                f"model.device={shown(self.device)} is no device of this machine, which has "
+                f"{torch.cuda.device_count()} of CUDA; give auto, cpu, cuda or cuda:1"
+            )
         return found
 
     @property
@@ -62,17 +66,6 @@ class ModelConfig(backbone.ModelConfig):
         dtype = str(self.torch_dtype).removeprefix("torch.")
         named = {"name": self.label, "dtype": dtype, "chat": self.chat, "overrides": dict(self.overrides)}
         return {**named, **self._contents}
-
-
-@cache
-def _is_there(device: torch.device) -> bool:
-    """Whether this machine and this PyTorch have the device."""
-    if device.type == "cuda":  # asked without making a context there, so that processes can still be forked
-        return (device.index or 0) < torch.cuda.device_count()
-    try:
-        return len(torch.empty(1, device=device)) == 1
-    except (RuntimeError, AssertionError, NotImplementedError, ImportError):
-        return False
 
 
 def load_config(settings: ModelConfig) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:

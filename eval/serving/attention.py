@@ -6,11 +6,10 @@ in `eval.serving.layout`. A query of a position that the model generated itself 
 a preempted request computes it again among others.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -35,9 +34,9 @@ class Places:
     block: Tensor
     token: Tensor
 
-    def only_real(self) -> Places:
+    def only_real(self) -> Self:
         """The real places of a single request."""
-        return Places(*(x[:, self.real[0]] for x in (self.at, self.real, self.block, self.token)))
+        return type(self)(*(x[:, self.real[0]] for x in (self.at, self.real, self.block, self.token)))
 
 
 @dataclass(frozen=True)
@@ -74,6 +73,7 @@ class Chunk:
     whole: Places
 
 
+@dataclass
 class Step:
     """What one step computes; it is made once, and every layer reads it.
 
@@ -84,12 +84,16 @@ class Step:
     kept, rest: int [R, blocks], block tables; what the step makes lies on their device
     """
 
-    def __init__(
-        self, layout: PageLayout, starts: list[int], ends: list[int], prompts: list[int], kept: Tensor, rest: Tensor
-    ) -> None:
-        self.layout, self.starts, self.ends, self.prompts = layout, starts, ends, prompts
-        self.tables = kept, rest
-        self._new = [end - start for start, end in pairwise(starts)]
+    layout: PageLayout
+    starts: list[int]
+    ends: list[int]
+    prompts: list[int]
+    kept: Tensor
+    rest: Tensor
+
+    @property
+    def _new(self) -> list[int]:
+        return [end - start for start, end in pairwise(self.starts)]
 
     @cached_property
     def decoding(self) -> DecodingRequests | None:
@@ -97,7 +101,7 @@ class Step:
         which = [i for i, new in enumerate(self._new) if new == 1]
         if not which:
             return None
-        kept, rest = (table[which].long() for table in self.tables)
+        kept, rest = (table[which].long() for table in (self.kept, self.rest))
         ends = torch.tensor([self.ends[i] for i in which], device=kept.device)
         block = self.layout.kept.block
         blocks = kept[:, : -(-int(ends.max()) // block)]
@@ -112,23 +116,21 @@ class Step:
         for i, new in enumerate(self._new):
             if new > 1:
                 end, first = self.ends[i], self.ends[i] - new
-                blocks = self.tables[0][i, : -(-first // self.layout.kept.block)].long()
+                blocks = self.kept[i, : -(-first // self.layout.kept.block)].long()
                 at = torch.tensor([first], device=blocks.device)
-                whole = places(self.layout, self.tables[1][i : i + 1].long(), at, at).only_real()
+                whole = places(self.layout, self.rest[i : i + 1].long(), at, at).only_real()
                 rows = slice(self.starts[i], self.starts[i + 1])
                 found.append(Chunk(rows, first, min(new, max(0, end - self.prompts[i])), blocks, whole))
         return found
 
     @cached_property
-    def slots(self) -> tuple[Tensor, Tensor]:
-        """The slots of the new positions in `kept` and `rest`, int64 [tokens]; -1 = not stored."""
-        tokens = self.starts[-1]
-        both = torch.full((2, tokens), -1, dtype=torch.long, device=self.tables[0].device)
-        for i, new in enumerate(self._new):
-            at = torch.arange(self.ends[i] - new, self.ends[i], device=both.device)
-            for slots, group, table in zip(both, (self.layout.kept, self.layout.rest), self.tables, strict=True):
-                slots[self.starts[i] : self.starts[i + 1]] = slots_of(group, table[i].long(), at)
-        return both[0], both[1]
+    def slots(self) -> list[Tensor]:
+        """The slots of the new positions in `kept` and `rest`, int64 [tokens] each; -1 = not stored."""
+        new = [torch.arange(end - n, end, device=self.kept.device) for end, n in zip(self.ends, self._new, strict=True)]
+        return [
+            torch.cat([slots_of(group, row.long(), at) for row, at in zip(table, new, strict=True)])
+            for group, table in ((self.layout.kept, self.kept), (self.layout.rest, self.rest))
+        ]
 
 
 def slots_of(group: PageGroup, table: Tensor, at: Tensor) -> Tensor:
@@ -179,7 +181,7 @@ def decode(layout: PageLayout, layer: int, pages: Tensor, q: Tensor, step: Decod
     Returns [R, Hq, D] in q's dtype, computed in at least fp32.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
-    of_kept, of_rest = (group.layers[layer].heads for group in (layout.kept, layout.rest))
+    of_kept, of_rest = (group.layers[layer] for group in (layout.kept, layout.rest))
     grouped = q.unflatten(1, (len(of_kept), -1)).to(wide)  # [R, H, G, D]
     unseen = ~step.seen[:, None]  # [R, 1, T]
     out = torch.empty_like(grouped)
@@ -232,7 +234,7 @@ def _by_sight(
     layout: PageLayout, layer: int, step: Chunk, k: Tensor, v: Tensor
 ) -> list[tuple[Tensor, tuple[Tensor, Tensor]]]:
     """The KV heads [H] bool that see the same of the past and the chunk, and K and V [T, H, D] of what they see."""
-    empty = torch.tensor([not head.k.width for head in layout.kept.layers[layer].heads], device=k.device)
+    empty = torch.tensor([not head.k.width for head in layout.kept.layers[layer]], device=k.device)
     if not step.first or not empty.any():
         return [(torch.ones_like(empty), (k, v))]
     seen = torch.cat([step.whole.at[0], torch.arange(step.first, len(k), device=k.device)])  # empty heads see no middle
@@ -249,7 +251,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
 def _as_decoding(layout: PageLayout, layer: int, q: Tensor, k: Tensor, v: Tensor, at: Tensor, scaling: float) -> Tensor:
     """Attention of queries q [n, Hq, D] at positions `at` [n] as if each were decoded, over k, v [T, H, D]."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    heads = layout.kept.layers[layer].heads
+    heads = layout.kept.layers[layer]
     keep = torch.zeros(k.shape[1:], dtype=torch.bool, device=k.device)
     for row, head in zip(keep, heads, strict=True):
         row[head.channels] = True
@@ -271,7 +273,7 @@ def _past(layout: PageLayout, layer: int, pages: Tensor, step: Chunk, like: Tens
         return k, v
     at = step.whole.at[0]
     for head, (kept, rest) in enumerate(
-        zip(*(group.layers[layer].heads for group in (layout.kept, layout.rest)), strict=True)
+        zip(*(group.layers[layer] for group in (layout.kept, layout.rest)), strict=True)
     ):
         for x, stripes in ((k, (kept.k, rest.k)), (v, (kept.v, rest.v))):
             to = kept.channels if x is k else slice(None)

@@ -43,7 +43,8 @@ class PageHolder(AttentionLayerBase):
 
     def __init__(self, settings: ServerSettings, kept: bool) -> None:
         self.settings, self.kept = settings, kept
-        self.keep = ChannelMask.load(settings.mask).keep
+        mask = ChannelMask.load(settings.mask)
+        self.keep, self.mean_keys = mask.keep, mask.mean_keys
         self.layout: PageLayout | None = None
         self.paged: PagedAttention | None = None
         self.kv_cache = torch.tensor([])
@@ -91,6 +92,7 @@ class PageHolder(AttentionLayerBase):
         captured = vllm_config.compilation_config.cudagraph_capture_sizes or []
         rows = max(vllm_config.scheduler_config.max_num_seqs, *captured, 1)
         self.paged = PagedAttention(self.layout, device, heads, rows)
+        self.mean_keys = None if self.mean_keys is None else self.mean_keys.to(device)
 
 
 @dataclass
@@ -228,6 +230,8 @@ class PrunedAttention(AttentionImpl[GroupStep]):
         if attn_metadata.step is None:
             attn_metadata.step = attn_metadata.join(rest.layout, context.attn_metadata[REST])
         step, index, pages = attn_metadata.step, extract_layer_index(layer.layer_name), rest.pages
+        if rest.mean_keys is not None:  # as in the compressed cache: no softmax changes, and pruned channels are at 0
+            key = (key.float() - rest.mean_keys[index]).to(key.dtype)
         if isinstance(step, DeviceStep):
             step.attend(rest.paged, index, pages, query, key, value, self.scale, output)
             return output

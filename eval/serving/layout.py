@@ -33,9 +33,8 @@ before they are read, so all that it reads is in pages. A longer step (prefill) 
 projections instead, because the rest of most of them is never stored.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -75,34 +74,17 @@ class HeadStripes:
 
 
 @dataclass(frozen=True)
-class LayerStripes:
-    """What a group stores of one layer.
-
-    start: first column of the layer
-    columns: a multiple of LINE; 0 = the group stores nothing of this layer
-    heads: [H]
-    """
-
-    start: int
-    columns: int
-    heads: tuple[HeadStripes, ...]
-
-
-@dataclass(frozen=True)
 class PageGroup:
     """One of the two groups of pages.
 
     block: tokens of a page
-    layers: [L]
+    layers: [L][H]
+    columns: of a token over all layers, a multiple of LINE
     """
 
     block: int
-    layers: tuple[LayerStripes, ...]
-
-    @property
-    def columns(self) -> int:
-        """Columns of a token over all layers."""
-        return sum(layer.columns for layer in self.layers)
+    layers: tuple[tuple[HeadStripes, ...], ...]
+    columns: int
 
     def stripe(self, pages: Tensor, stripe: Stripe) -> Tensor:
         """The view [blocks, block, width] of a stripe; pages [blocks, page_columns]."""
@@ -115,13 +97,12 @@ class PageGroup:
         The columns are the start, width and count of the head's K stripe, and the start and width of its V stripe. A
         width of 0 says that the stripe is not stored.
         """
-        heads = self.layers[layer].heads
-        rows = [(h.k.start, h.k.width, h.k.count, h.v.start, h.v.width) for h in heads]
+        rows = [(h.k.start, h.k.width, h.k.count, h.v.start, h.v.width) for h in self.layers[layer]]
         return torch.tensor(rows, dtype=torch.int32)
 
     def channels(self, layer: int) -> Tensor:
         """The K channels of a layer for a kernel: int32 [H, widest stripe], -1 where a stripe holds zeros."""
-        heads = self.layers[layer].heads
+        heads = self.layers[layer]
         table = torch.full((len(heads), max(head.k.width for head in heads)), -1, dtype=torch.int32)
         for row, head in zip(table, heads, strict=True):
             row[: head.k.count] = head.channels
@@ -136,26 +117,11 @@ class PageGroup:
         if not real.all():
             slots, k, v = slots[real], k[real], v[real]
         at = slots // self.block, slots % self.block
-        for head, stripes in enumerate(self.layers[layer].heads):
+        for head, stripes in enumerate(self.layers[layer]):
             for stripe, values in ((stripes.k, k[:, head, stripes.channels]), (stripes.v, v[:, head])):
                 if stripe.width:
                     pad = stripe.width - values.shape[-1]
                     self.stripe(pages, stripe)[at] = torch.nn.functional.pad(values, (0, pad)).to(pages.dtype)
-
-    def read(self, pages: Tensor, layer: int, slots: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-        """Return K, V [n, H, D] of the tokens at `slots`, with zeros for what the group does not hold.
-
-        So the sum of both groups is the whole token.
-        """
-        at = slots // self.block, slots % self.block
-        heads = self.layers[layer].heads
-        k, v = (pages.new_zeros(len(slots), len(heads), head_dim) for _ in range(2))
-        for head, stripes in enumerate(heads):
-            if stripes.k.width:
-                k[:, head, stripes.channels] = self.stripe(pages, stripes.k)[at][:, : stripes.k.count]
-            if stripes.v.width:
-                v[:, head] = self.stripe(pages, stripes.v)[at][:, : stripes.v.count]
-        return k, v
 
 
 @dataclass(frozen=True)
@@ -174,7 +140,7 @@ class PageLayout:
     head_dim: int
 
     @classmethod
-    def of(cls, keep: Tensor, block: int, sink: int, window: int) -> PageLayout:
+    def of(cls, keep: Tensor, block: int, sink: int, window: int) -> Self:
         """Lay out a mask.
 
         keep: bool [L, H, D], True = kept
@@ -191,10 +157,9 @@ class PageLayout:
             what = "nothing" if keep.all() else "every channel"
             raise ValueError(f"the mask prunes {what}; serve the model without it, or take another mask")
         some = keep.any(-1)  # [L, H], heads whose V is kept
-        kept, others = lay_out(keep, some), lay_out(~keep, ~some)
-        columns = [sum(layer.columns for layer in layers) for layers in (kept, others)]
-        fitting = [n for n in range(1, block + 1) if block % n == 0 and n * columns[1] <= block * columns[0]]
-        return cls(PageGroup(block, kept), PageGroup(max(fitting, default=1), others), sink, window, keep.shape[-1])
+        kept, rest = lay_out(keep, some, block), lay_out(~keep, ~some, 1)
+        fitting = [n for n in range(1, block + 1) if block % n == 0 and n * rest.columns <= block * kept.columns]
+        return cls(kept, replace(rest, block=max(fitting, default=1)), sink, window, keep.shape[-1])
 
     @property
     def page_columns(self) -> int:
@@ -206,25 +171,24 @@ class PageLayout:
         return max(self.sink, first - self.window)
 
 
-def lay_out(stored: Tensor, values: Tensor) -> tuple[LayerStripes, ...]:
-    """The stripes of a group.
+def lay_out(stored: Tensor, values: Tensor, block: int) -> PageGroup:
+    """The group that stores these channels.
 
     stored: bool [L, H, D], the K channels
     values: bool [L, H], whether V is stored
+    block: tokens of a page
     """
-    layers: list[LayerStripes] = []
-    start, dim = 0, stored.shape[-1]
+    layers, at, dim = [], 0, stored.shape[-1]
     for of_layer, with_values in zip(stored, values.tolist(), strict=True):
-        heads, at = [], start
+        heads = []
         for channels, with_v in zip(of_layer, with_values, strict=True):
             k = _stripe(at, int(channels.sum()))
             v = _stripe(at + k.width, dim if with_v else 0)
             heads.append(HeadStripes(k, v, channels.nonzero().flatten()))
             at = v.start + v.width
-        columns = round_up(at - start, LINE)
-        layers.append(LayerStripes(start, columns, tuple(heads)))
-        start += columns
-    return tuple(layers)
+        layers.append(tuple(heads))
+        at = round_up(at, LINE)
+    return PageGroup(block, tuple(layers), at)
 
 
 def _stripe(start: int, count: int) -> Stripe:

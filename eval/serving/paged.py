@@ -54,7 +54,7 @@ class PagedAttention:
         if layout.head_dim not in HEAD_DIMS:
             raise ValueError(f"the paged kernel reads heads of {HEAD_DIMS} channels, not {layout.head_dim}")
         self.layout, self.rows = layout, rows
-        self.heads = len(layout.kept.layers[0].heads)
+        self.heads = len(layout.kept.layers[0])
         self.group = q_heads // self.heads
         self.programs = programs or PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
         self._layers = [self._tables(layer, device) for layer in range(len(layout.kept.layers))]
@@ -69,7 +69,7 @@ class PagedAttention:
     def _tables(self, layer: int, device: torch.device) -> _Layer:
         groups = self.layout.kept, self.layout.rest
         kept, rest = ((g.table(layer).to(device), g.channels(layer).to(device)) for g in groups)
-        return _Layer(kept, rest, all(head.k.count % 32 == 0 for head in self.layout.kept.layers[layer].heads))
+        return _Layer(kept, rest, all(head.k.count % 32 == 0 for head in self.layout.kept.layers[layer]))
 
     def write(self, pages: Tensor, layer: int, k: Tensor, v: Tensor, kept_slots: Tensor, rest_slots: Tensor) -> None:
         """Put tokens k, v [n, H, D] of a layer into both groups; the reference is `PageGroup.write` of each.

@@ -10,16 +10,17 @@ for them.
 """
 
 import argparse
-import math
 from dataclasses import dataclass
+from typing import Annotated
 
+from annotated_types import Gt, Le
 from torch import Tensor
 
 from leank.cli import ending
 from leank.eval.serving.layout import PageLayout
 from leank.eval.serving.settings import ServerSettings
 from leank.mask import ChannelMask
-from leank.typed import LARGEST
+from leank.typed import LARGEST, Checked, Positive
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class RestBlocks:
 
 
 @dataclass(frozen=True)
-class Server:
+class Server(Checked):
     """What the planner knows of a server.
 
     memory: bytes for pages
@@ -100,18 +101,12 @@ class Server:
     hits: whether there is a prefix cache
     """
 
-    memory: int
-    longest: int
-    step: int
-    block: int = 32
-    itemsize: int = 2
+    memory: Annotated[float, Gt(0), Le(LARGEST)]
+    longest: Positive
+    step: Positive
+    block: Positive = 32
+    itemsize: Positive = 2
     hits: bool = True
-
-    def __post_init__(self) -> None:
-        """Raise ValueError, naming the argument, for a number that no server has."""
-        for name in ("memory", "longest", "step", "block", "itemsize"):
-            if not 1 <= getattr(self, name) <= LARGEST:
-                raise ValueError(f"--{name} {getattr(self, name)} must lie in [1, {LARGEST}]")
 
     def tokens(self, page_columns: int, pages: int) -> int:
         """Tokens that requests of the greatest length hold in the memory, if each takes this many pages."""
@@ -154,10 +149,8 @@ def planned(args: argparse.Namespace) -> str:
     """The line that says what a server admits. Raises ValueError naming the argument at fault."""
     settings = ServerSettings.find({"leank": {"mask": args.mask}})
     assert settings is not None
-    if not math.isfinite(args.memory) or not 1 <= args.memory * 2**30 <= LARGEST:
-        raise ValueError(f"--memory {args.memory} must be a number of GiB that a machine has")
     keep = ChannelMask.load(args.mask).keep
-    server = Server(int(args.memory * 2**30), args.longest, args.step, args.block, args.itemsize, not args.no_hits)
+    server = Server(args.memory * 2**30, args.longest, args.step, args.block, args.itemsize, not args.no_hits)
     stock, pruned = server.stock(keep), server.pruned(keep, settings.sink, settings.window)
     if pruned < args.longest or not stock:
         raise ValueError(

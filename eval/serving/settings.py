@@ -1,18 +1,17 @@
 """What a server with a mask is told, and what it refuses: in one line, before any weights load."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.serving.layout import HEAD_DIMS, PageLayout
 from leank.mask import ChannelMask
+from leank.typed import Checked, Count, Positive
 
 VERSION = "0.32"  # the minor version of vLLM whose interfaces the plug-in uses
 
@@ -21,7 +20,7 @@ DEFAULTS = {"sink": Sizes.sink, "window": Sizes.window}
 
 
 @dataclass(frozen=True)
-class ServerSettings:
+class ServerSettings(Checked):
     """The settings of a server.
 
     mask: a mask.safetensors, or a published .pth mask
@@ -29,11 +28,11 @@ class ServerSettings:
     """
 
     mask: str
-    sink: int
-    window: int
+    sink: Count
+    window: Positive
 
     @classmethod
-    def find(cls, additional: object, environment: Mapping[str, str] = os.environ) -> ServerSettings | None:
+    def find(cls, additional: object, environment: Mapping[str, str] = os.environ) -> Self | None:
         """Read the settings of `--additional-config '{"leank": {"mask": PATH}}'`, else of LEANK_MASK and the like.
 
         additional: the value of additional-config
@@ -54,24 +53,16 @@ class ServerSettings:
                 raise ValueError(f"additional-config: leank={own!r} names no mask, so nothing would be pruned")
             return None
         trained = ChannelMask.load(given["mask"]).metadata
-        sizes = {name: _tokens(name, given.get(name, trained.get(name, DEFAULTS[name]))) for name in DEFAULTS}
-        if sizes["window"] < 1:
-            raise ValueError("LEANK_WINDOW=0: the window needs at least one token")
-        return cls(str(Path(given["mask"]).resolve()), **sizes)
+        sizes = {name: str(given.get(name, trained.get(name, DEFAULTS[name]))) for name in DEFAULTS}
+        try:
+            return cls(str(Path(given["mask"]).resolve()), **{name: int(tokens) for name, tokens in sizes.items()})
+        except ValueError as error:
+            said = ", ".join(f"{NAMES[name]}={tokens}" for name, tokens in sizes.items())
+            raise ValueError(f"{said}: {error}") from None
 
     def export(self) -> dict[str, str]:
         """The environment variables that tell a process these settings."""
         return {variable: str(getattr(self, name)) for name, variable in NAMES.items()}
-
-
-def _tokens(name: str, value: object) -> int:
-    try:
-        tokens = int(str(value))
-    except ValueError:
-        tokens = -1
-    if tokens < 0:
-        raise ValueError(f"{NAMES[name]}={value} must be a number of tokens")
-    return tokens
 
 
 def check(llm: Any) -> None:
@@ -107,11 +98,6 @@ def check_config(config: Any, settings: ServerSettings) -> None:
             raise ValueError(f"LEANK_MASK={settings.mask}: {cure}")
     mask = ChannelMask.load(settings.mask)
     mask.check_model(config.model_config.hf_text_config)
-    if mask.mean_keys is not None:
-        raise ValueError(
-            f"LEANK_MASK={settings.mask}: it holds mean keys for pruned channels, which the plug-in does not "
-            "serve; save mask.with_means(None), whose quality is another"
-        )
     PageLayout.of(mask.keep, config.cache_config.block_size, settings.sink, settings.window)
 
 

@@ -28,12 +28,7 @@ def answer_rows(hidden: Tensor, question_lengths: Tensor, answer_tokens: int) ->
 
 
 def counted(lengths: Tensor, longest: int) -> Tensor:
-    """Mark which of `longest` rows are answer tokens: bool [R, longest], on the device of lengths [R].
-
-    Raises ValueError for an answer without tokens, or with more than `longest`.
-    """
-    if lengths.min() < 1 or lengths.max() > longest:
-        raise ValueError(f"answer lengths {lengths.tolist()} must be from 1 to {longest}: nothing to distil")
+    """Mark which of `longest` rows are answer tokens: bool [R, longest], on the device of lengths [R]."""
     return torch.arange(longest, device=lengths.device) < lengths[:, None]
 
 
@@ -65,7 +60,7 @@ def straight_through(alpha: Tensor, beta: Tensor, variant: str) -> Tensor:
 
 
 def backward(loss: Tensor, of_all: Tensor | None = None) -> None:
-    """Run loss.backward() in the calling thread; autograd's own holds a second cuBLAS workspace (32 MiB on Hopper).
+    """Run loss.backward() in the calling thread: autograd's thread has a cuBLAS workspace of its own (32 MiB).
 
     The check comes after the backward pass, because it waits for the GPU, which would have nothing to do meanwhile.
 

@@ -50,6 +50,7 @@ def test_hydra_s_message_is_one_line(monkeypatch):
         ("benchmrk.lengths=[512]", r"Could not override 'benchmrk\.lengths' \(did you mean benchmark\?\)$"),
         ("method=[dense,leenk]", r"Could not load 'method/leenk' \(did you mean leank\?\)$"),
         ("model=reference_", r"Could not find 'model/reference_' Available options .* \(did you mean reference\?\)$"),
+        ("cache.zzz=1", r"Could not override 'cache\.zzz': there is no cache\.zzz; \+cache\.zzz=VALUE adds one$"),
         ("qqqqqqq=1", "Could not override 'qqqqqqq'$"),
         ("experiment=reference_ruler", r"use \+experiment=reference_ruler$"),
         ("name=a=b", r"'name=a=b' cannot be read; a value with .* needs quotes of its own, such as 'name=\"a b\"'$"),

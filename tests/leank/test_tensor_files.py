@@ -58,7 +58,7 @@ def test_every_bit_and_length_of_a_mask(tmp_path):
     cut = [content[:n] for n in range(len(content))]
     assert load_all(path, cut, ChannelMask.load, is_mask) == len(content)
     path.write_bytes(content[:-1])
-    cure = rf"^mask={re.escape(str(path))} is damaged or cut off: .*; copy it again, train"
+    cure = rf"^mask={re.escape(str(path))} is damaged or cut off: .*; copy it again, or train"
     with pytest.raises(ValueError, match=cure):
         ChannelMask.load(path)
 

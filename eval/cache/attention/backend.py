@@ -37,6 +37,11 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, group: int,
         return f"the kernel needs compute capability 8.0, {torch.cuda.get_device_name(device)} has less"
     if dtype not in dtypes:
         return f"the kernel computes in {' or '.join(map(str, dtypes))}, the cache is {dtype}"
+    return why_not_shape(head_dim, group)
+
+
+def why_not_shape(head_dim: int, group: int) -> str | None:
+    """Why the kernel cannot run over heads of this shape on any GPU, or None if it can; see `why_not`."""
     if head_dim not in (64, 128):
         return f"the kernel has head_dim 64 and 128, the model {head_dim}"
     if group > 16:

@@ -42,11 +42,7 @@ class PCA(FromSamples, Bits):
     - Plain PyTorch turns the coordinates back: answers are the method's, time is not.
 
     Settings
-    ratio: float in [0, 1), default 0.7: share of dimensions that are left out; floor(ratio D) in every head.
-    task: str, default "niah_multikey_3": task of the calibration samples.
-    length: int, tokens, default 2048: longest sample.
-    samples: int, default 8: number of samples.
-    seed: int, default 7: seed of the samples.
+    ratio, task, length, samples, seed: see eval.methods.common.calibrated.
     """
 
     free = "ratio"

@@ -30,11 +30,8 @@ class DoubleSparsityChannels(Calibrated):
       task is written in natural text. Each is a prompt of at most `length` tokens.
 
     Settings
-    ratio: float in [0, 1), default 0.7: share of K channels pruned; floor(ratio * D) go in every head.
-    task: str, default "niah_single_2": task of the samples.
-    length: int, tokens, default 512: longest sample; all its queries are observed.
-    samples: int, default 256: number of samples.
-    seed: int, default 7: seed of the samples.
+    ratio, task, length, samples, seed: see eval.methods.common.calibrated; task "niah_single_2", of which all queries
+      are observed, length 512 and samples 256 by default.
     """
 
     task: str = "niah_single_2"

@@ -28,11 +28,7 @@ class PairEnergy(Calibrated):
     kept channels is odd, one pair is split.
 
     Settings
-    ratio: float in [0, 1), default 0.7: share of K channels pruned; floor(ratio * D) go in every head.
-    task: str, default "niah_multikey_3": task of the samples.
-    length: int, tokens, default 2048: longest sample.
-    samples: int, default 8: number of samples.
-    seed: int, default 7: seed of the samples.
+    ratio, task, length, samples, seed: see eval.methods.common.calibrated.
     """
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -30,11 +30,7 @@ class StaticNorm(Calibrated):
     - `papers/static_norm` has the paper's settings.
 
     Settings
-    ratio: float in [0, 1), default 0.7: share of K channels pruned; floor(ratio * D) go in every head.
-    task: str, default "niah_multikey_3": task of the samples.
-    length: int, tokens, default 2048: longest sample.
-    samples: int, default 8: number of samples.
-    seed: int, default 7: seed of the samples.
+    ratio, task, length, samples, seed: see eval.methods.common.calibrated.
     queries: int, default 32: last queries of a sample that are observed.
     relative: bool, default False: whether a query head's norms of one sample are divided by its ||Q K^T||_F first.
     """

@@ -8,7 +8,6 @@ import hashlib
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -85,16 +84,12 @@ class DuoAttention(Tokens):
 
     @cached_property
     def gates(self) -> Tensor:
-        """The pattern [L, H]. Raises FileNotFoundError or ValueError naming the setting."""
+        """The pattern [L, H]. Raises ValueError naming the setting."""
         assert self.pattern is not None
-        if not Path(self.pattern).is_file():
-            raise FileNotFoundError(f"pattern={self.pattern} does not exist; give a full_attention_heads.tsv, or null")
         try:
-            found = np.loadtxt(self.pattern, ndmin=2)
-        except ValueError as error:
-            raise ValueError(f"pattern={self.pattern} is no table of numbers, layers by KV heads: {error}") from error
-        if not np.isfinite(found).all():
-            raise ValueError(f"pattern={self.pattern} has gates that are not finite; give a full_attention_heads.tsv")
+            found = np.asarray_chkfinite(np.loadtxt(self.pattern, ndmin=2))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"pattern={self.pattern}: {error}; give a full_attention_heads.tsv, or null") from error
         return torch.from_numpy(found).clamp(0, 1)
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -29,9 +29,7 @@ class H2O(Evicting):
     tokens have left the window.
 
     Settings
-    budget: see eval.methods.common.scored; default 1024.
-    evict: bool, default True: whether the budget also holds while decoding. If not, every new token stays, and the
-      choice may be combined with bits and reads.
+    budget, evict: see eval.methods.common.scored; default 1024 and True.
     """
 
     column_sums = True

@@ -38,10 +38,7 @@ class PyramidKV(SnapKV):
 
     Settings
     budget: see eval.methods.common.scored; default 1024. It is the mean over the layers.
-    queries: int, default 32: last queries that are observed; their tokens always stay.
-    kernel: int, odd, default 7: neighbours over which a score is pooled.
-    pooling: "avg" or "max", default "avg": how a score is pooled.
-    group: "mean" or "max", default "mean": how the scores of a KV head's query heads become one.
+    queries, kernel, pooling, group: see eval.methods.tokens.snapkv.
     beta: int, default 20: the top layer gets 1 / beta of the mean.
     rounding: "exact" or "authors", default "exact": whether the shares add up, or the step is rounded down.
     """

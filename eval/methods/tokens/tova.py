@@ -34,9 +34,7 @@ class TOVA(Evicting):
       one flush are closest.
 
     Settings
-    budget: see eval.methods.common.scored; default 1024.
-    evict: bool, default True: whether the budget also holds while decoding. If not, every new token stays, and the
-      choice may be combined with bits and reads.
+    budget, evict: see eval.methods.common.scored; default 1024 and True.
     """
 
     @property

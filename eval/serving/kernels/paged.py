@@ -223,15 +223,15 @@ def _ends(
 
 
 @triton.jit
-def read(
-    acc, m, z, q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_stripe, rest_stripe,
-    length, sink_size, window, first, last, middle_first, middle_last, scale,
-    C: tl.constexpr, F: tl.constexpr,
-):
-    """Tiles [first, last) of the ends and [middle_first, middle_last) of the middle of a head.
+def read(acc, m, z, query, where, row, tiles_read, scale, C: tl.constexpr, F: tl.constexpr):
+    """The tiles of a head that `tiles_read` names; the other tuples are those of `_read`.
 
     The head keeps more than C - 32 and up to C channels; 0 = none. EVEN: every count of channels is a multiple of 32.
     """
+    q_row, ok, kept_channels, rest_channels = query
+    pages, page, kept, rest, kept_stripe, rest_stripe = where
+    length, sink_size, window = row
+    first, last, middle_first, middle_last = tiles_read
     D: tl.constexpr = F.D
     EVEN: tl.constexpr = F.EVEN
     TILE: tl.constexpr = F.TILE
@@ -321,39 +321,29 @@ def _span(
 
 
 @triton.jit
-def _read(
-    q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_stripe, rest_stripe, length, sink_size,
-    window, first, last, middle_first, middle_last, scale, F: tl.constexpr,
-):
-    """Numerator [M, D], maximum [M] and denominator [M] of the softmax over the tiles that `read` is told."""
-    M: tl.constexpr = F.M
-    D: tl.constexpr = F.D
-    TILE: tl.constexpr = F.TILE
-    acc = tl.zeros([M, D], tl.float32)
-    m = tl.full([M], float("-inf"), tl.float32)
-    z = tl.zeros([M, TILE], tl.float32)
-    width = kept_stripe[1]
+def _read(query, where, row, tiles_read, scale, F: tl.constexpr):
+    """Numerator [M, D], maximum [M] and denominator [M] of the softmax over tiles of a head.
+
+    query: where the head's queries begin, which of M there are, and the channels of the two groups
+    where: the pages, a page's elements, block tables and stripes of the two groups
+    row: its length, and the sizes of sink and window
+    tiles_read: [first, last) of the ends, [middle_first, middle_last) of the middle
+    """
+    acc = tl.zeros([F.M, F.D], tl.float32)
+    m = tl.full([F.M], float("-inf"), tl.float32)
+    z = tl.zeros([F.M, F.TILE], tl.float32)
+    width = where[4][1]
     if width == 0:
-        acc, m, z = read(acc, m, z, q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_stripe,
-                         rest_stripe, length, sink_size, window, first, last, middle_first, middle_last, scale,
-                         0, F)
+        acc, m, z = read(acc, m, z, query, where, row, tiles_read, scale, 0, F)
     elif width <= 32:
-        acc, m, z = read(acc, m, z, q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_stripe,
-                         rest_stripe, length, sink_size, window, first, last, middle_first, middle_last, scale,
-                         32, F)
+        acc, m, z = read(acc, m, z, query, where, row, tiles_read, scale, 32, F)
     elif width <= 64:
-        acc, m, z = read(acc, m, z, q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_stripe,
-                         rest_stripe, length, sink_size, window, first, last, middle_first, middle_last, scale,
-                         64, F)
-    elif D > 64:
+        acc, m, z = read(acc, m, z, query, where, row, tiles_read, scale, 64, F)
+    elif F.D > 64:
         if width <= 96:
-            acc, m, z = read(acc, m, z, q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_stripe,
-                             rest_stripe, length, sink_size, window, first, last, middle_first, middle_last, scale,
-                             96, F)
+            acc, m, z = read(acc, m, z, query, where, row, tiles_read, scale, 96, F)
         else:
-            acc, m, z = read(acc, m, z, q_row, ok, pages, page, kept, rest, kept_channels, rest_channels, kept_stripe,
-                             rest_stripe, length, sink_size, window, first, last, middle_first, middle_last, scale,
-                             128, F)
+            acc, m, z = read(acc, m, z, query, where, row, tiles_read, scale, 128, F)
     return acc, m, tl.sum(z, 1)
 
 
@@ -417,15 +407,14 @@ def decode(
         first, last = begin // span, newest // span
         if (first <= p) & (p <= last):
             b = row.to(tl.int64)
-            acc, m, z = _read(
-                q + b * q_b + (head * GROUP + r) * q_h, ok, pages, page,
-                kept.tables + b * kept.tables_b, rest.tables + b * rest.tables_b,
-                kept.channels + head * kept.width, rest.channels + head * rest.width, kept_stripe, rest_stripe,
-                length, sink_size, window,
-                _before(at, begin, ends, end_cost, START), _before(stop, begin, ends, end_cost, START),
-                in_sink + _before(at, middle_begin, some, middle_cost, START),
-                in_sink + _before(stop, middle_begin, some, middle_cost, START),
-                scale, F)
+            query = (q + b * q_b + (head * GROUP + r) * q_h, ok,
+                     kept.channels + head * kept.width, rest.channels + head * rest.width)
+            where = (pages, page, kept.tables + b * kept.tables_b, rest.tables + b * rest.tables_b,
+                     kept_stripe, rest_stripe)
+            tiles_read = (_before(at, begin, ends, end_cost, START), _before(stop, begin, ends, end_cost, START),
+                          in_sink + _before(at, middle_begin, some, middle_cost, START),
+                          in_sink + _before(stop, middle_begin, some, middle_cost, START))
+            acc, m, z = _read(query, where, (length, sink_size, window), tiles_read, scale, F)
             _finish(out, acc, m, z, ok, p, row * H + head, first, last, part, stat, done, F)
         begin = middle_begin + _length(some, middle_cost, START)
         head += 1

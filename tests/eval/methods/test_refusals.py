@@ -28,7 +28,7 @@ REFUSED = [  # axis, its choice, what is said; of a model of 6 layers, 8 channel
     ("tokens", {"name": "snapkv", "budget": 1.5}, r"budget=1\.5 must be"),
     ("tokens", {"name": "snapkv", "kernel": 4}, "kernel=4 must be odd"),
     ("tokens", {"name": "snapkv", "pooling": "sum"}, "pooling='sum' must be"),
-    ("tokens", {"name": "duo_attention", "pattern": "none.tsv"}, "pattern=none.tsv does not exist"),
+    ("tokens", {"name": "duo_attention", "pattern": "none.tsv"}, "pattern=none.tsv: none.tsv not found.; give"),
     ("tokens", {"name": "duo_attention", "task": "vtt"}, "'vtt' is unknown"),
     ("tokens", {"name": "adakv", "scores_of": {"name": "streaming_llm"}},
      r"adakv.scores_of.name=streaming_llm has no scores"),

@@ -168,7 +168,7 @@ def test_gsm_infinite_from_a_file(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"benchmark\.path=no/such\.jsonl does not exist"):
         job("method=[dense]", "benchmark=gsm_infinite", "benchmark.path=no/such.jsonl")
     (tmp_path / "gsm.jsonl").write_text('{"problem": 1}\n')
-    with pytest.raises(ValueError, match=r'gsm\.jsonl, line 1: "problem" is 1; it must be a valid string'):
+    with pytest.raises(ValueError, match=r"gsm\.jsonl, line 1: realistic\.problem=1: Input should be a valid string"):
         job("method=[dense]", "benchmark=gsm_infinite", f"benchmark.path={tmp_path}/gsm.jsonl")
 
 
@@ -275,13 +275,7 @@ def test_two_methods_of_one_label_are_refused():
         expanded({"m": {**THINK, "each": {"window": [8]}}, "m_8": THINK})
 
 
-@pytest.mark.parametrize("device", ["", " ", "gpu", "cuda:x", "meta"])
-def test_a_device_that_is_none_is_named(device):
-    with pytest.raises(ValueError, match=f"model.device='{device}' is no device; give auto"):
-        ModelConfig(device=device).identity()
-
-
-@pytest.mark.parametrize("device", ["cuda:99", "xpu", "hpu", "mps:7"])
-def test_a_device_of_another_machine_is_named(device):
+@pytest.mark.parametrize("device", ["", " ", "gpu", "cuda:x", "meta", "cuda:99", "xpu", "hpu", "mps:7"])
+def test_a_device_that_is_none_or_of_another_machine_is_named(device):
     with pytest.raises(ValueError, match=f"model.device='{device}' is no device of this machine"):
         ModelConfig(device=device).identity()

@@ -35,9 +35,9 @@ def test_sink_and_window_are_those_of_the_training_unless_given():
         ({"leank": {"mask": str(MASK), "windows": 3}}, {}, "windows"),
         ({"leank": str(MASK)}, {}, "must be a mapping"),
         ({"leank": {"sink": 4}}, {}, "names no mask"),
-        (None, {"LEANK_MASK": str(MASK), "LEANK_WINDOW": "many"}, "LEANK_WINDOW=many"),
-        (None, {"LEANK_MASK": str(MASK), "LEANK_SINK": "-1"}, "LEANK_SINK=-1"),
-        (None, {"LEANK_MASK": str(MASK), "LEANK_WINDOW": "0"}, "LEANK_WINDOW=0"),
+        (None, {"LEANK_MASK": str(MASK), "LEANK_WINDOW": "many"}, "LEANK_WINDOW=many: invalid"),
+        (None, {"LEANK_MASK": str(MASK), "LEANK_SINK": "-1"}, "LEANK_SINK=-1.*sink=-1 must be"),
+        (None, {"LEANK_MASK": str(MASK), "LEANK_WINDOW": "0"}, "LEANK_WINDOW=0: window=0 must be"),
         (None, {"LEANK_MASK": str(ROOT / "pyproject.toml")}, "pyproject.toml"),
         (None, {"LEANK_MASK": "none.safetensors"}, "none.safetensors"),
         (None, {"LEANK_MASK": "none.pth"}, "none.pth"),
@@ -138,7 +138,7 @@ def test_the_plan_is_printed(capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--longest", "0"], "--longest 0 must lie in"), (["--memory", "nan"], "--memory nan must be"),
+        (["--longest", "0"], "longest=0 must be greater"), (["--memory", "nan"], "memory=nan must be a finite"),
         (["--memory", "1e-9"], "less than a request of --longest 8192"),
         (["--block", "7"], "block_size=7 must be a multiple of 16"),
     ],

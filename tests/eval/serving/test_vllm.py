@@ -9,6 +9,7 @@ import time
 from importlib.util import find_spec
 
 import pytest
+import torch
 
 from leank.eval.serving.plan import Server
 from leank.mask import ChannelMask
@@ -49,6 +50,18 @@ def test_replies_are_those_of_the_compressed_cache(tmp_path, by_cache, block):
     assert found["equal"] == found["requests"]
     assert found["largest difference of logprobs"] < 1e-3
     assert found["pages held at the end"] == 0
+
+
+def test_pruned_channels_have_the_mean_keys_of_the_mask(tmp_path):
+    mask = ChannelMask.load(MASK)
+    means = torch.randn(mask.keep.shape, generator=torch.Generator().manual_seed(5))
+    mask.with_means(means).save(tmp_path / "means.safetensors")
+    given = ("--mask", str(tmp_path / "means.safetensors"))
+    found = compare(served(tmp_path, "cache", *given), served(tmp_path, "together", *given))
+    assert found["equal"] == found["requests"]
+    assert found["largest difference of logprobs"] < 1e-3
+    without = compare(served(tmp_path, "cache"), served(tmp_path, "together", *given))
+    assert without["largest difference of logprobs"] > 1e-3  # these means are no mask's, and are seen
 
 
 def test_preempted_requests_give_the_same_replies(tmp_path, by_cache):

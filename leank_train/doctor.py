@@ -1,0 +1,183 @@
+"""Will it work, and what will it gain: what can be said of a model before any weights are loaded.
+
+    python -m leank_train doctor MODEL [--tokens 4096 32768] [--batch 1 8 64]
+
+MODEL is a folder, a name on the hub, or a shipped model. The bytes are those of the prompt in 16 bits. Decoding reads
+the weights and the cache once a token, so the ratio of these bytes is what a step can gain at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+import pandas as pd
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from leank.backbone import load_config
+from leank.cli import ending
+from leank.errors import in_one_line
+from leank.eval.cache import compressed_cache
+from leank.eval.cache.attention.backend import why_not_shape
+from leank.eval.methods import build_method
+from leank.eval.methods.memory import dense_bytes, method_bytes
+from leank.eval.report.tables import size
+from leank.eval.serving.layout import HEAD_DIMS
+from leank.shape import check_decoder, kv_shape
+from leank.typed import LARGEST
+from leank_train.forward.hook import run_decoder
+
+ITEMSIZE = 2  # bytes of a number in 16 bits
+RATIOS = (0.5, 0.7, 0.9)
+SMALL, LARGE = (16, 256), (128, 1024)  # sink and window of models with few positions, and with many
+MANY = 32768  # positions
+
+
+def positions(config: PreTrainedConfig) -> int:
+    """Return how many tokens a model reads at most; 32K where its config does not say."""
+    return getattr(config, "max_position_embeddings", None) or MANY
+
+
+def sizes(config: PreTrainedConfig) -> tuple[int, int]:
+    """Return a sink and a window, in tokens, that suit a model's positions: the paper's from 32K on."""
+    return LARGE if positions(config) >= MANY else SMALL
+
+
+class _Reading:
+    """A pass of training that attends to nothing: on the meta device it shows what a model asks of its attention."""
+
+    longest = 1
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return q
+
+
+def trainable(model: PreTrainedModel) -> None:
+    """Raise ValueError, naming the reason, for a model on the meta device that no mask can be learned for."""
+    check_decoder(model)
+    token = torch.zeros(1, 1, dtype=torch.long, device="meta")
+    with suppress(NotImplementedError, RuntimeError):  # experts are chosen by numbers, which the meta device has not
+        run_decoder(model, token, token, _Reading())
+
+
+def answers(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
+    """Yield what is possible with a model on the meta device: the question, and yes or the reason why not."""
+    config = model.config
+    for question, ask in (("cache", lambda: compressed_cache(model, None)), ("training", lambda: trainable(model))):
+        try:
+            with warnings.catch_warnings(record=True) as said:
+                ask()
+            yield question, "; ".join(["yes", *(in_one_line(str(one.message)) for one in said)])
+        except ValueError as error:
+            yield question, f"no: {in_one_line(str(error))}"
+            if question == "cache":
+                return
+    shape = kv_shape(config)
+    reason = why_not_shape(shape.head_dim, config.num_attention_heads // shape.kv_heads)
+    yield "GPU kernel", "yes" if reason is None else f"no, plain PyTorch gives the same replies: {reason}"
+    yield "vLLM", "; ".join(_unserved(config)) or "yes, on one GPU or a CPU (docs/serving.md)"
+
+
+def _unserved(config: PreTrainedConfig) -> Iterator[str]:
+    """Yield why the plug-in does not serve a model, as far as its config tells."""
+    kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}
+    if kinds or getattr(config, "sliding_window", None):
+        yield f"no: it has layers of {', '.join(sorted(kinds)) or 'sliding_attention'}; the plug-in has full attention"
+    if (dim := kv_shape(config).head_dim) not in HEAD_DIMS:
+        yield f"on a CPU alone: head_dim {dim} is none of {', '.join(map(str, HEAD_DIMS))}"
+
+
+def gains(config: PreTrainedConfig, weights: int, lengths: Sequence[int], batches: Sequence[int]) -> pd.DataFrame:
+    """Return one line per length and method: bytes of the cache, and how much faster a step can be at most.
+
+    weights: bytes that a step reads beside the cache.
+    lengths: tokens of a prompt.
+    batches: prompts that are decoded together.
+    """
+    ends = dict(zip(("sink", "window"), sizes(config), strict=True))
+    methods = {f"LeanK {100 * r:.0f}%": {"channels": {"name": "random", "ratio": r}} for r in RATIOS}
+    methods |= {"KIVI 4 bits": {"bits": {"name": "kivi", "bits": 4}}}
+    methods |= {"KIVI 4 under LeanK 70%": {**methods["LeanK 70%"], **methods["KIVI 4 bits"]}}
+    lines = []
+    for tokens in lengths:
+        dense = dense_bytes(config, tokens, ITEMSIZE)
+        for name, choices in {"dense": {}, **methods}.items():
+            held = method_bytes(build_method("doctor", choices, ends), config, tokens, ITEMSIZE)
+            assert held is not None  # what these methods hold does not depend on the prompt
+            faster = {f"x{batch}": f"{(weights + batch * dense) / (weights + batch * held):.2f}" for batch in batches}
+            lines.append({"tokens": f"{tokens:,}", "method": name, "cache": size(held),
+                          "of dense": f"{100 * held / dense:.0f}%", **faster})  # fmt: skip
+    return pd.DataFrame(lines)
+
+
+def commands(name: str, config: PreTrainedConfig) -> list[str]:
+    """Return the command lines that try a training, train, and check a mask, with settings that fit the model."""
+    (sink, window), longest = sizes(config), min(positions(config), 98304)
+    align = next(r for r in (32, 16, 8, 4, 2, 1) if kv_shape(config).head_dim % (4 * r) == 0)
+    middle = f"pruning.sink={sink} pruning.window={window} pruning.align={align}"
+    short = 2 * (sink + window)
+    train = f"python -m leank_train model.name={name} data=mixed {middle} logger=none"
+    return [
+        f"{train} pruning.ratio=0.5 data.min_length={short} data.max_length={2 * short} stage1.steps=20 stage2.steps=5"
+        f" validation.lengths=[{2 * short}] validation.samples=1 validation.heldout=2 hydra.run.dir=outputs/try",
+        f"{train} pruning.ratio=0.7 extra_ratios=[0.5,0.8] data.min_length={max(short, longest // 8)}"
+        f" data.max_length={longest // 2} validation.lengths=[{longest // 2}] hydra.run.dir=outputs/mine",
+        f"python -m eval model.name={name} mask=outputs/mine 'method=[dense,leank,kivi4]' benchmark=text"
+        f" cache.sink={sink} cache.window={window} hydra.run.dir=outputs/mine/text",
+    ]
+
+
+def examine(name: str, lengths: Sequence[int], batches: Sequence[int]) -> str:
+    """Return what the doctor says of a model.
+
+    name: a folder, a name on the hub, or a shipped model.
+    lengths: tokens of a prompt; empty takes some that the model can read.
+
+    Raises FileNotFoundError without a config, ValueError for one that is damaged.
+    """
+    config = load_config(name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    numbers = sum(p.numel() for p in model.parameters())
+    table = model.get_input_embeddings().weight
+    tied = model.get_output_embeddings() is None or model.get_output_embeddings().weight is table
+    read = ITEMSIZE * (numbers if tied else numbers - table.numel())  # one row of an embedding is read, not all
+    config, found = model.config.get_text_config(decoder=True), dict(answers(model))
+    lines = [f"model       {name}: {config.model_type}, {numbers / 1e6:,.0f}M weights, {positions(config):,} positions"]
+    lines += [f"{question:12}{answer}" for question, answer in found.items()]
+    if not found["cache"].startswith("yes"):
+        return "\n".join(lines)
+    shape, (sink, window) = kv_shape(config), sizes(config)
+    lines.insert(1, f"K cache     {shape.layers} layers x {shape.kv_heads} KV heads x {shape.head_dim} channels")
+    lengths = lengths or [n for n in (2048, 8192, 32768, 131072) if n <= positions(config)] or [positions(config)]
+    lines += [
+        f"\nBytes of a prompt in 16 bits with a sink of {sink} and a window of {window} tokens, and how many times as"
+        " fast\na step of so many texts can be. A head that a mask empties drops V, too, and holds less than this.\n",
+        gains(config, read, lengths, batches).to_string(index=False),
+    ]
+    if found["training"].startswith("yes"):
+        lines += ["\nTry, train, and check (docs/own_model.md):", *(f"    {line}" for line in commands(name, config))]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(
+        "leank_train doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model")
+    parser.add_argument("--tokens", type=_count, nargs="+", default=[], help="lengths of a prompt")
+    parser.add_argument("--batch", type=_count, nargs="+", default=[1, 8, 64], help="prompts that are decoded together")
+    given = parser.parse_args(arguments)
+    with ending("leank_train doctor"):
+        print(examine(given.model, given.tokens, given.batch))
+
+
+def _count(text: str) -> int:
+    if not 1 <= (value := int(text)) <= LARGEST:
+        raise ValueError(text)
+    return value

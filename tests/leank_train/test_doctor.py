@@ -1,0 +1,66 @@
+"""python -m leank_train doctor: it says of every family what the tests of families find, and no weights are needed."""
+
+import re
+import shlex
+
+import pytest
+
+from leank.backbone import load_config
+from leank.eval.cache import compressed_cache
+from leank_train import doctor
+from leank_train.settings import check
+from tests.helpers.composed import evaluation, training
+from tests.helpers.families import FAMILIES, REFUSED, UNTRAINED, build
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_every_family_gets_the_answers_of_its_tests(name, tmp_path):
+    build(name).config.save_pretrained(tmp_path)
+    text = doctor.examine(str(tmp_path), (), (1, 8))
+    if name in REFUSED:
+        assert re.search(rf"^cache +no: .*{REFUSED[name]}", text, re.MULTILINE)
+        assert "dense" not in text
+        return
+    assert re.search(r"^cache +yes", text, re.MULTILINE)
+    wanted = f"no: .*{UNTRAINED[name]}" if name in UNTRAINED else "yes"
+    assert re.search(rf"^training +{wanted}", text, re.MULTILINE)
+    assert ("leank_train model.name" in text) == (name not in UNTRAINED)
+
+
+def test_what_is_served_is_full_attention():
+    assert dict(doctor.answers(build("llama")))["vLLM"].startswith("on a CPU alone: head_dim 16")
+    assert dict(doctor.answers(build("olmo3")))["vLLM"].startswith("no: it has layers of sliding_attention")
+
+
+def test_the_bytes_are_those_that_a_cache_holds():
+    """Of the whole prompt in 16 bits, against the parts of a real cache without its tables and slack."""
+    model, tokens = build("llama"), 320
+    table = doctor.gains(model.config, 10**6, [tokens], [1]).set_index("method")["cache"]
+    dense = 2 * 2 * 2 * 16 * tokens * doctor.ITEMSIZE
+    assert table["dense"] == f"{dense / 1024:.3g} KiB"
+    sink, window = doctor.sizes(model.config)
+    middle = 2 * 2 * (8 + 16) * (tokens - sink - window) * doctor.ITEMSIZE
+    held = middle + 2 * 2 * 2 * 16 * (sink + window) * doctor.ITEMSIZE
+    assert table["LeanK 50%"] == f"{held / 1024:.3g} KiB"
+    assert compressed_cache(model, None).compressed[0].sizes.sink == 128  # the doctor's own sizes are the small ones
+
+
+@pytest.mark.parametrize("name", ["reference", "reference_mixed"])
+def test_the_commands_fit_the_model(name):
+    *trains, evaluates = doctor.commands(name, load_config(name))
+    for line in trains:
+        program, *overrides = shlex.split(line)[2:]
+        assert program == "leank_train"
+        check(training(*overrides))
+    assert evaluation(*shlex.split(evaluates)[3:])["benchmark"]["name"] == "text"
+
+
+def test_a_mistake_is_one_line(capsys):
+    for given, status, line in (
+        (["no/such"], 1, r"leank_train doctor: model\.name='no/such' cannot be loaded"),
+        (["reference", "--tokens", "0"], 2, "argument --tokens: invalid"),
+    ):
+        with pytest.raises(SystemExit) as error:
+            doctor.main(given)
+        assert error.value.code == status
+        assert re.search(line, capsys.readouterr().err)
