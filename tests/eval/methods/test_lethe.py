@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leank.eval.cache import Sizes
-from leank.eval.cache.attention import naive
 from leank.eval.cache.attention.backend import Auto
 from leank.eval.cache.memory import measure_store
 from leank.eval.cache.storage.eviction import HeavyHitters, largest
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.store import Store
 from leank.eval.methods.tokens.lethe import Lethe, hoyer
+from tests.oracles import cache_attention as naive
 
 SINK, WINDOW, FLUSH = SIZES = 2, 4, 3
 
@@ -156,8 +156,8 @@ def test_rows_take_their_scores_and_thresholds_along():
     assert store.eviction.evict_at.tolist() == [22, 22, 21]
     assert torch.equal(store.eviction.scores[2], scores[0])
     store.append(*torch.randn(2, 3, 2, 1, 8))
-    store.eviction.see(0, 0, torch.ones(int(held(store)[0, 0])))
-    assert torch.equal(store.eviction.of(1, 0), scores[1, 0])  # rows that came from one go their own ways
+    naive.see(store.eviction, 0, 0, torch.ones(int(held(store)[0, 0])))
+    assert torch.equal(naive.scores_of(store.eviction, 1, 0), scores[1, 0])  # rows that came from one go their own ways
 
 
 def test_what_cannot_be_is_refused(monkeypatch):
