@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scripts.bench.serving.engine import MASK, Served, engine, serve
 from transformers import PreTrainedModel
 
 from leank import backbone
 from leank.eval.benchmarks.ruler import Ruler
 from leank.eval.cache import compressed_cache
 from leank.mask import ChannelMask
-from scripts.bench.serving.engine import MASK, Served, engine, serve
 
 TASKS = ("niah_single_2", "niah_multikey_2", "niah_multivalue", "vt")
 LENGTHS = (800, 1200, 1600)
