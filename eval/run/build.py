@@ -137,9 +137,8 @@ def build_job(config: Mapping[str, Any]) -> tuple[Job, PreTrainedTokenizerBase]:
     model, settings, model_config, tokenizer = build_model(config)
     methods = build_methods(config, model_config, tokenizer)
     benchmark = build_benchmark({} if config.get("benchmark") is None else config["benchmark"])
-    wanted = getattr(benchmark, "compress", settings.compress)
-    if settings.compress != wanted:
-        raise ValueError(f"compress={settings.compress}: benchmark={benchmark.name} needs compress={wanted}")
+    if (needed := benchmark.compress) not in (None, settings.compress):
+        raise ValueError(f"compress={settings.compress}: benchmark={benchmark.name} needs compress={needed}")
     text_config = model_config.get_text_config(decoder=True)
     benchmark.check(text_config, tokenizer, overhead(tokenizer, model.chat), settings.max_new_tokens)
     warn_of_spans(methods)  # once nothing is refused any more, so that a run that is leaves no log
