@@ -42,7 +42,7 @@ def served(layout, lengths, seed, spare=0, layers=2, heads=3):
     tables = [torch.zeros(len(lengths), width, dtype=torch.int32) for width in widths]
     for row, length in enumerate(lengths):
         position = torch.arange(length)
-        whole = (position < layout.sink) | (position >= layout.whole_from(length - 1 - spare))
+        whole = (position < layout.sink) | (position >= max(layout.sink, length - 1 - spare - layout.window))
         for group, table, stored in zip(groups, tables, (position, position[whole]), strict=True):
             for block in (stored // group.block).unique().tolist():
                 table[row, block] = next(free)
