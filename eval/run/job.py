@@ -10,6 +10,7 @@ import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 import transformers
@@ -25,7 +26,7 @@ from leank.eval.benchmarks.scoring import score_row
 from leank.eval.inference.models import ModelConfig
 from leank.eval.inference.prompts import Prompt, encode_turns, overhead
 from leank.eval.methods import Method
-from leank.eval.rows.result_row import ResultRow, RowSettings
+from leank.eval.rows.result_row import Meta, MethodSettings, ResultRow, RowSettings
 from leank.eval.rows.results import Collected, Key, Results
 from leank.eval.run.compression import Warnings
 from leank.eval.run.replay import Answer, Replay
@@ -83,7 +84,7 @@ class Job:
         """
         found: RowSettings = {
             "format": FORMAT,
-            "method": method.config(),
+            "method": cast("MethodSettings", method.config()),
             "model": self.model.identity(),
             "benchmark": self.benchmark.identity(),
             "decode": {name: getattr(self.settings, name) for name in ("max_new_tokens", "min_new_tokens")},
@@ -129,13 +130,27 @@ class Job:
         return work
 
     def _lacking(self, method: Method, cell: Cell, done: set[Key]) -> set[str]:
-        """Return the samples of a cell of which a row is not done, whether or not its text spells a special token."""
+        """Return the samples of a cell of which a row is not done."""
         if not done:
             return set(cell.samples)
+        return {sample for sample, either in self._either(method, cell) if done.isdisjoint(either)}
+
+    def _either(self, method: Method, cell: Cell) -> Iterator[tuple[str, tuple[Key, ...]]]:
+        """Yield each row's sample, and its keys where its text spells no special token and where it does."""
         ids = [(sample, row) for sample in cell.samples for row in cell.ids(sample)]
-        rows = [row for _, row in ids]
-        keys = zip(*(self.keys(method, cell, rows, how) for how in (None, self.settings.specials)), strict=True)
-        return {sample for (sample, _), either in zip(ids, keys, strict=True) if done.isdisjoint(either)}
+        found = (self.keys(method, cell, [row for _, row in ids], how) for how in (None, self.settings.specials))
+        for (sample, _), *either in zip(ids, *found, strict=True):
+            yield sample, tuple(either)
+
+    def all_keys(self) -> list[Key]:
+        """Return the keys that the rows of the plan may have, done or not, in its own order."""
+        return [
+            key
+            for cell in self.benchmark.cells()
+            for method in self.by_cell.get(cell, self.methods)
+            for _, either in self._either(method, cell)
+            for key in either
+        ]
 
     def others(self, done: set[Key]) -> int:
         """Count rows with this plan's model, methods and tasks, but with other settings, data or weights."""
@@ -255,7 +270,7 @@ class Job:
             "prediction": answer.text,
             "answers": list(row.answers),
             "metric": row.metric,
-            "meta": dict(row.meta),
+            "meta": cast("Meta", dict(row.meta)),
             "prompt_tokens": _tokens(row, prompt),
             "new_tokens": len(answer.tokens),
             "cache_bytes": answer.bytes,

@@ -166,10 +166,6 @@ class PageLayout:
         """Columns of a page, the stride of blocks in both groups."""
         return max(group.block * group.columns for group in (self.kept, self.rest))
 
-    def whole_from(self, first: int) -> int:
-        """The first position behind the sink that a step from position `first` on reads whole."""
-        return max(self.sink, first - self.window)
-
 
 def lay_out(stored: Tensor, values: Tensor, block: int) -> PageGroup:
     """The group that stores these channels.

@@ -76,6 +76,8 @@ def rounded_by_hand(values, bits):
 @settings(max_examples=25, deadline=None)
 @example(seed=0, lengths=[60, 40], page=1, budget=16, grow=3, bits=2)
 @example(seed=1, lengths=[60, 40], page=1, budget=16, grow=3, bits=4)
+@example(seed=2, lengths=[5, 40], page=5, budget=30, grow=60, bits=None)
+@example(seed=3, lengths=[33, 7], page=3, budget=30, grow=60, bits=16)
 @given(
     seed=st.integers(0, 2**16),
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=2),

@@ -93,7 +93,7 @@ def rank(counts, lengths, sizes, options, seed, tiles):
     if not tokens:
         return
     want = policy.ranking(store.prompt, store.tail, first)[..., first : first + tokens]
-    given = policy.scores, store.tail, first, tokens, options.mix, options.kernel, options.threshold
+    given = policy.scores, store.tail, first, tokens, options
     found = kernels.ranking(*given, tiles)
     for row, head in np.ndindex(*length.shape):
         n = int(length[row, head])
