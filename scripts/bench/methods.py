@@ -1,6 +1,7 @@
 """First token, time a token and bytes held of every method, at several lengths and batches, in one run.
 
     python -m scripts.bench.methods OUT --lengths 4096 32768 131072 --batches 1 largest     # 8B shape, one GPU
+    python -m scripts.bench.methods OUT --lengths 4096 --new 128 --batches 64 --methods dense leank    # LeanK's table 8
     KIVI="--window 128 --methods dense papers/kivi4 papers/kivi4_think papers/kivi4_iap"
     python -m scripts.bench.methods OUT $KIVI --lengths 160 --new 338 --batches 300    # ThinK's tables 10, 11
     python -m scripts.bench.methods OUT $KIVI --lengths 4097 --new 128 --batches 15    # IAP's table 6
@@ -435,10 +436,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--window", type=int, help="tokens at the end that stay whole, in methods that name no window")
     parser.add_argument("--methods", nargs="+", help="of conf/method; papers/NAME for a preset; default: all")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of the methods, as in eval")
+    parser.add_argument("--fuse", action="store_true", help="norms and MLPs through torch.compile")
     parser.add_argument("--profile", action=argparse.BooleanOptionalAction, default=True,
                         help="look where a step's time goes")  # fmt: skip
     args = parser.parse_args(argv)
     model, mask, sizes = subject(args.shape)
+    for module in model.modules():
+        if args.fuse and type(module).__name__.endswith(("RMSNorm", "MLP")):
+            module.compile()
     sizes = sizes if args.window is None else replace(sizes, window=args.window)
     tokenizer = load_config(ModelConfig())[1]  # of the shipped model: calibration's ids are in any vocabulary
     bench = Bench(Replay(model, tokenizer, Settings()), args.new, args.profile)
