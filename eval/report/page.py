@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import pandas as pd
@@ -18,8 +18,7 @@ HERE = Path(__file__).parent
 SHOWN = 40  # replies listed per method, of those that differ from dense
 
 
-@dataclass(frozen=True)
-class Reply:
+class Reply(NamedTuple):
     """A sample with the replies of two methods. texts: by heading."""
 
     name: str

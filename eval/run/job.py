@@ -209,14 +209,9 @@ class Job:
         return CellBatch(cell, rows, prompts)
 
     def _halved_until_it_fits(
-        self,
-        results: Results | Collected,
-        replay: Replay,
-        batch: CellBatch,
-        methods: Sequence[Method],
-        size: int,
+        self, results: Results | Collected, replay: Replay, batch: CellBatch, methods: Sequence[Method], size: int,
         said: Warnings,
-    ) -> tuple[int, int]:
+    ) -> tuple[int, int]:  # fmt: skip
         """Replay a batch, and halve `size` while memory runs out. Returns the new rows and the size that fitted."""
         before, cell = len(results.keys), batch.cell
         while True:
@@ -249,14 +244,8 @@ class Job:
         for method, answers in replay.answers(batch.prompts, batch.rows, lacking, cell.turns, cell.one_cache):
             for key, (row, prompt), answer in zip(keys[id(method)], samples, answers, strict=True):
                 if key not in results.keys:
-                    said.note(
-                        method,
-                        cell.place,
-                        _tokens(row, prompt),
-                        answer.compressed,
-                        answer.dense_only,
-                        answer.non_finite,
-                    )
+                    tokens = _tokens(row, prompt)
+                    said.note(method, cell.place, tokens, answer.compressed, answer.dense_only, answer.non_finite)
                     results.append(self.result(key, method, row, prompt, answer))
 
     def result(self, key: Key, method: Method, row: Row, prompt: Prompt, answer: Answer) -> ResultRow:

@@ -35,7 +35,9 @@ def test_generate(tmp_path):
     line = "--shape reference --case 1x300 --new 17 --warm-up 1 --only LeanK"
     decoding.main(["generate", str(tmp_path), *line.split()])
     rows = read(tmp_path / "generate.csv")
-    assert [(row["cache"], row["loop"]) for row in rows if row["step_ms"]] == [("LeanK", loop) for loop in decoding.LOOPS]
+    assert [(row["cache"], row["loop"]) for row in rows if row["step_ms"]] == [
+        ("LeanK", loop) for loop in decoding.LOOPS
+    ]
 
 
 def test_a_step_is_captured_before_the_calls_that_are_timed(monkeypatch):
