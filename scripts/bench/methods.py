@@ -25,8 +25,8 @@ method that fails costs its row alone:
     gb            held after the prompt, of which formula_gb by the method's formula (empty where data decide), the rest
                   being tables and spare room; peak_gb: the allocator's peak while decoding, weights included
     read_gb       K, V, bounds and labels that attention reads in a step; a query head reads what it chose by itself
-    token_ms      of a decoding step, by `loop`: a captured CUDA graph, or Python; why_eager says why no graph. A graph
-                  is timed over whole periods in which tokens leave the window, after one that compiles what moves them
+    token_ms      of a decoding step, by `loop`: a captured CUDA graph, or Python. A graph is timed over whole periods
+                  in which tokens leave the window, after one that compiles what moves them
     median_ms     of the same steps as the GPU sees them; worst_ms: the longest of them
     tokens_per_s  of all rows
     gpu_ms        of a step in kernels alone, of which attention_ms, products_ms, other_ms; kernels: launches per step.
@@ -126,16 +126,6 @@ def configured(
             if isinstance(choice, dict) and "samples" in choice:
                 choice["samples"] = min(SAMPLES, choice["samples"])
     return build_methods(found, config, tokenizer)
-
-
-def why_eager(cache: CompressedCache) -> str:
-    """Why no decoding step over the cache can be captured; empty where one can."""
-    if cache.capturable:
-        return ""
-    if not torch.cuda.is_available():
-        return "no GPU"
-    reasons = (layer.store.middle.why_not_kernel for layer in cache.compressed if layer.store is not None)
-    return next(filter(None, reasons), "a row is no longer than the sink")
 
 
 class Bench:
@@ -268,7 +258,7 @@ class Bench:
         else:
             spent = seconds(step, steps)
         row.update(batch=len(position), token_ms=spent * 1e3, tokens_per_s=len(position) / spent)
-        row.update(loop="graph" if graph else "eager", why_eager=why_eager(cache))
+        row.update(loop="graph" if graph else "eager")
         if self.cuda and self.profile:
             found = profiled(step)
             row.update(by_kind(found))
