@@ -1,1 +1,1 @@
-"""Settings: train and eval are Hydra's for one command, shared for both; method has presets, papers the papers' items."""
+"""Settings: Hydra has train and eval, with shared for both; method holds presets, papers the items of the papers."""
