@@ -15,7 +15,10 @@ from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 
-from leank.data_gen.reading import digest, parse_json, read_text
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from leank.data_gen.reading import digest, read_text
 from leank.data_gen.tokens import TokenCounter
 
 NOISE_SENTENCES = (
@@ -33,6 +36,15 @@ _SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"')\]”’]))\s+")
 Units = tuple[list[str], int]  # units of text, and the tokens they take with their separators
 
 
+class _Essays(TypedDict):
+    """RULER's file of essays."""
+
+    text: str
+
+
+ESSAYS = TypeAdapter(_Essays)
+
+
 @lru_cache
 def words(kind: str) -> tuple[str, ...]:
     """Return a shipped word list: "nouns", "adjectives" or "verbs"."""
@@ -47,10 +59,8 @@ def sentences(path: str | None, split: str) -> tuple[str, ...]:
         paragraphs.
     split: "train", "test" (every tenth paragraph) or "all".
 
-    Raises FileNotFoundError if the path does not exist, ValueError for an unknown split or an empty text.
+    Raises FileNotFoundError if the path does not exist, ValueError for an empty text.
     """
-    if split not in SPLITS:
-        raise ValueError(f"split={split!r} is unknown; choose one of {', '.join(SPLITS)}")
     parts = [split_sentences(p) for p in paragraphs(path, "all")]
     test = [s for p in parts[_TEST_SHARE - 1 :: _TEST_SHARE] for s in p]
     if split == "test":
@@ -112,12 +122,9 @@ def _read(path: str | None) -> str:
     if ".json" not in source.suffixes:
         return text
     try:
-        found = parse_json(text)
-    except ValueError as error:
-        raise ValueError(f"essays={path!r} cannot be read: {error}; copy it again") from None
-    if not isinstance(found, dict) or not isinstance(found.get("text"), str):
-        raise ValueError(f'essays={path!r} is not RULER\'s form of essays; give JSON {{"text": "..."}}')
-    return found["text"]
+        return ESSAYS.validate_json(text)["text"]
+    except ValidationError:
+        raise ValueError(f'essays={path!r} is not RULER\'s form of essays; give JSON {{"text": "..."}}') from None
 
 
 def take_noise(budget: int, counter: TokenCounter) -> Units:

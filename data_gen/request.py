@@ -5,16 +5,20 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge, Le
 
 from leank.data_gen.haystack import SPLITS
 from leank.data_gen.sample import Question
 from leank.data_gen.tokens import TokenCounter
+from leank.typed import Checked, OneOf
 
 LONGEST = 2**24  # tokens; no model reads more, and a slip must not fill the memory
 
 
 @dataclass(frozen=True)
-class Request:
+class Request(Checked):
     """One document of a task.
 
     name: the task's name.
@@ -27,32 +31,19 @@ class Request:
     essays, split: the natural text; see `haystack.sentences`.
     data: a file with the task's own data (qa_1, qa_2, cwe).
     reserve: tokens of `length` to leave for a chat template; see `data_gen.chat`.
-
-    Raises ValueError for a setting out of range.
     """
 
     name: str
-    length: int
+    length: Annotated[int, Ge(1), Le(LONGEST)]
     counter: TokenCounter
     seed: int
     index: int
-    questions: int = 1
+    questions: Annotated[int, Ge(1), Le(10_000)] = 1
     exact: bool = True
     essays: str | None = None
-    split: str = "all"
+    split: Annotated[str, OneOf(*SPLITS)] = "all"
     data: str | None = None
     reserve: int = 0
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.length <= LONGEST:
-            raise ValueError(f"length={self.length} must lie in [1, {LONGEST}]; give the tokens a sample should have")
-        if not 1 <= self.questions <= self.length:
-            raise ValueError(
-                f"questions={self.questions} must lie in [1, length={self.length}], as each takes tokens; give the "
-                "questions per document"
-            )
-        if self.split not in SPLITS:
-            raise ValueError(f"split={self.split!r} is unknown; choose one of {', '.join(SPLITS)}")
 
     @property
     def room(self) -> int:

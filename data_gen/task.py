@@ -23,13 +23,14 @@ from dataclasses import dataclass
 from leank.data_gen import haystack
 from leank.data_gen.request import Draft, Request
 from leank.data_gen.sample import Document, Question
+from leank.typed import Checked
 
 SHORT = 4096  # tokens; below, every sample has a search of its own
 _SEARCH = -1  # the index of the draw that the search measures
 
 
-class Task(ABC):
-    """A task: `fill` and `draw` define its documents, `build` makes one.
+class Task(Checked, ABC):
+    """A task: `fill` and `draw` define its documents, `build` makes one. Its settings are checked (`leank.typed`).
 
     max_new_tokens: room for a reply.
     """

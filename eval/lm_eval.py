@@ -14,8 +14,6 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_module
-from omegaconf import OmegaConf
 
 from leank.cli import ending, launch
 from leank.eval.benchmarks.row import Row
@@ -23,7 +21,7 @@ from leank.eval.benchmarks.scoring import cut_at_stop
 from leank.eval.inference.models import load_model
 from leank.eval.inference.prefill import extend
 from leank.eval.inference.prompts import Prompt
-from leank.eval.run.build import build_methods, build_model, warn_of_spans
+from leank.eval.run.build import build_methods, build_model, composed, warn_of_spans
 from leank.eval.run.compression import Compression, Warnings
 from leank.eval.run.replay import Replay
 
@@ -81,8 +79,7 @@ class CompressedLM(TemplateLM):
         overrides = [f"method=[{method}]", *(f"{name}={value}" for name, value in settings.items())]
         if device and (torch.cuda.is_available() or not device.startswith("cuda")):  # lm_eval asks for cuda:0 anywhere
             overrides.append(f"++model.device={device}")
-        with initialize_config_module("leank.conf.eval", version_base="1.3"):
-            config: Any = OmegaConf.to_container(compose("eval", overrides), resolve=True)
+        config = composed(overrides)
         model, self.settings, model_config, self.tokenizer = build_model(config)
         if self.settings.match is not None:
             raise ValueError(

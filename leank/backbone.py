@@ -87,10 +87,6 @@ class Backbone:
         """Tokens of a document's length to leave for the chat template and for the seams between the pieces."""
         return template_tokens(self.tokenizer) + 2 if self.before or self.after else 0
 
-    def eos_ids(self) -> list[int]:
-        """Return the ids that end a reply."""
-        return eos_ids(self.model, self.tokenizer)
-
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
     """Return the end-of-text ids that generate() uses: the generation config's, else the tokenizer's."""
@@ -278,16 +274,9 @@ def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Return the names of the tensors that hold NaN or infinity, in order.
 
     Each tensor is read once where it lies, for its smallest and its largest number, which are NaN if any number is.
-    No copy is made, and all answers come to the host together. Types of one byte, which few operations take, are
-    passed over.
+    No copy is made. Types of one byte, which few operations take, are passed over.
 
     tensors: (name, tensor), of any shape, type and device.
     """
-    names, ends = [], []
-    for name, tensor in tensors:
-        if tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel():
-            names.append(name)
-            ends.append(torch.stack(torch.aminmax(tensor.detach())).isfinite().all())
-    places = {end.device for end in ends}
-    fine = {device: iter(torch.stack([end for end in ends if end.device == device]).tolist()) for device in places}
-    return [name for name, end in zip(names, ends, strict=True) if not next(fine[end.device])]
+    read = [(n, x.detach()) for n, x in tensors if x.is_floating_point() and x.element_size() > 1 and x.numel()]
+    return [name for name, x in read if not torch.stack(torch.aminmax(x)).isfinite().all()]

@@ -49,13 +49,10 @@ def write_bytes(path: str | os.PathLike, content: bytes) -> None:
         os.chmod(partial, 0o644)  # mkstemp makes it private; results are to be shared
         os.replace(partial, target)
         sync_folder(target.parent)
-    except OSError as error:
+    except BaseException as error:
         Path(partial).unlink(missing_ok=True)
-        if error.filename is None and error.errno is not None:  # a disk that is full does not say for which file
-            raise OSError(error.errno, error.strerror, str(target)) from error
-        raise
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(target)  # a disk that is full does not say for which file
         raise
 
 

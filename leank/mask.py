@@ -13,7 +13,6 @@ import os
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -109,7 +108,7 @@ class ChannelMask:
         """
         _check_scores(alpha)
         check_ratio(alpha.shape, ratio, align, rounding)
-        ratio, align = ratio if isinstance(ratio, int) else float(ratio), int(align)  # JSON has none of numpy's types
+        ratio, align = float(ratio), int(align)  # JSON has none of numpy's types
         scores = alpha.detach().double().cpu()
         heads = scores.flatten(0, 1)  # [L*H, D]
         if rounding == "exact":
@@ -283,10 +282,6 @@ def mask_file(path: str | os.PathLike) -> Path:
     raise FileNotFoundError(f"mask={path} is a folder without mask.safetensors; give that of a training run, or a file")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _nearest_integer(value: float) -> int:
     return int(value + 0.5)
 
@@ -309,9 +304,9 @@ def check_ratio(shape: Sequence[int], ratio: float, align: int, rounding: str, n
     name: of the setting that has the ratio.
     """
     total, dim = math.prod(shape), shape[-1]
-    if not _is_number(ratio) or not 0 <= ratio < 1:
+    if not 0 <= ratio < 1:
         raise ValueError(f"{name}={ratio!r} is not in [0, 1); it is the share of K channels to prune, such as 0.7")
-    if not _is_number(align) or align != int(align) or align < 1 or dim % align:
+    if align != int(align) or align < 1 or dim % align:
         raise ValueError(f"align={align!r} does not divide head_dim={dim}; use 1 or a divisor such as 16")
     if rounding not in ROUNDINGS:
         raise ValueError(f"rounding={rounding!r} is unknown; use one of {', '.join(ROUNDINGS)}")

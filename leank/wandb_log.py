@@ -33,7 +33,7 @@ class LoggerConfig(Checked):
 
     kind: "none", or "wandb" for Weights & Biases. A configuration names a kind and no class, so it cannot choose code.
     project, group, entity, tags, notes: of the W&B run.
-    name: of the W&B run; None takes the name of the run directory.
+    name: of the W&B run; None takes the name of the run directory, which tells the members of a sweep apart.
     mode: online, offline, or auto, which is online if W&B has a key.
     """
 
@@ -58,38 +58,26 @@ class LoggerConfig(Checked):
 
 
 def make_logger(config: LoggerConfig, folder: Path, job_type: str | None = None) -> WandbLogger | None:
-    """Lightning's logger of a run in `folder`, or None for kind "none".
+    """Lightning's logger of a run in `folder`, or None for kind "none"; offline, it prints how to look at the run.
 
     job_type: what W&B calls the kind of the run.
     """
     if config.kind == "none":
         return None
-    given = {**asdict(config), "job_type": job_type}
-    given = {key: value for key, value in given.items() if key != "kind" and value is not None}
-    return wandb_logger(**given, save_dir=str(folder))
-
-
-def wandb_logger(mode: str, save_dir: str, name: str | None = None, **settings: Any) -> WandbLogger:
-    """Lightning's W&B logger; offline, it prints how to look at the run.
-
-    mode: auto, online or offline.
-    save_dir: folder of the run.
-    name: of the run; by default that of the folder, which tells the members of a sweep apart.
-    settings: further arguments of WandbLogger.
-    """
     from lightning.pytorch.loggers import WandbLogger
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+    mode = config.mode
     if mode == "auto":
-        mode = os.environ.get("WANDB_MODE") or (
-            "online" if os.environ.get("WANDB_API_KEY") or _in_netrc() else "offline"
-        )
+        key = os.environ.get("WANDB_API_KEY") or _in_netrc()
+        mode = os.environ.get("WANDB_MODE") or ("online" if key else "offline")
     if mode == "offline":
         rank_zero_only(print)(
-            f"W&B is offline: look with `wandb leet {save_dir}/wandb`, or `wandb sync` that folder later", flush=True
+            f"W&B is offline: look with `wandb leet {folder}/wandb`, or `wandb sync` that folder later", flush=True
         )
-    name = name or Path(save_dir).resolve().name
-    logger = WandbLogger(offline=mode == "offline", save_dir=save_dir, name=name, **settings)
+    given = {**asdict(config), "job_type": job_type, "name": config.name or folder.resolve().name}
+    given = {key: value for key, value in given.items() if key not in ("kind", "mode") and value is not None}
+    logger = WandbLogger(offline=mode == "offline", save_dir=str(folder), **given)
     logger._wandb_init.pop("anonymous", None)  # Lightning passes it on in any case; W&B warns that it has no effect
     return logger
 
@@ -164,9 +152,8 @@ def log_results(
     import wandb
 
     flat = {k: v for k, v in metrics.items() if not isinstance(v, dict)}
-    flat |= {f"seconds/{k}": v for k, v in metrics["seconds"].items()}
-    flat |= {f"separation/{k}": v for k, v in metrics["separation"].items()}
-    flat |= {f"distillation/{stage}": v for stage, v in metrics["distillation"].items()}
+    for part in ("seconds", "separation", "distillation"):
+        flat |= {f"{part}/{k}": v for k, v in metrics[part].items()}
     for method, row in metrics.get("validation", {}).get("recall", {}).items():
         flat[f"recall/{method}"] = row["average"]
     experiment.summary.update(flat)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import lightning as L
@@ -98,7 +99,7 @@ def pad(rows: Sequence[Sequence[int]]) -> Tensor:
 
 
 class Steps(torch.utils.data.Dataset):
-    """Batches of one rank, of which item i is that of step `start + i`.
+    """Batches of one rank, by the number of the step.
 
     Documents are numbered step by step, and rank by rank within a step.
 
@@ -106,15 +107,12 @@ class Steps(torch.utils.data.Dataset):
     rank, world: number of the rank, and how many there are.
     """
 
-    def __init__(self, backbone: Backbone, mixture: Mixture, documents: int, start: int, rank: int, world: int) -> None:
+    def __init__(self, backbone: Backbone, mixture: Mixture, documents: int, rank: int, world: int) -> None:
         self.backbone, self.mixture, self.documents = backbone, mixture, documents
-        self.start, self.rank, self.world = start, rank, world
+        self.rank, self.world = rank, world
 
-    def __len__(self) -> int:
-        return HELD_OUT  # Trainer(max_steps) ends the run
-
-    def __getitem__(self, item: int) -> Batch:
-        first = ((self.start + item) * self.world + self.rank) * self.documents
+    def __getitem__(self, step: int) -> Batch:
+        first = (step * self.world + self.rank) * self.documents
         return collate(self.backbone, [self.mixture[first + i] for i in range(self.documents)])
 
 
@@ -138,9 +136,9 @@ class RetrievalData(L.LightningDataModule):
     def train_dataloader(self) -> torch.utils.data.DataLoader:
         """Return the batches in order, from the next step on."""
         return torch.utils.data.DataLoader(
-            self._steps(self.start),
+            self._steps(),
             batch_size=None,
-            sampler=_Forever(),
+            sampler=itertools.count(self.start),  # Trainer(max_steps) ends the run
             num_workers=self.workers,
             prefetch_factor=4 if self.workers else None,
             pin_memory=torch.cuda.is_available(),
@@ -148,13 +146,12 @@ class RetrievalData(L.LightningDataModule):
 
     def held_out(self, documents: int) -> list[Batch]:
         """Return batches of this rank that no step trains on; those of all ranks have `documents` documents or more."""
-        steps = self._steps(HELD_OUT)
-        return [steps[i] for i in range(math.ceil(documents / (self.documents * steps.world)))]
+        steps = self._steps()
+        return [steps[HELD_OUT + i] for i in range(math.ceil(documents / (self.documents * steps.world)))]
 
-    def _steps(self, start: int) -> Steps:
+    def _steps(self) -> Steps:
         rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-        together = self.together
-        return Steps(self.backbone, self.mixture, self.documents, start, rank // together, world // together)
+        return Steps(self.backbone, self.mixture, self.documents, rank // self.together, world // self.together)
 
     def state_dict(self) -> dict[str, int]:
         """Return the next step."""
@@ -163,8 +160,3 @@ class RetrievalData(L.LightningDataModule):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on at the step of the checkpoint."""
         self.start = state["start"]
-
-
-class _Forever(torch.utils.data.Sampler[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(HELD_OUT))

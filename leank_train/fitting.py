@@ -18,12 +18,12 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from leank.backbone import Backbone
-from leank.data_gen.tasks import Mixture
 from leank.errors import out_of_memory
 from leank.mask import refuse_not_finite
 from leank.tensor_files import read_checkpoint, write_checkpoint
 from leank.typed import BadConfig
-from leank_train.data import Batch, RetrievalData
+from leank_train.data import HELD_OUT, Batch, RetrievalData, collate
+from leank_train.forward.branching import prefill
 from leank_train.objective import steering
 from leank_train.run_folder import Run
 from leank_train.running import parallel
@@ -34,6 +34,7 @@ from leank_train.settings import RunConfig
 from leank_train.stages import Stage, StageConfig
 
 log = logging.getLogger("leank_train")
+CALIBRATION = 16  # documents behind the mean keys
 RISE = 0.2  # share of a stage in which the learning rate rises
 
 
@@ -53,18 +54,31 @@ def memory_advice(when: str, settings: str) -> Iterator[None]:
         ) from error
 
 
-def mixture(config: RunConfig, backbone: Backbone, stage: str, world: int) -> Mixture:
-    """Return the training documents of a stage; those of one step share a length.
+@torch.no_grad()
+def calibrate(config: RunConfig, backbone: Backbone) -> Tensor:
+    """Return the mean keys that stand for pruned channels (`ChannelMask.mean_keys`), [L, H, D] float32.
 
-    stage: "stage1" or "stage2".
-    world: groups of ranks with documents of their own.
+    The mean is over the middle tokens, after RoPE, of documents of the run's own tasks that no step trains on.
+    The middle is what a reply's first token finds between sink and window. Every token counts alike.
     """
-    data = config.data
-    return Mixture(
-        dict(data.tasks), backbone.tokenizer, data.min_length, data.max_length,
-        seed=config.seed * 2 + (stage == "stage2"), questions=data.questions, per_length=data.documents * world,
-        essays=data.essays, split="train", reserve=backbone.reserve,
-    )  # fmt: skip
+    documents, pruning = config.mixture(backbone, per_length=config.data.documents), config.pruning
+    total, tokens = torch.zeros(tuple(backbone.shape), dtype=torch.float64), 0
+    for i in range(CALIBRATION):
+        batch = collate(backbone, [documents[3 * HELD_OUT + i]]).to(backbone.model.device)
+        prefix = prefill(
+            backbone.model, batch.documents.ids, batch.documents.lengths, kernel=config.trainer.prefill_kernel
+        )
+        middle = slice(pruning.sink, int(batch.documents.lengths[0]) - pruning.window)
+        if middle.stop <= middle.start:
+            continue
+        total += torch.stack([keys[0, :, middle].double().sum(1) for keys in prefix.keys]).cpu()
+        tokens += middle.stop - middle.start
+    if not tokens:
+        raise ValueError(
+            f"pruning.compensation=mean: none of {CALIBRATION} documents has a middle behind sink={pruning.sink} and "
+            f"before window={pruning.window}; raise data.min_length"
+        )
+    return (total / tokens).float()
 
 
 def first_look(config: StageConfig) -> int:
@@ -167,6 +181,8 @@ def fit(current: Run, stage: Stage, name: str, logger: Logger | None, signals: S
     if finished:
         cure = f"remove it, and the stage goes on from {last.name}"
         state = read_checkpoint(done, cure)
+        if state.get("of") != [name, current.fingerprint]:
+            raise BadConfig(f"{done} is of another stage or of another config; {cure}")
         refuse_not_finite(state["alpha"], cure, str(done))
         stage.alpha.data.copy_(state["alpha"])
         recorder.load_state_dict(state["record"])
@@ -174,7 +190,7 @@ def fit(current: Run, stage: Stage, name: str, logger: Logger | None, signals: S
     if stage.config.steps:
         data = config.data
         together = config.trainer.sequence_parallel  # ranks that see the same documents
-        contexts = mixture(config, stage.backbone, name, trainer.world_size // together)
+        contexts = config.mixture(stage.backbone, name, data.documents * (trainer.world_size // together))
         module = RetrievalData(stage.backbone, contexts, data.documents, config.workers, together)
         sizes = f"data.max_length={data.max_length}, data.questions={data.questions}, data.documents={data.documents}"
         with memory_advice(f"in {name}", sizes):
@@ -191,7 +207,12 @@ def fit(current: Run, stage: Stage, name: str, logger: Logger | None, signals: S
                 log.info("%s ended at step %d; held-out loss %.4g at step %d", name, trainer.global_step, loss, at)
     stage.finish()
     if trainer.is_global_zero:
-        write_checkpoint(done, {"alpha": stage.alpha.detach().cpu(), "record": recorder.state_dict()})
+        state = {
+            "of": [name, current.fingerprint],
+            "alpha": stage.alpha.detach().cpu(),
+            "record": recorder.state_dict(),
+        }
+        write_checkpoint(done, state)
     trainer.strategy.barrier()
     return recorder
 

@@ -19,7 +19,7 @@ from leank.typed import BadConfig
 from leank_train.running import parallel
 from leank_train.settings import RunConfig, fingerprint, need
 
-INPUTS, CONFIG, HASH, LOCK = "inputs.json", "config.yaml", "config.hash", "run.lock"
+INPUTS, CONFIG, LOCK = "inputs.json", "config.yaml", "run.lock"
 REQUEUED = 120.0  # seconds that a requeued job waits for the lock of its predecessor
 
 
@@ -45,36 +45,32 @@ class Run:
 
 @contextmanager
 def claimed(config: RunConfig, resolved: dict[str, object], out: Path) -> Iterator[Run]:
-    """Claim the folder `out` for this run alone, and leave the config and its fingerprint there unless it is refused.
+    """Claim the folder `out` for this run alone, and leave the config and its inputs there unless it is refused.
 
     The first process holds the lock during the run. A requeued Slurm job waits for its predecessor, whose lock a file
     server may keep for a while after its end.
     """
     first, processes = parallel.role(config.trainer)
     current = Run(config, resolved, fingerprint(resolved), out, first, processes == 1)
-    given = inputs(config, processes)
+    given = {"config": current.fingerprint, **inputs(config, processes)}
     if not first:
         check_folder(current, given)
         yield current
         return
     out.mkdir(parents=True, exist_ok=True)
-    locked = (out / LOCK).exists()
     busy = f"{out} is being written by another training; wait for it, or set hydra.run.dir to a new folder"
     with Lock(out / LOCK, busy, patience=REQUEUED if "SLURM_RESTART_COUNT" in os.environ else 0):
         check_folder(current, given)
         remove_partial(out)
-        new = [out / name for name in (INPUTS, CONFIG, HASH) if not (out / name).exists()]
-        new += [] if locked else [out / LOCK]
         if not (out / "checkpoints").exists():
             write_json(out / INPUTS, given)
         write_text(out / CONFIG, OmegaConf.to_yaml(OmegaConf.create(resolved)))
-        write_text(out / HASH, current.fingerprint + "\n")
         try:
             yield current
         except (ValueError, FileNotFoundError):
             if not (out / "checkpoints").exists():  # refused before its first step
-                for file in new:
-                    file.unlink(missing_ok=True)
+                for name in (INPUTS, CONFIG, LOCK):
+                    (out / name).unlink(missing_ok=True)
             raise
 
 
@@ -101,27 +97,19 @@ def check_folder(run: Run, given: dict[str, object]) -> None:
     out = run.out
     if not (out / "checkpoints").exists():
         return
-    file = out / HASH
-    before = file.read_text(errors="replace").strip() if file.exists() else "unknown"
     need(
         run.config.resume,
         f"resume=false, and {out} holds a run already; set hydra.run.dir to a new folder, or resume=true",
     )
-    need(
-        before == run.fingerprint,
-        f"{out} holds checkpoints of another config ({before}, this one is {run.fingerprint}; "
-        f"compare {out}/config.yaml): set hydra.run.dir to a new folder, or remove that one",
-    )
     try:
-        earlier = json.loads((out / INPUTS).read_text(encoding="utf-8"))
-        assert isinstance(earlier, dict)
-    except (OSError, ValueError, AssertionError):
+        earlier = dict(json.loads((out / INPUTS).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         raise BadConfig(f"{out / INPUTS} is missing or damaged; set hydra.run.dir to a new folder") from None
     trained = (out / "checkpoints" / "stage2" / "done.ckpt").exists()  # and so takes no more documents
     for name, now in given.items():
-        then = earlier.get(name, now)
+        then = earlier.get(name)
         need(
             then == now or (trained and name == "documents_per_step"),
             f"{out} was begun with {name}={then}, and this run has {name}={now}: set hydra.run.dir to a new folder, "
-            "or take back what has changed since",
+            f"or take back what has changed since; {out / CONFIG} has the settings",
         )

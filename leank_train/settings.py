@@ -18,9 +18,9 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedConfig
 
 from leank import backbone as backbones
-from leank.backbone import ModelConfig
+from leank.backbone import Backbone, ModelConfig
 from leank.data_gen import haystack
-from leank.data_gen.tasks import task
+from leank.data_gen.tasks import Mixture, task
 from leank.rotary import layer_ropes
 from leank.shape import check_config
 from leank.typed import BadConfig, Checked, Count, Positive, Samples, Seed, Share, typed
@@ -172,6 +172,19 @@ class RunConfig(Checked):
             "the weights where trainer.shard_weights=true; set validation.samples=0, and use python -m eval on the "
             "mask",
         )
+
+    def mixture(self, backbone: Backbone, stage: str = "stage1", per_length: int = 1) -> Mixture:
+        """Return the training documents of a stage.
+
+        stage: "stage1" or "stage2".
+        per_length: neighbouring documents that share a length, as those of a step do.
+        """
+        data = self.data
+        return Mixture(
+            dict(data.tasks), backbone.tokenizer, data.min_length, data.max_length,
+            seed=self.seed * 2 + (stage == "stage2"), questions=data.questions, per_length=per_length,
+            essays=data.essays, split="train", reserve=backbone.reserve,
+        )  # fmt: skip
 
 
 def plain(given: DictConfig | Mapping[str, object]) -> dict[str, object]:

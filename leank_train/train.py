@@ -20,9 +20,8 @@ from leank.rotary import rotary_pairs
 from leank.shape import architecture
 from leank.tensor_files import write_tensors
 from leank.wandb_log import log_results, make_logger
-from leank_train.calibration import calibrate
 from leank_train.data import collate
-from leank_train.fitting import best_look, fit, memory_advice, mixture
+from leank_train.fitting import best_look, calibrate, fit, memory_advice
 from leank_train.objective.steering import AUTO, Separation
 from leank_train.run_folder import Run, claimed
 from leank_train.running import parallel, plots
@@ -141,7 +140,7 @@ def check_inputs(config: RunConfig, backbone: Backbone) -> None:
     That is a context too short for a task, an answer without tokens, a validation length that does not fit, and
     pruning ratios, those of `extra_ratios` included, that no scores can meet.
     """
-    first = mixture(config, backbone, "stage1", 1)
+    first = config.mixture(backbone, per_length=config.data.documents)
     documents = []
     for name in (name for name, share in config.data.tasks.items() if share):
         try:

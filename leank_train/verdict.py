@@ -130,11 +130,7 @@ def _documents(config: RunConfig, backbone: Backbone, count: int) -> Iterator[tu
 
 def mixtures(config: RunConfig, backbone: Backbone) -> dict[str, Mixture]:
     """Return the documents of the verdict by kind, of which those from `2 * HELD_OUT` on are for it alone."""
-    data = config.data
-    tasks = Mixture(
-        dict(data.tasks), backbone.tokenizer, data.min_length, data.max_length, seed=config.seed * 2,
-        questions=data.questions, essays=data.essays, split="train", reserve=backbone.reserve,
-    )  # fmt: skip
+    tasks = config.mixture(backbone)
     return {TASKS: tasks, TEXT: replace(tasks, weights={"text": 1.0}, essays=None, split="test")}
 
 

@@ -2,7 +2,7 @@
 
     python -m scripts.sweep status DIR      # one line per member; the log of those that failed
     python -m scripts.sweep rerun DIR       # those that failed or never started, alone, with the sweep's own launcher
-    python -m scripts.sweep report DIR      # DIR/report: figure 4, tables 9, 12, 15, 16, 22, 23; CSV, Markdown, PNG
+    python -m scripts.sweep report DIR      # DIR/report: figure 4, and a table of every setting; CSV, Markdown, PNG
 
 A member is judged by its result file, metrics.json, which a run writes last: Slurm calls a job COMPLETED whose Python
 raised. Without Slurm a member that is still at work counts as failed.
@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pandas as pd
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -36,12 +36,6 @@ from leank_train.settings import NOT_IN_HASH, plain
 RESULT, RECORD, AGAIN = "metrics.json", "multirun.yaml", ".rerun"
 OWN, AVERAGE, DENSE, RATIO = "validation", "average", "dense", "pruning.ratio"
 OF_DENSE = ("model.", "validation.")  # the settings that a dense score depends on, beside the seed
-TABLES = {  # what varies -> the paper's tables
-    "stage1.lam": "Table 15: lambda",
-    "data.tasks": "Table 16: training task",
-    "stage2.steps": "Tables 12 and 22: the second stage (0 steps: without it)",
-}
-EVERYTHING = "Tables 9 and 23: budget and mask; every method and setting"
 
 
 @dataclass(frozen=True)
@@ -64,13 +58,10 @@ class Member:
 
 
 def record(sweep: Path) -> DictConfig:
-    """What Hydra wrote down when the sweep began. Raises SystemExit for a folder without a sweep of leank_train."""
+    """What Hydra wrote down when the sweep began. Raises SystemExit for a folder without a sweep."""
     if not (sweep / RECORD).is_file():
         raise SystemExit(f"{sweep / RECORD} does not exist; give the hydra.sweep.dir of a python -m leank_train -m ...")
-    found = OmegaConf.load(sweep / RECORD)
-    if not isinstance(found, DictConfig) or OmegaConf.select(found, "hydra.job.config_name") != "train":
-        raise SystemExit(f"{sweep / RECORD} is not what a sweep of python -m leank_train writes; give another folder")
-    return found
+    return cast(DictConfig, OmegaConf.load(sweep / RECORD))
 
 
 def planned(written: DictConfig) -> list[tuple[str, ...]]:
@@ -198,14 +189,6 @@ def averaged(table: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     return mean.loc[order], deviation.loc[order]
 
 
-def markdown(mean: pd.DataFrame, deviation: pd.DataFrame) -> str:
-    """Mean ± standard deviation as a Markdown table, one column per varied setting and per task."""
-    text = mean.drop(columns="seeds").map(lambda value: "" if pd.isna(value) else f"{value:.1f}")
-    text += deviation.map(lambda value: "" if pd.isna(value) else f" ± {value:.1f}")
-    text.insert(0, "seeds", mean["seeds"])
-    return str(text.reset_index().to_markdown(index=False, disable_numparse=True))
-
-
 def figure4(mean: pd.DataFrame, deviation: pd.DataFrame, source: str) -> Figure:
     """Average accuracy against the pruning ratio, one line per method and other setting; bars: deviation over seeds."""
     figure = Figure(figsize=(6.4, 4), layout="constrained")
@@ -228,24 +211,23 @@ def figure4(mean: pd.DataFrame, deviation: pd.DataFrame, source: str) -> Figure:
 
 
 def report(sweep: Path) -> list[Path]:
-    """Write DIR/report; returns its files. One section, and where ratios vary one figure, for each source of scores."""
+    """Write DIR/report; returns its files. A table, and where ratios vary figure 4, for each source of scores."""
     table, out = scores(sweep), sweep / "report"
-    varied, files, text = list(table.columns[: table.columns.get_loc("seed")]), [out / "scores.csv"], []
+    files, text = [out / "scores.csv"], []
     write_text(files[0], table.to_csv(index=False))
     for source, own in table.groupby("source", sort=False):
         mean, deviation = averaged(own.drop(columns="source"))
-        text.append(f"# {source}: accuracy in %, mean ± standard deviation over seeds\n")
-        if RATIO in varied:
+        text.append(f"# {source}: accuracy in %, mean ± standard deviation over seeds")
+        if RATIO in mean.index.names:
             files.append(out / f"figure4_{name_of(str(source))}.png")
             figure4(mean, deviation, str(source)).savefig(files[-1], dpi=130, metadata={"Software": None})
-            text.append(f"## Figure 4: accuracy against pruning ratio\n\n![figure 4]({files[-1].name})\n")
-        learned = mean[mean.index.get_level_values("method").isin([DENSE, "leank"])]
-        for name in (name for name in TABLES if name in varied):
-            ordered = learned.sort_index(level=[*(n for n in varied if n != name), name], sort_remaining=False)
-            text.append(f"## {TABLES[name]}\n\n{markdown(ordered, deviation.loc[ordered.index])}\n")
-        text.append(f"## {EVERYTHING}\n\n{markdown(mean, deviation)}\n")
+            text.append(f"![figure 4: accuracy against pruning ratio]({files[-1].name})")
+        shown = mean.drop(columns="seeds").map(lambda value: "" if pd.isna(value) else f"{value:.1f}")
+        shown += deviation.map(lambda value: "" if pd.isna(value) else f" ± {value:.1f}")
+        shown.insert(0, "seeds", mean["seeds"])
+        text.append(shown.reset_index().to_markdown(index=False, disable_numparse=True))
     files.append(out / "report.md")
-    write_text(files[-1], "\n".join(text))
+    write_text(files[-1], "\n\n".join(text) + "\n")
     return files
 
 

@@ -84,8 +84,6 @@ class Mixture:
     per_length: this many neighbouring indices share one length, so that no rank of a step waits for a longer document.
     essays, split: the natural text; see `haystack.sentences`.
     reserve: tokens of every length to leave for a chat template; see `data_gen.chat`.
-
-    Raises ValueError for a setting out of range or an unknown task.
     """
 
     weights: Mapping[str, float]
@@ -101,17 +99,6 @@ class Mixture:
     _counter: TokenCounter = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in self.weights:
-            task(name)
-        if not self.weights or min(self.weights.values()) < 0 or sum(self.weights.values()) <= 0:
-            raise ValueError(f"tasks={dict(self.weights)!r} has no task of positive weight; give at least one")
-        if not 0 < self.min_length <= self.max_length:
-            raise ValueError(
-                f"min_length={self.min_length}, max_length={self.max_length} is no range; "
-                "give 0 < min_length <= max_length"
-            )
-        if self.questions < 1 or self.per_length < 1:
-            raise ValueError(f"questions={self.questions}, per_length={self.per_length} must both be at least 1")
         object.__setattr__(self, "_counter", TokenCounter(self.tokenizer))
 
     def length_of(self, index: int) -> int:

@@ -11,6 +11,7 @@ from leank.data_gen import haystack
 from leank.data_gen.request import Request
 from leank.data_gen.sample import Question
 from leank.data_gen.task import Filler, LaidOut, Layout
+from leank.typed import Positive
 
 HEADER = "The following table says where each path leads. Memorize it. I will send you along a path afterwards.\n"
 LINE = "{a} leads to {b}."
@@ -27,16 +28,10 @@ class Chain(LaidOut):
 
     steps: lines of the path up to its end, at least 1. Other paths, up to twice as long, fill the table.
     max_new_tokens: room for the reply.
-
-    Raises ValueError for a number of steps below 1.
     """
 
-    steps: int = 64
-    max_new_tokens: int = 1024
-
-    def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"steps={self.steps} must be at least 1")
+    steps: Positive = 64
+    max_new_tokens: Positive = 1024
 
     def layout(self, request: Request, rng: random.Random) -> Layout:
         """See `LaidOut.layout`; a unit of filler is a line of another path."""

@@ -15,24 +15,14 @@ LINE = "{word}: {label}"
 QUESTION = "\nLabel these words in the same way: {words}."
 PREFIX = " The labels are:\n"
 KINDS = ("nouns", "adjectives", "verbs")
+ASKED = 6  # new words in a question
 
 
 @dataclass(frozen=True)
 class FewShot(LaidOut):
-    """Words of three kinds (nouns, adjectives, verbs), whose labels are drawn for every document.
+    """Words of three kinds (nouns, adjectives, verbs), whose labels are drawn for every document."""
 
-    asked: new words in a question, at least 1.
-    max_new_tokens: room for the reply.
-
-    Raises ValueError for a number of words below 1.
-    """
-
-    asked: int = 6
     max_new_tokens: int = 96
-
-    def __post_init__(self) -> None:
-        if self.asked < 1:
-            raise ValueError(f"asked={self.asked} must be at least 1")
 
     def layout(self, request: Request, rng: random.Random) -> Layout:
         """See `LaidOut.layout`; a unit of filler is an example, of words that no question asks for."""
@@ -50,8 +40,8 @@ class FewShot(LaidOut):
 
         questions = []
         for _ in range(request.questions):
-            drawn = dict(word() for _ in range(self.asked))
-            while len(drawn) < self.asked:
+            drawn = dict(word() for _ in range(ASKED))
+            while len(drawn) < ASKED:
                 drawn |= [word()]
             taken |= {*drawn}
             lines = tuple(LINE.format(word=a, label=b) for a, b in drawn.items())

@@ -10,11 +10,13 @@ import random
 import uuid
 from collections.abc import Callable, Container
 from dataclasses import dataclass
+from typing import Annotated
 
 from leank.data_gen import haystack
 from leank.data_gen.request import Request
 from leank.data_gen.sample import Question
 from leank.data_gen.task import Filler, LaidOut, Layout
+from leank.typed import OneOf, Positive
 
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 HEADER = (
@@ -29,6 +31,7 @@ QUESTION = "\nWhat are all the special magic {kind} for {key} mentioned in the p
 QUESTION_ONE = "\nWhat is the special magic {kind} for {key} mentioned in the provided text?"
 PREFIX = " The special magic {kind} for {key} mentioned in the provided text are"
 PREFIX_ONE = " The special magic {kind} for {key} mentioned in the provided text is"
+Kind = Annotated[str, OneOf("words", "numbers", "uuids")]  # of keys and of values
 DEPTHS = tuple(round(100 * i / 39) for i in range(40))  # RULER: 40 depths in per cent
 
 
@@ -43,33 +46,19 @@ class Niah(LaidOut):
     num_queries: keys that a question asks for.
     max_new_tokens: room for the reply.
     needle, header, question, prefix: the wording; None is RULER's.
-
-    Raises ValueError for an unknown haystack or type, or a number below 1.
     """
 
-    haystack: str = "noise"
-    key_type: str = "words"
-    value_type: str = "numbers"
-    num_keys: int = 1
-    num_values: int = 1
-    num_queries: int = 1
-    max_new_tokens: int = 128
+    haystack: Annotated[str, OneOf("noise", "essay", "needle")] = "noise"
+    key_type: Kind = "words"
+    value_type: Kind = "numbers"
+    num_keys: Positive = 1
+    num_values: Positive = 1
+    num_queries: Positive = 1
+    max_new_tokens: Positive = 128
     needle: str = NEEDLE
     header: str | None = None
     question: str | None = None
     prefix: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.haystack not in ("noise", "essay", "needle"):
-            raise ValueError(f"haystack={self.haystack!r} is unknown; choose noise, essay or needle")
-        for setting, kind in (("key_type", self.key_type), ("value_type", self.value_type)):
-            if kind not in _MAKERS:
-                raise ValueError(f"{setting}={kind!r} is unknown; choose one of {', '.join(_MAKERS)}")
-        if min(self.num_keys, self.num_values, self.num_queries) < 1:
-            raise ValueError(
-                f"num_keys={self.num_keys}, num_values={self.num_values}, num_queries={self.num_queries} "
-                "must all be at least 1"
-            )
 
     def step(self, request: Request) -> int:
         """Return 500 words, or 25 lines."""

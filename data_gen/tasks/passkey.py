@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge, Le
 
 from leank.data_gen import haystack
 from leank.data_gen.request import Request
 from leank.data_gen.sample import Question
 from leank.data_gen.task import Filler, LaidOut, Layout
+from leank.typed import Positive
 
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 HEADER = "Several vault passkeys are hidden within the following text. Memorize every one of them.\n"
@@ -24,19 +28,11 @@ class Passkey(LaidOut):
     num_passkeys: passkeys in the text, and the most questions about it.
     num_words: words per passkey.
     max_new_tokens: room for the reply.
-
-    Raises ValueError for a number out of range.
     """
 
-    num_passkeys: int = 10
-    num_words: int = 32
-    max_new_tokens: int = 128
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.num_passkeys <= len(ORDINALS):
-            raise ValueError(f"num_passkeys={self.num_passkeys} is out of range; choose 1 to {len(ORDINALS)}")
-        if self.num_words < 1:
-            raise ValueError(f"num_words={self.num_words} must be at least 1")
+    num_passkeys: Annotated[int, Ge(1), Le(len(ORDINALS))] = 10
+    num_words: Positive = 32
+    max_new_tokens: Positive = 128
 
     def step(self, request: Request) -> int:
         """Return one word; RULER has no such task."""

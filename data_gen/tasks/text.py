@@ -5,17 +5,19 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 from leank.data_gen import haystack
 from leank.data_gen.request import Draft, Request
 from leank.data_gen.sample import Question
 from leank.data_gen.task import Task
 from leank.data_gen.tokens import TokenCounter
+from leank.typed import OneOf
 
 GO_ON = "\nGo on with the text."
 GO_ON_WITH = "\nGo on with this text: {start}"
 QUOTE = '\nRepeat the passage of the text that begins with "{start}" word for word.'
-KINDS = ("go_on", "quote")
+WORDS = 48  # of a reply
 OPENING = 8  # words by which a passage is asked for
 BLOCK = 64  # sentences whose tokens are counted together
 
@@ -26,21 +28,10 @@ class Text(Task):
 
     kind: "go_on": the first question asks for what follows the document, the others for what follows a few words from
         elsewhere. "quote": every question asks for a passage of the document.
-    words: of a reply.
-    max_new_tokens: room for the reply.
-
-    Raises ValueError for an unknown kind, or fewer words than a passage's opening.
     """
 
-    kind: str = "go_on"
-    words: int = 48
+    kind: Annotated[str, OneOf("go_on", "quote")] = "go_on"
     max_new_tokens: int = 128
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"kind={self.kind!r} is unknown; choose one of {', '.join(KINDS)}")
-        if self.words <= OPENING:
-            raise ValueError(f"words={self.words} must be above {OPENING}, the words by which a passage is asked for")
 
     def fill(self, request: Request) -> Draft:
         """See `Task.fill`; the document's end is at a random sentence, and its first one is cut at a word."""
@@ -73,7 +64,7 @@ class Text(Task):
 
     def fewest(self, request: Request) -> int:
         """Return the words of which every question can quote a passage."""
-        return 2 * self.words * request.questions
+        return 2 * WORDS * request.questions
 
     def _ask(
         self, request: Request, text: Sequence[str], end: int, context: str, rng: random.Random
@@ -81,13 +72,13 @@ class Text(Task):
         if self.kind == "quote":
             words = context.split(" ")
             late = len(words) // 3  # the front makes room for the questions
-            starts = [rng.randint(late, max(late, len(words) - self.words)) for _ in range(request.questions)]
-            passages = [words[at : at + self.words] for at in starts]
+            starts = [rng.randint(late, max(late, len(words) - WORDS)) for _ in range(request.questions)]
+            passages = [words[at : at + WORDS] for at in starts]
             return tuple(_question(QUOTE, passage[:OPENING], passage) for passage in passages)
-        found = [_question(GO_ON, [], _words(text, end, self.words))]
+        found = [_question(GO_ON, [], _words(text, end, WORDS))]
         for _ in range(request.questions - 1):
-            words = _words(text, rng.randrange(len(text)), self.words + self.words // 2)
-            found.append(_question(GO_ON_WITH, words[: self.words // 2], words[self.words // 2 :]))
+            words = _words(text, rng.randrange(len(text)), WORDS + WORDS // 2)
+            found.append(_question(GO_ON_WITH, words[: WORDS // 2], words[WORDS // 2 :]))
         return tuple(found)
 
 

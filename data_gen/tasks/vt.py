@@ -11,6 +11,7 @@ from leank.data_gen import haystack
 from leank.data_gen.request import Request
 from leank.data_gen.sample import Question
 from leank.data_gen.task import Filler, LaidOut, Layout
+from leank.typed import Count, Positive
 
 HEADER = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
 QUESTION = "\nQuestion: Find all variables that are assigned the value {value} in the text above."
@@ -42,28 +43,20 @@ class _Chain:
 
 @dataclass(frozen=True)
 class VariableTracking(LaidOut):
-    """Chains of num_hops + 1 variables each; a question asks for all variables of one chain.
+    """A chain of num_hops + 1 variables for each question, which asks for all of them.
 
-    num_chains: chains in the text, at least 1; there are at least as many as questions.
     num_hops: assignments from variable to variable per chain, at least 0.
     example_lines: noise lines of the worked example; None for as many as fit into `EXAMPLE_TOKENS`, as in RULER.
     max_new_tokens: room for the reply.
-
-    Raises ValueError for a number out of range.
     """
 
-    num_chains: int = 1
-    num_hops: int = 4
-    example_lines: int | None = None
-    max_new_tokens: int = 30
-
-    def __post_init__(self) -> None:
-        if self.num_chains < 1 or self.num_hops < 0:
-            raise ValueError(f"num_chains={self.num_chains}, num_hops={self.num_hops}: give at least 1 and 0")
+    num_hops: Count = 4
+    example_lines: Count | None = None
+    max_new_tokens: Positive = 30
 
     def layout(self, request: Request, rng: random.Random) -> Layout:
         """See `LaidOut.layout`; the header is the worked example, a unit of filler is a line of noise."""
-        count = max(self.num_chains, request.questions)
+        count = request.questions
         values = [str(v) for v in rng.sample(range(10_000, 99_999), count + 1)]
         example = _Chain(_names(self.num_hops + 1, 3, rng), values[0])
         names = _names(count * (self.num_hops + 1), 5, rng)
@@ -79,7 +72,7 @@ class VariableTracking(LaidOut):
             + f" {ask.target}\n\n"
         )
         lines = [line for chain in chains for line in chain.lines()]
-        asked = tuple(chain.ask() for chain in chains[: request.questions])
+        asked = tuple(chain.ask() for chain in chains)
         return Layout(shot + HEADER, lines, asked, Filler.noise(request), lambda units: _scatter(units, chains, rng))
 
     def _example_lines(self, request: Request) -> int:

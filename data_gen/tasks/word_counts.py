@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 import random
 import string
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ FWE_QUESTION = (
 FWE_PREFIX = " Answer: According to the coded text above, the three most frequently appeared words are:"
 _COMMON = 10
 _DOTS = "..."
+_LETTERS = 6  # of a coded word
+_ZETA = math.pi**2 / 6  # zeta(2), Riemann's
 
 
 @dataclass(frozen=True)
@@ -156,22 +159,12 @@ def _too_few_words(request: Request, n: int) -> ValueError:
 class FrequentWords(Task):
     """Coded words whose counts follow a zeta distribution; the one question asks for the ranks 2 to 4.
 
-    The most frequent word is "...".
+    The word of rank k of n appears n / (k^2 zeta(2)) times, rounded down. The most frequent word is "...".
 
-    alpha: exponent of the distribution, above 1.
-    word_length: letters per coded word.
     max_new_tokens: room for the reply.
-
-    Raises ValueError for an alpha of at most 1.
     """
 
-    alpha: float = 2.0
-    word_length: int = 6
     max_new_tokens: int = 50
-
-    def __post_init__(self) -> None:
-        if self.alpha <= 1:
-            raise ValueError(f"alpha={self.alpha} must be above 1; RULER takes 2.0")
 
     def fill(self, request: Request) -> Draft:
         """See `Task.fill`; dots fill the tokens that the distribution leaves."""
@@ -183,10 +176,10 @@ class FrequentWords(Task):
         costs = counter.pieces(words, " ", remember=False)
 
         def size(total: int) -> int:
-            return sum(n * c for n, c in zip(self._counts(total, len(words)), costs, strict=True))
+            return sum(n * c for n, c in zip(_counts(total, len(words)), costs, strict=True))
 
         total = bisect.bisect_right(range(2 * budget + 1), budget, key=size) - 1
-        counts = self._counts(total, len(words))
+        counts = _counts(total, len(words))
         if len(counts) < 4 or counts[2] == counts[3] or not counts[3]:
             raise ValueError(
                 f"length={request.length} is too short for task {request.name!r}: the words of the first ranks do not "
@@ -201,7 +194,7 @@ class FrequentWords(Task):
         """See `Task.draw`; 0 units are RULER's first guess of the number of words, each unit adds one of its steps."""
         rng = request.rng()
         words = self._vocabulary(request, rng)
-        counts = self._counts(self._total(request, units), len(words))
+        counts = _counts(self._total(request, units), len(words))
         return Draft(self._text(words, counts, rng), (_ask_frequent(words),))
 
     def step(self, request: Request) -> int:
@@ -212,14 +205,14 @@ class FrequentWords(Task):
         """Return the fewest units (0 or below) with which the ranks 3 and 4 differ in their counts."""
         units = 0
         while True:
-            counts = self._counts(self._total(request, units - 1), 4)
+            counts = _counts(self._total(request, units - 1), 4)
             if not counts[3] or counts[2] == counts[3]:
                 return units
             units -= 1
 
     def _total(self, request: Request, units: int) -> int:
         free = request.length - self.max_new_tokens
-        return max(0, free // self.word_length + units * max(1, free // 32))
+        return max(0, free // _LETTERS + units * max(1, free // 32))
 
     def _vocabulary(self, request: Request, rng: random.Random) -> list[str]:
         size = (request.length - self.max_new_tokens) // 50
@@ -230,12 +223,8 @@ class FrequentWords(Task):
             )
         names: dict[str, None] = {_DOTS: None}
         while len(names) < size:
-            names["".join(rng.choices(string.ascii_lowercase, k=self.word_length))] = None
+            names["".join(rng.choices(string.ascii_lowercase, k=_LETTERS))] = None
         return list(names)
-
-    def _counts(self, total: int, words: int) -> list[int]:
-        """Return how often each rank appears among `total` words, rounded down."""
-        return [int(total * rank**-self.alpha / zeta(self.alpha)) for rank in range(1, words + 1)]
 
     @staticmethod
     def _text(words: list[str], counts: list[int], rng: random.Random) -> str:
@@ -244,12 +233,9 @@ class FrequentWords(Task):
         return FWE_HEADER + " ".join(text)
 
 
-@lru_cache
-def zeta(alpha: float) -> float:
-    """Return Riemann's zeta function for alpha > 1 (Euler-Maclaurin from the 1000th term)."""
-    n = 1000
-    head = sum(k**-alpha for k in range(1, n))
-    return head + n ** (1 - alpha) / (alpha - 1) + n**-alpha / 2 + alpha * n ** (-alpha - 1) / 12
+def _counts(total: int, words: int) -> list[int]:
+    """Return how often each rank appears among `total` words."""
+    return [int(total * rank**-2.0 / _ZETA) for rank in range(1, words + 1)]
 
 
 def _ask_frequent(words: list[str]) -> Question:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from leank.eval.benchmarks.row import Row
 from leank.registry import import_all
+from leank.typed import Checked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -57,35 +59,63 @@ class Cell:
         return self.task if self.length is None else f"{self.task}, {self.length} tokens"
 
 
-class Benchmark(Protocol):
-    """A benchmark, configured. `name` and `seed` are part of every row's key."""
+class Benchmark(Checked, ABC):
+    """The base of all benchmarks, whose settings are the fields of a dataclass; `name` and `seed` are among them."""
 
     name: str
     seed: int
+    compress: ClassVar[str | None] = None  # what the run must be set to; None leaves it free
 
-    def check(
-        self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, overhead: int, max_new_tokens: int | None
-    ) -> None:
-        """Raise ValueError or FileNotFoundError before any weights are loaded.
+    @abstractmethod
+    def cells(self) -> Sequence[Cell]:
+        """All cells, in the order in which they are run."""
 
-        config: the model's. overhead: tokens that the chat template adds. max_new_tokens: instead of the rows' own,
-        None = those.
-        """
+    @abstractmethod
+    def row(self, cell: Cell, sample: str, tokenizer: PreTrainedTokenizerBase, overhead: int) -> Row:
+        """One sample; overhead: tokens that the chat template will add."""
 
     def identity(self) -> dict[str, object]:
-        """What every sample depends on beside its task, length, id and data, as JSON."""
+        """What every sample depends on beside its task, length, id and data, as JSON. To be asked after `check`."""
+        return {}
 
     def data(self, task: str) -> str | None:
         """What the files that a task's samples come from are known by, their contents; None for a task without files.
 
         To be asked after `check`.
         """
+        return None
 
-    def cells(self) -> Sequence[Cell]:
-        """All cells, in the order in which they are run."""
+    def prepare(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_new_tokens: int | None) -> None:
+        """Check settings, and read data; limit: the model's positions, None without one. See `check`."""
 
-    def row(self, cell: Cell, sample: str, tokenizer: PreTrainedTokenizerBase, overhead: int) -> Row:
-        """One sample; overhead: tokens that the chat template will add."""
+    def tried(self) -> Iterable[tuple[Cell, str]]:
+        """The samples that `check` builds: by default the first of every task at its shortest length."""
+        shortest = {cell.task: cell for cell in sorted(self.cells(), key=lambda cell: -(cell.length or 0))}
+        return [(cell, cell.samples[0]) for cell in shortest.values()]
+
+    def check(
+        self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, overhead: int, max_new_tokens: int | None
+    ) -> None:
+        """Prepare, and build some samples, before any weights are loaded.
+
+        config: the model's. overhead: tokens that the chat template adds. max_new_tokens: instead of the rows' own,
+        None = those. Raises ValueError or FileNotFoundError, naming the setting or the file.
+        """
+        limit = getattr(config, "max_position_embeddings", None)
+        self.prepare(tokenizer, limit, max_new_tokens)
+        for cell, sample in self.tried():
+            row = self.row(cell, sample, tokenizer, overhead)
+            if row.read:  # a text, to which no reply is added
+                continue
+            before = "".join(message["content"] + "\n\n" for message in row.preamble)
+            prompt = len(tokenizer(before + row.prompt + row.answer_prefix)["input_ids"]) + overhead
+            tokens = max_new_tokens or row.max_new_tokens
+            if limit is not None and prompt + tokens > limit:
+                raise ValueError(
+                    f"{row.task} has a sample of {prompt} tokens and replies of {tokens}, together more than the "
+                    f"model's max_position_embeddings={limit}; lower max_new_tokens, use shorter samples or extend the "
+                    "model's RoPE"
+                )
 
 
 def known_tasks(tasks: Iterable[str], known: Collection[str], where: str) -> Sequence[str]:
@@ -96,29 +126,10 @@ def known_tasks(tasks: Iterable[str], known: Collection[str], where: str) -> Seq
     return found
 
 
-def check_lengths(lengths: Sequence[int], config: PreTrainedConfig) -> None:
-    """Raise ValueError if a length of a benchmark is more than the model's positions."""
-    limit = getattr(config, "max_position_embeddings", None)
-    for length in lengths:
-        if limit is not None and length > limit:
-            raise ValueError(
-                f"benchmark.lengths: {length} is more than the model's max_position_embeddings={limit}; "
-                "drop that length or extend the model's RoPE"
-            )
-
-
-def check_fits(
-    row: Row, tokenizer: PreTrainedTokenizerBase, overhead: int, limit: int | None, max_new_tokens: int | None
-) -> None:
-    """Raise ValueError if a row's prompt and reply are longer than `limit`, the model's positions.
-
-    max_new_tokens: of the reply, instead of the row's own.
-    """
-    before = "".join(message["content"] + "\n\n" for message in row.preamble)
-    prompt = len(tokenizer(before + row.prompt + row.answer_prefix)["input_ids"]) + overhead
-    tokens = max_new_tokens or row.max_new_tokens
-    if limit is not None and prompt + tokens > limit:
+def check_lengths(lengths: Sequence[int], limit: int | None) -> None:
+    """Raise ValueError if a length of a benchmark is more than the model's positions; limit: None without one."""
+    if limit is not None and max(lengths) > limit:
         raise ValueError(
-            f"{row.task} has a sample of {prompt} tokens and replies of {tokens}, together more than the model's "
-            f"max_position_embeddings={limit}; lower max_new_tokens, use shorter samples or extend the model's RoPE"
+            f"benchmark.lengths: {max(lengths)} is more than the model's max_position_embeddings={limit}; "
+            "drop that length or extend the model's RoPE"
         )

@@ -8,31 +8,29 @@ in order and takes the first whose text is an integer.
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NotRequired
 
 import numpy as np
 from annotated_types import Ge, MinLen
-from pydantic import AfterValidator, StringConstraints, TypeAdapter
+from pydantic import Discriminator, StringConstraints, Tag, TypeAdapter
 from typing_extensions import TypedDict
 
 from leank.data_gen.gsm.infinite import MODES, TEMPLATES, Problem, nth
 from leank.data_gen.gsm.symbolic import SymbolicProblem, symbolic
 from leank.data_gen.reading import NotBlank
 from leank.data_gen.tokens import counter_of
-from leank.eval.benchmarks.base import Cell, benchmark, check_fits
-from leank.eval.benchmarks.from_files import tried
+from leank.eval.benchmarks.base import Cell, benchmark
+from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, checked, read
 from leank.eval.benchmarks.row import Row, kept
 from leank.eval.benchmarks.scoring import metric
-from leank.eval.benchmarks.source import checked, read_file
-from leank.typed import Checked, Count, OneOf, Positive, Samples, Seed
+from leank.typed import Count, OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 SUBSETS = {"medium": 2, "hard": 3, "symbolic": 0}  # and their d
 MAX_NEW_TOKENS = 4096
@@ -102,19 +100,13 @@ _NOUNS = {
 }
 
 
-def _printable(length: str) -> str:
-    if not length.isprintable():
-        raise ValueError("it has control characters")
-    return length
-
-
 class _Line(TypedDict):
-    """What both kinds of problem have. length: it is part of a task's name, which terminals show."""
+    """What both kinds of problem have."""
 
     problem: NotBlank
     question: NotBlank
     op: Annotated[int, Ge(1)]
-    length: NotRequired[Annotated[str, AfterValidator(_printable)] | int | None]
+    length: NotRequired[str | int | None]
     id: NotRequired[str | int | None]
 
 
@@ -134,12 +126,13 @@ class SymbolicLine(_Line):
     answer_list: Annotated[list[Annotated[str, StringConstraints(pattern="^V[0-9]+$")]], MinLen(1)]
 
 
-REALISTIC, SYMBOLIC = TypeAdapter(RealisticLine), TypeAdapter(SymbolicLine)
+def _kind(data: object) -> str:
+    return "symbolic" if isinstance(data, dict) and "answer_list" in data else "realistic"
 
 
 @benchmark("gsm_infinite")
 @dataclass
-class GsmInfinite(Checked):
+class GsmInfinite(FromFiles):
     """GSM-Infinite; a cell is a subset at a nominal length.
 
     path: .jsonl or .jsonl.gz of problems, see `RealisticLine`, `SymbolicLine`; None generates them.
@@ -152,7 +145,6 @@ class GsmInfinite(Checked):
     seed: of the generator.
     """
 
-    path: str | None = None
     subsets: Annotated[Sequence[Annotated[str, OneOf(*SUBSETS)]], MinLen(1)] = ("medium", "hard")
     lengths: Annotated[Sequence[Count], MinLen(1)] = (8000, 16_000, 32_000)
     ops: Annotated[Sequence[Annotated[int, Ge(2)]], MinLen(1)] | None = (2, 4, 6, 8, 10, 12)
@@ -161,95 +153,85 @@ class GsmInfinite(Checked):
     max_new_tokens: Positive = MAX_NEW_TOKENS
     name: str = "gsm_infinite"
     seed: Seed = 42
-    _made: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
-    _digest: str = field(default="", repr=False)
 
-    def check(
-        self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, overhead: int, max_new_tokens: int | None
-    ) -> None:
-        """Check settings and data before any weights are loaded; see `Benchmark.check`."""
+    schema = TypeAdapter(
+        Annotated[
+            Annotated[SymbolicLine, Tag("symbolic")] | Annotated[RealisticLine, Tag("realistic")], Discriminator(_kind)
+        ]
+    )
+    same = ("id", "problem", "question")
+
+    def prepare(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_new_tokens: int | None) -> None:
+        """Read the problems of a file, or plan those that are generated when they are asked for."""
         if self.path is None:
             self._plan()
-        else:
-            self._read(Path(self.path))
-        for cell in self.cells():
-            samples = cell.samples[-1:] if self.path is None else cell.samples
-            rows = [self.row(cell, sample, tokenizer, overhead) for sample in samples]
-            limit = getattr(config, "max_position_embeddings", None)
-            check_fits(max(rows, key=lambda row: len(row.prompt)), tokenizer, overhead, limit, max_new_tokens)
+            return
+        counts: Counter[tuple[str, int]] = Counter()
+        for line in checked(self.lines(self.name), self.schema, self.same):
+            row, op = self.try_line(line, self.name), line.data["op"]
+            subset = {2: "medium", 3: "hard"}.get(row.meta.get("d", 0), "realistic")
+            subset = "symbolic" if row.metric == "gsm_symbolic" else subset
+            task = f"{subset} {row.meta.get('length', '')}".strip()
+            counts[task, op] += 1
+            if (self.ops is None or op in self.ops) and (self.samples is None or counts[task, op] <= self.samples):
+                self._lines.setdefault(task, {})[str(line.number)] = line.data
+        if not self._lines:
+            raise ValueError(f"benchmark.path={self.path} has no problem with op in {self.ops}")
+
+    def _plan(self) -> None:
+        if self.ops is None or self.samples is None:
+            raise ValueError(
+                f"benchmark.ops={self.ops}, benchmark.samples={self.samples}: null means all of a file; without "
+                "benchmark.path, give both"
+            )
+        names = [_nominal(length) for length in self.lengths]
+        if len({*names}) < len({*self.lengths}):
+            raise ValueError(
+                f"benchmark.lengths={list(self.lengths)}: two of them are called alike in tables; drop one"
+            )
+        for subset in self.subsets:
+            for length, name in zip(self.lengths, names, strict=True):
+                self._lines[f"{subset} {name}"] = {
+                    f"{op}-{index}": (subset, length, op, index) for op in self.ops for index in range(self.samples)
+                }
+
+    def tried(self) -> Iterable[tuple[Cell, str]]:
+        """The longest problem of a file's cells; of a generated one the last problem."""
+        return super().tried() if self.path is not None else [(cell, cell.samples[-1]) for cell in self.cells()]
+
+    def lines(self, task: str) -> Iterator[Line]:
+        """Yield the lines of the file; see `from_files.read`."""
+        return read("GSM-Infinite", task, self.path, Hub("no data set", f"{task}.jsonl"))
 
     def data(self, task: str) -> None:
         """A file counts in `identity`, the generator has none."""
 
     def identity(self) -> dict[str, object]:
         """Return what every sample depends on; see `Benchmark.identity`."""
-        from_where = {"file": self._digest} if self.path is not None else {}
-        return {**from_where, "merge_turns": self.merge_turns, "max_new_tokens": self.max_new_tokens}
-
-    def cells(self) -> list[Cell]:
-        """Return all cells in the order of the run."""
-        return [Cell(task, None, tuple(problems)) for task, problems in self._made.items()]
+        return {**super().identity(), "merge_turns": self.merge_turns, "max_new_tokens": self.max_new_tokens}
 
     def row(self, cell: Cell, sample: str, tokenizer: PreTrainedTokenizerBase, overhead: int) -> Row:
         """Build one sample; see `Benchmark.row`."""
-        data = self._made[cell.task][sample]
+        data = self._lines[cell.task][sample]
         if self.path is None:
             data = self._generate(data, tokenizer)
-        return replace(self._build(data), id=sample, max_new_tokens=self.max_new_tokens)
+        return replace(self.build(cell.task, data), id=sample, max_new_tokens=self.max_new_tokens)
 
-    def _build(self, data: Mapping[str, Any]) -> Row:
-        return symbolic_row(data) if "answer_list" in data else realistic_row(data, self.merge_turns)
+    def build(self, task: str, data: Any) -> Row:
+        """Build a row of a problem."""
+        return symbolic_row(data) if _kind(data) == "symbolic" else realistic_row(data, self.merge_turns)
+
+    def right(self, row: Row) -> Sequence[str]:
+        """Return a reply that is right."""
+        return [f"Answer: {row.answers[0]}." if row.metric == "gsm_infinite" else ", ".join(row.answers)]
 
     def _generate(self, planned: tuple[str, int, int, int], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         subset, length, op, index = planned
         if subset == "symbolic":
             made: Problem | SymbolicProblem = symbolic(op, self.seed, index, length)
         else:
-            try:
-                made = nth(SUBSETS[subset], length, op, index, self.seed, counter_of(tokenizer))
-            except ValueError as error:
-                raise ValueError(f"benchmark.ops={op}, benchmark.lengths={length}: {error}") from None
+            made = nth(SUBSETS[subset], length, op, index, self.seed, counter_of(tokenizer))
         return {**asdict(made), "length": _nominal(length)}
-
-    def _plan(self) -> None:
-        """Which problems there are to be; each is made when it is asked for."""
-        if self.ops is None or self.samples is None:
-            raise ValueError(
-                f"benchmark.ops={self.ops}, benchmark.samples={self.samples}: null means all of a file; without "
-                "benchmark.path, give both"
-            )
-        called: dict[str, int] = {}
-        for length in self.lengths:
-            if (other := called.setdefault(_nominal(length), length)) != length:
-                raise ValueError(
-                    f"benchmark.lengths={list(self.lengths)!r}: tables and rows call {other} and {length} both "
-                    f"{_nominal(length)}; leave one out, and run it in a folder of its own (hydra.run.dir)"
-                )
-        for subset in self.subsets:
-            for length in self.lengths:
-                self._made[f"{subset} {_nominal(length)}"] = {
-                    f"{op}-{index}": (subset, length, op, index) for op in self.ops for index in range(self.samples)
-                }
-
-    def _read(self, path: Path) -> None:
-        """The problems of a file."""
-        if not path.is_file():
-            raise FileNotFoundError(f"benchmark.path={self.path} does not exist; give a .jsonl of problems, or null")
-        counts: dict[tuple[str, int], int] = {}
-        same = ("id", "problem", "question")
-        for line in checked(read_file(path), lambda data: SYMBOLIC if "answer_list" in data else REALISTIC, same):
-            row, op = tried(line, "gsm_infinite", self._build, right), line.data["op"]
-            subset = {2: "medium", 3: "hard"}.get(row.meta.get("d", 0), "realistic")
-            subset = "symbolic" if row.metric == "gsm_symbolic" else subset
-            task = f"{subset} {row.meta.get('length', '')}".strip()
-            if self.ops is not None and op not in self.ops:
-                continue
-            counts[task, op] = counts.get((task, op), 0) + 1
-            if self.samples is None or counts[task, op] <= self.samples:
-                self._made.setdefault(task, {})[str(line.number)] = line.data
-        self._digest = hashlib.sha256(path.read_bytes()).hexdigest()[:10]
-        if not self._made:
-            raise ValueError(f"benchmark.path={self.path} has no problem with op in {self.ops}")
 
 
 def _nominal(length: int) -> str:
@@ -257,11 +239,6 @@ def _nominal(length: int) -> str:
     if length == 0:
         return "zero"
     return f"{length // 1000}k" if length % 1000 == 0 or length % 1024 == 0 else str(length)
-
-
-def right(row: Row) -> Sequence[str]:
-    """Return a reply that is right."""
-    return [f"Answer: {row.answers[0]}." if row.metric == "gsm_infinite" else ", ".join(row.answers)]
 
 
 def realistic_row(data: Mapping[str, Any], merge_turns: bool = False) -> Row:
@@ -291,18 +268,14 @@ def gold_answer(answer: int | str | None, solution: str | None) -> int:
 
     Raises ValueError if there is neither, or if they differ.
     """
-    if answer is None and solution is None:
-        raise ValueError('"answer" and "solution" are missing; one of them must state the answer')
-    number, dot, _ = (solution or "").partition("Answer: ")[2].partition(".")
+    stated = re.search(r"Answer: ([^.]*)\.", solution or "")
     try:
-        found = int(number) if dot else None
+        found = {int(text) for text in (answer, stated and stated[1]) if text is not None}
     except ValueError:
-        found = None
-    if answer is None and found is None:
-        raise ValueError(f"no 'Answer: <integer>.' in the solution {(solution or '')[-80:]!r}")
-    if answer is not None and found is not None and int(answer) != found:
-        raise ValueError(f'"answer" is {answer!r}, and "solution" states {found}')
-    return found if answer is None else int(answer)  # type: ignore[return-value]
+        found = {int(answer)} if answer is not None else set()
+    if len(found) != 1:
+        raise ValueError(f"answer={answer!r} and solution=...{(solution or '')[-80:]!r} must state one answer")
+    return found.pop()
 
 
 def symbolic_row(data: Mapping[str, Any]) -> Row:

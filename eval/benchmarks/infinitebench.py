@@ -17,24 +17,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Annotated, Any, NotRequired
+from typing import Annotated, Any, NotRequired
 
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
 from leank.data_gen.reading import NotBlank
-from leank.eval.benchmarks import source
 from leank.eval.benchmarks.base import benchmark, known_tasks
-from leank.eval.benchmarks.from_files import FromFiles, Tasks
+from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, Tasks, read
 from leank.eval.benchmarks.mmlu import LETTERS
-from leank.eval.benchmarks.prompting import fill
 from leank.eval.benchmarks.row import Row
 from leank.eval.benchmarks.scoring import metric
 from leank.eval.metrics.text import normalize_chinese, qa_f1, rouge_lsum, token_f1
 from leank.typed import OneOf, Positive
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 REPO = "xinrongzhang2022/InfiniteBench"
 TASKS = (
@@ -92,22 +87,19 @@ class InfiniteBench(FromFiles):
         """Return the names of the tasks. Raises ValueError for an unknown one."""
         return known_tasks(self.tasks or TASKS, assets()["max_new_tokens"], "is not in InfiniteBench")
 
-    def lines(self, task: str) -> Iterator[source.Line]:
-        """Yield the published lines of a task; see `source.read`."""
-        return source.read(f"InfiniteBench {task}", task, self.path, source.Hub(REPO, f"{task}.jsonl"))
+    def lines(self, task: str) -> Iterator[Line]:
+        """Yield the published lines of a task; see `from_files.read`."""
+        return read(f"InfiniteBench {task}", task, self.path, Hub(REPO, f"{task}.jsonl"))
 
-    def build(
-        self, task: str, data: InfiniteBenchLine, tokenizer: PreTrainedTokenizerBase | None = None,
-        max_length: int | None = None,
-    ) -> Row:  # fmt: skip
-        """Build a row of one line, with the official prompt cut in the middle."""
-        template, answers = assets()[self.style][task], label(task, data)
-        context, question = fill(template, data["context"], _fields(task, data), tokenizer, max_length)
+    def build(self, task: str, data: InfiniteBenchLine) -> Row:
+        """Build a row of one line, with the official prompt."""
+        start, end = assets()[self.style][task].split("{context}")
+        answers, fields = label(task, data), _fields(task, data)
         return Row(
             task=task,
             id=str(data.get("id", "")),
-            context=context,
-            question=question,
+            context=start.format(**fields) + data["context"],
+            question=end.format(**fields),
             answers=answers,
             max_new_tokens=assets()["max_new_tokens"][task],
             metric="infinitebench",
@@ -136,22 +128,16 @@ def label(task: str, data: InfiniteBenchLine) -> list[Any]:
     """
     answers = data["answer"] if isinstance(data["answer"], list) else [data["answer"]]
     if task.startswith("long") and not (answers and all(isinstance(a, str) and a.strip() for a in answers)):
-        raise ValueError(f'"answer" is {reprlib.repr(answers)}; it must be a text or a list of texts, none blank')
+        raise ValueError(f"answer={reprlib.repr(answers)} must be a text or a list of texts, none blank")
     if task == "math_calc" and not _values(answers):
-        raise ValueError(f'"answer" is {reprlib.repr(answers)}; it must be a list of whole numbers')
+        raise ValueError(f"answer={reprlib.repr(answers)} must be a list of whole numbers")
     if task not in CHOICES:
         return list(answers)
     options = data.get("options", [])
-    if len(options) != len(LETTERS) or not all(isinstance(option, str) and option.strip() for option in options):
-        raise ValueError(f'"options" is {reprlib.repr(options)}; it must be a list of four texts, none blank')
-    right = [letter for letter, option in zip(LETTERS, options, strict=True) if [option] == answers[:1]]
-    if not right:
-        raise ValueError(f'"answer" is {reprlib.repr(answers)}, which is none of the options {reprlib.repr(options)}')
-    if len(answers) == 1 and len(right) > 1:
-        raise ValueError(f'"options" holds the answer {reprlib.repr(answers[0])} more than once')
-    if len(answers) > 1 and answers[1:] not in [[letter] for letter in right]:
-        raise ValueError(f'"answer" is {reprlib.repr(answers)}; it must be the right option, or that with its letter')
-    return [answers[0], answers[1] if len(answers) > 1 else right[0]]
+    letters = [letter for letter, option in zip(LETTERS, options, strict=False) if [option] == answers[:1]]
+    if len(options) != len(LETTERS) or len(letters) != 1 or answers[1:] not in ([], letters):
+        raise ValueError(f"answer={reprlib.repr(answers)} is not one of the four options={reprlib.repr(options)}")
+    return [answers[0], letters[0]]
 
 
 def _values(answers: Sequence[object]) -> Sequence[int]:

@@ -14,26 +14,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Annotated, Any, NotRequired
+from typing import Annotated, Any, NotRequired
 
 from annotated_types import Ge, MinLen
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
 from leank.data_gen.reading import NotBlank
-from leank.eval.benchmarks import source
 from leank.eval.benchmarks.base import benchmark, known_tasks
-from leank.eval.benchmarks.from_files import FromFiles, Tasks
-from leank.eval.benchmarks.prompting import fill
+from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, Tasks, read
 from leank.eval.benchmarks.row import Row
 from leank.eval.benchmarks.scoring import metric
 from leank.eval.metrics.text import normalize_chinese, qa_f1, rouge_l, token_f1
 from leank.typed import OneOf, Positive
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-HUB = source.Hub("zai-org/LongBench", "data.zip")  # THUDM/LongBench until it moved; its loading script is refused
+HUB = Hub("zai-org/LongBench", "data.zip")  # THUDM/LongBench until it moved; its loading script is refused
 
 # Chat models do better without their template on few-shot and code tasks (official choice).
 NO_CHAT_TASKS = frozenset({"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"})
@@ -109,15 +104,12 @@ class LongBench(FromFiles):
         """Return the names of the tasks. Raises ValueError for an unknown one."""
         return known_tasks(self.tasks or PRESETS[self.preset], [*prompts(), *E_TASKS], "is not in LongBench")
 
-    def lines(self, task: str) -> Iterator[source.Line]:
-        """Yield the data set's own lines; see `source.read`."""
-        return source.read(f"LongBench {task}", task, self.path, HUB)
+    def lines(self, task: str) -> Iterator[Line]:
+        """Yield the data set's own lines; see `from_files.read`."""
+        return read(f"LongBench {task}", task, self.path, HUB)
 
-    def build(
-        self, task: str, data: LongBenchLine, tokenizer: PreTrainedTokenizerBase | None = None,
-        max_length: int | None = None,
-    ) -> Row:  # fmt: skip
-        """Build a row of one line, cut before the chat template as officially; ``row.prompt`` is the official prompt.
+    def build(self, task: str, data: LongBenchLine) -> Row:
+        """Build a row of one line; ``row.prompt`` is the official prompt.
 
         task: official name; "_e" (LongBench-E) uses the same prompt.
         """
@@ -126,12 +118,12 @@ class LongBench(FromFiles):
             raise ValueError(f'"dataset" is {of!r}, which is not the task {task!r}')
         if "{input}" in prompts()[name] and not data["input"].strip():
             raise ValueError('"input" is blank, and it is the question')
-        context, question = fill(prompts()[name], data["context"], {"input": data["input"]}, tokenizer, max_length)
+        start, end = prompts()[name].split("{context}")
         return Row(
             task=task,
             id=str(data.get("_id", "")),
-            context=context,
-            question=question,
+            context=start + data["context"],
+            question=end.format(input=data["input"]),
             answers=list(data["answers"]),
             max_new_tokens=max_new_tokens()[name],
             metric="longbench",

@@ -10,22 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NotRequired
+from typing import NotRequired
 
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
 from leank.data_gen.reading import NotBlank
-from leank.eval.benchmarks import source
 from leank.eval.benchmarks.base import benchmark
-from leank.eval.benchmarks.from_files import FromFiles
+from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, read
 from leank.eval.benchmarks.row import Row, kept
 from leank.eval.benchmarks.scoring import metric
 from leank.eval.metrics import math_equal
 from leank.typed import Positive
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 MAX_NEW_TOKENS = 32_768  # Lethe does not say; what DeepSeek-R1, whose distilled models it uses, is evaluated with
@@ -56,14 +52,11 @@ class Math500(FromFiles):
     schema = TypeAdapter(Math500Line)
     same = ("unique_id",)
 
-    def lines(self, task: str) -> Iterator[source.Line]:
-        """Yield the data set's lines; see `source.read`."""
-        return source.read("MATH-500", "test", self.path, source.Hub("HuggingFaceH4/MATH-500", "test.jsonl"))
+    def lines(self, task: str) -> Iterator[Line]:
+        """Yield the data set's lines; see `from_files.read`."""
+        return read("MATH-500", "test", self.path, Hub("HuggingFaceH4/MATH-500", "test.jsonl"))
 
-    def build(
-        self, task: str, data: Math500Line, tokenizer: PreTrainedTokenizerBase | None = None,
-        max_length: int | None = None,
-    ) -> Row:  # fmt: skip
+    def build(self, task: str, data: Math500Line) -> Row:
         """Build a row of one line."""
         return Row(
             task="math500",

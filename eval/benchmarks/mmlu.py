@@ -12,11 +12,10 @@ import csv
 import io
 import json
 import re
-import reprlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Len, Lt
 from pydantic import TypeAdapter
@@ -24,15 +23,11 @@ from typing_extensions import TypedDict
 
 from leank.data_gen.amount import amount
 from leank.data_gen.reading import NotBlank, digest, read_text
-from leank.eval.benchmarks import source
 from leank.eval.benchmarks.base import benchmark
-from leank.eval.benchmarks.from_files import FromFiles, Tasks
+from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, Tasks, checked, read
 from leank.eval.benchmarks.row import Row
 from leank.eval.benchmarks.scoring import metric
 from leank.typed import Count, Positive
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 LETTERS = "ABCD"
 LETHE = (
@@ -42,7 +37,6 @@ LETHE = (
 INSTRUCTION = 'Reason step by step. End with a line "The answer is (X).", where X is A, B, C or D.'
 MAX_NEW_TOKENS = 32_768  # of reasoning; see eval.benchmarks.math500
 REPO = "cais/mmlu"
-SPLITS = ("dev", "test", "val", "validation", "train", "auxiliary_train")
 
 
 class Question(TypedDict):
@@ -51,6 +45,16 @@ class Question(TypedDict):
     question: NotBlank
     choices: Annotated[list[NotBlank], Len(4, 4)]
     answer: Literal["A", "B", "C", "D"] | Annotated[int, Ge(0), Lt(4)]
+
+
+class QuestionLine(Question):
+    """A line of a .jsonl, which says where its question belongs."""
+
+    subject: NotBlank
+    split: Literal["dev", "test", "val", "validation", "train", "auxiliary_train"]
+
+
+LINE = TypeAdapter(QuestionLine)
 
 
 @benchmark("mmlu")
@@ -79,9 +83,9 @@ class Mmlu(FromFiles):
         """Return the subjects."""
         return list(self.tasks or LETHE)
 
-    def lines(self, task: str) -> Iterator[source.Line]:
+    def lines(self, task: str) -> Iterator[Line]:
         """Yield the subject's test questions, and keep its examples."""
-        dev = source.checked(self._split(task, "dev"), self.schema)
+        dev = checked(self._split(task, "dev"), self.schema)
         self._dev[task] = [line.data for line in dev][: self.shots]
         if len(self._dev[task]) < self.shots:
             found = amount(len(self._dev[task]), "dev question")
@@ -91,33 +95,21 @@ class Mmlu(FromFiles):
             )
         return self._split(task, "test")
 
-    def _split(self, subject: str, split: str) -> Iterator[source.Line]:
+    def _split(self, subject: str, split: str) -> Iterator[Line]:
         """Yield the questions of a subject's split, "dev" or "test"."""
         if self.path is None:
-            yield from _from_hub(subject, split)
-            return
+            return _from_hub(subject, split)
         file = Path(self.path) / split / f"{subject}_{split}.csv"
         if file.is_file():
-            yield from _from_csv(file)
-            return
-        hub = source.Hub(REPO, f"{split}/{subject}_{split}.csv")
-        for line in source.read(f"MMLU {subject}", "mmlu", self.path, hub):
-            of, where = line.data.get("subject"), line.data.get("split")
-            if where not in SPLITS:
-                raise line.error(f'"split" is {reprlib.repr(where)}; it must be one of {", ".join(SPLITS)}')
-            if not isinstance(of, str) or not of.strip():
-                raise line.error(f'"subject" is {reprlib.repr(of)}; it must be a text that is not blank')
-            if (of, where) == (subject, split):
-                yield line
+            return _from_csv(file)
+        lines = read(f"MMLU {subject}", "mmlu", self.path, Hub(REPO, f"{split}/{subject}_{split}.csv"))
+        return (x for x in checked(lines, LINE) if (x.data["subject"], x.data["split"]) == (subject, split))
 
-    def _known_by(self, task: str, lines: Sequence[source.Line]) -> str:
+    def _known_by(self, task: str, lines: Sequence[Line]) -> str:
         """Count the examples, too."""
         return digest(json.dumps(self._dev[task], sort_keys=True) + super()._known_by(task, lines))
 
-    def build(
-        self, task: str, data: Question, tokenizer: PreTrainedTokenizerBase | None = None,
-        max_length: int | None = None,
-    ) -> Row:  # fmt: skip
+    def build(self, task: str, data: Question) -> Row:
         """Build a row of one question with the official few-shot prompt (the double blank after "about" is official).
 
         With `reasoning` a request to reason takes the place of the last "Answer:", and the chat template is used. Lethe
@@ -153,27 +145,19 @@ def letter(data: Question) -> str:
     return data["answer"] if isinstance(data["answer"], str) else LETTERS[data["answer"]]
 
 
-def _from_csv(file: Path) -> Iterator[source.Line]:
+def _from_csv(file: Path) -> Iterator[Line]:
     """The lines of an official file, which has no header, as objects."""
-    table = csv.reader(io.StringIO(read_text(file), newline=""), strict=True)
-    try:
-        for fields in table:
-            line = source.Line(str(file), table.line_num, None)
-            if fields and len(fields) != 6:
-                raise line.error(f"it has {amount(len(fields), 'field')}; a question, four choices and a letter are 6")
-            if fields:
-                question, *choices, answer = fields
-                yield replace(line, data={"question": question, "choices": choices, "answer": answer})
-    except csv.Error as error:
-        raise source.Line(str(file), table.line_num, None).error(f"it is no CSV ({error})") from None
+    table = csv.reader(io.StringIO(read_text(file), newline=""))
+    for row in filter(None, table):
+        yield Line(str(file), table.line_num, {"question": row[0], "choices": row[1:-1], "answer": row[-1]})
 
 
-def _from_hub(subject: str, split: str) -> Iterator[source.Line]:
+def _from_hub(subject: str, split: str) -> Iterator[Line]:
     try:
         from datasets import load_dataset
 
         found = load_dataset(REPO, subject, split=split)
-        yield from (source.Line(f"{REPO}/{subject}/{split}", n, dict(data)) for n, data in enumerate(found, 1))
+        yield from (Line(f"{REPO}/{subject}/{split}", n, dict(data)) for n, data in enumerate(found, 1))
     except Exception as error:  # offline, blocked or moved: the way out is the same
         raise FileNotFoundError(
             f"MMLU {subject}: no path= given and {REPO} cannot be fetched from the hub ({str(error)[:200]}). Unpack "

@@ -21,19 +21,19 @@ from leank.data_gen.request import Request
 from leank.data_gen.tasks import TASKS, task
 from leank.data_gen.tasks.niah import Niah
 from leank.data_gen.tokens import counter_of
-from leank.eval.benchmarks.base import Cell, benchmark, check_lengths, known_tasks
+from leank.eval.benchmarks.base import Benchmark, Cell, benchmark, check_lengths, known_tasks
 from leank.eval.benchmarks.row import Row
-from leank.typed import Checked, OneOf, Positive, Samples, Seed
+from leank.typed import OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 MODES = ("conversation", "reuse")
 
 
 @benchmark("multi_turn")
 @dataclass
-class MultiTurn(Checked):
+class MultiTurn(Benchmark):
     """Conversations about needles; a task of a table is a task of data_gen in one of the modes, such as kv_reuse.
 
     tasks: of data_gen's needle tasks, whose documents have as many questions as are asked.
@@ -55,31 +55,17 @@ class MultiTurn(Checked):
     split: Annotated[str, OneOf(*SPLITS)] = "all"
     name: str = "multi_turn"
 
-    compress = "before_question"  # what the run must be set to, because the document is compressed without a question
+    compress = "before_question"  # the document is compressed without a question
 
-    def check(
-        self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, overhead: int, max_new_tokens: int | None
-    ) -> None:
-        """Check settings before any weights are loaded; see `Benchmark.check`."""
+    def prepare(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_new_tokens: int | None) -> None:
+        """Check tasks and lengths; see `Benchmark.prepare`."""
         known = [name for name, one in TASKS.items() if isinstance(one, Niah)]
         known_tasks(self.tasks, known, "has no documents with several questions")
-        check_lengths(self.lengths, config)
-        shortest = min(self.lengths)
-        for cell in self.cells():  # too short a length and missing essays are found here, not hours later
-            if cell.length == shortest:
-                try:
-                    self.row(cell, "0", tokenizer, overhead)
-                except ValueError as error:
-                    given = f"benchmark.lengths={shortest}, benchmark.turns={self.turns}"
-                    raise ValueError(f"{given}: {error}") from error
+        check_lengths(self.lengths, limit)
 
     def identity(self) -> dict[str, object]:
         """Return what every sample depends on; see `Benchmark.identity`."""
         return {"essays": haystack.known_by(self.essays), "split": self.split, "turns": self.turns}
-
-    def data(self, task: str) -> str | None:
-        """Return None: no task has files; see `Benchmark.data`."""
-        return None
 
     def cells(self) -> list[Cell]:
         """Return all cells in the order of the run."""

@@ -7,7 +7,7 @@ own haystack.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,13 +16,13 @@ from annotated_types import Ge, Le, MinLen
 
 from leank.data_gen.haystack import SPLITS, known_by, sentences
 from leank.data_gen.request import LONGEST
-from leank.eval.benchmarks.base import Cell, benchmark, check_fits
+from leank.eval.benchmarks.base import Benchmark, Cell, benchmark, check_lengths
 from leank.eval.benchmarks.row import Row
 from leank.eval.benchmarks.scoring import metric
-from leank.typed import Checked, OneOf, Positive, Samples, Seed
+from leank.typed import OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 NEEDLE = "\nThe best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day.\n"
 QUESTION = "What is the best thing to do in San Francisco?"
@@ -91,7 +91,7 @@ def recall(reply: str, expected: str = EXPECTED) -> float:
 
 @benchmark("niah")
 @dataclass
-class NeedleGrid(Checked):
+class NeedleGrid(Benchmark):
     """The grid, cell by cell (eval.benchmarks.base): each cell is a length, and its samples are the depths.
 
     lengths: tokens; None takes `count` lengths from shortest to longest, as officially.
@@ -110,19 +110,14 @@ class NeedleGrid(Checked):
     seed: Seed = 0
     _texts: dict[int, str] = field(default_factory=dict, repr=False)
 
-    def check(
-        self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, overhead: int, max_new_tokens: int | None
-    ) -> None:
-        """Check settings and data before any weights are loaded; see `Benchmark.check`."""
-        limit = getattr(config, "max_position_embeddings", None) or LONGEST
-        if max(self._lengths) > limit:
-            raise ValueError(
-                f"benchmark.longest={self.longest}, benchmark.lengths={self.lengths}: {max(self._lengths)} is more "
-                f"than the model's max_position_embeddings={limit}; leave that length out or extend the model's RoPE"
-            )
-        for length in (min(self._lengths), max(self._lengths)):
-            row = self.row(Cell("niah", length, ()), str(max(self._depths)), tokenizer, overhead)
-            check_fits(row, tokenizer, overhead, getattr(config, "max_position_embeddings", None), max_new_tokens)
+    def prepare(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_new_tokens: int | None) -> None:
+        """Check the lengths; see `Benchmark.prepare`."""
+        check_lengths(self._lengths, limit or LONGEST)
+
+    def tried(self) -> Iterable[tuple[Cell, str]]:
+        """The deepest needle at the shortest and at the longest length."""
+        cells = sorted(self.cells(), key=lambda cell: cell.length or 0)
+        return [(cell, cell.samples[-1]) for cell in (cells[0], cells[-1])]
 
     @property
     def _lengths(self) -> list[int]:
@@ -135,9 +130,6 @@ class NeedleGrid(Checked):
     def identity(self) -> dict[str, object]:
         """Return what every sample depends on; see `Benchmark.identity`."""
         return {"essays": known_by(self.essays), "split": self.split}
-
-    def data(self, task: str) -> None:
-        """The haystack is the same for all tasks, and counts in `identity`."""
 
     def cells(self) -> list[Cell]:
         """Return all cells in the order of the run."""
@@ -152,10 +144,8 @@ class NeedleGrid(Checked):
         def decode(ids: list[int]) -> str:
             return str(tokenizer.decode(ids))
 
-        length = cell.length
-        if length is None or not sample.isdecimal():
-            raise ValueError(f"niah, length {length}, sample {sample!r}: a sample's id is its depth, 0 to 100 per cent")
-        depth = int(sample)
+        assert cell.length is not None
+        length, depth = cell.length, int(sample)
         if length not in self._texts:
             haystack = " ".join(sentences(self.essays, self.split))
             self._texts[length] = fitted(haystack, length, encode, decode)

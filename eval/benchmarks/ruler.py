@@ -19,13 +19,13 @@ from leank.data_gen.request import Request
 from leank.data_gen.sample import Sample
 from leank.data_gen.tasks import CHAINS, qa, task
 from leank.data_gen.tokens import counter_of
-from leank.eval.benchmarks.base import Cell, benchmark, check_lengths, known_tasks
+from leank.eval.benchmarks.base import Benchmark, Cell, benchmark, check_lengths, known_tasks
 from leank.eval.benchmarks.row import Row
 from leank.eval.benchmarks.scoring import metric
-from leank.typed import Checked, OneOf, Positive, Samples, Seed
+from leank.typed import OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 OFFICIAL = (
     "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
@@ -47,7 +47,7 @@ def draw(
 
 @benchmark("ruler")
 @dataclass
-class Ruler(Checked):
+class Ruler(Benchmark):
     """RULER, cell by cell (eval.benchmarks.base): a cell is a task at a length.
 
     tasks: RULER's names, or those of `EXTRA`.
@@ -68,16 +68,19 @@ class Ruler(Checked):
     hotpotqa: str | None = None
     name: str = "ruler"
 
-    def check(
-        self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, overhead: int, max_new_tokens: int | None
-    ) -> None:
-        """Check settings and data before any weights are loaded; see `Benchmark.check`."""
+    def prepare(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_new_tokens: int | None) -> None:
+        """Check tasks, lengths and the data of qa_1 and qa_2; see `Benchmark.prepare`."""
         known_tasks(self.tasks, [*OFFICIAL, *EXTRA], "is unknown")
-        check_lengths(self.lengths, config)
-        for name in self.tasks:  # too short a length and missing essays or data are found here, not hours later
-            if name in QA:
-                _check_data(name, self._data(name), self.samples)
-            self.row(Cell(name, min(self.lengths), ("0",)), "0", tokenizer, overhead)
+        check_lengths(self.lengths, limit)
+        for name in QA.keys() & {*self.tasks}:
+            where = f"benchmark.{QA[name]}={self._data(name)} ({name})"
+            try:
+                questions, _ = qa.read(QA[name], self._data(name))
+            except (FileNotFoundError, ValueError) as error:
+                raise type(error)(f"{where}: {error}") from None
+            if len(questions) < self.samples:
+                found = amount(len(questions), "question")
+                raise ValueError(f"{where} has {found}, benchmark.samples={self.samples}; lower samples")
 
     def identity(self) -> dict[str, object]:
         """Return what every sample depends on; see `Benchmark.identity`."""
@@ -112,18 +115,6 @@ class Ruler(Checked):
 
     def _data(self, name: str) -> str | None:
         return getattr(self, QA[name]) if name in QA else None
-
-
-def _check_data(name: str, path: str | None, samples: int) -> None:
-    """Raise FileNotFoundError without a task's file, ValueError for one of another form or with too few questions."""
-    where = f"benchmark.{QA[name]}={path}"
-    try:
-        questions, _ = qa.read(QA[name], path)
-    except (FileNotFoundError, ValueError) as error:
-        raise type(error)(f"{where} ({name}): {error}") from None
-    if len(questions) < samples:
-        found = amount(len(questions), "question")
-        raise ValueError(f"{where} has {found}, benchmark.samples={samples}; lower samples")
 
 
 @metric("ruler_all")

@@ -19,19 +19,19 @@ from annotated_types import Gt, Lt, MinLen
 from leank.data_gen.amount import amount
 from leank.data_gen.haystack import SPLITS, known_by, paragraphs
 from leank.data_gen.reading import read_text
-from leank.eval.benchmarks.base import Cell, benchmark, check_lengths
+from leank.eval.benchmarks.base import Benchmark, Cell, benchmark, check_lengths
 from leank.eval.benchmarks.row import Row
-from leank.typed import Checked, OneOf, Positive, Samples, Seed
+from leank.typed import OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 Window = tuple[str, str]  # what is prefilled, and the rest
 
 
 @benchmark("text")
 @dataclass
-class Text(Checked):
+class Text(Benchmark):
     """Windows of a text that do not overlap (eval.benchmarks.base), in an order drawn from the seed.
 
     path: a .txt or .txt.gz file, or a folder of .txt files, no two of which share a window; None is the text shipped
@@ -52,11 +52,9 @@ class Text(Checked):
     seed: Seed = 0
     _windows: dict[int, list[Window]] = field(default_factory=dict, repr=False)
 
-    def check(
-        self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, overhead: int, max_new_tokens: int | None
-    ) -> None:
-        """Cut the text into windows before any weights are loaded; see `Benchmark.check`."""
-        check_lengths(self.lengths, config)
+    def prepare(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_new_tokens: int | None) -> None:
+        """Cut the text into windows; see `Benchmark.prepare`."""
+        check_lengths(self.lengths, limit)
         texts = list(self._texts())
         spans = [
             tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
@@ -112,9 +110,6 @@ class Text(Checked):
         """Return what every sample depends on; see `Benchmark.identity`."""
         split = self.split if self.path is None else None
         return {"text": known_by(self.path), "split": split, "prefilled": self.prefilled}
-
-    def data(self, task: str) -> None:
-        """The text is the same for all cells, and counts in `identity`."""
 
     def cells(self) -> list[Cell]:
         """Return all cells in the order of the run."""

@@ -7,7 +7,8 @@ import os
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import Any, Never, Self
+from dataclasses import asdict
+from typing import Any, Self
 
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
@@ -158,9 +159,6 @@ class CompressedCache(Cache):
             layer.ended_at = -1  # what is copied is no prompt that still lacks chunks
         return new
 
-    def __reduce__(self) -> Never:
-        raise TypeError("a compressed cache is not pickled; call save(), and CompressedCache.load() where it goes on")
-
     def repeat(self, repeats: int) -> Self:
         """A new cache with each row `repeats` times, the copies of a row side by side; this cache stays as it is.
 
@@ -201,12 +199,10 @@ class CompressedCache(Cache):
         Raises FileNotFoundError, or ValueError if the file is damaged or was made by another model or mask.
         """
         found = Saved(path)
-        sizes, indices = found.sizes, [i for i, one in enumerate(found.about) if one.kind == "compressed"]
         if isinstance(mask, ChannelMask) and mask.mean_keys is not None:
             raise ValueError("a saved cache has no mean keys: give mask.with_means(None)")
-        keep = None if mask is None else layer_masks(mask)
-        found.check(model, None if keep is None else {i: keep[i] for i in indices if i < len(keep)})
-        cache = compressed_cache(model, found.middles, sizes.sink, sizes.window, sizes.flush, backend)
+        found.check(model, None if mask is None else layer_masks(mask))
+        cache = compressed_cache(model, found.middles, **asdict(found.header.sizes), backend=backend)
         found.fill(cache.layers, model)
         return cache
 

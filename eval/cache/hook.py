@@ -7,7 +7,7 @@ attention, plain key tensors go through SDPA, or through plain PyTorch where the
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,22 +21,10 @@ from leank.eval.cache.attention.softmax import Softmax, written_out
 ATTENTION = "leank"
 
 
-class AttendingLayer(Protocol):
-    """A cache layer that takes the place of its keys, and attends by itself."""
-
-    def attend(
-        self, q: Tensor, padding_mask: Tensor | None = None, scaling: float | None = None, softmax: Softmax = ...
-    ) -> Tensor:
-        """Attention of the queries q [B, Hq, Q, D] over what the layer holds: [B, Q, Hq, D]."""
-
-    def get_seq_length(self) -> int:
-        """Columns held, those of the queries included."""
-
-
 def attention(
     module: nn.Module,
     query: Tensor,
-    key: Tensor | AttendingLayer,
+    key: Any,
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
@@ -47,7 +35,7 @@ def attention(
 
     module: the model's attention layer
     query: [B, Hq, Q, D]
-    key: [B, H, T, D], or a layer that attends by itself, such as a CompressedLayer
+    key: [B, H, T, D], or a cache layer that attends by itself, such as a CompressedLayer
     value: [B, H, T, D]
     attention_mask: [B, T] padding mask, or a mask that SDPA takes, None = causal
     scaling: factor of the logits, None = 1 / sqrt(D)
@@ -60,8 +48,8 @@ def attention(
         positions = kwargs.get("position_ids") if kwargs.get("use_cache") is False else None
         if positions is not None and key.get_seq_length() > query.shape[2] and bool((positions[..., 0] == 0).any()):
             raise ValueError(
-                "use_cache=False hands over all tokens anew at every step, and this cache holds them already: leave "
-                "use_cache on, and call cache.reset() before the whole conversation comes again"
+                "use_cache=False hands over the whole conversation at every step, and this cache holds it already: "
+                "leave use_cache on, and call cache.reset() before another conversation"
             )
         return key.attend(query, attention_mask, scaling, softmax), None
     causal = getattr(module, "is_causal", True)

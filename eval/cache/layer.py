@@ -166,7 +166,6 @@ class CompressedLayer(DynamicLayer):
         assert isinstance(keys, Tensor)
         assert isinstance(values, Tensor)
         self.keys = self.values = None
-        store.to(q.device)
         scale = 1 / math.sqrt(q.shape[-1]) if scaling is None else scaling
         if new == 1 or self.record_past:
             return self._pass(store, q, keys, values, real, scale, softmax)
@@ -231,7 +230,6 @@ class CompressedLayer(DynamicLayer):
     def _settle(self) -> None:
         """Seal a finished prompt, or move tokens that are due out of the window."""
         if self.store is not None:
-            self.prefetch()
             self._flush(self.store)
         elif self.keys is not None and self._columns >= self._expected:
             self._begin(self.keys, self.values, self._real)  # type: ignore[arg-type]
@@ -313,7 +311,7 @@ class CompressedLayer(DynamicLayer):
         store = self.store if self.backend is not None and self.backend.captures else None
         return store is not None and bool((store.seen >= store.sizes.sink).all())
 
-    # The batch as a whole: rows reordered, repeated or dropped, tensors moved between devices.
+    # The batch as a whole: rows reordered, repeated or dropped.
 
     @property
     def awaits(self) -> int:
@@ -365,16 +363,6 @@ class CompressedLayer(DynamicLayer):
         """Keep the rows that `indices`, numbers or bool, select."""
         rows = self._rows()
         self._select(rows[indices.to(rows.device)])
-
-    def offload(self) -> None:
-        """Move everything held to the CPU; attend() fetches it back."""
-        if self.store is not None:
-            self.store.to(torch.device("cpu"))
-
-    def prefetch(self) -> None:
-        """Fetch everything held back to the device of the prompt."""
-        if self.store is not None:
-            self.store.to(self.device)
 
 
 class PromptRoom:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import numpy as np
@@ -30,10 +30,9 @@ from leank.eval.cache.storage.segment import PAGE, Extent, Segment
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Store
 from leank.tensor_files import DIGEST, DamagedFile, digest, read_tensors, write_tensors
-from leank.typed import Checked, OneOf, typed
+from leank.typed import Checked, typed
 
-FORMAT = "leank-cache-5"
-KEYS = ("format", "model", "mask", "sink", "window", "flush", "layers")
+FORMAT = "leank-cache-6"  # the name of the header in the file's metadata
 CURE = "copy it again, or make it anew with save()"
 SAMPLED = 64  # numbers of each weight that tell models apart
 COUNTS = ("seen", "start", "floor")  # of each row, on the host
@@ -42,19 +41,20 @@ SEGMENTS = ("prompt", "tail")
 
 
 @dataclass(frozen=True)
-class LayerHeader(Checked):
-    """What the header says of one layer.
+class Header(Checked):
+    """What a file says beside its tensors.
 
-    kind: how its tokens are kept
+    model, mask: digests
+    sizes: of every compressed layer
     columns: of the prompt and of what followed, padding included
-    names: of its tensors
-    pages: bits and group of a packed middle, None = it is in the model's dtype
+    packing: of each layer, bits and group of a packed middle; None = it is in the model's dtype
     """
 
-    kind: Annotated[str, OneOf("compressed", "sliding")]
+    model: str
+    mask: str
+    sizes: Sizes
     columns: Annotated[int, Ge(1), Le(LONGEST)]
-    names: Sequence[str]
-    pages: Sequence[int] | None = None
+    packing: Sequence[Sequence[int] | None]
 
 
 def model_digest(model: PreTrainedModel) -> str:
@@ -74,85 +74,69 @@ def mask_digest(masks: Mapping[int, Tensor | None]) -> str:
     return digest(there, {})
 
 
-# Writing
-
-
 def save(path: str | os.PathLike[str], layers: Sequence[Any], model: PreTrainedModel) -> None:
     """Write the layers of a cache.
 
     Raises ValueError for a cache without a whole prompt, or with a part that a file cannot hold.
     """
-    header: list[dict[str, Any]] = []
-    tensors: dict[str, Tensor] = {}
-    masks: dict[int, Tensor | None] = {}
-    for index, layer in enumerate(layers):
-        if isinstance(layer, CompressedLayer):
-            masks[index] = layer.middle.channels
-            about, own = _compressed(layer)
-        else:
-            about, own = _sliding(layer if isinstance(layer, DynamicSlidingWindowLayer) else None)
-        header.append(about)
-        tensors |= {f"{index}.{name}": _own_copy(tensor) for name, tensor in own.items()}
-    sizes = next(layer.sizes for layer in layers if isinstance(layer, CompressedLayer))
-    about = {"format": FORMAT, "model": model_digest(model), "mask": mask_digest(masks), "layers": json.dumps(header)}
-    about |= {name: str(int(getattr(sizes, name))) for name in ("sink", "window", "flush")}
-    write_tensors(path, tensors, about)
+    held = [_compressed(layer) if isinstance(layer, CompressedLayer) else _sliding(layer) for layer in layers]
+    compressed = {i: layer for i, layer in enumerate(layers) if isinstance(layer, CompressedLayer)}
+    packings = [layer.middle.bits if isinstance(layer, CompressedLayer) else None for layer in layers]
+    header = Header(
+        model_digest(model),
+        mask_digest({i: layer.middle.channels for i, layer in compressed.items()}),
+        next((layer.sizes for layer in compressed.values()), Sizes()),
+        layers[0].get_seq_length(),
+        [[bits.bits, bits.group] if isinstance(bits, Packing) else None for bits in packings],
+    )
+    tensors = {  # copies, because layers may share memory, and a file cannot
+        f"{i}.{name}": tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for i, of_layer in enumerate(held)
+        for name, tensor in of_layer.items()
+    }
+    write_tensors(path, tensors, {FORMAT: json.dumps(asdict(header))})
 
 
-def _own_copy(tensor: Tensor) -> Tensor:
-    """A copy on the CPU: layers may share memory, and a safetensors file cannot."""
-    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-
-
-def _compressed(layer: CompressedLayer) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    store, middle = layer.store, layer.middle
-    if store is None or layer.record_past:
+def _check_complete(layer: Any, there: bool) -> None:
+    if not there or layer.record_past:
         raise ValueError("save() needs a cache whose prompt is complete, and no assisted decoding under way")
+
+
+def _compressed(layer: CompressedLayer) -> dict[str, Tensor]:
+    """What a compressed layer holds, by name."""
+    store, middle = layer.store, layer.middle
+    _check_complete(layer, store is not None and not layer.waiting)
+    assert store is not None
     if middle.center is not None:
         raise ValueError("a cache whose keys are centered (mean_keys of its mask) cannot be saved")
     if store.eviction is not None or store.reads is not None:
         raise ValueError("a cache that evicts tokens while decoding, or chooses what it reads, cannot be saved")
     if middle.bits is not None and type(middle.bits) is not Packing:
         raise ValueError(
-            f"a middle that {type(middle.bits).__name__} stores cannot be saved, only numbers of the model's type or "
-            "KIVI's (pca, spark and turboquant have other forms): leave out `bits`, or choose kivi"
+            f"a middle that {type(middle.bits).__name__} stores cannot be saved: leave out `bits`, or choose kivi"
         )
-    store.to(layer.device)
-    tensors = {name: torch.from_numpy(getattr(store, name).copy()) for name in COUNTS}
+    tensors = {name: torch.from_numpy(getattr(store, name)) for name in COUNTS}
     tensors |= {name: getattr(store, name) for name in ENDS}
-    for name, table in (("channels", store.channels), ("values", store.values)):
-        if table is not None:
-            tensors |= {f"{name}.count": torch.from_numpy(table.count.copy()), f"{name}.index": table.index}
     for name in SEGMENTS:
         segment: Segment = getattr(store, name)
-        k, v = segment.without_spare()
-        counts = {"length": segment.length, "capacity": segment.capacity}
-        tensors |= {f"{name}.{n}": torch.from_numpy(count.copy()) for n, count in counts.items()}
-        tensors |= {f"{name}.k": k, f"{name}.v": v}
-    chosen = {"channels": middle.channels, "values": middle.values, "joins": middle.joins}
-    tensors |= {f"middle.{name}": tensor.bool() for name, tensor in chosen.items() if tensor is not None}
-    packing = None if middle.bits is None else [middle.bits.bits, middle.bits.group]
-    about = {"kind": "compressed", "columns": layer.get_seq_length(), "pages": packing, "names": sorted(tensors)}
-    return about, tensors
+        tensors |= {f"{name}.{n}": torch.from_numpy(getattr(segment, n)) for n in ("length", "capacity")}
+        tensors |= {f"{name}.k": segment.k, f"{name}.v": segment.v}
+    for name, mask, table in (("channels", middle.channels, store.channels), ("values", middle.values, store.values)):
+        if mask is not None and table is not None:  # rows that have masks of their own may have changed places
+            tensors[name] = mask.bool() if mask.ndim == 2 else table.mask()
+    return tensors if middle.joins is None else {**tensors, "joins": middle.joins.bool()}
 
 
-def _sliding(layer: DynamicSlidingWindowLayer | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    if layer is None or not layer.is_initialized or layer.record_past:
-        raise ValueError("save() needs a cache whose prompt is complete, and no assisted decoding under way")
-    assert isinstance(layer.keys, Tensor)
-    assert isinstance(layer.values, Tensor)
-    tensors = {"keys": layer.keys, "values": layer.values}
-    return {"kind": "sliding", "columns": layer.cumulative_length, "names": sorted(tensors)}, tensors
-
-
-# Reading
+def _sliding(layer: Any) -> dict[str, Tensor]:
+    _check_complete(layer, isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized)
+    return {"keys": layer.keys, "values": layer.values}
 
 
 class Saved:
     """A file that `save` wrote, read and compared with its own digest.
 
-    sizes: of every compressed layer
     middles: how each layer keeps its middle, for `compressed_cache`
+    compressed: the layers that are compressed
 
     Raises FileNotFoundError or DamagedFile.
     """
@@ -163,66 +147,56 @@ class Saved:
             raise FileNotFoundError(f"{path} does not exist; give a file that CompressedCache.save() wrote")
         try:
             with safe_open(path, framework="pt") as file:
-                about = dict(file.metadata() or {})
+                about, names = file.metadata() or {}, set(file.keys())
         except SafetensorError as error:
             raise DamagedFile(path, error, CURE) from error
-        if about.get("format") != FORMAT:
-            raise DamagedFile(path, f"it is no cache that save() wrote, whose format is {FORMAT}", CURE)
+        if missing := [key for key in (FORMAT, DIGEST) if key not in about]:
+            raise DamagedFile(path, f"its header lacks {missing[0]!r}, and so save() did not write it", CURE)
+        tensors, _ = read_tensors(path, names, CURE, (FORMAT,))
         try:
-            if missing := [key for key in (*KEYS, DIGEST) if key not in about]:
-                raise ValueError(f"its header lacks {missing[0]!r}")
-            self.about = [typed(LayerHeader, one, f"layer {i}: ") for i, one in enumerate(json.loads(about["layers"]))]
-            names = {f"{index}.{name}" for index, one in enumerate(self.about) for name in one.names}
-            self.sizes = Sizes(*(int(about[name]) for name in ("sink", "window", "flush")))
-            if len({one.columns for one in self.about}) != 1:
-                raise ValueError("its layers have no common number of tokens")
-        except (ValueError, TypeError, RecursionError) as error:
+            self.header = typed(Header, json.loads(about[FORMAT]))
+            self.layers: list[dict[str, Tensor]] = [{} for _ in self.header.packing]
+            for name, tensor in tensors.items():
+                index, of_layer = name.split(".", 1)
+                self.layers[int(index)][of_layer] = tensor
+            self.compressed = [i for i, own in enumerate(self.layers) if "seen" in own]
+            self.middles = [
+                Middle(own.get("channels"), own.get("values"), own.get("joins"), Packing(*pages) if pages else None)
+                for own, pages in zip(self.layers, self.header.packing, strict=True)
+            ]
+        except (ValueError, TypeError, IndexError, RecursionError) as error:
             raise DamagedFile(path, error, CURE) from error
-        self.tensors, self.metadata = read_tensors(path, names, CURE, KEYS)
-        self.middles = [self._middle(index) for index in range(len(self.about))]
 
-    def check(self, model: PreTrainedModel, masks: Mapping[int, Tensor | None] | None) -> None:
-        """Raise ValueError unless the cache was made by this model, and with these masks if there are any."""
-        if self.metadata["model"] != model_digest(model):
+    def check(self, model: PreTrainedModel, keep: Tensor | None) -> None:
+        """Raise ValueError unless this model made the cache, and with the mask keep [L, H, D], None = any."""
+        if self.header.model != model_digest(model):
             kind = model.config.get_text_config(decoder=True).model_type
             raise ValueError(
                 f"{self.path} was made by another model than this {kind}: its weights, their names or dtype differ; "
                 "load the model that made it"
             )
-        if masks is not None and self.metadata["mask"] != mask_digest(masks):
+        if keep is not None and self.header.mask != mask_digest({i: keep[i] for i in self.compressed if i < len(keep)}):
             raise ValueError(f"{self.path} was made with another mask; load that one, or leave mask out")
-
-    def _middle(self, index: int) -> Middle:
-        one = self.about[index]
-        channels, values, joins = (self.tensors.get(f"{index}.middle.{n}") for n in ("channels", "values", "joins"))
-        try:
-            return Middle(channels, values, joins, Packing(*one.pages) if one.pages else None)
-        except (ValueError, TypeError) as error:
-            raise DamagedFile(self.path, error, CURE) from error
 
     def fill(self, layers: Sequence[Any], model: PreTrainedModel) -> None:
         """Put what the file holds into the new layers of this model. Raises DamagedFile for tables that cannot be."""
-        kinds = ["compressed" if isinstance(layer, CompressedLayer) else "sliding" for layer in layers]
-        if kinds != [one.kind for one in self.about]:
+        columns = self.header.columns
+        if self.compressed != [i for i, layer in enumerate(layers) if isinstance(layer, CompressedLayer)]:
             raise DamagedFile(self.path, "its layers are not the model's", CURE)
-        for index, (layer, one) in enumerate(zip(layers, self.about, strict=True)):
-            own = {name: self.tensors[f"{index}.{name}"] for name in one.names}
+        for index, (layer, own) in enumerate(zip(layers, self.layers, strict=True)):
             try:
                 if isinstance(layer, CompressedLayer):
-                    store = _store(own, layer, model)
-                    if (store.seen > one.columns).any():
-                        raise ValueError("a row holds more tokens than came")
-                    layer.resume(store, one.columns)
+                    layer.resume(_store(own, layer, model, columns), columns)
                 elif isinstance(layer, DynamicSlidingWindowLayer):
                     k, v = (own[name].to(model.device) for name in ("keys", "values"))
                     layer.lazy_initialization(k, v)
-                    layer.keys, layer.values, layer.cumulative_length = k, v, one.columns
+                    layer.keys, layer.values, layer.cumulative_length = k, v, columns
             except (KeyError, TypeError, ValueError, RuntimeError) as error:
                 raise DamagedFile(self.path, f"layer {index} holds what no cache holds ({error})", CURE) from error
 
 
-def _store(own: Mapping[str, Tensor], layer: CompressedLayer, model: PreTrainedModel) -> Store:
-    """The store of one layer, whose tables are checked: a kernel reads wherever they point."""
+def _store(own: Mapping[str, Tensor], layer: CompressedLayer, model: PreTrainedModel, columns: int) -> Store:
+    """The store of one layer; raises ValueError if its tables do not fit together."""
     sizes, middle, device = layer.sizes, layer.middle, model.device
     store = Store.__new__(Store)
     store.sizes, store.middle, store.quiet, store.version = sizes, middle, 0, 0
@@ -233,25 +207,23 @@ def _store(own: Mapping[str, Tensor], layer: CompressedLayer, model: PreTrainedM
         setattr(store, name, own[name].to(device))
     batch, heads, slots, dim = store.ring_k.shape
     store.seen_dev, store.start_dev = (torch.from_numpy(n.copy()).to(device) for n in (store.seen, store.start))
-    store.channels = _kept(own, "channels", (batch, heads, dim), device)
-    store.values = _kept(own, "values", (batch, heads, dim), device) if "values.count" in own else None
-    held = store.seen - store.start
+    store.channels = KeptChannels.of(middle.channels, store.ring_k)
+    store.values = None if middle.values is None else KeptChannels.of(middle.values, store.ring_k)
+    store.prompt, store.tail = (_segment(own, name, store) for name in SEGMENTS)
+    seen, start, floor = store.seen, store.start, store.floor
     right = (
         store.ring_v.shape == store.ring_k.shape
         and store.sink_k.shape == store.sink_v.shape == (batch, heads, sizes.sink, dim)
         and len({getattr(store, name).dtype for name in ENDS}) == 1
-        and all(getattr(store, name).shape == (batch,) for name in COUNTS)
+        and seen.shape == start.shape == floor.shape == (batch,)
         and slots % PAGE == 0
-        and bool((held <= slots).all())
-        and bool(((store.start >= sizes.sink) & (store.start <= np.maximum(sizes.sink, store.seen))).all())
-        and bool(((store.floor >= 0) & (store.floor <= store.seen)).all())
-        and bool(((store.start == sizes.sink) | (store.floor - store.start >= sizes.window)).all())
+        and bool(((floor >= 0) & (floor <= seen) & (seen <= columns) & (seen - start <= slots)).all())
+        and bool(((start >= sizes.sink) & (start <= np.maximum(sizes.sink, seen))).all())
+        and bool(((start == sizes.sink) | (floor - start >= sizes.window)).all())
+        and bool((store.prompt.length + store.tail.length <= (start - sizes.sink)[:, None]).all())
     )
     if not right:
-        raise ValueError("its sink and window do not fit together")
-    store.prompt, store.tail = (_segment(own, name, store) for name in SEGMENTS)
-    if (store.prompt.length + store.tail.length > (store.start - sizes.sink)[:, None]).any():
-        raise ValueError("its middle holds more tokens than have left the window")
+        raise ValueError("its sink, middle and window do not fit together")
     return store
 
 
@@ -262,18 +234,9 @@ def _whole(table: Tensor) -> np.ndarray:
     return table.numpy().copy()
 
 
-def _kept(own: Mapping[str, Tensor], name: str, shape: tuple[int, ...], device: torch.device) -> KeptChannels:
-    count, index = own[f"{name}.count"], own[f"{name}.index"]
-    if index.shape != shape or count.shape != shape[:2] or index.dtype != torch.int32:
-        raise ValueError("a table of channels has another shape")
-    if ((count < 0) | (count > shape[-1])).any() or ((index < 0) | (index >= shape[-1])).any():
-        raise ValueError("a table of channels names channels that there are not")
-    return KeptChannels(_whole(count), index.to(device))
-
-
 def _segment(own: Mapping[str, Tensor], name: str, store: Store) -> Segment:
     length, capacity = (_whole(own[f"{name}.{n}"]) for n in ("length", "capacity"))
-    if capacity.shape != store.channels.count.shape or length.shape != capacity.shape or (capacity < 0).any():
+    if not length.shape == capacity.shape == store.channels.count.shape or (capacity < 0).any():
         raise ValueError("a table of tokens has another shape")
     dim, dtype = store.ring_k.shape[-1], store.ring_k.dtype
     segment = store.middle.segment(Extent(store.channels, capacity, dim, dtype, store.values))

@@ -20,13 +20,10 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from leank.cli import again, ending
 from leank.data_gen.amount import amount
-
-if TYPE_CHECKING:
-    from leank.eval.papers.item import Item
+from leank.eval.papers.item import ITEMS, PAPERS, Item, find, of_papers
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
         "items", nargs="*", metavar="ITEM", help="ids such as leank:fig7; key=value goes to python -m eval"
     )
     made.add_argument("--list", action="store_true", help="print the items and make none")
-    made.add_argument("--paper", action="append", default=[], help="all items of leank, think, iap, lethe or asl")
+    made.add_argument("--paper", action="append", default=[], choices=PAPERS, type=str.lower, help="all items of it")
     made.add_argument("--all", action="store_true", help="all items")
     made.add_argument("--quick", action="store_true", help="five samples of two tasks at 1K: a look, not a result")
     made.add_argument("--real", action="store_true", help="with the paper's models, settings and data")
@@ -49,17 +46,15 @@ def parser() -> argparse.ArgumentParser:
 def listing(paper: Sequence[str] = ()) -> str:
     """Return the lines of --list: id, status, what it shows, and the command with real weights where it needs them."""
     from leank.eval.papers.page import commands
-    from leank.eval.papers.registry import ITEMS, PAPERS, of_papers, runs, status
 
     lines = []
     for item in of_papers(paper or PAPERS):
-        state = status(item)
-        lines.append(f"{item.id:<14} {state}\n    {item.shows}")
-        if not runs(item):
+        lines.append(f"{item.id:<14} {item.status}\n    {item.shows}")
+        if not item.runs:
             lines += [f"    {line}" for _, line in commands(item)]
         elif item.real:
             lines.append(f"    with {item.needs}: python -m eval.papers {item.id} --real")
-    there = sum(map(runs, ITEMS.values()))
+    there = sum(item.runs for item in ITEMS.values())
     return "\n".join([*lines, f"{len(ITEMS)} items, {there} run here: python -m eval.papers ID"])
 
 
@@ -68,13 +63,9 @@ def wanted(arguments: argparse.Namespace) -> tuple[list[Item], list[Item], tuple
 
     Raises ValueError for arguments that cannot be meant.
     """
-    from leank.eval.papers.registry import ITEMS, find, of_papers
-
     overrides = tuple(one for one in arguments.items if "=" in one)
     if of_hydra := [one for one in overrides if one.lstrip("+~").startswith("hydra")]:
         raise ValueError(f"{of_hydra[0]} is a setting of Hydra, which does not run here; the folder is --out")
-    if "\0" in str(arguments.out):
-        raise ValueError(f"--out {str(arguments.out)!r} is no name of a folder: it holds a zero byte")
     named = [find(one) for one in arguments.items if "=" not in one]
     chosen = {item.id: item for item in (*of_papers(arguments.paper), *named)}
     items = list((ITEMS if arguments.all else chosen).values())
@@ -85,17 +76,17 @@ def wanted(arguments: argparse.Namespace) -> tuple[list[Item], list[Item], tuple
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the items of the command line, and print or write them. Returns the exit status."""
-    from leank.eval.papers.make import Options, Runner
+    from leank.eval.papers.make import Runner
     from leank.eval.papers.page import of_item, page
     from leank.files import write_text
 
     named, items, overrides = wanted(arguments)
-    everything = Runner(arguments.out, Options(arguments.quick, arguments.real, overrides)).make(items)
+    everything = Runner(arguments.out, arguments.quick, arguments.real, overrides).make(items)
     for made in everything:
         if made.item in named:
             print(of_item(made, Path.cwd()))
     write_text(arguments.out / "papers.md", page(everything, arguments.out, arguments.quick))
-    whole = sum(bool(made.rows or made.measured) and not made.failed for made in everything)
+    whole = sum(bool(made.runs or made.pictures) and not made.failed for made in everything)
     print(f"{whole} of {amount(len(items), 'item')} made: {arguments.out / 'papers.md'}")
     failed = [(made.item.id, error) for made in everything for error in made.failed]
     for name, error in failed:

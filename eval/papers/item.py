@@ -1,138 +1,141 @@
-"""What an item of a paper is: a figure or table, how it is made here, and what decides on the paper's claim."""
+"""What an item of a paper is: a numbered figure or table, the command lines that make it, and checks of its claim.
+
+conf/papers has one YAML file a paper. Under `steps` it names the command lines that several items share, under `items`
+it lists every figure and table of the paper.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+import difflib
+import re
+import shlex
+from collections.abc import Iterable
+from importlib.resources import files
+from importlib.util import find_spec
+from typing import Annotated, Any, Literal
 
-Measurement = dict[str, str | float | int | None]  # a row of an analysis
-Measure = Literal["score", "bytes", "first_token", "per_token"]
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+PAPERS = ("leank", "think", "iap", "lethe", "asl")
+REPLAY, ANALYSIS, OUT = "eval", "scripts.analyses", "OUT"
+# --quick: the two hardest tasks at 1K, and as few samples as a verdict takes
+QUICK = (
+    "benchmark.samples=5", "benchmark.lengths=[1024]", "batch_size=5",
+    "benchmark.tasks=[niah_multikey_3,niah_multivalue]",
+)  # fmt: skip
+CONTRAST = re.compile(
+    r"((?P<measure>bytes|first_token|per_token) of )?(?P<equal>\|)?(?P<first>\S+) [-/] (?P<second>[^\s|]+)\|? [<>] "
+    r"(?P<bound>[-.\d]+)"
+)
 
 
-class Need(NamedTuple):
-    """A model or a file that a step cannot do without, and that may not be there.
+class Data(BaseModel):
+    """Base of what conf/papers holds: nothing in it is unknown, and nothing changes."""
 
-    what: its name, as in "needs the model reference_mixed".
-    path: where it lies in the package leank_train.
-    """
-
-    what: str
-    path: str
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
 
-@dataclass(frozen=True)
-class EvalRun:
-    """A run of python -m eval.
+class Step(Data):
+    """A command line. `python -m eval.papers` runs replays and analyses; others are shown, such as training.
 
-    overrides: what stands on its command line, such as "+experiment=papers/here".
+    run: what follows `python -m`; OUT in it is a folder.
     quick: what `--quick` adds to it.
-    need: what must be there before it can run.
+    needs: what another command needs, such as "a GPU"; empty if a CPU will do.
     """
 
-    overrides: tuple[str, ...]
-    quick: tuple[str, ...] = ()
-    need: Need | None = None
-
-    @property
-    def command(self) -> str:
-        """The command line that makes the same rows without this package."""
-        return "python -m eval " + " ".join(f"'{one}'" if set(one) & set(" {}$*?") else one for one in self.overrides)
-
-
-@dataclass(frozen=True)
-class Analysed:
-    """A run of an analysis.
-
-    name: of scripts.analyses.
-    settings: those that differ from the analysis' defaults.
-    quick: those that `--quick` sets besides.
-    overrides: of python -m eval, for the model and the mask.
-    model: whether it runs a model; some read a mask alone.
-    need: what must be there before it can run.
-    """
-
-    name: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    quick: Mapping[str, Any] = field(default_factory=dict)
-    overrides: tuple[str, ...] = ()
-    model: bool = True
-    need: Need | None = None
-
-    def arguments(self, quick: bool = False) -> tuple[str, ...]:
-        """Return the arguments of python -m scripts.analyses after its folder."""
-        settings = {**self.settings, **(self.quick if quick else {})}
-        listed = {name: list(value) if isinstance(value, range | tuple) else value for name, value in settings.items()}
-        own = tuple(f"{name}={json.dumps(value)}" for name, value in listed.items())
-        return own + self.overrides + (() if self.model else ("model=null",))
-
-
-@dataclass(frozen=True)
-class Command:
-    """Another command of this repository, which this one does not run: training, or a benchmark on a GPU.
-
-    line: what is typed.
-    needs: what must be there, such as "a GPU"; empty if a CPU will do.
-    """
-
-    line: str
+    run: str
+    quick: str = ""
     needs: str = ""
 
+    @property
+    def words(self) -> list[str]:
+        """The words of the command line."""
+        return shlex.split(self.run)
 
-Step = EvalRun | Analysed | Command
+    @property
+    def replays(self) -> bool:
+        """Whether it is a run of python -m eval."""
+        return self.words[0] == REPLAY
+
+    @property
+    def runs(self) -> bool:
+        """Whether `python -m eval.papers` runs it itself; analyses are in a checkout alone."""
+        return self.replays or (self.words[0] == ANALYSIS and find_spec("scripts") is not None)
+
+    def line(self, quick: bool = False, overrides: Iterable[str] = ()) -> tuple[str, ...]:
+        """Return the words that are run.
+
+        quick: whether few samples will do.
+        overrides: of python -m eval; of an analysis they choose model and mask alone.
+        """
+        short = [*(QUICK if "+experiment=papers/here" in self.words else ()), *shlex.split(self.quick)]
+        added = [one for one in overrides if self.replays or one.startswith(("model", "mask"))]
+        return (*self.words, *(short if quick else ()), *added)
 
 
-@dataclass(frozen=True)
-class Contrast:
-    """A claim that compares two methods on the same samples.
+class Contrast(Data):
+    """A check that compares two methods on the same samples, written in one of three forms.
+
+        leank - think_0.7 > -2                  points of score
+        |leank - think_0.7| < 2                 likewise, on either side
+        bytes of leank / dense < 0.5            or first_token, per_token: seconds
 
     first, second: labels of methods.
-    measure: "score" compares points, first minus second; the others compare the ratio first / second of cache bytes or
-        of seconds.
-    bound: what the claim says of it. A difference of scores is above the bound, a ratio is below it.
-    equal: whether the claim is that scores are equal: that their difference lies between `bound`, which is negative,
-        and -`bound`.
+    measure: what is compared: the difference of scores, or the ratio of cache bytes or of seconds.
+    bound: a difference of scores lies above it, a ratio below it.
+    equal: whether the difference also lies below -`bound`, which is positive.
     """
 
     first: str
     second: str
-    measure: Measure = "score"
+    measure: Literal["score", "bytes", "first_token", "per_token"] = "score"
     bound: float = 0.0
     equal: bool = False
 
 
-@dataclass(frozen=True)
-class Expect:
-    """A claim about the rows of an analysis: the mean of some values, or the difference of two such means.
+class Expect(Data):
+    """A check of the rows of an analysis: the mean of some values, or the difference of two such means.
 
-    says: what is averaged, in words.
-    of: whether a row counts.
-    minus: whether a row counts among those whose mean is subtracted; None subtracts nothing.
-    by: fields that pair a row of `of` with one of `minus`, such as the layer; empty: the two means are independent.
-    over: fields whose values make a unit of the interval, such as the sample; rows of a unit count as their mean.
+    mean: what is averaged, in words.
+    of: which rows count, as pandas.DataFrame.query has it.
+    minus: rows whose mean is subtracted; None subtracts nothing.
+    by: columns that pair a row of `of` with one of `minus`, such as the layer; empty: the two means are independent.
+    over: columns whose values make a unit of the interval, such as the sample; rows of a unit count as their mean.
         Empty: every row is a unit.
     units: what a unit is, in words; fewer than ten decide nothing.
     counted: whether the rows are all that there is, such as the heads of a published mask: a count, without interval.
-    bound: what the mean, or the difference, lies above.
-    above: whether it lies above the bound; else below.
+    above, below: what the mean, or the difference, lies above or below; one of them is given.
     chosen: whether the bound is none of the paper's, which gives no number, but chosen here.
     """
 
-    says: str
-    of: Callable[[Measurement], bool]
-    minus: Callable[[Measurement], bool] | None = None
-    by: tuple[str, ...] = ()
-    over: tuple[str, ...] = ()
+    mean: str
+    of: str
+    minus: str | None = None
+    by: list[str] = []
+    over: list[str] = []
     units: str = "samples"
     counted: bool = False
-    bound: float = 0.0
-    above: bool = True
+    above: float | None = None
+    below: float | None = None
     chosen: bool = False
 
 
-@dataclass(frozen=True)
-class Item:
+def _step(given: object) -> object:
+    return {"run": given} if isinstance(given, str) else given
+
+
+def _check(given: object) -> object:
+    if not isinstance(given, str):
+        return given
+    found = CONTRAST.fullmatch(given)
+    if found is None:
+        raise ValueError(f"{given!r} is no check; write one as A - B > 0, |A - B| < 2 or bytes of A / B < 1")
+    said: dict[str, Any] = {name: value for name, value in found.groupdict().items() if value}
+    return {**said, "equal": True, "bound": -float(said["bound"])} if "equal" in said else said
+
+
+class Item(Data):
     """A numbered figure or table of a paper.
 
     id: "leank:fig7" or "think:table2".
@@ -142,18 +145,18 @@ class Item:
     real: how it is made with the paper's models, settings and data; empty if it cannot be.
     needs: the weights and data that `real` takes.
     tables: numbers of the paper's tables in eval/published that stand beside the rows made here.
-    claims: the comparisons that decide on the claim.
+    checks: the comparisons that decide on the claim.
     note: what differs from the paper, or why it is not made here.
     """
 
     id: str
     shows: str
     claim: str = ""
-    here: tuple[Step, ...] = ()
-    real: tuple[Step, ...] = ()
+    here: list[Annotated[Step, BeforeValidator(_step)]] = []
+    real: list[Annotated[Step, BeforeValidator(_step)]] = []
     needs: str = ""
-    tables: tuple[str, ...] = ()
-    claims: tuple[Contrast | Expect, ...] = ()
+    tables: list[str] = []
+    checks: list[Annotated[Contrast | Expect, BeforeValidator(_check)]] = []
     note: str = ""
 
     @property
@@ -166,3 +169,46 @@ class Item:
         """Its name in the paper, such as "figure 7"."""
         place = self.id.partition(":")[2]
         return f"figure {place[3:]}" if place.startswith("fig") else f"table {place.removeprefix('table')}"
+
+    @property
+    def runs(self) -> bool:
+        """Whether `python -m eval.papers` can make it here, or a part of it."""
+        return any(step.runs for step in self.here)
+
+    @property
+    def status(self) -> str:
+        """Whether it can be made here, in a few words."""
+        needed = ", ".join(dict.fromkeys(step.needs for step in self.here if step.needs))
+        if self.runs:
+            return f"runs here, in part: needs {needed}" if needed else "runs here"
+        if self.here or self.real:
+            needed = needed if self.here else self.needs
+            return f"needs {needed}" if needed else "runs here by another command"
+        return "published figures only" if self.tables else "nothing to measure"
+
+
+def _items() -> dict[str, Item]:
+    found = {}
+    for paper in PAPERS:
+        text = files("leank.conf").joinpath("papers", f"{paper}.yaml").read_text(encoding="utf-8")
+        for place, given in yaml.safe_load(text)["items"].items():
+            found[f"{paper}:{place}"] = Item(id=f"{paper}:{place}", **given)
+    return found
+
+
+ITEMS = _items()
+
+
+def find(name: str) -> Item:
+    """Return the item called `name`; "LeanK:Figure7" is leank:fig7. Raises ValueError with the nearest known ids."""
+    known = ITEMS.get(re.sub(":tab(?=[0-9])", ":table", name.lower().replace(" ", "").replace(":figure", ":fig")))
+    if known is None:
+        near = difflib.get_close_matches(name.lower(), ITEMS, 3)
+        hint = f"did you mean {', '.join(near)}? " if near else ""
+        raise ValueError(f"{name} is no item; {hint}python -m eval.papers --list shows all")
+    return known
+
+
+def of_papers(names: Iterable[str]) -> list[Item]:
+    """Return the items of some papers."""
+    return [item for item in ITEMS.values() if item.paper in names]

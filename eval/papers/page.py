@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from leank.eval import published
-from leank.eval.papers.item import Command, EvalRun, Item
+from leank.eval.papers.item import Item
 from leank.eval.papers.make import Made
-from leank.eval.papers.registry import runs, status
 from leank.eval.report.tables import Table, by_length, number, overall
 
 SHARED = "Processes that shared the machine took the milliseconds (shard=): they compare nothing."
@@ -36,21 +35,23 @@ def published_tables(item: Item) -> list[Table]:
 
 def commands(item: Item) -> list[tuple[str, str]]:
     """Return (what it makes, the command line) for everything that makes an item."""
-    lines = [("with the reference model", f"python -m eval.papers {item.id}")] if runs(item) else []
-    lines += [(f"needs {s.needs}" if s.needs else "training", s.line) for s in item.here if isinstance(s, Command)]
-    if any(not isinstance(step, Command) for step in item.real):
+    lines = [("with the reference model", f"python -m eval.papers {item.id}")] if item.runs else []
+    others = [step for step in item.here if not step.runs]
+    lines += [(f"needs {step.needs}" if step.needs else "training", f"python -m {step.run}") for step in others]
+    if any(step.runs for step in item.real):
         lines.append((f"with {item.needs}", f"python -m eval.papers {item.id} --real"))
-    lines += [(f"the same, {step.overrides[0].partition('=')[2]}", step.command)
-              for step in item.real if isinstance(step, EvalRun)]  # fmt: skip
-    lines += [(f"needs {s.needs}", s.line) for s in item.real if isinstance(s, Command) and s not in item.here]
-    return lines
+    lines += [(f"the same, {step.words[1].partition('=')[2]}", f"python -m {step.run}")
+              for step in item.real if step.replays]  # fmt: skip
+    others = [step for step in item.real if not step.runs and step not in item.here]
+    return lines + [(f"needs {step.needs}", f"python -m {step.run}") for step in others]
 
 
 def verdicts(everything: Sequence[Made]) -> Table:
     """Return the table of verdicts; a comparison that items share stands once."""
     lines = {
         one.sentence: [made.item.id, one.compared, one.figures,
-                       WORDS[one.verdict] + (f" ({one.remarks})" if one.remarks else "")]
+                       WORDS[one.verdict] + (f" ({said})" if (said := "; ".join(filter(None, [one.why, *one.remarks])))
+                                             else "")]
         for made in reversed(everything) for one in made.judgements
     }  # fmt: skip
     ordered = [lines.pop(one.sentence) for made in everything for one in made.judgements if one.sentence in lines]
@@ -59,7 +60,7 @@ def verdicts(everything: Sequence[Made]) -> Table:
 
 def of_item(made: Made, folder: Path) -> str:
     """Write an item with what is there of it. folder: of the page, from which its pictures are linked."""
-    item, state = made.item, status(made.item)
+    item, state = made.item, made.item.status
     parts = [f"## {item.id}: {published.PAPERS[item.paper]}, {item.number}", item.shows]
     parts += [f"The paper: {item.claim}"] if item.claim else []
     parts += [one.sentence for one in made.judgements]
@@ -68,8 +69,8 @@ def of_item(made: Made, folder: Path) -> str:
     for run in made.runs:
         parts += [table.markdown() for table in (overall(run), by_length(run)) if table is not None]
     parts += [SHARED] if made.runs and not made.alone else []
-    if not made.rows and not made.measured:
-        parts.append("Not made yet." if runs(item) else f"{state[0].upper()}{state[1:]}.")
+    if not made.runs and not made.pictures:
+        parts.append("Not made yet." if item.runs else f"{state[0].upper()}{state[1:]}.")
         parts += [f"{what}:\n\n    {line}" for what, line in commands(item)]
     parts += [table.markdown() for table in published_tables(item)]
     parts += [item.note] if item.note else []

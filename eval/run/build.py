@@ -23,6 +23,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
+from hydra import compose, initialize_config_module
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from leank.eval.benchmarks.base import Benchmark, Cell, benchmarks
@@ -39,6 +43,16 @@ from leank.typed import group, refuse_unknown, shown, typed
 Setting = tuple[str, ...]  # where a setting stands in a method's configuration
 GROUPS = ("model", "benchmark", "method", "cache", "mask", "name", "logger")
 log = logging.getLogger("eval")
+
+
+def composed(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the resolved configuration of python -m eval. Raises ValueError naming what Hydra refuses."""
+    try:
+        with initialize_config_module("leank.conf.eval", version_base="1.3"):
+            config = OmegaConf.to_container(compose("eval", list(overrides)), resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(f"{' '.join(overrides)}: {str(error).splitlines()[0]}") from None
+    return cast("dict[str, Any]", config)
 
 
 def build_benchmark(config: Mapping[str, Any]) -> Benchmark:
@@ -123,9 +137,8 @@ def build_job(config: Mapping[str, Any]) -> tuple[Job, PreTrainedTokenizerBase]:
     model, settings, model_config, tokenizer = build_model(config)
     methods = build_methods(config, model_config, tokenizer)
     benchmark = build_benchmark({} if config.get("benchmark") is None else config["benchmark"])
-    wanted = getattr(benchmark, "compress", settings.compress)
-    if settings.compress != wanted:
-        raise ValueError(f"compress={settings.compress}: benchmark={benchmark.name} needs compress={wanted}")
+    if (needed := benchmark.compress) not in (None, settings.compress):
+        raise ValueError(f"compress={settings.compress}: benchmark={benchmark.name} needs compress={needed}")
     text_config = model_config.get_text_config(decoder=True)
     benchmark.check(text_config, tokenizer, overhead(tokenizer, model.chat), settings.max_new_tokens)
     warn_of_spans(methods)  # once nothing is refused any more, so that a run that is leaves no log

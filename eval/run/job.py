@@ -129,13 +129,27 @@ class Job:
         return work
 
     def _lacking(self, method: Method, cell: Cell, done: set[Key]) -> set[str]:
-        """Return the samples of a cell of which a row is not done, whether or not its text spells a special token."""
+        """Return the samples of a cell of which a row is not done."""
         if not done:
             return set(cell.samples)
+        return {sample for sample, either in self._either(method, cell) if done.isdisjoint(either)}
+
+    def _either(self, method: Method, cell: Cell) -> Iterator[tuple[str, tuple[Key, ...]]]:
+        """Yield each row's sample, and its keys where its text spells no special token and where it does."""
         ids = [(sample, row) for sample in cell.samples for row in cell.ids(sample)]
-        rows = [row for _, row in ids]
-        keys = zip(*(self.keys(method, cell, rows, how) for how in (None, self.settings.specials)), strict=True)
-        return {sample for (sample, _), either in zip(ids, keys, strict=True) if done.isdisjoint(either)}
+        found = (self.keys(method, cell, [row for _, row in ids], how) for how in (None, self.settings.specials))
+        for (sample, _), *either in zip(ids, *found, strict=True):
+            yield sample, tuple(either)
+
+    def all_keys(self) -> list[Key]:
+        """Return the keys that the rows of the plan may have, done or not, in its own order."""
+        return [
+            key
+            for cell in self.benchmark.cells()
+            for method in self.by_cell.get(cell, self.methods)
+            for _, either in self._either(method, cell)
+            for key in either
+        ]
 
     def others(self, done: set[Key]) -> int:
         """Count rows with this plan's model, methods and tasks, but with other settings, data or weights."""

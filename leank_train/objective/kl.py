@@ -39,8 +39,6 @@ def kl_loss(
     lengths: [R], on the host, answer tokens of each sequence.
     reduction: "official" is the mean over all answer tokens, "paper" their sum over the number of sequences R.
     chunk: answer tokens whose logits are held at a time; LOGITS_AT_ONCE decides by default.
-
-    Raises ValueError for an answer without tokens.
     """
     if chunk is None:
         chunk = max(1, LOGITS_AT_ONCE["cuda" if full.is_cuda else "cpu"] // head.weight.shape[0])

@@ -26,8 +26,6 @@ def l2_loss(full: Tensor, scaled: Tensor, lengths: Tensor, reduction: str) -> Te
     lengths: [R], answer tokens of each sequence.
     reduction: "official" is the mean over hidden units and all answer tokens of the batch; "paper" is the sum over
         both, ||H_full - H_scaled||_2^2, averaged over the R sequences.
-
-    Raises ValueError for an answer without tokens.
     """
     dtype = torch.promote_types(full.dtype, torch.float32)
     counts = to_device(counted(lengths, full.shape[1]), full.device)

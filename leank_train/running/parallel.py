@@ -6,7 +6,6 @@ conf/train/trainer has the settings.
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -26,7 +25,6 @@ from leank.typed import BadConfig, Checked, OneOf, Positive, shown
 from leank_train.running.preempt import environments
 
 OWN_SETTINGS = ("sequence_parallel", "shard_weights", "prefill_kernel")  # settings that lightning.Trainer does not take
-CROWD = 8  # processes for each core, above which a number without GPUs is a slip
 WHOLE = (None, 32, "32", "32-true", 64, "64", "64-true")  # precisions of Lightning that round nothing to half
 LIGHTNING_NOTES = (  # what Lightning says at every start, of its own use of torch and of Slurm
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
@@ -38,8 +36,7 @@ LIGHTNING_NOTES = (  # what Lightning says at every start, of its own use of tor
 class TrainerConfig(Checked):
     """Settings of the processes, conf/train/trainer.
 
-    accelerator, devices, num_nodes, strategy, precision, deterministic, benchmark, detect_anomaly, profiler: arguments
-        of lightning.Trainer.
+    accelerator, devices, num_nodes, strategy, precision, deterministic: arguments of lightning.Trainer.
     sequence_parallel: ranks per context; each of them holds a share of its tokens.
     shard_weights: whether each rank holds a share of the weights (FSDP).
     prefill_kernel: attention kernel of the prefill, one of `kernels.KERNELS`.
@@ -54,9 +51,6 @@ class TrainerConfig(Checked):
     strategy: str = "auto"
     precision: str | int | None = None
     deterministic: bool | Annotated[str, OneOf("warn")] | None = False
-    benchmark: bool | None = None
-    detect_anomaly: bool = False
-    profiler: Annotated[str, OneOf("simple", "advanced", "pytorch")] | None = None
     sequence_parallel: Positive = 1
     shard_weights: bool = False
     prefill_kernel: Annotated[str, OneOf(*KERNELS)] = "auto"
@@ -90,8 +84,7 @@ def trainer(config: TrainerConfig, **more: Any) -> L.Trainer:
 
     more: further arguments of lightning.Trainer.
 
-    Raises ValueError if sequence_parallel does not divide the number of processes, or if processes without a GPU would
-    bring the machine to a halt.
+    Raises ValueError if sequence_parallel does not divide the number of processes.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its notes on hardware and products
     for words in LIGHTNING_NOTES:
@@ -103,12 +96,6 @@ def trainer(config: TrainerConfig, **more: Any) -> L.Trainer:
     except Exception as error:  # Lightning raises many kinds for settings that it does not understand
         told = ", ".join(f"trainer.{name}={shown(value)}" for name, value in given.items() if value is not None)
         raise BadConfig(f"{told} cannot work: {in_one_line(str(error))}") from error
-    cores = os.cpu_count() or 1
-    if made.strategy.root_device.type == "cpu" and made.num_devices > CROWD * cores:
-        raise BadConfig(
-            f"trainer.devices={config.devices} starts as many processes without a GPU, and this machine has "
-            f"{amount(cores, 'core')}; lower it"
-        )
     ranks = config.sequence_parallel
     if made.world_size % ranks:
         raise ValueError(

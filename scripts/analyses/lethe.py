@@ -6,27 +6,22 @@ Zeng et al., "Lethe: Layer- and Time-Adaptive KV Cache Pruning for Reasoning-Int
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
-from itertools import chain, pairwise
 from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
 import torch
 from annotated_types import MinLen
-from torch import Tensor
 from torch.nn.functional import normalize
-from transformers import Cache, PreTrainedConfig
+from transformers import Cache
 
 from leank.data_gen.amount import amount
-from leank.eval.cache.storage.eviction import Choice
-from leank.eval.cache.storage.segment import Segment
+from leank.eval.cache.graph import DecodeLoop
 from leank.eval.cache.storage.sizes import Sizes
-from leank.eval.inference.decode import greedy
 from leank.eval.inference.observe import received
 from leank.eval.inference.prefill import PromptLayer, extend, pad_left, prefill
 from leank.eval.methods.base import Method
-from leank.eval.methods.tokens.lethe import Lethe, Rounds, hoyer
+from leank.eval.methods.tokens.lethe import Lethe, hoyer
 from leank.typed import Count, Positive
 from scripts.analyses.source import Given, Source, chosen_layers, full_attention
 from scripts.analyses.table import Panel, Table, analysis
@@ -122,10 +117,7 @@ def head_similarity(
     return table.frame
 
 
-@analysis(
-    Panel("held", "step", "tokens held, of the first sample", by=("layer",), where={"sample": 0}),
-    Panel("retained", "bin", "share of tokens held at the end", "layer", limits=(0, 1)),
-)
+@analysis(Panel("held", "step", "tokens held, of the first sample", by=("layer",), where={"sample": 0}))
 def retained_tokens(
     source: Given,
     task: str = "niah_multikey_3",
@@ -137,140 +129,56 @@ def retained_tokens(
     flush: Positive = 16,
     evict_at: Positive = 512,
     sparse_ratio: float = 400.0,
-    bins: Positive = 64,
 ) -> pd.DataFrame:
-    """Figure 3: what every layer of Lethe's cache holds after each of its rounds, while replies are written.
+    """Figure 3: what every layer of Lethe's cache holds while replies are written.
 
-    Rows of every layer and sample: "held" and "seen" tokens after a chance for a round, `flush` tokens apart or more;
-    "retained" by bin at the end; and "growth": by how much the most that a layer held in the second half of the reply
-    exceeds the most that it held in the first half, as a share of the tokens written in between. A dense cache has 1, a
-    plateau 0.
+    Rows of every layer and sample: "held" and "seen" tokens, of the prompt and after every `flush` steps; and "growth":
+    by how much the most that a layer held in the second half of the reply exceeds the most that it held in the first
+    half, as a share of the tokens written in between. A dense cache has 1, a plateau 0.
 
     samples: replies that are written side by side.
     steps: tokens that are written; the model goes on past its end-of-text token.
     sink, window, flush: of the cache, tokens; a round can come every `flush` steps.
     evict_at: tokens that a layer holds before its first round.
     sparse_ratio: Lethe's tau, > 1.
-    bins: equal parts of prompt and reply.
     """
     table = Table()
     prompts = [source.ids(source.sample(task, length, index))[0].tolist() for index in range(samples)]
-    settings = Lethe(evict_at=evict_at, sparse_ratio=sparse_ratio)
-    for layer, each in enumerate(recorded(source, prompts, steps, settings, Sizes(sink, window, flush))):
-        for sample, record in enumerate(each):
-            at: dict[str, Any] = {"layer": layer, "task": task, "length": length, "sample": sample}
-            for seen, held in record.spaced(flush):
-                table.add("held", "tokens", held, step=seen - record.prompt, **at)
-                table.add("seen", "tokens", seen, step=seen - record.prompt, **at)
-            table.add("growth", "share of tokens written", record.growth(), **at)
-            there = torch.zeros(record.total, dtype=torch.double)
-            there[record.places()] = 1
-            edges = [record.total * number // bins for number in range(bins + 1)]
-            for number, (first, last) in enumerate(pairwise(edges)):
-                if last > first:
-                    table.add("retained", "share of tokens", there[first:last].mean(), bin=number, **at)
+    settings, sizes = Lethe(evict_at=evict_at, sparse_ratio=sparse_ratio), Sizes(sink, window, flush)
+    counts = held_while_decoding(source, prompts, steps, settings, sizes)
+    for layer, sample in np.ndindex(*counts.shape[2:]):
+        at: dict[str, Any] = {"layer": layer, "task": task, "length": length, "sample": sample}
+        seen, held = counts[:, :, layer, sample].T
+        for name, each in (("held", held), ("seen", seen)):
+            table.add(name, "tokens", each, {"step": seen - seen[0]}, **at)
+        table.add("growth", "share of tokens written", growth(seen, held), **at)
     return table.frame
 
 
-@dataclass
-class Record:
-    """What one layer holds of one sample, by place in the sequence.
-
-    sink: tokens at the start that always stay.
-    prompt: tokens of the prompt.
-    total: tokens of prompt and reply in the cache, once the reply is written.
-    middle: places of the middle's tokens, ascending.
-    history: tokens seen and held, after every chance for a round.
-    """
-
-    sink: int
-    prompt: int
-    total: int = 0
-    middle: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
-    joined: int = 0  # places before this one are in the middle, or have left it, or are the sink's
-    window: int = 0
-    history: list[tuple[int, int]] = field(default_factory=list)
-
-    def note(self, middle: int, window: int, stay: Tensor | None) -> None:
-        """Take up the tokens that have joined the middle since, and drop those of it [middle] that do not stay."""
-        self.joined = max(self.joined, self.sink)
-        new = middle - len(self.middle)
-        self.middle = torch.cat([self.middle, torch.arange(self.joined, self.joined + new)])
-        self.joined += new
-        if stay is not None:
-            self.middle = self.middle[stay]
-        self.window = window
-        self.history.append((self.joined + window, self.sink + len(self.middle) + window))
-
-    def finish(self, total: int) -> None:
-        """Count the tokens that came after the last chance for a round; none of them has left the window."""
-        self.total, self.window = total, total - self.joined
-
-    def spaced(self, least: int) -> list[tuple[int, int]]:
-        """Return the entries of `history` that are at least so many tokens apart, the first one among them."""
-        found = self.history[:1]
-        for entry in self.history[1:]:
-            if entry[0] - found[-1][0] >= least:
-                found.append(entry)
-        return found
-
-    def growth(self) -> float:
-        """By how much the peak of the second half exceeds that of the first, as a share of the tokens in between."""
-        half = len(self.history) // 2
-        first, second = self.history[:half], self.history[half:]
-        return (max(held for _, held in second) - max(held for _, held in first)) / (second[-1][0] - first[-1][0])
-
-    def places(self) -> Tensor:
-        """Places of all tokens held."""
-        return torch.cat([torch.arange(self.sink), self.middle, torch.arange(self.joined, self.joined + self.window)])
-
-
-class Recorded(Rounds):
-    """Lethe's rounds in one layer, which note in `records` what stays of each sample."""
-
-    def __init__(self, settings: Lethe, records: list[Record]) -> None:
-        super().__init__(settings)
-        self.records = records
-
-    def chosen(
-        self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray, kernel: bool = False
-    ) -> Choice | None:
-        """What stays (`Rounds.chosen`); all heads keep the same tokens."""
-        found = super().chosen(prompt, tail, sink, window, kernel)
-        middle = prompt.length + tail.length
-        of_first_head = None if found is None else found.stay[:, 0].cpu()
-        for index, record in enumerate(self.records):
-            most = int(middle[index].max())
-            record.note(most, int(window[index]), None if of_first_head is None else of_first_head[index, :most])
-        return found
-
-
-@dataclass(frozen=True)
-class RecordedLethe(Lethe):
-    """Lethe that records every round. prompts: tokens of each prompt; records: by layer and sample."""
-
-    prompts: tuple[int, ...] = ()
-    records: list[list[Record]] = field(default_factory=list)
-
-    def eviction(self, layer: PromptLayer, config: PreTrainedConfig, sizes: Sizes) -> Recorded:
-        """The rounds of a layer."""
-        self.records.append([Record(sizes.sink, prompt) for prompt in self.prompts])
-        return Recorded(self, self.records[-1])
+def growth(seen: np.ndarray, held: np.ndarray) -> float:
+    """By how much the peak of the second half exceeds that of the first, as a share of the tokens in between."""
+    half = len(seen) // 2
+    return float((held[half:].max() - held[:half].max()) / (seen[-1] - seen[half - 1]))
 
 
 @torch.no_grad()
-def recorded(source: Source, prompts: list[list[int]], steps: int, settings: Lethe, sizes: Sizes) -> list[list[Record]]:
-    """Write `steps` tokens after every prompt, side by side; returns the records by layer and sample."""
+def held_while_decoding(
+    source: Source, prompts: list[list[int]], steps: int, settings: Lethe, sizes: Sizes
+) -> np.ndarray:
+    """Tokens seen and held after the prompts and every flush of `steps` steps, [times, 2, layers, samples]."""
     model, tokenizer = source.need_model()
+    settings.check_sizes(sizes)
     ids, real = pad_left(prompts, getattr(tokenizer, "pad_token_id", None) or 0, model.device)
-    own = {one.name: getattr(settings, one.name) for one in fields(settings)}
-    lethe = RecordedLethe(**own, prompts=tuple(map(len, prompts)))
-    lethe.check_sizes(sizes)
-    method = Method("lethe", tokens=lethe, sink=sizes.sink, window=sizes.window, flush=sizes.flush)
     prompt = prefill(model, ids, real, 0, column_sums=True)
-    cache = method.cache(model, prompt)
-    least = [0] * len(prompts)
-    greedy(model, cache, prompt.logits, real, prompt.lengths, [], [steps] * len(prompts), least)
-    for record in chain.from_iterable(lethe.records):
-        record.finish(record.prompt + steps - 1)  # the last token is not read
-    return lethe.records
+    cache = Method("lethe", tokens=settings, **vars(sizes)).compressed(model, prompt)
+    loop, token, found = DecodeLoop(model, cache, prompt.lengths[:, None]), prompt.logits.argmax(-1, keepdim=True), []
+    for step in range(steps):  # the last token is not read
+        if step % sizes.flush == 0:
+            stores = [layer.store for layer in cache.compressed if layer.store is not None]
+            middle = [(store.prompt.length + store.tail.length).max(1) for store in stores]  # alike in all heads
+            held = [sizes.sink + n + store.seen - store.start for n, store in zip(middle, stores, strict=True)]
+            found.append((np.stack([store.seen for store in stores]), np.stack(held)))
+        if real is not None:
+            real = torch.cat([real, real.new_ones(len(prompts), 1)], 1)
+        token = loop.step(token, real).argmax(-1, keepdim=True)
+    return np.array(found)

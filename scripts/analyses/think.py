@@ -12,7 +12,6 @@ from torch import Tensor
 
 from leank.channel_scores import wide
 from leank.eval.inference.prefill import PromptLayer
-from leank.kernels import SCORES_AT_ONCE
 from leank.typed import Count, Positive
 from scripts.analyses.source import Given, chosen_head, chosen_layers
 from scripts.analyses.table import Panel, Table, analysis
@@ -81,8 +80,8 @@ def singular_energy(
     share `energy`. Attention that gives every visible token the same weight is the control, without a layer: a causal
     mask alone has much of its energy in few values.
 
-    Deviation: the paper takes all T queries. Here they are the last `queries`; their T weights are made in blocks of
-    keys, and their squared singular values are the eigenvalues of A A^T, [queries, queries].
+    Deviation: the paper takes all T queries. Here they are the last `queries`; the squared singular values are the
+    eigenvalues of A A^T, [queries, queries].
 
     ranks: singular values that are rows, from the largest.
     layers: whose values are rows; None takes the first, the middle and the last.
@@ -110,29 +109,11 @@ def attention_energies(layer: PromptLayer) -> Tensor:
     """Energy_i of one prompt's layer, descending, float64 [Hq, queries]."""
     assert layer.queries is not None
     q, k = layer.queries[0].double(), layer.keys[0].double()
-    (heads, count, dim), length = q.shape, k.shape[1]
-    scale = dim**-0.5 if layer.scaling is None else layer.scaling
-    grouped = q.unflatten(0, (len(k), -1))  # [H, G, n, D]
-    place = torch.arange(length, device=k.device)
-    last = place[-count:, None]
-    block = max(1, SCORES_AT_ONCE["cuda" if k.is_cuda else "cpu"] // (heads * count))
-
-    def logits(start: int) -> Tensor:
-        """Causal logits of a block of keys, [Hq, n, block]."""
-        some = layer.softmax.cap(grouped @ k[:, None, start : start + block].mT * scale).flatten(0, 1)
-        return some.masked_fill(place[start : start + block] > last, -torch.inf)
-
-    sinks = layer.softmax.sink_logits  # beside the keys, where a model has them
-    total = torch.full((heads, count), -torch.inf, dtype=torch.float64, device=k.device)
-    if sinks is not None:
-        total = total.logaddexp(sinks.to(total)[:, None])
-    for start in range(0, length, block):
-        total = torch.logaddexp(total, logits(start).logsumexp(-1))
-    gram = total.new_zeros(heads, count, count)
-    for start in range(0, length, block):
-        weights = (logits(start) - total[..., None]).exp()
-        gram += weights @ weights.mT
-    return _energies(gram).cpu()
+    scale = q.shape[-1] ** -0.5 if layer.scaling is None else layer.scaling
+    logits = layer.softmax.cap(q.unflatten(0, (len(k), -1)) @ k[:, None].mT * scale).flatten(0, 1)
+    later = torch.ones(logits.shape[1:], dtype=torch.bool, device=k.device).triu(k.shape[1] - q.shape[1] + 1)
+    weights = layer.softmax.weights(logits.masked_fill(later, -torch.inf)[None])[0]
+    return _energies(weights @ weights.mT).cpu()
 
 
 def _energies(gram: Tensor) -> Tensor:

@@ -8,20 +8,19 @@ and one with fewer and busier heads that knows natural text too (TEXT: see `scri
     python -m scripts.reference_model.pretrain tokenizer OUT --vocabulary 8192 --text TEXT
     python -m scripts.reference_model.text tokens TEXT OUT
     python -m scripts.reference_model.pretrain train OUT --recipe mixed --text TEXT --layers 6 --heads 4 --kv-heads 1 \
-        --head-dim 128 --mlp 1536 --tokens 131072 --devices 2 --seconds 800
+        --head-dim 128 --mlp 1536 --tokens 131072 --devices 2 --steps 9000
 
 OUT receives the tokenizer, `log.jsonl`, `state.pt` (resume: run the same command again) and `model/` in bf16.
-A batch is a function of (seed, step, rank), so a killed run goes on exactly where it stopped. `--seconds` in place of
-`--steps` makes the schedule a function of the time that training has taken; such a run cannot be repeated bit for bit.
+A batch is a function of (seed, step, rank), so a killed run goes on exactly where it stopped.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import json
 import os
 import time
-from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -29,50 +28,24 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import AdamW
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from leank.tensor_files import read_checkpoint, write_checkpoint
-from scripts.reference_model.batches import Batches, TrainingBatch, evaluation_rows
-from scripts.reference_model.evaluation import Answers, evaluate, record
-from scripts.reference_model.recipe import RECIPES
+from scripts.reference_model.batches import (
+    RECIPES,
+    UNORDERED,
+    Batches,
+    TrainingBatch,
+    TrainingRow,
+    collate,
+    evaluation_rows,
+)
 from scripts.reference_model.text import read
 
 SPECIAL = ("<pad>", "<s>", "</s>")
 STATE = "state.pt"  # what an exact resume needs, in the folder of the run
-_NO_STEPS = 10**7  # more than any run takes
-_TICK = 10  # steps after which the ranks agree on the time
-
-
-class Clock:
-    """Tells how much of the training is over: by steps, or by the seconds it has taken where a limit is given.
-
-    Data workers read it too, which make their batches a little ahead.
-    """
-
-    def __init__(self, steps: int, limit: float | None, seconds: float) -> None:
-        self.steps, self.limit, self.before, self.start = steps, limit, seconds, time.time()
-        self.over = multiprocessing.Value("d", seconds / limit if limit else 0.0)
-
-    def share(self, step: int) -> float:
-        """The share that is over before step number `step`, counted from 0."""
-        return self.over.value if self.limit else step / self.steps
-
-    @property
-    def here(self) -> float:
-        """Seconds since this process began to train."""
-        return time.time() - self.start
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of training in all."""
-        return self.before + self.here
-
-    def tick(self, step: int, fabric: Fabric) -> None:
-        """Let the time go on, alike on every rank."""
-        if self.limit and step % _TICK == 0:
-            seconds = fabric.all_reduce(torch.tensor(self.seconds, device=fabric.device), reduce_op="mean")
-            self.over.value = min(1.0, float(seconds) / self.limit)  # type: ignore[arg-type]
+_TEXT_ROWS = 32  # of held-out text, in an evaluation
 
 
 def make_tokenizer(folder: Path, vocabulary: int = 4096, text: Path | None = None) -> None:
@@ -133,56 +106,35 @@ def lr_factor(step: int, share: float, warmup: int) -> float:
     return min(1.0, (step + 1) / warmup, (1 - share) / 0.25)
 
 
-def start_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
-    """A fresh model, or one of saved weights that warms up anew: the way on across machines."""
-    if args.init is None:
-        lm = make_model(tokenizer, args)
-    else:
-        lm = LlamaForCausalLM.from_pretrained(args.init, dtype=torch.float32, attn_implementation="sdpa")
-    if args.compile:
-        for layer in lm.model.layers:
-            layer.compile(dynamic=args.dynamic)
-    return lm
-
-
-def make_optimizers(lm: LlamaForCausalLM, lr: float, fused: bool, muon: bool) -> list[Optimizer]:
-    """AdamW with weight decay on matrices alone; with `muon`, Muon has the matrices of the layers."""
-    inner = [p for p in lm.model.layers.parameters() if p.ndim >= 2] if muon else []
-    taken = {id(p) for p in inner}
-    matrices = [p for p in lm.parameters() if p.ndim >= 2 and id(p) not in taken]
-    vectors = [p for p in lm.parameters() if p.ndim < 2]
+def make_optimizer(lm: LlamaForCausalLM, lr: float, fused: bool) -> AdamW:
+    """AdamW with weight decay on matrices alone."""
+    matrices, vectors = ([p for p in lm.parameters() if (p.ndim >= 2) is wide] for wide in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
-    found: list[Optimizer] = [torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), fused=fused)]
-    if muon:  # scaled so that the rate and the decay of AdamW fit it too
-        found.append(torch.optim.Muon(inner, lr=lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"))
-    return found
+    return AdamW(groups, lr=lr, betas=(0.9, 0.98), fused=fused)
 
 
-def update(
-    model: nn.Module, optimizers: Sequence[Optimizer], batch: TrainingBatch, lr: float, fabric: Fabric
-) -> torch.Tensor:
+def update(model: nn.Module, optimizer: AdamW, batch: TrainingBatch, lr: float, fabric: Fabric) -> torch.Tensor:
     """One optimiser step on a batch of `Batches`; returns the loss."""
     ids, positions, labels, weights = batch
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+    for group in optimizer.param_groups:
         group["lr"] = lr
     losses = nn.functional.cross_entropy(model(ids, positions).float(), labels, reduction="none")
     loss = losses @ weights
     fabric.backward(loss)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
     return loss
 
 
 def make_loader(
-    args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast, clock: Clock, done: int, fabric: Fabric
+    args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast, done: int, fabric: Fabric
 ) -> torch.utils.data.DataLoader:
     """The batches of this rank from step number `done` on."""
     text = None if args.text is None else np.load(args.text / "train.npy", mmap_mode="r")
     batches = Batches(
         tokenizer, args.tokens // fabric.world_size, args.steps, args.seed, fabric.global_rank, done, args.longest,
-        clock.share, RECIPES[args.recipe], text,
+        RECIPES[args.recipe], text,
     )  # fmt: skip
     return torch.utils.data.DataLoader(
         batches, batch_size=None, num_workers=args.workers, pin_memory=fabric.device.type == "cuda",
@@ -199,70 +151,58 @@ def train(args: argparse.Namespace) -> None:
     fabric.seed_everything(args.seed, verbose=False)
     tokenizer = AutoTokenizer.from_pretrained(args.out)
     assert isinstance(tokenizer, PreTrainedTokenizerFast)  # as `make_tokenizer` wrote it
-    lm = start_model(args, tokenizer)
+    lm = make_model(tokenizer, args)
+    for layer in lm.model.layers if args.compile else ():
+        layer.compile(dynamic=True)
     plain = Answers(lm)
-    cuda = fabric.device.type == "cuda"
-    model, *optimizers = fabric.setup(plain, *make_optimizers(lm, args.lr, cuda, args.muon))
-    done, seconds = resume(args.out / STATE, lm, optimizers)
+    model, optimizer = fabric.setup(plain, make_optimizer(lm, args.lr, fabric.device.type == "cuda"))
+    done, before = resume(args.out / STATE, lm, optimizer)
     if done:
         fabric.print(f"resumed at step {done}")
-    probes = {n: evaluation_rows(tokenizer, n, args.eval_rows, args.seed + 1) for n in args.eval_lengths}
-    clock = Clock(args.steps, args.seconds, seconds)
-    begun = clock.share(done)
-    if begun >= 1:
+    if done >= args.steps:
         fabric.print("nothing is left to train")
         return
-    loader = make_loader(args, tokenizer, clock, done, fabric)
+    probes = {n: evaluation_rows(tokenizer, n, args.eval_rows, args.seed + 1) for n in args.eval_lengths}
     heldout = None if args.text is None else np.load(args.text / "test.npy")
-    last, last_step = clock.here, done
-    for step, batch in enumerate(loader, start=done + 1):
+    begin = last = time.time()
+    last_step = done
+    for step, batch in enumerate(make_loader(args, tokenizer, done, fabric), start=done + 1):
         batch = fabric.to_device(batch)
-        share = clock.share(step - 1)
-        loss = update(model, optimizers, batch, args.lr * lr_factor(step - 1, share, args.warmup), fabric)
-        clock.tick(step, fabric)
-        ended = step in (args.steps, args.stop_at) or clock.share(step) >= 1
-        paused = args.pause is not None and (clock.share(step) - begun) * args.seconds >= args.pause
+        share = (step - 1) / args.steps
+        loss = update(model, optimizer, batch, args.lr * lr_factor(step - 1, share, args.warmup), fabric)
+        ended = step in (args.steps, args.stop_at)
         if step % args.log_every == 0 or ended:
-            total, now = loss.item(), clock.here
-            speed = (step - last_step) * args.tokens / (now - last)
-            length, over = batch[0].shape[1], round(share, 4)
-            record(
-                args.out, fabric, step=step, loss=round(total, 4), length=length, share=over, tokens_per_s=int(speed)
-            )
+            total, now = loss.item(), time.time()
+            speed, length = (step - last_step) * args.tokens / (now - last), batch[0].shape[1]
+            record(args.out, fabric, step=step, loss=round(total, 4), length=length, share=round(share, 4),
+                   tokens_per_s=int(speed))  # fmt: skip
             last, last_step = now, step
         if step % args.eval_every == 0 or ended:
             evaluate(plain, probes, heldout, step, args.out, fabric)
-        if step % args.save_every == 0 or ended or paused:
-            save(args.out, fabric, lm, optimizers, step, clock.seconds, tokenizer)
-        if ended or paused:
+        if step % args.save_every == 0 or ended:
+            save(args.out, fabric, lm, optimizer, step, before + time.time() - begin, tokenizer)
+        if ended:
             break
-    fabric.print(f"{clock.seconds:.0f} s of training in all")
+    fabric.print(f"{before + time.time() - begin:.0f} s of training in all")
 
 
-def resume(path: Path, lm: LlamaForCausalLM, optimizers: Sequence[Optimizer]) -> tuple[int, float]:
-    """Put what `save` wrote into the model and its optimisers; returns the steps done and their seconds, 0 without."""
+def resume(path: Path, lm: LlamaForCausalLM, optimizer: AdamW) -> tuple[int, float]:
+    """Put what `save` wrote into the model and its optimiser; returns the steps done and their seconds, 0 without."""
     if not path.exists():
         return 0, 0.0
     state = read_checkpoint(path, "remove it to start anew")
     lm.load_state_dict(state["model"])
-    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(saved)
+    optimizer.load_state_dict(state["optimizer"])
     return state["step"], state["seconds"]
 
 
 def save(
-    out: Path,
-    fabric: Fabric,
-    lm: LlamaForCausalLM,
-    optimizers: Sequence[Optimizer],
-    step: int,
-    seconds: float,
+    out: Path, fabric: Fabric, lm: LlamaForCausalLM, optimizer: AdamW, step: int, seconds: float,
     tokenizer: PreTrainedTokenizerBase,
-) -> None:
+) -> None:  # fmt: skip
     """Write state.pt for an exact resume and model/ in bf16 for use; state.pt is never half-written."""
     if fabric.is_global_zero:
-        moments = [optimizer.state_dict() for optimizer in optimizers]
-        state = {"model": lm.state_dict(), "optimizers": moments, "step": step, "seconds": seconds}
+        state = {"model": lm.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "seconds": seconds}
         write_checkpoint(out / STATE, state)
         small = LlamaForCausalLM(lm.config).bfloat16()
         small.load_state_dict(lm.state_dict())
@@ -271,8 +211,105 @@ def save(
     fabric.barrier()
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The settings of the command line."""
+# evaluation: exact match of answers, and the loss of held-out text
+
+
+class Answers(nn.Module):
+    """Logits at the supervised positions only: the vocabulary projection of a whole row would be waste."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        super().__init__()
+        self.lm = model
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Logits [n, vocabulary] of ids [rows, length] at the flattened positions [n]."""
+        hidden = self.lm.model(ids, use_cache=False).last_hidden_state.flatten(0, 1)  # [rows * length, width]
+        return self.lm.lm_head(hidden[positions])  # [n, vocabulary]
+
+
+def right_tokens(predicted: torch.Tensor, labels: torch.Tensor, rows: torch.Tensor, unordered: bool) -> torch.Tensor:
+    """Which predictions are right, bool [n].
+
+    predicted, labels: token ids [n], teacher-forced. rows: int [n], the row of each, in order.
+    unordered: whether any label of the same row that has not come yet is right too.
+    """
+    right = predicted == labels
+    if unordered:
+        for row in rows.unique():
+            at = (rows == row).nonzero()[:, 0]
+            left = torch.ones(len(at), len(at), dtype=torch.bool, device=at.device).triu()  # [prediction, label]
+            right[at] = ((predicted[at, None] == labels[None, at]) & left).any(-1)
+    return right
+
+
+@torch.no_grad()
+def exact_match(
+    model: nn.Module, rows: dict[str, list[TrainingRow]], length: int, fabric: Fabric
+) -> dict[str, list[float]]:
+    """Per task, teacher-forced: the share of rows with every supervised token right, and of tokens that are right."""
+    found = {}
+    for name, all_rows in rows.items():
+        mine = all_rows[fabric.global_rank :: fabric.world_size]
+        counts = torch.zeros(4, device=fabric.device)  # rows right, rows, tokens right, tokens
+        per = max(1, 65_536 // length)
+        for i in range(0, len(mine), per):
+            ids, positions, labels, _ = (x.to(fabric.device) for x in collate(mine[i : i + per], length))
+            with fabric.autocast():
+                predicted = model(ids, positions).argmax(-1)
+            right = right_tokens(predicted, labels, positions // length, name in UNORDERED)
+            wrong = torch.zeros(len(ids), device=fabric.device).index_add_(0, positions // length, (~right).float())
+            counts += torch.tensor([(wrong == 0).sum(), len(ids), right.sum(), len(right)], device=fabric.device)
+        a, b, c, d = fabric.all_reduce(counts, reduce_op="sum").tolist()  # type: ignore[union-attr]
+        found[name] = [round(a / b, 3), round(c / d, 3)]
+    return found
+
+
+@torch.no_grad()
+def text_loss(model: nn.Module, stream: np.ndarray, bos: int, length: int, fabric: Fabric) -> list[float]:
+    """Mean loss on held-out text at the positions below 512, from there to the middle, and in the second half."""
+    bounds = [0, min(512, length // 4), length // 2, length]
+    sums = torch.zeros(len(bounds) - 1, device=fabric.device)
+    rows = min(_TEXT_ROWS, (len(stream) - 1) // length)
+    for row in range(fabric.global_rank, rows, fabric.world_size):
+        ids = torch.from_numpy(stream[row * length : (row + 1) * length].astype(np.int64)).to(fabric.device)
+        shown = torch.cat([ids.new_tensor([bos]), ids[:-1]])[None]
+        with fabric.autocast():
+            logits = model(shown, torch.arange(length, device=fabric.device))
+        losses = nn.functional.cross_entropy(logits.float(), ids, reduction="none")
+        sums += torch.stack([losses[a:b].mean() for a, b in pairwise(bounds)])
+    total = fabric.all_reduce(sums, reduce_op="sum")
+    return [round(x / max(1, rows), 4) for x in total.tolist()]  # type: ignore[union-attr]
+
+
+def evaluate(
+    model: Answers,
+    probes: dict[int, dict[str, list[TrainingRow]]],
+    heldout: np.ndarray | None,
+    step: int,
+    out: Path,
+    fabric: Fabric,
+) -> None:
+    """Record the exact match of every length's probes, and the loss on held-out text."""
+    with torch.compiler.set_stance("force_eager"):  # no new graph for each number of rows
+        for length, rows in probes.items():
+            record(out, fabric, step=step, eval_length=length, **exact_match(model, rows, length, fabric))
+        if heldout is not None:
+            length, bos = max(probes), model.lm.config.bos_token_id
+            assert bos is not None  # `make_model` gives it
+            losses = text_loss(model, heldout, bos, length, fabric)
+            record(out, fabric, step=step, text_length=length, text_loss=losses)
+
+
+def record(out: Path, fabric: Fabric, **values: object) -> None:
+    """Write one line to the screen and to log.jsonl."""
+    if fabric.is_global_zero:
+        print(json.dumps(values), flush=True)
+        with (out / "log.jsonl").open("a") as log:
+            log.write(json.dumps(values) + "\n")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("action", choices=["tokenizer", "train"])
     parser.add_argument("out", type=Path)
@@ -281,10 +318,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--stop-at", type=int, default=-1, help="end early at this step (the schedule stays)")
     parser.add_argument("--tokens", type=int, default=262_144, help="tokens per step over all devices")
     parser.add_argument("--longest", type=int, default=8192)
-    parser.add_argument("--seconds", type=float, help="let the schedule end after this time in place of --steps")
-    parser.add_argument(
-        "--pause", type=float, help="with --seconds: save and stop after so many seconds of this process"
-    )
     parser.add_argument("--recipe", choices=list(RECIPES), default="retrieval")
     parser.add_argument("--layers", type=int, default=7)
     parser.add_argument("--width", type=int, default=512)
@@ -295,30 +328,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=4096, help="tokens of a new tokenizer")
     parser.add_argument("--text", type=Path, help="folder of natural text that `text` wrote")
     parser.add_argument("--lr", type=float, default=1.5e-3)
-    parser.add_argument("--muon", action="store_true", help="train the matrices of the layers with Muon")
     parser.add_argument("--warmup", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--init", help="folder of weights to start from")
     parser.add_argument("--precision", default="bf16-mixed")
     parser.add_argument("--workers", type=int, default=12, help="data workers per device")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
-    parser.add_argument("--dynamic", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--log-every", type=int, default=50)
     parser.add_argument("--eval-every", type=int, default=1000)
     parser.add_argument("--eval-rows", type=int, default=32)
     parser.add_argument("--eval-lengths", type=int, nargs="*", default=[1024, 4096, 8192])
     parser.add_argument("--save-every", type=int, default=1000)
     args = parser.parse_args(argv)
-    if args.pause is not None and args.seconds is None:
-        parser.error("--pause goes with --seconds; --stop-at ends a run of --steps early")
-    if args.seconds is not None:
-        args.steps = _NO_STEPS
-    return args
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Command line; see the module's docstring."""
-    args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     make_tokenizer(args.out, args.vocabulary, args.text) if args.action == "tokenizer" else train(args)

@@ -8,27 +8,8 @@
 
 `extract` writes TEXT/train.txt.gz and TEXT/test.txt.gz, one document a line (line ends as form feeds); every twentieth
 document is kept for the test. `tokens` writes TEXT/train.npy and TEXT/test.npy (uint16, an EOS behind each document).
-`--every 2` leaves every other document out of train.npy. Neither the text nor the tokens are part of the repository.
-Licences, as the packages' copyright files state them:
-
-    bible-kjv-text            King James Version, public domain (its reader, bible-kjv, is GPL-2+ and only unpacks it)
-    postgresql-doc-15         PostgreSQL License
-    python3.11-doc            Python Software Foundation License
-    debian-handbook           CC BY-SA 3.0 or GPL-2+
-    python-django-doc         BSD-3-Clause
-    sqlite3-doc               public domain
-    apache2-doc               Apache-2.0
-    libreoffice-help-en-us    MPL-2.0
-    rust-doc                  MIT or Apache-2.0
-    perl-doc                  Artistic License or GPL-1+ (one page, `perlpodstyle`: a permissive notice); the texts of
-                              the two licences, which nobody may change, are left out
-    llvm-15-doc               Apache-2.0 with LLVM exception
-    cmake-doc, ghc-doc        BSD-3-Clause
-    nodejs-doc                MIT
-    erlang-doc                Apache-2.0
-    python-sqlalchemy-doc     MIT
-    sphinx-doc                BSD-2-Clause
-    (shipped)                 the paragraphs of `data_gen`, CC BY-SA 4.0; their test split is never trained on
+`--every 2` leaves every other document out of train.npy. Neither the text nor the tokens are part of the repository;
+the card of the second reference model has the licences of the packages.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from datasets import load_from_disk
 
-from leank.data_gen.__main__ import READERS, main, write
+from leank.data_gen.__main__ import main, write
 from leank.data_gen.request import Request
 from leank.data_gen.sample import Sample
 from leank.data_gen.tasks import TASKS
@@ -21,53 +21,37 @@ def run(out: Path, *more: str) -> None:
     main(["--task", "kv", "--length", "512", "--count", "3", "--questions", "2", "--out", str(out), *more])
 
 
+def written(out: Path) -> list[dict]:
+    if out.is_dir():
+        return load_from_disk(str(out)).to_list()
+    return [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+
+
 def expected() -> list[dict]:
     counter = TokenCounter(tokenizer("reference"))
     documents = [TASKS["kv"].build(Request("kv", 512, counter, 42, i, 2)) for i in range(3)]
     return [json.loads(json.dumps(vars(s))) for d in documents for s in d.samples()]
 
 
-def test_a_jsonl_file_holds_the_samples_and_nothing_else_is_left(tmp_path):
-    run(tmp_path / "new" / "kv.jsonl")
-    lines = (tmp_path / "new" / "kv.jsonl").read_text("utf-8").splitlines()
-    assert [json.loads(line) for line in lines] == expected()
-    assert [p.name for p in (tmp_path / "new").iterdir()] == ["kv.jsonl"]
-
-
-def test_dataset_twice(tmp_path):
-    run(tmp_path / "kv")
-    run(tmp_path / "kv")  # an earlier one is replaced
-    assert load_from_disk(str(tmp_path / "kv")).to_list() == expected()
-    assert [p.name for p in tmp_path.iterdir()] == ["kv"]
-
-
-def test_start_goes_on_where_an_earlier_file_ended(tmp_path):
-    run(tmp_path / "a.jsonl", "--start", "1")
-    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text("utf-8").splitlines()]
-    assert rows[:4] == expected()[2:]
-
-
 @pytest.mark.parametrize("name", ["kv.jsonl", "kv"])
-def test_a_failure_leaves_what_was_there(tmp_path, name):
+def test_an_output_holds_the_samples_and_is_replaced_or_kept_whole(tmp_path, name):
     def broken():
         yield Sample("kv", 0, 0, "context", "question", "prefix", ("a",), "a", 1, 1)
         raise ValueError("no more")
 
-    run(tmp_path / name)
+    out = tmp_path / "new" / name
+    for _ in range(2):  # an earlier one is replaced
+        run(out)
+        assert written(out) == expected()
     with pytest.raises(ValueError, match="no more"):
-        write(broken(), tmp_path / name)
-    if name == "kv":
-        assert load_from_disk(str(tmp_path / name)).to_list() == expected()
-    else:
-        assert len((tmp_path / name).read_text("utf-8").splitlines()) == 6
+        write(broken(), out)
+    assert written(out) == expected()
+    assert [p.name for p in out.parent.iterdir()] == [name]
 
 
-@pytest.mark.parametrize(("name", "content"), [("tokenizer.json", "[1]"), ("tokenizer_config.json", "[]")])
-def test_a_damaged_tokenizer(tmp_path, name, content):
-    tokenizer("reference").save_pretrained(tmp_path / "words")
-    (tmp_path / "words" / name).write_text(content)
-    with pytest.raises(SystemExit, match=r"data_gen: tokenizer='.*words' cannot be loaded \(\w+Error: .*\); give "):
-        run(tmp_path / "kv.jsonl", "--tokenizer", str(tmp_path / "words"))
+def test_start_goes_on_where_an_earlier_file_ended(tmp_path):
+    run(tmp_path / "a.jsonl", "--start", "1")
+    assert written(tmp_path / "a.jsonl")[:4] == expected()[2:]
 
 
 @pytest.mark.parametrize(
@@ -75,89 +59,25 @@ def test_a_damaged_tokenizer(tmp_path, name, content):
     [
         (("--length", "20"), "length=20 is too short for task 'kv'"),
         (("--tokenizer", "/no/such/folder"), "tokenizer='/no/such/folder'"),
-        (("--count", "0"), "count=0"),
+        (("--tokenizer", "{folder}"), r"tokenizer='.*damaged' cannot be loaded \(\w+Error: .*\); give "),
         (("--chat",), "has no chat template"),
         (("--task", "qa_1"), "data=None: no such file; download SQuAD's"),
+        (("--questions", "0"), "questions=0"),
+        (("--out", "{folder}"), "is no datasets.Dataset folder; choose another name"),
+        (("--out", "{folder}.jsonl"), "exists and is a folder; choose another name"),
     ],
 )
 def test_arguments_that_cannot_be_meant_leave_no_file(tmp_path, more, message, capsys):
+    tokenizer("reference").save_pretrained(tmp_path / "damaged")
+    (tmp_path / "damaged" / "tokenizer.json").write_text("[1]")
+    (tmp_path / "damaged.jsonl").mkdir()
     with pytest.raises(SystemExit) as found:
-        run(tmp_path / "kv.jsonl", *more)
+        run(tmp_path / "kv.jsonl", *(one.replace("{folder}", str(tmp_path / "damaged")) for one in more))
     assert re.search(f"data_gen: .*{message}", f"{found.value}{capsys.readouterr().err}")
-    assert not (tmp_path / "kv.jsonl").exists()
-
-
-def test_other_folders_are_left_alone(tmp_path, capsys):
-    (tmp_path / "kv.jsonl").mkdir()
-    with pytest.raises(SystemExit):
-        run(tmp_path / "kv.jsonl")
-    assert "kv.jsonl' exists and is a folder; choose another name" in capsys.readouterr().err
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "keep.txt").write_text("mine")
-    with pytest.raises(SystemExit):
-        run(tmp_path / "notes")
-    assert "is no datasets.Dataset folder; choose another name" in capsys.readouterr().err
-    assert (tmp_path / "notes" / "keep.txt").read_text() == "mine"
-
-
-def test_processes_that_write_one_file_do_not_mix(tmp_path):
-    """Whoever ends last wins; a file of the user's with a similar name stays."""
-    (tmp_path / "kv.jsonl.partial").write_text("mine")
-    out, counter = tmp_path / "kv.jsonl", TokenCounter(tokenizer("reference"))
-
-    def samples(seed, within=lambda: None):
-        for index in range(3):
-            yield from TASKS["kv"].build(Request("kv", 512, counter, seed, index)).samples()
-            within()
-
-    assert write(samples(1, lambda: write(samples(2), out)), out) == 3
-    assert [json.loads(line)["seed"] for line in out.read_text("utf-8").splitlines()] == [1, 1, 1]
-    assert {p.name for p in tmp_path.iterdir()} == {"kv.jsonl", "kv.jsonl.partial"}
-    assert (tmp_path / "kv.jsonl.partial").read_text() == "mine"
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_a_file_that_the_task_does_not_read_is_refused(name, tmp_path):
-    """READERS is what the tasks do: another text changes the samples of those that read it."""
-    (tmp_path / "other.txt").write_text("A sentence of another text. And one more.\n" * 99)
-
-    def made(**changed):
-        request = Request(name, 8192, TokenCounter(tokenizer("reference")), 0, 0, **changed)
-        return TASKS[name].build(request)
-
-    if name in READERS["essays"]:
-        assert made() != made(essays=str(tmp_path / "other.txt"))
-    for setting in READERS:
-        if name not in READERS[setting]:
-            assert name.startswith("qa") or made() == made(**{setting: str(tmp_path / "other.txt")})
-            with pytest.raises(SystemExit, match=f"{setting}='/nowhere': {name} reads no such file; leave it out"):
-                main(["--task", name, "--out", str(tmp_path / "x.jsonl"), f"--{setting}", "/nowhere"])
+    assert {p.name for p in tmp_path.iterdir()} == {"damaged", "damaged.jsonl"}
+    assert (tmp_path / "damaged" / "tokenizer.json").read_text() == "[1]"
 
 
 def test_no_torch_is_imported():
     code = "import sys, data_gen.tasks, data_gen.chat; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("more", "named"),
-    [
-        (["--seed", "-1"], "seed=-1"),
-        (["--seed", str(2**40)], f"seed={2**40}"),
-        (["--start", str(10**30)], "start=1000"),
-        (["--count", "0"], "count=0"),
-        (["--out", ""], "out='.'"),
-        (["--out", "/"], "out='/'"),
-        (["--out", "a\0b"], r"out='a\x00b'"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused_by_name(more, named, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match=re.escape(named)):
-        run(tmp_path / "kv.jsonl", *more)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_file_without_a_stem_is_jsonl_too(tmp_path):
-    run(tmp_path / ".jsonl")
-    assert len((tmp_path / ".jsonl").read_text("utf-8").splitlines()) == 6

@@ -129,20 +129,3 @@ def test_eval_reads_both():
     assert not {"d", "length"} & {*realistic_row(unknown).meta}
     row = symbolic_row(dataclasses.asdict(symbolic(4, 0, 0)))
     assert row.answers
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((4, 2, "zoo", MODES[0], 0, 0), r"template='zoo'.*choose one of crazy_zootopia"),
-        ((4, 2, TEMPLATES[0], "back", 0, 0), r"mode='back'.*choose one of normalforward"),
-        ((1, 2, TEMPLATES[0], MODES[0], 0, 0), r"op=1.*op of at least 2"),
-        ((4, 4, TEMPLATES[0], MODES[0], 0, 0), r"d=4.*d 2 or 3"),
-        ((4, 2, TEMPLATES[0], MODES[0], 0, 0, 8000), r"length=8000 needs a counter"),
-    ],
-)
-def test_messages(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        realistic(*arguments)
-    with pytest.raises(ValueError, match=r"op=0.*at least 1"):
-        symbolic(0, 0, 0)

@@ -12,11 +12,11 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 pytest.importorskip("triton")  # Linux only
 
-from leank.eval.cache.attention import naive  # noqa: E402
 from leank.eval.cache.attention.launch import Kernel  # noqa: E402
 from leank.eval.cache.storage.channels import KeptChannels  # noqa: E402
 from leank.eval.cache.storage.middle import Middle  # noqa: E402
 from leank.eval.cache.storage.store import Store  # noqa: E402
+from tests.oracles import cache_attention as naive  # noqa: E402
 
 
 def some_channels(counts, dim, generator):

@@ -67,28 +67,31 @@ class ByHand:
         return tokens
 
 
-def smooth(scores, kernel):
-    """Mean of the `kernel` around each score; beyond the ends there are zeros."""
+def smooth(scores, kernel, pooling="avg"):
+    """Mean or maximum of the `kernel` around each score; beyond the ends there are zeros."""
     half = kernel // 2
     padded = [0.0] * half + list(scores) + [0.0] * half
-    return [sum(padded[i : i + kernel]) / kernel for i in range(len(scores))]
+    around = [padded[i : i + kernel] for i in range(len(scores))]
+    return [max(near) if pooling == "max" else sum(near) / kernel for near in around]
 
 
 def highest(scores, count):
     return sorted(sorted(range(len(scores)), key=lambda i: -scores[i])[:count])
 
 
-def window_attention(attention, window, kernel):
-    """Of each token before the window: what all heads of the last `window` queries give it, pooled."""
-    return smooth(attention[:, -window:, :-window].sum((0, 1)).tolist(), kernel)
+def window_attention(attention, window, kernel, pooling="avg"):
+    """Of each token before the window: what all heads of the last `window` queries give it, pooled by head."""
+    of_heads = attention[:, -window:, :-window].sum(1).tolist()
+    return [sum(of_token) for of_token in zip(*(smooth(head, kernel, pooling) for head in of_heads), strict=True)]
 
 
 def slow_fastkv(method, layer):
     def select(index, queries, keys, attention):
         if index == layer:
-            scores = window_attention(attention, method.window, method.kernel)
+            scores = window_attention(attention, method.window, method.kernel, method.pooling)
             tokens = attention.shape[-1]
-            best = highest(scores, method.budget - method.window)
+            budget = method.budget if method.budget >= 1 else int(method.budget * tokens)
+            best = highest(scores, budget - method.window)
             return torch.tensor(best + list(range(tokens - method.window, tokens)))
         return None
 
@@ -141,6 +144,7 @@ def slow_pyramid(method, length):
 
 CASES = {
     "fastkv": (FastKV(20, 2, 4, 3), lambda m: slow_fastkv(m, 2)),
+    "fastkv, a share, max": (FastKV(0.4, 2, 4, 5, "max"), lambda m: slow_fastkv(m, 2)),
     "asl": (ASL(24, 0.95, 4, 3, 2, 2), slow_asl),
     "pyramid": (PyramidInfer(0.2, 0.6, least=8, sink=2, newest=9.0), lambda m: slow_pyramid(m, LENGTH)),
 }

@@ -51,7 +51,7 @@ def test_rows_of_rope_pairs_become_halves():
 @pytest.mark.slow
 @real
 def test_the_weights_are_those_that_transformers_reads(cache, capsys):
-    """Also: a second call converts nothing, and a damaged folder is made again."""
+    """Also: a second call converts nothing, and a folder whose conversion did not end is made again."""
     transformers, _ = pytest.importorskip("transformers"), pytest.importorskip("accelerate")
     from safetensors.torch import load_file
 
@@ -68,7 +68,7 @@ def test_the_weights_are_those_that_transformers_reads(cache, capsys):
     found = load_file(made / "model.safetensors")
     assert {*wanted} - {*found} <= {"lm_head.weight"}
     assert all(torch.equal(found[name], wanted[name].bfloat16()) for name in found)
-    (made / "config.json").write_text("{}")
+    (made / smollm2.MARK).unlink()
     assert backbone.load_config("smollm2").num_hidden_layers == 30
     assert "once" in capsys.readouterr().err
 
@@ -80,7 +80,7 @@ def test_the_model_reads_english_and_answers_through_a_compressed_cache():
     assert tuple(loaded.shape) == (30, 3, 64)
     assert loaded.tokenizer.tokenize("in 1984,\n\n7") == ["in", "Ġ", "1", "9", "8", "4", ",", "ĊĊ", "7"]
     assert loaded.before.startswith("<|im_start|>system")
-    assert loaded.eos_ids() == [loaded.tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    assert backbone.eos_ids(loaded.model, loaded.tokenizer) == [loaded.tokenizer.convert_tokens_to_ids("<|im_end|>")]
 
     text = "\n".join(haystack.paragraphs(None, "test"))[:4000]
     ids = torch.tensor([loaded.encode(text)])

@@ -49,8 +49,8 @@ VALUES = st.lists(st.one_of(st.sampled_from([0.0, 100 / 3, 100.0]), st.floats(-1
 @hypothesis_settings(max_examples=15, deadline=None)
 @given(st.lists(st.lists(VALUES, min_size=1, max_size=4), max_size=8), st.sampled_from([1, 7, 64, 1 << 19]),
        st.integers(1, 3))  # fmt: skip
-def test_intervals_that_share_resamples_are_the_plain_ones(wanted, block, at_once):
-    """Each is the plain form's, whatever stands beside it and however the work is cut."""
+def test_intervals_that_share_resamples_are_those_of_each_alone(wanted, block, at_once):
+    """Whatever stands beside it and however the work is cut."""
     plain = [interval(strata, draws=200) for strata in wanted]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stats, "BLOCK", block)

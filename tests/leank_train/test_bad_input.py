@@ -3,7 +3,6 @@
 import math
 import re
 import sys
-from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -149,9 +148,6 @@ def test_a_refused_run_leaves_the_folder_as_it_was(model_folder, tmp_path, no_st
     for _ in range(2):
         says(lambda: run(settings(model_folder, *changed), tmp_path), "is too short for task")
         assert not list(tmp_path.iterdir())
-    (tmp_path / "config.yaml").write_text("of an earlier start")
-    says(lambda: run(settings(model_folder, *changed), tmp_path), "is too short for task")
-    assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
 
 
 def test_a_folder_without_weights(model_folder, tmp_path, no_step):
@@ -188,18 +184,12 @@ def test_a_folder_of_another_config(model_folder, tmp_path):
     mask = (tmp_path / "mask.safetensors").read_bytes()
     says(
         lambda: run(settings(model_folder, "stage1.steps=2", "stage2.steps=0"), tmp_path),
-        "holds checkpoints of another config", r"compare .*/config\.yaml", r"set hydra\.run\.dir to a new folder",
+        r"was begun with config=\w{12}, and this run has config=\w{12}: set hydra\.run\.dir", r"config\.yaml has the",
     )  # fmt: skip
     says(
         lambda: run(settings(model_folder, "stage1.steps=1", "stage2.steps=0", "resume=false"), tmp_path),
         "resume=false", "holds a run already", r"set hydra\.run\.dir to a new folder, or resume=true",
     )  # fmt: skip
-    for spoil in (lambda file: file.write_bytes(b"\xff"), Path.unlink):
-        spoil(tmp_path / "config.hash")
-        says(
-            lambda: run(settings(model_folder, "stage1.steps=1", "stage2.steps=0"), tmp_path),
-            "holds checkpoints of another config", r"set hydra\.run\.dir to a new folder",
-        )  # fmt: skip
     assert (tmp_path / "mask.safetensors").read_bytes() == mask
 
 

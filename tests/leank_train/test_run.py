@@ -44,7 +44,7 @@ def test_run_directory(finished, model_folder):
         str(model_folder), 0.7, 4, "exact",
     )  # fmt: skip
     assert (metadata["sink"], metadata["window"], metadata["lengths"], metadata["seed"]) == (4, 32, [300, 400], 1)
-    assert metadata["config"] == (finished / "config.hash").read_text().strip()
+    assert metadata["config"] == json.loads((finished / "inputs.json").read_text())["config"]
     assert set(metadata["versions"]) == {"torch", "lightning"}
 
     scores = load_file(finished / "alpha.safetensors")

@@ -83,6 +83,14 @@ def test_a_damaged_done_checkpoint_is_made_again_from_the_last(model_folder, who
     assert (tmp_path / "alpha.safetensors").read_bytes() == (whole / "alpha.safetensors").read_bytes()
 
 
+def test_a_done_checkpoint_of_another_stage_is_refused(model_folder, whole, tmp_path):
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    first, second = (tmp_path / f"checkpoints/stage{n}/done.ckpt" for n in (1, 2))
+    shutil.copy(first, second)
+    with pytest.raises(BadConfig, match=f"{second} is of another stage or of another config; remove it, and the stage"):
+        run(settings(model_folder, *SHORT), tmp_path)
+
+
 def test_a_ratio_that_cannot_be_met_is_refused_before_a_step(model_folder, tmp_path, no_step):
     with pytest.raises(
         ValueError, match=r"ratio=0\.95 with align=16 would empty every head: \[2, 2, 16\] channels are 4"
@@ -225,6 +233,7 @@ def test_inputs_of_a_run_without_checkpoints_are_replaced_and_damaged_ones_refus
         (tmp_path / "checkpoints").mkdir()
     with run_folder.claimed(check(config), plain(config), tmp_path):
         pass
-    (tmp_path / "inputs.json").write_text("[")
-    with pytest.raises(BadConfig, match=r"inputs\.json is missing or damaged"):
-        run(config, tmp_path)
+    for damaged in ("[", "[1]", "3"):
+        (tmp_path / "inputs.json").write_text(damaged)
+        with pytest.raises(BadConfig, match=r"inputs\.json is missing or damaged"):
+            run(config, tmp_path)

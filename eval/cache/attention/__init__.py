@@ -1,1 +1,1 @@
-"""What reads a sealed layer: `naive.py` is the slow, obvious form; `batched.py` and `kernels/` are held equal to it."""
+"""What reads a sealed layer: `batched.py` in plain PyTorch, `kernels/` in Triton."""

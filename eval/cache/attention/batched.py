@@ -1,6 +1,6 @@
 """Attention over a sealed layer in plain PyTorch, all rows and heads at once.
 
-A call takes a few dozen operations, however large the batch is. `naive.attend` computes the same head by head.
+A call takes a few dozen operations, however large the batch is.
 
 The ragged middle is gathered into padded tensors for one call; only index tensors are kept between calls. Shapes:
 
@@ -18,13 +18,25 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from leank.eval.cache.attention.softmax import PLAIN, Softmax
-from leank.eval.cache.storage.padded import Padded, channel_columns
+from leank.eval.cache.storage.padded import Padded
 from leank.eval.cache.storage.store import Store
 from leank.eval.cache.storage.upload import upload
 
 
 def attend(store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
-    """Attention of q over everything held; parameters and result are those of `naive.attend`."""
+    """softmax(q K_sink, q_kept K_middle, q K_window) V (LeanK, section 3.3).
+
+    A query sees sink and window up to its own index, and the tokens of the middle that the choice of reads shows. The
+    weights go to the layer's eviction policy.
+
+    store: the sealed layer
+    q: [B, Hq, Q, D]
+    position: [B, Q], the real index of each query, -1 for padding, whose output is zero
+    scaling: factor of the logits
+    softmax: the model's
+
+    Returns [B, Q, Hq, D] in q's dtype, computed in at least fp32.
+    """
     layout, (batch, q_heads, new, dim) = layout_of(store), q.shape
     heads, wide = store.ring_k.shape[1], torch.promote_types(q.dtype, torch.float32)
     rows, at = q.reshape(batch * heads, -1, dim).to(wide), position.repeat(1, q_heads // heads)  # [X, R, D], [B, R]
@@ -74,7 +86,7 @@ class PartLayout:
         )
         self.longest = int((store.prompt.length + store.tail.length).max())
         self.prompt_columns = self.parts[0].columns if store.prompt.length.any() else 0
-        self._channels = None if store.channels.in_order else channel_columns(store.channels)
+        self._channels = None if store.channels.in_order else store.channels.columns().flatten(0, 1)
         empty = torch.empty(len(self.middle), 0, dtype=torch.bool, device=device)
         self.hidden = torch.cat([empty, *(part.hidden for part in self.parts)], 1)[:, None]
         self._order = None if store.middle.eviction is None else self._find_order(start)
@@ -154,7 +166,7 @@ class Plain:
         return self
 
     def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
-        """Attention over the layer; the parameters are those of `naive.attend`."""
+        """Attention over the layer; the parameters are those of `attend` above."""
         return attend(store, q, position, scaling, softmax)
 
     def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from leank.eval.cache.attention.launch import Kernel, layer_of, multiprocessors
 from leank.eval.cache.attention.ranking import Bounds, Ranking, places
 from leank.eval.cache.attention.softmax import LOG2_E, PLAIN, Softmax
 from leank.eval.cache.storage.store import Store
-from leank.eval.cache.storage.upload import update
+from leank.eval.cache.storage.upload import scratch, update
 
 ROWS = 16  # of a tile: the fewest that tensor cores take; a group has no more query heads
 MOST_BLOCK = 16384  # candidates that a program of `choose` holds in registers
@@ -96,7 +96,7 @@ class Chosen(Kernel):
         return max(1, -(-programs // units))
 
     def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
-        """Attention in three launches; parameters and result are those of `naive.attend`."""
+        """Attention in three launches; parameters and result are those of `batched.attend`."""
         batch, q_heads, queries, dim = q.shape
         self._group = q_heads // store.ring_k.shape[1]
         if queries > 1 or not softmax.plain:
@@ -139,9 +139,7 @@ class Chosen(Kernel):
         heads = store.ring_k.shape[1]
         by_token, index = ranking.bounds is None, store.channels.index
         cap = triton.next_power_of_2(max(1, ranking.most)) if by_token else 0
-        size = batch * q_heads * (ranking.most + cap)
-        if self._chosen.numel() < size or self._chosen.device != q.device:
-            self._chosen = torch.empty(size, dtype=torch.int32, device=q.device)
+        self._chosen = scratch(self._chosen, batch * q_heads * (ranking.most + cap), q.device)
         words = store.ring_k.view(torch.float32)
         given = (store.ring_k, words, q, index, plan.table, store.tail.length_dev, *q.stride()[:2], index.stride(0))
         shape = {"H": heads, "GROUP": q_heads // heads, "D": dim, "M": ROWS, "STEP": plan.step}

@@ -16,7 +16,7 @@ from leank.eval.cache.attention.kernels import evict as kernels
 from leank.eval.cache.storage.eviction import Choice, Eviction
 from leank.eval.cache.storage.segment import PAGE
 from leank.eval.cache.storage.store import GROWTH, Store
-from leank.eval.cache.storage.upload import update
+from leank.eval.cache.storage.upload import scratch, update
 
 BLOCK = 256  # tokens whose weights a program adds, or whose scores it moves, at a time
 SLICE = 64  # channels of a token that a program moves
@@ -74,10 +74,9 @@ class Weights:
 
     def _hold(self, store: Store, columns: int) -> None:
         need, device = store.tail.length.size * self._rows * (columns + 1), store.ring_k.device
-        if self._scratch.numel() < need or self._scratch.device != device:
-            self._scratch = torch.empty(need, dtype=torch.float32, device=device)
-            if self._at.device != device:
-                self._at = torch.zeros(1, dtype=torch.int64, device=device)
+        before, self._scratch = self._scratch, scratch(self._scratch, need, device)
+        if self._scratch is not before:
+            self._at = scratch(self._at, 1, device)
             update(self._at, np.array([self._scratch.data_ptr()]))
 
     def add(self, store: Store, decay: float, room: Room, position: Tensor, group: int, rows: int) -> None:

@@ -22,7 +22,7 @@ from leank.eval.cache.attention.softmax import LOG2_E, PLAIN, Softmax
 from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.segment import PAGE
 from leank.eval.cache.storage.store import Store
-from leank.eval.cache.storage.upload import update
+from leank.eval.cache.storage.upload import scratch, update
 
 MAX_ROWS = 32  # query tokens x heads of a group in one tile; more query tokens take several passes, called chunks
 MOVED = 32  # tokens that a program of `move` holds in registers at a time
@@ -175,7 +175,7 @@ class Kernel(Plain):
         programs: number of programs, 0 = `config.per_sm` per multiprocessor
         """
         self.config, self.programs = config, programs
-        self._partials = self._done = torch.empty(0)
+        self._partials, self._done = torch.empty(0), torch.empty(0, dtype=torch.int32)
         self.weights = Weights()
 
     def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor:
@@ -227,7 +227,7 @@ class Kernel(Plain):
             self.weights.compact(store, policy, choice, room)
 
     def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
-        """Attention in one launch; parameters and result are those of `naive.attend`.
+        """Attention in one launch; parameters and result are those of `batched.attend`.
 
         Raises ValueError for a softmax that is not plain, and for a scaling <= 0 of a packed middle.
         """
@@ -331,10 +331,8 @@ class Kernel(Plain):
 
     def _scratch(self, lines: int, dim: int, counters: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Partial results [lines, D], their (max, sum) [lines, 2], and counters, which a launch leaves at zero."""
-        if self._partials.numel() < lines * (dim + 2) or self._partials.device != device:
-            self._partials = torch.empty(lines * (dim + 2), dtype=torch.float32, device=device)
-        if self._done.numel() < counters or self._done.device != device:
-            self._done = torch.zeros(counters, dtype=torch.int32, device=device)
+        self._partials = scratch(self._partials, lines * (dim + 2), device)
+        self._done = scratch(self._done, counters, device)
         return self._partials, self._partials[lines * dim :], self._done
 
     def tensors(self) -> dict[str, Tensor]:

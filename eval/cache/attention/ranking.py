@@ -85,12 +85,6 @@ class Bounds:
         lengths = (store.prompt.length.tobytes(), store.tail.length.tobytes())
         return store.prompt, store.prompt.k.data_ptr(), *lengths
 
-    def of(self, row: int, head: int) -> tuple[Tensor, Tensor]:
-        """Smallest and largest key of every page of one head, [pages, kept channels] each."""
-        first, pages, channels = (int(n[row, head]) for n in (self.first, self.pages, self.channels))
-        both = self.flat[first : first + 2 * pages * channels].view(pages, 2, channels)
-        return both[:, 0], both[:, 1]
-
     def highest(self, q: Tensor) -> Tensor:
         """The highest product that a key of each page can have, [X, R, pages], with q [X, R, C]; -inf past the last.
 

@@ -69,10 +69,6 @@ class Softmax(NamedTuple):
         sink = self.sink_logits.to(logits.dtype)[:, None, None].expand(*logits.shape[:-1], 1)
         return torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
 
-    def heads(self, first: int, last: int) -> Softmax:
-        """The softmax of the query heads [first, last)."""
-        return self if self.sink_logits is None else self._replace(sink_logits=self.sink_logits[first:last])
-
 
 PLAIN = Softmax()
 

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leank.data_gen.amount import amount
 from leank.eval.cache.storage.upload import upload
 from leank.mask import ChannelMask
 
@@ -47,10 +46,9 @@ class KeptChannels:
         batch, heads, _, dim = k.shape
         keep = torch.ones(heads, dim, dtype=torch.bool) if keep is None else keep.bool()
         if keep.shape[-2:] != (heads, dim) or keep.ndim > 3 or (keep.ndim == 3 and len(keep) != batch):
-            rows = f"{amount(len(keep), 'row')} of " if keep.ndim == 3 else ""
             raise ValueError(
-                f"mask is for {rows}{amount(keep.shape[-2], 'KV head')} of {keep.shape[-1]} channels, "
-                f"the model has {heads} of {dim} (batch {batch}): use the mask made for this model and batch"
+                f"a mask of shape {tuple(keep.shape)} does not fit {heads} KV heads of {dim} channels in {batch} rows: "
+                "use the mask made for this model and batch"
             )
         count = keep.sum(-1)
         labels = None if labels is None else labels.to(keep.device) & keep
@@ -83,13 +81,20 @@ class KeptChannels:
             self._ranks = ranks[..., :dim].contiguous().expand(batch, heads, dim)
         return self._ranks
 
+    def mask(self) -> Tensor:
+        """Which channels are kept, bool [B, H, D]."""
+        keep = torch.zeros(*self.index.shape[:2], self.index.shape[2] + 1, dtype=torch.bool, device=self.index.device)
+        return keep.scatter_(2, self.columns(), True)[..., :-1]
+
+    def columns(self) -> Tensor:
+        """The kept channels of every head, then D in place of missing ones: [B, H, C] int64."""
+        count = upload(self.count[..., None], self.index.device)
+        index = self.index[..., : int(self.count.max())].long()
+        return torch.where(torch.arange(index.shape[-1], device=index.device) < count, index, self.index.shape[2])
+
     def keep_ranks(self, at: Tensor) -> None:
         """Let `ranks` lie at the tensor `at`, which holds them."""
         self._ranks = at
-
-    def to(self, device: torch.device) -> None:
-        """Move the table to a device."""
-        self.index, self._ranks = self.index.to(device), None
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor held, by name."""
@@ -114,10 +119,4 @@ def layer_masks(mask: object, config: PreTrainedConfig | None = None) -> Tensor:
         mask = ChannelMask.load(mask)
     if isinstance(mask, ChannelMask) and config is not None:
         mask.check_model(config)
-    try:
-        keep = torch.as_tensor(getattr(mask, "keep", mask))
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(
-            f"a mask is a ChannelMask, the path of its file, or a bool tensor, got {type(mask).__name__}"
-        ) from None
-    return ChannelMask(keep).keep
+    return mask.keep if isinstance(mask, ChannelMask) else ChannelMask(torch.as_tensor(mask)).keep

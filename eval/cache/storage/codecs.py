@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from leank.eval.cache.storage.channels import KeptChannels
-from leank.eval.cache.storage.segment import COPIED, PAGE, Count, Extent, Segment, round_up
-from leank.eval.cache.storage.upload import update, upload
+from leank.eval.cache.storage.segment import PAGE, Count, Extent, Segment, kept_of, round_up
+from leank.eval.cache.storage.upload import upload
 
 Folds = tuple[tuple[int, int], ...]  # (axis, shift): of this axis, the second half lies `shift` bits above the first
 
@@ -132,63 +132,28 @@ class PageSegment(Segment):
 
         Raises ValueError if a head that takes tokens does not hold whole groups.
         """
-        taken, group = np.where(self.capacity[rows] > 0, k.shape[2] if count is None else count, 0), self.codec.group
-        if (self.length[rows] % group)[taken > 0].any():
-            raise ValueError(f"tokens must follow whole groups of {group}; set flush to a multiple of it")
-        for piece in self._alike(rows, taken) if taken.any() else ():
-            row, number = int(rows[piece.start]), piece.stop - piece.start
-            step = max(PAGE, COPIED // (number * self.head_dim) // PAGE * PAGE)
-            for head in np.flatnonzero(taken[piece.start]).tolist():
-                held, channels = (int(a[row, head]) for a in (self.length, self.channels.count))
-                n = int(taken[piece.start, head])
-                kept = self.channels.index[row : row + number, head, None, :channels].long()
-                for first in range(0, n, step):
-                    last = min(first + step, n)
-                    keys, values = (x[piece, head, first:last] for x in (k, v))
-                    self._put(row, head, held + first, keys.gather(2, kept.expand(-1, last - first, -1)), values)
-        self.length[rows] += taken
-        update(self.length_dev, self.length)
+        taken = np.where(self.capacity[rows] > 0, k.shape[2] if count is None else count, 0)
+        if (self.length[rows] % self.codec.group)[taken > 0].any():
+            raise ValueError(f"tokens must follow whole groups of {self.codec.group}; set flush to a multiple of it")
+        super().append(rows, k, v, count)
 
-    def _put(self, row: int, head: int, at: int, keys: Tensor, values: Tensor) -> None:
-        """Write keys [number, n, channels] and values [number, n, D] of one head of like rows, from token `at` on."""
-        number, n = keys.shape[:2]
-        pages, short = slice(at // PAGE, -(-(at + n) // PAGE)), -n % self.codec.group
-        for (codes, numbers), x, of_keys in zip(
-            self._planes(row, number, head), (keys, values), (True, False), strict=True
-        ):
+    def _write_at_once(self, rows: np.ndarray, k: Tensor, v: Tensor, taken: np.ndarray) -> None:
+        self._write_pieces(self._alike(rows, taken), rows, k, v, taken)
+
+    def _write(self, row: int, number: int, head: int, at: int, k: Tensor, v: Tensor) -> None:
+        n, short = k.shape[1], -k.shape[1] % self.codec.group
+        pages, new = slice(at // PAGE, -(-(at + n) // PAGE)), (kept_of(k, self.channels, row, head), v)
+        for (codes, numbers), x, keys in zip(self._planes(row, number, head), new, (True, False), strict=True):
             # A short group repeats its last token, and so the kernel reads numbers where it reads pairs of tokens.
             whole = torch.cat([x, x[:, -1:].expand(-1, short, -1)], 1)
-            opened = self._opened(codes[:, pages], numbers[:, pages], x.shape[-1], of_keys)
-            for old, new in zip(opened, self.codec.encode(whole, of_keys), strict=True):
+            held = self.codec.unpack(codes[:, pages], numbers[:, pages], x.shape[-1], keys)
+            opened = [y.flatten(1, 2).clone() for y in held]  # with the tokens of all pages in a row
+            for old, coded in zip(opened, self.codec.encode(whole, keys), strict=True):
                 tokens = (pages.stop - pages.start) * PAGE // old.shape[1]  # that an entry of this tensor stands for
                 first = at % PAGE // tokens
-                old[:, first : first + new.shape[1]] = new
-            self._close(codes[:, pages], numbers[:, pages], opened, of_keys)
-
-    def _opened(self, codes: Tensor, numbers: Tensor, dim: int, keys: bool) -> list[Tensor]:
-        """What pages [number, pages, ...] of one head hold, copies, with the tokens of all pages in a row."""
-        return [x.flatten(1, 2).clone() for x in self.codec.unpack(codes, numbers, dim, keys)]
-
-    def _close(self, codes: Tensor, numbers: Tensor, opened: list[Tensor], keys: bool) -> None:
-        """Write what `_opened` gave back into the pages."""
-        of_pages = [x.unflatten(1, (codes.shape[1], -1)) for x in opened]
-        for plane, new in zip((codes, numbers), self.codec.pack(of_pages[0], of_pages[1], keys), strict=True):
-            plane.copy_(new)
-
-    def without_spare(self) -> tuple[Tensor, Tensor]:
-        """K and v, copies, with zeros where room is left."""
-        new = self._of_form(Extent(self.channels, self.capacity, self.head_dim, self.dtype))
-        new.k, new.v = self.k.clone(), self.v.clone()
-        for row, head in np.argwhere(self.capacity > 0).tolist():
-            held, channels = int(self.length[row, head]), int(self.channels.count[row, head])
-            for planes, dim, keys in zip(
-                new._planes(row, 1, head), (channels, self.head_dim), (True, False), strict=True
-            ):
-                opened, there = self._opened(*planes, dim, keys), round_up(held, self.codec.group) if keys else held
-                for x in opened:
-                    x[:, there * x.shape[1] // int(self.capacity[row, head]) :] = 0
-                self._close(*planes, opened, keys)
-        return new.k, new.v
+                old[:, first : first + coded.shape[1]] = coded
+            of_codes, of_numbers = (y.unflatten(1, (pages.stop - pages.start, -1)) for y in opened)
+            codes[:, pages], numbers[:, pages] = self.codec.pack(of_codes, of_numbers, keys)
 
     def _planes(self, row: int, number: int, head: int) -> list[tuple[Tensor, Tensor]]:
         """Codes and numbers of K, and of V, of one head in `number` rows of the same layout: [number, pages, ...]."""
@@ -348,12 +313,6 @@ class RecordSegment(Segment):
         assert isinstance(new, RecordSegment)
         new.codec = self.codec.select(rows)
         return new
-
-    def to(self, device: torch.device) -> None:
-        """Move everything held to `device`."""
-        super().to(device)
-        self.codec = self.codec.to(device)
-        self.channels.index = self.channels.index.to(device)
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor held, by name."""

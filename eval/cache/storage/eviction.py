@@ -59,10 +59,6 @@ class Eviction(ABC):
         new.scores, new.held = scores.float(), held
         return new
 
-    def of(self, row: int, head: int) -> Tensor:
-        """The scores of one head's tokens, [tokens]."""
-        return self.scores[row, head, : int(self.held[row, head])]
-
     def add(self, weights: Tensor, held: np.ndarray, real: Tensor | None = None) -> None:
         """Add the attention weights of one step to the scores of all heads.
 
@@ -74,14 +70,6 @@ class Eviction(ABC):
         weights = weights[:, :most].float().view(*held.shape, most)
         decay = self.decay if real is None else torch.where(real, self.decay, 1.0)[:, None, None]
         self.scores = weights + pad(decay * self.scores, (0, most - self.scores.shape[-1]))
-
-    def see(self, row: int, head: int, weights: Tensor) -> None:
-        """Add the attention weights [tokens] of one step to the scores of one head; the slow form of `add`."""
-        more = max(0, len(weights) - self.scores.shape[-1])
-        self.scores = pad(self.scores, (0, more))
-        self.held[row, head] = len(weights)
-        scores = self.of(row, head)
-        scores.mul_(self.decay).add_(weights)
 
     @abstractmethod
     def chosen(
@@ -152,10 +140,6 @@ class Eviction(ABC):
     def select(self, rows: Tensor) -> None:
         """Make the batch `rows` [R] of the present one."""
         self.scores, self.held = self.scores[rows.to(self.scores.device)], self.held[rows.cpu().numpy()]
-
-    def to(self, device: torch.device) -> None:
-        """Move everything held to `device`."""
-        self.scores = self.scores.to(device)
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor held, by name."""

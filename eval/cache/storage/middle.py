@@ -28,21 +28,6 @@ class ReadChoice(Protocol):
         """The choice's state for one sealed layer, whose Store it is given."""
 
 
-class Columns(Protocol):
-    """Where the middle's tokens and channels lie in padded tensors (`eval.cache.attention.batched.PartLayout`).
-
-    hidden: [X, 1, N] bool, the columns that hold no token
-    """
-
-    hidden: Tensor
-
-    def kept(self, rows: Tensor) -> Tensor:
-        """The kept channels of K, then zeros, [X, R, C], of x [X, R, D]."""
-
-    def token(self) -> Tensor:
-        """The middle token in each column, counted from the prompt's first: [X, N]."""
-
-
 class ReadState(Protocol):
     """What a choice of reads keeps for one layer.
 
@@ -53,21 +38,12 @@ class ReadState(Protocol):
     def moved(self, store: Any) -> None:
         """The middle has other tokens than before, or the batch other rows; what runs the layer may know it already."""
 
-    def visible(self, row: int, head: int, q: Tensor, k: Tensor, channels: Tensor) -> Tensor:
-        """Which tokens of its middle the queries of one KV head read.
-
-        q: [G, Q, c]
-        k: [tokens, c], the prompt's tokens, then the tail's
-        channels: [c], the kept channels, which are those of q and k
-
-        Returns bool, expandable to [G, Q, tokens].
-        """
-
-    def sees(self, q: Tensor, keys: list[Tensor], layout: Columns) -> Tensor:
-        """Which tokens the queries of all heads read; the fast form of `visible`.
+    def sees(self, q: Tensor, keys: list[Tensor], layout: Any) -> Tensor:
+        """Which tokens the queries of all heads read.
 
         q: [X, R, C], zero in channels that a head lacks
         keys: [X, C, N] of each part of the layout
+        layout: the `eval.cache.attention.batched.PartLayout` of the store
 
         Returns bool [X, R, N], the parts side by side; hidden columns may hold either value.
         """

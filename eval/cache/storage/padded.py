@@ -9,18 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leank.eval.cache.storage.channels import KeptChannels
 from leank.eval.cache.storage.codecs import PageSegment
 from leank.eval.cache.storage.segment import PAGE, Segment, lines, round_up
 from leank.eval.cache.storage.upload import upload
-
-
-def channel_columns(table: KeptChannels) -> Tensor:
-    """Kept channels of every head, then D in place of missing ones: [X, C] int64."""
-    dim = table.index.shape[-1]
-    count = upload(table.count.reshape(-1, 1), table.index.device)
-    index = table.index.reshape(-1, dim)[:, : int(table.count.max())].long()
-    return torch.where(torch.arange(index.shape[1], device=index.device) < count, index, dim)
 
 
 class Padded:
@@ -50,7 +41,7 @@ class Padded:
             self._channel = torch.where(channel < count, channel, 0)
         else:
             self._keys = self._pages(lines_k, segment.channels.count)
-        self._channels = None if segment.values is None else channel_columns(segment.values)
+        self._channels = None if segment.values is None else segment.values.columns().flatten(0, 1)
         if segment.values is None:
             some, first = int(lines_v[length > 0][0]), upload(lines_v.reshape(-1, 1), device)
             self._values = torch.where(self.hidden, some, first + token).int()  # [X, N]
@@ -116,7 +107,7 @@ class Padded:
     def dense(self) -> tuple[Tensor, Tensor]:
         """K and V as they were appended, [B, H, N, D]; pruned channels are zero, hidden columns hold any number."""
         segment = self.segment
-        k = self._whole(self.keys(segment.dtype).mT, channel_columns(segment.channels))
+        k = self._whole(self.keys(segment.dtype).mT, segment.channels.columns().flatten(0, 1))
         v = self._whole(self._kept_values(segment.dtype), self._channels)
         return k.unflatten(0, segment.length.shape), v.unflatten(0, segment.length.shape)
 

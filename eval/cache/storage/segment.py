@@ -112,8 +112,8 @@ class Segment:
         (k_size, _), (v_size, _) = self._sizes()
         self.k_start, self.v_start = _exclusive(k_size), _exclusive(v_size)
         stored = self._form()
-        self.k = torch.empty(int(k_size.sum()), dtype=stored, device=device)
-        self.v = torch.empty(int(v_size.sum()), dtype=stored, device=device)
+        # zeros, because a saved cache holds spare room too: nothing of other programs or prompts may be in it
+        self.k, self.v = (torch.zeros(int(n.sum()), dtype=stored, device=device) for n in (k_size, v_size))
         self._places: Tensor | None = None
         self.length = np.zeros_like(self.capacity)
         self.length_dev = torch.zeros(self.capacity.shape, dtype=torch.int64, device=device)
@@ -194,27 +194,23 @@ class Segment:
 
     def _write_pieces(self, pieces: list[slice], rows: np.ndarray, k: Tensor, v: Tensor, taken: np.ndarray) -> None:
         """Write each head's first `taken` [R, H] tokens behind those that it holds, piece by piece and head by head."""
-        tables = [None if t is None or t.in_order else t.index.long() for t in (self.channels, self.values)]
         for piece in pieces:
             row, number = int(rows[piece.start]), piece.stop - piece.start
             step = max(PAGE, COPIED // (number * self.head_dim) // PAGE * PAGE)
             for head in np.flatnonzero(taken[piece.start]).tolist():
-                pages, values = self.views(row, number, head)
                 held, n = int(self.length[row, head]), int(taken[piece.start, head])
-                index = [None if t is None else t[row : row + number, head, None] for t in tables]
                 for first in range(0, n, step):
-                    last = min(first + step, n)
-                    new = (x[piece, head, first:last] for x in (k, v))
-                    widths = (pages.shape[2], values.shape[2])
-                    picked_k, picked_v = (
-                        x if i is None else _gathered(x, i[..., :w].expand(-1, last - first, -1))
-                        for x, i, w in zip(new, index, widths, strict=True)
-                    )
-                    _put(pages, held + first, picked_k)
-                    if self.values is None:
-                        values[:, held + first : held + last] = picked_v
-                    else:
-                        _put(values, held + first, picked_v)
+                    new = (x[piece, head, first : min(first + step, n)] for x in (k, v))
+                    self._write(row, number, head, held + first, *new)
+
+    def _write(self, row: int, number: int, head: int, at: int, k: Tensor, v: Tensor) -> None:
+        """Write tokens k, v [number, n, D] of one head in like rows from `row` on, from its token `at` on."""
+        pages, values = self.views(row, number, head)
+        _put(pages, at, kept_of(k, self.channels, row, head))
+        if self.values is None:
+            values[:, at : at + v.shape[1]] = v
+        else:
+            _put(values, at, kept_of(v, self.values, row, head))
 
     def _write_at_once(self, rows: np.ndarray, k: Tensor, v: Tensor, taken: np.ndarray) -> None:
         """Do what `_write_pieces` does for all rows and heads at once: no launch more, however many there are.
@@ -261,25 +257,6 @@ class Segment:
         """The keys [B H, channels, N] of all heads from what is stored of them, of the same shape here."""
         return stored
 
-    def without_spare(self) -> tuple[Tensor, Tensor]:
-        """K and V, copies, with zeros where room is left, whose memory may hold anything."""
-        k, v = self.k.clone(), self.v.clone()
-        for row, head in np.argwhere(self.capacity > 0).tolist():
-            held, room = int(self.length[row, head]), int(self.capacity[row, head])
-            for flat, (of, start, size, _) in zip((k, v), self.flats(), strict=True):
-                region = flat[int(start[row, head]) :][: int(size[row, head])]
-                if of is self.v and self.values is None:
-                    region.view(room, -1)[held:] = 0
-                    continue
-                channels = int((self.channels.count if of is self.k else self.width)[row, head])
-                if channels:
-                    page = self.page if of is self.k else PAGE
-                    pages, (whole, rest) = region.view(room // page, channels, page), divmod(held, page)
-                    pages[whole + (rest > 0) :] = 0
-                    if rest:
-                        pages[whole, :, rest:] = 0
-        return k, v
-
     def held(self) -> tuple[int, int]:
         """Bytes of K and of V of the tokens held; spare room is not counted."""
         k, v = (int((self.length * channels).sum()) for channels in (self.channels.count, self.width))
@@ -306,11 +283,6 @@ class Segment:
             torch.index_select(words(old, line), 0, source, out=words(flat, line))
         new.length, new.length_dev = self.length[at], self.length_dev[rows.to(self.k.device)]
         return new
-
-    def to(self, device: torch.device) -> None:
-        """Move everything held to `device`."""
-        self.k, self.v, self.length_dev = self.k.to(device), self.v.to(device), self.length_dev.to(device)
-        self._places = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor held, by name (the channel tables are the store's)."""
@@ -372,6 +344,14 @@ def _picked(
         return new, number, place
     index = table.index[upload(rows, x.device)].flatten(0, 1).long()[head]
     return _gathered(new, index.gather(1, place)), number, place
+
+
+def kept_of(x: Tensor, table: KeptChannels, row: int, head: int) -> Tensor:
+    """The kept channels of tokens x [R, n, D] of one head in the rows from `row` on."""
+    if table.in_order:
+        return x
+    index = table.index[row : row + len(x), head, None, : int(table.count[row, head])].long()
+    return _gathered(x, index.expand(-1, x.shape[1], -1))
 
 
 def _gathered(x: Tensor, index: Tensor) -> Tensor:

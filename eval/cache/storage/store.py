@@ -27,6 +27,7 @@ from leank.eval.cache.storage.upload import capturing, update, upload
 Write = Callable[["Store", Tensor, Tensor], Tensor]
 Move = Callable[["Store", np.ndarray], None]
 Evict = Callable[["Store"], None]
+RINGS = ("ring_k", "ring_v", "seen_dev", "start_dev")  # tensors of the window, which a captured step writes
 GROWTH = 128  # tokens: a growing middle takes this much slack, or 1/16 of its length if that is more
 
 
@@ -296,23 +297,6 @@ class Store:
         if self.reads is not None:
             self.reads.moved(self)
 
-    def to(self, device: torch.device) -> None:
-        """Move everything held to `device`, unless it is there."""
-        if self.ring_k.device == device:
-            return
-        for name in ("sink_k", "sink_v", "ring_k", "ring_v", "seen_dev", "start_dev"):
-            setattr(self, name, getattr(self, name).to(device))
-        for table in (self.channels, self.values):
-            if table is not None:
-                table.to(device)
-        for segment in (self.prompt, self.tail):
-            segment.to(device)
-        if self.eviction is not None:
-            self.eviction.to(device)
-        self.version += 1
-        if self.reads is not None:
-            self.reads.moved(self)
-
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor held, by name."""
         names = ("sink_k", "sink_v", "ring_k", "ring_v", "seen_dev", "start_dev")
@@ -329,7 +313,7 @@ class Store:
 
 
 def write_prompt(sink: Tensor, ring: Tensor, new: Tensor, start: int) -> None:
-    """Put a prompt without padding into sink and ring, by slices.
+    """Put a prompt without padding into sink and ring.
 
     sink: [B, H, sink, D], takes the first tokens
     ring: [B, H, slots, D], takes the tokens from `start` on
@@ -339,14 +323,11 @@ def write_prompt(sink: Tensor, ring: Tensor, new: Tensor, start: int) -> None:
     length, slots = new.shape[2], ring.shape[2]
     ends = min(length, sink.shape[2])
     sink[:, :, :ends] = new[:, :, :ends]
-    turn = max(start, length // slots * slots)  # the token from which on slots begin at 0 again
-    for first, last in ((start, min(turn, length)), (turn, length)):
-        if first < last:
-            ring[:, :, first % slots : first % slots + last - first] = new[:, :, first:last]
+    ring[:, :, torch.arange(start, max(start, length), device=ring.device) % slots] = new[:, :, start:]
 
 
 def write_columns(sink: Tensor, ring: Tensor, new: Tensor, position: Tensor, start: Tensor) -> None:
-    """Put each row's own tokens into sink and ring; the reference of `write_prompt`.
+    """Put each row's own tokens into sink and ring; `write_prompt` does it without a wait for the device.
 
     sink: [B, H, sink, D], takes tokens [0, sink)
     ring: [B, H, slots, D], takes tokens [start, ...)
@@ -393,72 +374,50 @@ def before_holes(seen: np.ndarray, real: Tensor) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Addresses:
-    """Tensors of one layer that a captured step reads, and on the host what it was compiled for.
+    """What a captured step reads of one layer.
 
-    ring_k, ring_v: [B, H, slots, D]
-    seen, start: int64 [B], on the device
-    channels: int32 [B, H, D]
-    tail_length: int64 [B, H], on the device
-    ranks: int32 [B, H, D], of the kept channels of V, None = all are kept
-    count, width: [B, H], kept channels of K and of V
-    first: [B, H], those of K's that are labels, None = there are none
+    tensors: by name, the rings, the counts and tables on the device, and the places of V's kept channels
+    compiled: on the host, for which numbers of channels it was compiled
     plan: that whose table is read
     version: of the store
     """
 
-    ring_k: Tensor
-    ring_v: Tensor
-    seen: Tensor
-    start: Tensor
-    channels: Tensor
-    tail_length: Tensor
-    ranks: Tensor | None
-    count: np.ndarray
-    width: np.ndarray
-    first: np.ndarray | None
+    tensors: dict[str, Tensor]
+    compiled: tuple[bytes | None, ...]
     plan: BackendPlan | None
     version: int
 
     @classmethod
     def of(cls, store: Store) -> Addresses:
         """Those of a sealed layer."""
-        ring, counts = (store.ring_k, store.ring_v), (store.seen_dev, store.start_dev)
-        tables, ranks = (store.channels.index, store.tail.length_dev), None
+        tensors = {name: getattr(store, name) for name in RINGS}
+        tensors |= {"channels": store.channels.index, "tail_length": store.tail.length_dev}
         if store.values is not None:
-            ranks = store.values.ranks()
-        channels = store.channels
-        kept = channels.count, store.prompt.width
-        return cls(*ring, *counts, *tables, ranks, *kept, channels.first, store.plan, store.version)
+            tensors["ranks"] = store.values.ranks()
+        counts = (store.channels.count, store.prompt.width, store.channels.first)
+        return cls(tensors, tuple(None if n is None else n.tobytes() for n in counts), store.plan, store.version)
 
     def key(self) -> tuple[object, ...]:
         """Equal for two layers of which one captured step can read either."""
-        tensors = (*self._tensors(), *(() if self.plan is None else (self.plan.table,)))
-        first = None if self.first is None else self.first.tobytes()
-        return *(_key(tensor) for tensor in tensors), self.count.tobytes(), self.width.tobytes(), first
-
-    def _tensors(self) -> tuple[Tensor, ...]:
-        always = self.ring_k, self.ring_v, self.seen, self.start, self.channels, self.tail_length
-        return always if self.ranks is None else (*always, self.ranks)
+        tensors = [*self.tensors.values(), *(() if self.plan is None else (self.plan.table,))]
+        return *((tensor.data_ptr(), *_form(tensor)) for tensor in tensors), *self.compiled
 
     def take(self, store: Store) -> None:
         """Move what `store` holds to these addresses, whose own content is lost; not if any shape differs."""
         store.fit(0)  # a prompt's ring may be shorter than the ring of decoding
-        new = Addresses.of(store)
-        if [_form(t) for t in self._tensors()] != [_form(t) for t in new._tensors()]:
+        new = Addresses.of(store).tensors
+        if {n: _form(t) for n, t in self.tensors.items()} != {n: _form(t) for n, t in new.items()}:
             return
-        for here, there in zip(self._tensors(), new._tensors(), strict=True):
+        for name, here in self.tensors.items():
             shared = here.stride(0) == 0  # the channel table of a mask that all rows share
-            (here[:1] if shared else here).copy_(there[:1] if shared else there)
-        store.ring_k, store.ring_v, store.seen_dev, store.start_dev = self._tensors()[:4]
-        store.channels.index, store.tail.length_dev = self.channels, self.tail_length
-        if store.values is not None and self.ranks is not None:
-            store.values.keep_ranks(self.ranks)
+            (here[:1] if shared else here).copy_(new[name][:1] if shared else new[name])
+        for name in RINGS:
+            setattr(store, name, self.tensors[name])
+        store.channels.index, store.tail.length_dev = self.tensors["channels"], self.tensors["tail_length"]
+        if store.values is not None:
+            store.values.keep_ranks(self.tensors["ranks"])
         store.plan, store.version = self.plan, self.version + 1  # the table is out of date, and its address stays
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
-def _key(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), *_form(tensor)

@@ -23,6 +23,12 @@ def update(tensor: Tensor, array: np.ndarray) -> None:
     tensor.copy_(_staged(array, tensor.device), non_blocking=True)
 
 
+def scratch(held: Tensor, size: int, device: torch.device) -> Tensor:
+    """Memory for `size` numbers of that dtype on the device: what is held if it has the room, else zeros."""
+    fits = held.numel() >= size and held.device == device
+    return held if fits else torch.zeros(size, dtype=held.dtype, device=device)
+
+
 def capturing(x: Tensor) -> bool:
     """Whether operations on x are being recorded into a CUDA graph, so that nothing is appended yet."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from leank.eval.cache.attention.batched import PartLayout
 from leank.eval.cache.attention.ranking import Ranking
-from leank.eval.cache.storage.middle import Columns
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Store
 from leank.eval.methods.axes import Observe, Reads, method
@@ -116,14 +116,7 @@ class Labels:
     def moved(self, store: Store) -> None:
         """Labels do not depend on tokens or rows."""
 
-    def visible(self, row: int, head: int, q: Tensor, k: Tensor, channels: Tensor) -> Tensor:
-        label = self.channels.to(q.device)[head, channels]
-        labels = rounded(k[:, label].T, label[label][:, None], self.bits)
-        score = q[..., label] @ labels  # [G, Q, tokens]
-        chosen = score.topk(min(self.most, len(k))).indices
-        return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, chosen, True)
-
-    def sees(self, q: Tensor, keys: list[Tensor], layout: Columns) -> Tensor:
+    def sees(self, q: Tensor, keys: list[Tensor], layout: PartLayout) -> Tensor:
         label = self.channels.to(q.device).repeat(len(q) // len(self.channels), 1)  # [X, D]
         among = layout.kept(label[:, None].to(q.dtype))  # [X, 1, C]
         labels = [rounded(k, among.mT > 0, self.bits) for k in keys]

@@ -11,8 +11,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from leank.eval.cache.attention.batched import PartLayout
 from leank.eval.cache.attention.ranking import Bounds, Ranking
-from leank.eval.cache.storage.middle import Columns
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Store
 from leank.eval.methods.axes import Held, Reads, method
@@ -77,14 +77,7 @@ class Pages:
     def moved(self, store: Store) -> None:
         self.bounds.update(store)
 
-    def visible(self, row: int, head: int, q: Tensor, k: Tensor, channels: Tensor) -> Tensor:
-        low, high = (bound.to(q.dtype) for bound in self.bounds.of(row, head))
-        bound = torch.maximum(q[..., None, :] * low, q[..., None, :] * high).sum(-1)  # [G, Q, pages]
-        chosen = bound.topk(min(self.ranking.most, bound.shape[-1])).indices
-        pages = torch.zeros_like(bound, dtype=torch.bool).scatter_(-1, chosen, True)
-        return pages.repeat_interleave(self.bounds.page, -1)[..., : len(k)]
-
-    def sees(self, q: Tensor, keys: list[Tensor], layout: Columns) -> Tensor:
+    def sees(self, q: Tensor, keys: list[Tensor], layout: PartLayout) -> Tensor:
         bound = self.bounds.highest(q)
         chosen = bound.topk(min(self.ranking.most, bound.shape[-1])).indices
         read = torch.zeros_like(bound, dtype=torch.bool).scatter_(-1, chosen, True)

@@ -1,12 +1,13 @@
 import gzip
 import json
 import zipfile
+from dataclasses import replace
 
 import pytest
 
 from leank.eval.benchmarks import longbench, scoring
+from leank.eval.benchmarks.from_files import checked, cut_in_the_middle
 from leank.eval.benchmarks.longbench import LongBench
-from leank.eval.benchmarks.prompting import truncate_middle
 
 DATA = {
     "input": "Who?",
@@ -20,8 +21,8 @@ DATA = {
 }
 
 
-def build(task, data=None, **cut):
-    return LongBench().build(task, {**(data or DATA), "dataset": task}, **cut)
+def build(task, data=None):
+    return LongBench().build(task, {**(data or DATA), "dataset": task})
 
 
 class Words:
@@ -59,21 +60,15 @@ def test_facts_of_the_tasks():
     assert ends == {"samsum": (("\n",), 1)}
 
 
-def test_truncation_keeps_both_ends():
-    text = "a b c d e f g"  # 8 tokens with the special one
-    assert truncate_middle(text, 8, Words()) == text
-    assert truncate_middle(text, 7, Words()) == "a be f g"  # 3 + 3; the special token counts, then goes
+def test_a_cut_prompt_keeps_both_ends_and_its_question_where_it_can():
+    row = replace(build("lcc"), context="a b c d e ", question="f g")  # 8 tokens with the special one
+    assert cut_in_the_middle(row, 8, Words()) == row
+    cut = cut_in_the_middle(row, 7, Words())
+    assert (cut.context, cut.question) == ("a be ", "f g")  # 3 + 3; the special token counts, then goes
+    cut = cut_in_the_middle(row, 3, Words())
+    assert (cut.context, cut.question) == ("g", "")
     with pytest.raises(ValueError, match="max_length=1 leaves no prompt"):
-        truncate_middle(text, 1, Words())
-
-
-def test_truncated_row_keeps_its_question_where_it_can():
-    data = {**DATA, "context": "word " * 200}
-    row = build("qasper", data, tokenizer=Words(), max_length=220)
-    assert len(row.prompt.split()) < 221
-    assert row.question.endswith("Question: Who?\n\nAnswer:")
-    cut = build("qasper", data, tokenizer=Words(), max_length=20)
-    assert (cut.question, cut.context) == ("", cut.prompt)
+        cut_in_the_middle(row, 1, Words())
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "zip", "folder"])
@@ -90,7 +85,8 @@ def test_lines_are_read_from_every_form_of_the_files(tmp_path, kind):
             archive.writestr("data/hotpotqa.jsonl", lines)
     elif kind == "folder":
         path = tmp_path
-    assert [line.data["_id"] for line in LongBench(str(path)).lines("hotpotqa")] == ["0", "1", "2"]
+    lines = checked(LongBench(str(path)).lines("hotpotqa"), LongBench.schema)
+    assert [line.data["_id"] for line in lines] == ["0", "1", "2"]
 
 
 def test_reading_from_the_hub(tmp_path, monkeypatch):
@@ -99,7 +95,7 @@ def test_reading_from_the_hub(tmp_path, monkeypatch):
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
         archive.writestr("data/qasper_e.jsonl", json.dumps(DATA))
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: str(tmp_path / "data.zip"))
-    (line,) = LongBench().lines("qasper_e")
+    (line,) = checked(LongBench().lines("qasper_e"), LongBench.schema)
     row = build("qasper_e", line.data)
     assert row.task == "qasper_e"
     assert scoring.score_row(row, "Ada") == 1.0

@@ -49,7 +49,7 @@ def test_turns_share_a_document_that_answers_each_of_them(words):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("benchmark.turns=60", "benchmark.lengths=1024, benchmark.turns=60: length=1024 is too short"),
+        ("benchmark.turns=60", "length=1024 is too short for task"),
         ("compress=after_question", "compress=after_question: benchmark=multi_turn needs compress=before_question"),
         ("benchmark.tasks=[vt]", "'vt' has no documents with several questions; choose from niah_single_1"),
         ("benchmark.lengths=[9000]", "9000 is more than the model's max_position_embeddings=8192"),

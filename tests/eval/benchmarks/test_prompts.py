@@ -5,7 +5,6 @@ import hashlib
 import pytest
 
 from leank.eval.benchmarks import gsm_infinite, mmlu, niah, scoring
-from leank.eval.benchmarks.base import Cell
 from leank.eval.benchmarks.row import Row
 from tests.helpers import parity
 
@@ -76,11 +75,6 @@ def test_needle_lengths_and_errors():
         niah.insert_needle(HAYSTACK, "x", 50, 200, encode, decode)
     with pytest.raises(ValueError, match="haystack is empty"):
         niah.fitted("", 300, encode, decode)
-
-
-def test_a_sample_id_that_is_no_depth_is_named():
-    with pytest.raises(ValueError, match=r"niah, length 1000, sample '12.5': a sample's id is its depth"):
-        niah.NeedleGrid().row(Cell("niah", 1000, ("12.5",)), "12.5", None, 0)
 
 
 def test_needle_grid_and_recall():

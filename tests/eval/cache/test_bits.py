@@ -26,7 +26,6 @@ from leank.eval.methods.bits.turboquant import Rotation, centroids, rotation
 from leank.eval.methods.channels.leank import LeanK
 from leank.mask import ChannelMask
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, SEEDS, OracleLayer, left_padded, random_keep, run, tiny_model
-from tests.helpers.channel_tables import random_tables
 
 BITS = st.sampled_from([2, 4, 8])
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -120,6 +119,14 @@ def rotated(x, bits):
 
 
 CODECS = st.one_of(st.builds(Packing, BITS, st.sampled_from([4, 8, 16])), st.builds(Rotation, st.sampled_from([2, 4])))
+
+
+def random_tables(seed, batch, heads, dim):
+    """A KeptChannels table with empty heads among it, and its mask [B, H, D]."""
+    generator = torch.Generator().manual_seed(seed)
+    keep = torch.rand(batch, heads, dim, generator=generator) < torch.rand(batch, heads, 1, generator=generator) * 1.3
+    keep &= torch.rand(batch, heads, 1, generator=generator) > 0.25
+    return KeptChannels.of(keep, torch.empty(batch, heads, 0, dim)), keep
 
 
 @settings(max_examples=25, derandomize=True)
@@ -240,8 +247,8 @@ def test_the_oracle_can_tell_two_bits_from_four_and_from_none():
     assert (logits[0] - logits[2]).norm() > 2 * (logits[1] - logits[2]).norm() > 0
 
 
-def test_second_turn_rows_selected_and_tokens_taken_back():
-    """A second prompt over the quantised first one, then a batch of other rows, then tokens that come twice."""
+def test_second_turn():
+    """A second prompt over the quantised first one."""
     model, keep, sizes = tiny_model("llama"), random_keep(4, empty=0), (2, 6, 8)
     ids, mask = left_padded([40, 21], 4)
     more, more_mask = left_padded([13, 18], 5)
@@ -253,22 +260,6 @@ def test_second_turn_rows_selected_and_tokens_taken_back():
         full_mask = torch.cat([mask, torch.ones(2, 6, dtype=mask.dtype), more_mask], 1)
         results.append(run(model, cache, full, full_mask, 9, attention))
     compare(results[1], results[0])
-
-    one, other = (quantised(model, keep, sizes, 2, 8) for _ in range(2))
-    rows, new = torch.tensor([1, 0, 1]), torch.randint(2, 80, (2, 12))
-    with torch.no_grad():
-        for cache in (one, other):
-            model(ids, attention_mask=mask, past_key_values=cache)
-            for t in range(9):
-                model(new[:, t : t + 1], past_key_values=cache)
-        other.batch_select_indices(rows)
-        other.crop(-1)
-        model(new[rows, 8:9], past_key_values=other)
-        for t in range(9, 12):
-            want = model(new[:, t : t + 1], past_key_values=one).logits
-            got = model(new[rows, t : t + 1], past_key_values=other).logits
-            torch.testing.assert_close(got, want[rows])
-    assert one.compressed[0].store.tail.length.max() == 8
 
 
 @pytest.mark.parametrize("channels", [None, LeanK(ChannelMask(random_keep(6)))])

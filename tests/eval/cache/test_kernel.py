@@ -174,20 +174,6 @@ def test_spans_cover_every_token_once_and_are_even(parts, programs, tile, per_he
     assert max(cost) <= sum(cost) / programs + 2 * largest_step + piece * len(unit)
 
 
-def test_columns_of_the_work_table_lie_where_they_always_lay():
-    """Two programs over a sink and a middle of one head: every number of the table, by name and by place."""
-    units = [(work.SINK, 0, 0, 64, 0, 1000, 128, 128), (work.PROMPT, 0, 0, 640, 2000, 3000, 32, 128)]
-    table = work.cut(np.array(units, dtype=np.int64), 2, 64)
-    assert table.shape == (3, work.FIELDS) == (3, 14)
-    assert [column.value for column in work.Column] == list(range(14))
-    assert table.tolist() == [
-        [work.SINK, 0, 0, 0, 64, 0, 1000, 128, 1, 0, 0, 0, 2, 128],
-        [work.PROMPT, 0, 0, 256, 640, 2000, 3000, 32, 1, 2, 1, 0, -1, 128],
-        [work.PROMPT, 0, 0, 0, 256, 2000, 3000, 32, 0, 2, 0, 0, -1, 128],
-    ]
-    assert table[:, work.Column.NEXT].tolist() == [2, -1, -1]
-
-
 def test_the_work_of_a_head_is_the_bytes_of_its_keys_and_values():
     """Two heads alike but for V: the one that keeps twice as many bytes in all gets twice as many spans."""
     store = make_store([32, 32], 64, [12000], Sizes(0, 0, 8), DTYPE, widths=[0, 32])

@@ -7,28 +7,34 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from leank.eval.cache import compressed_cache
+from leank.eval.cache import Sizes, compressed_cache
 from leank.eval.cache.hook import ATTENTION
+from leank.eval.cache.storage.middle import Middle
+from leank.eval.cache.storage.store import Store
 from leank.eval.inference.prefill import extend, joined
-from tests.helpers.cache_oracle import SEEDS, VOCAB, left_padded, tiny_model
-from tests.helpers.turns import METHODS
+from tests.helpers.cache_oracle import SEEDS, VOCAB, left_padded, random_keep, tiny_model
+from tests.helpers.turns import METHODS, begin, conversation, go_on
 
 LENGTH = st.one_of(st.integers(1, 3), st.integers(1, 45))
-CHECKS = settings(max_examples=15, stateful_step_count=7, derandomize=True, suppress_health_check=list(HealthCheck))
+CHECKS = settings(max_examples=4, stateful_step_count=6, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 class Rows(RuleBasedStateMachine):
-    """A padded batch of any method beside caches of one row each."""
+    """A padded batch of one method beside caches of one row each, whose tokens come one by one."""
 
-    @initialize(name=st.sampled_from(sorted(METHODS)), lengths=st.lists(LENGTH, min_size=1, max_size=3), seed=SEEDS)
-    def begin(self, name, lengths, seed):
-        assume(min(lengths) >= METHODS[name].obs_queries)
-        self.prefill(METHODS[name], lengths, seed)
+    def __init__(self, method):
+        super().__init__()
+        self.method = method
 
-    def prefill(self, method, lengths, seed):
-        self.model = tiny_model("llama")
+    @initialize(lengths=st.lists(LENGTH, min_size=1, max_size=3), seed=SEEDS)
+    def begin(self, lengths, seed):
+        assume(min(lengths) >= self.method.obs_queries)
+        self.prefill(lengths, seed)
+
+    def prefill(self, lengths, seed):
+        self.model, method = tiny_model("llama"), self.method
         self.model.set_attn_implementation(ATTENTION)
         ids, mask = left_padded(lengths, seed)
         mask = mask.bool()
@@ -47,6 +53,9 @@ class Rows(RuleBasedStateMachine):
             for token in ids[row, there[row]]:
                 want = extend(self.model, one, token.view(1, 1), None)
             torch.testing.assert_close(got[row : row + 1], want, rtol=1e-7, atol=1e-7)
+            for a, b in zip(self.cache.layers, one.layers, strict=True):
+                assert (a.store.seen[row], a.store.start[row]) == (b.store.seen[0], b.store.start[0])
+                assert (a.store.tail.length[row] == b.store.tail.length[0]).all()
 
     @rule(order=st.lists(st.integers(0, 2), min_size=1, max_size=3))
     def choose(self, order):
@@ -56,11 +65,19 @@ class Rows(RuleBasedStateMachine):
         self.alone = [copy.deepcopy(self.alone[row]) for row in rows]
         self.real = None if self.real is None else self.real[rows]
 
-    @rule(offloaded=st.booleans())
-    def copied(self, offloaded):
+    @rule(repeats=st.integers(1, 2), new=st.integers(1, 9), seed=SEEDS)
+    def copied(self, repeats, new, seed):
+        """A copy, and the rows of repeat(), go on as the cache does, and leave it as it is."""
+        rows = torch.arange(len(self.alone)).repeat_interleave(repeats)
+        caches = self.cache, self.cache.repeat(repeats)
         self.cache = copy.deepcopy(self.cache)
-        for layer in self.cache.layers if offloaded else ():
-            layer.offload()
+        ids = torch.randint(2, VOCAB, (len(self.alone), new), generator=torch.Generator().manual_seed(seed))
+        real = joined(self.real, None, self.cache.get_seq_length(), ids)
+        want, got = (
+            extend(self.model, one, ids[at], None if real is None else real[at])
+            for one, at in zip(caches, (torch.arange(len(ids)), rows), strict=True)
+        )
+        torch.testing.assert_close(got, want[rows], rtol=1e-7, atol=1e-7)
 
 
 class Dense(RuleBasedStateMachine):
@@ -112,8 +129,9 @@ class Dense(RuleBasedStateMachine):
 
 
 @pytest.mark.filterwarnings("ignore:a pass of")
-class TestRows(Rows.TestCase):
-    settings = CHECKS
+@pytest.mark.parametrize("name", METHODS)
+def test_rows_of_a_batch_are_as_if_alone(name):
+    run_state_machine_as_test(lambda: Rows(METHODS[name]), settings=CHECKS)
 
 
 @pytest.mark.filterwarnings("ignore:a pass of")
@@ -139,11 +157,51 @@ def held(thing, seen):
 @pytest.mark.parametrize("name", METHODS)
 def test_memory_counts_every_tensor_that_is_held(name):
     """Found through the objects, not through what they say of themselves."""
-    machine = Rows()
-    machine.prefill(METHODS[name], [40, 22], 3)
+    machine = Rows(METHODS[name])
+    machine.prefill([40, 22], 3)
     machine.turn([5, 9, 1], 4)
     chosen = {id(layer.middle) for layer in machine.cache.layers}  # a mask is the method's, and not a prompt's
     sizes = {
         one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in held(machine.cache.layers, chosen)
     }
     assert machine.cache.memory().total == sum(sizes.values())
+
+
+def test_a_long_turn_slides_through_a_small_window():
+    """A turn of many windows keeps no more tokens whole than the window may hold."""
+    model = tiny_model("llama")
+    ids, mask, columns = conversation((20,), [(300,)])
+    cache = begin(METHODS["leank"], model, ids[:, :20], mask[:, :20])
+    slots = cache.layers[0].store.ring_k.shape[2]
+    go_on(model, cache, ids, mask, 20, columns[1:])
+    store = cache.layers[0].store
+    assert store.ring_k.shape[2] == slots
+    assert 6 <= int((store.seen - store.start).max()) < 10
+
+
+def test_a_copied_prompt_is_complete(recwarn):
+    """Nothing warns of a chunk where a question follows the copy of a context."""
+    model = tiny_model("llama")
+    ids = left_padded([40], 1)[0]
+    cache = compressed_cache(model, random_keep(9), 2, 6, 4)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        model(ids[:, :9], past_key_values=copy.deepcopy(cache))
+        model(ids[:, :9].repeat(3, 1), past_key_values=cache.repeat(3))
+    assert not recwarn
+    for wrong in (0, 1.5, True):
+        with pytest.raises(ValueError, match="give the number of copies of each row"):
+            cache.repeat(wrong)
+
+
+def test_a_copied_store_makes_its_own_work_table():
+    """The kernel's table holds addresses: with the old one a copy would read the original's tokens."""
+    pytest.importorskip("triton")
+    from leank.eval.cache.attention.launch import Kernel
+
+    k, v = torch.randn(2, 1, 2, 300, 64)
+    kernel, store = Kernel(programs=4), Store(k, v, None, Middle(), Sizes(4, 64, 32))
+    plan = kernel.prepare(store)
+    other = copy.deepcopy(store)
+    assert other.plan is None
+    assert not torch.equal(kernel.prepare(other).table, plan.table)

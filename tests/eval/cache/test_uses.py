@@ -1,23 +1,46 @@
-"""Unusual uses of a compressed cache: what the user hears, and what must come out the same."""
+"""Unusual uses of a compressed cache: what the user hears, what must come out the same, and the bytes it counts."""
 
 import functools
-import pickle
 import warnings
+from dataclasses import asdict
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from leank.eval.cache import compressed_cache
+from leank.eval.cache import Sizes, bytes_per_row, compressed_cache, max_batch
+from leank.eval.cache.attention import backend
 from leank.eval.cache.hook import ATTENTION
 from leank.eval.cache.layer import CompressedLayer
+from leank.eval.cache.memory import Memory
 from leank.eval.cache.storage.middle import Middle
+from leank.eval.cache.storage.segment import PAGE
+from leank.eval.cache.storage.store import Store
 from leank.mask import ChannelMask
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, left_padded, random_keep, run, tiny_model
-from tests.helpers.cache_uses import GREEDY, SIZES, feed, new_cache
 from tests.helpers.refusals import one_line
+
+SIZES = (2, 6, 3)  # sink, window, flush
+GREEDY = {"do_sample": False, "pad_token_id": 0}
+
+
+def new_cache(model, keep=None, **options):
+    """A cache of `SIZES` for the model."""
+    return compressed_cache(model, keep, *SIZES, backend="torch", **options)
+
+
+def feed(model, cache, *pieces, mask=None):
+    """Logits of the last piece's last token."""
+    seen = 0
+    for piece in pieces:
+        seen += piece.shape[1]
+        with torch.no_grad():
+            seen_mask = None if mask is None else mask[:, :seen]
+            logits = model(piece, attention_mask=seen_mask, past_key_values=cache).logits
+    return logits[:, -1]
 
 
 @pytest.mark.parametrize("after", ["reset", "second turn"])
@@ -161,21 +184,6 @@ def test_crop_is_a_shorter_prompt_or_refused(lengths, right, remove, seed):
     torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize(
-    ("mask", "line"),
-    [
-        (torch.rand(LAYERS, HEADS, DIM), "keep is torch.float32 .*: of scores, ChannelMask.from_scores"),
-        (torch.full((LAYERS, HEADS, DIM), 2), "keep is torch.int64 "),
-        (object(), "a bool tensor, got object"),
-        ([Middle()], r"mask has shape \(1, 2, 8\), the model needs \(2, 2, 8\)"),
-    ],
-)
-def test_what_is_no_mask_is_refused(mask, line):
-    with pytest.raises(ValueError, match=line) as error:
-        compressed_cache(tiny_model("llama"), mask)
-    assert one_line(error)
-
-
 def test_a_mask_of_another_model_of_the_same_shape_warns(tmp_path):
     """The tokens would be other ones without a word."""
     model = tiny_model("llama")
@@ -185,11 +193,6 @@ def test_a_mask_of_another_model_of_the_same_shape_warns(tmp_path):
     for known in (mask, tmp_path / "mask.safetensors"):
         with pytest.warns(UserWarning, match="trained on org/large and is used on org/small"):
             compressed_cache(model, known)
-
-
-def test_pickling_says_what_to_do_instead():
-    with pytest.raises(TypeError, match=r"call save\(\), and CompressedCache\.load\(\)"):
-        pickle.dumps(new_cache(tiny_model("llama")))
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -269,17 +272,6 @@ def test_crop_goes_back_to_padding_inside_the_window():
         cache.crop(-4)
 
 
-@pytest.mark.parametrize("value", [0, -1, 2.5, "32", True])
-def test_numbers_of_tokens_are_whole(value):
-    model = tiny_model("llama")
-    if value not in (0, -1):
-        for name in ("sink", "window", "flush"):
-            with pytest.raises(ValueError, match=f"{name}={value!r} must be a valid integer"):
-                compressed_cache(model, None, **{name: value})
-    with pytest.raises(ValueError, match=r"give the number of tokens in the whole prompt, at least 1"):
-        new_cache(model).expect(value)
-
-
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("again", ["prompt", "turn", "use_cache", "use_cache without padding"])
 def test_ids_that_do_not_fit_what_the_cache_holds_are_refused(again, own):
@@ -337,3 +329,208 @@ def test_a_pass_that_broke_off_is_not_gone_on_from(layer, where, turn, monkeypat
     assert one_line(error)
     cache.reset()
     assert torch.equal(feed(model, cache, ids, more), want)
+
+
+def test_tokens_wait_in_the_window_while_past_is_recorded():
+    """Twelve tokens stay whole until crop() says how many were right; then those move that would have without."""
+    model, keep = tiny_model("llama"), random_keep(3)
+    ids, _ = left_padded([40], 3)
+    cache, other, plain = (new_cache(model, keep) for _ in range(3))
+    feed(model, cache, ids[:, :20])
+    cache.activate_past_recording()
+    feed(model, cache, ids[:, 20:32])
+    assert cache.compressed[0].store.tail.length.max() == 0
+    cache.crop(-4)
+    assert cache.get_seq_length() == 28
+    assert cache.compressed[0].store.start.tolist() == [20]
+    for one in (other, plain):
+        feed(model, one, ids[:, :20])
+    other.activate_past_recording()
+    feed(model, other, ids[:, 20:28])
+    other.crop(0)
+    torch.testing.assert_close(feed(model, cache, ids[:, 28:29]), feed(model, other, ids[:, 28:29]))
+    feed(model, plain, *ids[:, 20:28].split(1, 1))
+    assert plain.compressed[0].store.start.tolist() == [20]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_layers_with_their_own_sliding_window_are_left_alone(padded):
+    """Mistral with a window of 16, Qwen2 with one full and one sliding layer: what is not compressed stays exact."""
+    ids, mask = left_padded([40, 21 if padded else 40], 8)
+    options = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    mistral = tiny_model("mistral", sliding_window=16)
+    mistral.set_attn_implementation("sdpa")
+    want = mistral.generate(ids, **options)
+    with pytest.warns(RuntimeWarning, match="nothing is compressed"):
+        cache = compressed_cache(mistral, torch.zeros(LAYERS, HEADS, DIM, dtype=torch.bool), *SIZES)
+    assert cache.compressed == []
+    assert torch.equal(mistral.generate(ids, past_key_values=cache, **options), want)
+
+    qwen = tiny_model("qwen2", sliding_window=16, use_sliding_window=True, max_window_layers=1)
+    qwen.set_attn_implementation("sdpa")
+    want = qwen.generate(ids, **options)
+    cache = new_cache(qwen)
+    assert [isinstance(layer, CompressedLayer) for layer in cache.layers] == [True, False]
+    assert torch.equal(qwen.generate(ids, past_key_values=cache, **options), want)
+
+
+def test_the_attention_it_switches_on_is_right_for_other_caches():
+    model = tiny_model("llama")
+    ids, mask = left_padded([30, 12], 9)
+    model.set_attn_implementation("sdpa")
+    options = {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
+    want = model.generate(ids, **options)
+    compressed_cache(model, random_keep(9))
+    assert torch.equal(model.generate(ids, **options), want)
+    assert torch.equal(model.generate(ids, past_key_values=DynamicCache(), prefill_chunk_size=7, **options), want)
+    assert torch.equal(model.generate(ids, use_cache=False, **options), want)
+
+
+def test_memory_is_what_the_tensors_hold_and_what_was_projected():
+    model, keep = tiny_model("llama"), random_keep(10, empty=0.5)
+    ids, _ = left_padded([300, 300], 10)
+    sizes = Sizes(4, 32, 8)
+    cache = compressed_cache(model, keep, 4, 32, 8)
+    feed(model, cache, ids)
+    memory = cache.memory()
+    middle = 300 - 4 - 32
+    assert memory.middle_k == 2 * 8 * middle * int(keep.sum())
+    assert memory.middle_v == 2 * 8 * middle * DIM * int(keep.any(-1).sum())
+    assert memory.window == 2 * 8 * 2 * LAYERS * HEADS * DIM * 32
+    row = bytes_per_row(keep, 300, torch.float64, sizes)
+    assert memory.total - memory.tables == 2 * row
+    assert max_batch(keep, 300, 10 * row + 1, torch.float64, sizes) == 10
+    assert bytes_per_row(keep, 3) == bytes_per_row(keep, 128 + 1024) < bytes_per_row(keep, 128 + 1024 + 1)
+
+
+def test_memory_reads_in_megabytes_and_as_a_share_of_dense():
+    memory = Memory(
+        sink=500_000, window=3_100_000, middle_k=2_000_000, middle_v=5_900_000, tables=99_000, slack=1, dense=28_600_000
+    )
+    parts = "sink 0.5, window 3.1, middle K 2.0, middle V 5.9, tables 0.099, slack <0.001"
+    assert str(memory) == f"11.6 MB, 41% of dense (28.6 MB): {parts}"
+    assert str(memory + memory).startswith("23.2 MB, 41% of dense (57.2 MB): sink 1.0, ")
+    assert str(Memory()) == "0.0 MB"
+    assert str(Memory(other=2_000_000)) == "2.0 MB: other 2.0"
+    assert "dense" not in asdict(memory)  # rows of results keep their parts
+    assert memory.total == sum(asdict(memory).values())
+
+
+def test_the_share_is_of_the_real_tokens_that_were_seen():
+    model, lengths = tiny_model("llama"), [300, 200]
+    ids, mask = left_padded(lengths, 10)
+    cache = compressed_cache(model, random_keep(10, empty=0.5), 4, 32, 8)
+    feed(model, cache, ids, mask=mask)
+    feed(model, cache, ids[:, :1])
+    dense = (sum(lengths) + 2) * 2 * LAYERS * HEADS * DIM * 8
+    memory = cache.memory()
+    assert f" MB, {memory.total / dense:.0%} of dense ({dense / 1e6:.1f} MB): sink 0" in str(memory)
+    assert memory.total < dense
+    cache.reset()
+    assert cache.get_seq_length() == cache.memory().total == 0
+
+
+@pytest.mark.parametrize(
+    ("mask", "options", "line"),
+    [
+        (random_keep(1)[..., :4], {}, r"mask has shape \(2, 2, 4\), the model needs \(2, 2, 8\)"),
+        ([Middle()], {}, r"mask has shape \(1, 2, 8\), the model needs \(2, 2, 8\)"),
+        (torch.rand(LAYERS, HEADS, DIM), {}, "keep is torch.float32 .*: of scores, ChannelMask.from_scores"),
+        (torch.full((LAYERS, HEADS, DIM), 2), {}, "keep is torch.int64 "),
+        (None, {"window": -1}, "window=-1 must be greater than or equal to 0"),
+        (None, {"flush": 2.5}, "flush=2.5 must be a valid integer"),
+        (None, {"backend": "cuda"}, '"auto", "torch" or "triton"'),
+    ],
+)
+def test_what_cannot_be_a_cache_is_refused(mask, options, line):
+    with pytest.raises(ValueError, match=line) as error:
+        compressed_cache(tiny_model("llama"), mask, **options)
+    assert one_line(error)
+
+
+def test_calls_that_come_at_the_wrong_time_are_refused():
+    model, ids = tiny_model("llama"), left_padded([9], 12)[0]
+    cache = new_cache(model, random_keep(12))
+    for value in (0, 2.5, "32", True):
+        with pytest.raises(ValueError, match="give the number of tokens in the whole prompt, at least 1"):
+            cache.expect(value)
+    feed(model, cache, ids, ids[:, :1])
+    with pytest.raises(RuntimeError, match="must come before the prompt"):
+        cache.expect(5)
+    with pytest.raises(ValueError, match="minus the number"):
+        cache.crop(5)
+    feed(model, cache, *ids[:, :2].split(1, 1))  # the window is full: three tokens move
+    with pytest.raises(ValueError, match="at most 0 came after"):
+        cache.crop(-1)
+    cache.reset()
+    cache.expect(4)
+    with pytest.raises(ValueError, match="announced fewer tokens"):
+        feed(model, cache, ids)
+    with pytest.raises(ValueError, match="2-D padding mask"):
+        cache.compressed[0].attend(torch.zeros(1, 4, 1, DIM), torch.zeros(1, 1, 1, 1))
+
+
+def test_sink_and_window_are_those_that_the_mask_was_trained_with(tmp_path):
+    path, model = tmp_path / "mask.safetensors", tiny_model("llama")
+    mask = ChannelMask(random_keep(15), {"sink": 3, "window": 40})
+    mask.save(path)
+    assert torch.equal(
+        torch.stack([layer.middle.channels for layer in compressed_cache(model, path).layers]), mask.keep
+    )
+    for options, sizes in (({}, (3, 40, 32)), ({"window": 7, "flush": 5}, (3, 7, 5)), ({"sink": 0}, (0, 40, 32))):
+        assert {compressed_cache(model, one, **options).compressed[0].sizes for one in (mask, path)} == {Sizes(*sizes)}
+    with pytest.raises(ValueError, match="window='long' must be a valid integer"):
+        compressed_cache(model, ChannelMask(random_keep(15), {"window": "long"}))
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_plain_pytorch_says_why_once_where_there_is_a_gpu(gpu, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    model, ids = tiny_model("llama"), left_padded([12], 13)[0]
+
+    def decode(backend="auto"):
+        feed(model, compressed_cache(model, random_keep(13), *SIZES, backend=backend), ids, ids[:, :1])
+
+    backend._warn.cache_clear()
+    if gpu:
+        with pytest.warns(RuntimeWarning, match="runs in plain PyTorch: "):
+            decode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        decode()
+    with pytest.raises(RuntimeError, match='backend="triton" cannot run: '):
+        decode("triton")
+
+
+def test_no_more_than_a_page_is_spare_before_there_is_a_middle():
+    model = tiny_model("llama")
+    cache = compressed_cache(model, ChannelMask(random_keep(0)), 8, 1024, 32, "torch")
+    ids = torch.randint(2, 80, (1, 265), generator=torch.Generator().manual_seed(0))
+    model(ids, past_key_values=cache)
+    token = 2 * 2 * 2 * 8 * 8  # K and V, layers, heads, channels, fp64
+    for length in range(265, 400):
+        held = cache.memory()
+        assert (held.middle_k, held.middle_v) == (0, 0)
+        assert held.sink + held.window == length * token
+        assert held.slack < PAGE * token
+        model(ids[:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("lengths", [[5, 5], [40, 7], [300, 200]], ids=str)
+def test_tokens_are_those_of_a_ring_that_is_whole_from_the_start(lengths, monkeypatch):
+    model, logits = tiny_model("llama"), []
+    width = max(lengths)
+    ids = torch.randint(2, 80, (2, width), generator=torch.Generator().manual_seed(1))
+    real = torch.arange(width) >= width - torch.tensor(lengths)[:, None]
+    for whole in (False, True):
+        if whole:
+            monkeypatch.setattr(Store, "_slots", lambda self, held: max(self.sizes.ring, -(-held // PAGE) * PAGE))
+        cache = compressed_cache(model, ChannelMask(random_keep(0)), 8, 250, 32, "torch")
+        mask, found = real, []
+        found.append(model(ids, attention_mask=mask.long(), past_key_values=cache).logits[:, -1])
+        for step in range(150):
+            mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
+            token = ids[:, step % width, None]
+            found.append(model(token, attention_mask=mask.long(), past_key_values=cache).logits[:, -1])
+        logits.append(torch.stack(found).detach().numpy())
+    np.testing.assert_allclose(*logits, rtol=0, atol=1e-12)  # in another order of the slots

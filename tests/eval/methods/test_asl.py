@@ -1,17 +1,14 @@
 """ASL: where it selects, what its rule gives for a model, and its two passes."""
 
-import itertools
-
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from leank.eval.__main__ import run as run_eval
 from leank.eval.inference.prefill import pad_left
 from leank.eval.methods.prefill import asl
-from leank.eval.methods.prefill.asl import ASL, DEEP, few_layers, rank_variance, ranks
+from leank.eval.methods.prefill.asl import ASL, DEEP, few_layers
 from leank.eval.methods.prefill.fastkv import FastKV
 from leank.eval.methods.registry import choice
 from leank.eval.report.summary import summarise
@@ -168,20 +165,3 @@ def test_one_pass_does_not_say_that_the_last_layer_selected():
     one, two = (ASL(24, 0.99, 4, 3, 2, LAYERS - 2, two_pass=passes == 2) for passes in (1, 2))
     assert LAYERS - 1 in run(two, model, ids).selected_at
     assert run(one, model, ids).selected_at == [-1] * 8
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.data())
-def test_rank_variance_is_over_tokens_that_any_layer_ranks_first(data):
-    layers, tokens = data.draw(st.integers(1, 8)), data.draw(st.integers(2, 30))
-    scores = [data.draw(st.permutations(range(tokens))) for _ in range(layers)]
-    k = data.draw(st.integers(1, tokens))
-    found = torch.stack([ranks(torch.tensor(s, dtype=torch.float32)) for s in scores])
-    assert found.tolist() == [[tokens - value for value in s] for s in scores]
-    union = sorted(set(itertools.chain(*(np.argsort(s)[::-1][:k].tolist() for s in scores))))
-    direct = 0.0
-    for token in union:
-        mine = [sum(other >= s[token] for other in s) for s in scores]
-        mean = sum(mine) / layers
-        direct += sum((r - mean) ** 2 for r in mine) / layers / len(union)
-    assert float(rank_variance(found, k)) == pytest.approx(direct, abs=1e-9)

@@ -75,13 +75,12 @@ def observed():
     return passes()
 
 
-@pytest.mark.parametrize("drop", [False, True], ids=["all tokens", "some tokens"])
 @pytest.mark.parametrize("label", CHOICES)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_rows_of_a_padded_batch_choose_as_alone(family, label, drop):
+def test_rows_of_a_padded_batch_choose_as_alone(family, label):
+    """Where all tokens stay; where some are dropped, the tests below compare each prompt alone."""
     model, batch, alone = passes(family)
-    if not drop:
-        batch, alone = replace(batch, selected=None), [replace(one, selected=None) for one in alone]
+    batch, alone = replace(batch, selected=None), [replace(one, selected=None) for one in alone]
     choice = CHOICES[label]
     for choose in (choice.keep_mask, choice.keep_value_mask):
         together, apart = choose(batch, model.config), [choose(one, model.config) for one in alone]
@@ -107,33 +106,36 @@ def test_rows_of_a_padded_batch_decode_as_alone(label):
     assert together[label] != together["dense"]
 
 
-def norms_by_hand(one, layer, head):
-    """||Q_m[:, j] K[:, j]^T||_F of each member m and channel j of a KV head, over the tokens that stay; [2, 8]."""
-    dense = one.layers[layer]
-    k = dense.keys[0, head][one.selected[layer][0, head]]
-    return torch.tensor(
-        [
-            [torch.linalg.matrix_norm(torch.outer(dense.queries[0, m, :, j], k[:, j])).item() for j in range(8)]
-            for m in (2 * head, 2 * head + 1)
-        ],
-        dtype=torch.float64,
-    )
+def held(one, layer, head):
+    """(queries [2, n, 8] of a KV head's members, K [T, 8] and V [T, 8] of the tokens that stay) of a prompt alone."""
+    dense, stays = one.layers[layer], one.selected[layer][0, head]
+    return dense.queries[0, 2 * head : 2 * head + 2], dense.keys[0, head, stays], dense.values[0, head, stays]
 
 
-@pytest.mark.parametrize("group", ["squares", "norms"])
-def test_think_prunes_the_lowest_norms_of_the_tokens_that_stay(observed, group):
+def think_by_hand(power):
+    """Of each channel ||Q_m[:, j] K[:, j]^T||_F of each member m, to a power, added up."""
+    return lambda q, k: sum(torch.stack([torch.outer(m[:, j], k[:, j]).norm() for j in range(8)]) ** power for m in q)
+
+
+KEPT = {  # label of a choice -> scores of a head's channels by hand, channels kept of each head [L, H]
+    "think": (think_by_hand(2), torch.full((2, 2), 4)),  # of 8 channels, floor(0.6 * 8) go
+    "think norms": (think_by_hand(1), torch.full((2, 2), 4)),
+    "l1": (lambda q, k: k.abs().sum(0), torch.full((2, 2), 4)),
+    "l2": (lambda q, k: k.square().sum(0), torch.full((2, 2), 4)),
+    "budget": (think_by_hand(2), random_keep(0).sum(-1)),
+}
+
+
+@pytest.mark.parametrize("label", KEPT)
+def test_the_channels_of_the_highest_scores_by_hand_stay(observed, label):
+    """Of the tokens that stay alone; of a mask's budget as many as it has in each head."""
     model, batch, alone = observed
-    keep = ThinK(0.6, QUERIES, group).keep_mask(batch, model.config)
-    assert keep.shape == (3, 2, 2, 8)
-    for row, one in enumerate(alone):
-        for layer in range(2):
-            for head in range(2):
-                found = norms_by_hand(one, layer, head)
-                score = (found.square() if group == "squares" else found).sum(
-                    0
-                )  # ThinK has the mean, which ranks alike
-                pruned_by_hand = score.argsort()[:4].sort().values  # floor(0.6 * 8)
-                assert torch.equal((~keep[row, layer, head]).nonzero().flatten(), pruned_by_hand)
+    by_hand, counts = KEPT[label]
+    keep = CHOICES[label].keep_mask(batch, model.config)
+    for row, layer, head in itertools.product(range(3), range(2), range(2)):
+        q, k, _ = held(alone[row], layer, head)
+        best = by_hand(q, k).topk(int(counts[layer, head])).indices.sort().values
+        assert torch.equal(keep[row, layer, head].nonzero().flatten(), best)
 
 
 @pytest.mark.parametrize(("group", "power"), [("norms", 1), ("squares", 2)])
@@ -142,19 +144,15 @@ def test_thinks_values_against_the_whole_attention(observed, group, power):
     _, batch, alone = observed
     for layer, found in enumerate(seen(batch, QUERIES)):
         scores = value_scores(found, QUERIES, group)
-        for row, one in enumerate(alone):
-            dense, length = one.layers[layer], one.columns
-            for head in range(2):
-                by_hand = torch.zeros(8, dtype=torch.float64)
-                for member in (2 * head, 2 * head + 1):
-                    outputs = []
-                    for n in range(QUERIES):
-                        place = length - QUERIES + n
-                        sees = one.selected[layer][0, head, : place + 1].nonzero().flatten()
-                        k, v = dense.keys[0, head, sees], dense.values[0, head, sees]
-                        outputs.append(torch.softmax(k @ dense.queries[0, member, n] / 8**0.5, 0) @ v)
-                    by_hand += torch.stack(outputs).norm(dim=0) ** power / 2
-                torch.testing.assert_close(scores[row, head], by_hand)
+        for row, head in itertools.product(range(3), range(2)):
+            queries, k, v = held(alone[row], layer, head)  # the observed tokens all stay, as the last ones
+            by_hand = torch.zeros(8, dtype=torch.float64)
+            for member in queries:
+                outputs = []
+                for n, q in enumerate(member, len(k) - QUERIES + 1):  # n tokens are seen
+                    outputs.append(torch.softmax(k[:n] @ q / 8**0.5, 0) @ v[:n])
+                by_hand += torch.stack(outputs).norm(dim=0) ** power / 2
+            torch.testing.assert_close(scores[row, head], by_hand)
 
 
 def test_a_query_that_sees_no_token_adds_nothing_to_values():
@@ -183,37 +181,8 @@ def test_values_are_scored_by_the_models_own_softmax(observed):
 
 def test_values_are_pruned_by_their_own_ratio(observed):
     model, batch, _ = observed
-    both = ThinK(0.6, QUERIES, values=0.3)
-    assert (both.keep_mask(batch, model.config).sum(-1) == 4).all()
-    assert (both.keep_value_mask(batch, model.config).sum(-1) == 6).all()
+    assert (CHOICES["think"].keep_value_mask(batch, model.config).sum(-1) == 6).all()
     assert ThinK(0.6, QUERIES).keep_value_mask(batch, model.config) is None
-
-
-@pytest.mark.parametrize("norm", [1, 2])
-def test_magnitude_keeps_the_channels_of_the_largest_norm(observed, norm):
-    model, batch, alone = observed
-    keep = Magnitude(0.4, norm).keep_mask(batch, model.config)
-    for row, one in enumerate(alone):
-        for layer in range(2):
-            for head in range(2):
-                k = one.layers[layer].keys[0, head][one.selected[layer][0, head]]
-                size = [sum(abs(x) ** norm for x in k[:, j].tolist()) for j in range(8)]
-                lowest = sorted(range(8), key=lambda j, size=size: size[j])[:3]  # floor(0.4 * 8)
-                assert (~keep[row, layer, head]).nonzero().flatten().tolist() == sorted(lowest)
-
-
-def test_a_masks_budget_is_filled_by_thinks_rule(observed):
-    model, batch, alone = observed
-    mask = ChannelMask(random_keep(0))
-    keep = LeanKBudget(mask, QUERIES).keep_mask(batch, model.config)
-    assert len(set(mask.channels_per_head.flatten().tolist())) > 2
-    for row, one in enumerate(alone):
-        assert torch.equal(keep[row].sum(-1), mask.channels_per_head)
-        for layer in range(2):
-            for head in range(2):
-                score = norms_by_hand(one, layer, head).square().sum(0)
-                count = int(mask.channels_per_head[layer, head])
-                assert torch.equal(keep[row, layer, head].nonzero().flatten(), score.topk(count).indices.sort().values)
 
 
 def test_a_budget_is_known_by_its_mask_and_settings():
@@ -224,16 +193,13 @@ def test_a_budget_is_known_by_its_mask_and_settings():
 
 def test_by_length_tells_the_rows_apart(observed):
     model, batch, alone = observed
-    made = CHOICES["by length"]
+    made, above = CHOICES["by length"], ThinK(0.6, QUERIES, values=0.3)
     keep, values = made.keep_mask(batch, model.config), made.keep_value_mask(batch, model.config)
-    for row, length in enumerate(LENGTHS):
-        if length <= 31:
-            assert torch.equal(keep[row], lowest_frequencies(model.config, 0.5).keep)
-            assert values[row].all()
-        else:
-            above = ThinK(0.6, QUERIES, values=0.3)
-            assert torch.equal(keep[row : row + 1], above.keep_mask(alone[row], model.config))
-            assert torch.equal(values[row : row + 1], above.keep_value_mask(alone[row], model.config))
+    for row in (0, 1):  # the third prompt alone has more than 31 tokens
+        assert torch.equal(keep[row], lowest_frequencies(model.config, 0.5).keep)
+        assert values[row].all()
+    assert torch.equal(keep[2:], above.keep_mask(alone[2], model.config))
+    assert torch.equal(values[2:], above.keep_value_mask(alone[2], model.config))
     assert made.obs_queries == QUERIES
 
 
@@ -266,17 +232,12 @@ def calibrated(choice, lengths=(17, 23, 30)):
     return choice.keep_mask(None, model.config), [prefill(model, one, None, 0, one.shape[1]) for one in ids]
 
 
-def outer_norms(q, k):
-    """||q_j k_j^T||_F of every channel j."""
-    return torch.stack([torch.outer(q[:, j], k[:, j]).norm() for j in range(8)])
-
-
 OBSERVED = {"samples": 3, "queries": QUERIES}
 MEANS = {  # a choice; what it averages over samples and the heads of a group, of all queries q and keys k of a head
     "double sparsity": (DoubleSparsityChannels(0.6, length=512, samples=3), lambda q, k: (q * k).abs().mean(0)),
-    "static norm": (StaticNorm(0.6, **OBSERVED), lambda q, k: outer_norms(q[-QUERIES:], k)),
+    "static norm": (StaticNorm(0.6, **OBSERVED), lambda q, k: think_by_hand(1)([q[-QUERIES:]], k)),
     "relative": (StaticNorm(0.6, **OBSERVED, relative=True),
-                 lambda q, k: outer_norms(q[-QUERIES:], k) / (q[-QUERIES:] @ k.T).norm()),
+                 lambda q, k: think_by_hand(1)([q[-QUERIES:]], k) / (q[-QUERIES:] @ k.T).norm()),
 }  # fmt: skip
 
 

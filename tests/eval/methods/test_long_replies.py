@@ -1,4 +1,4 @@
-"""Long replies of methods that evict while decoding or choose what they read, against a dense cache that hides tokens.
+"""Long replies of methods that evict while decoding, against a dense cache that hides tokens.
 
 The slow form holds every key and value of one prompt, and keeps lists of the tokens that each head still has.
 """
@@ -13,8 +13,6 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from leank.eval.cache import Sizes
 from leank.eval.inference.prefill import prefill
 from leank.eval.methods import build_method
-from leank.eval.methods.reads.double_sparsity import DoubleSparsity
-from leank.eval.methods.reads.quest import Quest
 from leank.eval.methods.tokens.h2o import H2O
 from leank.eval.methods.tokens.lethe import Lethe
 from leank.eval.methods.tokens.rkv import RKV
@@ -41,7 +39,7 @@ class Held:
 
 
 class Slow:
-    """One prompt; the choice is Quest, Double Sparsity, H2O, TOVA, R-KV or Lethe. keep: bool [L, H, D]."""
+    """One prompt; the choice is H2O, TOVA, R-KV or Lethe. keep: bool [L, H, D]."""
 
     def __init__(self, choice, sizes, keep):
         self.choice, self.sizes, self.keep = choice, sizes, keep
@@ -62,8 +60,7 @@ class Slow:
             keys = held.keys[head].clone()
             keys[middle] *= kept
             for one in range(head * group, (head + 1) * group):
-                seen = self.reads(index, head, q[one, 0], keys, middle)
-                tokens = self.around(seen, held)
+                tokens = self.around(middle, held)
                 weights = (keys[tokens] @ q[one, 0] * scaling).softmax(0)
                 out[one, 0] = weights @ held.values[head, tokens]
                 held.scores[head, tokens] += weights
@@ -103,22 +100,6 @@ class Slow:
     def around(self, middle, held):
         """Tokens of the middle between those of sink and window."""
         return [*range(min(self.sizes.sink, held.tokens)), *middle, *range(held.start, held.tokens)]
-
-    def reads(self, index, head, q, keys, middle):
-        """The tokens of its middle that one query reads."""
-        choice = self.choice
-        if not isinstance(choice, (Quest, DoubleSparsity)) or index < choice.dense_layers or not middle:
-            return middle
-        room = choice.budget - self.sizes.sink - self.sizes.window
-        if isinstance(choice, DoubleSparsity):
-            labels = choice.labels.mask()[index, head] & self.keep[index, head]
-            scores = (keys[middle][:, labels] @ q[labels]).tolist()
-            best = sorted(range(len(middle)), key=lambda n: -scores[n])[:room]
-            return sorted(middle[n] for n in best)
-        pages = [middle[n : n + choice.page] for n in range(0, len(middle), choice.page)]
-        bound = [float(torch.maximum(q * keys[p].amin(0), q * keys[p].amax(0)).sum()) for p in pages]
-        best = sorted(range(len(pages)), key=lambda n: -bound[n])[: max(1, room // choice.page)]
-        return sorted(j for n in best for j in pages[n])
 
     def flush(self, index, held):
         """Tokens leave the window, and then the middle."""
@@ -230,47 +211,37 @@ def slow_replies(slow, model, prompt, forced):
     return torch.cat(logits)
 
 
-# head_dim, KV heads, group, layers; sink, window, flush; lengths; axis, its choice; share of channels gone, None of a
+# head_dim, KV heads, group, layers; sink, window, flush; lengths; choice; share of channels gone, None of a
 # mask that leaves the last head none
 CASES = {
-    "h2o": ((80, 1, 7, 2), (0, 0, 1), (33, 90), "tokens", {"name": "h2o", "budget": 9}, 0.5),
-    "h2o, nothing": ((96, 2, 1, 1), (3, 1, 8), (70, 1), "tokens", {"name": "h2o", "budget": 4}, 0),
-    "h2o, an empty head": ((16, 2, 2, 2), (2, 4, 3), (37, 12), "tokens", {"name": "h2o", "budget": 16}, None),
-    "tova": ((96, 1, 3, 1), (0, 0, 3), (60, 7, 1), "tokens", {"name": "tova", "budget": 25}, 0.5),
-    "rkv": ((16, 1, 7, 2), (3, 6, 1), (60, 7), "tokens",
+    "h2o": ((80, 1, 7, 2), (0, 0, 1), (33, 90), {"name": "h2o", "budget": 9}, 0.5),
+    "h2o, nothing": ((96, 2, 1, 1), (3, 1, 8), (70, 1), {"name": "h2o", "budget": 4}, 0),
+    "h2o, an empty head": ((16, 2, 2, 2), (2, 4, 3), (37, 12), {"name": "h2o", "budget": 16}, None),
+    "tova": ((96, 1, 3, 1), (0, 0, 3), (60, 7, 1), {"name": "tova", "budget": 25}, 0.5),
+    "rkv": ((16, 1, 7, 2), (3, 6, 1), (60, 7),
             {"name": "rkv", "budget": 30, "queries": 8, "kernel": 3, "threshold": 0.2}, 0.5),
-    "rkv, window": ((80, 2, 1, 1), (0, 12, 8), (40, 90), "tokens",
+    "rkv, window": ((80, 2, 1, 1), (0, 12, 8), (40, 90),
                     {"name": "rkv", "budget": 33, "queries": 4, "mix": 0.5}, 0),
-    "lethe": ((80, 1, 3, 2), (0, 6, 3), (33, 90), "tokens",
+    "lethe": ((80, 1, 3, 2), (0, 6, 3), (33, 90),
               {"name": "lethe", "sparse_ratio": 3.0, "gamma": 0.9, "evict_at": 36, "min_sparsity": 0.1}, 0.5),
-    "lethe, an empty head": ((16, 2, 2, 2), (2, 4, 3), (36, 15), "tokens",
+    "lethe, an empty head": ((16, 2, 2, 2), (2, 4, 3), (36, 15),
                              {"name": "lethe", "sparse_ratio": 3.0, "segments": 5, "gamma": 0.9, "evict_at": 20}, None),
-    "lethe, printed": ((96, 2, 1, 1), (3, 0, 1), (60, 7, 1), "tokens",
+    "lethe, printed": ((96, 2, 1, 1), (3, 0, 1), (60, 7, 1),
                        {"name": "lethe", "recent_ratio": 0.0, "evict_at": 9, "segments": 4, "reading": "printed"}, 0),
-    "quest": ((80, 1, 7, 2), (0, 0, 3), (5, 40), "reads", {"name": "quest", "budget": 30, "page": 5}, 0.5),
-    "quest, one page": ((256, 1, 3, 1), (3, 6, 8), (33, 90), "reads",
-                        {"name": "quest", "budget": 10, "page": 16, "dense_layers": 0}, 0),
-    "double_sparsity": ((96, 2, 1, 2), (0, 1, 1), (60, 7, 1), "reads",
-                        {"name": "double_sparsity", "budget": 31, "dense_layers": 1}, 0.5),
 }  # fmt: skip
 
 
 def check(case, steps):
     """Every row of a padded batch against the slow form, and what its heads still hold."""
-    (dim, heads, group, layers), (sink, window, flush), lengths, axis, config, ratio = CASES[case]
+    (dim, heads, group, layers), (sink, window, flush), lengths, config, ratio = CASES[case]
     model = random_model(dim, heads, group, layers)
-    if config["name"] == "quest":
-        config = {"dense_layers": 1, **config}
-    given = {axis: config, **({"channels": {"name": "random", "ratio": ratio}} if ratio else {})}
+    given = {"tokens": config, **({"channels": {"name": "random", "ratio": ratio}} if ratio else {})}
     if ratio is None:
         mask = torch.rand(layers, heads, dim, generator=torch.Generator().manual_seed(3)) < 0.5
         mask[-1, -1] = False
         given["channels"] = {"name": "leank", "mask": ChannelMask(mask)}
     chosen = build_method(case, given, {"sink": sink, "window": window, "flush": flush, "backend": "torch"})
-    choice = chosen.axes[axis]
-    if isinstance(choice, DoubleSparsity):
-        scores = torch.rand(layers, heads, dim, generator=torch.Generator().manual_seed(3))
-        choice.labels._found[choice.labels.calibrated_on] = scores
+    choice = chosen.tokens
     whole = torch.ones(layers, heads, dim, dtype=torch.bool)
     keep = whole if chosen.channels is None else chosen.channels.keep_mask(None, model.config)
     generator, width = torch.Generator().manual_seed(dim), max(lengths)
@@ -287,9 +258,8 @@ def check(case, steps):
             assert middle.tolist() == [len(of_head) for of_head in held.middle]
     dense = prefill(model, ids, real, 1)
     everything = [int(n) + steps - sink - window for n in dense.lengths]
-    if axis == "tokens":  # something was evicted
-        assert all((layer.store.tail.length + layer.store.prompt.length).max() < max(everything)
-                   for layer in cache.layers)  # fmt: skip
+    for layer in cache.layers:  # something was evicted
+        assert (layer.store.tail.length + layer.store.prompt.length).max() < max(everything)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -90,22 +90,6 @@ def test_gemfilter_reads_what_the_last_query_picks(family):
     assert decoded(model, found) == [tokens]
 
 
-@torch.no_grad()
-def test_fastkv_pools_each_head_by_maximum_and_passes_on_a_share():
-    method, model, (prompt,) = FastKV(0.4, 2, 4, 5, "max"), model_of(), prompts([LENGTH], seed=5)
-    kept = {}
-
-    def select(index, queries, keys, attention):
-        of_heads = attention[:, -4:, :-4].sum(1)
-        pooled = [[max(head[max(0, j - 2) : j + 3]) for j in range(len(head))] for head in of_heads.tolist()]
-        kept[index] = highest([sum(x) for x in zip(*pooled, strict=True)], int(0.4 * LENGTH) - 4)
-
-    ByHand(model, prompt, select)
-    found = run(method, model, torch.tensor([prompt]))
-    assert found.layers[3].kept[0].tolist() == kept[2] + list(range(LENGTH - 4, LENGTH))
-    assert method.kept_counts(model.config, LENGTH)[0] == [LENGTH] * 3 + [24] * 3
-
-
 @pytest.mark.parametrize("method", [ASL(20, 0.9, 4), FastKV(20, 2, 4), PyramidInfer(0.2, 0.6, least=8)], ids=repr)
 @torch.no_grad()
 def test_as_many_queries_are_kept_as_the_other_axes_ask_for(method):
@@ -139,6 +123,7 @@ def test_with_room_for_all_or_nothing_settled_it_is_the_dense_pass(method):
     ("method", "expected"),
     [
         (FastKV(20, 2, 4), [[LENGTH] * 3 + [20] * 3]),
+        (FastKV(0.4, 2, 4), [[LENGTH] * 3 + [24] * 3]),
         (FastKV(0.05, 2, 4), [[LENGTH] * 3 + [5] * 3]),  # a share of three tokens; the window and one go on
         (GemFilter(16, 1), [[LENGTH] * 2 + [1] * 4, [16] * 6]),
         (GemFilter(16), [[LENGTH] * 3 + [1] * 3, [16] * 6]),
@@ -162,6 +147,7 @@ def test_tokens_that_each_layer_computes(method, expected):
     run(method, model, torch.tensor([prompt]))
     for hook in hooks:
         hook.remove()
+    assert list(method.kept_counts(model.config, LENGTH)[0]) == expected[-1]
     assert [counts[i : i + LAYERS] for i in range(0, len(counts), LAYERS)] == expected
 
 

@@ -19,6 +19,7 @@ from leank.eval.methods.reads.double_sparsity import DoubleSparsity, Labels
 from leank.eval.methods.reads.quest import Pages, Quest
 from leank.mask import ChannelMask
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, left_padded, random_keep, run, tiny_model
+from tests.oracles.cache_attention import bounds_of
 
 SIZES = Sizes(2, 6, 4)
 
@@ -75,6 +76,8 @@ def rounded_by_hand(values, bits):
 @settings(max_examples=25, deadline=None)
 @example(seed=0, lengths=[60, 40], page=1, budget=16, grow=3, bits=2)
 @example(seed=1, lengths=[60, 40], page=1, budget=16, grow=3, bits=4)
+@example(seed=2, lengths=[5, 40], page=5, budget=30, grow=60, bits=None)
+@example(seed=3, lengths=[33, 7], page=3, budget=30, grow=60, bits=16)
 @given(
     seed=st.integers(0, 2**16),
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=2),
@@ -148,7 +151,7 @@ def test_a_partly_filled_page_is_bounded_by_its_own_tokens():
     layer, _ = layer_of(Quest(20, 16, 0), [2 + 20 + 6], 0)
     assert isinstance(layer.store.reads, Pages)
     k, _ = layer.store.prompt.read(0, 0)
-    low, high = layer.store.reads.bounds.of(0, 0)
+    low, high = bounds_of(layer.store.reads.bounds, 0, 0)
     torch.testing.assert_close(low[1], k[16:].amin(0))
     torch.testing.assert_close(high[1], k[16:].amax(0))
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leank.channel_scores import pruned
+from leank.eval.inference.decode import greedy
 from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.inference.prefill import prefill
 from leank.eval.methods import build_method
@@ -119,22 +120,12 @@ def test_the_cache_attends_to_the_keys_that_are_read_back(name):
 
     def answer(ids, real):
         found = prefill(model, ids, real, new, chosen.obs_queries)
-        cache = chosen.cache(model, found)
-        out = []
-        logits, there = found.logits, torch.ones_like(ids) if real is None else real.long()
-        for _ in range(new):
-            out.append(logits.argmax(-1))
-            there = torch.cat([there, torch.ones_like(there[:, :1])], 1)
-            position = there.sum(1, keepdim=True) - 1
-            logits = model(out[-1][:, None], attention_mask=there, position_ids=position, past_key_values=cache).logits[
-                :, -1
-            ]
-        return torch.stack(out, 1), cache, found
+        cache, many = chosen.cache(model, found), [new] * len(ids)
+        return greedy(model, cache, found.logits, real, found.lengths, [], many, many)[0], cache, found
 
     together, cache, found = answer(ids, mask.bool())
     for row, length in enumerate(lengths):
-        alone, _, _ = answer(ids[row : row + 1, -length:], None)
-        assert torch.equal(together[row], alone[0])
+        assert [together[row]] == answer(ids[row : row + 1, -length:], None)[0]
     for index, layer in enumerate(cache.compressed):
         code = layer.store.prompt.codec
         for row, length in enumerate(lengths):

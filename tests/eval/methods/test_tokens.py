@@ -26,7 +26,6 @@ from leank.eval.methods.tokens.expected_attention import ExpectedAttention, freq
 from leank.eval.methods.tokens.h2o import H2O
 from leank.eval.methods.tokens.keydiff import KeyDiff
 from leank.eval.methods.tokens.pyramidkv import PyramidKV, pyramid
-from leank.eval.methods.tokens.rkv import RKV
 from leank.eval.methods.tokens.snapkv import SnapKV
 from leank.eval.methods.tokens.streaming_llm import StreamingLLM
 from leank.eval.methods.tokens.tova import TOVA
@@ -114,27 +113,6 @@ def expected_by_hand(layer, choice, config):
     ]
 
 
-def rkv_by_hand(layer, choice, config):
-    keys, count = layer.keys[0], layer.keys.shape[2]
-    weights = attention(layer.queries[0, :, -choice.queries :], keys).mean(1).unflatten(0, (HEADS, -1)).mean(1)
-    found, reach = [], choice.kernel // 2
-    for of_head, head in zip(weights, keys, strict=True):
-        alike = [[float(a @ b / a.norm() / b.norm()) if i != j else 0.0 for j, b in enumerate(head)]
-                 for i, a in enumerate(head)]  # fmt: skip
-        for line in alike:
-            over = [j for j, value in enumerate(line) if value > choice.threshold]
-            if over:
-                line[over[-1]] = 0.0
-        mean = [sum(line[j] for line in alike) / count for j in range(count)]
-        total = sum(math.exp(x) for x in mean)
-        found.append([
-            choice.mix * float(of_head[max(0, j - reach) : j + reach + 1].max())
-            - (1 - choice.mix) * math.exp(mean[j]) / total
-            for j in range(count)
-        ])  # fmt: skip
-    return found
-
-
 def whole(lengths, row=None):
     """(model, a pass over prompts, or over one of them alone, that keeps all queries)."""
     model = tiny_model("llama")
@@ -153,9 +131,6 @@ SCORED = {  # budget -> the choice; its scores by hand; last tokens that it alwa
     "expected": (lambda n: ExpectedAttention(n, future=5, skip=1), expected_by_hand, 0),
     "no covariance": (lambda n: ExpectedAttention(n, 40, 3, 0, False, 0.02), expected_by_hand, 0),
     "few queries": (lambda n: ExpectedAttention(n, 5, 7, 2), expected_by_hand, 0),
-    "rkv": (lambda n: RKV(n, 3, 5), rkv_by_hand, 3),
-    "rkv, important": (lambda n: RKV(n, 3, 5, 0.9, 0.0), rkv_by_hand, 3),
-    "rkv, redundant": (lambda n: RKV(n, 3, 5, 0.0), rkv_by_hand, 3),
 }
 
 
@@ -219,12 +194,15 @@ def test_pyramid_is_a_line_with_an_exact_total(mean, available, layers, beta):
 
 
 @given(mean=st.integers(20, 4000), layers=st.integers(2, 80))
-def test_pyramid_is_the_authors_but_for_their_rounding(mean, layers):
-    """Their shares, for prompts that are long enough: the step between layers is rounded down."""
+def test_pyramidkv_can_round_the_step_between_layers_down_as_its_authors_do(mean, layers):
+    """For prompts that are long enough; the layers then hold a little more."""
     low = mean // 20
     step = (2 * (mean - low)) // (layers - 1)
-    for index, share in enumerate(pyramid(mean, 10**6, layers, 20)):
-        assert 0 <= (2 * mean - low - index * step) - share < layers
+    authors = PyramidKV(100, rounding="authors").shares(mean, 10**6, layers)
+    assert authors == [2 * mean - low - index * step for index in range(layers)]
+    assert all(
+        0 <= more - share < layers for more, share in zip(authors, pyramid(mean, 10**6, layers, 20), strict=True)
+    )
 
 
 @pytest.mark.parametrize("beta", [1, 3, 20])
@@ -298,6 +276,14 @@ def test_duo_attention_streams_in_another_order(tmp_path):
     assert len(drawn) == 4
     identities = {str(replace(choice, order="random", seed=s).identity()) for s in (1, 2)}
     assert len({*identities, str(replace(choice, order="lowest").identity())}) == 3
+
+
+def test_duo_attention_can_count_as_its_authors_do(tmp_path):
+    for ratio, nearest, authors in ((0.0, 0, 0), (0.5, 3, 3), (0.6, 4, 3), (1.0, 6, 5)):
+        choice = duo(tmp_path, [[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]], ratio)
+        assert choice.streaming().sum() == nearest
+        assert replace(choice, count="authors").streaming().sum() == authors
+    assert DuoAttention(count="authors").identity() == {**DuoAttention().identity(), "count": "authors"}
 
 
 @pytest.mark.parametrize("order", ["highest", "lowest", "random"])
@@ -381,23 +367,6 @@ def test_answers_are_those_of_a_dense_cache_that_does_not_see_the_others(name, t
     assert dense < len(lengths)  # what was dropped mattered
 
 
-def test_pyramidkv_can_round_as_its_authors_do():
-    """The step between layers is rounded down, so the sum is larger."""
-    choice = PyramidKV(100, rounding="authors")
-    assert choice.shares(100, 10**6, 4) == [195, 132, 69, 6]  # 2 * 100 - 5, less 63 a layer
-    assert sum(choice.shares(10, 10**6, 32)) > sum(PyramidKV(100).shares(10, 10**6, 32)) == 320
-
-
-def test_duo_attention_can_count_as_its_authors_do(tmp_path):
-    gates = [[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]]
-    path = tmp_path / "gates.tsv"
-    path.write_text("\n".join("\t".join(map(str, row)) for row in gates))
-    for ratio, nearest, authors in ((0.0, 0, 0), (0.5, 3, 3), (0.6, 4, 3), (1.0, 6, 5)):
-        assert DuoAttention(str(path), ratio).streaming().sum() == nearest
-        assert DuoAttention(str(path), ratio, count="authors").streaming().sum() == authors
-    assert DuoAttention(count="authors").identity() == {**DuoAttention().identity(), "count": "authors"}
-
-
 def test_a_budget_may_be_a_share_of_each_prompt():
     model, found = observed((33, 7, 21))
     keep = SnapKV(0.4, 3).keep_mask(found, model.config, Sizes(1, 3, 4))[0]
@@ -425,37 +394,11 @@ def test_bad_patterns_are_named(tmp_path):
         DuoAttention(str(tmp_path / "words.tsv")).check(config, None)
 
 
-def test_a_share_of_the_prompt_is_rounded_down():
-    sizes = Sizes(1, 2, 4)
-    assert [SnapKV(budget=0.38, queries=2).between(length, sizes) for length in (7, 10, 11, 100)] == [0, 0, 1, 35]
+CHOICES = [TOVA(12, evict=False), KeyDiff(12), ExpectedAttention(12), AdaKV(12, {"name": "keydiff"}), SnapKV(12, 4),
+           PyramidKV(12, 4), StreamingLLM()]  # fmt: skip
 
 
-ANY = [
-    TOVA(12, evict=False), KeyDiff(12), ExpectedAttention(12), AdaKV(12, {"name": "keydiff"}), SnapKV(0.4, 3),
-    SnapKV(12, 3), SnapKV(12, 4),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("choice", [*ANY, PyramidKV(12, 3), H2O(12), StreamingLLM(), "duo"], ids=str)
-def test_rows_of_a_batch_keep_what_they_keep_alone(choice, tmp_path):
-    lengths = (33, 7, 21)
-    model, found = observed(lengths, family="qwen3")
-    choice = duo(tmp_path, [[0.1, 0.9], [0.8, 0.2]]) if choice == "duo" else choice
-    keeps = choice.keep_mask(found, model.config, SIZES)
-    assert any(keep is not None for keep in keeps)
-    for row, length in enumerate(lengths):
-        one = choice.keep_mask(alone(model, lengths, row), model.config, SIZES)
-        for keep, expected in zip(keeps, one, strict=True):
-            assert kept_of(keep, row, length) == kept_of(expected, 0, length)
-
-
-@pytest.mark.parametrize("choice", [SnapKV(40, 4), PyramidKV(40, 4), H2O(40)], ids=str)
-def test_short_prompts_stay_whole(choice):
-    model, found = observed((40, 3))
-    assert choice.keep_mask(found, model.config, SIZES) == [None, None]
-
-
-@pytest.mark.parametrize("choice", [*ANY, PyramidKV(12, 4), StreamingLLM()], ids=str)
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_layers_that_slide_or_hold_part_of_the_prompt(choice):
     model, found = observed((30,), family="mistral", sliding_window=16)
     assert choice.keep_mask(found, model.config, SIZES) == [None, None]

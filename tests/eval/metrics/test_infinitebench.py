@@ -73,8 +73,8 @@ def test_scores_by_the_rule_of_each_task(task, reply, answers, want):
         ("longdialogue_qa_eng", [5], [], "a text or a list of texts"),
         ("longbook_qa_eng", [], [], "a text or a list of texts"),
         ("math_calc", "4", [], "a list of whole numbers"),
-        ("code_debug", "f", ["f"], "a list of four texts"),
-        ("code_debug", "f", ["a", "b", "c", "d"], "none of the options"),
+        ("code_debug", "f", ["f"], "not one of the four options"),
+        ("code_debug", "f", ["a", "b", "c", "d"], "not one of the four options"),
     ],
 )
 def test_labels_that_do_not_fit_their_task_are_named(task, answer, options, message):

@@ -5,13 +5,13 @@ from itertools import pairwise
 import pytest
 import torch
 
-from leank.eval.cache.attention import naive
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Store
 from leank.eval.serving.attention import Step, attend
 from leank.eval.serving.layout import PageLayout
 from leank.eval.serving.plan import RestBlocks
+from tests.oracles import cache_attention as naive
 
 HEADS, GROUP, DIM, SINK, WINDOW = 3, 2, 32, 4, 24
 SCALE = DIM**-0.5

@@ -39,8 +39,6 @@ def test_answer_rows_past_the_last_one_repeat_it():
 
 def test_bad_losses_are_named():
     zeros = torch.zeros(1, 2, 3)
-    with pytest.raises(ValueError, match=r"answer lengths \[0\]"):
-        l2_loss(zeros, zeros, torch.tensor([0]), "official")
     with pytest.raises(ValueError, match="loss is nan"):
         backward(l2_loss(zeros, zeros.clone().requires_grad_() * math.nan, torch.tensor([2]), "paper"))
     with pytest.raises(ValueError, match="loss is nan"):  # on a rank whose own is finite, too

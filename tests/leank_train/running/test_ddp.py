@@ -12,7 +12,7 @@ from leank.data_gen.tasks import Mixture
 from leank.mask import ChannelMask
 from leank_train import data
 from leank_train.data import Steps, collate
-from leank_train.fitting import mixture
+from leank_train.settings import check
 from leank_train.train import run
 from tests.helpers.ranks import SETTINGS, forked_ranks, record, two_ranks
 from tests.helpers.tiny_run import alpha, settings
@@ -51,10 +51,10 @@ def test_ranks_share_the_documents_of_one_process(model_folder, start):
     mixed = Mixture({"multikey": 1, "kv": 1}, backbone.tokenizer, 300, 400, per_length=4)
     for item in range(2):
         first = (start + item) * 4
-        whole = Steps(backbone, mixed, 4, start, 0, 1)[item].documents.ids
+        whole = Steps(backbone, mixed, 4, 0, 1)[start + item].documents.ids
         assert torch.equal(whole, collate(backbone, [mixed[first + i] for i in range(4)]).documents.ids)
         for ranks, each in ((2, 2), (4, 1)):
-            parts = [Steps(backbone, mixed, each, start, rank, ranks)[item] for rank in range(ranks)]
+            parts = [Steps(backbone, mixed, each, rank, ranks)[start + item] for rank in range(ranks)]
             documents = [part.documents for part in parts]
             rows = [row[:n] for part in documents for row, n in zip(part.ids, part.lengths, strict=True)]
             assert all(torch.equal(row, whole[i, : len(row)]) for i, row in enumerate(rows))
@@ -88,9 +88,9 @@ def test_any_number_of_ranks_sees_the_same_documents(quarter, start, steps):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "collate", lambda backbone, documents: documents)
         for world in (1, 2, 4):
-            ranks = [Steps(None, Numbers(), 4 * quarter // world, start, rank, world) for rank in range(world)]
+            ranks = [Steps(None, Numbers(), 4 * quarter // world, rank, world) for rank in range(world)]
             for item in range(steps):
-                seen = [number for rank in ranks for number in rank[item]]
+                seen = [number for rank in ranks for number in rank[start + item]]
                 assert seen == [*range((start + item) * 4 * quarter, (start + item + 1) * 4 * quarter)]
 
 
@@ -98,8 +98,9 @@ def test_documents_do_not_depend_on_the_number_of_ranks(model_folder):
     """What number i is, its length included: the same at the same documents a step."""
     backbone = backbones.load(str(model_folder))
     made = [
-        mixture(settings(model_folder, "++data.tasks.kv=1", f"data.documents={4 // world}"), backbone, "stage1", world)
+        config.mixture(backbone, per_length=config.data.documents * world)
         for world in (1, 2, 4)
+        for config in [check(settings(model_folder, "++data.tasks.kv=1", f"data.documents={4 // world}"))]
     ]
     for index in range(8):
         assert made[0][index] == made[1][index] == made[2][index]

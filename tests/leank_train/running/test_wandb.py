@@ -11,7 +11,7 @@ import pytest
 
 from leank.eval.__main__ import run as evaluate
 from leank.mask import ChannelMask
-from leank.wandb_log import LoggerConfig, mask_artifact, model_artifact, use, wandb_logger
+from leank.wandb_log import LoggerConfig, make_logger, mask_artifact, model_artifact, use
 from leank_train.train import run as train
 from scripts.wandb_workspace import PANELS, workspace
 from tests import ROOT
@@ -126,7 +126,7 @@ def test_lineage_joins_training_and_evaluation(folders, logged):
     trained, evaluated = (logged[kind]["state"]["config"] for kind in ("training", "eval"))
     made = [r["artifact"] for r in logged["training"]["rows"] if r["type"] == "artifact"]
     (mask,) = (a for a in made if a["type"] == "mask")
-    digest = (folders / "train/config.hash").read_text().strip()
+    digest = json.loads((folders / "train/inputs.json").read_text())["config"]
     assert mask["name"] == evaluated["uses/mask"] == f"mask-{digest}"
     assert trained["uses/config"] == f"config-{digest}"
     assert trained["uses/model"] == evaluated["uses/model"]
@@ -173,6 +173,6 @@ def test_auto_is_offline_without_a_key(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    logger = wandb_logger("auto", save_dir=str(tmp_path / "ratio=0.5,seed=1"), project="leank")
+    logger = make_logger(LoggerConfig(kind="wandb"), tmp_path / "ratio=0.5,seed=1")
     assert logger._offline
     assert logger._wandb_init["name"] == Path("ratio=0.5,seed=1").name

@@ -1,15 +1,12 @@
 """Sparsity while decoding, similarity of heads, and the tokens that Lethe's cache holds."""
 
-from itertools import pairwise
-
+import numpy as np
 import pytest
 import torch
 
-from leank.eval.cache.layer import CompressedLayer
 from leank.eval.cache.storage.sizes import Sizes
-from leank.eval.methods.base import Method
 from leank.eval.methods.tokens.lethe import Lethe
-from scripts.analyses.lethe import Record, head_similarity, recorded, retained_tokens, sparsity
+from scripts.analyses.lethe import growth, head_similarity, held_while_decoding, retained_tokens, sparsity
 from tests.helpers.analysis_source import GROUP, HEADS, LAYERS, LENGTH, attention, only, qkv, source, tiny_model
 
 TASK = "niah_single_2"
@@ -18,10 +15,6 @@ TASK = "niah_single_2"
 def prompt():
     found = source()
     return found.ids(found.sample(TASK, LENGTH, 0))
-
-
-def rounds(prompts, steps):
-    return recorded(source(), prompts, steps, Lethe(evict_at=64, sparse_ratio=2.0), Sizes(4, 12, 4))
 
 
 @torch.no_grad()
@@ -61,63 +54,32 @@ def test_similarity_of_heads():
             assert mean == pytest.approx(sum(found) / len(found), abs=1e-6)
 
 
-def test_recorded_places_are_those_that_the_cache_holds(monkeypatch):
-    """The keys of the prompt that are in the cache are the dense keys at the places that the record names."""
-    caches = []
-    make = Method.cache
-    monkeypatch.setattr(Method, "cache", lambda *args: caches.append(make(*args)) or caches[-1])
-    records = rounds([prompt()[0].tolist()], 20)
-    dense, end = qkv(prompt()), prompt().shape[1]
-    total = end + 19  # the last token is not read
-    fewer = 0
-    for layer, (record,), (_, k, _) in zip(caches[0].layers, records, dense, strict=True):
-        assert record.total == total
-        assert isinstance(layer, CompressedLayer)
-        assert layer.store is not None
-        places = record.middle
-        of_prompt = places[places < end]
-        for head in range(HEADS):
-            assert int(layer.store.prompt.length[0, head] + layer.store.tail.length[0, head]) == len(places)
-            keys, _ = layer.store.prompt.read(0, head)
-            some = of_prompt[: len(keys)]  # keys of the prompt's end came through the window
-            assert torch.allclose(keys, k[head * GROUP, some], atol=1e-6)
-        assert len(record.places()) == 4 + len(places) + int(layer.store.seen[0] - layer.store.start[0])
-        fewer += len(record.places()) < total
-    assert fewer
-
-
 def test_rows_of_retained_tokens():
-    rows = retained_tokens(source(), TASK, LENGTH, steps=20, sink=4, window=12, flush=4, evict_at=64,
-                           sparse_ratio=2.0, bins=8)  # fmt: skip
-    for layer, (record,) in enumerate(rounds([prompt()[0].tolist()], 20)):
-        places, edges = record.places().tolist(), [record.total * number // 8 for number in range(9)]
-        wanted = [sum(a <= x < b for x in places) / (b - a) for a, b in pairwise(edges)]
-        assert [one["value"] for one in only(rows, measure="retained", layer=layer)] == pytest.approx(wanted)
-        held, seen = (only(rows, measure=name, layer=layer) for name in ("held", "seen"))
-        assert all(a["value"] <= b["value"] for a, b in zip(held, seen, strict=True))
-    assert Record(2, 9).places().tolist() == [0, 1]
+    """A dense cache holds what it has seen; with rounds, a layer holds less, and never more than it has seen."""
+    given = {"samples": 2, "steps": 20, "sink": 4, "window": 12, "flush": 4}
+    dense = retained_tokens(source(), TASK, LENGTH, **given, evict_at=10_000)
+    held, seen = (only(dense, measure=name, sample=0) for name in ("held", "seen"))
+    end = prompt().shape[1]
+    assert [one["value"] for one in held] == [one["value"] for one in seen] == [end + 4 * i for i in range(5)] * LAYERS
+    assert [one["value"] for one in only(dense, measure="growth")] == [1.0] * 2 * LAYERS
+    rounds = retained_tokens(source(), TASK, LENGTH, **given, evict_at=64, sparse_ratio=2.0)
+    held, seen = (only(rounds, measure=name) for name in ("held", "seen"))
+    assert all(a["value"] <= b["value"] for a, b in zip(held, seen, strict=True))
+    assert held[4]["value"] < seen[4]["value"]
 
 
 def test_samples_side_by_side_hold_what_each_holds_alone():
     """Prompts of other lengths stand beside each other, padded; each alone is what it is in their company."""
     found = source()
     prompts = [found.ids(found.sample(TASK, LENGTH, index))[0].tolist()[: -3 * index or None] for index in range(3)]
-    together = rounds(prompts, 24)
-    assert len({record.prompt for record in together[0]}) > 1
-    for index in range(3):
-        for layer, (record,) in enumerate(rounds([prompts[index]], 24)):
-            other = together[layer][index]
-            assert record.history == other.history
-            assert record.places().tolist() == other.places().tolist()
+    given = (24, Lethe(evict_at=64, sparse_ratio=2.0), Sizes(4, 12, 4))
+    together = held_while_decoding(found, prompts, *given)
+    assert len({*together[0, 0, 0]}) > 1
+    for index, one in enumerate(prompts):
+        assert (held_while_decoding(found, [one], *given)[..., 0] == together[..., index]).all()
 
 
-def test_rows_are_spaced():
-    record = Record(0, 4, history=[(step, step) for step in (4, 5, 6, 9, 10, 30)])
-    assert [seen for seen, _ in record.spaced(4)] == [4, 9, 30]
-
-
-@pytest.mark.parametrize(("held", "growth"), [([4, 5, 6, 7, 8, 9], 1.0), ([4, 9, 4, 9, 4, 9], 0.0),
+@pytest.mark.parametrize(("held", "wanted"), [([4, 5, 6, 7, 8, 9], 1.0), ([4, 9, 4, 9, 4, 9], 0.0),
                                               ([4, 5, 6, 6, 6, 6], 0.0), ([4, 6, 4, 5, 4, 5], -1 / 3)])  # fmt: skip
-def test_growth_is_that_of_the_peak(held, growth):
-    record = Record(0, 4, history=[(4 + step, count) for step, count in enumerate(held)])
-    assert record.growth() == pytest.approx(growth)
+def test_growth_is_that_of_the_peak(held, wanted):
+    assert growth(4 + np.arange(6), np.array(held)) == pytest.approx(wanted)

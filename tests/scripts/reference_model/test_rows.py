@@ -10,8 +10,7 @@ import pytest
 from leank.data_gen.request import Request
 from leank.data_gen.tasks import TASKS
 from leank.data_gen.tokens import TokenCounter
-from scripts.reference_model.batches import Batches, RowMaker, TrainingRow, collate, in_order
-from scripts.reference_model.recipe import RECIPES
+from scripts.reference_model.batches import RECIPES, Batches, RowMaker, TrainingRow, collate, in_order
 from tests.helpers.text_tokenizers import tokenizer
 
 MIXED = RECIPES["mixed"]
@@ -28,7 +27,7 @@ def test_rows_of_the_shipped_model_stay_the_same():
 
 
 def batch(recipe: str, text: np.ndarray | None):
-    return Batches(tokenizer("reference"), 8192, 3, 0, 0, 0, 1024, lambda step: 0.25, RECIPES[recipe], text)[1]
+    return Batches(tokenizer("reference"), 8192, 4, 0, 0, 0, 1024, RECIPES[recipe], text)[1]
 
 
 def weights_by_row(batch) -> list[float]:

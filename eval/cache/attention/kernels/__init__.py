@@ -1,1 +1,1 @@
-"""Triton kernels over a sealed layer; the launchers lie beside this folder, and `naive.py` is the slow form of all."""
+"""Triton kernels over a sealed layer; their launchers lie beside this folder, and `batched.py` is the slow form."""

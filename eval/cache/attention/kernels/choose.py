@@ -32,17 +32,12 @@ from leank.eval.cache.attention import ranking
 from leank.eval.cache.attention.kernels.parts import gather, merge, real_rows, sink_and_window, store_rows
 
 FIELDS = tl.constexpr(ranking.FIELDS)
-PROMPT_K, TAIL_K = tl.constexpr(int(ranking.Column.PROMPT_K)), tl.constexpr(int(ranking.Column.TAIL_K))
-PROMPT, CHANNELS = tl.constexpr(int(ranking.Column.PROMPT)), tl.constexpr(int(ranking.Column.CHANNELS))
-LABELS, BOUNDS = tl.constexpr(int(ranking.Column.LABELS)), tl.constexpr(int(ranking.Column.BOUNDS))
-SCORES, STRIDE = tl.constexpr(int(ranking.Column.SCORES)), tl.constexpr(int(ranking.Column.STRIDE))
-BEST, BEST_STRIDE = tl.constexpr(int(ranking.Column.BEST)), tl.constexpr(int(ranking.Column.BEST_STRIDE))
-
+(
+    PROMPT_K, PROMPT_V, TAIL_K, TAIL_V, PROMPT, CHANNELS, LABELS, BOUNDS, SCORES, STRIDE, BEST, BEST_STRIDE,
+    SINK_K, SINK_V, RING_K, RING_V,
+) = (tl.constexpr(int(column)) for column in ranking.Column)  # fmt: skip
 LEAST = tl.constexpr(-(2**31))  # below every score's order
 HIGHEST = tl.constexpr(2**31 - 1)
-PROMPT_V, TAIL_V = tl.constexpr(int(ranking.Column.PROMPT_V)), tl.constexpr(int(ranking.Column.TAIL_V))
-SINK_K, SINK_V = tl.constexpr(int(ranking.Column.SINK_K)), tl.constexpr(int(ranking.Column.SINK_V))
-RING_K, RING_V = tl.constexpr(int(ranking.Column.RING_K)), tl.constexpr(int(ranking.Column.RING_V))
 
 # fmt: off
 

@@ -1,4 +1,4 @@
-"""Decode attention over a sealed layer in one Triton launch: the fast path beside `naive.attend`.
+"""Decode attention over a sealed layer in one Triton launch: the fast path beside `batched.attend`.
 
 Every program walks its span of the work table (eval.cache.attention.work) and keeps an online softmax per (row, KV
 head). Query channels are gathered here, so the model's weights stay as they are. The last program to finish a (row,
@@ -30,20 +30,9 @@ from leank.eval.cache.attention.kernels.parts import (
 
 # columns of the work table
 SINK, WINDOW, TAIL = tl.constexpr(work.SINK), tl.constexpr(work.WINDOW), tl.constexpr(work.TAIL)
-KIND = tl.constexpr(int(work.Column.KIND))
-ROW = tl.constexpr(int(work.Column.ROW))
-HEAD = tl.constexpr(int(work.Column.HEAD))
-FIRST = tl.constexpr(int(work.Column.FIRST))
-LAST = tl.constexpr(int(work.Column.LAST))
-K_START = tl.constexpr(int(work.Column.K_START))
-V_START = tl.constexpr(int(work.Column.V_START))
-CHANNELS = tl.constexpr(int(work.Column.CHANNELS))
-FRESH = tl.constexpr(int(work.Column.FRESH))
-PARTIALS = tl.constexpr(int(work.Column.PARTIALS))
-NUMBER = tl.constexpr(int(work.Column.NUMBER))
-FIRST_NUMBER = tl.constexpr(int(work.Column.FIRST_NUMBER))
-NEXT = tl.constexpr(int(work.Column.NEXT))
-WIDTH = tl.constexpr(int(work.Column.WIDTH))
+(
+    KIND, ROW, HEAD, FIRST, LAST, K_START, V_START, CHANNELS, FRESH, PARTIALS, NUMBER, FIRST_NUMBER, NEXT, WIDTH
+) = (tl.constexpr(int(column)) for column in work.Column)  # fmt: skip
 
 
 class Form(NamedTuple):

@@ -1,11 +1,14 @@
-"""The registry holds every figure and table of the papers, and all that its items name is there."""
+"""Every figure and table of the papers is an item, and all that items name is there."""
 
+import copy
+import functools
 import re
-from dataclasses import replace
 from typing import get_type_hints
 
 import pytest
 from hydra import compose, initialize_config_module
+from hydra._internal import config_loader_impl
+from hydra._internal.config_repository import CachingConfigRepository
 from omegaconf import OmegaConf
 from pydantic import TypeAdapter
 from transformers import MistralConfig
@@ -15,36 +18,37 @@ from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.methods import build_method
 from leank.eval.methods.channels.iap import IAP
 from leank.eval.methods.memory import method_bytes
-from leank.eval.papers.item import Analysed, Command, Contrast, EvalRun, Expect, Item, Need
-from leank.eval.papers.make import Made, Options
+from leank.eval.papers.item import ITEMS, Contrast, find, of_papers
+from leank.eval.papers.make import Made
 from leank.eval.papers.page import commands, of_item
-from leank.eval.papers.registry import ITEMS, PAPERS, find, of_papers, runs, status
 from leank.eval.run.build import expanded
 from leank.typed import STRICT
 from scripts.analyses import ANALYSES
 from tests import ROOT
+from tests.helpers.composed import evaluation
 
 NUMBERS = {"leank": (10, 23), "think": (7, 12), "iap": (4, 8), "lethe": (6, 6), "asl": (10, 12)}
-STEPS = [(item, step) for item in ITEMS.values() for step in (*item.here, *item.real)]
+STEPS = [step for item in ITEMS.values() for step in (*item.here, *item.real)]
 
 
-def run_of(step):
-    """The overrides of a step in its quick form, which has those of the whole form first."""
-    return (*step.overrides, *step.quick) if isinstance(step, EvalRun) else ("+experiment=papers/here", *step.overrides)
+class Kept(CachingConfigRepository):
+    """Configurations that are read once, and not for every command line anew."""
+
+    def load_config(self, config_path):
+        return copy.deepcopy(super().load_config(config_path))  # composing changes some of them
 
 
 @pytest.fixture(scope="module")
 def composed():
-    """The configuration of every run of the registry, by its overrides; resolved, and without weights."""
-    found = {}
-    with initialize_config_module("leank.conf.eval", version_base="1.3"):
-        for _, step in STEPS:
-            if isinstance(step, Command):
-                continue
-            overrides = run_of(step)
-            if overrides not in found:
-                found[overrides] = OmegaConf.to_container(compose("eval", list(overrides)), resolve=True)
-    return found
+    """The configuration of every replay, by its command line; resolved, and without weights."""
+    lines = {step.line() for step in STEPS if step.replays}
+    with pytest.MonkeyPatch.context() as patch, initialize_config_module("leank.conf.eval", version_base="1.3"):
+        patch.setattr(config_loader_impl, "CachingConfigRepository", functools.cache(Kept))
+        return {line: OmegaConf.to_container(compose("eval", [*line[1:]]), resolve=True) for line in lines}
+
+
+def replays(steps, composed):
+    return [composed[step.line()] for step in steps if step.replays]
 
 
 @pytest.mark.parametrize("paper", NUMBERS)
@@ -54,7 +58,6 @@ def test_every_number_is_there_once(paper):
     items = of_papers([paper])
     assert [item.number for item in items] == wanted
     assert len({item.id for item in items}) == len(items)
-    assert paper in PAPERS
 
 
 def test_every_run_composes_and_its_methods_are_checked(composed):
@@ -63,23 +66,36 @@ def test_every_run_composes_and_its_methods_are_checked(composed):
         assert {build_method(label, given, config["cache"]).label for label, given in labels.items()} == {*labels}
 
 
-def test_claims_compare_methods_that_the_item_runs(composed):
+def test_the_quick_form_composes_as_well():
+    quick = {step.line(quick=True) for step in STEPS if step.replays and step.quick}
+    assert all(evaluation(*line[1:])["benchmark"]["samples"] < 50 for line in quick)
+
+
+def test_checks_compare_methods_that_the_item_runs(composed):
     for item in ITEMS.values():
-        for claim in item.claims:
-            if isinstance(claim, Contrast):
-                runs = [composed[run_of(step)] for step in item.here if isinstance(step, EvalRun)]
-                assert any({claim.first, claim.second} <= {*expanded(run["method"])} for run in runs), item.id
+        for check in item.checks:
+            if isinstance(check, Contrast):
+                runs = replays(item.here, composed)
+                assert any({check.first, check.second} <= {*expanded(run["method"])} for run in runs), item.id
             else:
-                assert isinstance(claim, Expect)
-                assert any(isinstance(step, Analysed) for step in item.here), item.id
+                assert any("scripts.analyses" in step.words for step in item.here), item.id
+                assert (check.above is None) != (check.below is None)
 
 
-def test_settings_of_analyses_are_theirs():
-    for _, step in STEPS:
-        if isinstance(step, Analysed):
-            hints = get_type_hints(ANALYSES[step.name].measure, include_extras=True)
-            for name, value in {**step.settings, **step.quick}.items():
-                TypeAdapter(hints[name], config=STRICT).validate_python(list(value) if name == "lengths" else value)
+def test_analyses_take_their_settings():
+    models = set()
+    for step in STEPS:
+        if step.words[0] == "scripts.analyses":
+            _, name, out, *given = step.line(quick=True)
+            hints = get_type_hints(ANALYSES[name].measure, include_extras=True)
+            own = [one for one in given if one.partition("=")[0] in hints]
+            for key, value in OmegaConf.to_container(OmegaConf.from_dotlist(own)).items():
+                TypeAdapter(hints[key], config=STRICT).validate_python(value)
+            assert out == "OUT"
+            models |= {*given} - {*own, "model=null"}
+    assert {one.partition("=")[0] for one in models} <= {"model", "mask"}
+    for one in models:
+        assert evaluation(one)
 
 
 def test_published_tables_are_there():
@@ -95,7 +111,7 @@ def plain(name):
 def printed_tables(composed):
     """The items of published tables: item, table, and the configurations of its runs with real models."""
     for item in ITEMS.values():
-        made = [composed[run_of(step)] for step in item.real if isinstance(step, EvalRun)]
+        made = replays(item.real, composed)
         for number in item.tables if made else ():
             if item.number == f"table {number.partition(' ')[0]}":
                 yield item, published.tables(item.paper)[number], made
@@ -146,7 +162,7 @@ def test_iaps_presets_score_no_key_that_stays_whole(composed):
 @pytest.mark.parametrize("real", [False, True])
 def test_equal_memory_is_equal(real, composed):
     item = find("think:table7")
-    run = composed[run_of((item.real if real else item.here)[0])]
+    run = replays(item.real if real else item.here, composed)[0]
     config = MistralConfig(sliding_window=None) if real else load_config(ModelConfig())[0]
     made = {label: method_bytes(build_method(label, given, run["cache"]), config, 3000, 2)
             for label, given in expanded(run["method"]).items()}  # fmt: skip
@@ -169,36 +185,25 @@ def test_with_leank_and_without_it_as_many_tokens_are_whole(names, composed):
 def test_every_item_says_what_makes_it_or_why_nothing_does():
     for item in ITEMS.values():
         assert item.shows
-        if status(item) != "nothing to measure":
+        if item.status != "nothing to measure":
             assert item.claim, item.id
             assert commands(item), item.id
         else:
             assert item.note, item.id
-        if status(item).startswith("needs"):
+        if item.status.startswith("needs"):
             assert commands(item), item.id
         if item.real and not item.here:
             assert item.needs, item.id
-    assert sum(map(runs, ITEMS.values())) >= 66
-
-
-def test_a_step_whose_model_is_not_there_is_named_and_not_made(tmp_path):
-    there, absent = (EvalRun(("x",), need=Need(name, str(path))) for name, path in
-                     (("a folder", tmp_path), ("the model huge", tmp_path / "huge")))  # fmt: skip
-    item = Item("lethe:table1", "x", here=(there, absent))
-    assert status(item) == "runs here, in part: needs the model huge"
-    assert Options().steps(item) == (there,)
-    assert status(replace(item, here=(absent,))) == "needs the model huge"
-    assert status(replace(item, here=(there,))) == "runs here"
+    assert sum(item.runs for item in ITEMS.values()) >= 66
 
 
 def test_commands_name_files_that_are_there():
-    for _, step in STEPS:
-        line = step.line if isinstance(step, Command) else step.command if isinstance(step, EvalRun) else ""
-        for module in re.findall(r"-m (scripts[\w.]+)", line):
-            assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
-        for experiment in re.findall(r"leank_train.*\+experiment=(\w+)", line):
+    for step in STEPS:
+        if step.words[0].startswith("scripts.bench"):
+            assert (ROOT / f"{step.words[0].replace('.', '/')}.py").is_file()
+        for experiment in re.findall(r"leank_train.*\+experiment=(\w+)", step.run):
             assert (ROOT / "conf" / "train" / "experiment" / f"{experiment}.yaml").is_file()
-        for mask in re.findall(r"mask=(\S+)", line):
+        for mask in re.findall(r"mask=(\S+)", step.run):
             assert (ROOT / mask).is_file()
 
 
@@ -215,5 +220,3 @@ def test_an_item_by_its_name(spelling):
 def test_an_unknown_item_is_answered_with_the_nearest():
     with pytest.raises(ValueError, match=r"leank:fig77 is no item; did you mean leank:fig7, .*--list shows all"):
         find("leank:fig77")
-    with pytest.raises(ValueError, match="--paper quest is unknown; choose from leank, think"):
-        of_papers(["quest"])

@@ -1,14 +1,20 @@
-"""Every code of a packed middle becomes its number: in the instructions, read here one by one, and in the kernel."""
+"""Parts of kernels: every code of a packed middle becomes its number, in the instructions, read here one by one, and in
+the kernel; partial results are merged as log-sum-exp in float64 merges them."""
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.helpers.kernels import DEVICE, ON_GPU  # skips where Triton is not installed
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 from leank.eval.cache.attention.kernels.packed import instructions, numbers, step_of, unit_of  # isort: skip
+from leank.eval.cache.attention.kernels.parts import merge  # isort: skip
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+interpreted = pytest.mark.skipif(ON_GPU, reason="the same on the device below")
 WORD, HALF, BYTE = 2**32 - 1, 2**16 - 1, 2**8 - 1
 OF_TRITON = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 PLACES = [(bits, place) for bits in (2, 4, 8) for place in range(8 // bits)]
@@ -94,7 +100,7 @@ def check_codes(bits, place, dtype, ptx):
     assert ((found - want).abs() <= want.abs() * torch.finfo(dtype).eps / 2).all()
 
 
-@pytest.mark.skipif(ON_GPU, reason="the same on the device below")
+@interpreted
 @pytest.mark.parametrize(("bits", "place"), PLACES)
 def test_every_code_interpreted(bits, place):
     check_codes(bits, place, torch.float16, False)
@@ -105,3 +111,68 @@ def test_every_code_interpreted(bits, place):
 @pytest.mark.parametrize(("bits", "place"), PLACES)
 def test_every_code_on_the_device(bits, place, dtype):
     check_codes(bits, place, dtype, True)
+
+
+# The merge of partial results
+
+
+@triton.jit
+def merged(
+    part, stat, out, most, total, first, parts, R: tl.constexpr, LINES: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    """Write what `merge` returns."""
+    result, m, z = merge(part, stat, first, parts, R, LINES, D)
+    r, d = tl.arange(0, R), tl.arange(0, D)
+    tl.store(out + r[:, None] * D + d[None, :], result)
+    tl.store(most + r, m)
+    tl.store(total + r, z)
+
+
+def check_merge(first, parts, rows, lines, dim, empty, seed):
+    """Partial results first .. first + parts - 1 among memory that holds NaN; those of `empty` saw no token."""
+    generator = torch.Generator().manual_seed(seed)
+    part = torch.full((first + parts + 3, rows, dim), torch.nan)
+    stat = torch.full((first + parts + 3, rows, 2), torch.nan)
+    of = slice(first, first + parts)
+    part[of] = torch.randn(parts, rows, dim, generator=generator)
+    m, z = torch.randn(2, parts, rows, generator=generator) * 20
+    z = 1 + z.abs()
+    for i in empty:
+        part[first + i % parts], m[i % parts], z[i % parts] = 0, -torch.inf, 0
+    stat[of] = torch.stack([m, z], -1)
+    out, most, total = (torch.full(shape, torch.nan, device=DEVICE) for shape in ((rows, dim), (rows,), (rows,)))
+    merged[(1,)](part.to(DEVICE), stat.to(DEVICE), out, most, total, first, parts, R=rows, LINES=lines, D=dim)
+    top = m.double().amax(0)
+    weight = torch.exp2(m.double() - top.nan_to_num(neginf=0))
+    whole = (weight * z).sum(0)
+    want = (part[of].double() * weight[..., None]).sum(0) / whole.where(whole > 0, 1)[:, None]
+    torch.testing.assert_close(out.cpu().double(), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(most.cpu().double(), top, rtol=0, atol=0)
+    torch.testing.assert_close(total.cpu().double(), whole, rtol=1e-4, atol=0)
+
+
+@interpreted
+@settings(max_examples=10, derandomize=True)
+@given(
+    st.integers(0, 5),
+    st.integers(1, 40),
+    st.sampled_from([1, 4, 8]),
+    st.integers(1, 17),
+    st.sampled_from([64, 128]),
+    st.lists(st.integers(0, 39), max_size=4),
+    st.integers(0, 99),
+)
+def test_merge_interpreted(first, parts, rows, lines, dim, empty, seed):
+    check_merge(first, parts, rows, lines, dim, empty, seed)
+
+
+@interpreted
+def test_where_no_part_saw_a_token_the_result_is_zero():
+    check_merge(2, 3, 4, 2, 64, [0, 1, 2], 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("parts", "rows", "lines"), [(1, 4, 16), (34, 4, 16), (34, 4, 20), (50, 8, 8), (7, 32, 2)])
+def test_merge_on_the_device(parts, rows, lines, dim):
+    check_merge(5, parts, rows, lines, dim, [0, 3], 0)
