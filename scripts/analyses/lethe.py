@@ -158,6 +158,8 @@ def retained_tokens(
 def growth(seen: np.ndarray, held: np.ndarray) -> float:
     """By how much the peak of the second half exceeds that of the first, as a share of the tokens in between."""
     half = len(seen) // 2
+    if not half:
+        return np.nan
     return float((held[half:].max() - held[:half].max()) / (seen[-1] - seen[half - 1]))
 
 

@@ -162,7 +162,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     prompts, tokens = requests(args.requests, args.seed)
     if args.variant == "cache":
         mask, loaded = ChannelMask.load(args.mask), backbone.load("reference", "float32", torch.device("cpu"))
-        ends = loaded.eos_ids()
+        ends = backbone.eos_ids(loaded.model, loaded.tokenizer)
         replies = [by_cache(loaded.model, mask, *request, ends) for request in zip(prompts, tokens, strict=True)]
         return {"replies": [vars(reply) for reply in replies]}
     settings = {"max_model_len": 2048, "max_num_seqs": 16, "block_size": args.block_size, "dtype": args.dtype}
